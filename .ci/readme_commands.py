@@ -1,0 +1,9 @@
+"""Print the commands of the first shell block after the heading "Two commands" of a README, a line each."""
+
+import re
+import sys
+from pathlib import Path
+
+text = Path(sys.argv[1]).read_text(encoding="utf-8")
+block = re.search(r"^## Two commands\n.*?^```(?:sh|bash)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+print(block.group(1).strip() if block else "")

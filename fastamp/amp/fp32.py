@@ -1,0 +1,103 @@
+"""Regions that compute in float32 whatever the precision policy, in every mode alike."""
+
+import functools
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fastamp.utils.errors import ConfigError, did_you_mean
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def to_float32(value: Any) -> Any:
+    """Return ``value`` with every float16 or bfloat16 tensor in it (nested in lists, tuples, dicts) as float32."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in _LOW_PRECISION else value
+    if isinstance(value, dict):
+        return {key: to_float32(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_float32(item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_float32(item) for item in value)
+    return value
+
+
+def _device_type(value: Any) -> str | None:
+    """Return the device type of the first tensor nested in ``value``, None when there is none."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return None
+    return next((found for found in map(_device_type, value) if found), None)
+
+
+def force_fp32(function: F) -> F:
+    """Decorate a function or a module's ``forward`` so that it computes in float32.
+
+    Autocast is disabled for the device of the tensors that are passed in, and float16 and bfloat16
+    arguments are cast to float32 (float64 stays). The same happens in training, evaluation, under
+    ``no_grad`` and ``inference_mode``: a region that is float32 only while gradients are on gives
+    other results, or NaN, in evaluation.
+    """
+
+    @functools.wraps(function)
+    def in_float32(*args: Any, **kwargs: Any) -> Any:
+        device_type = _device_type((args, kwargs)) or "cpu"
+        with torch.autocast("cpu" if device_type == "meta" else device_type, enabled=False):
+            return function(*to_float32(args), **to_float32(kwargs))
+
+    in_float32.is_fp32_region = True  # type: ignore[attr-defined]
+    return in_float32  # type: ignore[return-value]
+
+
+@functools.cache
+def _fp32_class(module_class: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of ``module_class`` whose forward is a float32 region."""
+    return type(module_class.__name__, (module_class,), {"forward": force_fp32(module_class.forward)})
+
+
+def apply_force_fp32(model: nn.Module, patterns: list[str] | tuple[str, ...]) -> list[str]:
+    """Make the modules of ``model`` that match ``patterns`` float32 regions, in place.
+
+    A module whose class has the attribute ``force_fp32 = True`` becomes one without being named. Only the
+    module's class changes, to a subclass of the same name: state dict, copies and hooks stay as they are.
+
+    Args:
+        model: the model.
+        patterns: ``SOLVER.AMP.FORCE_FP32``: each a glob over module names (``"backbone.layer4.*"``) or a
+            class name (``"Bottleneck"``).
+
+    Returns:
+        The names of the modules that are float32 regions by pattern or class attribute.
+
+    Raises:
+        ConfigError: a pattern that matches no module.
+    """
+    named = dict(model.named_modules())
+    chosen = {name for name, module in named.items() if getattr(type(module), "force_fp32", False)}
+    for pattern in patterns:
+        matches = {
+            name
+            for name, module in named.items()
+            if (name and fnmatchcase(name, pattern)) or type(module).__name__ == pattern
+        }
+        if not matches:
+            choices = [name for name in named if name] + sorted({type(module).__name__ for module in named.values()})
+            raise ConfigError(
+                f"SOLVER.AMP.FORCE_FP32: {pattern!r} matches no module name and no class name of the model."
+                f"{did_you_mean(pattern, choices)}"
+            )
+        chosen |= matches
+    for name in chosen:
+        module = named[name]
+        if not getattr(type(module).forward, "is_fp32_region", False):
+            module.__class__ = _fp32_class(type(module))
+    return sorted(chosen)

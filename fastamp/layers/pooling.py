@@ -1,0 +1,76 @@
+"""Global pooling from a feature map to a vector; everything here is computed in float32."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastamp.amp import force_fp32
+from fastamp.utils.registry import Registry
+
+POOL_LAYER_REGISTRY = Registry("MODEL.HEADS.POOL_LAYER")
+
+
+@POOL_LAYER_REGISTRY.register()
+class Identity(nn.Module):
+    """No pooling, for backbones that return (B, C, 1, 1) already."""
+
+    @force_fp32
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@POOL_LAYER_REGISTRY.register()
+class GlobalAvgPool(nn.Module):
+    """Mean over the map: (B, C, H, W) -> (B, C, 1, 1)."""
+
+    @force_fp32
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.adaptive_avg_pool2d(x, 1)
+
+
+@POOL_LAYER_REGISTRY.register()
+class GlobalMaxPool(nn.Module):
+    """Maximum over the map: (B, C, H, W) -> (B, C, 1, 1)."""
+
+    @force_fp32
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.adaptive_max_pool2d(x, 1)
+
+
+@POOL_LAYER_REGISTRY.register()
+class GeneralizedMeanPooling(nn.Module):
+    """Generalized mean over the map, (mean of x^p)^(1/p) (Radenovic et al. 2018, arXiv:1711.02512, eq. 3).
+
+    In float16 the cube of an activation above 40.3 overflows, hence float32.
+
+    Args:
+        p: exponent; 1 is the mean, infinity the maximum.
+        eps: activations are at least this.
+    """
+
+    def __init__(self, p: float = 3.0, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.p = p
+        self.eps = eps
+
+    @force_fp32
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.adaptive_avg_pool2d(x.clamp(min=self.eps).pow(self.p), 1).pow(1.0 / self.p)
+
+
+@POOL_LAYER_REGISTRY.register()
+class GeneralizedMeanPoolingP(GeneralizedMeanPooling):
+    """Generalized mean whose exponent is learned; ``p`` is a (1,) float32 parameter."""
+
+    def __init__(self, p: float = 3.0, eps: float = 1e-6) -> None:
+        super().__init__(p, eps)
+        self.p = nn.Parameter(torch.ones(1) * p)
+
+
+@POOL_LAYER_REGISTRY.register()
+class AdaptiveAvgMaxPool(nn.Module):
+    """Mean plus maximum over the map: (B, C, H, W) -> (B, C, 1, 1)."""
+
+    @force_fp32
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.adaptive_avg_pool2d(x, 1) + F.adaptive_max_pool2d(x, 1)

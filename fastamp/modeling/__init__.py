@@ -1,0 +1,17 @@
+"""Models: backbones, heads, losses and the meta-architectures that join them."""
+
+from fastamp.modeling.backbones import BACKBONE_REGISTRY, build_backbone
+from fastamp.modeling.heads import HEADS_REGISTRY, build_heads
+from fastamp.modeling.losses import LOSS_REGISTRY, build_losses
+from fastamp.modeling.meta_arch import META_ARCH_REGISTRY, build_model
+
+__all__ = [
+    "BACKBONE_REGISTRY",
+    "HEADS_REGISTRY",
+    "LOSS_REGISTRY",
+    "META_ARCH_REGISTRY",
+    "build_backbone",
+    "build_heads",
+    "build_losses",
+    "build_model",
+]

@@ -1,0 +1,6 @@
+"""Heads: feature maps -> embeddings, logits."""
+
+from fastamp.modeling.heads.build import HEADS_REGISTRY, build_heads
+from fastamp.modeling.heads.embedding_head import EmbeddingHead
+
+__all__ = ["HEADS_REGISTRY", "EmbeddingHead", "build_heads"]

@@ -1,0 +1,114 @@
+"""The head of the strong baselines: pooling, reduction, BNNeck, classifier."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastamp.amp import force_fp32
+from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, build_norm
+from fastamp.modeling.heads.build import HEADS_REGISTRY
+from fastamp.utils.errors import ConfigError
+
+
+@HEADS_REGISTRY.register()
+class EmbeddingHead(nn.Module):
+    """Pool the map, reduce it, normalize it with a BNNeck, and classify it (Luo et al. 2019, arXiv:1903.07071).
+
+    Computed in float32 under any precision policy: it is a fraction of a per cent of the backbone's work, and its
+    output is what distances are made of.
+
+    Args:
+        feat_dim: channels of the feature map.
+        embedding_dim: width after a 1x1 convolution; 0 for none.
+        num_classes: identities in the training set; 0 gives a head for evaluation alone.
+        neck_feat: which feature the metric losses get: "before" or "after" the neck.
+        pool_layer: a name in ``POOL_LAYER_REGISTRY``.
+        cls_layer: a name in ``CLS_LAYER_REGISTRY``.
+        scale, margin: of the classification layer.
+        with_bnneck: batch normalization, with a bias frozen at 0, before the classifier.
+        norm: the neck's normalization layer.
+
+    Raises:
+        ConfigError: a part is not registered, or ``neck_feat`` is something else.
+    """
+
+    def __init__(
+        self,
+        *,
+        feat_dim: int,
+        embedding_dim: int = 0,
+        num_classes: int,
+        neck_feat: str = "before",
+        pool_layer: str = "GlobalAvgPool",
+        cls_layer: str = "Linear",
+        scale: float = 1,
+        margin: float = 0.0,
+        with_bnneck: bool = True,
+        norm: str = "BN",
+    ) -> None:
+        super().__init__()
+        if neck_feat not in ("before", "after"):
+            raise ConfigError(f"MODEL.HEADS.NECK_FEAT: {neck_feat!r} is unknown; choices: before, after")
+        self.neck_feat = neck_feat
+        self.pool_layer = POOL_LAYER_REGISTRY.get(pool_layer)()
+        dim = embedding_dim or feat_dim
+        neck: list[nn.Module] = []
+        if embedding_dim > 0:
+            neck.append(nn.Conv2d(feat_dim, embedding_dim, 1, bias=False))
+        if with_bnneck:
+            neck.append(build_norm(norm, dim, freeze_bias=True))
+        self.bottleneck = nn.Sequential(*neck)
+        self.weight = nn.Parameter(torch.empty(num_classes, dim))
+        self.cls_layer = CLS_LAYER_REGISTRY.get(cls_layer)(scale=scale, margin=margin)
+        self.feature_dim = dim
+        self._init_weights()
+
+    @classmethod
+    def from_config(cls, cfg: Any) -> "EmbeddingHead":
+        """Return the head of ``MODEL.HEADS``."""
+        heads = cfg.MODEL.HEADS
+        return cls(
+            feat_dim=cfg.MODEL.BACKBONE.FEAT_DIM,
+            embedding_dim=heads.EMBEDDING_DIM,
+            num_classes=heads.NUM_CLASSES,
+            neck_feat=heads.NECK_FEAT,
+            pool_layer=heads.POOL_LAYER,
+            cls_layer=heads.CLS_LAYER,
+            scale=heads.SCALE,
+            margin=heads.MARGIN,
+            with_bnneck=heads.WITH_BNNECK,
+            norm=heads.NORM,
+        )
+
+    def _init_weights(self) -> None:
+        nn.init.normal_(self.weight, std=0.01)
+        for module in self.bottleneck:
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out")
+
+    @force_fp32
+    def forward(
+        self, features: torch.Tensor, targets: torch.Tensor | None = None
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Compute embeddings, and in training mode logits.
+
+        Args:
+            features: (B, feat_dim, h, w) float of any precision.
+            targets: (B,) int64 class numbers, needed in training mode.
+
+        Returns:
+            In evaluation mode (B, D) float32, the feature after the neck, not normalized. In training mode
+            ``{"cls_outputs": (B, K), "pred_class_logits": (B, K), "features": (B, D)}``, float32; the features are
+            those before or after the neck, by ``neck_feat``.
+        """
+        pooled = self.pool_layer(features)
+        neck = self.bottleneck(pooled).flatten(1)
+        if not self.training:
+            return neck
+        cls_outputs, logits = self.cls_layer(neck, self.weight, targets)
+        return {
+            "cls_outputs": cls_outputs,
+            "pred_class_logits": logits.detach(),
+            "features": pooled.flatten(1) if self.neck_feat == "before" else neck,
+        }

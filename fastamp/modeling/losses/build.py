@@ -1,0 +1,22 @@
+"""Look up and build the losses that a config names."""
+
+from typing import Any
+
+from torch import nn
+
+from fastamp.utils.registry import Registry
+
+LOSS_REGISTRY = Registry("MODEL.LOSSES.NAME")
+
+
+def build_losses(cfg: Any) -> nn.ModuleDict:
+    """Return the losses of ``MODEL.LOSSES.NAME`` under the names that they are reported by, e.g. ``loss_cls``.
+
+    A loss is a module with a class attribute ``loss_name`` and ``forward(outputs, targets) -> ()``, where
+    ``outputs`` is what the head returns in training mode.
+
+    Raises:
+        ConfigError: a name is not registered.
+    """
+    losses = [LOSS_REGISTRY.build(name, cfg) for name in cfg.MODEL.LOSSES.NAME]
+    return nn.ModuleDict({loss.loss_name: loss for loss in losses})

@@ -1,0 +1,35 @@
+"""Build the model that a config names, ready on its device."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastamp.amp import PrecisionPolicy, apply_force_fp32, resolve_device
+from fastamp.utils.registry import Registry
+
+META_ARCH_REGISTRY = Registry("MODEL.META_ARCHITECTURE")
+
+
+def build_model(cfg: Any) -> nn.Module:
+    """Return the model of ``MODEL`` on ``MODEL.DEVICE``, with its ``SOLVER.AMP.FORCE_FP32`` regions.
+
+    Called with ``{"images": (B, C, H, W) in 0..255}`` it returns (B, D) float32 features in evaluation mode and,
+    with ``"targets": (B,)`` added, a dict of losses in training mode.
+
+    Raises:
+        ConfigError: an unknown component or a value that does not fit, or the device is not there.
+        WeightsError: pretrained weights cannot be had or do not fit.
+    """
+    device = resolve_device(cfg.MODEL.DEVICE)
+    model = META_ARCH_REGISTRY.build(cfg.MODEL.META_ARCHITECTURE, cfg)
+    apply_force_fp32(model, cfg.SOLVER.AMP.FORCE_FP32)
+    memory_format = torch.channels_last if _channels_last(cfg, device) else torch.contiguous_format
+    return model.to(device=device, memory_format=memory_format)
+
+
+def _channels_last(cfg: Any, device: torch.device) -> bool:
+    """Whether ``MODEL.CHANNELS_LAST`` asks for channels_last; auto turns it on where it was measured to be faster."""
+    if cfg.MODEL.CHANNELS_LAST != "auto":
+        return cfg.MODEL.CHANNELS_LAST == "on"
+    return PrecisionPolicy.from_config(cfg, device).enabled and device.type in ("cpu", "cuda")

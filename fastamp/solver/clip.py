@@ -1,0 +1,40 @@
+"""Gradient clipping, in place on unscaled gradients and without reading the device."""
+
+import torch
+
+CLIP_TYPES = ("value", "norm", "global_norm")
+_EPS = 1e-6
+
+
+def clip_gradients(
+    gradients: list[torch.Tensor],
+    total_norm: torch.Tensor,
+    *,
+    clip_type: str,
+    clip_value: float,
+    norm_type: float = 2.0,
+) -> torch.Tensor:
+    """Clip ``gradients`` in place.
+
+    Args:
+        gradients: of any shapes, unscaled.
+        total_norm: (), their L2 norm.
+        clip_type: ``"value"`` clamps each element, ``"norm"`` bounds the norm of each parameter's gradient,
+            ``"global_norm"`` bounds the norm of all together.
+        clip_value: the bound.
+        norm_type: p of the norm that is bounded.
+
+    Returns:
+        (), the L2 norm after clipping over that before, at most 1.
+    """
+    if clip_type == "value":
+        torch._foreach_clamp_min_(gradients, -clip_value)
+        torch._foreach_clamp_max_(gradients, clip_value)
+    else:
+        norms = torch._foreach_norm(gradients, norm_type)
+        if clip_type == "global_norm":
+            norms = [torch.linalg.vector_norm(torch.stack(norms), norm_type)] * len(gradients)
+        factors = [(clip_value / (norm + _EPS)).clamp(max=1.0) for norm in norms]
+        torch._foreach_mul_(gradients, factors)
+    after = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    return after / total_norm.clamp(min=_EPS)

@@ -1,0 +1,1 @@
+"""What every other part may use: registry, errors, communication, events, logging, checkpoints."""

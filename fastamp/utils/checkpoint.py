@@ -1,0 +1,308 @@
+"""Checkpoints: atomic, made of tensors and plain values, never able to run code."""
+
+import logging
+import os
+import pickle
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fastamp.utils.errors import WeightsError
+
+logger = logging.getLogger(__name__)
+
+# Weights of normalization that older files keep beside the model; the config has them now.
+_NOT_WEIGHTS = ("pixel_mean", "pixel_std")
+# The only tensors that may differ in shape: they belong to the training set's identities.
+_CLASSIFIER_KEYS = ("heads.weight",)
+
+
+def _numpy_scalars() -> list[Any]:
+    """Return what a foreign checkpoint's NumPy scalars need to be unpickled, by name and nothing more."""
+    kinds = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool_")
+    reconstruct = np._core.multiarray.scalar if hasattr(np, "_core") else np.core.multiarray.scalar
+    return [
+        (reconstruct, "numpy.core.multiarray.scalar"),
+        (reconstruct, "numpy._core.multiarray.scalar"),
+        np.dtype,
+        *(type(np.dtype(kind)) for kind in kinds),
+    ]
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> Any:
+    """Return the content of a checkpoint file, on the CPU, without ever running code from it.
+
+    Args:
+        path: a file that ``torch.save`` wrote.
+
+    Raises:
+        WeightsError: the file is missing, empty, truncated, no checkpoint, or needs code to be loaded.
+    """
+    path = Path(path).expanduser()
+    if path.is_dir():
+        raise WeightsError(f"{path} is a folder, not a weights file; name the .pth file in it")
+    if not path.exists():
+        near = sorted(p.name for p in path.parent.glob("*.pth")) if path.parent.is_dir() else []
+        found = f"\n  that folder has: {', '.join(near)}" if near else ""
+        raise WeightsError(f"weights file {path} does not exist{found}")
+    try:
+        with torch.serialization.safe_globals(_numpy_scalars()):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if "Unsupported global" in str(error) or "GLOBAL" in str(error) or "weights_only" in str(error).lower():
+            raise WeightsError(
+                f"weights file {path} holds objects other than tensors and plain values, which fastamp never loads, "
+                "because they can run code.\n"
+                f"  found: {_unsupported_global(error)}\n"
+                "  fix: save it again as a state dict: torch.save(model.state_dict(), path)"
+            ) from error
+        raise _damaged(path, error) from error
+    except PermissionError as error:
+        raise WeightsError(f"weights file {path} cannot be read: {error.strerror}") from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, IndexError) as error:
+        raise _damaged(path, error) from error
+    except (AssertionError, TypeError, UnicodeDecodeError, MemoryError, OverflowError) as error:
+        raise _damaged(path, error) from error
+
+
+def _unsupported_global(error: Exception) -> str:
+    for line in str(error).splitlines():
+        if "GLOBAL" in line or "global" in line:
+            return line.strip()
+    return str(error).splitlines()[0]
+
+
+def _damaged(path: Path, error: Exception) -> WeightsError:
+    size = path.stat().st_size
+    cause = "it is no file that torch.save wrote"
+    if size == 0:
+        cause = "it is empty"
+    elif path.read_bytes()[:2] == b"PK" and not zipfile.is_zipfile(path):
+        cause = "it is truncated: the end of the archive is missing"
+    detail = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return WeightsError(
+        f"weights file {path} ({size} bytes) cannot be loaded: {cause}.\n  PyTorch says: {detail}\n"
+        "  fix: copy or download it again, or use an earlier checkpoint"
+    )
+
+
+def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Return the state dict in what ``read_checkpoint`` returned, without ``module.`` prefixes.
+
+    Args:
+        content: ``{"model": state_dict, ...}``, ``{"state_dict": state_dict, ...}`` or a bare state dict.
+        path: where it is from, for the message.
+
+    Raises:
+        WeightsError: there is no state dict in it.
+    """
+    state = content
+    for key in ("model", "state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            state = content[key]
+            break
+    if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):
+        kind = (
+            f"a dict with the keys {', '.join(map(str, list(state)[:8]))}" if isinstance(state, dict) else type(state)
+        )
+        raise WeightsError(
+            f"weights file {path} holds no state dict (found: {kind}).\n"
+            '  expected: {"model": state_dict, ...}, {"state_dict": ...} or a state dict'
+        )
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return {key.removeprefix("module."): value for key, value in tensors.items()}
+
+
+def load_model_state(
+    model: nn.Module,
+    state: dict[str, torch.Tensor],
+    *,
+    source: str,
+    backbone_prefix: str = "backbone.",
+    min_match: float = 0.9,
+) -> None:
+    """Copy ``state`` into ``model`` where names and shapes agree, and log a report.
+
+    Args:
+        model: filled in place.
+        state: name -> tensor.
+        source: where ``state`` is from, for messages.
+        backbone_prefix: the names that ``min_match`` is about.
+        min_match: share of the backbone's tensors that ``state`` must provide.
+
+    Raises:
+        WeightsError: a shape differs other than the classifier's, or too little of the backbone matched; the model
+            is unchanged then.
+    """
+    own = model.state_dict()
+    state = {key: value for key, value in state.items() if key not in _NOT_WEIGHTS}
+    matched = {key: value for key, value in state.items() if key in own and own[key].shape == value.shape}
+    other_shape = [key for key in state if key in own and key not in matched]
+    missing = [key for key in own if key not in state]
+    unknown = [key for key in state if key not in own]
+    backbone = [key for key in own if key.startswith(backbone_prefix)]
+    share = sum(key in matched for key in backbone) / max(len(backbone), 1)
+    report = (
+        f"  {len(matched)} of {len(own)} tensors matched ({share:.0%} of the backbone's), "
+        f"{len(missing)} missing{_examples(missing)}, {len(unknown)} unknown{_examples(unknown)}"
+    )
+    wrong = [key for key in other_shape if key not in _CLASSIFIER_KEYS]
+    if wrong:
+        shapes = "\n".join(
+            f"    {key}: file {tuple(state[key].shape)}, model {tuple(own[key].shape)}" for key in wrong[:5]
+        )
+        raise WeightsError(
+            f"weights from {source} are of another model: {len(wrong)} tensors have other shapes\n{shapes}\n"
+            "  fix: use the config that the weights were trained with (MODEL.BACKBONE.DEPTH, MODEL.HEADS.*)"
+        )
+    if share < min_match:
+        raise WeightsError(
+            f"weights from {source} do not fit the model's backbone\n{report}\n"
+            "  fix: use the config that the weights were trained with, or, if so little is meant to be loaded, "
+            "lower MODEL.WEIGHTS_MIN_MATCH"
+        )
+    model.load_state_dict(matched, strict=False)
+    logger.info("loaded weights from %s\n%s", source, report)
+    # A counter that old files lack changes nothing.
+    absent = [key for key in missing if not key.endswith("num_batches_tracked")]
+    if absent:
+        logger.warning(
+            "%d tensors are not in %s and keep their initial values%s", len(absent), source, _examples(absent)
+        )
+    for key in other_shape:
+        if own[key].shape[0] == 0:
+            continue  # a head that was built for evaluation alone has no classes
+        logger.warning(
+            "%s was left at its initial value: %s in %s, %s in the model (other identities)",
+            key,
+            tuple(state[key].shape),
+            source,
+            tuple(own[key].shape),
+        )
+
+
+def _examples(keys: list[str]) -> str:
+    """Return ``" (a, b, ...)"`` for the first few keys."""
+    return f" ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})" if keys else ""
+
+
+def write_atomically(path: str | os.PathLike[str], write: Callable[[Any], None]) -> None:
+    """Let ``write(file)`` fill a temporary neighbour of ``path``, then rename it: readers see all of it or nothing."""
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes files private to the user; give it what a plain open() would have.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+class Checkpointer:
+    """Save and load a model and whatever else a run needs to continue.
+
+    Args:
+        model: what ``"model"`` in a file is loaded into.
+        save_dir: where files are written; ``last_checkpoint`` in it names the newest one.
+        min_match: see ``load_model_state``.
+        checkpointables: name -> object with ``state_dict()`` and ``load_state_dict(state)``.
+    """
+
+    def __init__(
+        self, model: nn.Module, save_dir: str | os.PathLike[str] = "", *, min_match: float = 0.9, **checkpointables: Any
+    ) -> None:
+        self.model = model
+        self.save_dir = Path(save_dir)
+        self.min_match = min_match
+        self.checkpointables = checkpointables
+
+    def save(self, name: str, *, tag: bool = True, **extra: Any) -> Path:
+        """Write ``save_dir/name.pth`` atomically.
+
+        Args:
+            name: file name without ``.pth``.
+            tag: also make ``last_checkpoint`` name it, once it is whole.
+            extra: further entries, plain values or tensors.
+
+        Returns:
+            The file's path.
+        """
+        content = {"model": self.model.state_dict()}
+        content |= {key: part.state_dict() for key, part in self.checkpointables.items()}
+        content |= extra
+        path = self.save_dir / f"{name}.pth"
+        write_atomically(path, lambda file: torch.save(content, file))
+        if tag:
+            write_atomically(self.save_dir / "last_checkpoint", lambda file: file.write(path.name.encode()))
+        return path
+
+    def last_checkpoint(self) -> Path | None:
+        """Return the file that ``last_checkpoint`` names, None when there is none."""
+        pointer = self.save_dir / "last_checkpoint"
+        if not pointer.is_file():
+            return None
+        return self.save_dir / Path(pointer.read_text().strip()).name
+
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Load the model's weights alone.
+
+        Returns:
+            The further entries of the file, empty for a bare state dict.
+
+        Raises:
+            WeightsError: see ``read_checkpoint``, ``state_dict_in`` and ``load_model_state``.
+        """
+        content = read_checkpoint(path)
+        load_model_state(self.model, state_dict_in(content, path), source=str(path), min_match=self.min_match)
+        return {key: value for key, value in content.items() if key != "model"} if "model" in content else {}
+
+    def resume(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Load the model and every checkpointable exactly, to continue a run.
+
+        Returns:
+            The further entries of the file.
+
+        Raises:
+            WeightsError: the file is damaged, is no training checkpoint, or is of another model.
+        """
+        content = read_checkpoint(path)
+        needed = ["model", *self.checkpointables]
+        missing = [key for key in needed if not isinstance(content, dict) or key not in content]
+        if missing:
+            raise WeightsError(
+                f"{path} is no training checkpoint: {', '.join(missing)} missing.\n"
+                "  fix: to start a new run from its weights, give it as MODEL.WEIGHTS without --resume"
+            )
+        own = self.model.state_dict()
+        state = content.pop("model")
+        differ = [key for key in own.keys() | state.keys() if key not in own or key not in state]
+        differ += [key for key in own.keys() & state.keys() if own[key].shape != state[key].shape]
+        if differ:
+            raise WeightsError(
+                f"cannot resume from {path}: it is of another model, {len(differ)} tensors differ"
+                f"{_examples(sorted(differ))}.\n  fix: resume with the config that the run was started with "
+                "(config.yaml beside the checkpoint)"
+            )
+        self.model.load_state_dict(state)
+        for key, part in self.checkpointables.items():
+            try:
+                part.load_state_dict(content.pop(key))
+            except (ValueError, KeyError, TypeError, RuntimeError) as error:
+                raise WeightsError(
+                    f"cannot resume from {path}: its {key} does not fit this run ({error}).\n"
+                    "  fix: resume with the config that the run was started with (config.yaml beside the checkpoint)"
+                ) from error
+        return content

@@ -1,0 +1,76 @@
+"""What machine and which library versions a run has, and its random state."""
+
+import os
+import platform
+import random
+import resource
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastamp import __version__
+
+
+def available_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Return the peak memory in MiB: what tensors took on a CUDA device, else this process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def describe_environment(device: torch.device) -> str:
+    """Return the lines that head a training log."""
+    versions = [f"fastamp {__version__}", f"Python {platform.python_version()}"]
+    for package in ("torch", "torchvision", "numpy"):
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            versions.append(f"{package} unknown")
+    where = f"{platform.system()} {platform.machine()}, {available_cores()} cores"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        where += f"; {properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    return f"{', '.join(versions)}\n{where}; device {device}"
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and PyTorch, which weights and dropout are drawn from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+class RandomState:
+    """The global generators' states, as a part of a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states as tensors and plain values."""
+        name, keys, *rest = np.random.get_state()
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), *(float(x) for x in rest)),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``; CUDA states are taken over only on as many devices as they were saved on."""
+        random.setstate(state["python"])
+        name, keys, position, has_gauss, gauss = state["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), int(position), int(has_gauss), gauss))
+        torch.set_rng_state(state["torch"])
+        if torch.cuda.is_available() and len(state.get("cuda", [])) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,37 @@
+"""Errors that a user can act on: one clear message, exit code 2, no traceback."""
+
+import difflib
+from collections.abc import Iterable
+
+USER_ERROR_EXIT_CODE = 2
+
+
+class UserError(Exception):
+    """The user's input was wrong: what happened, what was found, and what to change.
+
+    Command lines print the message alone and exit with ``USER_ERROR_EXIT_CODE``; every other
+    exception is a bug of fastamp's and keeps its traceback.
+    """
+
+
+class ConfigError(UserError):
+    """A config file, a key, a value or a component name is wrong."""
+
+
+class DataError(UserError):
+    """A data set is missing, empty, infeasible or has a file that cannot be read."""
+
+
+class WeightsError(UserError):
+    """A weights file or checkpoint is missing, damaged, or belongs to another model."""
+
+
+class TrainingError(UserError):
+    """Training cannot go on or would learn nothing; the message has the cause and the cure."""
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """Return ``" Did you mean 'X'?"`` for the choice nearest to ``name``, or an empty string."""
+    by_lower = {str(choice).lower(): str(choice) for choice in choices}
+    near = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=0.5)
+    return f" Did you mean {by_lower[near[0]]!r}?" if near else ""

@@ -1,0 +1,40 @@
+"""Packaging of fastamp: `pip install -e .` and its extras."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "fastamp/__init__.py").read_text(encoding="utf-8")).group(1)
+
+EXTRAS = {
+    "test": ["pytest>=8.0", "hypothesis>=6.100"],
+    "vis": ["matplotlib>=3.9"],
+    "export": ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.2"],
+    "timm": ["timm>=1.0.12"],
+    "tune": ["ray[tune]>=2.40", "hyperopt>=0.2.7", "optuna>=4.0"],
+}
+EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})
+
+setup(
+    name="fastamp",
+    version=VERSION,
+    description="Re-identification training and evaluation with mixed precision that cannot fail silently",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["fastamp", "fastamp.*"]),
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.6",
+        "torchvision>=0.21",
+        "yacs>=0.1.8",
+        "numpy>=1.26",
+        "scipy>=1.13",
+        "faiss-cpu>=1.9",
+        "tabulate>=0.9",
+        "tensorboard>=2.21",
+    ],
+    extras_require=EXTRAS,
+)

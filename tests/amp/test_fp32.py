@@ -1,0 +1,95 @@
+"""float32 regions: off for autocast, in every mode, by decorator, class attribute and glob."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fastamp.amp import apply_force_fp32, force_fp32, to_float32
+from fastamp.utils.errors import ConfigError
+
+MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_region_computes_in_float32_in_every_mode(mode, dtype):
+    @force_fp32
+    def product(x, y):
+        return x @ y
+
+    x = torch.randn(8, 8)
+    with MODES[mode](), torch.autocast("cpu", dtype=dtype):
+        low = x @ x
+        inside = product(x.to(dtype), x.to(dtype))
+        after = x @ x
+    assert low.dtype == after.dtype == dtype  # the region ends where it ends
+    assert inside.dtype == torch.float32
+    torch.testing.assert_close(inside, x.to(dtype).float() @ x.to(dtype).float())
+
+
+def test_overflow_of_float16_happens_outside_and_not_inside():
+    def cube(x):
+        return x.pow(3)
+
+    x = torch.full((4,), 41.0, dtype=torch.float16)
+    assert torch.isinf(cube(x)).all()  # the failure itself
+    torch.testing.assert_close(force_fp32(cube)(x), torch.full((4,), 41.0**3))
+
+
+def test_nested_arguments_are_cast_and_float64_stays():
+    half = torch.ones(2, dtype=torch.float16)
+    cast = to_float32({"a": [half, (half, 3)], "b": torch.ones(1, dtype=torch.float64), "c": torch.ones(1).long()})
+    assert cast["a"][0].dtype == cast["a"][1][0].dtype == torch.float32
+    assert cast["a"][1][1] == 3
+    assert cast["b"].dtype == torch.float64
+    assert cast["c"].dtype == torch.int64
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def output_dtypes(model):
+    seen = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda m, i, out, name=name: seen.__setitem__(name, out.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.randn(2, 4))
+    return seen
+
+
+@pytest.mark.parametrize(
+    "patterns, forced",
+    [([], set()), (["second.*"], {"second.0"}), (["Linear"], {"first", "second.0"}), (["second"], {"second.0"})],
+)
+def test_patterns_name_modules_or_classes(patterns, forced):
+    model = Net()
+    keys = list(model.state_dict())
+    apply_force_fp32(model, patterns)
+    model = copy.deepcopy(model)
+    dtypes = output_dtypes(model)
+    assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == forced
+    assert list(model.state_dict()) == keys
+
+
+def test_class_attribute_makes_a_region():
+    class Sensitive(nn.Linear):
+        force_fp32 = True
+
+    model = nn.Sequential(Sensitive(4, 4))
+    assert apply_force_fp32(model, []) == ["0"]
+    assert output_dtypes(model) == {"0": torch.float32}
+
+
+def test_pattern_that_matches_nothing_is_an_error():
+    with pytest.raises(ConfigError, match=r"FORCE_FP32.*'secnd'.*Did you mean 'second'"):
+        apply_force_fp32(Net(), ["secnd"])

@@ -1,0 +1,132 @@
+"""The precision policy: which dtype, why, and that it has an effect."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fastamp.amp import PrecisionPolicy, policy, resolve_device
+from fastamp.config import get_cfg
+from fastamp.utils.errors import ConfigError, TrainingError
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+
+
+def make(**amp):
+    cfg = get_cfg()
+    for key, value in amp.items():
+        cfg.SOLVER.AMP[key] = value
+    return PrecisionPolicy.from_config(cfg, CPU)
+
+
+def test_off_is_float32_without_autocast():
+    chosen = make(ENABLED=False, DTYPE="float16")
+    assert chosen.dtype == torch.float32 and not chosen.enabled and not chosen.needs_loss_scaling
+    with chosen.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("native, dtype", [((True, "native"), torch.bfloat16), ((False, "none here"), torch.float32)])
+def test_auto_on_a_cpu(monkeypatch, caplog, native, dtype):
+    monkeypatch.setattr(policy, "_native_bfloat16", lambda device_type: native)
+    monkeypatch.setattr("logging.Logger.propagate", True, raising=False)
+    chosen = make(ENABLED=True)
+    assert chosen.dtype == dtype
+    assert native[1] in chosen.describe()
+
+
+@pytest.mark.parametrize("native, dtype", [(True, torch.bfloat16), (False, torch.float16)])
+def test_auto_on_cuda(monkeypatch, native, dtype):
+    monkeypatch.setattr(policy, "_native_bfloat16", lambda device_type: (native, "a reason"))
+    assert policy._auto_dtype("cuda")[0] == dtype
+
+
+@pytest.mark.parametrize("name, dtype", [("bfloat16", torch.bfloat16), ("float16", torch.float16)])
+def test_a_dtype_by_name_runs_on_a_cpu(name, dtype):
+    chosen = make(ENABLED=True, DTYPE=name)
+    assert chosen.dtype == dtype
+    assert chosen.needs_loss_scaling == (dtype == torch.float16)
+    with chosen.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+    assert chosen.state_dict()["dtype"] == name
+
+
+def test_forward_without_low_precision_is_an_error():
+    model = nn.Linear(4, 4)
+    chosen = make(ENABLED=True, DTYPE="bfloat16")
+    with chosen.checked_autocast():
+        model(torch.ones(1, 4))
+    with pytest.raises(TrainingError, match="no operation in bfloat16"), chosen.checked_autocast():
+        torch.ones(3).exp()
+
+
+def test_wrong_device_type_would_be_silent_and_is_found():
+    """The negative control: autocast for another device type computes float32 without a word."""
+    model = nn.Linear(4, 4)
+    wrong = PrecisionPolicy("cuda", torch.bfloat16, "wrong on purpose")
+    with pytest.warns(UserWarning) if not torch.cuda.is_available() else torch.no_grad(), wrong.autocast():
+        assert model(torch.ones(1, 4)).dtype == torch.float32
+    with pytest.raises(TrainingError, match="parameters are on cpu"):
+        wrong.check_model(model)
+
+
+def test_model_in_half_precision_is_refused():
+    with pytest.raises(TrainingError, match=r"2 parameters are in low precision, e.g. weight, bias"):
+        make(ENABLED=True, DTYPE="float16").check_model(nn.Linear(2, 2).half())
+
+
+def test_evaluation_policy():
+    trained = make(ENABLED=True, DTYPE="bfloat16")
+    assert trained.for_evaluation("same") is trained
+    assert trained.for_evaluation("float32").dtype == torch.float32
+
+
+def test_tf32_is_the_policys(monkeypatch):
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        cfg = get_cfg()
+        cfg.SOLVER.TF32 = True
+        PrecisionPolicy.from_config(cfg, CPU)
+        assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
+        PrecisionPolicy.from_config(get_cfg(), CPU)
+        assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_devices():
+    assert resolve_device("cpu") == CPU
+    assert resolve_device("auto").type in ("cpu", "cuda", "mps")
+    for name in ("gpu", "cudaa", "xla"):
+        with pytest.raises(ConfigError, match=f"MODEL.DEVICE: '{name}'"):
+            resolve_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_cuda_asked_for_and_missing():
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        resolve_device("cuda")
+
+
+def calls_outside_amp():
+    """Yield file:line of each use of autocast, GradScaler or .half() outside ``fastamp/amp``."""
+    for folder in ("fastamp", "tools", "projects"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.is_relative_to(ROOT / "fastamp/amp"):
+                continue
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                name = getattr(node, "attr", getattr(node, "id", ""))
+                owner = getattr(getattr(node, "value", None), "id", "")
+                if name == "GradScaler" or (name == "half" and isinstance(node, ast.Attribute)):
+                    yield f"{path}:{node.lineno}"
+                if name == "autocast" and owner == "torch":
+                    yield f"{path}:{node.lineno}"
+                if isinstance(node, (ast.Import, ast.ImportFrom)) and "torch.cuda.amp" in ast.dump(node):
+                    yield f"{path}:{node.lineno}"
+
+
+def test_only_amp_touches_autocast_scaler_and_half():
+    assert list(calls_outside_amp()) == []

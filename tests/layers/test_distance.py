@@ -1,0 +1,44 @@
+"""Distances against naive loops."""
+
+import pytest
+import torch
+
+from fastamp.layers import pairwise_distance
+from fastamp.utils.errors import ConfigError
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("metric", ["euclidean", "cosine"])
+def test_equals_a_naive_loop(dtype, metric):
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 7, dtype=dtype), torch.randn(4, 7, dtype=dtype)
+    expected = torch.empty(5, 4, dtype=dtype)
+    for i in range(5):
+        for j in range(4):
+            if metric == "euclidean":
+                expected[i, j] = (x[i] - y[j]).norm()
+            else:
+                expected[i, j] = 1 - (x[i] @ y[j]) / (x[i].norm() * y[j].norm())
+    torch.testing.assert_close(pairwise_distance(x, y, metric), expected)
+
+
+def test_half_precision_is_computed_in_float32_under_autocast():
+    """The negative control: in float16 the squares overflow and every distance is wrong."""
+    x = torch.randn(3, 2048, generator=torch.Generator().manual_seed(0)).mul(6).half()
+    assert torch.isinf(x.pow(2).sum(1)).any()
+    with torch.autocast("cpu", dtype=torch.float16):
+        distances = pairwise_distance(x, x)
+    assert distances.dtype == torch.float32
+    apart = ~torch.eye(3, dtype=torch.bool)
+    torch.testing.assert_close(distances[apart], torch.cdist(x.float(), x.float())[apart])
+
+
+def test_gradient_at_distance_zero_is_finite():
+    x = torch.ones(2, 3, requires_grad=True)
+    pairwise_distance(x, x).sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+def test_unknown_metric():
+    with pytest.raises(ConfigError, match=r"'euclid' is no distance; choices: euclidean, cosine.*'euclidean'"):
+        pairwise_distance(torch.ones(1, 1), torch.ones(1, 1), "euclid")

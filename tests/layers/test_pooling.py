@@ -1,0 +1,44 @@
+"""Pooling layers against naive formulas, and in float32 whatever comes in."""
+
+import pytest
+import torch
+
+from fastamp.layers import POOL_LAYER_REGISTRY
+
+NAIVE = {
+    "GlobalAvgPool": lambda x: x.mean((2, 3)),
+    "GlobalMaxPool": lambda x: x.amax((2, 3)),
+    "AdaptiveAvgMaxPool": lambda x: x.mean((2, 3)) + x.amax((2, 3)),
+    "GeneralizedMeanPooling": lambda x: x.clamp(min=1e-6).pow(3).mean((2, 3)).pow(1 / 3),
+    "GeneralizedMeanPoolingP": lambda x: x.clamp(min=1e-6).pow(3).mean((2, 3)).pow(1 / 3),
+}
+
+
+@pytest.mark.parametrize("name", NAIVE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_its_formula(name, dtype):
+    x = torch.rand(2, 5, 4, 3, dtype=dtype)
+    out = POOL_LAYER_REGISTRY.get(name)()(x)
+    assert out.shape == (2, 5, 1, 1)
+    torch.testing.assert_close(out.flatten(1), NAIVE[name](x), check_dtype=False)
+
+
+@pytest.mark.parametrize("name", NAIVE)
+def test_large_float16_activations_do_not_overflow(name):
+    x = torch.full((1, 2, 4, 4), 50.0, dtype=torch.float16)
+    with torch.autocast("cpu", dtype=torch.float16):
+        out = POOL_LAYER_REGISTRY.get(name)()(x)
+    assert out.dtype == torch.float32
+    assert torch.isfinite(out).all()
+
+
+def test_learned_exponent_gets_a_gradient():
+    pool = POOL_LAYER_REGISTRY.get("GeneralizedMeanPoolingP")()
+    assert [tuple(p.shape) for p in pool.parameters()] == [(1,)]
+    pool(torch.rand(2, 3, 4, 4)).sum().backward()
+    assert pool.p.grad.abs().item() > 0
+
+
+def test_identity_returns_its_input():
+    x = torch.rand(2, 3, 1, 1)
+    assert torch.equal(POOL_LAYER_REGISTRY.get("Identity")()(x), x)

@@ -1,0 +1,115 @@
+"""Parameter groups, optimizers by name, and clipping."""
+
+import pytest
+import torch
+from torch import nn
+
+from fastamp.config import get_cfg
+from fastamp.solver import build_gradient_clipping, build_optimizer
+from fastamp.utils.errors import ConfigError
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.heads = nn.ModuleDict({"neck": nn.BatchNorm2d(4), "reduce": nn.Linear(4, 2)})
+        self.heads["neck"].bias.requires_grad_(False)
+
+
+def config(*opts):
+    cfg = get_cfg()
+    cfg.merge_from_list(list(opts))
+    return cfg
+
+
+def groups_by_name(optimizer, model):
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {names[id(p)]: (g["base_lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+
+
+def test_groups_follow_fastreids_rules():
+    cfg = config(
+        "SOLVER.BASE_LR", "1.0", "SOLVER.HEADS_LR_FACTOR", "3.0", "SOLVER.BIAS_LR_FACTOR", "2.0",
+        "SOLVER.WEIGHT_DECAY", "0.1", "SOLVER.WEIGHT_DECAY_NORM", "0.2", "SOLVER.WEIGHT_DECAY_BIAS", "0.3",
+    )  # fmt: skip
+    model = Model()
+    optimizer = build_optimizer(cfg, model)
+    assert groups_by_name(optimizer, model) == {
+        "backbone.0.weight": (1.0, 0.1),
+        "backbone.0.bias": (2.0, 0.3),
+        "backbone.1.weight": (1.0, 0.2),
+        "backbone.1.bias": (2.0, 0.3),
+        "heads.neck.weight": (3.0, 0.2),
+        "heads.reduce.weight": (3.0, 0.1),
+        "heads.reduce.bias": (6.0, 0.3),
+    }
+
+
+def test_equal_settings_make_one_group():
+    assert len(build_optimizer(get_cfg(), Model()).param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["Adam", "AdamW", "SGD", "RAdam", "NAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop"]
+)
+def test_any_torch_optimizer_steps(name):
+    model = nn.Linear(3, 2)
+    cfg = config("SOLVER.OPT", name)
+    optimizer = build_optimizer(cfg, model)
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, model.weight)
+
+
+def test_options_and_momentum_reach_the_optimizer():
+    cfg = config("SOLVER.OPT", "AdamW", "SOLVER.OPT_ARGS.betas", "[0.8, 0.9]", "SOLVER.OPT_ARGS.eps", "1e-6")
+    group = build_optimizer(cfg, nn.Linear(1, 1)).param_groups[0]
+    assert tuple(group["betas"]) == (0.8, 0.9) and group["eps"] == 1e-6
+    cfg = config("SOLVER.OPT", "SGD", "SOLVER.MOMENTUM", "0.7", "SOLVER.NESTEROV", "True")
+    group = build_optimizer(cfg, nn.Linear(1, 1)).param_groups[0]
+    assert group["momentum"] == 0.7 and group["nesterov"]
+
+
+def test_bad_optimizers():
+    with pytest.raises(ConfigError, match=r"no 'AdmaW'.*'AdamW'"):
+        build_optimizer(config("SOLVER.OPT", "AdmaW"), Model())
+    with pytest.raises(ConfigError, match=r"Adam has no argument 'beta'.*'betas'"):
+        build_optimizer(config("SOLVER.OPT_ARGS.beta", "0.5"), Model())
+    frozen = Model()
+    frozen.requires_grad_(False)
+    with pytest.raises(ConfigError, match="no parameter of the model is trainable"):
+        build_optimizer(get_cfg(), frozen)
+
+
+@pytest.mark.parametrize("clip_type", ["value", "norm", "global_norm"])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_clipping_equals_a_loop(clip_type, norm_type):
+    cfg = config("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", clip_type)
+    cfg.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = 0.5
+    cfg.SOLVER.CLIP_GRADIENTS.NORM_TYPE = norm_type
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    gradients = [p.grad.clone() for p in model.parameters()]
+    before = torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))
+    coefficient = build_gradient_clipping(cfg)(gradients, before)
+    if clip_type == "value":
+        nn.utils.clip_grad_value_(model.parameters(), 0.5)
+    elif clip_type == "global_norm":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
+    else:
+        for parameter in model.parameters():
+            nn.utils.clip_grad_norm_(parameter, 0.5, norm_type)
+    for ours, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, parameter.grad)
+    after = torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))
+    torch.testing.assert_close(coefficient, after / before)
+
+
+def test_clipping_off_and_wrong():
+    assert build_gradient_clipping(get_cfg()) is None
+    with pytest.raises(ConfigError, match="CLIP_VALUE is 0"):
+        build_gradient_clipping(config("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", "0"))

@@ -1,0 +1,68 @@
+"""The schedule against FastReID's curves, and its own meanings."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fastamp.config import get_cfg
+from fastamp.solver import build_lr_schedule
+from fastamp.utils.errors import ConfigError
+
+REFERENCE = Path(__file__).parents[1] / "reference"
+CURVES = json.loads((REFERENCE / "fastreid_lr.json").read_text())
+RECIPES = json.loads((REFERENCE / "fastreid_config_values.json").read_text())["resolved"]
+
+
+def config(**solver):
+    cfg = get_cfg()
+    for key, value in solver.items():
+        cfg.SOLVER[key] = value
+    return cfg
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_equals_fastreids_curve(name):
+    recipe, _, rest = name.partition(" @ ")
+    iters_per_epoch = int(rest.split(" ")[0])
+    solver = {k.removeprefix("SOLVER."): v for k, v in RECIPES[recipe].items() if k.count(".") == 1 and "SOLVER" in k}
+    cfg = config(**{key: value for key, value in solver.items() if key != "AMP"})
+    schedule = build_lr_schedule(cfg, iters_per_epoch)
+
+    def rate(iteration):
+        return schedule.learning_rate(cfg.SOLVER.BASE_LR, epoch=iteration // iters_per_epoch, steps_taken=iteration)
+
+    curve = CURVES[name]
+    rates = [rate(epoch * iters_per_epoch) for epoch in range(len(curve["first_iter_of_epoch"]))]
+    assert rates == pytest.approx(curve["first_iter_of_epoch"], rel=1e-9)
+    assert {i: rate(int(i)) for i in curve["iters"]} == pytest.approx(curve["iters"], rel=1e-9)
+
+
+def test_absolute_epochs():
+    cfg = config(EPOCH_SCHEDULE="absolute", STEPS=[4, 9], MAX_EPOCH=12, WARMUP_ITERS=300, BASE_LR=1.0)
+    schedule = build_lr_schedule(cfg, 100)
+    rates = [schedule.learning_rate(1.0, epoch=epoch, steps_taken=10**6) for epoch in range(12)]
+    assert rates == pytest.approx([1.0] * 4 + [0.1] * 5 + [0.01] * 3)
+
+
+def test_absolute_cosine_ends_at_eta_min():
+    cfg = config(EPOCH_SCHEDULE="absolute", SCHED="CosineAnnealingLR", MAX_EPOCH=10, WARMUP_ITERS=0, ETA_MIN_LR=1e-3)
+    schedule = build_lr_schedule(cfg, 5)
+    assert schedule.learning_rate(1.0, epoch=0, steps_taken=0) == pytest.approx(1.0)
+    assert schedule.learning_rate(1.0, epoch=5, steps_taken=0) == pytest.approx((1 + 1e-3) / 2)
+    assert schedule.learning_rate(1.0, epoch=10, steps_taken=0) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("method, middle", [("linear", 0.55), ("constant", 0.1), ("exp", 0.1**0.5)])
+def test_warm_up_advances_with_steps_taken(method, middle):
+    schedule = build_lr_schedule(config(WARMUP_METHOD=method, WARMUP_ITERS=10, WARMUP_FACTOR=0.1), 100)
+    assert schedule.learning_rate(1.0, epoch=0, steps_taken=0) == pytest.approx(0.1)
+    assert schedule.learning_rate(1.0, epoch=0, steps_taken=5) == pytest.approx(middle)
+    assert schedule.learning_rate(1.0, epoch=0, steps_taken=10) == 1.0
+
+
+def test_unknown_names():
+    with pytest.raises(ConfigError, match="WARMUP_METHOD: 'linaer'.*'linear'"):
+        build_lr_schedule(config(WARMUP_METHOD="linaer"), 1)
+    with pytest.raises(ConfigError, match=r"SOLVER.SCHED.*'CosineLR'"):
+        build_lr_schedule(config(SCHED="CosineLR"), 1)

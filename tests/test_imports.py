@@ -1,0 +1,56 @@
+"""Imports point down, and importing is cheap."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LEVEL = {"utils": 0, "config": 1, "amp": 2, "layers": 3, "data": 4, "modeling": 4, "solver": 4, "evaluation": 4}
+LEVEL |= {"engine": 5}
+
+
+def violations(root):
+    for path in sorted((root / "fastamp").rglob("*.py")):
+        parts = path.relative_to(root / "fastamp").parts
+        if len(parts) == 1:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = []
+            if isinstance(node, ast.ImportFrom):
+                modules = [node.module] if node.module != "fastamp" else [f"fastamp.{a.name}" for a in node.names]
+            elif isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            for module in modules:
+                names = (module or "").split(".")
+                if names[0] != "fastamp" or len(names) < 2 or names[1] == parts[0] or names[1] not in LEVEL:
+                    continue
+                if LEVEL[names[1]] >= LEVEL[parts[0]]:
+                    yield f"{path.relative_to(root)}:{node.lineno} imports {module}"
+
+
+def test_imports_point_down():
+    assert list(violations(ROOT)) == []
+
+
+def test_the_check_can_fail(tmp_path):
+    for name in ("amp", "data", "layers"):
+        (tmp_path / "fastamp" / name).mkdir(parents=True)
+    (tmp_path / "fastamp/amp/a.py").write_text("from fastamp.engine import hooks\nfrom fastamp import layers\n")
+    (tmp_path / "fastamp/data/b.py").write_text("import fastamp.modeling\nfrom fastamp.utils import comm\n")
+    assert len(list(violations(tmp_path))) == 3
+
+
+def test_import_fastamp_loads_nothing_heavy():
+    code = "import fastamp, sys; print(fastamp.__version__, 'torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert out.split()[1] == "False"
+
+
+def test_optional_packages_are_not_needed_to_import():
+    code = (
+        "import sys\n"
+        "for name in ('matplotlib', 'ray', 'timm', 'onnx', 'faiss', 'tensorboard', 'scipy'): sys.modules[name] = None\n"
+        "import fastamp.engine, fastamp.data, fastamp.modeling, fastamp.evaluation, fastamp.solver"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

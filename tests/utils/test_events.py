@@ -1,0 +1,63 @@
+"""Metrics: averaged between writes, read once, written as JSON lines that survive kills."""
+
+import json
+
+import torch
+
+from fastamp.utils.events import JSONWriter, MetricStore
+
+
+def test_averages_and_latest():
+    store = MetricStore()
+    store.average(loss=torch.tensor(1.0), time=2.0)
+    store.average(loss=torch.tensor(4.0), time=4.0)
+    store.latest(scale=8.0)
+    store.latest(scale=4.0)
+    assert store.flush() == {"loss": 2.5, "time": 3.0, "scale": 4.0}
+    assert store.flush() == {}
+
+
+def test_values_are_read_from_the_device_in_flush_alone(monkeypatch):
+    store = MetricStore()
+
+    def refuse(self):
+        raise AssertionError("read too early")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "item", refuse)
+        patch.setattr(torch.Tensor, "tolist", refuse)
+        patch.setattr(torch.Tensor, "__float__", refuse)
+        for _ in range(3):
+            store.average(loss=torch.tensor(2.0, requires_grad=True) * 1.5)
+    assert store.flush() == {"loss": 3.0}
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_json_lines_are_strict_json(tmp_path):
+    writer = JSONWriter(tmp_path / "metrics.json")
+    writer.write(1, {"loss": float("nan"), "scale": float("inf"), "lr": 0.5})
+    writer.close()
+    assert rows(tmp_path / "metrics.json") == [{"iteration": 1, "loss": None, "scale": None, "lr": 0.5}]
+
+
+def test_a_resumed_run_has_each_iteration_once(tmp_path):
+    path = tmp_path / "metrics.json"
+    writer = JSONWriter(path)
+    for iteration in range(5):
+        writer.write(iteration, {"x": iteration})
+    writer.close()
+    path.write_text(path.read_text() + '{"iteration": 5, "x"')  # a kill in the middle of a line
+    writer = JSONWriter(path, start_iter=3)
+    writer.write(3, {"x": 30})
+    writer.close()
+    assert [(r["iteration"], r["x"]) for r in rows(path)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
+
+
+def test_a_new_run_starts_a_new_file(tmp_path):
+    path = tmp_path / "metrics.json"
+    path.write_text('{"iteration": 0}\n')
+    JSONWriter(path).close()
+    assert path.read_text() == ""

@@ -1,0 +1,43 @@
+"""The bar is for terminals; files get nothing of it."""
+
+import io
+
+from fastamp.utils.progress import ProgressBar, format_duration, track
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_durations():
+    assert format_duration(3723) == "1:02:03"
+    assert format_duration(59.6) == "1:00"
+    assert format_duration(-1) == "0:00"
+
+
+def test_bar_on_a_terminal_shows_steps_and_time_left():
+    stream = Terminal()
+    bar = ProgressBar(4, "training", stream=stream)
+    bar.update(2, "loss 1.0")
+    bar.update(4)
+    bar.close()
+    assert "training 4/4" in stream.getvalue()
+    assert "left" in stream.getvalue()
+
+
+def test_nothing_is_drawn_into_a_file():
+    stream = io.StringIO()
+    bar = ProgressBar(4, "training", stream=stream)
+    bar.update(4)
+    bar.close()
+    assert stream.getvalue() == ""
+
+
+def test_steps_done_before_do_not_count_for_the_time_left():
+    bar = ProgressBar(100, "training", done=90, stream=io.StringIO())
+    assert bar.seconds_left() == float("inf")
+
+
+def test_track_yields_everything():
+    assert list(track([1, 2, 3], 3, "x")) == [1, 2, 3]

@@ -1,0 +1,47 @@
+"""The registry: one way to look up, and errors that help."""
+
+import pytest
+
+from fastamp.utils.errors import ConfigError, did_you_mean
+from fastamp.utils.registry import Registry
+
+
+def test_register_get_and_build():
+    registry = Registry("MODEL.THING")
+
+    @registry.register()
+    def build_a(cfg, extra=0):
+        return ("a", cfg, extra)
+
+    @registry.register("B")
+    class Second:
+        @classmethod
+        def from_config(cls, cfg):
+            return ("b", cfg)
+
+    assert registry.get("B") is Second
+    assert registry.build("build_a", 1, extra=2) == ("a", 1, 2)
+    assert registry.build("B", 1) == ("b", 1)
+    assert list(registry) == ["B", "build_a"] and "B" in registry and "C" not in registry
+
+
+def test_a_duplicate_name_fails():
+    registry = Registry("MODEL.THING")
+    registry.register("a")(int)
+    with pytest.raises(KeyError, match="'a' is registered already"):
+        registry.register("a")(str)
+
+
+def test_an_unknown_name_lists_the_choices_and_the_nearest():
+    registry = Registry("MODEL.THING")
+    registry.register("TripletLoss")(int)
+    registry.register("Focal")(int)
+    with pytest.raises(ConfigError) as error:
+        registry.get("tripletloss")
+    assert "MODEL.THING" in str(error.value)
+    assert "Did you mean 'TripletLoss'?" in str(error.value)
+    assert "choices: Focal, TripletLoss" in str(error.value)
+
+
+def test_did_you_mean_is_silent_when_nothing_is_near():
+    assert did_you_mean("zzz", ["abc"]) == ""

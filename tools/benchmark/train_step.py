@@ -1,0 +1,180 @@
+#!/usr/bin/env python
+"""Compare the training step in mixed precision with float32, and both with a plain PyTorch loop, in one run.
+
+Each variant runs in a process of its own, so that its peak memory is its own, and the variants take turns, so that
+a machine whose speed drifts does not favour one of them. Images are random and in memory: no input pipeline.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from tabulate import tabulate
+from torch import nn
+
+from fastamp.amp import PrecisionPolicy, resolve_device
+from fastamp.config import get_cfg
+from fastamp.engine import TRAINER_REGISTRY
+from fastamp.modeling import build_model
+from fastamp.solver import build_optimizer
+from fastamp.utils.env import describe_environment, peak_memory_mb
+
+RECIPE = Path(__file__).parents[2] / "configs/Market1501/bagtricks_R50.yml"
+VARIANTS = ("float32", "amp", "plain float32", "plain amp", "plain amp channels_last")
+NUM_CLASSES = 751
+
+
+def config(args: argparse.Namespace, *, amp: bool) -> Any:
+    """Return the BoT R50 recipe's config with random weights."""
+    cfg = get_cfg()
+    cfg.merge_from_file(str(RECIPE))
+    cfg.merge_from_list(["MODEL.BACKBONE.PRETRAIN", "False", "MODEL.DEVICE", args.device, "SOLVER.AMP", str(amp)])
+    cfg.merge_from_list(["MODEL.HEADS.NUM_CLASSES", str(NUM_CLASSES)])
+    return cfg
+
+
+def batches(args: argparse.Namespace) -> Any:
+    """Yield the same random batch without end."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (args.batch, 3, *args.size), dtype=torch.uint8, generator=generator)
+    targets = torch.arange(args.batch) // 4
+    while True:
+        yield {"images": images, "targets": targets}
+
+
+def fastamp_step(args: argparse.Namespace, *, amp: bool) -> Any:
+    """Return a function that runs one iteration of fastamp's trainer."""
+    cfg = config(args, amp=amp)
+    model = build_model(cfg)
+    trainer = TRAINER_REGISTRY.build(
+        "AMPTrainer" if amp else "SimpleTrainer",
+        cfg,
+        model=model,
+        data_loader=batches(args),
+        optimizers=[build_optimizer(cfg, model)],
+    )
+    model.train()
+
+    def step() -> None:
+        trainer.run_step()
+        trainer.iter += 1  # only the first iteration looks for low precision
+
+    return step
+
+
+class PlainModel(nn.Module):
+    """torchvision's ResNet-50 with last stride 1, BNNeck and classifier: what a plain script would have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        resnet = torchvision.models.resnet50()
+        resnet.layer4[0].conv2.stride = resnet.layer4[0].downsample[0].stride = (1, 1)
+        self.backbone = nn.Sequential(*list(resnet.children())[:-2])
+        self.neck = nn.BatchNorm1d(2048)
+        self.classifier = nn.Linear(2048, NUM_CLASSES, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = self.backbone(x).mean((2, 3))
+        return features, self.classifier(self.neck(features))
+
+
+def plain_step(args: argparse.Namespace, *, amp: bool, channels_last: bool) -> Any:
+    """Return a function that runs one iteration of a plain loop: cross entropy and batch-hard triplet, Adam."""
+    device = resolve_device(args.device)
+    policy = PrecisionPolicy.from_config(config(args, amp=amp), device)
+    model = PlainModel().to(device).train()
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3.5e-4, weight_decay=5e-4)
+    source = batches(args)
+    mean = torch.tensor([123.675, 116.28, 103.53], device=device).view(1, 3, 1, 1)
+    std = torch.tensor([58.395, 57.12, 57.375], device=device).view(1, 3, 1, 1)
+
+    def step() -> None:
+        batch = next(source)
+        images = (batch["images"].to(device).float() - mean) / std
+        if channels_last:
+            images = images.to(memory_format=torch.channels_last)
+        targets = batch["targets"].to(device)
+        with policy.autocast():
+            features, logits = model(images)
+            features, logits = features.float(), logits.float()
+        same = targets[:, None] == targets
+        distances = torch.cdist(features, features)
+        hardest = distances.masked_fill(~same, 0).amax(1) - distances.masked_fill(same, 1e9).amin(1)
+        loss = nn.functional.cross_entropy(logits, targets, label_smoothing=0.1) + (hardest + 0.3).relu().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+
+    return step
+
+
+def measure(args: argparse.Namespace) -> dict[str, float]:
+    """Run one variant in this process and return its images/s and peak memory in MiB."""
+    amp = "amp" in args.variant
+    if args.variant.startswith("plain"):
+        step = plain_step(args, amp=amp, channels_last="channels_last" in args.variant)
+    else:
+        step = fastamp_step(args, amp=amp)
+    device = resolve_device(args.device)
+    for _ in range(args.warmup):
+        step()
+    times = []
+    for _ in range(args.steps):
+        start = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return {"images_per_second": args.batch / statistics.median(times), "memory": peak_memory_mb(device)}
+
+
+def main() -> None:
+    """Measure every variant in turns and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--size", type=int, nargs=2, default=(256, 128), metavar=("HEIGHT", "WIDTH"))
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--variant", choices=VARIANTS, help="measure this one alone, in this process, as JSON")
+    args = parser.parse_args()
+    if args.variant:
+        print(json.dumps(measure(args)))
+        return
+    print(describe_environment(resolve_device(args.device)), file=sys.stderr)
+    results: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
+    for round_number in range(args.rounds):
+        for variant in VARIANTS:
+            print(f"round {round_number + 1} of {args.rounds}: {variant}", file=sys.stderr)
+            output = subprocess.run(
+                [sys.executable, __file__, *sys.argv[1:], "--variant", variant],
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+            ).stdout
+            results[variant].append(json.loads(output.splitlines()[-1]))
+    speed = {v: statistics.median(r["images_per_second"] for r in results[v]) for v in VARIANTS}
+    memory = {v: statistics.median(r["memory"] for r in results[v]) for v in VARIANTS}
+    rows = [
+        (v, f"{speed[v]:.1f}", f"{speed[v] / speed['float32']:.2f}", f"{memory[v]:.0f}",
+         f"{memory[v] / memory['float32']:.2f}")
+        for v in VARIANTS
+    ]  # fmt: skip
+    headers = ["variant", "images/s", "x float32", "peak MiB", "x float32's"]
+    print(f"ResNet-50, {args.size[0]}x{args.size[1]}, batch {args.batch}")
+    print(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+#!/usr/bin/env python
+"""Train or evaluate the model that a config file describes."""
+
+import argparse
+import sys
+from typing import Any
+
+from fastamp.config import CfgNode, describe_config, get_cfg
+from fastamp.engine import DefaultTrainer, default_argument_parser, default_setup, launch, run_command_line
+
+
+def setup(args: argparse.Namespace) -> CfgNode:
+    """Return the frozen config of the config file and the command line."""
+    cfg = get_cfg()
+    if args.config_file:
+        cfg.merge_from_file(args.config_file)
+    cfg.merge_from_list(args.opts)
+    cfg.freeze()
+    default_setup(cfg, args)
+    return cfg
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Run what the arguments ask for and return the metrics."""
+    cfg = setup(args)
+    if args.eval_only:
+        return DefaultTrainer.test_weights(cfg)
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume=args.resume)
+    return trainer.train()
+
+
+if __name__ == "__main__":
+    parser = default_argument_parser()
+    parser.add_argument(
+        "--list-config",
+        nargs="?",
+        const="",
+        metavar="PREFIX",
+        help="print the config keys that begin with PREFIX, with default and meaning, and stop",
+    )
+    args = parser.parse_args()
+    if args.list_config is not None:
+        sys.exit(run_command_line(lambda: print(describe_config(args.list_config))))
+    sys.exit(
+        run_command_line(
+            lambda: launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
+        )
+    )
