@@ -30,7 +30,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     return trainer.train()
 
 
-if __name__ == "__main__":
+def cli(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     parser = default_argument_parser()
     parser.add_argument(
         "--list-config",
@@ -39,11 +40,13 @@ if __name__ == "__main__":
         metavar="PREFIX",
         help="print the config keys that begin with PREFIX, with default and meaning, and stop",
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.list_config is not None:
-        sys.exit(run_command_line(lambda: print(describe_config(args.list_config))))
-    sys.exit(
-        run_command_line(
-            lambda: launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
-        )
+        return run_command_line(lambda: print(describe_config(args.list_config)))
+    return run_command_line(
+        lambda: launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
     )
+
+
+if __name__ == "__main__":
+    sys.exit(cli())

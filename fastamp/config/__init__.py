@@ -1,0 +1,16 @@
+"""The config: FastReID's keys and more, each with a default and a meaning."""
+
+from fastamp.config.config import CfgNode, FrozenConfigError, get_cfg
+from fastamp.config.describe import describe_config, is_acted_upon
+from fastamp.config.key import Key
+from fastamp.config.unsupported import unsupported_settings
+
+__all__ = [
+    "CfgNode",
+    "FrozenConfigError",
+    "Key",
+    "describe_config",
+    "get_cfg",
+    "is_acted_upon",
+    "unsupported_settings",
+]

@@ -1,0 +1,362 @@
+"""Every config key with its default, its meaning and its unit: the one table behind the config and its documentation.
+
+Lengths of time are in epochs or iterations (optimizer steps tried), sizes in pixels, height before width;
+a batch counts the images over all ranks; a share or a probability lies in 0..1.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastamp.config.key import Key
+
+KEYS: dict[str, Key] = {}
+
+
+def define(path: str, default: Any, meaning: str, **options: Any) -> None:
+    """Declare a key; ``options`` are ``Key``'s ``choices``, ``aliases`` and ``of``."""
+    KEYS[path] = Key(path, default, meaning, **options)
+
+
+# ---- the run
+define("OUTPUT_DIR", "logs/", "Folder for the config, logs, metrics and checkpoints of the run.")
+define("SEED", 0, "Seed of every random draw: initial weights, sampling, augmentation.")
+define("LOG_PERIOD", 50, "Iterations between two lines of the log, metrics.json and TensorBoard.")
+define("CUDNN_BENCHMARK", False, "Let cuDNN time its algorithms and keep the fastest; pays where sizes are constant.")
+
+# ---- model
+define("MODEL.META_ARCHITECTURE", "Baseline", "The whole model: how backbone, heads and losses are put together.")
+define("MODEL.DEVICE", "cuda", "Where to compute: auto (CUDA, else MPS, else the CPU), cpu, cuda, cuda:N or mps.")
+define(
+    "MODEL.CHANNELS_LAST",
+    "auto",
+    "Keep the channels of a feature map next to each other in memory; auto is on where that is faster.",
+    choices=("auto", "on", "off"),
+)
+define("MODEL.WEIGHTS", "", "File whose weights the whole model starts from, or is evaluated with; '' is none.")
+define(
+    "MODEL.WEIGHTS_MIN_MATCH",
+    0.9,
+    "Share of the backbone's tensors that a MODEL.WEIGHTS file must provide, else it is refused.",
+)
+define("MODEL.FREEZE_LAYERS", (), "Names of the model's children that stand still for SOLVER.FREEZE_ITERS.", of=str)
+define("MODEL.PIXEL_MEAN", (123.675, 116.28, 103.53), "Mean of each RGB channel, in 0..255, taken off every image.")
+define(
+    "MODEL.PIXEL_STD",
+    (58.395, 57.120000000000005, 57.375),
+    "Standard deviation of each RGB channel, in 0..255, that images are divided by.",
+)
+define("MODEL.QUEUE_SIZE", 8192, "Features kept in the memory bank of the MoCo architecture.")
+
+define("MODEL.BACKBONE.NAME", "build_resnet_backbone", "The network that turns images into feature maps.")
+define("MODEL.BACKBONE.DEPTH", "50x", "Variant of the backbone: 18x, 34x, 50x, 101x, 152x of a ResNet, base of a ViT.")
+define("MODEL.BACKBONE.LAST_STRIDE", 1, "Stride of the last stage; 1 keeps a feature map twice as large as 2 does.")
+define(
+    "MODEL.BACKBONE.STEM_POOL",
+    "ceil",
+    "Max pooling of the ResNet stem: ceil rounds the size up without padding, "
+    "as FastReID since 2020-08-14; padded pads by 1, as torchvision and FastReID's published v0.1.1 models.",
+    choices=("ceil", "padded"),
+)
+define("MODEL.BACKBONE.FEAT_DIM", 2048, "Channels of the backbone's last feature map.")
+define("MODEL.BACKBONE.NORM", "BN", "Normalization layers of the backbone.")
+define("MODEL.BACKBONE.WITH_IBN", False, "Instance norm on half of the channels in the first three stages (IBN-Net a).")
+define("MODEL.BACKBONE.WITH_SE", False, "Squeeze-and-excitation in every block.")
+define("MODEL.BACKBONE.WITH_NL", False, "Non-local attention blocks in stages 2 and 3.")
+define("MODEL.BACKBONE.PRETRAIN", False, "Start from ImageNet weights: PRETRAIN_PATH's, or else downloaded ones.")
+define("MODEL.BACKBONE.PRETRAIN_PATH", "", "File with pretrained weights of the backbone; '' is none.")
+define("MODEL.BACKBONE.STRIDE_SIZE", (16, 16), "ViT: step between two patches, in pixels; below 16 patches overlap.")
+define("MODEL.BACKBONE.SIE_COE", 3.0, "ViT: weight of the camera embedding that is added to the tokens.")
+define(
+    "MODEL.BACKBONE.DROP_PATH_RATIO", 0.1, "ViT: probability of skipping a block (stochastic depth) at the last one."
+)
+define("MODEL.BACKBONE.DROP_RATIO", 0.0, "ViT: dropout probability of tokens and MLPs.")
+define("MODEL.BACKBONE.ATT_DROP_RATE", 0.0, "ViT: dropout probability of attention weights.")
+
+define("MODEL.HEADS.NAME", "EmbeddingHead", "The part that turns feature maps into features and class logits.")
+define("MODEL.HEADS.POOL_LAYER", "GlobalAvgPool", "Pooling of the feature map to one vector an image.")
+define("MODEL.HEADS.EMBEDDING_DIM", 0, "Width that a 1x1 convolution reduces the feature to; 0 keeps FEAT_DIM.")
+define("MODEL.HEADS.WITH_BNNECK", False, "Batch normalization with a bias frozen at 0 between feature and classifier.")
+define("MODEL.HEADS.NORM", "BN", "Normalization layer of that neck.")
+define(
+    "MODEL.HEADS.NECK_FEAT",
+    "before",
+    "Which feature the metric losses see: before or after the neck. Evaluation takes the one after it.",
+    choices=("before", "after"),
+)
+define("MODEL.HEADS.CLS_LAYER", "Linear", "Classifier: Linear, or a margin softmax.")
+define("MODEL.HEADS.NUM_CLASSES", 0, "Identities that the classifier tells apart; 0 counts those of the training set.")
+define("MODEL.HEADS.MARGIN", 0.0, "Margin of a margin softmax: a cosine, or an angle in radians for ArcSoftmax.")
+define("MODEL.HEADS.SCALE", 1, "Factor on the classifier's logits; margin softmaxes need about 30 to 128.")
+
+define("MODEL.LOSSES.NAME", ("CrossEntropyLoss",), "The losses, which are added up.")
+define(
+    "MODEL.LOSSES.CE.EPSILON",
+    0.0,
+    "Cross entropy: label smoothing, the probability spread over the wrong classes; "
+    "below 0 it follows the model's confidence (see ALPHA).",
+)
+define("MODEL.LOSSES.CE.ALPHA", 0.2, "Cross entropy: adaptive smoothing is ALPHA times the right class's probability.")
+define("MODEL.LOSSES.CE.SCALE", 1.0, "Cross entropy: weight in the sum.")
+define(
+    "MODEL.LOSSES.TRI.MARGIN", 0.3, "Triplet loss: distance by which a negative must be farther; 0 is a soft margin."
+)
+define("MODEL.LOSSES.TRI.NORM_FEAT", False, "Triplet loss: on L2-normalized features.")
+define(
+    "MODEL.LOSSES.TRI.HARD_MINING",
+    False,
+    "Triplet loss: the hardest positive and negative of each anchor; off weighs "
+    "all of them by the softmax of their distances.",
+)
+define("MODEL.LOSSES.TRI.SCALE", 1.0, "Triplet loss: weight in the sum.")
+define("MODEL.LOSSES.CIRCLE.MARGIN", 0.25, "Circle loss: relaxation of the cosine similarities.")
+define("MODEL.LOSSES.CIRCLE.GAMMA", 128, "Circle loss: factor on the similarities.")
+define("MODEL.LOSSES.CIRCLE.SCALE", 1.0, "Circle loss: weight in the sum.")
+define("MODEL.LOSSES.COSFACE.MARGIN", 0.25, "Pairwise CosFace: margin on the cosine similarities.")
+define("MODEL.LOSSES.COSFACE.GAMMA", 128, "Pairwise CosFace: factor on the similarities.")
+define("MODEL.LOSSES.COSFACE.SCALE", 1.0, "Pairwise CosFace: weight in the sum.")
+define("MODEL.LOSSES.FL.ALPHA", 0.25, "Focal loss: factor that balances the classes.")
+define("MODEL.LOSSES.FL.GAMMA", 2, "Focal loss: exponent that turns the weight away from easy samples.")
+define("MODEL.LOSSES.FL.SCALE", 1.0, "Focal loss: weight in the sum.")
+
+# ---- knowledge distillation
+define("KD.MODEL_CONFIG", (), "Config files of the teachers.", of=str)
+define("KD.MODEL_WEIGHTS", (), "Weight files of the teachers, in the order of MODEL_CONFIG.", of=str)
+define("KD.EMA.ENABLED", False, "Also distil from a moving average of the student itself.")
+define("KD.EMA.MOMENTUM", 0.999, "Share of the old average that each iteration keeps.")
+
+# ---- input
+define("INPUT.SIZE_TRAIN", (256, 128), "Height and width of a training image, in pixels.")
+define("INPUT.SIZE_TEST", (256, 128), "Height and width of a test image, in pixels.")
+define("INPUT.FLIP.ENABLED", False, "Mirror training images left to right at random.")
+define("INPUT.FLIP.PROB", 0.5, "Probability of mirroring an image.")
+define("INPUT.PADDING.ENABLED", False, "Pad training images, then cut them back to their size at random.")
+define(
+    "INPUT.PADDING.MODE",
+    "constant",
+    "What the padding holds: black, the edge repeated, or a mirror image.",
+    choices=("constant", "edge", "reflect", "symmetric"),
+)
+define("INPUT.PADDING.SIZE", 10, "Padding on each side, in pixels.")
+define("INPUT.CROP.ENABLED", False, "Cut a random part out of training images and resize it.")
+define("INPUT.CROP.SIZE", (224, 224), "Height and width after the cut, in pixels.")
+define("INPUT.CROP.SCALE", (0.16, 1), "Smallest and largest share of the image's area that is kept.")
+define("INPUT.CROP.RATIO", (0.75, 1.3333333333333333), "Smallest and largest width / height of the part.")
+define("INPUT.REA.ENABLED", False, "Random erasing: paint over a random rectangle of training images.")
+define("INPUT.REA.PROB", 0.5, "Probability of erasing in an image.")
+define("INPUT.REA.VALUE", (123.675, 116.28, 103.53), "RGB colour of the rectangle, in 0..255.")
+define("INPUT.CJ.ENABLED", False, "Colour jitter on training images.")
+define("INPUT.CJ.PROB", 0.5, "Probability of jittering an image.")
+define("INPUT.CJ.BRIGHTNESS", 0.15, "Largest relative change of brightness.")
+define("INPUT.CJ.CONTRAST", 0.15, "Largest relative change of contrast.")
+define("INPUT.CJ.SATURATION", 0.1, "Largest relative change of saturation.")
+define("INPUT.CJ.HUE", 0.1, "Largest turn of the hue, as a share of the colour circle; up to 0.5.")
+define("INPUT.AFFINE.ENABLED", False, "Random small rotation, shift, scaling and shear of training images.")
+define("INPUT.AUTOAUG.ENABLED", False, "AutoAugment with the ImageNet policy.")
+define("INPUT.AUTOAUG.PROB", 0.0, "Probability of applying AutoAugment to an image.")
+define("INPUT.AUGMIX.ENABLED", False, "AugMix: mix an image with augmented copies of it.")
+define("INPUT.AUGMIX.PROB", 0.0, "Probability of applying AugMix to an image.")
+define("INPUT.RPT.ENABLED", False, "Random patch: paste a part of an earlier image over a training image.")
+define("INPUT.RPT.PROB", 0.5, "Probability of pasting into an image.")
+
+# ---- data
+define("DATASETS.NAMES", ("Market1501",), "Data sets to train on, together.")
+define("DATASETS.TESTS", ("Market1501",), "Data sets to evaluate on, one after the other.")
+define("DATASETS.COMBINEALL", False, "Train on the query and gallery images too; the test results then mean nothing.")
+define(
+    "DATALOADER.SAMPLER_TRAIN",
+    "TrainingSampler",
+    "How batches are drawn: TrainingSampler (any image), or "
+    "NaiveIdentitySampler, BalancedIdentitySampler (NUM_INSTANCE images of each identity).",
+)
+define("DATALOADER.NUM_INSTANCE", 4, "Images of one identity in a batch, for the identity samplers.")
+define(
+    "DATALOADER.NUM_WORKERS",
+    8,
+    "Processes that load training images, a rank; no more than the cores at hand are "
+    "started, 0 loads in the trainer's own.",
+)
+define("DATALOADER.SET_WEIGHT", (), "Relative weights by which the sets of DATASETS.NAMES are drawn.", of=float)
+
+# ---- solver
+define("SOLVER.MAX_EPOCH", 120, "Length of the training, in epochs.")
+define("SOLVER.IMS_PER_BATCH", 64, "Images of one training batch, over all ranks.")
+define(
+    "SOLVER.TRAINER",
+    "auto",
+    "Training loop: auto (AMPTrainer when SOLVER.AMP is on, else SimpleTrainer), or one that a project registered.",
+)
+define("SOLVER.OPT", "Adam", "Optimizer: the name of any class in torch.optim.")
+define(
+    "SOLVER.OPT_ARGS",
+    {},
+    "Further keyword arguments of the optimizer, e.g. {betas: [0.9, 0.98], eps: 1.0e-6}; "
+    "given whole it replaces what a base file gave, SOLVER.OPT_ARGS.eps changes one.",
+)
+define("SOLVER.BASE_LR", 3e-4, "Learning rate between warm-up and decay.")
+define("SOLVER.HEADS_LR_FACTOR", 1.0, "Factor on the learning rate of the heads.")
+define("SOLVER.BIAS_LR_FACTOR", 1.0, "Factor on the learning rate of biases.")
+define("SOLVER.MOMENTUM", 0.9, "Momentum of SGD; other optimizers take theirs from OPT_ARGS.")
+define("SOLVER.NESTEROV", False, "Nesterov's momentum for SGD.")
+define("SOLVER.WEIGHT_DECAY", 0.0005, "Weight decay.")
+define("SOLVER.WEIGHT_DECAY_NORM", 0.0005, "Weight decay of normalization layers' weights.")
+define("SOLVER.WEIGHT_DECAY_BIAS", 0.0005, "Weight decay of biases, those of normalization layers included.")
+define("SOLVER.SCHED", "MultiStepLR", "Learning rate schedule by epochs: MultiStepLR or CosineAnnealingLR.")
+define(
+    "SOLVER.EPOCH_SCHEDULE",
+    "after_warmup",
+    "Which epochs STEPS and the cosine count: after_warmup those after "
+    "warm-up and delay, as FastReID; absolute all of them.",
+    choices=("after_warmup", "absolute"),
+)
+define("SOLVER.STEPS", (30, 55), "MultiStepLR: epochs after which the rate is multiplied by GAMMA.")
+define("SOLVER.GAMMA", 0.1, "MultiStepLR: factor on the rate at each step.")
+define("SOLVER.DELAY_EPOCHS", 0, "Epochs at the full rate before the schedule starts.")
+define("SOLVER.ETA_MIN_LR", 1e-7, "CosineAnnealingLR: rate at the end.")
+define(
+    "SOLVER.WARMUP_METHOD",
+    "linear",
+    "Course of the rate during warm-up: a line, a constant, or an exponential.",
+    choices=("linear", "constant", "exp"),
+)
+define("SOLVER.WARMUP_ITERS", 1000, "Length of the warm-up, in iterations; 0 is none.")
+define("SOLVER.WARMUP_FACTOR", 0.1, "Share of the rate that warm-up starts from.")
+define("SOLVER.FREEZE_ITERS", 0, "Iterations at the start during which MODEL.FREEZE_LAYERS are frozen.")
+define("SOLVER.CHECKPOINT_PERIOD", 20, "Epochs between two checkpoints.")
+define(
+    "SOLVER.TF32",
+    False,
+    "Let CUDA compute float32 products in TensorFloat-32 (10 bits of mantissa); off means that "
+    "what is called float32 is float32.",
+)
+define("SOLVER.CLIP_GRADIENTS.ENABLED", False, "Clip gradients before each step.")
+define(
+    "SOLVER.CLIP_GRADIENTS.CLIP_TYPE",
+    "norm",
+    "What is bounded: value each element, norm the norm of each "
+    "parameter's gradient, global_norm the norm of all gradients together.",
+    choices=("value", "norm", "global_norm"),
+)
+define("SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 5.0, "The bound: largest absolute value, or largest norm.")
+define("SOLVER.CLIP_GRADIENTS.NORM_TYPE", 2.0, "The p of the p-norm; .inf is the largest absolute value.")
+
+define("SOLVER.AMP.ENABLED", False, "Mixed precision. SOLVER.AMP on, off, bf16 or fp16 is the short spelling.")
+define(
+    "SOLVER.AMP.DTYPE",
+    "auto",
+    "The low precision; auto takes bfloat16 where the device has it, else float16 with "
+    "loss scaling on CUDA, else none.",
+    choices=("auto", "bfloat16", "float16"),
+    aliases={"bf16": "bfloat16", "fp16": "float16"},
+)
+define("SOLVER.AMP.INIT_SCALE", 65536.0, "Loss scale at the start (float16 only, as all of the scaling).")
+define("SOLVER.AMP.GROWTH_FACTOR", 2.0, "Factor on the loss scale after GROWTH_INTERVAL good steps.")
+define("SOLVER.AMP.BACKOFF_FACTOR", 0.5, "Factor on the loss scale after a step that overflowed and was skipped.")
+define("SOLVER.AMP.GROWTH_INTERVAL", 2000, "Good steps in a row before the loss scale grows, in iterations.")
+define("SOLVER.AMP.MIN_SCALE", 1.0, "Floor of the loss scale.")
+define("SOLVER.AMP.MAX_SCALE", 2.0**24, "Ceiling of the loss scale.")
+define("SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", 25, "Skipped steps in a row, in iterations, after which ON_FAILURE decides.")
+define(
+    "SOLVER.AMP.ON_FAILURE",
+    "error",
+    "When mixed precision cannot go on: stop, or continue in that dtype.",
+    choices=("error", "bfloat16", "float32"),
+    aliases={"bf16": "bfloat16", "fp32": "float32"},
+)
+define(
+    "SOLVER.AMP.FORCE_FP32",
+    (),
+    "Modules that always compute in float32: globs of module names, or class names.",
+    of=str,
+)
+define(
+    "SOLVER.AMP.PREFLIGHT",
+    "error",
+    "A trial of one batch before the first step; what to do when it fails.",
+    choices=("off", "warn", "error", "fallback"),
+)
+define(
+    "SOLVER.AMP.EVAL_DTYPE",
+    "same",
+    "Precision of evaluation: same as training, or float32.",
+    choices=("same", "float32"),
+    aliases={"fp32": "float32"},
+)
+define("SOLVER.AMP.BN_GUARD", True, "Restore the buffers of normalization layers when a step is skipped.")
+define(
+    "SOLVER.AMP.LOCATE",
+    "on_failure",
+    "When to search for the first module that made a non-finite value.",
+    choices=("on_failure", "off"),
+)
+
+# ---- evaluation
+define("TEST.EVAL_PERIOD", 20, "Epochs between two evaluations; the last epoch always has one.")
+define("TEST.IMS_PER_BATCH", 64, "Images of one test batch, over all ranks.")
+define("TEST.NUM_WORKERS", -1, "Processes that load test images, a rank; -1 is as DATALOADER.NUM_WORKERS.")
+define("TEST.METRIC", "cosine", "Distance that ranks the gallery.", choices=("cosine", "euclidean"))
+define("TEST.FLIP.ENABLED", False, "Average the features of each image and of its mirror image.")
+define(
+    "TEST.FLOORS",
+    False,
+    "Also rank by raw pixels and by colour histograms, and print both as floors beside the result.",
+)
+define("TEST.ROC.ENABLED", False, "Also report verification: the accept rate at given false accept rates.")
+define("TEST.AQE.ENABLED", False, "Average query expansion: replace a feature by a mean of its nearest neighbours.")
+define("TEST.AQE.ALPHA", 3.0, "Query expansion: exponent of the similarity that weighs a neighbour.")
+define("TEST.AQE.QE_TIME", 1, "Query expansion: rounds.")
+define("TEST.AQE.QE_K", 5, "Query expansion: neighbours in the mean.")
+define("TEST.RERANK.ENABLED", False, "Re-ranking by k-reciprocal neighbours.")
+define("TEST.RERANK.K1", 20, "Re-ranking: neighbours that must be reciprocal.")
+define("TEST.RERANK.K2", 6, "Re-ranking: neighbours in the local query expansion.")
+define("TEST.RERANK.LAMBDA", 0.3, "Re-ranking: share of the original distance in the final one.")
+define(
+    "TEST.PRECISE_BN.ENABLED", False, "Estimate batch norm statistics anew, with weights at rest, before evaluation."
+)
+define("TEST.PRECISE_BN.DATASET", "Market1501", "Precise batch norm: data set that is run through the model.")
+define("TEST.PRECISE_BN.NUM_ITER", 300, "Precise batch norm: batches that are averaged, in iterations.")
+
+# FastReID's old spellings, each with the key below the same section that is meant.
+RENAMED = {"SOLVER.AMP_ENABLED": "SOLVER.AMP.ENABLED"}
+# Sections that take a bare value in their place: it goes to this key, and the section is enabled.
+SHORTHANDS = {"SOLVER.AMP": "DTYPE"}
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """Keys that this version does not act upon; a config that asks for one is refused.
+
+    Attributes:
+        keys: a path, or a section's with ``.*`` for all of its keys.
+        only_with: a key that must be away from its default too before anything is asked for.
+        values: the values refused; None refuses all but the default, an empty tuple refuses nothing.
+    """
+
+    keys: str
+    only_with: str | None = None
+    values: tuple[Any, ...] | None = None
+
+
+# Whoever implements a feature deletes its line: the documentation and the refusal both come from here.
+NOT_YET = (
+    NotYet("MODEL.FREEZE_LAYERS", only_with="SOLVER.FREEZE_ITERS"),
+    NotYet("SOLVER.FREEZE_ITERS", only_with="MODEL.FREEZE_LAYERS"),
+    NotYet("MODEL.BACKBONE.NORM"),
+    NotYet("MODEL.BACKBONE.WITH_IBN"),
+    NotYet("MODEL.BACKBONE.WITH_SE"),
+    NotYet("MODEL.BACKBONE.WITH_NL"),
+    NotYet("KD.*"),
+    NotYet("INPUT.AFFINE.*", only_with="INPUT.AFFINE.ENABLED"),
+    NotYet("INPUT.AUGMIX.*", only_with="INPUT.AUGMIX.ENABLED"),
+    NotYet("INPUT.AUTOAUG.*", only_with="INPUT.AUTOAUG.ENABLED"),
+    NotYet("INPUT.CROP.*", only_with="INPUT.CROP.ENABLED"),
+    NotYet("INPUT.RPT.*", only_with="INPUT.RPT.ENABLED"),
+    NotYet("DATALOADER.SET_WEIGHT"),
+    NotYet("SOLVER.AMP.BN_GUARD", values=()),
+    NotYet("SOLVER.AMP.LOCATE", values=()),
+    NotYet("SOLVER.AMP.ON_FAILURE"),
+    NotYet("SOLVER.AMP.PREFLIGHT", values=("fallback",)),
+    NotYet("TEST.AQE.*", only_with="TEST.AQE.ENABLED"),
+    NotYet("TEST.PRECISE_BN.*", only_with="TEST.PRECISE_BN.ENABLED"),
+    NotYet("TEST.RERANK.*", only_with="TEST.RERANK.ENABLED"),
+    NotYet("TEST.ROC.*", only_with="TEST.ROC.ENABLED"),
+)

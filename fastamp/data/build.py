@@ -1,0 +1,170 @@
+"""Build the training and test loaders that a config describes."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastamp.data.dataset import ReidDataset
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, data_root, log_splits
+from fastamp.data.loader import TestLoader, TrainLoader, worker_count
+from fastamp.data.samplers import SAMPLER_REGISTRY, EpochBatchSampler, InferenceSampler
+from fastamp.data.transforms import build_transforms
+from fastamp.utils import comm
+from fastamp.utils.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+
+def build_reid_train_loader(
+    cfg: Any, *, start_iter: int = 0, rank: int | None = None, world_size: int | None = None
+) -> TrainLoader:
+    """Build the endless loader of DATASETS.NAMES.
+
+    Its batches are a function of the config alone: the same ones from any ``start_iter`` on, with any number of
+    workers, and divided among any number of ranks. An epoch is ``max(1, images // IMS_PER_BATCH)`` batches.
+
+    Args:
+        cfg: reads DATASETS, DATALOADER, INPUT, SOLVER.IMS_PER_BATCH and SEED.
+        start_iter: the first batch, counted from the start of the training.
+        rank, world_size: this process among how many; None asks torch.distributed.
+
+    Raises:
+        DataError: a data set is missing or empty, or has too few identities for a batch.
+        ConfigError: a value is out of range, a name unknown, or a batch cannot be made up as asked.
+    """
+    rank, world_size = _place(rank, world_size)
+    transforms = build_transforms(cfg, is_train=True)
+    if not cfg.DATASETS.NAMES:
+        raise ConfigError("DATASETS.NAMES is empty; name at least one data set to train on")
+    datasets = [build_dataset(name) for name in cfg.DATASETS.NAMES]
+    items = training_items(datasets, combine_all=cfg.DATASETS.COMBINEALL)
+    dataset = ReidDataset(items, transforms, relabel=True)
+    sampler = SAMPLER_REGISTRY.build(
+        cfg.DATALOADER.SAMPLER_TRAIN, cfg, labels=dataset.labels, camids=dataset.camids, world_size=world_size
+    )
+    batch_size = cfg.SOLVER.IMS_PER_BATCH
+    batch_sampler = EpochBatchSampler(
+        sampler,
+        batch_size=batch_size,
+        iters_per_epoch=max(1, len(dataset) // max(1, batch_size)),
+        rank=rank,
+        world_size=world_size,
+        start_iter=start_iter,
+    )
+    if rank == 0:
+        for each in datasets:
+            names = ("train", "query", "gallery") if cfg.DATASETS.COMBINEALL else ("train",)
+            log_splits(each, {name: getattr(each, name) for name in names})
+        logger.info(
+            "training on %d images of %d identities: %d iterations of %d images an epoch",
+            len(dataset),
+            dataset.num_classes,
+            batch_sampler.iters_per_epoch,
+            batch_size,
+        )
+        if len(dataset) < batch_size:
+            logger.warning("there are fewer images than a batch holds, so that some are in it more than once")
+    num_workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
+    return TrainLoader(dataset, batch_sampler, num_workers=num_workers)
+
+
+def build_reid_test_loader(
+    cfg: Any, dataset_name: str, *, rank: int | None = None, world_size: int | None = None
+) -> tuple[TestLoader, int]:
+    """Build the loader of a test set: its query images, then its gallery images, in order.
+
+    Args:
+        cfg: reads INPUT.SIZE_TEST, TEST.IMS_PER_BATCH (of all ranks together) and the worker counts.
+        dataset_name: a registered data set.
+        rank, world_size: this process among how many, each of which gets a contiguous part; None asks
+            torch.distributed.
+
+    Returns:
+        The loader, whose batches have the place of each image in ``indices``, and the number of query images.
+
+    Raises:
+        DataError: the data set is missing or empty.
+        ConfigError: a value is out of range, or a name unknown.
+    """
+    rank, world_size = _place(rank, world_size)
+    transforms = build_transforms(cfg, is_train=False)
+    if cfg.TEST.IMS_PER_BATCH < 1:
+        raise ConfigError(f"TEST.IMS_PER_BATCH is {cfg.TEST.IMS_PER_BATCH}; it must be at least 1")
+    source = build_dataset(dataset_name)
+    for split in ("query", "gallery"):
+        if not getattr(source, split):
+            raise DataError(f"the data set {dataset_name} has no {split} images, so it cannot be tested on")
+    dataset = ReidDataset(source.query + source.gallery, transforms, relabel=False)
+    batch_sampler = InferenceSampler(
+        size=len(dataset),
+        batch_size=max(1, cfg.TEST.IMS_PER_BATCH // world_size),
+        rank=rank,
+        world_size=world_size,
+    )
+    if rank == 0:
+        log_splits(source, {"query": source.query, "gallery": source.gallery})
+    key, asked = "TEST.NUM_WORKERS", cfg.TEST.NUM_WORKERS
+    if asked == -1:
+        key, asked = "DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS
+    return TestLoader(dataset, batch_sampler, num_workers=worker_count(key, asked)), len(source.query)
+
+
+def build_dataset(name: str) -> ImageDataset:
+    """Build the data set registered under ``name`` from the data root.
+
+    Raises:
+        ConfigError: nothing has that name.
+        DataError: it is not there.
+    """
+    # FastReID's users join the root with `os.path` or `+`, so it is a string.
+    return DATASET_REGISTRY.get(name)(root=str(data_root()))
+
+
+def training_items(datasets: Sequence[ImageDataset], *, combine_all: bool = False) -> list[ImageItem]:
+    """Return the training images of several data sets, whose identities and cameras are kept apart.
+
+    Args:
+        datasets: one or more.
+        combine_all: take the query and gallery images too, except for distractors (identity 0 or less).
+
+    Raises:
+        DataError: one has no training images, or two have the same ``dataset_name``.
+    """
+    classes: dict[str, type] = {}
+    items: list[ImageItem] = []
+    for dataset in datasets:
+        if not dataset.train:
+            raise DataError(f"the data set {type(dataset).__name__} has no training images")
+        if classes.setdefault(dataset.name, type(dataset)) is not type(dataset):
+            raise DataError(
+                f"{classes[dataset.name].__name__} and {type(dataset).__name__} have the same dataset_name "
+                f"{dataset.name!r}, so their identities cannot be told apart"
+            )
+        if len(datasets) == 1 and not combine_all:
+            return dataset.train
+        items += [_named(item, dataset.name, dataset.name) for item in dataset.train]
+        if combine_all:
+            # Query and gallery number their identities by themselves, but the cameras are those of training.
+            items += [
+                _named(item, f"{dataset.name}_test", dataset.name)
+                for item in dataset.query + dataset.gallery
+                if isinstance(item.pid, str) or item.pid > 0
+            ]
+    return items
+
+
+def _named(item: ImageItem, pid_prefix: str, camid_prefix: str) -> ImageItem:
+    """Return the item with identity and camera as strings that begin with these names."""
+    return item._replace(pid=_prefixed(item.pid, pid_prefix), camid=_prefixed(item.camid, camid_prefix))
+
+
+def _prefixed(name: int | str, prefix: str) -> str:
+    # FastReID's users put the data set's name in front themselves.
+    return name if isinstance(name, str) and name.startswith(f"{prefix}_") else f"{prefix}_{name}"
+
+
+def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    return (
+        comm.get_rank() if rank is None else rank,
+        comm.get_world_size() if world_size is None else world_size,
+    )

@@ -1,0 +1,56 @@
+"""The generated demo data set."""
+
+import logging
+from pathlib import Path
+
+from fastamp.data.datasets.base import DATASET_REGISTRY
+from fastamp.data.datasets.market1501 import Market1501
+from fastamp.data.demo import DEMO_VERSION, generate_demo, is_complete
+from fastamp.utils.errors import DataError
+from fastamp.utils.progress import ProgressBar
+
+logger = logging.getLogger(__name__)
+
+
+@DATASET_REGISTRY.register()
+class Demo(Market1501):
+    """Drawn pedestrians in Market-1501's layout, generated on first use.
+
+    Args:
+        root: data root; the images are in ``root/fastamp-demo-v<version>``.
+
+    Raises:
+        DataError: the folder cannot be written to, or holds something else.
+    """
+
+    dataset_name = "demo"
+    folder = f"fastamp-demo-v{DEMO_VERSION}"
+
+    def __init__(self, root: str | Path = "datasets") -> None:
+        folder = Path(root) / self.folder
+        if not is_complete(folder):
+            self._generate(folder)
+        super().__init__(root)
+
+    @staticmethod
+    def _generate(folder: Path) -> None:
+        logger.info("generating the demo data set in %s, once", folder.absolute())
+        bar: ProgressBar | None = None
+
+        def show(done: int, total: int) -> None:
+            nonlocal bar
+            bar = bar or ProgressBar(total, "demo images")
+            bar.update(done)
+            if done == total // 2 or done == total:
+                logger.info("demo images: %d of %d", done, total)
+
+        try:
+            generate_demo(folder, progress=show)
+        except OSError as error:
+            raise DataError(
+                f"the demo data set cannot be generated in {folder.absolute()}: {error.strerror or error}\n"
+                f"  fix: set FASTAMP_DATASETS to a folder that can be written to"
+            ) from error
+        finally:
+            if bar is not None:
+                bar.close()

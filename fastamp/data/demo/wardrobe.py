@@ -1,0 +1,190 @@
+"""What an identity looks like: build, hair, clothes, shoes and bag, and the lookalikes that share most of them."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+Colour = tuple[int, int, int]
+
+SKINS: tuple[Colour, ...] = ((241, 205, 180), (224, 178, 145), (190, 138, 105), (141, 94, 66), (92, 60, 44))
+HAIR_COLOURS: tuple[Colour, ...] = ((28, 24, 24), (66, 44, 30), (122, 84, 48), (196, 160, 96), (150, 146, 142))
+HAIR_STYLES = ("short", "bald", "long", "tail", "bun", "cap", "beanie", "hood")
+FABRICS: tuple[Colour, ...] = (
+    (34, 34, 38),
+    (232, 230, 226),
+    (128, 128, 130),
+    (186, 44, 46),
+    (32, 56, 112),
+    (92, 146, 204),
+    (44, 104, 62),
+    (150, 176, 72),
+    (224, 190, 66),
+    (222, 120, 46),
+    (112, 62, 132),
+    (226, 142, 168),
+    (112, 76, 50),
+    (200, 178, 142),
+    (62, 152, 150),
+)
+TROUSER_COLOURS: tuple[Colour, ...] = (
+    (30, 30, 34),
+    (44, 58, 92),
+    (92, 116, 158),
+    (110, 108, 106),
+    (176, 156, 122),
+    (84, 66, 50),
+    (70, 78, 56),
+    (212, 208, 200),
+    (130, 40, 46),
+)
+PATTERNS = (
+    "plain",
+    "stripes",
+    "wide_stripes",
+    "pinstripes",
+    "checks",
+    "two_tone",
+    "chest_band",
+    "logo",
+    "dots",
+    "sash",
+    "open_jacket",
+    "side_panels",
+)
+SLEEVES = ("short", "long", "none")
+SLEEVE_STYLES = ("same", "contrast")
+UPPER_LENGTHS = (0.49, 0.455, 0.36)
+LOWERS = ("trousers", "shorts", "skirt", "long_skirt", "side_stripe")
+SHOE_COLOURS: tuple[Colour, ...] = ((24, 24, 26), (236, 236, 234), (190, 46, 44), (112, 72, 42), (60, 110, 190))
+SHOE_STYLES = ("shoe", "boot")
+BAGS = ("none", "backpack", "handbag", "cross_body", "carrier", "big_backpack")
+
+# How often each choice is drawn where the choices are not equally likely.
+_HAIR_STYLE_ODDS = (0.3, 0.06, 0.2, 0.12, 0.08, 0.1, 0.07, 0.07)
+_PATTERN_ODDS = (0.2, 0.1, 0.08, 0.05, 0.09, 0.1, 0.08, 0.1, 0.05, 0.04, 0.07, 0.04)
+_LOWER_ODDS = (0.58, 0.14, 0.09, 0.09, 0.1)
+_BAG_ODDS = (0.36, 0.2, 0.13, 0.13, 0.09, 0.09)
+_SLEEVE_ODDS = (0.4, 0.52, 0.08)
+
+
+@dataclass(frozen=True)
+class Appearance:
+    """All that stays the same in every picture of one person. Lengths are in body heights."""
+
+    height: float
+    breadth: float
+    skin: Colour
+    hair: str
+    hair_colour: Colour
+    hat_colour: Colour
+    pattern: str
+    upper: Colour
+    accent: Colour
+    sleeve: str
+    sleeve_style: str
+    upper_hem: float
+    lower: str
+    lower_colour: Colour
+    shoe: str
+    shoe_colour: Colour
+    bag: str
+    bag_colour: Colour
+
+
+# What a person glancing at a lookalike would notice from afar, and what takes a second look.
+_LARGE_DETAILS = ("pattern", "bag", "lower", "hair", "accent")
+_SMALL_DETAILS = ("shoe_colour", "hair_colour", "sleeve", "sleeve_style", "upper_hem", "bag_colour", "breadth")
+
+
+def draw_appearance(rng: np.random.Generator) -> Appearance:
+    """Return a random person; ``accent`` always stands out against ``upper``."""
+    upper = _pick(rng, FABRICS)
+    return Appearance(
+        height=rng.uniform(0.92, 1.06),
+        breadth=rng.uniform(0.84, 1.28),
+        skin=_pick(rng, SKINS),
+        hair=_pick(rng, HAIR_STYLES, _HAIR_STYLE_ODDS),
+        hair_colour=_pick(rng, HAIR_COLOURS),
+        hat_colour=_pick(rng, FABRICS),
+        pattern=_pick(rng, PATTERNS, _PATTERN_ODDS),
+        upper=upper,
+        accent=_contrasting(rng, upper),
+        sleeve=_pick(rng, SLEEVES, _SLEEVE_ODDS),
+        sleeve_style=_pick(rng, SLEEVE_STYLES, (0.8, 0.2)),
+        upper_hem=_pick(rng, UPPER_LENGTHS, (0.45, 0.4, 0.15)),
+        lower=_pick(rng, LOWERS, _LOWER_ODDS),
+        lower_colour=_pick(rng, TROUSER_COLOURS),
+        shoe=_pick(rng, SHOE_STYLES, (0.8, 0.2)),
+        shoe_colour=_pick(rng, SHOE_COLOURS),
+        bag=_pick(rng, BAGS, _BAG_ODDS),
+        bag_colour=_pick(rng, FABRICS),
+    )
+
+
+def draw_lookalike(rng: np.random.Generator, person: Appearance) -> Appearance:
+    """Return ``person`` with one large detail and up to one small detail changed."""
+    names = [_LARGE_DETAILS[rng.integers(len(_LARGE_DETAILS))]]
+    if rng.random() < 0.5:
+        names.append(_SMALL_DETAILS[rng.integers(len(_SMALL_DETAILS))])
+    return _with_changed(rng, person, names)
+
+
+def draw_people(rng: np.random.Generator, count: int, group_size: int, grouped: float) -> list[Appearance]:
+    """Return ``count`` different people, lookalikes next to each other.
+
+    Args:
+        rng: owned generator; it is advanced.
+        count: number of people, at least 0.
+        group_size: people in one group of lookalikes.
+        grouped: share of the people, in 0..1, that belong to such a group; the others resemble nobody by intent.
+
+    Returns:
+        ``count`` appearances; the groups come first and fill ``group_size`` consecutive places each.
+    """
+    people: list[Appearance] = []
+    group_count = int(count * grouped) // group_size
+    for _ in range(group_count):
+        first = draw_appearance(rng)
+        group = [first]
+        while len(group) < group_size:
+            other = draw_lookalike(rng, first)
+            if all(_visibly_different(other, member) for member in group):
+                group.append(other)
+        people += group
+    people += [draw_appearance(rng) for _ in range(count - len(people))]
+    return people
+
+
+def _visibly_different(one: Appearance, other: Appearance) -> bool:
+    """Whether a large detail that can be seen differs: an accent colour shows only on a pattern, a bag only if worn."""
+    if one.pattern != other.pattern or one.bag != other.bag or one.lower != other.lower or one.hair != other.hair:
+        return True
+    return one.pattern != "plain" and one.accent != other.accent
+
+
+def _with_changed(rng: np.random.Generator, person: Appearance, names: list[str]) -> Appearance:
+    """Return ``person`` with every named field redrawn until it differs."""
+    changes = {}
+    for name in names:
+        while True:
+            value = getattr(draw_appearance(rng), name)
+            if name == "accent":
+                value = _contrasting(rng, person.upper)
+            if value != getattr(person, name):
+                break
+        changes[name] = value
+    return replace(person, **changes)
+
+
+def _contrasting(rng: np.random.Generator, colour: Colour) -> Colour:
+    """Return a fabric colour that is far from ``colour`` in RGB."""
+    distances = np.abs(np.array(FABRICS) - np.array(colour)).sum(axis=1)
+    far = np.flatnonzero(distances > 170)
+    return FABRICS[far[rng.integers(len(far))]]
+
+
+def _pick(rng: np.random.Generator, choices: tuple, odds: tuple[float, ...] | None = None):
+    """Return one of ``choices``, with the given odds or all equally likely."""
+    if odds is None:
+        return choices[rng.integers(len(choices))]
+    return choices[int(np.searchsorted(np.cumsum(odds), rng.random() * sum(odds), side="right"))]

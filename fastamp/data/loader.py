@@ -1,0 +1,153 @@
+"""Batches from worker processes, which leave signals and errors to the trainer's process."""
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from fastamp.data.dataset import ReidDataset
+from fastamp.data.samplers import EpochBatchSampler, InferenceSampler, SampleKey
+from fastamp.utils.errors import ConfigError, UserError
+
+logger = logging.getLogger(__name__)
+
+
+class _Failure:
+    """A user's error on its way from a worker; PyTorch would put the worker's traceback into the message."""
+
+    def __init__(self, error: UserError) -> None:
+        self.error_class = type(error)
+        self.message = str(error)
+
+
+class _Batches(Dataset):
+    """The data set as workers fetch from it: a batch, or why there is none."""
+
+    def __init__(self, dataset: ReidDataset) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, keys: Sequence[SampleKey]) -> dict[str, Any] | _Failure:
+        try:
+            return self.dataset.__getitems__(keys)
+        except UserError as error:
+            return _Failure(error)
+
+
+class _Loader:
+    """Iterate over a data set's batches.
+
+    Attributes:
+        dataset: where the batches come from.
+        batch_sampler: which keys are in them.
+    """
+
+    def __init__(self, dataset: ReidDataset, batch_sampler: Any, *, num_workers: int, persistent: bool) -> None:
+        self.dataset = dataset
+        self.batch_sampler = batch_sampler
+        self.num_workers = num_workers
+        self._loader = DataLoader(
+            _Batches(dataset),
+            batch_sampler=batch_sampler,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            pin_memory=torch.cuda.is_available(),
+            persistent_workers=persistent and num_workers > 0,
+            worker_init_fn=_start_worker,
+            # Fork starts workers in milliseconds and needs nothing of the user's script; the workers touch neither
+            # CUDA nor a thread pool, which are what makes it dangerous. Not to be had, or not safe, elsewhere.
+            multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
+            # The workers' seeds, which nothing here uses, would be drawn from the global generator.
+            generator=torch.Generator(),
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the batches.
+
+        Raises:
+            DataError: an image cannot be read.
+        """
+        for batch in self._loader:
+            if isinstance(batch, _Failure):
+                raise batch.error_class(batch.message)
+            yield batch
+
+
+class TrainLoader(_Loader):
+    """Training batches without end; each iteration over it begins with batch ``start_iter`` of the whole training."""
+
+    def __init__(self, dataset: ReidDataset, batch_sampler: EpochBatchSampler, *, num_workers: int) -> None:
+        # One iteration lasts as long as the training, so there is nothing to persist for.
+        super().__init__(dataset, batch_sampler, num_workers=num_workers, persistent=False)
+
+    @property
+    def iters_per_epoch(self) -> int:
+        """Batches in an epoch."""
+        return self.batch_sampler.iters_per_epoch
+
+    @property
+    def start_iter(self) -> int:
+        """The first batch of the next iteration, counted from the start of the training."""
+        return self.batch_sampler.start_iter
+
+    @start_iter.setter
+    def start_iter(self, start_iter: int) -> None:
+        self.batch_sampler.start_iter = start_iter
+
+
+class TestLoader(_Loader):
+    """This rank's part of a test set, in order; its workers stay for the next evaluation."""
+
+    __test__ = False  # for pytest, which would take the name for a test's
+
+    def __init__(self, dataset: ReidDataset, batch_sampler: InferenceSampler, *, num_workers: int) -> None:
+        super().__init__(dataset, batch_sampler, num_workers=num_workers, persistent=True)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+def worker_count(key: str, asked: int) -> int:
+    """Return how many workers to start: as many as asked for, but no more than there are cores to run them.
+
+    Args:
+        key: the config key that asked, for messages.
+        asked: 0 loads in the calling process.
+
+    Raises:
+        ConfigError: ``asked`` is negative.
+    """
+    if asked < 0:
+        raise ConfigError(f"{key} is {asked}; it must be at least 0")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if asked > cores:
+        logger.info("%s is %d; starting %d, as many as there are cores", key, asked, cores)
+    return min(asked, cores)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _start_worker(worker: int) -> None:
+    """Leave Ctrl-C and SIGTERM, which reach whole process groups, to the main process, and compute on one core."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_parent_says, daemon=True).start()
+
+
+def _end_when_parent_says() -> None:
+    """End this worker on SIGTERM from its parent, and ignore it from others.
+
+    A scheduler that stops a job signals every process in it; the main one needs its workers to finish the step.
+    """
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

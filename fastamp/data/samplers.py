@@ -1,0 +1,282 @@
+"""Which images make up the batches: streams of indices that are pure functions of the seed and the epoch."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.registry import Registry
+
+SAMPLER_REGISTRY = Registry("DATALOADER.SAMPLER_TRAIN")
+
+# (epoch, position in the epoch's stream, index in the data set)
+SampleKey = tuple[int, int, int]
+
+
+class EpochSampler:
+    """Draws the indices of an epoch, for all ranks together.
+
+    A subclass has a classmethod ``from_config(cfg, *, labels, camids, world_size)`` and draws from nothing but
+    ``generator(seed, epoch)``.
+    """
+
+    def epoch(self, epoch: int) -> Iterator[int]:
+        """Return the endless index stream of ``epoch``; the same one at every call."""
+        raise NotImplementedError
+
+
+def generator(seed: int, epoch: int) -> np.random.Generator:
+    """Return the generator that belongs to ``seed`` and ``epoch``."""
+    return np.random.default_rng([seed % 2**64, epoch])
+
+
+@SAMPLER_REGISTRY.register()
+class TrainingSampler(EpochSampler):
+    """Every image once in random order, then again in another order, without end.
+
+    Args:
+        size: number of images.
+        seed: any integer.
+    """
+
+    def __init__(self, *, size: int, seed: int) -> None:
+        self.size = size
+        self.seed = seed
+
+    @classmethod
+    def from_config(cls, cfg: Any, *, labels: Sequence[int], camids: Sequence[int], world_size: int) -> "EpochSampler":
+        """Build from SEED."""
+        return cls(size=len(labels), seed=cfg.SEED)
+
+    def epoch(self, epoch: int) -> Iterator[int]:
+        """Return the endless index stream of ``epoch``."""
+        rng = generator(self.seed, epoch)
+        while True:
+            yield from rng.permutation(self.size).tolist()
+
+
+class IdentitySampler(EpochSampler):
+    """Batches of P identities with K images each (Hermans et al. 2017, arXiv:1703.07737, section 2).
+
+    The K images of an identity follow each other, and no identity is in a batch twice; ``batch_size`` is the batch of
+    all ranks together, so this holds across them.
+
+    Args:
+        labels: identity of each image.
+        batch_size: P * K.
+        num_instances: K.
+        seed: any integer.
+        world_size: ranks among which a batch is divided; each gets whole identities.
+
+    Raises:
+        ConfigError: the batch cannot be divided so.
+        DataError: there are fewer identities than a batch holds.
+    """
+
+    def __init__(
+        self, *, labels: Sequence[int], batch_size: int, num_instances: int, seed: int, world_size: int = 1
+    ) -> None:
+        if num_instances < 1:
+            raise ConfigError(f"DATALOADER.NUM_INSTANCE is {num_instances}; it must be at least 1")
+        share = batch_size_per_rank(batch_size, world_size)
+        if share % num_instances:
+            ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
+            raise ConfigError(
+                f"SOLVER.IMS_PER_BATCH {batch_size} makes {share} images{ranks}, which DATALOADER.NUM_INSTANCE "
+                f"{num_instances} does not divide.\n  fix: make it a multiple of {num_instances * world_size}"
+            )
+        self.images_of: dict[int, list[int]] = defaultdict(list)
+        for index, label in enumerate(labels):
+            self.images_of[label].append(index)
+        self.identities = sorted(self.images_of)
+        self.identities_per_batch = batch_size // num_instances
+        self.num_instances = num_instances
+        self.seed = seed
+        if len(self.identities) < self.identities_per_batch:
+            raise DataError(
+                f"the training set has {len(self.identities)} identities, but a batch needs "
+                f"{self.identities_per_batch}: SOLVER.IMS_PER_BATCH {batch_size} / DATALOADER.NUM_INSTANCE "
+                f"{num_instances}.\n  fix: a smaller SOLVER.IMS_PER_BATCH, a larger DATALOADER.NUM_INSTANCE, or "
+                f"DATALOADER.SAMPLER_TRAIN TrainingSampler"
+            )
+
+    @classmethod
+    def from_config(cls, cfg: Any, *, labels: Sequence[int], camids: Sequence[int], world_size: int) -> "EpochSampler":
+        """Build from SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED."""
+        return cls(
+            labels=labels,
+            batch_size=cfg.SOLVER.IMS_PER_BATCH,
+            num_instances=cfg.DATALOADER.NUM_INSTANCE,
+            seed=cfg.SEED,
+            world_size=world_size,
+        )
+
+
+@SAMPLER_REGISTRY.register()
+class NaiveIdentitySampler(IdentitySampler):
+    """Deal each identity's images out in chunks of K, to batches of P random identities.
+
+    An identity's images are shuffled and dealt without replacement, those that make no whole chunk are left out; only
+    one with fewer than K images is drawn with replacement. When fewer than P identities have a chunk left, all are
+    dealt anew.
+    """
+
+    def epoch(self, epoch: int) -> Iterator[int]:
+        """Return the endless index stream of ``epoch``."""
+        rng = generator(self.seed, epoch)
+        while True:
+            chunks = {identity: self._deal(rng, identity) for identity in self.identities}
+            remaining = np.array(self.identities)
+            while len(remaining) >= self.identities_per_batch:
+                places = rng.choice(len(remaining), self.identities_per_batch, replace=False)
+                used_up = []
+                for place in places.tolist():
+                    identity = int(remaining[place])
+                    yield from chunks[identity].pop()
+                    if not chunks[identity]:
+                        used_up.append(place)
+                remaining = np.delete(remaining, used_up)
+
+    def _deal(self, rng: np.random.Generator, identity: int) -> list[list[int]]:
+        images, size = self.images_of[identity], self.num_instances
+        if len(images) < size:
+            return [rng.choice(images, size).tolist()]
+        shuffled = rng.permutation(images).tolist()
+        return [shuffled[start : start + size] for start in range(0, len(shuffled) - size + 1, size)]
+
+
+@SAMPLER_REGISTRY.register()
+class BalancedIdentitySampler(IdentitySampler):
+    """Each identity once in random order: a random image of it, and K - 1 others that prefer other cameras.
+
+    The others come from as many different cameras as there are, none of them that of the first image; when those
+    images do not suffice, from its own camera, and only when all images are in, with replacement. An epoch's last
+    identities that make no whole batch are left out. Differs from FastReID, which draws among the images of other
+    cameras without regard to which, and repeats them before it takes one of the first image's camera.
+
+    Args:
+        camids: camera of each image; the others are ``IdentitySampler``'s.
+    """
+
+    def __init__(self, *, labels: Sequence[int], camids: Sequence[int], **settings: Any) -> None:
+        super().__init__(labels=labels, **settings)
+        self.camids = list(camids)
+
+    @classmethod
+    def from_config(cls, cfg: Any, *, labels: Sequence[int], camids: Sequence[int], world_size: int) -> "EpochSampler":
+        """Build from SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED."""
+        return cls(
+            labels=labels,
+            camids=camids,
+            batch_size=cfg.SOLVER.IMS_PER_BATCH,
+            num_instances=cfg.DATALOADER.NUM_INSTANCE,
+            seed=cfg.SEED,
+            world_size=world_size,
+        )
+
+    def epoch(self, epoch: int) -> Iterator[int]:
+        """Return the endless index stream of ``epoch``."""
+        rng = generator(self.seed, epoch)
+        whole_batches = len(self.identities) // self.identities_per_batch * self.identities_per_batch
+        while True:
+            for place in rng.permutation(len(self.identities))[:whole_batches].tolist():
+                yield from self._draw(rng, self.images_of[self.identities[place]])
+
+    def _draw(self, rng: np.random.Generator, images: list[int]) -> list[int]:
+        anchor, *others = rng.permutation(images).tolist()
+        seen: dict[int, int] = defaultdict(int)
+        ranked = []
+        for index in others:
+            camera = self.camids[index]
+            ranked.append((camera == self.camids[anchor], seen[camera], index))
+            seen[camera] += 1
+        # The sort is stable, so images of equal preference stay in their random order.
+        ranked.sort(key=lambda image: image[:2])
+        chosen = [index for _, _, index in ranked[: self.num_instances - 1]]
+        missing = self.num_instances - 1 - len(chosen)
+        return [anchor, *chosen, *rng.choice(others or [anchor], missing).tolist()]
+
+
+class EpochBatchSampler:
+    """Cut the epochs' streams into batches, and give each rank its share.
+
+    The ranks together see the batches that one process would see: rank r gets the r-th part of each batch.
+
+    Args:
+        sampler: draws the indices.
+        batch_size: images of a batch, of all ranks together.
+        iters_per_epoch: batches of an epoch.
+        rank, world_size: this process among how many.
+        start_iter: batches of the whole training to pass over; may be changed before iterating.
+
+    Raises:
+        ConfigError: ``batch_size`` is not a multiple of ``world_size``.
+    """
+
+    def __init__(
+        self,
+        sampler: EpochSampler,
+        *,
+        batch_size: int,
+        iters_per_epoch: int,
+        rank: int = 0,
+        world_size: int = 1,
+        start_iter: int = 0,
+    ) -> None:
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.iters_per_epoch = iters_per_epoch
+        self.start_iter = start_iter
+        share = batch_size_per_rank(batch_size, world_size)
+        self._share = slice(rank * share, (rank + 1) * share)
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        """Yield this rank's keys of each batch, without end, from ``start_iter`` on."""
+        first_epoch, first_batch = divmod(self.start_iter, self.iters_per_epoch)
+        for epoch in itertools.count(first_epoch):
+            stream = enumerate(self.sampler.epoch(epoch))
+            skipped = first_batch if epoch == first_epoch else 0
+            stream = itertools.islice(stream, skipped * self.batch_size, self.iters_per_epoch * self.batch_size)
+            for _ in range(skipped, self.iters_per_epoch):
+                batch = [(epoch, position, index) for position, index in itertools.islice(stream, self.batch_size)]
+                yield batch[self._share]
+
+
+class InferenceSampler:
+    """Batches of this rank's contiguous part of a test set, in order; the last ranks' parts may be shorter, or empty.
+
+    Args:
+        size: number of images.
+        batch_size: images of this rank's batches; the last one may be smaller.
+        rank, world_size: this process among how many.
+    """
+
+    def __init__(self, *, size: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        share = -(-size // world_size)
+        self.indices = range(min(rank * share, size), min((rank + 1) * share, size))
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self.indices) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        """Yield the keys of each batch."""
+        for start in range(0, len(self.indices), self.batch_size):
+            yield [(0, index, index) for index in self.indices[start : start + self.batch_size]]
+
+
+def batch_size_per_rank(batch_size: int, world_size: int) -> int:
+    """Return each rank's images of a batch.
+
+    Raises:
+        ConfigError: there is none for each, or they cannot be divided evenly.
+    """
+    if batch_size < 1 or batch_size % world_size:
+        raise ConfigError(
+            f"SOLVER.IMS_PER_BATCH is {batch_size}, the batch of all {world_size} ranks together; "
+            f"it must be a positive multiple of {world_size}"
+        )
+    return batch_size // world_size

@@ -1,0 +1,19 @@
+"""Image pipelines on uint8 tensors."""
+
+from fastamp.data.transforms.base import Augmentation, BatchTransform
+from fastamp.data.transforms.build import Transforms, build_transforms
+from fastamp.data.transforms.colour import ColorJitter
+from fastamp.data.transforms.erasing import RandomErasing
+from fastamp.data.transforms.geometry import PadAndRandomCrop, RandomHorizontalFlip, Resize
+
+__all__ = [
+    "Augmentation",
+    "BatchTransform",
+    "ColorJitter",
+    "PadAndRandomCrop",
+    "RandomErasing",
+    "RandomHorizontalFlip",
+    "Resize",
+    "Transforms",
+    "build_transforms",
+]

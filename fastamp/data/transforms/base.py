@@ -1,0 +1,105 @@
+"""Augmentation of a batch in two steps: draw every image's parameters, then apply them to all images at once."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastamp.data.keyed_random import keyed_uniform
+
+Parameters = dict[str, Tensor]
+
+
+def choose(condition: Tensor, chosen: Tensor, others: Tensor) -> Tensor:
+    """Return ``chosen`` where ``condition`` holds and ``others`` elsewhere, as ``torch.where``.
+
+    On bytes, blending by bits is about six times as fast as ``where`` (measured on a CPU).
+
+    Args:
+        condition: bool, broadcastable to (B, 3, H, W).
+        chosen: uint8, broadcastable to (B, 3, H, W).
+        others: (B, 3, H, W) uint8.
+    """
+    bits = condition.to(torch.uint8) * 255
+    return others.bitwise_and(~bits).bitwise_or_(chosen & bits)
+
+
+class BatchTransform:
+    """One random operation on a uint8 batch.
+
+    A subclass says how many uniform numbers an image needs (``draws``), turns them into parameters, and applies
+    those. Both methods are pure functions, so that the same parameters can be applied in a worker or on the device.
+    """
+
+    draws: int
+
+    def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
+        """Return the parameters of each image.
+
+        Args:
+            uniforms: (B, draws) float64 in [0, 1).
+            size: height and width of the images.
+
+        Returns:
+            Tensors on the CPU whose first dimension is B.
+        """
+        raise NotImplementedError
+
+    def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
+        """Return the transformed images as a new tensor, or ``images`` itself where nothing is to be done.
+
+        Args:
+            images: (B, 3, H, W) uint8 on any device.
+            parameters: what ``parameters`` returned.
+
+        Returns:
+            (B, 3, H, W) uint8.
+        """
+        raise NotImplementedError
+
+
+class Augmentation:
+    """Operations one after the other, each with random numbers of its own.
+
+    The numbers of an image depend on the seed, the operation and the image's place in the training stream alone: not
+    on the batch it is in, nor on the worker, the rank, or the other operations.
+
+    Args:
+        transforms: in the order in which they are applied; none leaves the images as they are.
+        seed: any integer.
+    """
+
+    def __init__(self, *, transforms: Sequence[BatchTransform], seed: int) -> None:
+        self.transforms = list(transforms)
+        self.seed = seed
+        earlier: Counter[str] = Counter()
+        self._streams = []
+        for transform in self.transforms:
+            name = type(transform).__name__
+            self._streams.append(f"{name}/{earlier[name]}")
+            earlier[name] += 1
+
+    def draw(self, epochs: Sequence[int], positions: Sequence[int], size: tuple[int, int]) -> list[Parameters]:
+        """Return the parameters of each operation, in order.
+
+        Args:
+            epochs: (B,) epoch of each image.
+            positions: (B,) place of each image in its epoch's stream.
+            size: height and width of the images.
+        """
+        keys = {"epochs": np.asarray(epochs, dtype=np.uint64), "positions": np.asarray(positions, dtype=np.uint64)}
+        return [
+            transform.parameters(
+                keyed_uniform(seed=self.seed, stream=stream, count=transform.draws, **keys),
+                size,
+            )
+            for transform, stream in zip(self.transforms, self._streams, strict=True)
+        ]
+
+    def apply(self, images: Tensor, parameters: Sequence[Parameters]) -> Tensor:
+        """Return (B, 3, H, W) uint8 ``images`` with each operation's ``parameters`` applied in order."""
+        for transform, transform_parameters in zip(self.transforms, parameters, strict=True):
+            images = transform.apply(images, transform_parameters)
+        return images

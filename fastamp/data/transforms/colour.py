@@ -1,0 +1,103 @@
+"""Colour jitter: brightness, contrast, saturation and hue, in a random order."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastamp.data.transforms.base import BatchTransform, Parameters
+
+_WHITE = 255
+
+
+class ColorJitter(BatchTransform):
+    """Change brightness, contrast, saturation and hue, in an order of each image's own.
+
+    Each operation rounds to uint8, and computes what torchvision's ``adjust_*`` functions do on uint8 tensors.
+
+    Args:
+        prob: probability of jittering an image at all.
+        brightness, contrast, saturation: the factor is uniform in [max(0, 1 - x), 1 + x].
+        hue: the turn is uniform in [-hue, hue], as a share of the colour circle; at most 0.5.
+    """
+
+    draws = 9
+
+    def __init__(self, *, prob: float, brightness: float, contrast: float, saturation: float, hue: float) -> None:
+        self.prob = prob
+        self._low = np.array([max(0, 1 - brightness), max(0, 1 - contrast), max(0, 1 - saturation), -hue])
+        self._high = np.array([1 + brightness, 1 + contrast, 1 + saturation, hue])
+
+    def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
+        """Return the jitter of each image.
+
+        Returns:
+            ``jitter``: (B,) bool; ``factors``: (B, 4) float32, for brightness, contrast, saturation and hue;
+            ``order``: (B, 4) int64, the numbers of these four in the order in which they are applied.
+        """
+        factors = self._low + uniforms[:, 1:5] * (self._high - self._low)
+        return {
+            "jitter": torch.from_numpy(uniforms[:, 0] < self.prob),
+            "factors": torch.from_numpy(factors.astype(np.float32)),
+            "order": torch.from_numpy(uniforms[:, 5:].argsort(axis=1)),
+        }
+
+    def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
+        """Return the images, those with ``jitter`` changed."""
+        jitter, factors, order = (parameters[name] for name in ("jitter", "factors", "order"))
+        jittered = images.clone()
+        operations = (_adjust_brightness, _adjust_contrast, _adjust_saturation, _adjust_hue)
+        for step in range(len(operations)):
+            for number, adjust in enumerate(operations):
+                if self._low[number] == self._high[number]:
+                    continue
+                # The parameters are on the CPU, so finding the images to change never waits for the device.
+                chosen = (jitter & (order[:, step] == number)).nonzero()[:, 0]
+                if len(chosen):
+                    factor = factors[chosen, number].to(images.device).view(-1, 1, 1, 1)
+                    chosen = chosen.to(images.device)
+                    jittered[chosen] = adjust(jittered[chosen], factor)
+        return jittered
+
+
+def _blend(images: Tensor, others: Tensor | float, share: Tensor) -> Tensor:
+    """Return ``share * images + (1 - share) * others`` in uint8, rounded down as torchvision does."""
+    return (share * images + (1 - share) * others).clamp_(0, _WHITE).to(torch.uint8)
+
+
+def _grey(images: Tensor) -> Tensor:
+    """Return the (B, 1, H, W) float32 luma, in whole numbers (ITU-R BT.601, with torchvision's digits)."""
+    red, green, blue = images.float().unbind(dim=1)
+    return (0.2989 * red + 0.587 * green + 0.114 * blue).floor_()[:, None]
+
+
+def _adjust_brightness(images: Tensor, factor: Tensor) -> Tensor:
+    return _blend(images, 0.0, factor)
+
+
+def _adjust_contrast(images: Tensor, factor: Tensor) -> Tensor:
+    return _blend(images, _grey(images).mean(dim=(1, 2, 3), keepdim=True), factor)
+
+
+def _adjust_saturation(images: Tensor, factor: Tensor) -> Tensor:
+    return _blend(images, _grey(images), factor)
+
+
+def _adjust_hue(images: Tensor, turn: Tensor) -> Tensor:
+    """Turn the hue by ``turn`` of the colour circle: to HSV and back (Smith 1978)."""
+    scaled = images.float() / _WHITE
+    red, green, blue = scaled.unbind(dim=1)
+    value, least = scaled.amax(dim=1), scaled.amin(dim=1)
+    chroma = value - least
+    divisor = torch.where(chroma == 0, 1.0, chroma)
+    sextant = torch.where(
+        value == red,
+        (green - blue) / divisor,
+        torch.where(value == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor),
+    )
+    turned = sextant[:, None] + 6 * turn
+    # A channel is full within one sextant of its own hue, empty beyond two, and falls linearly between them.
+    channel = torch.tensor([5.0, 3.0, 1.0], device=images.device).view(1, 3, 1, 1)
+    distance = (channel + turned).remainder(6)
+    falloff = torch.minimum(distance, 4 - distance).clamp_(0, 1)
+    # The factor is torchvision's: the whole of [0, 1] in 256 equal steps, 1 included.
+    return ((value[:, None] - chroma[:, None] * falloff) * (_WHITE + 1 - 1e-3)).to(torch.uint8)

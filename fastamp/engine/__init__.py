@@ -1,0 +1,20 @@
+"""The training loop and what drives it."""
+
+from fastamp.engine import hooks
+from fastamp.engine.defaults import DefaultTrainer, default_argument_parser, default_setup
+from fastamp.engine.launch import launch, run_command_line
+from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer, HookBase, SimpleTrainer, TrainerBase
+
+__all__ = [
+    "TRAINER_REGISTRY",
+    "AMPTrainer",
+    "DefaultTrainer",
+    "HookBase",
+    "SimpleTrainer",
+    "TrainerBase",
+    "default_argument_parser",
+    "default_setup",
+    "hooks",
+    "launch",
+    "run_command_line",
+]

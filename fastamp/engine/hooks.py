@@ -1,0 +1,238 @@
+"""The hooks of an ordinary run: learning rate, evaluation, checkpoints, writing, signals."""
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+from fastamp.engine.launch import TrainingInterrupted
+from fastamp.engine.train_loop import HookBase
+from fastamp.solver import LearningRateSchedule
+from fastamp.utils import comm
+from fastamp.utils.checkpoint import Checkpointer
+from fastamp.utils.env import peak_memory_mb
+from fastamp.utils.progress import ProgressBar, format_duration
+
+logger = logging.getLogger(__name__)
+
+
+class LRScheduler(HookBase):
+    """Set each parameter group's learning rate before each step.
+
+    Args:
+        schedule: a pure function of the epoch and of the steps taken, so that there is nothing to save.
+    """
+
+    def __init__(self, schedule: LearningRateSchedule) -> None:
+        self.schedule = schedule
+
+    def before_step(self) -> None:
+        trainer = self.trainer
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.schedule.learning_rate(
+                    group["base_lr"], epoch=trainer.epoch, steps_taken=trainer.steps_taken
+                )
+        trainer.metrics.latest(lr=trainer.optimizers[0].param_groups[0]["lr"])
+
+
+class EvalHook(HookBase):
+    """Evaluate every ``period`` epochs and after the last one, and keep the best model.
+
+    Args:
+        period: in epochs.
+        evaluate: returns data set name -> metrics, on rank 0; an empty dict on the others.
+        checkpointer: gets ``model_best`` whenever the mean of ``metric`` over the data sets is higher than before.
+        writers: get the metrics under ``<data set>/<metric>``.
+    """
+
+    def __init__(
+        self,
+        period: int,
+        evaluate: Callable[[], dict[str, dict[str, Any]]],
+        checkpointer: Checkpointer,
+        writers: list[Any],
+    ) -> None:
+        self.period = period
+        self.evaluate = evaluate
+        self.checkpointer = checkpointer
+        self.writers = writers
+        self.best: float | None = None
+        self.results: dict[str, dict[str, Any]] = {}
+
+    def after_epoch(self) -> None:
+        epochs_done = self.trainer.epoch + 1
+        if epochs_done % self.period and epochs_done != self.trainer.max_epoch:
+            return
+        self.results = self.evaluate()
+        comm.synchronize()
+        if not self.results:
+            return
+        row = {key: value for name, metrics in self.results.items() for key, value in _flat_metrics(name, metrics)}
+        for writer in self.writers:
+            writer.write(self.trainer.iter, {"epoch": self.trainer.epoch, **row})
+        score = sum(metrics["metric"] for metrics in self.results.values()) / len(self.results)
+        if self.best is None or score > self.best:
+            self.best = score
+            path = self.checkpointer.save("model_best", tag=False)
+            logger.info("best so far: %.2f (mean of mAP and Rank-1), saved %s", score, path)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = state["best"]
+
+
+def _flat_metrics(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield ``("Market1501/mAP", 85.9)`` and so on; floors as ``"Market1501/floor <name>/mAP"``."""
+    for name, value in metrics.items():
+        if name == "floors":
+            for floor, values in value.items():
+                yield from _flat_metrics(f"{prefix}/floor {floor}", values)
+        else:
+            yield f"{prefix}/{name}", value
+
+
+class PeriodicCheckpointer(HookBase):
+    """Save ``model_<epoch>`` every ``period`` epochs, and ``model_final`` at the end; register it last.
+
+    Args:
+        checkpointer: writes the files.
+        period: in epochs.
+    """
+
+    def __init__(self, checkpointer: Checkpointer, period: int) -> None:
+        self.checkpointer = checkpointer
+        self.period = period
+
+    def after_epoch(self) -> None:
+        epochs_done = self.trainer.epoch + 1
+        if not comm.is_main_process():
+            return
+        if epochs_done == self.trainer.max_epoch:
+            logger.info("saved %s", self.checkpointer.save("model_final"))
+        elif epochs_done % self.period == 0:
+            logger.info("saved %s", self.checkpointer.save(f"model_{self.trainer.epoch:04d}"))
+
+
+class PeriodicWriter(HookBase):
+    """Write metrics every ``period`` iterations and at the end of the run, and show progress in between.
+
+    Args:
+        period: in iterations.
+        writers: each has ``write(iteration, metrics)`` and ``close()``.
+        images_per_iteration: for the images/s.
+        device: for the peak memory.
+    """
+
+    def __init__(self, period: int, writers: list[Any], *, images_per_iteration: int, device: torch.device) -> None:
+        self.period = period
+        self.writers = writers
+        self.images_per_iteration = images_per_iteration
+        self.device = device
+
+    def before_train(self) -> None:
+        self._bar = ProgressBar(self.trainer.max_iter, "training", done=self.trainer.start_iter)
+        self._busy = 0.0
+
+    def before_step(self) -> None:
+        self._step_start = time.perf_counter()
+
+    def after_step(self) -> None:
+        trainer = self.trainer
+        self._busy += time.perf_counter() - self._step_start
+        done = trainer.iter + 1
+        self._bar.update(done)
+        if done % self.period and done != trainer.max_iter:
+            return
+        metrics = trainer.metrics.flush()
+        steps = done - trainer.start_iter
+        metrics["images_per_second"] = self.images_per_iteration / metrics["time"]
+        # Of the steps alone: evaluations come on top.
+        metrics["eta_seconds"] = self._busy / steps * (trainer.max_iter - done)
+        metrics["peak_memory_mb"] = peak_memory_mb(self.device)
+        metrics["epoch"] = trainer.epoch
+        for writer in self.writers:
+            writer.write(trainer.iter, metrics)
+        logger.info("%s", console_line(done, trainer.max_iter, metrics))
+
+    def after_train(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the writers and take the progress bar away; safe to call twice."""
+        if hasattr(self, "_bar"):
+            self._bar.close()
+        for writer in self.writers:
+            writer.close()
+
+
+def console_line(done: int, total: int, metrics: dict[str, Any]) -> str:
+    """Return the one line that reports a log period."""
+    parts = [f"epoch {metrics['epoch']} iter {done}/{total}"]
+    losses = [name for name in metrics if name == "total_loss" or (name.startswith("loss_") and name != "loss_scale")]
+    parts += [f"{name} {metrics[name]:.4g}" for name in losses]
+    if "grad_norm" in metrics:
+        parts.append(f"grad_norm {metrics['grad_norm']:.3g}")
+    if "clip_coefficient" in metrics:
+        parts.append(f"clip {metrics['clip_coefficient']:.2f}")
+    parts.append(f"scale {metrics['loss_scale']:g}")
+    skipped = f"skipped {metrics['skipped_total']}"
+    parts.append(f"{skipped} ({metrics['skipped_in_a_row']} in a row)" if metrics["skipped_in_a_row"] else skipped)
+    parts.append(f"lr {metrics['lr']:.2e}")
+    parts.append(f"{metrics['images_per_second']:.0f} images/s (data {metrics['data_time']:.3f} s)")
+    parts.append(f"mem {metrics['peak_memory_mb']:.0f} MiB")
+    if math.isfinite(metrics["eta_seconds"]):
+        parts.append(f"eta {format_duration(metrics['eta_seconds'])}")
+    return "  ".join(parts)
+
+
+class StopOnSignal(HookBase):
+    """After SIGINT or SIGTERM, finish the step, save, and end the training; a second signal ends it at once.
+
+    Args:
+        checkpointer: gets ``model_interrupted``.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self.checkpointer = checkpointer
+        self.received: int | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Handle the signals inside, and give them back to their former handlers afterwards."""
+        former = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        for each in self.SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        logger.warning("%s: stopping after this step; a second one stops at once", signal.Signals(number).name)
+
+    def after_step(self) -> None:
+        # At the end of an epoch its evaluation and checkpoint come first, so that the saved state is whole.
+        ends_epoch = (self.trainer.iter + 1) % self.trainer.iters_per_epoch == 0
+        if self.received is not None and not ends_epoch:
+            self._stop()
+
+    def after_epoch(self) -> None:
+        if self.received is not None and self.trainer.iter + 1 < self.trainer.max_iter:
+            self._stop()
+
+    def _stop(self) -> None:
+        path = self.checkpointer.save("model_interrupted") if comm.is_main_process() else None
+        raise TrainingInterrupted(self.received, str(path))

@@ -1,0 +1,247 @@
+"""The training loop, its hooks, and the one training step."""
+
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
+from fastamp.amp.step import Clip
+from fastamp.solver import build_gradient_clipping
+from fastamp.utils.events import MetricStore
+from fastamp.utils.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+TRAINER_REGISTRY = Registry("SOLVER.TRAINER")
+
+
+class HookBase:
+    """Something that happens at one of six moments of training; ``self.trainer`` is the trainer that calls it.
+
+    ::
+
+        before_train()
+        for each epoch:
+            before_epoch()
+            for each iteration: before_step(), trainer.run_step(), after_step()
+            after_epoch()
+        after_train()
+
+    After a resume in the middle of an epoch, that epoch's ``before_epoch`` is called again.
+    """
+
+    trainer: "TrainerBase"
+
+    def before_train(self) -> None:
+        """Before the first iteration."""
+
+    def after_train(self) -> None:
+        """After the last iteration; not after an error or an interruption."""
+
+    def before_epoch(self) -> None:
+        """Before the first iteration of an epoch."""
+
+    def after_epoch(self) -> None:
+        """After the last iteration of an epoch."""
+
+    def before_step(self) -> None:
+        """Before each iteration."""
+
+    def after_step(self) -> None:
+        """After each iteration."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the hook needs to continue after a resume, as tensors and plain values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``."""
+
+
+class TrainerBase:
+    """The loop: epochs, iterations and hooks, without a notion of what a step does.
+
+    Attributes:
+        iter: the current iteration, from 0.
+        epoch: the current epoch, from 0.
+        start_iter, max_iter: the loop runs ``iter`` from the one up to, not including, the other.
+        iters_per_epoch: iterations in an epoch.
+        metrics: what is written once a log period.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[HookBase] = []
+        self.iter = self.start_iter = self.max_iter = 0
+        self.epoch = self.max_epoch = 0
+        self.iters_per_epoch = 1
+        self.metrics = MetricStore()
+
+    def register_hooks(self, hooks: Iterable[HookBase]) -> None:
+        """Add hooks; at each moment they are called in the order in which they were added."""
+        for hook in hooks:
+            hook.trainer = self
+            self._hooks.append(hook)
+
+    def train(self, start_iter: int, max_epoch: int, iters_per_epoch: int) -> None:
+        """Run iterations ``start_iter`` to ``max_epoch * iters_per_epoch - 1``."""
+        self.iter = self.start_iter = start_iter
+        self.max_epoch, self.iters_per_epoch = max_epoch, iters_per_epoch
+        self.max_iter = max_epoch * iters_per_epoch
+        self.epoch = start_iter // iters_per_epoch
+        self._call("before_train")
+        for iteration in range(start_iter, self.max_iter):
+            self.iter = iteration
+            self.epoch = self.iter // iters_per_epoch
+            if self.iter == start_iter or self.iter % iters_per_epoch == 0:
+                self._call("before_epoch")
+            self._call("before_step")
+            self.run_step()
+            self._call("after_step")
+            if (self.iter + 1) % iters_per_epoch == 0:
+                self._call("after_epoch")
+        self._call("after_train")
+
+    def run_step(self) -> None:
+        """Do one iteration."""
+        raise NotImplementedError
+
+    def _call(self, moment: str) -> None:
+        for hook in self._hooks:
+            getattr(hook, moment)()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the next iteration and the hooks' states."""
+        return {"iteration": self.iter + 1, "hooks": {k: hook.state_dict() for k, hook in self._hooks_by_name()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the iteration that ``state`` was made in; hooks must be registered already."""
+        self.start_iter = state["iteration"]
+        for name, hook in self._hooks_by_name():
+            if name in state["hooks"]:
+                hook.load_state_dict(state["hooks"][name])
+
+    def _hooks_by_name(self) -> Iterator[tuple[str, HookBase]]:
+        counts: dict[str, Iterator[int]] = {}
+        for hook in self._hooks:
+            name = type(hook).__name__
+            number = next(counts.setdefault(name, itertools.count()))
+            yield (name if number == 0 else f"{name}.{number}"), hook
+
+
+@TRAINER_REGISTRY.register()
+class SimpleTrainer(TrainerBase):
+    """One optimizer step an iteration, in float32.
+
+    ``AMPTrainer`` is the same step under another precision policy.
+
+    Args:
+        model: batch -> loss name -> (), in training mode.
+        data_loader: yields batches without end.
+        optimizers: all step, or none.
+        policy: in which precision the forward pass runs.
+        scaler, clip, max_consecutive_skips: see ``OptimizationStep``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data_loader: Iterable[dict[str, Any]],
+        optimizers: Sequence[Optimizer],
+        *,
+        policy: PrecisionPolicy,
+        scaler: LossScaler | None = None,
+        clip: Clip | None = None,
+        max_consecutive_skips: int = 25,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.data_loader = data_loader
+        self.optimizers = list(optimizers)
+        self.policy = policy
+        self.steps_taken = 0
+        self.step = OptimizationStep(
+            model, self.optimizers, scaler=scaler, clip=clip, max_consecutive_skips=max_consecutive_skips
+        )
+        self._batches: Iterator[dict[str, Any]] | None = None
+
+    @classmethod
+    def from_config(
+        cls, cfg: Any, *, model: nn.Module, data_loader: Iterable[dict[str, Any]], optimizers: Sequence[Optimizer]
+    ) -> "SimpleTrainer":
+        """Return the trainer under the policy of ``SOLVER.AMP`` on the device of the model's parameters."""
+        amp = cfg.SOLVER.AMP
+        policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
+        scaler = None
+        if policy.needs_loss_scaling:
+            scaler = LossScaler(
+                init_scale=amp.INIT_SCALE,
+                growth_factor=amp.GROWTH_FACTOR,
+                backoff_factor=amp.BACKOFF_FACTOR,
+                growth_interval=amp.GROWTH_INTERVAL,
+                min_scale=amp.MIN_SCALE,
+                max_scale=amp.MAX_SCALE,
+            )
+        return cls(
+            model,
+            data_loader,
+            optimizers,
+            policy=policy,
+            scaler=scaler,
+            clip=build_gradient_clipping(cfg),
+            max_consecutive_skips=amp.MAX_CONSECUTIVE_SKIPS,
+        )
+
+    def train(self, start_iter: int, max_epoch: int, iters_per_epoch: int) -> None:
+        """Run the loop with the model in training mode."""
+        self.policy.check_model(self.model)
+        self.model.train()
+        self._batches = None
+        super().train(start_iter, max_epoch, iters_per_epoch)
+
+    def run_step(self) -> None:
+        """Forward, backward, verdict, and a step that is taken or skipped."""
+        start = time.perf_counter()
+        if self._batches is None:
+            self._batches = iter(self.data_loader)
+        batch = next(self._batches)
+        data_time = time.perf_counter() - start
+        first = self.iter == self.start_iter
+        with self.policy.checked_autocast() if first else self.policy.autocast():
+            losses = self.model(batch)
+        total_loss = self.step.backward(losses)
+        verdict = self.step.finish()
+        if verdict.ok:
+            self.steps_taken += 1
+            # Skipped steps stay out of every average: one infinite norm would make it infinite.
+            self.metrics.average(total_loss=total_loss, **losses, grad_norm=verdict.grad_norm)
+            if verdict.clip_coefficient is not None:
+                self.metrics.average(clip_coefficient=verdict.clip_coefficient)
+        self.metrics.latest(
+            loss_scale=verdict.loss_scale,
+            skipped_total=self.step.skipped_total,
+            skipped_in_a_row=self.step.skipped_in_a_row,
+        )
+        self.metrics.average(data_time=data_time, time=time.perf_counter() - start)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loop's state, the steps taken, and the state of the step."""
+        return super().state_dict() | {"steps_taken": self.steps_taken, "step": self.step.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``."""
+        super().load_state_dict(state)
+        self.steps_taken = state["steps_taken"]
+        self.step.load_state_dict(state["step"])
+
+
+@TRAINER_REGISTRY.register()
+class AMPTrainer(SimpleTrainer):
+    """The same step in mixed precision: bfloat16, or float16 with a loss scale.
+
+    Stays in float32 where the device has no low precision of its own and ``SOLVER.AMP.DTYPE`` is auto.
+    """

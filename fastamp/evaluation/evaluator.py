@@ -1,0 +1,79 @@
+"""Run a model over a test set under one precision policy."""
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastamp.amp import PrecisionPolicy
+from fastamp.utils.progress import format_duration, track
+
+logger = logging.getLogger(__name__)
+
+
+class DatasetEvaluator:
+    """Takes a test set batch by batch, then returns its metrics."""
+
+    def reset(self) -> None:
+        """Start anew."""
+
+    def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
+        """Take one batch and what the model returned for it."""
+        raise NotImplementedError
+
+    def evaluate(self) -> dict[str, Any] | None:
+        """Return the metrics; None on ranks other than 0."""
+        raise NotImplementedError
+
+
+def inference_on_dataset(
+    model: nn.Module,
+    data_loader: Iterable[dict[str, Any]],
+    evaluator: DatasetEvaluator,
+    flip_test: bool = False,
+    *,
+    policy: PrecisionPolicy | None = None,
+) -> dict[str, Any]:
+    """Evaluate a model; it is in evaluation mode meanwhile, and back in its former mode afterwards.
+
+    Args:
+        model: batch -> (B, D) features in evaluation mode.
+        data_loader: batches, of uint8 or float images in 0..255.
+        evaluator: gets each batch with its features.
+        flip_test: use the mean of the features of each image and of its mirror image.
+        policy: the trainer's precision policy; None computes in float32.
+
+    Returns:
+        The evaluator's metrics; an empty dict on ranks other than 0.
+    """
+    policy = policy or PrecisionPolicy(next(model.parameters()).device.type, torch.float32, "no policy given")
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    evaluator.reset()
+    start, images = time.perf_counter(), 0
+    try:
+        with torch.inference_mode():
+            for batch in track(data_loader, len(data_loader), "evaluating"):
+                features = _features(model, batch, policy, flip_test)
+                evaluator.process(batch, features)
+                images += len(features)
+    finally:
+        for module, mode in was_training.items():
+            module.training = mode
+    seconds = time.perf_counter() - start
+    logger.info("features of %d images in %s (%.0f images/s)", images, format_duration(seconds), images / seconds)
+    return evaluator.evaluate() or {}
+
+
+def _features(model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy, flip_test: bool) -> torch.Tensor:
+    """Return (B, D) float32 features."""
+    with policy.autocast():
+        features = model(batch).float()
+    if not flip_test:
+        return features
+    mirrored = batch | {"images": batch["images"].flip(3)}
+    with policy.autocast():
+        return (features + model(mirrored).float()) / 2

@@ -1,0 +1,564 @@
+"""The config tree: spellings, conversions, messages, and merges that are all or nothing."""
+
+import copy
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from yacs.config import CfgNode as YacsCfgNode
+
+from fastamp.config import CfgNode, FrozenConfigError, get_cfg
+from fastamp.config.defaults import KEYS
+from fastamp.utils.errors import ConfigError
+
+
+@pytest.fixture
+def cfg():
+    return get_cfg()
+
+
+@pytest.fixture
+def from_yaml(tmp_path):
+    """A function that merges YAML text into the defaults."""
+
+    def merge(text):
+        file = tmp_path / "config.yml"
+        file.write_text(text)
+        merged = get_cfg()
+        merged.merge_from_file(file)
+        return merged
+
+    return merge
+
+
+def from_list(*opts):
+    merged = get_cfg()
+    merged.merge_from_list(list(opts))
+    return merged
+
+
+# ---- SOLVER.AMP in all its spellings
+
+AMP_SPELLINGS = [
+    ("True", True, "auto"),
+    ("on", True, "auto"),
+    ("yes", True, "auto"),
+    ("auto", True, "auto"),
+    ("bf16", True, "bfloat16"),
+    ("BF16", True, "bfloat16"),
+    ("fp16", True, "float16"),
+    ("bfloat16", True, "bfloat16"),
+    ("float16", True, "float16"),
+    ("off", False, "auto"),
+    ("False", False, "auto"),
+    ("{ENABLED: True}", True, "auto"),
+    ("{ENABLED: True, DTYPE: fp16}", True, "float16"),
+]
+
+
+@pytest.mark.parametrize(("text", "enabled", "dtype"), AMP_SPELLINGS)
+@pytest.mark.parametrize("quote", ["", "'"])
+def test_amp_in_yaml_and_base_and_command_line(text, enabled, dtype, quote, from_yaml, tmp_path):
+    in_file = from_yaml(f"SOLVER: {{AMP: {quote}{text}{quote}}}")
+    (tmp_path / "child.yml").write_text("_BASE_: config.yml\nSEED: 3\n")
+    through_base = get_cfg()
+    through_base.merge_from_file(tmp_path / "child.yml")
+    on_command_line = from_list("SOLVER.AMP", text)
+    for merged in (in_file, through_base, on_command_line):
+        assert dict(merged.SOLVER.AMP) == dict(get_cfg().SOLVER.AMP) | {"ENABLED": enabled, "DTYPE": dtype}
+        assert isinstance(merged.SOLVER.AMP, CfgNode)
+        assert bool(merged.SOLVER.AMP) is enabled
+
+
+def test_amp_by_attribute(cfg):
+    cfg.SOLVER.AMP = True
+    assert cfg.SOLVER.AMP
+    assert cfg.SOLVER.AMP.ENABLED is True
+    cfg.SOLVER.AMP = "bf16"
+    assert cfg.SOLVER.AMP.DTYPE == "bfloat16"
+    cfg.SOLVER.AMP = False
+    assert not cfg.SOLVER.AMP
+    assert cfg.SOLVER.AMP.DTYPE == "bfloat16"
+    cfg.SOLVER.AMP_ENABLED = True
+    assert cfg.SOLVER.AMP
+    assert "AMP_ENABLED" not in cfg.SOLVER
+
+
+def test_fastreids_old_key(from_yaml):
+    assert from_yaml("SOLVER: {AMP_ENABLED: True}").SOLVER.AMP.ENABLED is True
+    assert from_list("SOLVER.AMP_ENABLED", "True").SOLVER.AMP.ENABLED is True
+    assert from_list("SOLVER.AMP.ENABLED", "True").SOLVER.AMP.ENABLED is True
+
+
+def test_amp_off_keeps_the_dtype_of_a_base(tmp_path):
+    (tmp_path / "base.yml").write_text("SOLVER: {AMP: fp16}")
+    (tmp_path / "child.yml").write_text("_BASE_: base.yml\nSOLVER: {AMP: off}")
+    cfg = get_cfg()
+    cfg.merge_from_file(tmp_path / "child.yml")
+    assert (cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE) == (False, "float16")
+    cfg.merge_from_list(["SOLVER.AMP", "on"])
+    assert (cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE) == (True, "float16")
+
+
+def test_a_wrong_dtype_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"command line: SOLVER.AMP.DTYPE: 'bf17'.*'bf16'"):
+        from_list("SOLVER.AMP", "bf17")
+
+
+def test_any_section_with_enabled_takes_a_bool(cfg, from_yaml):
+    assert from_yaml("TEST: {FLIP: True}").TEST.FLIP.ENABLED is True
+    assert from_list("INPUT.REA", "on").INPUT.REA.ENABLED is True
+    cfg.SOLVER.CLIP_GRADIENTS = True
+    assert cfg.SOLVER.CLIP_GRADIENTS.ENABLED is True
+    with pytest.raises(ConfigError, match=r"SOLVER: expected a section, got True"):
+        cfg.SOLVER = True
+
+
+def test_truth_of_sections(cfg):
+    assert cfg.SOLVER
+    assert not cfg.SOLVER.OPT_ARGS
+    assert not cfg.TEST.FLIP
+    cfg.TEST.FLIP.ENABLED = True
+    assert cfg.TEST.FLIP
+
+
+# ---- conversions
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("SOLVER.BASE_LR", 1, 1.0),
+        ("SOLVER.BASE_LR", "1e-3", 0.001),
+        ("SOLVER.BASE_LR", " 3 ", 3.0),
+        ("SOLVER.BASE_LR", np.float64(0.5), 0.5),
+        ("SOLVER.CLIP_GRADIENTS.NORM_TYPE", "inf", float("inf")),
+        ("SOLVER.MAX_EPOCH", 30.0, 30),
+        ("SOLVER.MAX_EPOCH", "30.0", 30),
+        ("SOLVER.MAX_EPOCH", "1e2", 100),
+        ("SOLVER.MAX_EPOCH", np.int64(7), 7),
+        ("MODEL.HEADS.SCALE", 30.0, 30),
+        ("MODEL.LOSSES.TRI.MARGIN", 0, 0.0),
+        ("CUDNN_BENCHMARK", "TRUE", True),
+        ("CUDNN_BENCHMARK", "off", False),
+        ("CUDNN_BENCHMARK", "Yes", True),
+        ("CUDNN_BENCHMARK", np.bool_(True), True),
+        ("MODEL.BACKBONE.DEPTH", 50, "50"),
+        ("MODEL.BACKBONE.DEPTH", "050", "050"),
+        ("OUTPUT_DIR", "2024_01", "2024_01"),
+        ("OUTPUT_DIR", Path("a") / "b", str(Path("a") / "b")),
+        ("OUTPUT_DIR", "", ""),
+        ("DATASETS.NAMES", "Demo", ("Demo",)),
+        ("DATASETS.NAMES", ["A", "B"], ("A", "B")),
+        ("DATASETS.NAMES", "(A,B)", ("A", "B")),
+        ("DATASETS.NAMES", "[A, B]", ("A", "B")),
+        ("DATASETS.NAMES", '("A", "B",)', ("A", "B")),
+        ("DATASETS.NAMES", "['A']", ("A",)),
+        ("DATASETS.NAMES", "()", ()),
+        ("DATASETS.NAMES", "", ()),
+        ("DATASETS.NAMES", [1], ("1",)),
+        ("SOLVER.STEPS", 40, (40,)),
+        ("SOLVER.STEPS", "40,90", (40, 90)),
+        ("SOLVER.STEPS", "(40, 90)", (40, 90)),
+        ("SOLVER.STEPS", [40.0, "90"], (40, 90)),
+        ("SOLVER.STEPS", np.array([4, 9]), (4, 9)),
+        ("MODEL.PIXEL_MEAN", ["1e-3", 1, 2.5], (0.001, 1.0, 2.5)),
+        ("DATALOADER.SET_WEIGHT", "[3e-4, 1e-3]", (3e-4, 1e-3)),
+        ("SOLVER.AMP.FORCE_FP32", "[*.norm?, GeM]", ("*.norm?", "GeM")),
+        ("SOLVER.AMP.FORCE_FP32", "backbone.layer[12].*", ("backbone.layer[12].*",)),
+        ("SOLVER.AMP.FORCE_FP32", "[ab]*.norm", ("[ab]*.norm",)),
+        ("MODEL.CHANNELS_LAST", True, "on"),
+        ("MODEL.CHANNELS_LAST", "OFF", "off"),
+        ("SOLVER.AMP.PREFLIGHT", False, "off"),
+        ("SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "Global_Norm", "global_norm"),
+        ("SOLVER.AMP.DTYPE", "FP16", "float16"),
+    ],
+)
+@pytest.mark.parametrize("way", ["list", "attribute", "dict"])
+def test_conversions(key, value, expected, way, cfg):
+    section, _, name = key.rpartition(".")
+    node = cfg
+    for part in filter(None, section.split(".")):
+        node = node[part]
+    if way == "list":
+        cfg.merge_from_list([key, value])
+    elif way == "attribute":
+        setattr(node, name, value)
+    else:
+        cfg.merge_from_other_cfg({key: value})
+    assert node[name] == expected
+    assert type(node[name]) is type(expected)
+    if isinstance(expected, tuple):
+        assert [type(element) for element in node[name]] == [type(element) for element in expected]
+
+
+def test_scientific_notation_in_yaml_lists(from_yaml):
+    # YAML 1.1 takes 3e-4 (no dot) for text.
+    assert from_yaml("DATALOADER: {SET_WEIGHT: [3e-4, 1e-3]}").DATALOADER.SET_WEIGHT == (3e-4, 1e-3)
+    assert from_yaml("SOLVER: {BASE_LR: 3e-4}").SOLVER.BASE_LR == 3e-4
+
+
+def test_tuples_written_as_fastreid_writes_them_in_yaml(from_yaml):
+    cfg = from_yaml('DATASETS:\n  NAMES: ("A", "B",)\n')
+    assert cfg.DATASETS.NAMES == ("A", "B")
+    assert from_yaml("MODEL:\n  BACKBONE:\n    STRIDE_SIZE: (12, 12)\n").MODEL.BACKBONE.STRIDE_SIZE == (12, 12)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("SOLVER.MAX_EPOCH", 30.5, "expected a whole number, got 30.5 (float)"),
+        ("SOLVER.MAX_EPOCH", True, "expected a whole number, got True (bool)"),
+        ("SOLVER.MAX_EPOCH", float("inf"), "expected a whole number, got inf (float)"),
+        ("SOLVER.MAX_EPOCH", None, "expected a whole number, got nothing (null)"),
+        ("SOLVER.MAX_EPOCH", 2**80, "expected a whole number"),
+        pytest.param("SOLVER.MAX_EPOCH", 16**5000, "a huge integer", id="huge"),
+        ("SOLVER.BASE_LR", "fast", "expected a number, got 'fast' (str)"),
+        ("SOLVER.BASE_LR", "nan", "expected a number, got 'nan' (str)"),
+        ("SOLVER.BASE_LR", [0.1], "expected a number, got [0.1] (list)"),
+        pytest.param("SOLVER.BASE_LR", 10**400, "expected a number", id="overflow"),
+        ("SOLVER.BASE_LR", True, "expected a number, got True (bool)"),
+        ("CUDNN_BENCHMARK", 1, "expected true or false, got 1 (int)"),
+        ("CUDNN_BENCHMARK", "maybe", "expected true or false, got 'maybe' (str)"),
+        ("OUTPUT_DIR", None, "expected text, got nothing (null)"),
+        ("OUTPUT_DIR", "None", "expected text, got 'None'"),
+        ("OUTPUT_DIR", True, "expected text, got True (bool)"),
+        ("OUTPUT_DIR", ["a"], "expected text, got ['a'] (list)"),
+        ("SOLVER.STEPS", [40, 90.5], "expected a list of whole numbers, got 90.5 (float)"),
+        ("SOLVER.STEPS", [40, None], "expected a list of whole numbers, got nothing"),
+        ("SOLVER.STEPS", [[40]], "expected a list of whole numbers, got [40] (list)"),
+        ("SOLVER.STEPS", "[40, 90", "opens a list with '[' and never closes it"),
+        ("SOLVER.STEPS", None, "expected a list of whole numbers, got nothing"),
+        ("DATASETS.NAMES", {"A"}, "expected a list of names, got {'A'} (set)"),
+        ("SOLVER.BASE_LR", {"A": 1}, "SOLVER.BASE_LR is a value, not a section; got {'A': 1}"),
+        ("SOLVER", 3, "SOLVER: expected a section, got 3 (int); a key of it is SOLVER.MAX_EPOCH"),
+        ("SOLVER", None, "SOLVER: expected a section, got nothing (null)"),
+        ("SOLVER.AMP", None, "SOLVER.AMP: expected a section, or true or false, got nothing"),
+        ("TEST.FLIP", "perhaps", "TEST.FLIP: expected a section, or true or false, got 'perhaps' (str)"),
+        ("SOLVER.AMP.EVAL_DTYPE", "flaot32", "Did you mean 'float32'?"),
+        ("SOLVER.EPOCH_SCHEDULE", 3, "choices: after_warmup, absolute"),
+        ("MODEL.BACKBONE.STEM_POOL", None, "is not one of the choices"),
+        ("SOLVER.OPT_ARGS", 3, "SOLVER.OPT_ARGS: expected a section, got 3 (int)"),
+        ("SOLVER.OPT_ARGS", {"a": {"b": 1}}, "SOLVER.OPT_ARGS.a is a value, not a section"),
+        ("SOLVER.OPT_ARGS", {"a": [[1]]}, "expected a number, text, true/false or a flat list"),
+        ("SOLVER.OPT_ARGS", {1: 2}, "a config key is text, got 1 (int) in SOLVER.OPT_ARGS"),
+        ("SOLVER", {None: 2}, "a config key is text, got None (NoneType) in SOLVER"),
+    ],
+)
+def test_a_wrong_value_names_key_value_type_and_expectation(key, value, told, cfg):
+    before = cfg.clone()
+    with pytest.raises(ConfigError) as caught:
+        cfg.merge_from_list(["SEED", 5, key, value])
+    assert told in str(caught.value)
+    assert str(caught.value).startswith("command line: ")
+    assert key.split(".")[0] in str(caught.value)
+    assert cfg == before
+
+
+def test_a_wrong_value_in_a_file_names_the_file(tmp_path, from_yaml):
+    with pytest.raises(
+        ConfigError, match=r"config\.yml: SOLVER.MAX_EPOCH: expected a whole number, got 30.5 \(float\)"
+    ):
+        from_yaml("SOLVER: {MAX_EPOCH: 30.5}")
+    with pytest.raises(ConfigError, match=r"OUTPUT_DIR: expected text, got .*\(date\)"):
+        from_yaml("OUTPUT_DIR: 2024-01-02")
+
+
+# ---- unknown keys
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("SOLVER.BASELR", "'SOLVER.BASELR' is no config key. Did you mean 'SOLVER.BASE_LR'?"),
+        ("SOLVR.BASE_LR", "'SOLVR.BASE_LR' is no config key. Did you mean 'SOLVER.BASE_LR'?"),
+        ("solver.base_lr", "Did you mean 'SOLVER.BASE_LR'?"),
+        ("MODEL.NUM_WORKERS", "DATALOADER.NUM_WORKERS"),
+        ("MODEL.NUM_WORKERS", "TEST.NUM_WORKERS"),
+        ("SOLVER.EVAL_PERIOD", "TEST.EVAL_PERIOD"),
+        ("SOLVER.AMP.DTYP", "Did you mean 'SOLVER.AMP.DTYPE'?"),
+        ("SOLVER.BASE_LR.X", "SOLVER.BASE_LR is a value, not a section"),
+        ("_BASE_", "'_BASE_' is no config key"),
+        (".SEED", "'.SEED' is no config key"),
+        ("SOLVER.SOLVER.BASE_LR", "'SOLVER.SOLVER.BASE_LR' is no config key"),
+        ("SOLVER.OPT_ARGS.", "'SOLVER.OPT_ARGS.' is no config key"),
+        ("SOLVER.", "'SOLVER.' is no config key"),
+        ("", "'' is no config key"),
+        ("SOLVER.AMP.X.Y", "'SOLVER.AMP.X.Y' is no config key"),
+        ("ZZZ", "--list-config"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(key, told):
+    with pytest.raises(ConfigError) as caught:
+        from_list(key, "1")
+    assert told in str(caught.value)
+
+
+def test_an_unknown_key_names_the_very_file(tmp_path):
+    (tmp_path / "base.yml").write_text("SOLVER: {BASE_LT: 0.1}")
+    (tmp_path / "child.yml").write_text("_BASE_: base.yml\nSEED: 1")
+    cfg = get_cfg()
+    with pytest.raises(ConfigError) as caught:
+        cfg.merge_from_file(tmp_path / "child.yml")
+    assert str(tmp_path / "base.yml") in str(caught.value)
+    assert "child" not in str(caught.value)
+    assert "'SOLVER.BASE_LT' is no config key. Did you mean 'SOLVER.BASE_LR'?" in str(caught.value)
+    assert cfg == get_cfg()
+
+
+def test_an_unknown_section_in_a_file(from_yaml):
+    with pytest.raises(ConfigError, match=r"'SOVLER' is no config key. Did you mean 'SOLVER'\?"):
+        from_yaml("SOVLER: {BASE_LR: 0.1}")
+
+
+def test_an_unknown_attribute(cfg):
+    with pytest.raises(ConfigError, match=r"'SOLVER.BASE_LT' is no config key. Did you mean 'SOLVER.BASE_LR'\?"):
+        cfg.SOLVER.BASE_LT = 1
+    with pytest.raises(ConfigError, match="'NEW' is no config key"):
+        cfg["NEW"] = 1
+    with pytest.raises(AttributeError, match=r"Did you mean 'SOLVER.BASE_LR'"):
+        _ = cfg.SOLVER.BASE_LT
+    assert getattr(cfg, "NEW", None) is None
+    assert not hasattr(cfg.SOLVER, "BASE_LT")
+
+
+@pytest.mark.parametrize("opts", [["SEED"], ["SEED", "1", "SOLVER.BASE_LR"], ["SEED=1"], "SEED"])
+def test_an_odd_command_line(opts, cfg):
+    with pytest.raises(ConfigError, match="command line: expected pairs of KEY VALUE"):
+        cfg.merge_from_list(opts)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.one_of(st.sampled_from(sorted(KEYS)), st.sampled_from(["SOLVER", "SOLVER.AMP", "TEST.FLIP"]), st.text()),
+            st.one_of(st.text(), st.text(alphabet="[](){}'\",:-.e019 abTN&*!#\\\n~")),
+        ),
+        max_size=3,
+    )
+)
+def test_garbage_raises_nothing_but_a_config_error(pairs):
+    cfg = get_cfg()
+    try:
+        cfg.merge_from_list([text for pair in pairs for text in pair])
+    except ConfigError:
+        assert cfg == get_cfg()
+    else:
+        again = get_cfg()
+        again.merge_from_other_cfg(CfgNode.load_cfg(cfg.dump()))
+        assert again == cfg
+
+
+# ---- SOLVER.OPT_ARGS, the free-form section
+
+
+def test_free_form_section(cfg, from_yaml):
+    in_file = from_yaml("SOLVER: {OPT_ARGS: {betas: [0.9, 0.98], eps: 1e-6, fused: null, amsgrad: True}}")
+    assert in_file.SOLVER.OPT_ARGS == {"betas": (0.9, 0.98), "eps": 1e-6, "fused": None, "amsgrad": True}
+    in_file.merge_from_list(["SOLVER.OPT_ARGS.eps", "1e-5", "SOLVER.OPT_ARGS.betas", "(0.8, 0.9)"])
+    assert in_file.SOLVER.OPT_ARGS == {"betas": (0.8, 0.9), "eps": 1e-5, "fused": None, "amsgrad": True}
+    in_file.merge_from_list(["SOLVER.OPT_ARGS", "{eps: 1e-4}", "SOLVER.OPT_ARGS.maximize", "true"])
+    assert in_file.SOLVER.OPT_ARGS == {"eps": 1e-4, "maximize": True}
+    in_file.merge_from_list(["SOLVER.OPT_ARGS", "{'betas': (0.9, 0.98)}"])
+    assert in_file.SOLVER.OPT_ARGS == {"betas": (0.9, 0.98)}
+    in_file.merge_from_list(["SOLVER.OPT_ARGS", "{}"])
+    assert in_file.SOLVER.OPT_ARGS == {}
+    cfg.SOLVER.OPT_ARGS.eps = np.float32(0.5)
+    assert cfg.SOLVER.OPT_ARGS == {"eps": 0.5}
+    cfg.SOLVER.OPT_ARGS = {}
+    assert cfg == get_cfg()
+    cfg.SOLVER.OPT_ARGS = CfgNode({"eps": 2})
+    assert dict(cfg.SOLVER.OPT_ARGS) == {"eps": 2}
+
+
+# ---- other merges, copies, dumps
+
+
+def test_merge_from_other_cfg(cfg):
+    other = get_cfg()
+    other.SOLVER.AMP = "bf16"
+    other.SEED = 4
+    cfg.merge_from_other_cfg(other)
+    assert cfg == other
+    cfg.merge_from_other_cfg(CfgNode({"SOLVER": {"AMP": False}}))
+    assert cfg.SOLVER.AMP.ENABLED is False
+    cfg.merge_from_other_cfg(YacsCfgNode({"SEED": 9}))
+    assert cfg.SEED == 9
+    with pytest.raises(ConfigError, match=r"another config: 'SEDE' is no config key. Did you mean 'SEED'"):
+        cfg.merge_from_other_cfg({"SEDE": 1})
+    with pytest.raises(ConfigError, match="expected a config or a dict"):
+        cfg.merge_from_other_cfg(3)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda c: pickle.loads(pickle.dumps(c)), CfgNode.clone])
+def test_copies_keep_values_checks_and_frozenness(copied, cfg):
+    cfg.SOLVER.AMP = "bf16"
+    cfg.freeze()
+    twin = copied(cfg)
+    assert twin == cfg
+    assert twin.is_frozen()
+    assert twin.SOLVER.is_frozen()
+    if copied is not copy.copy:
+        twin.defrost()
+        twin.SOLVER.BASE_LR = 1
+        assert cfg.SOLVER.BASE_LR == 3e-4
+        with pytest.raises(ConfigError, match=r"SOLVER.BASE_LT"):
+            twin.SOLVER.BASE_LT = 1
+
+
+def test_get_cfg_is_fresh(cfg):
+    cfg.SEED = 1
+    cfg.define("EXTRA.KEY", 1, "A key.")
+    assert get_cfg().SEED == 0
+    assert "EXTRA" not in get_cfg()
+
+
+def test_dump_round_trip(cfg, tmp_path):
+    cfg.merge_from_list(
+        [
+            *("SOLVER.AMP", "fp16", "SOLVER.OPT_ARGS", "{eps: 1e-6, x: [1, a], y: None}", "OUTPUT_DIR", "ä: [#1]"),
+            *("MODEL.BACKBONE.DEPTH", "50", "SOLVER.CLIP_GRADIENTS.NORM_TYPE", "inf", "MODEL.WEIGHTS", "'quoted'"),
+            *("DATASETS.NAMES", "[true, '1']", "SOLVER.ETA_MIN_LR", "1e-7"),
+        ]
+    )
+    for options in ({}, {"allow_unicode": True, "sort_keys": False}):
+        file = tmp_path / "dump.yml"
+        file.write_text(cfg.dump(**options), encoding="utf-8")
+        again = get_cfg()
+        again.merge_from_file(file)
+        assert again == cfg
+        assert "!!" not in file.read_text(encoding="utf-8")
+
+
+def test_a_frozen_config_refuses_changes(cfg):
+    cfg.freeze()
+    changes = (
+        lambda: setattr(cfg, "SEED", 1),
+        lambda: setattr(cfg.SOLVER, "AMP", True),
+        lambda: cfg.merge_from_list(["SEED", 1]),
+        lambda: cfg.merge_from_other_cfg({"SEED": 1}),
+        lambda: cfg.define("A", 1, "A key."),
+        lambda: cfg.__setitem__("SEED", 1),
+    )
+    for change in changes:
+        with pytest.raises(FrozenConfigError, match="frozen"):
+            change()
+    assert cfg == get_cfg()
+    cfg.defrost()
+    cfg.SEED = 1
+    cfg.SOLVER.freeze()
+    with pytest.raises(FrozenConfigError, match=r"SOLVER.BASE_LR: this config is frozen"):
+        cfg.merge_from_list(["SEED", 2, "SOLVER.BASE_LR", 1])
+    assert cfg.SEED == 1
+
+
+def test_the_machinery_is_no_key(cfg):
+    with pytest.raises(ConfigError, match="machinery"):
+        cfg._path = "x"
+
+
+# ---- keys of projects
+
+
+def test_define(cfg):
+    cfg.define("TUNE.SEARCH.TRIALS", 8, "Trials.")
+    cfg.define("TUNE.MODE", "max", "Which end is better.", choices=("min", "max"))
+    cfg.define("TUNE.SPACE", {}, "Search space.")
+    cfg.SOLVER.define("LOOKAHEAD", (), "Steps.", of=int)
+    cfg.merge_from_list(["TUNE.SEARCH.TRIALS", "9.0", "TUNE.MODE", "MIN", "SOLVER.LOOKAHEAD", "3", "TUNE.SPACE.a", "1"])
+    assert cfg.TUNE == {"SEARCH": {"TRIALS": 9}, "MODE": "min", "SPACE": {"a": 1}}
+    assert cfg.SOLVER.LOOKAHEAD == (3,)
+    with pytest.raises(ConfigError, match=r"'TUNE.SEARCH.TRAILS' is no config key. Did you mean 'TUNE.SEARCH.TRIALS'"):
+        cfg.merge_from_list(["TUNE.SEARCH.TRAILS", "9"])
+    with pytest.raises(ConfigError, match=r"TUNE.MODE: 'mix' is not one of the choices"):
+        cfg.clone().TUNE.MODE = "mix"
+    with pytest.raises(ConfigError, match="is no config key"):
+        cfg.TUNE.OTHER = 1
+
+
+@pytest.mark.parametrize(
+    ("path", "meaning"),
+    [("SEED", "x"), ("SOLVER", "x"), ("SEED.X", "x"), ("A..B", "x"), ("", "x"), ("A", "")],
+)
+def test_define_refuses_what_is_no_new_key(path, meaning, cfg):
+    with pytest.raises(ValueError, match=r"key|value"):
+        cfg.define(path, 1, meaning)
+    assert cfg == get_cfg()
+
+
+def test_define_refuses_a_default_that_is_no_value(cfg):
+    with pytest.raises(ConfigError, match="a config holds no object"):
+        cfg.define("A", object(), "x")
+    with pytest.raises(ConfigError, match="is not one of the choices"):
+        cfg.define("A", "b", "x", choices=("c",))
+
+
+def test_fastreid_style_extension(cfg):
+    cfg.DISTILL = CfgNode()
+    cfg.DISTILL.WEIGHT = 1
+    cfg.DISTILL.TEACHER = CfgNode({"ENABLED": False, "FILES": ["a"]})
+    cfg.KD = CfgNode()
+    cfg.KD.ALPHA = 0.5
+    cfg.KD.EMA = CfgNode({"WARMUP": 3})
+    cfg.merge_from_list(["DISTILL.WEIGHT", "2", "DISTILL.TEACHER", "on", "DISTILL.TEACHER.FILES", "b", "KD.ALPHA", "1"])
+    assert cfg.DISTILL == {"WEIGHT": 2, "TEACHER": {"ENABLED": True, "FILES": ["b"]}}
+    assert (cfg.KD.ALPHA, cfg.KD.EMA.MOMENTUM, cfg.KD.EMA.WARMUP) == (1.0, 0.999, 3)
+    with pytest.raises(ConfigError, match=r"'DISTILL.WIEGHT' is no config key. Did you mean 'DISTILL.WEIGHT'"):
+        cfg.merge_from_list(["DISTILL.WIEGHT", "2"])
+    node = CfgNode()
+    cfg.LATER = node
+    node.KEY = 1
+    assert cfg.LATER.KEY == 1
+    twin = pickle.loads(pickle.dumps(cfg))
+    twin.merge_from_list(["LATER.KEY", "5"])
+    assert twin.LATER.KEY == 5
+    cfg.PLAIN = YacsCfgNode({"A": {"B": 1}})
+    cfg.merge_from_list(["PLAIN.A.B", "2"])
+    assert cfg.PLAIN.A.B == 2
+
+
+def test_a_section_of_another_config_can_be_assigned(cfg):
+    other = get_cfg()
+    other.SOLVER.AMP = "fp16"
+    cfg.SOLVER = other.SOLVER
+    assert cfg.SOLVER == other.SOLVER
+    assert cfg.SOLVER is not other.SOLVER
+    with pytest.raises(ConfigError, match="is no config key"):
+        cfg.SOLVER.NEW = 1
+    other.SOLVER.BASE_LR = 1
+    assert cfg.SOLVER.BASE_LR == 3e-4
+
+
+def test_a_node_of_its_own():
+    node = CfgNode({"A": 1, "B": {"C": "x"}})
+    node.D = None
+    node.merge_from_list(["A", "2", "B.C", "y", "D", "free"])
+    assert node == {"A": 2, "B": {"C": "y"}, "D": "free"}
+    with pytest.raises(ConfigError, match=r"'B.E' is no config key"):
+        node.merge_from_list(["B.E", "1"])
+    with pytest.raises(ConfigError, match="holds no object"):
+        node.E = object()
+    assert CfgNode(new_allowed=True).is_new_allowed()
+    node.MIXED = (1, "b", None)
+    node.merge_from_list(["MIXED", "[c, 2]"])
+    assert node.MIXED == ("c", 2)
+
+
+def test_a_copy_through_the_constructor_is_whole(cfg):
+    assert CfgNode(cfg) == cfg
+    assert CfgNode(cfg.SOLVER) == cfg.SOLVER
+    assert CfgNode(cfg.SOLVER.AMP) == cfg.SOLVER.AMP
+
+
+def test_load_cfg_is_safe(tmp_path):
+    assert CfgNode.load_cfg("A: 1") == {"A": 1}
+    file = tmp_path / "config.py"
+    file.write_text("raise SystemExit(9)")
+    with file.open() as opened, pytest.raises(ConfigError, match="Python files are not run"):
+        CfgNode.load_cfg(opened)
+    with pytest.raises(ConfigError, match="no valid YAML"):
+        CfgNode.load_cfg("!!python/object/apply:os.system ['false']")

@@ -1,0 +1,203 @@
+"""The defaults are FastReID's, every key is documented, and what is not acted upon is refused."""
+
+import json
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fastamp.config import describe_config, get_cfg, is_acted_upon, unsupported_settings
+from fastamp.config.defaults import KEYS, NOT_YET, RENAMED, SHORTHANDS
+from fastamp.config.key import convert
+from fastamp.utils.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+VALUES = json.loads((Path(__file__).parents[1] / "reference" / "fastreid_config_values.json").read_text())
+
+
+def flat(cfg):
+    """Return {path: value} with tuples as lists, as JSON has them."""
+    return {key.path: list(value) if isinstance(value, tuple) else value for key, value in cfg.keys_below()}
+
+
+def nested(values):
+    """Return {"A": {"B": 1}} for {"A.B": 1}."""
+    tree = {}
+    for path, value in values.items():
+        *sections, name = path.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return tree
+
+
+def test_all_of_fastreids_defaults():
+    ours = flat(get_cfg())
+    assert len(VALUES["defaults"]) == 131
+    for path, value in VALUES["defaults"].items():
+        assert ours[path] == value, path
+        assert type(ours[path]) is type(value), path
+
+
+@pytest.mark.parametrize("recipe", sorted(VALUES["resolved"]))
+def test_every_recipe_of_fastreids_merges_and_survives_a_dump(recipe, tmp_path):
+    changes = VALUES["resolved"][recipe]
+    file = tmp_path / "recipe.yml"
+    file.write_text(yaml.safe_dump(nested(changes)))
+    cfg = get_cfg()
+    cfg.merge_from_file(file)
+    assert flat(cfg) == flat(get_cfg()) | changes
+
+    file.write_text(cfg.dump())
+    again = get_cfg()
+    again.merge_from_file(file)
+    assert again == cfg
+    assert "!!" not in cfg.dump()
+
+
+def test_there_are_43_recipes():
+    assert len(VALUES["resolved"]) == 43
+
+
+def test_our_bag_of_tricks_is_fastreids():
+    cfg = get_cfg()
+    cfg.merge_from_file(ROOT / "configs" / "Market1501" / "bagtricks_R50.yml")
+    assert flat(cfg) == flat(get_cfg()) | VALUES["resolved"]["Market1501/bagtricks_R50.yml"]
+    assert unsupported_settings(cfg) == []
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=lambda key: key.path)
+def test_a_key_is_complete(key):
+    assert key.meaning.endswith("."), "a meaning is a sentence"
+    assert "not yet" not in key.meaning, "that ending is written by describe_config"
+    assert set(key.aliases.values()) <= set(key.choices)
+    if not key.is_free_form:
+        assert convert(key, key.default) == key.default
+        if isinstance(key.default, tuple):
+            assert key.element_type is not None, "an empty default needs of="
+
+
+def test_new_keys_have_the_defaults_of_the_design():
+    cfg = get_cfg()
+    amp = dict(cfg.SOLVER.AMP)
+    assert amp == {
+        "ENABLED": False,
+        "DTYPE": "auto",
+        "INIT_SCALE": 65536,
+        "GROWTH_FACTOR": 2,
+        "BACKOFF_FACTOR": 0.5,
+        "GROWTH_INTERVAL": 2000,
+        "MIN_SCALE": 1,
+        "MAX_SCALE": 2**24,
+        "MAX_CONSECUTIVE_SKIPS": 25,
+        "ON_FAILURE": "error",
+        "FORCE_FP32": (),
+        "PREFLIGHT": "error",
+        "EVAL_DTYPE": "same",
+        "BN_GUARD": True,
+        "LOCATE": "on_failure",
+    }
+    assert (cfg.SEED, cfg.LOG_PERIOD, cfg.MODEL.CHANNELS_LAST, cfg.MODEL.BACKBONE.STEM_POOL) == (0, 50, "auto", "ceil")
+    assert (cfg.MODEL.WEIGHTS_MIN_MATCH, cfg.TEST.NUM_WORKERS, cfg.TEST.FLOORS) == (0.9, -1, False)
+    assert (cfg.SOLVER.EPOCH_SCHEDULE, cfg.SOLVER.OPT_ARGS, cfg.SOLVER.TF32) == ("after_warmup", {}, False)
+
+
+def test_the_tables_name_keys_that_exist():
+    for entry in NOT_YET:
+        assert any(fnmatchcase(path, entry.keys) for path in KEYS), entry.keys
+        assert entry.only_with is None or entry.only_with in KEYS
+    for old, new in RENAMED.items():
+        assert new in KEYS
+        assert old not in KEYS
+        assert new.startswith(old.rpartition(".")[0])
+    for section, name in SHORTHANDS.items():
+        assert {f"{section}.{name}", f"{section}.ENABLED"} <= set(KEYS)
+
+
+# ---- what is not acted upon yet
+
+
+def test_the_defaults_ask_for_nothing_unsupported():
+    assert unsupported_settings(get_cfg()) == []
+
+
+@pytest.mark.parametrize(
+    ("opts", "named"),
+    [
+        (["MODEL.FREEZE_LAYERS", "[backbone]"], []),
+        (["SOLVER.FREEZE_ITERS", "100"], []),
+        (
+            ["MODEL.FREEZE_LAYERS", "[backbone]", "SOLVER.FREEZE_ITERS", "100"],
+            ["MODEL.FREEZE_LAYERS", "SOLVER.FREEZE_ITERS"],
+        ),
+        (["TEST.RERANK", "on"], ["TEST.RERANK.ENABLED"]),
+        (["TEST.RERANK.K1", "30"], []),
+        (["TEST.AQE.ENABLED", "True"], ["TEST.AQE.ENABLED"]),
+        (["TEST.ROC.ENABLED", "True"], ["TEST.ROC.ENABLED"]),
+        (["TEST.PRECISE_BN.ENABLED", "True"], ["TEST.PRECISE_BN.ENABLED"]),
+        (["KD.EMA.ENABLED", "True"], ["KD.EMA.ENABLED"]),
+        (["KD.MODEL_CONFIG", "teacher.yml"], ["KD.MODEL_CONFIG"]),
+        *((["INPUT." + name, "True"], [f"INPUT.{name}.ENABLED"]) for name in ("AUTOAUG", "AUGMIX", "AFFINE", "RPT")),
+        (["INPUT.CROP", "True"], ["INPUT.CROP.ENABLED"]),
+        (["DATALOADER.SET_WEIGHT", "[1, 2]"], ["DATALOADER.SET_WEIGHT"]),
+        (["SOLVER.AMP.ON_FAILURE", "float32"], ["SOLVER.AMP.ON_FAILURE"]),
+        (["SOLVER.AMP.PREFLIGHT", "fallback"], ["SOLVER.AMP.PREFLIGHT"]),
+        (["SOLVER.AMP.PREFLIGHT", "off", "SOLVER.AMP.BN_GUARD", "off", "SOLVER.AMP.LOCATE", "off"], []),
+        (["MODEL.BACKBONE.WITH_IBN", "True"], ["MODEL.BACKBONE.WITH_IBN"]),
+        (["MODEL.BACKBONE.WITH_SE", "True"], ["MODEL.BACKBONE.WITH_SE"]),
+        (["MODEL.BACKBONE.WITH_NL", "True"], ["MODEL.BACKBONE.WITH_NL"]),
+        (["MODEL.BACKBONE.NORM", "GN"], ["MODEL.BACKBONE.NORM"]),
+    ],
+)
+def test_what_is_asked_for_and_not_supported_is_named(opts, named):
+    cfg = get_cfg()
+    cfg.merge_from_list(opts)
+    messages = unsupported_settings(cfg)
+    assert [message.split(" ")[0] for message in messages] == named
+
+
+# ---- documentation
+
+
+def test_the_documentation_has_every_key_and_fits_the_terminal():
+    text = describe_config()
+    for key in KEYS.values():
+        assert f"\n{key.path}: " in f"\n{text}"
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_not_acted_upon_is_said_by_the_documentation():
+    for path in (
+        "SOLVER.AMP.PREFLIGHT",
+        "SOLVER.AMP.BN_GUARD",
+        "SOLVER.AMP.LOCATE",
+        "TEST.RERANK.K1",
+        "KD.EMA.MOMENTUM",
+    ):
+        assert not is_acted_upon(path)
+        assert " ".join(describe_config(path).split()).endswith("(not yet acted upon)")
+    assert is_acted_upon("SOLVER.BASE_LR")
+    assert "not yet" not in describe_config("SOLVER.BASE_LR")
+
+
+def test_a_prefix_chooses_a_section_or_a_key():
+    text = describe_config("solver.amp")
+    assert "SOLVER.AMP.DTYPE: auto" in text
+    assert "SOLVER.BASE_LR" not in text
+    assert "choices: auto, bfloat16, float16" in " ".join(text.split()).lower()
+    assert describe_config("SOLVER.BASE_LR").count("\n") >= 1
+
+
+def test_an_unknown_prefix_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"'SOLVERS'.*Did you mean 'SOLVER"):
+        describe_config("SOLVERS")
+
+
+def test_a_changed_value_and_a_projects_key_are_shown():
+    cfg = get_cfg()
+    cfg.define("TUNE.TRIALS", 8, "Trials of the search.")
+    cfg.SOLVER.BASE_LR = 0.1
+    assert "TUNE.TRIALS: 8" in describe_config(cfg=cfg)
+    assert "SOLVER.BASE_LR: 0.0003   (here: 0.1)" in describe_config("SOLVER.BASE_LR", cfg)

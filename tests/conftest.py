@@ -1,0 +1,34 @@
+"""What tests share: the smallest demo set, and random generators that start alike."""
+
+import logging
+
+import pytest
+import tiny
+import torch
+
+
+@pytest.fixture(scope="session")
+def demo_root(tmp_path_factory):
+    """A data root that holds the smallest demo set."""
+    root = tmp_path_factory.mktemp("datasets")
+    tiny.make_demo(root)
+    return root
+
+
+@pytest.fixture
+def demo(demo_root, monkeypatch):
+    """Make that data root the one in use."""
+    monkeypatch.setenv("FASTAMP_DATASETS", str(demo_root))
+    return demo_root
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    """Each test starts from the same random state and leaves no log handlers behind."""
+    torch.manual_seed(0)
+    yield
+    logger = logging.getLogger("fastamp")
+    logger.propagate = True
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()

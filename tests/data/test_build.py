@@ -1,0 +1,258 @@
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from fastamp.data import build_reid_test_loader, build_reid_train_loader
+from fastamp.data.loader import worker_count
+from fastamp.utils.errors import ConfigError, DataError
+
+
+def take(loader, count):
+    """Return the first batches, and stop the workers."""
+    batches = iter(loader)
+    taken = list(itertools.islice(batches, count))
+    batches.close()
+    return taken
+
+
+def same(left, right):
+    return len(left) == len(right) and all(
+        torch.equal(a[name], b[name]) if torch.is_tensor(a[name]) else a[name] == b[name]
+        for a, b in zip(left, right, strict=True)
+        for name in a.keys() | b.keys()
+    )
+
+
+def test_a_training_batch(market, cfg):
+    loader = build_reid_train_loader(cfg)
+    assert loader.dataset.num_classes == 6 and loader.iters_per_epoch == 3
+    (batch,) = take(loader, 1)
+    assert batch["images"].shape == (8, 3, 32, 16) and batch["images"].dtype == torch.uint8
+    assert batch["images"].is_contiguous()
+    for name in ("targets", "camids", "viewids", "indices"):
+        assert batch[name].shape == (8,) and batch[name].dtype == torch.int64
+    assert [loader.dataset.items[index].path for index in batch["indices"]] == batch["img_paths"]
+
+
+def test_labels_are_ranks_of_the_names_as_text(market, cfg):
+    """FastReID's classifier rows: "market1501_1000" sorts before "market1501_2"."""
+    dataset = build_reid_train_loader(cfg).dataset
+    label_of = {item.pid.split("_")[1]: label for item, label in zip(dataset.items, dataset.labels, strict=True)}
+    assert label_of == {"10": 0, "1000": 1, "11": 2, "2": 3, "30": 4, "7": 5}
+    assert set(dataset.camids) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("sampler", ["TrainingSampler", "NaiveIdentitySampler", "BalancedIdentitySampler"])
+def test_resume_is_exact_with_any_number_of_workers(market, cfg, sampler):
+    cfg.DATALOADER.SAMPLER_TRAIN = sampler
+    straight = take(build_reid_train_loader(cfg), 8)
+    assert not same(straight[:3], straight[3:6])
+    for start, workers in ((0, 1), (2, 0), (3, 2), (5, 1)):
+        cfg.DATALOADER.NUM_WORKERS = workers
+        assert same(take(build_reid_train_loader(cfg, start_iter=start), 8 - start), straight[start:])
+
+
+def test_start_iter_can_be_set_later(market, cfg):
+    straight = take(build_reid_train_loader(cfg), 5)
+    loader = build_reid_train_loader(cfg)
+    loader.start_iter = 4
+    assert loader.start_iter == 4 and same(take(loader, 1), straight[4:])
+
+
+def test_the_ranks_together_see_one_process_batch(market, cfg):
+    cfg.DATALOADER.SAMPLER_TRAIN = "NaiveIdentitySampler"
+    whole = take(build_reid_train_loader(cfg), 4)
+    parts = [take(build_reid_train_loader(cfg, rank=rank, world_size=4), 4) for rank in range(4)]
+    for index, batch in enumerate(whole):
+        for name in ("images", "targets", "camids"):
+            assert torch.equal(torch.cat([part[index][name] for part in parts]), batch[name])
+        assert sum((part[index]["img_paths"] for part in parts), []) == batch["img_paths"]
+
+
+def test_the_seed_decides(market, cfg):
+    first = take(build_reid_train_loader(cfg), 2)
+    assert same(take(build_reid_train_loader(cfg), 2), first)
+    cfg.SEED = 6
+    assert not same(take(build_reid_train_loader(cfg), 2), first)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_global_generators_are_left_alone(market, cfg, workers):
+    cfg.DATALOADER.NUM_WORKERS = workers
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    take(build_reid_train_loader(cfg), 2)
+    list(build_reid_test_loader(cfg, "Market1501")[0])
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[1])
+    assert random.getstate() == before[2]
+
+
+def test_a_set_smaller_than_a_batch(market, cfg, caplog):
+    cfg.SOLVER.IMS_PER_BATCH = 40
+    loader = build_reid_train_loader(cfg)
+    assert loader.iters_per_epoch == 1
+    first, second = take(loader, 2)
+    assert len(first["targets"]) == len(second["targets"]) == 40
+    assert "fewer images than a batch" in caplog.text
+    cfg.DATALOADER.SAMPLER_TRAIN = "NaiveIdentitySampler"
+    with pytest.raises(DataError, match=r"6 identities, but a batch needs 20"):
+        build_reid_train_loader(cfg)
+
+
+@pytest.mark.parametrize(
+    ("edits", "options", "expected"),
+    [
+        (["DATASETS.NAMES", ()], {}, "DATASETS.NAMES is empty"),
+        (["DATASETS.NAMES", ("Market",)], {}, "Did you mean 'Market1501'"),
+        (["DATALOADER.SAMPLER_TRAIN", "RandomSampler"], {}, "choices: BalancedIdentitySampler"),
+        (["DATALOADER.NUM_WORKERS", -3], {}, "DATALOADER.NUM_WORKERS is -3"),
+        (["SOLVER.IMS_PER_BATCH", 0], {}, "SOLVER.IMS_PER_BATCH is 0"),
+        (["SOLVER.IMS_PER_BATCH", 9], {"rank": 0, "world_size": 2}, "multiple of 2"),
+    ],
+)
+def test_wrong_values_are_named(market, cfg, edits, options, expected):
+    cfg.merge_from_list(edits)
+    with pytest.raises(ConfigError) as raised:
+        build_reid_train_loader(cfg, **options)
+    assert expected in str(raised.value)
+
+
+def test_a_test_set_in_order(market, cfg):
+    loader, num_query = build_reid_test_loader(cfg, "Market1501")
+    batches = list(loader)
+    assert num_query == 2 and len(loader) == len(batches) == 3
+    assert [len(batch["targets"]) for batch in batches] == [4, 4, 1]
+    assert torch.cat([batch["targets"] for batch in batches]).tolist() == [1, 3, 0, 1, 1, 1, 3, 3, 3]
+    assert torch.cat([batch["camids"] for batch in batches]).tolist() == [0, 0, 5, 0, 1, 2, 0, 1, 2]
+    assert torch.cat([batch["indices"] for batch in batches]).tolist() == list(range(9))
+    again = list(loader)
+    assert same(batches, again)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_test_set_on_several_ranks(market, cfg, workers):
+    cfg.TEST.NUM_WORKERS = workers
+    whole = torch.cat([batch["images"] for batch in build_reid_test_loader(cfg, "Market1501")[0]])
+    parts = [build_reid_test_loader(cfg, "Market1501", rank=rank, world_size=4)[0] for rank in range(4)]
+    batches = [batch for part in parts for batch in part]
+    assert [len(part) for part in parts] == [3, 3, 3, 0]
+    assert torch.cat([batch["indices"] for batch in batches]).tolist() == list(range(9))
+    assert torch.equal(torch.cat([batch["images"] for batch in batches]), whole)
+
+
+def test_workers_stay_for_the_next_evaluation(market, cfg):
+    cfg.TEST.NUM_WORKERS = 1
+    loader, _ = build_reid_test_loader(cfg, "Market1501")
+    assert same(list(loader), list(loader))
+
+
+def test_a_test_set_without_queries(market, cfg, monkeypatch):
+    monkeypatch.setattr("fastamp.data.datasets.market1501.Market1501.query", [])
+    with pytest.raises(DataError, match="no query images"):
+        build_reid_test_loader(cfg, "Market1501")
+
+
+def test_identities_of_a_test_set_must_be_numbers(market, cfg, monkeypatch):
+    from fastamp.data.datasets import ImageItem
+
+    monkeypatch.setattr("fastamp.data.datasets.market1501.Market1501.query", [ImageItem("a.jpg", "seven", 0)])
+    with pytest.raises(DataError, match=r"a\.jpg has identity 'seven'"):
+        build_reid_test_loader(cfg, "Market1501")
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_corrupt_image_is_named_without_a_traceback(market, cfg, workers):
+    path = market / "bounding_box_train/0007_c2s1_000001_00.jpg"
+    path.write_bytes(path.read_bytes()[:100])
+    cfg.DATALOADER.NUM_WORKERS = workers
+    with pytest.raises(DataError) as raised:
+        take(build_reid_train_loader(cfg), 4)
+    assert str(path) in str(raised.value)
+    assert "Traceback" not in str(raised.value) and len(str(raised.value).splitlines()) == 1
+
+
+def test_a_bug_in_a_worker_is_no_users_error(market, cfg, monkeypatch):
+    def broken(path):
+        raise ZeroDivisionError("bug")
+
+    monkeypatch.setattr("fastamp.data.dataset.read_image", broken)
+    cfg.DATALOADER.NUM_WORKERS = 1
+    with pytest.raises(ZeroDivisionError):
+        take(build_reid_train_loader(cfg), 1)
+
+
+def test_a_single_image(market, cfg):
+    dataset = build_reid_train_loader(cfg).dataset
+    sample = dataset[3]
+    assert sample["images"].shape == (3, 32, 16) and sample["img_paths"] == dataset.items[3].path
+    assert int(sample["targets"]) == dataset.labels[3]
+
+
+def test_worker_count_is_limited_by_the_cores():
+    assert worker_count("K", 0) == 0 and worker_count("K", 1) == 1
+    assert 1 <= worker_count("K", 10_000) < 10_000
+
+
+SIGNALLED = """
+import os, signal, time, torch, multiprocessing
+from fastamp.config import get_cfg
+from fastamp.data import build_reid_train_loader
+cfg = get_cfg()
+cfg.INPUT.SIZE_TRAIN, cfg.DATALOADER.NUM_WORKERS, cfg.SOLVER.IMS_PER_BATCH = (32, 16), 2, 8
+signal.signal(signal.SIGTERM, lambda *_: None)
+batches = iter(build_reid_train_loader(cfg))
+next(batches)
+workers = [process.pid for process in multiprocessing.active_children()]
+os.system("kill -TERM %s; kill -INT %s" % ((" ".join(map(str, workers)),) * 2))
+for _ in range(20):
+    next(batches)
+assert [process.pid for process in multiprocessing.active_children()] == workers
+{end}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are told who sent a signal on Linux alone")
+@pytest.mark.parametrize(
+    "end", ["batches.close(); print('done')", "print('done')", "os.kill(workers[0], 9); next(batches)"]
+)
+def test_workers_leave_signals_to_the_main_process(market, end):
+    """They outlive a signal to the process group, and still end with the main process."""
+    start = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-c", SIGNALLED.replace("{end}", end)], capture_output=True, text=True, timeout=60
+    )
+    if "done" in end:
+        assert run.returncode == 0 and run.stdout == "done\n", run.stderr
+    else:
+        assert run.returncode != 0
+    assert time.monotonic() - start < 50
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_end_when_the_main_process_is_killed(market):
+    code = SIGNALLED.replace("{end}", "print(*workers, flush=True)\nwhile True: next(batches)")
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
+        workers = [int(pid) for pid in run.stdout.readline().split()]
+        os.kill(run.pid, signal.SIGKILL)
+    assert len(workers) >= 1
+    for _ in range(150):
+        if not any(os.path.exists(f"/proc/{pid}/exe") and _alive(pid) for pid in workers):
+            return
+        time.sleep(0.1)
+    pytest.fail("a worker outlived the main process")
+
+
+def _alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

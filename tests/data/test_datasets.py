@@ -1,0 +1,200 @@
+import logging
+import shutil
+
+import pytest
+
+from fastamp.data.build import build_dataset, training_items
+from fastamp.data.datasets import DATASET_REGISTRY, Demo, ImageDataset, ImageItem, Market1501, data_root
+from fastamp.data.datasets import demo as demo_module
+from fastamp.utils.errors import ConfigError, DataError
+
+
+def test_market_images_identities_and_cameras(market):
+    dataset = Market1501(root=str(market.parent))
+    assert len(dataset.train) == 24
+    assert {item.pid for item in dataset.train} == {f"market1501_{pid}" for pid in (2, 7, 10, 11, 30, 1000)}
+    assert {item.camid for item in dataset.train} == {0, 1, 2}
+    assert dataset.query == [
+        ImageItem(str(market / f"query/{pid:04d}_c1s1_000000_00.jpg"), pid, 0, 0) for pid in (1, 3)
+    ]
+
+
+def test_junk_is_dropped_and_distractors_are_kept(market):
+    gallery = Market1501(root=str(market.parent)).gallery
+    assert sorted(item.pid for item in gallery) == [0, 1, 1, 1, 3, 3, 3]
+    assert [item.camid for item in gallery if item.pid == 0] == [5]
+
+
+def test_the_folders_may_be_in_the_root_itself(market):
+    assert len(Market1501(root=market).train) == len(Market1501(root=market.parent).train)
+
+
+def test_only_the_file_name_is_searched(market, tmp_path):
+    root = tmp_path / "0099_c4s1" / "-1_c9"
+    root.mkdir(parents=True)
+    market.rename(root / market.name)
+    dataset = Market1501(root=root)
+    assert {item.camid for item in dataset.train} == {0, 1, 2}
+    assert len(dataset.gallery) == 7
+
+
+def test_more_than_nine_cameras(market, write_image):
+    write_image(market / "query/0003_c12s1_000000_00.jpg")
+    assert Market1501(root=market.parent).query[-1].camid == 11
+
+
+def test_the_order_is_that_of_the_names(market):
+    paths = [item.path for item in Market1501(root=market.parent).train]
+    assert paths == sorted(paths)
+
+
+def message(call):
+    with pytest.raises(DataError) as raised:
+        call()
+    return str(raised.value)
+
+
+def test_a_missing_data_set_says_what_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path / "nowhere"))
+    text = message(lambda: build_dataset("Market1501"))
+    assert str(tmp_path / "nowhere" / "Market-1501-v15.09.15" / "bounding_box_train") in text
+    assert "does not exist" in text
+    assert "bounding_box_train,query,bounding_box_test" in text
+    assert "FASTAMP_DATASETS" in text
+
+
+def test_a_missing_folder_is_named_with_what_is_there_instead(market):
+    shutil.rmtree(market / "query")
+    text = message(lambda: Market1501(root=market.parent))
+    assert str(market / "query") in text and str(market / "bounding_box_train") not in text
+    assert "bounding_box_test/, bounding_box_train/" in text
+
+
+def test_an_empty_folder(market):
+    for file in (market / "bounding_box_train").iterdir():
+        file.unlink()
+    (market / "bounding_box_train" / "Thumbs.db").touch()
+    text = message(lambda: Market1501(root=market.parent).train)
+    assert str(market / "bounding_box_train") in text and "Thumbs.db" in text
+
+
+def test_names_that_do_not_match(market, write_image, caplog):
+    shutil.rmtree(market / "query")
+    write_image(market / "query" / "person7.jpg")
+    text = message(lambda: Market1501(root=market.parent).query)
+    assert "person7.jpg" in text and "0002_c1s1" in text
+    write_image(market / "query" / "0002_c1s1_000001_00.jpg")
+    with caplog.at_level(logging.WARNING):
+        assert len(Market1501(root=market.parent).query) == 1
+    assert "person7.jpg" in caplog.text
+
+
+def test_nothing_but_junk(market, write_image):
+    shutil.rmtree(market / "query")
+    write_image(market / "query" / "-1_c1s1_000001_00.jpg")
+    assert "junk" in message(lambda: Market1501(root=market.parent).query)
+
+
+def test_cameras_are_numbered_from_one(market, write_image):
+    write_image(market / "query" / "0003_c0s1_000001_00.jpg")
+    assert "0003_c0s1_000001_00.jpg" in message(lambda: Market1501(root=market.parent).query)
+
+
+def test_data_root(monkeypatch):
+    for variable in ("FASTAMP_DATASETS", "FASTREID_DATASETS"):
+        monkeypatch.delenv(variable, raising=False)
+    assert str(data_root()) == "datasets"
+    monkeypatch.setenv("FASTREID_DATASETS", "/there")
+    assert str(data_root()) == "/there"
+    monkeypatch.setenv("FASTAMP_DATASETS", "/here")
+    assert str(data_root()) == "/here"
+    monkeypatch.setenv("FASTAMP_DATASETS", "")
+    assert str(data_root()) == "/there"
+
+
+def test_unknown_name():
+    with pytest.raises(ConfigError, match=r"Did you mean 'Market1501'"):
+        build_dataset("Market1051")
+
+
+class TwoOthers(ImageDataset):
+    dataset_name = "others"
+
+    def __init__(self, root="datasets", **kwargs):
+        train = [("a.jpg", self.dataset_name + "_" + str(pid), self.dataset_name + "_" + str(0)) for pid in (1, 2)]
+        super().__init__(train, lambda: [("b.jpg", 1, 0)], [("c.jpg", 1, 1)], **kwargs)
+
+
+class Numbered(ImageDataset):
+    def __init__(self, root="datasets"):
+        super().__init__([("n.jpg", 1, 0), ("m.jpg", 10, 1)], [("q.jpg", 1, 0)], [("g.jpg", 1, 1), ("j.jpg", -1, 0)])
+
+
+def test_a_fastreid_users_own_class_works():
+    dataset = TwoOthers(root="x")
+    assert dataset.train[0] == ImageItem("a.jpg", "others_1", "others_0")
+    assert dataset.query == [("b.jpg", 1, 0, 0)] and dataset.gallery == [("c.jpg", 1, 1, 0)]
+    with pytest.raises(DataError, match="nowhere"):
+        dataset.check_before_run(["/", "/nowhere"])
+
+
+def test_several_sets_are_kept_apart():
+    items = training_items([TwoOthers(), Numbered()])
+    assert [item.pid for item in items] == ["others_1", "others_2", "numbered_1", "numbered_10"]
+    assert [item.camid for item in items] == ["others_0", "others_0", "numbered_0", "numbered_1"]
+
+
+def test_one_set_alone_keeps_its_names():
+    assert training_items([Numbered()]) == Numbered().train
+
+
+def test_combine_all_takes_query_and_gallery_but_no_distractors(market):
+    items = training_items([Market1501(root=market.parent)], combine_all=True)
+    assert len(items) == 24 + 2 + 6
+    assert {item.pid for item in items} >= {"market1501_2", "market1501_test_1", "market1501_test_3"}
+    assert {item.camid for item in items} == {"market1501_0", "market1501_1", "market1501_2"}
+    pids = [item.pid for item in training_items([Numbered()], combine_all=True)]
+    assert pids == ["numbered_1", "numbered_10", "numbered_test_1", "numbered_test_1"]
+
+
+def test_two_classes_with_one_name_are_refused():
+    other = type("Copied", (Numbered,), {"dataset_name": "others"})
+    with pytest.raises(DataError, match="TwoOthers and Copied"):
+        training_items([TwoOthers(), other()])
+
+
+def test_no_training_images():
+    class Empty(ImageDataset):
+        def __init__(self, root=""):
+            super().__init__([], [], [])
+
+    with pytest.raises(DataError, match="Empty has no training images"):
+        training_items([Empty()])
+
+
+@pytest.fixture
+def small_demo(monkeypatch):
+    def generate(folder, progress):
+        real(folder, progress=progress, train_identities=2, test_identities=1, images_per_identity=4, distractors=1)
+
+    real = demo_module.generate_demo
+    monkeypatch.setattr(demo_module, "generate_demo", generate)
+
+
+def test_demo_is_generated_on_first_use(tmp_path, small_demo, caplog):
+    with caplog.at_level(logging.INFO):
+        first = Demo(root=str(tmp_path))
+    assert str(tmp_path / Demo.folder) in caplog.text
+    assert {item.pid for item in first.train} == {"demo_1", "demo_2"}
+    assert {item.pid for item in first.query} == {3}
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert Demo(root=str(tmp_path)).train == first.train
+    assert caplog.text == ""
+    assert "Demo" in DATASET_REGISTRY
+
+
+def test_demo_in_a_place_that_cannot_be_written_to(tmp_path, small_demo):
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="FASTAMP_DATASETS"):
+        Demo(root=str(tmp_path / "file" / "root"))

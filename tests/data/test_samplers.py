@@ -1,0 +1,215 @@
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastamp.data.samplers import (
+    BalancedIdentitySampler,
+    EpochBatchSampler,
+    InferenceSampler,
+    NaiveIdentitySampler,
+    TrainingSampler,
+)
+from fastamp.utils.errors import ConfigError, DataError
+
+
+def take(iterable, count):
+    return list(itertools.islice(iterable, count))
+
+
+def chunks(indices, size):
+    return [indices[start : start + size] for start in range(0, len(indices), size)]
+
+
+def images(counts, cameras=3):
+    """Return labels and cameras of a training set with this many images of each identity."""
+    labels = [identity for identity, count in enumerate(counts) for _ in range(count)]
+    return labels, [index % cameras for index in range(len(labels))]
+
+
+def make(name, counts=(9, 3, 5, 1, 8, 4, 4), batch_size=12, num_instances=4, seed=0, world_size=1):
+    labels, camids = images(counts)
+    if name == "training":
+        return TrainingSampler(size=len(labels), seed=seed), labels, camids
+    settings_ = {"batch_size": batch_size, "num_instances": num_instances, "seed": seed, "world_size": world_size}
+    if name == "naive":
+        return NaiveIdentitySampler(labels=labels, **settings_), labels, camids
+    return BalancedIdentitySampler(labels=labels, camids=camids, **settings_), labels, camids
+
+
+ALL = ["training", "naive", "balanced"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_epoch_is_a_function_of_seed_and_number(name):
+    sampler = make(name)[0]
+    stream = take(sampler.epoch(3), 200)
+    take(sampler.epoch(1), 50)
+    assert take(sampler.epoch(3), 200) == stream == take(make(name)[0].epoch(3), 200)
+    assert take(sampler.epoch(4), 200) != stream
+    assert take(make(name, seed=1)[0].epoch(3), 200) != stream
+    take(make(name, seed=-1)[0].epoch(0), 1)
+
+
+def test_training_sampler_takes_every_image_before_it_repeats_one():
+    first, second = chunks(take(TrainingSampler(size=10, seed=0).epoch(0), 20), 10)
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+
+
+@pytest.mark.parametrize("name", ["naive", "balanced"])
+def test_a_batch_has_p_identities_of_k_images(name):
+    sampler, labels, _ = make(name)
+    for batch in chunks(take(sampler.epoch(0), 12 * 100), 12):
+        identities = [{labels[index] for index in chunk} for chunk in chunks(batch, 4)]
+        assert all(len(identity) == 1 for identity in identities)
+        assert len(set.union(*identities)) == 3
+
+
+@pytest.mark.parametrize("name", ["naive", "balanced"])
+def test_images_repeat_only_where_an_identity_has_too_few(name):
+    sampler, labels, _ = make(name)
+    available = Counter(labels)
+    for chunk in chunks(take(sampler.epoch(0), 12 * 100), 4):
+        if available[labels[chunk[0]]] >= 4:
+            assert len(set(chunk)) == 4
+
+
+def test_naive_deals_without_replacement_until_fewer_than_p_identities_are_left():
+    # Two chunks of each of four identities make at least three batches of two before one identity is left alone.
+    sampler, labels, _ = make("naive", counts=(8, 8, 8, 8), batch_size=8, num_instances=4)
+    stream = take(sampler.epoch(0), 24)
+    assert len(set(stream)) == 24
+    seen = Counter(index for epoch in range(200) for index in take(sampler.epoch(epoch), 16))
+    assert set(seen) == set(range(len(labels)))
+    assert max(seen.values()) < 1.6 * min(seen.values())
+
+
+def test_naive_takes_p_images_of_a_small_identity_with_replacement():
+    sampler, labels, _ = make("naive", counts=(2, 2), batch_size=8, num_instances=4)
+    assert all(len(set(chunk)) <= 2 for chunk in chunks(take(sampler.epoch(0), 80), 4))
+
+
+def test_balanced_serves_every_identity_once_a_pass():
+    sampler, labels, _ = make("balanced", counts=[5] * 9, batch_size=12, num_instances=4)
+    passes = chunks([labels[chunk[0]] for chunk in chunks(take(sampler.epoch(0), 9 * 4 * 20), 4)], 9)
+    assert all(sorted(each) == list(range(9)) for each in passes)
+
+
+def test_balanced_prefers_other_and_different_cameras():
+    labels, camids = [0] * 9, [0, 0, 0, 1, 1, 1, 2, 2, 3]
+    sampler = BalancedIdentitySampler(labels=labels, camids=camids, batch_size=4, num_instances=4, seed=0)
+    anchors = Counter()
+    for anchor, *others in chunks(take(sampler.epoch(0), 4 * 400), 4):
+        anchors[anchor] += 1
+        assert sorted([camids[anchor], *(camids[index] for index in others)]) == [0, 1, 2, 3]
+    assert set(anchors) == set(range(9))
+
+
+def test_balanced_falls_back_to_the_same_camera_then_to_repeats():
+    sampler = BalancedIdentitySampler(labels=[0] * 4, camids=[0, 0, 0, 1], batch_size=4, num_instances=4, seed=0)
+    assert all(sorted(chunk) == [0, 1, 2, 3] for chunk in chunks(take(sampler.epoch(0), 400), 4))
+    sampler = BalancedIdentitySampler(labels=[0], camids=[0], batch_size=3, num_instances=3, seed=0)
+    assert take(sampler.epoch(0), 6) == [0] * 6
+    sampler = BalancedIdentitySampler(labels=[0, 0], camids=[0, 1], batch_size=4, num_instances=4, seed=0)
+    assert all(set(chunk) == {0, 1} for chunk in chunks(take(sampler.epoch(0), 40), 4))
+    sampler = BalancedIdentitySampler(labels=[0, 0, 1], camids=[0, 1, 0], batch_size=2, num_instances=1, seed=0)
+    assert len(take(sampler.epoch(0), 10)) == 10
+
+
+@pytest.mark.parametrize("name", ["naive", "balanced"])
+@pytest.mark.parametrize(
+    ("options", "error", "numbers"),
+    [
+        ({"num_instances": 0}, ConfigError, ["NUM_INSTANCE is 0"]),
+        ({"num_instances": 5}, ConfigError, ["IMS_PER_BATCH 12", "NUM_INSTANCE 5", "multiple of 5"]),
+        ({"num_instances": 1}, DataError, ["7 identities", "needs 12"]),
+        ({"num_instances": 4, "world_size": 2}, ConfigError, ["6 images on each of 2 ranks", "multiple of 8"]),
+        ({"num_instances": 4, "world_size": 5}, ConfigError, ["IMS_PER_BATCH is 12", "multiple of 5"]),
+        ({"batch_size": 0}, ConfigError, ["IMS_PER_BATCH is 0"]),
+        ({"batch_size": 2}, ConfigError, ["IMS_PER_BATCH 2", "NUM_INSTANCE 4"]),
+    ],
+)
+def test_infeasible_batches_are_an_error_with_the_numbers(name, options, error, numbers):
+    with pytest.raises(error) as raised:
+        make(name, **options)
+    for number in numbers:
+        assert number in str(raised.value)
+
+
+def batches(sampler, count, **options):
+    options = {"batch_size": 12, "iters_per_epoch": 3, **options}
+    return take(EpochBatchSampler(sampler, **options), count)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("start", [0, 1, 2, 3, 4, 7, 31])
+def test_starting_anywhere_continues_the_straight_run(name, start):
+    sampler = make(name)[0]
+    assert batches(sampler, 10, start_iter=start) == batches(sampler, start + 10)[start:]
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_ranks_together_see_the_batches_of_one_process(name, world_size):
+    sampler = make(name, world_size=world_size)[0]
+    shares = [batches(sampler, 8, rank=rank, world_size=world_size) for rank in range(world_size)]
+    together = [list(itertools.chain(*parts)) for parts in zip(*shares, strict=True)]
+    assert together == batches(sampler, 8)
+    assert {len(part) for share in shares for part in share} == {12 // world_size}
+
+
+def test_keys_are_epoch_position_index():
+    sampler = TrainingSampler(size=34, seed=0)
+    keys = list(itertools.chain(*batches(sampler, 6)))
+    assert [key[0] for key in keys] == [0] * 36 + [1] * 36
+    assert [key[1] for key in keys] == list(range(36)) * 2
+    assert [key[2] for key in keys[36:]] == take(sampler.epoch(1), 36)
+
+
+def test_a_set_smaller_than_a_batch():
+    (batch,) = batches(TrainingSampler(size=5, seed=0), 1, iters_per_epoch=1)
+    assert len(batch) == 12 and len(set(batch)) == 12
+    assert set(Counter(index for _, _, index in batch).values()) <= {2, 3}
+
+
+def test_batch_that_the_ranks_cannot_share():
+    with pytest.raises(ConfigError, match="multiple of 5"):
+        EpochBatchSampler(TrainingSampler(size=5, seed=0), batch_size=12, iters_per_epoch=1, world_size=5)
+
+
+@given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
+def test_inference_visits_everything_once_in_order(size, batch_size, world_size):
+    parts = [
+        InferenceSampler(size=size, batch_size=batch_size, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    keys = [key for part in parts for batch in part for key in batch]
+    assert keys == [(0, index, index) for index in range(size)]
+    for part in parts:
+        assert len(part) == len(list(part))
+        assert all(0 < len(batch) <= batch_size for batch in part)
+    lengths = [len(part.indices) for part in parts]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@given(
+    counts=st.lists(st.integers(1, 9), min_size=2, max_size=12),
+    num_instances=st.integers(1, 5),
+    identities=st.integers(1, 12),
+    name=st.sampled_from(["naive", "balanced"]),
+)
+@settings(max_examples=80, deadline=None)
+def test_any_feasible_shape_gives_whole_batches(counts, num_instances, identities, name):
+    options = {"counts": counts, "batch_size": identities * num_instances, "num_instances": num_instances}
+    if identities > len(counts):
+        with pytest.raises(DataError):
+            make(name, **options)
+        return
+    sampler, labels, _ = make(name, **options)
+    for batch in chunks(take(sampler.epoch(0), options["batch_size"] * 10), options["batch_size"]):
+        of_each = Counter(labels[index] for index in batch)
+        assert len(of_each) == identities and set(of_each.values()) == {num_instances}

@@ -1,0 +1,249 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms as tv
+import torchvision.transforms.functional as tvf
+from PIL import Image
+
+from fastamp.data.transforms import (
+    Augmentation,
+    ColorJitter,
+    PadAndRandomCrop,
+    RandomErasing,
+    RandomHorizontalFlip,
+    Resize,
+    build_transforms,
+)
+from fastamp.utils.errors import ConfigError
+
+SIZE = (40, 24)
+JITTER = {"brightness": 0.5, "contrast": 0.5, "saturation": 0.8, "hue": 0.5}
+
+
+@pytest.fixture
+def images():
+    """Noise, smooth colours, black, white and grey."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(0, 256, (4, 3, *SIZE), dtype=torch.uint8, generator=generator)
+    ramp = torch.linspace(0, 255, SIZE[1]).expand(3, *SIZE) * torch.tensor([1.0, 0.5, 0.2]).view(3, 1, 1)
+    flat = torch.tensor([0, 255, 128], dtype=torch.uint8).view(3, 1, 1, 1).expand(3, 3, *SIZE)
+    return torch.cat((noise, ramp.to(torch.uint8)[None], flat))
+
+
+def draw(transform, count, size=SIZE, seed=0):
+    (parameters,) = Augmentation(transforms=[transform], seed=seed).draw([0] * count, range(count), size)
+    return parameters
+
+
+@pytest.mark.parametrize("source", [(128, 64), (256, 128), (97, 41), (300, 180), (20, 333)])
+def test_resize_equals_pil(source):
+    pixels = np.random.default_rng(0).integers(0, 256, (*source, 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(pixels).resize((source[1] // 4, source[0] // 4)).resize(source[::-1]))
+    for array in (pixels, smooth):
+        ours = Resize(size=(256, 128))(torch.from_numpy(array.copy()).permute(2, 0, 1))
+        pil = np.asarray(Image.fromarray(array).resize((128, 256), Image.Resampling.BICUBIC))
+        assert ours.shape == (3, 256, 128) and ours.dtype == torch.uint8
+        difference = np.abs(ours.permute(1, 2, 0).numpy().astype(int) - pil)
+        # Both round between the two directions, where a difference of one may become two.
+        assert difference.max() <= 2 and (difference > 1).mean() < 1e-3 and difference.mean() < 0.05
+
+
+def test_flip_mirrors_the_chosen_images(images):
+    flip = torch.arange(len(images)) % 2 == 0
+    flipped = RandomHorizontalFlip(prob=0.5).apply(images, {"flip": flip})
+    for before, after, mirrored in zip(images, flipped, flip, strict=True):
+        assert torch.equal(after, tvf.hflip(before) if mirrored else before)
+
+
+@pytest.mark.parametrize("prob", [0.0, 0.3, 1.0])
+def test_flip_probability(prob):
+    assert draw(RandomHorizontalFlip(prob=prob), 5000)["flip"].float().mean().item() == pytest.approx(prob, abs=0.02)
+
+
+@pytest.mark.parametrize("mode", ["constant", "edge", "reflect", "symmetric"])
+@pytest.mark.parametrize("padding", [0, 1, 10, 23])
+def test_crop_equals_torchvision(images, mode, padding):
+    crop = PadAndRandomCrop(padding=padding, mode=mode)
+    parameters = draw(crop, len(images))
+    cropped = crop.apply(images, parameters)
+    for index, (before, after) in enumerate(zip(images, cropped, strict=True)):
+        pil = tvf.pad(tvf.to_pil_image(before), padding, padding_mode=mode)
+        top, left = parameters["top"][index].item(), parameters["left"][index].item()
+        assert torch.equal(after, tvf.crop(tvf.pil_to_tensor(pil), top, left, *SIZE))
+
+
+def test_crop_takes_every_place_equally_often():
+    parameters = draw(PadAndRandomCrop(padding=2, mode="constant"), 10_000)
+    for name in ("top", "left"):
+        assert parameters[name].bincount(minlength=5).tolist() == pytest.approx([2000] * 5, abs=200)
+    assert len(parameters["top"].bincount()) == 5
+
+
+def test_erasing_paints_the_rectangle_in_the_rounded_colour(images):
+    erasing = RandomErasing(prob=1.0, value=(123.675, 116.28, 103.53))
+    parameters = draw(erasing, len(images))
+    erased = erasing.apply(images, parameters)
+    colour = torch.tensor([124, 116, 104], dtype=torch.uint8).view(3, 1, 1)
+    for index, (before, after) in enumerate(zip(images, erased, strict=True)):
+        rectangle = [parameters[name][index].item() for name in ("top", "left", "height", "width")]
+        assert rectangle[2] > 0 and rectangle[3] > 0
+        assert torch.equal(after, tvf.erase(before, *rectangle, colour))
+
+
+@pytest.mark.parametrize("size", [(256, 128), (12, 40)])
+def test_erasing_is_distributed_as_torchvisions(size):
+    count = 4000
+    parameters = draw(RandomErasing(prob=1.0, value=(0, 0, 0)), count, size)
+    ours = np.stack([parameters[name].numpy() for name in ("top", "left", "height", "width")]).T
+    image = torch.zeros(3, *size)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        theirs = np.array(
+            [tv.RandomErasing.get_params(image, (0.02, 0.33), (0.3, 3.3), [0.0])[:4] for _ in range(count)]
+        )
+    # torchvision answers "the whole image" where ten rectangles did not fit; ours has no height there.
+    assert (ours[:, 2] == 0).mean() == pytest.approx((theirs[:, 2] == size[0]).mean(), abs=0.02)
+    ours, theirs = ours[ours[:, 2] > 0], theirs[theirs[:, 2] < size[0]]
+    quantiles = np.linspace(0.05, 0.95, 10)
+    for column in range(4):
+        difference = np.quantile(ours[:, column], quantiles) - np.quantile(theirs[:, column], quantiles)
+        assert np.abs(difference).max() <= max(1, 0.05 * size[column % 2])
+    ratio = np.log(ours[:, 2] / ours[:, 3]).mean() - np.log(theirs[:, 2] / theirs[:, 3]).mean()
+    assert abs(ratio) < 0.05
+    assert (ours[:, 0] + ours[:, 2]).max() <= size[0] and (ours[:, 1] + ours[:, 3]).max() <= size[1]
+    assert ours.min() >= 0
+
+
+def test_erasing_probability(images):
+    parameters = draw(RandomErasing(prob=0.3, value=(0, 0, 0)), 5000)
+    assert (parameters["height"] > 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
+    nothing = draw(RandomErasing(prob=0.0, value=(0, 0, 0)), len(images))
+    assert torch.equal(RandomErasing(prob=0.0, value=(0, 0, 0)).apply(images, nothing), images)
+
+
+def test_erasing_where_nothing_fits():
+    """An image of one pixel: torchvision leaves it whole too."""
+    parameters = draw(RandomErasing(prob=1.0, value=(0, 0, 0)), 50, size=(1, 1))
+    assert parameters["height"].sum() == 0
+
+
+def as_torchvision(image, parameters, index):
+    """Jitter one image with torchvision's functions."""
+    if not parameters["jitter"][index]:
+        return image
+    adjust = (tvf.adjust_brightness, tvf.adjust_contrast, tvf.adjust_saturation, tvf.adjust_hue)
+    for number in parameters["order"][index].tolist():
+        image = adjust[number](image, parameters["factors"][index, number].item())
+    return image
+
+
+def test_colour_jitter_equals_torchvision(images):
+    images = images.repeat(6, 1, 1, 1)
+    jitter = ColorJitter(prob=0.8, **JITTER)
+    parameters = draw(jitter, len(images))
+    jittered = jitter.apply(images, parameters)
+    expected = torch.stack([as_torchvision(image, parameters, index) for index, image in enumerate(images)])
+    difference = (jittered.int() - expected.int()).abs()
+    # One unit of rounding before a hue or a blend with a large factor becomes a few; more than a few pixels is an error.
+    assert difference.max() <= 4
+    assert (difference > 1).float().mean() < 1e-3
+    assert (jittered != images).float().mean() > 0.3
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_each_colour_operation_equals_torchvision(images, number):
+    names = list(JITTER)
+    jitter = ColorJitter(prob=1.0, **{name: JITTER[name] if i == number else 0.0 for i, name in enumerate(names)})
+    parameters = draw(jitter, len(images))
+    expected = torch.stack([as_torchvision(image, parameters, index) for index, image in enumerate(images)])
+    assert (jitter.apply(images, parameters).int() - expected.int()).abs().max() <= 1
+
+
+def test_colour_jitter_draws():
+    parameters = draw(ColorJitter(prob=0.5, brightness=0.15, contrast=2.0, saturation=0.1, hue=0.1), 5000)
+    assert parameters["jitter"].float().mean().item() == pytest.approx(0.5, abs=0.02)
+    low, high = parameters["factors"].amin(dim=0).tolist(), parameters["factors"].amax(dim=0).tolist()
+    assert low == pytest.approx([0.85, 0, 0.9, -0.1], abs=5e-3)
+    assert high == pytest.approx([1.15, 3, 1.1, 0.1], abs=5e-3)
+    orders, counts = parameters["order"].unique(dim=0, return_counts=True)
+    assert len(orders) == math.factorial(4)
+    assert counts.min() > 5000 / 24 * 0.7
+
+
+ALL = [
+    PadAndRandomCrop(padding=3, mode="reflect"),
+    RandomHorizontalFlip(prob=0.5),
+    ColorJitter(prob=0.5, **JITTER),
+    RandomErasing(prob=0.5, value=(1, 2, 3)),
+]
+
+
+def test_augmentation_does_not_depend_on_the_grouping(images):
+    augmentation = Augmentation(transforms=ALL, seed=3)
+    together = augmentation.apply(images, augmentation.draw([2] * len(images), range(7, 7 + len(images)), SIZE))
+    for index in range(len(images)):
+        alone = augmentation.apply(images[index : index + 1], augmentation.draw([2], [7 + index], SIZE))
+        assert torch.equal(alone[0], together[index])
+
+
+def test_one_operation_does_not_shift_the_draws_of_another(images):
+    alone = Augmentation(transforms=ALL[1:2], seed=3).draw([0] * 50, range(50), SIZE)[0]
+    among = Augmentation(transforms=ALL, seed=3).draw([0] * 50, range(50), SIZE)[1]
+    assert torch.equal(alone["flip"], among["flip"])
+    twice = Augmentation(transforms=[ALL[1], ALL[1]], seed=3).draw([0] * 50, range(50), SIZE)
+    assert not torch.equal(twice[0]["flip"], twice[1]["flip"])
+
+
+def test_apply_leaves_its_arguments_alone(images):
+    before = images.clone()
+    augmentation = Augmentation(transforms=ALL, seed=0)
+    parameters = augmentation.draw([0] * len(images), range(len(images)), SIZE)
+    copies = [{name: value.clone() for name, value in each.items()} for each in parameters]
+    first, second = augmentation.apply(images, parameters), augmentation.apply(images, parameters)
+    assert torch.equal(images, before) and torch.equal(first, second)
+    assert all(
+        torch.equal(each[name], copy[name]) for each, copy in zip(parameters, copies, strict=True) for name in each
+    )
+
+
+def test_build_follows_the_config(cfg):
+    transforms = build_transforms(cfg, is_train=True)
+    assert transforms.resize.size == (32, 16)
+    names = [type(transform).__name__ for transform in transforms.augment.transforms]
+    assert names == ["PadAndRandomCrop", "RandomHorizontalFlip", "ColorJitter", "RandomErasing"]
+    assert transforms.augment.seed == 5
+    assert build_transforms(cfg, is_train=False).augment.transforms == []
+    for name in ("FLIP", "PADDING", "CJ", "REA"):
+        cfg.INPUT[name].ENABLED = False
+    assert build_transforms(cfg, is_train=True).augment.transforms == []
+
+
+@pytest.mark.parametrize("name", ["AUTOAUG", "CROP", "AFFINE", "AUGMIX", "RPT"])
+def test_what_does_not_exist_is_refused(cfg, name):
+    cfg.INPUT[name].ENABLED = True
+    with pytest.raises(ConfigError, match=rf"INPUT\.{name}\.ENABLED"):
+        build_transforms(cfg, is_train=True)
+    build_transforms(cfg, is_train=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("INPUT.SIZE_TRAIN", (256,)),
+        ("INPUT.SIZE_TRAIN", (0, 0)),
+        ("INPUT.PADDING.SIZE", -1),
+        ("INPUT.PADDING.SIZE", 16),
+        ("INPUT.REA.VALUE", (0.0, 0.0, 300.0)),
+        ("INPUT.REA.VALUE", (0.5,)),
+        ("INPUT.FLIP.PROB", 1.5),
+        ("INPUT.CJ.HUE", 0.6),
+        ("INPUT.CJ.CONTRAST", -0.1),
+    ],
+)
+def test_values_out_of_range_are_named(cfg, key, value):
+    cfg.INPUT.PADDING.MODE = "reflect"
+    cfg.merge_from_list([key, value])
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        build_transforms(cfg, is_train=True)

@@ -1,0 +1,140 @@
+"""A resumed run is bit-identical to one that was never interrupted, however it ended."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from fastamp.engine import DefaultTrainer, HookBase
+from fastamp.engine.launch import TrainingInterrupted
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+
+
+def run(cfg, *hooks, resume=False):
+    torch.manual_seed(0)
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume=resume)
+    trainer.trainer.register_hooks(hooks)
+    return trainer, trainer.train()
+
+
+def assert_same_weights(a, b):
+    first, second = tiny.weights(a), tiny.weights(b)
+    assert first.keys() == second.keys()
+    assert [key for key in first if not torch.equal(first[key], second[key])] == []
+
+
+def iterations(output_dir):
+    return [json.loads(line)["iteration"] for line in (output_dir / "metrics.json").read_text().splitlines()]
+
+
+class Interrupt(HookBase):
+    """Sends this process a signal in the middle of an epoch."""
+
+    def __init__(self, at, number=signal.SIGTERM):
+        self.at, self.number = at, number
+
+    def before_step(self):
+        if self.trainer.iter == self.at:
+            signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
+@pytest.mark.parametrize("sampler", ["NaiveIdentitySampler", "BalancedIdentitySampler", "TrainingSampler"])
+def test_interrupted_in_an_epoch_and_resumed_equals_straight_through(demo, tmp_path, precision, sampler):
+    options = ("SOLVER.AMP", precision, "DATALOADER.SAMPLER_TRAIN", sampler, "SOLVER.MAX_EPOCH", "2")
+    run(tiny.tiny_config(tmp_path / "straight", *options))
+    cfg = tiny.tiny_config(tmp_path / "resumed", *options)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(TrainingInterrupted) as interruption:
+        run(cfg, Interrupt(at=7))
+    assert interruption.value.signal_number == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert (tmp_path / "resumed/last_checkpoint").read_text() == "model_interrupted.pth"
+    trainer, _ = run(cfg, resume=True)
+    assert trainer.trainer.start_iter == 8
+    assert_same_weights(tmp_path / "straight/model_final.pth", tmp_path / "resumed/model_final.pth")
+    assert iterations(tmp_path / "resumed") == iterations(tmp_path / "straight")
+
+
+def test_the_check_can_fail(demo, tmp_path):
+    """The negative control: without the random state, the resumed run draws other dropout masks."""
+    options = ("SOLVER.MAX_EPOCH", "2")
+    run(tiny.tiny_config(tmp_path / "straight", *options))
+    cfg = tiny.tiny_config(tmp_path / "resumed", *options)
+    with pytest.raises(TrainingInterrupted):
+        run(cfg, Interrupt(at=7))
+    path = tmp_path / "resumed/model_interrupted.pth"
+    content = torch.load(path, weights_only=True)
+    content["random"]["torch"] = torch.Generator().manual_seed(1).get_state()
+    torch.save(content, path)
+    run(cfg, resume=True)
+    with pytest.raises(AssertionError):
+        assert_same_weights(tmp_path / "straight/model_final.pth", tmp_path / "resumed/model_final.pth")
+
+
+def test_the_best_metric_survives_a_resume(demo, tmp_path):
+    cfg = tiny.tiny_config(tmp_path, "TEST.EVAL_PERIOD", "1", "SOLVER.MAX_EPOCH", "2")
+    with pytest.raises(TrainingInterrupted):
+        run(cfg, Interrupt(at=7))
+    path = tmp_path / "model_interrupted.pth"
+    content = torch.load(path, weights_only=True)
+    content["trainer"]["hooks"]["EvalHook"]["best"] = 1000.0
+    torch.save(content, path)
+    best = (tmp_path / "model_best.pth").read_bytes()
+    trainer, _ = run(cfg, resume=True)
+    assert trainer.eval_hook.best == 1000.0
+    assert (tmp_path / "model_best.pth").read_bytes() == best
+
+
+def test_resume_with_nothing_there_starts_from_the_beginning(demo, tmp_path):
+    trainer, results = run(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "1"), resume=True)
+    assert trainer.trainer.start_iter == 0 and results["mAP"] > 0
+
+
+def test_resuming_a_finished_run_changes_nothing(demo, tmp_path):
+    cfg = tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "1")
+    run(cfg)
+    before = tiny.weights(tmp_path / "model_final.pth")
+    run(cfg, resume=True)
+    after = tiny.weights(tmp_path / "model_final.pth")
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def killable(output_dir, moment, root):
+    env = {"FASTAMP_DATASETS": str(root), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, str(HELPERS / "killable_run.py"), str(output_dir), moment],
+        env=env,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(demo_root, tmp_path_factory):
+    """The folder of a run that nothing disturbed, in a process like those that are killed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = killable(folder, "never", demo_root)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("moment", ["step", "save", "evaluation"])
+def test_killed_and_resumed_equals_undisturbed(demo_root, tmp_path, undisturbed, moment):
+    killed = killable(tmp_path, moment, demo_root)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (tmp_path / "model_final.pth").exists()
+    resumed = killable(tmp_path, "never", demo_root)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming from" in resumed.stdout
+    assert_same_weights(undisturbed / "model_final.pth", tmp_path / "model_final.pth")
+    assert iterations(tmp_path) == iterations(undisturbed)

@@ -1,0 +1,179 @@
+"""The loop by what it does: hooks in order, a batch overfitted, every parameter moved, skips kept apart."""
+
+import itertools
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+from fastamp.amp import LossScaler, PrecisionPolicy
+from fastamp.engine import TRAINER_REGISTRY, HookBase, SimpleTrainer, TrainerBase
+from fastamp.engine.hooks import LRScheduler
+from fastamp.modeling import build_model
+from fastamp.solver import build_lr_schedule, build_optimizer
+from fastamp.utils.errors import TrainingError
+
+PRECISIONS = ["off", "bf16", "fp16"]
+FLOAT32 = PrecisionPolicy("cpu", torch.float32, "test")
+
+
+class Recorder(HookBase):
+    def __init__(self):
+        self.calls = []
+
+    def __getattribute__(self, name):
+        if name.startswith(("before_", "after_")):
+            trainer = self.trainer
+            return lambda: self.calls.append((name, trainer.epoch, trainer.iter))
+        return super().__getattribute__(name)
+
+
+class Counting(TrainerBase):
+    def run_step(self):
+        pass
+
+
+def test_six_moments_in_order():
+    trainer, recorder = Counting(), Recorder()
+    trainer.register_hooks([recorder])
+    trainer.train(start_iter=0, max_epoch=2, iters_per_epoch=2)
+    step = ["before_step", "after_step"]
+    epoch = ["before_epoch", *step, *step, "after_epoch"]
+    assert [name for name, _, _ in recorder.calls] == ["before_train", *epoch, *epoch, "after_train"]
+    assert [(e, i) for name, e, i in recorder.calls if name == "before_step"] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+
+
+def test_resuming_in_an_epoch_finishes_that_epoch():
+    trainer, recorder = Counting(), Recorder()
+    trainer.register_hooks([recorder])
+    trainer.train(start_iter=3, max_epoch=2, iters_per_epoch=2)
+    assert [name for name, _, _ in recorder.calls] == [
+        "before_train", "before_epoch", "before_step", "after_step", "after_epoch", "after_train",
+    ]  # fmt: skip
+
+
+def test_hooks_of_one_class_keep_their_states_apart():
+    class Stateful(HookBase):
+        value = 0
+
+        def state_dict(self):
+            return {"value": self.value}
+
+        def load_state_dict(self, state):
+            self.value = state["value"]
+
+    trainer, other = Counting(), Counting()
+    trainer.register_hooks([Stateful(), Stateful()])
+    other.register_hooks([Stateful(), Stateful()])
+    trainer._hooks[0].value, trainer._hooks[1].value = 1, 2
+    other.load_state_dict(trainer.state_dict())
+    assert [hook.value for hook in other._hooks] == [1, 2]
+
+
+def fixed_batch():
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (8, 3, 64, 32), dtype=torch.uint8, generator=generator)
+    return {"images": images, "targets": torch.arange(8) // 2}
+
+
+def make(tmp_path, precision, *opts):
+    cfg = tiny.tiny_config(tmp_path, "SOLVER.AMP", precision, "MODEL.HEADS.NUM_CLASSES", "4", *opts)
+    cfg.SOLVER.AMP.INIT_SCALE = 1024.0
+    torch.manual_seed(0)
+    model = build_model(cfg)
+    model.backbone[3].p = 0.0
+    return TRAINER_REGISTRY.build(
+        "AMPTrainer" if cfg.SOLVER.AMP else "SimpleTrainer",
+        cfg,
+        model=model,
+        data_loader=itertools.repeat(fixed_batch()),
+        optimizers=[build_optimizer(cfg, model)],
+    )
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_batch_is_overfitted_and_every_parameter_moves(tmp_path, precision):
+    trainer = make(tmp_path, precision, "SOLVER.BASE_LR", "0.01")
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train(0, 1, 1)
+    first = trainer.metrics.flush()
+    trainer.train(1, 80, 1)
+    trainer.metrics.flush()
+    trainer.train(80, 81, 1)
+    last = trainer.metrics.flush()
+    assert last["loss_cls"] < 0.2 * first["loss_cls"]
+    assert last["total_loss"] == pytest.approx(last["loss_cls"] + last["loss_triplet"], rel=1e-5)
+    assert trainer.steps_taken == 81 and last["skipped_total"] == 0
+    unmoved = [name for name, p in trainer.model.named_parameters() if name in before and torch.equal(before[name], p)]
+    assert unmoved == []
+    assert torch.equal(trainer.model.heads.bottleneck[0].bias, torch.zeros(tiny.WIDTH))  # frozen
+
+
+def test_amp_agrees_with_float32(tmp_path):
+    losses = {}
+    for precision in PRECISIONS:
+        trainer = make(tmp_path, precision)
+        history = []
+        for i in range(10):
+            trainer.train(i, i + 1, 1)
+            history.append(trainer.metrics.flush()["total_loss"])
+        losses[precision] = torch.tensor(history)
+    torch.testing.assert_close(losses["fp16"], losses["off"], rtol=0.02, atol=0.0)
+    torch.testing.assert_close(losses["bf16"], losses["off"], rtol=0.1, atol=0.0)
+    assert not torch.equal(losses["bf16"], losses["off"])  # the negative control: precision does differ
+
+
+class Explosive(nn.Module):
+    """A model whose loss is NaN on chosen calls."""
+
+    def __init__(self, bad):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.bad = bad
+        self.calls = 0
+
+    def forward(self, batch):
+        factor = float("nan") if self.calls in self.bad else 1.0
+        self.calls += 1
+        return {"loss": (self.weight * factor).square().sum()}
+
+
+def test_skipped_steps_are_kept_apart_and_do_not_advance_the_warm_up(tmp_path):
+    model = Explosive(bad={1, 2})
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "base_lr": 1.0}], lr=1.0)
+    cfg = tiny.tiny_config(tmp_path, "SOLVER.WARMUP_ITERS", "4")
+    rates = []
+
+    class Rates(HookBase):
+        def after_step(self):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    scaler = LossScaler(init_scale=16.0)
+    trainer = SimpleTrainer(model, itertools.repeat({}), [optimizer], policy=FLOAT32, scaler=scaler)
+    trainer.register_hooks([LRScheduler(build_lr_schedule(cfg, 100)), Rates()])
+    trainer.train(0, 1, 5)
+    metrics = trainer.metrics.flush()
+    assert rates == pytest.approx([0.1, 0.325, 0.325, 0.325, 0.55])
+    assert trainer.steps_taken == 3
+    assert metrics["skipped_total"] == 2 and metrics["skipped_in_a_row"] == 0 and metrics["loss_scale"] == 4.0
+    assert metrics["grad_norm"] == metrics["grad_norm"] and metrics["loss"] == metrics["loss"]  # no NaN
+
+
+def test_amp_that_has_no_effect_is_an_error(tmp_path):
+    model = Explosive(bad=set())
+    policy = PrecisionPolicy("cpu", torch.bfloat16, "test")
+    trainer = SimpleTrainer(model, itertools.repeat({}), [torch.optim.SGD(model.parameters(), 0.1)], policy=policy)
+    with pytest.raises(TrainingError, match="no operation in bfloat16"):
+        trainer.train(0, 1, 1)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_overfits_on_cuda(tmp_path, precision):
+    trainer = make(tmp_path, precision, "SOLVER.BASE_LR", "0.01", "MODEL.DEVICE", "cuda")
+    trainer.train(0, 80, 1)
+    trainer.metrics.flush()
+    trainer.train(80, 81, 1)
+    assert trainer.metrics.flush()["loss_cls"] < 0.5

@@ -1,0 +1,48 @@
+"""Train the tiny config, or resume it, and die by SIGKILL at a given moment: killable_run.py OUTPUT_DIR MOMENT."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import tiny
+
+import fastamp.utils.checkpoint as checkpoint
+from fastamp.engine import DefaultTrainer, HookBase, default_setup
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DieInStep(HookBase):
+    """Dies in the middle of the third epoch."""
+
+    def after_step(self) -> None:
+        if self.trainer.iter == 2 * self.trainer.iters_per_epoch + 1:
+            die()
+
+
+def main(output_dir: str, moment: str) -> None:
+    cfg = tiny.tiny_config(Path(output_dir), "SOLVER.AMP", "bf16", "DATALOADER.NUM_WORKERS", "1")
+    default_setup(cfg)
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume=True)
+    if moment == "step":
+        trainer.trainer.register_hooks([DieInStep()])
+    elif moment == "save":
+        replace, count = os.replace, iter(range(100))
+
+        def replace_until_third_checkpoint(source: str, target: str) -> None:
+            if str(target).endswith(".pth") and next(count) == 2:
+                die()
+            replace(source, target)
+
+        checkpoint.os.replace = replace_until_third_checkpoint
+    elif moment == "evaluation":
+        trainer.eval_hook.evaluate = die
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,85 @@
+"""A two-convolution backbone and the smallest demo set, for tests of everything around the model."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fastamp.config import CfgNode, get_cfg
+from fastamp.data.demo import DEMO_VERSION, generate_demo
+from fastamp.modeling import BACKBONE_REGISTRY
+
+WIDTH = 16
+
+
+@BACKBONE_REGISTRY.register()
+def build_tiny_backbone(cfg: CfgNode) -> nn.Module:
+    """Return (B, 3, H, W) -> (B, 16, H/8, W/8)."""
+    net = nn.Sequential(
+        nn.Conv2d(3, WIDTH, 5, stride=4, padding=2, bias=False),
+        nn.BatchNorm2d(WIDTH),
+        nn.ReLU(),
+        nn.Dropout(0.1),  # draws from the global generator, whose state a resume must restore
+        nn.Conv2d(WIDTH, WIDTH, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(WIDTH),
+        nn.ReLU(),
+    )
+    net.feature_dim = WIDTH
+    return net
+
+
+def make_demo(root: Path) -> Path:
+    """Generate a demo set of 16 + 4 identities under the data root ``root``."""
+    folder = root / f"fastamp-demo-v{DEMO_VERSION}"
+    generate_demo(
+        folder,
+        train_identities=16,
+        test_identities=4,
+        images_per_identity=6,
+        distractors=6,
+        cameras=3,
+        image_size=(64, 32),
+        workers=1,
+    )
+    return folder
+
+
+def tiny_config(output_dir: Path, *opts: str) -> CfgNode:
+    """Return a config that trains the tiny backbone on the demo in seconds; ``opts`` are further KEY VALUE pairs."""
+    cfg = get_cfg()
+    cfg.merge_from_list(
+        [
+            "MODEL.DEVICE", "cpu",
+            "MODEL.BACKBONE.NAME", "build_tiny_backbone",
+            "MODEL.BACKBONE.FEAT_DIM", str(WIDTH),
+            "MODEL.HEADS.WITH_BNNECK", "True",
+            "MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'TripletLoss')",
+            "MODEL.LOSSES.TRI.HARD_MINING", "True",
+            "INPUT.SIZE_TRAIN", "(64, 32)",
+            "INPUT.SIZE_TEST", "(64, 32)",
+            "INPUT.FLIP.ENABLED", "True",
+            "INPUT.PADDING.ENABLED", "True",
+            "INPUT.PADDING.SIZE", "4",
+            "INPUT.REA.ENABLED", "True",
+            "DATASETS.NAMES", "Demo",
+            "DATASETS.TESTS", "Demo",
+            "DATALOADER.SAMPLER_TRAIN", "NaiveIdentitySampler",
+            "DATALOADER.NUM_WORKERS", "0",
+            "SOLVER.IMS_PER_BATCH", "16",
+            "SOLVER.MAX_EPOCH", "4",
+            "SOLVER.STEPS", "(2,)",
+            "SOLVER.WARMUP_ITERS", "3",
+            "SOLVER.BASE_LR", "1e-3",
+            "SOLVER.CHECKPOINT_PERIOD", "1",
+            "TEST.EVAL_PERIOD", "2",
+            "LOG_PERIOD", "2",
+            "OUTPUT_DIR", str(output_dir),
+            *opts,
+        ]
+    )  # fmt: skip
+    return cfg
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    """Return the model's tensors in a checkpoint."""
+    return torch.load(path, weights_only=True)["model"]
