@@ -1,5 +1,6 @@
 """One object that decides in which precision a model computes, and the only place that turns autocast on."""
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -126,7 +127,7 @@ class PrecisionPolicy:
         elif amp.DTYPE == "auto":
             dtype, reason = _auto_dtype(device_type)
             if dtype == torch.float32:
-                logger.warning("SOLVER.AMP is on, but %s", reason)
+                _warn_once(f"SOLVER.AMP is on, but {reason}")
         else:
             dtype, reason = DTYPES[amp.DTYPE], "asked for by SOLVER.AMP.DTYPE"
             _check_runs(device_type, dtype)
@@ -135,7 +136,14 @@ class PrecisionPolicy:
                 reason += f"; {detail}" if native else f"; slow: {detail}"
             elif device_type == "cpu":
                 reason += "; slow: a CPU emulates float16"
-        policy = cls(device_type, dtype, reason, tf32=bool(cfg.SOLVER.TF32))
+        policy = cls(device_type, dtype, reason, tf32=cfg.SOLVER.TF32)
+        policy.apply_tf32()
+        return policy
+
+    @classmethod
+    def float32(cls, cfg: Any, device: torch.device) -> "PrecisionPolicy":
+        """Return the policy of a trainer that computes in float32 whatever ``SOLVER.AMP`` says."""
+        policy = cls(device.type, torch.float32, "this trainer computes in float32", tf32=cfg.SOLVER.TF32)
         policy.apply_tf32()
         return policy
 
@@ -254,6 +262,11 @@ class _DtypeWitness(TorchDispatchMode):
             outputs = out if isinstance(out, (tuple, list)) else (out,)
             self.seen = any(isinstance(item, torch.Tensor) and item.dtype == self.dtype for item in outputs)
         return out
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def _check_runs(device_type: str, dtype: torch.dtype) -> None:

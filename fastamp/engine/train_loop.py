@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -173,9 +174,9 @@ class SimpleTrainer(TrainerBase):
     def from_config(
         cls, cfg: Any, *, model: nn.Module, data_loader: Iterable[dict[str, Any]], optimizers: Sequence[Optimizer]
     ) -> "SimpleTrainer":
-        """Return the trainer under the policy of ``SOLVER.AMP`` on the device of the model's parameters."""
+        """Return the trainer, on the device of the model's parameters."""
         amp = cfg.SOLVER.AMP
-        policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
+        policy = cls.build_policy(cfg, next(model.parameters()).device)
         scaler = None
         if policy.needs_loss_scaling:
             scaler = LossScaler(
@@ -195,6 +196,11 @@ class SimpleTrainer(TrainerBase):
             clip=build_gradient_clipping(cfg),
             max_consecutive_skips=amp.MAX_CONSECUTIVE_SKIPS,
         )
+
+    @classmethod
+    def build_policy(cls, cfg: Any, device: torch.device) -> PrecisionPolicy:
+        """Return the precision policy that the trainer holds."""
+        return PrecisionPolicy.float32(cfg, device)
 
     def train(self, start_iter: int, max_epoch: int, iters_per_epoch: int) -> None:
         """Run the loop with the model in training mode."""
@@ -245,3 +251,8 @@ class AMPTrainer(SimpleTrainer):
 
     Stays in float32 where the device has no low precision of its own and ``SOLVER.AMP.DTYPE`` is auto.
     """
+
+    @classmethod
+    def build_policy(cls, cfg: Any, device: torch.device) -> PrecisionPolicy:
+        """Return the policy of ``SOLVER.AMP``."""
+        return PrecisionPolicy.from_config(cfg, device)

@@ -38,7 +38,7 @@ class MetricStore:
         on_device = [name for name in names if isinstance(self._sums[name], torch.Tensor)]
         values = dict(self._sums)
         if on_device:
-            stacked = torch.stack([self._sums[name].double().reshape(()) for name in on_device])
+            stacked = torch.stack([self._sums[name].float().reshape(()) for name in on_device])
             values |= dict(zip(on_device, stacked.tolist(), strict=True))
         metrics = {name: float(values[name]) / self._counts[name] for name in names} | self._latest
         self._sums, self._counts, self._latest = {}, {}, {}

@@ -44,11 +44,9 @@ def make_demo(root: Path) -> Path:
     return folder
 
 
-def tiny_config(output_dir: Path, *opts: str) -> CfgNode:
-    """Return a config that trains the tiny backbone on the demo in seconds; ``opts`` are further KEY VALUE pairs."""
-    cfg = get_cfg()
-    cfg.merge_from_list(
-        [
+def tiny_options(output_dir: Path, *opts: str) -> list[str]:
+    """Return KEY VALUE pairs that train the tiny backbone on the demo in seconds, and ``opts`` after them."""
+    return [
             "MODEL.DEVICE", "cpu",
             "MODEL.BACKBONE.NAME", "build_tiny_backbone",
             "MODEL.BACKBONE.FEAT_DIM", str(WIDTH),
@@ -75,8 +73,13 @@ def tiny_config(output_dir: Path, *opts: str) -> CfgNode:
             "LOG_PERIOD", "2",
             "OUTPUT_DIR", str(output_dir),
             *opts,
-        ]
-    )  # fmt: skip
+        ]  # fmt: skip
+
+
+def tiny_config(output_dir: Path, *opts: str) -> CfgNode:
+    """Return the config of ``tiny_options``."""
+    cfg = get_cfg()
+    cfg.merge_from_list(tiny_options(output_dir, *opts))
     return cfg
 
 

@@ -1,0 +1,104 @@
+"""Evaluation as a whole: modes, flip, precision, and the order of images."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from fastamp.amp import PrecisionPolicy
+from fastamp.config import get_cfg
+from fastamp.evaluation import ReidEvaluator, inference_on_dataset
+from fastamp.evaluation.evaluator import DatasetEvaluator
+from fastamp.utils.errors import DataError
+
+
+class Model(nn.Module):
+    """Features that differ under mirroring; notes the dtype of its product."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(12, 5, bias=False)
+        self.bn = nn.BatchNorm1d(5)
+        self.dtypes = set()
+
+    def forward(self, batch):
+        product = self.fc(batch["images"].float().flatten(1) / 255)
+        self.dtypes.add(product.dtype)
+        return self.bn(product)
+
+
+class Keep(DatasetEvaluator):
+    def reset(self):
+        self.features = []
+
+    def process(self, inputs, outputs):
+        self.features.append(outputs)
+
+    def evaluate(self):
+        return {"features": torch.cat(self.features)}
+
+
+def batches(n=6, size=4):
+    images = torch.randint(256, (n, 3, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    rows = torch.arange(n)
+    return [
+        {"images": images[i : i + size], "targets": rows[i : i + size] % 3, "camids": rows[i : i + size] // 3,
+         "indices": rows[i : i + size]}
+        for i in range(0, n, size)
+    ]  # fmt: skip
+
+
+def test_flip_is_the_mean_with_the_mirror_image_and_leaves_the_batch_alone():
+    model, loader = Model(), batches()
+    before = [batch["images"].clone() for batch in loader]
+    plain = inference_on_dataset(model, loader, Keep())["features"]
+    mirrored = [batch | {"images": batch["images"].flip(3)} for batch in loader]
+    mirror = inference_on_dataset(model, mirrored, Keep())["features"]
+    flipped = inference_on_dataset(model, loader, Keep(), flip_test=True)["features"]
+    torch.testing.assert_close(flipped, (plain + mirror) / 2)
+    assert not torch.allclose(plain, mirror)
+    assert all(torch.equal(a, batch["images"]) for a, batch in zip(before, loader, strict=True))
+
+
+def test_modes_come_back_even_for_frozen_parts():
+    model = Model().train()
+    model.bn.eval()
+    inference_on_dataset(model, batches(), Keep())
+    assert model.training and model.fc.training and not model.bn.training
+
+
+def test_runs_under_the_policy_and_returns_float32():
+    model = Model()
+    policy = PrecisionPolicy("cpu", torch.bfloat16, "test")
+    features = inference_on_dataset(model, batches(), Keep(), policy=policy)["features"]
+    assert model.dtypes == {torch.bfloat16} and features.dtype == torch.float32
+    inference_on_dataset(model, batches(), Keep())
+    assert model.dtypes == {torch.bfloat16, torch.float32}
+
+
+def test_batches_in_any_order_give_the_same_result():
+    cfg = get_cfg()
+    loader = batches(size=1)
+    evaluator = ReidEvaluator(cfg, num_query=3)
+    model = Model()
+    first = inference_on_dataset(model, loader, evaluator)
+    assert inference_on_dataset(model, loader[::-1], evaluator) == first
+    assert first["num_query"] == 3 and first["num_gallery"] == 3 and first["num_query_without_match"] == 0
+    assert all(isinstance(first[key], float) for key in ("Rank-1", "Rank-5", "Rank-10", "mAP", "mINP", "metric"))
+    assert first["metric"] == (first["mAP"] + first["Rank-1"]) / 2
+
+
+def test_queries_without_a_match_are_counted():
+    loader = batches(size=6)
+    loader[0]["targets"][0] = 9
+    assert inference_on_dataset(Model(), loader, ReidEvaluator(get_cfg(), 3))["num_query_without_match"] == 1
+    loader[0]["camids"][:] = 0
+    with pytest.raises(DataError, match="none of the 3 queries has a match"):
+        inference_on_dataset(Model(), loader, ReidEvaluator(get_cfg(), 3))
+
+
+def test_nothing_evaluated_is_an_error():
+    cfg = SimpleNamespace(TEST=SimpleNamespace(METRIC="cosine", FLOORS=False))
+    with pytest.raises(DataError, match="no image was evaluated"):
+        ReidEvaluator(cfg, 3).evaluate()

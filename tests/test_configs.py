@@ -1,0 +1,70 @@
+"""Every YAML in configs/ builds, and what the README names exists and parses."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import train_net
+
+from fastamp.config import get_cfg, unsupported_settings
+from fastamp.modeling import build_model
+from fastamp.solver import build_lr_schedule, build_optimizer
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yml"))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
+def test_every_config_builds_and_computes(path):
+    cfg = get_cfg()
+    cfg.merge_from_file(path)
+    assert unsupported_settings(cfg) == []
+    cfg.merge_from_list(["MODEL.DEVICE", "cpu", "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.HEADS.NUM_CLASSES", "2"])
+    model = build_model(cfg)
+    build_optimizer(cfg, model)
+    build_lr_schedule(cfg, 10)
+    height, width = cfg.INPUT.SIZE_TRAIN
+    images = torch.randint(256, (4, 3, height, width), dtype=torch.uint8)
+    losses = model.train()({"images": images, "targets": torch.tensor([0, 0, 1, 1])})
+    assert all(torch.isfinite(loss) for loss in losses.values())
+    with torch.no_grad():
+        assert model.eval()({"images": images}).shape[0] == 4
+
+
+def test_there_are_configs():
+    assert {"Base-bagtricks.yml", "bagtricks_R50.yml", "quickstart.yml"} <= {path.name for path in CONFIGS}
+
+
+def readme_commands():
+    for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
+        for line in block.splitlines():
+            yield from (part.strip() for part in line.split("&&"))
+
+
+def test_train_commands_in_the_readme_parse():
+    commands = [shlex.split(c)[2:] for c in readme_commands() if c.startswith("python tools/train_net.py")]
+    assert len(commands) >= 4
+    for arguments in commands:
+        args = train_net.default_argument_parser().parse_args(arguments)
+        cfg = get_cfg()
+        cfg.merge_from_file(ROOT / args.config_file)
+        cfg.merge_from_list(args.opts)
+
+
+def test_python_and_links_in_the_readme_are_real():
+    for block in re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
+        ast.parse(block)
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_keys_in_the_readme_exist():
+    cfg = get_cfg()
+    known = {key.path for key, _ in cfg.keys_below()}
+    sections = {".".join(path.split(".")[:depth]) for path in known for depth in range(1, 4)}
+    for key in re.findall(r"`((?:[A-Z][A-Z0-9_]*\.)+[A-Z][A-Z0-9_]*)\b", README):
+        assert key in known | sections, key

@@ -1,0 +1,210 @@
+"""The command line as users meet it: what a run leaves behind, and what each kind of wrong input gets."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import train_net
+import yaml
+
+ROOT = Path(__file__).parents[2]
+KEPT = {"config.yaml": "a config", "metrics.json": '{"iteration": 3}\n', "model_best.pth": "weights"}
+
+
+def run(capfd, *argv):
+    """Return the exit code and what stood on stderr."""
+    code = train_net.cli([str(arg) for arg in argv])
+    return code, capfd.readouterr().err
+
+
+@pytest.fixture
+def bad(demo, tmp_path, capfd):
+    """Run with bad input and check the exit code, the one message, and that nothing was overwritten."""
+
+    def check(*opts, argv=(), message):
+        output = tmp_path / "output"
+        output.mkdir(exist_ok=True)
+        for name, content in KEPT.items():
+            (output / name).write_text(content)
+        code, stderr = run(capfd, *argv, *tiny.tiny_options(output, *map(str, opts)))
+        assert code == 2, stderr
+        assert stderr.count("error:") == 1 and "Traceback" not in stderr
+        for part in [message] if isinstance(message, str) else message:
+            assert part in stderr
+        assert {name: (output / name).read_text() for name in KEPT} == KEPT
+        assert {p.name for p in output.iterdir()} <= {*KEPT, "log.txt"}
+
+    return check
+
+
+def test_a_run_its_files_and_its_evaluation(demo, tmp_path, capfd):
+    output = tmp_path / "run"
+    config = tmp_path / "base.yml"
+    config.write_text("SOLVER: {AMP: bf16}\n")
+    options = tiny.tiny_options(output)
+    assert run(capfd, "--config-file", config, *options)[0] == 0
+    names = {p.name for p in output.iterdir()}
+    assert {"config.yaml", "log.txt", "metrics.json", "last_checkpoint", "model_best.pth", "model_final.pth"} <= names
+    assert any(name.startswith("events.out.tfevents") for name in names)
+    rows = [json.loads(line) for line in (output / "metrics.json").read_text().splitlines()]
+    training = [row for row in rows if "total_loss" in row]
+    assert {"loss_cls", "loss_triplet", "grad_norm", "loss_scale", "skipped_total", "lr", "images_per_second"} <= set(
+        training[0]
+    )
+    assert "peak_memory_mb" in training[0] and "eta_seconds" in training[0]
+    evaluated = [row for row in rows if "Demo/mAP" in row]
+    assert len(evaluated) == 2
+    content = torch.load(output / "model_final.pth", weights_only=True)
+    assert {"model", "optimizer", "trainer", "random", "policy", "config"} == set(content)
+    assert content["policy"]["dtype"] == "bfloat16"
+    assert yaml.safe_load(content["config"])["SOLVER"]["MAX_EPOCH"] == 4
+    saved = yaml.safe_load((output / "config.yaml").read_text())
+    assert saved["MODEL"]["HEADS"]["NUM_CLASSES"] == 16
+
+    # the saved config and weights give the same numbers again
+    results = train_net.main(
+        train_net.default_argument_parser().parse_args(
+            [
+                "--eval-only",
+                "--config-file",
+                str(output / "config.yaml"),
+                "MODEL.WEIGHTS",
+                str(output / "model_final.pth"),
+            ]
+        )
+    )
+    assert results["mAP"] == evaluated[-1]["Demo/mAP"]
+    assert {"Rank-1", "Rank-5", "Rank-10", "mAP", "mINP", "metric"} <= set(results)
+
+    # and under another precision they are said to be used so
+    capfd.readouterr()
+    arguments = ["--eval-only", *options, "MODEL.WEIGHTS", output / "model_final.pth", "SOLVER.AMP", "off"]
+    assert run(capfd, *arguments)[0] == 0
+    assert "trained in bfloat16, and are now used in float32" in (output / "log.txt").read_text()
+
+
+def test_flip_test_uses_the_mirror_image(demo, tmp_path, capfd):
+    options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1", "TEST.FLIP", "True", "TEST.FLOORS", "True")
+    assert run(capfd, *options)[0] == 0
+    log = (tmp_path / "log.txt").read_text()
+    assert "flip test" in log and "floor: raw pixels" in log and "floor: colour histogram" in log
+
+
+def test_missing_and_empty_data_sets(bad, tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+    market = ("DATASETS.NAMES", "Market1501", "DATASETS.TESTS", "Market1501")
+    bad(*market, message=["Market-1501-v15.09.15", "bounding_box_train", "FASTAMP_DATASETS"])
+    for name in ("bounding_box_train", "query", "bounding_box_test"):
+        (tmp_path / "Market-1501-v15.09.15" / name).mkdir(parents=True)
+    bad(*market, message="Market-1501-v15.09.15")
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_a_corrupt_image_is_named(demo_root, tmp_path, monkeypatch, capfd, workers):
+    root = tmp_path / "datasets"
+    shutil.copytree(demo_root, root)
+    image = sorted(root.rglob("bounding_box_train/*.jpg"))[5]
+    image.write_bytes(image.read_bytes()[:100])
+    monkeypatch.setenv("FASTAMP_DATASETS", str(root))
+    code, stderr = run(capfd, *tiny.tiny_options(tmp_path / "output", "DATALOADER.NUM_WORKERS", workers))
+    assert code == 2
+    assert str(image) in stderr and "Traceback" not in stderr
+
+
+def test_wrong_weights(bad, tmp_path):
+    evaluate = {"argv": ["--eval-only"]}
+    bad(**evaluate, message="--eval-only needs weights")
+    bad("MODEL.WEIGHTS", tmp_path / "nowhere.pth", **evaluate, message="nowhere.pth does not exist")
+    good = tmp_path / "good.pth"
+    torch.save({"model": {"backbone.0.weight": torch.ones(3)}}, good)
+    bad("MODEL.WEIGHTS", good, **evaluate, message=["good.pth are of another model", "backbone.0.weight"])
+    truncated = tmp_path / "truncated.pth"
+    truncated.write_bytes(good.read_bytes()[:200])
+    bad("MODEL.WEIGHTS", truncated, **evaluate, message=["truncated.pth", "cannot be loaded"])
+    bad("MODEL.WEIGHTS", truncated, message=["truncated.pth", "cannot be loaded"])
+    resnet = ["MODEL.BACKBONE.NAME", "build_resnet_backbone", "MODEL.BACKBONE.DEPTH", "18x"]
+    pretrained = ["MODEL.BACKBONE.PRETRAIN", True, "MODEL.BACKBONE.PRETRAIN_PATH", truncated]
+    bad(*resnet, *pretrained, "MODEL.BACKBONE.FEAT_DIM", 512, message="truncated.pth")
+
+
+@pytest.mark.parametrize(
+    "key, value, parts",
+    [
+        ("SOLVER.BASE_RL", "0.1", ["SOLVER.BASE_RL", "SOLVER.BASE_LR"]),
+        ("MODEL.BACKBONE.NAME", "build_resnet", ["MODEL.BACKBONE.NAME", "build_resnet_backbone"]),
+        ("MODEL.HEADS.NAME", "EmbedingHead", ["MODEL.HEADS.NAME", "'EmbeddingHead'"]),
+        ("MODEL.HEADS.POOL_LAYER", "GlobalAveragePool", ["MODEL.HEADS.POOL_LAYER", "'GlobalAvgPool'"]),
+        ("MODEL.HEADS.CLS_LAYER", "Lineal", ["MODEL.HEADS.CLS_LAYER", "'Linear'"]),
+        ("MODEL.LOSSES.NAME", "TripleLoss", ["MODEL.LOSSES.NAME", "'TripletLoss'"]),
+        ("MODEL.META_ARCHITECTURE", "Basline", ["MODEL.META_ARCHITECTURE", "'Baseline'"]),
+        ("DATALOADER.SAMPLER_TRAIN", "NaiveSampler", ["DATALOADER.SAMPLER_TRAIN", "'NaiveIdentitySampler'"]),
+        ("DATASETS.NAMES", "Market1502", ["DATASETS.NAMES", "'Market1501'"]),
+        ("SOLVER.OPT", "Adamm", ["SOLVER.OPT", "'Adam'"]),
+        ("SOLVER.SCHED", "MultiStep", ["SOLVER.SCHED", "'MultiStepLR'"]),
+        ("SOLVER.TRAINER", "AmpTrainer", ["SOLVER.TRAINER", "'AMPTrainer'"]),
+        ("TEST.METRIC", "euclid", ["TEST.METRIC", "euclidean"]),
+        ("MODEL.HEADS.NUM_CLASSES", "5", ["MODEL.HEADS.NUM_CLASSES is 5", "16 identities"]),
+        ("MODEL.BACKBONE.FEAT_DIM", "2048", ["MODEL.BACKBONE.FEAT_DIM is 2048", "16 wide"]),
+        ("TEST.EVAL_PERIOD", "0", ["TEST.EVAL_PERIOD is 0", "SOLVER.MAX_EPOCH"]),
+        ("SOLVER.IMS_PER_BATCH", "1000", ["SOLVER.IMS_PER_BATCH", "1000", "96 images"]),
+        ("DATALOADER.NUM_INSTANCE", "3", ["DATALOADER.NUM_INSTANCE 3", "16"]),
+        ("DATALOADER.NUM_INSTANCE", "0", ["DATALOADER.NUM_INSTANCE is 0"]),
+        ("TEST.RERANK", "True", ["TEST.RERANK.ENABLED"]),
+        ("MODEL.BACKBONE.WITH_NL", "True", ["MODEL.BACKBONE.WITH_NL"]),
+        ("SOLVER.AMP.FORCE_FP32", "head", ["SOLVER.AMP.FORCE_FP32", "'heads'"]),
+        ("SOLVER.AMP", "fp17", ["SOLVER.AMP", "fp17"]),
+        ("OUTPUT_DIR", "/dev/null/x", ["OUTPUT_DIR", "/dev/null/x"]),
+    ],
+)
+def test_wrong_values(bad, key, value, parts):
+    bad(key, value, message=parts)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_cuda_that_is_not_there(bad):
+    bad("MODEL.DEVICE", "cuda", message=["MODEL.DEVICE is 'cuda'", "MODEL.DEVICE auto"])
+
+
+def test_wrong_config_files(bad, tmp_path):
+    python = tmp_path / "config.py"
+    python.write_text("raise SystemExit(99)")
+    bad(argv=["--config-file", python], message="config.py")
+    bad(argv=["--config-file", tmp_path / "nowhere.yml"], message="nowhere.yml")
+    typo = tmp_path / "typo.yml"
+    typo.write_text("SOLVER: {MAX_EPOCHS: 3}")
+    bad(argv=["--config-file", typo], message=["typo.yml", "SOLVER.MAX_EPOCHS", "SOLVER.MAX_EPOCH"])
+
+
+def test_more_than_one_process(bad):
+    bad(argv=["--num-gpus", "2"], message="trains in one process")
+
+
+def test_resume_of_another_model(demo, tmp_path, capfd):
+    assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
+    before = (tmp_path / "model_final.pth").read_bytes()
+    code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path, "MODEL.HEADS.EMBEDDING_DIM", "8"))
+    assert code == 2 and "another model" in stderr
+    assert (tmp_path / "model_final.pth").read_bytes() == before
+
+
+def test_list_config(capsys):
+    assert train_net.cli(["--list-config", "SOLVER.AMP"]) == 0
+    out = capsys.readouterr().out
+    assert "SOLVER.AMP.DTYPE" in out and "SOLVER.BASE_LR" not in out
+    assert train_net.cli(["--list-config", "SOLVR"]) == 2
+    assert "SOLVER" in capsys.readouterr().err
+
+
+def test_as_a_process():
+    """What the shell sees: the exit code, and no traceback."""
+    process = subprocess.run(
+        [sys.executable, "tools/train_net.py", "--config-file", "nowhere.yml"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert process.returncode == 2
+    assert process.stderr.startswith("error:") and "nowhere.yml" in process.stderr
+    assert "Traceback" not in process.stderr
