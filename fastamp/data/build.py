@@ -21,7 +21,7 @@ def build_reid_train_loader(
     """Build the endless loader of DATASETS.NAMES.
 
     Its batches are a function of the config alone: the same ones from any ``start_iter`` on, with any number of
-    workers, and divided among any number of ranks. An epoch is ``max(1, images // IMS_PER_BATCH)`` batches.
+    workers, and divided among any number of ranks. An epoch is ``images // IMS_PER_BATCH`` batches.
 
     Args:
         cfg: reads DATASETS, DATALOADER, INPUT, SOLVER.IMS_PER_BATCH and SEED.
@@ -29,7 +29,7 @@ def build_reid_train_loader(
         rank, world_size: this process among how many; None asks torch.distributed.
 
     Raises:
-        DataError: a data set is missing or empty, or has too few identities for a batch.
+        DataError: a data set is missing or empty, or has too few images or identities for a batch.
         ConfigError: a value is out of range, a name unknown, or a batch cannot be made up as asked.
     """
     rank, world_size = _place(rank, world_size)
@@ -39,14 +39,19 @@ def build_reid_train_loader(
     datasets = [build_dataset(name) for name in cfg.DATASETS.NAMES]
     items = training_items(datasets, combine_all=cfg.DATASETS.COMBINEALL)
     dataset = ReidDataset(items, transforms, relabel=True)
+    batch_size = cfg.SOLVER.IMS_PER_BATCH
+    if len(dataset) < batch_size:
+        raise DataError(
+            f"the training data ({', '.join(cfg.DATASETS.NAMES)}) has {len(dataset)} images, fewer than one batch: "
+            f"SOLVER.IMS_PER_BATCH is {batch_size}.\n  fix: a smaller SOLVER.IMS_PER_BATCH, or more data"
+        )
     sampler = SAMPLER_REGISTRY.build(
         cfg.DATALOADER.SAMPLER_TRAIN, cfg, labels=dataset.labels, camids=dataset.camids, world_size=world_size
     )
-    batch_size = cfg.SOLVER.IMS_PER_BATCH
     batch_sampler = EpochBatchSampler(
         sampler,
         batch_size=batch_size,
-        iters_per_epoch=max(1, len(dataset) // max(1, batch_size)),
+        iters_per_epoch=len(dataset) // max(1, batch_size),
         rank=rank,
         world_size=world_size,
         start_iter=start_iter,
@@ -62,8 +67,6 @@ def build_reid_train_loader(
             batch_sampler.iters_per_epoch,
             batch_size,
         )
-        if len(dataset) < batch_size:
-            logger.warning("there are fewer images than a batch holds, so that some are in it more than once")
     num_workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
     return TrainLoader(dataset, batch_sampler, num_workers=num_workers)
 

@@ -1,15 +1,18 @@
 """Decode image files to uint8 RGB tensors."""
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
-from torchvision.io import ImageReadMode
-from torchvision.io import decode_image as torchvision_decode
 
 from fastamp.utils.errors import DataError
+
+try:
+    from torchvision.io import ImageReadMode
+    from torchvision.io import decode_image as torchvision_decode
+except ImportError:
+    # torchvision 0.29 announces that a later version will have no decoders.
+    torchvision_decode = None
 
 
 def read_image(path: str) -> Tensor:
@@ -25,16 +28,17 @@ def read_image(path: str) -> Tensor:
         DataError: the file is missing, cannot be read, or is damaged; names the file and the cause.
     """
     try:
-        data = Path(path).read_bytes()
+        encoded = torch.from_numpy(np.fromfile(path, dtype=np.uint8))
     except OSError as error:
         raise DataError(f"cannot read the image {path}: {error.strerror or error}") from error
-    if not data:
+    if not len(encoded):
         raise DataError(f"cannot read the image {path}: the file is empty")
-    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if torchvision_decode is None:
+        return _read_with_pil(path)
     try:
         image = torchvision_decode(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
-    except RuntimeError as error:
-        return _read_with_pil(path, torchvision_error=error)
+    except RuntimeError:
+        return _read_with_pil(path)
     if image.dim() == 4:
         image = image[0]
     if image.dtype == torch.uint16:
@@ -43,14 +47,14 @@ def read_image(path: str) -> Tensor:
     return image.to(torch.uint8)
 
 
-def _read_with_pil(path: str, torchvision_error: RuntimeError) -> Tensor:
+def _read_with_pil(path: str) -> Tensor:
     try:
         with Image.open(path) as image:
             pixels = np.asarray(_to_rgb(ImageOps.exif_transpose(image)))
     # On damaged files PIL's plugins raise nearly anything (OSError, SyntaxError, struct.error, ...).
     except Exception as error:
-        causes = f"{_first_line(error)} (torchvision: {_first_line(torchvision_error)})"
-        raise DataError(f"cannot read the image {path}: {causes}") from error
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(f"cannot read the image {path}: {cause}") from error
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
 
 
@@ -59,7 +63,3 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         # PIL would clip 16-bit grey at 255.
         image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
     return image.convert("RGB")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

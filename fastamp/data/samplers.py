@@ -66,6 +66,7 @@ class IdentitySampler(EpochSampler):
 
     Args:
         labels: identity of each image.
+        camids: camera of each image.
         batch_size: P * K.
         num_instances: K.
         seed: any integer.
@@ -77,7 +78,14 @@ class IdentitySampler(EpochSampler):
     """
 
     def __init__(
-        self, *, labels: Sequence[int], batch_size: int, num_instances: int, seed: int, world_size: int = 1
+        self,
+        *,
+        labels: Sequence[int],
+        camids: Sequence[int],
+        batch_size: int,
+        num_instances: int,
+        seed: int,
+        world_size: int = 1,
     ) -> None:
         if num_instances < 1:
             raise ConfigError(f"DATALOADER.NUM_INSTANCE is {num_instances}; it must be at least 1")
@@ -92,6 +100,7 @@ class IdentitySampler(EpochSampler):
         for index, label in enumerate(labels):
             self.images_of[label].append(index)
         self.identities = sorted(self.images_of)
+        self.camids = list(camids)
         self.identities_per_batch = batch_size // num_instances
         self.num_instances = num_instances
         self.seed = seed
@@ -108,6 +117,7 @@ class IdentitySampler(EpochSampler):
         """Build from SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED."""
         return cls(
             labels=labels,
+            camids=camids,
             batch_size=cfg.SOLVER.IMS_PER_BATCH,
             num_instances=cfg.DATALOADER.NUM_INSTANCE,
             seed=cfg.SEED,
@@ -156,26 +166,7 @@ class BalancedIdentitySampler(IdentitySampler):
     images do not suffice, from its own camera, and only when all images are in, with replacement. An epoch's last
     identities that make no whole batch are left out. Differs from FastReID, which draws among the images of other
     cameras without regard to which, and repeats them before it takes one of the first image's camera.
-
-    Args:
-        camids: camera of each image; the others are ``IdentitySampler``'s.
     """
-
-    def __init__(self, *, labels: Sequence[int], camids: Sequence[int], **settings: Any) -> None:
-        super().__init__(labels=labels, **settings)
-        self.camids = list(camids)
-
-    @classmethod
-    def from_config(cls, cfg: Any, *, labels: Sequence[int], camids: Sequence[int], world_size: int) -> "EpochSampler":
-        """Build from SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED."""
-        return cls(
-            labels=labels,
-            camids=camids,
-            batch_size=cfg.SOLVER.IMS_PER_BATCH,
-            num_instances=cfg.DATALOADER.NUM_INSTANCE,
-            seed=cfg.SEED,
-            world_size=world_size,
-        )
 
     def epoch(self, epoch: int) -> Iterator[int]:
         """Return the endless index stream of ``epoch``."""

@@ -1,5 +1,6 @@
 """Start a command line: one process here, and exit codes that mean something."""
 
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -33,12 +34,13 @@ def launch(
     """Call ``main_func(*args)``.
 
     Raises:
-        ConfigError: more than one process was asked for.
+        ConfigError: more than one process was asked for, here or by torchrun.
     """
-    if num_machines * max(num_gpus_per_machine, 1) > 1:
+    processes = max(num_machines * num_gpus_per_machine, int(os.environ.get("WORLD_SIZE", "1")))
+    if processes > 1:
         raise ConfigError(
-            f"{num_machines} machines with {num_gpus_per_machine} GPUs each were asked for, but this version of "
-            "fastamp trains in one process.\n  fix: --num-gpus 1 --num-machines 1"
+            f"{processes} processes were asked for, but this version of fastamp trains in one process.\n"
+            "  fix: --num-gpus 1 --num-machines 1, and python instead of torchrun"
         )
     return main_func(*args)
 

@@ -55,7 +55,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Any:
         with torch.serialization.safe_globals(_numpy_scalars()):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        if "Unsupported global" in str(error) or "GLOBAL" in str(error) or "weights_only" in str(error).lower():
+        if "GLOBAL" in str(error):
             raise WeightsError(
                 f"weights file {path} holds objects other than tensors and plain values, which fastamp never loads, "
                 "because they can run code.\n"
@@ -65,15 +65,13 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Any:
         raise _damaged(path, error) from error
     except PermissionError as error:
         raise WeightsError(f"weights file {path} cannot be read: {error.strerror}") from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, IndexError) as error:
-        raise _damaged(path, error) from error
-    except (AssertionError, TypeError, UnicodeDecodeError, MemoryError, OverflowError) as error:
+    except Exception as error:  # damaged bytes make PyTorch raise nearly anything
         raise _damaged(path, error) from error
 
 
 def _unsupported_global(error: Exception) -> str:
     for line in str(error).splitlines():
-        if "GLOBAL" in line or "global" in line:
+        if "GLOBAL" in line:
             return line.strip()
     return str(error).splitlines()[0]
 

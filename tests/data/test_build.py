@@ -74,7 +74,7 @@ def test_the_ranks_together_see_one_process_batch(market, cfg):
     for index, batch in enumerate(whole):
         for name in ("images", "targets", "camids"):
             assert torch.equal(torch.cat([part[index][name] for part in parts]), batch[name])
-        assert sum((part[index]["img_paths"] for part in parts), []) == batch["img_paths"]
+        assert [path for part in parts for path in part[index]["img_paths"]] == batch["img_paths"]
 
 
 def test_the_seed_decides(market, cfg):
@@ -95,15 +95,14 @@ def test_the_global_generators_are_left_alone(market, cfg, workers):
     assert random.getstate() == before[2]
 
 
-def test_a_set_smaller_than_a_batch(market, cfg, caplog):
+def test_a_set_smaller_than_a_batch(market, cfg):
     cfg.SOLVER.IMS_PER_BATCH = 40
-    loader = build_reid_train_loader(cfg)
-    assert loader.iters_per_epoch == 1
-    first, second = take(loader, 2)
-    assert len(first["targets"]) == len(second["targets"]) == 40
-    assert "fewer images than a batch" in caplog.text
+    with pytest.raises(DataError, match=r"Market1501\) has 24 images, fewer than one batch: .* is 40"):
+        build_reid_train_loader(cfg)
+    cfg.SOLVER.IMS_PER_BATCH = 24
+    assert build_reid_train_loader(cfg).iters_per_epoch == 1
     cfg.DATALOADER.SAMPLER_TRAIN = "NaiveIdentitySampler"
-    with pytest.raises(DataError, match=r"6 identities, but a batch needs 20"):
+    with pytest.raises(DataError, match=r"6 identities, but a batch needs 12"):
         build_reid_train_loader(cfg)
 
 
@@ -202,7 +201,7 @@ def test_worker_count_is_limited_by_the_cores():
 
 
 SIGNALLED = """
-import os, signal, time, torch, multiprocessing
+import multiprocessing, os, signal
 from fastamp.config import get_cfg
 from fastamp.data import build_reid_train_loader
 cfg = get_cfg()
@@ -215,42 +214,34 @@ os.system("kill -TERM %s; kill -INT %s" % ((" ".join(map(str, workers)),) * 2))
 for _ in range(20):
     next(batches)
 assert [process.pid for process in multiprocessing.active_children()] == workers
-{end}
+print(*workers, flush=True)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are told who sent a signal on Linux alone")
-@pytest.mark.parametrize(
-    "end", ["batches.close(); print('done')", "print('done')", "os.kill(workers[0], 9); next(batches)"]
-)
-def test_workers_leave_signals_to_the_main_process(market, end):
-    """They outlive a signal to the process group, and still end with the main process."""
-    start = time.monotonic()
-    run = subprocess.run(
-        [sys.executable, "-c", SIGNALLED.replace("{end}", end)], capture_output=True, text=True, timeout=60
-    )
-    if "done" in end:
-        assert run.returncode == 0 and run.stdout == "done\n", run.stderr
-    else:
-        assert run.returncode != 0
-    assert time.monotonic() - start < 50
+def test_workers_leave_signals_to_the_main_process(market):
+    """They outlive a signal to the process group, and still end with the main process, which does not close them."""
+    run = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert not any(is_alive(int(pid)) for pid in run.stdout.split())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_end_when_the_main_process_is_killed(market):
-    code = SIGNALLED.replace("{end}", "print(*workers, flush=True)\nwhile True: next(batches)")
+    code = SIGNALLED + "while True: next(batches)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
         workers = [int(pid) for pid in run.stdout.readline().split()]
         os.kill(run.pid, signal.SIGKILL)
     assert len(workers) >= 1
     for _ in range(150):
-        if not any(os.path.exists(f"/proc/{pid}/exe") and _alive(pid) for pid in workers):
+        if not any(is_alive(pid) for pid in workers):
             return
         time.sleep(0.1)
     pytest.fail("a worker outlived the main process")
 
 
-def _alive(pid):
+def is_alive(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"

@@ -29,6 +29,13 @@ def test_jpegs_are_what_pil_reads(tmp_path, write_image, mode):
     assert (image.int() - pil_rgb(path).int()).abs().max() <= (3 if mode == "CMYK" else 0)
 
 
+def test_pil_alone_reads_the_same(tmp_path, write_image, monkeypatch):
+    path = str(write_image(tmp_path / "a.jpg"))
+    image = read_image(path)
+    monkeypatch.setattr("fastamp.data.decode.torchvision_decode", None)
+    assert torch.equal(read_image(path), image)
+
+
 def test_grey_becomes_three_equal_channels(tmp_path, write_image):
     image = read_image(str(write_image(tmp_path / "a.jpg", mode="L")))
     assert torch.equal(image[0], image[1]) and torch.equal(image[1], image[2])

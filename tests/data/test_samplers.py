@@ -33,10 +33,15 @@ def make(name, counts=(9, 3, 5, 1, 8, 4, 4), batch_size=12, num_instances=4, see
     labels, camids = images(counts)
     if name == "training":
         return TrainingSampler(size=len(labels), seed=seed), labels, camids
-    settings_ = {"batch_size": batch_size, "num_instances": num_instances, "seed": seed, "world_size": world_size}
-    if name == "naive":
-        return NaiveIdentitySampler(labels=labels, **settings_), labels, camids
-    return BalancedIdentitySampler(labels=labels, camids=camids, **settings_), labels, camids
+    sampler = {"naive": NaiveIdentitySampler, "balanced": BalancedIdentitySampler}[name](
+        labels=labels,
+        camids=camids,
+        batch_size=batch_size,
+        num_instances=num_instances,
+        seed=seed,
+        world_size=world_size,
+    )
+    return sampler, labels, camids
 
 
 ALL = ["training", "naive", "balanced"]
@@ -87,8 +92,8 @@ def test_naive_deals_without_replacement_until_fewer_than_p_identities_are_left(
     assert max(seen.values()) < 1.6 * min(seen.values())
 
 
-def test_naive_takes_p_images_of_a_small_identity_with_replacement():
-    sampler, labels, _ = make("naive", counts=(2, 2), batch_size=8, num_instances=4)
+def test_naive_takes_k_images_of_a_small_identity_with_replacement():
+    sampler, _, _ = make("naive", counts=(2, 2), batch_size=8, num_instances=4)
     assert all(len(set(chunk)) <= 2 for chunk in chunks(take(sampler.epoch(0), 80), 4))
 
 

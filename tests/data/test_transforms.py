@@ -146,7 +146,7 @@ def test_colour_jitter_equals_torchvision(images):
     jittered = jitter.apply(images, parameters)
     expected = torch.stack([as_torchvision(image, parameters, index) for index, image in enumerate(images)])
     difference = (jittered.int() - expected.int()).abs()
-    # One unit of rounding before a hue or a blend with a large factor becomes a few; more than a few pixels is an error.
+    # One unit of rounding grows to a few in a turn of the hue or a blend with a large factor, in a few pixels.
     assert difference.max() <= 4
     assert (difference > 1).float().mean() < 1e-3
     assert (jittered != images).float().mean() > 0.3

@@ -148,9 +148,10 @@ def log_splits(dataset: ImageDataset, splits: dict[str, Sequence[ImageItem]]) ->
 
 
 def _describe(folder: Path) -> str:
-    """Return what a folder holds, in a few words."""
+    """Return what a folder holds, or the nearest one above it that exists, in a few words."""
     if not folder.is_dir():
-        return f"nothing, the folder {folder.absolute()} does not exist"
+        nearest = next(parent for parent in folder.absolute().parents if parent.is_dir())
+        return f"no folder {folder.absolute()}; in {nearest}: {_describe(nearest)}"
     names = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir())
     if not names:
         return "nothing, the folder is empty"

@@ -7,6 +7,8 @@ from PIL import Image, ImageDraw, ImageFilter
 
 # A scene is this many boxes wide, and two boxes high with the foot of the wall half-way down.
 _SCENE_BOXES = 8
+# Streets are greyer than clothes: how far scenes are drawn towards grey.
+_SCENE_GREYING = 0.45
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,8 @@ class Camera:
     """One camera. Angles are in radians, colours are gains, lengths are in pixels of the final picture.
 
     ``wall_foot`` is where the wall meets the ground, as a share of the box height; ``yaws`` are the directions in
-    which people mostly walk past; ``detail`` below 1 is the resolution lost in a distant or cheap camera.
+    which people mostly walk past; ``detail`` below 1 is the resolution lost in a distant or cheap camera, ``person_height``
+    is the share of the box that a person fills, and ``jpeg`` the range of qualities it saves with.
     """
 
     scene: str
@@ -34,13 +37,103 @@ class Camera:
 
 
 _CAMERAS = (
-    Camera("shopfront", 0.10, (0.3, -0.5, 2.8), 0.62, 1.06, 1.0, (1.03, 1.0, 0.96), 0.01, 1.0, 0.25, 3, 1.0, 0.92, (70, 92)),
-    Camera("brick", 0.26, (0.0, 3.1, 1.5), 0.42, 0.93, 1.05, (0.94, 0.99, 1.08), 0.02, 0.95, 0.35, 4, 0.95, 0.9, (60, 88)),
-    Camera("park", 0.18, (1.4, -1.4, 2.6), 0.5, 1.08, 0.95, (0.98, 1.03, 0.96), 0.03, 1.08, 0.3, 3, 1.0, 0.91, (60, 90)),
-    Camera("plaza", 0.36, (3.1, 2.6, -0.6), 0.08, 1.0, 1.0, (1.0, 0.99, 1.03), 0.08, 0.88, 0.45, 4, 0.9, 0.88, (50, 80)),
-    Camera("hall", 0.22, (0.2, -0.2, 3.0), 0.48, 1.06, 0.98, (1.05, 1.02, 0.92), 0.02, 1.0, 0.3, 3, 1.0, 0.92, (65, 90)),
-    Camera("night", 0.3, (-1.5, 1.6, 0.4), 0.36, 0.84, 0.9, (1.08, 0.98, 0.88), 0.03, 0.9, 0.5, 5, 0.9, 0.9, (45, 78)),
-)  # fmt: skip
+    Camera(
+        scene="shopfront",
+        pitch=0.1,
+        yaws=(0.3, -0.5, 2.8),
+        wall_foot=0.62,
+        gain=1.06,
+        gamma=1.0,
+        cast=(1.03, 1.0, 0.96),
+        haze=0.01,
+        saturation=1.0,
+        blur=0.25,
+        noise=3,
+        detail=1.0,
+        person_height=0.92,
+        jpeg=(70, 92),
+    ),
+    Camera(
+        scene="brick",
+        pitch=0.26,
+        yaws=(0.0, 3.1, 1.5),
+        wall_foot=0.42,
+        gain=0.93,
+        gamma=1.05,
+        cast=(0.94, 0.99, 1.08),
+        haze=0.02,
+        saturation=0.95,
+        blur=0.35,
+        noise=4,
+        detail=0.95,
+        person_height=0.9,
+        jpeg=(60, 88),
+    ),
+    Camera(
+        scene="park",
+        pitch=0.18,
+        yaws=(1.4, -1.4, 2.6),
+        wall_foot=0.5,
+        gain=1.08,
+        gamma=0.95,
+        cast=(0.98, 1.03, 0.96),
+        haze=0.03,
+        saturation=1.08,
+        blur=0.3,
+        noise=3,
+        detail=1.0,
+        person_height=0.91,
+        jpeg=(60, 90),
+    ),
+    Camera(
+        scene="plaza",
+        pitch=0.36,
+        yaws=(3.1, 2.6, -0.6),
+        wall_foot=0.08,
+        gain=1.0,
+        gamma=1.0,
+        cast=(1.0, 0.99, 1.03),
+        haze=0.08,
+        saturation=0.88,
+        blur=0.45,
+        noise=4,
+        detail=0.9,
+        person_height=0.88,
+        jpeg=(50, 80),
+    ),
+    Camera(
+        scene="hall",
+        pitch=0.22,
+        yaws=(0.2, -0.2, 3.0),
+        wall_foot=0.48,
+        gain=1.06,
+        gamma=0.98,
+        cast=(1.05, 1.02, 0.92),
+        haze=0.02,
+        saturation=1.0,
+        blur=0.3,
+        noise=3,
+        detail=1.0,
+        person_height=0.92,
+        jpeg=(65, 90),
+    ),
+    Camera(
+        scene="night",
+        pitch=0.3,
+        yaws=(-1.5, 1.6, 0.4),
+        wall_foot=0.36,
+        gain=0.84,
+        gamma=0.9,
+        cast=(1.08, 0.98, 0.88),
+        haze=0.03,
+        saturation=0.9,
+        blur=0.5,
+        noise=5,
+        detail=0.9,
+        person_height=0.9,
+        jpeg=(45, 78),
+    ),
+)
 
 
 def make_camera(index: int, seed: int) -> Camera:
@@ -71,12 +164,13 @@ def paint_scene(camera: Camera, index: int, seed: int, width: int, height: int) 
     image = Image.new("RGB", size, (150, 148, 145))
     _PAINTERS[camera.scene](image, ImageDraw.Draw(image), rng, height)
     image = image.filter(ImageFilter.GaussianBlur(height / 128))
-    grain = rng.normal(0, 1, (size[1], size[0], 1)).astype(np.float32) * 4 + _clouds(rng, size) * 14
+    image = Image.blend(image, image.convert("L").convert("RGB"), _SCENE_GREYING)
+    grain = rng.normal(0, 1, (size[1], size[0], 1)).astype(np.float32) * 3 + _clouds(rng, size) * 9
     return np.clip(np.asarray(image, dtype=np.float32) + grain, 0, 255).astype(np.uint8)
 
 
 def crop_scene(rng: np.random.Generator, scene: np.ndarray, camera: Camera, width: int, height: int) -> np.ndarray:
-    """Return a random (height, width, 3) float32 view of the scene with the foot of the wall where the camera has it."""
+    """Return a random (height, width, 3) float32 view of the scene, its wall's foot where the camera has it."""
     left = int(rng.integers(scene.shape[1] - width + 1))
     wall_foot = camera.wall_foot + rng.uniform(-0.1, 0.1)
     top = int(np.clip(height * (1 - wall_foot), 0, scene.shape[0] - height))
@@ -254,7 +348,9 @@ def _night(image: Image.Image, draw: ImageDraw.ImageDraw, rng: np.random.Generat
         tint = tuple(int(v) for v in rng.uniform(40, 150, 3))
         box = (x, foot - unit * 0.42, x + unit * 1.1, foot - unit * 0.04)
         draw.rounded_rectangle(box, radius=unit * 0.12, fill=tint)
-        draw.rounded_rectangle((x + unit * 0.2, foot - unit * 0.4, x + unit * 0.9, foot - unit * 0.25), 4, fill=(44, 48, 56))
+        draw.rounded_rectangle(
+            (x + unit * 0.2, foot - unit * 0.4, x + unit * 0.9, foot - unit * 0.25), 4, fill=(44, 48, 56)
+        )
         for wheel in (0.15, 0.75):
             left = x + unit * wheel
             draw.ellipse((left, foot - unit * 0.14, left + unit * 0.2, foot + unit * 0.04), fill=(26, 26, 28))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fastamp.data.demo.camera import make_camera
 from fastamp.data.demo.picture import draw_picture
 from fastamp.data.demo.wardrobe import Appearance, draw_appearance, draw_lookalike, draw_people
 from fastamp.utils.errors import DataError
@@ -26,8 +27,8 @@ MANIFEST = "demo.json"
 SPLITS = ("bounding_box_train", "query", "bounding_box_test")
 
 _QUERIES_PER_IDENTITY = 2
-_LOOKALIKES = 3
-_LOOKALIKE_SHARE = 0.5
+_LOOKALIKES = 2
+_LOOKALIKE_SHARE = 0.4
 # A build folder in which nothing was written for so many seconds belongs to a process that was killed.
 _ABANDONED_SECONDS = 120
 # First entry of each random stream's key after the seed; 0 and 1 belong to the cameras.
@@ -49,10 +50,10 @@ class _Shot:
 def generate_demo(
     folder: str | Path,
     *,
-    train_identities: int = 120,
+    train_identities: int = 170,
     test_identities: int = 54,
-    images_per_identity: int = 12,
-    distractors: int = 240,
+    images_per_identity: int = 10,
+    distractors: int = 200,
     cameras: int = 6,
     image_size: tuple[int, int] = (128, 64),
     seed: int = 0,
@@ -66,7 +67,7 @@ def generate_demo(
 
     Args:
         folder: the data set's own folder; parents are made.
-        train_identities: people in ``bounding_box_train``, at least 1; three quarters have lookalikes.
+        train_identities: people in ``bounding_box_train``, at least 1; two in five have lookalikes.
         test_identities: people in ``query`` and ``bounding_box_test``, at least 1, all others than in training.
         images_per_identity: pictures of each person, at least 4; two of a test person's are queries.
         distractors: gallery pictures of strangers and of nobody (pid 0); a tenth as many junk boxes (pid -1) are added.
@@ -122,7 +123,7 @@ def generate_demo(
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Return whether ``folder`` holds a whole demo set of this version: its manifest, and as many files as that says."""
+    """Return whether ``folder`` holds a whole demo set of this version: a manifest, and as many files as it says."""
     folder = Path(folder)
     manifest = _read_manifest(folder)
     if manifest is None or manifest.get("version") != DEMO_VERSION:
@@ -150,7 +151,7 @@ def _plan(settings: dict) -> list[_Shot]:
     for index in range(settings["distractors"]):
         rng = np.random.default_rng([seed, _DISTRACTOR, index])
         kind, person = rng.random(), None
-        if kind < 0.25:
+        if kind < 0.1:
             person = draw_lookalike(rng, test_people[rng.integers(len(test_people))])
         elif kind < 0.75:
             person = draw_appearance(rng)
@@ -216,7 +217,8 @@ def _draw_all(
         picture = draw_picture(
             rng, shot.person, shot.camera, shot.sequence, seed=seed, image_size=image_size, bad_box=shot.bad_box
         )
-        picture.save(build / shot.path, quality=int(rng.integers(55, 93)))
+        low, high = make_camera(shot.camera, seed).jpeg
+        picture.save(build / shot.path, quality=int(rng.integers(low, high)))
 
     pool = ThreadPoolExecutor(workers or min(4, os.cpu_count() or 1))
     try:
@@ -247,7 +249,7 @@ def _read_manifest(folder: Path) -> dict | None:
 
 
 def _check_place(folder: Path, settings: dict) -> None:
-    """Raise DataError if writing to ``folder`` would destroy what is not a damaged or outdated copy of this very set."""
+    """Raise DataError if writing to ``folder`` would destroy more than a damaged or outdated copy of this set."""
     if not folder.exists():
         return
     if not folder.is_dir() or (not (folder / MANIFEST).is_file() and any(folder.iterdir())):

@@ -13,7 +13,7 @@ from fastamp.data.demo.wardrobe import Appearance, draw_appearance
 # Figures are painted this many times larger and averaged down, which smooths their edges.
 _SUPERSAMPLING = 3
 
-_POLE_COLOURS = ((72, 74, 78), (170, 168, 160), (44, 70, 52), (150, 60, 44), (206, 178, 60))
+_POLE_COLOURS = ((72, 74, 78), (150, 148, 142), (56, 70, 60), (104, 84, 74), (60, 66, 82))
 
 
 @lru_cache(maxsize=32)
@@ -61,14 +61,14 @@ def draw_picture(
         foot_x += width * _SUPERSAMPLING * rng.choice((-0.45, 0.45))
         foot_y += height * _SUPERSAMPLING * rng.choice((-0.5, 0.4))
 
-    if rng.random() < 0.12:
+    if rng.random() < 0.1:
         _passer_by(rng, canvas, camera, foot_x, foot_y - 0.06 * tall, tall * 0.92)
     if person is not None:
         yaw = rng.choice(camera.yaws) + rng.normal(0, 0.35)
         draw_person(canvas, person, draw_pose(rng, yaw, camera.pitch), (foot_x, foot_y), tall)
     elif rng.random() < 0.6:
         _passer_by(rng, canvas, camera, foot_x, foot_y, tall)
-    if rng.random() < 0.16:
+    if rng.random() < 0.14:
         _occluder(rng, canvas, camera, foot_x, foot_y, tall)
 
     ground_shadow = (foot_x / _SUPERSAMPLING, foot_y / _SUPERSAMPLING, tall / _SUPERSAMPLING)
@@ -80,7 +80,7 @@ def _passer_by(
     rng: np.random.Generator, canvas: Image.Image, camera: Camera, foot_x: float, foot_y: float, tall: float
 ) -> None:
     """Paint a stranger beside the place where a person stands."""
-    aside = rng.uniform(0.22, 0.36) * rng.choice((-1.0, 1.0)) * tall
+    aside = rng.uniform(0.25, 0.38) * rng.choice((-1.0, 1.0)) * tall
     pose = draw_pose(rng, rng.choice(camera.yaws) + rng.normal(0, 0.4), camera.pitch)
     draw_person(canvas, draw_appearance(rng), pose, (foot_x + aside, foot_y), tall)
 
@@ -101,7 +101,7 @@ def _occluder(
         shine = tuple(min(255, value + 40) for value in colour)
         brush.rectangle((left + wide * 0.25, 0, left + wide * 0.45, canvas.height), fill=shine)
     elif kind == "bin":
-        left, top = foot_x + rng.uniform(-0.22, 0.05) * tall, foot_y - rng.uniform(0.16, 0.3) * tall
+        left, top = foot_x + rng.uniform(-0.22, 0.05) * tall, foot_y - rng.uniform(0.12, 0.25) * tall
         colour = _POLE_COLOURS[rng.integers(len(_POLE_COLOURS))]
         brush.rounded_rectangle((left, top, left + 0.19 * tall, canvas.height + 20), radius=0.02 * tall, fill=colour)
         dark = tuple(value * 2 // 3 for value in colour)

@@ -27,15 +27,18 @@ FABRICS: tuple[Colour, ...] = (
     (62, 152, 150),
 )
 TROUSER_COLOURS: tuple[Colour, ...] = (
-    (30, 30, 34),
-    (44, 58, 92),
-    (92, 116, 158),
-    (110, 108, 106),
-    (176, 156, 122),
-    (84, 66, 50),
-    (70, 78, 56),
-    (212, 208, 200),
-    (130, 40, 46),
+    (26, 26, 30),
+    (36, 52, 100),
+    (98, 130, 182),
+    (128, 126, 124),
+    (196, 172, 128),
+    (98, 68, 44),
+    (74, 96, 56),
+    (228, 224, 216),
+    (160, 40, 46),
+    (206, 150, 60),
+    (116, 66, 120),
+    (48, 124, 122),
 )
 PATTERNS = (
     "plain",
@@ -61,9 +64,9 @@ BAGS = ("none", "backpack", "handbag", "cross_body", "carrier", "big_backpack")
 
 # How often each choice is drawn where the choices are not equally likely.
 _HAIR_STYLE_ODDS = (0.3, 0.06, 0.2, 0.12, 0.08, 0.1, 0.07, 0.07)
-_PATTERN_ODDS = (0.2, 0.1, 0.08, 0.05, 0.09, 0.1, 0.08, 0.1, 0.05, 0.04, 0.07, 0.04)
+_PATTERN_ODDS = (0.16, 0.1, 0.1, 0.05, 0.1, 0.11, 0.1, 0.08, 0.05, 0.05, 0.06, 0.04)
 _LOWER_ODDS = (0.58, 0.14, 0.09, 0.09, 0.1)
-_BAG_ODDS = (0.36, 0.2, 0.13, 0.13, 0.09, 0.09)
+_BAG_ODDS = (0.34, 0.2, 0.12, 0.12, 0.12, 0.1)
 _SLEEVE_ODDS = (0.4, 0.52, 0.08)
 
 
@@ -91,9 +94,7 @@ class Appearance:
     bag_colour: Colour
 
 
-# What a person glancing at a lookalike would notice from afar, and what takes a second look.
-_LARGE_DETAILS = ("pattern", "bag", "lower", "hair", "accent")
-_SMALL_DETAILS = ("shoe_colour", "hair_colour", "sleeve", "sleeve_style", "upper_hem", "bag_colour", "breadth")
+_LOOKALIKE_DETAILS = ("pattern", "bag", "lower", "hair", "accent", "lower_colour", "sleeve", "shoe_colour")
 
 
 def draw_appearance(rng: np.random.Generator) -> Appearance:
@@ -117,16 +118,14 @@ def draw_appearance(rng: np.random.Generator) -> Appearance:
         shoe=_pick(rng, SHOE_STYLES, (0.8, 0.2)),
         shoe_colour=_pick(rng, SHOE_COLOURS),
         bag=_pick(rng, BAGS, _BAG_ODDS),
-        bag_colour=_pick(rng, FABRICS),
+        bag_colour=_contrasting(rng, upper),
     )
 
 
 def draw_lookalike(rng: np.random.Generator, person: Appearance) -> Appearance:
-    """Return ``person`` with one large detail and up to one small detail changed."""
-    names = [_LARGE_DETAILS[rng.integers(len(_LARGE_DETAILS))]]
-    if rng.random() < 0.5:
-        names.append(_SMALL_DETAILS[rng.integers(len(_SMALL_DETAILS))])
-    return _with_changed(rng, person, names)
+    """Return ``person`` with three details changed, and everything else the same."""
+    order = rng.permutation(len(_LOOKALIKE_DETAILS))
+    return _with_changed(rng, person, [_LOOKALIKE_DETAILS[index] for index in order[:3]])
 
 
 def draw_people(rng: np.random.Generator, count: int, group_size: int, grouped: float) -> list[Appearance]:
@@ -156,10 +155,11 @@ def draw_people(rng: np.random.Generator, count: int, group_size: int, grouped: 
 
 
 def _visibly_different(one: Appearance, other: Appearance) -> bool:
-    """Whether a large detail that can be seen differs: an accent colour shows only on a pattern, a bag only if worn."""
-    if one.pattern != other.pattern or one.bag != other.bag or one.lower != other.lower or one.hair != other.hair:
-        return True
-    return one.pattern != "plain" and one.accent != other.accent
+    """Whether two details differ that can be seen from afar: an accent colour shows only on a pattern."""
+    names = ["pattern", "bag", "lower", "hair", "lower_colour"]
+    if one.pattern != "plain" and other.pattern != "plain":
+        names.append("accent")
+    return sum(getattr(one, name) != getattr(other, name) for name in names) >= 2
 
 
 def _with_changed(rng: np.random.Generator, person: Appearance, names: list[str]) -> Appearance:

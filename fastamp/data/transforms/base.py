@@ -18,12 +18,16 @@ def choose(condition: Tensor, chosen: Tensor, others: Tensor) -> Tensor:
     On bytes, blending by bits is about six times as fast as ``where`` (measured on a CPU).
 
     Args:
-        condition: bool, broadcastable to (B, 3, H, W).
+        condition: uint8 of ``bits``, broadcastable to (B, 3, H, W).
         chosen: uint8, broadcastable to (B, 3, H, W).
         others: (B, 3, H, W) uint8.
     """
-    bits = condition.to(torch.uint8) * 255
-    return others.bitwise_and(~bits).bitwise_or_(chosen & bits)
+    return others.bitwise_and(~condition).bitwise_or_(chosen & condition)
+
+
+def bits(condition: Tensor) -> Tensor:
+    """Return a bool tensor as uint8 with all bits set where it is true, and none elsewhere."""
+    return condition.to(torch.uint8) * 255
 
 
 class BatchTransform:

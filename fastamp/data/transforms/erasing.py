@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.data.transforms.base import BatchTransform, Parameters, choose
+from fastamp.data.transforms.base import BatchTransform, Parameters, bits, choose
 
 _ATTEMPTS = 10
 
@@ -58,9 +58,9 @@ class RandomErasing(BatchTransform):
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
         """Return the images with their rectangles in the colour ``value``."""
         height, width = images.shape[-2:]
-        rows = _span(parameters["top"], parameters["height"], height)
-        columns = _span(parameters["left"], parameters["width"], width)
-        inside = (rows[:, :, None] & columns[:, None, :])[:, None].to(images.device)
+        rows = bits(_span(parameters["top"], parameters["height"], height)).to(images.device)
+        columns = bits(_span(parameters["left"], parameters["width"], width)).to(images.device)
+        inside = rows[:, None, :, None] & columns[:, None, None, :]
         value = torch.tensor(self.value, dtype=torch.uint8, device=images.device).view(3, 1, 1)
         return choose(inside, value, images)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from fastamp.data.transforms.base import BatchTransform, Parameters, choose
+from fastamp.data.transforms.base import BatchTransform, Parameters, bits, choose
 
 PADDING_MODES = ("constant", "edge", "reflect", "symmetric")
 
@@ -42,7 +42,7 @@ class RandomHorizontalFlip(BatchTransform):
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
         """Return the images, those with ``flip`` mirrored."""
-        flip = parameters["flip"].to(images.device).view(-1, 1, 1, 1)
+        flip = bits(parameters["flip"]).to(images.device).view(-1, 1, 1, 1)
         return choose(flip, images.flip(-1), images)
 
 

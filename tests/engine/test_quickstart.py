@@ -1,0 +1,40 @@
+"""The quickstart's real network: overfits a batch and moves every parameter, with AMP on and off."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastamp.config import get_cfg
+from fastamp.engine import TRAINER_REGISTRY
+from fastamp.modeling import build_model
+from fastamp.solver import build_optimizer
+
+QUICKSTART = Path(__file__).parents[2] / "configs/Demo/quickstart.yml"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer_name, amp", [("SimpleTrainer", "off"), ("AMPTrainer", "bf16")])
+def test_overfits_a_batch(trainer_name, amp):
+    cfg = get_cfg()
+    cfg.merge_from_file(QUICKSTART)
+    cfg.merge_from_list(["SOLVER.AMP", amp, "MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "4"])
+    cfg.merge_from_list(["MODEL.LOSSES.CE.EPSILON", "0.0"])
+    model = build_model(cfg)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (8, 3, 128, 64), dtype=torch.uint8, generator=generator)
+    trainer = TRAINER_REGISTRY.build(
+        trainer_name,
+        cfg,
+        model=model,
+        data_loader=itertools.repeat({"images": images, "targets": torch.arange(8) // 2}),
+        optimizers=[build_optimizer(cfg, model)],
+    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    trainer.train(0, 25, 1)
+    trainer.metrics.flush()
+    trainer.train(25, 26, 1)
+    metrics = trainer.metrics.flush()
+    assert metrics["loss_cls"] < 0.1
+    assert [name for name, p in model.named_parameters() if name in before and torch.equal(before[name], p)] == []

@@ -1,0 +1,97 @@
+"""The floors against naive loops, and what they must and must not notice."""
+
+import colorsys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastamp.evaluation.floors import colour_histogram, raw_pixels
+
+
+def noise(count=3, height=24, width=12, seed=0):
+    return torch.randint(0, 256, (count, 3, height, width), generator=torch.Generator().manual_seed(seed)).byte()
+
+
+def flat(red, green, blue, height=24, width=12):
+    return torch.tensor([red, green, blue], dtype=torch.uint8).view(1, 3, 1, 1).expand(1, 3, height, width).clone()
+
+
+@pytest.mark.parametrize(("floor", "size"), [(raw_pixels, 1536), (colour_histogram, 864)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_shape_dtype_and_rows_independent_of_each_other(floor, size, dtype):
+    images = noise().to(dtype)
+    before = images.clone()
+    features = floor(images)
+    assert features.shape == (3, size)
+    assert features.dtype == torch.float32
+    assert torch.equal(images, before)
+    torch.testing.assert_close(features[1:2], floor(images[1:2]))
+    assert floor(images[:0]).shape == (0, size)
+
+
+@pytest.mark.parametrize("floor", [raw_pixels, colour_histogram])
+@pytest.mark.parametrize("shape", [(3, 24, 12), (2, 1, 24, 12)])
+def test_what_is_no_batch_of_rgb_images_is_refused(floor, shape):
+    with pytest.raises(ValueError, match=r"must be \(B, 3, H, W\)"):
+        floor(torch.zeros(shape))
+
+
+def test_raw_pixels_of_a_picture_of_the_grid_are_its_standardized_pixels():
+    images = noise(height=32, width=16)
+    pixels = images.double().flatten(2)
+    expected = (pixels - pixels.mean(2, keepdim=True)) / pixels.std(2, keepdim=True, unbiased=False)
+    torch.testing.assert_close(raw_pixels(images), expected.flatten(1).float(), rtol=1e-4, atol=1e-4)
+
+
+def test_raw_pixels_ignore_light_and_colour_cast():
+    images = noise().float()
+    gain = torch.tensor([0.5, 0.7, 0.9]).view(1, 3, 1, 1)
+    torch.testing.assert_close(raw_pixels(images * gain + 20), raw_pixels(images), rtol=1e-3, atol=1e-3)
+
+
+def test_raw_pixels_of_a_flat_picture_are_finite():
+    assert torch.equal(raw_pixels(flat(9, 200, 31)), torch.zeros(1, 1536))
+
+
+def test_histogram_is_that_of_a_naive_loop():
+    image = noise(count=1, height=13, width=5)
+    expected = torch.zeros(6, 12, 3, 4, dtype=torch.float64)
+    for row in range(13):
+        for column in range(5):
+            hue, saturation, value = colorsys.rgb_to_hsv(*(image[0, :, row, column].double() / 255).tolist())
+            weight = torch.exp(torch.tensor(-0.5 * (((column + 0.5) / 5 - 0.5) / 0.22) ** 2, dtype=torch.float64))
+            index = (min(int(hue * 12), 11), min(int(saturation * 3), 2), min(int(value * 4), 3))
+            expected[(row * 6 // 13, *index)] += weight
+    expected = (expected / expected.sum((1, 2, 3), keepdim=True) / 6).sqrt().flatten()[None]
+    torch.testing.assert_close(colour_histogram(image), expected.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_histogram_has_unit_length_and_similarity_in_0_to_1():
+    features = colour_histogram(noise(count=8))
+    torch.testing.assert_close(features.norm(dim=1), torch.ones(8))
+    similarity = features @ features.t()
+    assert similarity.min() >= 0 and similarity.max() <= 1 + 1e-5
+
+
+def test_histogram_ignores_what_moves_within_a_stripe_and_the_size_but_not_between_stripes():
+    images = noise(count=1)
+    mirrored = colour_histogram(images.flip(3))
+    torch.testing.assert_close(mirrored, colour_histogram(images))
+    enlarged = F.interpolate(images.float(), scale_factor=3, mode="nearest")
+    assert (colour_histogram(enlarged) * colour_histogram(images)).sum() > 0.99
+
+    upright = torch.cat((flat(200, 20, 20, 12), flat(20, 20, 200, 12)), dim=2)
+    similarity = colour_histogram(upright) @ colour_histogram(torch.cat((upright, upright.flip(2)))).t()
+    torch.testing.assert_close(similarity, torch.tensor([[1.0, 0.0]]))
+
+
+def test_greys_black_and_white_have_a_bin():
+    features = colour_histogram(torch.cat((flat(0, 0, 0), flat(128, 128, 128), flat(255, 255, 255))))
+    assert torch.isfinite(features).all()
+    torch.testing.assert_close(features @ features.t(), torch.eye(3))
+
+
+def test_fewer_rows_than_stripes_are_refused():
+    with pytest.raises(ValueError, match="5 rows; 6 stripes"):
+        colour_histogram(noise(height=5))
