@@ -65,4 +65,4 @@ def test_the_other_stem_pooling_gives_other_features():
     model.load_state_dict(reference_weights.state_dict(MODELS[name]["state_dict"]))
     with torch.no_grad():
         features = model({"images": reference_weights.images((256, 128))}).numpy()
-    assert np.abs(features - EMBEDDINGS[name]).max() / np.abs(EMBEDDINGS[name]).max() > 1e-2
+    assert np.abs(features - EMBEDDINGS[name]).max() / np.abs(EMBEDDINGS[name]).max() > 1e-3
