@@ -17,7 +17,6 @@ import pytest
 from PIL import Image
 
 from fastamp.data.demo import contact_sheet, generate_demo, is_complete
-from fastamp.data.demo.figure import draw_pose
 from fastamp.data.demo.picture import draw_picture
 from fastamp.data.demo.wardrobe import (
     BAGS,
@@ -281,7 +280,6 @@ def test_every_garment_bag_and_hair_style_can_be_drawn_from_every_side():
         image = draw_picture(rng, person, int(rng.integers(6)), 1, seed=0, image_size=(64, 32))
         assert image.size == (32, 64)
         assert np.asarray(image).std() > 5
-    assert draw_pose(rng, 0.0, 0.2).yaw == 0.0
 
 
 def test_more_cameras_than_scenes_and_boxes_of_nobody():

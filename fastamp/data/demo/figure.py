@@ -1,11 +1,12 @@
 """Draws one clothed person: a skeleton in three dimensions, seen from a yaw and a pitch, filled with flat shapes."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image, ImageDraw
 
+from fastamp.data.demo.pattern import accented_at
+from fastamp.data.demo.pose import Pose
 from fastamp.data.demo.wardrobe import Appearance, Colour
 
 Point = tuple[float, float, float]
@@ -15,41 +16,6 @@ _SHOULDER, _HIP, _CHIN = 0.815, 0.525, 0.868
 _THIGH, _SHIN = 0.25, 0.235
 _UPPER_ARM, _FOREARM = 0.165, 0.15
 _HEAD_CENTRE = 0.932
-
-
-@dataclass(frozen=True)
-class Pose:
-    """How a person stands in one picture. Angles are in radians.
-
-    yaw 0 faces the camera, pi shows the back; pitch is how far the camera looks down; ``stride`` swings the legs and
-    ``arms`` both arms; ``elbows`` bends the left and the right one.
-    """
-
-    yaw: float
-    pitch: float
-    stride: float
-    arms: float
-    elbows: tuple[float, float]
-    knee: float
-    light: float
-
-
-def draw_pose(rng: np.random.Generator, yaw: float, pitch: float) -> Pose:
-    """Return a random walking or standing pose near the given view."""
-    standing = rng.random() < 0.25
-    stride = rng.uniform(-0.08, 0.08) if standing else rng.uniform(0.12, 0.5) * rng.choice((-1.0, 1.0))
-    elbows = [rng.uniform(0.1, 0.5), rng.uniform(0.1, 0.5)]
-    if rng.random() < 0.22:
-        elbows[rng.integers(2)] = rng.uniform(1.3, 2.3)
-    return Pose(
-        yaw=yaw,
-        pitch=pitch,
-        stride=stride,
-        arms=-stride * rng.uniform(0.6, 1.1) + rng.uniform(-0.1, 0.1),
-        elbows=(elbows[0], elbows[1]),
-        knee=rng.uniform(0.15, 0.75) * min(1.0, abs(stride) * 3),
-        light=rng.uniform(-0.8, 0.8),
-    )
 
 
 def draw_person(canvas: Image.Image, person: Appearance, pose: Pose, foot: tuple[float, float], height: float) -> None:
@@ -254,7 +220,7 @@ class _Figure:
         across = np.clip((np.arange(size[0], dtype=np.float32) + left - self.foot_x) / reach, -0.999, 0.999)
         azimuth = np.arcsin(across)[None, :] - np.float32(self.pose.yaw)
         azimuth = (azimuth + np.pi) % (2 * np.pi) - np.pi
-        accented = np.broadcast_to(_pattern(person.pattern, rows, azimuth), (size[1], size[0]))
+        accented = np.broadcast_to(accented_at(person.pattern, rows, azimuth), (size[1], size[0]))
         shade = 0.8 + 0.2 * np.cos(np.arcsin(across) - self.pose.light)
         palette = np.array([person.upper, person.accent], dtype=np.float32)
         cloth = palette[accented.astype(np.int64)] * shade[None, :, None]
@@ -424,44 +390,6 @@ class _Figure:
                 self._oval(brim_at, self._half_width(0.045, 0.04), 0.012, _lit(person.hat_colour, 0.75))
         else:
             self._box((x, y - 0.004 * unit), rx * 1.04, 0.014, _lit(person.hat_colour, 0.8), 0.008)
-
-
-def _pattern(name: str, down: np.ndarray, azimuth: np.ndarray) -> np.ndarray:
-    """Return where a garment shows its accent colour.
-
-    Args:
-        name: one of ``wardrobe.PATTERNS``.
-        down: (H, 1) float32, 0 at the collar and 1 at the hip, more on a coat.
-        azimuth: (1, W) float32 radians around the body, 0 in front, in -pi..pi.
-
-    Returns:
-        bool, broadcastable to (H, W).
-    """
-    front_or_back = np.minimum(np.abs(azimuth), np.pi - np.abs(azimuth))
-    if name == "stripes":
-        return (down * 6.5) % 1 < 0.45
-    if name == "wide_stripes":
-        return (down * 3) % 1 < 0.5
-    if name == "pinstripes":
-        return (azimuth * 2.1) % 1 < 0.4
-    if name == "checks":
-        return ((down * 4.5) % 1 < 0.5) ^ ((azimuth * 1.43) % 1 < 0.5)
-    if name == "two_tone":
-        return down > 0.5
-    if name == "chest_band":
-        return (down > 0.28) & (down < 0.52)
-    if name == "logo":
-        return ((front_or_back / 0.62) ** 2 + ((down - 0.38) / 0.2) ** 2) < 1
-    if name == "dots":
-        row = np.floor(down * 5)
-        return (((down * 5) % 1 - 0.5) ** 2 + (((azimuth * 1.43 + row * 0.5) % 1) - 0.5) ** 2) < 0.09
-    if name == "sash":
-        return np.abs(down - 0.5 - 0.42 * np.sin(azimuth)) < 0.15
-    if name == "open_jacket":
-        return (np.abs(azimuth) < 0.5) | (down < 0.1)
-    if name == "side_panels":
-        return front_or_back > 0.85
-    return np.zeros((1, 1), dtype=bool)
 
 
 def _lit(colour: Colour, light: float) -> Colour:

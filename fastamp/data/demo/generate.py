@@ -28,7 +28,7 @@ SPLITS = ("bounding_box_train", "query", "bounding_box_test")
 
 _QUERIES_PER_IDENTITY = 2
 _LOOKALIKES = 2
-_LOOKALIKE_SHARE = 0.4
+_LOOKALIKE_SHARE = 0.34
 # A build folder in which nothing was written for so many seconds belongs to a process that was killed.
 _ABANDONED_SECONDS = 120
 # First entry of each random stream's key after the seed; 0 and 1 belong to the cameras.
@@ -50,10 +50,10 @@ class _Shot:
 def generate_demo(
     folder: str | Path,
     *,
-    train_identities: int = 170,
-    test_identities: int = 54,
+    train_identities: int = 180,
+    test_identities: int = 50,
     images_per_identity: int = 10,
-    distractors: int = 200,
+    distractors: int = 160,
     cameras: int = 6,
     image_size: tuple[int, int] = (128, 64),
     seed: int = 0,
@@ -67,7 +67,7 @@ def generate_demo(
 
     Args:
         folder: the data set's own folder; parents are made.
-        train_identities: people in ``bounding_box_train``, at least 1; two in five have lookalikes.
+        train_identities: people in ``bounding_box_train``, at least 1; a third has lookalikes.
         test_identities: people in ``query`` and ``bounding_box_test``, at least 1, all others than in training.
         images_per_identity: pictures of each person, at least 4; two of a test person's are queries.
         distractors: gallery pictures of strangers and of nobody (pid 0); a tenth as many junk boxes (pid -1) are added.
@@ -153,7 +153,7 @@ def _plan(settings: dict) -> list[_Shot]:
         kind, person = rng.random(), None
         if kind < 0.1:
             person = draw_lookalike(rng, test_people[rng.integers(len(test_people))])
-        elif kind < 0.75:
+        elif kind < 0.85:
             person = draw_appearance(rng)
         shots.append(_stray_shot(rng, (_DISTRACTOR, index), "0000", person, cameras))
     for index in range(settings["distractors"] // 10):

@@ -6,8 +6,10 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from fastamp.data.demo.camera import Camera, crop_scene, expose, make_camera, paint_scene
-from fastamp.data.demo.figure import draw_person, draw_pose
+from fastamp.data.demo.camera import Camera, expose, make_camera
+from fastamp.data.demo.figure import draw_person
+from fastamp.data.demo.pose import draw_pose
+from fastamp.data.demo.scene import crop_scene, paint_scene
 from fastamp.data.demo.wardrobe import Appearance, draw_appearance
 
 # Figures are painted this many times larger and averaged down, which smooths their edges.
@@ -61,14 +63,14 @@ def draw_picture(
         foot_x += width * _SUPERSAMPLING * rng.choice((-0.45, 0.45))
         foot_y += height * _SUPERSAMPLING * rng.choice((-0.5, 0.4))
 
-    if rng.random() < 0.1:
+    if rng.random() < 0.09:
         _passer_by(rng, canvas, camera, foot_x, foot_y - 0.06 * tall, tall * 0.92)
     if person is not None:
-        yaw = rng.choice(camera.yaws) + rng.normal(0, 0.35)
+        yaw = rng.choice(camera.yaws) + rng.normal(0, 0.3)
         draw_person(canvas, person, draw_pose(rng, yaw, camera.pitch), (foot_x, foot_y), tall)
-    elif rng.random() < 0.6:
+    elif rng.random() < 0.75:
         _passer_by(rng, canvas, camera, foot_x, foot_y, tall)
-    if rng.random() < 0.14:
+    if rng.random() < 0.13:
         _occluder(rng, canvas, camera, foot_x, foot_y, tall)
 
     ground_shadow = (foot_x / _SUPERSAMPLING, foot_y / _SUPERSAMPLING, tall / _SUPERSAMPLING)

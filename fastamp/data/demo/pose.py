@@ -1,0 +1,40 @@
+"""How people stand and walk in the demo's pictures."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Pose:
+    """How a person stands in one picture. Angles are in radians.
+
+    yaw 0 faces the camera, pi shows the back; pitch is how far the camera looks down; ``stride`` swings the legs and
+    ``arms`` both arms; ``elbows`` bends the left and the right one.
+    """
+
+    yaw: float
+    pitch: float
+    stride: float
+    arms: float
+    elbows: tuple[float, float]
+    knee: float
+    light: float
+
+
+def draw_pose(rng: np.random.Generator, yaw: float, pitch: float) -> Pose:
+    """Return a random walking or standing pose near the given view."""
+    standing = rng.random() < 0.25
+    stride = rng.uniform(-0.08, 0.08) if standing else rng.uniform(0.12, 0.5) * rng.choice((-1.0, 1.0))
+    elbows = [rng.uniform(0.1, 0.5), rng.uniform(0.1, 0.5)]
+    if rng.random() < 0.22:
+        elbows[rng.integers(2)] = rng.uniform(1.3, 2.3)
+    return Pose(
+        yaw=yaw,
+        pitch=pitch,
+        stride=stride,
+        arms=-stride * rng.uniform(0.6, 1.1) + rng.uniform(-0.1, 0.1),
+        elbows=(elbows[0], elbows[1]),
+        knee=rng.uniform(0.15, 0.75) * min(1.0, abs(stride) * 3),
+        light=rng.uniform(-0.8, 0.8),
+    )
