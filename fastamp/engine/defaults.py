@@ -20,7 +20,7 @@ from fastamp.modeling import build_model
 from fastamp.solver import build_lr_schedule, build_optimizer
 from fastamp.utils import comm
 from fastamp.utils.checkpoint import Checkpointer, write_atomically
-from fastamp.utils.env import RandomState, describe_environment, seed_all
+from fastamp.utils.env import RandomState, describe_environment, keep_freed_memory, seed_all
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
 from fastamp.utils.logger import setup_logger
@@ -59,6 +59,8 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
     if args is not None:
         logger.info("arguments: %s", args)
     logger.info("config:\n%s", cfg.dump())
+    if device.type == "cpu":
+        keep_freed_memory()
     seed_all(cfg.SEED + rank)
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK
 
@@ -161,6 +163,8 @@ class DefaultTrainer:
             cfg.SOLVER.MAX_EPOCH,
             self.data_loader.iters_per_epoch,
         )
+        if start >= cfg.SOLVER.MAX_EPOCH * self.data_loader.iters_per_epoch:
+            logger.info("nothing is left to train; a larger SOLVER.MAX_EPOCH goes on")
         try:
             with self.stop.watching():
                 self.trainer.train(start, cfg.SOLVER.MAX_EPOCH, self.data_loader.iters_per_epoch)

@@ -3,6 +3,7 @@
 import logging
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -209,7 +210,13 @@ class StopOnSignal(HookBase):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Handle the signals inside, and give them back to their former handlers afterwards."""
+        """Handle the signals inside, and give them back to their former handlers afterwards.
+
+        Outside the main thread, where Python cannot handle signals, they stay with whoever has them.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         former = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
         try:
             yield

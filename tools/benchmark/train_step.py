@@ -24,7 +24,7 @@ from fastamp.config import get_cfg
 from fastamp.engine import TRAINER_REGISTRY
 from fastamp.modeling import build_model
 from fastamp.solver import build_optimizer
-from fastamp.utils.env import describe_environment, peak_memory_mb
+from fastamp.utils.env import describe_environment, keep_freed_memory, peak_memory_mb
 
 RECIPE = Path(__file__).parents[2] / "configs/Market1501/bagtricks_R50.yml"
 VARIANTS = ("float32", "amp", "plain float32", "plain amp", "plain amp channels_last")
@@ -51,6 +51,8 @@ def batches(args: argparse.Namespace) -> Any:
 
 def fastamp_step(args: argparse.Namespace, *, amp: bool) -> Any:
     """Return a function that runs one iteration of fastamp's trainer."""
+    if resolve_device(args.device).type == "cpu":
+        keep_freed_memory()  # as default_setup does
     cfg = config(args, amp=amp)
     model = build_model(cfg)
     trainer = TRAINER_REGISTRY.build(
