@@ -128,8 +128,10 @@ def is_complete(folder: str | Path) -> bool:
     manifest = _read_manifest(folder)
     if manifest is None or manifest.get("version") != DEMO_VERSION:
         return False
-    counts = manifest.get("images", {})
-    return all((folder / split).is_dir() and len(os.listdir(folder / split)) == counts.get(split) for split in SPLITS)
+    counts = manifest.get("images")
+    return isinstance(counts, dict) and all(
+        sum(1 for _ in (folder / split).glob("*.jpg")) == counts.get(split) for split in SPLITS
+    )
 
 
 # -- what is drawn ---------------------------------------------------------------------------------------------------
