@@ -61,7 +61,21 @@ def force_fp32(function: F) -> F:
 @functools.cache
 def _fp32_class(module_class: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of ``module_class`` whose forward is a float32 region."""
-    return type(module_class.__name__, (module_class,), {"forward": force_fp32(module_class.forward)})
+    members = {
+        "forward": force_fp32(module_class.forward),
+        "__reduce__": _reduce,
+        "__module__": module_class.__module__,
+    }
+    return type(module_class.__name__, (module_class,), members)
+
+
+def _reduce(module: nn.Module) -> tuple[Any, ...]:
+    """Pickle a float32 region as its own class and what makes it a region; nobody can import the subclass."""
+    return _rebuild, (type(module).__bases__[0],), module.__dict__
+
+
+def _rebuild(module_class: type[nn.Module]) -> nn.Module:
+    return module_class.__new__(_fp32_class(module_class))
 
 
 def apply_force_fp32(model: nn.Module, patterns: list[str] | tuple[str, ...]) -> list[str]:
@@ -98,6 +112,8 @@ def apply_force_fp32(model: nn.Module, patterns: list[str] | tuple[str, ...]) ->
         chosen |= matches
     for name in chosen:
         module = named[name]
-        if not getattr(type(module).forward, "is_fp32_region", False):
+        if "forward" in vars(module):  # patched on the instance, where the class's would not be called
+            module.forward = force_fp32(module.forward)
+        elif not getattr(type(module).forward, "is_fp32_region", False):
             module.__class__ = _fp32_class(type(module))
     return sorted(chosen)

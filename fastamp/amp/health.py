@@ -16,7 +16,7 @@ def explain_no_gradient(model: nn.Module, optimizers: Sequence[Optimizer]) -> st
     names = ", ".join(f"{type(optimizer).__name__}" for optimizer in optimizers)
     if not trainable:
         cause = "every parameter of the model is frozen."
-        fix = "leave something to train: check MODEL.FREEZE_LAYERS and requires_grad"
+        fix = "leave something to train: check requires_grad"
     elif not shared:
         cause = "the optimizer holds tensors that are not the model's parameters."
         fix = "build the optimizer after the model is final (device, head, load_state_dict(assign=True))"

@@ -55,13 +55,14 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def _native_bfloat16(device_type: str) -> tuple[bool, str]:
+def _native_bfloat16(device: torch.device) -> tuple[bool, str]:
     """Return whether the device computes bfloat16 natively, and the reason in words."""
-    if device_type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-        name = torch.cuda.get_device_name()
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+        name = torch.cuda.get_device_name(device)
         return native, f"{name} has {'native' if native else 'no native'} bfloat16"
-    if device_type == "mps":
+    if device.type == "mps":
         try:
             native = torch.backends.mps.is_macos_or_newer(14, 0)
         except (AttributeError, RuntimeError):
@@ -87,12 +88,12 @@ def _cpu_flags() -> set[str]:
     return {name for name, there in capabilities().items() if there is True} if capabilities else set()
 
 
-def _auto_dtype(device_type: str) -> tuple[torch.dtype, str]:
+def _auto_dtype(device: torch.device) -> tuple[torch.dtype, str]:
     """Return the dtype that ``SOLVER.AMP.DTYPE auto`` stands for on this device, and why."""
-    native, reason = _native_bfloat16(device_type)
+    native, reason = _native_bfloat16(device)
     if native:
         return torch.bfloat16, reason
-    if device_type == "cuda":
+    if device.type == "cuda":
         return torch.float16, f"{reason}; float16 with loss scaling instead"
     return torch.float32, f"{reason}; float32 instead"
 
@@ -125,14 +126,14 @@ class PrecisionPolicy:
         if not amp.ENABLED:
             dtype, reason = torch.float32, "SOLVER.AMP is off"
         elif amp.DTYPE == "auto":
-            dtype, reason = _auto_dtype(device_type)
+            dtype, reason = _auto_dtype(device)
             if dtype == torch.float32:
                 _warn_once(f"SOLVER.AMP is on, but {reason}")
         else:
             dtype, reason = DTYPES[amp.DTYPE], "asked for by SOLVER.AMP.DTYPE"
-            _check_runs(device_type, dtype)
+            _check_runs(device, dtype)
             if dtype == torch.bfloat16:
-                native, detail = _native_bfloat16(device_type)
+                native, detail = _native_bfloat16(device)
                 reason += f"; {detail}" if native else f"; slow: {detail}"
             elif device_type == "cpu":
                 reason += "; slow: a CPU emulates float16"
@@ -269,18 +270,18 @@ def _warn_once(message: str) -> None:
     logger.warning("%s", message)
 
 
-def _check_runs(device_type: str, dtype: torch.dtype) -> None:
+def _check_runs(device: torch.device, dtype: torch.dtype) -> None:
     """Run one tiny matrix product in ``dtype``.
 
     Raises:
         ConfigError: the device refuses it.
     """
     try:
-        a = torch.ones(8, 8, device=device_type, dtype=dtype)
+        a = torch.ones(8, 8, device=device, dtype=dtype)
         finite = bool(torch.isfinite(a @ a).all())
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"SOLVER.AMP.DTYPE is {dtype_name(dtype)}, which this {device_type} device cannot compute "
+            f"SOLVER.AMP.DTYPE is {dtype_name(dtype)}, which this {device.type} device cannot compute "
             f"({str(error).splitlines()[0]}).\n  fix: SOLVER.AMP.DTYPE auto"
         ) from error
     if not finite:

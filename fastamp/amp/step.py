@@ -181,6 +181,7 @@ class OptimizationStep:
             bad_parameters = self._non_finite_names(parameters, norms)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)  # those that no optimizer holds would grow for ever
         if self.scaler:
             self.scaler.update(ok)
         verdict = StepVerdict(ok, grad_norm, scale, coefficient, bad_parameters)
@@ -214,7 +215,9 @@ class OptimizationStep:
 
     def _report_skip(self, verdict: StepVerdict) -> None:
         bad = verdict.bad_parameters
-        found = f"{len(bad)} gradients are not finite, e.g. {', '.join(bad[:3])}" if bad else "a loss is not finite"
+        found = "a loss or the total gradient norm is not finite"
+        if bad:
+            found = f"{len(bad)} gradients are not finite, e.g. {', '.join(bad[:3])}"
         logger.warning(
             "step skipped (%d in a row, %d in all): %s; loss scale %g",
             self.skipped_in_a_row,
@@ -269,7 +272,6 @@ def _check_losses(losses: dict[str, torch.Tensor]) -> None:
         if not loss.requires_grad:
             raise TrainingError(
                 f"loss {name!r} is not connected to any parameter: its gradient cannot be computed.\n"
-                "  cause: it was detached or wrapped in a new tensor, or everything before it is frozen "
-                "(MODEL.FREEZE_LAYERS).\n"
+                "  cause: it was detached or wrapped in a new tensor, or everything before it is frozen.\n"
                 "  fix:   compute it from the model's outputs without .detach(), .item() or torch.tensor()"
             )

@@ -116,6 +116,11 @@ class CfgNode(YacsCfgNode):
             ConfigError: the count is odd, a key is unknown or a value is wrong.
         """
         self._refuse_if_frozen()
+        flag = next((word for word in cfg_list[::2] if str(word).startswith("--")), None)
+        if flag is not None:
+            raise ConfigError(
+                f"{COMMAND_LINE}: {flag} stands where a config key should; put flags before KEY VALUE pairs"
+            )
         if isinstance(cfg_list, str) or len(cfg_list) % 2:
             hint = next((f"; write {k.replace('=', ' ', 1)}" for k in cfg_list if "=" in str(k)), "")
             raise ConfigError(f"{COMMAND_LINE}: expected pairs of KEY VALUE, got {brief(cfg_list)}{hint}")
@@ -145,21 +150,25 @@ class CfgNode(YacsCfgNode):
             FrozenConfigError: the config is frozen.
             ValueError: there is such a key or section already, or the meaning is empty.
         """
-        *sections, name = path.split(".")
-        if not all([*sections, name]) or not meaning:
-            raise ValueError(f"{path!r}: a config key needs a dotted path and a meaning")
+        self._define(Key(path, default, meaning, tuple(choices), dict(aliases or {}), of))
+
+    def _define(self, key: Key) -> None:
+        """Declare ``key``, whose path is dotted and below this node."""
+        *sections, name = key.path.split(".")
+        if not all([*sections, name]) or not key.meaning:
+            raise ValueError(f"{key.path!r}: a config key needs a dotted path and a meaning")
         node = self
-        node._refuse_if_frozen(path)
+        node._refuse_if_frozen(key.path)
         for section in sections:
             if section not in node:
                 node._attach(section, CfgNode())
                 node[section].__dict__["_declares"] = False
             elif not node._is_section(section):
-                raise ValueError(f"{node._full(section)} is a value already, so {path} cannot stand below it")
+                raise ValueError(f"{node._full(section)} is a value already, so {key.path} cannot stand below it")
             node = node[section]
         if name in node:
             raise ValueError(f"the config key {node._full(name)} exists already")
-        node._declare(Key(node._full(name), default, meaning, tuple(choices), dict(aliases or {}), of))
+        node._declare(replace(key, path=node._full(name)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CfgNode":
         twin = type(self).__new__(type(self))
@@ -326,7 +335,7 @@ def _defaults() -> CfgNode:
     cfg = CfgNode()
     cfg.__dict__["_declares"] = False
     for key in KEYS.values():
-        cfg.define(key.path, key.default, key.meaning, key.choices, key.aliases, key.of)
+        cfg._define(key)
     return cfg
 
 

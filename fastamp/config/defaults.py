@@ -13,14 +13,14 @@ KEYS: dict[str, Key] = {}
 
 
 def define(path: str, default: Any, meaning: str, **options: Any) -> None:
-    """Declare a key; ``options`` are ``Key``'s ``choices``, ``aliases`` and ``of``."""
+    """Declare a key; ``options`` are ``Key``'s ``choices``, ``aliases``, ``of`` and bounds."""
     KEYS[path] = Key(path, default, meaning, **options)
 
 
 # ---- the run
 define("OUTPUT_DIR", "logs/", "Folder for the config, logs, metrics and checkpoints of the run.")
-define("SEED", 0, "Seed of every random draw: initial weights, sampling, augmentation.")
-define("LOG_PERIOD", 50, "Iterations between two lines of the log, metrics.json and TensorBoard.")
+define("SEED", 0, "Seed of every random draw: initial weights, sampling, augmentation.", low=0)
+define("LOG_PERIOD", 50, "Iterations between two lines of the log, metrics.json and TensorBoard.", low=1)
 define("CUDNN_BENCHMARK", False, "Let cuDNN time its algorithms and keep the fastest; pays where sizes are constant.")
 
 # ---- model
@@ -37,6 +37,8 @@ define(
     "MODEL.WEIGHTS_MIN_MATCH",
     0.9,
     "Share of the backbone's tensors that a MODEL.WEIGHTS file must provide, else it is refused.",
+    low=0,
+    high=1,
 )
 define("MODEL.FREEZE_LAYERS", (), "Names of the model's children that stand still for SOLVER.FREEZE_ITERS.", of=str)
 define("MODEL.PIXEL_MEAN", (123.675, 116.28, 103.53), "Mean of each RGB channel, in 0..255, taken off every image.")
@@ -44,12 +46,19 @@ define(
     "MODEL.PIXEL_STD",
     (58.395, 57.120000000000005, 57.375),
     "Standard deviation of each RGB channel, in 0..255, that images are divided by.",
+    above=0,
 )
 define("MODEL.QUEUE_SIZE", 8192, "Features kept in the memory bank of the MoCo architecture.")
 
 define("MODEL.BACKBONE.NAME", "build_resnet_backbone", "The network that turns images into feature maps.")
 define("MODEL.BACKBONE.DEPTH", "50x", "Variant of the backbone: 18x, 34x, 50x, 101x, 152x of a ResNet, base of a ViT.")
-define("MODEL.BACKBONE.LAST_STRIDE", 1, "Stride of the last stage; 1 keeps a feature map twice as large as 2 does.")
+define(
+    "MODEL.BACKBONE.LAST_STRIDE",
+    1,
+    "Stride of the last stage; 1 keeps a feature map twice as large as 2 does.",
+    low=1,
+    high=2,
+)
 define(
     "MODEL.BACKBONE.STEM_POOL",
     "ceil",
@@ -57,7 +66,7 @@ define(
     "as FastReID since 2020-08-14; padded pads by 1, as torchvision and FastReID's published v0.1.1 models.",
     choices=("ceil", "padded"),
 )
-define("MODEL.BACKBONE.FEAT_DIM", 2048, "Channels of the backbone's last feature map.")
+define("MODEL.BACKBONE.FEAT_DIM", 2048, "Channels of the backbone's last feature map.", low=1)
 define("MODEL.BACKBONE.NORM", "BN", "Normalization layers of the backbone.")
 define("MODEL.BACKBONE.WITH_IBN", False, "Instance norm on half of the channels in the first three stages (IBN-Net a).")
 define("MODEL.BACKBONE.WITH_SE", False, "Squeeze-and-excitation in every block.")
@@ -74,7 +83,7 @@ define("MODEL.BACKBONE.ATT_DROP_RATE", 0.0, "ViT: dropout probability of attenti
 
 define("MODEL.HEADS.NAME", "EmbeddingHead", "The part that turns feature maps into features and class logits.")
 define("MODEL.HEADS.POOL_LAYER", "GlobalAvgPool", "Pooling of the feature map to one vector an image.")
-define("MODEL.HEADS.EMBEDDING_DIM", 0, "Width that a 1x1 convolution reduces the feature to; 0 keeps FEAT_DIM.")
+define("MODEL.HEADS.EMBEDDING_DIM", 0, "Width that a 1x1 convolution reduces the feature to; 0 keeps FEAT_DIM.", low=0)
 define("MODEL.HEADS.WITH_BNNECK", False, "Batch normalization with a bias frozen at 0 between feature and classifier.")
 define("MODEL.HEADS.NORM", "BN", "Normalization layer of that neck.")
 define(
@@ -84,7 +93,12 @@ define(
     choices=("before", "after"),
 )
 define("MODEL.HEADS.CLS_LAYER", "Linear", "Classifier: Linear, or a margin softmax.")
-define("MODEL.HEADS.NUM_CLASSES", 0, "Identities that the classifier tells apart; 0 counts those of the training set.")
+define(
+    "MODEL.HEADS.NUM_CLASSES",
+    0,
+    "Identities that the classifier tells apart; 0 counts those of the training set.",
+    low=0,
+)
 define("MODEL.HEADS.MARGIN", 0.0, "Margin of a margin softmax: a cosine, or an angle in radians for ArcSoftmax.")
 define("MODEL.HEADS.SCALE", 1, "Factor on the classifier's logits; margin softmaxes need about 30 to 128.")
 
@@ -94,11 +108,15 @@ define(
     0.0,
     "Cross entropy: label smoothing, the probability spread over the wrong classes; "
     "below 0 it follows the model's confidence (see ALPHA).",
+    high=1,
 )
 define("MODEL.LOSSES.CE.ALPHA", 0.2, "Cross entropy: adaptive smoothing is ALPHA times the right class's probability.")
 define("MODEL.LOSSES.CE.SCALE", 1.0, "Cross entropy: weight in the sum.")
 define(
-    "MODEL.LOSSES.TRI.MARGIN", 0.3, "Triplet loss: distance by which a negative must be farther; 0 is a soft margin."
+    "MODEL.LOSSES.TRI.MARGIN",
+    0.3,
+    "Triplet loss: distance by which a negative must be farther; 0 is a soft margin.",
+    low=0,
 )
 define("MODEL.LOSSES.TRI.NORM_FEAT", False, "Triplet loss: on L2-normalized features.")
 define(
@@ -125,10 +143,10 @@ define("KD.EMA.ENABLED", False, "Also distil from a moving average of the studen
 define("KD.EMA.MOMENTUM", 0.999, "Share of the old average that each iteration keeps.")
 
 # ---- input
-define("INPUT.SIZE_TRAIN", (256, 128), "Height and width of a training image, in pixels.")
-define("INPUT.SIZE_TEST", (256, 128), "Height and width of a test image, in pixels.")
+define("INPUT.SIZE_TRAIN", (256, 128), "Height and width of a training image, in pixels.", low=1, high=8192, length=2)
+define("INPUT.SIZE_TEST", (256, 128), "Height and width of a test image, in pixels.", low=1, high=8192, length=2)
 define("INPUT.FLIP.ENABLED", False, "Mirror training images left to right at random.")
-define("INPUT.FLIP.PROB", 0.5, "Probability of mirroring an image.")
+define("INPUT.FLIP.PROB", 0.5, "Probability of mirroring an image.", low=0, high=1)
 define("INPUT.PADDING.ENABLED", False, "Pad training images, then cut them back to their size at random.")
 define(
     "INPUT.PADDING.MODE",
@@ -136,16 +154,16 @@ define(
     "What the padding holds: black, the edge repeated, or a mirror image.",
     choices=("constant", "edge", "reflect", "symmetric"),
 )
-define("INPUT.PADDING.SIZE", 10, "Padding on each side, in pixels.")
+define("INPUT.PADDING.SIZE", 10, "Padding on each side, in pixels.", low=0, high=8192)
 define("INPUT.CROP.ENABLED", False, "Cut a random part out of training images and resize it.")
 define("INPUT.CROP.SIZE", (224, 224), "Height and width after the cut, in pixels.")
 define("INPUT.CROP.SCALE", (0.16, 1), "Smallest and largest share of the image's area that is kept.")
 define("INPUT.CROP.RATIO", (0.75, 1.3333333333333333), "Smallest and largest width / height of the part.")
 define("INPUT.REA.ENABLED", False, "Random erasing: paint over a random rectangle of training images.")
-define("INPUT.REA.PROB", 0.5, "Probability of erasing in an image.")
+define("INPUT.REA.PROB", 0.5, "Probability of erasing in an image.", low=0, high=1)
 define("INPUT.REA.VALUE", (123.675, 116.28, 103.53), "RGB colour of the rectangle, in 0..255.")
 define("INPUT.CJ.ENABLED", False, "Colour jitter on training images.")
-define("INPUT.CJ.PROB", 0.5, "Probability of jittering an image.")
+define("INPUT.CJ.PROB", 0.5, "Probability of jittering an image.", low=0, high=1)
 define("INPUT.CJ.BRIGHTNESS", 0.15, "Largest relative change of brightness.")
 define("INPUT.CJ.CONTRAST", 0.15, "Largest relative change of contrast.")
 define("INPUT.CJ.SATURATION", 0.1, "Largest relative change of saturation.")
@@ -168,18 +186,19 @@ define(
     "How batches are drawn: TrainingSampler (any image), or "
     "NaiveIdentitySampler, BalancedIdentitySampler (NUM_INSTANCE images of each identity).",
 )
-define("DATALOADER.NUM_INSTANCE", 4, "Images of one identity in a batch, for the identity samplers.")
+define("DATALOADER.NUM_INSTANCE", 4, "Images of one identity in a batch, for the identity samplers.", low=1)
 define(
     "DATALOADER.NUM_WORKERS",
     8,
     "Processes that load training images, a rank; no more than the cores at hand are "
     "started, 0 loads in the trainer's own.",
+    low=0,
 )
 define("DATALOADER.SET_WEIGHT", (), "Relative weights by which the sets of DATASETS.NAMES are drawn.", of=float)
 
 # ---- solver
-define("SOLVER.MAX_EPOCH", 120, "Length of the training, in epochs.")
-define("SOLVER.IMS_PER_BATCH", 64, "Images of one training batch, over all ranks.")
+define("SOLVER.MAX_EPOCH", 120, "Length of the training, in epochs.", low=1)
+define("SOLVER.IMS_PER_BATCH", 64, "Images of one training batch, over all ranks.", low=1)
 define(
     "SOLVER.TRAINER",
     "auto",
@@ -192,14 +211,14 @@ define(
     "Further keyword arguments of the optimizer, e.g. {betas: [0.9, 0.98], eps: 1.0e-6}; "
     "given whole it replaces what a base file gave, SOLVER.OPT_ARGS.eps changes one.",
 )
-define("SOLVER.BASE_LR", 3e-4, "Learning rate between warm-up and decay.")
-define("SOLVER.HEADS_LR_FACTOR", 1.0, "Factor on the learning rate of the heads.")
-define("SOLVER.BIAS_LR_FACTOR", 1.0, "Factor on the learning rate of biases.")
-define("SOLVER.MOMENTUM", 0.9, "Momentum of SGD; other optimizers take theirs from OPT_ARGS.")
+define("SOLVER.BASE_LR", 3e-4, "Learning rate between warm-up and decay.", low=0)
+define("SOLVER.HEADS_LR_FACTOR", 1.0, "Factor on the learning rate of the heads.", low=0)
+define("SOLVER.BIAS_LR_FACTOR", 1.0, "Factor on the learning rate of biases.", low=0)
+define("SOLVER.MOMENTUM", 0.9, "Momentum of SGD; other optimizers take theirs from OPT_ARGS.", low=0)
 define("SOLVER.NESTEROV", False, "Nesterov's momentum for SGD.")
-define("SOLVER.WEIGHT_DECAY", 0.0005, "Weight decay.")
-define("SOLVER.WEIGHT_DECAY_NORM", 0.0005, "Weight decay of normalization layers' weights.")
-define("SOLVER.WEIGHT_DECAY_BIAS", 0.0005, "Weight decay of biases, those of normalization layers included.")
+define("SOLVER.WEIGHT_DECAY", 0.0005, "Weight decay.", low=0)
+define("SOLVER.WEIGHT_DECAY_NORM", 0.0005, "Weight decay of normalization layers' weights.", low=0)
+define("SOLVER.WEIGHT_DECAY_BIAS", 0.0005, "Weight decay of biases, those of normalization layers included.", low=0)
 define("SOLVER.SCHED", "MultiStepLR", "Learning rate schedule by epochs: MultiStepLR or CosineAnnealingLR.")
 define(
     "SOLVER.EPOCH_SCHEDULE",
@@ -208,20 +227,20 @@ define(
     "warm-up and delay, as FastReID; absolute all of them.",
     choices=("after_warmup", "absolute"),
 )
-define("SOLVER.STEPS", (30, 55), "MultiStepLR: epochs after which the rate is multiplied by GAMMA.")
-define("SOLVER.GAMMA", 0.1, "MultiStepLR: factor on the rate at each step.")
-define("SOLVER.DELAY_EPOCHS", 0, "Epochs at the full rate before the schedule starts.")
-define("SOLVER.ETA_MIN_LR", 1e-7, "CosineAnnealingLR: rate at the end.")
+define("SOLVER.STEPS", (30, 55), "MultiStepLR: epochs after which the rate is multiplied by GAMMA.", low=0)
+define("SOLVER.GAMMA", 0.1, "MultiStepLR: factor on the rate at each step.", low=0)
+define("SOLVER.DELAY_EPOCHS", 0, "Epochs at the full rate before the schedule starts.", low=0)
+define("SOLVER.ETA_MIN_LR", 1e-7, "CosineAnnealingLR: rate at the end.", low=0)
 define(
     "SOLVER.WARMUP_METHOD",
     "linear",
     "Course of the rate during warm-up: a line, a constant, or an exponential.",
     choices=("linear", "constant", "exp"),
 )
-define("SOLVER.WARMUP_ITERS", 1000, "Length of the warm-up, in iterations; 0 is none.")
-define("SOLVER.WARMUP_FACTOR", 0.1, "Share of the rate that warm-up starts from.")
+define("SOLVER.WARMUP_ITERS", 1000, "Length of the warm-up, in iterations; 0 is none.", low=0)
+define("SOLVER.WARMUP_FACTOR", 0.1, "Share of the rate that warm-up starts from.", low=0)
 define("SOLVER.FREEZE_ITERS", 0, "Iterations at the start during which MODEL.FREEZE_LAYERS are frozen.")
-define("SOLVER.CHECKPOINT_PERIOD", 20, "Epochs between two checkpoints.")
+define("SOLVER.CHECKPOINT_PERIOD", 20, "Epochs between two checkpoints.", low=1)
 define(
     "SOLVER.TF32",
     False,
@@ -236,8 +255,8 @@ define(
     "parameter's gradient, global_norm the norm of all gradients together.",
     choices=("value", "norm", "global_norm"),
 )
-define("SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 5.0, "The bound: largest absolute value, or largest norm.")
-define("SOLVER.CLIP_GRADIENTS.NORM_TYPE", 2.0, "The p of the p-norm; .inf is the largest absolute value.")
+define("SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 5.0, "The bound: largest absolute value, or largest norm.", above=0)
+define("SOLVER.CLIP_GRADIENTS.NORM_TYPE", 2.0, "The p of the p-norm; .inf is the largest absolute value.", above=0)
 
 define("SOLVER.AMP.ENABLED", False, "Mixed precision. SOLVER.AMP on, off, bf16 or fp16 is the short spelling.")
 define(
@@ -248,13 +267,24 @@ define(
     choices=("auto", "bfloat16", "float16"),
     aliases={"bf16": "bfloat16", "fp16": "float16"},
 )
-define("SOLVER.AMP.INIT_SCALE", 65536.0, "Loss scale at the start (float16 only, as all of the scaling).")
-define("SOLVER.AMP.GROWTH_FACTOR", 2.0, "Factor on the loss scale after GROWTH_INTERVAL good steps.")
-define("SOLVER.AMP.BACKOFF_FACTOR", 0.5, "Factor on the loss scale after a step that overflowed and was skipped.")
-define("SOLVER.AMP.GROWTH_INTERVAL", 2000, "Good steps in a row before the loss scale grows, in iterations.")
-define("SOLVER.AMP.MIN_SCALE", 1.0, "Floor of the loss scale.")
-define("SOLVER.AMP.MAX_SCALE", 2.0**24, "Ceiling of the loss scale.")
-define("SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", 25, "Skipped steps in a row, in iterations, after which ON_FAILURE decides.")
+define("SOLVER.AMP.INIT_SCALE", 65536.0, "Loss scale at the start (float16 only, as all of the scaling).", above=0)
+define("SOLVER.AMP.GROWTH_FACTOR", 2.0, "Factor on the loss scale after GROWTH_INTERVAL good steps.", above=1)
+define(
+    "SOLVER.AMP.BACKOFF_FACTOR",
+    0.5,
+    "Factor on the loss scale after a step that overflowed and was skipped.",
+    above=0,
+    high=0.999,
+)
+define("SOLVER.AMP.GROWTH_INTERVAL", 2000, "Good steps in a row before the loss scale grows, in iterations.", low=1)
+define("SOLVER.AMP.MIN_SCALE", 1.0, "Floor of the loss scale.", above=0)
+define("SOLVER.AMP.MAX_SCALE", 2.0**24, "Ceiling of the loss scale.", above=0)
+define(
+    "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS",
+    25,
+    "Skipped steps in a row, in iterations, after which ON_FAILURE decides.",
+    low=0,
+)
 define(
     "SOLVER.AMP.ON_FAILURE",
     "error",
@@ -290,9 +320,9 @@ define(
 )
 
 # ---- evaluation
-define("TEST.EVAL_PERIOD", 20, "Epochs between two evaluations; the last epoch always has one.")
-define("TEST.IMS_PER_BATCH", 64, "Images of one test batch, over all ranks.")
-define("TEST.NUM_WORKERS", -1, "Processes that load test images, a rank; -1 is as DATALOADER.NUM_WORKERS.")
+define("TEST.EVAL_PERIOD", 20, "Epochs between two evaluations; the last epoch always has one.", low=1)
+define("TEST.IMS_PER_BATCH", 64, "Images of one test batch, over all ranks.", low=1)
+define("TEST.NUM_WORKERS", -1, "Processes that load test images, a rank; -1 is as DATALOADER.NUM_WORKERS.", low=-1)
 define("TEST.METRIC", "cosine", "Distance that ranks the gallery.", choices=("cosine", "euclidean"))
 define("TEST.FLIP.ENABLED", False, "Average the features of each image and of its mirror image.")
 define(

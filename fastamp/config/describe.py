@@ -49,6 +49,8 @@ def _describe(key: Key, value: object) -> list[str]:
     meaning = key.meaning
     if key.choices:
         meaning += f" Choices: {', '.join(key.choices)}."
+    if key.bounds:
+        meaning += f" ({key.bounds[0].upper()}{key.bounds[1:]}.)"
     if not is_acted_upon(key.path):
         meaning += " (not yet acted upon)"
     return [

@@ -30,6 +30,8 @@ class Key:
         choices: the only texts allowed, in the spelling that the code reads.
         aliases: further spellings, each with the choice that it stands for.
         of: the type of the elements of a sequence; needed where the default is empty.
+        low, above, high: bounds of a number, or of each in a sequence: at least, more than, at most.
+        length: how many elements a sequence has; None for any number.
     """
 
     path: str
@@ -38,6 +40,17 @@ class Key:
     choices: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     of: type | None = None
+    low: float | None = None
+    above: float | None = None
+    high: float | None = None
+    length: int | None = None
+
+    @property
+    def bounds(self) -> str:
+        """The bounds in words, empty when there are none."""
+        parts = [(self.low, "at least"), (self.above, "more than"), (self.high, "at most")]
+        words = [f"{word} {bound:g}" for bound, word in parts if bound is not None]
+        return " and ".join([*words, *([f"{self.length} of them"] if self.length else [])])
 
     @property
     def is_free_form(self) -> bool:
@@ -72,8 +85,27 @@ def convert(key: Key, value: Any) -> Any:
         value: from YAML, a command line or code.
 
     Raises:
-        ConfigError: the value cannot be that type, is None where the key takes no None, or is not among the choices.
+        ConfigError: the value cannot be that type, is None where the key takes no None, is not among the choices, or
+            is out of bounds.
     """
+    converted = _converted(key, value)
+    elements = converted if isinstance(converted, tuple | list) else [converted]
+    wrong_length = key.length is not None and len(elements) != key.length
+    if wrong_length or any(_out_of_bounds(key, element) for element in elements):
+        raise ConfigError(f"{key.path} is {brief(converted)}; it must be {key.bounds}")
+    return converted
+
+
+def _out_of_bounds(key: Key, number: Any) -> bool:
+    return (
+        (key.low is not None and number < key.low)
+        or (key.above is not None and number <= key.above)
+        or (key.high is not None and number > key.high)
+    )
+
+
+def _converted(key: Key, value: Any) -> Any:
+    """Return ``value`` as the type of ``key``, bounds aside."""
     value = plain(value)
     if key.default is None:
         return free_value(key.path, value)

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fastamp.evaluation import ReidEvaluator, inference_on_dataset, print_result
 from fastamp.evaluation.evaluator import DatasetEvaluator
 from fastamp.layers.distance import check_metric
 from fastamp.modeling import build_model
-from fastamp.solver import build_lr_schedule, build_optimizer
+from fastamp.solver import OptimizerState, build_lr_schedule, build_optimizer
 from fastamp.utils import comm
 from fastamp.utils.checkpoint import Checkpointer, write_atomically
 from fastamp.utils.env import RandomState, describe_environment, keep_freed_memory, seed_all
@@ -74,14 +75,12 @@ def check_config(cfg: CfgNode) -> None:
     unsupported = unsupported_settings(cfg)
     if unsupported:
         raise ConfigError("\n".join(unsupported))
-    at_least_one = ("SOLVER.MAX_EPOCH", "SOLVER.IMS_PER_BATCH", "SOLVER.CHECKPOINT_PERIOD", "LOG_PERIOD")
-    for key in (*at_least_one, "TEST.EVAL_PERIOD", "TEST.IMS_PER_BATCH"):
-        value = cfg
-        for part in key.split("."):
-            value = value[part]
-        if value < 1:
-            hint = " (to evaluate at the end alone, set it to SOLVER.MAX_EPOCH)" if key == "TEST.EVAL_PERIOD" else ""
-            raise ConfigError(f"{key} is {value}; it must be at least 1{hint}")
+    if not cfg.MODEL.LOSSES.NAME:
+        raise ConfigError("MODEL.LOSSES.NAME is empty; name at least one loss")
+    if cfg.SOLVER.AMP.MIN_SCALE > cfg.SOLVER.AMP.MAX_SCALE:
+        raise ConfigError("SOLVER.AMP.MIN_SCALE is above SOLVER.AMP.MAX_SCALE")
+    if not len(cfg.MODEL.PIXEL_MEAN) == len(cfg.MODEL.PIXEL_STD) == 3:
+        raise ConfigError("MODEL.PIXEL_MEAN and MODEL.PIXEL_STD need three values each, for red, green and blue")
     if not cfg.DATASETS.TESTS:
         raise ConfigError("DATASETS.TESTS is empty; name at least one data set to evaluate on")
     check_metric(cfg.TEST.METRIC)
@@ -111,6 +110,7 @@ class DefaultTrainer:
         self.trainer = TRAINER_REGISTRY.build(
             name, cfg, model=self.model, data_loader=self.data_loader, optimizers=[self.optimizer]
         )
+        self.trainer.iters_per_epoch = self.data_loader.iters_per_epoch
         self.policy: PrecisionPolicy = self.trainer.policy
         logger.info("%s, precision: %s", name, self.policy.describe())
         # Fails here, before a long training, when a test set is missing.
@@ -119,7 +119,7 @@ class DefaultTrainer:
             self.model,
             cfg.OUTPUT_DIR,
             min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
-            optimizer=self.optimizer,
+            optimizer=OptimizerState(self.optimizer),
             trainer=self.trainer,
             random=RandomState(),
             policy=self.policy,
@@ -164,14 +164,20 @@ class DefaultTrainer:
             self.data_loader.iters_per_epoch,
         )
         if start >= cfg.SOLVER.MAX_EPOCH * self.data_loader.iters_per_epoch:
-            logger.info("nothing is left to train; a larger SOLVER.MAX_EPOCH goes on")
+            logger.info("nothing is left to train, a larger SOLVER.MAX_EPOCH would go on; evaluating")
+            return _flat(self.evaluate())
         try:
             with self.stop.watching():
                 self.trainer.train(start, cfg.SOLVER.MAX_EPOCH, self.data_loader.iters_per_epoch)
         finally:
             for writer in self.writers:
                 writer.close()
+            self.writers.clear()
         return _flat(self.eval_hook.results)
+
+    def register_hooks(self, hooks_: Iterable[HookBase]) -> None:
+        """Add hooks after those of ``build_hooks``."""
+        self.trainer.register_hooks(hooks_)
 
     def evaluate(self) -> dict[str, dict[str, Any]]:
         """Evaluate the model as it is on every test set, under the trainer's precision policy."""

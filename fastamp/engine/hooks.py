@@ -33,6 +33,11 @@ class LRScheduler(HookBase):
     def __init__(self, schedule: LearningRateSchedule) -> None:
         self.schedule = schedule
 
+    def before_train(self) -> None:
+        for optimizer in self.trainer.optimizers:
+            for group in optimizer.param_groups:
+                group.setdefault("base_lr", group["lr"])  # an optimizer that somebody else built
+
     def before_step(self) -> None:
         trainer = self.trainer
         for optimizer in trainer.optimizers:
@@ -71,7 +76,13 @@ class EvalHook(HookBase):
         epochs_done = self.trainer.epoch + 1
         if epochs_done % self.period and epochs_done != self.trainer.max_epoch:
             return
-        self.results = self.evaluate()
+        try:
+            self.results = self.evaluate()
+        except Exception:
+            # What was trained must not be lost with an evaluation.
+            if comm.is_main_process():
+                logger.warning("the evaluation failed; saved %s", self.checkpointer.save("model_unevaluated"))
+            raise
         comm.synchronize()
         if not self.results:
             return
@@ -228,7 +239,10 @@ class StopOnSignal(HookBase):
         self.received = number
         for each in self.SIGNALS:
             signal.signal(each, signal.SIG_DFL)
-        logger.warning("%s: stopping after this step; a second one stops at once", signal.Signals(number).name)
+        logger.warning(
+            "%s: stopping after this step, or after the evaluation that follows it; a second one stops at once",
+            signal.Signals(number).name,
+        )
 
     def after_step(self) -> None:
         # At the end of an epoch its evaluation and checkpoint come first, so that the saved state is whole.

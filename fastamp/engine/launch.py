@@ -36,7 +36,7 @@ def launch(
     Raises:
         ConfigError: more than one process was asked for, here or by torchrun.
     """
-    processes = max(num_machines * num_gpus_per_machine, int(os.environ.get("WORLD_SIZE", "1")))
+    processes = max(num_machines * num_gpus_per_machine, int(os.environ.get("WORLD_SIZE") or 1))
     if processes > 1:
         raise ConfigError(
             f"{processes} processes were asked for, but this version of fastamp trains in one process.\n"
@@ -66,6 +66,6 @@ def run_command_line(command: Callable[[], Any]) -> int:
         print(f"{interruption}\nresume with:\n  {resume_command()}", file=sys.stderr)
         return 128 + interruption.signal_number
     except KeyboardInterrupt:
-        print("interrupted before training began: nothing to resume", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
     return 0

@@ -116,11 +116,24 @@ class TrainerBase:
             getattr(hook, moment)()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the next iteration and the hooks' states."""
-        return {"iteration": self.iter + 1, "hooks": {k: hook.state_dict() for k, hook in self._hooks_by_name()}}
+        """Return the next iteration, the length of an epoch, and the hooks' states."""
+        return {
+            "iteration": self.iter + 1,
+            "iters_per_epoch": self.iters_per_epoch,
+            "hooks": {name: hook.state_dict() for name, hook in self._hooks_by_name()},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the iteration that ``state`` was made in; hooks must be registered already."""
+        """Continue after the iteration that ``state`` was made in; hooks must be registered already.
+
+        Raises:
+            ValueError: an epoch had another number of iterations.
+        """
+        if state["iters_per_epoch"] != self.iters_per_epoch:
+            raise ValueError(
+                f"an epoch had {state['iters_per_epoch']} iterations and has {self.iters_per_epoch} now: "
+                "SOLVER.IMS_PER_BATCH or the training data changed"
+            )
         self.start_iter = state["iteration"]
         for name, hook in self._hooks_by_name():
             if name in state["hooks"]:
@@ -206,8 +219,10 @@ class SimpleTrainer(TrainerBase):
         """Run the loop with the model in training mode."""
         self.policy.check_model(self.model)
         self.model.train()
-        self._batches = None
-        super().train(start_iter, max_epoch, iters_per_epoch)
+        try:
+            super().train(start_iter, max_epoch, iters_per_epoch)
+        finally:
+            self._batches = None  # ends the loader's workers
 
     def run_step(self) -> None:
         """Forward, backward, verdict, and a step that is taken or skipped."""

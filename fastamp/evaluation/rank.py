@@ -150,8 +150,8 @@ def _check(query_features: torch.Tensor, gallery_features: torch.Tensor, ids: Id
             raise DataError(
                 f"{len(bad)} of {len(features)} {name} features are NaN or infinite (the first: number "
                 f"{', '.join(map(str, bad[:5]))} of the {name} set): they cannot be ranked.\n"
-                "  cause: damaged weights or normalization buffers, or float16 overflows in evaluation.\n"
-                "  fix: SOLVER.AMP.EVAL_DTYPE float32, or evaluate an earlier checkpoint"
+                "  cause: the training diverged, weights or normalization buffers are damaged, or float16 overflows.\n"
+                "  fix: a lower SOLVER.BASE_LR or an earlier checkpoint; under float16, SOLVER.AMP.EVAL_DTYPE float32"
             )
     if query_features.shape[1] != gallery_features.shape[1]:
         raise DataError(

@@ -37,16 +37,21 @@ class ReidEvaluator(DatasetEvaluator):
     def reset(self) -> None:
         """Forget all features."""
         self._columns: dict[str, list[torch.Tensor]] = {}
+        self._rows = 0
 
     def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
         """Take one batch.
 
         Args:
-            inputs: the batch, with ``targets``, ``camids`` and ``indices`` (B,) int64.
+            inputs: the batch, with ``targets``, ``camids`` and, unless the batches come in the order of the test set
+                and in one process, ``indices``: (B,) int64 each.
             outputs: (B, D) features, any precision; kept as float32 on the CPU.
         """
         columns = {"features": to_float32(outputs.detach()).cpu()}
-        columns |= {name: inputs[name].cpu() for name in ("targets", "camids", "indices")}
+        columns |= {name: inputs[name].cpu() for name in ("targets", "camids")}
+        rows = torch.arange(self._rows, self._rows + len(outputs))
+        columns["indices"] = inputs["indices"].cpu() if "indices" in inputs else rows
+        self._rows += len(outputs)
         columns |= {name: floor(inputs["images"].cpu()) for name, floor in self.floors.items()}
         for name, column in columns.items():
             self._columns.setdefault(name, []).append(column)

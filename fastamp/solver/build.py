@@ -16,6 +16,8 @@ from fastamp.utils.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
+# The base class, one that calls the model several times a step, those for sparse or two-dimensional gradients.
+_NOT_FOR_THIS_LOOP = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 _NORM_LAYERS = (
     nn.modules.batchnorm._BatchNorm,
     nn.modules.instancenorm._InstanceNorm,
@@ -70,15 +72,16 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
     choices = [
         key
         for key, value in vars(torch.optim).items()
-        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and key not in ("Optimizer", "LBFGS")
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and key not in _NOT_FOR_THIS_LOOP
     ]
     if name not in choices:
         raise ConfigError(
-            f"SOLVER.OPT: torch.optim has no {name!r}.{did_you_mean(name, choices)}\n  choices: {', '.join(choices)}"
+            f"SOLVER.OPT: {name!r} is no optimizer of torch.optim that trains here.{did_you_mean(name, choices)}\n"
+            f"  choices: {', '.join(choices)}"
         )
     groups = parameter_groups(cfg, model)
     if not groups:
-        raise ConfigError("no parameter of the model is trainable: check MODEL.FREEZE_LAYERS")
+        raise ConfigError("no parameter of the model is trainable: all of it is frozen (requires_grad)")
     optimizer_class = getattr(torch.optim, name)
     options = dict(cfg.SOLVER.OPT_ARGS)
     if name == "SGD":

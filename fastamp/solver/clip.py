@@ -31,10 +31,10 @@ def clip_gradients(
         torch._foreach_clamp_min_(gradients, -clip_value)
         torch._foreach_clamp_max_(gradients, clip_value)
     else:
-        norms = torch._foreach_norm(gradients, norm_type)
+        norms = torch.stack(torch._foreach_norm(gradients, norm_type))
         if clip_type == "global_norm":
-            norms = [torch.linalg.vector_norm(torch.stack(norms), norm_type)] * len(gradients)
-        factors = [(clip_value / (norm + _EPS)).clamp(max=1.0) for norm in norms]
-        torch._foreach_mul_(gradients, factors)
+            norms = torch.linalg.vector_norm(norms, norm_type)
+        factors = (clip_value / (norms + _EPS)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, factors if clip_type == "global_norm" else list(factors.unbind()))
     after = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    return after / total_norm.clamp(min=_EPS)
+    return torch.where(total_norm > 0, after / total_norm, torch.ones_like(after))

@@ -242,17 +242,28 @@ class Checkpointer:
         content |= {key: part.state_dict() for key, part in self.checkpointables.items()}
         content |= extra
         path = self.save_dir / f"{name}.pth"
+        self.save_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda file: torch.save(content, file))
         if tag:
             write_atomically(self.save_dir / "last_checkpoint", lambda file: file.write(path.name.encode()))
         return path
 
     def last_checkpoint(self) -> Path | None:
-        """Return the file that ``last_checkpoint`` names, None when there is none."""
+        """Return the file that ``last_checkpoint`` names, None when there is none.
+
+        Raises:
+            WeightsError: ``last_checkpoint`` names no file that is there.
+        """
         pointer = self.save_dir / "last_checkpoint"
         if not pointer.is_file():
             return None
-        return self.save_dir / Path(pointer.read_text().strip()).name
+        name = Path(pointer.read_bytes().decode(errors="replace").replace("\0", "?").strip()).name
+        path = self.save_dir / name
+        if not name or not path.is_file():
+            others = sorted(self.save_dir.glob("model_*.pth"), key=lambda file: file.stat().st_mtime)
+            hint = f"write {others[-1].name} into it" if others else "remove it to start from the beginning"
+            raise WeightsError(f"{pointer} names {name!r}, which is no file in that folder.\n  fix: {hint}")
+        return path
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Load the model's weights alone.

@@ -83,6 +83,8 @@ class RandomState:
         }
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state_all()
+        if torch.backends.mps.is_available():
+            state["mps"] = torch.mps.get_rng_state()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -93,3 +95,5 @@ class RandomState:
         torch.set_rng_state(state["torch"])
         if torch.cuda.is_available() and len(state.get("cuda", [])) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(state["cuda"])
+        if torch.backends.mps.is_available() and "mps" in state:
+            torch.mps.set_rng_state(state["mps"])

@@ -1,6 +1,7 @@
 """float32 regions: off for autocast, in every mode, by decorator, class attribute and glob."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -79,6 +80,17 @@ def test_patterns_name_modules_or_classes(patterns, forced):
     dtypes = output_dtypes(model)
     assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == forced
     assert list(model.state_dict()) == keys
+
+
+def test_region_survives_pickling_and_a_patched_forward():
+    model = Net()
+    model.first.forward = model.first.forward
+    apply_force_fp32(model, ["second.*", "first"])
+    assert output_dtypes(model) == {"first": torch.float32, "second.0": torch.float32}
+    plain = Net()
+    apply_force_fp32(plain, ["second.*"])
+    again = pickle.loads(pickle.dumps(plain))
+    assert output_dtypes(again) == {"first": torch.bfloat16, "second.0": torch.float32}
 
 
 def test_class_attribute_makes_a_region():

@@ -168,6 +168,16 @@ def test_amp_that_has_no_effect_is_an_error(tmp_path):
         trainer.train(0, 1, 1)
 
 
+def test_an_optimizer_that_somebody_else_built(tmp_path):
+    model = Explosive(bad=set())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    trainer = SimpleTrainer(model, itertools.repeat({}), [optimizer], policy=FLOAT32)
+    cfg = tiny.tiny_config(tmp_path, "SOLVER.WARMUP_ITERS", "0")
+    trainer.register_hooks([LRScheduler(build_lr_schedule(cfg, 100))])
+    trainer.train(0, 1, 2)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -89,6 +89,12 @@ def test_batches_in_any_order_give_the_same_result():
     assert first["metric"] == (first["mAP"] + first["Rank-1"]) / 2
 
 
+def test_batches_without_indices_count_in_the_order_of_arrival():
+    loader, evaluator, model = batches(size=2), ReidEvaluator(get_cfg(), num_query=3), Model()
+    plain = [{key: value for key, value in batch.items() if key != "indices"} for batch in loader]
+    assert inference_on_dataset(model, plain, evaluator) == inference_on_dataset(model, loader, evaluator)
+
+
 def test_queries_without_a_match_are_counted():
     loader = batches(size=6)
     loader[0]["targets"][0] = 9

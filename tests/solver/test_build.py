@@ -73,7 +73,7 @@ def test_options_and_momentum_reach_the_optimizer():
 
 
 def test_bad_optimizers():
-    with pytest.raises(ConfigError, match=r"no 'AdmaW'.*'AdamW'"):
+    with pytest.raises(ConfigError, match=r"'AdmaW' is no optimizer.*'AdamW'"):
         build_optimizer(config("SOLVER.OPT", "AdmaW"), Model())
     with pytest.raises(ConfigError, match=r"Adam has no argument 'beta'.*'betas'"):
         build_optimizer(config("SOLVER.OPT_ARGS.beta", "0.5"), Model())

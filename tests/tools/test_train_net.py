@@ -150,7 +150,7 @@ def test_wrong_weights(bad, tmp_path):
         ("TEST.METRIC", "euclid", ["TEST.METRIC", "euclidean"]),
         ("MODEL.HEADS.NUM_CLASSES", "5", ["MODEL.HEADS.NUM_CLASSES is 5", "16 identities"]),
         ("MODEL.BACKBONE.FEAT_DIM", "2048", ["MODEL.BACKBONE.FEAT_DIM is 2048", "16 wide"]),
-        ("TEST.EVAL_PERIOD", "0", ["TEST.EVAL_PERIOD is 0", "SOLVER.MAX_EPOCH"]),
+        ("TEST.EVAL_PERIOD", "0", ["TEST.EVAL_PERIOD is 0", "at least 1"]),
         ("SOLVER.IMS_PER_BATCH", "1000", ["SOLVER.IMS_PER_BATCH", "1000", "96 images"]),
         ("DATALOADER.NUM_INSTANCE", "3", ["DATALOADER.NUM_INSTANCE 3", "16"]),
         ("DATALOADER.NUM_INSTANCE", "0", ["DATALOADER.NUM_INSTANCE is 0"]),
@@ -158,6 +158,16 @@ def test_wrong_weights(bad, tmp_path):
         ("MODEL.BACKBONE.WITH_NL", "True", ["MODEL.BACKBONE.WITH_NL"]),
         ("SOLVER.AMP.FORCE_FP32", "head", ["SOLVER.AMP.FORCE_FP32", "'heads'"]),
         ("SOLVER.AMP", "fp17", ["SOLVER.AMP", "fp17"]),
+        ("SOLVER.BASE_LR", "-1", ["SOLVER.BASE_LR is -1.0", "at least 0"]),
+        ("SOLVER.AMP.BACKOFF_FACTOR", "2", ["SOLVER.AMP.BACKOFF_FACTOR is 2.0"]),
+        ("INPUT.SIZE_TRAIN", "(32,)", ["INPUT.SIZE_TRAIN is (32,)", "2 of them"]),
+        ("INPUT.REA.PROB", "1.5", ["INPUT.REA.PROB is 1.5", "at most 1"]),
+        ("MODEL.PIXEL_STD", "(0, 0, 0)", ["MODEL.PIXEL_STD", "more than 0"]),
+        ("MODEL.PIXEL_MEAN", "(1.0, 2.0)", ["MODEL.PIXEL_MEAN", "three values"]),
+        ("MODEL.BACKBONE.LAST_STRIDE", "0", ["MODEL.BACKBONE.LAST_STRIDE is 0"]),
+        ("MODEL.LOSSES.NAME", "('TripletLoss', 'TripletLoss')", ["MODEL.LOSSES.NAME", "twice"]),
+        ("MODEL.LOSSES.NAME", "()", ["MODEL.LOSSES.NAME is empty"]),
+        ("SOLVER.OPT", "SparseAdam", ["SOLVER.OPT", "SparseAdam"]),
         ("OUTPUT_DIR", "/dev/null/x", ["OUTPUT_DIR", "/dev/null/x"]),
     ],
 )
@@ -190,6 +200,62 @@ def test_resume_of_another_model(demo, tmp_path, capfd):
     code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path, "MODEL.HEADS.EMBEDDING_DIM", "8"))
     assert code == 2 and "another model" in stderr
     assert (tmp_path / "model_final.pth").read_bytes() == before
+
+
+def test_flags_behind_the_pairs(demo, tmp_path, capfd):
+    code, stderr = run(capfd, *tiny.tiny_options(tmp_path), "--resume")
+    assert code == 2 and "put flags before KEY VALUE pairs" in stderr
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("SOLVER.OPT", "SGD"), "trained with Adam, SOLVER.OPT is SGD"),
+        (("SOLVER.IMS_PER_BATCH", "32"), "an epoch had 6 iterations and has 3 now"),
+        (("SOLVER.BIAS_LR_FACTOR", "2"), "its parameter groups are others"),
+        (("SOLVER.OPT_ARGS.amsgrad", "True"), "amsgrad False -> True"),
+    ],
+)
+def test_resume_of_another_recipe(demo, tmp_path, capfd, options, message):
+    assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
+    config = (tmp_path / "config.yaml").read_text()
+    code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path, *options))
+    assert code == 2 and message in stderr, stderr
+    assert (tmp_path / "config.yaml").read_text() == config
+
+
+def test_resume_takes_a_changed_learning_rate_and_says_so(demo, tmp_path, capfd):
+    assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
+    changed = ("SOLVER.MAX_EPOCH", "2", "SOLVER.BASE_LR", "1e-5", "SOLVER.WEIGHT_DECAY", "0.25")
+    changed += ("SOLVER.WEIGHT_DECAY_NORM", "0.25", "SOLVER.WEIGHT_DECAY_BIAS", "0.25")
+    assert run(capfd, "--resume", *tiny.tiny_options(tmp_path, *changed))[0] == 0
+    assert "weight_decay 0.0005 -> 0.25" in (tmp_path / "log.txt").read_text()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    assert [row["lr"] for row in rows if "lr" in row][-1] == pytest.approx(1e-5)
+    groups = torch.load(tmp_path / "model_final.pth", weights_only=True)["optimizer"]["param_groups"]
+    assert groups[0]["weight_decay"] == 0.25
+
+
+@pytest.mark.parametrize("content", [b"", b"model_0009.pth", b"\xff\x00\xfe"])
+def test_a_last_checkpoint_that_names_nothing(demo, tmp_path, capfd, content):
+    (tmp_path / "last_checkpoint").write_bytes(content)
+    code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path))
+    assert code == 2 and "last_checkpoint names" in stderr
+
+
+def test_a_failing_evaluation_loses_nothing(demo_root, tmp_path, monkeypatch, capfd):
+    root = tmp_path / "datasets"
+    shutil.copytree(demo_root, root)
+    monkeypatch.setenv("FASTAMP_DATASETS", str(root))
+    image = sorted(root.rglob("bounding_box_test/*.jpg"))[-1]
+    good = image.read_bytes()
+    image.write_bytes(good[:100])
+    options = tiny.tiny_options(tmp_path / "run", "SOLVER.CHECKPOINT_PERIOD", "4", "SOLVER.MAX_EPOCH", "2")
+    code, stderr = run(capfd, *options)
+    assert code == 2 and str(image) in stderr
+    image.write_bytes(good)
+    assert run(capfd, "--resume", *options)[0] == 0
+    assert "nothing is left to train" in (tmp_path / "run/log.txt").read_text()
 
 
 def test_list_config(capsys):

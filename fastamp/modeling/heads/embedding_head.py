@@ -103,9 +103,16 @@ class EmbeddingHead(nn.Module):
             those before or after the neck, by ``neck_feat``.
         """
         pooled = self.pool_layer(features)
+        if pooled.shape[2:] != (1, 1):
+            size = " x ".join(map(str, pooled.shape[2:]))
+            raise ConfigError(
+                f"MODEL.HEADS.POOL_LAYER {type(self.pool_layer).__name__} leaves a map of {size}; the head needs 1 x 1"
+            )
         neck = self.bottleneck(pooled).flatten(1)
         if not self.training:
             return neck
+        if len(self.weight) == 0:
+            raise ConfigError("MODEL.HEADS.NUM_CLASSES is 0: to train, set it to the number of identities")
         cls_outputs, logits = self.cls_layer(neck, self.weight, targets)
         return {
             "cls_outputs": cls_outputs,

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
 
 LOSS_REGISTRY = Registry("MODEL.LOSSES.NAME")
@@ -16,7 +17,10 @@ def build_losses(cfg: Any) -> nn.ModuleDict:
     ``outputs`` is what the head returns in training mode.
 
     Raises:
-        ConfigError: a name is not registered.
+        ConfigError: a name is not registered, or stands there twice.
     """
-    losses = [LOSS_REGISTRY.build(name, cfg) for name in cfg.MODEL.LOSSES.NAME]
+    names = list(cfg.MODEL.LOSSES.NAME)
+    if len(set(names)) < len(names):
+        raise ConfigError(f"MODEL.LOSSES.NAME names a loss twice: {', '.join(names)}")
+    losses = [LOSS_REGISTRY.build(name, cfg) for name in names]
     return nn.ModuleDict({loss.loss_name: loss for loss in losses})

@@ -1,0 +1,57 @@
+"""An optimizer's part of a checkpoint: its state continues, its options are those of the config."""
+
+import logging
+from typing import Any
+
+from torch.optim import Optimizer
+
+logger = logging.getLogger(__name__)
+
+# Options that decide what the state consists of.
+_STRUCTURAL = ("amsgrad", "centered")
+
+
+class OptimizerState:
+    """Save and restore what an optimizer has accumulated.
+
+    torch's own ``load_state_dict`` also takes back the learning rates and weight decays that were saved, so that a
+    config that was changed before a resume would be ignored without a word.
+
+    Args:
+        optimizer: the optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state dict and its class's name."""
+        return {"name": type(self.optimizer).__name__, **self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state`` with this optimizer's own options; log those that differ.
+
+        Raises:
+            ValueError: ``state`` is of another optimizer, or of other parameter groups.
+        """
+        name, own = type(self.optimizer).__name__, self.optimizer.state_dict()["param_groups"]
+        if state["name"] != name:
+            raise ValueError(f"it was trained with {state['name']}, SOLVER.OPT is {name} now")
+        saved = state["param_groups"]
+        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
+            raise ValueError(
+                "its parameter groups are others: the factors of learning rates and weight decays (SOLVER.BIAS_*, "
+                "HEADS_LR_FACTOR, WEIGHT_DECAY_*) group the parameters"
+            )
+        changed = {}
+        for before, now in zip(saved, own, strict=True):
+            for option, value in now.items():
+                if option not in ("lr", "params", "fused", "foreach") and before.get(option) != value:
+                    changed[option] = f"{option} {before.get(option)} -> {value}"
+        refused = [option for option in _STRUCTURAL if option in changed]
+        if refused:
+            raise ValueError(f"its state has no place for a changed option: {changed[refused[0]]}")
+        if changed:
+            logger.warning("the optimizer's options differ from the checkpoint's: %s", ", ".join(changed.values()))
+        groups = [now | {"params": before["params"]} for before, now in zip(saved, own, strict=True)]
+        self.optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
