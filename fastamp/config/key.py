@@ -50,7 +50,7 @@ class Key:
         """The bounds in words, empty when there are none."""
         parts = [(self.low, "at least"), (self.above, "more than"), (self.high, "at most")]
         words = [f"{word} {bound:g}" for bound, word in parts if bound is not None]
-        return " and ".join([*words, *([f"{self.length} of them"] if self.length else [])])
+        return " and ".join([*words, *([f"{self.length} numbers"] if self.length else [])])
 
     @property
     def is_free_form(self) -> bool:

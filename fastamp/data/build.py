@@ -91,8 +91,6 @@ def build_reid_test_loader(
     """
     rank, world_size = _place(rank, world_size)
     transforms = build_transforms(cfg, is_train=False)
-    if cfg.TEST.IMS_PER_BATCH < 1:
-        raise ConfigError(f"TEST.IMS_PER_BATCH is {cfg.TEST.IMS_PER_BATCH}; it must be at least 1")
     source = build_dataset(dataset_name)
     for split in ("query", "gallery"):
         if not getattr(source, split):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.samplers import EpochBatchSampler, InferenceSampler, SampleKey
-from fastamp.utils.errors import ConfigError, UserError
+from fastamp.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -118,12 +118,7 @@ def worker_count(key: str, asked: int) -> int:
     Args:
         key: the config key that asked, for messages.
         asked: 0 loads in the calling process.
-
-    Raises:
-        ConfigError: ``asked`` is negative.
     """
-    if asked < 0:
-        raise ConfigError(f"{key} is {asked}; it must be at least 0")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if asked > cores:
         logger.info("%s is %d; starting %d, as many as there are cores", key, asked, cores)

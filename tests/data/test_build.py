@@ -118,8 +118,8 @@ def test_a_set_smaller_than_a_batch(market, cfg):
     ],
 )
 def test_wrong_values_are_named(market, cfg, edits, options, expected):
-    cfg.merge_from_list(edits)
     with pytest.raises(ConfigError) as raised:
+        cfg.merge_from_list(edits)
         build_reid_train_loader(cfg, **options)
     assert expected in str(raised.value)
 

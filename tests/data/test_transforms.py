@@ -244,6 +244,6 @@ def test_what_does_not_exist_is_refused(cfg, name):
 )
 def test_values_out_of_range_are_named(cfg, key, value):
     cfg.INPUT.PADDING.MODE = "reflect"
-    cfg.merge_from_list([key, value])
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        cfg.merge_from_list([key, value])
         build_transforms(cfg, is_train=True)

@@ -160,7 +160,7 @@ def test_wrong_weights(bad, tmp_path):
         ("SOLVER.AMP", "fp17", ["SOLVER.AMP", "fp17"]),
         ("SOLVER.BASE_LR", "-1", ["SOLVER.BASE_LR is -1.0", "at least 0"]),
         ("SOLVER.AMP.BACKOFF_FACTOR", "2", ["SOLVER.AMP.BACKOFF_FACTOR is 2.0"]),
-        ("INPUT.SIZE_TRAIN", "(32,)", ["INPUT.SIZE_TRAIN is (32,)", "2 of them"]),
+        ("INPUT.SIZE_TRAIN", "(32,)", ["INPUT.SIZE_TRAIN is (32,)", "2 numbers"]),
         ("INPUT.REA.PROB", "1.5", ["INPUT.REA.PROB is 1.5", "at most 1"]),
         ("MODEL.PIXEL_STD", "(0, 0, 0)", ["MODEL.PIXEL_STD", "more than 0"]),
         ("MODEL.PIXEL_MEAN", "(1.0, 2.0)", ["MODEL.PIXEL_MEAN", "three values"]),

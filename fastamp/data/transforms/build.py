@@ -24,13 +24,10 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
     Training: resize, pad and crop, flip, colour jitter, random erasing. Test: resize.
 
     Raises:
-        ConfigError: a value is out of range, or an augmentation is enabled that does not exist.
+        ConfigError: a padding that the mode cannot make, or an augmentation is enabled that does not exist.
     """
     settings = cfg.INPUT
-    key = "INPUT.SIZE_TRAIN" if is_train else "INPUT.SIZE_TEST"
     size = tuple(settings.SIZE_TRAIN if is_train else settings.SIZE_TEST)
-    if len(size) != 2 or not all(isinstance(side, int) and side >= 1 for side in size):
-        raise ConfigError(f"{key} is {list(size)}; expected the height and the width in pixels, e.g. [256, 128]")
     augmentations = _train_augmentations(settings, size) if is_train else []
     return Transforms(Resize(size=size), Augmentation(transforms=augmentations, seed=cfg.SEED))
 
@@ -43,11 +40,12 @@ def _train_augmentations(settings: Any, size: tuple[int, int]) -> list[BatchTran
     if settings.PADDING.ENABLED:
         augmentations.append(_build_pad_and_crop(settings.PADDING, size))
     if settings.FLIP.ENABLED:
-        augmentations.append(RandomHorizontalFlip(prob=_share("INPUT.FLIP.PROB", settings.FLIP.PROB)))
+        augmentations.append(RandomHorizontalFlip(prob=settings.FLIP.PROB))
     if settings.CJ.ENABLED:
-        augmentations.append(_build_color_jitter(settings.CJ))
+        strengths = {name: settings.CJ[name.upper()] for name in ("brightness", "contrast", "saturation", "hue")}
+        augmentations.append(ColorJitter(prob=settings.CJ.PROB, **strengths))
     if settings.REA.ENABLED:
-        augmentations.append(_build_random_erasing(settings.REA))
+        augmentations.append(RandomErasing(prob=settings.REA.PROB, value=tuple(settings.REA.VALUE)))
     return augmentations
 
 
@@ -59,29 +57,8 @@ def _build_pad_and_crop(settings: Any, size: tuple[int, int]) -> PadAndRandomCro
         )
     # A mirror image can be no larger than the image; a reflection leaves out the edge itself.
     largest = {"reflect": min(size) - 1, "symmetric": min(size)}.get(mode)
-    if padding < 0 or (largest is not None and padding > largest):
-        limit = "at least 0" if largest is None else f"in 0..{largest} for mode {mode!r} and images of {list(size)}"
-        raise ConfigError(f"INPUT.PADDING.SIZE is {padding}; expected {limit}")
+    if largest is not None and padding > largest:
+        raise ConfigError(
+            f"INPUT.PADDING.SIZE is {padding}; expected 0..{largest} for mode {mode!r} and images of {list(size)}"
+        )
     return PadAndRandomCrop(padding=padding, mode=mode)
-
-
-def _build_color_jitter(settings: Any) -> ColorJitter:
-    strengths = {name: getattr(settings, name.upper()) for name in ("brightness", "contrast", "saturation", "hue")}
-    for name, strength in strengths.items():
-        if strength < 0 or (name == "hue" and strength > 0.5):
-            limit = "in 0..0.5" if name == "hue" else "at least 0"
-            raise ConfigError(f"INPUT.CJ.{name.upper()} is {strength}; expected a number {limit}")
-    return ColorJitter(prob=_share("INPUT.CJ.PROB", settings.PROB), **strengths)
-
-
-def _build_random_erasing(settings: Any) -> RandomErasing:
-    value = tuple(settings.VALUE)
-    if len(value) != 3 or not all(0 <= channel <= 255 for channel in value):
-        raise ConfigError(f"INPUT.REA.VALUE is {list(value)}; expected three numbers in 0..255 (red, green, blue)")
-    return RandomErasing(prob=_share("INPUT.REA.PROB", settings.PROB), value=value)
-
-
-def _share(key: str, value: float) -> float:
-    if not 0 <= value <= 1:
-        raise ConfigError(f"{key} is {value}; expected a probability in 0..1")
-    return value
