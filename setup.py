@@ -10,10 +10,10 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "fastamp/__init__.py").read
 
 EXTRAS = {
     "test": ["pytest>=8.0", "hypothesis>=6.100"],
-    "vis": ["matplotlib>=3.9"],
-    "export": ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.2"],
-    "timm": ["timm>=1.0.12"],
-    "tune": ["ray[tune]>=2.40", "hyperopt>=0.2.7", "optuna>=4.0"],
+    "vis": ["matplotlib"],
+    "export": ["onnx", "onnxruntime", "onnxscript"],
+    "timm": ["timm"],
+    "tune": ["ray[tune]", "hyperopt", "optuna"],
 }
 EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})
 
