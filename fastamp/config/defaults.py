@@ -29,7 +29,7 @@ define("MODEL.DEVICE", "cuda", "Where to compute: auto (CUDA, else MPS, else the
 define(
     "MODEL.CHANNELS_LAST",
     "auto",
-    "Keep the channels of a feature map next to each other in memory; auto is on where that is faster.",
+    "Keep the channels of a feature map next to each other in memory; auto is on for a CPU, and for CUDA under AMP.",
     choices=("auto", "on", "off"),
 )
 define("MODEL.WEIGHTS", "", "File whose weights the whole model starts from, or is evaluated with; '' is none.")

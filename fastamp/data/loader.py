@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.samplers import EpochBatchSampler, InferenceSampler, SampleKey
+from fastamp.utils.env import available_cores
 from fastamp.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ def worker_count(key: str, asked: int) -> int:
         key: the config key that asked, for messages.
         asked: 0 loads in the calling process.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     if asked > cores:
         logger.info("%s is %d; starting %d, as many as there are cores", key, asked, cores)
     return min(asked, cores)

@@ -16,7 +16,6 @@ from fastamp.engine import hooks
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase
 from fastamp.evaluation import ReidEvaluator, inference_on_dataset, print_results
 from fastamp.evaluation.evaluator import DatasetEvaluator
-from fastamp.layers.distance import check_metric
 from fastamp.modeling import build_model
 from fastamp.solver import OptimizerState, build_lr_schedule, build_optimizer
 from fastamp.utils import comm
@@ -83,7 +82,6 @@ def check_config(cfg: CfgNode) -> None:
         raise ConfigError("MODEL.PIXEL_MEAN and MODEL.PIXEL_STD need three values each, for red, green and blue")
     if not cfg.DATASETS.TESTS:
         raise ConfigError("DATASETS.TESTS is empty; name at least one data set to evaluate on")
-    check_metric(cfg.TEST.METRIC)
 
 
 class DefaultTrainer:

@@ -2,7 +2,6 @@
 
 import torch
 
-CLIP_TYPES = ("value", "norm", "global_norm")
 _EPS = 1e-6
 
 

@@ -49,9 +49,6 @@ def warmup_factor(method: str, steps_taken: int, *, length: int, start: float) -
     return {"linear": start * (1 - share) + share, "constant": start, "exp": start ** (1 - share)}[method]
 
 
-WARMUP_METHODS = ("linear", "constant", "exp")
-
-
 @dataclass(frozen=True)
 class LearningRateSchedule:
     """Warm-up by steps, then a decay by epochs.
