@@ -2,13 +2,12 @@
 
 from typing import Any, NamedTuple
 
+from fastamp.config import unsupported_settings
 from fastamp.data.transforms.base import Augmentation, BatchTransform
 from fastamp.data.transforms.colour import ColorJitter
 from fastamp.data.transforms.erasing import RandomErasing
 from fastamp.data.transforms.geometry import PADDING_MODES, PadAndRandomCrop, RandomHorizontalFlip, Resize
 from fastamp.utils.errors import ConfigError, did_you_mean
-
-_NOT_BUILT = ("AUTOAUG", "CROP", "AFFINE", "AUGMIX", "RPT")
 
 
 class Transforms(NamedTuple):
@@ -26,6 +25,9 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
     Raises:
         ConfigError: a padding that the mode cannot make, or an augmentation is enabled that does not exist.
     """
+    unsupported = [message for message in unsupported_settings(cfg) if message.startswith("INPUT.")]
+    if is_train and unsupported:
+        raise ConfigError("\n".join(unsupported))
     settings = cfg.INPUT
     size = tuple(settings.SIZE_TRAIN if is_train else settings.SIZE_TEST)
     augmentations = _train_augmentations(settings, size) if is_train else []
@@ -33,9 +35,6 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
 
 
 def _train_augmentations(settings: Any, size: tuple[int, int]) -> list[BatchTransform]:
-    for name in _NOT_BUILT:
-        if settings[name].ENABLED:
-            raise ConfigError(f"INPUT.{name}.ENABLED is True, but this version has no such augmentation; set it False")
     augmentations: list[BatchTransform] = []
     if settings.PADDING.ENABLED:
         augmentations.append(_build_pad_and_crop(settings.PADDING, size))
