@@ -1,6 +1,7 @@
 """Every YAML in configs/ builds, and what the README names exists and parses."""
 
 import ast
+import json
 import re
 import shlex
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import train_net
 
 from fastamp.config import get_cfg, unsupported_settings
+from fastamp.engine import DefaultTrainer
 from fastamp.modeling import build_model
 from fastamp.solver import build_lr_schedule, build_optimizer
 
@@ -33,6 +35,54 @@ def test_every_config_builds_and_computes(path):
     assert all(torch.isfinite(loss) for loss in losses.values())
     with torch.no_grad():
         assert model.eval()({"images": images}).shape[0] == 4
+
+
+RECIPES = json.loads((ROOT / "tests/reference/fastreid_config_values.json").read_text())["resolved"]
+MARKET = [
+    f"Market1501/{recipe}_{backbone}.yml"
+    for recipe in ("bagtricks", "AGW", "sbs")
+    for backbone in ("R50", "R50-ibn", "R101-ibn")
+]
+
+
+@pytest.mark.parametrize("recipe", MARKET)
+def test_recipes_mean_what_fastreids_mean(recipe):
+    cfg = get_cfg()
+    cfg.merge_from_file(ROOT / "configs" / recipe)
+    ours = {key.path: list(value) if isinstance(value, tuple) else value for key, value in cfg.keys_below()}
+    defaults = {key.path: list(v) if isinstance(v, tuple) else v for key, v in get_cfg().keys_below()}
+    assert ours == defaults | RECIPES[recipe]
+
+
+@pytest.mark.parametrize("recipe", ["Market1501/bagtricks_R50.yml", "Market1501/sbs_R101-ibn.yml"])
+def test_recipes_run_end_to_end_at_a_small_size(demo, tmp_path, recipe, monkeypatch):
+    monkeypatch.setattr(DefaultTrainer, "build_train_loader", with_fewer_batches(DefaultTrainer.build_train_loader))
+    code = train_net.cli([
+        "--config-file", str(ROOT / "configs" / recipe), "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.PRETRAIN", "False",
+        "DATASETS.NAMES", "Demo", "DATASETS.TESTS", "Demo", "DATALOADER.NUM_INSTANCE", "4",
+        "DATALOADER.NUM_WORKERS", "0",
+        "INPUT.SIZE_TRAIN", "(64, 32)", "INPUT.SIZE_TEST", "(64, 32)", "INPUT.AUTOAUG.PROB", "0.5",
+        "SOLVER.IMS_PER_BATCH", "8", "SOLVER.MAX_EPOCH", "1", "SOLVER.DELAY_EPOCHS", "0", "SOLVER.WARMUP_ITERS", "2",
+        "SOLVER.FREEZE_ITERS", "2", "SOLVER.AMP", "bf16", "LOG_PERIOD", "1", "OUTPUT_DIR", str(tmp_path),
+    ])  # fmt: skip
+    assert code == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    assert len([row for row in rows if "total_loss" in row]) == 4
+    assert all(row["skipped_total"] == 0 for row in rows if "total_loss" in row)
+    assert any("Demo/mAP" in row for row in rows)
+    state = torch.load(tmp_path / "model_final.pth", weights_only=True)["model"]
+    assert all(torch.isfinite(tensor).all() for tensor in state.values())
+
+
+def with_fewer_batches(build):
+    """Return ``build`` with loaders whose epoch is four batches."""
+
+    def build_short(cls, cfg):
+        loader = build(cfg)
+        loader.batch_sampler.iters_per_epoch = 4
+        return loader
+
+    return classmethod(build_short)
 
 
 def test_there_are_configs():

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fastamp.amp.health import explain_no_gradient
+from fastamp.amp.policy import PrecisionPolicy
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
 
@@ -49,6 +50,21 @@ class LossScaler:
         self.min_scale = min_scale
         self.max_scale = max_scale
         self._good_steps = 0
+
+    @classmethod
+    def from_config(cls, cfg: Any, policy: PrecisionPolicy) -> "LossScaler | None":
+        """Return the scaler of ``SOLVER.AMP`` where ``policy`` needs one, else None."""
+        if not policy.needs_loss_scaling:
+            return None
+        amp = cfg.SOLVER.AMP
+        return cls(
+            init_scale=amp.INIT_SCALE,
+            growth_factor=amp.GROWTH_FACTOR,
+            backoff_factor=amp.BACKOFF_FACTOR,
+            growth_interval=amp.GROWTH_INTERVAL,
+            min_scale=amp.MIN_SCALE,
+            max_scale=amp.MAX_SCALE,
+        )
 
     def update(self, ok: bool) -> None:
         """Grow or shrink the scale after a step that was taken (``ok``) or skipped."""
@@ -122,6 +138,8 @@ class OptimizationStep:
         self.max_consecutive_skips = max_consecutive_skips
         self.skipped_total = 0
         self.skipped_in_a_row = 0
+        self.frozen: Sequence[str] = ()
+        """Modules that are frozen on purpose: while there are any, some losses may reach no parameter, but not all."""
         self._losses_finite: torch.Tensor | None = None
 
     def backward(self, losses: dict[str, torch.Tensor], share: float = 1.0) -> torch.Tensor:
@@ -137,7 +155,7 @@ class OptimizationStep:
         Raises:
             TrainingError: no loss, a loss that is no float32 scalar, or one that no parameter reaches.
         """
-        _check_losses(losses)
+        _check_losses(losses, self.frozen)
         total = torch.stack(list(losses.values())).sum()
         finite = torch.isfinite(total.detach())
         self._losses_finite = finite if self._losses_finite is None else self._losses_finite & finite
@@ -249,8 +267,8 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _check_losses(losses: dict[str, torch.Tensor]) -> None:
-    """Check that there is a loss and that gradients can flow from each.
+def _check_losses(losses: dict[str, torch.Tensor], frozen: Sequence[str]) -> None:
+    """Check that there is a loss and that gradients can flow from each, or from one where modules are ``frozen``.
 
     Raises:
         TrainingError: as ``OptimizationStep.backward`` says.
@@ -269,9 +287,15 @@ def _check_losses(losses: dict[str, torch.Tensor]) -> None:
                 f"loss {name!r} is {loss.dtype}: losses are computed in float32 under any precision policy.\n"
                 "  fix: decorate the loss with fastamp.amp.force_fp32"
             )
-        if not loss.requires_grad:
+        if not loss.requires_grad and not frozen:
             raise TrainingError(
                 f"loss {name!r} is not connected to any parameter: its gradient cannot be computed.\n"
                 "  cause: it was detached or wrapped in a new tensor, or everything before it is frozen.\n"
                 "  fix:   compute it from the model's outputs without .detach(), .item() or torch.tensor()"
             )
+    if not any(loss.requires_grad for loss in losses.values()):
+        raise TrainingError(
+            f"no loss ({', '.join(losses)}) is connected to a parameter that is trained.\n"
+            f"  cause: what MODEL.FREEZE_LAYERS names ({', '.join(frozen)}) is all that they are computed from.\n"
+            "  fix:   freeze less"
+        )

@@ -217,8 +217,8 @@ class CfgNode(YacsCfgNode):
                 yield from self[head]._section_edits(value, source, self._keys.get(head))
             else:
                 yield self._set(head, value, source)
-        elif self.is_new_allowed() and head and not dot:
-            yield self._set(head, value, source)
+        elif self.is_new_allowed() and head:
+            yield self._set(name, value, source)  # with its dots: a free-form section's keys may be globs
         else:
             raise ConfigError(f"{source}: {self._unknown(name)}")
 

@@ -40,7 +40,12 @@ define(
     low=0,
     high=1,
 )
-define("MODEL.FREEZE_LAYERS", (), "Names of the model's children that stand still for SOLVER.FREEZE_ITERS.", of=str)
+define(
+    "MODEL.FREEZE_LAYERS",
+    (),
+    "Names of the model's parts, e.g. backbone or backbone.layer1, that stand still for SOLVER.FREEZE_ITERS.",
+    of=str,
+)
 define("MODEL.PIXEL_MEAN", (123.675, 116.28, 103.53), "Mean of each RGB channel, in 0..255, taken off every image.")
 define(
     "MODEL.PIXEL_STD",
@@ -67,7 +72,11 @@ define(
     choices=("ceil", "padded"),
 )
 define("MODEL.BACKBONE.FEAT_DIM", 2048, "Channels of the backbone's last feature map.", low=1)
-define("MODEL.BACKBONE.NORM", "BN", "Normalization layers of the backbone.")
+define(
+    "MODEL.BACKBONE.NORM",
+    "BN",
+    "Normalization layers of the backbone: BN, syncBN (statistics over all ranks, CUDA only) or GN.",
+)
 define("MODEL.BACKBONE.WITH_IBN", False, "Instance norm on half of the channels in the first three stages (IBN-Net a).")
 define("MODEL.BACKBONE.WITH_SE", False, "Squeeze-and-excitation in every block.")
 define("MODEL.BACKBONE.WITH_NL", False, "Non-local attention blocks in stages 2 and 3.")
@@ -82,7 +91,13 @@ define("MODEL.BACKBONE.DROP_RATIO", 0.0, "ViT: dropout probability of tokens and
 define("MODEL.BACKBONE.ATT_DROP_RATE", 0.0, "ViT: dropout probability of attention weights.")
 
 define("MODEL.HEADS.NAME", "EmbeddingHead", "The part that turns feature maps into features and class logits.")
-define("MODEL.HEADS.POOL_LAYER", "GlobalAvgPool", "Pooling of the feature map to one vector an image.")
+define(
+    "MODEL.HEADS.POOL_LAYER",
+    "GlobalAvgPool",
+    "Pooling of the feature map to one vector an image: GlobalAvgPool, GlobalMaxPool, GeneralizedMeanPooling, "
+    "GeneralizedMeanPoolingP (learned exponent), AdaptiveAvgMaxPool, ClipGlobalAvgPool, FastGlobalAvgPool, Flatten, "
+    "Identity.",
+)
 define("MODEL.HEADS.EMBEDDING_DIM", 0, "Width that a 1x1 convolution reduces the feature to; 0 keeps FEAT_DIM.", low=0)
 define("MODEL.HEADS.WITH_BNNECK", False, "Batch normalization with a bias frozen at 0 between feature and classifier.")
 define("MODEL.HEADS.NORM", "BN", "Normalization layer of that neck.")
@@ -92,7 +107,7 @@ define(
     "Which feature the metric losses see: before or after the neck. Evaluation takes the one after it.",
     choices=("before", "after"),
 )
-define("MODEL.HEADS.CLS_LAYER", "Linear", "Classifier: Linear, or a margin softmax.")
+define("MODEL.HEADS.CLS_LAYER", "Linear", "Classifier: Linear, ArcSoftmax, CosSoftmax or CircleSoftmax.")
 define(
     "MODEL.HEADS.NUM_CLASSES",
     0,
@@ -102,7 +117,11 @@ define(
 define("MODEL.HEADS.MARGIN", 0.0, "Margin of a margin softmax: a cosine, or an angle in radians for ArcSoftmax.")
 define("MODEL.HEADS.SCALE", 1, "Factor on the classifier's logits; margin softmaxes need about 30 to 128.")
 
-define("MODEL.LOSSES.NAME", ("CrossEntropyLoss",), "The losses, which are added up.")
+define(
+    "MODEL.LOSSES.NAME",
+    ("CrossEntropyLoss",),
+    "The losses, which are added up: CrossEntropyLoss, FocalLoss, TripletLoss, CircleLoss, Cosface.",
+)
 define(
     "MODEL.LOSSES.CE.EPSILON",
     0.0,
@@ -172,7 +191,7 @@ define("INPUT.CJ.SATURATION", 0.1, "Largest relative change of saturation.", low
 define("INPUT.CJ.HUE", 0.1, "Largest turn of the hue, as a share of the colour circle.", low=0, high=0.5)
 define("INPUT.AFFINE.ENABLED", False, "Random small rotation, shift, scaling and shear of training images.")
 define("INPUT.AUTOAUG.ENABLED", False, "AutoAugment with the ImageNet policy.")
-define("INPUT.AUTOAUG.PROB", 0.0, "Probability of applying AutoAugment to an image.")
+define("INPUT.AUTOAUG.PROB", 0.0, "Probability of applying AutoAugment to an image.", low=0, high=1)
 define("INPUT.AUGMIX.ENABLED", False, "AugMix: mix an image with augmented copies of it.")
 define("INPUT.AUGMIX.PROB", 0.0, "Probability of applying AugMix to an image.")
 define("INPUT.RPT.ENABLED", False, "Random patch: paste a part of an earlier image over a training image.")
@@ -206,7 +225,14 @@ define(
     "auto",
     "Training loop: auto (AMPTrainer when SOLVER.AMP is on, else SimpleTrainer), or one that a project registered.",
 )
-define("SOLVER.OPT", "Adam", "Optimizer: the name of any class in torch.optim.")
+define(
+    "SOLVER.ACCUM_STEPS",
+    1,
+    "Batches whose gradients are added up for one optimizer step, which is one iteration; an epoch's last step may "
+    "have fewer.",
+    low=1,
+)
+define("SOLVER.OPT", "Adam", "Optimizer: the name of any class in torch.optim, or LAMB (needs timm).")
 define(
     "SOLVER.OPT_ARGS",
     {},
@@ -216,12 +242,23 @@ define(
 define("SOLVER.BASE_LR", 3e-4, "Learning rate between warm-up and decay.", low=0)
 define("SOLVER.HEADS_LR_FACTOR", 1.0, "Factor on the learning rate of the heads.", low=0)
 define("SOLVER.BIAS_LR_FACTOR", 1.0, "Factor on the learning rate of biases.", low=0)
+define(
+    "SOLVER.LR_FACTORS",
+    {},
+    "Factors on the learning rate by globs over parameter names, e.g. {'backbone.layer1.*': 0.1}; all that match are "
+    "multiplied. Given whole it replaces what a base file gave.",
+)
 define("SOLVER.MOMENTUM", 0.9, "Momentum of SGD; other optimizers take theirs from OPT_ARGS.", low=0)
 define("SOLVER.NESTEROV", False, "Nesterov's momentum for SGD.")
 define("SOLVER.WEIGHT_DECAY", 0.0005, "Weight decay.", low=0)
 define("SOLVER.WEIGHT_DECAY_NORM", 0.0005, "Weight decay of normalization layers' weights.", low=0)
 define("SOLVER.WEIGHT_DECAY_BIAS", 0.0005, "Weight decay of biases, those of normalization layers included.", low=0)
-define("SOLVER.SCHED", "MultiStepLR", "Learning rate schedule by epochs: MultiStepLR or CosineAnnealingLR.")
+define(
+    "SOLVER.SCHED",
+    "MultiStepLR",
+    "Learning rate schedule: MultiStepLR, CosineAnnealingLR or ConstantLR by epochs after a warm-up; OneCycleLR by "
+    "steps.",
+)
 define(
     "SOLVER.EPOCH_SCHEDULE",
     "after_warmup",
@@ -241,7 +278,32 @@ define(
 )
 define("SOLVER.WARMUP_ITERS", 1000, "Length of the warm-up, in iterations; 0 is none.", low=0)
 define("SOLVER.WARMUP_FACTOR", 0.1, "Share of the rate that warm-up starts from.", low=0)
-define("SOLVER.FREEZE_ITERS", 0, "Iterations at the start during which MODEL.FREEZE_LAYERS are frozen.")
+define("SOLVER.ONE_CYCLE.PCT_START", 0.3, "OneCycleLR: share of the steps until BASE_LR.", above=0, high=0.99)
+define("SOLVER.ONE_CYCLE.DIV_FACTOR", 25.0, "OneCycleLR: the first rate is BASE_LR divided by this.", low=1)
+define("SOLVER.ONE_CYCLE.FINAL_DIV_FACTOR", 1e4, "OneCycleLR: the last rate is the first divided by this.", low=1)
+define(
+    "SOLVER.FREEZE_ITERS",
+    0,
+    "Iterations at the start during which MODEL.FREEZE_LAYERS are frozen: no gradients, and normalization as in "
+    "evaluation.",
+    low=0,
+)
+define("SOLVER.EMA.ENABLED", False, "Keep an exponential moving average of the weights, in float32.")
+define("SOLVER.EMA.DECAY", 0.999, "Share of the average that each optimizer step keeps.", low=0, high=1)
+define("SOLVER.EMA.EVALUATE", True, "Evaluate the average, and save it as the best model, instead of the weights.")
+define(
+    "SOLVER.SWA.ENABLED", False, "Average the weights at the ends of the last epochs; the last evaluation is of them."
+)
+define(
+    "SOLVER.SWA.START_EPOCH", -1, "Epochs before those that are averaged; -1 is three quarters of MAX_EPOCH.", low=-1
+)
+define("SOLVER.SWA.PERIOD", 1, "Epochs between two weights that are averaged.", low=1)
+define(
+    "SOLVER.SWA.LR_FACTOR",
+    0.0,
+    "Share of BASE_LR that the rate stays at while weights are averaged; 0 goes on with the schedule.",
+    low=0,
+)
 define("SOLVER.CHECKPOINT_PERIOD", 20, "Epochs between two checkpoints.", low=1)
 define(
     "SOLVER.TF32",
@@ -344,8 +406,8 @@ define("TEST.RERANK.LAMBDA", 0.3, "Re-ranking: share of the original distance in
 define(
     "TEST.PRECISE_BN.ENABLED", False, "Estimate batch norm statistics anew, with weights at rest, before evaluation."
 )
-define("TEST.PRECISE_BN.DATASET", "Market1501", "Precise batch norm: data set that is run through the model.")
-define("TEST.PRECISE_BN.NUM_ITER", 300, "Precise batch norm: batches that are averaged, in iterations.")
+define("TEST.PRECISE_BN.DATASET", "Market1501", "Precise batch norm: data set whose training images are run through.")
+define("TEST.PRECISE_BN.NUM_ITER", 300, "Precise batch norm: batches that are run through the model.", low=1)
 
 # FastReID's old spellings, each with the key below the same section that is meant.
 RENAMED = {"SOLVER.AMP_ENABLED": "SOLVER.AMP.ENABLED"}
@@ -370,16 +432,8 @@ class NotYet:
 
 # Whoever implements a feature deletes its line: the documentation and the refusal both come from here.
 NOT_YET = (
-    NotYet("MODEL.FREEZE_LAYERS", only_with="SOLVER.FREEZE_ITERS"),
-    NotYet("SOLVER.FREEZE_ITERS", only_with="MODEL.FREEZE_LAYERS"),
-    NotYet("MODEL.BACKBONE.NORM"),
-    NotYet("MODEL.BACKBONE.WITH_IBN"),
-    NotYet("MODEL.BACKBONE.WITH_SE"),
-    NotYet("MODEL.BACKBONE.WITH_NL"),
     NotYet("KD.*"),
-    NotYet("INPUT.AFFINE.*", only_with="INPUT.AFFINE.ENABLED"),
     NotYet("INPUT.AUGMIX.*", only_with="INPUT.AUGMIX.ENABLED"),
-    NotYet("INPUT.AUTOAUG.*", only_with="INPUT.AUTOAUG.ENABLED"),
     NotYet("INPUT.CROP.*", only_with="INPUT.CROP.ENABLED"),
     NotYet("INPUT.RPT.*", only_with="INPUT.RPT.ENABLED"),
     NotYet("DATALOADER.SET_WEIGHT"),
@@ -388,7 +442,6 @@ NOT_YET = (
     NotYet("SOLVER.AMP.ON_FAILURE"),
     NotYet("SOLVER.AMP.PREFLIGHT", values=("fallback",)),
     NotYet("TEST.AQE.*", only_with="TEST.AQE.ENABLED"),
-    NotYet("TEST.PRECISE_BN.*", only_with="TEST.PRECISE_BN.ENABLED"),
     NotYet("TEST.RERANK.*", only_with="TEST.RERANK.ENABLED"),
     NotYet("TEST.ROC.*", only_with="TEST.ROC.ENABLED"),
 )

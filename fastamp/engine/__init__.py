@@ -1,8 +1,9 @@
 """The training loop and what drives it."""
 
 from fastamp.engine import hooks
+from fastamp.engine.command_line import run_command_line
 from fastamp.engine.defaults import DefaultTrainer, default_argument_parser, default_setup
-from fastamp.engine.launch import launch, run_command_line
+from fastamp.engine.launch import launch
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer, HookBase, SimpleTrainer, TrainerBase
 
 __all__ = [

@@ -2,11 +2,13 @@
 
 import argparse
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, resolve_device
@@ -14,12 +16,12 @@ from fastamp.config import CfgNode, unsupported_settings
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.engine import hooks
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase
-from fastamp.evaluation import ReidEvaluator, inference_on_dataset, print_results
+from fastamp.evaluation import ReidEvaluator, inference_on_dataset, print_results, update_bn_statistics
 from fastamp.evaluation.evaluator import DatasetEvaluator
 from fastamp.modeling import build_model
-from fastamp.solver import OptimizerState, build_lr_schedule, build_optimizer
+from fastamp.solver import OptimizerState, WeightAverage, build_lr_schedule, build_optimizer, swa_start
 from fastamp.utils import comm
-from fastamp.utils.checkpoint import Checkpointer, write_atomically
+from fastamp.utils.checkpoint import Checkpointer, load_model_state, write_atomically
 from fastamp.utils.env import RandomState, describe_environment, keep_freed_memory, seed_all
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
@@ -82,6 +84,32 @@ def check_config(cfg: CfgNode) -> None:
         raise ConfigError("MODEL.PIXEL_MEAN and MODEL.PIXEL_STD need three values each, for red, green and blue")
     if not cfg.DATASETS.TESTS:
         raise ConfigError("DATASETS.TESTS is empty; name at least one data set to evaluate on")
+    if cfg.SOLVER.EMA.ENABLED and cfg.SOLVER.SWA.ENABLED:
+        raise ConfigError("SOLVER.EMA and SOLVER.SWA are both enabled; one average of the weights can be kept")
+    if cfg.SOLVER.SWA.ENABLED:
+        swa_start(cfg)
+    _check_distributed(cfg)
+
+
+def _check_distributed(cfg: CfgNode) -> None:
+    """Check what only several processes ask for."""
+    if comm.get_world_size() == 1:
+        return
+    if ":" in cfg.MODEL.DEVICE:
+        raise ConfigError(
+            f"MODEL.DEVICE is {cfg.MODEL.DEVICE!r}, the same device for all {comm.get_world_size()} processes.\n"
+            "  fix: MODEL.DEVICE cuda, and each process takes its own"
+        )
+    device = resolve_device(cfg.MODEL.DEVICE)
+    if device.type == "cuda" and "nccl" not in dist.get_backend_config():
+        raise ConfigError(
+            f"there are more processes than CUDA devices on this machine ({torch.cuda.device_count()}).\n"
+            "  fix: fewer processes (--num-gpus, --nproc-per-node), or MODEL.DEVICE cpu"
+        )
+    norms = {key: cfg.MODEL[key].NORM for key in ("BACKBONE", "HEADS")}
+    sync = [f"MODEL.{key}.NORM" for key, name in norms.items() if name.lower() == "syncbn"]
+    if sync and device.type != "cuda":
+        raise ConfigError(f"{sync[0]} is syncBN, which PyTorch has for CUDA only.\n  fix: {sync[0]} BN")
 
 
 class DefaultTrainer:
@@ -101,6 +129,8 @@ class DefaultTrainer:
         self.data_loader = self.build_train_loader(cfg)
         self.cfg = cfg = self.auto_scale_hyperparams(cfg, self.data_loader.dataset.num_classes)
         self.model = self.build_model(cfg)
+        # Seeded by rank, so that dropout differs, and the initial weights must not.
+        comm.broadcast([*self.model.parameters(), *self.model.buffers()])
         self.optimizer = self.build_optimizer(cfg, self.model)
         name = cfg.SOLVER.TRAINER
         if name == "auto":
@@ -108,15 +138,17 @@ class DefaultTrainer:
         self.trainer = TRAINER_REGISTRY.build(
             name, cfg, model=self.model, data_loader=self.data_loader, optimizers=[self.optimizer]
         )
-        self.trainer.iters_per_epoch = self.data_loader.iters_per_epoch
         self.policy: PrecisionPolicy = self.trainer.policy
         logger.info("%s, precision: %s", name, self.policy.describe())
         # Fails here, before a long training, when a test set is missing.
         self.test_loaders = {name: self.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
+        self.precise_bn_loader = self.build_precise_bn_loader(cfg)
+        self.average = self.build_weight_average(cfg, self.model)
         self.checkpointer = Checkpointer(
             self.model,
             cfg.OUTPUT_DIR,
             min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
+            **({"average": self.average} if self.average else {}),
             optimizer=OptimizerState(self.optimizer),
             trainer=self.trainer,
             random=RandomState(),
@@ -125,7 +157,9 @@ class DefaultTrainer:
         )
         self.stop = hooks.StopOnSignal(self.checkpointer)
         self.writers: list[Any] = []
-        self.eval_hook = hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self.evaluate, self.checkpointer, self.writers)
+        self.eval_hook = hooks.EvalHook(
+            cfg.TEST.EVAL_PERIOD, self.evaluate, self.checkpointer, self.writers, self.evaluated_weights
+        )
         self.trainer.register_hooks(self.build_hooks())
 
     def resume_or_load(self, resume: bool = True) -> None:
@@ -148,7 +182,7 @@ class DefaultTrainer:
         """Train to the end and return the last evaluation's metrics."""
         cfg, start = self.cfg, self.trainer.start_iter
         output_dir = Path(cfg.OUTPUT_DIR)
-        self.data_loader.start_iter = start
+        self.data_loader.start_iter = self.trainer.batches_before(start)
         if comm.is_main_process():
             if start == 0 and (output_dir / "last_checkpoint").exists():
                 logger.warning("%s holds an earlier run, whose files are overwritten as this one goes on", output_dir)
@@ -159,14 +193,16 @@ class DefaultTrainer:
             "training from iteration %d: %d epochs of %d iterations",
             start,
             cfg.SOLVER.MAX_EPOCH,
-            self.data_loader.iters_per_epoch,
+            self.trainer.iters_per_epoch,
         )
-        if start >= cfg.SOLVER.MAX_EPOCH * self.data_loader.iters_per_epoch:
+        if start >= cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch:
             logger.info("nothing is left to train, a larger SOLVER.MAX_EPOCH would go on; evaluating")
-            return _flat(self.evaluate())
+            self.trainer.epoch = cfg.SOLVER.MAX_EPOCH - 1
+            with self.evaluated_weights():
+                return _flat(self.evaluate())
         try:
             with self.stop.watching():
-                self.trainer.train(start, cfg.SOLVER.MAX_EPOCH, self.data_loader.iters_per_epoch)
+                self.trainer.train(start, cfg.SOLVER.MAX_EPOCH, self.trainer.iters_per_epoch)
         finally:
             for writer in self.writers:
                 writer.close()
@@ -180,17 +216,54 @@ class DefaultTrainer:
     def evaluate(self) -> dict[str, dict[str, Any]]:
         """Evaluate the model as it is on every test set, under the trainer's precision policy."""
         policy = self.policy.for_evaluation(self.cfg.SOLVER.AMP.EVAL_DTYPE)
+        comm.broadcast(self.model.buffers())  # each rank's last batch has moved them elsewhere
         return self._evaluate(self.cfg, self.model, policy, self.test_loaders)
+
+    @contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """Let the model have what is to be evaluated inside: averaged weights, newly estimated batch-norm statistics.
+
+        Statistics that are estimated anew stay, with the weights that they belong to.
+        """
+        cfg, average = self.cfg, self.average
+        last = self.trainer.epoch + 1 == cfg.SOLVER.MAX_EPOCH
+        averaged = bool(average) and (
+            cfg.SOLVER.EMA.EVALUATE if average.kind == "ema" else last and average.updates > 0
+        )
+        with average.applied() if averaged else nullcontext():
+            if averaged:
+                logger.info("evaluating the average of the weights (%s, %d updates)", average.kind, average.updates)
+            if self.precise_bn_loader is not None:
+                update_bn_statistics(
+                    self.model, self.precise_bn_loader, cfg.TEST.PRECISE_BN.NUM_ITER, policy=self.policy
+                )
+            elif averaged and average.kind == "swa":
+                # The statistics are of the weights that were averaged, not of their average.
+                update_bn_statistics(
+                    self.model,
+                    self.build_train_loader(cfg),
+                    self.trainer.batches_before(self.trainer.iters_per_epoch),
+                    policy=self.policy,
+                )
+            yield
 
     def build_hooks(self) -> list[HookBase]:
         """Return the hooks in the order in which they are called."""
-        cfg = self.cfg
+        cfg, iters_per_epoch = self.cfg, self.trainer.iters_per_epoch
+        batches_per_iteration = self.trainer.batches_before(iters_per_epoch) / iters_per_epoch
+        build: list[HookBase] = [hooks.LRScheduler(build_lr_schedule(cfg, iters_per_epoch))]
+        if cfg.MODEL.FREEZE_LAYERS and cfg.SOLVER.FREEZE_ITERS:
+            build.append(hooks.FreezeLayers(self.model, cfg.MODEL.FREEZE_LAYERS, cfg.SOLVER.FREEZE_ITERS))
+        if cfg.SOLVER.EMA.ENABLED:
+            build.append(hooks.EMA(self.average, cfg.SOLVER.EMA.DECAY))
+        if cfg.SOLVER.SWA.ENABLED:
+            build.append(hooks.SWA(self.average, start=swa_start(cfg), period=cfg.SOLVER.SWA.PERIOD))
         return [
-            hooks.LRScheduler(build_lr_schedule(cfg, self.data_loader.iters_per_epoch)),
+            *build,
             hooks.PeriodicWriter(
                 cfg.LOG_PERIOD,
                 self.writers,
-                images_per_iteration=cfg.SOLVER.IMS_PER_BATCH,
+                images_per_iteration=cfg.SOLVER.IMS_PER_BATCH * batches_per_iteration,
                 device=next(self.model.parameters()).device,
             ),
             self.eval_hook,
@@ -243,6 +316,24 @@ class DefaultTrainer:
         return build_reid_train_loader(cfg)
 
     @classmethod
+    def build_weight_average(cls, cfg: CfgNode, model: nn.Module) -> WeightAverage | None:
+        """Return the average of ``SOLVER.EMA`` or ``SOLVER.SWA``, None when neither is enabled."""
+        if cfg.SOLVER.EMA.ENABLED:
+            return WeightAverage(model, "ema")
+        return WeightAverage(model, "swa") if cfg.SOLVER.SWA.ENABLED else None
+
+    @classmethod
+    def build_precise_bn_loader(cls, cfg: CfgNode) -> Any:
+        """Return the loader of ``TEST.PRECISE_BN.DATASET``'s training images; None when precise batch norm is off."""
+        if not cfg.TEST.PRECISE_BN.ENABLED:
+            return None
+        cfg = cfg.clone()
+        cfg.defrost()
+        cfg.DATASETS.NAMES = (cfg.TEST.PRECISE_BN.DATASET,)
+        cfg.freeze()
+        return cls.build_train_loader(cfg)
+
+    @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> tuple[Any, int]:
         """Return a test loader and the number of its query images."""
         return build_reid_test_loader(cfg, dataset_name)
@@ -279,9 +370,22 @@ class DefaultTrainer:
         cfg.freeze()
         model = cls.build_model(cfg)
         extra = Checkpointer(model, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH).load(cfg.MODEL.WEIGHTS)
+        cls._take_average(cfg, model, extra.get("average"))
         policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
         policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE).compare(extra.get("policy"), "these weights were trained")
         return cls.test(cfg, model)
+
+    @classmethod
+    def _take_average(cls, cfg: CfgNode, model: nn.Module, state: dict[str, Any] | None) -> None:
+        """Give the model the average in a checkpoint, where the config has such an average evaluated."""
+        wanted = cls.build_weight_average(cfg, model)
+        if wanted is None or (wanted.kind == "ema" and not cfg.SOLVER.EMA.EVALUATE):
+            return
+        if not state or state["kind"] != wanted.kind or state["updates"] == 0:
+            logger.warning("%s holds no %s of the weights: evaluating the weights", cfg.MODEL.WEIGHTS, wanted.kind)
+            return
+        # The classifier, which a model for evaluation alone does not have, is left out.
+        load_model_state(model, state["model"], source=f"the {wanted.kind} in {cfg.MODEL.WEIGHTS}")
 
     @classmethod
     def _evaluate(

@@ -6,13 +6,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
 
-from fastamp.engine.launch import TrainingInterrupted
+from fastamp.engine.averaging import EMA, SWA
+from fastamp.engine.command_line import TrainingInterrupted
+from fastamp.engine.freezing import FreezeLayers
 from fastamp.engine.train_loop import HookBase
 from fastamp.solver import LearningRateSchedule
 from fastamp.utils import comm
@@ -21,6 +23,18 @@ from fastamp.utils.env import peak_memory_mb
 from fastamp.utils.progress import ProgressBar, format_duration
 
 logger = logging.getLogger(__name__)
+
+__all__ = [
+    "EMA",
+    "SWA",
+    "EvalHook",
+    "FreezeLayers",
+    "HookBase",
+    "LRScheduler",
+    "PeriodicCheckpointer",
+    "PeriodicWriter",
+    "StopOnSignal",
+]
 
 
 class LRScheduler(HookBase):
@@ -56,6 +70,7 @@ class EvalHook(HookBase):
         evaluate: returns data set name -> metrics, on rank 0; an empty dict on the others.
         checkpointer: gets ``model_best`` whenever the mean of ``metric`` over the data sets is higher than before.
         writers: get the metrics under ``<data set>/<metric>``.
+        weights: returns a context in which the model has the weights that are evaluated, and saved as the best.
     """
 
     def __init__(
@@ -64,11 +79,13 @@ class EvalHook(HookBase):
         evaluate: Callable[[], dict[str, dict[str, Any]]],
         checkpointer: Checkpointer,
         writers: list[Any],
+        weights: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.period = period
         self.evaluate = evaluate
         self.checkpointer = checkpointer
         self.writers = writers
+        self.weights = weights
         self.best: float | None = None
         self.results: dict[str, dict[str, Any]] = {}
 
@@ -77,19 +94,24 @@ class EvalHook(HookBase):
         if epochs_done % self.period and epochs_done != self.trainer.max_epoch:
             return
         try:
-            self.results = self.evaluate()
+            with self.weights():
+                self.results = self.evaluate()
+                self._keep_best()
         except Exception:
-            # What was trained must not be lost with an evaluation.
-            if comm.is_main_process():
+            # What was trained must not be lost with an evaluation. The other ranks may be anywhere, and have the same.
+            with comm.alone():
                 logger.warning("the evaluation failed; saved %s", self.checkpointer.save("model_unevaluated"))
             raise
-        comm.synchronize()
-        if not self.results:
+
+    def _keep_best(self) -> None:
+        """Write the results, and save the model if they are the best so far."""
+        if not comm.any_rank(bool(self.results)):
             return
         row = {key: value for name, metrics in self.results.items() for key, value in _flat_metrics(name, metrics)}
         for writer in self.writers:
             writer.write(self.trainer.iter, {"epoch": self.trainer.epoch, **row})
-        score = sum(metrics["metric"] for metrics in self.results.values()) / len(self.results)
+        score = sum(metrics["metric"] for metrics in self.results.values()) / max(len(self.results), 1)
+        score = comm.from_main_process(score)
         if self.best is None or score > self.best:
             self.best = score
             path = self.checkpointer.save("model_best", tag=False)
@@ -126,8 +148,6 @@ class PeriodicCheckpointer(HookBase):
 
     def after_epoch(self) -> None:
         epochs_done = self.trainer.epoch + 1
-        if not comm.is_main_process():
-            return
         if epochs_done == self.trainer.max_epoch:
             logger.info("saved %s", self.checkpointer.save("model_final"))
         elif epochs_done % self.period == 0:
@@ -164,7 +184,7 @@ class PeriodicWriter(HookBase):
         self._bar.update(done)
         if done % self.period and done != trainer.max_iter:
             return
-        metrics = trainer.metrics.flush()
+        metrics = _mean_losses(trainer.metrics.flush())
         steps = done - trainer.start_iter
         metrics["images_per_second"] = self.images_per_iteration / metrics["time"]
         # Of the steps alone: evaluations come on top.
@@ -186,11 +206,22 @@ class PeriodicWriter(HookBase):
             writer.close()
 
 
+def _mean_losses(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return ``metrics`` with the mean of each loss over all ranks, whose steps are taken or skipped together."""
+    names = _losses(metrics)
+    sums = comm.sum_over_ranks([metrics[name] for name in names])
+    return metrics | {name: total / comm.get_world_size() for name, total in zip(names, sums, strict=True)}
+
+
+def _losses(metrics: dict[str, Any]) -> list[str]:
+    """Return the names of the losses among ``metrics``, in their order."""
+    return [name for name in metrics if name == "total_loss" or (name.startswith("loss_") and name != "loss_scale")]
+
+
 def console_line(done: int, total: int, metrics: dict[str, Any]) -> str:
     """Return the one line that reports a log period."""
     parts = [f"epoch {metrics['epoch']} iter {done}/{total}"]
-    losses = [name for name in metrics if name == "total_loss" or (name.startswith("loss_") and name != "loss_scale")]
-    parts += [f"{name} {metrics[name]:.4g}" for name in losses]
+    parts += [f"{name} {metrics[name]:.4g}" for name in _losses(metrics)]
     if "grad_norm" in metrics:
         parts.append(f"grad_norm {metrics['grad_norm']:.3g}")
     if "clip_coefficient" in metrics:
@@ -247,13 +278,15 @@ class StopOnSignal(HookBase):
     def after_step(self) -> None:
         # At the end of an epoch its evaluation and checkpoint come first, so that the saved state is whole.
         ends_epoch = (self.trainer.iter + 1) % self.trainer.iters_per_epoch == 0
-        if self.received is not None and not ends_epoch:
+        if not ends_epoch and comm.any_rank(self.received is not None):
             self._stop()
 
     def after_epoch(self) -> None:
-        if self.received is not None and self.trainer.iter + 1 < self.trainer.max_iter:
+        if self.trainer.iter + 1 < self.trainer.max_iter and comm.any_rank(self.received is not None):
             self._stop()
 
     def _stop(self) -> None:
-        path = self.checkpointer.save("model_interrupted") if comm.is_main_process() else None
-        raise TrainingInterrupted(self.received, str(path))
+        path = self.checkpointer.save("model_interrupted")
+        comm.synchronize()  # when one process has ended, the others are ended
+        # Another rank's signal stops this one too; what it was is of no consequence then.
+        raise TrainingInterrupted(self.received or signal.SIGTERM, str(path))

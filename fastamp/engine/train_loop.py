@@ -4,6 +4,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.optim import Optimizer
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
 from fastamp.amp.step import Clip
 from fastamp.solver import build_gradient_clipping
+from fastamp.utils import comm
+from fastamp.utils.errors import TrainingError
 from fastamp.utils.events import MetricStore
 from fastamp.utils.registry import Registry
 
@@ -132,7 +135,7 @@ class TrainerBase:
         if state["iters_per_epoch"] != self.iters_per_epoch:
             raise ValueError(
                 f"an epoch had {state['iters_per_epoch']} iterations and has {self.iters_per_epoch} now: "
-                "SOLVER.IMS_PER_BATCH or the training data changed"
+                "SOLVER.IMS_PER_BATCH, SOLVER.ACCUM_STEPS or the training data changed"
             )
         self.start_iter = state["iteration"]
         for name, hook in self._hooks_by_name():
@@ -151,13 +154,16 @@ class TrainerBase:
 class SimpleTrainer(TrainerBase):
     """One optimizer step an iteration, in float32.
 
-    ``AMPTrainer`` is the same step under another precision policy.
+    ``AMPTrainer`` is the same step under another precision policy. Among several processes the gradients are averaged
+    by PyTorch's DistributedDataParallel, and rank 0's batch-norm statistics are everybody's.
 
     Args:
         model: batch -> loss name -> (), in training mode.
-        data_loader: yields batches without end.
+        data_loader: yields batches without end. Where it has ``iters_per_epoch``, the batches of an epoch, the last
+            step of an epoch takes what is left of them; otherwise every step takes ``accum_steps``.
         optimizers: all step, or none.
         policy: in which precision the forward pass runs.
+        accum_steps: batches whose gradients are averaged for one step.
         scaler, clip, max_consecutive_skips: see ``OptimizationStep``.
     """
 
@@ -168,6 +174,7 @@ class SimpleTrainer(TrainerBase):
         optimizers: Sequence[Optimizer],
         *,
         policy: PrecisionPolicy,
+        accum_steps: int = 1,
         scaler: LossScaler | None = None,
         clip: Clip | None = None,
         max_consecutive_skips: int = 25,
@@ -177,7 +184,13 @@ class SimpleTrainer(TrainerBase):
         self.data_loader = data_loader
         self.optimizers = list(optimizers)
         self.policy = policy
+        self.accum_steps = accum_steps
+        self.batches_per_epoch: int | None = getattr(data_loader, "iters_per_epoch", None)
+        if self.batches_per_epoch is not None:
+            self.iters_per_epoch = -(-self.batches_per_epoch // accum_steps)
         self.steps_taken = 0
+        self._parallel_model: nn.Module | None = None
+        self._trainable: list[int] = []
         self.step = OptimizationStep(
             model, self.optimizers, scaler=scaler, clip=clip, max_consecutive_skips=max_consecutive_skips
         )
@@ -188,26 +201,16 @@ class SimpleTrainer(TrainerBase):
         cls, cfg: Any, *, model: nn.Module, data_loader: Iterable[dict[str, Any]], optimizers: Sequence[Optimizer]
     ) -> "SimpleTrainer":
         """Return the trainer, on the device of the model's parameters."""
-        amp = cfg.SOLVER.AMP
         policy = cls.build_policy(cfg, next(model.parameters()).device)
-        scaler = None
-        if policy.needs_loss_scaling:
-            scaler = LossScaler(
-                init_scale=amp.INIT_SCALE,
-                growth_factor=amp.GROWTH_FACTOR,
-                backoff_factor=amp.BACKOFF_FACTOR,
-                growth_interval=amp.GROWTH_INTERVAL,
-                min_scale=amp.MIN_SCALE,
-                max_scale=amp.MAX_SCALE,
-            )
         return cls(
             model,
             data_loader,
             optimizers,
             policy=policy,
-            scaler=scaler,
+            accum_steps=cfg.SOLVER.ACCUM_STEPS,
+            scaler=LossScaler.from_config(cfg, policy),
             clip=build_gradient_clipping(cfg),
-            max_consecutive_skips=amp.MAX_CONSECUTIVE_SKIPS,
+            max_consecutive_skips=cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS,
         )
 
     @classmethod
@@ -222,24 +225,40 @@ class SimpleTrainer(TrainerBase):
         try:
             super().train(start_iter, max_epoch, iters_per_epoch)
         finally:
-            self._batches = None  # ends the loader's workers
+            self._batches = self._parallel_model = None  # ends the loader's workers
+            self._trainable = []
+
+    def batches_before(self, iteration: int) -> int:
+        """Return how many batches of the whole training the iterations before ``iteration`` take."""
+        if self.batches_per_epoch is None:
+            return iteration * self.accum_steps
+        epochs, within = divmod(iteration, self.iters_per_epoch)
+        return epochs * self.batches_per_epoch + min(within * self.accum_steps, self.batches_per_epoch)
 
     def run_step(self) -> None:
-        """Forward, backward, verdict, and a step that is taken or skipped."""
-        start = time.perf_counter()
-        if self._batches is None:
-            self._batches = iter(self.data_loader)
-        batch = next(self._batches)
-        data_time = time.perf_counter() - start
-        first = self.iter == self.start_iter
-        with self.policy.checked_autocast() if first else self.policy.autocast():
-            losses = self.model(batch)
-        total_loss = self.step.backward(losses)
+        """Forward and backward of each batch, verdict, and a step that is taken or skipped."""
+        start, data_time = time.perf_counter(), 0.0
+        model, is_new = self._parallel()
+        count = self.batches_before(self.iter + 1) - self.batches_before(self.iter)
+        history = []
+        for number in range(count):
+            batch, seconds = self._next_batch()
+            data_time += seconds
+            with nullcontext() if number == count - 1 else comm.no_sync(model):
+                check = self.iter == self.start_iter and number == 0
+                with self.policy.checked_autocast() if check else self.policy.autocast():
+                    losses = model(batch)
+                total_loss = self.step.backward(losses, share=1 / count)
+            history.append({"total_loss": total_loss} | {name: loss.detach() for name, loss in losses.items()})
+        if is_new:
+            self._check_all_reached()
         verdict = self.step.finish()
         if verdict.ok:
             self.steps_taken += 1
             # Skipped steps stay out of every average: one infinite norm would make it infinite.
-            self.metrics.average(total_loss=total_loss, **losses, grad_norm=verdict.grad_norm)
+            for losses in history:
+                self.metrics.average(**losses)
+            self.metrics.average(grad_norm=verdict.grad_norm)
             if verdict.clip_coefficient is not None:
                 self.metrics.average(clip_coefficient=verdict.clip_coefficient)
         self.metrics.latest(
@@ -248,6 +267,41 @@ class SimpleTrainer(TrainerBase):
             skipped_in_a_row=self.step.skipped_in_a_row,
         )
         self.metrics.average(data_time=data_time, time=time.perf_counter() - start)
+
+    def _next_batch(self) -> tuple[dict[str, Any], float]:
+        """Return the next batch and the seconds that it was waited for."""
+        start = time.perf_counter()
+        if self._batches is None:
+            self._batches = iter(self.data_loader)
+        batch = next(self._batches)
+        return batch, time.perf_counter() - start
+
+    def _parallel(self) -> tuple[nn.Module, bool]:
+        """Return the model as it is called in training, and whether that is a new DDP around it.
+
+        DDP waits for a gradient of each parameter that was trainable when it was made, so it is made anew when
+        others are, after a freeze.
+        """
+        if not comm.is_distributed():
+            return self.model, False
+        trainable = [id(p) for p in self.model.parameters() if p.requires_grad]
+        if is_new := self._parallel_model is None or trainable != self._trainable:
+            self._parallel_model, self._trainable = comm.data_parallel(self.model), trainable
+        return self._parallel_model, is_new
+
+    def _check_all_reached(self) -> None:
+        """Check that the losses reach every trainable parameter; DDP would wait for the others for ever.
+
+        Raises:
+            TrainingError: they do not.
+        """
+        missing = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        if missing:
+            raise TrainingError(
+                f"no loss reaches {len(missing)} trainable parameters, e.g. {', '.join(missing[:3])}, and with several "
+                "processes each must get a gradient.\n"
+                "  fix: name a loss in MODEL.LOSSES.NAME that reaches them, or train in one process"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loop's state, the steps taken, and the state of the step."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
+from fastamp.utils import comm
 from fastamp.utils.progress import format_duration, track
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ def inference_on_dataset(
         for module, mode in was_training.items():
             module.training = mode
     seconds = time.perf_counter() - start
+    (images,) = comm.sum_over_ranks([images])
     logger.info("features of %d images in %s (%.0f images/s)", images, format_duration(seconds), images / seconds)
     return evaluator.evaluate() or {}
 

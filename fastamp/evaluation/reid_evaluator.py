@@ -4,7 +4,6 @@ import logging
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fastamp.amp import to_float32
 from fastamp.evaluation.evaluator import DatasetEvaluator
@@ -105,23 +104,8 @@ def _percentages(result: RankingResult) -> dict[str, float]:
 def _gather(columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
     """Return the columns of all ranks on rank 0 in the order of ``indices``, None on the other ranks."""
     if comm.is_distributed():
-        columns = {name: _gather_rows(column) for name, column in columns.items()}
+        columns = {name: comm.gather_rows(column) for name, column in columns.items()}
         if not comm.is_main_process():
             return None
     order = torch.argsort(columns["indices"])
     return {name: column[order] for name, column in columns.items()}
-
-
-def _gather_rows(column: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all ranks, padded for the transport because ranks may have different numbers of rows."""
-    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
-    world_size = comm.get_world_size()
-    count = torch.tensor([len(column)], device=device)
-    counts = [torch.zeros_like(count) for _ in range(world_size)]
-    dist.all_gather(counts, count)
-    longest = max(int(c) for c in counts)
-    padded = torch.zeros(longest, *column.shape[1:], dtype=column.dtype, device=device)
-    padded[: len(column)] = column.to(device)
-    parts = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[: int(c)].cpu() for part, c in zip(parts, counts, strict=True)])

@@ -1,8 +1,17 @@
-"""Building blocks of models: pooling, norm, classifiers, distance."""
+"""Building blocks of models: pooling, norm, attention, classifiers, distance."""
 
+from fastamp.layers.attention import NonLocal, SELayer
 from fastamp.layers.classifier import CLS_LAYER_REGISTRY
 from fastamp.layers.distance import pairwise_distance
-from fastamp.layers.norm import build_norm
+from fastamp.layers.norm import IBN, build_norm
 from fastamp.layers.pooling import POOL_LAYER_REGISTRY
 
-__all__ = ["CLS_LAYER_REGISTRY", "POOL_LAYER_REGISTRY", "build_norm", "pairwise_distance"]
+__all__ = [
+    "CLS_LAYER_REGISTRY",
+    "IBN",
+    "POOL_LAYER_REGISTRY",
+    "NonLocal",
+    "SELayer",
+    "build_norm",
+    "pairwise_distance",
+]

@@ -1,6 +1,7 @@
-"""The one loader of pretrained backbones: a local file, or torchvision's ImageNet weights."""
+"""The one loader of pretrained backbones: a local file, torchvision's ImageNet weights, or a download."""
 
 import logging
+from dataclasses import dataclass
 from urllib.error import URLError
 
 import torch
@@ -8,41 +9,85 @@ from torch import nn
 from torchvision.models import get_model_weights
 
 from fastamp.utils.checkpoint import load_model_state, read_checkpoint, state_dict_in
-from fastamp.utils.errors import WeightsError
+from fastamp.utils.errors import ConfigError, WeightsError
 
 logger = logging.getLogger(__name__)
 
 
-def load_pretrained_backbone(backbone: nn.Module, *, path: str = "", torchvision_name: str) -> None:
-    """Fill ``backbone`` from a local file, or from torchvision's first ImageNet weights (IMAGENET1K_V1).
+@dataclass(frozen=True)
+class TorchvisionWeights:
+    """torchvision's first ImageNet weights (IMAGENET1K_V1) of the model ``name``."""
+
+    name: str
+
+    @property
+    def url(self) -> str:
+        """Where they are downloaded from."""
+        return get_model_weights(self.name)["IMAGENET1K_V1"].url
+
+    def __str__(self) -> str:
+        return f"torchvision's {self.name} (IMAGENET1K_V1)"
+
+
+@dataclass(frozen=True)
+class Download:
+    """A weights file at ``url``."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+
+def load_pretrained_backbone(
+    backbone: nn.Module,
+    *,
+    path: str = "",
+    online: TorchvisionWeights | Download | None,
+    without: tuple[str, ...] = (),
+) -> None:
+    """Fill ``backbone`` from a local file, or from weights that are downloaded once and cached.
 
     Args:
-        backbone: has torchvision's parameter names, without the classifier.
-        path: ``MODEL.BACKBONE.PRETRAIN_PATH``; empty for torchvision's weights, downloaded once and cached.
-        torchvision_name: e.g. ``"resnet50"``.
+        backbone: has the parameter names of the weights, without the classifier.
+        path: ``MODEL.BACKBONE.PRETRAIN_PATH``; empty for ``online``.
+        online: weights of this very network; None where nobody offers them.
+        without: globs over the names of tensors that pretrained weights need not have.
 
     Raises:
+        ConfigError: there is neither a file nor anything online.
         WeightsError: the file is missing or damaged, the download failed, or the weights do not fit.
     """
     if path:
-        state, source = state_dict_in(read_checkpoint(path), path), path
+        content, source = read_checkpoint(path), path
+    elif online is None:
+        raise ConfigError(
+            "MODEL.BACKBONE.PRETRAIN is on, but there are no ImageNet weights to download for this backbone.\n"
+            "  fix: name a file in MODEL.BACKBONE.PRETRAIN_PATH, or set MODEL.BACKBONE.PRETRAIN False"
+        )
     else:
-        state, source = _torchvision_state(torchvision_name), f"torchvision's {torchvision_name} (IMAGENET1K_V1)"
+        content, source = _download(online), str(online)
+    state = state_dict_in(content, source)
     # A whole ReID model may serve as the start, too: take its backbone.
     if any(key.startswith("backbone.") for key in state):
         state = {key.removeprefix("backbone."): value for key, value in state.items() if key.startswith("backbone.")}
     state = {key: value for key, value in state.items() if not key.startswith("fc.")}
-    load_model_state(backbone, state, source=source, backbone_prefix="")
+    load_model_state(backbone, state, source=source, backbone_prefix="", without=without)
 
 
-def _torchvision_state(name: str) -> dict[str, torch.Tensor]:
-    weights = get_model_weights(name)["IMAGENET1K_V1"]
+def _download(online: TorchvisionWeights | Download) -> dict[str, torch.Tensor]:
     try:
-        return weights.get_state_dict(progress=True, check_hash=True)
+        return torch.hub.load_state_dict_from_url(
+            online.url,
+            map_location="cpu",
+            progress=True,
+            # torchvision's file names end with their checksum; what others' names end with is nowhere promised.
+            check_hash=isinstance(online, TorchvisionWeights),
+            weights_only=True,
+        )
     except (URLError, OSError, RuntimeError) as error:
         raise WeightsError(
-            f"MODEL.BACKBONE.PRETRAIN is on, but torchvision's {name} weights could not be downloaded from "
-            f"{weights.url} ({error}).\n"
+            f"MODEL.BACKBONE.PRETRAIN is on, but the weights could not be downloaded from {online.url} ({error}).\n"
             "  fix: download that file elsewhere and name it in MODEL.BACKBONE.PRETRAIN_PATH, "
             "or start from random weights with MODEL.BACKBONE.PRETRAIN False"
         ) from error

@@ -1,7 +1,16 @@
-"""Optimizers with their parameter groups, gradient clipping, and the learning-rate schedule."""
+"""Optimizers with their parameter groups, gradient clipping, learning-rate schedules, and averages of the weights."""
 
-from fastamp.solver.build import build_gradient_clipping, build_lr_schedule, build_optimizer
-from fastamp.solver.lr_schedule import LearningRateSchedule
+from fastamp.solver.build import build_gradient_clipping, build_optimizer
+from fastamp.solver.lr_schedule import LearningRateSchedule, build_lr_schedule, swa_start
 from fastamp.solver.state import OptimizerState
+from fastamp.solver.weight_average import WeightAverage
 
-__all__ = ["LearningRateSchedule", "OptimizerState", "build_gradient_clipping", "build_lr_schedule", "build_optimizer"]
+__all__ = [
+    "LearningRateSchedule",
+    "OptimizerState",
+    "WeightAverage",
+    "build_gradient_clipping",
+    "build_lr_schedule",
+    "build_optimizer",
+    "swa_start",
+]

@@ -1,9 +1,9 @@
-"""Build optimizer, clipping and schedule from ``SOLVER``."""
+"""Build the optimizer with its parameter groups, and the gradient clipping, from ``SOLVER``."""
 
 import functools
 import inspect
 import logging
-import math
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import nn
 
 from fastamp.amp.step import Clip
 from fastamp.solver.clip import clip_gradients
-from fastamp.solver.lr_schedule import SCHEDULE_REGISTRY, LearningRateSchedule
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -31,12 +30,17 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
     """Return the trainable parameters, merged into one group for each learning-rate factor and weight decay.
 
     Norm layers decay by ``WEIGHT_DECAY_NORM`` and biases, those of norm layers too, by ``WEIGHT_DECAY_BIAS``; biases'
-    learning rate is times ``BIAS_LR_FACTOR``, that of everything in the heads times ``HEADS_LR_FACTOR``.
+    learning rate is times ``BIAS_LR_FACTOR``, that of everything in the heads times ``HEADS_LR_FACTOR``, and that of
+    the parameters whose names match a glob of ``LR_FACTORS`` times its factor; all that apply are multiplied.
 
     Returns:
         Groups with ``params``, ``weight_decay``, ``lr`` and ``base_lr``; the schedule sets ``lr`` from ``base_lr``.
+
+    Raises:
+        ConfigError: a glob of ``LR_FACTORS`` that matches no parameter, or a factor that is no number from 0 up.
     """
     solver = cfg.SOLVER
+    factors = _learning_rate_factors(solver.LR_FACTORS, [name for name, _ in model.named_parameters()])
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     seen: set[int] = set()
     for module_name, module in model.named_modules():
@@ -52,6 +56,10 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
                 weight_decay = solver.WEIGHT_DECAY_BIAS
             if "heads" in module_name:
                 lr *= solver.HEADS_LR_FACTOR
+            full_name = f"{module_name}.{name}" if module_name else name
+            for pattern, factor in factors.items():
+                if fnmatchcase(full_name, pattern):
+                    lr *= factor
             group = groups.setdefault(
                 (lr, weight_decay), {"params": [], "lr": lr, "base_lr": lr, "weight_decay": weight_decay}
             )
@@ -59,16 +67,32 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the torch optimizer that ``SOLVER.OPT`` names over the model's parameter groups.
+def _learning_rate_factors(factors: dict[str, Any], names: list[str]) -> dict[str, float]:
+    """Return ``SOLVER.LR_FACTORS``, checked against the names of the model's parameters."""
+    for pattern, factor in factors.items():
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor >= 0:
+            raise ConfigError(f"SOLVER.LR_FACTORS: the factor of {pattern!r} is {factor!r}; it must be at least 0")
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"SOLVER.LR_FACTORS: {pattern!r} matches no parameter of the model.{did_you_mean(pattern, names)}"
+            )
+    return dict(factors)
 
-    ``SOLVER.OPT_ARGS`` are further keyword arguments of its constructor; MOMENTUM and NESTEROV are SGD's. The fused
-    implementation is used where the optimizer and the device have it, else foreach.
+
+def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return the class that ``SOLVER.OPT`` names.
 
     Raises:
-        ConfigError: torch.optim has no such optimizer, it refuses an argument, or nothing is trainable.
+        ConfigError: there is none, or it needs timm and that is not installed.
     """
-    name = cfg.SOLVER.OPT
+    if name.lower() == "lamb":
+        try:
+            from timm.optim import Lamb
+        except ImportError as error:
+            raise ConfigError(
+                f'SOLVER.OPT {name} comes from timm, which is not installed.\n  fix: pip install "fastamp[timm]"'
+            ) from error
+        return Lamb
     choices = [
         key
         for key, value in vars(torch.optim).items()
@@ -76,16 +100,32 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
     ]
     if name not in choices:
         raise ConfigError(
-            f"SOLVER.OPT: {name!r} is no optimizer of torch.optim that trains here.{did_you_mean(name, choices)}\n"
-            f"  choices: {', '.join(choices)}"
+            f"SOLVER.OPT: {name!r} is no optimizer of torch.optim that trains here."
+            f"{did_you_mean(name, [*choices, 'LAMB'])}\n  choices: {', '.join(choices)}, LAMB"
         )
+    return getattr(torch.optim, name)
+
+
+def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that ``SOLVER.OPT`` names, of torch's or timm's LAMB, over the model's parameter groups.
+
+    ``SOLVER.OPT_ARGS`` are further keyword arguments of its constructor; MOMENTUM and NESTEROV are SGD's. The fused
+    implementation is used where the optimizer and the device have it, else foreach.
+
+    Raises:
+        ConfigError: there is no such optimizer, it refuses an argument, or nothing is trainable.
+    """
+    optimizer_class = _optimizer_class(cfg.SOLVER.OPT)
+    name = optimizer_class.__name__
     groups = parameter_groups(cfg, model)
     if not groups:
         raise ConfigError("no parameter of the model is trainable: all of it is frozen (requires_grad)")
-    optimizer_class = getattr(torch.optim, name)
-    options = dict(cfg.SOLVER.OPT_ARGS)
+    defaults: dict[str, Any] = {}
     if name == "SGD":
-        options = {"momentum": cfg.SOLVER.MOMENTUM, "nesterov": cfg.SOLVER.NESTEROV} | options
+        defaults = {"momentum": cfg.SOLVER.MOMENTUM, "nesterov": cfg.SOLVER.NESTEROV}
+    elif name == "Lamb":
+        defaults = {"max_grad_norm": None}  # clipping comes before the step, by SOLVER.CLIP_GRADIENTS
+    options = defaults | dict(cfg.SOLVER.OPT_ARGS)
     accepted = inspect.signature(optimizer_class).parameters
     unknown = [key for key in options if key not in accepted]
     if unknown:
@@ -93,7 +133,9 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
             f"SOLVER.OPT_ARGS: {name} has no argument {unknown[0]!r}.{did_you_mean(unknown[0], accepted)}\n"
             f"  choices: {', '.join(key for key in accepted if key not in ('params', 'lr', 'weight_decay'))}"
         )
-    for fast in ({"fused": True}, {"foreach": True}, {}):
+    # Fused SGD fails on a group of which some parameters have a momentum already, and others, frozen so far, have none.
+    implementations = ({"foreach": True}, {}) if name == "SGD" else ({"fused": True}, {"foreach": True}, {})
+    for fast in implementations:
         if any(key not in accepted or key in options for key in fast):
             continue
         try:
@@ -122,27 +164,4 @@ def build_gradient_clipping(cfg: Any) -> Clip | None:
         return None
     return functools.partial(
         clip_gradients, clip_type=clip.CLIP_TYPE, clip_value=clip.CLIP_VALUE, norm_type=clip.NORM_TYPE
-    )
-
-
-def build_lr_schedule(cfg: Any, iters_per_epoch: int) -> LearningRateSchedule:
-    """Return the schedule of ``SOLVER``.
-
-    Raises:
-        ConfigError: an unknown schedule.
-    """
-    solver = cfg.SOLVER
-    after_warmup = solver.EPOCH_SCHEDULE == "after_warmup"
-    before = max(math.ceil(solver.WARMUP_ITERS / iters_per_epoch), solver.DELAY_EPOCHS) if after_warmup else 0
-    decay = SCHEDULE_REGISTRY.get(solver.SCHED)(
-        steps=solver.STEPS, gamma=solver.GAMMA, length=solver.MAX_EPOCH - before, eta_min=solver.ETA_MIN_LR
-    )
-    return LearningRateSchedule(
-        decay=decay,
-        iters_per_epoch=iters_per_epoch,
-        warmup_method=solver.WARMUP_METHOD,
-        warmup_iters=solver.WARMUP_ITERS,
-        warmup_start=solver.WARMUP_FACTOR,
-        delay_epochs=solver.DELAY_EPOCHS,
-        after_warmup=after_warmup,
     )

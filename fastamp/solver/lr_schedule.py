@@ -2,36 +2,27 @@
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
 
 SCHEDULE_REGISTRY = Registry("SOLVER.SCHED")
 
-Decay = Callable[[float, int], float]
-"""``decay(base_lr, epochs) -> lr`` after so many epochs of the epoch schedule."""
 
+class LearningRateSchedule(Protocol):
+    """What sets the learning rate; it has no state, so that there is nothing to save."""
 
-@SCHEDULE_REGISTRY.register("MultiStepLR")
-def multi_step(*, steps: Sequence[int], gamma: float, **_: object) -> Decay:
-    """Multiply by ``gamma`` at each of ``steps``, in epochs of the schedule."""
-    ordered = sorted(steps)
-    return lambda base_lr, epochs: base_lr * gamma ** bisect.bisect_right(ordered, epochs)
+    def learning_rate(self, base_lr: float, *, epoch: int, steps_taken: int) -> float:
+        """Return the learning rate of the next step.
 
-
-@SCHEDULE_REGISTRY.register("CosineAnnealingLR")
-def cosine(*, length: int, eta_min: float, **_: object) -> Decay:
-    """Half a cosine from the base rate down to ``eta_min`` (Loshchilov & Hutter 2017, arXiv:1608.03983).
-
-    ``length`` is in epochs of the schedule; the rate stays at ``eta_min`` after it.
-    """
-
-    def decay(base_lr: float, epochs: int) -> float:
-        share = min(epochs / max(length, 1), 1.0)
-        return eta_min + (base_lr - eta_min) * (1 + math.cos(math.pi * share)) / 2
-
-    return decay
+        Args:
+            base_lr: of the parameter group.
+            epoch: the current epoch, from 0.
+            steps_taken: optimizer steps taken so far; a skipped step advances nothing that counts steps.
+        """
 
 
 def warmup_factor(method: str, steps_taken: int, *, length: int, start: float) -> float:
@@ -50,7 +41,7 @@ def warmup_factor(method: str, steps_taken: int, *, length: int, start: float) -
 
 
 @dataclass(frozen=True)
-class LearningRateSchedule:
+class EpochSchedule:
     """Warm-up by steps, then a decay by epochs.
 
     With ``after_warmup``, FastReID's meaning, the decay counts only the epochs at whose end the warm-up iterations are
@@ -58,20 +49,34 @@ class LearningRateSchedule:
     all epochs.
 
     Attributes:
-        decay: the epoch schedule.
+        decay: ``decay(base_lr, epochs) -> lr`` after so many epochs of the decay.
         iters_per_epoch: iterations in an epoch.
         warmup_method, warmup_iters, warmup_start: see ``warmup_factor``.
         delay_epochs: the decay does not begin before these are over (``after_warmup`` only).
         after_warmup: see above.
     """
 
-    decay: Decay
+    decay: Callable[[float, int], float]
     iters_per_epoch: int
     warmup_method: str = "linear"
     warmup_iters: int = 0
     warmup_start: float = 0.1
     delay_epochs: int = 0
     after_warmup: bool = True
+
+    @classmethod
+    def from_config(cls, cfg: Any, decay: Callable[[float, int], float], iters_per_epoch: int) -> "EpochSchedule":
+        """Return ``decay`` behind the warm-up of ``SOLVER``."""
+        solver = cfg.SOLVER
+        return cls(
+            decay=decay,
+            iters_per_epoch=iters_per_epoch,
+            warmup_method=solver.WARMUP_METHOD,
+            warmup_iters=solver.WARMUP_ITERS,
+            warmup_start=solver.WARMUP_FACTOR,
+            delay_epochs=solver.DELAY_EPOCHS,
+            after_warmup=solver.EPOCH_SCHEDULE == "after_warmup",
+        )
 
     def epochs_of_decay(self, epoch: int) -> int:
         """Return how many epochs the decay has advanced when epoch ``epoch`` (from 0) begins."""
@@ -81,12 +86,134 @@ class LearningRateSchedule:
         return max(0, epoch - first + 1)
 
     def learning_rate(self, base_lr: float, *, epoch: int, steps_taken: int) -> float:
-        """Return the learning rate of the next step.
-
-        Args:
-            base_lr: of the parameter group.
-            epoch: the current epoch, from 0.
-            steps_taken: optimizer steps taken so far; a skipped step does not advance the warm-up.
-        """
+        """Return the learning rate of the next step; see ``LearningRateSchedule``."""
         factor = warmup_factor(self.warmup_method, steps_taken, length=self.warmup_iters, start=self.warmup_start)
         return factor * self.decay(base_lr, self.epochs_of_decay(epoch))
+
+
+@SCHEDULE_REGISTRY.register("MultiStepLR")
+def build_multi_step(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
+    """Multiply by ``GAMMA`` at each of ``STEPS``, in epochs of the decay."""
+    ordered, gamma = sorted(cfg.SOLVER.STEPS), cfg.SOLVER.GAMMA
+    return EpochSchedule.from_config(
+        cfg, lambda base_lr, epochs: base_lr * gamma ** bisect.bisect_right(ordered, epochs), iters_per_epoch
+    )
+
+
+@SCHEDULE_REGISTRY.register("CosineAnnealingLR")
+def build_cosine(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
+    """Half a cosine from the base rate down to ``ETA_MIN_LR`` (Loshchilov & Hutter 2017, arXiv:1608.03983).
+
+    It ends with the training, and with a training that is shorter than warm-up and delay it never begins.
+    """
+    solver, before = cfg.SOLVER, 0
+    if solver.EPOCH_SCHEDULE == "after_warmup":
+        before = max(math.ceil(solver.WARMUP_ITERS / iters_per_epoch), solver.DELAY_EPOCHS)
+    length, eta_min = max(solver.MAX_EPOCH - before, 1), solver.ETA_MIN_LR
+
+    def decay(base_lr: float, epochs: int) -> float:
+        share = min(epochs / length, 1.0)
+        return eta_min + (base_lr - eta_min) * (1 + math.cos(math.pi * share)) / 2
+
+    return EpochSchedule.from_config(cfg, decay, iters_per_epoch)
+
+
+@SCHEDULE_REGISTRY.register("ConstantLR")
+def build_constant(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
+    """Stay at the base rate after warm-up."""
+    return EpochSchedule.from_config(cfg, lambda base_lr, epochs: base_lr, iters_per_epoch)
+
+
+@dataclass(frozen=True)
+class OneCycleSchedule:
+    """Up to the base rate and down again, both by half a cosine over steps (Smith & Topin 2018, arXiv:1708.07120).
+
+    The rates are those of ``torch.optim.lr_scheduler.OneCycleLR``; momentum stays as it is.
+
+    Attributes:
+        total_steps: of the whole training.
+        rise: share of the steps until the base rate is reached.
+        start: rate at the first step, as a share of the base rate.
+        end: rate at the last step, as a share of the base rate.
+    """
+
+    total_steps: int
+    rise: float
+    start: float
+    end: float
+
+    def learning_rate(self, base_lr: float, *, epoch: int, steps_taken: int) -> float:
+        """Return the learning rate of the next step; see ``LearningRateSchedule``."""
+        peak, last = self.rise * self.total_steps - 1, self.total_steps - 1
+        if steps_taken <= peak:
+            share, low = steps_taken / peak if peak > 0 else 1.0, self.start
+        else:
+            share, low = max(last - steps_taken, 0) / (last - peak), self.end
+        return base_lr * (low + (1 - low) * (1 - math.cos(math.pi * share)) / 2)
+
+
+@SCHEDULE_REGISTRY.register("OneCycleLR")
+def build_one_cycle(cfg: Any, *, iters_per_epoch: int) -> OneCycleSchedule:
+    """Return the schedule of ``SOLVER.ONE_CYCLE``; the warm-up keys have no meaning for it."""
+    cycle = cfg.SOLVER.ONE_CYCLE
+    return OneCycleSchedule(
+        total_steps=cfg.SOLVER.MAX_EPOCH * iters_per_epoch,
+        rise=cycle.PCT_START,
+        start=1 / cycle.DIV_FACTOR,
+        end=1 / (cycle.DIV_FACTOR * cycle.FINAL_DIV_FACTOR),
+    )
+
+
+@dataclass(frozen=True)
+class HeldSchedule:
+    """Another schedule up to some epoch, a constant rate from there on, as weight averaging wants it.
+
+    Attributes:
+        before: the schedule until then.
+        first_epoch: the first epoch, from 0, of the constant rate.
+        factor: the constant rate as a share of the base rate.
+    """
+
+    before: LearningRateSchedule
+    first_epoch: int
+    factor: float
+
+    def learning_rate(self, base_lr: float, *, epoch: int, steps_taken: int) -> float:
+        """Return the learning rate of the next step; see ``LearningRateSchedule``."""
+        if epoch < self.first_epoch:
+            return self.before.learning_rate(base_lr, epoch=epoch, steps_taken=steps_taken)
+        return base_lr * self.factor
+
+
+def swa_start(cfg: Any) -> int:
+    """Return after how many epochs ``SOLVER.SWA`` begins to average.
+
+    Raises:
+        ConfigError: that is beyond the training's end.
+    """
+    start, epochs = cfg.SOLVER.SWA.START_EPOCH, cfg.SOLVER.MAX_EPOCH
+    if start == -1:
+        return epochs * 3 // 4
+    if start >= epochs:
+        raise ConfigError(
+            f"SOLVER.SWA.START_EPOCH is {start}, but the training ends after {epochs} epochs (SOLVER.MAX_EPOCH): "
+            "nothing would be averaged"
+        )
+    return start
+
+
+def build_lr_schedule(cfg: Any, iters_per_epoch: int) -> LearningRateSchedule:
+    """Return the schedule of ``SOLVER``.
+
+    Args:
+        cfg: the config.
+        iters_per_epoch: iterations (optimizer steps) of an epoch.
+
+    Raises:
+        ConfigError: an unknown schedule.
+    """
+    schedule = SCHEDULE_REGISTRY.build(cfg.SOLVER.SCHED, cfg, iters_per_epoch=iters_per_epoch)
+    swa = cfg.SOLVER.SWA
+    if swa.ENABLED and swa.LR_FACTOR > 0:
+        return HeldSchedule(schedule, swa_start(cfg), swa.LR_FACTOR)
+    return schedule

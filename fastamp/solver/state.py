@@ -53,5 +53,6 @@ class OptimizerState:
             raise ValueError(f"its state has no place for a changed option: {changed[refused[0]]}")
         if changed:
             logger.warning("the optimizer's options differ from the checkpoint's: %s", ", ".join(changed.values()))
-        groups = [now | {"params": before["params"]} for before, now in zip(saved, own, strict=True)]
+        # What a group has beyond its options is state that the optimizer keeps there, e.g. LAMB's count of steps.
+        groups = [before | now | {"params": before["params"]} for before, now in zip(saved, own, strict=True)]
         self.optimizer.load_state_dict({"state": state["state"], "param_groups": groups})

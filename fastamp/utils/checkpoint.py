@@ -6,6 +6,7 @@ import pickle
 import tempfile
 import zipfile
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fastamp.utils import comm
 from fastamp.utils.errors import WeightsError
 
 logger = logging.getLogger(__name__)
@@ -124,6 +126,7 @@ def load_model_state(
     source: str,
     backbone_prefix: str = "backbone.",
     min_match: float = 0.9,
+    without: tuple[str, ...] = (),
 ) -> None:
     """Copy ``state`` into ``model`` where names and shapes agree, and log a report.
 
@@ -133,6 +136,7 @@ def load_model_state(
         source: where ``state`` is from, for messages.
         backbone_prefix: the names that ``min_match`` is about.
         min_match: share of the backbone's tensors that ``state`` must provide.
+        without: globs over the names of tensors that do not count for that share.
 
     Raises:
         WeightsError: a shape differs other than the classifier's, or too little of the backbone matched; the model
@@ -145,6 +149,7 @@ def load_model_state(
     missing = [key for key in own if key not in state]
     unknown = [key for key in state if key not in own]
     backbone = [key for key in own if key.startswith(backbone_prefix)]
+    backbone = [key for key in backbone if not any(fnmatchcase(key, pattern) for pattern in without)]
     share = sum(key in matched for key in backbone) / max(len(backbone), 1)
     report = (
         f"  {len(matched)} of {len(own)} tensors matched ({share:.0%} of the backbone's), "
@@ -228,7 +233,7 @@ class Checkpointer:
         self.checkpointables = checkpointables
 
     def save(self, name: str, *, tag: bool = True, **extra: Any) -> Path:
-        """Write ``save_dir/name.pth`` atomically.
+        """Write ``save_dir/name.pth`` atomically; called on every rank, of which the main one writes.
 
         Args:
             name: file name without ``.pth``.
@@ -242,6 +247,8 @@ class Checkpointer:
         content |= {key: part.state_dict() for key, part in self.checkpointables.items()}
         content |= extra
         path = self.save_dir / f"{name}.pth"
+        if not comm.is_main_process():
+            return path
         self.save_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda file: torch.save(content, file))
         if tag:

@@ -1,12 +1,20 @@
 """Rank, world size and the few collectives that fastamp uses; all are no-ops in a single process."""
 
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+_alone = False
 
 
 def is_distributed() -> bool:
     """Whether a process group of more than one process is up."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return not _alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def get_rank() -> int:
@@ -24,16 +32,116 @@ def is_main_process() -> bool:
     return get_rank() == 0
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Behave as a single process inside: for what one rank does while the others do something else, or are gone."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
+
+
+@contextmanager
+def main_process_first() -> Iterator[None]:
+    """Let the main process through first, and the others when it is done."""
+    if not is_main_process():
+        synchronize()
+    try:
+        yield
+    finally:
+        if is_main_process():
+            synchronize()
+
+
+def transport_device() -> torch.device:
+    """Return the device of tensors that are on the host: the CPU where the process group takes those, else CUDA."""
+    return torch.device("cpu" if "cpu" in dist.get_backend_config() else "cuda")
+
+
 def synchronize() -> None:
     """Wait until every process has come here."""
     if is_distributed():
-        dist.barrier()
+        dist.all_reduce(torch.zeros(1, device=transport_device()))
 
 
 def all_reduce_min(tensor: torch.Tensor) -> torch.Tensor:
     """Return the element-wise minimum of ``tensor`` over all ranks (``tensor`` itself when alone)."""
-    if not is_distributed():
-        return tensor
+    return _all_reduce(tensor, dist.ReduceOp.MIN) if is_distributed() else tensor
+
+
+def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the element-wise sum of ``tensor`` over all ranks (``tensor`` itself when alone)."""
+    return _all_reduce(tensor, dist.ReduceOp.SUM) if is_distributed() else tensor
+
+
+def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp) -> torch.Tensor:
     reduced = tensor.clone()
-    dist.all_reduce(reduced, op=dist.ReduceOp.MIN)
+    dist.all_reduce(reduced, op=operation)
     return reduced
+
+
+def any_rank(flag: bool) -> bool:
+    """Return whether ``flag`` is true on any rank."""
+    if not is_distributed():
+        return flag
+    return bool(_all_reduce(torch.tensor(float(flag), device=transport_device()), dist.ReduceOp.MAX))
+
+
+def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
+    """Return the sum of each of ``numbers`` over all ranks."""
+    if not is_distributed():
+        return list(numbers)
+    return all_reduce_sum(torch.tensor(numbers, dtype=torch.float64, device=transport_device())).tolist()
+
+
+def from_main_process(number: float) -> float:
+    """Return the main process's ``number`` on every rank."""
+    if not is_distributed():
+        return number
+    value = torch.tensor(number, dtype=torch.float64, device=transport_device())
+    dist.broadcast(value, 0)
+    return value.item()
+
+
+def gather_rows(column: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all ranks in the order of the ranks, on the CPU; ranks may have different numbers of rows."""
+    if not is_distributed():
+        return column.cpu()
+    device = transport_device()
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(get_world_size())]
+    dist.all_gather(counts, torch.tensor([len(column)], device=device))
+    padded = torch.zeros(max(map(int, counts)), *column.shape[1:], dtype=column.dtype, device=device)
+    padded[: len(column)] = column.to(device)
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(count)].cpu() for part, count in zip(parts, counts, strict=True)])
+
+
+def gather_objects(item: Any) -> list[Any]:
+    """Return the ``item`` of every rank in the order of the ranks; it is pickled on its way, so let it be small."""
+    if not is_distributed():
+        return [item]
+    items: list[Any] = [None] * get_world_size()
+    dist.all_gather_object(items, item)
+    return items
+
+
+def broadcast(tensors: Iterable[torch.Tensor]) -> None:
+    """Give every rank the main process's values of these tensors, in place."""
+    if is_distributed():
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), 0)
+
+
+def data_parallel(model: nn.Module) -> nn.Module:
+    """Return ``model`` behind DDP, which averages the gradients of all ranks; itself when alone or all frozen."""
+    if not is_distributed() or not any(p.requires_grad for p in model.parameters()):
+        return model
+    return DistributedDataParallel(model)
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which a ``data_parallel`` model keeps its gradients to itself."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()

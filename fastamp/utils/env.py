@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from fastamp import __version__
+from fastamp.utils import comm
 
 
 def available_cores() -> int:
@@ -71,29 +72,45 @@ def seed_all(seed: int) -> None:
 
 
 class RandomState:
-    """The global generators' states, as a part of a checkpoint."""
+    """The global generators' states, those of every rank, as a part of a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states as tensors and plain values."""
-        name, keys, *rest = np.random.get_state()
-        state: dict[str, Any] = {
-            "python": random.getstate(),
-            "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), *(float(x) for x in rest)),
-            "torch": torch.get_rng_state(),
-        }
-        if torch.cuda.is_available():
-            state["cuda"] = torch.cuda.get_rng_state_all()
-        if torch.backends.mps.is_available():
-            state["mps"] = torch.mps.get_rng_state()
-        return state
+        """Return the main process's states, and under ``others`` those of the further ranks."""
+        main, *others = comm.gather_objects(_random_state())
+        return main | {"others": others}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; CUDA states are taken over only on as many devices as they were saved on."""
-        random.setstate(state["python"])
-        name, keys, position, has_gauss, gauss = state["numpy"]
-        np.random.set_state((name, keys.numpy().astype(np.uint32), int(position), int(has_gauss), gauss))
-        torch.set_rng_state(state["torch"])
-        if torch.cuda.is_available() and len(state.get("cuda", [])) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(state["cuda"])
-        if torch.backends.mps.is_available() and "mps" in state:
-            torch.mps.set_rng_state(state["mps"])
+        """Continue from ``state``; CUDA states are taken over only on as many devices as they were saved on.
+
+        With another number of ranks than when they were saved, those above 0 keep what they were seeded with.
+        """
+        others = state.get("others", [])
+        if comm.get_rank() == 0:
+            _set_random_state(state)
+        elif len(others) == comm.get_world_size() - 1:
+            _set_random_state(others[comm.get_rank() - 1])
+
+
+def _random_state() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), *(float(x) for x in rest)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), int(position), int(has_gauss), gauss))
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state.get("cuda", [])) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if torch.backends.mps.is_available() and "mps" in state:
+        torch.mps.set_rng_state(state["mps"])

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TextIO, TypeVar
 
+from fastamp.utils import comm
+
 T = TypeVar("T")
 
 _active: "ProgressBar | None" = None
@@ -26,7 +28,7 @@ class ProgressBar:
         total: steps in all.
         title: shown before the bar.
         done: steps done before, e.g. before a resume; they do not count for the time left.
-        stream: where to draw; only when it is a terminal.
+        stream: where to draw; only when it is a terminal, and by the main process.
     """
 
     _INTERVAL = 0.2
@@ -35,7 +37,7 @@ class ProgressBar:
         self.stream = stream or sys.stdout
         self.total, self.title, self.done = total, title, done
         self.note = ""
-        self.visible = self.stream.isatty()
+        self.visible = self.stream.isatty() and comm.is_main_process()
         self._first = done
         self._start = time.perf_counter()
         self._drawn = 0.0

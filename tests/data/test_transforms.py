@@ -6,11 +6,15 @@ import torch
 import torchvision.transforms as tv
 import torchvision.transforms.functional as tvf
 from PIL import Image
+from torchvision.transforms import v2
 
+from fastamp.config import get_cfg
 from fastamp.data.transforms import (
     Augmentation,
+    AutoAugment,
     ColorJitter,
     PadAndRandomCrop,
+    RandomAffine,
     RandomErasing,
     RandomHorizontalFlip,
     Resize,
@@ -220,7 +224,7 @@ def test_build_follows_the_config(cfg):
     assert build_transforms(cfg, is_train=True).augment.transforms == []
 
 
-@pytest.mark.parametrize("name", ["AUTOAUG", "CROP", "AFFINE", "AUGMIX", "RPT"])
+@pytest.mark.parametrize("name", ["CROP", "AUGMIX", "RPT"])
 def test_what_does_not_exist_is_refused(cfg, name):
     cfg.INPUT[name].ENABLED = True
     with pytest.raises(ConfigError, match=rf"INPUT\.{name}\.ENABLED"):
@@ -247,3 +251,43 @@ def test_values_out_of_range_are_named(cfg, key, value):
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         cfg.merge_from_list([key, value])
         build_transforms(cfg, is_train=True)
+
+
+TORCHVISIONS = {
+    "autoaugment": (AutoAugment(prob=0.5), v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET)),
+    "affine": (RandomAffine(), v2.RandomAffine(degrees=10, scale=(0.9, 1.1), shear=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", TORCHVISIONS)
+def test_torchvisions_transform_with_the_images_own_seed(images, name):
+    ours, theirs = TORCHVISIONS[name]
+    parameters = draw(ours, len(images))
+    before = torch.get_rng_state()
+    changed = ours.apply(images, parameters)
+    assert torch.equal(torch.get_rng_state(), before)
+    for index, (image, after) in enumerate(zip(images, changed, strict=True)):
+        torch.manual_seed(parameters["seed"][index].item())
+        assert torch.equal(after, theirs(image) if parameters["chosen"][index] else image)
+    assert not torch.equal(changed, images)
+    alone = ours.apply(images[3:4], {key: value[3:4] for key, value in parameters.items()})
+    assert torch.equal(alone[0], changed[3])
+
+
+def test_torchvisions_seeds_differ_and_the_probability_is_kept():
+    parameters = draw(AutoAugment(prob=0.1), 5000)
+    assert len(parameters["seed"].unique()) == 5000 and parameters["seed"].min() >= 0
+    assert parameters["chosen"].float().mean().item() == pytest.approx(0.1, abs=0.02)
+
+
+def test_autoaugment_that_chooses_nothing_returns_the_images_themselves(images):
+    transform = AutoAugment(prob=0.0)
+    assert transform.apply(images, draw(transform, len(images))) is images
+
+
+def test_autoaugment_and_affine_are_built_by_key():
+    cfg = get_cfg()
+    cfg.merge_from_list(["INPUT.AUTOAUG.ENABLED", "True", "INPUT.AUTOAUG.PROB", "0.1", "INPUT.AFFINE.ENABLED", "True"])
+    autoaugment, affine = build_transforms(cfg).augment.transforms
+    assert isinstance(autoaugment, AutoAugment) and autoaugment.prob == 0.1
+    assert isinstance(affine, RandomAffine) and affine.prob == 1.0

@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from fastamp.engine import DefaultTrainer, HookBase
-from fastamp.engine.launch import TrainingInterrupted
+from fastamp.engine.command_line import TrainingInterrupted
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
@@ -61,6 +61,62 @@ def test_interrupted_in_an_epoch_and_resumed_equals_straight_through(demo, tmp_p
     assert trainer.trainer.start_iter == 8
     assert_same_weights(tmp_path / "straight/model_final.pth", tmp_path / "resumed/model_final.pth")
     assert iterations(tmp_path / "resumed") == iterations(tmp_path / "straight")
+
+
+OPTIONS = {
+    "freezing": ("MODEL.FREEZE_LAYERS", "backbone.0", "SOLVER.FREEZE_ITERS", "9"),
+    "freezing that is over": ("MODEL.FREEZE_LAYERS", "backbone", "SOLVER.FREEZE_ITERS", "5"),
+    "accumulation": ("SOLVER.ACCUM_STEPS", "2", "SOLVER.IMS_PER_BATCH", "8"),
+    "short windows": ("SOLVER.ACCUM_STEPS", "5", "SOLVER.IMS_PER_BATCH", "8"),
+    "clipping by value": ("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "value"),
+    "clipping by norm": ("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", "0.1"),
+    "clipping by global norm": ("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "global_norm"),
+    "EMA": ("SOLVER.EMA.ENABLED", "True", "SOLVER.EMA.DECAY", "0.9"),
+    "SWA": ("SOLVER.SWA.ENABLED", "True", "SOLVER.SWA.START_EPOCH", "0", "SOLVER.SWA.LR_FACTOR", "0.5"),
+    "precise batch norm": (
+        "TEST.PRECISE_BN.ENABLED", "True", "TEST.PRECISE_BN.DATASET", "Demo", "TEST.PRECISE_BN.NUM_ITER", "3",
+        "TEST.EVAL_PERIOD", "1",
+    ),
+    "layer-wise rates": ("SOLVER.LR_FACTORS", "{'backbone.*': 0.5}"),
+    "AutoAugment and affine": (
+        "INPUT.AUTOAUG.ENABLED", "True", "INPUT.AUTOAUG.PROB", "0.5", "INPUT.AFFINE.ENABLED", "True",
+    ),
+    "margin softmax and more losses": (
+        "MODEL.HEADS.CLS_LAYER", "CircleSoftmax", "MODEL.HEADS.SCALE", "32", "MODEL.HEADS.MARGIN", "0.3",
+        "MODEL.HEADS.POOL_LAYER", "GeneralizedMeanPoolingP",
+        "MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'CircleLoss', 'Cosface', 'FocalLoss')",
+    ),
+    **{name: ("SOLVER.OPT", name) for name in ("AdamW", "SGD", "RAdam", "NAdam", "LAMB")},
+    **{name: ("SOLVER.SCHED", name) for name in ("CosineAnnealingLR", "ConstantLR", "OneCycleLR")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("precision", ["off", "fp16"])
+def test_resumed_equals_straight_through_under_each_option(demo, tmp_path, name, precision):
+    if name == "LAMB":
+        pytest.importorskip("timm")
+    options = ("SOLVER.AMP", precision, "SOLVER.MAX_EPOCH", "2", *OPTIONS[name])
+    straight, _ = run(tiny.tiny_config(tmp_path / "straight", *options))
+    cfg = tiny.tiny_config(tmp_path / "resumed", *options)
+    # Not at an end of an epoch, where the run would be interrupted behind the evaluation.
+    at = {"short windows": 1}.get(name, 7)
+    with pytest.raises(TrainingInterrupted):
+        run(cfg, Interrupt(at=at))
+    trainer, _ = run(cfg, resume=True)
+    assert trainer.trainer.start_iter == at + 1 < straight.trainer.max_iter
+    assert_same_weights(tmp_path / "straight/model_final.pth", tmp_path / "resumed/model_final.pth")
+    assert iterations(tmp_path / "resumed") == iterations(tmp_path / "straight")
+    first, second = (
+        torch.load(tmp_path / f"{which}/model_final.pth", weights_only=True) for which in ("straight", "resumed")
+    )
+    if "average" in first:
+        assert all(torch.equal(t, second["average"]["model"][key]) for key, t in first["average"]["model"].items())
+    # The learning rates, and what the optimizer keeps in its groups and for each parameter.
+    assert first["optimizer"]["state"].keys() == second["optimizer"]["state"].keys()
+    for key, state in first["optimizer"]["state"].items():
+        torch.testing.assert_close(state, second["optimizer"]["state"][key], rtol=0, atol=0)
+    assert first["optimizer"]["param_groups"] == second["optimizer"]["param_groups"]
 
 
 def test_the_check_can_fail(demo, tmp_path):

@@ -28,6 +28,24 @@ def build_tiny_backbone(cfg: CfgNode) -> nn.Module:
     return net
 
 
+@BACKBONE_REGISTRY.register()
+def build_plain_backbone(cfg: CfgNode) -> nn.Module:
+    """Return the same without normalization and dropout: each image's feature depends on that image alone."""
+    return nn.Sequential(
+        nn.Conv2d(3, WIDTH, 5, stride=4, padding=2),
+        nn.ReLU(),
+        nn.Conv2d(WIDTH, WIDTH, 3, stride=2, padding=1),
+        nn.ReLU(),
+    )
+
+
+PLAIN = (
+    "MODEL.BACKBONE.NAME", "build_plain_backbone", "MODEL.HEADS.WITH_BNNECK", "False",
+    "MODEL.LOSSES.NAME", "CrossEntropyLoss", "SOLVER.OPT", "SGD", "SOLVER.WARMUP_ITERS", "0",
+)  # fmt: skip
+"""Options under which a batch's gradient is the mean of its images' gradients."""
+
+
 def make_demo(root: Path) -> Path:
     """Generate a demo set of 16 + 4 identities under the data root ``root``."""
     folder = root / f"fastamp-demo-v{DEMO_VERSION}"

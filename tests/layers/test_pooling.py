@@ -7,6 +7,8 @@ from fastamp.layers import POOL_LAYER_REGISTRY
 
 NAIVE = {
     "GlobalAvgPool": lambda x: x.mean((2, 3)),
+    "FastGlobalAvgPool": lambda x: x.mean((2, 3)),
+    "ClipGlobalAvgPool": lambda x: x.mean((2, 3)).clamp(0, 1),
     "GlobalMaxPool": lambda x: x.amax((2, 3)),
     "AdaptiveAvgMaxPool": lambda x: x.mean((2, 3)) + x.amax((2, 3)),
     "GeneralizedMeanPooling": lambda x: x.clamp(min=1e-6).pow(3).mean((2, 3)).pow(1 / 3),
@@ -21,6 +23,20 @@ def test_equals_its_formula(name, dtype):
     out = POOL_LAYER_REGISTRY.get(name)()(x)
     assert out.shape == (2, 5, 1, 1)
     torch.testing.assert_close(out.flatten(1), NAIVE[name](x), check_dtype=False)
+
+
+def test_all_nine_of_fastreids():
+    assert set(POOL_LAYER_REGISTRY) == {*NAIVE, "Flatten", "Identity"} and len(list(POOL_LAYER_REGISTRY)) == 9
+
+
+def test_clipping():
+    x = torch.tensor([-2.0, 0.5, 3.0]).view(1, 3, 1, 1).expand(1, 3, 2, 2)
+    assert POOL_LAYER_REGISTRY.get("ClipGlobalAvgPool")()(x).flatten().tolist() == [0, 0.5, 1]
+
+
+def test_flatten():
+    x = torch.rand(2, 3, 4, 5)
+    assert torch.equal(POOL_LAYER_REGISTRY.get("Flatten")()(x), x.reshape(2, 60))
 
 
 @pytest.mark.parametrize("name", NAIVE)

@@ -45,3 +45,10 @@ def test_errors():
     assert make(num_classes=0).eval()(x).shape == (2, 8)
     with pytest.raises(ConfigError, match="NECK_FEAT: 'between'"):
         make(neck_feat="between")
+
+
+def test_a_flattened_map_is_a_feature():
+    x, targets = torch.randn(4, 8, 1, 1), torch.tensor([0, 1, 2, 0])
+    head = make(pool_layer="Flatten")
+    assert head(x, targets)["features"].shape == (4, 8)
+    assert make(pool_layer="Flatten", feat_dim=16).eval()(torch.randn(4, 8, 2, 1)).shape == (4, 16)

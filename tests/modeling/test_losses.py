@@ -6,7 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastamp.modeling.losses import cross_entropy_loss, triplet_loss
+from fastamp.config import get_cfg
+from fastamp.modeling.losses import (
+    build_losses,
+    cross_entropy_loss,
+    focal_loss,
+    pairwise_circle_loss,
+    pairwise_cosface,
+    triplet_loss,
+)
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -104,3 +112,87 @@ def test_losses_are_float32_under_autocast(dtype):
         assert features.dtype == dtype
         assert triplet_loss(features, targets).dtype == torch.float32
         assert cross_entropy_loss(features, targets).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gamma", [0.0, 1.5, 2.0])
+def test_focal_equals_a_naive_loop(dtype, gamma):
+    logits, targets = torch.randn(6, 5, dtype=dtype), torch.tensor([0, 1, 2, 3, 4, 0])
+    losses = []
+    for row, target in zip(logits.tolist(), targets.tolist(), strict=True):
+        p = math.exp(row[target]) / sum(math.exp(value) for value in row)
+        losses.append(-0.25 * (1 - p) ** gamma * math.log(p))
+    assert focal_loss(logits, targets, alpha=0.25, gamma=gamma).item() == pytest.approx(sum(losses) / 6, rel=1e-5)
+
+
+@pytest.mark.parametrize("gamma", [0.5, 2.0])
+def test_focal_of_certain_samples_is_finite(gamma):
+    logits = torch.tensor([[1000.0, 0.0], [0.0, 1000.0], [3.0, 3.0]], requires_grad=True)
+    loss = focal_loss(logits, torch.tensor([0, 0, 1]), gamma=gamma)
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(logits.grad).all()
+    one_class = torch.randn(4, 1, requires_grad=True)
+    focal_loss(one_class, torch.zeros(4, dtype=torch.int64), gamma=gamma).backward()
+    assert torch.equal(one_class.grad, torch.zeros(4, 1))
+
+
+def naive_pairwise(name, features, targets, margin, gamma):
+    unit, total = F.normalize(features, dim=1), 0.0
+    for i in range(len(targets)):
+        positives, negatives = [], []
+        for j in range(len(targets)):
+            s = (unit[i] @ unit[j]).item()
+            if i != j and targets[i] == targets[j]:
+                factor = max(0, 1 + margin - s) * (s - (1 - margin)) if name == "circle" else s
+                positives.append(-gamma * factor)
+            elif targets[i] != targets[j]:
+                factor = max(0, s + margin) * (s - margin) if name == "circle" else s + margin
+                negatives.append(gamma * factor)
+        if positives and negatives:
+            product = sum(map(math.exp, positives)) * sum(map(math.exp, negatives))
+            total += math.log(1 + product)
+    return total / len(targets)
+
+
+PAIRWISE = {"circle": pairwise_circle_loss, "cosface": pairwise_cosface}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PAIRWISE)
+@pytest.mark.parametrize("targets", [[0, 0, 1, 1, 2, 2], [0, 0, 0, 1, 2, 3]])
+def test_pairwise_cosine_losses_equal_a_naive_loop(dtype, name, targets):
+    features, targets = torch.randn(6, 4, dtype=dtype), torch.tensor(targets)
+    loss = PAIRWISE[name](features, targets, margin=0.25, gamma=16.0)
+    assert loss.item() == pytest.approx(naive_pairwise(name, features, targets, 0.25, 16.0), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", PAIRWISE)
+@pytest.mark.parametrize("targets", [[0, 0, 0, 0], [0, 1, 2, 3], [0]])
+def test_pairwise_cosine_losses_without_pairs_are_zero(name, targets):
+    features = torch.randn(len(targets), 4, requires_grad=True)
+    loss = PAIRWISE[name](features, torch.tensor(targets))
+    loss.backward()
+    assert loss.item() == 0 and torch.equal(features.grad, torch.zeros_like(features))
+
+
+@pytest.mark.parametrize("function", [*PAIRWISE.values(), focal_loss])
+def test_new_losses_are_float32_under_autocast(function):
+    values, targets = 100 * torch.randn(8, 6), torch.arange(8) // 2
+    with torch.autocast("cpu", dtype=torch.float16):
+        low = function(values, targets)
+    assert low.dtype == torch.float32 and torch.equal(low, function(values, targets))
+
+
+def test_every_loss_is_built_with_its_own_settings():
+    cfg = get_cfg()
+    cfg.MODEL.LOSSES.NAME = ["CrossEntropyLoss", "TripletLoss", "FocalLoss", "CircleLoss", "Cosface"]
+    for node, scale in (("CIRCLE", 2.0), ("COSFACE", 3.0), ("FL", 4.0)):
+        cfg.MODEL.LOSSES[node].SCALE = scale
+    losses = build_losses(cfg)
+    assert list(losses) == ["loss_cls", "loss_triplet", "loss_focal", "loss_circle", "loss_cosface"]
+    features, logits, targets = torch.randn(6, 4), torch.randn(6, 3), torch.arange(6) // 2
+    outputs = {"features": features, "cls_outputs": logits}
+    values = {name: loss(outputs, targets) for name, loss in losses.items()}
+    torch.testing.assert_close(values["loss_circle"], 2 * pairwise_circle_loss(features, targets))
+    torch.testing.assert_close(values["loss_cosface"], 3 * pairwise_cosface(features, targets))
+    torch.testing.assert_close(values["loss_focal"], 4 * focal_loss(logits, targets))

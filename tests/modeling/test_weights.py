@@ -7,8 +7,8 @@ import torch
 import torchvision
 
 from fastamp.config import get_cfg
-from fastamp.modeling import build_backbone, weights
-from fastamp.utils.errors import WeightsError
+from fastamp.modeling import build_backbone
+from fastamp.utils.errors import ConfigError, WeightsError
 
 
 def config(*opts):
@@ -58,14 +58,32 @@ def test_another_depth_is_refused(tmp_path):
         pretrained(tmp_path / "resnet50.pth")
 
 
-def test_a_download_that_fails_says_what_to_do(monkeypatch):
-    class Offline:
-        url = "https://example.org/resnet18.pth"
+@pytest.mark.parametrize("ibn, url", [("False", "pytorch.org/models/resnet18"), ("True", "IBN-Net/releases")])
+def test_a_download_that_fails_says_what_to_do(monkeypatch, ibn, url):
+    def offline(*args, **options):
+        assert options["weights_only"] and options["check_hash"] is (ibn == "False")
+        raise URLError("no network")
 
-        def get_state_dict(self, **kwargs):
-            raise URLError("no network")
-
-    monkeypatch.setattr(weights, "get_model_weights", lambda name: {"IMAGENET1K_V1": Offline()})
-    with pytest.raises(WeightsError, match="https://example.org/resnet18.pth") as error:
-        build_backbone(config("MODEL.BACKBONE.PRETRAIN", "True"))
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", offline)
+    with pytest.raises(WeightsError, match=url) as error:
+        build_backbone(config("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.WITH_IBN", ibn))
     assert "MODEL.BACKBONE.PRETRAIN_PATH" in str(error.value)
+
+
+def test_a_variant_that_nobody_offers_weights_of():
+    with pytest.raises(ConfigError, match="no ImageNet weights to download"):
+        build_backbone(config("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.WITH_SE", "True"))
+
+
+def test_non_local_blocks_are_not_missed_in_a_file(tmp_path):
+    options = ("MODEL.BACKBONE.DEPTH", "50x", "MODEL.BACKBONE.FEAT_DIM", "2048", "MODEL.BACKBONE.WITH_IBN", "True")
+    plain = build_backbone(config(*options))
+    path = tmp_path / "ibn.pth"
+    torch.save({key: value for key, value in plain.state_dict().items() if not key.startswith("NL_")}, path)
+    pretrained = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(path))
+    attentive = build_backbone(config(*options, "MODEL.BACKBONE.WITH_NL", "True", *pretrained))
+    assert torch.equal(attentive.layer3[2].bn1.IN.weight, plain.layer3[2].bn1.IN.weight)
+    assert torch.equal(attentive.layer4[2].conv3.weight, plain.layer4[2].conv3.weight)
+    torch.save(torchvision.models.resnet50().state_dict(), path)
+    with pytest.raises(WeightsError, match="do not fit the model's backbone"):  # it has no instance norm
+        build_backbone(config(*options, *pretrained))

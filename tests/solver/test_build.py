@@ -1,5 +1,7 @@
 """Parameter groups, optimizers by name, and clipping."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -113,3 +115,60 @@ def test_clipping_off_and_wrong():
     assert build_gradient_clipping(get_cfg()) is None
     with pytest.raises(ConfigError, match="CLIP_VALUE is 0"):
         build_gradient_clipping(config("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", "0"))
+
+
+def test_layer_wise_factors_multiply():
+    factors = {"backbone.0.*": 0.5, "*.weight": 0.1, "heads.*": 0.2}
+    cfg = config("SOLVER.BASE_LR", "1.0", "SOLVER.HEADS_LR_FACTOR", "3.0", "SOLVER.LR_FACTORS", str(factors))
+    model = Model()
+    rates = {name: lr for name, (lr, _) in groups_by_name(build_optimizer(cfg, model), model).items()}
+    assert rates == pytest.approx({
+        "backbone.0.weight": 0.05,
+        "backbone.0.bias": 0.5,
+        "backbone.1.weight": 0.1,
+        "backbone.1.bias": 1.0,
+        "heads.neck.weight": 0.06,
+        "heads.reduce.weight": 0.06,
+        "heads.reduce.bias": 0.6,
+    })  # fmt: skip
+
+
+def test_layer_wise_factors_from_yaml_and_command_line(tmp_path):
+    file = tmp_path / "factors.yml"
+    file.write_text("SOLVER:\n  LR_FACTORS:\n    backbone.0.*: 0.5\n")
+    cfg = config("SOLVER.LR_FACTORS.heads.reduce.*", "0.25")
+    cfg.merge_from_file(file)
+    assert dict(cfg.SOLVER.LR_FACTORS) == {"backbone.0.*": 0.5}  # given whole, it replaces
+    cfg.merge_from_list(["SOLVER.LR_FACTORS.heads.reduce.*", "0.25"])
+    assert dict(cfg.SOLVER.LR_FACTORS) == {"backbone.0.*": 0.5, "heads.reduce.*": 0.25}
+    again = get_cfg()
+    file.write_text(cfg.dump())
+    again.merge_from_file(file)
+    assert again == cfg
+
+
+def test_wrong_layer_wise_factors():
+    with pytest.raises(ConfigError, match=r"'backbon.\*' matches no parameter.*Did you mean"):
+        build_optimizer(config("SOLVER.LR_FACTORS", "{'backbon.*': 0.5}"), Model())
+    for value in ("-1", "fast", "True"):
+        with pytest.raises(ConfigError, match="at least 0"):
+            build_optimizer(config("SOLVER.LR_FACTORS", f"{{'backbone.*': {value}}}"), Model())
+
+
+@pytest.mark.parametrize("name", ["LAMB", "Lamb"])
+def test_lamb_by_timm(name):
+    pytest.importorskip("timm")
+    model = nn.Linear(3, 2)
+    optimizer = build_optimizer(config("SOLVER.OPT", name, "SOLVER.OPT_ARGS.eps", "1e-7"), model)
+    assert optimizer.param_groups[0]["eps"] == 1e-7
+    assert optimizer.defaults["max_grad_norm"] is None  # the step has clipped already
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, model.weight)
+
+
+def test_lamb_without_timm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm.optim", None)
+    with pytest.raises(ConfigError, match=r'pip install "fastamp\[timm\]"'):
+        build_optimizer(config("SOLVER.OPT", "LAMB"), nn.Linear(1, 1))

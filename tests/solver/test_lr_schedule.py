@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from fastamp.config import get_cfg
 from fastamp.solver import build_lr_schedule
@@ -66,3 +67,36 @@ def test_unknown_names():
         build_lr_schedule(config(WARMUP_METHOD="linaer"), 1)
     with pytest.raises(ConfigError, match=r"SOLVER.SCHED.*'CosineLR'"):
         build_lr_schedule(config(SCHED="CosineLR"), 1)
+
+
+@pytest.mark.parametrize("epochs, iters, rise", [(4, 25, 0.3), (1, 10, 0.5), (3, 7, 0.1), (1, 1, 0.3), (2, 1, 0.3)])
+def test_one_cycle_equals_pytorchs(epochs, iters, rise):
+    cfg = config(SCHED="OneCycleLR", MAX_EPOCH=epochs)
+    cfg.SOLVER.ONE_CYCLE.PCT_START = rise
+    schedule = build_lr_schedule(cfg, iters)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    total = epochs * iters
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.4, total_steps=max(total, 2), pct_start=rise)
+    for step in range(total):
+        if total > 1:
+            assert schedule.learning_rate(0.4, epoch=0, steps_taken=step) == pytest.approx(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step() if step + 1 < total else None
+    assert 0 < schedule.learning_rate(0.4, epoch=0, steps_taken=total + 5) <= 0.4
+
+
+def test_constant_stays_after_warm_up():
+    schedule = build_lr_schedule(config(SCHED="ConstantLR", WARMUP_ITERS=10, WARMUP_FACTOR=0.1), 5)
+    rates = [schedule.learning_rate(2.0, epoch=step // 5, steps_taken=step) for step in (0, 5, 10, 1000)]
+    assert rates == pytest.approx([0.2, 1.1, 2.0, 2.0])
+
+
+def test_held_while_weights_are_averaged():
+    cfg = config(STEPS=[1], WARMUP_ITERS=0, MAX_EPOCH=8)
+    cfg.SOLVER.SWA = {"ENABLED": True, "LR_FACTOR": 0.5}
+    schedule = build_lr_schedule(cfg, 5)
+    rates = [schedule.learning_rate(1.0, epoch=epoch, steps_taken=0) for epoch in range(8)]
+    assert rates == pytest.approx([1.0] + [0.1] * 5 + [0.5] * 2)  # from three quarters on
+    cfg.SOLVER.SWA.START_EPOCH = 8
+    with pytest.raises(ConfigError, match="SWA.START_EPOCH is 8"):
+        build_lr_schedule(cfg, 5)

@@ -155,7 +155,10 @@ def test_wrong_weights(bad, tmp_path):
         ("DATALOADER.NUM_INSTANCE", "3", ["DATALOADER.NUM_INSTANCE 3", "16"]),
         ("DATALOADER.NUM_INSTANCE", "0", ["DATALOADER.NUM_INSTANCE is 0"]),
         ("TEST.RERANK", "True", ["TEST.RERANK.ENABLED"]),
-        ("MODEL.BACKBONE.WITH_NL", "True", ["MODEL.BACKBONE.WITH_NL"]),
+        ("MODEL.HEADS.NORM", "IN", ["MODEL.HEADS.NORM", "choices: BN, GN"]),
+        ("SOLVER.LR_FACTORS", "{'backbon.*': 0.1}", ["SOLVER.LR_FACTORS", "matches no parameter"]),
+        ("SOLVER.ACCUM_STEPS", "0", ["SOLVER.ACCUM_STEPS is 0", "at least 1"]),
+        ("SOLVER.EMA.DECAY", "1.5", ["SOLVER.EMA.DECAY is 1.5"]),
         ("SOLVER.AMP.FORCE_FP32", "head", ["SOLVER.AMP.FORCE_FP32", "'heads'"]),
         ("SOLVER.AMP", "fp17", ["SOLVER.AMP", "fp17"]),
         ("SOLVER.BASE_LR", "-1", ["SOLVER.BASE_LR is -1.0", "at least 0"]),
@@ -190,8 +193,13 @@ def test_wrong_config_files(bad, tmp_path):
     bad(argv=["--config-file", typo], message=["typo.yml", "SOLVER.MAX_EPOCHS", "SOLVER.MAX_EPOCH"])
 
 
-def test_more_than_one_process(bad):
-    bad(argv=["--num-gpus", "2"], message="trains in one process")
+@pytest.mark.parametrize("flags", [("--num-gpus", "0"), ("--num-machines", "2", "--machine-rank", "2")])
+def test_numbers_of_processes_that_do_not_fit(bad, flags):
+    bad(argv=flags, message=["--num-gpus", "--machine-rank"])
+
+
+def test_several_machines_need_a_place_to_meet(bad):
+    bad(argv=["--num-machines", "2"], message="--dist-url")
 
 
 def test_resume_of_another_model(demo, tmp_path, capfd):

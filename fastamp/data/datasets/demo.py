@@ -6,6 +6,7 @@ from pathlib import Path
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.market1501 import Market1501
 from fastamp.data.demo import DEMO_VERSION, generate_demo, is_complete
+from fastamp.utils import comm
 from fastamp.utils.errors import DataError
 from fastamp.utils.progress import ProgressBar
 
@@ -28,8 +29,9 @@ class Demo(Market1501):
 
     def __init__(self, root: str | Path = "datasets") -> None:
         folder = Path(root) / self.folder
-        if not is_complete(folder):
-            self._generate(folder)
+        with comm.main_process_first():
+            if not is_complete(folder):
+                self._generate(folder)
         super().__init__(root)
 
     @staticmethod

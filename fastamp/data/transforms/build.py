@@ -7,6 +7,7 @@ from fastamp.data.transforms.base import Augmentation, BatchTransform
 from fastamp.data.transforms.colour import ColorJitter
 from fastamp.data.transforms.erasing import RandomErasing
 from fastamp.data.transforms.geometry import PADDING_MODES, PadAndRandomCrop, RandomHorizontalFlip, Resize
+from fastamp.data.transforms.torchvision_ops import AutoAugment, RandomAffine
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 
@@ -18,9 +19,9 @@ class Transforms(NamedTuple):
 
 
 def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
-    """Build the training or the test pipeline, in FastReID's order.
+    """Build the training or the test pipeline, in FastReID's order but for AutoAugment, which comes before its resize.
 
-    Training: resize, pad and crop, flip, colour jitter, random erasing. Test: resize.
+    Training: resize, AutoAugment, pad and crop, flip, colour jitter, affine, random erasing. Test: resize.
 
     Raises:
         ConfigError: a padding that the mode cannot make, or an augmentation is enabled that does not exist.
@@ -36,6 +37,8 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
 
 def _train_augmentations(settings: Any, size: tuple[int, int]) -> list[BatchTransform]:
     augmentations: list[BatchTransform] = []
+    if settings.AUTOAUG.ENABLED:
+        augmentations.append(AutoAugment(prob=settings.AUTOAUG.PROB))
     if settings.PADDING.ENABLED:
         augmentations.append(_build_pad_and_crop(settings.PADDING, size))
     if settings.FLIP.ENABLED:
@@ -43,6 +46,8 @@ def _train_augmentations(settings: Any, size: tuple[int, int]) -> list[BatchTran
     if settings.CJ.ENABLED:
         strengths = {name: settings.CJ[name.upper()] for name in ("brightness", "contrast", "saturation", "hue")}
         augmentations.append(ColorJitter(prob=settings.CJ.PROB, **strengths))
+    if settings.AFFINE.ENABLED:
+        augmentations.append(RandomAffine())
     if settings.REA.ENABLED:
         augmentations.append(RandomErasing(prob=settings.REA.PROB, value=tuple(settings.REA.VALUE)))
     return augmentations

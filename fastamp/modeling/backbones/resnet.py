@@ -1,15 +1,19 @@
-"""ResNet (He et al. 2016, arXiv:1512.03385) with torchvision's parameter names, for person-shaped images."""
+"""ResNet (He et al. 2016, arXiv:1512.03385) with torchvision's parameter names, plain or with IBN, SE and attention."""
 
+import logging
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from fastamp.layers import build_norm
+from fastamp.layers import IBN, NonLocal, SELayer, build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
-from fastamp.modeling.weights import load_pretrained_backbone
+from fastamp.modeling.weights import Download, TorchvisionWeights, load_pretrained_backbone
 from fastamp.utils.errors import ConfigError, did_you_mean
+
+logger = logging.getLogger(__name__)
 
 STEM_POOLS = {
     # FastReID's since 2020-08-14; a 128-wide image gives 32 columns either way, other sizes may differ by one.
@@ -19,23 +23,49 @@ STEM_POOLS = {
 }
 
 
+@dataclass(frozen=True)
+class BlockParts:
+    """What the blocks of a stage are made of.
+
+    Attributes:
+        norm: name of the normalization layer.
+        ibn: instance norm on half of the channels of each block's first normalization (IBN-Net a).
+        se: squeeze and excitation at the end of each block.
+    """
+
+    norm: str = "BN"
+    ibn: bool = False
+    se: bool = False
+
+    def first_norm(self, channels: int) -> nn.Module:
+        """Return the normalization after a block's first convolution."""
+        return IBN(self.norm, channels) if self.ibn else build_norm(self.norm, channels)
+
+    def gate(self, channels: int) -> nn.Module:
+        """Return what stands before the shortcut is added."""
+        return SELayer(channels) if self.se else nn.Identity()
+
+
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions around a shortcut."""
 
     expansion = 1
 
-    def __init__(self, in_channels: int, channels: int, *, stride: int, norm: str, downsample: nn.Module | None):
+    def __init__(
+        self, in_channels: int, channels: int, *, stride: int, parts: BlockParts, downsample: nn.Module | None
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
-        self.bn1 = build_norm(norm, channels)
+        self.bn1 = parts.first_norm(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2 = build_norm(norm, channels)
+        self.bn2 = build_norm(parts.norm, channels)
+        self.se = parts.gate(channels)
         self.relu = nn.ReLU(inplace=True)
         self.downsample = downsample
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
+        out = self.se(self.bn2(self.conv2(out)))
         out += x if self.downsample is None else self.downsample(x)
         return self.relu(out)
 
@@ -45,32 +75,59 @@ class Bottleneck(nn.Module):
 
     expansion = 4
 
-    def __init__(self, in_channels: int, channels: int, *, stride: int, norm: str, downsample: nn.Module | None):
+    def __init__(
+        self, in_channels: int, channels: int, *, stride: int, parts: BlockParts, downsample: nn.Module | None
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, channels, 1, bias=False)
-        self.bn1 = build_norm(norm, channels)
+        self.bn1 = parts.first_norm(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, stride, padding=1, bias=False)
-        self.bn2 = build_norm(norm, channels)
+        self.bn2 = build_norm(parts.norm, channels)
         self.conv3 = nn.Conv2d(channels, channels * self.expansion, 1, bias=False)
-        self.bn3 = build_norm(norm, channels * self.expansion)
+        self.bn3 = build_norm(parts.norm, channels * self.expansion)
+        self.se = parts.gate(channels * self.expansion)
         self.relu = nn.ReLU(inplace=True)
         self.downsample = downsample
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
-        out = self.bn3(self.conv3(out))
+        out = self.se(self.bn3(self.conv3(out)))
         out += x if self.downsample is None else self.downsample(x)
         return self.relu(out)
 
 
-# depth -> (block, blocks per stage, torchvision's name)
+@dataclass(frozen=True)
+class Depth:
+    """A ResNet by its depth.
+
+    Attributes:
+        block: the kind of block.
+        blocks: blocks in each of the four stages.
+        non_local: how many of a stage's last blocks have a non-local block behind them, when there are any at all.
+    """
+
+    block: type[BasicBlock] | type[Bottleneck]
+    blocks: tuple[int, int, int, int]
+    non_local: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+
 DEPTHS = {
-    "18x": (BasicBlock, (2, 2, 2, 2), "resnet18"),
-    "34x": (BasicBlock, (3, 4, 6, 3), "resnet34"),
-    "50x": (Bottleneck, (3, 4, 6, 3), "resnet50"),
-    "101x": (Bottleneck, (3, 4, 23, 3), "resnet101"),
-    "152x": (Bottleneck, (3, 8, 36, 3), "resnet152"),
+    "18x": Depth(BasicBlock, (2, 2, 2, 2)),
+    "34x": Depth(BasicBlock, (3, 4, 6, 3)),
+    "50x": Depth(Bottleneck, (3, 4, 6, 3), (0, 2, 3, 0)),
+    "101x": Depth(Bottleneck, (3, 4, 23, 3), (0, 2, 9, 0)),
+    "152x": Depth(Bottleneck, (3, 8, 36, 3), (0, 2, 9, 0)),  # FastReID has none; those of ResNet-101
+}
+
+_IBN_NET = "https://github.com/XingangPan/IBN-Net/releases/download/v1.0/"
+# (depth, with IBN, with SE) -> ImageNet weights
+PRETRAINED = {(depth, False, False): TorchvisionWeights(f"resnet{depth[:-1]}") for depth in DEPTHS} | {
+    ("18x", True, False): Download(_IBN_NET + "resnet18_ibn_a-2f571257.pth"),
+    ("34x", True, False): Download(_IBN_NET + "resnet34_ibn_a-94bc1577.pth"),
+    ("50x", True, False): Download(_IBN_NET + "resnet50_ibn_a-d9d0bb7b.pth"),
+    ("101x", True, False): Download(_IBN_NET + "resnet101_ibn_a-59ea0ac6.pth"),
+    ("101x", True, True): Download(_IBN_NET + "se_resnet101_ibn_a-fabed4e2.pth"),
 }
 
 
@@ -80,8 +137,11 @@ class ResNet(nn.Module):
     Args:
         block: ``BasicBlock`` or ``Bottleneck``.
         blocks: number of blocks in each of the four stages.
+        non_local: number of non-local blocks in each stage: behind its last blocks, one behind each.
         last_stride: stride of the last stage; 1 keeps a map twice as high and wide (Luo et al. 2019).
         norm: name of the normalization layer.
+        ibn: instance norm in the first three stages, see ``BlockParts``.
+        se: squeeze and excitation in all stages.
         stem_pool: a name in ``STEM_POOLS``.
     """
 
@@ -90,8 +150,11 @@ class ResNet(nn.Module):
         *,
         block: type[BasicBlock] | type[Bottleneck],
         blocks: tuple[int, int, int, int],
+        non_local: tuple[int, int, int, int] = (0, 0, 0, 0),
         last_stride: int = 1,
         norm: str = "BN",
+        ibn: bool = False,
+        se: bool = False,
         stem_pool: str = "ceil",
     ) -> None:
         super().__init__()
@@ -103,10 +166,15 @@ class ResNet(nn.Module):
         strides = (1, 2, 2, last_stride)
         for stage, (count, stride) in enumerate(zip(blocks, strides, strict=True), start=1):
             width = 64 * 2 ** (stage - 1)
-            self.add_module(f"layer{stage}", _stage(block, channels, width, count, stride, norm))
+            # The last stage keeps what tells identities apart, which instance norm takes away (Pan et al. 2018).
+            parts = BlockParts(norm=norm, ibn=ibn and stage < 4, se=se)
+            self.add_module(f"layer{stage}", _stage(block, channels, width, count, stride, parts))
             channels = width * block.expansion
         self.feature_dim = channels
         self._init_weights()
+        for stage, count in enumerate(non_local, start=1):
+            width = 64 * 2 ** (stage - 1) * block.expansion
+            self.add_module(f"NL_{stage}", nn.ModuleList(NonLocal(width, norm) for _ in range(count)))
 
     def _init_weights(self) -> None:
         for module in self.modules():
@@ -117,21 +185,37 @@ class ResNet(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (B, 3, H, W) float, normalized, to (B, feature_dim, ~H/16, ~W/16) with last_stride 1."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        return self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        for blocks, attention in (
+            (self.layer1, self.NL_1),
+            (self.layer2, self.NL_2),
+            (self.layer3, self.NL_3),
+            (self.layer4, self.NL_4),
+        ):
+            first = len(blocks) - len(attention)
+            for number, block in enumerate(blocks):
+                x = block(x)
+                if number >= first:
+                    x = attention[number - first](x)
+        return x
 
 
 def _stage(
-    block: type[BasicBlock] | type[Bottleneck], in_channels: int, channels: int, count: int, stride: int, norm: str
+    block: type[BasicBlock] | type[Bottleneck],
+    in_channels: int,
+    channels: int,
+    count: int,
+    stride: int,
+    parts: BlockParts,
 ) -> nn.Sequential:
     """Return one stage; its first block changes width and stride."""
     out_channels = channels * block.expansion
     downsample = None
     if stride != 1 or in_channels != out_channels:
         downsample = nn.Sequential(
-            nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), build_norm(norm, out_channels)
+            nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), build_norm(parts.norm, out_channels)
         )
-    layers = [block(in_channels, channels, stride=stride, norm=norm, downsample=downsample)]
-    layers += [block(out_channels, channels, stride=1, norm=norm, downsample=None) for _ in range(count - 1)]
+    layers = [block(in_channels, channels, stride=stride, parts=parts, downsample=downsample)]
+    layers += [block(out_channels, channels, stride=1, parts=parts, downsample=None) for _ in range(count - 1)]
     return nn.Sequential(*layers)
 
 
@@ -140,7 +224,7 @@ def build_resnet_backbone(cfg: Any) -> ResNet:
     """Return the ResNet of ``MODEL.BACKBONE``, with pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
-        ConfigError: unknown ``DEPTH``.
+        ConfigError: unknown ``DEPTH``, or there are no pretrained weights of this variant.
         WeightsError: the pretrained weights cannot be had or do not fit.
     """
     backbone = cfg.MODEL.BACKBONE
@@ -149,14 +233,27 @@ def build_resnet_backbone(cfg: Any) -> ResNet:
             f"MODEL.BACKBONE.DEPTH: {backbone.DEPTH!r} is no ResNet; choices: {', '.join(DEPTHS)}."
             f"{did_you_mean(backbone.DEPTH, DEPTHS)}"
         )
-    block, blocks, torchvision_name = DEPTHS[backbone.DEPTH]
+    depth = DEPTHS[backbone.DEPTH]
+    if backbone.WITH_NL and not any(depth.non_local):
+        logger.warning(
+            "MODEL.BACKBONE.WITH_NL does nothing: a ResNet of depth %s has no non-local blocks", backbone.DEPTH
+        )
     model = ResNet(
-        block=block,
-        blocks=blocks,
+        block=depth.block,
+        blocks=depth.blocks,
+        non_local=depth.non_local if backbone.WITH_NL else (0, 0, 0, 0),
         last_stride=backbone.LAST_STRIDE,
         norm=backbone.NORM,
+        ibn=backbone.WITH_IBN,
+        se=backbone.WITH_SE,
         stem_pool=backbone.STEM_POOL,
     )
     if backbone.PRETRAIN:
-        load_pretrained_backbone(model, path=backbone.PRETRAIN_PATH, torchvision_name=torchvision_name)
+        load_pretrained_backbone(
+            model,
+            path=backbone.PRETRAIN_PATH,
+            online=PRETRAINED.get((backbone.DEPTH, backbone.WITH_IBN, backbone.WITH_SE)),
+            # No ImageNet weights have them; they start as the identity.
+            without=("NL_*",),
+        )
     return model

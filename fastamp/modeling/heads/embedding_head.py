@@ -103,6 +103,8 @@ class EmbeddingHead(nn.Module):
             those before or after the neck, by ``neck_feat``.
         """
         pooled = self.pool_layer(features)
+        if pooled.dim() == 2:
+            pooled = pooled[:, :, None, None]
         if pooled.shape[2:] != (1, 1):
             size = " x ".join(map(str, pooled.shape[2:]))
             raise ConfigError(

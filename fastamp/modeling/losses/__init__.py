@@ -2,6 +2,21 @@
 
 from fastamp.modeling.losses.build import LOSS_REGISTRY, build_losses
 from fastamp.modeling.losses.cross_entropy import CrossEntropyLoss, cross_entropy_loss
+from fastamp.modeling.losses.focal import FocalLoss, focal_loss
+from fastamp.modeling.losses.pairwise_cosine import CircleLoss, Cosface, pairwise_circle_loss, pairwise_cosface
 from fastamp.modeling.losses.triplet import TripletLoss, triplet_loss
 
-__all__ = ["LOSS_REGISTRY", "CrossEntropyLoss", "TripletLoss", "build_losses", "cross_entropy_loss", "triplet_loss"]
+__all__ = [
+    "LOSS_REGISTRY",
+    "CircleLoss",
+    "Cosface",
+    "CrossEntropyLoss",
+    "FocalLoss",
+    "TripletLoss",
+    "build_losses",
+    "cross_entropy_loss",
+    "focal_loss",
+    "pairwise_circle_loss",
+    "pairwise_cosface",
+    "triplet_loss",
+]

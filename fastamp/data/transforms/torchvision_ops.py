@@ -1,0 +1,72 @@
+"""torchvision's random transforms as operations on a batch, with random numbers that are the image's own."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+
+from fastamp.data.transforms.base import BatchTransform, Parameters
+
+
+class TorchvisionTransform(BatchTransform):
+    """Apply a transform of ``torchvision.transforms.v2`` to each image by itself, with probability ``prob``.
+
+    torchvision draws from torch's global generator; that is seeded for each image and given back as it was.
+
+    Args:
+        transform: a (3, H, W) uint8 image -> the same shape and dtype.
+        prob: probability of applying it to an image.
+    """
+
+    draws = 3
+
+    def __init__(self, *, transform: Callable[[Tensor], Tensor], prob: float) -> None:
+        self.transform = transform
+        self.prob = prob
+
+    def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
+        """Return ``chosen``: (B,) bool, and ``seed``: (B,) int64 for the transform's own draws."""
+        # A uniform number has 32 random bits; 31 of one and 32 of another fill a seed.
+        high, low = (uniforms[:, 1] * 2**31).astype(np.int64), (uniforms[:, 2] * 2**32).astype(np.int64)
+        return {
+            "chosen": torch.from_numpy(uniforms[:, 0] < self.prob),
+            "seed": torch.from_numpy(high << 32 | low),
+        }
+
+    def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
+        """Return the images, those that are ``chosen`` transformed."""
+        chosen = parameters["chosen"].nonzero()[:, 0].tolist()
+        if not chosen:
+            return images
+        changed = images.clone()
+        with _global_generator_kept():
+            for number in chosen:
+                torch.default_generator.manual_seed(int(parameters["seed"][number]))
+                changed[number] = self.transform(images[number])
+        return changed
+
+
+class AutoAugment(TorchvisionTransform):
+    """Two operations of AutoAugment's ImageNet policy (Cubuk et al. 2019, arXiv:1805.09501)."""
+
+    def __init__(self, *, prob: float) -> None:
+        super().__init__(transform=v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET), prob=prob)
+
+
+class RandomAffine(TorchvisionTransform):
+    """Rotate by up to 10 degrees, scale by 0.9 to 1.1 and shear by up to 0.1 degrees, as FastReID; black outside."""
+
+    def __init__(self) -> None:
+        super().__init__(transform=v2.RandomAffine(degrees=10, scale=(0.9, 1.1), shear=0.1), prob=1.0)
+
+
+@contextmanager
+def _global_generator_kept() -> Iterator[None]:
+    state = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)

@@ -1,0 +1,281 @@
+"""Training options against naive computations: accumulation, freezing, averages of weights, precise batch norm."""
+
+import copy
+import itertools
+import json
+import logging
+
+import pytest
+import tiny
+import torch
+
+from fastamp.amp import PrecisionPolicy
+from fastamp.engine import TRAINER_REGISTRY, DefaultTrainer, HookBase
+from fastamp.evaluation import update_bn_statistics
+from fastamp.modeling import build_model
+from fastamp.solver import build_optimizer
+from fastamp.utils.errors import ConfigError, TrainingError
+
+FLOAT32 = PrecisionPolicy("cpu", torch.float32, "test")
+
+
+class Batches(list):
+    """A loader of fixed batches, over and over; an epoch is all of them."""
+
+    @property
+    def iters_per_epoch(self):
+        return len(self)
+
+    def __iter__(self):
+        return itertools.cycle(list.__iter__(self))
+
+
+def batches(count, size):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (count, size, 3, 64, 32), dtype=torch.uint8, generator=generator)
+    targets = torch.randint(4, (count, size), generator=generator)
+    return Batches({"images": i, "targets": t} for i, t in zip(images, targets, strict=True))
+
+
+def make(tmp_path, loader, *opts):
+    cfg = tiny.tiny_config(tmp_path, *tiny.PLAIN, "MODEL.HEADS.NUM_CLASSES", "4", "SOLVER.BASE_LR", "0.1", *opts)
+    torch.manual_seed(0)
+    model = build_model(cfg)
+    name = "AMPTrainer" if cfg.SOLVER.AMP.ENABLED else "SimpleTrainer"
+    return TRAINER_REGISTRY.build(name, cfg, model=model, data_loader=loader, optimizers=[build_optimizer(cfg, model)])
+
+
+def parameters(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("clip", ["value", "norm", "global_norm", None])
+def test_accumulation_of_four_equals_the_full_batch(tmp_path, clip):
+    options = () if clip is None else ("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", clip)
+    options += ("SOLVER.CLIP_GRADIENTS.CLIP_VALUE", "0.001")
+    quarters = batches(4, 4)
+    whole = Batches([{key: torch.cat([batch[key] for batch in quarters[:]]) for key in quarters[0]}])
+    full = make(tmp_path, whole, *options)
+    accumulated = make(tmp_path, quarters, "SOLVER.ACCUM_STEPS", "4", *options)
+    assert accumulated.iters_per_epoch == full.iters_per_epoch == 1
+    for trainer in (full, accumulated):
+        trainer.train(0, 5, 1)
+    first, second = parameters(full.model), parameters(accumulated.model)
+    start = parameters(make(tmp_path, whole).model)
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-5, atol=1e-7)
+        assert not torch.equal(first[name], start[name])
+    means = [trainer.metrics.flush() for trainer in (full, accumulated)]
+    assert means[1]["total_loss"] == pytest.approx(means[0]["total_loss"], rel=1e-5)
+    assert means[1]["grad_norm"] == pytest.approx(means[0]["grad_norm"], rel=1e-5)
+
+
+def test_a_short_last_window(tmp_path):
+    loader = batches(5, 4)
+    trainer = make(tmp_path, loader, "SOLVER.ACCUM_STEPS", "2", "SOLVER.MOMENTUM", "0")
+    assert trainer.iters_per_epoch == 3
+    assert [trainer.batches_before(i) for i in range(7)] == [0, 2, 4, 5, 7, 9, 10]
+    model = copy.deepcopy(trainer.model).train()
+    trainer.train(0, 2, 3)
+    for first, end in [(0, 2), (2, 4), (4, 5)] * 2:
+        model.zero_grad()
+        sum(model(batch)["loss_cls"] / (end - first) for batch in loader[first:end]).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * (p.grad + 0.0005 * p)
+    for name, p in parameters(model).items():
+        torch.testing.assert_close(trainer.model.get_parameter(name).detach(), p, rtol=1e-4, atol=1e-6)
+
+
+def test_an_overflow_in_any_batch_of_a_window_skips_the_step(tmp_path):
+    loader = batches(4, 4)
+    loader[2]["images"] = torch.full((4, 3, 64, 32), float("inf"))
+    trainer = make(tmp_path, loader, "SOLVER.ACCUM_STEPS", "2")
+    trainer.train(0, 1, 2)
+    metrics = trainer.metrics.flush()
+    assert trainer.steps_taken == 1 and metrics["skipped_total"] == 1
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    assert metrics["total_loss"] < 10
+
+
+def run(cfg, *hooks):
+    torch.manual_seed(0)
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume=False)
+    trainer.register_hooks(hooks)
+    return trainer, trainer.train()
+
+
+class Record(HookBase):
+    """Keeps the model's state after chosen iterations."""
+
+    def __init__(self):
+        self.states, self.gradients = [], []
+
+    def before_train(self):
+        self.start = {name: t.clone() for name, t in self.trainer.model.state_dict().items()}
+
+    def after_step(self):
+        self.states.append({name: t.clone() for name, t in self.trainer.model.state_dict().items()})
+
+
+@pytest.mark.parametrize("layers", [["backbone"], ["backbone.0", "backbone.1"]])
+def test_freezing_leaves_exactly_those_unmoved(demo, tmp_path, layers):
+    options = ("MODEL.FREEZE_LAYERS", str(layers), "SOLVER.FREEZE_ITERS", "8", "TEST.EVAL_PERIOD", "1")
+    record = Record()
+    run(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "2", *options), record)
+    prefixes = tuple(f"{layer}." for layer in layers)
+    still = {name for name in record.start if name.startswith(prefixes)}
+    released = {"heads.bottleneck.0.bias"}  # a BNNeck's bias stays 0 for ever
+    for iteration in (0, 5, 7):  # 6 iterations an epoch: the last of them lies behind an evaluation
+        unmoved = {name for name, value in record.states[iteration].items() if torch.equal(value, record.start[name])}
+        assert unmoved == still | released, iteration
+    moved = {name for name, value in record.states[8].items() if not torch.equal(value, record.states[7][name])}
+    assert moved == set(record.start) - released
+
+
+def test_freezing_what_is_not_there(demo, tmp_path):
+    cfg = tiny.tiny_config(tmp_path, "MODEL.FREEZE_LAYERS", "backbon", "SOLVER.FREEZE_ITERS", "8")
+    with pytest.raises(ConfigError, match="no part 'backbon'.*'backbone'"):
+        DefaultTrainer(cfg)
+
+
+def test_freezing_everything(demo, tmp_path):
+    options = ("MODEL.FREEZE_LAYERS", "['backbone', 'heads']", "SOLVER.FREEZE_ITERS", "8")
+    with pytest.raises(TrainingError, match=r"what MODEL.FREEZE_LAYERS names \(backbone, heads\)"):
+        run(tiny.tiny_config(tmp_path, *options))
+
+
+def test_frozen_layers_get_no_gradient_and_keep_no_optimizer_state(demo, tmp_path):
+    options = ("MODEL.FREEZE_LAYERS", "backbone", "SOLVER.FREEZE_ITERS", "100", "SOLVER.MAX_EPOCH", "1")
+    trainer, _ = run(tiny.tiny_config(tmp_path, *options))
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+    assert {names[id(p)].split(".")[0] for p in trainer.optimizer.state} == {"heads"}
+    assert not any(p.requires_grad for p in trainer.model.backbone.parameters())
+
+
+def test_ema_over_steps_taken_is_evaluated_and_kept_as_the_best(demo, tmp_path):
+    record = Record()
+    cfg = tiny.tiny_config(tmp_path, "SOLVER.EMA.ENABLED", "True", "SOLVER.EMA.DECAY", "0.8", "SOLVER.MAX_EPOCH", "2")
+    _, results = run(cfg, record)
+    name = "backbone.0.weight"
+    expected = record.start[name].double()
+    for state in record.states:
+        expected = 0.8 * expected + 0.2 * state[name].double()
+    best, final = (torch.load(tmp_path / f"model_{which}.pth", weights_only=True) for which in ("best", "final"))
+    torch.testing.assert_close(final["average"]["model"][name].double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(best["model"][name], final["average"]["model"][name])
+    assert torch.equal(final["model"][name], record.states[-1][name])
+    assert not torch.equal(final["model"][name], best["model"][name])
+
+    def evaluate(which, *opts):
+        other = tiny.tiny_config(tmp_path / "eval", "MODEL.WEIGHTS", str(tmp_path / f"model_{which}.pth"), *opts)
+        return DefaultTrainer.test_weights(other)
+
+    ema = ("SOLVER.EMA.ENABLED", "True")
+    assert evaluate("best") == evaluate("best", *ema) == evaluate("final", *ema) == results
+    weights = evaluate("final", *ema, "SOLVER.EMA.EVALUATE", "False")
+    assert weights == evaluate("final")
+
+
+def test_ema_by_key_is_kept_but_not_evaluated(demo, tmp_path):
+    options = ("SOLVER.MAX_EPOCH", "1", "SOLVER.BASE_LR", "0.01")
+    plain = run(tiny.tiny_config(tmp_path / "plain", *options))[1]
+    options += ("SOLVER.EMA.ENABLED", "True", "SOLVER.EMA.EVALUATE", "False")
+    assert run(tiny.tiny_config(tmp_path / "ema", *options))[1] == plain
+    assert torch.load(tmp_path / "ema/model_final.pth", weights_only=True)["average"]["updates"] == 6
+
+
+def test_ema_leaves_skipped_steps_out(demo, tmp_path):
+    class OneOverflow(HookBase):
+        def before_step(self):
+            if self.trainer.iter == 1:
+                self.handle = self.trainer.model.heads.weight.register_hook(lambda grad: grad * float("inf"))
+
+        def after_step(self):
+            if self.trainer.iter == 1:
+                self.handle.remove()
+
+    cfg = tiny.tiny_config(tmp_path, "SOLVER.EMA.ENABLED", "True", "SOLVER.MAX_EPOCH", "1")
+    trainer, _ = run(cfg, OneOverflow())
+    assert trainer.trainer.steps_taken == 5 and trainer.average.updates == 5
+
+
+def test_swa_is_the_mean_of_the_last_epochs_with_statistics_of_its_own(demo, tmp_path):
+    record = Record()
+    options = ("SOLVER.SWA.ENABLED", "True", "SOLVER.SWA.START_EPOCH", "1", "SOLVER.MAX_EPOCH", "4")
+    trainer, results = run(tiny.tiny_config(tmp_path, *options), record)
+    final = torch.load(tmp_path / "model_final.pth", weights_only=True)
+    ends = [record.states[6 * epoch - 1] for epoch in (2, 3, 4)]
+    for name in ("backbone.0.weight", "heads.weight"):
+        torch.testing.assert_close(final["average"]["model"][name], torch.stack([s[name] for s in ends]).mean(0))
+    assert final["average"]["updates"] == 3
+
+    model = build_model(trainer.cfg)
+    model.load_state_dict(final["average"]["model"])
+    update_bn_statistics(model, DefaultTrainer.build_train_loader(trainer.cfg), 6, policy=FLOAT32)
+    for name, value in model.state_dict().items():
+        if "running" in name:
+            torch.testing.assert_close(final["average"]["model"][name], value)
+            assert not torch.allclose(value, torch.stack([s[name] for s in ends]).mean(0), rtol=1e-3)
+    options += ("MODEL.WEIGHTS", str(tmp_path / "model_final.pth"))
+    assert DefaultTrainer.test_weights(tiny.tiny_config(tmp_path / "eval", *options)) == results
+
+
+def test_one_average_at_most(demo, tmp_path, capfd):
+    import train_net
+
+    options = tiny.tiny_options(tmp_path, "SOLVER.EMA.ENABLED", "True", "SOLVER.SWA.ENABLED", "True")
+    assert train_net.cli(options) == 2
+    assert "SOLVER.EMA and SOLVER.SWA are both enabled" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_precise_bn_pools_all_inputs(offset):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn, self.frozen = torch.nn.BatchNorm2d(3), torch.nn.BatchNorm2d(3)
+            self.drop = torch.nn.Dropout(0.5)
+
+        def forward(self, batch):
+            return self.drop(self.frozen(self.bn(batch["images"])))
+
+    inputs = [offset + 3 * torch.randn(size, 3, 4, 2) for size in (4, 7, 1)]
+    model = Model()
+    model.frozen.eval()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    assert update_bn_statistics(model, itertools.cycle({"images": x} for x in inputs), 3, policy=FLOAT32) == 1
+    values = torch.cat(inputs).transpose(0, 1).flatten(1).double()
+    torch.testing.assert_close(model.bn.running_mean.double(), values.mean(1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model.bn.running_var.double(), values.var(1), rtol=1e-4, atol=1e-6)
+    after = model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"bn.running_mean", "bn.running_var"}
+    assert model.training and model.bn.training and not model.frozen.training and model.drop.training
+    assert torch.equal(random_state, torch.get_rng_state())
+
+
+def test_precise_bn_before_each_evaluation(demo, tmp_path, caplog):
+    logging.getLogger("fastamp").setLevel(logging.INFO)
+    options = ("TEST.PRECISE_BN.ENABLED", "True", "TEST.PRECISE_BN.DATASET", "Demo", "TEST.PRECISE_BN.NUM_ITER", "4")
+    trainer, results = run(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "2", "TEST.EVAL_PERIOD", "1", *options))
+    assert caplog.text.count("batch-norm statistics of 3 layers estimated anew from 4 batches") == 2
+    model = build_model(trainer.cfg)
+    model.load_state_dict(tiny.weights(tmp_path / "model_final.pth"))
+    update_bn_statistics(model, DefaultTrainer.build_train_loader(trainer.cfg), 4, policy=FLOAT32)
+    for name, value in tiny.weights(tmp_path / "model_final.pth").items():
+        if "running" in name:
+            torch.testing.assert_close(model.state_dict()[name], value)
+    weights = ("MODEL.WEIGHTS", str(tmp_path / "model_final.pth"))
+    assert DefaultTrainer.test_weights(tiny.tiny_config(tmp_path / "eval", *weights)) == results
+
+
+def test_console_and_metrics_count_all_images_of_a_step(demo, tmp_path):
+    cfg = tiny.tiny_config(tmp_path, "SOLVER.ACCUM_STEPS", "4", "SOLVER.MAX_EPOCH", "1", "LOG_PERIOD", "1")
+    trainer, _ = run(cfg)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    training = [row for row in rows if "total_loss" in row]
+    assert len(training) == 2 and trainer.trainer.iters_per_epoch == 2  # six batches: four and two
+    assert training[0]["images_per_second"] * training[0]["time"] == pytest.approx(16 * 6 / 2)

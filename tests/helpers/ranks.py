@@ -1,0 +1,72 @@
+"""Train the tiny config in one process or several: ranks.py OUTPUT_DIR PROCESSES [--fault NAME] [--resume] KEY VALUE ..
+
+Under torchrun PROCESSES is of no consequence. OUTPUT_DIR/steps.pth gets the parameters after each step.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import tiny
+import torch
+
+from fastamp.engine import DefaultTrainer, HookBase, default_setup, launch, run_command_line
+from fastamp.utils import comm
+from fastamp.utils.errors import DataError
+
+
+class RecordSteps(HookBase):
+    """Keeps the parameters after each step."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self.path = output_dir / "steps.pth"
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def after_step(self) -> None:
+        self.steps.append({name: p.detach().clone() for name, p in self.trainer.model.named_parameters()})
+
+    def after_train(self) -> None:
+        if comm.is_main_process():
+            torch.save(self.steps, self.path)
+
+
+class Fault(HookBase):
+    """Does something bad in the third iteration."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def before_step(self) -> None:
+        if self.trainer.iter != 2:
+            return
+        if self.name == "error on rank 1" and comm.get_rank() == 1:
+            raise DataError("the image of rank 1 cannot be read")
+        if self.name == "error on all ranks":
+            raise DataError("no rank can read its image")
+        if self.name == "signal on rank 1" and comm.get_rank() == 1:
+            hook = next(hook for hook in self.trainer._hooks if type(hook).__name__ == "StopOnSignal")
+            hook.received = 15
+
+
+def main(output_dir: str, resume: bool, fault: str, options: list[str]) -> None:
+    cfg = tiny.tiny_config(Path(output_dir), *options)
+    default_setup(cfg)
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume=resume)
+    trainer.register_hooks([RecordSteps(Path(output_dir))])
+    if fault:
+        # In front of StopOnSignal, which has its turn at the end of the same step.
+        trainer.trainer.register_hooks([Fault(fault)])
+    trainer.train()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output_dir")
+    parser.add_argument("processes", type=int)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--fault", default="")
+    parser.add_argument("options", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    command = (args.output_dir, args.resume, args.fault, args.options)
+    sys.exit(run_command_line(lambda: launch(main, args.processes, args=command)))

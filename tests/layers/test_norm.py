@@ -1,0 +1,48 @@
+"""Normalization layers by name, and IBN."""
+
+import pytest
+import torch
+from torch import nn
+
+from fastamp.layers import IBN, build_norm
+from fastamp.utils.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [("BN", nn.BatchNorm2d), ("syncBN", nn.SyncBatchNorm), ("SyncBN", nn.SyncBatchNorm), ("GN", nn.GroupNorm)],
+)
+def test_names(name, kind):
+    norm = build_norm(name, 64, freeze_bias=True)
+    assert isinstance(norm, kind)
+    assert torch.equal(norm.weight, torch.ones(64)) and torch.equal(norm.bias, torch.zeros(64))
+    assert norm.weight.requires_grad and not norm.bias.requires_grad
+
+
+def test_unknown_name():
+    with pytest.raises(ConfigError, match="Did you mean 'SyncBN'"):
+        build_norm("synBN", 64)
+
+
+@pytest.mark.parametrize("norm", ["BN", "syncBN", "GN"])
+def test_each_trains_in_one_process(norm):
+    layer, x = build_norm(norm, 32), torch.randn(4, 32, 3, 2)
+    out = layer(x)
+    if norm != "GN":
+        torch.testing.assert_close(out, nn.BatchNorm2d(32)(x))
+    out.square().sum().backward()
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("channels", [64, 5])
+@pytest.mark.parametrize("training", [True, False])
+def test_ibn_normalizes_half_by_image_and_half_by_batch(channels, training):
+    layer = IBN("BN", channels).train(training)
+    x = 3 * torch.randn(4, channels, 5, 3) + 1
+    out, half = layer(x), channels // 2
+    mean, variance = x.mean((2, 3), keepdim=True), x.var((2, 3), unbiased=False, keepdim=True)
+    torch.testing.assert_close(out[:, :half], ((x - mean) / (variance + 1e-5).sqrt())[:, :half])
+    if training:
+        mean, variance = x.mean((0, 2, 3), keepdim=True), x.var((0, 2, 3), unbiased=False, keepdim=True)
+        torch.testing.assert_close(out[:, half:], ((x - mean) / (variance + 1e-5).sqrt())[:, half:])
+    assert set(layer.state_dict()) >= {"IN.weight", "IN.bias", "BN.weight", "BN.running_mean"}

@@ -1,0 +1,62 @@
+"""Variants of the ResNet: what they consist of, and that each of their parts computes."""
+
+import pytest
+import torch
+
+from fastamp.config import get_cfg
+from fastamp.modeling import build_backbone
+from fastamp.utils.errors import ConfigError
+
+WIDTHS = {"18x": 512, "34x": 512, "50x": 2048, "101x": 2048, "152x": 2048}
+
+
+def build(depth, *opts):
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.BACKBONE.DEPTH", depth, "MODEL.BACKBONE.FEAT_DIM", str(WIDTHS[depth]), *opts])
+    return build_backbone(cfg)
+
+
+@pytest.mark.parametrize(
+    "depth, non_local", [("18x", (0, 0)), ("34x", (0, 0)), ("50x", (2, 3)), ("101x", (2, 9)), ("152x", (2, 9))]
+)
+def test_non_local_blocks(depth, non_local, caplog):
+    backbone = build(depth, "MODEL.BACKBONE.WITH_NL", "True")
+    assert (len(backbone.NL_2), len(backbone.NL_3)) == non_local
+    assert len(backbone.NL_1) == len(backbone.NL_4) == 0
+    assert ("WITH_NL does nothing" in caplog.text) is (non_local == (0, 0))
+
+
+def test_non_local_blocks_stand_behind_the_last_blocks():
+    backbone, order = build("50x", "MODEL.BACKBONE.WITH_NL", "True"), []
+    for name, module in backbone.named_modules():
+        if name.startswith(("layer", "NL_")) and name.count(".") == 1:
+            module.register_forward_hook(lambda *_, name=name: order.append(name))
+    backbone.eval()(torch.zeros(1, 3, 32, 32))
+    stages = [order[i:j] for i, j in ((3, 9), (9, 18))]
+    assert stages[0] == ["layer2.0", "layer2.1", "layer2.2", "NL_2.0", "layer2.3", "NL_2.1"]
+    assert stages[1][3:] == ["layer3.3", "NL_3.0", "layer3.4", "NL_3.1", "layer3.5", "NL_3.2"]
+
+
+@pytest.mark.parametrize("depth", ["18x", "50x"])
+@pytest.mark.parametrize("norm", ["BN", "GN"])
+def test_everything_on_trains(depth, norm):
+    options = [f"MODEL.BACKBONE.{key}" for key in ("WITH_IBN", "WITH_SE", "WITH_NL")]
+    backbone = build(depth, *(word for key in options for word in (key, "True")), "MODEL.BACKBONE.NORM", norm)
+    keys = backbone.state_dict().keys()
+    assert {"layer1.0.bn1.IN.weight", "layer3.1.bn1.BN.bias", "layer4.1.se.fc.2.weight"} <= keys
+    assert not any("IN." in key for key in keys if key.startswith(("layer4", "bn1")))
+    for module in backbone.modules():
+        if type(module).__name__ == "NonLocal":
+            torch.nn.init.ones_(module.W[1].weight)  # 0 at the start, which keeps gradients from what is before it
+    out = backbone(torch.randn(4, 3, 64, 32))
+    assert out.shape == (4, WIDTHS[depth], 4, 2)
+    out.square().mean().backward()
+    # A bias before batch norm, and what multiplies nothing but it, has no effect on the output.
+    assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
+
+
+def test_unknown_depth():
+    with pytest.raises(ConfigError, match=r"'50' is no ResNet.*'50x'"):
+        cfg = get_cfg()
+        cfg.MODEL.BACKBONE.DEPTH = "50"
+        build_backbone(cfg)

@@ -1,0 +1,56 @@
+"""The example of a project with parts of its own trains, evaluates and resumes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import tiny
+import torch
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "projects/CustomParts"
+
+
+def test_about_forty_lines():
+    lines = (FOLDER / "train_net.py").read_text().splitlines()
+    assert sum(bool(line.strip()) for line in lines) <= 45
+
+
+def run(root, output, *argv):
+    options = tiny.tiny_options(output, "SOLVER.MAX_EPOCH", "1", "INPUT.SIZE_TRAIN", "(64, 32)")
+    # What the project's own YAML says of the model stays.
+    pairs = [(k, v) for k, v in zip(options[::2], options[1::2], strict=True) if not k.startswith("MODEL.")]
+    words = [word for pair in pairs for word in pair]
+    return subprocess.run(
+        [
+            sys.executable,
+            FOLDER / "train_net.py",
+            *argv,
+            "--config-file",
+            FOLDER / "demo.yml",
+            "MODEL.DEVICE",
+            "cpu",
+            *words,
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"FASTAMP_DATASETS": str(root), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_it_trains_with_its_parts(demo_root, tmp_path):
+    process = run(demo_root, tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert "loss_norm" in process.stdout and "epoch 0: 6 optimizer steps taken" in process.stdout
+    assert "| Demo" in process.stdout
+    state = tiny.weights(tmp_path / "model_final.pth")
+    assert state["backbone.0.weight"].shape == (128, 3, 16, 16)
+    assert all(torch.isfinite(tensor).all() for tensor in state.values())
+    assert "FEATURE_NORM" in (tmp_path / "config.yaml").read_text()
+    assert run(demo_root, tmp_path, "--resume").returncode == 0
+
+
+def test_its_key_is_checked_like_any_other(demo_root, tmp_path):
+    process = run(demo_root, tmp_path, "--eval-only")
+    assert process.returncode == 2 and "needs weights" in process.stderr

@@ -1,0 +1,86 @@
+"""Weight averages against their closed forms, and their exchange with the model."""
+
+import pytest
+import torch
+from torch import nn
+
+from fastamp.solver import WeightAverage
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+def change(model, seed):
+    """Give the model other weights and statistics, and return them."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape) if tensor.is_floating_point() else torch.tensor(seed))
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9, 0.999, 1.0])
+def test_moving_average_equals_its_closed_form(decay):
+    model = make()
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    average = WeightAverage(model, "ema")
+    history = []
+    for seed in range(1, 8):
+        history.append(change(model, seed))
+        average.update(1 - decay)
+    n = len(history)
+    for name, tensor in average.tensors().items():
+        if name.endswith("num_batches_tracked"):
+            assert tensor == n
+            continue
+        expected = decay**n * start[name].double()
+        for i, state in enumerate(history):
+            expected += (1 - decay) * decay ** (n - 1 - i) * state[name].double()
+        torch.testing.assert_close(tensor.double(), expected, rtol=1e-5, atol=1e-6)
+        assert tensor.dtype == torch.float32
+
+
+def test_equal_weights_give_the_mean():
+    model = make()
+    average = WeightAverage(model, "swa")
+    history = [change(model, seed) for seed in range(1, 6) if not average.update(1 / (average.updates + 1))]
+    # Each was changed after the update before it, so the last one is missing and the first is the start.
+    average.update(1 / (average.updates + 1))
+    start = make().state_dict()
+    for name in ("0.weight", "1.running_mean"):
+        expected = torch.stack([start[name], *(state[name] for state in history)]).mean(0)
+        torch.testing.assert_close(average.tensors()[name], expected)
+
+
+def test_applied_and_taken_back():
+    model = make()
+    average = WeightAverage(model, "ema")
+    before = change(model, 1)
+    averaged = {name: tensor.clone() for name, tensor in average.tensors().items()}
+    parameter = model[0].weight
+    with average.applied():
+        assert model[0].weight is parameter
+        assert all(torch.equal(tensor, averaged[name]) for name, tensor in model.state_dict().items())
+        assert all(torch.equal(tensor, averaged[name]) for name, tensor in average.state_dict()["model"].items())
+        model[1].running_mean.fill_(7.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(average.tensors()["1.running_mean"], torch.full((4,), 7.0))  # stays with the average
+    with pytest.raises(RuntimeError, match="inside"), average.applied():
+        raise RuntimeError("inside")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_saved_and_restored():
+    model, other = make(), make()
+    average, again = WeightAverage(model, "ema"), WeightAverage(other, "ema")
+    change(model, 3)
+    average.update(0.25)
+    again.load_state_dict(average.state_dict())
+    assert again.updates == 1
+    assert all(torch.equal(a, b) for a, b in zip(average.tensors().values(), again.tensors().values(), strict=True))
+    with pytest.raises(ValueError, match="kind 'ema'"):
+        WeightAverage(other, "swa").load_state_dict(average.state_dict())
+    with pytest.raises(ValueError, match="of another model"):
+        WeightAverage(nn.Linear(2, 2), "ema").load_state_dict(average.state_dict())

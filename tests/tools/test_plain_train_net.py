@@ -1,0 +1,65 @@
+"""The open loop gives the run of train_net.py, resumes, and refuses what it leaves out."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import plain_train_net
+import pytest
+import tiny
+import torch
+import train_net
+
+from fastamp.engine import default_argument_parser, run_command_line
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*argv):
+    args = default_argument_parser().parse_args([str(arg) for arg in argv])
+    results = []
+    code = run_command_line(lambda: results.append(plain_train_net.main(args)))
+    return code, results
+
+
+def test_about_a_hundred_lines():
+    assert len(Path(plain_train_net.__file__).read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
+def test_the_same_weights_as_train_net(demo, tmp_path, precision):
+    options = ("SOLVER.AMP", precision, "SOLVER.CLIP_GRADIENTS", "True", "SOLVER.MAX_EPOCH", "2")
+    assert train_net.cli(tiny.tiny_options(tmp_path / "hooks", *options)) == 0
+    code, (results,) = run(*tiny.tiny_options(tmp_path / "plain", *options))
+    assert code == 0 and results["mAP"] > 0
+    first, second = (tiny.weights(tmp_path / f"{which}/model_final.pth") for which in ("hooks", "plain"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_resumed_and_evaluated(demo, tmp_path):
+    options = ("SOLVER.AMP", "bf16", "SOLVER.MAX_EPOCH", "2", "SOLVER.SCHED", "ConstantLR")
+    run(*tiny.tiny_options(tmp_path / "straight", *options))
+    run(*tiny.tiny_options(tmp_path / "resumed", *options, "SOLVER.MAX_EPOCH", "1"))
+    assert run("--resume", *tiny.tiny_options(tmp_path / "resumed", *options))[0] == 0
+    first, second = (tiny.weights(tmp_path / f"{which}/model_final.pth") for which in ("straight", "resumed"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    weights = ("MODEL.WEIGHTS", str(tmp_path / "straight/model_final.pth"))
+    assert run("--eval-only", *tiny.tiny_options(tmp_path / "eval", *options, *weights))[0] == 0
+
+
+@pytest.mark.parametrize("name", plain_train_net.LEFT_OUT)
+def test_what_is_left_out_is_refused(demo, tmp_path, capfd, name):
+    value = {"SOLVER.FREEZE_ITERS": "3", "SOLVER.ACCUM_STEPS": "2"}.get(name, "True")
+    assert run(*tiny.tiny_options(tmp_path, name, value))[0] == 2
+    assert re.search(rf"{name} is set.*tools/train_net.py", capfd.readouterr().err, re.DOTALL)
+
+
+def test_as_a_process():
+    process = subprocess.run(
+        [sys.executable, "tools/plain_train_net.py", "--config-file", "nowhere.yml"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.returncode == 2 and "nowhere.yml" in process.stderr and "Traceback" not in process.stderr

@@ -1,0 +1,116 @@
+#!/usr/bin/env python
+"""The run of train_net.py as an open loop, for those who want to change the loop itself.
+
+The same parts, the same command line, the same weights at the end; what train_net.py does through hooks (freezing,
+averages of weights, precise batch norm, accumulation, TensorBoard, signals) is left out.
+"""
+
+import argparse
+import logging
+import sys
+from typing import Any
+
+from train_net import setup
+
+from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
+from fastamp.config import CfgNode
+from fastamp.engine import DefaultTrainer, default_argument_parser, launch, run_command_line
+from fastamp.solver import OptimizerState, build_gradient_clipping, build_lr_schedule, build_optimizer
+from fastamp.utils import comm
+from fastamp.utils.checkpoint import Checkpointer
+from fastamp.utils.env import RandomState
+from fastamp.utils.errors import ConfigError
+
+logger = logging.getLogger("fastamp.plain_train_net")
+
+LEFT_OUT = ("SOLVER.FREEZE_ITERS", "SOLVER.EMA", "SOLVER.SWA", "TEST.PRECISE_BN", "SOLVER.ACCUM_STEPS")
+
+
+class Progress(dict):
+    """The counts that a checkpoint keeps."""
+
+    state_dict = dict.copy
+    load_state_dict = dict.update
+
+
+def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
+    """Train the model of ``cfg`` and return the last evaluation's metrics."""
+    loader = DefaultTrainer.build_train_loader(cfg)
+    cfg = DefaultTrainer.auto_scale_hyperparams(cfg, loader.dataset.num_classes)
+    model = DefaultTrainer.build_model(cfg)
+    optimizer = build_optimizer(cfg, model)
+    schedule = build_lr_schedule(cfg, loader.iters_per_epoch)
+    policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
+    logger.info("precision: %s", policy.describe())
+    step = OptimizationStep(
+        model,
+        [optimizer],
+        scaler=LossScaler.from_config(cfg, policy),
+        clip=build_gradient_clipping(cfg),
+        max_consecutive_skips=cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS,
+    )
+
+    progress = Progress(iteration=0, steps_taken=0)
+    checkpointer = Checkpointer(
+        model,
+        cfg.OUTPUT_DIR,
+        min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
+        optimizer=OptimizerState(optimizer),
+        step=step,
+        progress=progress,
+        random=RandomState(),
+        policy=policy,
+    )
+    last = checkpointer.last_checkpoint() if resume else None
+    if last:
+        checkpointer.resume(last)
+    elif cfg.MODEL.WEIGHTS:
+        checkpointer.load(cfg.MODEL.WEIGHTS)
+
+    results: dict[str, Any] = {}
+    parallel_model = comm.data_parallel(model)  # DDP among several processes, else the model itself
+    model.train()
+    loader.start_iter = progress["iteration"]
+    total = cfg.SOLVER.MAX_EPOCH * loader.iters_per_epoch
+    for iteration, batch in zip(range(progress["iteration"], total), loader, strict=False):
+        epoch = iteration // loader.iters_per_epoch
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.learning_rate(group["base_lr"], epoch=epoch, steps_taken=progress["steps_taken"])
+
+        with policy.autocast():
+            losses = parallel_model(batch)
+        total_loss = step.backward(losses)
+        verdict = step.finish()  # unscale, judge, clip, step or skip, zero the gradients
+        progress.update(iteration=iteration + 1, steps_taken=progress["steps_taken"] + verdict.ok)
+
+        if (iteration + 1) % cfg.LOG_PERIOD == 0:
+            terms = "  ".join(f"{name} {loss.item():.4g}" for name, loss in {"loss": total_loss, **losses}.items())
+            norm, skipped = verdict.grad_norm, step.skipped_total
+            logger.info("iter %d/%d  %s  grad_norm %.3g  skipped %d", iteration + 1, total, terms, norm, skipped)
+        epochs_done, within = divmod(iteration + 1, loader.iters_per_epoch)
+        if within == 0 and (epochs_done % cfg.TEST.EVAL_PERIOD == 0 or epochs_done == cfg.SOLVER.MAX_EPOCH):
+            comm.broadcast(model.buffers())
+            results = DefaultTrainer.test(cfg, model)
+        if within == 0 and epochs_done == cfg.SOLVER.MAX_EPOCH:
+            logger.info("saved %s", checkpointer.save("model_final"))
+        elif within == 0 and epochs_done % cfg.SOLVER.CHECKPOINT_PERIOD == 0:
+            logger.info("saved %s", checkpointer.save(f"model_{epoch:04d}"))
+    return results
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Run what the arguments ask for and return the metrics."""
+    cfg = setup(args)
+    if args.eval_only:
+        return DefaultTrainer.test_weights(cfg)
+    changed = {key.path for key, value in cfg.keys_below() if value != key.default}
+    for name in LEFT_OUT:
+        if name in changed or f"{name}.ENABLED" in changed:
+            raise ConfigError(f"{name} is set, which this open loop leaves out.\n  fix: train with tools/train_net.py")
+    return train(cfg, args.resume)
+
+
+if __name__ == "__main__":
+    args = default_argument_parser().parse_args()
+    numbers = (args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
+    sys.exit(run_command_line(lambda: launch(main, *numbers, args=(args,))))
