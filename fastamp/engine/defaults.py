@@ -170,7 +170,9 @@ class DefaultTrainer:
         """
         last = self.checkpointer.last_checkpoint() if resume else None
         if last is not None:
-            self.checkpointer.resume(last)
+            extra = self.checkpointer.resume(last)
+            if "average" in extra:
+                logger.warning("the %s of the weights in %s is not continued", extra["average"]["kind"], last)
             logger.info("resuming from %s at iteration %d", last, self.trainer.start_iter)
         elif self.cfg.MODEL.WEIGHTS:
             extra = self.checkpointer.load(self.cfg.MODEL.WEIGHTS)

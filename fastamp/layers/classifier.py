@@ -55,7 +55,7 @@ class Linear(nn.Module):
 
 
 class MarginSoftmax(Linear):
-    """A margin on the cosines of features with weights; a subclass says how ``margin`` changes them.
+    """A margin on the cosines of features with weights; a subclass says how it changes them.
 
     Args:
         scale: cosines are multiplied by it; about 30 to 128.
@@ -67,27 +67,27 @@ class MarginSoftmax(Linear):
         self, features: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits for the loss and the logits for the accuracy; see ``Linear.forward``."""
-        cosines = F.linear(F.normalize(features, dim=1), F.normalize(weight, dim=1)).clamp(
-            -_COSINE_LIMIT, _COSINE_LIMIT
-        )
-        return self.scale * self.with_margin(cosines, targets), self.scale * cosines
+        cosines = F.linear(F.normalize(features, dim=1), F.normalize(weight, dim=1))
+        cosines = cosines.clamp(-_COSINE_LIMIT, _COSINE_LIMIT)
+        column = targets[:, None]
+        with_margin = self.wrong(cosines).scatter(1, column, self.right(cosines.gather(1, column)))
+        return self.scale * with_margin, self.scale * cosines
 
-    def with_margin(self, cosines: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return (B, K) cosines that the margin has changed.
-
-        Args:
-            cosines: (B, K) float32, within -1..1.
-            targets: (B,) int64.
-        """
+    def right(self, cosines: torch.Tensor) -> torch.Tensor:
+        """Return what becomes of (B, 1) float32 cosines with the right class."""
         raise NotImplementedError
+
+    def wrong(self, cosines: torch.Tensor) -> torch.Tensor:
+        """Return what becomes of (B, K) float32 cosines with the other classes: nothing, unless a subclass says so."""
+        return cosines
 
 
 @CLS_LAYER_REGISTRY.register()
 class CosSoftmax(MarginSoftmax):
     """cos - m for the right class (CosFace, Wang et al. 2018, arXiv:1801.09414, eq. 4)."""
 
-    def with_margin(self, cosines: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return cosines - self.margin * F.one_hot(targets, cosines.shape[1])
+    def right(self, cosines: torch.Tensor) -> torch.Tensor:
+        return cosines - self.margin
 
 
 @CLS_LAYER_REGISTRY.register()
@@ -97,11 +97,9 @@ class ArcSoftmax(MarginSoftmax):
     As in FastReID the cosine rises again where angle + m is beyond 180 degrees.
     """
 
-    def with_margin(self, cosines: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        right = cosines.gather(1, targets[:, None])
-        # cos(a + m) by the addition theorem: no arc cosine, and only where there is a margin.
-        sine = (1 - right.square()).sqrt()
-        return cosines.scatter(1, targets[:, None], right * math.cos(self.margin) - sine * math.sin(self.margin))
+    def right(self, cosines: torch.Tensor) -> torch.Tensor:
+        # cos(a + m) by the addition theorem: no arc cosine.
+        return cosines * math.cos(self.margin) - (1 - cosines.square()).sqrt() * math.sin(self.margin)
 
 
 @CLS_LAYER_REGISTRY.register()
@@ -112,8 +110,8 @@ class CircleSoftmax(MarginSoftmax):
     positive, for the others; no gradient flows through these weights.
     """
 
-    def with_margin(self, cosines: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        weights = cosines.detach()
-        right = (1 + self.margin - weights).clamp_min(0) * (cosines - (1 - self.margin))
-        wrong = (weights + self.margin).clamp_min(0) * (cosines - self.margin)
-        return torch.where(F.one_hot(targets, cosines.shape[1]).bool(), right, wrong)
+    def right(self, cosines: torch.Tensor) -> torch.Tensor:
+        return (1 + self.margin - cosines.detach()).clamp_min(0) * (cosines - (1 - self.margin))
+
+    def wrong(self, cosines: torch.Tensor) -> torch.Tensor:
+        return (cosines.detach() + self.margin).clamp_min(0) * (cosines - self.margin)

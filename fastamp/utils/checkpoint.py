@@ -298,9 +298,13 @@ class Checkpointer:
         needed = ["model", *self.checkpointables]
         missing = [key for key in needed if not isinstance(content, dict) or key not in content]
         if missing:
+            cause = "it is no training checkpoint"
+            if len(missing) == 1:
+                cause = "this run's config asks for more than it holds"
             raise WeightsError(
-                f"{path} is no training checkpoint: {', '.join(missing)} missing.\n"
-                "  fix: to start a new run from its weights, give it as MODEL.WEIGHTS without --resume"
+                f"cannot resume from {path}: {', '.join(missing)} missing; {cause}.\n"
+                "  fix: resume with the config that the run was started with (config.yaml beside the checkpoint); or, "
+                "to start a new run from its weights, give it as MODEL.WEIGHTS without --resume"
             )
         own = self.model.state_dict()
         state = content.pop("model")

@@ -80,7 +80,7 @@ class RandomState:
         return main | {"others": others}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; CUDA states are taken over only on as many devices as they were saved on.
+        """Continue from ``state``.
 
         With another number of ranks than when they were saved, those above 0 keep what they were seeded with.
         """
@@ -99,7 +99,7 @@ def _random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda"] = torch.cuda.get_rng_state()  # of this process's device; asking others would occupy them
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
     return state
@@ -110,7 +110,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), int(position), int(has_gauss), gauss))
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state.get("cuda", [])) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
     if torch.backends.mps.is_available() and "mps" in state:
         torch.mps.set_rng_state(state["mps"])

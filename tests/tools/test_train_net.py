@@ -232,6 +232,19 @@ def test_resume_of_another_recipe(demo, tmp_path, capfd, options, message):
     assert (tmp_path / "config.yaml").read_text() == config
 
 
+def test_resume_with_and_without_an_average(demo, tmp_path, capfd):
+    ema = ("SOLVER.EMA.ENABLED", "True")
+    assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
+    code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path, *ema))
+    assert code == 2 and "average missing; this run's config asks for more than it holds" in stderr
+    assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1", *ema))[0] == 0
+    swa = ("SOLVER.SWA.ENABLED", "True")
+    code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path, *swa))
+    assert code == 2 and "its average does not fit this run" in stderr
+    assert run(capfd, "--resume", *tiny.tiny_options(tmp_path))[0] == 0
+    assert "the ema of the weights" in (tmp_path / "log.txt").read_text()
+
+
 def test_resume_takes_a_changed_learning_rate_and_says_so(demo, tmp_path, capfd):
     assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
     changed = ("SOLVER.MAX_EPOCH", "2", "SOLVER.BASE_LR", "1e-5", "SOLVER.WEIGHT_DECAY", "0.25")
