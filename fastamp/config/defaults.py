@@ -123,6 +123,11 @@ define(
     "The losses, which are added up: CrossEntropyLoss, FocalLoss, TripletLoss, CircleLoss, Cosface.",
 )
 define(
+    "MODEL.LOSSES.GATHER",
+    False,
+    "Among several processes: let the triplet and pair losses compare the images of all, not of each process's share.",
+)
+define(
     "MODEL.LOSSES.CE.EPSILON",
     0.0,
     "Cross entropy: label smoothing, the probability spread over the wrong classes; "

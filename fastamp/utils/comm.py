@@ -119,6 +119,31 @@ def gather_rows(column: torch.Tensor) -> torch.Tensor:
     return torch.cat([part[: int(count)].cpu() for part, count in zip(parts, counts, strict=True)])
 
 
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        ctx.own = slice(get_rank() * len(rows), (get_rank() + 1) * len(rows))
+        parts = [torch.empty_like(rows) for _ in range(get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        # Every rank has the same loss, so the same gradient here, of which DDP's average over ranks is to be left.
+        return gradient[ctx.own] * get_world_size()
+
+
+def all_gather(rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all ranks in the order of the ranks, on their device, with gradients to this rank's own.
+
+    For a loss that every rank computes from all rows alike, as a part of a model under DDP.
+
+    Args:
+        rows: as many on every rank.
+    """
+    return _AllGather.apply(rows) if is_distributed() else rows
+
+
 def gather_objects(item: Any) -> list[Any]:
     """Return the ``item`` of every rank in the order of the ranks; it is pickled on its way, so let it be small."""
     if not is_distributed():

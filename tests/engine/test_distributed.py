@@ -64,6 +64,17 @@ def test_accumulation_and_freezing_equal_one_process(demo_root, tmp_path):
     assert_same_steps(tmp_path / "1", tmp_path / "2", rtol=1e-5)
 
 
+def test_pair_losses_over_the_gathered_batch_equal_one_process(demo_root, tmp_path):
+    losses = ("MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'TripletLoss', 'CircleLoss')", "SOLVER.BASE_LR", "0.001")
+    for folder, processes, gather in (("one", 1, "True"), ("two", 2, "True"), ("apart", 2, "False")):
+        options = (*FLOAT32, *losses, "MODEL.LOSSES.GATHER", gather)
+        process = run(demo_root, tmp_path / folder, processes, *options)
+        assert process.returncode == 0, process.stderr
+    assert_same_steps(tmp_path / "one", tmp_path / "two", rtol=1e-4)
+    with pytest.raises(AssertionError):  # the negative control: mining in each process's share is another loss
+        assert_same_steps(tmp_path / "one", tmp_path / "apart", rtol=1e-4)
+
+
 def test_a_resumed_run_of_two_equals_straight_through(demo_root, tmp_path):
     """With batch norm, dropout that differs between the ranks, a triplet loss, mixed precision and an average."""
     options = ("SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True", "SOLVER.MAX_EPOCH", "1")

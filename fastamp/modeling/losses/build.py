@@ -14,7 +14,8 @@ def build_losses(cfg: Any) -> nn.ModuleDict:
     """Return the losses of ``MODEL.LOSSES.NAME`` under the names that they are reported by, e.g. ``loss_cls``.
 
     A loss is a module with a class attribute ``loss_name`` and ``forward(outputs, targets) -> ()``, where
-    ``outputs`` is what the head returns in training mode.
+    ``outputs`` is what the head returns in training mode. With a class attribute ``over_pairs = True`` it compares the
+    images of a batch with each other by their ``features``, and sees those of all ranks under ``MODEL.LOSSES.GATHER``.
 
     Raises:
         ConfigError: a name is not registered, or stands there twice.

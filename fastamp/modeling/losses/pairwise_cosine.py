@@ -82,6 +82,8 @@ class _PairwiseCosineLoss(nn.Module):
         scale: weight of this loss in the sum.
     """
 
+    over_pairs = True
+
     def __init__(self, *, margin: float = 0.25, gamma: float = 128.0, scale: float = 1.0) -> None:
         super().__init__()
         self.margin, self.gamma, self.scale = margin, gamma, scale

@@ -77,6 +77,7 @@ class TripletLoss(nn.Module):
     """
 
     loss_name = "loss_triplet"
+    over_pairs = True
 
     def __init__(
         self, *, margin: float = 0.3, normalize: bool = False, hard_mining: bool = True, scale: float = 1.0

@@ -9,6 +9,7 @@ from fastamp.modeling.backbones import build_backbone
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
+from fastamp.utils import comm
 
 
 @META_ARCH_REGISTRY.register()
@@ -20,6 +21,7 @@ class Baseline(nn.Module):
         heads: see ``EmbeddingHead``.
         losses: loss name -> module of ``(outputs, targets) -> ()``.
         pixel_mean, pixel_std: C values each, in 0..255.
+        gather: let the losses that compare images with each other (``over_pairs``) see those of all ranks.
     """
 
     def __init__(
@@ -30,11 +32,13 @@ class Baseline(nn.Module):
         losses: nn.ModuleDict,
         pixel_mean: list[float] | tuple[float, ...],
         pixel_std: list[float] | tuple[float, ...],
+        gather: bool = False,
     ) -> None:
         super().__init__()
         self.backbone = backbone
         self.heads = heads
         self.losses = losses
+        self.gather = gather
         # Not in the state dict: they belong to the config.
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(1, -1, 1, 1), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std).view(1, -1, 1, 1), persistent=False)
@@ -48,6 +52,7 @@ class Baseline(nn.Module):
             losses=build_losses(cfg),
             pixel_mean=cfg.MODEL.PIXEL_MEAN,
             pixel_std=cfg.MODEL.PIXEL_STD,
+            gather=cfg.MODEL.LOSSES.GATHER,
         )
 
     @property
@@ -77,4 +82,14 @@ class Baseline(nn.Module):
             raise KeyError('the model is in training mode, but the batch has no "targets"; call model.eval() first?')
         targets = batch["targets"].to(self.device, non_blocking=True)
         outputs = self.heads(features, targets)
-        return {name: loss(outputs, targets) for name, loss in self.losses.items()}
+        whole = (outputs, targets)
+        if self.gather and any(_over_pairs(loss) for loss in self.losses.values()):
+            whole = (outputs | {"features": comm.all_gather(outputs["features"])}, comm.all_gather(targets))
+        return {
+            name: loss(*whole) if _over_pairs(loss) else loss(outputs, targets) for name, loss in self.losses.items()
+        }
+
+
+def _over_pairs(loss: nn.Module) -> bool:
+    """Whether a loss compares images with each other, of which it then needs as many as there are."""
+    return getattr(loss, "over_pairs", False)
