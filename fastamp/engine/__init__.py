@@ -2,8 +2,9 @@
 
 from fastamp.engine import hooks
 from fastamp.engine.command_line import run_command_line
-from fastamp.engine.defaults import DefaultTrainer, default_argument_parser, default_setup
+from fastamp.engine.defaults import DefaultTrainer
 from fastamp.engine.launch import launch
+from fastamp.engine.setup import default_argument_parser, default_setup
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer, HookBase, SimpleTrainer, TrainerBase
 
 __all__ = [

@@ -232,7 +232,7 @@ class SimpleTrainer(TrainerBase):
         """Return how many batches of the whole training the iterations before ``iteration`` take."""
         if self.batches_per_epoch is None:
             return iteration * self.accum_steps
-        epochs, within = divmod(iteration, self.iters_per_epoch)
+        epochs, within = divmod(iteration, -(-self.batches_per_epoch // self.accum_steps))
         return epochs * self.batches_per_epoch + min(within * self.accum_steps, self.batches_per_epoch)
 
     def run_step(self) -> None:

@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from fastamp.engine import launch
-from fastamp.engine.defaults import check_config
+from fastamp.engine.setup import check_config
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 

@@ -1,0 +1,99 @@
+"""What comes before a run: command-line arguments, the check of the config, the log, the seeds."""
+
+import argparse
+import logging
+
+import torch
+import torch.distributed as dist
+
+from fastamp.amp import resolve_device
+from fastamp.config import CfgNode, unsupported_settings
+from fastamp.solver import swa_start
+from fastamp.utils import comm
+from fastamp.utils.env import describe_environment, keep_freed_memory, seed_all
+from fastamp.utils.errors import ConfigError
+from fastamp.utils.logger import setup_logger
+
+logger = logging.getLogger(__name__)
+
+
+def default_argument_parser() -> argparse.ArgumentParser:
+    """Return the parser of FastReID's command line."""
+    parser = argparse.ArgumentParser(description="Train or evaluate a re-identification model.")
+    parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config file")
+    parser.add_argument("--resume", action="store_true", help="continue from OUTPUT_DIR/last_checkpoint")
+    parser.add_argument("--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS on DATASETS.TESTS")
+    parser.add_argument("--num-gpus", type=int, default=1, help="GPUs per machine")
+    parser.add_argument("--num-machines", type=int, default=1)
+    parser.add_argument("--machine-rank", type=int, default=0, help="this machine's number, from 0")
+    parser.add_argument("--dist-url", default=None, help="where the processes meet, e.g. tcp://127.0.0.1:29500")
+    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and their values")
+    return parser
+
+
+def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
+    """Check the config, start the log, and seed the random generators.
+
+    Raises:
+        ConfigError: a value that cannot work, a part that this version does not have, or a device that is not there.
+    """
+    check_config(cfg)
+    device = resolve_device(cfg.MODEL.DEVICE)
+    rank = comm.get_rank()
+    try:
+        setup_logger(cfg.OUTPUT_DIR, rank=rank)
+    except OSError as error:
+        raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} cannot be written to: {error.strerror}") from error
+    logger.info("%s", describe_environment(device))
+    if args is not None:
+        logger.info("arguments: %s", args)
+    logger.info("config:\n%s", cfg.dump())
+    if device.type == "cpu":
+        keep_freed_memory()
+    seed_all(cfg.SEED + rank)
+    torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK
+
+
+def check_config(cfg: CfgNode) -> None:
+    """Check what no single component can.
+
+    Raises:
+        ConfigError: with the key, the value and what to change.
+    """
+    unsupported = unsupported_settings(cfg)
+    if unsupported:
+        raise ConfigError("\n".join(unsupported))
+    if not cfg.MODEL.LOSSES.NAME:
+        raise ConfigError("MODEL.LOSSES.NAME is empty; name at least one loss")
+    if cfg.SOLVER.AMP.MIN_SCALE > cfg.SOLVER.AMP.MAX_SCALE:
+        raise ConfigError("SOLVER.AMP.MIN_SCALE is above SOLVER.AMP.MAX_SCALE")
+    if not len(cfg.MODEL.PIXEL_MEAN) == len(cfg.MODEL.PIXEL_STD) == 3:
+        raise ConfigError("MODEL.PIXEL_MEAN and MODEL.PIXEL_STD need three values each, for red, green and blue")
+    if not cfg.DATASETS.TESTS:
+        raise ConfigError("DATASETS.TESTS is empty; name at least one data set to evaluate on")
+    if cfg.SOLVER.EMA.ENABLED and cfg.SOLVER.SWA.ENABLED:
+        raise ConfigError("SOLVER.EMA and SOLVER.SWA are both enabled; one average of the weights can be kept")
+    if cfg.SOLVER.SWA.ENABLED:
+        swa_start(cfg)
+    _check_distributed(cfg)
+
+
+def _check_distributed(cfg: CfgNode) -> None:
+    """Check what only several processes ask for."""
+    if comm.get_world_size() == 1:
+        return
+    if ":" in cfg.MODEL.DEVICE:
+        raise ConfigError(
+            f"MODEL.DEVICE is {cfg.MODEL.DEVICE!r}, the same device for all {comm.get_world_size()} processes.\n"
+            "  fix: MODEL.DEVICE cuda, and each process takes its own"
+        )
+    device = resolve_device(cfg.MODEL.DEVICE)
+    if device.type == "cuda" and "nccl" not in dist.get_backend_config():
+        raise ConfigError(
+            f"there are more processes than CUDA devices on this machine ({torch.cuda.device_count()}).\n"
+            "  fix: fewer processes (--num-gpus, --nproc-per-node), or MODEL.DEVICE cpu"
+        )
+    norms = {key: cfg.MODEL[key].NORM for key in ("BACKBONE", "HEADS")}
+    sync = [f"MODEL.{key}.NORM" for key, name in norms.items() if name.lower() == "syncbn"]
+    if sync and device.type != "cuda":
+        raise ConfigError(f"{sync[0]} is syncBN, which PyTorch has for CUDA only.\n  fix: {sync[0]} BN")
