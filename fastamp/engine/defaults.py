@@ -53,6 +53,7 @@ class DefaultTrainer:
         self.trainer = TRAINER_REGISTRY.build(
             name, cfg, model=self.model, data_loader=self.data_loader, optimizers=[self.optimizer]
         )
+        self.trainer.iters_per_epoch = -(-self.data_loader.iters_per_epoch // cfg.SOLVER.ACCUM_STEPS)
         self.policy: PrecisionPolicy = self.trainer.policy
         logger.info("%s, precision: %s", name, self.policy.describe())
         # Fails here, before a long training, when a test set is missing.

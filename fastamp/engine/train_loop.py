@@ -114,6 +114,10 @@ class TrainerBase:
         """Do one iteration."""
         raise NotImplementedError
 
+    def batches_before(self, iteration: int) -> int:
+        """Return how many batches of the whole training the iterations before ``iteration`` take: one each."""
+        return iteration
+
     def _call(self, moment: str) -> None:
         for hook in self._hooks:
             getattr(hook, moment)()
@@ -186,8 +190,6 @@ class SimpleTrainer(TrainerBase):
         self.policy = policy
         self.accum_steps = accum_steps
         self.batches_per_epoch: int | None = getattr(data_loader, "iters_per_epoch", None)
-        if self.batches_per_epoch is not None:
-            self.iters_per_epoch = -(-self.batches_per_epoch // accum_steps)
         self.steps_taken = 0
         self._parallel_model: nn.Module | None = None
         self._trainable: list[int] = []
@@ -229,7 +231,10 @@ class SimpleTrainer(TrainerBase):
             self._trainable = []
 
     def batches_before(self, iteration: int) -> int:
-        """Return how many batches of the whole training the iterations before ``iteration`` take."""
+        """Return how many batches of the whole training the iterations before ``iteration`` take.
+
+        An iteration takes ``accum_steps``, and the last one of an epoch what is left.
+        """
         if self.batches_per_epoch is None:
             return iteration * self.accum_steps
         epochs, within = divmod(iteration, -(-self.batches_per_epoch // self.accum_steps))
