@@ -18,6 +18,8 @@ class EMA(HookBase):
 
     def before_train(self) -> None:
         self._steps = self.trainer.steps_taken
+        if self.average.updates == 0:
+            self.average.restart()  # weights may have been loaded since it was made
 
     def after_step(self) -> None:
         if self.trainer.steps_taken > self._steps:  # a skipped step changed nothing

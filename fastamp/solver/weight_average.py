@@ -31,6 +31,13 @@ class WeightAverage:
         self._applied = False
 
     @torch.no_grad()
+    def restart(self) -> None:
+        """Start anew from the model's present values."""
+        for name, live in self._live.items():
+            self._other[name].copy_(live)
+        self.updates = 0
+
+    @torch.no_grad()
     def update(self, weight: float) -> None:
         """Move the average by ``weight`` (0..1) of its difference to the model."""
         average = [self._other[name] for name in self._floating]

@@ -177,6 +177,26 @@ def test_ema_over_steps_taken_is_evaluated_and_kept_as_the_best(demo, tmp_path):
     assert weights == evaluate("final")
 
 
+def test_ema_starts_from_loaded_weights(demo, tmp_path):
+    run(tiny.tiny_config(tmp_path / "first", "SOLVER.MAX_EPOCH", "1"))
+    path = tmp_path / "first/model_final.pth"
+    options = (
+        "MODEL.WEIGHTS",
+        str(path),
+        "SOLVER.EMA.ENABLED",
+        "True",
+        "SOLVER.EMA.DECAY",
+        "1",
+        "SOLVER.MAX_EPOCH",
+        "1",
+    )
+    trainer, _ = run(tiny.tiny_config(tmp_path / "second", *options))
+    expected = tiny.weights(path)
+    for name, tensor in trainer.average.tensors().items():
+        if tensor.is_floating_point():
+            assert torch.equal(tensor, expected[name]), name
+
+
 def test_ema_by_key_is_kept_but_not_evaluated(demo, tmp_path):
     options = ("SOLVER.MAX_EPOCH", "1", "SOLVER.BASE_LR", "0.01")
     plain = run(tiny.tiny_config(tmp_path / "plain", *options))[1]
