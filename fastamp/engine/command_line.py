@@ -53,7 +53,9 @@ def run_command_line(command: Callable[[], Any]) -> int:
     number: interrupted, with the command that resumes. Any other exception is a bug and passes through.
     """
     outcome, rank = outcome_of(command), comm.get_rank()
-    if outcome.message and rank > 0:
+    if rank > 0 and outcome.code != USER_ERROR_EXIT_CODE:
+        return outcome.code  # an interruption is one of all ranks
+    if rank > 0:
         # What is wrong for all ranks is said by rank 0: torchrun, when that has ended, ends this process too.
         time.sleep(2 * GRACE_SECONDS)
     say(outcome.message, rank)
