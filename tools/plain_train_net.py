@@ -23,14 +23,27 @@ from fastamp.utils.errors import ConfigError
 
 logger = logging.getLogger("fastamp.plain_train_net")
 
-LEFT_OUT = ("SOLVER.FREEZE_ITERS", "SOLVER.EMA", "SOLVER.SWA", "TEST.PRECISE_BN", "SOLVER.ACCUM_STEPS")
+LEFT_OUT = (
+    "SOLVER.TRAINER",
+    "SOLVER.FREEZE_ITERS",
+    "SOLVER.EMA",
+    "SOLVER.SWA",
+    "TEST.PRECISE_BN",
+    "SOLVER.ACCUM_STEPS",
+)
 
 
 class Progress(dict):
     """The counts that a checkpoint keeps."""
 
     state_dict = dict.copy
-    load_state_dict = dict.update
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if state["iters_per_epoch"] != self["iters_per_epoch"]:
+            raise ValueError(
+                f"an epoch had {state['iters_per_epoch']} iterations and has {self['iters_per_epoch']} now"
+            )
+        self.update(state)
 
 
 def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
@@ -42,26 +55,16 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     schedule = build_lr_schedule(cfg, loader.iters_per_epoch)
     policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
     logger.info("precision: %s", policy.describe())
-    step = OptimizationStep(
-        model,
-        [optimizer],
-        scaler=LossScaler.from_config(cfg, policy),
-        clip=build_gradient_clipping(cfg),
-        max_consecutive_skips=cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS,
-    )
+    scaler, clip = LossScaler.from_config(cfg, policy), build_gradient_clipping(cfg)
+    max_skips = cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS
+    step = OptimizationStep(model, [optimizer], scaler=scaler, clip=clip, max_consecutive_skips=max_skips)
 
-    progress = Progress(iteration=0, steps_taken=0)
-    checkpointer = Checkpointer(
-        model,
-        cfg.OUTPUT_DIR,
-        min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
-        optimizer=OptimizerState(optimizer),
-        step=step,
-        progress=progress,
-        random=RandomState(),
-        policy=policy,
-    )
+    progress = Progress(iteration=0, steps_taken=0, iters_per_epoch=loader.iters_per_epoch)
+    parts = {"optimizer": OptimizerState(optimizer), "step": step, "progress": progress, "random": RandomState()}
+    checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH, policy=policy, **parts)
     last = checkpointer.last_checkpoint() if resume else None
+    if resume and last is None:
+        logger.warning("nothing to resume in %s: starting from the beginning", cfg.OUTPUT_DIR)
     if last:
         checkpointer.resume(last)
     elif cfg.MODEL.WEIGHTS:
@@ -95,7 +98,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
             logger.info("saved %s", checkpointer.save("model_final"))
         elif within == 0 and epochs_done % cfg.SOLVER.CHECKPOINT_PERIOD == 0:
             logger.info("saved %s", checkpointer.save(f"model_{epoch:04d}"))
-    return results
+    return results or DefaultTrainer.test(cfg, model)  # a run that was at its end already
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:

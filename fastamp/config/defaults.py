@@ -114,8 +114,8 @@ define(
     "Identities that the classifier tells apart; 0 counts those of the training set.",
     low=0,
 )
-define("MODEL.HEADS.MARGIN", 0.0, "Margin of a margin softmax: a cosine, or an angle in radians for ArcSoftmax.")
-define("MODEL.HEADS.SCALE", 1, "Factor on the classifier's logits; margin softmaxes need about 30 to 128.")
+define("MODEL.HEADS.MARGIN", 0.0, "Margin of a margin softmax: a cosine, or an angle in radians for ArcSoftmax.", low=0)
+define("MODEL.HEADS.SCALE", 1, "Factor on the classifier's logits; margin softmaxes need about 30 to 128.", above=0)
 
 define(
     "MODEL.LOSSES.NAME",
@@ -135,7 +135,7 @@ define(
     high=1,
 )
 define("MODEL.LOSSES.CE.ALPHA", 0.2, "Cross entropy: adaptive smoothing is ALPHA times the right class's probability.")
-define("MODEL.LOSSES.CE.SCALE", 1.0, "Cross entropy: weight in the sum.")
+define("MODEL.LOSSES.CE.SCALE", 1.0, "Cross entropy: weight in the sum.", low=0)
 define(
     "MODEL.LOSSES.TRI.MARGIN",
     0.3,
@@ -149,16 +149,16 @@ define(
     "Triplet loss: the hardest positive and negative of each anchor; off weighs "
     "all of them by the softmax of their distances.",
 )
-define("MODEL.LOSSES.TRI.SCALE", 1.0, "Triplet loss: weight in the sum.")
-define("MODEL.LOSSES.CIRCLE.MARGIN", 0.25, "Circle loss: relaxation of the cosine similarities.")
-define("MODEL.LOSSES.CIRCLE.GAMMA", 128, "Circle loss: factor on the similarities.")
-define("MODEL.LOSSES.CIRCLE.SCALE", 1.0, "Circle loss: weight in the sum.")
-define("MODEL.LOSSES.COSFACE.MARGIN", 0.25, "Pairwise CosFace: margin on the cosine similarities.")
-define("MODEL.LOSSES.COSFACE.GAMMA", 128, "Pairwise CosFace: factor on the similarities.")
-define("MODEL.LOSSES.COSFACE.SCALE", 1.0, "Pairwise CosFace: weight in the sum.")
-define("MODEL.LOSSES.FL.ALPHA", 0.25, "Focal loss: factor that balances the classes.")
-define("MODEL.LOSSES.FL.GAMMA", 2, "Focal loss: exponent that turns the weight away from easy samples.")
-define("MODEL.LOSSES.FL.SCALE", 1.0, "Focal loss: weight in the sum.")
+define("MODEL.LOSSES.TRI.SCALE", 1.0, "Triplet loss: weight in the sum.", low=0)
+define("MODEL.LOSSES.CIRCLE.MARGIN", 0.25, "Circle loss: relaxation of the cosine similarities.", low=0)
+define("MODEL.LOSSES.CIRCLE.GAMMA", 128, "Circle loss: factor on the similarities.", above=0)
+define("MODEL.LOSSES.CIRCLE.SCALE", 1.0, "Circle loss: weight in the sum.", low=0)
+define("MODEL.LOSSES.COSFACE.MARGIN", 0.25, "Pairwise CosFace: margin on the cosine similarities.", low=0)
+define("MODEL.LOSSES.COSFACE.GAMMA", 128, "Pairwise CosFace: factor on the similarities.", above=0)
+define("MODEL.LOSSES.COSFACE.SCALE", 1.0, "Pairwise CosFace: weight in the sum.", low=0)
+define("MODEL.LOSSES.FL.ALPHA", 0.25, "Focal loss: factor that balances the classes.", above=0)
+define("MODEL.LOSSES.FL.GAMMA", 2, "Focal loss: exponent that turns the weight away from easy samples.", low=0)
+define("MODEL.LOSSES.FL.SCALE", 1.0, "Focal loss: weight in the sum.", low=0)
 
 # ---- knowledge distillation
 define("KD.MODEL_CONFIG", (), "Config files of the teachers.", of=str)
@@ -233,11 +233,11 @@ define(
 define(
     "SOLVER.ACCUM_STEPS",
     1,
-    "Batches whose gradients are added up for one optimizer step, which is one iteration; an epoch's last step may "
+    "Batches whose gradients are averaged for one optimizer step, which is one iteration; an epoch's last step may "
     "have fewer.",
     low=1,
 )
-define("SOLVER.OPT", "Adam", "Optimizer: the name of any class in torch.optim, or LAMB (needs timm).")
+define("SOLVER.OPT", "Adam", "Optimizer: the name of a class in torch.optim, or LAMB (needs timm).")
 define(
     "SOLVER.OPT_ARGS",
     {},
@@ -273,7 +273,12 @@ define(
 )
 define("SOLVER.STEPS", (30, 55), "MultiStepLR: epochs after which the rate is multiplied by GAMMA.", low=0)
 define("SOLVER.GAMMA", 0.1, "MultiStepLR: factor on the rate at each step.", low=0)
-define("SOLVER.DELAY_EPOCHS", 0, "Epochs at the full rate before the schedule starts.", low=0)
+define(
+    "SOLVER.DELAY_EPOCHS",
+    0,
+    "Epochs at the full rate before the decay starts, where EPOCH_SCHEDULE is after_warmup.",
+    low=0,
+)
 define("SOLVER.ETA_MIN_LR", 1e-7, "CosineAnnealingLR: rate at the end.", low=0)
 define(
     "SOLVER.WARMUP_METHOD",
@@ -294,7 +299,7 @@ define(
     low=0,
 )
 define("SOLVER.EMA.ENABLED", False, "Keep an exponential moving average of the weights, in float32.")
-define("SOLVER.EMA.DECAY", 0.999, "Share of the average that each optimizer step keeps.", low=0, high=1)
+define("SOLVER.EMA.DECAY", 0.999, "Share of the average that each optimizer step keeps.", low=0, high=0.999999)
 define("SOLVER.EMA.EVALUATE", True, "Evaluate the average, and save it as the best model, instead of the weights.")
 define(
     "SOLVER.SWA.ENABLED", False, "Average the weights at the ends of the last epochs; the last evaluation is of them."

@@ -96,6 +96,11 @@ def build_reid_test_loader(
         if not getattr(source, split):
             raise DataError(f"the data set {dataset_name} has no {split} images, so it cannot be tested on")
     dataset = ReidDataset(source.query + source.gallery, transforms, relabel=False)
+    if len(dataset) < world_size:
+        raise DataError(
+            f"the data set {dataset_name} has {len(dataset)} test images, fewer than the {world_size} processes.\n"
+            "  fix: fewer processes"
+        )
     batch_sampler = InferenceSampler(
         size=len(dataset),
         batch_size=max(1, cfg.TEST.IMS_PER_BATCH // world_size),

@@ -237,7 +237,7 @@ class EpochBatchSampler:
 
 
 class InferenceSampler:
-    """Batches of this rank's contiguous part of a test set, in order; the last ranks' parts may be shorter, or empty.
+    """Batches of this rank's contiguous part of a test set, in order; the parts differ by one image at most.
 
     Args:
         size: number of images.
@@ -246,8 +246,7 @@ class InferenceSampler:
     """
 
     def __init__(self, *, size: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
-        share = -(-size // world_size)
-        self.indices = range(min(rank * share, size), min((rank + 1) * share, size))
+        self.indices = range(rank * size // world_size, (rank + 1) * size // world_size)
         self.batch_size = batch_size
 
     def __len__(self) -> int:

@@ -66,6 +66,7 @@ def outcome_of(command: Callable[[], Any]) -> Outcome:
     """Run ``command``; see ``run_command_line``."""
     try:
         command()
+        sys.stdout.flush()
     except UserError as error:
         return Outcome(USER_ERROR_EXIT_CODE, f"error: {error}")
     except TrainingInterrupted as interruption:
@@ -73,6 +74,8 @@ def outcome_of(command: Callable[[], Any]) -> Outcome:
         return Outcome(128 + interruption.signal_number, message)
     except KeyboardInterrupt:
         return Outcome(130, "interrupted")
+    except BrokenPipeError:  # whoever reads the output, e.g. head, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return Outcome(0)
 
 

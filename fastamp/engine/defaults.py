@@ -21,7 +21,7 @@ from fastamp.solver import OptimizerState, WeightAverage, build_lr_schedule, bui
 from fastamp.utils import comm
 from fastamp.utils.checkpoint import Checkpointer, load_model_state, write_atomically
 from fastamp.utils.env import RandomState
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import ConfigError, UserError
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,9 @@ class DefaultTrainer:
         cfg, iters_per_epoch = self.cfg, self.trainer.iters_per_epoch
         batches_per_iteration = self.trainer.batches_before(iters_per_epoch) / iters_per_epoch
         build: list[HookBase] = [hooks.LRScheduler(build_lr_schedule(cfg, iters_per_epoch))]
-        if cfg.MODEL.FREEZE_LAYERS and cfg.SOLVER.FREEZE_ITERS:
+        if bool(cfg.MODEL.FREEZE_LAYERS) != bool(cfg.SOLVER.FREEZE_ITERS):
+            logger.warning("nothing is frozen: that takes MODEL.FREEZE_LAYERS and SOLVER.FREEZE_ITERS together")
+        if cfg.MODEL.FREEZE_LAYERS:
             build.append(hooks.FreezeLayers(self.model, cfg.MODEL.FREEZE_LAYERS, cfg.SOLVER.FREEZE_ITERS))
         if cfg.SOLVER.EMA.ENABLED:
             build.append(hooks.EMA(self.average, cfg.SOLVER.EMA.DECAY))
@@ -249,7 +251,10 @@ class DefaultTrainer:
         cfg.defrost()
         cfg.DATASETS.NAMES = (cfg.TEST.PRECISE_BN.DATASET,)
         cfg.freeze()
-        return cls.build_train_loader(cfg)
+        try:
+            return cls.build_train_loader(cfg)
+        except UserError as error:
+            raise type(error)(f"TEST.PRECISE_BN.DATASET {cfg.TEST.PRECISE_BN.DATASET!r}: {error}") from error
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> tuple[Any, int]:
@@ -291,6 +296,9 @@ class DefaultTrainer:
         cls._take_average(cfg, model, extra.get("average"))
         policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
         policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE).compare(extra.get("policy"), "these weights were trained")
+        loader = cls.build_precise_bn_loader(cfg)
+        if loader is not None:
+            update_bn_statistics(model, loader, cfg.TEST.PRECISE_BN.NUM_ITER, policy=policy)
         return cls.test(cfg, model)
 
     @classmethod

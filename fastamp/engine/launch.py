@@ -19,6 +19,8 @@ from fastamp.engine.command_line import GRACE_SECONDS, Outcome, outcome_of, say
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import ConfigError
 
+_READY = "ready"
+
 
 def launch(
     main_func: Callable[..., Any],
@@ -111,7 +113,8 @@ def _spawn(
             process = context.Process(
                 target=_worker, args=(main_func, local_rank, local_size, group, sys.argv, args, sender)
             )
-            process.start()
+            with _sigint_ignored():
+                process.start()
             sender.close()  # so that the end of the process ends the pipe
             ranks.append(_Rank(rank, process, receiver))
         deadline = None
@@ -124,8 +127,11 @@ def _spawn(
                 # What is wrong for all is soon said by all; whoever waits for a lost one says nothing.
                 deadline = time.monotonic() + GRACE_SECONDS
         failed = [rank for rank in ranks if rank.outcome and rank.outcome.code]
+        if failed:
+            for rank in ranks:
+                rank.process.kill()  # waiting in a collective, one would not notice anything gentler
         for rank in ranks:
-            rank.end(at_once=bool(failed))
+            rank.process.join()
     if failed:
         for message in dict.fromkeys(rank.outcome.message for rank in failed):
             number = next(rank.number for rank in failed if rank.outcome.message == message)
@@ -139,31 +145,40 @@ class _Rank:
     Args:
         number: its rank.
         process: the process.
-        pipe: where its outcome comes from.
+        pipe: where it says that it is ready, and later what its outcome is.
     """
 
     def __init__(self, number: int, process: Any, pipe: Any) -> None:
         self.number, self.process, self.pipe = number, process, pipe
+        self.ready = False
+        self.signalled: int | None = None
         self.outcome: Outcome | None = None
 
     def receive(self) -> None:
-        """Take the outcome that the process has sent, or find out how it ended without sending one."""
+        """Take what the process has sent, or find out how it ended without sending an outcome."""
         try:
-            self.outcome = self.pipe.recv()
+            message = self.pipe.recv()
         except EOFError:
             self.process.join()
             code = self.process.exitcode or 0
-            if code < 0:
+            if code < 0 and self.signalled:
+                self.outcome = Outcome(128 + self.signalled, "interrupted")
+            elif code < 0:
                 name = signal.Signals(-code).name
                 self.outcome = Outcome(128 - code, f"the process of rank {self.number} was ended by {name}")
             else:
                 self.outcome = Outcome(code)
+            return
+        if message == _READY:
+            self.ready = True
+        else:
+            self.outcome = message
 
-    def end(self, *, at_once: bool) -> None:
-        """Wait for the process's end, or bring it about."""
-        if at_once:
-            self.process.kill()  # waiting in a collective, it would not notice anything gentler
-        self.process.join()
+    def signal(self, number: int) -> None:
+        """Pass a signal on; a process that is not ready for it is ended."""
+        if self.process.exitcode is None:
+            self.signalled = number
+            os.kill(self.process.pid, number if self.ready else signal.SIGTERM)
 
 
 def _worker(
@@ -177,6 +192,10 @@ def _worker(
 ) -> None:
     """Be one process of the training, and report how it ended."""
     sys.argv = argv
+    # A terminal's Ctrl-C goes to the first process alone, which passes it on as it does a scheduler's signal.
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    pipe.send(_READY)
 
     def run() -> None:
         with _process_group(local_rank, local_size, **group):
@@ -195,6 +214,19 @@ def _worker(
 
 
 @contextmanager
+def _sigint_ignored() -> Iterator[None]:
+    """For a process that starts inside, which would otherwise print a traceback for a Ctrl-C while it imports."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
+@contextmanager
 def _environment(**variables: str) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -210,18 +242,16 @@ def _environment(**variables: str) -> Iterator[None]:
 
 @contextmanager
 def _signals_forwarded(ranks: list["_Rank"]) -> Iterator[None]:
-    """Leave it to the processes what SIGINT and SIGTERM do; SIGINT of a terminal reaches them by itself."""
+    """Pass SIGINT and SIGTERM on to the processes, and leave it to them what these do."""
 
     def forward(number: int, frame: Any) -> None:
         for rank in ranks:
-            if rank.process.exitcode is None:
-                os.kill(rank.process.pid, number)
+            rank.signal(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = {signal.SIGTERM: signal.signal(signal.SIGTERM, forward)}
-    former[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, frame: None)
+    former = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

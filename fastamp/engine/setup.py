@@ -75,6 +75,12 @@ def check_config(cfg: CfgNode) -> None:
         raise ConfigError("SOLVER.EMA and SOLVER.SWA are both enabled; one average of the weights can be kept")
     if cfg.SOLVER.SWA.ENABLED:
         swa_start(cfg)
+    share = cfg.SOLVER.IMS_PER_BATCH // comm.get_world_size()
+    if share == 1 and cfg.MODEL.HEADS.WITH_BNNECK and cfg.MODEL.HEADS.NORM == "BN":
+        raise ConfigError(
+            f"SOLVER.IMS_PER_BATCH is {cfg.SOLVER.IMS_PER_BATCH}, one image for each process, and the batch norm of "
+            "MODEL.HEADS.WITH_BNNECK needs two at least"
+        )
     _check_distributed(cfg)
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
 
 NORM_REGISTRY = Registry("MODEL.BACKBONE.NORM / MODEL.HEADS.NORM")
@@ -16,7 +17,13 @@ _GROUPS = 32
 
 @NORM_REGISTRY.register("GN")
 def group_norm(channels: int) -> nn.GroupNorm:
-    """Return a group normalization over 32 groups of channels (Wu & He 2018, arXiv:1803.08494)."""
+    """Return a group normalization over 32 groups of channels (Wu & He 2018, arXiv:1803.08494).
+
+    Raises:
+        ConfigError: ``channels`` cannot be divided into them.
+    """
+    if channels % _GROUPS:
+        raise ConfigError(f"the norm GN has {_GROUPS} groups of channels, into which {channels} cannot be divided")
     return nn.GroupNorm(_GROUPS, channels)
 
 

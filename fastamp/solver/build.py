@@ -3,6 +3,8 @@
 import functools
 import inspect
 import logging
+import math
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -70,8 +72,10 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
 def _learning_rate_factors(factors: dict[str, Any], names: list[str]) -> dict[str, float]:
     """Return ``SOLVER.LR_FACTORS``, checked against the names of the model's parameters."""
     for pattern, factor in factors.items():
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor >= 0:
-            raise ConfigError(f"SOLVER.LR_FACTORS: the factor of {pattern!r} is {factor!r}; it must be at least 0")
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+            raise ConfigError(
+                f"SOLVER.LR_FACTORS: the factor of {pattern!r} is {factor!r}; it must be a number of at least 0"
+            )
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
                 f"SOLVER.LR_FACTORS: {pattern!r} matches no parameter of the model.{did_you_mean(pattern, names)}"
@@ -127,23 +131,20 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
         defaults = {"max_grad_norm": None}  # clipping comes before the step, by SOLVER.CLIP_GRADIENTS
     options = defaults | dict(cfg.SOLVER.OPT_ARGS)
     accepted = inspect.signature(optimizer_class).parameters
-    unknown = [key for key in options if key not in accepted]
-    if unknown:
-        raise ConfigError(
-            f"SOLVER.OPT_ARGS: {name} has no argument {unknown[0]!r}.{did_you_mean(unknown[0], accepted)}\n"
-            f"  choices: {', '.join(key for key in accepted if key not in ('params', 'lr', 'weight_decay'))}"
-        )
+    _check_options(name, dict(cfg.SOLVER.OPT_ARGS), accepted)
     # Fused SGD fails on a group of which some parameters have a momentum already, and others, frozen so far, have none.
-    implementations = ({"foreach": True}, {}) if name == "SGD" else ({"fused": True}, {"foreach": True}, {})
+    implementations = [{"foreach": True}, {}] if name == "SGD" else [{"fused": True}, {"foreach": True}, {}]
     for fast in implementations:
-        if any(key not in accepted or key in options for key in fast):
+        if any(key not in accepted for key in fast) or (
+            fast and options.keys() & {"fused", "foreach", "differentiable"}
+        ):
             continue
         try:
             optimizer = optimizer_class(groups, lr=cfg.SOLVER.BASE_LR, **options, **fast)
-        except RuntimeError:
-            if not fast:
-                raise
-            continue  # this implementation is not for these options or this device
+        except RuntimeError as error:
+            if fast:
+                continue  # this implementation is not for these options or this device
+            raise ConfigError(f"SOLVER.OPT {name} refuses its options: {error} (see SOLVER.OPT_ARGS)") from error
         except (ValueError, TypeError) as error:
             raise ConfigError(f"SOLVER.OPT {name} refuses its options: {error} (see SOLVER.OPT_ARGS)") from error
         break
@@ -155,6 +156,35 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
         sum(p.numel() for group in groups for p in group["params"]),
     )
     return optimizer
+
+
+def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, inspect.Parameter]) -> None:
+    """Check ``SOLVER.OPT_ARGS`` against the optimizer's signature.
+
+    Raises:
+        ConfigError: an argument that it does not have, that has a key of its own, or a value of another type.
+    """
+    for key, value in options.items():
+        if key in ("params", "lr", "weight_decay"):
+            raise ConfigError(
+                f"SOLVER.OPT_ARGS: {key} has keys of its own, SOLVER.BASE_LR, WEIGHT_DECAY and their factors"
+            )
+        if key not in accepted:
+            raise ConfigError(
+                f"SOLVER.OPT_ARGS: {name} has no argument {key!r}.{did_you_mean(key, accepted)}\n"
+                f"  choices: {', '.join(key for key in accepted if key not in ('params', 'lr', 'weight_decay'))}"
+            )
+        default = accepted[key].default
+        if isinstance(default, bool):
+            fits = isinstance(value, bool)
+        elif isinstance(default, int | float):
+            fits = isinstance(value, int | float) and not isinstance(value, bool)
+        elif isinstance(default, tuple):
+            fits = isinstance(value, tuple | list) and len(value) == len(default)
+        else:
+            continue
+        if not fits:
+            raise ConfigError(f"SOLVER.OPT_ARGS: {key} of {name} is {value!r}; its default is {default!r}")
 
 
 def build_gradient_clipping(cfg: Any) -> Clip | None:

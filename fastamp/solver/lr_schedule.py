@@ -112,8 +112,8 @@ def build_cosine(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
     length, eta_min = max(solver.MAX_EPOCH - before, 1), solver.ETA_MIN_LR
 
     def decay(base_lr: float, epochs: int) -> float:
-        share = min(epochs / length, 1.0)
-        return eta_min + (base_lr - eta_min) * (1 + math.cos(math.pi * share)) / 2
+        share, lowest = min(epochs / length, 1.0), min(eta_min, base_lr)  # a group's rate never rises
+        return lowest + (base_lr - lowest) * (1 + math.cos(math.pi * share)) / 2
 
     return EpochSchedule.from_config(cfg, decay, iters_per_epoch)
 

@@ -41,7 +41,7 @@ class OptimizerState:
         if [len(group["params"]) for group in saved] != [len(group["params"]) for group in own]:
             raise ValueError(
                 "its parameter groups are others: the factors of learning rates and weight decays (SOLVER.BIAS_*, "
-                "HEADS_LR_FACTOR, WEIGHT_DECAY_*) group the parameters"
+                "HEADS_LR_FACTOR, LR_FACTORS, WEIGHT_DECAY_*) group the parameters"
             )
         changed = {}
         for before, now in zip(saved, own, strict=True):

@@ -298,7 +298,7 @@ class Checkpointer:
         needed = ["model", *self.checkpointables]
         missing = [key for key in needed if not isinstance(content, dict) or key not in content]
         if missing:
-            cause = "it is no training checkpoint"
+            cause = "it is no checkpoint of such a run"
             if len(missing) == 1:
                 cause = "this run's config asks for more than it holds"
             raise WeightsError(

@@ -42,7 +42,8 @@ class PrintSteps(HookBase):
 def main(args):
     cfg = get_cfg()
     cfg.define("MODEL.LOSSES.FEATURE_NORM.SCALE", 0.01, "Feature norm loss: weight in the sum.")
-    cfg.merge_from_file(args.config_file)
+    if args.config_file:
+        cfg.merge_from_file(args.config_file)
     cfg.merge_from_list(args.opts)
     default_setup(cfg, args)
     if args.eval_only:
@@ -55,4 +56,5 @@ def main(args):
 
 if __name__ == "__main__":
     args = default_argument_parser().parse_args()
-    sys.exit(run_command_line(lambda: launch(main, args.num_gpus, args=(args,))))
+    processes = (args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
+    sys.exit(run_command_line(lambda: launch(main, *processes, args=(args,))))

@@ -142,9 +142,14 @@ def test_a_test_set_on_several_ranks(market, cfg, workers):
     whole = torch.cat([batch["images"] for batch in build_reid_test_loader(cfg, "Market1501")[0]])
     parts = [build_reid_test_loader(cfg, "Market1501", rank=rank, world_size=4)[0] for rank in range(4)]
     batches = [batch for part in parts for batch in part]
-    assert [len(part) for part in parts] == [3, 3, 3, 0]
+    assert [len(part) for part in parts] == [2, 2, 2, 3]
     assert torch.cat([batch["indices"] for batch in batches]).tolist() == list(range(9))
     assert torch.equal(torch.cat([batch["images"] for batch in batches]), whole)
+
+
+def test_fewer_test_images_than_processes(market, cfg):
+    with pytest.raises(DataError, match="9 test images, fewer than the 10 processes"):
+        build_reid_test_loader(cfg, "Market1501", rank=0, world_size=10)
 
 
 def test_workers_stay_for_the_next_evaluation(market, cfg):

@@ -198,7 +198,7 @@ def test_inference_visits_everything_once_in_order(size, batch_size, world_size)
         assert len(part) == len(list(part))
         assert all(0 < len(batch) <= batch_size for batch in part)
     lengths = [len(part.indices) for part in parts]
-    assert lengths == sorted(lengths, reverse=True)
+    assert max(lengths) - min(lengths) <= 1
 
 
 @given(

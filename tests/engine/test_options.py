@@ -180,21 +180,11 @@ def test_ema_over_steps_taken_is_evaluated_and_kept_as_the_best(demo, tmp_path):
 def test_ema_starts_from_loaded_weights(demo, tmp_path):
     run(tiny.tiny_config(tmp_path / "first", "SOLVER.MAX_EPOCH", "1"))
     path = tmp_path / "first/model_final.pth"
-    options = (
-        "MODEL.WEIGHTS",
-        str(path),
-        "SOLVER.EMA.ENABLED",
-        "True",
-        "SOLVER.EMA.DECAY",
-        "1",
-        "SOLVER.MAX_EPOCH",
-        "1",
-    )
+    options = ("MODEL.WEIGHTS", str(path), "SOLVER.EMA.ENABLED", "True", "SOLVER.MAX_EPOCH", "1", "SOLVER.BASE_LR", "0")
     trainer, _ = run(tiny.tiny_config(tmp_path / "second", *options))
-    expected = tiny.weights(path)
-    for name, tensor in trainer.average.tensors().items():
-        if tensor.is_floating_point():
-            assert torch.equal(tensor, expected[name]), name
+    weights = tiny.weights(path)
+    for name, _ in trainer.model.named_parameters():
+        assert torch.equal(trainer.average.tensors()[name], weights[name]), name
 
 
 def test_ema_by_key_is_kept_but_not_evaluated(demo, tmp_path):
@@ -289,6 +279,21 @@ def test_precise_bn_before_each_evaluation(demo, tmp_path, caplog):
             torch.testing.assert_close(model.state_dict()[name], value)
     weights = ("MODEL.WEIGHTS", str(tmp_path / "model_final.pth"))
     assert DefaultTrainer.test_weights(tiny.tiny_config(tmp_path / "eval", *weights)) == results
+
+
+def test_precise_bn_with_weights_from_a_file(demo, tmp_path):
+    run(tiny.tiny_config(tmp_path / "run", "SOLVER.MAX_EPOCH", "1"))
+    weights = ("MODEL.WEIGHTS", str(tmp_path / "run/model_final.pth"), "SOLVER.MAX_EPOCH", "1", "SOLVER.BASE_LR", "0")
+    precise = ("TEST.PRECISE_BN.ENABLED", "True", "TEST.PRECISE_BN.DATASET", "Demo", "TEST.PRECISE_BN.NUM_ITER", "2")
+    evaluated = DefaultTrainer.test_weights(tiny.tiny_config(tmp_path / "eval", *weights, *precise))
+    assert evaluated == run(tiny.tiny_config(tmp_path / "still", *weights, *precise))[1]
+    assert evaluated != DefaultTrainer.test_weights(tiny.tiny_config(tmp_path / "eval", *weights))
+
+
+@pytest.mark.parametrize("option", [("MODEL.FREEZE_LAYERS", "backbone"), ("SOLVER.FREEZE_ITERS", "3")])
+def test_half_a_freeze_is_none_and_says_so(demo, tmp_path, caplog, option):
+    DefaultTrainer(tiny.tiny_config(tmp_path, *option))
+    assert "nothing is frozen" in caplog.text
 
 
 def test_console_and_metrics_count_all_images_of_a_step(demo, tmp_path):

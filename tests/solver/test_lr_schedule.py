@@ -85,6 +85,13 @@ def test_one_cycle_equals_pytorchs(epochs, iters, rise):
     assert 0 < schedule.learning_rate(0.4, epoch=0, steps_taken=total + 5) <= 0.4
 
 
+def test_the_cosine_raises_no_rate():
+    cfg = config(EPOCH_SCHEDULE="absolute", SCHED="CosineAnnealingLR", MAX_EPOCH=10, WARMUP_ITERS=0, ETA_MIN_LR=1e-3)
+    schedule = build_lr_schedule(cfg, 5)
+    for base_lr in (0.0, 1e-4):  # e.g. by SOLVER.LR_FACTORS
+        assert {schedule.learning_rate(base_lr, epoch=epoch, steps_taken=0) for epoch in range(11)} == {base_lr}
+
+
 def test_constant_stays_after_warm_up():
     schedule = build_lr_schedule(config(SCHED="ConstantLR", WARMUP_ITERS=10, WARMUP_FACTOR=0.1), 5)
     rates = [schedule.learning_rate(2.0, epoch=step // 5, steps_taken=step) for step in (0, 5, 10, 1000)]

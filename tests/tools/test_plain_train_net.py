@@ -48,9 +48,21 @@ def test_resumed_and_evaluated(demo, tmp_path):
     assert run("--eval-only", *tiny.tiny_options(tmp_path / "eval", *options, *weights))[0] == 0
 
 
+def test_resumed_with_another_batch_or_at_its_end(demo, tmp_path, capfd):
+    options = ("SOLVER.MAX_EPOCH", "1")
+    run(*tiny.tiny_options(tmp_path, *options))
+    code, (results,) = run("--resume", *tiny.tiny_options(tmp_path, *options))
+    assert code == 0 and results["mAP"] > 0
+    assert run("--resume", *tiny.tiny_options(tmp_path, *options, "SOLVER.IMS_PER_BATCH", "32"))[0] == 2
+    assert "an epoch had 6 iterations and has 3 now" in capfd.readouterr().err
+    assert run("--resume", *tiny.tiny_options(tmp_path / "nothing", *options))[0] == 0
+    assert "nothing to resume" in (tmp_path / "nothing/log.txt").read_text()
+
+
 @pytest.mark.parametrize("name", plain_train_net.LEFT_OUT)
 def test_what_is_left_out_is_refused(demo, tmp_path, capfd, name):
-    value = {"SOLVER.FREEZE_ITERS": "3", "SOLVER.ACCUM_STEPS": "2"}.get(name, "True")
+    values = {"SOLVER.FREEZE_ITERS": "3", "SOLVER.ACCUM_STEPS": "2", "SOLVER.TRAINER": "AMPTrainer"}
+    value = values.get(name, "True")
     assert run(*tiny.tiny_options(tmp_path, name, value))[0] == 2
     assert re.search(rf"{name} is set.*tools/train_net.py", capfd.readouterr().err, re.DOTALL)
 

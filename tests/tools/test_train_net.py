@@ -158,7 +158,17 @@ def test_wrong_weights(bad, tmp_path):
         ("MODEL.HEADS.NORM", "IN", ["MODEL.HEADS.NORM", "choices: BN, GN"]),
         ("SOLVER.LR_FACTORS", "{'backbon.*': 0.1}", ["SOLVER.LR_FACTORS", "matches no parameter"]),
         ("SOLVER.ACCUM_STEPS", "0", ["SOLVER.ACCUM_STEPS is 0", "at least 1"]),
-        ("SOLVER.EMA.DECAY", "1.5", ["SOLVER.EMA.DECAY is 1.5"]),
+        ("SOLVER.EMA.DECAY", "1", ["SOLVER.EMA.DECAY is 1.0"]),
+        ("SOLVER.LR_FACTORS", "{'backbone.*': .inf}", ["SOLVER.LR_FACTORS", "inf", "at least 0"]),
+        ("MODEL.HEADS.NORM", "GN", ["GN has 32 groups", "16"]),
+        ("MODEL.HEADS.SCALE", "0", ["MODEL.HEADS.SCALE is 0"]),
+        ("MODEL.LOSSES.FL.GAMMA", "-3", ["MODEL.LOSSES.FL.GAMMA is -3"]),
+        ("MODEL.FREEZE_LAYERS", "backbon", ["MODEL.FREEZE_LAYERS", "'backbone'"]),
+        ("SOLVER.OPT_ARGS", "{betas: [0.9]}", ["SOLVER.OPT_ARGS: betas", "(0.9, 0.999)"]),
+        ("SOLVER.OPT_ARGS", "{amsgrad: hello}", ["SOLVER.OPT_ARGS: amsgrad", "'hello'"]),
+        ("SOLVER.OPT_ARGS", "{eps: tiny}", ["SOLVER.OPT_ARGS: eps", "'tiny'"]),
+        ("SOLVER.OPT_ARGS", "{fused: True, foreach: True}", ["SOLVER.OPT Adam refuses", "SOLVER.OPT_ARGS"]),
+        ("SOLVER.OPT_ARGS", "{weight_decay: 10.0}", ["SOLVER.OPT_ARGS: weight_decay", "WEIGHT_DECAY"]),
         ("SOLVER.AMP.FORCE_FP32", "head", ["SOLVER.AMP.FORCE_FP32", "'heads'"]),
         ("SOLVER.AMP", "fp17", ["SOLVER.AMP", "fp17"]),
         ("SOLVER.BASE_LR", "-1", ["SOLVER.BASE_LR is -1.0", "at least 0"]),
@@ -181,6 +191,17 @@ def test_wrong_values(bad, key, value, parts):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_cuda_that_is_not_there(bad):
     bad("MODEL.DEVICE", "cuda", message=["MODEL.DEVICE is 'cuda'", "MODEL.DEVICE auto"])
+
+
+def test_one_image_a_batch(bad):
+    options = ("DATALOADER.SAMPLER_TRAIN", "TrainingSampler")
+    bad("SOLVER.IMS_PER_BATCH", "1", *options, message=["SOLVER.IMS_PER_BATCH is 1", "needs two"])
+
+
+def test_precise_bn_of_a_set_that_is_not_there(bad):
+    options = ("TEST.PRECISE_BN.ENABLED", "True", "TEST.PRECISE_BN.DATASET")
+    bad(*options, "Nope", message=["TEST.PRECISE_BN.DATASET 'Nope'", "nothing is registered"])
+    bad(*options, "Market1501", message="TEST.PRECISE_BN.DATASET 'Market1501'")
 
 
 def test_wrong_config_files(bad, tmp_path):
@@ -277,6 +298,17 @@ def test_a_failing_evaluation_loses_nothing(demo_root, tmp_path, monkeypatch, ca
     image.write_bytes(good)
     assert run(capfd, "--resume", *options)[0] == 0
     assert "nothing is left to train" in (tmp_path / "run/log.txt").read_text()
+
+
+def test_list_config_into_head():
+    process = subprocess.run(
+        f"{sys.executable} tools/train_net.py --list-config | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout == "[the run]\n" and process.stderr == ""
 
 
 def test_list_config(capsys):

@@ -160,7 +160,7 @@ def test_only_the_classifier_may_differ_in_shape():
 
 def test_resume_refuses_what_is_no_checkpoint_of_this_run(tmp_path):
     bare = save(Model().state_dict(), tmp_path / "bare.pth")
-    with pytest.raises(WeightsError, match="model, part missing; it is no training checkpoint"):
+    with pytest.raises(WeightsError, match="model, part missing; it is no checkpoint of such a run"):
         Checkpointer(Model(), tmp_path, part=Part(1)).resume(bare)
     other = Checkpointer(Model(classes=9), tmp_path, part=Part(1)).save("other")
     with pytest.raises(WeightsError, match=r"another model, 1 tensors differ \(heads.weight\)"):

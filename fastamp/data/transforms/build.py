@@ -1,5 +1,6 @@
 """Build the image pipelines that INPUT describes."""
 
+import logging
 from typing import Any, NamedTuple
 
 from fastamp.config import unsupported_settings
@@ -9,6 +10,8 @@ from fastamp.data.transforms.erasing import RandomErasing
 from fastamp.data.transforms.geometry import PADDING_MODES, PadAndRandomCrop, RandomHorizontalFlip, Resize
 from fastamp.data.transforms.torchvision_ops import AutoAugment, RandomAffine
 from fastamp.utils.errors import ConfigError, did_you_mean
+
+logger = logging.getLogger(__name__)
 
 
 class Transforms(NamedTuple):
@@ -38,6 +41,8 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
 def _train_augmentations(settings: Any, size: tuple[int, int]) -> list[BatchTransform]:
     augmentations: list[BatchTransform] = []
     if settings.AUTOAUG.ENABLED:
+        if settings.AUTOAUG.PROB == 0:
+            logger.warning("INPUT.AUTOAUG is enabled and has no effect: INPUT.AUTOAUG.PROB is 0")
         augmentations.append(AutoAugment(prob=settings.AUTOAUG.PROB))
     if settings.PADDING.ENABLED:
         augmentations.append(_build_pad_and_crop(settings.PADDING, size))

@@ -51,6 +51,7 @@ class EmbeddingHead(nn.Module):
         if neck_feat not in ("before", "after"):
             raise ConfigError(f"MODEL.HEADS.NECK_FEAT: {neck_feat!r} is unknown; choices: before, after")
         self.neck_feat = neck_feat
+        self.pooled_dim = feat_dim
         self.pool_layer = POOL_LAYER_REGISTRY.get(pool_layer)()
         dim = embedding_dim or feat_dim
         neck: list[nn.Module] = []
@@ -105,6 +106,12 @@ class EmbeddingHead(nn.Module):
         pooled = self.pool_layer(features)
         if pooled.dim() == 2:
             pooled = pooled[:, :, None, None]
+        if pooled.shape[1] != self.pooled_dim:
+            raise ConfigError(
+                f"MODEL.HEADS.POOL_LAYER {type(self.pool_layer).__name__} makes {pooled.shape[1]} values of a map of "
+                f"{' x '.join(map(str, features.shape[1:]))}; the head was built for {self.pooled_dim} "
+                "(MODEL.BACKBONE.FEAT_DIM)"
+            )
         if pooled.shape[2:] != (1, 1):
             size = " x ".join(map(str, pooled.shape[2:]))
             raise ConfigError(
