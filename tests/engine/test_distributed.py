@@ -1,6 +1,7 @@
 """Two processes with gloo against one: the same steps, the same evaluation; errors and signals that end them all."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -94,7 +95,11 @@ def test_a_resumed_run_of_two_equals_straight_through(demo_root, tmp_path):
 
 @pytest.mark.parametrize(
     "fault, message",
-    [("error on rank 1", "rank 1: error: the image of rank 1"), ("error on all ranks", "error: no rank")],
+    [
+        ("error on rank 0", "error: the image of rank 0"),
+        ("error on rank 1", "rank 1: error: the image of rank 1"),
+        ("error on all ranks", "error: no rank"),
+    ],
 )
 def test_an_error_ends_all_and_is_said_once(demo_root, tmp_path, fault, message):
     start = time.monotonic()
@@ -103,6 +108,21 @@ def test_an_error_ends_all_and_is_said_once(demo_root, tmp_path, fault, message)
     assert process.stderr.count("error") == 1 and message in process.stderr, process.stderr
     assert "Traceback" not in process.stderr
     assert time.monotonic() - start < 60  # it did not wait for a collective's timeout, which is half an hour
+
+
+def test_a_signal_to_the_first_process(demo_root, tmp_path):
+    command = [sys.executable, str(HELPERS / "ranks.py"), str(tmp_path), "2", *FLOAT32, "SOLVER.MAX_EPOCH", "10000"]
+    env = os.environ | {"FASTAMP_DATASETS": str(demo_root), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HELPERS)}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env) as process:
+        log = tmp_path / "log.txt"
+        deadline = time.monotonic() + 100
+        while not (log.exists() and "iter 10/" in log.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stderr.count("resume with:") == 1 and "Traceback" not in stderr
+    assert (tmp_path / "last_checkpoint").read_text() == "model_interrupted.pth"
 
 
 def test_parameters_that_no_loss_reaches(demo_root, tmp_path):

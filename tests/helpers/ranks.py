@@ -39,8 +39,8 @@ class Fault(HookBase):
     def before_step(self) -> None:
         if self.trainer.iter != 2:
             return
-        if self.name == "error on rank 1" and comm.get_rank() == 1:
-            raise DataError("the image of rank 1 cannot be read")
+        if self.name == f"error on rank {comm.get_rank()}":
+            raise DataError(f"the image of rank {comm.get_rank()} cannot be read")
         if self.name == "error on all ranks":
             raise DataError("no rank can read its image")
         if self.name == "signal on rank 1" and comm.get_rank() == 1:
