@@ -56,8 +56,8 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
     logger.info("precision: %s", policy.describe())
     scaler, clip = LossScaler.from_config(cfg, policy), build_gradient_clipping(cfg)
-    max_skips = cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS
-    step = OptimizationStep(model, [optimizer], scaler=scaler, clip=clip, max_consecutive_skips=max_skips)
+    limits = {"max_consecutive_skips": cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS, "guard_buffers": cfg.SOLVER.AMP.BN_GUARD}
+    step = OptimizationStep(model, [optimizer], scaler=scaler, clip=clip, **limits)
 
     progress = Progress(iteration=0, steps_taken=0, iters_per_epoch=loader.iters_per_epoch)
     parts = {"optimizer": OptimizerState(optimizer), "step": step, "progress": progress, "random": RandomState()}
@@ -80,6 +80,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
         for group in optimizer.param_groups:
             group["lr"] = schedule.learning_rate(group["base_lr"], epoch=epoch, steps_taken=progress["steps_taken"])
 
+        step.begin()
         with policy.autocast():
             losses = parallel_model(batch)
         total_loss = step.backward(losses)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fastamp.amp.buffers import NormalizationBuffers
 from fastamp.amp.health import explain_no_gradient
 from fastamp.amp.policy import PrecisionPolicy
 from fastamp.utils import comm
@@ -120,6 +121,8 @@ class OptimizationStep:
         scaler: the loss scale of float16; None for bfloat16 and float32.
         clip: ``clip(gradients, total_norm) -> coefficient``, applied in place to unscaled gradients.
         max_consecutive_skips: more skipped steps in a row than this end the training.
+        guard_buffers: ``begin`` keeps the running statistics of normalization layers, and a step that is skipped gives
+            them back.
     """
 
     def __init__(
@@ -130,8 +133,10 @@ class OptimizationStep:
         scaler: LossScaler | None = None,
         clip: Clip | None = None,
         max_consecutive_skips: int = 25,
+        guard_buffers: bool = True,
     ) -> None:
         self.model = model
+        self.buffers = NormalizationBuffers(model) if guard_buffers else None
         self.optimizers = list(optimizers)
         self.scaler = scaler
         self.clip = clip
@@ -141,6 +146,11 @@ class OptimizationStep:
         self.frozen: Sequence[str] = ()
         """Modules that are frozen on purpose: while there are any, some losses may reach no parameter, but not all."""
         self._losses_finite: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """Be called before the forward passes of each step."""
+        if self.buffers:
+            self.buffers.keep()
 
     def backward(self, losses: dict[str, torch.Tensor], share: float = 1.0) -> torch.Tensor:
         """Add the gradients of one micro-batch.
@@ -196,6 +206,8 @@ class OptimizationStep:
         else:
             self.skipped_total += 1
             self.skipped_in_a_row += 1
+            if self.buffers:
+                self.buffers.restore()
             bad_parameters = self._non_finite_names(parameters, norms)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)

@@ -447,7 +447,6 @@ NOT_YET = (
     NotYet("INPUT.CROP.*", only_with="INPUT.CROP.ENABLED"),
     NotYet("INPUT.RPT.*", only_with="INPUT.RPT.ENABLED"),
     NotYet("DATALOADER.SET_WEIGHT"),
-    NotYet("SOLVER.AMP.BN_GUARD", values=()),
     NotYet("SOLVER.AMP.LOCATE", values=()),
     NotYet("SOLVER.AMP.ON_FAILURE"),
     NotYet("SOLVER.AMP.PREFLIGHT", values=("fallback",)),

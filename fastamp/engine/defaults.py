@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
+from fastamp.amp.health import check_finite
 from fastamp.config import CfgNode
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.engine import hooks
@@ -64,6 +65,7 @@ class DefaultTrainer:
             self.model,
             cfg.OUTPUT_DIR,
             min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
+            check=check_finite,
             **({"average": self.average} if self.average else {}),
             optimizer=OptimizerState(self.optimizer),
             trainer=self.trainer,
@@ -135,6 +137,7 @@ class DefaultTrainer:
         """Evaluate the model as it is on every test set, under the trainer's precision policy."""
         policy = self.policy.for_evaluation(self.cfg.SOLVER.AMP.EVAL_DTYPE)
         comm.broadcast(self.model.buffers())  # each rank's last batch has moved them elsewhere
+        check_finite(self.model)
         return self._evaluate(self.cfg, self.model, policy, self.test_loaders)
 
     @contextmanager

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
+from fastamp.amp.health import check_optimizers
 from fastamp.amp.step import Clip
 from fastamp.solver import build_gradient_clipping
 from fastamp.utils import comm
@@ -168,7 +169,7 @@ class SimpleTrainer(TrainerBase):
         optimizers: all step, or none.
         policy: in which precision the forward pass runs.
         accum_steps: batches whose gradients are averaged for one step.
-        scaler, clip, max_consecutive_skips: see ``OptimizationStep``.
+        scaler, clip, max_consecutive_skips, guard_buffers: see ``OptimizationStep``.
     """
 
     def __init__(
@@ -182,6 +183,7 @@ class SimpleTrainer(TrainerBase):
         scaler: LossScaler | None = None,
         clip: Clip | None = None,
         max_consecutive_skips: int = 25,
+        guard_buffers: bool = True,
     ) -> None:
         super().__init__()
         self.model = model
@@ -194,7 +196,12 @@ class SimpleTrainer(TrainerBase):
         self._parallel_model: nn.Module | None = None
         self._trainable: list[int] = []
         self.step = OptimizationStep(
-            model, self.optimizers, scaler=scaler, clip=clip, max_consecutive_skips=max_consecutive_skips
+            model,
+            self.optimizers,
+            scaler=scaler,
+            clip=clip,
+            max_consecutive_skips=max_consecutive_skips,
+            guard_buffers=guard_buffers,
         )
         self._batches: Iterator[dict[str, Any]] | None = None
 
@@ -213,6 +220,7 @@ class SimpleTrainer(TrainerBase):
             scaler=LossScaler.from_config(cfg, policy),
             clip=build_gradient_clipping(cfg),
             max_consecutive_skips=cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS,
+            guard_buffers=cfg.SOLVER.AMP.BN_GUARD,
         )
 
     @classmethod
@@ -223,6 +231,7 @@ class SimpleTrainer(TrainerBase):
     def train(self, start_iter: int, max_epoch: int, iters_per_epoch: int) -> None:
         """Run the loop with the model in training mode."""
         self.policy.check_model(self.model)
+        check_optimizers(self.model, self.optimizers)
         self.model.train()
         try:
             super().train(start_iter, max_epoch, iters_per_epoch)
@@ -246,6 +255,7 @@ class SimpleTrainer(TrainerBase):
         model, is_new = self._parallel()
         count = self.batches_before(self.iter + 1) - self.batches_before(self.iter)
         history = []
+        self.step.begin()
         for number in range(count):
             batch, seconds = self._next_batch()
             data_time += seconds

@@ -221,15 +221,23 @@ class Checkpointer:
         model: what ``"model"`` in a file is loaded into.
         save_dir: where files are written; ``last_checkpoint`` in it names the newest one.
         min_match: see ``load_model_state``.
+        check: is called with the model before each save, and raises where that is not worth saving.
         checkpointables: name -> object with ``state_dict()`` and ``load_state_dict(state)``.
     """
 
     def __init__(
-        self, model: nn.Module, save_dir: str | os.PathLike[str] = "", *, min_match: float = 0.9, **checkpointables: Any
+        self,
+        model: nn.Module,
+        save_dir: str | os.PathLike[str] = "",
+        *,
+        min_match: float = 0.9,
+        check: Callable[[nn.Module], None] | None = None,
+        **checkpointables: Any,
     ) -> None:
         self.model = model
         self.save_dir = Path(save_dir)
         self.min_match = min_match
+        self.check = check
         self.checkpointables = checkpointables
 
     def save(self, name: str, *, tag: bool = True, **extra: Any) -> Path:
@@ -243,6 +251,8 @@ class Checkpointer:
         Returns:
             The file's path.
         """
+        if self.check is not None:
+            self.check(self.model)
         content = {"model": self.model.state_dict()}
         content |= {key: part.state_dict() for key, part in self.checkpointables.items()}
         content |= extra

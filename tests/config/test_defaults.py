@@ -161,7 +161,7 @@ def test_the_documentation_has_every_key_and_fits_the_terminal():
 def test_not_acted_upon_is_said_by_the_documentation():
     for path in (
         "SOLVER.AMP.PREFLIGHT",
-        "SOLVER.AMP.BN_GUARD",
+        "SOLVER.AMP.LOCATE",
         "SOLVER.AMP.LOCATE",
         "TEST.RERANK.K1",
         "KD.EMA.MOMENTUM",
