@@ -23,14 +23,8 @@ from fastamp.utils.errors import ConfigError
 
 logger = logging.getLogger("fastamp.plain_train_net")
 
-LEFT_OUT = (
-    "SOLVER.TRAINER",
-    "SOLVER.FREEZE_ITERS",
-    "SOLVER.EMA",
-    "SOLVER.SWA",
-    "TEST.PRECISE_BN",
-    "SOLVER.ACCUM_STEPS",
-)
+LEFT_OUT = ["SOLVER.TRAINER", "SOLVER.ACCUM_STEPS", "SOLVER.FREEZE_ITERS", "SOLVER.EMA", "SOLVER.SWA"]
+LEFT_OUT += ["SOLVER.AMP.ON_FAILURE", "TEST.PRECISE_BN"]
 
 
 class Progress(dict):

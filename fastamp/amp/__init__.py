@@ -2,11 +2,12 @@
 
 from fastamp.amp.fp32 import apply_force_fp32, force_fp32, to_float32
 from fastamp.amp.policy import PrecisionPolicy, resolve_device
-from fastamp.amp.step import LossScaler, OptimizationStep, StepVerdict
+from fastamp.amp.step import LossScaler, OptimizationStep, PrecisionFailure, StepVerdict
 
 __all__ = [
     "LossScaler",
     "OptimizationStep",
+    "PrecisionFailure",
     "PrecisionPolicy",
     "StepVerdict",
     "apply_force_fp32",

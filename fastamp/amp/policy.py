@@ -1,5 +1,6 @@
 """One object that decides in which precision a model computes, and the only place that turns autocast on."""
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterator
@@ -192,6 +193,17 @@ class PrecisionPolicy:
         if eval_dtype == "same" or not self.enabled:
             return self
         return PrecisionPolicy(self.device_type, torch.float32, "SOLVER.AMP.EVAL_DTYPE is float32", self.tf32)
+
+    def fall_back(self, dtype: str, reason: str) -> "PrecisionPolicy | None":
+        """Return this policy with another dtype, for a run that cannot go on in its own; None when it is of no use.
+
+        Args:
+            dtype: ``SOLVER.AMP.ON_FAILURE``: ``"error"``, which is never of use, ``"bfloat16"`` or ``"float32"``.
+            reason: why, for the log.
+        """
+        if dtype == "error" or not self.enabled or DTYPES[dtype] == self.dtype:
+            return None
+        return dataclasses.replace(self, dtype=DTYPES[dtype], reason=reason)
 
     def check_model(self, model: nn.Module) -> None:
         """Check that the model's parameters are float32 and on the policy's device type.

@@ -108,6 +108,19 @@ class StepVerdict:
     bad_parameters: list[str] = field(default_factory=list)
 
 
+class PrecisionFailure(TrainingError):
+    """Steps are skipped again and again: the precision that the model computes in, or the model, cannot go on.
+
+    Args:
+        message: for the user.
+        verdict: of the last step, which was skipped like those before it.
+    """
+
+    def __init__(self, message: str, verdict: StepVerdict) -> None:
+        super().__init__(message)
+        self.verdict = verdict
+
+
 class OptimizationStep:
     """Run the backward passes of one step and then take it or skip it, as a whole, on all ranks alike.
 
@@ -177,7 +190,8 @@ class OptimizationStep:
         """Unscale, judge, and step or skip; gradients are gone afterwards.
 
         Raises:
-            TrainingError: no optimizer has a gradient at all, or too many steps in a row were skipped.
+            TrainingError: no optimizer has a gradient at all.
+            PrecisionFailure: too many steps in a row were skipped.
         """
         if self._losses_finite is None:
             raise RuntimeError("finish() without a backward() before it")
@@ -218,6 +232,11 @@ class OptimizationStep:
         if not ok:
             self._report_skip(verdict)
         return verdict
+
+    def go_on_without_scaling(self) -> None:
+        """Leave loss scaling off and count skipped steps in a row anew, after a change to another dtype."""
+        self.scaler = None
+        self.skipped_in_a_row = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale and the counts of skipped steps as plain values."""
@@ -264,13 +283,14 @@ class OptimizationStep:
                 if self.scaler is None
                 else "float16 overflows again and again."
             )
-            raise TrainingError(
+            raise PrecisionFailure(
                 f"{self.skipped_in_a_row} optimizer steps in a row were skipped, more than "
                 f"SOLVER.AMP.MAX_CONSECUTIVE_SKIPS ({self.max_consecutive_skips}).\n"
                 f"  found: {found}; loss scale {verdict.loss_scale:g}\n"
                 f"  cause: {cause}\n"
                 "  fix:   try SOLVER.AMP.DTYPE bfloat16, or SOLVER.AMP off; when that fails too, a lower "
-                "SOLVER.BASE_LR or a look at the data"
+                "SOLVER.BASE_LR or a look at the data",
+                verdict,
             )
 
 

@@ -362,7 +362,7 @@ define(
 define(
     "SOLVER.AMP.ON_FAILURE",
     "error",
-    "When mixed precision cannot go on: stop, or continue in that dtype.",
+    "When mixed precision cannot go on (see MAX_CONSECUTIVE_SKIPS): stop, or continue in that dtype, once.",
     choices=("error", "bfloat16", "float32"),
     aliases={"bf16": "bfloat16", "fp32": "float32"},
 )
@@ -448,7 +448,6 @@ NOT_YET = (
     NotYet("INPUT.RPT.*", only_with="INPUT.RPT.ENABLED"),
     NotYet("DATALOADER.SET_WEIGHT"),
     NotYet("SOLVER.AMP.LOCATE", values=()),
-    NotYet("SOLVER.AMP.ON_FAILURE"),
     NotYet("SOLVER.AMP.PREFLIGHT", values=("fallback",)),
     NotYet("TEST.AQE.*", only_with="TEST.AQE.ENABLED"),
     NotYet("TEST.RERANK.*", only_with="TEST.RERANK.ENABLED"),

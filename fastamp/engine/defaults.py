@@ -55,7 +55,6 @@ class DefaultTrainer:
             name, cfg, model=self.model, data_loader=self.data_loader, optimizers=[self.optimizer]
         )
         self.trainer.iters_per_epoch = -(-self.data_loader.iters_per_epoch // cfg.SOLVER.ACCUM_STEPS)
-        self.policy: PrecisionPolicy = self.trainer.policy
         logger.info("%s, precision: %s", name, self.policy.describe())
         # Fails here, before a long training, when a test set is missing.
         self.test_loaders = {name: self.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
@@ -70,7 +69,7 @@ class DefaultTrainer:
             optimizer=OptimizerState(self.optimizer),
             trainer=self.trainer,
             random=RandomState(),
-            policy=self.policy,
+            policy=_PolicyOf(self.trainer),
             config=_Constant(cfg.dump()),
         )
         self.stop = hooks.StopOnSignal(self.checkpointer)
@@ -79,6 +78,11 @@ class DefaultTrainer:
             cfg.TEST.EVAL_PERIOD, self.evaluate, self.checkpointer, self.writers, self.evaluated_weights
         )
         self.trainer.register_hooks(self.build_hooks())
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """The trainer's precision policy."""
+        return self.trainer.policy
 
     def resume_or_load(self, resume: bool = True) -> None:
         """Continue from ``last_checkpoint`` when asked to and there is one, else load ``MODEL.WEIGHTS`` if set.
@@ -331,6 +335,19 @@ class DefaultTrainer:
             flip = ", flip test" if cfg.TEST.FLIP.ENABLED else ""
             print_results(results, protocol=f"Market-1501 rule, {cfg.TEST.METRIC} distance{flip}, {policy.describe()}")
         return results
+
+
+class _PolicyOf:
+    """The present policy of a trainer, as a part of its checkpoints; that of a checkpoint is compared with it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.trainer.policy.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.trainer.policy.compare(state, "this run was trained so far")
 
 
 class _Constant:

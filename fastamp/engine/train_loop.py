@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
+from fastamp.amp import LossScaler, OptimizationStep, PrecisionFailure, PrecisionPolicy, StepVerdict
 from fastamp.amp.health import check_optimizers
+from fastamp.amp.policy import dtype_name
 from fastamp.amp.step import Clip
 from fastamp.solver import build_gradient_clipping
 from fastamp.utils import comm
@@ -169,6 +170,7 @@ class SimpleTrainer(TrainerBase):
         optimizers: all step, or none.
         policy: in which precision the forward pass runs.
         accum_steps: batches whose gradients are averaged for one step.
+        on_failure: ``SOLVER.AMP.ON_FAILURE``: the dtype to go on in, once, when the policy's own cannot.
         scaler, clip, max_consecutive_skips, guard_buffers: see ``OptimizationStep``.
     """
 
@@ -180,6 +182,7 @@ class SimpleTrainer(TrainerBase):
         *,
         policy: PrecisionPolicy,
         accum_steps: int = 1,
+        on_failure: str = "error",
         scaler: LossScaler | None = None,
         clip: Clip | None = None,
         max_consecutive_skips: int = 25,
@@ -191,6 +194,8 @@ class SimpleTrainer(TrainerBase):
         self.optimizers = list(optimizers)
         self.policy = policy
         self.accum_steps = accum_steps
+        self.on_failure = on_failure
+        self._first_dtype = policy.dtype
         self.batches_per_epoch: int | None = getattr(data_loader, "iters_per_epoch", None)
         self.steps_taken = 0
         self._parallel_model: nn.Module | None = None
@@ -217,6 +222,7 @@ class SimpleTrainer(TrainerBase):
             optimizers,
             policy=policy,
             accum_steps=cfg.SOLVER.ACCUM_STEPS,
+            on_failure=cfg.SOLVER.AMP.ON_FAILURE,
             scaler=LossScaler.from_config(cfg, policy),
             clip=build_gradient_clipping(cfg),
             max_consecutive_skips=cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS,
@@ -267,7 +273,7 @@ class SimpleTrainer(TrainerBase):
             history.append({"total_loss": total_loss} | {name: loss.detach() for name, loss in losses.items()})
         if is_new:
             self._check_all_reached()
-        verdict = self.step.finish()
+        verdict = self._finish()
         if verdict.ok:
             self.steps_taken += 1
             # Skipped steps stay out of every average: one infinite norm would make it infinite.
@@ -282,6 +288,27 @@ class SimpleTrainer(TrainerBase):
             skipped_in_a_row=self.step.skipped_in_a_row,
         )
         self.metrics.average(data_time=data_time, time=time.perf_counter() - start)
+
+    def _finish(self) -> StepVerdict:
+        """Take or skip the step; fall back to another dtype where the config has one for a precision that fails.
+
+        The steps that were skipped have changed neither weights nor statistics, so that the training goes on from
+        the last good state.
+        """
+        try:
+            return self.step.finish()
+        except PrecisionFailure as failure:
+            reason = f"fell back from {dtype_name(self.policy.dtype)} at iteration {self.iter}"
+            fallback = self.policy.fall_back(self.on_failure, reason)
+            if fallback is None:
+                raise
+            logger.warning("%s\nSOLVER.AMP.ON_FAILURE: going on in %s", failure, self.on_failure)
+            self._change_policy(fallback)
+            return failure.verdict
+
+    def _change_policy(self, policy: PrecisionPolicy) -> None:
+        self.policy = policy
+        self.step.go_on_without_scaling()
 
     def _next_batch(self) -> tuple[dict[str, Any], float]:
         """Return the next batch and the seconds that it was waited for."""
@@ -319,14 +346,23 @@ class SimpleTrainer(TrainerBase):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loop's state, the steps taken, and the state of the step."""
-        return super().state_dict() | {"steps_taken": self.steps_taken, "step": self.step.state_dict()}
+        """Return the loop's state, the steps taken, the state of the step, and whether the precision was changed."""
+        fallback = None
+        if self.policy.dtype != self._first_dtype:
+            fallback = {"from": dtype_name(self._first_dtype), "to": dtype_name(self.policy.dtype)}
+        own = {"steps_taken": self.steps_taken, "step": self.step.state_dict(), "fallback": fallback}
+        return super().state_dict() | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``."""
         super().load_state_dict(state)
         self.steps_taken = state["steps_taken"]
         self.step.load_state_dict(state["step"])
+        fallback = state["fallback"]
+        if fallback and fallback["from"] == dtype_name(self.policy.dtype):
+            policy = self.policy.fall_back(fallback["to"], f"fell back from {fallback['from']} before the resume")
+            if policy is not None:
+                self._change_policy(policy)
 
 
 @TRAINER_REGISTRY.register()

@@ -136,7 +136,6 @@ def test_the_defaults_ask_for_nothing_unsupported():
         *((["INPUT." + name, "True"], [f"INPUT.{name}.ENABLED"]) for name in ("AUGMIX", "RPT")),
         (["INPUT.CROP", "True"], ["INPUT.CROP.ENABLED"]),
         (["DATALOADER.SET_WEIGHT", "[1, 2]"], ["DATALOADER.SET_WEIGHT"]),
-        (["SOLVER.AMP.ON_FAILURE", "float32"], ["SOLVER.AMP.ON_FAILURE"]),
         (["SOLVER.AMP.PREFLIGHT", "fallback"], ["SOLVER.AMP.PREFLIGHT"]),
         (["SOLVER.AMP.PREFLIGHT", "off", "SOLVER.AMP.BN_GUARD", "off", "SOLVER.AMP.LOCATE", "off"], []),
     ],
