@@ -1,5 +1,6 @@
 """Two processes with gloo against one: the same steps, the same evaluation; errors and signals that end them all."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -74,6 +75,17 @@ def test_pair_losses_over_the_gathered_batch_equal_one_process(demo_root, tmp_pa
     assert_same_steps(tmp_path / "one", tmp_path / "two", rtol=1e-4)
     with pytest.raises(AssertionError):  # the negative control: mining in each process's share is another loss
         assert_same_steps(tmp_path / "one", tmp_path / "apart", rtol=1e-4)
+
+
+def test_the_ranks_skip_a_step_together(demo_root, tmp_path):
+    process = run(demo_root, tmp_path, 2, *FLOAT32, flags=("--fault", "infinite loss on rank 1"))
+    assert process.returncode == 0, process.stderr
+    for log in ("log.txt", "log.txt.rank1"):
+        assert (tmp_path / log).read_text().count("step skipped (1 in a row, 1 in all)") == 1
+    steps = torch.load(tmp_path / "steps.pth", weights_only=True)
+    same = [torch.equal(a["heads.weight"], b["heads.weight"]) for a, b in itertools.pairwise(steps)]
+    assert same == [False, True, False, False, False]
+    assert torch.load(tmp_path / "model_final.pth", weights_only=True)["trainer"]["steps_taken"] == 5
 
 
 def test_a_resumed_run_of_two_equals_straight_through(demo_root, tmp_path):

@@ -37,12 +37,18 @@ class Fault(HookBase):
         self.name = name
 
     def before_step(self) -> None:
+        vars(self.trainer.step).pop("backward", None)
         if self.trainer.iter != 2:
             return
         if self.name == f"error on rank {comm.get_rank()}":
             raise DataError(f"the image of rank {comm.get_rank()} cannot be read")
         if self.name == "error on all ranks":
             raise DataError("no rank can read its image")
+        if self.name == "infinite loss on rank 1" and comm.get_rank() == 1:
+            step = self.trainer.step
+            backward = step.backward
+            # Its gradients are finite, so that the other rank could not know of it by them.
+            step.backward = lambda losses, share: backward({k: v + float("inf") for k, v in losses.items()}, share)
         if self.name == "signal on rank 1" and comm.get_rank() == 1:
             hook = next(hook for hook in self.trainer._hooks if type(hook).__name__ == "StopOnSignal")
             hook.received = 15
