@@ -1,5 +1,6 @@
 """The config: FastReID's keys and more, each with a default and a meaning."""
 
+from fastamp.config.channels import per_channel
 from fastamp.config.config import CfgNode, FrozenConfigError, get_cfg
 from fastamp.config.describe import describe_config, is_acted_upon
 from fastamp.config.key import Key
@@ -12,5 +13,6 @@ __all__ = [
     "describe_config",
     "get_cfg",
     "is_acted_upon",
+    "per_channel",
     "unsupported_settings",
 ]

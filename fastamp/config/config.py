@@ -132,7 +132,7 @@ class CfgNode(YacsCfgNode):
         path: str,
         default: Any,
         meaning: str,
-        choices: Iterable[str] = (),
+        choices: Iterable[str] | Iterable[int] = (),
         aliases: Mapping[str, str] | None = None,
         of: type | None = None,
     ) -> None:
@@ -142,7 +142,7 @@ class CfgNode(YacsCfgNode):
             path: dotted, below this node; sections on the way are made.
             default: its type becomes the key's; ``{}`` makes a section that takes any key.
             meaning: one sentence, with the unit.
-            choices: the only texts allowed.
+            choices: the only texts or numbers allowed.
             aliases: further spellings, each with the choice that it stands for.
             of: the type of the elements where the default is an empty tuple or list.
 

@@ -48,7 +48,7 @@ def _describe(key: Key, value: object) -> list[str]:
     head = f"{key.path}: {default}" + (f"   (here: {now})" if now != default else "")
     meaning = key.meaning
     if key.choices:
-        meaning += f" Choices: {', '.join(key.choices)}."
+        meaning += f" Choices: {', '.join(map(str, key.choices))}."
     if key.bounds:
         meaning += f" ({key.bounds[0].upper()}{key.bounds[1:]}.)"
     if not is_acted_upon(key.path):

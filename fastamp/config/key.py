@@ -27,7 +27,7 @@ class Key:
         default: a bool, int, float, str, or a tuple or list of them; its type is the key's type. ``None``
             takes any of these, ``{}`` makes a free-form section whose keys are nobody's business.
         meaning: one sentence or two, with the unit.
-        choices: the only texts allowed, in the spelling that the code reads.
+        choices: the only texts allowed, in the spelling that the code reads, or the only numbers.
         aliases: further spellings, each with the choice that it stands for.
         of: the type of the elements of a sequence; needed where the default is empty.
         low, above, high: bounds of a number, or of each in a sequence: at least, more than, at most.
@@ -37,7 +37,7 @@ class Key:
     path: str
     default: Any
     meaning: str
-    choices: tuple[str, ...] = ()
+    choices: tuple[str, ...] | tuple[int, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     of: type | None = None
     low: float | None = None
@@ -120,9 +120,12 @@ def _converted(key: Key, value: Any) -> Any:
             else _scalar(key.path, key.element_type, plain(element), expected)
             for element in elements
         )
-    if key.choices:
+    if key.choices and isinstance(key.default, str):
         return _choice(key, value)
-    return _scalar(key.path, type(key.default), value, _EXPECTED[type(key.default)])
+    converted = _scalar(key.path, type(key.default), value, _EXPECTED[type(key.default)])
+    if key.choices and converted not in key.choices:
+        raise _not_among_choices(key, value)
+    return converted
 
 
 def free_value(path: str, value: Any, nested: bool = False) -> Any:
@@ -190,11 +193,13 @@ def _choice(key: Key, value: Any) -> str:
     by_lower = {choice.lower(): choice for choice in key.choices} | {k.lower(): v for k, v in key.aliases.items()}
     found = by_lower.get(word.strip().lower()) if isinstance(word, str) else None
     if found is None:
-        raise ConfigError(
-            f"{key.path}: {brief(value)} is not one of the choices.{did_you_mean(str(word), by_lower)}"
-            f"\n  choices: {', '.join(key.choices)}"
-        )
+        raise _not_among_choices(key, value, did_you_mean(str(word), by_lower))
     return found
+
+
+def _not_among_choices(key: Key, value: Any, hint: str = "") -> ConfigError:
+    choices = ", ".join(map(str, key.choices))
+    return ConfigError(f"{key.path}: {brief(value)} is not one of the choices.{hint}\n  choices: {choices}")
 
 
 def _scalar(path: str, kind: type, value: Any, expected: str) -> Any:

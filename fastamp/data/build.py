@@ -77,7 +77,7 @@ def build_reid_test_loader(
     """Build the loader of a test set: its query images, then its gallery images, in order.
 
     Args:
-        cfg: reads INPUT.SIZE_TEST, TEST.IMS_PER_BATCH (of all ranks together) and the worker counts.
+        cfg: reads INPUT.SIZE_TEST, INPUT.CHANNELS, TEST.IMS_PER_BATCH (of all ranks together) and the worker counts.
         dataset_name: a registered data set.
         rank, world_size: this process among how many, each of which gets a contiguous part; None asks
             torch.distributed.

@@ -58,18 +58,18 @@ class ReidDataset(Dataset):
         """Return the batch of these (epoch, position, index) keys.
 
         Returns:
-            ``images``: (B, 3, H, W) uint8 RGB; ``targets``, ``camids``, ``viewids``, ``indices`` (in this data set):
-            (B,) int64; ``img_paths``: list of str.
+            ``images``: (B, C, H, W) uint8; ``targets``, ``camids``, ``viewids``, ``indices`` (in this data set): (B,)
+            int64; ``img_paths``: list of str.
 
         Raises:
             DataError: an image cannot be read.
         """
         epochs, positions, indices = zip(*keys, strict=True)
         items = [self.items[index] for index in indices]
-        size = self.transforms.resize.size
-        images = torch.empty(len(items), 3, *size, dtype=torch.uint8)
+        size, channels = self.transforms.resize.size, self.transforms.channels
+        images = torch.empty(len(items), channels, *size, dtype=torch.uint8)
         for image, item in zip(images, items, strict=True):
-            image.copy_(self.transforms.resize(read_image(item.path)))
+            image.copy_(self.transforms.resize(read_image(item.path, channels)))
         augment = self.transforms.augment
         return {
             "images": augment.apply(images, augment.draw(epochs, positions, size)),

@@ -1,4 +1,4 @@
-"""Decode image files to uint8 RGB tensors."""
+"""Decode image files to uint8 tensors: grey, RGB or RGBA."""
 
 import numpy as np
 import torch
@@ -14,15 +14,25 @@ except ImportError:
     # torchvision 0.29 announces that a later version will have no decoders.
     torchvision_decode = None
 
+# PIL's fixed-point luma (ITU-R BT.601): all sums are exact in float32, so that any machine rounds them alike.
+_LUMA_SHARES = (19595 / 2**16, 38470 / 2**16, 7471 / 2**16)
 
-def read_image(path: str) -> Tensor:
-    """Read an image, upright as its EXIF orientation says; grey becomes RGB, transparency is dropped.
 
-    torchvision decodes; PIL only what torchvision cannot. Of 16-bit channels the upper 8 bits are kept, of animations
-    the first picture.
+def read_image(path: str, channels: int = 3) -> Tensor:
+    """Read an image, upright as its EXIF orientation says.
+
+    Grey files become RGB and RGB files grey as asked. A fourth channel is kept or dropped, never blended, and is 255
+    where a file has none. Of 16-bit channels the upper 8 bits are kept, of animations the first picture.
+
+    torchvision decodes, and PIL what torchvision cannot. Grey is made of the decoded RGB, as PIL does it: torchvision's
+    own would, in a PNG file that states its gamma, be that of linear light.
+
+    Args:
+        path: the file.
+        channels: 1 for grey, 3 for RGB, 4 for RGBA.
 
     Returns:
-        (3, H, W) uint8.
+        (channels, H, W) uint8.
 
     Raises:
         DataError: the file is missing, cannot be read, or is damaged; names the file and the cause.
@@ -33,12 +43,21 @@ def read_image(path: str) -> Tensor:
         raise DataError(f"cannot read the image {path}: {error.strerror or error}") from error
     if not len(encoded):
         raise DataError(f"cannot read the image {path}: the file is empty")
+    if channels == 4:
+        # torchvision (0.29) scrambles palette files in this mode, and makes others transparent that are not.
+        return _read_with_pil(path, "RGBA")
+    image = _read_rgb(path, encoded)
+    return _luma(image) if channels == 1 else image
+
+
+def _read_rgb(path: str, encoded: Tensor) -> Tensor:
+    """Return (3, H, W) uint8 of a file's content."""
     if torchvision_decode is None:
-        return _read_with_pil(path)
+        return _read_with_pil(path, "RGB")
     try:
         image = torchvision_decode(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
     except RuntimeError:
-        return _read_with_pil(path)
+        return _read_with_pil(path, "RGB")
     if image.dim() == 4:
         image = image[0]
     if image.dtype == torch.uint16:
@@ -47,10 +66,16 @@ def read_image(path: str) -> Tensor:
     return image.to(torch.uint8)
 
 
-def _read_with_pil(path: str) -> Tensor:
+def _luma(image: Tensor) -> Tensor:
+    """Return (1, H, W) uint8 of (3, H, W) uint8 RGB."""
+    red, green, blue = (share * channel for share, channel in zip(_LUMA_SHARES, image.float(), strict=True))
+    return (red + green + blue + 0.5).to(torch.uint8)[None]
+
+
+def _read_with_pil(path: str, mode: str) -> Tensor:
     try:
         with Image.open(path) as image:
-            pixels = np.asarray(_to_rgb(ImageOps.exif_transpose(image)))
+            pixels = np.asarray(_convert(ImageOps.exif_transpose(image), mode))
     # On damaged files PIL's plugins raise nearly anything (OSError, SyntaxError, struct.error, ...).
     except Exception as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -58,8 +83,8 @@ def _read_with_pil(path: str) -> Tensor:
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _convert(image: Image.Image, mode: str) -> Image.Image:
     if image.mode.startswith("I"):
         # PIL would clip 16-bit grey at 255.
         image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
-    return image.convert("RGB")
+    return image.convert(mode)

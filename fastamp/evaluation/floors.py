@@ -18,17 +18,17 @@ def raw_pixels(images: torch.Tensor) -> torch.Tensor:
     """Return the pixels themselves, shrunk, with the image's own mean colour and contrast taken out.
 
     Args:
-        images: (B, 3, H, W) uint8 or float, RGB in 0..255.
+        images: (B, C, H, W) uint8 or float in 0..255: grey, RGB, or RGB and a channel that is left out.
 
     Returns:
         (B, 1536) float32: 32 x 16 pixels of 3 channels, each channel with mean 0 and standard deviation 1 (a flat
-        channel is 0).
+        channel is 0); of grey images (B, 512).
 
     Raises:
-        ValueError: ``images`` is not (B, 3, H, W).
+        ValueError: ``images`` has other dimensions, or not 1, 3 or 4 channels.
     """
-    _check_images(images)
-    small = F.interpolate(images.float(), size=_PIXEL_GRID, mode="bilinear", align_corners=False, antialias=True)
+    colours = _colours(images).float()
+    small = F.interpolate(colours, size=_PIXEL_GRID, mode="bilinear", align_corners=False, antialias=True)
     channels = small.flatten(2)
     centred = channels - channels.mean(dim=2, keepdim=True)
     deviation = centred.square().mean(dim=2, keepdim=True).sqrt()
@@ -43,20 +43,20 @@ def colour_histogram(images: torch.Tensor) -> torch.Tensor:
     column weigh more, as in SDALF, Farenzena et al. 2010, since the box's edges show background).
 
     Args:
-        images: (B, 3, H, W) uint8 or float, RGB in 0..255; H at least 6.
+        images: (B, C, H, W) uint8 or float in 0..255: grey, RGB, or RGB and a channel that is left out; H at least 6.
 
     Returns:
         (B, 864) float32 of unit length, entries in 0..1: the inner product of two is the mean over 6 stripes of the
         Bhattacharyya coefficient of their 12 x 3 x 4 bin histograms.
 
     Raises:
-        ValueError: ``images`` is not (B, 3, H, W), or has fewer rows than stripes.
+        ValueError: ``images`` has other dimensions, not 1, 3 or 4 channels, or fewer rows than stripes.
     """
-    _check_images(images)
-    batch, _, height, width = images.shape
+    colours = _colours(images).expand(-1, 3, -1, -1)
+    batch, _, height, width = colours.shape
     if height < _STRIPES:
         raise ValueError(f"images have {height} rows; {_STRIPES} stripes need at least as many")
-    hue, saturation, value = _rgb_to_hsv(images.float() / 255)
+    hue, saturation, value = _rgb_to_hsv(colours.float() / 255)
     bins = _index(hue, _HUE_BINS) * _SATURATION_BINS + _index(saturation, _SATURATION_BINS)
     bins = bins * _VALUE_BINS + _index(value, _VALUE_BINS)
     bin_count = _HUE_BINS * _SATURATION_BINS * _VALUE_BINS
@@ -70,10 +70,11 @@ def colour_histogram(images: torch.Tensor) -> torch.Tensor:
     return histogram.sqrt().flatten(1)
 
 
-def _check_images(images: torch.Tensor) -> None:
-    """Raise ValueError if ``images`` is no batch of RGB images."""
-    if images.ndim != 4 or images.shape[1] != 3:
-        raise ValueError(f"images must be (B, 3, H, W); got shape {tuple(images.shape)}")
+def _colours(images: torch.Tensor) -> torch.Tensor:
+    """Return the (B, 1 or 3, H, W) grey or RGB channels; raise ValueError if ``images`` is no batch of images."""
+    if images.ndim != 4 or images.shape[1] not in (1, 3, 4):
+        raise ValueError(f"images must be (B, C, H, W) with 1, 3 or 4 channels; got shape {tuple(images.shape)}")
+    return images[:, :3]
 
 
 def _index(channel: torch.Tensor, bins: int) -> torch.Tensor:

@@ -162,7 +162,8 @@ def load_model_state(
         )
         raise WeightsError(
             f"weights from {source} are of another model: {len(wrong)} tensors have other shapes\n{shapes}\n"
-            "  fix: use the config that the weights were trained with (MODEL.BACKBONE.DEPTH, MODEL.HEADS.*)"
+            "  fix: use the config that the weights were trained with (MODEL.BACKBONE.DEPTH, MODEL.HEADS.*, "
+            "INPUT.CHANNELS)"
         )
     if share < min_match:
         raise WeightsError(

@@ -175,6 +175,9 @@ def test_truth_of_sections(cfg):
         ("SOLVER.AMP.PREFLIGHT", False, "off"),
         ("SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "Global_Norm", "global_norm"),
         ("SOLVER.AMP.DTYPE", "FP16", "float16"),
+        ("INPUT.CHANNELS", "1", 1),
+        ("INPUT.CHANNELS", 4.0, 4),
+        ("INPUT.REA.VALUE", 117, (117.0,)),
     ],
 )
 @pytest.mark.parametrize("way", ["list", "attribute", "dict"])
@@ -241,6 +244,9 @@ def test_tuples_written_as_fastreid_writes_them_in_yaml(from_yaml):
         ("SOLVER.AMP.EVAL_DTYPE", "flaot32", "Did you mean 'float32'?"),
         ("SOLVER.EPOCH_SCHEDULE", 3, "choices: after_warmup, absolute"),
         ("MODEL.BACKBONE.STEM_POOL", None, "is not one of the choices"),
+        ("INPUT.CHANNELS", 2, "INPUT.CHANNELS: 2 is not one of the choices.\n  choices: 1, 3, 4"),
+        ("INPUT.CHANNELS", "grey", "expected a whole number, got 'grey' (str)"),
+        ("INPUT.CHANNELS", True, "expected a whole number, got True (bool)"),
         ("SOLVER.OPT_ARGS", 3, "SOLVER.OPT_ARGS: expected a section, got 3 (int)"),
         ("SOLVER.OPT_ARGS", {"a": {"b": 1}}, "SOLVER.OPT_ARGS.a is a value, not a section"),
         ("SOLVER.OPT_ARGS", {"a": [[1]]}, "expected a number, text, true/false or a flat list"),

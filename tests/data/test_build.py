@@ -42,6 +42,22 @@ def test_a_training_batch(market, cfg):
     assert [loader.dataset.items[index].path for index in batch["indices"]] == batch["img_paths"]
 
 
+@pytest.mark.parametrize("channels", [1, 4])
+def test_batches_have_the_channels_of_the_config(market, cfg, channels):
+    cfg.INPUT.CHANNELS = channels
+    cfg.INPUT.AFFINE.ENABLED = True
+    cfg.INPUT.REA.VALUE = (9.0,) * channels
+    (batch,) = take(build_reid_train_loader(cfg), 1)
+    assert batch["images"].shape == (8, channels, 32, 16) and batch["images"].dtype == torch.uint8
+    tested = next(iter(build_reid_test_loader(cfg, "Market1501")[0]))
+    assert tested["images"].shape == (4, channels, 32, 16)
+    if channels == 4:
+        assert (tested["images"][:, 3] == 255).all()
+        cfg.INPUT.CHANNELS = 3
+        rgb = next(iter(build_reid_test_loader(cfg, "Market1501")[0]))
+        assert torch.equal(tested["images"][:, :3], rgb["images"])
+
+
 def test_labels_are_ranks_of_the_names_as_text(market, cfg):
     """FastReID's classifier rows: "market1501_1000" sorts before "market1501_2"."""
     dataset = build_reid_train_loader(cfg).dataset
@@ -184,7 +200,7 @@ def test_a_corrupt_image_is_named_without_a_traceback(market, cfg, workers):
 
 
 def test_a_bug_in_a_worker_is_no_users_error(market, cfg, monkeypatch):
-    def broken(path):
+    def broken(path, channels):
         raise ZeroDivisionError("bug")
 
     monkeypatch.setattr("fastamp.data.dataset.read_image", broken)

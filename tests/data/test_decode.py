@@ -2,38 +2,72 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from fastamp.data.decode import read_image
 from fastamp.utils.errors import DataError
 
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+every_channels = pytest.mark.parametrize("channels", MODES)
 
-def pil_rgb(path):
-    return torch.from_numpy(np.asarray(Image.open(path).convert("RGB")).copy()).permute(2, 0, 1)
+
+def as_tensor(image, channels=3):
+    """Return PIL's own (C, H, W) of the image."""
+    pixels = torch.from_numpy(np.array(image.convert(MODES[channels])))
+    return pixels.view(image.height, image.width, channels).permute(2, 0, 1)
 
 
+def pil(path, channels=3):
+    with Image.open(path) as image:
+        return as_tensor(image, channels)
+
+
+@every_channels
 @pytest.mark.parametrize("name", ["a.png", "a.bmp", "a.tif", "a.webp", "name with space é 人.png"])
 @pytest.mark.parametrize("mode", ["RGB", "L", "P"])
-def test_lossless_images_are_what_pil_reads(tmp_path, write_image, name, mode):
+def test_lossless_images_are_what_pil_reads(tmp_path, write_image, name, mode, channels):
     options = {"lossless": True} if name.endswith("webp") else {}
     path = write_image(tmp_path / name, mode=mode, **options)
-    image = read_image(str(path))
-    assert image.shape == (3, 64, 32) and image.dtype == torch.uint8
-    assert torch.equal(image, pil_rgb(path))
+    image = read_image(str(path), channels)
+    assert image.shape == (channels, 64, 32) and image.dtype == torch.uint8
+    assert torch.equal(image, pil(path, channels))
 
 
+@every_channels
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_jpegs_are_what_pil_reads(tmp_path, write_image, mode):
+def test_jpegs_are_what_pil_reads(tmp_path, write_image, mode, channels):
     path = write_image(tmp_path / "a.jpg", mode=mode, quality=95)
-    image = read_image(str(path))
-    assert image.shape == (3, 64, 32)
-    assert (image.int() - pil_rgb(path).int()).abs().max() <= (3 if mode == "CMYK" else 0)
+    image = read_image(str(path), channels)
+    assert image.shape == (channels, 64, 32)
+    assert (image.int() - pil(path, channels).int()).abs().max() <= (3 if mode == "CMYK" else 0)
 
 
-def test_pil_alone_reads_the_same(tmp_path, write_image, monkeypatch):
-    path = str(write_image(tmp_path / "a.jpg"))
-    image = read_image(path)
+@every_channels
+@pytest.mark.parametrize("name", ["a.jpg", "a.png"])
+def test_pil_alone_reads_the_same(tmp_path, write_image, monkeypatch, name, channels):
+    path = str(write_image(tmp_path / name))
+    image = read_image(path, channels)
     monkeypatch.setattr("fastamp.data.decode.torchvision_decode", None)
-    assert torch.equal(read_image(path), image)
+    assert torch.equal(read_image(path, channels), image)
+
+
+@every_channels
+def test_a_file_that_states_its_gamma_is_read_as_one_that_does_not(tmp_path, write_image, channels):
+    """libpng would mix grey in linear light there, which differs by up to 60."""
+    with Image.open(write_image(tmp_path / "plain.png")) as image:
+        text = PngInfo()
+        text.add(b"gAMA", (45455).to_bytes(4, "big"))
+        image.save(tmp_path / "gamma.png", pnginfo=text)
+    assert torch.equal(
+        read_image(str(tmp_path / "gamma.png"), channels), read_image(str(tmp_path / "plain.png"), channels)
+    )
+
+
+def test_all_greys_stay_what_they_are(tmp_path):
+    greys = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
+    for name, mode in (("grey.png", "L"), ("colour.png", "RGB")):
+        Image.fromarray(greys[0].numpy()).convert(mode).save(tmp_path / name)
+        assert torch.equal(read_image(str(tmp_path / name), channels=1), greys)
 
 
 def test_grey_becomes_three_equal_channels(tmp_path, write_image):
@@ -44,21 +78,54 @@ def test_grey_becomes_three_equal_channels(tmp_path, write_image):
 def test_transparency_is_dropped(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (8, 6, 4), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    assert torch.equal(read_image(str(tmp_path / "a.png")), torch.from_numpy(pixels[..., :3].copy()).permute(2, 0, 1))
+    colours = torch.from_numpy(pixels[..., :3].copy()).permute(2, 0, 1)
+    assert torch.equal(read_image(str(tmp_path / "a.png")), colours)
+    assert torch.equal(
+        read_image(str(tmp_path / "a.png"), channels=1), as_tensor(Image.fromarray(pixels[..., :3]), channels=1)
+    )
 
 
+@pytest.mark.parametrize("name", ["a.png", "a.tif", "a.webp"])
+def test_a_fourth_channel_is_kept_as_it_is(tmp_path, name):
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 6, 4), dtype=np.uint8)
+    options = {"lossless": True, "exact": True} if name.endswith("webp") else {}
+    Image.fromarray(pixels).save(tmp_path / name, **options)
+    image = read_image(str(tmp_path / name), channels=4)
+    assert torch.equal(image, torch.from_numpy(pixels).permute(2, 0, 1))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "CMYK"])
+def test_the_fourth_channel_of_a_file_without_one_is_255(tmp_path, write_image, mode):
+    path = write_image(tmp_path / ("a.jpg" if mode == "CMYK" else "a.png"), mode=mode)
+    image = read_image(str(path), channels=4)
+    assert torch.equal(image[:3], read_image(str(path))) and (image[3] == 255).all()
+
+
+@pytest.mark.parametrize(("mode", "colour"), [("L", 5), ("P", 5), ("RGB", (5, 6, 7))])
+def test_a_transparent_colour_is_0_in_the_fourth_channel(tmp_path, write_image, mode, colour):
+    path = write_image(tmp_path / "a.png", mode=mode)
+    with Image.open(path) as image:
+        image.putpixel((3, 2), colour)
+        image.save(path, transparency=colour)
+    image = read_image(str(path), channels=4)
+    assert torch.equal(image, pil(path, channels=4))
+    assert image[3, 2, 3] == 0 and image[3].float().mean() > 200
+
+
+@every_channels
 @pytest.mark.parametrize("name", ["a.png", "a.tif"])
-def test_of_sixteen_bits_the_upper_eight_are_kept(tmp_path, name):
+def test_of_sixteen_bits_the_upper_eight_are_kept(tmp_path, name, channels):
     pixels = np.random.default_rng(0).integers(0, 2**16, (8, 6), dtype=np.uint16)
     Image.fromarray(pixels).save(tmp_path / name)
-    expected = torch.from_numpy((pixels >> 8).astype(np.int64)).expand(3, 8, 6)
+    expected = as_tensor(Image.fromarray((pixels >> 8).astype(np.uint8)), channels).int()
     # torchvision scales by 255 / 65535, which differs by one at most.
-    assert (read_image(str(tmp_path / name)).long() - expected).abs().max() <= 1
+    assert (read_image(str(tmp_path / name), channels).int() - expected).abs().max() <= 1
 
 
+@every_channels
 @pytest.mark.parametrize("name", ["a.jpg", "a.tif"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_images_come_upright(tmp_path, name, orientation):
+def test_images_come_upright(tmp_path, name, orientation, channels):
     ramp = np.linspace(0, 255, 48, dtype=np.uint8)[:, None] * np.linspace(0, 1, 32)[None]
     image = Image.fromarray(np.stack([ramp] * 3, axis=2).astype(np.uint8))
     exif = image.getexif()
@@ -74,16 +141,17 @@ def test_images_come_upright(tmp_path, name, orientation):
         8: Image.Transpose.ROTATE_90,
     }
     upright = image if orientation == 1 else image.transpose(turned[orientation])
-    expected = torch.from_numpy(np.asarray(upright).copy()).permute(2, 0, 1)
-    assert (read_image(str(tmp_path / name)).int() - expected.int()).abs().max() <= 4
+    expected = as_tensor(upright, channels).int()
+    assert (read_image(str(tmp_path / name), channels).int() - expected).abs().max() <= 4
 
 
-def test_of_an_animation_the_first_picture_is_taken(tmp_path):
+@every_channels
+def test_of_an_animation_the_first_picture_is_taken(tmp_path, channels):
     frames = [Image.new("P", (6, 8), colour) for colour in (3, 5)]
     for frame in frames:
         frame.putpalette(list(range(256)) * 3)
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
-    assert torch.equal(read_image(str(tmp_path / "a.gif")), pil_rgb(tmp_path / "a.gif"))
+    assert torch.equal(read_image(str(tmp_path / "a.gif"), channels), pil(tmp_path / "a.gif", channels))
 
 
 def spoil(path, kind):
@@ -97,11 +165,12 @@ def spoil(path, kind):
         path.write_bytes({"empty": b"", "text": b"not an image", "half": data[: len(data) // 2]}[kind])
 
 
+@every_channels
 @pytest.mark.parametrize("kind", ["missing", "folder", "empty", "text", "half"])
 @pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.bmp"])
-def test_a_bad_file_is_named_on_one_line(tmp_path, write_image, name, kind):
+def test_a_bad_file_is_named_on_one_line(tmp_path, write_image, name, kind, channels):
     path = write_image(tmp_path / name)
     spoil(path, kind)
     with pytest.raises(DataError) as raised:
-        read_image(str(path))
+        read_image(str(path), channels)
     assert str(path) in str(raised.value) and len(str(raised.value).splitlines()) == 1

@@ -28,12 +28,18 @@ JITTER = {"brightness": 0.5, "contrast": 0.5, "saturation": 0.8, "hue": 0.5}
 
 @pytest.fixture
 def images():
-    """Noise, smooth colours, black, white and grey."""
+    return make_images()
+
+
+def make_images(channels=3):
+    """Noise, smooth colours, black, white and grey, in their first channels or with a channel of noise behind them."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(0, 256, (4, 3, *SIZE), dtype=torch.uint8, generator=generator)
     ramp = torch.linspace(0, 255, SIZE[1]).expand(3, *SIZE) * torch.tensor([1.0, 0.5, 0.2]).view(3, 1, 1)
     flat = torch.tensor([0, 255, 128], dtype=torch.uint8).view(3, 1, 1, 1).expand(3, 3, *SIZE)
-    return torch.cat((noise, ramp.to(torch.uint8)[None], flat))
+    colours = torch.cat((noise, ramp.to(torch.uint8)[None], flat))
+    fourth = torch.randint(0, 256, (len(colours), 1, *SIZE), dtype=torch.uint8, generator=generator)
+    return torch.cat((colours, fourth), dim=1)[:, :channels]
 
 
 def draw(transform, count, size=SIZE, seed=0):
@@ -96,6 +102,47 @@ def test_erasing_paints_the_rectangle_in_the_rounded_colour(images):
         assert torch.equal(after, tvf.erase(before, *rectangle, colour))
 
 
+@pytest.mark.parametrize("colours", [(117.04,), (1.0, 2.0, 3.0, 127.5)])
+def test_erasing_paints_each_channel_in_its_own_colour(colours):
+    images = make_images(len(colours))
+    erasing = RandomErasing(prob=1.0, value=colours)
+    parameters = draw(erasing, len(images))
+    erased = erasing.apply(images, parameters)
+    for channel, colour in enumerate(colours):
+        alone = RandomErasing(prob=1.0, value=(colour,)).apply(images[:, channel, None], parameters)
+        assert torch.equal(erased[:, channel, None], alone)
+    top, left = parameters["top"][0], parameters["left"][0]
+    assert erased[0, :, top, left].tolist() == [round(colour) for colour in colours]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        PadAndRandomCrop(padding=3, mode="constant"),
+        PadAndRandomCrop(padding=3, mode="reflect"),
+        RandomHorizontalFlip(prob=0.5),
+        RandomAffine(),
+    ],
+    ids=lambda transform: type(transform).__name__,
+)
+def test_geometry_treats_every_channel_alike(transform):
+    images = make_images(4)
+    parameters = draw(transform, len(images))
+    changed = transform.apply(images, parameters)
+    assert changed.shape == images.shape and not torch.equal(changed, images)
+    for channel in range(4):
+        alone = transform.apply(images[:, channel, None], parameters)
+        assert torch.equal(changed[:, channel, None], alone)
+
+
+def test_resize_treats_every_channel_alike():
+    image = make_images(4)[0]
+    resized = Resize(size=(64, 32))(image)
+    assert resized.shape == (4, 64, 32)
+    for channel in range(4):
+        assert torch.equal(resized[channel, None], Resize(size=(64, 32))(image[channel, None]))
+
+
 @pytest.mark.parametrize("size", [(256, 128), (12, 40)])
 def test_erasing_is_distributed_as_torchvisions(size):
     count = 4000
@@ -137,14 +184,16 @@ def as_torchvision(image, parameters, index):
     """Jitter one image with torchvision's functions."""
     if not parameters["jitter"][index]:
         return image
-    adjust = (tvf.adjust_brightness, tvf.adjust_contrast, tvf.adjust_saturation, tvf.adjust_hue)
+    names = ("adjust_brightness", "adjust_contrast", "adjust_saturation", "adjust_hue")
+    adjust = [getattr(v2.functional, name) for name in names]
     for number in parameters["order"][index].tolist():
         image = adjust[number](image, parameters["factors"][index, number].item())
     return image
 
 
-def test_colour_jitter_equals_torchvision(images):
-    images = images.repeat(6, 1, 1, 1)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_colour_jitter_equals_torchvision(channels):
+    images = make_images(channels).repeat(6, 1, 1, 1)
     jitter = ColorJitter(prob=0.8, **JITTER)
     parameters = draw(jitter, len(images))
     jittered = jitter.apply(images, parameters)
@@ -156,13 +205,31 @@ def test_colour_jitter_equals_torchvision(images):
     assert (jittered != images).float().mean() > 0.3
 
 
+@pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("number", range(4))
-def test_each_colour_operation_equals_torchvision(images, number):
-    names = list(JITTER)
+def test_each_colour_operation_equals_torchvision(number, channels):
+    images, names = make_images(channels), list(JITTER)
     jitter = ColorJitter(prob=1.0, **{name: JITTER[name] if i == number else 0.0 for i, name in enumerate(names)})
     parameters = draw(jitter, len(images))
     expected = torch.stack([as_torchvision(image, parameters, index) for index, image in enumerate(images)])
     assert (jitter.apply(images, parameters).int() - expected.int()).abs().max() <= 1
+
+
+def test_a_turn_of_the_hue_and_saturation_leave_grey_as_it_is():
+    images = make_images(1)
+    jitter = ColorJitter(prob=1.0, brightness=0.0, contrast=0.0, saturation=0.8, hue=0.5)
+    assert torch.equal(jitter.apply(images, draw(jitter, len(images))), images)
+
+
+def test_colour_jitter_leaves_the_fourth_channel_as_it_is():
+    images = make_images(4)
+    before = images.clone()
+    jitter = ColorJitter(prob=0.8, **JITTER)
+    parameters = draw(jitter, len(images))
+    jittered = jitter.apply(images, parameters)
+    assert torch.equal(jittered[:, 3], images[:, 3]) and torch.equal(images, before)
+    assert torch.equal(jittered[:, :3], jitter.apply(images[:, :3], parameters))
+    assert not torch.equal(jittered, images)
 
 
 def test_colour_jitter_draws():
@@ -224,6 +291,39 @@ def test_build_follows_the_config(cfg):
     assert build_transforms(cfg, is_train=True).augment.transforms == []
 
 
+@pytest.mark.parametrize(
+    ("channels", "value", "colour"),
+    [
+        (1, (123.675, 116.28, 103.53), (117,)),
+        (1, (8.0,), (8,)),
+        (3, (123.675, 116.28, 103.53), (124, 116, 104)),
+        (4, (1.0, 2.0, 3.0, 4.0), (1, 2, 3, 4)),
+    ],
+)
+def test_the_colour_of_erasing_follows_the_channels(cfg, channels, value, colour):
+    cfg.merge_from_list(["INPUT.CHANNELS", channels, "INPUT.REA.VALUE", value])
+    transforms = build_transforms(cfg, is_train=True)
+    assert transforms.channels == channels and transforms.augment.transforms[-1].value == colour
+    assert build_transforms(cfg, is_train=False).channels == channels
+
+
+def test_a_colour_that_does_not_fit_the_channels_is_named(cfg):
+    cfg.INPUT.CHANNELS = 4
+    with pytest.raises(ConfigError, match=r"INPUT\.REA\.VALUE has 3 values, but INPUT\.CHANNELS is 4; expected 4"):
+        build_transforms(cfg, is_train=True)
+    cfg.INPUT.REA.ENABLED = False
+    build_transforms(cfg, is_train=True)
+
+
+def test_autoaugment_of_four_channels_is_refused(cfg):
+    cfg.merge_from_list(["INPUT.CHANNELS", 4, "INPUT.REA.ENABLED", False, "INPUT.AUTOAUG.ENABLED", True])
+    with pytest.raises(ConfigError, match=r"INPUT\.AUTOAUG\.ENABLED .* INPUT\.CHANNELS is 4"):
+        build_transforms(cfg, is_train=True)
+    build_transforms(cfg, is_train=False)
+    cfg.merge_from_list(["INPUT.CHANNELS", 1, "INPUT.AUTOAUG.PROB", 0.5])
+    assert isinstance(build_transforms(cfg, is_train=True).augment.transforms[0], AutoAugment)
+
+
 @pytest.mark.parametrize("name", ["CROP", "AUGMIX", "RPT"])
 def test_what_does_not_exist_is_refused(cfg, name):
     cfg.INPUT[name].ENABLED = True
@@ -259,8 +359,11 @@ TORCHVISIONS = {
 }
 
 
-@pytest.mark.parametrize("name", TORCHVISIONS)
-def test_torchvisions_transform_with_the_images_own_seed(images, name):
+@pytest.mark.parametrize(
+    ("name", "channels"), [("autoaugment", 1), ("autoaugment", 3), ("affine", 1), ("affine", 3), ("affine", 4)]
+)
+def test_torchvisions_transform_with_the_images_own_seed(name, channels):
+    images = make_images(channels)
     ours, theirs = TORCHVISIONS[name]
     parameters = draw(ours, len(images))
     before = torch.get_rng_state()

@@ -31,10 +31,24 @@ def test_shape_dtype_and_rows_independent_of_each_other(floor, size, dtype):
 
 
 @pytest.mark.parametrize("floor", [raw_pixels, colour_histogram])
-@pytest.mark.parametrize("shape", [(3, 24, 12), (2, 1, 24, 12)])
-def test_what_is_no_batch_of_rgb_images_is_refused(floor, shape):
-    with pytest.raises(ValueError, match=r"must be \(B, 3, H, W\)"):
+@pytest.mark.parametrize("shape", [(3, 24, 12), (2, 2, 24, 12), (2, 5, 24, 12)])
+def test_what_is_no_batch_of_images_is_refused(floor, shape):
+    with pytest.raises(ValueError, match=r"must be \(B, C, H, W\) with 1, 3 or 4 channels"):
         floor(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("floor", [raw_pixels, colour_histogram])
+def test_a_fourth_channel_is_left_out(floor):
+    images = noise()
+    assert torch.equal(floor(torch.cat((images, noise(seed=1)[:, :1]), dim=1)), floor(images))
+
+
+def test_grey_images_are_compared_as_three_equal_channels():
+    images = noise()[:, :1]
+    assert torch.equal(colour_histogram(images), colour_histogram(images.expand(-1, 3, -1, -1)))
+    features = raw_pixels(images)
+    assert features.shape == (3, 512)
+    torch.testing.assert_close(features.repeat(1, 3), raw_pixels(images.expand(-1, 3, -1, -1)))
 
 
 def test_raw_pixels_of_a_picture_of_the_grid_are_its_standardized_pixels():

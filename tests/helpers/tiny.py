@@ -14,9 +14,9 @@ WIDTH = 16
 
 @BACKBONE_REGISTRY.register()
 def build_tiny_backbone(cfg: CfgNode) -> nn.Module:
-    """Return (B, 3, H, W) -> (B, 16, H/8, W/8)."""
+    """Return (B, C, H, W) -> (B, 16, H/8, W/8)."""
     net = nn.Sequential(
-        nn.Conv2d(3, WIDTH, 5, stride=4, padding=2, bias=False),
+        nn.Conv2d(cfg.INPUT.CHANNELS, WIDTH, 5, stride=4, padding=2, bias=False),
         nn.BatchNorm2d(WIDTH),
         nn.ReLU(),
         nn.Dropout(0.1),  # draws from the global generator, whose state a resume must restore
@@ -32,7 +32,7 @@ def build_tiny_backbone(cfg: CfgNode) -> nn.Module:
 def build_plain_backbone(cfg: CfgNode) -> nn.Module:
     """Return the same without normalization and dropout: each image's feature depends on that image alone."""
     return nn.Sequential(
-        nn.Conv2d(3, WIDTH, 5, stride=4, padding=2),
+        nn.Conv2d(cfg.INPUT.CHANNELS, WIDTH, 5, stride=4, padding=2),
         nn.ReLU(),
         nn.Conv2d(WIDTH, WIDTH, 3, stride=2, padding=1),
         nn.ReLU(),

@@ -55,6 +55,16 @@ def test_everything_on_trains(depth, norm):
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
 
 
+@pytest.mark.parametrize("channels", [1, 4])
+def test_channels_of_the_images(channels):
+    backbone = build("18x", "INPUT.CHANNELS", str(channels)).eval()
+    assert backbone.conv1.weight.shape == (64, channels, 7, 7)
+    assert backbone(torch.randn(2, channels, 64, 32)).shape == (2, 512, 4, 2)
+    assert {name: p.shape for name, p in backbone.named_parameters() if name != "conv1.weight"} == {
+        name: p.shape for name, p in build("18x").named_parameters() if name != "conv1.weight"
+    }
+
+
 def test_unknown_depth():
     with pytest.raises(ConfigError, match=r"'50' is no ResNet.*'50x'"):
         cfg = get_cfg()

@@ -7,7 +7,7 @@ import torch
 import torchvision
 
 from fastamp.config import get_cfg
-from fastamp.modeling import build_backbone
+from fastamp.modeling import build_backbone, build_model
 from fastamp.utils.errors import ConfigError, WeightsError
 
 
@@ -17,8 +17,8 @@ def config(*opts):
     return cfg
 
 
-def pretrained(path):
-    return build_backbone(config("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(path)))
+def pretrained(path, *opts):
+    return build_backbone(config("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(path), *opts))
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,77 @@ def test_the_backbone_of_a_whole_model(tmp_path, resnet18):
     state = {f"module.backbone.{key}": value for key, value in resnet18.state_dict().items() if "fc" not in key}
     torch.save({"model": state | {"module.heads.weight": torch.ones(3, 512)}}, tmp_path / "whole.pth")
     assert torch.equal(pretrained(tmp_path / "whole.pth").conv1.weight, resnet18.conv1.weight)
+
+
+@pytest.fixture
+def resnet18_file(tmp_path, resnet18):
+    path = tmp_path / "resnet18.pth"
+    torch.save(resnet18.state_dict(), path)
+    return path
+
+
+def test_weights_for_rgb_see_a_grey_image_as_three_equal_channels(resnet18_file, resnet18, caplog):
+    caplog.set_level("INFO")
+    backbone = pretrained(resnet18_file, "INPUT.CHANNELS", "1")
+    assert sum("conv1.weight of" in record.message for record in caplog.records) == 1
+    assert "INPUT.CHANNELS is 1" in caplog.text
+    grey = torch.randn(2, 1, 64, 32)
+    expected = resnet18.conv1(grey.expand(-1, 3, -1, -1))
+    torch.testing.assert_close(backbone.conv1(grey), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(backbone.layer1[0].conv1.weight, resnet18.layer1[0].conv1.weight)
+
+
+def test_weights_for_rgb_start_a_fourth_channel_at_zero(resnet18_file, resnet18, caplog):
+    caplog.set_level("INFO")
+    backbone = pretrained(resnet18_file, "INPUT.CHANNELS", "4")
+    assert "INPUT.CHANNELS is 4" in caplog.text
+    assert torch.equal(backbone.conv1.weight[:, :3], resnet18.conv1.weight)
+    assert not backbone.conv1.weight[:, 3].any()
+    images = torch.randn(2, 4, 64, 32)
+    torch.testing.assert_close(backbone.conv1(images), resnet18.conv1(images[:, :3]), rtol=1e-4, atol=1e-5)
+    backbone(images).square().mean().backward()
+    assert backbone.conv1.weight.grad[:, 3].any()
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_weights_for_the_right_channels_are_taken_as_they_are(tmp_path, caplog, channels):
+    caplog.set_level("INFO")
+    options = ("INPUT.CHANNELS", str(channels))
+    start = build_backbone(config(*options))
+    torch.save(start.state_dict(), tmp_path / "start.pth")
+    assert torch.equal(pretrained(tmp_path / "start.pth", *options).conv1.weight, start.conv1.weight)
+    assert "since INPUT.CHANNELS" not in caplog.text
+
+
+def test_weights_for_other_channels_than_rgb_are_refused(tmp_path):
+    torch.save(build_backbone(config("INPUT.CHANNELS", "1")).state_dict(), tmp_path / "grey.pth")
+    with pytest.raises(WeightsError, match=r"of another model(.|\n)*conv1(.|\n)*INPUT\.CHANNELS"):
+        pretrained(tmp_path / "grey.pth", "INPUT.CHANNELS", "4")
+
+
+def test_a_download_is_fitted_too(monkeypatch, resnet18):
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *args, **options: resnet18.state_dict())
+    backbone = build_backbone(config("MODEL.BACKBONE.PRETRAIN", "True", "INPUT.CHANNELS", "1"))
+    assert torch.equal(backbone.conv1.weight, resnet18.conv1.weight.sum(dim=1, keepdim=True))
+
+
+def test_a_grey_model_computes_what_the_rgb_model_does_under_one_normalization(resnet18_file):
+    """Channels alone are changed: the default mean and deviation become their luma."""
+    options = ("MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "3")
+    options += ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(resnet18_file))
+    grey = build_model(config(*options, "INPUT.CHANNELS", "1")).eval()
+    mean, std = grey.pixel_mean.item(), grey.pixel_std.item()
+    rgb = build_model(config(*options, "MODEL.PIXEL_MEAN", [mean] * 3, "MODEL.PIXEL_STD", [std] * 3)).eval()
+    images = torch.randint(256, (2, 1, 64, 32), dtype=torch.uint8)
+    with torch.no_grad():
+        features = rgb({"images": images.expand(-1, 3, -1, -1)})
+        torch.testing.assert_close(grey({"images": images}), features, rtol=1e-3, atol=1e-4)
+    assert features.std() > 1e-2
+
+
+def test_a_model_is_built_with_one_mean_and_deviation_a_channel():
+    with pytest.raises(ConfigError, match=r"MODEL\.PIXEL_STD has 3 values, but INPUT\.CHANNELS is 4"):
+        build_model(config("MODEL.DEVICE", "cpu", "INPUT.CHANNELS", "4", "MODEL.PIXEL_MEAN", (1.0, 2.0, 3.0, 4.0)))
 
 
 def test_another_depth_is_refused(tmp_path):

@@ -11,6 +11,7 @@ import tiny
 import torch
 import train_net
 import yaml
+from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 KEPT = {"config.yaml": "a config", "metrics.json": '{"iteration": 3}\n', "model_best.pth": "weights"}
@@ -86,6 +87,59 @@ def test_a_run_its_files_and_its_evaluation(demo, tmp_path, capfd):
     arguments = ["--eval-only", *options, "MODEL.WEIGHTS", output / "model_final.pth", "SOLVER.AMP", "off"]
     assert run(capfd, *arguments)[0] == 0
     assert "trained in bfloat16, and are now used in float32" in (output / "log.txt").read_text()
+
+
+def first_convolution(path):
+    return tiny.weights(path)["backbone.0.weight"]
+
+
+def last_map(output):
+    rows = [json.loads(line) for line in (output / "metrics.json").read_text().splitlines()]
+    return [row["Demo/mAP"] for row in rows if "Demo/mAP" in row][-1]
+
+
+def test_grey_images_by_one_key(demo, tmp_path, capfd):
+    output = tmp_path / "run"
+    jitter = ("INPUT.CJ.ENABLED", "True", "INPUT.CJ.PROB", "1.0", "TEST.FLOORS", "True", "SOLVER.AMP", "bf16")
+    grey = tiny.tiny_options(output, "INPUT.CHANNELS", "1", "SOLVER.MAX_EPOCH", "1", *jitter)
+    assert run(capfd, *grey)[0] == 0
+    start = first_convolution(output / "model_final.pth")
+    assert start.shape[1] == 1
+    assert "floor: colour histogram" in (output / "log.txt").read_text()
+
+    assert run(capfd, "--resume", *grey, "SOLVER.MAX_EPOCH", "2")[0] == 0
+    assert not torch.equal(first_convolution(output / "model_final.pth"), start)
+
+    weights = ("MODEL.WEIGHTS", str(output / "model_final.pth"))
+    arguments = ["--eval-only", "--config-file", str(output / "config.yaml"), *weights]
+    results = train_net.main(train_net.default_argument_parser().parse_args(arguments))
+    assert results["mAP"] == last_map(output)
+    code, stderr = run(capfd, *arguments, "INPUT.CHANNELS", "3")
+    assert code == 2 and "of another model" in stderr and "INPUT.CHANNELS" in stderr
+
+
+def test_four_channels(demo_root, tmp_path, monkeypatch, capfd):
+    """The demo as RGBA files whose fourth channel names the identity; without it the model knows much less."""
+    root = tmp_path / "datasets"
+    shutil.copytree(demo_root, root)
+    for path in root.rglob("*.jpg"):
+        with Image.open(path) as image:
+            image = image.convert("RGBA")
+        image.putalpha(int(path.name.split("_")[0]) * 37 % 256)
+        image.save(path, format="png")
+    monkeypatch.setenv("FASTAMP_DATASETS", str(root))
+    output = tmp_path / "run"
+    options = ("MODEL.PIXEL_MEAN", "(120, 120, 120, 120)", "MODEL.PIXEL_STD", "(60, 60, 60, 60)")
+    options += ("INPUT.CHANNELS", "4", "INPUT.REA.VALUE", "(120, 120, 120, 120)", "INPUT.CJ.ENABLED", "True")
+    options += ("INPUT.AFFINE.ENABLED", "True", "TEST.FLOORS", "True")
+    assert run(capfd, *tiny.tiny_options(output, *options))[0] == 0
+    assert first_convolution(output / "model_final.pth").shape[1] == 4
+
+    monkeypatch.setenv("FASTAMP_DATASETS", str(demo_root))
+    weights = ("MODEL.WEIGHTS", str(output / "model_final.pth"))
+    arguments = ["--eval-only", "--config-file", str(output / "config.yaml"), *weights]
+    results = train_net.main(train_net.default_argument_parser().parse_args(arguments))
+    assert results["mAP"] < last_map(output) - 20
 
 
 def test_flip_test_uses_the_mirror_image(demo, tmp_path, capfd):
@@ -176,7 +230,10 @@ def test_wrong_weights(bad, tmp_path):
         ("INPUT.SIZE_TRAIN", "(32,)", ["INPUT.SIZE_TRAIN is (32,)", "2 numbers"]),
         ("INPUT.REA.PROB", "1.5", ["INPUT.REA.PROB is 1.5", "at most 1"]),
         ("MODEL.PIXEL_STD", "(0, 0, 0)", ["MODEL.PIXEL_STD", "more than 0"]),
-        ("MODEL.PIXEL_MEAN", "(1.0, 2.0)", ["MODEL.PIXEL_MEAN", "three values"]),
+        ("MODEL.PIXEL_MEAN", "(1.0, 2.0)", ["MODEL.PIXEL_MEAN has 2 values", "INPUT.CHANNELS is 3", "fix: write 3"]),
+        ("INPUT.CHANNELS", "2", ["INPUT.CHANNELS", "choices: 1, 3, 4"]),
+        ("INPUT.CHANNELS", "4", ["MODEL.PIXEL_MEAN has 3 values", "INPUT.CHANNELS is 4", "fix: write 4"]),
+        ("INPUT.REA.VALUE", "(1, 2)", ["INPUT.REA.VALUE has 2 values", "fix: write 3"]),
         ("MODEL.BACKBONE.LAST_STRIDE", "0", ["MODEL.BACKBONE.LAST_STRIDE is 0"]),
         ("MODEL.LOSSES.NAME", "('TripletLoss', 'TripletLoss')", ["MODEL.LOSSES.NAME", "twice"]),
         ("MODEL.LOSSES.NAME", "()", ["MODEL.LOSSES.NAME is empty"]),

@@ -3,7 +3,7 @@
 import logging
 from typing import Any, NamedTuple
 
-from fastamp.config import unsupported_settings
+from fastamp.config import per_channel, unsupported_settings
 from fastamp.data.transforms.base import Augmentation, BatchTransform
 from fastamp.data.transforms.colour import ColorJitter
 from fastamp.data.transforms.erasing import RandomErasing
@@ -15,8 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 class Transforms(NamedTuple):
-    """What happens to an image: ``resize`` on each one by itself, then ``augment`` on whole batches."""
+    """What happens to an image: read with ``channels``, ``resize`` on each one by itself, ``augment`` on batches."""
 
+    channels: int
     resize: Resize
     augment: Augmentation
 
@@ -27,7 +28,8 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
     Training: resize, AutoAugment, pad and crop, flip, colour jitter, affine, random erasing. Test: resize.
 
     Raises:
-        ConfigError: a padding that the mode cannot make, or an augmentation is enabled that does not exist.
+        ConfigError: a padding that the mode cannot make, or an augmentation is enabled that does not exist or cannot
+            work on INPUT.CHANNELS.
     """
     unsupported = [message for message in unsupported_settings(cfg) if message.startswith("INPUT.")]
     if is_train and unsupported:
@@ -35,12 +37,18 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
     settings = cfg.INPUT
     size = tuple(settings.SIZE_TRAIN if is_train else settings.SIZE_TEST)
     augmentations = _train_augmentations(settings, size) if is_train else []
-    return Transforms(Resize(size=size), Augmentation(transforms=augmentations, seed=cfg.SEED))
+    augment = Augmentation(transforms=augmentations, seed=cfg.SEED)
+    return Transforms(channels=settings.CHANNELS, resize=Resize(size=size), augment=augment)
 
 
 def _train_augmentations(settings: Any, size: tuple[int, int]) -> list[BatchTransform]:
     augmentations: list[BatchTransform] = []
     if settings.AUTOAUG.ENABLED:
+        if settings.CHANNELS == 4:
+            raise ConfigError(
+                "INPUT.AUTOAUG.ENABLED is on, but AutoAugment works on grey and RGB images, and INPUT.CHANNELS is 4.\n"
+                "  fix: INPUT.AUTOAUG.ENABLED False"
+            )
         if settings.AUTOAUG.PROB == 0:
             logger.warning("INPUT.AUTOAUG is enabled and has no effect: INPUT.AUTOAUG.PROB is 0")
         augmentations.append(AutoAugment(prob=settings.AUTOAUG.PROB))
@@ -54,7 +62,8 @@ def _train_augmentations(settings: Any, size: tuple[int, int]) -> list[BatchTran
     if settings.AFFINE.ENABLED:
         augmentations.append(RandomAffine())
     if settings.REA.ENABLED:
-        augmentations.append(RandomErasing(prob=settings.REA.PROB, value=tuple(settings.REA.VALUE)))
+        value = per_channel("INPUT.REA.VALUE", settings.REA.VALUE, channels=settings.CHANNELS)
+        augmentations.append(RandomErasing(prob=settings.REA.PROB, value=value))
     return augmentations
 
 

@@ -14,7 +14,8 @@ _CACHED_IMAGES = 4
 class ColorJitter(BatchTransform):
     """Change brightness, contrast, saturation and hue, in an order of each image's own.
 
-    Each operation rounds to uint8, and computes what torchvision's ``adjust_*`` functions do on uint8 tensors.
+    Each operation rounds to uint8, and computes what torchvision's ``adjust_*`` functions do on uint8 tensors. So grey
+    images change in brightness and contrast alone. A fourth channel is no colour, and is left as it is.
 
     Args:
         prob: probability of jittering an image at all.
@@ -47,8 +48,11 @@ class ColorJitter(BatchTransform):
         """Return the images, those with ``jitter`` changed."""
         jitter, factors, order = (parameters[name] for name in ("jitter", "factors", "order"))
         jittered = images.clone()
-        operations = (_adjust_brightness, _adjust_contrast, _adjust_saturation, _adjust_hue)
-        for step in range(len(operations)):
+        colours = jittered[:, :3]
+        operations = (_adjust_brightness, _adjust_contrast)
+        if colours.shape[1] == 3:
+            operations += (_adjust_saturation, _adjust_hue)
+        for step in range(order.shape[1]):
             for number, adjust in enumerate(operations):
                 if self._low[number] == self._high[number]:
                     continue
@@ -57,7 +61,7 @@ class ColorJitter(BatchTransform):
                 for part in chosen.split(_CACHED_IMAGES if images.device.type == "cpu" else len(images)):
                     factor = factors[part, number].to(images.device).view(-1, 1, 1, 1)
                     part = part.to(images.device)
-                    jittered[part] = adjust(jittered[part], factor)
+                    colours[part] = adjust(colours[part], factor)
         return jittered
 
 
@@ -68,6 +72,8 @@ def _blend(images: Tensor, others: Tensor | float, share: Tensor) -> Tensor:
 
 def _grey(images: Tensor) -> Tensor:
     """Return the (B, 1, H, W) float32 luma, in whole numbers (ITU-R BT.601, with torchvision's digits)."""
+    if images.shape[1] == 1:
+        return images.float()
     red, green, blue = images.float().unbind(dim=1)
     return (0.2989 * red + 0.587 * green + 0.114 * blue).floor_()[:, None]
 

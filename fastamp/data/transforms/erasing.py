@@ -20,7 +20,7 @@ class RandomErasing(BatchTransform):
 
     Args:
         prob: probability of erasing in an image.
-        value: RGB colour in 0..255, rounded to whole numbers.
+        value: one number for each channel, in 0..255, rounded to whole numbers.
         scale: smallest and largest share of the image's area.
         ratio: smallest and largest height / width.
     """
@@ -31,7 +31,7 @@ class RandomErasing(BatchTransform):
         self,
         *,
         prob: float,
-        value: tuple[float, float, float],
+        value: tuple[float, ...],
         scale: tuple[float, float] = (0.02, 0.33),
         ratio: tuple[float, float] = (0.3, 3.3),
     ) -> None:
@@ -61,7 +61,7 @@ class RandomErasing(BatchTransform):
         rows = bits(_span(parameters["top"], parameters["height"], height)).to(images.device)
         columns = bits(_span(parameters["left"], parameters["width"], width)).to(images.device)
         inside = rows[:, None, :, None] & columns[:, None, None, :]
-        value = torch.tensor(self.value, dtype=torch.uint8, device=images.device).view(3, 1, 1)
+        value = torch.tensor(self.value, dtype=torch.uint8, device=images.device).view(-1, 1, 1)
         return choose(inside, value, images)
 
 

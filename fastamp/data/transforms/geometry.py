@@ -22,7 +22,7 @@ class Resize:
         self.size = size
 
     def __call__(self, image: Tensor) -> Tensor:
-        """Return a (3, H, W) uint8 ``image`` at ``size``."""
+        """Return a (C, H, W) uint8 ``image`` at ``size``."""
         if tuple(image.shape[-2:]) == self.size:
             return image
         return functional.resize(image, list(self.size), interpolation=InterpolationMode.BICUBIC, antialias=True)
@@ -82,7 +82,7 @@ class PadAndRandomCrop(BatchTransform):
         return padded.flatten().unfold(0, width, 1).index_select(0, offsets.flatten()).view(images.shape)
 
     def _pad(self, images: Tensor) -> Tensor:
-        """Return (B, 3, H + 2 padding, W + 2 padding) uint8."""
+        """Return (B, C, H + 2 padding, W + 2 padding) uint8."""
         batch, channels, height, width = images.shape
         padding = self.padding
         inner_rows, inner_columns = slice(padding, padding + height), slice(padding, padding + width)

@@ -17,7 +17,7 @@ class TorchvisionTransform(BatchTransform):
     torchvision draws from torch's global generator; that is seeded for each image and given back as it was.
 
     Args:
-        transform: a (3, H, W) uint8 image -> the same shape and dtype.
+        transform: a (C, H, W) uint8 image -> the same shape and dtype.
         prob: probability of applying it to an image.
     """
 
@@ -50,7 +50,7 @@ class TorchvisionTransform(BatchTransform):
 
 
 class AutoAugment(TorchvisionTransform):
-    """Two operations of AutoAugment's ImageNet policy (Cubuk et al. 2019, arXiv:1805.09501)."""
+    """Two operations of AutoAugment's ImageNet policy (Cubuk et al. 2019, arXiv:1805.09501), on 1 or 3 channels."""
 
     def __init__(self, *, prob: float) -> None:
         super().__init__(transform=v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET), prob=prob)

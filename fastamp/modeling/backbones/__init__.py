@@ -1,4 +1,4 @@
-"""Backbones: (B, 3, H, W) normalized images -> (B, C, h, w) feature maps."""
+"""Backbones: (B, C, H, W) normalized images -> (B, D, h, w) feature maps."""
 
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, build_backbone
 from fastamp.modeling.backbones.resnet import ResNet, build_resnet_backbone

@@ -137,6 +137,7 @@ class ResNet(nn.Module):
     Args:
         block: ``BasicBlock`` or ``Bottleneck``.
         blocks: number of blocks in each of the four stages.
+        in_channels: channels of the images.
         non_local: number of non-local blocks in each stage: behind its last blocks, one behind each.
         last_stride: stride of the last stage; 1 keeps a map twice as high and wide (Luo et al. 2019).
         norm: name of the normalization layer.
@@ -150,6 +151,7 @@ class ResNet(nn.Module):
         *,
         block: type[BasicBlock] | type[Bottleneck],
         blocks: tuple[int, int, int, int],
+        in_channels: int = 3,
         non_local: tuple[int, int, int, int] = (0, 0, 0, 0),
         last_stride: int = 1,
         norm: str = "BN",
@@ -158,7 +160,7 @@ class ResNet(nn.Module):
         stem_pool: str = "ceil",
     ) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+        self.conv1 = nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = build_norm(norm, 64)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, **STEM_POOLS[stem_pool])
@@ -183,7 +185,7 @@ class ResNet(nn.Module):
                 nn.init.normal_(module.weight, 0, math.sqrt(2.0 / fan_out))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, 3, H, W) float, normalized, to (B, feature_dim, ~H/16, ~W/16) with last_stride 1."""
+        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/16, ~W/16) with last_stride 1."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         for blocks, attention in (
             (self.layer1, self.NL_1),
@@ -221,7 +223,7 @@ def _stage(
 
 @BACKBONE_REGISTRY.register()
 def build_resnet_backbone(cfg: Any) -> ResNet:
-    """Return the ResNet of ``MODEL.BACKBONE``, with pretrained weights if ``PRETRAIN`` is on.
+    """Return the ResNet of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
         ConfigError: unknown ``DEPTH``, or there are no pretrained weights of this variant.
@@ -241,6 +243,7 @@ def build_resnet_backbone(cfg: Any) -> ResNet:
     model = ResNet(
         block=depth.block,
         blocks=depth.blocks,
+        in_channels=cfg.INPUT.CHANNELS,
         non_local=depth.non_local if backbone.WITH_NL else (0, 0, 0, 0),
         last_stride=backbone.LAST_STRIDE,
         norm=backbone.NORM,

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.config import per_channel
 from fastamp.modeling.backbones import build_backbone
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
@@ -45,13 +46,21 @@ class Baseline(nn.Module):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "Baseline":
-        """Return the model of ``MODEL``."""
+        """Return the model of ``MODEL``, for images of ``INPUT.CHANNELS``.
+
+        Raises:
+            ConfigError: see ``per_channel``, and what backbone, heads and losses raise.
+        """
+        pixel_mean, pixel_std = (
+            per_channel(f"MODEL.{name}", cfg.MODEL[name], channels=cfg.INPUT.CHANNELS)
+            for name in ("PIXEL_MEAN", "PIXEL_STD")
+        )
         return cls(
             backbone=build_backbone(cfg),
             heads=build_heads(cfg),
             losses=build_losses(cfg),
-            pixel_mean=cfg.MODEL.PIXEL_MEAN,
-            pixel_std=cfg.MODEL.PIXEL_STD,
+            pixel_mean=pixel_mean,
+            pixel_std=pixel_std,
             gather=cfg.MODEL.LOSSES.GATHER,
         )
 
