@@ -12,7 +12,7 @@ from typing import Any
 
 from train_net import setup
 
-from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
+from fastamp.amp import LossScaler, OptimizationStep, Precautions, PrecisionPolicy
 from fastamp.config import CfgNode
 from fastamp.engine import DefaultTrainer, default_argument_parser, launch, run_command_line
 from fastamp.solver import OptimizerState, build_gradient_clipping, build_lr_schedule, build_optimizer
@@ -52,6 +52,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     scaler, clip = LossScaler.from_config(cfg, policy), build_gradient_clipping(cfg)
     limits = {"max_consecutive_skips": cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS, "guard_buffers": cfg.SOLVER.AMP.BN_GUARD}
     step = OptimizationStep(model, [optimizer], scaler=scaler, clip=clip, **limits)
+    precautions = Precautions.from_config(cfg)
 
     progress = Progress(iteration=0, steps_taken=0, iters_per_epoch=loader.iters_per_epoch)
     parts = {"optimizer": OptimizerState(optimizer), "step": step, "progress": progress, "random": RandomState()}
@@ -74,11 +75,15 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
         for group in optimizer.param_groups:
             group["lr"] = schedule.learning_rate(group["base_lr"], epoch=epoch, steps_taken=progress["steps_taken"])
 
+        if iteration == loader.start_iter:
+            policy = precautions.before_first_step(step, batch, policy, iteration=iteration)
+        precautions.remember(batch, first=True)
         step.begin()
         with policy.autocast():
             losses = parallel_model(batch)
         total_loss = step.backward(losses)
-        verdict = step.finish()  # unscale, judge, clip, step or skip, zero the gradients
+        # Unscale, judge, clip, step or skip, zero the gradients.
+        verdict = precautions.finish(step, policy, iteration=iteration)
         progress.update(iteration=iteration + 1, steps_taken=progress["steps_taken"] + verdict.ok)
 
         if (iteration + 1) % cfg.LOG_PERIOD == 0:

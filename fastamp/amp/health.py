@@ -1,6 +1,7 @@
 """Checks of a model and its optimizers that tell, in words, why a step could not work."""
 
 import itertools
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -8,6 +9,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fastamp.utils.errors import TrainingError
+
+logger = logging.getLogger(__name__)
+
+FIRST_STEPS = 3
+"""In so many steps at the start of a run it is looked at whether it can learn anything at all."""
 
 
 def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -101,3 +107,178 @@ def explain_no_gradient(model: nn.Module, optimizers: Sequence[Optimizer]) -> st
         f"  cause: {cause}\n"
         f"  fix:   {fix}"
     )
+
+
+def check_losses(
+    losses: dict[str, torch.Tensor], *, frozen: Sequence[str] = (), model: nn.Module | None = None
+) -> None:
+    """Check that there is a loss and that gradients can flow from each, or from one where modules are ``frozen``.
+
+    Args:
+        losses: what the model returned in training mode.
+        frozen: modules that are frozen on purpose (``MODEL.FREEZE_LAYERS``).
+        model: follow each loss back to this model's parameters; None looks at the loss alone, which costs nothing.
+
+    Raises:
+        TrainingError: no loss, a loss that is no float32 scalar, or one that no parameter can learn from.
+    """
+    if not isinstance(losses, dict) or not losses:
+        raise TrainingError(
+            "the model returned no losses: in training mode it must return a dict of loss name -> scalar.\n"
+            "  fix: name at least one loss in MODEL.LOSSES.NAME"
+        )
+    own = {id(p) for p in model.parameters()} if model is not None else None
+    for name, loss in losses.items():
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise TrainingError(f"loss {name!r} is {shape}, not a scalar tensor.\n  fix: reduce it to its mean")
+        if loss.dtype not in (torch.float32, torch.float64):
+            raise TrainingError(
+                f"loss {name!r} is {loss.dtype}: losses are computed in float32 under any precision policy.\n"
+                "  fix: decorate the loss with fastamp.amp.force_fp32"
+            )
+        connected = loss.requires_grad and (own is None or _reaches(loss, own))
+        if not connected and (loss.requires_grad or not frozen):
+            raise TrainingError(
+                f"loss {name!r} is not connected to any parameter of the model: no gradient flows from it.\n"
+                f"  found: {_graph_of(loss)}\n"
+                "  cause: it was detached or wrapped in a new tensor, or everything before it is frozen.\n"
+                "  fix:   compute it from the model's outputs without .detach(), .item() or torch.tensor()"
+            )
+    if not any(loss.requires_grad for loss in losses.values()):
+        raise TrainingError(
+            f"no loss ({', '.join(losses)}) is connected to a parameter that is trained.\n"
+            f"  cause: what MODEL.FREEZE_LAYERS names ({', '.join(frozen)}) is all that they are computed from.\n"
+            "  fix:   freeze less"
+        )
+
+
+def _graph_of(loss: torch.Tensor) -> str:
+    if not loss.requires_grad:
+        return "it has no graph (requires_grad is False)"
+    return "its graph does not lead to them" if loss.grad_fn else "it is a tensor of its own (requires_grad, no graph)"
+
+
+def _reaches(loss: torch.Tensor, parameters: set[int]) -> bool:
+    """Return whether the graph of ``loss`` leads to one of the tensors with these ids."""
+    if loss.grad_fn is None:
+        return id(loss) in parameters
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        # A function written in Python may hold parameters that its graph does not show, e.g. a checkpoint's.
+        if (
+            isinstance(node, torch.autograd.function.BackwardCFunction)
+            or id(getattr(node, "variable", None)) in parameters
+        ):
+            return True
+        following = [each for each, _ in node.next_functions if each is not None and each not in seen]
+        seen.update(following)
+        nodes += following
+    return False
+
+
+def check_communication(parallel_model: nn.Module, *, scaled: bool) -> None:
+    """Check that the gradients of several processes do not travel in float16 while they are multiplied by a loss scale.
+
+    Args:
+        parallel_model: DistributedDataParallel, or any other model, of which nothing is asked.
+        scaled: whether the loss is scaled.
+
+    Raises:
+        TrainingError: they do.
+    """
+    for hook, _ in getattr(parallel_model, "_comm_hooks", ()):
+        name = getattr(getattr(hook, "func", hook), "__qualname__", "")
+        if scaled and "fp16_compress" in name:
+            raise TrainingError(
+                "the gradients are sent in float16 (fp16_compress_hook) while the loss is scaled: scaled gradients "
+                "overflow on the way, and most steps would be skipped.\n"
+                "  fix: bf16_compress_hook, which has float32's range, or SOLVER.AMP.DTYPE bfloat16, which needs no "
+                "loss scale"
+            )
+
+
+def zero_share(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return (), the share in 0..1 of the elements that are exactly zero, on the device."""
+    nonzero = torch.stack([torch.count_nonzero(gradient) for gradient in gradients]).sum()
+    return 1 - nonzero / sum(gradient.numel() for gradient in gradients)
+
+
+class FirstSteps:
+    """Looks whether the first steps move the parameters, without waiting for the device.
+
+    Whether a step moved them is known on the device when it is done, and is read with the verdict of the next one.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = optimizers
+        self.taken = 0
+        self.moved = False
+        self.pending: torch.Tensor | None = None
+        self._norms: list[float] = []
+        self._rates: list[float] = []
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing to look at any more."""
+        return self.taken >= FIRST_STEPS and self.pending is None
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Be called before a step that is taken."""
+        if self.taken < FIRST_STEPS and not self.moved:
+            groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+            self._rates += [float(group["lr"]) for group in groups]
+            moving = [p for group in groups if group["lr"] for p in group["params"] if p.grad is not None]
+            self._kept = [(p, p.clone()) for p in moving]
+
+    @torch.no_grad()
+    def compare(self, grad_norm: float) -> None:
+        """Be called after it.
+
+        Args:
+            grad_norm: total L2 norm of its gradients.
+        """
+        if self.taken >= FIRST_STEPS:
+            return
+        self.taken += 1
+        self._norms.append(grad_norm)
+        if self._kept:
+            self.pending = torch.stack([(p != before).any() for p, before in self._kept]).any().float()
+        elif self.taken == FIRST_STEPS:
+            self._speak()
+        self._kept = []
+
+    def judge(self, moved: bool) -> None:
+        """Take the value of ``pending``.
+
+        Raises:
+            TrainingError: no parameter moved in any of the first steps, although there were gradients and a learning
+                rate.
+        """
+        self.pending = None
+        self.moved = self.moved or moved
+        if self.taken == FIRST_STEPS:
+            self._speak()
+
+    def _speak(self) -> None:
+        """Say what the first steps have shown, where nothing can be learned."""
+        if not any(self._rates):
+            logger.warning("the learning rate was 0 in the first %d steps: nothing is learned so far", FIRST_STEPS)
+        elif not any(self._norms):
+            logger.warning(
+                "the first %d steps had no gradient, every element is exactly zero: nothing is learned so far.\n"
+                "  cause: the losses do not depend on the parameters, e.g. dead activations, a margin that all samples "
+                "meet, or a loss weight of 0",
+                FIRST_STEPS,
+            )
+        elif not self.moved:
+            raise TrainingError(
+                f"{FIRST_STEPS} optimizer steps were taken, and not one parameter moved.\n"
+                f"  found: gradient norms {', '.join(f'{norm:.3g}' for norm in self._norms)}; learning rates "
+                f"{min(self._rates):.3g} to {max(self._rates):.3g}\n"
+                "  cause: the updates are smaller than float32 can resolve, or the optimizer does not step.\n"
+                "  fix:   a higher SOLVER.BASE_LR, or another SOLVER.OPT"
+            )

@@ -56,7 +56,7 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def _native_bfloat16(device: torch.device) -> tuple[bool, str]:
+def native_bfloat16(device: torch.device) -> tuple[bool, str]:
     """Return whether the device computes bfloat16 natively, and the reason in words."""
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -69,14 +69,14 @@ def _native_bfloat16(device: torch.device) -> tuple[bool, str]:
         except (AttributeError, RuntimeError):
             native = False
         return native, f"MPS on this macOS has {'native' if native else 'no'} bfloat16"
-    flags = _cpu_flags()
+    flags = cpu_flags()
     found = [flag for flag in _CPU_BF16_FLAGS if flag in flags]
     if found:
         return True, f"this CPU has native bfloat16 ({', '.join(found)})"
     return False, "this CPU has no native bfloat16 instructions (avx512_bf16, amx_bf16 or Arm bf16)"
 
 
-def _cpu_flags() -> set[str]:
+def cpu_flags() -> set[str]:
     """Return the CPU's feature flags as Linux names them; on other systems what PyTorch knows."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -89,9 +89,9 @@ def _cpu_flags() -> set[str]:
     return {name for name, there in capabilities().items() if there is True} if capabilities else set()
 
 
-def _auto_dtype(device: torch.device) -> tuple[torch.dtype, str]:
+def auto_dtype(device: torch.device) -> tuple[torch.dtype, str]:
     """Return the dtype that ``SOLVER.AMP.DTYPE auto`` stands for on this device, and why."""
-    native, reason = _native_bfloat16(device)
+    native, reason = native_bfloat16(device)
     if native:
         return torch.bfloat16, reason
     if device.type == "cuda":
@@ -127,14 +127,14 @@ class PrecisionPolicy:
         if not amp.ENABLED:
             dtype, reason = torch.float32, "SOLVER.AMP is off"
         elif amp.DTYPE == "auto":
-            dtype, reason = _auto_dtype(device)
+            dtype, reason = auto_dtype(device)
             if dtype == torch.float32:
                 _warn_once(f"SOLVER.AMP is on, but {reason}")
         else:
             dtype, reason = DTYPES[amp.DTYPE], "asked for by SOLVER.AMP.DTYPE"
             _check_runs(device, dtype)
             if dtype == torch.bfloat16:
-                native, detail = _native_bfloat16(device)
+                native, detail = native_bfloat16(device)
                 reason += f"; {detail}" if native else f"; slow: {detail}"
             elif device_type == "cpu":
                 reason += "; slow: a CPU emulates float16"
@@ -187,6 +187,10 @@ class PrecisionPolicy:
                 "(SOLVER.AMP.FORCE_FP32), or the model turns autocast off itself.\n"
                 "  fix: remove what disables it, or turn SOLVER.AMP off"
             )
+
+    def in_float32(self) -> "PrecisionPolicy":
+        """Return the same policy computing in float32, to compare with."""
+        return dataclasses.replace(self, dtype=torch.float32, reason="for comparison")
 
     def for_evaluation(self, eval_dtype: str) -> "PrecisionPolicy":
         """Return the policy of evaluation under ``SOLVER.AMP.EVAL_DTYPE`` ("same" or "float32")."""

@@ -10,12 +10,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fastamp.amp.buffers import NormalizationBuffers
-from fastamp.amp.health import explain_no_gradient
+from fastamp.amp.health import FirstSteps, check_losses, explain_no_gradient, zero_share
 from fastamp.amp.policy import PrecisionPolicy
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
 
 logger = logging.getLogger(__name__)
+
+TINY_GRAD_NORM = 1e-3
+"""Below this gradients may have been rounded to zero: it is looked at how many of them are."""
 
 Clip = Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]
 
@@ -99,6 +102,8 @@ class StepVerdict:
         clip_coefficient: (), the gradients' norm after clipping over the norm before; None without clipping or
             when not ``ok``. A tensor, so that nobody waits for the device before it is written.
         bad_parameters: names of the parameters whose gradient was not finite, when not ``ok``.
+        zero_share: (), the share of the gradients' elements that are exactly zero, where the norm is below
+            ``TINY_GRAD_NORM``; else None.
     """
 
     ok: bool
@@ -106,6 +111,7 @@ class StepVerdict:
     loss_scale: float
     clip_coefficient: torch.Tensor | None = None
     bad_parameters: list[str] = field(default_factory=list)
+    zero_share: torch.Tensor | None = None
 
 
 class PrecisionFailure(TrainingError):
@@ -159,6 +165,7 @@ class OptimizationStep:
         self.frozen: Sequence[str] = ()
         """Modules that are frozen on purpose: while there are any, some losses may reach no parameter, but not all."""
         self._losses_finite: torch.Tensor | None = None
+        self._first_steps = FirstSteps(self.optimizers)
 
     def begin(self) -> None:
         """Be called before the forward passes of each step."""
@@ -178,7 +185,7 @@ class OptimizationStep:
         Raises:
             TrainingError: no loss, a loss that is no float32 scalar, or one that no parameter reaches.
         """
-        _check_losses(losses, self.frozen)
+        check_losses(losses, frozen=self.frozen, model=None if self._first_steps.over else self.model)
         total = torch.stack(list(losses.values())).sum()
         finite = torch.isfinite(total.detach())
         self._losses_finite = finite if self._losses_finite is None else self._losses_finite & finite
@@ -207,15 +214,25 @@ class OptimizationStep:
             norms = torch.stack(torch._foreach_norm(gradients))
             total_norm = torch.linalg.vector_norm(norms)
             ok_here = (torch.isfinite(total_norm) & self._losses_finite).float()
-            ok_flag, grad_norm = torch.stack([comm.all_reduce_min(ok_here), total_norm]).tolist()
+            flags = [comm.all_reduce_min(ok_here), total_norm]
+            if self._first_steps.pending is not None:
+                flags.append(self._first_steps.pending)
+            ok_flag, grad_norm, *moved = torch.stack(flags).tolist()
+        if moved:
+            self._first_steps.judge(bool(moved[0]))
         ok = bool(ok_flag)
         self._losses_finite = None
         coefficient = None
+        zeros = None
         bad_parameters: list[str] = []
         if ok:
+            if grad_norm < TINY_GRAD_NORM:
+                zeros = zero_share(gradients)
             coefficient = self.clip(gradients, total_norm) if self.clip else None
+            self._first_steps.keep()
             for optimizer in active:
                 optimizer.step()
+            self._first_steps.compare(grad_norm)
             self.skipped_in_a_row = 0
         else:
             self.skipped_total += 1
@@ -228,7 +245,7 @@ class OptimizationStep:
         self.model.zero_grad(set_to_none=True)  # those that no optimizer holds would grow for ever
         if self.scaler:
             self.scaler.update(ok)
-        verdict = StepVerdict(ok, grad_norm, scale, coefficient, bad_parameters)
+        verdict = StepVerdict(ok, grad_norm, scale, coefficient, bad_parameters, zeros)
         if not ok:
             self._report_skip(verdict)
         return verdict
@@ -297,37 +314,3 @@ class OptimizationStep:
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return all parameters that an optimizer holds."""
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _check_losses(losses: dict[str, torch.Tensor], frozen: Sequence[str]) -> None:
-    """Check that there is a loss and that gradients can flow from each, or from one where modules are ``frozen``.
-
-    Raises:
-        TrainingError: as ``OptimizationStep.backward`` says.
-    """
-    if not isinstance(losses, dict) or not losses:
-        raise TrainingError(
-            "the model returned no losses: in training mode it must return a dict of loss name -> scalar.\n"
-            "  fix: name at least one loss in MODEL.LOSSES.NAME"
-        )
-    for name, loss in losses.items():
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise TrainingError(f"loss {name!r} is {shape}, not a scalar tensor.\n  fix: reduce it to its mean")
-        if loss.dtype not in (torch.float32, torch.float64):
-            raise TrainingError(
-                f"loss {name!r} is {loss.dtype}: losses are computed in float32 under any precision policy.\n"
-                "  fix: decorate the loss with fastamp.amp.force_fp32"
-            )
-        if not loss.requires_grad and not frozen:
-            raise TrainingError(
-                f"loss {name!r} is not connected to any parameter: its gradient cannot be computed.\n"
-                "  cause: it was detached or wrapped in a new tensor, or everything before it is frozen.\n"
-                "  fix:   compute it from the model's outputs without .detach(), .item() or torch.tensor()"
-            )
-    if not any(loss.requires_grad for loss in losses.values()):
-        raise TrainingError(
-            f"no loss ({', '.join(losses)}) is connected to a parameter that is trained.\n"
-            f"  cause: what MODEL.FREEZE_LAYERS names ({', '.join(frozen)}) is all that they are computed from.\n"
-            "  fix:   freeze less"
-        )

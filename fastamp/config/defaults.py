@@ -46,11 +46,16 @@ define(
     "Names of the model's parts, e.g. backbone or backbone.layer1, that stand still for SOLVER.FREEZE_ITERS.",
     of=str,
 )
-define("MODEL.PIXEL_MEAN", (123.675, 116.28, 103.53), "Mean of each RGB channel, in 0..255, taken off every image.")
+define(
+    "MODEL.PIXEL_MEAN",
+    (123.675, 116.28, 103.53),
+    "Mean of each channel, in 0..255, taken off every image: INPUT.CHANNELS values, or three of RGB, which for grey "
+    "images become their luma.",
+)
 define(
     "MODEL.PIXEL_STD",
     (58.395, 57.120000000000005, 57.375),
-    "Standard deviation of each RGB channel, in 0..255, that images are divided by.",
+    "Standard deviation of each channel, in 0..255, that images are divided by; given as PIXEL_MEAN is.",
     above=0,
 )
 define("MODEL.QUEUE_SIZE", 8192, "Features kept in the memory bank of the MoCo architecture.")
@@ -169,6 +174,13 @@ define("KD.EMA.MOMENTUM", 0.999, "Share of the old average that each iteration k
 # ---- input
 define("INPUT.SIZE_TRAIN", (256, 128), "Height and width of a training image, in pixels.", low=1, high=8192, length=2)
 define("INPUT.SIZE_TEST", (256, 128), "Height and width of a test image, in pixels.", low=1, high=8192, length=2)
+define(
+    "INPUT.CHANNELS",
+    3,
+    "Channels that images are read with: 1 is grey, 3 RGB, 4 RGBA, whose fourth (a mask, infrared, ...) is 255 where a "
+    "file has none.",
+    choices=(1, 3, 4),
+)
 define("INPUT.FLIP.ENABLED", False, "Mirror training images left to right at random.")
 define("INPUT.FLIP.PROB", 0.5, "Probability of mirroring an image.", low=0, high=1)
 define("INPUT.PADDING.ENABLED", False, "Pad training images, then cut them back to their size at random.")
@@ -186,16 +198,21 @@ define("INPUT.CROP.RATIO", (0.75, 1.3333333333333333), "Smallest and largest wid
 define("INPUT.REA.ENABLED", False, "Random erasing: paint over a random rectangle of training images.")
 define("INPUT.REA.PROB", 0.5, "Probability of erasing in an image.", low=0, high=1)
 define(
-    "INPUT.REA.VALUE", (123.675, 116.28, 103.53), "RGB colour of the rectangle, in 0..255.", low=0, high=255, length=3
+    "INPUT.REA.VALUE",
+    (123.675, 116.28, 103.53),
+    "Colour of the rectangle, in 0..255: INPUT.CHANNELS values, or three of RGB, which for grey images become their "
+    "luma.",
+    low=0,
+    high=255,
 )
-define("INPUT.CJ.ENABLED", False, "Colour jitter on training images.")
+define("INPUT.CJ.ENABLED", False, "Colour jitter on training images; a fourth channel is left alone.")
 define("INPUT.CJ.PROB", 0.5, "Probability of jittering an image.", low=0, high=1)
 define("INPUT.CJ.BRIGHTNESS", 0.15, "Largest relative change of brightness.", low=0)
 define("INPUT.CJ.CONTRAST", 0.15, "Largest relative change of contrast.", low=0)
 define("INPUT.CJ.SATURATION", 0.1, "Largest relative change of saturation.", low=0)
 define("INPUT.CJ.HUE", 0.1, "Largest turn of the hue, as a share of the colour circle.", low=0, high=0.5)
 define("INPUT.AFFINE.ENABLED", False, "Random small rotation, shift, scaling and shear of training images.")
-define("INPUT.AUTOAUG.ENABLED", False, "AutoAugment with the ImageNet policy.")
+define("INPUT.AUTOAUG.ENABLED", False, "AutoAugment with the ImageNet policy, for grey and RGB images.")
 define("INPUT.AUTOAUG.PROB", 0.0, "Probability of applying AutoAugment to an image.", low=0, high=1)
 define("INPUT.AUGMIX.ENABLED", False, "AugMix: mix an image with augmented copies of it.")
 define("INPUT.AUGMIX.PROB", 0.0, "Probability of applying AugMix to an image.")
@@ -375,7 +392,8 @@ define(
 define(
     "SOLVER.AMP.PREFLIGHT",
     "error",
-    "A trial of one batch before the first step; what to do when it fails.",
+    "A trial of the first batch before the first step, with AMP on or off; when it fails: warn, stop (error), or train "
+    "in bfloat16 where that is native, else in float32 (fallback).",
     choices=("off", "warn", "error", "fallback"),
 )
 define(
@@ -389,7 +407,7 @@ define("SOLVER.AMP.BN_GUARD", True, "Restore the buffers of normalization layers
 define(
     "SOLVER.AMP.LOCATE",
     "on_failure",
-    "When to search for the first module that made a non-finite value.",
+    "Search for the first module that made a non-finite value, and write OUTPUT_DIR/amp_crash/, when AMP fails.",
     choices=("on_failure", "off"),
 )
 
@@ -447,8 +465,6 @@ NOT_YET = (
     NotYet("INPUT.CROP.*", only_with="INPUT.CROP.ENABLED"),
     NotYet("INPUT.RPT.*", only_with="INPUT.RPT.ENABLED"),
     NotYet("DATALOADER.SET_WEIGHT"),
-    NotYet("SOLVER.AMP.LOCATE", values=()),
-    NotYet("SOLVER.AMP.PREFLIGHT", values=("fallback",)),
     NotYet("TEST.AQE.*", only_with="TEST.AQE.ENABLED"),
     NotYet("TEST.RERANK.*", only_with="TEST.RERANK.ENABLED"),
     NotYet("TEST.ROC.*", only_with="TEST.ROC.ENABLED"),

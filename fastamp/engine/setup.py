@@ -1,16 +1,20 @@
 """What comes before a run: command-line arguments, the check of the config, the log, the seeds."""
 
 import argparse
+import importlib.util
 import logging
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from fastamp.amp import resolve_device
-from fastamp.config import CfgNode, unsupported_settings
+from fastamp.amp.machine import inspect_machine
+from fastamp.config import CfgNode, per_channel, unsupported_settings
 from fastamp.solver import swa_start
 from fastamp.utils import comm
-from fastamp.utils.env import describe_environment, keep_freed_memory, seed_all
+from fastamp.utils.env import keep_freed_memory, seed_all
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.logger import setup_logger
 
@@ -44,7 +48,10 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
         setup_logger(cfg.OUTPUT_DIR, rank=rank)
     except OSError as error:
         raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} cannot be written to: {error.strerror}") from error
-    logger.info("%s", describe_environment(device))
+    machine = inspect_machine(device, asked=cfg.MODEL.DEVICE)
+    logger.info("%s", "\n".join(machine.lines()))
+    for problem in machine.problems:
+        logger.warning("%s", problem)
     if args is not None:
         logger.info("arguments: %s", args)
     logger.info("config:\n%s", cfg.dump())
@@ -52,6 +59,24 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
         keep_freed_memory()
     seed_all(cfg.SEED + rank)
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK
+
+
+def load_parts(path: str, cfg: CfgNode) -> None:
+    """Run a Python file of the user's that registers parts, and its ``add_config(cfg)``, if it has one.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ConfigError(f"--parts: there is no file {path}")
+    name = f"fastamp_parts_{file}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    if hasattr(sys.modules[name], "add_config"):
+        sys.modules[name].add_config(cfg)
 
 
 def check_config(cfg: CfgNode) -> None:
@@ -67,8 +92,8 @@ def check_config(cfg: CfgNode) -> None:
         raise ConfigError("MODEL.LOSSES.NAME is empty; name at least one loss")
     if cfg.SOLVER.AMP.MIN_SCALE > cfg.SOLVER.AMP.MAX_SCALE:
         raise ConfigError("SOLVER.AMP.MIN_SCALE is above SOLVER.AMP.MAX_SCALE")
-    if not len(cfg.MODEL.PIXEL_MEAN) == len(cfg.MODEL.PIXEL_STD) == 3:
-        raise ConfigError("MODEL.PIXEL_MEAN and MODEL.PIXEL_STD need three values each, for red, green and blue")
+    for name in ("PIXEL_MEAN", "PIXEL_STD"):
+        per_channel(f"MODEL.{name}", cfg.MODEL[name], channels=cfg.INPUT.CHANNELS)
     if not cfg.DATASETS.TESTS:
         raise ConfigError("DATASETS.TESTS is empty; name at least one data set to evaluate on")
     if cfg.SOLVER.EMA.ENABLED and cfg.SOLVER.SWA.ENABLED:

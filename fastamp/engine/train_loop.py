@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fastamp.amp import LossScaler, OptimizationStep, PrecisionFailure, PrecisionPolicy, StepVerdict
-from fastamp.amp.health import check_optimizers
+from fastamp.amp import LossScaler, OptimizationStep, Precautions, PrecisionFailure, PrecisionPolicy, StepVerdict
+from fastamp.amp.health import check_communication, check_optimizers
 from fastamp.amp.policy import dtype_name
 from fastamp.amp.step import Clip
 from fastamp.solver import build_gradient_clipping
@@ -171,6 +171,7 @@ class SimpleTrainer(TrainerBase):
         policy: in which precision the forward pass runs.
         accum_steps: batches whose gradients are averaged for one step.
         on_failure: ``SOLVER.AMP.ON_FAILURE``: the dtype to go on in, once, when the policy's own cannot.
+        precautions: the pre-flight, and what is done when a precision fails; None is nothing of that.
         scaler, clip, max_consecutive_skips, guard_buffers: see ``OptimizationStep``.
     """
 
@@ -183,6 +184,7 @@ class SimpleTrainer(TrainerBase):
         policy: PrecisionPolicy,
         accum_steps: int = 1,
         on_failure: str = "error",
+        precautions: Precautions | None = None,
         scaler: LossScaler | None = None,
         clip: Clip | None = None,
         max_consecutive_skips: int = 25,
@@ -195,6 +197,7 @@ class SimpleTrainer(TrainerBase):
         self.policy = policy
         self.accum_steps = accum_steps
         self.on_failure = on_failure
+        self.precautions = precautions or Precautions()
         self._first_dtype = policy.dtype
         self.batches_per_epoch: int | None = getattr(data_loader, "iters_per_epoch", None)
         self.steps_taken = 0
@@ -223,6 +226,7 @@ class SimpleTrainer(TrainerBase):
             policy=policy,
             accum_steps=cfg.SOLVER.ACCUM_STEPS,
             on_failure=cfg.SOLVER.AMP.ON_FAILURE,
+            precautions=Precautions.from_config(cfg),
             scaler=LossScaler.from_config(cfg, policy),
             clip=build_gradient_clipping(cfg),
             max_consecutive_skips=cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS,
@@ -265,9 +269,12 @@ class SimpleTrainer(TrainerBase):
         for number in range(count):
             batch, seconds = self._next_batch()
             data_time += seconds
+            first = self.iter == self.start_iter and number == 0
+            if first:
+                self.policy = self.precautions.before_first_step(self.step, batch, self.policy, iteration=self.iter)
+            self.precautions.remember(batch, first=number == 0)
             with nullcontext() if number == count - 1 else comm.no_sync(model):
-                check = self.iter == self.start_iter and number == 0
-                with self.policy.checked_autocast() if check else self.policy.autocast():
+                with self.policy.checked_autocast() if first else self.policy.autocast():
                     losses = model(batch)
                 total_loss = self.step.backward(losses, share=1 / count)
             history.append({"total_loss": total_loss} | {name: loss.detach() for name, loss in losses.items()})
@@ -296,7 +303,7 @@ class SimpleTrainer(TrainerBase):
         the last good state.
         """
         try:
-            return self.step.finish()
+            return self.precautions.finish(self.step, self.policy, iteration=self.iter)
         except PrecisionFailure as failure:
             reason = f"fell back from {dtype_name(self.policy.dtype)} at iteration {self.iter}"
             fallback = self.policy.fall_back(self.on_failure, reason)
@@ -328,8 +335,13 @@ class SimpleTrainer(TrainerBase):
             return self.model, False
         trainable = [id(p) for p in self.model.parameters() if p.requires_grad]
         if is_new := self._parallel_model is None or trainable != self._trainable:
-            self._parallel_model, self._trainable = comm.data_parallel(self.model), trainable
+            self._parallel_model, self._trainable = self.wrap_parallel(self.model), trainable
+        check_communication(self._parallel_model, scaled=self.step.scaler is not None)
         return self._parallel_model, is_new
+
+    def wrap_parallel(self, model: nn.Module) -> nn.Module:
+        """Return ``model`` behind DDP; override it to register a communication hook."""
+        return comm.data_parallel(model)
 
     def _check_all_reached(self) -> None:
         """Check that the losses reach every trainable parameter; DDP would wait for the others for ever.

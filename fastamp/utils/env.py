@@ -1,18 +1,15 @@
-"""What machine and which library versions a run has, and its random state."""
+"""What this process has of the machine, cores and memory, and its random state."""
 
 import ctypes
 import os
-import platform
 import random
 import resource
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 import torch
 
-from fastamp import __version__
 from fastamp.utils import comm
 
 
@@ -49,21 +46,6 @@ def keep_freed_memory() -> bool:
     return all(mallopt(name, value) == 1 for name, value in settings)
 
 
-def describe_environment(device: torch.device) -> str:
-    """Return the lines that head a training log."""
-    versions = [f"fastamp {__version__}", f"Python {platform.python_version()}"]
-    for package in ("torch", "torchvision", "numpy"):
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            versions.append(f"{package} unknown")
-    where = f"{platform.system()} {platform.machine()}, {available_cores()} cores"
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        where += f"; {properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-    return f"{', '.join(versions)}\n{where}; device {device}"
-
-
 def seed_all(seed: int) -> None:
     """Seed the global generators of Python, NumPy and PyTorch, which weights and dropout are drawn from."""
     random.seed(seed)
@@ -76,7 +58,7 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the main process's states, and under ``others`` those of the further ranks."""
-        main, *others = comm.gather_objects(_random_state())
+        main, *others = comm.gather_objects(random_state())
         return main | {"others": others}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -86,12 +68,13 @@ class RandomState:
         """
         others = state.get("others", [])
         if comm.get_rank() == 0:
-            _set_random_state(state)
+            set_random_state(state)
         elif len(others) == comm.get_world_size() - 1:
-            _set_random_state(others[comm.get_rank() - 1])
+            set_random_state(others[comm.get_rank() - 1])
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
+    """Return the states of the global generators of Python, NumPy and PyTorch, this process's device included."""
     name, keys, *rest = np.random.get_state()
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -105,7 +88,8 @@ def _random_state() -> dict[str, Any]:
     return state
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any]) -> None:
+    """Continue from a state that ``random_state`` returned."""
     random.setstate(state["python"])
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), int(position), int(has_gauss), gauss))

@@ -37,7 +37,7 @@ def options(output, precision, on_failure, factor="1e6"):
     return tiny.tiny_options(
         output, "MODEL.BACKBONE.NAME", "build_overflowing_backbone", "MODEL.BACKBONE.SIE_COE", factor,
         "SOLVER.AMP", precision, "SOLVER.AMP.ON_FAILURE", on_failure, "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "3",
-        "SOLVER.MAX_EPOCH", "2",
+        "SOLVER.MAX_EPOCH", "2", "SOLVER.AMP.PREFLIGHT", "off",
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def test_off_is_float32_without_autocast():
 
 @pytest.mark.parametrize("native, dtype", [((True, "native"), torch.bfloat16), ((False, "none here"), torch.float32)])
 def test_auto_on_a_cpu(monkeypatch, caplog, native, dtype):
-    monkeypatch.setattr(policy, "_native_bfloat16", lambda device: native)
+    monkeypatch.setattr(policy, "native_bfloat16", lambda device: native)
     monkeypatch.setattr("logging.Logger.propagate", True, raising=False)
     chosen = make(ENABLED=True)
     assert chosen.dtype == dtype
@@ -40,8 +40,8 @@ def test_auto_on_a_cpu(monkeypatch, caplog, native, dtype):
 
 @pytest.mark.parametrize("native, dtype", [(True, torch.bfloat16), (False, torch.float16)])
 def test_auto_on_cuda(monkeypatch, native, dtype):
-    monkeypatch.setattr(policy, "_native_bfloat16", lambda device: (native, "a reason"))
-    assert policy._auto_dtype(torch.device("cuda"))[0] == dtype
+    monkeypatch.setattr(policy, "native_bfloat16", lambda device: (native, "a reason"))
+    assert policy.auto_dtype(torch.device("cuda"))[0] == dtype
 
 
 @pytest.mark.parametrize("name, dtype", [("bfloat16", torch.bfloat16), ("float16", torch.float16)])

@@ -20,11 +20,12 @@ from tabulate import tabulate
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, resolve_device
+from fastamp.amp.machine import inspect_machine
 from fastamp.config import get_cfg
 from fastamp.engine import TRAINER_REGISTRY
 from fastamp.modeling import build_model
 from fastamp.solver import build_optimizer
-from fastamp.utils.env import describe_environment, keep_freed_memory, peak_memory_mb
+from fastamp.utils.env import keep_freed_memory, peak_memory_mb
 
 RECIPE = Path(__file__).parents[2] / "configs/Market1501/bagtricks_R50.yml"
 VARIANTS = ("float32", "amp", "plain float32", "plain amp", "plain amp channels_last")
@@ -36,6 +37,7 @@ def config(args: argparse.Namespace, *, amp: bool) -> Any:
     cfg = get_cfg()
     cfg.merge_from_file(str(RECIPE))
     cfg.merge_from_list(["MODEL.BACKBONE.PRETRAIN", "False", "MODEL.DEVICE", args.device, "SOLVER.AMP", str(amp)])
+    cfg.merge_from_list(["SOLVER.AMP.PREFLIGHT", "off"])  # of a run, not of a step
     cfg.merge_from_list(["MODEL.HEADS.NUM_CLASSES", str(NUM_CLASSES)])
     return cfg
 
@@ -154,7 +156,7 @@ def main() -> None:
     if args.variant:
         print(json.dumps(measure(args)))
         return
-    print(describe_environment(resolve_device(args.device)), file=sys.stderr)
+    print(*inspect_machine(resolve_device(args.device), asked=args.device).lines(), sep="\n", file=sys.stderr)
     results: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
     for round_number in range(args.rounds):
         for variant in VARIANTS:

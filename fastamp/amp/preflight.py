@@ -1,0 +1,320 @@
+"""A trial of the first batch before the first step: is the model sound in float32, and does the precision hold it?"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastamp.amp.locate import Location, all_finite, largest_finite_scale, locate, locate_in_evaluation
+from fastamp.amp.policy import PrecisionPolicy, dtype_name
+from fastamp.amp.rehearsal import Rehearsal, TrainPass
+from fastamp.amp.step import LossScaler
+from fastamp.utils import comm
+from fastamp.utils.errors import TrainingError, UserError
+
+LOWEST_COSINE = 0.9
+"""A mean cosine between a trained model's embeddings in the two precisions below this is a failure: ranking would be
+another one."""
+
+
+@dataclass
+class PreflightReport:
+    """What the trial of one batch has shown.
+
+    Attributes:
+        policy: the precision that was tried.
+        problem: why the run should not begin; empty when it can.
+        in_float32: whether the problem is one of float32 too, so that the precision is not to blame.
+        location: where the first value that is not finite was made, if there was one.
+        losses: loss name -> (value in float32, value under the policy).
+        loss_scale: the largest one up to the first with finite gradients; None without loss scaling.
+        cosine: (mean, lowest) cosine between the embeddings under the policy and in float32; None when not compared.
+        unreached: trainable parameters that no loss reaches.
+        images: how many were compared with float32, and how many the batch has.
+    """
+
+    policy: PrecisionPolicy
+    problem: str = ""
+    in_float32: bool = False
+    location: Location | None = None
+    losses: dict[str, tuple[float, float]] = field(default_factory=dict)
+    loss_scale: float | None = None
+    cosine: tuple[float, float] | None = None
+    unreached: list[str] = field(default_factory=list)
+    images: tuple[int, int] = (0, 0)
+
+    def describe(self) -> str:
+        """Return a line or a few for the log."""
+        parts = [f"{name} {low:.4g} (float32 {reference:.4g})" for name, (reference, low) in self.losses.items()]
+        if not self.policy.enabled:
+            parts = [f"{name} {reference:.4g}" for name, (reference, _) in self.losses.items()]
+        if self.loss_scale is not None:
+            parts.append(f"loss scale {self.loss_scale:g}")
+        if self.cosine is not None:
+            parts.append(f"embedding cosine to float32 {self.cosine[0]:.5f} (lowest {self.cosine[1]:.5f})")
+        if self.images[0] != self.images[1]:
+            parts.append(f"float32 on {self.images[0]} of {self.images[1]} images, for want of memory")
+        verdict = "failed" if self.problem else "passed"
+        text = f"pre-flight {verdict} in {dtype_name(self.policy.dtype)}: {', '.join(parts)}".removesuffix(": ")
+        if self.unreached:
+            text += f"\nno loss reaches {len(self.unreached)} trainable parameters: {', '.join(self.unreached[:5])}"
+            text += ", ..." if len(self.unreached) > 5 else ""
+        return text + (f"\n{self.problem}" if self.problem else "")
+
+
+def preflight(
+    model: nn.Module,
+    batch: dict[str, Any],
+    *,
+    policy: PrecisionPolicy,
+    eval_policy: PrecisionPolicy | None = None,
+    scaler: LossScaler | None = None,
+    frozen: tuple[str, ...] = (),
+) -> PreflightReport:
+    """Try one batch: in float32 first, then under the policy; in training, then in evaluation.
+
+    A model that fails in float32 is reported as that. Under the policy losses and gradients must be finite, the latter
+    at some loss scale, and the embeddings must point where float32's do. Buffers, gradients, modes and random states
+    are afterwards what they were, bit for bit.
+
+    Args:
+        model: in training mode, with what is frozen frozen.
+        batch: a real one of the run.
+        policy, eval_policy: the precision of training and that of evaluation; None is the same.
+        scaler: the loss scaling of float16; nothing is changed in it.
+        frozen: modules that are frozen on purpose.
+
+    Raises:
+        TrainingError: the losses could train nothing; memory ran out; the model raised an error in float32.
+        UserError: the model's own.
+    """
+    report = PreflightReport(policy)
+    size = _batch_size(batch)
+    count, reference, features = _in_float32(model, batch, size, policy, frozen)
+    report.images = (count, size)
+    report.losses = {name: (value, value) for name, value in reference.losses.items()}
+    report.unreached = [
+        name for name, p in model.named_parameters() if p.requires_grad and name not in reference.gradients
+    ]
+    reference.gradients.clear()
+    part = _part(batch, count, size)
+    if comm.any_rank(not reference.finite or not all_finite(features)):
+        report.in_float32 = True
+        with Rehearsal(model, part, frozen=frozen) as rehearsal:
+            report.location = locate(rehearsal, policy.in_float32())
+            if report.location is None and reference.finite:
+                report.location = locate_in_evaluation(rehearsal, policy.in_float32())
+        report.problem = _float32_problem(reference, report.location)
+        return report
+    if policy.enabled:
+        with Rehearsal(model, batch, frozen=frozen) as rehearsal:
+            _try_training(report, rehearsal, scaler)
+    eval_policy = eval_policy or policy
+    if eval_policy.enabled and not report.problem:
+        with Rehearsal(model, part, frozen=frozen) as rehearsal:
+            _compare_embeddings(report, rehearsal, eval_policy, features)
+    return report
+
+
+def _in_float32(
+    model: nn.Module, batch: dict[str, Any], size: int, policy: PrecisionPolicy, frozen: tuple[str, ...]
+) -> tuple[int, TrainPass, Any]:
+    """Return on how many images float32 was run, its training pass, and what it returned in evaluation.
+
+    A batch that fits into memory in low precision alone is cut in half until it fits in float32 too.
+    """
+    count = size
+    while True:
+        with Rehearsal(model, _part(batch, count, size), frozen=frozen) as rehearsal, _Stage(model, "float32") as stage:
+            try:
+                reference = rehearsal.train(policy.in_float32())
+                return count, reference, rehearsal.evaluate(policy.in_float32())
+            except Exception as error:
+                if not (is_out_of_memory(error) and policy.enabled and count >= 8):
+                    stage.explain(error, rehearsal.batch)
+        count //= 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _compare_embeddings(report: PreflightReport, rehearsal: Rehearsal, policy: PrecisionPolicy, features: Any) -> None:
+    """Note how far the embeddings under the evaluation's policy are from float32's."""
+    with _Stage(rehearsal.model, dtype_name(policy.dtype)) as stage:
+        try:
+            low = rehearsal.evaluate(policy)
+        except Exception as error:
+            stage.explain(error, rehearsal.batch)
+    if comm.any_rank(not all_finite(low)):
+        report.location = locate_in_evaluation(rehearsal, policy)
+        report.problem = (
+            f"in evaluation the model's features are not finite in {dtype_name(policy.dtype)}; in float32 they are.\n"
+            + (report.location.describe() if report.location else "found on another process")
+            + "\n  or:    SOLVER.AMP.EVAL_DTYPE float32, to evaluate in float32"
+        )
+    elif isinstance(low, torch.Tensor) and low.dim() == 2:
+        cosine = F.cosine_similarity(low, features, dim=1)
+        report.cosine = (float(cosine.mean()), float(cosine.min()))
+        vanished = bool((~low.any(dim=1) & features.any(dim=1)).any())
+        wrong = vanished or (report.cosine[0] < LOWEST_COSINE and not rehearsal.untrained)
+        if comm.any_rank(wrong):
+            found = "some are all zero" if vanished else f"mean cosine {report.cosine[0]:.3f}, below {LOWEST_COSINE}"
+            report.problem = (
+                f"the embeddings in {dtype_name(policy.dtype)} are others than float32's: {found}.\n"
+                "  cause: some layers lose too much precision.\n"
+                "  fix:   tools/amp_doctor.py shows which ones, and the SOLVER.AMP.FORCE_FP32 that they need"
+            )
+
+
+def _try_training(report: PreflightReport, rehearsal: Rehearsal, scaler: LossScaler | None) -> None:
+    """Note the losses under the policy, and the largest loss scale with finite gradients."""
+    policy = report.policy
+    scale = scaler.scale if scaler else 1.0
+    with _Stage(rehearsal.model, dtype_name(policy.dtype)) as stage:
+        try:
+            low = rehearsal.train(policy, scale=scale)
+        except Exception as error:
+            stage.explain(error, rehearsal.batch)
+    report.losses = {name: (value, low.losses[name]) for name, (value, _) in report.losses.items()}
+    low.gradients.clear()
+    bad_loss, bad = comm.any_rank(bool(low.bad_losses)), comm.any_rank(not low.finite)
+    if not bad:
+        report.loss_scale = scale if scaler else None
+        return
+    if scaler and not bad_loss:
+        found = largest_finite_scale(rehearsal, policy, scale)
+        if found is not None and found >= scaler.min_scale:
+            report.loss_scale = found
+            return
+    report.location = locate(rehearsal, policy, scale=scale)
+    names = low.bad_losses or low.bad_gradients
+    what = "losses" if low.bad_losses else "gradients"
+    whatever = ", whatever the loss scale from SOLVER.AMP.MIN_SCALE on" if scaler and not low.bad_losses else ""
+    report.problem = (
+        f"in {dtype_name(policy.dtype)} {len(names)} {what} are not finite{whatever}, e.g. {', '.join(names[:3])}; in "
+        "float32 all are.\n" + (report.location.describe() if report.location else "found on another process")
+    )
+
+
+def _float32_problem(reference: TrainPass, location: Location | None) -> str:
+    names = reference.bad_losses or reference.bad_gradients
+    what = "losses" if reference.bad_losses else "gradients" if reference.bad_gradients else "features in evaluation"
+    found = f"{len(names)} {what} are not finite, e.g. {', '.join(names[:3])}" if names else f"{what} are not finite"
+    return (
+        "on the first training batch the model is broken in float32 already: an error of the model or of the data, not "
+        f"of mixed precision.\n  found: {found}\n" + (location.describe() if location else "  found on another process")
+    )
+
+
+class _Stage:
+    """Knows in which module an error was raised.
+
+    Args:
+        model: the model.
+        precision: name of the dtype that it computes in.
+    """
+
+    def __init__(self, model: nn.Module, precision: str) -> None:
+        self.model = model
+        self.precision = precision
+        self._inside: list[tuple[str, nn.Module, Any]] = []
+
+    def __enter__(self) -> "_Stage":
+        self._handles = []
+        for name, module in self.model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(self._enter(name)))
+            self._handles.append(module.register_forward_hook(self._leave))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
+        return lambda module, args: self._inside.append((name, module, args))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside.pop()
+
+    def explain(self, error: Exception, batch: dict[str, Any]) -> None:
+        """Raise what a user should read instead of ``error``, or ``error`` itself where it is for users already.
+
+        Raises:
+            TrainingError: always, but for a ``UserError``.
+        """
+        if isinstance(error, UserError):
+            raise error
+        name, module, args = self._inside[-1] if self._inside else ("", self.model, ())
+        where = f"{name or 'the model itself'} ({type(module).__name__})" if self._inside else "the backward pass"
+        shapes = ", ".join(f"{key} {tuple(v.shape)} {dtype_name(v.dtype)}" for key, v in batch.items() if _is_tensor(v))
+        found = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        if is_out_of_memory(error):
+            raise TrainingError(
+                f"out of memory in the pre-flight, in {self.precision}, in {where}.\n  batch: {shapes}\n"
+                f"  found: {found}\n"
+                "  fix:   a smaller SOLVER.IMS_PER_BATCH (and SOLVER.ACCUM_STEPS for as many images a step), or "
+                "INPUT.SIZE_TRAIN"
+            ) from error
+        blame = "an error of the model or of the data, not of mixed precision"
+        if self.precision != "float32":
+            blame = "and not in float32: a part of the model does not take this precision"
+        raise TrainingError(
+            f"the model fails on the first training batch in {self.precision}: {blame}.\n"
+            f"  found: {found}\n"
+            f"  where: {where}, {_line_of(error)}\n"
+            f"  batch: {shapes}\n"
+            f"{_channels_hint(module, args)}"
+            "  (SOLVER.AMP.PREFLIGHT off shows the whole traceback)"
+        ) from error
+
+
+def _channels_hint(module: nn.Module, args: Any) -> str:
+    """Return a line when a convolution was given another number of channels than it takes."""
+    image = args[0] if args and isinstance(args[0], torch.Tensor) else None
+    takes = getattr(module, "in_channels", None)
+    if image is None or takes is None or image.dim() != 4 or image.shape[1] == takes:
+        return ""
+    return (
+        f"  cause: it takes {takes} channels and was given {image.shape[1]}.\n"
+        "  fix:   INPUT.CHANNELS is what images are read as: it and the model's first convolution must agree\n"
+    )
+
+
+def _line_of(error: Exception) -> str:
+    """Return the innermost line that is not PyTorch's own."""
+    frame, found = error.__traceback__, None
+    while frame is not None:
+        path = frame.tb_frame.f_code.co_filename
+        if "/torch/" not in path.replace("\\", "/"):
+            found = f"{path}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    return found or "an unknown line"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether ``error`` says that the memory of a device or of the machine is used up."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("out of memory", "can't allocate memory", "not enough memory")
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _batch_size(batch: dict[str, Any]) -> int:
+    sizes = [len(value) for value in batch.values() if _is_tensor(value) and value.dim()]
+    return max(sizes, default=1)
+
+
+def _part(batch: dict[str, Any], count: int, size: int) -> dict[str, Any]:
+    """Return the first ``count`` of the batch's ``size`` images."""
+    if count == size:
+        return batch
+    sliceable = {key for key, v in batch.items() if isinstance(v, (torch.Tensor, list, tuple)) and len(v) == size}
+    return {key: value[:count] if key in sliceable else value for key, value in batch.items()}

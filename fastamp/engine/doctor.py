@@ -1,0 +1,188 @@
+"""The examination of a model's mixed precision on its own data."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fastamp.amp import PrecisionPolicy
+from fastamp.amp.doctor import (
+    check_soundness,
+    forced,
+    lost_gradients,
+    measure_cost,
+    measure_layers,
+    safe_loss_scale,
+    search_force_fp32,
+)
+from fastamp.amp.machine import inspect_machine
+from fastamp.amp.policy import dtype_name
+from fastamp.amp.preflight import preflight
+from fastamp.amp.rehearsal import Rehearsal
+from fastamp.config import CfgNode
+from fastamp.engine.defaults import DefaultTrainer
+from fastamp.engine.diagnosis import Diagnosis, Examination
+from fastamp.evaluation import ReidEvaluator, inference_on_dataset
+from fastamp.utils.checkpoint import Checkpointer
+from fastamp.utils.progress import ProgressBar, format_duration
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 16, max_images: int = 512) -> Diagnosis:
+    """Examine the model of ``cfg``, with ``MODEL.WEIGHTS`` where those are given, on its own data.
+
+    Args:
+        cfg: a checked config.
+        dtypes: the low precisions to examine.
+        batch_size: training images that are looked at, from the first batch.
+        max_images: test images that are ranked; of a larger test set whole identities are taken.
+
+    Raises:
+        UserError: config, data or weights are wrong; memory ran out.
+    """
+    loader = DefaultTrainer.build_train_loader(cfg)
+    cfg = DefaultTrainer.auto_scale_hyperparams(cfg, loader.dataset.num_classes)
+    test_loader, num_query = DefaultTrainer.build_test_loader(cfg, cfg.DATASETS.TESTS[0])
+    model = DefaultTrainer.build_model(cfg)
+    if cfg.MODEL.WEIGHTS:
+        Checkpointer(model, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH).load(cfg.MODEL.WEIGHTS)
+    model.train()
+    device = next(model.parameters()).device
+    asked = bool(cfg.SOLVER.AMP.ENABLED)
+    policy = PrecisionPolicy.from_config(_enabled(cfg), device)
+    machine = inspect_machine(device, asked=cfg.MODEL.DEVICE)
+    batch = {key: value[:batch_size] for key, value in next(iter(loader)).items()}
+    progress = _Progress(2 + 5 * len(dtypes))
+    reference = progress("float32: first batch", lambda: preflight(model, batch, policy=policy.in_float32()))
+    diagnosis = Diagnosis(
+        policy=policy,
+        asked=asked,
+        problem=reference.problem,
+        float32=Examination("float32"),
+        low=[],
+        force_fp32=list(cfg.SOLVER.AMP.FORCE_FP32),
+        init_scale=cfg.SOLVER.AMP.INIT_SCALE,
+        images=(0, 0),
+        untrained=not (cfg.MODEL.WEIGHTS or cfg.MODEL.BACKBONE.PRETRAIN),
+        machine=machine.as_dict(),
+    )
+    if reference.problem:
+        return diagnosis
+    batches, queries, diagnosis.images = _ranked_part(test_loader, num_query, max_images, cfg.TEST.IMS_PER_BATCH)
+
+    def rank(precision: PrecisionPolicy) -> dict[str, float]:
+        metrics = inference_on_dataset(model, batches, ReidEvaluator(cfg, queries), policy=precision)
+        return {key: metrics[key] for key in ("mAP", "Rank-1")}
+
+    with Rehearsal(model, batch) as rehearsal:
+        diagnosis.float32.cost = measure_cost(rehearsal, policy.in_float32())
+        features = rehearsal.evaluate(policy.in_float32())
+    diagnosis.float32.metrics = progress("float32: ranking", lambda: rank(policy.in_float32()))
+    for dtype in dtypes:
+        low = dataclasses.replace(policy, dtype=dtype, reason="examined")
+        support = machine.support.get(dtype_name(dtype))
+        if support and support.state == "no":
+            diagnosis.low.append(Examination(dtype_name(dtype), refused=support.reason))
+            continue
+        diagnosis.low.append(_examine(model, batch, low, features, cfg, rank, progress))
+    progress.close()
+    return diagnosis
+
+
+def _examine(
+    model: nn.Module,
+    batch: dict[str, Any],
+    policy: PrecisionPolicy,
+    features: Any,
+    cfg: CfgNode,
+    rank: Callable[[PrecisionPolicy], dict[str, float]],
+    progress: "_Progress",
+) -> Examination:
+    """Examine one low precision."""
+    found = Examination(dtype_name(policy.dtype))
+    amp = cfg.SOLVER.AMP
+    with Rehearsal(model, batch) as rehearsal:
+        state = progress(f"{found.dtype}: first batch", lambda: check_soundness(rehearsal, policy, features=features))
+        if not state.sound:
+            found.failure = state.location.describe() if state.location else f"embedding cosine {state.cosine:.3f}"
+            logger.info("%s: %s", found.dtype, found.failure)
+        found.force_fp32 = progress(
+            f"{found.dtype}: search for modules that must be float32",
+            lambda: search_force_fp32(
+                rehearsal, policy, features=features, report=lambda text: logger.info("%s", text)
+            ),
+        )
+        found.layers = progress(f"{found.dtype}: layers", lambda: measure_layers(rehearsal, policy))
+        found.cost = measure_cost(rehearsal, policy)
+        with forced(model, found.force_fp32 or []):
+            found.loss_scale = progress(
+                f"{found.dtype}: loss scale", lambda: safe_loss_scale(rehearsal, policy, up_to=amp.MAX_SCALE)
+            )
+            scale = min(amp.INIT_SCALE, found.loss_scale) if found.loss_scale else 1.0
+            counts = lost_gradients(rehearsal, policy, scale=scale).values()
+            found.zero_share = sum(lost for lost, _ in counts) / max(1, sum(total for _, total in counts))
+            found.cosine = check_soundness(rehearsal, policy, features=features).cosine
+    if found.force_fp32 is not None:
+        with forced(model, found.force_fp32):
+            found.metrics = progress(f"{found.dtype}: ranking", lambda: rank(policy))
+    return found
+
+
+def _enabled(cfg: CfgNode) -> CfgNode:
+    """Return the config with AMP on."""
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.SOLVER.AMP.ENABLED = True
+    cfg.freeze()
+    return cfg
+
+
+def _ranked_part(
+    loader: Any, num_query: int, max_images: int, batch_size: int
+) -> tuple[list[dict[str, Any]], int, tuple[int, int]]:
+    """Return batches of whole identities of the test set, the number of queries in them, and (images, of all)."""
+    dataset = loader.dataset
+    total = len(dataset)
+    chosen = list(range(total))
+    if 0 < max_images < total:
+        chosen = []
+        by_identity: dict[int, list[int]] = {}
+        for index, label in enumerate(dataset.labels):
+            by_identity.setdefault(label, []).append(index)
+        for label in dict.fromkeys(dataset.labels[:num_query]):
+            if chosen and len(chosen) + len(by_identity[label]) > max_images:
+                break
+            chosen += by_identity[label]
+        chosen.sort()
+    starts = range(0, len(chosen), batch_size)
+    batches = [dataset.__getitems__([(0, i, i) for i in chosen[start : start + batch_size]]) for start in starts]
+    return batches, sum(index < num_query for index in chosen), (len(chosen), total)
+
+
+class _Progress:
+    """Says what is being done, and how long the rest may take.
+
+    Args:
+        total: number of steps.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._bar = ProgressBar(total, "examining")
+
+    def __call__(self, title: str, work: Callable[[], T]) -> T:
+        left = self._bar.seconds_left()
+        eta = f", about {format_duration(left)} left" if left < float("inf") else ""
+        logger.info("[%d/%d] %s%s", self._bar.done + 1, self._bar.total, title, eta)
+        result = work()
+        self._bar.update(self._bar.done + 1)
+        return result
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.close()

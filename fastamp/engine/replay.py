@@ -1,0 +1,74 @@
+"""Replay a step whose precision failed, from its crash file."""
+
+import logging
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from fastamp.amp import PrecisionPolicy, resolve_device
+from fastamp.amp.crash import Crash
+from fastamp.amp.locate import all_finite, locate, locate_in_evaluation
+from fastamp.amp.rehearsal import Rehearsal
+from fastamp.config import CfgNode, get_cfg
+from fastamp.engine.defaults import DefaultTrainer
+from fastamp.engine.setup import check_config, load_parts
+
+logger = logging.getLogger(__name__)
+
+
+def replay(path: str, opts: Sequence[str] = (), *, parts: str = "") -> bool:
+    """Replay a crash file, print what comes out beside what was recorded, and where it goes wrong.
+
+    Args:
+        path: the file, or the folder ``amp_crash``, whose newest file is meant.
+        opts: KEY VALUE pairs over the run's config, to try a cure on the very step: ``SOLVER.AMP.FORCE_FP32``,
+            ``SOLVER.AMP bf16``, ``SOLVER.AMP.INIT_SCALE``, ``MODEL.DEVICE``.
+        parts: a file that registers the model's own parts, see ``load_parts``.
+
+    Returns:
+        Whether all values are finite now.
+
+    Raises:
+        UserError: the file, an option or the config is wrong, or the model is another one.
+    """
+    crash = Crash.read(path)
+    cfg = get_cfg()
+    if parts:
+        load_parts(parts, cfg)
+    cfg.merge_from_other_cfg(CfgNode.load_cfg(crash.config))
+    cfg.merge_from_list(["MODEL.BACKBONE.PRETRAIN", "False", "MODEL.WEIGHTS", "", *opts])
+    cfg.freeze()
+    check_config(cfg)
+    device = resolve_device(cfg.MODEL.DEVICE)
+    model = DefaultTrainer.build_model(cfg)
+    crash.restore(model)
+    keys = set(opts[::2])
+    policy = crash.precision(device)
+    if keys & {"SOLVER.AMP", "SOLVER.AMP.ENABLED", "SOLVER.AMP.DTYPE", "SOLVER.AMP_ENABLED"}:
+        policy = PrecisionPolicy.from_config(cfg, device)
+    policy.apply_tf32()
+    scale = cfg.SOLVER.AMP.INIT_SCALE if "SOLVER.AMP.INIT_SCALE" in keys else crash.loss_scale
+    scale = scale if policy.needs_loss_scaling else 1.0
+    logger.info(
+        "replaying iteration %d of rank %d, %s, loss scale %g", crash.iteration, crash.rank, policy.describe(), scale
+    )
+    batch = crash.micro_batch
+    with Rehearsal(model, batch.batch, random=batch.random, frozen=tuple(crash.frozen_layers)) as rehearsal:
+        reference = rehearsal.train(policy.in_float32())
+        now = rehearsal.train(policy, scale=scale)
+        location = locate(rehearsal, policy, scale=scale)
+        evaluates = all_finite(rehearsal.evaluate(policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)))
+        if location is None and not evaluates:
+            location = locate_in_evaluation(rehearsal, policy)
+    rows = [
+        (name, f"{crash.losses.get(name, float('nan')):.8g}", f"{value:.8g}", f"{reference.losses[name]:.8g}")
+        for name, value in now.losses.items()
+    ]
+    logger.info("%s", tabulate(rows, headers=["", "recorded", "now", "float32"], disable_numparse=True))
+    total = sum(p.requires_grad for p in model.parameters())
+    logger.info("gradients that are not finite: %d of %d", len(now.bad_gradients), total)
+    if location:
+        logger.info("%s", location.describe())
+    finite = now.finite and evaluates
+    logger.info("%s", "all values are finite" if finite else "reproduced: values are not finite")
+    return finite

@@ -1,0 +1,30 @@
+#!/usr/bin/env python
+"""Replay a step whose precision failed: amp_replay.py OUTPUT_DIR/amp_crash [KEY VALUE ...].
+
+Exit code 0 when all values are finite, e.g. under the KEY VALUE cure that was tried; 1 while they are not; 2 when the
+file or an option is wrong.
+"""
+
+import argparse
+import sys
+
+from fastamp.engine import run_command_line
+from fastamp.engine.replay import replay
+from fastamp.utils.logger import setup_logger
+
+
+def cli(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("crash", metavar="CRASH", help="a crash file, or the folder amp_crash, whose newest is meant")
+    parser.add_argument("--parts", default="", metavar="FILE", help="Python file that registers parts of your own")
+    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and values to try")
+    args = parser.parse_args(argv)
+    setup_logger()
+    outcome: list[bool] = []
+    code = run_command_line(lambda: outcome.append(replay(args.crash, args.opts, parts=args.parts)))
+    return code or int(not outcome[0])
+
+
+if __name__ == "__main__":
+    sys.exit(cli())
