@@ -24,7 +24,7 @@ from fastamp.utils.errors import ConfigError
 logger = logging.getLogger("fastamp.plain_train_net")
 
 LEFT_OUT = ["SOLVER.TRAINER", "SOLVER.ACCUM_STEPS", "SOLVER.FREEZE_ITERS", "SOLVER.EMA", "SOLVER.SWA"]
-LEFT_OUT += ["SOLVER.AMP.ON_FAILURE", "TEST.PRECISE_BN"]
+LEFT_OUT += ["SOLVER.AMP.ON_FAILURE", "LOG_ACTIVATIONS", "TEST.PRECISE_BN"]
 
 
 class Progress(dict):

@@ -63,6 +63,7 @@ def measure_layers(rehearsal: Rehearsal, policy: PrecisionPolicy, *, scale: floa
         policy: the low precision.
         scale: the loss scale for the gradients.
     """
+    rehearsal.prepare_evaluation()
     reference = _Outputs(rehearsal.model, beside=policy)
     with reference.watching():
         rehearsal.evaluate(policy.in_float32())

@@ -146,6 +146,10 @@ class Rehearsal:
         """
         return bool(self._first_statistics())
 
+    def prepare_evaluation(self) -> None:
+        """Do now what ``evaluate`` needs a forward pass of its own for, so that who watches sees one pass alone."""
+        self._first_statistics()
+
     @torch.no_grad()
     def _first_statistics(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (buffer, this batch's float32 value) of the normalization layers that have seen no batch yet."""

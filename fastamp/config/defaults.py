@@ -21,6 +21,11 @@ def define(path: str, default: Any, meaning: str, **options: Any) -> None:
 define("OUTPUT_DIR", "logs/", "Folder for the config, logs, metrics and checkpoints of the run.")
 define("SEED", 0, "Seed of every random draw: initial weights, sampling, augmentation.", low=0)
 define("LOG_PERIOD", 50, "Iterations between two lines of the log, metrics.json and TensorBoard.", low=1)
+define(
+    "LOG_ACTIVATIONS",
+    False,
+    "Report the largest activation, its layer and its share of the dtype's limit, once a log period.",
+)
 define("CUDNN_BENCHMARK", False, "Let cuDNN time its algorithms and keep the fastest; pays where sizes are constant.")
 
 # ---- model
@@ -410,7 +415,6 @@ define(
     "Search for the first module that made a non-finite value, and write OUTPUT_DIR/amp_crash/, when AMP fails.",
     choices=("on_failure", "off"),
 )
-
 # ---- evaluation
 define("TEST.EVAL_PERIOD", 20, "Epochs between two evaluations; the last epoch always has one.", low=1)
 define("TEST.IMS_PER_BATCH", 64, "Images of one test batch, over all ranks.", low=1)

@@ -185,6 +185,8 @@ class DefaultTrainer:
             build.append(hooks.EMA(self.average, cfg.SOLVER.EMA.DECAY))
         if cfg.SOLVER.SWA.ENABLED:
             build.append(hooks.SWA(self.average, start=swa_start(cfg), period=cfg.SOLVER.SWA.PERIOD))
+        if cfg.LOG_ACTIVATIONS:
+            build.append(hooks.ActivationMonitor(self.model, cfg.LOG_PERIOD))
         return [
             *build,
             hooks.PeriodicWriter(

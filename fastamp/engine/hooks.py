@@ -15,6 +15,7 @@ import torch
 from fastamp.engine.averaging import EMA, SWA
 from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.engine.freezing import FreezeLayers
+from fastamp.engine.monitors import ActivationMonitor
 from fastamp.engine.train_loop import HookBase
 from fastamp.solver import LearningRateSchedule
 from fastamp.utils import comm
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 __all__ = [
     "EMA",
     "SWA",
+    "ActivationMonitor",
     "EvalHook",
     "FreezeLayers",
     "HookBase",
@@ -227,6 +229,11 @@ def console_line(done: int, total: int, metrics: dict[str, Any]) -> str:
     if "clip_coefficient" in metrics:
         parts.append(f"clip {metrics['clip_coefficient']:.2f}")
     parts.append(f"scale {metrics['loss_scale']:g}")
+    if "zero_gradients" in metrics:
+        parts.append(f"zero gradients {100 * metrics['zero_gradients']:.3g} %")
+    if "largest_activation" in metrics:
+        share = f"{100 * metrics['activation_limit_share']:.2g} % of the limit"
+        parts.append(f"activation {metrics['largest_activation']:.3g} ({share}, {metrics['largest_activation_layer']})")
     skipped = f"skipped {metrics['skipped_total']}"
     parts.append(f"{skipped} ({metrics['skipped_in_a_row']} in a row)" if metrics["skipped_in_a_row"] else skipped)
     parts.append(f"lr {metrics['lr']:.2e}")

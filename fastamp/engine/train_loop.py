@@ -289,6 +289,9 @@ class SimpleTrainer(TrainerBase):
             self.metrics.average(grad_norm=verdict.grad_norm)
             if verdict.clip_coefficient is not None:
                 self.metrics.average(clip_coefficient=verdict.clip_coefficient)
+            if verdict.zero_share is not None:
+                self.metrics.average(zero_gradients=verdict.zero_share)
+        self.metrics.average(skip_ratio=float(not verdict.ok))
         self.metrics.latest(
             loss_scale=verdict.loss_scale,
             skipped_total=self.step.skipped_total,

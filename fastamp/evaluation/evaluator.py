@@ -1,5 +1,6 @@
 """Run a model over a test set under one precision policy."""
 
+import itertools
 import logging
 import time
 from collections.abc import Iterable
@@ -9,7 +10,11 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
+from fastamp.amp.locate import locate_in_evaluation
+from fastamp.amp.policy import dtype_name
+from fastamp.amp.rehearsal import Rehearsal
 from fastamp.utils import comm
+from fastamp.utils.errors import TrainingError
 from fastamp.utils.progress import format_duration, track
 
 logger = logging.getLogger(__name__)
@@ -49,18 +54,28 @@ def inference_on_dataset(
 
     Returns:
         The evaluator's metrics; an empty dict on ranks other than 0.
+
+    Raises:
+        TrainingError: features are not finite; with the layer where that began.
     """
     policy = policy or PrecisionPolicy(next(model.parameters()).device.type, torch.float32, "no policy given")
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     evaluator.reset()
     start, images = time.perf_counter(), 0
+    finite = []
     try:
         with torch.inference_mode():
             for batch in track(data_loader, len(data_loader), "evaluating"):
                 features = _features(model, batch, policy, flip_test)
+                finite.append(torch.isfinite(features).all())
                 evaluator.process(batch, features)
                 images += len(features)
+        # Read once, at the end: the loop need not wait for it.
+        flags = torch.stack(finite).tolist() if finite else []
+        bad = flags.index(False) if False in flags else None
+        if comm.any_rank(bad is not None):
+            raise TrainingError(_explain_not_finite(model, data_loader, bad, policy))
     finally:
         for module, mode in was_training.items():
             module.training = mode
@@ -79,3 +94,23 @@ def _features(model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy, 
     mirrored = batch | {"images": batch["images"].flip(3)}
     with policy.autocast():
         return (features + model(mirrored).float()) / 2
+
+
+def _explain_not_finite(
+    model: nn.Module, data_loader: Iterable[dict[str, Any]], number: int | None, policy: PrecisionPolicy
+) -> str:
+    """Return the message about batch ``number``, the first whose features are not finite; None is another rank's."""
+    name = dtype_name(policy.dtype)
+    location, where = None, "another process's"
+    if number is not None:
+        batch = next(itertools.islice(iter(data_loader), number, None))
+        where = f"test batch {number}, which begins with {batch['img_paths'][0]}" if "img_paths" in batch else number
+        with comm.alone(), Rehearsal(model, batch) as rehearsal:
+            location = locate_in_evaluation(rehearsal, policy)
+    text = f"the features that the model returned in {name} are not all finite ({where})"
+    if location is None:
+        return text
+    text += f".\n{location.describe()}"
+    if location.kind == "forward overflow":
+        text += "\n  or:    SOLVER.AMP.EVAL_DTYPE float32, to evaluate in float32"
+    return text

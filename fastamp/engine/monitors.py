@@ -1,0 +1,51 @@
+"""What can be watched in a run beside its losses."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastamp.engine.train_loop import HookBase
+
+
+class ActivationMonitor(HookBase):
+    """Note the largest activation, its layer, and its share of the largest number of the policy's dtype.
+
+    It looks in one iteration of each log period, the one that is written; register it before ``PeriodicWriter``.
+
+    Args:
+        model: whose layers (modules without modules in them) are watched.
+        period: in iterations.
+    """
+
+    def __init__(self, model: nn.Module, period: int) -> None:
+        self.layers = {m: name for name, m in model.named_modules() if next(m.children(), None) is None}
+        self.period = period
+        self._handles: list[Any] = []
+        self._largest: dict[str, torch.Tensor] = {}
+
+    def before_step(self) -> None:
+        done = self.trainer.iter + 1
+        if done % self.period == 0 or done == self.trainer.max_iter:
+            self._handles = [layer.register_forward_hook(self._look) for layer in self.layers]
+
+    def after_step(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if not self._largest:
+            return
+        values = torch.stack([value.float() for value in self._largest.values()]).tolist()
+        layer, value = max(zip(self._largest, values, strict=True), key=lambda pair: (pair[1] != pair[1], pair[1]))
+        self._largest.clear()
+        self.trainer.metrics.latest(
+            largest_activation=value,
+            largest_activation_layer=layer,
+            activation_limit_share=value / torch.finfo(self.trainer.policy.dtype).max,
+        )
+
+    def _look(self, layer: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and output.is_floating_point() and output.numel():
+            low, high = torch.aminmax(output.detach())
+            size, name = torch.maximum(-low, high), self.layers[layer]
+            self._largest[name] = torch.maximum(self._largest[name], size) if name in self._largest else size

@@ -1,0 +1,133 @@
+#!/usr/bin/env python
+"""Train the demo in float32, bfloat16 and float16, then with a planted overflow and what the doctor makes of it.
+
+Prints two tables of the mAP by seed, and ends with exit code 1 when a claim of this project's README does not hold.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from parts import add_config
+from tabulate import tabulate
+
+from fastamp.config import CfgNode, get_cfg
+from fastamp.engine import DefaultTrainer, default_setup, run_command_line
+from fastamp.engine.doctor import diagnose
+from fastamp.utils.errors import TrainingError
+from fastamp.utils.progress import format_duration
+
+HERE = Path(__file__).parent
+PLANTED = ("MODEL.BACKBONE.PLANTED", "1e6")
+
+
+def config(output: Path, *opts: str) -> CfgNode:
+    """Return the config of small.yml with these options, ready to run."""
+    cfg = get_cfg()
+    add_config(cfg)
+    cfg.merge_from_file(str(HERE / "small.yml"))
+    cfg.merge_from_list(["OUTPUT_DIR", str(output), *opts])
+    cfg.freeze()
+    default_setup(cfg)
+    return cfg
+
+
+def train(output: Path, *opts: str) -> tuple[float, int]:
+    """Return the mAP in percent and the number of skipped steps of one training."""
+    trainer = DefaultTrainer(config(output, *opts))
+    trainer.resume_or_load(resume=False)
+    return trainer.train()["mAP"], trainer.trainer.step.skipped_total
+
+
+class Series:
+    """Runs of several settings, each with every seed."""
+
+    def __init__(self, output: Path, seeds: int, total: int) -> None:
+        self.output, self.seeds, self.total = output, seeds, total
+        self.done, self.start = 0, time.perf_counter()
+
+    def run(self, name: str, *opts: str) -> list[tuple[float, int]]:
+        """Return (mAP, skipped steps) of each seed."""
+        results = []
+        for seed in range(self.seeds):
+            left = (time.perf_counter() - self.start) / max(1, self.done) * (self.total - self.done)
+            eta = f", about {format_duration(left)} left" if self.done else ""
+            print(f"== {name}, seed {seed}: run {self.done + 1} of {self.total}{eta}", flush=True)
+            results.append(train(self.output / f"{name}_{seed}".replace(" ", "_"), "SEED", str(seed), *opts))
+            self.done += 1
+        return results
+
+
+def show(rows: dict[str, list[tuple[float, int]]], reference: str) -> dict[str, float]:
+    """Print the runs and return the mean mAP of each setting."""
+    means = {name: statistics.mean(score for score, _ in results) for name, results in rows.items()}
+    lines = [
+        (
+            name,
+            ", ".join(f"{score:.2f}" for score, _ in results),
+            f"{means[name]:.2f} ({means[name] - means[reference]:+.2f})",
+            ", ".join(str(skipped) for _, skipped in results),
+        )
+        for name, results in rows.items()
+    ]
+    print(tabulate(lines, headers=["", "mAP by seed", "mean", "skipped steps"], tablefmt="github"), flush=True)
+    return means
+
+
+def main(output: Path, seeds: int) -> None:
+    """Run everything.
+
+    Raises:
+        TrainingError: something came out otherwise than the README says.
+    """
+    series = Series(output, seeds, total=5 * seeds)
+    precisions = {"float32": "off", "bfloat16": "bf16", "float16": "fp16"}
+    sound = {name: series.run(name, "SOLVER.AMP", precision) for name, precision in precisions.items()}
+
+    print("== a planted overflow: training in float16", flush=True)
+    try:
+        train(output / "planted", "SOLVER.AMP", "fp16", *PLANTED)
+    except TrainingError as error:
+        message = str(error)
+        print(message)
+    else:
+        raise TrainingError("the planted overflow went unnoticed")
+    print("== the doctor", flush=True)
+    found = diagnose(config(output / "doctor", "SOLVER.AMP", "fp16", *PLANTED), dtypes=[torch.float16])
+    print(f"{found.table()}\n\n{found.conclusion()}")
+    if found.own is None or not found.own.force_fp32:
+        raise TrainingError("the doctor suggests no FORCE_FP32")
+    cured = ("SOLVER.AMP.FORCE_FP32", str(found.own.force_fp32))
+    planted = {
+        "float32, planted": series.run("float32, planted", "SOLVER.AMP", "off", *PLANTED),
+        "float16, planted, cured": series.run("float16, planted, cured", "SOLVER.AMP", "fp16", *PLANTED, *cured),
+    }
+
+    print("\nthe demo, a network of two convolutions")
+    means = show(sound, "float32")
+    print("\nwith the planted overflow, and the doctor's suggestion")
+    cured_means = show(planted, "float32, planted")
+    claims = {
+        "training names the layer": "backbone.4 (Times)" in message,
+        "the doctor suggests that layer": "backbone.4" in found.own.force_fp32,
+        "no step of the cured runs is skipped": not any(n for _, n in planted["float16, planted, cured"]),
+        "mean mAP within 1 of float32's when cured": abs(
+            cured_means["float16, planted, cured"] - cured_means["float32, planted"]
+        ) <= 1.0,
+        "mean mAP of the precisions within 1.5 of each other": max(means.values()) - min(means.values()) <= 1.5,
+    }  # fmt: skip
+    for claim, holds in claims.items():
+        print(f"{'yes' if holds else 'NO '}  {claim}")
+    if not all(claims.values()):
+        raise TrainingError("not all claims hold")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path("logs/planted_overflow"))
+    args = parser.parse_args()
+    sys.exit(run_command_line(lambda: main(args.output, args.seeds)))
