@@ -4,10 +4,12 @@ import copy
 import pickle
 
 import pytest
+import tiny
 import torch
 from torch import nn
 
 from fastamp.amp import apply_force_fp32, force_fp32, to_float32
+from fastamp.modeling import build_model
 from fastamp.utils.errors import ConfigError
 
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
@@ -105,3 +107,33 @@ def test_class_attribute_makes_a_region():
 def test_pattern_that_matches_nothing_is_an_error():
     with pytest.raises(ConfigError, match=r"FORCE_FP32.*'secnd'.*Did you mean 'second'"):
         apply_force_fp32(Net(), ["secnd"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("patterns", [["backbone.4"], ["Conv2d"], ["backbone", "heads"]])
+def test_forced_or_not_the_features_are_the_same(tmp_path, dtype, patterns):
+    """Where nothing overflows; and in every mode alike."""
+    cfg = tiny.tiny_config(tmp_path, "MODEL.HEADS.NUM_CLASSES", "4")
+    images = torch.randint(256, (16, 3, 64, 32), dtype=torch.uint8)
+
+    def features(patterns, dtype):
+        torch.manual_seed(0)
+        model = build_model(cfg)
+        apply_force_fp32(model, patterns)
+        model({"images": images, "targets": torch.arange(16) % 4})  # statistics of its own
+        model.eval()
+        modes = []
+        for mode in MODES.values():
+            with mode(), torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+                modes.append(model({"images": images}).float().detach().clone())
+        assert all(torch.equal(modes[0], other) for other in modes[1:])
+        return modes[0]
+
+    reference, free, forced = features([], torch.float32), features([], dtype), features(patterns, dtype)
+    scale = reference.abs().max()
+    tolerance = 0.04 if dtype == torch.bfloat16 else 0.005
+    assert (free - forced).abs().max() < tolerance * scale
+    assert (forced - reference).abs().max() < tolerance * scale
+    assert not torch.equal(free, forced)  # the negative control: forcing does something
+    if patterns == ["backbone", "heads"]:
+        assert torch.equal(forced, reference)

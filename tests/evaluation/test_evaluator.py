@@ -1,5 +1,6 @@
 """Evaluation as a whole: modes, flip, precision, and the order of images."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from fastamp.amp import PrecisionPolicy
 from fastamp.config import get_cfg
 from fastamp.evaluation import ReidEvaluator, inference_on_dataset
 from fastamp.evaluation.evaluator import DatasetEvaluator
-from fastamp.utils.errors import DataError
+from fastamp.utils.errors import DataError, TrainingError
 
 
 class Model(nn.Module):
@@ -108,3 +109,56 @@ def test_nothing_evaluated_is_an_error():
     cfg = SimpleNamespace(TEST=SimpleNamespace(METRIC="cosine", FLOORS=False))
     with pytest.raises(DataError, match="no image was evaluated"):
         ReidEvaluator(cfg, 3).evaluate()
+
+
+class OnlyInTraining(nn.Module):
+    """Forced to float32 while gradients are on, and an overflow in float16 when they are not."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        with torch.no_grad():
+            self.linear.weight.fill_(6e4)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False) if torch.is_grad_enabled() else nullcontext():
+            return self.linear(x.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_features_that_are_not_finite_name_the_layer(dtype):
+    """NaN at test time while training is fine: the failure is shown first, then what is said of it."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part, self.last = OnlyInTraining(), nn.Linear(4, 4)
+
+        def forward(self, batch):
+            return self.last(self.part(batch["images"]) * 1e-6)
+
+    model = Model()
+    batch = {"images": torch.ones(3, 4), "img_paths": ["a.jpg", "b.jpg", "c.jpg"]}
+    policy = PrecisionPolicy("cpu", dtype, "test")
+    with policy.autocast():
+        assert torch.isfinite(model(batch)).all()  # with gradients
+        with torch.no_grad():
+            finite = bool(torch.isfinite(model(batch)).all())
+
+    class Ignoring(DatasetEvaluator):
+        def process(self, inputs, outputs):
+            pass
+
+        def evaluate(self):
+            return {"mAP": 1.0}
+
+    good = {"images": torch.zeros(3, 4), "img_paths": ["0.jpg"] * 3}
+    if finite:
+        assert inference_on_dataset(model, [good, batch], Ignoring(), policy=policy) == {"mAP": 1.0}
+        return
+    with pytest.raises(TrainingError) as error:
+        inference_on_dataset(model.train(), [good, batch], Ignoring(), policy=policy)
+    text = str(error.value)
+    assert "not all finite (test batch 1, which begins with a.jpg)" in text
+    assert "forward overflow in part.linear (Linear)" in text and "SOLVER.AMP.EVAL_DTYPE float32" in text
+    assert model.training

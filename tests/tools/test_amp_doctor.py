@@ -1,0 +1,177 @@
+"""tools/amp_doctor.py as people use it: table, picture, JSON, YAML to paste, exit code."""
+
+import json
+import sys
+
+import amp_doctor
+import pytest
+import tiny
+import torch
+import train_net
+import yaml
+from torch import nn
+
+from fastamp.config import get_cfg
+from fastamp.engine.diagnosis import FOLDER
+from fastamp.engine.doctor import diagnose
+from fastamp.modeling import BACKBONE_REGISTRY
+
+
+@BACKBONE_REGISTRY.register()
+def build_doctors_backbone(cfg):
+    """Return the tiny backbone, its second convolution multiplied by SIE_COE."""
+    net = tiny.build_tiny_backbone(cfg)
+    with torch.no_grad():
+        net[4].weight.mul_(cfg.MODEL.BACKBONE.SIE_COE)
+    return net
+
+
+def options(output, factor, *opts):
+    backbone = ("MODEL.BACKBONE.NAME", "build_doctors_backbone", "MODEL.BACKBONE.SIE_COE", factor)
+    return tiny.tiny_options(output, *backbone, "SOLVER.MAX_EPOCH", "2", *opts)
+
+
+def test_a_sound_config(demo, tmp_path, capfd):
+    assert amp_doctor.cli(options(tmp_path, "1", "SOLVER.AMP", "bf16")) == 0
+    out = capfd.readouterr().out
+    assert "SOLVER.AMP (bfloat16) is sound for this model" in out
+    for words in ("float32     | reference", "[1/12] float32: first batch", "left", "lost gradients"):
+        assert words in out
+    report = json.loads((tmp_path / FOLDER / "report.json").read_text())
+    assert report["healthy"] and report["verdicts"] == {"bfloat16": "sound", "float16": "sound"}
+    assert report["low"][1]["loss_scale"] >= 1024 and report["float32"]["metrics"]["mAP"] > 0
+    assert report["untrained"] and report["machine"]["versions"]["torch"] == torch.__version__
+
+
+def test_a_planted_overflow_its_cure_and_the_run_with_it(demo, tmp_path, capfd):
+    assert amp_doctor.cli(options(tmp_path, "1e6", "SOLVER.AMP", "fp16")) == 1
+    out = capfd.readouterr().out
+    assert "forward overflow in backbone.4 (Conv2d)" in out and "sound with FORCE_FP32" in out
+    report = json.loads((tmp_path / FOLDER / "report.json").read_text())
+    assert not report["healthy"] and report["low"][1]["force_fp32"] == ["backbone.4"]
+    # The lines that are printed, pasted.
+    lines = out.split("To paste into the config:\n")[1].split("\n\n")[0]
+    assert yaml.safe_load(lines) == report["recommended"]
+    (tmp_path / "cure.yml").write_text(lines)
+    cured = ["--config-file", str(tmp_path / "cure.yml"), *options(tmp_path / "cured", "1e6")]
+    assert train_net.cli(cured) == 0
+    saved = torch.load(tmp_path / "cured/model_final.pth", weights_only=True)
+    assert saved["policy"]["dtype"] == "float16" and saved["trainer"]["step"]["skipped_total"] == 0
+    assert amp_doctor.cli(["--config-file", str(tmp_path / "cure.yml"), *options(tmp_path / "again", "1e6")]) == 0
+    # bfloat16 needs no cure.
+    assert amp_doctor.cli(["--dtypes", "bf16", *options(tmp_path / "bf16", "1e6", "SOLVER.AMP", "bf16")]) == 0
+
+
+def test_amp_off_is_examined_as_if_it_were_on(demo, tmp_path, capfd):
+    assert amp_doctor.cli(["--dtypes", "bfloat16", *options(tmp_path, "1", "SOLVER.AMP", "off")]) == 0
+    assert "SOLVER.AMP on (" in capfd.readouterr().out
+
+
+def test_trained_weights_are_what_is_ranked(demo, tmp_path, capfd):
+    assert train_net.cli(options(tmp_path, "1", "SOLVER.AMP", "off")) == 0
+    weights = ["MODEL.WEIGHTS", str(tmp_path / "model_final.pth")]
+    arguments = ["--dtypes", "bf16", *options(tmp_path / "doctor", "1", "SOLVER.AMP", "off", *weights)]
+    capfd.readouterr()
+    assert amp_doctor.cli(arguments) == 0
+    report = json.loads((tmp_path / "doctor" / FOLDER / "report.json").read_text())
+    trained = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    assert report["float32"]["metrics"]["mAP"] == pytest.approx(
+        [row["Demo/mAP"] for row in trained if "Demo/mAP" in row][-1]
+    )
+    assert not report["untrained"]
+
+
+def test_a_part_of_the_test_set(demo, tmp_path):
+    cfg = get_cfg()
+    cfg.merge_from_list(options(tmp_path, "1"))
+    found = diagnose(cfg, dtypes=[torch.bfloat16], max_images=15)
+    assert found.images[0] <= 15 and found.images[1] == 30 and found.float32.metrics["mAP"] > 0
+
+
+@BACKBONE_REGISTRY.register()
+def build_broken_backbone(cfg):
+    """Return a backbone that divides by zero."""
+
+    class Broken(nn.Module):
+        def forward(self, x):
+            return x / x.new_zeros(())
+
+    return nn.Sequential(*tiny.build_tiny_backbone(cfg), Broken())
+
+
+def test_a_model_broken_in_float32(demo, tmp_path, capfd):
+    assert amp_doctor.cli(tiny.tiny_options(tmp_path, "MODEL.BACKBONE.NAME", "build_broken_backbone")) == 1
+    out = capfd.readouterr().out
+    assert "broken in float32, which comes before any mixed precision" in out and "backbone.7 (Broken)" in out
+    assert json.loads((tmp_path / FOLDER / "report.json").read_text())["problem"]
+
+
+def test_the_picture(demo, tmp_path, capfd):
+    pytest.importorskip("matplotlib")
+    assert amp_doctor.cli(options(tmp_path, "1", "SOLVER.AMP", "bf16")) == 0
+    assert (tmp_path / FOLDER / "layers.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib(demo, tmp_path, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert amp_doctor.cli(["--dtypes", "bf16", *options(tmp_path, "1", "SOLVER.AMP", "bf16")]) == 0
+    assert 'no picture: it needs matplotlib: pip install "fastamp[vis]"' in (tmp_path / "log.txt").read_text()
+    assert not (tmp_path / FOLDER / "layers.png").exists()
+
+
+PARTS = """
+import tiny
+from fastamp.modeling import BACKBONE_REGISTRY
+
+def add_config(cfg):
+    cfg.define("MODEL.BACKBONE.MINE", 1.0, "A key of my own.")
+
+@BACKBONE_REGISTRY.register()
+def build_my_backbone(cfg):
+    assert cfg.MODEL.BACKBONE.MINE == 2.0
+    return tiny.build_tiny_backbone(cfg)
+"""
+
+
+def test_parts_of_ones_own(demo, tmp_path, capfd):
+    (tmp_path / "parts.py").write_text(PARTS)
+    opts = ("MODEL.BACKBONE.NAME", "build_my_backbone", "MODEL.BACKBONE.MINE", "2", "SOLVER.AMP", "bf16")
+    arguments = ["--dtypes", "bf16", "--parts", str(tmp_path / "parts.py")]
+    assert amp_doctor.cli([*arguments, *tiny.tiny_options(tmp_path / "out", *opts)]) == 0
+    assert amp_doctor.cli(["--parts", str(tmp_path / "none.py"), *tiny.tiny_options(tmp_path / "out")]) == 2
+    assert "there is no file" in capfd.readouterr().err
+
+
+def test_wrong_input(demo, tmp_path, capfd):
+    for opts, words in (
+        (["MODEL.WEIGHTS", "missing.pth"], "missing.pth"),
+        (["SOLVER.AMP", "fp17"], "fp17"),
+        (["DATASETS.TESTS", "Market1502"], "Market1502"),
+    ):
+        assert amp_doctor.cli(options(tmp_path, "1", *opts)) == 2
+        error = capfd.readouterr().err
+        assert words in error and "Traceback" not in error
+    with pytest.raises(SystemExit) as stop:
+        amp_doctor.cli(["--dtypes", "int8", *options(tmp_path, "1")])
+    assert stop.value.code == 2
+
+
+def test_env(capfd):
+    assert amp_doctor.cli(["--env"]) == 0
+    out = capfd.readouterr().out
+    assert "ten steps in bfloat16" in out and "the machine is fit for mixed precision" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_env_of_a_device_that_is_not_there(capfd):
+    assert amp_doctor.cli(["--env", "MODEL.DEVICE", "cuda"]) == 1
+    assert "problem: PyTorch cannot use a GPU" in capfd.readouterr().out
+
+
+def test_env_and_a_config(demo, tmp_path, capfd):
+    config = tmp_path / "c.yml"
+    config.write_text("SOLVER: {AMP: bf16}\n")
+    arguments = ["--env", "--dtypes", "bf16", "--config-file", str(config), *options(tmp_path, "1")]
+    assert amp_doctor.cli(arguments) == 0
+    out = capfd.readouterr().out
+    assert "the machine is fit" in out and "is sound for this model" in out
