@@ -17,7 +17,7 @@ class NormalizationBuffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [module for module in model.modules() if isinstance(module, _LAYERS)]
+        self._layers = [m for m in model.modules() if isinstance(m, _LAYERS) or "running_mean" in m._buffers]
         self._kept: list[torch.Tensor] | None = None
 
     @torch.no_grad()

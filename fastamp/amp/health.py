@@ -15,6 +15,10 @@ logger = logging.getLogger(__name__)
 FIRST_STEPS = 3
 """In so many steps at the start of a run it is looked at whether it can learn anything at all."""
 
+SMALLEST_CHANGE = 1e-10
+"""Parameters whose largest change is smaller than this, relative to the largest parameter, stand still: only those near
+zero change at all in float32, and no other value of the model would be moved by it in a whole training."""
+
 
 def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Check that the optimizers hold the model's trainable parameters, these very tensors and no others.
@@ -37,19 +41,22 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         f"  trainable parameters of the model: {len(trainable)}   tensors held by the optimizers: {len(held)}   "
         f"of both: {len(held_ids & {id(p) for p in trainable.values()})}\n"
     )
+    names = f"{', '.join(left_out[:5])}{', ...' if len(left_out) > 5 else ''}"
     if strangers:
         shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+        cause = "the model was copied, rebuilt, flattened, or loaded with assign=True after the optimizer was built."
+        if left_out and len(left_out) < len(trainable):
+            cause = "a part of the model, e.g. its head, was replaced after the optimizer was built."
         raise TrainingError(
             f"the optimizers hold {len(strangers)} tensors that are not the model's parameters (shapes {shapes}): "
             "stepping them changes nothing in the model.\n"
             f"{found}"
-            "  cause: the model was copied, rebuilt, flattened, or loaded with assign=True after the optimizer was "
-            "built.\n"
+            f"  held by no optimizer: {names or 'none'}\n"
+            f"  cause: {cause}\n"
             "  fix:   build the optimizer last, from the parameters of the model that is trained"
         )
     raise TrainingError(
-        f"{len(left_out)} trainable parameters are held by no optimizer and would never move: {', '.join(left_out[:5])}"
-        f"{', ...' if len(left_out) > 5 else ''}.\n"
+        f"{len(left_out)} trainable parameters are held by no optimizer and would never move: {names}.\n"
         f"{found}"
         "  cause: a part of the model, e.g. its head, was replaced after the optimizer was built.\n"
         "  fix:   build the optimizer after that, or turn requires_grad off for what is not to be trained"
@@ -73,7 +80,7 @@ def check_finite(model: nn.Module) -> None:
             f"{len(bad)} of the model's tensors are not finite, e.g. {', '.join(bad[:3])}: it is neither evaluated nor "
             "saved.\n"
             "  cause: the weights themselves have diverged, or running statistics took in an overflow "
-            "(SOLVER.AMP.BN_GUARD off).\n"
+            "(SOLVER.AMP.BN_GUARD off, or buffers of a layer that it does not know).\n"
             "  fix:   go on from the last checkpoint with a lower SOLVER.BASE_LR, with SOLVER.CLIP_GRADIENTS, or with "
             "SOLVER.AMP.BN_GUARD on"
         )
@@ -86,10 +93,14 @@ def explain_no_gradient(model: nn.Module, optimizers: Sequence[Optimizer]) -> st
     held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     held_ids = {id(p) for p in held}
     shared = [p for p in trainable if id(p) in held_ids]
+    frozen = [name for name, p in model.named_parameters() if id(p) in held_ids and not p.requires_grad]
     names = ", ".join(f"{type(optimizer).__name__}" for optimizer in optimizers)
     if not trainable:
         cause = "every parameter of the model is frozen."
         fix = "leave something to train: check requires_grad"
+    elif frozen and not shared:
+        cause = f"everything that the optimizer holds is frozen, e.g. {', '.join(frozen[:3])}."
+        fix = "freeze less (MODEL.FREEZE_LAYERS), or build the optimizer from what is to be trained"
     elif not shared:
         cause = "the optimizer holds tensors that are not the model's parameters."
         fix = "build the optimizer after the model is final (device, head, load_state_dict(assign=True))"
@@ -188,7 +199,8 @@ def check_communication(parallel_model: nn.Module, *, scaled: bool) -> None:
     Raises:
         TrainingError: they do.
     """
-    for hook, _ in getattr(parallel_model, "_comm_hooks", ()):
+    hooks = [hook for module in parallel_model.modules() for hook, _ in getattr(module, "_comm_hooks", ())]
+    for hook in hooks:
         name = getattr(getattr(hook, "func", hook), "__qualname__", "")
         if scaled and "fp16_compress" in name:
             raise TrainingError(
@@ -208,13 +220,13 @@ def zero_share(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 class FirstSteps:
     """Looks whether the first steps move the parameters, without waiting for the device.
 
-    Whether a step moved them is known on the device when it is done, and is read with the verdict of the next one.
+    How far a step moved them is known on the device when it is done, and is read with the verdict of the next one.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = optimizers
         self.taken = 0
-        self.moved = False
+        self.change = 0.0
         self.pending: torch.Tensor | None = None
         self._norms: list[float] = []
         self._rates: list[float] = []
@@ -228,7 +240,7 @@ class FirstSteps:
     @torch.no_grad()
     def keep(self) -> None:
         """Be called before a step that is taken."""
-        if self.taken < FIRST_STEPS and not self.moved:
+        if self.taken < FIRST_STEPS and self.change < SMALLEST_CHANGE:
             groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
             self._rates += [float(group["lr"]) for group in groups]
             moving = [p for group in groups if group["lr"] for p in group["params"] if p.grad is not None]
@@ -246,20 +258,22 @@ class FirstSteps:
         self.taken += 1
         self._norms.append(grad_norm)
         if self._kept:
-            self.pending = torch.stack([(p != before).any() for p, before in self._kept]).any().float()
+            changes = torch._foreach_norm([p - before for p, before in self._kept], float("inf"))
+            sizes = torch._foreach_norm([before for _, before in self._kept], float("inf"))
+            self.pending = torch.stack(changes).max() / torch.stack(sizes).max().clamp_min(SMALLEST_CHANGE)
         elif self.taken == FIRST_STEPS:
             self._speak()
         self._kept = []
 
-    def judge(self, moved: bool) -> None:
-        """Take the value of ``pending``.
+    def judge(self, change: float) -> None:
+        """Take the value of ``pending``: the largest change over the largest parameter.
 
         Raises:
             TrainingError: no parameter moved in any of the first steps, although there were gradients and a learning
                 rate.
         """
         self.pending = None
-        self.moved = self.moved or moved
+        self.change = max(self.change, change)
         if self.taken == FIRST_STEPS:
             self._speak()
 
@@ -271,14 +285,17 @@ class FirstSteps:
             logger.warning(
                 "the first %d steps had no gradient, every element is exactly zero: nothing is learned so far.\n"
                 "  cause: the losses do not depend on the parameters, e.g. dead activations, a margin that all samples "
-                "meet, or a loss weight of 0",
+                "meet, or a loss weight of 0; or the gradients are below 6e-8 times the loss scale, which float16 "
+                "rounds to 0",
                 FIRST_STEPS,
             )
-        elif not self.moved:
+        elif self.change < SMALLEST_CHANGE:
             raise TrainingError(
                 f"{FIRST_STEPS} optimizer steps were taken, and not one parameter moved.\n"
                 f"  found: gradient norms {', '.join(f'{norm:.3g}' for norm in self._norms)}; learning rates "
-                f"{min(self._rates):.3g} to {max(self._rates):.3g}\n"
-                "  cause: the updates are smaller than float32 can resolve, or the optimizer does not step.\n"
+                f"{min(self._rates):.3g} to {max(self._rates):.3g}; largest change {self.change:.2g} of the largest "
+                "parameter\n"
+                "  cause: the updates are smaller than float32 can resolve, the optimizer does not step, or something "
+                "gives the parameters back.\n"
                 "  fix:   a higher SOLVER.BASE_LR, or another SOLVER.OPT"
             )

@@ -113,7 +113,7 @@ class PrecisionPolicy:
 
     device_type: str
     dtype: torch.dtype
-    reason: str
+    reason: str = "asked for"
     tf32: bool = False
 
     @classmethod
@@ -226,7 +226,7 @@ class PrecisionPolicy:
             raise TrainingError(
                 f"the precision policy is for {self.device_type}, but parameters are on "
                 f"{', '.join(sorted(elsewhere))}: autocast would be off without a word.\n"
-                "  fix: move the model to MODEL.DEVICE before training"
+                "  fix: build the policy for the model's device, or move the model to MODEL.DEVICE before training"
             )
 
     def compare(self, trained: dict[str, Any] | None, what: str) -> None:
@@ -238,7 +238,7 @@ class PrecisionPolicy:
         """
         if trained and trained["dtype"] != dtype_name(self.dtype):
             logger.warning(
-                "%s in %s, and are now used in %s: results may differ", what, trained["dtype"], dtype_name(self.dtype)
+                "%s in %s; the precision now is %s: results may differ", what, trained["dtype"], dtype_name(self.dtype)
             )
 
     def apply_tf32(self) -> None:

@@ -126,8 +126,8 @@ class Precautions:
         location, micro_batch, losses = investigate(
             step.model, self._micro_batches, policy=policy, loss_scale=scale, frozen=tuple(step.frozen)
         )
-        found = [text for text in comm.gather_objects(location.describe() if location else None) if text]
-        message = f"{failure}\n" + (found[0] if found else "the failure did not show again when it was replayed")
+        found = comm.first_text(location.describe() if location else "")
+        message = f"{failure}\n{found or 'the failure did not show again when it was replayed'}"
         details = {"micro_batch": micro_batch, "losses": losses, "location": location}
         return self._with_file(message, step, iteration=iteration, policy=policy, loss_scale=scale, **details)
 
@@ -174,7 +174,9 @@ class Precautions:
             return message
         crash = crash_of(step.model, message=message, config=self.config, frozen=tuple(step.frozen), **details)
         try:
-            path = crash.write(self.folder)
+            outcome = f"see it again: python tools/amp_replay.py {crash.write(self.folder)}"
         except OSError as error:  # what is to be said must not be lost with the file
-            return f"{message}\n(the crash file could not be written: {error.strerror})"
-        return f"{message}\nsee it again: python tools/amp_replay.py {path}"
+            outcome = f"(the crash file could not be written: {error.strerror})"
+        # All ranks say the same: that of the first one that found something.
+        outcomes = comm.gather_objects((crash.location is None, outcome))
+        return f"{message}\n{min(outcomes, key=lambda each: each[0])[1]}"

@@ -49,7 +49,7 @@ class PreflightReport:
     def describe(self) -> str:
         """Return a line or a few for the log."""
         parts = [f"{name} {low:.4g} (float32 {reference:.4g})" for name, (reference, low) in self.losses.items()]
-        if not self.policy.enabled:
+        if not self.policy.enabled or self.in_float32:
             parts = [f"{name} {reference:.4g}" for name, (reference, _) in self.losses.items()]
         if self.loss_scale is not None:
             parts.append(f"loss scale {self.loss_scale:g}")
@@ -58,7 +58,8 @@ class PreflightReport:
         if self.images[0] != self.images[1]:
             parts.append(f"float32 on {self.images[0]} of {self.images[1]} images, for want of memory")
         verdict = "failed" if self.problem else "passed"
-        text = f"pre-flight {verdict} in {dtype_name(self.policy.dtype)}: {', '.join(parts)}".removesuffix(": ")
+        name = "float32" if self.in_float32 else dtype_name(self.policy.dtype)
+        text = f"pre-flight {verdict} in {name}: {', '.join(parts)}".removesuffix(": ")
         if self.unreached:
             text += f"\nno loss reaches {len(self.unreached)} trainable parameters: {', '.join(self.unreached[:5])}"
             text += ", ..." if len(self.unreached) > 5 else ""
@@ -99,7 +100,6 @@ def preflight(
     report.unreached = [
         name for name, p in model.named_parameters() if p.requires_grad and name not in reference.gradients
     ]
-    reference.gradients.clear()
     part = _part(batch, count, size)
     if comm.any_rank(not reference.finite or not all_finite(features)):
         report.in_float32 = True
@@ -107,7 +107,7 @@ def preflight(
             report.location = locate(rehearsal, policy.in_float32())
             if report.location is None and reference.finite:
                 report.location = locate_in_evaluation(rehearsal, policy.in_float32())
-        report.problem = _float32_problem(reference, report.location)
+        report.problem = _float32_problem(reference, all_finite(features), report.location)
         return report
     if policy.enabled:
         with Rehearsal(model, batch, frozen=frozen) as rehearsal:
@@ -147,22 +147,23 @@ def _compare_embeddings(report: PreflightReport, rehearsal: Rehearsal, policy: P
             low = rehearsal.evaluate(policy)
         except Exception as error:
             stage.explain(error, rehearsal.batch)
+    name = dtype_name(policy.dtype)
     if comm.any_rank(not all_finite(low)):
         report.location = locate_in_evaluation(rehearsal, policy)
         report.problem = (
-            f"in evaluation the model's features are not finite in {dtype_name(policy.dtype)}; in float32 they are.\n"
-            + (report.location.describe() if report.location else "found on another process")
-            + "\n  or:    SOLVER.AMP.EVAL_DTYPE float32, to evaluate in float32"
+            f"in evaluation the model's features are not finite in {name}; in float32 they are.\n"
+            f"{comm.first_text(report.location.describe() if report.location else '')}\n"
+            "  or:    SOLVER.AMP.EVAL_DTYPE float32, to evaluate in float32"
         )
     elif isinstance(low, torch.Tensor) and low.dim() == 2:
         cosine = F.cosine_similarity(low, features, dim=1)
         report.cosine = (float(cosine.mean()), float(cosine.min()))
         vanished = bool((~low.any(dim=1) & features.any(dim=1)).any())
-        wrong = vanished or (report.cosine[0] < LOWEST_COSINE and not rehearsal.untrained)
-        if comm.any_rank(wrong):
-            found = "some are all zero" if vanished else f"mean cosine {report.cosine[0]:.3f}, below {LOWEST_COSINE}"
+        far = report.cosine[0] < LOWEST_COSINE and not rehearsal.untrained
+        found = f"mean cosine {report.cosine[0]:.3f}, below {LOWEST_COSINE}" if far else ""
+        if found := comm.first_text("some are all zero" if vanished else found):
             report.problem = (
-                f"the embeddings in {dtype_name(policy.dtype)} are others than float32's: {found}.\n"
+                f"the embeddings in {name} are others than float32's: {found}.\n"
                 "  cause: some layers lose too much precision.\n"
                 "  fix:   tools/amp_doctor.py shows which ones, and the SOLVER.AMP.FORCE_FP32 that they need"
             )
@@ -178,7 +179,6 @@ def _try_training(report: PreflightReport, rehearsal: Rehearsal, scaler: LossSca
         except Exception as error:
             stage.explain(error, rehearsal.batch)
     report.losses = {name: (value, low.losses[name]) for name, (value, _) in report.losses.items()}
-    low.gradients.clear()
     bad_loss, bad = comm.any_rank(bool(low.bad_losses)), comm.any_rank(not low.finite)
     if not bad:
         report.loss_scale = scale if scaler else None
@@ -189,22 +189,27 @@ def _try_training(report: PreflightReport, rehearsal: Rehearsal, scaler: LossSca
             report.loss_scale = found
             return
     report.location = locate(rehearsal, policy, scale=scale)
-    names = low.bad_losses or low.bad_gradients
-    what = "losses" if low.bad_losses else "gradients"
-    whatever = ", whatever the loss scale from SOLVER.AMP.MIN_SCALE on" if scaler and not low.bad_losses else ""
-    report.problem = (
-        f"in {dtype_name(policy.dtype)} {len(names)} {what} are not finite{whatever}, e.g. {', '.join(names[:3])}; in "
-        "float32 all are.\n" + (report.location.describe() if report.location else "found on another process")
-    )
+    whatever = ", whatever the loss scale from SOLVER.AMP.MIN_SCALE on" if scaler and not bad_loss else ""
+    found = "" if low.finite else f"in {dtype_name(policy.dtype)} {_not_finite(low)}{whatever}; in float32 all are."
+    place = comm.first_text(report.location.describe() if report.location else "")
+    report.problem = f"{comm.first_text(found)}\n{place}"
 
 
-def _float32_problem(reference: TrainPass, location: Location | None) -> str:
-    names = reference.bad_losses or reference.bad_gradients
-    what = "losses" if reference.bad_losses else "gradients" if reference.bad_gradients else "features in evaluation"
-    found = f"{len(names)} {what} are not finite, e.g. {', '.join(names[:3])}" if names else f"{what} are not finite"
+def _not_finite(result: TrainPass) -> str:
+    """Return which losses, or else which gradients, are not finite."""
+    names = result.bad_losses or result.bad_gradients
+    what = "losses" if result.bad_losses else "gradients"
+    total = len(result.losses) if result.bad_losses else len(result.gradients)
+    return f"{len(names)} of {total} {what} are not finite, e.g. {', '.join(names[:3])}"
+
+
+def _float32_problem(reference: TrainPass, features_finite: bool, location: Location | None) -> str:
+    found = "" if features_finite else "the features in evaluation are not finite"
+    found = found if reference.finite else _not_finite(reference)
     return (
         "on the first training batch the model is broken in float32 already: an error of the model or of the data, not "
-        f"of mixed precision.\n  found: {found}\n" + (location.describe() if location else "  found on another process")
+        f"of mixed precision.\n  found: {comm.first_text(found)}\n"
+        + comm.first_text(location.describe() if location else "")
     )
 
 

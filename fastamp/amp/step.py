@@ -168,7 +168,8 @@ class OptimizationStep:
         self._first_steps = FirstSteps(self.optimizers)
 
     def begin(self) -> None:
-        """Be called before the forward passes of each step."""
+        """Be called before the forward passes of each step; gradients that something else left behind are dropped."""
+        self.model.zero_grad(set_to_none=True)
         if self.buffers:
             self.buffers.keep()
 
@@ -205,7 +206,8 @@ class OptimizationStep:
         active = [opt for opt in self.optimizers if any(p.grad is not None for p in _parameters(opt))]
         if not active:
             raise TrainingError(explain_no_gradient(self.model, self.optimizers))
-        parameters = [p for opt in active for p in _parameters(opt) if p.grad is not None]
+        # One that two optimizers hold is still unscaled once.
+        parameters = list({id(p): p for opt in active for p in _parameters(opt) if p.grad is not None}.values())
         gradients = [p.grad for p in parameters]
         scale = self.scaler.scale if self.scaler else 1.0
         with torch.no_grad():
@@ -217,9 +219,9 @@ class OptimizationStep:
             flags = [comm.all_reduce_min(ok_here), total_norm]
             if self._first_steps.pending is not None:
                 flags.append(self._first_steps.pending)
-            ok_flag, grad_norm, *moved = torch.stack(flags).tolist()
-        if moved:
-            self._first_steps.judge(bool(moved[0]))
+            ok_flag, grad_norm, *change = torch.stack(flags).tolist()
+        if change:
+            self._first_steps.judge(change[0])
         ok = bool(ok_flag)
         self._losses_finite = None
         coefficient = None
@@ -300,13 +302,15 @@ class OptimizationStep:
                 if self.scaler is None
                 else "float16 overflows again and again."
             )
+            fix = "a lower SOLVER.BASE_LR, SOLVER.CLIP_GRADIENTS, or a look at the data"
+            if self.scaler is not None:
+                fix = f"try SOLVER.AMP.DTYPE bfloat16, or SOLVER.AMP off; when that fails too, {fix}"
             raise PrecisionFailure(
                 f"{self.skipped_in_a_row} optimizer steps in a row were skipped, more than "
                 f"SOLVER.AMP.MAX_CONSECUTIVE_SKIPS ({self.max_consecutive_skips}).\n"
                 f"  found: {found}; loss scale {verdict.loss_scale:g}\n"
                 f"  cause: {cause}\n"
-                "  fix:   try SOLVER.AMP.DTYPE bfloat16, or SOLVER.AMP off; when that fails too, a lower "
-                "SOLVER.BASE_LR or a look at the data",
+                f"  fix:   {fix}",
                 verdict,
             )
 

@@ -99,18 +99,17 @@ def _features(model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy, 
 def _explain_not_finite(
     model: nn.Module, data_loader: Iterable[dict[str, Any]], number: int | None, policy: PrecisionPolicy
 ) -> str:
-    """Return the message about batch ``number``, the first whose features are not finite; None is another rank's."""
-    name = dtype_name(policy.dtype)
-    location, where = None, "another process's"
+    """Return the message about batch ``number``, the first whose features are not finite; None has none."""
+    text = ""
     if number is not None:
         batch = next(itertools.islice(iter(data_loader), number, None))
-        where = f"test batch {number}, which begins with {batch['img_paths'][0]}" if "img_paths" in batch else number
+        where = f"test batch {number}" + (
+            f", which begins with {batch['img_paths'][0]}" if "img_paths" in batch else ""
+        )
         with comm.alone(), Rehearsal(model, batch) as rehearsal:
             location = locate_in_evaluation(rehearsal, policy)
-    text = f"the features that the model returned in {name} are not all finite ({where})"
-    if location is None:
-        return text
-    text += f".\n{location.describe()}"
-    if location.kind == "forward overflow":
-        text += "\n  or:    SOLVER.AMP.EVAL_DTYPE float32, to evaluate in float32"
-    return text
+        text = f"the features that the model returned in {dtype_name(policy.dtype)} are not all finite ({where})"
+        text += f".\n{location.describe()}" if location else ""
+        if location and location.kind == "forward overflow":
+            text += "\n  or:    SOLVER.AMP.EVAL_DTYPE float32, to evaluate in float32"
+    return comm.first_text(text)

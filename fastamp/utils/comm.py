@@ -153,6 +153,14 @@ def gather_objects(item: Any) -> list[Any]:
     return items
 
 
+def first_text(text: str) -> str:
+    """Return the first text that is not empty, in the order of the ranks, on every rank; an empty one if all are."""
+    for rank, each in enumerate(gather_objects(text)):
+        if each:
+            return f"on rank {rank}: {each}" if get_world_size() > 1 else each
+    return ""
+
+
 def broadcast(tensors: Iterable[torch.Tensor]) -> None:
     """Give every rank the main process's values of these tensors, in place."""
     if is_distributed():

@@ -111,22 +111,51 @@ def test_cuda_asked_for_and_missing():
         resolve_device("cuda")
 
 
-def calls_outside_amp():
+def calls_outside_amp(root=ROOT):
     """Yield file:line of each use of autocast, GradScaler or .half() outside ``fastamp/amp``."""
     for folder in ("fastamp", "tools", "projects"):
-        for path in (ROOT / folder).rglob("*.py"):
-            if path.is_relative_to(ROOT / "fastamp/amp"):
+        for path in (root / folder).rglob("*.py"):
+            if path.is_relative_to(root / "fastamp/amp"):
                 continue
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                name = getattr(node, "attr", getattr(node, "id", ""))
-                owner = getattr(getattr(node, "value", None), "id", "")
-                if name == "GradScaler" or (name == "half" and isinstance(node, ast.Attribute)):
-                    yield f"{path}:{node.lineno}"
-                if name == "autocast" and owner == "torch":
-                    yield f"{path}:{node.lineno}"
-                if isinstance(node, (ast.Import, ast.ImportFrom)) and "torch.cuda.amp" in ast.dump(node):
+                if isinstance(node, ast.ImportFrom):
+                    names = {alias.name for alias in node.names}
+                    found = (node.module or "").startswith("torch") and names & {"autocast", "GradScaler"}
+                    found = found or node.module == "torch.cuda.amp"
+                elif isinstance(node, ast.Import):
+                    found = any(alias.name == "torch.cuda.amp" for alias in node.names)
+                elif isinstance(node, ast.Attribute):
+                    owner = getattr(node.value, "id", getattr(node.value, "attr", ""))
+                    found = node.attr in ("GradScaler", "half") or (
+                        node.attr == "autocast" and owner in ("torch", "amp")
+                    )
+                else:
+                    found = False
+                if found:
                     yield f"{path}:{node.lineno}"
 
 
 def test_only_amp_touches_autocast_scaler_and_half():
     assert list(calls_outside_amp()) == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "torch.autocast('cpu')",
+        "torch.amp.autocast('cpu')",
+        "torch.cuda.amp.autocast()",
+        "torch.amp.GradScaler('cpu')",
+        "model.half()",
+        "import torch.cuda.amp",
+        "from torch import autocast",
+        "from torch.amp import GradScaler as S",
+        "from torch.cuda.amp import autocast",
+    ],
+)
+def test_a_call_is_found_everywhere_else(tmp_path, call):
+    for folder in ("fastamp/amp", "fastamp/engine", "tools", "projects/Other"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "file.py").write_text(f"{call}\nwith policy.autocast():\n    pass\n")
+    found = {str(Path(each).parent.relative_to(tmp_path)) for each in calls_outside_amp(tmp_path)}
+    assert found == {"fastamp/engine", "tools", "projects/Other"}

@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 
+from fastamp.amp.crash import Crash
 from fastamp.engine import launch
 from fastamp.engine.setup import check_config
 from fastamp.utils import comm
@@ -184,3 +185,30 @@ def test_alone_everything_is_a_no_op():
         assert comm.is_main_process()
     with pytest.raises(ConfigError, match="--num-gpus 0"):
         launch(print, 0)
+
+
+def test_what_one_rank_alone_finds_is_said_once_and_both_leave_a_file(demo_root, tmp_path):
+    """The images of rank 1 are infinite: the verdict is everybody's, the cause is found on rank 1."""
+    limits = ("SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "1", "SOLVER.MAX_EPOCH", "2")
+    flags = ("--fault", "infinite images on rank 1")
+    process = run(demo_root, tmp_path, 2, *limits, "SOLVER.AMP", "bf16", flags=flags)
+    assert process.returncode == 2, process.stderr
+    assert process.stderr.count("2 optimizer steps in a row were skipped") == 1
+    assert "on rank 1: batch not finite" in process.stderr
+    for rank, found in ((0, None), (1, "batch not finite")):
+        crash = Crash.read(tmp_path / f"amp_crash/iteration_3_rank_{rank}.pth")
+        assert crash.location is None if found is None else crash.location["kind"] == found
+    # From the first batch on it is the pre-flight that finds it.
+    flags = ("--fault", "infinite images on rank 1 from the first on")
+    process = run(demo_root, tmp_path / "first", 2, "SOLVER.AMP", "bf16", flags=flags)
+    assert process.returncode == 2 and process.stderr.count("broken in float32 already") == 1, process.stderr
+    assert "on rank 1: batch not finite" in process.stderr
+
+
+def test_two_processes_are_the_same_with_and_without_the_pre_flight(demo_root, tmp_path):
+    options = ("SOLVER.AMP", "bf16", "SOLVER.MAX_EPOCH", "1", "MODEL.LOSSES.GATHER", "True")
+    for name in ("error", "off"):
+        process = run(demo_root, tmp_path / name, 2, *options, "SOLVER.AMP.PREFLIGHT", name)
+        assert process.returncode == 0, process.stderr
+    first, second = (torch.load(tmp_path / name / "steps.pth", weights_only=True) for name in ("error", "off"))
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(first, second, strict=True) for name in a)

@@ -38,6 +38,8 @@ class Fault(HookBase):
 
     def before_step(self) -> None:
         vars(self.trainer.step).pop("backward", None)
+        if self.name.endswith("from the first on") and self.trainer.iter == 0:
+            self.make_infinite()
         if self.trainer.iter != 2:
             return
         if self.name == f"error on rank {comm.get_rank()}":
@@ -49,9 +51,17 @@ class Fault(HookBase):
             backward = step.backward
             # Its gradients are finite, so that the other rank could not know of it by them.
             step.backward = lambda losses, share: backward({k: v + float("inf") for k, v in losses.items()}, share)
+        if self.name == "infinite images on rank 1":
+            self.make_infinite()
         if self.name == "signal on rank 1" and comm.get_rank() == 1:
             hook = next(hook for hook in self.trainer._hooks if type(hook).__name__ == "StopOnSignal")
             hook.received = 15
+
+    def make_infinite(self) -> None:
+        """Make all further images of rank 1 infinite."""
+        if comm.get_rank() == 1:
+            batches = self.trainer._batches or iter(self.trainer.data_loader)
+            self.trainer._batches = ({**batch, "images": batch["images"] + float("inf")} for batch in batches)
 
 
 def main(output_dir: str, resume: bool, fault: str, options: list[str]) -> None:

@@ -1,0 +1,120 @@
+"""The five failures as scripts: each shows what plain PyTorch and what fastamp do, and fails when it does not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "failures"
+
+# script -> (what its part of plain PyTorch says, what fastamp's says)
+SAYS = {
+    "no_inf_checks": (
+        ["AssertionError: No inf checks were recorded for this optimizer"],
+        [
+            "after 0 steps",
+            "tensors held by the optimizers: 4   of both: 0",
+            "reached from the loss: 4",
+            "fix:   build the optimizer last",
+            "after the fix: loss",
+        ],
+    ),
+    "device_type": (
+        ["TypeError", "'device_type'", "output torch.float32", "a loss of 1 is scaled to 1.0", "evaluated in float16"],
+        [
+            "bf16 on cpu",
+            "the first of the ranking for 0 of 500",
+            "the precision policy is for cuda, but parameters are on cpu",
+            "ran no operation in bfloat16",
+            "trained in bfloat16; the precision now is float16",
+        ],
+    ),
+    "one_channel": (
+        ["a healthy one-channel model: AMP checks failed"],
+        [
+            "a healthy one-channel model: pre-flight passed in bfloat16",
+            "squash (Root)",
+            "mixed precision is not the cause",
+            "an error of the model or of the data, not of mixed precision",
+            "it takes 3 channels and was given 1",
+        ],
+    ),
+    "nan_at_test_time": (
+        ["0 of 30 are NaN", "gradient norm: inf", "mean of the run inf", "of 2048 features are NaN"],
+        [
+            "in evaluation the model's features are not finite in float16; in float32 they are",
+            "forward overflow in scan (Scan)",
+            "SOLVER.AMP.FORCE_FP32 \"['scan']\"",
+            "0 of 2048 features are NaN",
+        ],
+    ),
+    "learns_nothing": (
+        ["1 value(s) in 300 steps", "no message"],
+        [
+            "an optimizer over a flat buffer, at iteration 0",
+            "that are not the model's parameters (shapes (676,))",
+            "a learning rate too small for float32, at iteration 3",
+            "not one parameter moved",
+            "after the fix: loss",
+        ],
+    ),
+}
+
+# Each script with the part of fastamp that it is about taken away, all in one process; the last line is JSON.
+CONTROLS = """
+import json, runpy, sys
+from unittest import mock
+from fastamp.amp.preflight import PreflightReport
+
+passes = lambda model, batch, *, policy, **_: PreflightReport(policy, loss_scale=1.0)
+missing = {
+    "no_inf_checks": ("fastamp.engine.train_loop.check_optimizers", lambda *_: None),
+    "device_type": ("fastamp.amp.PrecisionPolicy.check_model", lambda *_: None),
+    "one_channel": ("fastamp.amp.preflight.preflight", passes),
+    "nan_at_test_time": ("fastamp.amp.preflight.preflight", passes),
+    "learns_nothing": ("fastamp.amp.health.FirstSteps.judge", lambda *_: None),
+}
+codes = {}
+for name, (target, replacement) in missing.items():
+    with mock.patch(target, replacement):
+        try:
+            runpy.run_path(f"{sys.argv[1]}/{name}.py", run_name="__main__")
+        except SystemExit as error:
+            codes[name] = error.code
+print(json.dumps(codes))
+"""
+
+
+def run(*argv):
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, env=env)
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_shows_both(name):
+    process = run(FOLDER / f"{name}.py")
+    assert process.returncode == 0, process.stdout + process.stderr
+    before, _, fastamp = process.stdout.partition("== fastamp ==")
+    heading, _, plain = before.partition("== plain PyTorch ==")
+    assert not heading
+    for text, expected in zip((plain, fastamp), SAYS[name], strict=True):
+        assert [words for words in expected if words not in text] == []
+
+
+@pytest.mark.slow
+def test_a_script_fails_when_fastamp_does_not_help():
+    process = run("-c", CONTROLS, FOLDER)
+    assert process.returncode == 0, process.stderr
+    codes = json.loads(process.stdout.splitlines()[-1])
+    assert codes.keys() == SAYS.keys()
+    assert all(code.startswith("not shown: ") for code in codes.values())  # a text is exit code 1
+
+
+def test_the_readme_names_every_script():
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    scripts = {path.name for path in FOLDER.glob("*.py")}
+    assert scripts == {f"{name}.py" for name in SAYS}
+    assert [name for name in scripts if f"({name})" not in text or f"[{name}]" not in text] == []

@@ -1,0 +1,278 @@
+"""Failures 3 and 4: no gradient comes to the optimizer, or to one of two."""
+
+import itertools
+
+import pytest
+import tiny
+import torch
+from loops import (
+    ALL,
+    LOW,
+    Net,
+    autocast,
+    make_batch,
+    make_net,
+    make_trainer,
+    plain_scaler,
+    plain_step,
+    same,
+    sgd,
+    train,
+    values,
+)
+from torch import nn
+
+from fastamp.amp import OptimizationStep
+from fastamp.engine import DefaultTrainer
+from fastamp.engine.hooks import FreezeLayers, HookBase
+from fastamp.utils.errors import ConfigError, TrainingError
+
+NO_INF_CHECKS = "No inf checks were recorded for this optimizer"
+
+
+# 3. No gradient comes to the optimizer: all frozen, losses without a way to the parameters, gradients cleared.
+
+
+def detached(loss, other):
+    return loss.detach()
+
+
+def detached_and_required(loss, other):
+    return loss.detach().requires_grad_()
+
+
+def rewrapped(loss, other):
+    return torch.tensor(loss.item(), requires_grad=True)
+
+
+def of_another_model(loss, other):
+    return other(make_batch())["loss_cls"]
+
+
+class Spoiled(Net):
+    """Its loss, or a second one beside it, is spoiled."""
+
+    def __init__(self, spoil, beside=False):
+        super().__init__()
+        self.spoil, self.beside = spoil, beside
+        self.others = [make_net()]  # in a list, so that it is no part of this model
+
+    def losses(self, logits, batch):
+        losses = super().losses(logits, batch)
+        spoiled = self.spoil(losses["loss_cls"] * 2, self.others[0])
+        return losses | {"loss_new": spoiled} if self.beside else {"loss_new": spoiled}
+
+
+REQUIRING = [detached_and_required, rewrapped, of_another_model]
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("spoil", [detached, *REQUIRING])
+def test_3_a_loss_that_reaches_nothing(spoil, dtype):
+    model = make_net(Spoiled, spoil=spoil)
+    before = values(model)
+    for scaler, message in ((None, None), (plain_scaler(), NO_INF_CHECKS)):
+        if spoil is detached:  # PyTorch says what it needs, and of which loss it does not
+            with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
+                plain_step(model, sgd(model), make_batch(), dtype, scaler)
+        elif message:
+            with pytest.raises(AssertionError, match=message):
+                plain_step(model, sgd(model), make_batch(), dtype, scaler)
+        else:
+            plain_step(model, sgd(model), make_batch(), dtype)  # without a word
+    assert same(before, values(model))
+
+    with pytest.raises(TrainingError, match="'loss_new' is not connected to any parameter") as error:
+        train(model, [sgd(model)], dtype)
+    found = {
+        detached: "it has no graph",
+        detached_and_required: "a tensor of its own",
+        rewrapped: "a tensor of its own",
+        of_another_model: "its graph does not lead to them",
+    }
+    assert found[spoil] in str(error.value)
+    assert "cause: it was detached or wrapped in a new tensor" in str(error.value)
+    assert "without .detach(), .item() or torch.tensor()" in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("spoil", [detached, *REQUIRING])
+def test_3_beside_a_good_loss(spoil, dtype):
+    for scaler in (None, plain_scaler()):
+        model, alone = make_net(Spoiled, spoil=spoil, beside=True), make_net()
+        for each in (model, alone):
+            for _ in range(3):
+                plain_step(each, sgd(each), make_batch(), dtype, scaler)
+        assert same(values(model), values(alone))  # as if that loss were not there, and nothing is said
+
+    with pytest.raises(TrainingError, match="'loss_new' is not connected to any parameter"):
+        train(model, [sgd(model)], dtype)
+
+
+@pytest.mark.parametrize("spoil", [detached, *REQUIRING])
+def test_3_from_a_later_step_on(spoil):
+    """When the graph is no longer followed, a loss that reaches nothing ends the run all the same."""
+
+    class Later(HookBase):
+        def before_step(self):
+            model.spoil = spoil if self.trainer.iter == 6 else lambda loss, other: loss
+
+    model = make_net(Spoiled, spoil=None)
+    with pytest.raises(TrainingError, match="'loss_new' is not conn" if spoil is detached else NO_INF_CHECKS) as error:
+        train(model, [sgd(model)], torch.bfloat16, steps=8, hooks=[Later()])
+    if spoil is not detached:
+        assert "reached from the loss: 0" in str(error.value)
+        assert "or the loss comes from another model than this one" in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", ALL)
+def test_3_everything_is_frozen(dtype):
+    frozen = make_net().requires_grad_(False)
+    for scaler in (None, plain_scaler()):
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            plain_step(frozen, sgd(frozen), make_batch(), dtype, scaler)
+
+    with pytest.raises(TrainingError, match="everything before it is frozen"):
+        train(frozen, [sgd(frozen)], dtype)
+    model = make_net()
+    freeze = FreezeLayers(model, ["body", "head"], iterations=2)
+    with pytest.raises(TrainingError, match=r"no loss \(loss_cls\) is connected to a parameter that is trained") as e:
+        train(model, [sgd(model)], dtype, hooks=[freeze])
+    assert "MODEL.FREEZE_LAYERS names (body, head)" in str(e.value) and "fix:   freeze less" in str(e.value)
+
+
+@pytest.mark.parametrize("dtype", ALL)
+def test_3_everything_that_the_optimizer_holds_is_frozen(dtype):
+    """The head is frozen and held, the body is trainable and not held."""
+
+    def make():
+        model = make_net()
+        return model, sgd(model.head.requires_grad_(False))
+
+    model, optimizer = make()
+    assert len({plain_step(model, optimizer, make_batch(), dtype) for _ in range(3)}) == 1
+    with pytest.raises(AssertionError, match=NO_INF_CHECKS):
+        plain_step(model, optimizer, make_batch(), dtype, plain_scaler())
+
+    model, optimizer = make()
+    with pytest.raises(TrainingError, match=r"2 trainable parameters are held by no optimizer.*body.0.weight"):
+        train(model, [optimizer], dtype)
+
+
+def test_3_the_step_alone_says_that_what_is_held_is_frozen():
+    model = make_net()
+    step = OptimizationStep(model, [sgd(model.head.requires_grad_(False))])
+    step.backward(model(make_batch()))
+    with pytest.raises(TrainingError) as error:
+        step.finish()
+    assert "frozen" in str(error.value) and "not the model's parameters" not in str(error.value)
+
+
+def test_3_everything_is_frozen_when_the_optimizer_is_built(demo, tmp_path):
+    class Frozen(DefaultTrainer):
+        @classmethod
+        def build_model(cls, cfg):
+            return super().build_model(cfg).requires_grad_(False)
+
+    with pytest.raises(ConfigError, match="no parameter of the model is trainable: all of it is frozen"):
+        Frozen(tiny.tiny_config(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", ALL)
+def test_3_gradients_are_cleared_before_the_step(dtype):
+    model = make_net()
+    optimizer = sgd(model)
+    before = values(model)
+    for scaler in (None, plain_scaler()):
+        with autocast(dtype):
+            loss = model(make_batch())["loss_cls"]
+        (scaler.scale(loss) if scaler else loss).backward()
+        optimizer.zero_grad()
+        if scaler:
+            with pytest.raises(AssertionError, match=NO_INF_CHECKS):
+                scaler.step(optimizer)
+        else:
+            optimizer.step()
+        assert same(before, values(model))
+
+    trainer = make_trainer(model, [optimizer], [make_batch()], dtype)
+    finish = trainer.step.finish
+    trainer.step.finish = lambda: (optimizer.zero_grad(), finish())[1]
+    with pytest.raises(TrainingError, match="cause: the gradients were cleared before the step") as error:
+        trainer.train(0, 1, 1)
+    assert NO_INF_CHECKS in str(error.value) and "call zero_grad() only after the step" in str(error.value)
+    assert "held by the optimizer: 4   reached from the loss: 0" in str(error.value)
+
+
+# 4. A second optimizer without gradients this step.
+
+
+class Alternating(Net):
+    """A second head, with a loss of its own on every second call."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Linear(16, 4)
+        self.calls = 0
+
+    def forward(self, batch):
+        losses = super().forward(batch)
+        self.calls += 1
+        if self.calls % 2 == 0:
+            logits = self.second(self.body(batch["images"])).float()
+            losses["loss_second"] = nn.functional.cross_entropy(logits, batch["targets"])
+        return losses
+
+
+def two_optimizers(model):
+    first = torch.optim.Adam([*model.body.parameters(), *model.head.parameters()], lr=0.01)
+    return [first, torch.optim.Adam(model.second.parameters(), lr=0.01, weight_decay=0.1)]
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_4_an_idle_optimizer_plainly(dtype):
+    model = make_net(Alternating)
+    optimizers, scaler = two_optimizers(model), plain_scaler()
+    with autocast(dtype):
+        loss = sum(model(make_batch()).values())
+    scaler.scale(loss).backward()
+    scaler.step(optimizers[0])
+    with pytest.raises(AssertionError, match=NO_INF_CHECKS):
+        scaler.step(optimizers[1])
+
+
+@pytest.mark.parametrize("dtype", ALL)
+def test_4_an_idle_optimizer_is_left_out_of_that_step(dtype):
+    class Record(HookBase):
+        def after_step(self):
+            history.append(values(model))
+
+    model = make_net(Alternating)
+    history = [values(model)]
+    optimizers = two_optimizers(model)
+    stepped = []
+    for optimizer in optimizers:
+        optimizer.register_step_post_hook(lambda optimizer, *_: stepped.append(optimizers.index(optimizer)))
+    train(model, optimizers, dtype, steps=4, hooks=[Record()])
+    assert stepped == [0, 0, 1, 0, 0, 1]
+    moved = [[not torch.equal(a[name], b[name]) for a, b in itertools.pairwise(history)]
+             for name in ("body.0.weight", "head.weight", "second.weight")]  # fmt: skip
+    assert moved == [[True] * 4, [True] * 4, [False, True, False, True]]
+
+
+def test_4_two_optimizers_are_all_or_nothing():
+    a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizers, scaler = [torch.optim.SGD([p], lr=0.1) for p in (a, b)], plain_scaler()
+    scaler.scale((a * 2 + b * float("inf")).sum()).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    assert a.item() != 1.0 and b.item() == 1.0  # one steps, while the other is skipped
+
+    a.data.fill_(1.0)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    step = OptimizationStep(nn.ParameterDict({"a": a, "b": b}), optimizers)
+    step.backward({"loss": (a * 2 + b * float("inf")).sum()})
+    assert not step.finish().ok and a.item() == b.item() == 1.0
+    step.backward({"loss": (a * 2 + b).sum()})
+    assert step.finish().ok and a.item() == pytest.approx(0.8) and b.item() == pytest.approx(0.9)

@@ -1,0 +1,160 @@
+"""Failure 9 among several processes, and failures 14 and 15: two processes with gloo, started once for all."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from loops import LOW, finite, same
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from fastamp.amp.health import check_communication
+from fastamp.utils.errors import TrainingError
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+STEPS, BAD_STEP = 6, 2  # as in failing_ranks.py
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each rank saw: scenario -> whose -> history of (scale, model)."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, str(HELPERS / "failing_ranks.py"), str(folder)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [
+        subprocess.Popen([*command, str(rank)], env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes) for rank in (0, 1)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    return [torch.load(folder / f"rank{rank}.pth", weights_only=True) for rank in (0, 1)]
+
+
+def histories(ranks, scenario, whose):
+    return [rank[scenario][whose] for rank in ranks]
+
+
+def scales(history):
+    return [step["scale"] for step in history]
+
+
+def skips(history):
+    """Return for each step after the first whether the parameters stood still."""
+    return [torch.equal(a["model"]["head.weight"], b["model"]["head.weight"]) for a, b in itertools.pairwise(history)]
+
+
+def statistics(step):
+    return [step["model"][f"body.1.running_{name}"] for name in ("mean", "var")]
+
+
+# 9. One overflowing batch, on one rank of two.
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_9_plain_statistics_of_a_rank(ranks, dtype, bad_rank):
+    scenario = f"overflow on rank {bad_rank}, {dtype}"
+    plain = histories(ranks, scenario, "plain")
+    assert [finite(statistics(history[BAD_STEP])) for history in plain] == [bad_rank != 0, bad_rank != 1]
+    for rank, history in enumerate(plain):
+        assert skips(history)[BAD_STEP - 1] and finite([history[-1]["model"]["head.weight"]])
+        # DDP gives all ranks the statistics of rank 0 in the next step: those of rank 1 are well, or all are lost.
+        assert finite(statistics(history[-1])) == (bad_rank == 1)
+        assert ranks[rank][scenario]["plain evaluation"].isnan().all() == (bad_rank == 0)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_9_ours_are_restored_on_both(ranks, dtype, bad_rank):
+    for history in histories(ranks, f"overflow on rank {bad_rank}, {dtype}", "ours"):
+        assert same(history[BAD_STEP - 1]["model"], history[BAD_STEP]["model"])
+        assert skips(history) == [step == BAD_STEP for step in range(1, STEPS)]
+        assert all(finite(statistics(step)) for step in history)
+        moved = [not torch.equal(statistics(a)[0], statistics(b)[0]) for a, b in itertools.pairwise(history)]
+        assert moved == [step != BAD_STEP for step in range(1, STEPS)]
+
+
+# 14. A head outside DDP goes NaN on one rank.
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_14_plain_ranks_diverge(ranks, dtype):
+    first, second = histories(ranks, f"head outside, {dtype}", "plain")
+    assert (scales(first)[-1], scales(second)[-1]) == (65536.0, 32768.0)
+    assert same(first[BAD_STEP - 1]["model"], second[BAD_STEP - 1]["model"])
+    for name in ("net.body.0.weight", "net.head.weight", "second.weight"):  # those inside of DDP too
+        assert not torch.equal(first[-1]["model"][name], second[-1]["model"][name])
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_14_one_verdict_for_all_ranks(ranks, dtype):
+    first, second = histories(ranks, f"head outside, {dtype}", "ours")
+    assert all(same(a["model"], b["model"]) for a, b in zip(first, second, strict=True))
+    assert [same(a["model"], b["model"]) for a, b in itertools.pairwise(first)] == [False, True, False, False, False]
+    expected = [65536.0] * 3 + [32768.0] * 3 if dtype == torch.float16 else [1.0] * STEPS
+    assert scales(first) == scales(second) == expected  # the scale that a step was computed with
+
+
+# 15. A communication hook that sends gradients in float16, with a scaler.
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_15_plain_steps_are_skipped(ranks, dtype):
+    scenario = f"compression, {dtype}"
+    for rank in (0, 1):
+        assert scales(ranks[rank][scenario]["plain fp16"])[-1] <= 4096.0  # at least 4 of 6 steps were skipped
+        for whose in ("plain", "plain bf16"):
+            assert scales(ranks[rank][scenario][whose]) == [65536.0] * STEPS
+
+
+def test_15_the_fp16_hook_is_refused_with_a_scaler(ranks):
+    for rank in (0, 1):
+        message = ranks[rank]["compression, torch.float16"]["Fp16Hook"]
+        assert isinstance(message, str) and "sent in float16 (fp16_compress_hook) while the loss is scaled" in message
+        assert "most steps would be skipped" in message and "fix: bf16_compress_hook" in message
+
+
+@pytest.mark.parametrize("dtype, kind", [
+    (torch.float16, "Bf16Hook"), (torch.bfloat16, "Bf16Hook"), (torch.bfloat16, "Fp16Hook"),
+])  # fmt: skip
+def test_15_hooks_that_are_allowed_train(ranks, dtype, kind):
+    first, second = histories(ranks, f"compression, {dtype}", kind)
+    without, _ = histories(ranks, f"compression, {dtype}", "SimpleTrainer")
+    assert skips(first) == [False] * (STEPS - 1)
+    for name, tensor in first[-1]["model"].items():
+        assert torch.equal(tensor, second[-1]["model"][name])
+        torch.testing.assert_close(tensor, without[-1]["model"][name], rtol=0.02, atol=0.01)
+    assert not same(first[-1]["model"], without[-1]["model"])  # something was compressed
+
+
+def test_15_of_an_inner_ddp_model(ranks):
+    assert isinstance(ranks[0]["compression, torch.float16"]["InnerFp16Hook"], str)
+
+
+def parallel_with(hook):
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0]._comm_hooks = [(hook, None)]
+    return model
+
+
+@pytest.mark.parametrize("name, hook, refused", [
+    ("fp16", default_hooks.fp16_compress_hook, True),
+    ("bf16", default_hooks.bf16_compress_hook, False),
+    ("all-reduce", default_hooks.allreduce_hook, False),
+    ("fp16 around PowerSGD", default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook), True),
+    ("bf16 around PowerSGD", default_hooks.bf16_compress_wrapper(powerSGD_hook.powerSGD_hook), False),
+])  # fmt: skip
+def test_15_which_hooks_are_refused(name, hook, refused):
+    check_communication(parallel_with(hook), scaled=False)
+    if refused:
+        with pytest.raises(TrainingError, match="while the loss is scaled"):
+            check_communication(parallel_with(hook), scaled=True)
+    else:
+        check_communication(parallel_with(hook), scaled=True)

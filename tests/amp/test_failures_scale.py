@@ -1,0 +1,242 @@
+"""Failures 5 to 8: what goes wrong with scaled gradients, skipped steps and the loss scale itself."""
+
+import math
+from functools import partial
+
+import pytest
+import tiny
+import torch
+from loops import (
+    ALL,
+    LOW,
+    autocast,
+    finite,
+    make_batch,
+    make_net,
+    make_trainer,
+    plain_scaler,
+    plain_step,
+    same,
+    sgd,
+    spoil,
+    values,
+)
+from torch import nn
+
+from fastamp.amp import LossScaler, OptimizationStep, PrecisionFailure
+from fastamp.amp.policy import DTYPES
+from fastamp.engine.hooks import LRScheduler
+from fastamp.engine.train_loop import HookBase
+from fastamp.solver import build_lr_schedule
+from fastamp.solver.clip import clip_gradients
+
+BAD, GOOD = spoil(make_batch()), make_batch()
+clip_norm = partial(clip_gradients, clip_type="global_norm", clip_value=0.5)
+
+
+class Losses(HookBase):
+    """Keeps the loss of each step that was taken."""
+
+    def __init__(self):
+        self.losses = []
+
+    def after_step(self):
+        self.losses.append(self.trainer.metrics.flush().get("total_loss"))
+
+
+# 5. Clipping scaled gradients.
+
+
+def plain_clipping(dtype, *, unscale):
+    """Return model and losses of 30 steps of PyTorch's loop with clipping at norm 0.5."""
+    model, scaler, losses = make_net(), plain_scaler(), []
+    optimizer = sgd(model)
+    for _ in range(30):
+        optimizer.zero_grad()
+        with autocast(dtype):
+            loss = model(GOOD)["loss_cls"]
+        scaler.scale(loss).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    return model, losses
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_5_clipping_scaled_gradients(dtype):
+    _, wrong = plain_clipping(dtype, unscale=False)
+    plain, right = plain_clipping(dtype, unscale=True)
+    assert wrong[0] - wrong[-1] < 1e-3 and right[0] - right[-1] > 0.3
+
+    model, record = make_net(), Losses()
+    trainer = make_trainer(model, [sgd(model)], [GOOD] * 30, dtype, clip=clip_norm)
+    trainer.register_hooks([record])
+    trainer.train(0, 1, 30)
+    assert record.losses == pytest.approx(right, rel=1e-3)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+
+
+def test_5_the_coefficient_is_of_unscaled_gradients():
+    coefficients = []
+    for scaler in (None, LossScaler(init_scale=1024.0)):
+        model = make_net()
+        step = OptimizationStep(model, [sgd(model)], clip=clip_norm, scaler=scaler)
+        step.backward(model(GOOD))
+        verdict = step.finish()
+        assert verdict.grad_norm > 0.5
+        assert verdict.clip_coefficient.item() == pytest.approx(0.5 / verdict.grad_norm, rel=1e-4)
+        coefficients.append(verdict.clip_coefficient.item())
+    assert coefficients[0] == pytest.approx(coefficients[1], rel=1e-5)
+
+
+# 6. A schedule that is stepped on skipped steps.
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("dtype", LOW)
+def test_6_plain_warm_up_runs_out_while_no_step_is_taken(dtype):
+    model, scaler = make_net(), plain_scaler()
+    optimizer, before = sgd(model), values(model)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
+    for _ in range(10):
+        plain_step(model, optimizer, BAD, dtype, scaler)
+        warm_up.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1) and same(before, values(model))
+
+
+@pytest.mark.parametrize("dtype", ALL)
+def test_6_the_schedule_advances_on_taken_steps(tmp_path, dtype):
+    class Rates(HookBase):
+        def after_step(self):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    rates, model = [], make_net()
+    optimizer = sgd(model)
+    schedule = build_lr_schedule(tiny.tiny_config(tmp_path, "SOLVER.WARMUP_ITERS", "10"), 100)
+    trainer = make_trainer(model, [optimizer], [BAD] * 10 + [GOOD] * 10 + [BAD, GOOD], dtype)
+    trainer.register_hooks([LRScheduler(schedule), Rates()])
+    trainer.train(0, 1, 22)
+    first = schedule.learning_rate(0.1, epoch=0, steps_taken=0)
+    assert rates[:11] == [first] * 11 and first < 0.02
+    assert rates[10:20] == sorted(set(rates[10:20])) and rates[19] < rates[20] == rates[21] == pytest.approx(0.1)
+    assert trainer.steps_taken == 11 and trainer.step.skipped_total == 11
+
+
+# 7. Scale collapse.
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_7_plain_scale_collapses(dtype):
+    model, scaler = make_net(), plain_scaler()
+    optimizer = sgd(model)
+    for _ in range(40):
+        plain_step(model, optimizer, BAD, dtype, scaler)
+    assert scaler.get_scale() < 1e-7
+    before = values(model)
+    plain_step(model, optimizer, GOOD, dtype, scaler)
+    zeros = [not p.grad.any() for p in model.parameters()]
+    # A step without a word that moves nothing; bfloat16 has the range of float32, and no use for a scale.
+    assert zeros == [dtype == torch.float16] * 4 and same(before, values(model)) == (dtype == torch.float16)
+    regrowing = math.log2(65536 / scaler.get_scale()) * scaler.get_growth_interval()
+    assert regrowing == 80_000
+
+
+@pytest.mark.parametrize("dtype", ALL)
+def test_7_the_scale_has_a_floor(dtype):
+    model = make_net()
+    trainer = make_trainer(model, [sgd(model)], [BAD] * 40 + [GOOD], dtype, max_consecutive_skips=40)
+    before = values(model)
+    trainer.train(0, 1, 41)
+    assert trainer.metrics.flush()["loss_scale"] == 1.0 and trainer.step.skipped_total == 40
+    assert not any(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_7_a_floor_of_the_users():
+    scaler = LossScaler(init_scale=65536.0, min_scale=128.0)
+    for _ in range(40):
+        scaler.update(False)
+    assert scaler.scale == 128.0
+
+
+FLOOR = "cause: the loss scale is at its floor, SOLVER.AMP.MIN_SCALE: float16 cannot hold this model's values"
+WHATEVER = "cause: a loss or its gradient is infinite or NaN, whatever the loss scale"
+
+
+@pytest.mark.parametrize("dtype, on_failure, cause", [
+    (torch.float16, "error", FLOOR),
+    (torch.bfloat16, "error", WHATEVER),
+    (torch.bfloat16, "bfloat16", WHATEVER),
+    (torch.float32, "error", WHATEVER),
+    (torch.float32, "float32", WHATEVER),
+])  # fmt: skip
+def test_7_on_failure_error(dtype, on_failure, cause):
+    """And where the next dtype would be the same."""
+    model = make_net()
+    before = values(model)
+    trainer = make_trainer(model, [sgd(model)], [BAD] * 40, dtype, on_failure=on_failure)
+    with pytest.raises(PrecisionFailure, match="26 optimizer steps in a row were skipped") as error:
+        trainer.train(0, 1, 40)
+    message = str(error.value)
+    assert "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS (25)" in message and cause in message
+    assert "found: 4 gradients are not finite, e.g. body.0.weight, body.0.bias, head.weight" in message
+    assert "fix:" in message and "a lower SOLVER.BASE_LR, SOLVER.CLIP_GRADIENTS, or a look at the data" in message
+    assert same(before, values(model))
+
+
+@pytest.mark.parametrize("dtype", [
+    torch.bfloat16,
+    torch.float32,
+])  # fmt: skip
+def test_7_the_fix_is_another_dtype_than_the_present(dtype):
+    model = make_net()
+    trainer = make_trainer(model, [sgd(model)], [BAD] * 40, dtype)
+    with pytest.raises(PrecisionFailure) as error:
+        trainer.train(0, 1, 40)
+    assert "DTYPE bfloat16" not in str(error.value)
+    assert dtype == torch.bfloat16 or "SOLVER.AMP off" not in str(error.value)
+
+
+@pytest.mark.parametrize("on_failure", ["bfloat16", "float32"])
+def test_7_on_failure_another_dtype(on_failure, caplog):
+    """With images that float16 alone cannot hold."""
+    model, large = make_net(), spoil(GOOD, 1e6)
+    trainer = make_trainer(model, [sgd(model, lr=1e-9)], [large] * 30, torch.float16, on_failure=on_failure)
+    before = values(model)
+    trainer.train(0, 1, 30)
+    assert trainer.policy.dtype == DTYPES[on_failure] and trainer.step.scaler is None
+    assert trainer.steps_taken == 4 and trainer.step.skipped_total == 26
+    assert finite(model.parameters()) and not same(before, values(model))
+    assert f"SOLVER.AMP.ON_FAILURE: going on in {on_failure}" in caplog.text and "float16 cannot hold" in caplog.text
+
+
+# 8. 145 skips in a row, then a good batch.
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_8_plain_parameters_are_destroyed_by_a_good_batch(dtype):
+    model, scaler = make_net(), plain_scaler()
+    optimizer = sgd(model)
+    for _ in range(145):
+        plain_step(model, optimizer, BAD, dtype, scaler)
+    assert torch.isinf(1 / torch.tensor(scaler.get_scale())) and finite(model.parameters())
+    loss = plain_step(model, optimizer, GOOD, dtype, scaler)
+    assert math.isfinite(loss) and not any(finite([p]) for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("min_scale", [1.0, 2.0**-149])
+def test_8_cannot_happen(dtype, min_scale):
+    """Not even where the floor is no floor: the verdict is on what the optimizer will see."""
+    model = make_net()
+    trainer = make_trainer(model, [sgd(model)], [BAD] * 145 + [GOOD], dtype, max_consecutive_skips=1000)
+    if trainer.step.scaler:
+        trainer.step.scaler.min_scale = min_scale
+    before = values(model)
+    trainer.train(0, 1, 146)
+    assert finite(model.parameters())
+    taken = dtype != torch.float16 or min_scale == 1.0
+    assert trainer.step.skipped_in_a_row == (0 if taken else 146) and same(before, values(model)) != taken

@@ -1,0 +1,384 @@
+"""Failures 9 to 13: what a bad step, a checkpoint or an average leaves behind, and windows of accumulation."""
+
+import logging
+import math
+import re
+
+import pytest
+import tiny
+import torch
+import train_net
+from loops import (
+    ALL,
+    LOW,
+    Net,
+    autocast,
+    finite,
+    grad_norm,
+    make_batch,
+    make_net,
+    make_trainer,
+    plain_scaler,
+    plain_step,
+    same,
+    sgd,
+    spoil,
+    values,
+)
+from torch import nn
+
+from fastamp.amp import LossScaler, OptimizationStep
+from fastamp.amp.health import check_finite
+from fastamp.engine import DefaultTrainer
+from fastamp.engine.averaging import EMA
+from fastamp.engine.train_loop import HookBase
+from fastamp.solver import WeightAverage
+from fastamp.utils.errors import TrainingError
+
+BAD, GOOD = spoil(make_batch()), make_batch()
+
+
+class Record(HookBase):
+    """Keeps what the model holds after each step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def after_step(self):
+        self.steps.append(values(self.trainer.model))
+
+
+# 9. One overflowing batch. Among several processes: test_failures_ranks.py.
+
+
+def evaluate(model, dtype):
+    model.eval()
+    with torch.no_grad(), autocast(dtype):
+        return model(GOOD)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_9_plain_evaluation_is_nan_for_ever(dtype):
+    model, scaler = make_net(normalize=True), plain_scaler()
+    optimizer = sgd(model)
+    for batch in (GOOD, BAD, *[GOOD] * 50):
+        plain_step(model, optimizer, batch, dtype, scaler)
+    assert finite(model.parameters()) and not any(finite([buffer]) for buffer in list(model.buffers())[:2])
+    assert evaluate(model, dtype).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_9_statistics_are_restored(dtype, accum_steps):
+    model, record = make_net(normalize=True), Record()
+    batches = [GOOD] * accum_steps + [GOOD] * (accum_steps - 1) + [BAD] + [GOOD] * accum_steps
+    trainer = make_trainer(model, [sgd(model)], batches, dtype, init_scale=8.0, accum_steps=accum_steps)
+    trainer.register_hooks([record])
+    trainer.train(0, 1, 3)
+    assert trainer.step.skipped_total == 1
+    first, second, third = record.steps
+    assert same(first, second) and not same(second, third)
+    assert first["body.1.num_batches_tracked"] == accum_steps and third["body.1.num_batches_tracked"] == 2 * accum_steps
+    check_finite(model)
+    assert finite([evaluate(model, dtype)])
+
+
+@pytest.mark.parametrize("dtype", ALL)
+def test_9_without_the_guard_it_is_named(dtype):
+    model = make_net(normalize=True)
+    trainer = make_trainer(model, [sgd(model)], [GOOD, BAD, GOOD], dtype, init_scale=8.0, guard_buffers=False)
+    trainer.train(0, 1, 3)
+    assert trainer.step.skipped_total == 1 and finite(model.parameters())
+    assert evaluate(model, dtype).isnan().all()
+    with pytest.raises(TrainingError, match=r"2 of the model's tensors are not finite, e.g. body.1.running_mean") as e:
+        check_finite(model)
+    assert "running statistics took in an overflow (SOLVER.AMP.BN_GUARD off" in str(e.value) and "fix:" in str(e.value)
+
+
+class Poison(HookBase):
+    """Makes a weight infinite after the last step of an epoch."""
+
+    def __init__(self, epoch):
+        self.epoch = epoch
+
+    def after_step(self):
+        if self.trainer.iter + 1 == self.epoch * self.trainer.iters_per_epoch:
+            with torch.no_grad():
+                self.trainer.model.heads.weight[0, 0] = float("inf")
+
+
+@pytest.mark.parametrize("period, evaluations", [("1", 1), ("4", 0)])
+def test_9_what_is_not_finite_is_neither_evaluated_nor_saved(demo, tmp_path, monkeypatch, period, evaluations):
+    evaluated, evaluate = [], DefaultTrainer._evaluate
+    counted = staticmethod(lambda *args: evaluated.append(1) or evaluate(*args))
+    monkeypatch.setattr(DefaultTrainer, "_evaluate", counted)
+    options = ("SOLVER.MAX_EPOCH", "4", "TEST.EVAL_PERIOD", period, "SOLVER.CHECKPOINT_PERIOD", "1")
+    trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options))
+    trainer.register_hooks([Poison(epoch=2)])
+    with pytest.raises(TrainingError, match=r"heads.weight: it is neither evaluated nor saved"):
+        trainer.train()
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000.pth"
+    assert finite(tiny.weights(tmp_path / "model_0000.pth").values())
+    assert len(evaluated) == evaluations
+
+
+def test_9_the_guard_by_key(demo, tmp_path, monkeypatch, capfd):
+    """A batch that overflows, through the command line."""
+    original = DefaultTrainer.build_train_loader.__func__
+
+    def with_a_bad_batch(cls, cfg):
+        loader = original(cls, cfg)
+        fetch, calls = type(loader).__iter__, []
+
+        class Loader(type(loader)):
+            def __iter__(self):
+                for batch in fetch(self):
+                    calls.append(1)
+                    if len(calls) == 3:
+                        batch["images"] = batch["images"].float() * float("inf")
+                    yield batch
+
+        loader.__class__ = Loader
+        return loader
+
+    monkeypatch.setattr(DefaultTrainer, "build_train_loader", classmethod(with_a_bad_batch))
+    options = ("SOLVER.MAX_EPOCH", "1", "SOLVER.AMP", "bf16")
+    assert train_net.cli(tiny.tiny_options(tmp_path / "on", *options)) == 0
+    assert finite(tiny.weights(tmp_path / "on/model_final.pth").values())
+    assert train_net.cli(tiny.tiny_options(tmp_path / "off", *options, "SOLVER.AMP.BN_GUARD", "off")) == 2
+    assert "running statistics took in an overflow" in capfd.readouterr().err
+    assert not (tmp_path / "off/last_checkpoint").exists()
+
+
+# 10. A skipped step's gradient norm in the average.
+
+
+def plain_norms(dtype, batches):
+    """Return the gradient norms of PyTorch's loop."""
+    model, scaler, norms = make_net(normalize=True), plain_scaler(init_scale=8.0), []
+    optimizer = sgd(model)
+    for batch in batches:
+        optimizer.zero_grad()
+        with autocast(dtype):
+            loss = model(batch)["loss_cls"]
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), math.inf).item())
+        scaler.step(optimizer)
+        scaler.update()
+    return norms
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_10_averages_leave_skipped_steps_out(dtype):
+    meter = plain_norms(dtype, [GOOD, BAD, *[GOOD] * 20])
+    assert not math.isfinite(sum(meter) / len(meter))
+
+    model = make_net(normalize=True)
+    trainer = make_trainer(model, [sgd(model)], [GOOD, BAD, *[GOOD] * 20], dtype, init_scale=8.0)
+    trainer.train(0, 1, 22)
+    metrics = trainer.metrics.flush()
+    # Of the run that never saw that batch.
+    assert metrics["grad_norm"] == pytest.approx(sum(plain_norms(dtype, [GOOD] * 21)) / 21, rel=0.01)
+    assert metrics["skipped_total"] == 1 and metrics["skipped_in_a_row"] == 0
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+# 11. The loss scale is missing from the checkpoint.
+
+
+class Steep(Net):
+    """Its gradients overflow float16 above a loss scale of some hundreds."""
+
+    def losses(self, logits, batch):
+        return {"loss_cls": super().losses(logits, batch)["loss_cls"] * 1000}
+
+
+def steep_trainer(dtype, batches=60):
+    model = make_net(Steep)
+    trainer = make_trainer(model, [sgd(model, lr=1e-6)], [GOOD] * batches, dtype)
+    trainer.iters_per_epoch = 30
+    return trainer
+
+
+def plain_skips(model, scaler):
+    """Return how many of 30 steps of PyTorch's loop were skipped."""
+    skipped, optimizer = 0, sgd(model, lr=1e-6)
+    for _ in range(30):
+        before = values(model)
+        plain_step(model, optimizer, GOOD, torch.float16, scaler)
+        skipped += same(before, values(model))
+    return skipped
+
+
+def test_11_plain_resume_skips_steps():
+    model, scaler = make_net(Steep), plain_scaler()
+    first = plain_skips(model, scaler)
+    kept = scaler.state_dict()
+    assert first == plain_skips(model, plain_scaler()) >= 5
+    scaler = plain_scaler()
+    scaler.load_state_dict(kept)
+    assert plain_skips(model, scaler) == 0
+
+
+def test_11_the_scale_is_saved_and_restored(tmp_path):
+    trainer = steep_trainer(torch.float16)
+    trainer.train(0, 1, 30)
+    skipped = trainer.step.skipped_total
+    assert skipped >= 5
+    torch.save(trainer.state_dict(), tmp_path / "state.pth")
+    resumed = steep_trainer(torch.float16)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pth", weights_only=True))
+    assert resumed.step.scaler.state_dict() == trainer.step.scaler.state_dict()
+    assert resumed.step.scaler.scale < 1024 and resumed.start_iter == 30
+    resumed.train(30, 2, 30)
+    assert resumed.step.skipped_total == skipped and resumed.steps_taken == 60 - skipped
+    fresh = steep_trainer(torch.float16)  # what it would be without
+    fresh.train(0, 1, 30)
+    assert fresh.step.skipped_total == skipped
+
+
+def test_11_through_the_checkpoint_of_a_run(demo, tmp_path):
+    options = ("SOLVER.AMP", "fp16", "SOLVER.MAX_EPOCH", "1", "SOLVER.AMP.GROWTH_INTERVAL", "2")
+    options += ("SOLVER.AMP.INIT_SCALE", "64", "SOLVER.AMP.PREFLIGHT", "off")
+    trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options))
+    trainer.train()
+    state = trainer.trainer.step.scaler.state_dict()
+    assert state["scale"] > 64
+    resumed = DefaultTrainer(tiny.tiny_config(tmp_path, *options))
+    resumed.resume_or_load(resume=True)
+    assert resumed.trainer.step.scaler.state_dict() == state
+
+
+@pytest.mark.parametrize("before, now, message", [
+    (torch.bfloat16, torch.float16, "trained without loss scaling: starting with scale 65536"),
+    (torch.float32, torch.float16, "trained without loss scaling: starting with scale 65536"),
+    (torch.float16, torch.bfloat16, "loss scale (128) is not needed here"),
+    (torch.float16, torch.float32, "loss scale (128) is not needed here"),
+])  # fmt: skip
+def test_11_from_another_dtype(caplog, before, now, message):
+    caplog.set_level(logging.INFO)
+    trainer, resumed = steep_trainer(before), steep_trainer(now)
+    if trainer.step.scaler:
+        trainer.step.scaler.scale = 128.0
+    trainer.step.skipped_total, trainer.step.skipped_in_a_row = 5, 2
+    resumed.load_state_dict(trainer.state_dict())
+    assert message in caplog.text
+    assert (resumed.step.skipped_total, resumed.step.skipped_in_a_row) == (5, 2)
+    assert resumed.step.scaler is None if now != torch.float16 else resumed.step.scaler.scale == 65536.0
+    resumed.policy.load_state_dict(trainer.policy.state_dict())
+    assert re.search(rf"trained so far in {str(before)[6:]}; the precision now is {str(now)[6:]}", caplog.text)
+
+
+# 12. An average kept in low precision.
+
+
+UPDATES, DECAY = 5000, 0.9999
+EXPECTED = 1 - DECAY**UPDATES  # from 0, while the weight is 1
+
+
+@pytest.mark.parametrize("dtype, last", [(torch.float16, 0.25), (torch.bfloat16, 0.03125)])
+def test_12_plain_average_stands_still(dtype, last):
+    average, weight = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)
+    for _ in range(UPDATES):
+        average.mul_(DECAY).add_(weight, alpha=1 - DECAY)
+    assert average.item() == last and EXPECTED > 0.39
+
+
+def test_12_ours_does_not():
+    model = nn.Linear(1, 1)
+    with torch.no_grad():
+        model.weight.fill_(0.0)
+        average = WeightAverage(model, "ema")
+        model.weight.fill_(1.0)
+    for _ in range(UPDATES):
+        average.update(1 - DECAY)
+    assert average.tensors()["weight"].item() == pytest.approx(EXPECTED, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ALL)
+def test_12_in_a_run(dtype):
+    """Against an average in float64 of the weights after each step that was taken."""
+    model, record = make_net(normalize=True), Record()
+    average = WeightAverage(model, "ema")
+    start = {name: tensor.double() for name, tensor in values(model).items()}
+    trainer = make_trainer(model, [sgd(model)], [GOOD, BAD, *[GOOD] * 20], dtype, init_scale=8.0)
+    trainer.register_hooks([EMA(average, DECAY), record])
+    trainer.train(0, 1, 22)
+    assert average.updates == 21
+    for name, parameter in model.named_parameters():
+        expected = start[name]
+        for step in [record.steps[0], *record.steps[2:]]:
+            expected = expected * DECAY + step[name].double() * (1 - DECAY)
+        ours = average.tensors()[name]
+        assert ours.dtype == parameter.dtype == torch.float32
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-7)
+    moved = (average.tensors()["head.weight"] - start["head.weight"]).abs().max()
+    assert 1e-5 < moved < 1e-3  # what the comparison above has to tell from no movement at all
+
+
+# 13. Accumulation with unscale, step or update inside the window.
+
+
+WINDOW = [make_batch(seed) for seed in range(4)]
+
+
+def plain_window(dtype, *, inside):
+    """Return model, gradient norm and steps taken of a window of four; ``inside`` it: unscale, step or nothing."""
+    model, scaler, steps = make_net(), plain_scaler(), []
+    optimizer = sgd(model)
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    for batch in WINDOW:
+        with autocast(dtype):
+            loss = model(batch)["loss_cls"] / len(WINDOW)
+        scaler.scale(loss).backward()
+        if inside == "unscale":
+            scaler.unscale_(optimizer)
+        if inside == "step":
+            scaler.step(optimizer)
+        if inside:
+            scaler.update()
+    if not inside:
+        scaler.unscale_(optimizer)
+    norm = grad_norm(model)
+    if inside != "step":
+        optimizer.step()
+    return model, norm, len(steps)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_13_plain_update_inside_the_window(dtype):
+    right, norm, steps = plain_window(dtype, inside=None)
+    assert steps == 1
+    for inside in ("unscale", "step"):
+        wrong, wrong_norm, steps = plain_window(dtype, inside=inside)
+        assert wrong_norm < 0.5 * norm and steps == (4 if inside == "step" else 1)
+        if inside == "unscale":
+            assert (wrong.head.weight - right.head.weight).abs().max() > 1e-3
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+        plain_window(dtype, inside="update alone")
+
+
+@pytest.mark.parametrize("dtype", ALL)
+def test_13_one_step_a_window(dtype):
+    model = make_net()
+    trainer = make_trainer(model, [sgd(model)], WINDOW, dtype, accum_steps=4)
+    trainer.train(0, 1, 1)
+    assert trainer.steps_taken == 1
+    plain, norm, _ = plain_window(dtype, inside=None)
+    assert trainer.metrics.flush()["grad_norm"] == pytest.approx(norm, rel=1e-3)
+    whole = make_net()
+    plain_step(whole, sgd(whole), {key: torch.cat([b[key] for b in WINDOW]) for key in WINDOW[0]}, torch.float32)
+    for ours, accumulated, together in zip(model.parameters(), plain.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours, accumulated, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours, together, rtol=1e-2, atol=1e-3)
+
+
+def test_13_the_step_itself():
+    model, step_scaler = make_net(), LossScaler(init_scale=65536.0)
+    step = OptimizationStep(model, [sgd(model)], scaler=step_scaler)
+    for batch in WINDOW:
+        step.backward(model(batch), share=1 / 4)
+    assert step.finish().grad_norm == pytest.approx(plain_window(torch.float32, inside=None)[1], rel=1e-5)
+    with pytest.raises(RuntimeError, match="without a backward"):
+        step.finish()

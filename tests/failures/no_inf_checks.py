@@ -1,0 +1,91 @@
+#!/usr/bin/env python
+"""AssertionError: No inf checks were recorded for this optimizer (reid_baseline, FastReID)."""
+
+import copy
+import itertools
+import sys
+
+import torch
+from torch import nn
+
+from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
+from fastamp.engine import HookBase, SimpleTrainer
+from fastamp.utils.errors import TrainingError
+
+
+class Net(nn.Module):
+    """A batch -> losses, in the form that fastamp's trainers take."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+
+    def forward(self, batch):
+        return {"loss_cls": nn.functional.cross_entropy(self.layers(batch["images"]).float(), batch["targets"])}
+
+
+class Losses(HookBase):
+    def before_train(self):
+        self.seen = []
+
+    def after_step(self):
+        self.seen.append(self.trainer.metrics.flush()["total_loss"])
+
+
+def check(shown, what):
+    if not shown:
+        sys.exit(f"not shown: {what}")
+
+
+torch.manual_seed(0)
+batch = {"images": torch.randn(64, 16), "targets": torch.arange(64) % 8}
+model = Net()
+# So do flat buffers, a model that is rebuilt, and load_state_dict(assign=True): other tensors than those that train.
+stale = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.5)
+
+print("== plain PyTorch ==")
+scaler = torch.amp.GradScaler("cpu")
+with torch.autocast("cpu", dtype=torch.float16):
+    loss = model(batch)["loss_cls"]
+scaler.scale(loss).backward()
+try:
+    scaler.step(stale)
+    check(False, "an assertion")
+except AssertionError as error:
+    print(f"loss {loss.item():.4f}, backward done, then AssertionError: {error}")
+    check("No inf checks were recorded" in str(error), "PyTorch's assertion")
+
+print("\n== fastamp ==")
+policy = PrecisionPolicy("cpu", torch.float16, "asked for")
+model.zero_grad()
+trainer = SimpleTrainer(model, itertools.repeat(batch), [stale], policy=policy, scaler=LossScaler())
+said = ""
+try:
+    trainer.train(0, max_epoch=1, iters_per_epoch=30)
+except TrainingError as error:
+    said = str(error)
+print(f"SimpleTrainer.train, after {trainer.steps_taken} steps:\n{said}")
+check("of both: 0" in said and "fix:" in said and trainer.steps_taken == 0, "the error before the first step")
+
+# A loop of your own that has only the step gets the cause with the assertion's own words, so that it can be searched.
+step = OptimizationStep(model, [stale], scaler=LossScaler())
+said = ""
+try:
+    step.begin()
+    with policy.autocast():
+        losses = model(batch)
+    step.backward(losses)
+    step.finish()
+except TrainingError as error:
+    said = str(error)
+print(f"\nOptimizationStep.finish:\n{said}")
+check("No inf checks" in said and "held by the optimizer: 0" in said, "the step's own error")
+
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+model.zero_grad()
+trainer = SimpleTrainer(model, itertools.repeat(batch), [optimizer], policy=policy, scaler=LossScaler())
+losses = Losses()
+trainer.register_hooks([losses])
+trainer.train(0, max_epoch=1, iters_per_epoch=30)
+print(f"\nafter the fix: loss {losses.seen[0]:.4f} -> {losses.seen[-1]:.4f} in {trainer.steps_taken} steps")
+check(losses.seen[-1] < 0.9 * losses.seen[0], "that the loss falls after the fix")
