@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastamp.amp.crash import FOLDER, MicroBatch, crash_of, investigate
@@ -142,7 +143,7 @@ class Precautions:
         return ladder
 
     def _try(self, step: OptimizationStep, batch: dict[str, Any], policy: PrecisionPolicy) -> PreflightReport:
-        return preflight(
+        report = preflight(
             step.model,
             batch,
             policy=policy,
@@ -150,6 +151,11 @@ class Precautions:
             scaler=step.scaler if policy.needs_loss_scaling else None,
             frozen=tuple(step.frozen),
         )
+        if policy.device_type == "cuda":
+            # What float32 took is no part of the run's own figures, nor of its memory.
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        return report
 
     def _verdict(self, report: PreflightReport, step: OptimizationStep, batch: dict[str, Any], iteration: int) -> str:
         message = "pre-flight: " + report.problem

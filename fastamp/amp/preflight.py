@@ -100,6 +100,7 @@ def preflight(
     report.unreached = [
         name for name, p in model.named_parameters() if p.requires_grad and name not in reference.gradients
     ]
+    reference.gradients.clear()  # their memory is wanted
     part = _part(batch, count, size)
     if comm.any_rank(not reference.finite or not all_finite(features)):
         report.in_float32 = True
@@ -179,6 +180,7 @@ def _try_training(report: PreflightReport, rehearsal: Rehearsal, scaler: LossSca
         except Exception as error:
             stage.explain(error, rehearsal.batch)
     report.losses = {name: (value, low.losses[name]) for name, (value, _) in report.losses.items()}
+    low.gradients.clear()
     bad_loss, bad = comm.any_rank(bool(low.bad_losses)), comm.any_rank(not low.finite)
     if not bad:
         report.loss_scale = scale if scaler else None
@@ -199,7 +201,7 @@ def _not_finite(result: TrainPass) -> str:
     """Return which losses, or else which gradients, are not finite."""
     names = result.bad_losses or result.bad_gradients
     what = "losses" if result.bad_losses else "gradients"
-    total = len(result.losses) if result.bad_losses else len(result.gradients)
+    total = len(result.losses) if result.bad_losses else result.reached
     return f"{len(names)} of {total} {what} are not finite, e.g. {', '.join(names[:3])}"
 
 

@@ -21,11 +21,13 @@ class TrainPass:
         losses: loss name -> its value.
         gradients: parameter name -> gradient, divided by the loss scale again; without those that got none.
         bad_gradients: names of the parameters whose gradient was not finite, before that division.
+        reached: how many parameters got a gradient.
     """
 
     losses: dict[str, float]
     gradients: dict[str, torch.Tensor]
     bad_gradients: list[str]
+    reached: int
 
     @property
     def bad_losses(self) -> list[str]:
@@ -119,6 +121,7 @@ class Rehearsal:
             losses={name: loss.item() for name, loss in losses.items()},
             gradients=gradients,
             bad_gradients=[name for name, good in zip(names, finite, strict=True) if not good],
+            reached=len(names),
         )
 
     @torch.no_grad()

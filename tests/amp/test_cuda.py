@@ -1,0 +1,99 @@
+"""What only a CUDA device shows: synchronizations, its own float16, its memory."""
+
+import warnings
+
+import amp_doctor
+import pytest
+import tiny
+import torch
+import train_net
+from loops import make_batch, make_net, sgd
+
+from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy, resolve_device
+from fastamp.amp.doctor import measure_cost, measure_layers
+from fastamp.amp.health import FIRST_STEPS
+from fastamp.amp.locate import locate
+from fastamp.amp.policy import auto_dtype
+from fastamp.amp.preflight import preflight
+from fastamp.amp.rehearsal import Rehearsal
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LOW = [torch.bfloat16, torch.float16]
+
+
+def on_device():
+    model = make_net().cuda()
+    return model, {
+        key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in make_batch().items()
+    }
+
+
+def policy(dtype):
+    return PrecisionPolicy("cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", [*LOW, torch.float32])
+def test_a_good_step_waits_for_the_device_once(dtype):
+    model, batch = on_device()
+    step = OptimizationStep(model, [sgd(model)], scaler=LossScaler(init_scale=64.0) if dtype == torch.float16 else None)
+    for number in range(FIRST_STEPS + 3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                step.begin()
+                with policy(dtype).autocast():
+                    losses = model(batch)
+                step.backward(losses)
+                assert step.finish().ok
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits = [each for each in caught if "synchroniz" in str(each.message)]
+        assert len(waits) == 1, (number, [str(each.message) for each in waits])
+
+
+@pytest.mark.parametrize("dtype", [*LOW, torch.float32])
+def test_pre_flight_leaves_no_trace(dtype):
+    model, batch = on_device()
+    states = torch.get_rng_state(), torch.cuda.get_rng_state()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert preflight(model, batch, policy=policy(dtype), scaler=LossScaler()).problem == ""
+    assert torch.equal(states[0], torch.get_rng_state()) and torch.equal(states[1], torch.cuda.get_rng_state())
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_an_overflow_is_located_and_the_layers_are_measured():
+    model, batch = on_device()
+    with Rehearsal(model, batch) as rehearsal:
+        assert locate(rehearsal, policy(torch.float16), scale=1.0) is None
+        assert all(layer.limit_share < 1 for layer in measure_layers(rehearsal, policy(torch.float16)))
+        assert measure_cost(rehearsal, policy(torch.bfloat16)).memory > 0
+    with torch.no_grad():
+        model.head.weight.mul_(1e7)
+    with Rehearsal(model, batch) as rehearsal:
+        found = locate(rehearsal, policy(torch.float16), scale=1.0)
+    assert found.kind == "forward overflow" and found.module == "head"
+
+
+def test_auto_is_what_the_device_has():
+    dtype, reason = auto_dtype(resolve_device("cuda"))
+    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    assert dtype == (torch.bfloat16 if native else torch.float16) and "bfloat16" in reason
+
+
+@pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
+def test_a_run(demo, tmp_path, precision):
+    if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        pytest.skip("this device has no native bfloat16")
+    options = tiny.tiny_options(tmp_path, "MODEL.DEVICE", "cuda", "SOLVER.AMP", precision, "SOLVER.MAX_EPOCH", "2")
+    assert train_net.cli(options) == 0
+    assert train_net.cli(["--resume", *options, "SOLVER.MAX_EPOCH", "3"]) == 0
+
+
+def test_the_doctor(demo, tmp_path):
+    assert amp_doctor.cli(["--env", "MODEL.DEVICE", "cuda"]) == 0
+    options = tiny.tiny_options(tmp_path, "MODEL.DEVICE", "cuda", "SOLVER.AMP", "True", "SOLVER.MAX_EPOCH", "1")
+    assert amp_doctor.cli(options) == 0
