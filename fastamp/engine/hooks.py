@@ -4,7 +4,6 @@ import logging
 import math
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
@@ -175,13 +174,10 @@ class PeriodicWriter(HookBase):
     def before_train(self) -> None:
         self._bar = ProgressBar(self.trainer.max_iter, "training", done=self.trainer.start_iter)
         self._busy = 0.0
-
-    def before_step(self) -> None:
-        self._step_start = time.perf_counter()
+        self._written = self.trainer.start_iter
 
     def after_step(self) -> None:
         trainer = self.trainer
-        self._busy += time.perf_counter() - self._step_start
         done = trainer.iter + 1
         self._bar.update(done)
         if done % self.period and done != trainer.max_iter:
@@ -190,6 +186,8 @@ class PeriodicWriter(HookBase):
         steps = done - trainer.start_iter
         metrics["images_per_second"] = self.images_per_iteration / metrics["time"]
         # Of the steps alone: evaluations come on top.
+        self._busy += metrics["time"] * (done - self._written)
+        self._written = done
         metrics["eta_seconds"] = self._busy / steps * (trainer.max_iter - done)
         metrics["peak_memory_mb"] = peak_memory_mb(self.device)
         metrics["epoch"] = trainer.epoch

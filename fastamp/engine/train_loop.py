@@ -272,6 +272,7 @@ class SimpleTrainer(TrainerBase):
             first = self.iter == self.start_iter and number == 0
             if first:
                 self.policy = self.precautions.before_first_step(self.step, batch, self.policy, iteration=self.iter)
+                start = time.perf_counter() - seconds  # that was no part of the step
             self.precautions.remember(batch, first=number == 0)
             with nullcontext() if number == count - 1 else comm.no_sync(model):
                 with self.policy.checked_autocast() if first else self.policy.autocast():
