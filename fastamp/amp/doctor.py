@@ -309,15 +309,34 @@ class Cost:
 
     Attributes:
         seconds: of a forward and a backward pass, median of three.
+        relative: to float32, the median ratio of passes that took turns.
         memory: MiB; on CUDA the peak of what tensors took, elsewhere what is kept from forward to backward.
     """
 
     seconds: float
+    relative: float
     memory: float
 
 
 def measure_cost(rehearsal: Rehearsal, policy: PrecisionPolicy) -> Cost:
-    """Return the cost of a training pass over the batch."""
+    """Return the cost of a training pass over the batch, beside float32's, which takes turns with it."""
+    memory = _memory(rehearsal, policy)
+    times = [(_seconds(rehearsal, policy.in_float32()), _seconds(rehearsal, policy)) for _ in range(3)]
+    return Cost(
+        seconds=statistics.median(low for _, low in times),
+        relative=statistics.median(low / reference for reference, low in times),
+        memory=memory,
+    )
+
+
+def _seconds(rehearsal: Rehearsal, policy: PrecisionPolicy) -> float:
+    start = time.perf_counter()
+    rehearsal.train(policy)  # reads its losses on the host, so that the device is done
+    return time.perf_counter() - start
+
+
+def _memory(rehearsal: Rehearsal, policy: PrecisionPolicy) -> float:
+    """Return ``Cost.memory`` of a pass, which also warms up."""
     device = next(rehearsal.model.parameters()).device
     kept: dict[int, int] = {}
 
@@ -330,10 +349,5 @@ def measure_cost(rehearsal: Rehearsal, policy: PrecisionPolicy) -> Cost:
         torch.cuda.reset_peak_memory_stats(device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         rehearsal.train(policy)
-    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else sum(kept.values())
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        rehearsal.train(policy)  # reads its losses on the host, so that the device is done
-        times.append(time.perf_counter() - start)
-    return Cost(statistics.median(times), memory / 2**20)
+    bytes_used = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else sum(kept.values())
+    return bytes_used / 2**20

@@ -167,7 +167,7 @@ class Diagnosis:
                 *(self._difference(each, key) if each.metrics else "" for key in ("mAP", "Rank-1")),
                 scale,
                 "" if each.zero_share is None else f"{100 * each.zero_share:.2f} %",
-                "" if each.cost is None else f"{each.cost.seconds / self.float32.cost.seconds:.2f}",
+                "" if each.cost is None else f"{each.cost.relative:.2f}",
                 "" if each.cost is None else f"{each.cost.memory:.1f}",
             ])  # fmt: skip
         headers = ["precision", "verdict", "cosine", "mAP", "Rank-1", "loss scale", "lost gradients", "time", "MiB"]

@@ -81,7 +81,7 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
         return {key: metrics[key] for key in ("mAP", "Rank-1")}
 
     with Rehearsal(model, batch) as rehearsal:
-        diagnosis.float32.cost = measure_cost(rehearsal, policy.in_float32())
+        diagnosis.float32.cost = dataclasses.replace(measure_cost(rehearsal, policy.in_float32()), relative=1.0)
         features = rehearsal.evaluate(policy.in_float32())
     diagnosis.float32.metrics = progress("float32: ranking", lambda: rank(policy.in_float32()))
     for dtype in dtypes:

@@ -198,4 +198,4 @@ def test_the_safe_scale():
 def test_the_cost_of_a_pass():
     with Rehearsal(Net(), BATCH) as rehearsal:
         full, low = measure_cost(rehearsal, FLOAT32), measure_cost(rehearsal, BFLOAT16)
-    assert full.seconds > 0 and full.memory > 0 and low.memory > 0
+    assert full.seconds > 0 and full.memory > 0 and low.memory > 0 and low.relative > 0
