@@ -13,6 +13,7 @@ from typing import Any
 from train_net import setup
 
 from fastamp.amp import LossScaler, OptimizationStep, Precautions, PrecisionPolicy
+from fastamp.amp.health import check_finite
 from fastamp.config import CfgNode
 from fastamp.engine import DefaultTrainer, default_argument_parser, launch, run_command_line
 from fastamp.solver import OptimizerState, build_gradient_clipping, build_lr_schedule, build_optimizer
@@ -24,7 +25,7 @@ from fastamp.utils.errors import ConfigError
 logger = logging.getLogger("fastamp.plain_train_net")
 
 LEFT_OUT = ["SOLVER.TRAINER", "SOLVER.ACCUM_STEPS", "SOLVER.FREEZE_ITERS", "SOLVER.EMA", "SOLVER.SWA"]
-LEFT_OUT += ["SOLVER.AMP.ON_FAILURE", "LOG_ACTIVATIONS", "TEST.PRECISE_BN"]
+LEFT_OUT += ["SOLVER.AMP.ON_FAILURE", "SOLVER.AMP.PREFLIGHT fallback", "LOG_ACTIVATIONS", "TEST.PRECISE_BN"]
 
 
 class Progress(dict):
@@ -33,10 +34,9 @@ class Progress(dict):
     state_dict = dict.copy
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        if state["iters_per_epoch"] != self["iters_per_epoch"]:
-            raise ValueError(
-                f"an epoch had {state['iters_per_epoch']} iterations and has {self['iters_per_epoch']} now"
-            )
+        before, now = state["iters_per_epoch"], self["iters_per_epoch"]
+        if before != now:
+            raise ValueError(f"an epoch had {before} iterations and has {now} now")
         self.update(state)
 
 
@@ -45,8 +45,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     loader = DefaultTrainer.build_train_loader(cfg)
     cfg = DefaultTrainer.auto_scale_hyperparams(cfg, loader.dataset.num_classes)
     model = DefaultTrainer.build_model(cfg)
-    optimizer = build_optimizer(cfg, model)
-    schedule = build_lr_schedule(cfg, loader.iters_per_epoch)
+    optimizer, schedule = build_optimizer(cfg, model), build_lr_schedule(cfg, loader.iters_per_epoch)
     policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
     logger.info("precision: %s", policy.describe())
     scaler, clip = LossScaler.from_config(cfg, policy), build_gradient_clipping(cfg)
@@ -56,7 +55,9 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
 
     progress = Progress(iteration=0, steps_taken=0, iters_per_epoch=loader.iters_per_epoch)
     parts = {"optimizer": OptimizerState(optimizer), "step": step, "progress": progress, "random": RandomState()}
-    checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH, policy=policy, **parts)
+    checkpointer = Checkpointer(
+        model, cfg.OUTPUT_DIR, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH, policy=policy, check=check_finite, **parts
+    )
     last = checkpointer.last_checkpoint() if resume else None
     if resume and last is None:
         logger.warning("nothing to resume in %s: starting from the beginning", cfg.OUTPUT_DIR)
@@ -76,14 +77,13 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
             group["lr"] = schedule.learning_rate(group["base_lr"], epoch=epoch, steps_taken=progress["steps_taken"])
 
         if iteration == loader.start_iter:
-            policy = precautions.before_first_step(step, batch, policy, iteration=iteration)
+            precautions.before_first_step(step, batch, policy, iteration=iteration)
         precautions.remember(batch, first=True)
         step.begin()
         with policy.autocast():
             losses = parallel_model(batch)
         total_loss = step.backward(losses)
-        # Unscale, judge, clip, step or skip, zero the gradients.
-        verdict = precautions.finish(step, policy, iteration=iteration)
+        verdict = precautions.finish(step, policy, iteration=iteration)  # unscale, judge, clip, step or skip, zero
         progress.update(iteration=iteration + 1, steps_taken=progress["steps_taken"] + verdict.ok)
 
         if (iteration + 1) % cfg.LOG_PERIOD == 0:
@@ -107,6 +107,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     if args.eval_only:
         return DefaultTrainer.test_weights(cfg)
     changed = {key.path for key, value in cfg.keys_below() if value != key.default}
+    changed |= {f"SOLVER.AMP.PREFLIGHT {cfg.SOLVER.AMP.PREFLIGHT}"}
     for name in LEFT_OUT:
         if name in changed or f"{name}.ENABLED" in changed:
             raise ConfigError(f"{name} is set, which this open loop leaves out.\n  fix: train with tools/train_net.py")

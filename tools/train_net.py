@@ -7,11 +7,14 @@ from typing import Any
 
 from fastamp.config import CfgNode, describe_config, get_cfg
 from fastamp.engine import DefaultTrainer, default_argument_parser, default_setup, launch, run_command_line
+from fastamp.engine.setup import load_parts
 
 
 def setup(args: argparse.Namespace) -> CfgNode:
     """Return the frozen config of the config file and the command line."""
     cfg = get_cfg()
+    if args.parts:
+        load_parts(args.parts, cfg)
     if args.config_file:
         cfg.merge_from_file(args.config_file)
     cfg.merge_from_list(args.opts)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastamp.amp.locate import Location, locate
+from fastamp.amp.locate import Location, locate, search
 from fastamp.amp.policy import DTYPES, PrecisionPolicy
 from fastamp.amp.rehearsal import Rehearsal
 from fastamp.utils import comm
@@ -51,6 +51,7 @@ class Crash:
         evaluating: names of the modules that were in evaluation mode, e.g. frozen ones.
         frozen: names of the parameters that needed no gradient.
         frozen_layers: ``MODEL.FREEZE_LAYERS``, where they were frozen at that time.
+        counters: module name -> its attributes that are plain numbers, e.g. a place in a queue.
     """
 
     message: str
@@ -66,6 +67,7 @@ class Crash:
     evaluating: list[str]
     frozen: list[str]
     frozen_layers: list[str]
+    counters: dict[str, dict[str, float]]
 
     def write(self, folder: Path) -> Path:
         """Write the file, tensors and plain values alone, and return its path."""
@@ -91,10 +93,17 @@ class Crash:
         content = read_checkpoint(str(path))
         if not isinstance(content, dict) or content.pop("fastamp_crash", None) != _FORMAT:
             raise WeightsError(f"{path} is no crash file: those stand in OUTPUT_DIR/{FOLDER}/")
-        return cls(**content | {"micro_batch": MicroBatch(**content["micro_batch"])})
+        try:
+            return cls(**content | {"micro_batch": MicroBatch(**content["micro_batch"])})
+        except (TypeError, KeyError) as error:
+            raise WeightsError(f"{path} is no crash file of this version: {error}") from error
 
-    def restore(self, model: nn.Module) -> None:
+    def restore(self, model: nn.Module, *, exact: bool = True) -> None:
         """Give ``model``, built from ``config``, the state it failed in.
+
+        Args:
+            model: on any device.
+            exact: its modules' plain numbers too; not where the config was changed, which some of them come from.
 
         Raises:
             WeightsError: it is another model.
@@ -113,6 +122,7 @@ class Crash:
                 tensor.copy_(self.model[name])
         evaluating, frozen = set(self.evaluating), set(self.frozen)
         for name, module in model.named_modules():
+            vars(module).update(self.counters.get(name, {}) if exact else {})
             module.training = name not in evaluating
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in frozen)
@@ -135,23 +145,33 @@ def investigate(
     policy: PrecisionPolicy,
     loss_scale: float,
     frozen: tuple[str, ...] = (),
-) -> tuple[Location | None, MicroBatch, dict[str, float]]:
+) -> tuple[Location | None, str, MicroBatch, dict[str, float]]:
     """Replay the micro-batches of a step that failed.
 
     Returns:
         Where the first value that is not finite was made (None when it was not on this process, or did not show
-        again), the micro-batch it was in (else the last), and the losses of that one under the policy.
+        again), why it could not be searched if so, the micro-batch it was in (else the first), and the losses of that
+        one under the policy.
     """
-    location: Location | None = None
-    losses: dict[str, float] = {}
-    micro_batch = micro_batches[-1]
-    for micro_batch in micro_batches:
-        with Rehearsal(model, micro_batch.batch, random=micro_batch.random, frozen=frozen) as rehearsal:
-            losses = rehearsal.train(policy, scale=loss_scale).losses
-            location = locate(rehearsal, policy, scale=loss_scale)
-        if comm.any_rank(location is not None):
+    location, note, losses = None, "", {}
+    for micro_batch in reversed(micro_batches):
+        try:
+            with Rehearsal(model, micro_batch.batch, random=micro_batch.random, frozen=frozen) as rehearsal:
+                result = rehearsal.train(policy, scale=loss_scale)
+        except Exception as error:
+            note = f"(the step could not be replayed: {type(error).__name__}: {error})"
+            continue
+        losses = result.losses
+        if not result.finite:
+            location, note = search(
+                model,
+                micro_batch.batch,
+                lambda each: locate(each, policy, scale=loss_scale),
+                random=micro_batch.random,
+                frozen=frozen,
+            )
             break
-    return location, micro_batch, losses
+    return location, note, micro_batch, losses
 
 
 def crash_of(
@@ -182,4 +202,10 @@ def crash_of(
         evaluating=[name for name, module in model.named_modules() if not module.training],
         frozen=[name for name, p in model.named_parameters() if not p.requires_grad],
         frozen_layers=list(frozen),
+        counters={name: numbers for name, module in model.named_modules() if (numbers := _counters(module))},
     )
+
+
+def _counters(module: nn.Module) -> dict[str, float]:
+    """Return the attributes of a module that are plain numbers."""
+    return {name: value for name, value in vars(module).items() if type(value) in (int, float) and name[0] != "_"}

@@ -23,6 +23,7 @@ from fastamp.amp.locate import (
 )
 from fastamp.amp.policy import PrecisionPolicy
 from fastamp.amp.rehearsal import Rehearsal
+from fastamp.utils.errors import TrainingError
 
 LOWEST_COSINE = 0.99
 """A trained model whose mean embedding cosine to float32 is below this gets more layers forced to float32."""
@@ -70,7 +71,9 @@ def measure_layers(rehearsal: Rehearsal, policy: PrecisionPolicy, *, scale: floa
     low = _Outputs(rehearsal.model)
     with low.watching():
         rehearsal.evaluate(policy)
-    lost = {name: zeros / total for name, (zeros, total) in lost_gradients(rehearsal, policy, scale=scale).items()}
+    lost = {
+        name: zeros / max(1, total) for name, (zeros, total) in lost_gradients(rehearsal, policy, scale=scale).items()
+    }
     modules = dict(rehearsal.model.named_modules())
     limit = torch.finfo(policy.dtype).max
     return [
@@ -201,19 +204,24 @@ class Soundness:
         return self.finite and self.near
 
 
-def check_soundness(rehearsal: Rehearsal, policy: PrecisionPolicy, *, features: Any) -> Soundness:
-    """Try training, at loss scale 1, and evaluation under ``policy``.
+def check_soundness(
+    rehearsal: Rehearsal, policy: PrecisionPolicy, eval_policy: PrecisionPolicy, *, features: Any
+) -> Soundness:
+    """Try training, at loss scale 1, and evaluation.
 
     Args:
         rehearsal: model and batch; sound in float32.
-        policy: the low precision.
+        policy, eval_policy: the low precision of training, and the precision of evaluation.
         features: what the model returns in evaluation in float32.
+
+    Raises:
+        TrainingError: nothing computes in low precision.
     """
-    if not rehearsal.train(policy).finite:
+    if not rehearsal.train(policy, checked=True).finite:
         return Soundness(locate(rehearsal, policy))
-    low = rehearsal.evaluate(policy)
+    low = rehearsal.evaluate(eval_policy)
     if not all_finite(low):
-        return Soundness(locate_in_evaluation(rehearsal, policy))
+        return Soundness(locate_in_evaluation(rehearsal, eval_policy))
     if not isinstance(low, torch.Tensor) or low.dim() != 2:
         return Soundness(None)
     cosine = float(F.cosine_similarity(low, features, dim=1).mean())
@@ -223,6 +231,7 @@ def check_soundness(rehearsal: Rehearsal, policy: PrecisionPolicy, *, features: 
 def search_force_fp32(
     rehearsal: Rehearsal,
     policy: PrecisionPolicy,
+    eval_policy: PrecisionPolicy,
     *,
     features: Any,
     report: Callable[[str], None] = lambda text: None,
@@ -233,7 +242,7 @@ def search_force_fp32(
     from float32's, the layers whose own error is largest; at last each is taken out again that is not needed.
 
     Args:
-        rehearsal, policy, features: as for ``check_soundness``.
+        rehearsal, policy, eval_policy, features: as for ``check_soundness``.
         report: is told what was found, as it goes on.
 
     Returns:
@@ -243,18 +252,23 @@ def search_force_fp32(
     layers = _call_order(rehearsal, policy.in_float32())
     chosen: list[str] = []
 
-    def judge(names: Sequence[str]) -> Soundness:
+    def judge(names: Sequence[str]) -> Soundness | None:
         with forced(model, names):
-            return check_soundness(rehearsal, policy, features=features)
+            try:
+                return check_soundness(rehearsal, policy, eval_policy, features=features)
+            except TrainingError:  # nothing is left that computes in low precision
+                return None
 
     state = judge(chosen)
-    while not state.finite:
+    while state is not None and not state.finite:
         new = _next_to_force(state.location, layers, chosen)
         if not new or len(chosen) > max(8, len(layers) // 2):
             return None
         chosen += new
         report(f"{state.location.kind} in {state.location.name}: forcing {', '.join(new)}")
         state = judge(chosen)
+    if state is None:
+        return None
     if not state.sound:
         worst = sorted(measure_layers(rehearsal, policy), key=lambda layer: -layer.own_error)
         candidates = [layer.name for layer in worst if layer.own_error > 0 and layer.name not in chosen]
@@ -263,12 +277,15 @@ def search_force_fp32(
             if count > max(8, len(layers)) or count > 2 * len(candidates):
                 return None
             report(f"embedding cosine {state.cosine:.4f}: forcing the {count} layers with the largest errors")
-            state = judge(chosen + candidates[:count])
             taken, count = candidates[:count], 2 * count
+            state = judge(chosen + taken)
+            if state is None or not state.finite:
+                return None
         chosen += taken
     for name in list(chosen):
         fewer = [each for each in chosen if each != name]
-        if judge(fewer).sound:
+        fewer_state = judge(fewer)
+        if fewer_state is not None and fewer_state.sound:
             report(f"{name} need not be forced")
             chosen = fewer
     return chosen
@@ -276,7 +293,7 @@ def search_force_fp32(
 
 def _next_to_force(location: Location, layers: list[str], chosen: list[str]) -> list[str]:
     """Return the modules to force next, by where the first value that is not finite was made."""
-    module, neighbours = location.module, [name for name in location.neighbours if name]
+    module, neighbours = location.module, [name for name in dict.fromkeys(location.neighbours) if name]
     if module and module not in chosen and not location.part.startswith("between"):
         return [module]
     # A function between two layers has no name; it computes in float32 when its input is float32.

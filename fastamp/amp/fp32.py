@@ -1,7 +1,9 @@
 """Regions that compute in float32 whatever the precision policy, in every mode alike."""
 
+import copy
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -13,49 +15,58 @@ from fastamp.utils.errors import ConfigError, did_you_mean
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
+_DEVICE_TYPES = ("cpu", "cuda", "mps")
 
 
 def to_float32(value: Any) -> Any:
-    """Return ``value`` with every float16 or bfloat16 tensor in it (nested in lists, tuples, dicts) as float32."""
+    """Return ``value`` with every float16 or bfloat16 tensor in it (nested in lists, tuples, dicts) as float32.
+
+    What holds none is returned as it is, the very object: a cache that is passed in may be written into.
+    """
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in _LOW_PRECISION else value
     if isinstance(value, dict):
-        return {key: to_float32(item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_float32(item) for item in value))
+        cast = {key: to_float32(item) for key, item in value.items()}
+        if all(cast[key] is value[key] for key in cast):
+            return value
+        changed = copy.copy(value)  # of its own class
+        changed.update(cast)
+        return changed
     if isinstance(value, (list, tuple)):
-        return type(value)(to_float32(item) for item in value)
+        items = [to_float32(item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
-
-
-def _device_type(value: Any) -> str | None:
-    """Return the device type of the first tensor nested in ``value``, None when there is none."""
-    if isinstance(value, torch.Tensor):
-        return value.device.type
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return None
-    return next((found for found in map(_device_type, value) if found), None)
 
 
 def force_fp32(function: F) -> F:
     """Decorate a function or a module's ``forward`` so that it computes in float32.
 
-    Autocast is disabled for the device of the tensors that are passed in, and float16 and bfloat16
-    arguments are cast to float32 (float64 stays). The same happens in training, evaluation, under
-    ``no_grad`` and ``inference_mode``: a region that is float32 only while gradients are on gives
-    other results, or NaN, in evaluation.
+    Autocast is disabled for every device on which it is on, and float16 and bfloat16 arguments are cast to float32
+    (float64 stays). The same happens in training, evaluation, under ``no_grad`` and ``inference_mode``: a region that
+    is float32 only while gradients are on gives other results, or NaN, in evaluation.
     """
 
     @functools.wraps(function)
     def in_float32(*args: Any, **kwargs: Any) -> Any:
-        device_type = _device_type((args, kwargs)) or "cpu"
-        with torch.autocast("cpu" if device_type == "meta" else device_type, enabled=False):
+        with ExitStack() as stack:
+            for device_type in _DEVICE_TYPES:
+                if torch.is_autocast_enabled(device_type):
+                    stack.enter_context(torch.autocast(device_type, enabled=False))
             return function(*to_float32(args), **to_float32(kwargs))
 
     in_float32.is_fp32_region = True  # type: ignore[attr-defined]
     return in_float32  # type: ignore[return-value]
+
+
+def forced_modules(model: nn.Module) -> list[str]:
+    """Return the names of the modules that ``SOLVER.AMP.FORCE_FP32`` has made float32 regions."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if vars(type(module)).get("__reduce__") is _reduce and not getattr(type(module), "force_fp32", False)
+    ]
 
 
 @functools.cache

@@ -133,7 +133,12 @@ def check_losses(
     Raises:
         TrainingError: no loss, a loss that is no float32 scalar, or one that no parameter can learn from.
     """
-    if not isinstance(losses, dict) or not losses:
+    if not isinstance(losses, dict):
+        raise TrainingError(
+            f"in training mode the model returned a {type(losses).__name__}; it must return a dict of loss name -> "
+            "scalar.\n  fix: return such a dict when self.training is True"
+        )
+    if not losses:
         raise TrainingError(
             "the model returned no losses: in training mode it must return a dict of loss name -> scalar.\n"
             "  fix: name at least one loss in MODEL.LOSSES.NAME"
@@ -142,7 +147,8 @@ def check_losses(
     for name, loss in losses.items():
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise TrainingError(f"loss {name!r} is {shape}, not a scalar tensor.\n  fix: reduce it to its mean")
+            fix = "reduce it to its mean" if isinstance(loss, torch.Tensor) else "return the tensor, without .item()"
+            raise TrainingError(f"loss {name!r} is {shape}, not a scalar tensor.\n  fix: {fix}")
         if loss.dtype not in (torch.float32, torch.float64):
             raise TrainingError(
                 f"loss {name!r} is {loss.dtype}: losses are computed in float32 under any precision policy.\n"
@@ -243,7 +249,7 @@ class FirstSteps:
         if self.taken < FIRST_STEPS and self.change < SMALLEST_CHANGE:
             groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
             self._rates += [float(group["lr"]) for group in groups]
-            moving = [p for group in groups if group["lr"] for p in group["params"] if p.grad is not None]
+            moving = [p for group in groups if group["lr"] for p in group["params"] if p.grad is not None and p.numel()]
             self._kept = [(p, p.clone()) for p in moving]
 
     @torch.no_grad()

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.amp.fp32 import forced_modules
 from fastamp.amp.policy import PrecisionPolicy, dtype_name
-from fastamp.amp.rehearsal import Rehearsal
-from fastamp.utils import comm
+from fastamp.amp.rehearsal import Rehearsal, batch_size, is_out_of_memory, part_of
 
 Key = tuple[str, str, int]
 """What happened, in which module, in which of its calls."""
@@ -37,6 +37,8 @@ class Location:
         loss_scale: the loss scale of the pass.
         safe_scale: the largest power of two under which the gradients are finite; None but for a loss-scale overflow.
         neighbours: where it is between a module's parts, the last layer before it, and the one that came next.
+        forced: modules that ``SOLVER.AMP.FORCE_FP32`` names already.
+        position: how many values were looked at before it.
     """
 
     kind: str
@@ -51,6 +53,14 @@ class Location:
     loss_scale: float
     safe_scale: float | None = None
     neighbours: tuple[str, ...] = ()
+    forced: tuple[str, ...] = ()
+    position: int = 0
+
+    @property
+    def order(self) -> int:
+        """Lower for what is nearer to the beginning: of the finds of several processes the lowest is the cause."""
+        kinds = ("batch not finite", "not finite in float32", "forward overflow", "backward overflow")
+        return (kinds.index(self.kind) if self.kind in kinds else len(kinds)) * 10**6 + self.position
 
     @property
     def name(self) -> str:
@@ -62,8 +72,10 @@ class Location:
         if self.kind == "batch not finite":
             return "batch not finite: what the model was given has infinite or NaN values already"
         lines = [f"{self.kind} in {self.name}: {self.part} is the first value that is not finite, {self.dtype}"]
-        state = "finite" if self.inputs_finite else "not finite"
-        details = [f"its inputs are {state}, up to {self.input_magnitude:.4g}"]
+        details = []
+        if self.input_magnitude:
+            state = "finite" if self.inputs_finite else "not finite"
+            details.append(f"its inputs are {state}, up to {self.input_magnitude:.4g}")
         if self.float32_magnitude is not None and self.kind != "not finite in float32":
             details.append(f"in float32 the same value is up to {self.float32_magnitude:.4g}")
         limit = torch.finfo(getattr(torch, self.dtype)).max
@@ -71,7 +83,8 @@ class Location:
             details.append(f"its parameters are up to {self.parameter_magnitude:.4g}")
         if self.dtype != "float32":
             details.append(f"{self.dtype} ends at {limit:.4g}")
-        lines.append("  " + "; ".join(details))
+        if details:
+            lines.append("  " + "; ".join(details))
         if self.kind in ("loss-scale overflow", "backward overflow"):
             lines.append(f"  under loss scale {self.loss_scale:g}")
         lines.append("  fix:   " + self.fix())
@@ -82,8 +95,14 @@ class Location:
         if self.kind == "not finite in float32":
             return "look at the data, the loss and SOLVER.BASE_LR: mixed precision is not the cause"
         if self.kind == "loss-scale overflow":
-            return f"SOLVER.AMP.INIT_SCALE {self.safe_scale:g}, or SOLVER.AMP.DTYPE bfloat16, which needs no loss scale"
-        here = f"SOLVER.AMP.FORCE_FP32 \"['{self.module}']\"" if self.module else "@force_fp32 on its forward"
+            scale = f"{self.safe_scale:g}" if self.safe_scale else "of a smaller power of two"
+            return (
+                f"SOLVER.AMP.INIT_SCALE {scale} (MIN_SCALE no larger), or SOLVER.AMP.DTYPE bfloat16, which needs none"
+            )
+        # A function between two layers computes in float32 when what comes in does.
+        names = [name for name in self.neighbours if name] if self.part.startswith("between") else [self.module]
+        names = list(dict.fromkeys([*self.forced, *names])) if any(names) else []
+        here = f'SOLVER.AMP.FORCE_FP32 "{names}"' if names else "compute that part in float32 (fastamp.amp.force_fp32)"
         others = "" if self.dtype == "bfloat16" else ", or SOLVER.AMP.DTYPE bfloat16"
         return f"{here}{others}; tools/amp_doctor.py finds all modules that need it"
 
@@ -96,7 +115,7 @@ def locate(rehearsal: Rehearsal, policy: PrecisionPolicy, *, scale: float = 1.0)
     """Find where the first value that is not finite is made in a training step under ``policy``.
 
     Values that are infinite in float32 as well, e.g. a mask of minus infinity, do not count where the float32 step is
-    finite. Among several processes each looks at its own batch, in the same number of passes.
+    finite.
 
     Args:
         rehearsal: model and batch.
@@ -104,24 +123,55 @@ def locate(rehearsal: Rehearsal, policy: PrecisionPolicy, *, scale: float = 1.0)
         scale: the loss scale that was in force.
 
     Returns:
-        None when losses and gradients are finite, here or, among several processes, on this one.
+        None when losses and gradients are finite.
     """
     reference = _observe_training(rehearsal, policy.in_float32(), 1.0)
-    if comm.any_rank(reference.failed):
-        return reference.location("not finite in float32", 1.0) if reference.failed else None
+    if reference.failed:
+        return reference.location("not finite in float32", 1.0)
     if not policy.enabled:
         return None
     low = _observe_training(rehearsal, policy, scale, reference)
-    unscaled = _observe_training(rehearsal, policy, 1.0, reference) if scale != 1.0 else low
-    loss_scale_only = not comm.any_rank(unscaled.failed)
-    safe = largest_finite_scale(rehearsal, policy, scale) if loss_scale_only and comm.any_rank(low.failed) else None
     if not low.failed:
         return None
-    if low.first[0] in ("output", "input"):
+    if low.first is not None and low.first[0] in ("output", "input"):
         return low.location("forward overflow", scale)
-    if loss_scale_only:
-        return low.location("loss-scale overflow", scale, safe_scale=safe)
-    return (unscaled if unscaled.failed else low).location("backward overflow", 1.0)
+    if scale != 1.0:
+        unscaled = _observe_training(rehearsal, policy, 1.0, reference)
+        if not unscaled.failed:
+            safe = largest_finite_scale(rehearsal, policy, scale)
+            return low.location("loss-scale overflow", scale, safe_scale=safe)
+        low = unscaled
+    return low.location("backward overflow", 1.0)
+
+
+def search(
+    model: nn.Module,
+    batch: dict[str, Any],
+    find: Callable[[Rehearsal], Location | None],
+    *,
+    random: dict[str, Any] | None = None,
+    frozen: tuple[str, ...] = (),
+) -> tuple[Location | None, str]:
+    """Locate as well as it can be done: what is searched for must not be lost with the search.
+
+    Args:
+        model, batch, random, frozen: see ``Rehearsal``. Where float32 does not fit into memory with the whole batch, a
+            half of it is searched, and so on.
+        find: ``locate`` or ``locate_in_evaluation`` under a policy.
+
+    Returns:
+        The location, if there is one, and if the search itself failed, why.
+    """
+    count = batch_size(batch)
+    while True:
+        try:
+            with Rehearsal(model, part_of(batch, count), random=random, frozen=frozen) as rehearsal:
+                return find(rehearsal), ""
+        except Exception as error:
+            if not is_out_of_memory(error) or count < 8:
+                why = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+                return None, f"(the place could not be searched: {why})"
+        count //= 2
 
 
 def locate_in_evaluation(rehearsal: Rehearsal, policy: PrecisionPolicy) -> Location | None:
@@ -139,13 +189,13 @@ def locate_in_evaluation(rehearsal: Rehearsal, policy: PrecisionPolicy) -> Locat
 
 
 def largest_finite_scale(rehearsal: Rehearsal, policy: PrecisionPolicy, start: float) -> float | None:
-    """Return the largest power of two up to ``start`` under which the gradients are finite on every rank.
+    """Return the largest power of two up to ``start`` under which the gradients are finite.
 
     ``start`` itself, whatever number it is, is tried first. None when they are not finite at 1.
     """
 
     def finite(scale: float) -> bool:
-        return not comm.any_rank(not rehearsal.train(policy, scale=scale).finite)
+        return rehearsal.train(policy, scale=scale).finite
 
     if finite(start):
         return start
@@ -224,6 +274,7 @@ class _Observer:
         self._inputs_finite = True
         self._input_magnitude = 0.0
         self._last_layer = ""
+        self._looked_at = self._position = 0
         self._neighbours: tuple[str, ...] = ()
         self._stack: list[tuple[str, int, bool, float]] = []
         self._calls: Counter[str] = Counter()
@@ -266,6 +317,8 @@ class _Observer:
             loss_scale=scale,
             safe_scale=safe_scale,
             neighbours=self._neighbours,
+            forced=tuple(forced_modules(self.model)),
+            position=self._position,
         )
 
     def _note(
@@ -273,12 +326,13 @@ class _Observer:
     ) -> bool:
         """Look at one value; the first that is not finite and was in the reference is the find."""
         finite = bool(torch.isfinite(value).all())
+        self._looked_at += 1
         self.magnitudes[key] = max(self.magnitudes.get(key, 0.0), magnitude(value))
         if finite:
             return True
         self.bad.add(key)
         if self.first is None and not (self.reference and key in self.reference.bad):
-            self.first = key
+            self.first, self._position = key, self._looked_at
             self._module, self._part = module, part
             self._dtype = dtype_name(value.dtype)
             self._inputs_finite, self._input_magnitude = inputs or (True, 0.0)
@@ -307,7 +361,7 @@ class _Observer:
             self._watch(view, ("gradient of its input", name, call), module=name, part="gradient of its input")
             return view
 
-        return _mapped(args, watched), _mapped(kwargs, watched)
+        return _mapped(args, watched), {key: _mapped(value, watched) for key, value in kwargs.items()}
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         name, call, finite, size = self._stack.pop()
@@ -342,13 +396,13 @@ class _Observer:
 
 
 def _mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return ``value`` with ``function`` applied to each tensor in it that has a gradient."""
+    """Return ``value`` with ``function`` applied to each tensor in it that has a gradient.
+
+    Lists and dicts are passed on as they are: modules may write into them.
+    """
     if isinstance(value, torch.Tensor):
         return function(value) if value.requires_grad and value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _mapped(item, function) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(item, function) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(item, function) for item in value)
+    if isinstance(value, tuple):
+        items = [_mapped(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

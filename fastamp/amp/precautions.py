@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from fastamp.amp.crash import FOLDER, MicroBatch, crash_of, investigate
+from fastamp.amp.health import check_optimizers
 from fastamp.amp.policy import PrecisionPolicy, dtype_name, native_bfloat16
 from fastamp.amp.preflight import PreflightReport, preflight
+from fastamp.amp.rehearsal import apart
 from fastamp.amp.step import OptimizationStep, PrecisionFailure, StepVerdict
 from fastamp.utils import comm
 from fastamp.utils.env import random_state
@@ -45,6 +47,8 @@ class Precautions:
         self.folder = folder
         self.config = config
         self._micro_batches: list[MicroBatch] = []
+        self._versions: list[int] = []
+        self._copy = False
 
     @classmethod
     def from_config(cls, cfg: Any) -> "Precautions":
@@ -73,8 +77,11 @@ class Precautions:
             The policy to train under: another one after a fallback.
 
         Raises:
-            TrainingError: the model is broken, or the precision fails and ``preflight`` is ``"error"``.
+            TrainingError: the optimizers hold other tensors than the model's, the model is broken, or the precision
+                fails and ``preflight`` is ``"error"``.
         """
+        policy.check_model(step.model)
+        check_optimizers(step.model, step.optimizers)
         if self.preflight == "off":
             return policy
         failed = None
@@ -84,7 +91,8 @@ class Precautions:
                 logger.info("%s", report.describe())
                 break
             if self.preflight != "error":  # where it ends the run it is said at the end
-                logger.warning("%s", report.describe())
+                goes_on = "\nSOLVER.AMP.PREFLIGHT warn: going on nevertheless" if self.preflight == "warn" else ""
+                logger.warning("%s%s", report.describe(), goes_on)
             failed = failed or report
             if report.in_float32:
                 break
@@ -101,10 +109,16 @@ class Precautions:
 
     def remember(self, batch: dict[str, Any], *, first: bool) -> None:
         """Keep a micro-batch until the step is done, before its forward pass; ``first`` begins a new step."""
-        if self.locate:
-            if first:
-                self._micro_batches.clear()
-            self._micro_batches.append(MicroBatch(batch, random_state()))
+        if not self.locate:
+            return
+        if first:
+            # A model that writes into its batch would leave another one here than it was given.
+            self._copy |= self._versions != [v for each in self._micro_batches for v in _versions(each.batch)]
+            self._micro_batches, self._versions = [], []
+        if self._copy:
+            batch = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+        self._micro_batches.append(MicroBatch(dict(batch), random_state()))
+        self._versions += _versions(batch)
 
     def finish(self, step: OptimizationStep, policy: PrecisionPolicy, *, iteration: int) -> StepVerdict:
         """Do ``step.finish()``; where the precision fails, add to the message the place, and write the crash file.
@@ -124,11 +138,14 @@ class Precautions:
     ) -> str:
         """Return the failure's message with the place where it began and the command that shows it again."""
         scale = failure.verdict.loss_scale
-        location, micro_batch, losses = investigate(
-            step.model, self._micro_batches, policy=policy, loss_scale=scale, frozen=tuple(step.frozen)
-        )
-        found = comm.first_text(location.describe() if location else "")
-        message = f"{failure}\n{found or 'the failure did not show again when it was replayed'}"
+        with apart(step.model):
+            location, note, micro_batch, losses = investigate(
+                step.model, self._micro_batches, policy=policy, loss_scale=scale, frozen=tuple(step.frozen)
+            )
+        place = comm.first_text(location.describe() if location else "", location.order if location else 0)
+        message = f"{failure.headline}\n{place}"
+        if not place:
+            message = f"{failure}\n{comm.first_text(note) or 'the failure did not show again when it was replayed'}"
         details = {"micro_batch": micro_batch, "losses": losses, "location": location}
         return self._with_file(message, step, iteration=iteration, policy=policy, loss_scale=scale, **details)
 
@@ -183,6 +200,12 @@ class Precautions:
             outcome = f"see it again: python tools/amp_replay.py {crash.write(self.folder)}"
         except OSError as error:  # what is to be said must not be lost with the file
             outcome = f"(the crash file could not be written: {error.strerror})"
-        # All ranks say the same: that of the first one that found something.
-        outcomes = comm.gather_objects((crash.location is None, outcome))
-        return f"{message}\n{min(outcomes, key=lambda each: each[0])[1]}"
+        # All ranks say the same, the one whose find is said.
+        found = details["location"]
+        orders = comm.gather_objects((found.order if found else float("inf"), outcome))
+        return f"{message}\n{min(orders, key=lambda each: each[0])[1]}"
+
+
+def _versions(batch: dict[str, Any]) -> list[int]:
+    """Return how often each tensor of a batch has been written to."""
+    return [value._version for value in batch.values() if isinstance(value, torch.Tensor)]

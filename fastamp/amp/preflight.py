@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastamp.amp.locate import Location, all_finite, largest_finite_scale, locate, locate_in_evaluation
+from fastamp.amp.locate import Location, all_finite, largest_finite_scale, locate, locate_in_evaluation, search
 from fastamp.amp.policy import PrecisionPolicy, dtype_name
-from fastamp.amp.rehearsal import Rehearsal, TrainPass
+from fastamp.amp.rehearsal import Rehearsal, TrainPass, apart, batch_size, is_out_of_memory, part_of
 from fastamp.amp.step import LossScaler
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError, UserError
@@ -92,77 +92,119 @@ def preflight(
         TrainingError: the losses could train nothing; memory ran out; the model raised an error in float32.
         UserError: the model's own.
     """
-    report = PreflightReport(policy)
-    size = _batch_size(batch)
-    count, reference, features = _in_float32(model, batch, size, policy, frozen)
+    error, report = None, PreflightReport(policy)
+    try:
+        with apart(model):
+            _try_here(report, model, batch, eval_policy or policy, scaler, frozen)
+    except UserError as raised:
+        error = raised
+    # Among several processes what one finds is everybody's.
+    found = comm.first_text(str(error) if error else "")
+    if found:
+        raise error or TrainingError(found)
+    order = report.location.order if report.location else 0
+    report.problem = comm.first_text(report.problem, order)
+    report.in_float32 = comm.any_rank(report.in_float32)
+    if report.loss_scale is not None:
+        report.loss_scale = min(comm.gather_objects(report.loss_scale))
+    return report
+
+
+def _try_here(
+    report: PreflightReport,
+    model: nn.Module,
+    batch: dict[str, Any],
+    eval_policy: PrecisionPolicy,
+    scaler: LossScaler | None,
+    frozen: tuple[str, ...],
+) -> None:
+    """Fill in the report of this process's batch."""
+    policy, size = report.policy, batch_size(batch)
+    count, reference, features = _in_float32(model, batch, policy, frozen)
     report.images = (count, size)
     report.losses = {name: (value, value) for name, value in reference.losses.items()}
     report.unreached = [
         name for name, p in model.named_parameters() if p.requires_grad and name not in reference.gradients
     ]
     reference.gradients.clear()  # their memory is wanted
-    part = _part(batch, count, size)
-    if comm.any_rank(not reference.finite or not all_finite(features)):
+    part = part_of(batch, count)
+    if not (reference.finite and all_finite(features)):
         report.in_float32 = True
-        with Rehearsal(model, part, frozen=frozen) as rehearsal:
-            report.location = locate(rehearsal, policy.in_float32())
-            if report.location is None and reference.finite:
-                report.location = locate_in_evaluation(rehearsal, policy.in_float32())
-        report.problem = _float32_problem(reference, all_finite(features), report.location)
-        return report
+        find = locate_in_evaluation if reference.finite else locate
+        report.location, note = search(model, part, lambda each: find(each, policy.in_float32()), frozen=frozen)
+        found = "the features in evaluation are not finite" if reference.finite else _not_finite(reference)
+        report.problem = (
+            "on the first training batch the model is broken in float32 already: an error of the model or of the data, "
+            f"not of mixed precision.\n  found: {found}\n{_place(report.location, note)}"
+        )
+        return
     if policy.enabled:
-        with Rehearsal(model, batch, frozen=frozen) as rehearsal:
-            _try_training(report, rehearsal, scaler)
-    eval_policy = eval_policy or policy
+        _try_training(report, model, batch, scaler, frozen)
     if eval_policy.enabled and not report.problem:
-        with Rehearsal(model, part, frozen=frozen) as rehearsal:
-            _compare_embeddings(report, rehearsal, eval_policy, features)
-    return report
+        _compare_embeddings(report, model, part, eval_policy, features, frozen)
+
+
+def _place(location: Location | None, note: str) -> str:
+    return location.describe() if location else note
 
 
 def _in_float32(
-    model: nn.Module, batch: dict[str, Any], size: int, policy: PrecisionPolicy, frozen: tuple[str, ...]
+    model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy, frozen: tuple[str, ...]
 ) -> tuple[int, TrainPass, Any]:
     """Return on how many images float32 was run, its training pass, and what it returned in evaluation.
 
     A batch that fits into memory in low precision alone is cut in half until it fits in float32 too.
     """
-    count = size
+    count = batch_size(batch)
     while True:
-        with Rehearsal(model, _part(batch, count, size), frozen=frozen) as rehearsal, _Stage(model, "float32") as stage:
+        with Rehearsal(model, part_of(batch, count), frozen=frozen) as rehearsal, _Stage(model, "float32") as stage:
             try:
                 reference = rehearsal.train(policy.in_float32())
-                return count, reference, rehearsal.evaluate(policy.in_float32())
+                features = rehearsal.evaluate(policy.in_float32())
             except Exception as error:
                 if not (is_out_of_memory(error) and policy.enabled and count >= 8):
                     stage.explain(error, rehearsal.batch)
+            else:
+                if isinstance(features, torch.Tensor):
+                    return count, reference, features
+                raise TrainingError(
+                    f"in evaluation mode the model returned a {type(features).__name__}, not a tensor of (B, D) "
+                    "features.\n  fix: return the features when self.training is False"
+                )
         count //= 2
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
-def _compare_embeddings(report: PreflightReport, rehearsal: Rehearsal, policy: PrecisionPolicy, features: Any) -> None:
+def _compare_embeddings(
+    report: PreflightReport,
+    model: nn.Module,
+    batch: dict[str, Any],
+    policy: PrecisionPolicy,
+    features: torch.Tensor,
+    frozen: tuple[str, ...],
+) -> None:
     """Note how far the embeddings under the evaluation's policy are from float32's."""
-    with _Stage(rehearsal.model, dtype_name(policy.dtype)) as stage:
+    name = dtype_name(policy.dtype)
+    with Rehearsal(model, batch, frozen=frozen) as rehearsal, _Stage(model, name) as stage:
         try:
             low = rehearsal.evaluate(policy)
         except Exception as error:
             stage.explain(error, rehearsal.batch)
-    name = dtype_name(policy.dtype)
-    if comm.any_rank(not all_finite(low)):
-        report.location = locate_in_evaluation(rehearsal, policy)
+        untrained = rehearsal.untrained
+    if not all_finite(low):
+        report.location, note = search(model, batch, lambda each: locate_in_evaluation(each, policy), frozen=frozen)
         report.problem = (
             f"in evaluation the model's features are not finite in {name}; in float32 they are.\n"
-            f"{comm.first_text(report.location.describe() if report.location else '')}\n"
+            f"{_place(report.location, note)}\n"
             "  or:    SOLVER.AMP.EVAL_DTYPE float32, to evaluate in float32"
         )
-    elif isinstance(low, torch.Tensor) and low.dim() == 2:
+    elif low.dim() == 2:
         cosine = F.cosine_similarity(low, features, dim=1)
         report.cosine = (float(cosine.mean()), float(cosine.min()))
         vanished = bool((~low.any(dim=1) & features.any(dim=1)).any())
-        far = report.cosine[0] < LOWEST_COSINE and not rehearsal.untrained
-        found = f"mean cosine {report.cosine[0]:.3f}, below {LOWEST_COSINE}" if far else ""
-        if found := comm.first_text("some are all zero" if vanished else found):
+        if vanished or (report.cosine[0] < LOWEST_COSINE and not untrained):
+            found = "some are all zero" if vanished else f"mean cosine {report.cosine[0]:.3f}, below {LOWEST_COSINE}"
             report.problem = (
                 f"the embeddings in {name} are others than float32's: {found}.\n"
                 "  cause: some layers lose too much precision.\n"
@@ -170,31 +212,35 @@ def _compare_embeddings(report: PreflightReport, rehearsal: Rehearsal, policy: P
             )
 
 
-def _try_training(report: PreflightReport, rehearsal: Rehearsal, scaler: LossScaler | None) -> None:
+def _try_training(
+    report: PreflightReport,
+    model: nn.Module,
+    batch: dict[str, Any],
+    scaler: LossScaler | None,
+    frozen: tuple[str, ...],
+) -> None:
     """Note the losses under the policy, and the largest loss scale with finite gradients."""
     policy = report.policy
     scale = scaler.scale if scaler else 1.0
-    with _Stage(rehearsal.model, dtype_name(policy.dtype)) as stage:
+    with Rehearsal(model, batch, frozen=frozen) as rehearsal, _Stage(model, dtype_name(policy.dtype)) as stage:
         try:
-            low = rehearsal.train(policy, scale=scale)
+            low = rehearsal.train(policy, scale=scale, checked=True)
+            low.gradients.clear()
+            found = scale if low.finite else None
+            if scaler and not low.finite and not low.bad_losses:
+                found = largest_finite_scale(rehearsal, policy, scale)
         except Exception as error:
             stage.explain(error, rehearsal.batch)
     report.losses = {name: (value, low.losses[name]) for name, (value, _) in report.losses.items()}
-    low.gradients.clear()
-    bad_loss, bad = comm.any_rank(bool(low.bad_losses)), comm.any_rank(not low.finite)
-    if not bad:
-        report.loss_scale = scale if scaler else None
+    if found is not None and (low.finite or found >= scaler.min_scale):
+        report.loss_scale = found if scaler else None
         return
-    if scaler and not bad_loss:
-        found = largest_finite_scale(rehearsal, policy, scale)
-        if found is not None and found >= scaler.min_scale:
-            report.loss_scale = found
-            return
-    report.location = locate(rehearsal, policy, scale=scale)
-    whatever = ", whatever the loss scale from SOLVER.AMP.MIN_SCALE on" if scaler and not bad_loss else ""
-    found = "" if low.finite else f"in {dtype_name(policy.dtype)} {_not_finite(low)}{whatever}; in float32 all are."
-    place = comm.first_text(report.location.describe() if report.location else "")
-    report.problem = f"{comm.first_text(found)}\n{place}"
+    report.location, note = search(model, batch, lambda each: locate(each, policy, scale=scale), frozen=frozen)
+    whatever = ", whatever the loss scale from SOLVER.AMP.MIN_SCALE on" if scaler and not low.bad_losses else ""
+    report.problem = (
+        f"in {dtype_name(policy.dtype)} {_not_finite(low)}{whatever}; in float32 all are.\n"
+        f"{_place(report.location, note)}"
+    )
 
 
 def _not_finite(result: TrainPass) -> str:
@@ -203,16 +249,6 @@ def _not_finite(result: TrainPass) -> str:
     what = "losses" if result.bad_losses else "gradients"
     total = len(result.losses) if result.bad_losses else result.reached
     return f"{len(names)} of {total} {what} are not finite, e.g. {', '.join(names[:3])}"
-
-
-def _float32_problem(reference: TrainPass, features_finite: bool, location: Location | None) -> str:
-    found = "" if features_finite else "the features in evaluation are not finite"
-    found = found if reference.finite else _not_finite(reference)
-    return (
-        "on the first training batch the model is broken in float32 already: an error of the model or of the data, not "
-        f"of mixed precision.\n  found: {comm.first_text(found)}\n"
-        + comm.first_text(location.describe() if location else "")
-    )
 
 
 class _Stage:
@@ -255,7 +291,9 @@ class _Stage:
             raise error
         name, module, args = self._inside[-1] if self._inside else ("", self.model, ())
         where = f"{name or 'the model itself'} ({type(module).__name__})" if self._inside else "the backward pass"
-        shapes = ", ".join(f"{key} {tuple(v.shape)} {dtype_name(v.dtype)}" for key, v in batch.items() if _is_tensor(v))
+        shapes = ", ".join(
+            f"{key} {tuple(v.shape)} {dtype_name(v.dtype)}" for key, v in batch.items() if isinstance(v, torch.Tensor)
+        )
         found = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         if is_out_of_memory(error):
             raise TrainingError(
@@ -298,30 +336,3 @@ def _line_of(error: Exception) -> str:
             found = f"{path}:{frame.tb_lineno}"
         frame = frame.tb_next
     return found or "an unknown line"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` says that the memory of a device or of the machine is used up."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("out of memory", "can't allocate memory", "not enough memory")
-    )
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _batch_size(batch: dict[str, Any]) -> int:
-    sizes = [len(value) for value in batch.values() if _is_tensor(value) and value.dim()]
-    return max(sizes, default=1)
-
-
-def _part(batch: dict[str, Any], count: int, size: int) -> dict[str, Any]:
-    """Return the first ``count`` of the batch's ``size`` images."""
-    if count == size:
-        return batch
-    sliceable = {key for key, v in batch.items() if isinstance(v, (torch.Tensor, list, tuple)) and len(v) == size}
-    return {key: value[:count] if key in sliceable else value for key, value in batch.items()}

@@ -1,5 +1,9 @@
 """Passes of a model over one batch that leave no trace, so that a run goes on as if they had never been."""
 
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +12,10 @@ from torch import nn
 
 from fastamp.amp.health import check_losses
 from fastamp.amp.policy import PrecisionPolicy
+from fastamp.utils import comm
 from fastamp.utils.env import random_state, set_random_state
 
-_PLAIN = (bool, int, float, str, type(None))
+_OF_PYTORCH = frozenset(vars(nn.Module()).keys() - {"training"})
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,9 @@ class TrainPass:
 class Rehearsal:
     """Passes over one batch, each from the same state of the model and of all random generators.
 
-    Use it as a context: at its end buffers, gradients, modes, modules' plain numbers and random states are, bit for
-    bit, what they were. Parameters are not changed by passes, and are not kept.
+    Use it as a context: at its end buffers, gradients, modes, modules' other attributes (numbers, tensors, generators,
+    and lists, dicts and sets of them) and random states are, bit for bit, what they were. Parameters are not changed by
+    passes, and are not kept.
 
     Args:
         model: batch -> losses in training mode, features in evaluation mode.
@@ -70,19 +76,18 @@ class Rehearsal:
         modules = list(self.model.modules())
         self._random = random_state()
         self._start = self._start or self._random
-        # Layers may own generators, e.g. for stochastic depth.
-        self._generators = [
-            (each, each.get_state()) for module in modules for each in vars(module).values() if _is_generator(each)
-        ]
         self._buffers = [
             (module, name, buffer, None if buffer is None else buffer.clone())
             for module in modules
             for name, buffer in module._buffers.items()
         ]
-        # The mode, and what counts calls or points into a memory bank.
-        self._plain = [
-            (module, {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)})
-            for module in modules
+        # Modes, and whatever else layers remember in plain attributes: counters, queues, generators, tensors.
+        self._attributes = [(module, _attributes(module)) for module in modules]
+        self._restorers = [
+            restore
+            for _, attributes in self._attributes
+            for value in attributes.values()
+            if (restore := _restorer(value)) is not None
         ]
         self._gradients = [(p, p.grad) for p in self.model.parameters()]
         self._statistics: list[tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -96,19 +101,23 @@ class Rehearsal:
             parameter.grad = gradient
         set_random_state(self._random)
 
-    def train(self, policy: PrecisionPolicy, *, scale: float = 1.0) -> TrainPass:
+    def train(self, policy: PrecisionPolicy, *, scale: float = 1.0, checked: bool = False) -> TrainPass:
         """Run the forward pass under ``policy`` and the backward pass of ``scale`` times the sum of the losses.
 
         The model is in the mode that it came in: training, frozen parts as in evaluation.
 
+        Args:
+            policy, scale: of the pass.
+            checked: look whether anything computes in the policy's dtype, and follow each loss to the parameters.
+
         Raises:
-            TrainingError: the losses could not train anything, see ``check_losses``.
+            TrainingError: the losses could not train anything, see ``check_losses``; nothing computes in low precision.
         """
         self._rewind()
         with torch.enable_grad():
-            with policy.autocast():
+            with policy.checked_autocast() if checked else policy.autocast():
                 losses = self.model(self._copy())
-            check_losses(losses, frozen=self.frozen)
+            check_losses(losses, frozen=self.frozen, model=self.model if checked else None)
             (torch.stack(list(losses.values())).sum() * scale).backward()
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         for p in self.model.parameters():
@@ -131,7 +140,7 @@ class Rehearsal:
         A normalization layer that has seen no batch yet takes this one's statistics: with those that it was made
         with, a deep network's values may grow without bound, which says nothing about the precision.
         """
-        statistics = self._first_statistics()
+        statistics = self.first_statistics()
         self._rewind()
         for buffer, value in statistics:
             buffer.copy_(value)
@@ -147,14 +156,14 @@ class Rehearsal:
         The features of such a model hardly differ from image to image; behind a batch norm, which takes their mean
         away, what is left of a low precision's rounding is of their size.
         """
-        return bool(self._first_statistics())
+        return bool(self.first_statistics())
 
     def prepare_evaluation(self) -> None:
         """Do now what ``evaluate`` needs a forward pass of its own for, so that who watches sees one pass alone."""
-        self._first_statistics()
+        self.first_statistics()
 
     @torch.no_grad()
-    def _first_statistics(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def first_statistics(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (buffer, this batch's float32 value) of the normalization layers that have seen no batch yet."""
         if self._statistics is None:
             self._rewind()
@@ -178,21 +187,108 @@ class Rehearsal:
         return self._statistics
 
     def _copy(self) -> dict[str, Any]:
-        return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in self.batch.items()}
+        return {key: _copied(value) for key, value in self.batch.items()}
 
     @torch.no_grad()
     def _rewind(self) -> None:
-        """Give modes, counters, buffers and generators the state that passes start from."""
-        for module, plain in self._plain:
-            vars(module).update(plain)
+        """Give modes, attributes, buffers and generators the state that passes start from."""
+        for module, attributes in self._attributes:
+            for name in _attributes(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+        for restore in self._restorers:
+            restore()
+        names: dict[nn.Module, set[str]] = {}
         for module, name, buffer, kept in self._buffers:
-            if buffer is not None:
+            names.setdefault(module, set()).add(name)
+            if buffer is not None and buffer.is_inference():  # cannot be written to here
+                buffer = kept.clone()
+            elif buffer is not None:
                 buffer.copy_(kept)
             module._buffers[name] = buffer
-        for generator, state in self._generators:
-            generator.set_state(state)
+        for module, _ in self._attributes:
+            for name in module._buffers.keys() - names.get(module, set()):
+                del module._buffers[name]  # registered by a pass
         set_random_state(self._start)
 
 
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, torch.Generator)
+def _copied(value: Any) -> Any:
+    """Return ``value`` with copies of the tensors, lists and dicts in it."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if type(value) is list else value
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes but for what PyTorch itself keeps there: parameters, buffers, modules, hooks."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_PYTORCH}
+
+
+def _restorer(value: Any) -> Callable[[], Any] | None:
+    """Return what gives ``value`` the content that it has now; None where it cannot change, or is not looked into."""
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+        return lambda: value.set_state(state)
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        kept = value.detach().clone()
+        return lambda: value.copy_(kept) if not (value.requires_grad or value.is_inference()) else None
+    if not isinstance(value, (list, dict, set, deque)):
+        return None
+    content = copy.copy(value)
+    inner = [r for item in (value.values() if isinstance(value, dict) else value) if (r := _restorer(item)) is not None]
+
+    def restore() -> None:
+        value.clear()
+        (value.update if isinstance(value, (dict, set)) else value.extend)(content)
+        for each in inner:
+            each()
+
+    return restore
+
+
+@contextmanager
+def apart(model: nn.Module) -> Iterator[None]:
+    """Have passes inside wait for no other process: gathering losses and syncBN see this process's images alone.
+
+    Among several processes all of them must come here together; what they do inside need not be the same.
+    """
+    if not comm.is_distributed():
+        yield
+        return
+    layers = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
+    own, former = comm.own_group() if layers else None, [layer.process_group for layer in layers]
+    try:
+        for layer in layers:
+            layer.process_group = own
+        with comm.alone():
+            yield
+    finally:
+        for layer, group in zip(layers, former, strict=True):
+            layer.process_group = group
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether ``error`` says that the memory of a device or of the machine is used up."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("out of memory", "can't allocate memory", "not enough memory")
+    )
+
+
+def batch_size(batch: dict[str, Any]) -> int:
+    """Return the number of images of a batch: the length of its longest tensor."""
+    sizes = [len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
+    return max(sizes, default=1)
+
+
+def part_of(batch: dict[str, Any], count: int) -> dict[str, Any]:
+    """Return the first ``count`` images of a batch."""
+    size = batch_size(batch)
+    if count == size:
+        return batch
+    sliceable = {key for key, v in batch.items() if isinstance(v, (torch.Tensor, list, tuple)) and len(v) == size}
+    return {key: value[:count] if key in sliceable else value for key, value in batch.items()}

@@ -61,6 +61,13 @@ class LossScaler:
         if not policy.needs_loss_scaling:
             return None
         amp = cfg.SOLVER.AMP
+        if not amp.MIN_SCALE <= amp.INIT_SCALE <= amp.MAX_SCALE:
+            logger.warning(
+                "SOLVER.AMP.INIT_SCALE %g is not between MIN_SCALE %g and MAX_SCALE %g: the nearer of them is taken",
+                amp.INIT_SCALE,
+                amp.MIN_SCALE,
+                amp.MAX_SCALE,
+            )
         return cls(
             init_scale=amp.INIT_SCALE,
             growth_factor=amp.GROWTH_FACTOR,
@@ -120,11 +127,13 @@ class PrecisionFailure(TrainingError):
     Args:
         message: for the user.
         verdict: of the last step, which was skipped like those before it.
+        headline: the message without cause and cure, for who knows them better.
     """
 
-    def __init__(self, message: str, verdict: StepVerdict) -> None:
+    def __init__(self, message: str, verdict: StepVerdict, headline: str = "") -> None:
         super().__init__(message)
         self.verdict = verdict
+        self.headline = headline or message
 
 
 class OptimizationStep:
@@ -305,14 +314,12 @@ class OptimizationStep:
             fix = "a lower SOLVER.BASE_LR, SOLVER.CLIP_GRADIENTS, or a look at the data"
             if self.scaler is not None:
                 fix = f"try SOLVER.AMP.DTYPE bfloat16, or SOLVER.AMP off; when that fails too, {fix}"
-            raise PrecisionFailure(
+            headline = (
                 f"{self.skipped_in_a_row} optimizer steps in a row were skipped, more than "
                 f"SOLVER.AMP.MAX_CONSECUTIVE_SKIPS ({self.max_consecutive_skips}).\n"
-                f"  found: {found}; loss scale {verdict.loss_scale:g}\n"
-                f"  cause: {cause}\n"
-                f"  fix:   {fix}",
-                verdict,
+                f"  found: {found}; loss scale {verdict.loss_scale:g}"
             )
+            raise PrecisionFailure(f"{headline}\n  cause: {cause}\n  fix:   {fix}", verdict, headline)
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

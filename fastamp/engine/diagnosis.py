@@ -58,7 +58,7 @@ class Examination:
 
     def ranks_as(self, reference: "Examination") -> bool:
         """Whether its mAP is near enough to float32's, in both directions: rounding can raise a score too."""
-        return abs(self.metrics["mAP"] - reference.metrics["mAP"]) <= LARGEST_MAP_DIFFERENCE
+        return bool(self.metrics) and abs(self.metrics["mAP"] - reference.metrics["mAP"]) <= LARGEST_MAP_DIFFERENCE
 
     def usable(self, reference: "Examination") -> bool:
         """Whether a run can use it, with ``force_fp32`` where that is needed."""
@@ -185,7 +185,7 @@ class Diagnosis:
         rows = [
             (
                 layer.name, layer.kind, f"{layer.own_error:.1e}", f"{layer.error:.1e}", f"{layer.magnitude:.3g}",
-                f"{100 * layer.limit_share:.2g} %",
+                f"{100 * layer.limit_share:.2g} %" if layer.limit_share > 1e-9 else "0 %",
                 "" if layer.zero_gradients is None else f"{100 * layer.zero_gradients:.2g} %",
             )
             for layer in notable
@@ -257,10 +257,8 @@ def draw_layers(examined: Sequence[Examination], path: Path) -> None:
     errors.set(yscale="log", ylabel="relative error to float32", title="error by layer; gaps overflow or are exact")
     errors.legend()
     sizes.plot(places, [_drawable(layer.magnitude) for layer in layers], "k.-", label="largest value, float32")
-    for dtype, style in ((torch.float16, "--"), (torch.bfloat16, ":")):
-        limit = torch.finfo(dtype).max
-        if dtype == torch.float16:
-            sizes.axhline(limit, color="tab:red", linestyle=style, label=f"float16 ends at {limit:g}")
+    limit = torch.finfo(torch.float16).max
+    sizes.axhline(limit, color="tab:red", linestyle="--", label=f"float16 ends at {limit:g}")
     sizes.set(yscale="log", ylabel="magnitude", xticks=list(places))
     sizes.set_xticklabels([layer.name for layer in layers], rotation=90, fontsize=6)
     sizes.legend()

@@ -27,6 +27,7 @@ from fastamp.engine.defaults import DefaultTrainer
 from fastamp.engine.diagnosis import Diagnosis, Examination
 from fastamp.evaluation import ReidEvaluator, inference_on_dataset
 from fastamp.utils.checkpoint import Checkpointer
+from fastamp.utils.errors import TrainingError
 from fastamp.utils.progress import ProgressBar, format_duration
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,9 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
     device = next(model.parameters()).device
     asked = bool(cfg.SOLVER.AMP.ENABLED)
     policy = PrecisionPolicy.from_config(_enabled(cfg), device)
+    policy.check_model(model)
+    if policy.enabled and policy.dtype not in dtypes:
+        dtypes = [policy.dtype, *dtypes]  # the one that the verdict is about
     machine = inspect_machine(device, asked=cfg.MODEL.DEVICE)
     batch = {key: value[:batch_size] for key, value in next(iter(loader)).items()}
     progress = _Progress(2 + 5 * len(dtypes))
@@ -74,15 +78,23 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
     )
     if reference.problem:
         return diagnosis
-    batches, queries, diagnosis.images = _ranked_part(test_loader, num_query, max_images, cfg.TEST.IMS_PER_BATCH)
-
-    def rank(precision: PrecisionPolicy) -> dict[str, float]:
-        metrics = inference_on_dataset(model, batches, ReidEvaluator(cfg, queries), policy=precision)
-        return {key: metrics[key] for key in ("mAP", "Rank-1")}
-
     with Rehearsal(model, batch) as rehearsal:
         diagnosis.float32.cost = dataclasses.replace(measure_cost(rehearsal, policy.in_float32()), relative=1.0)
         features = rehearsal.evaluate(policy.in_float32())
+        statistics = rehearsal.first_statistics()
+    with torch.no_grad():
+        # An untrained model is ranked with the statistics that it was examined with.
+        for buffer, value in statistics:
+            if buffer.is_floating_point():
+                buffer.copy_(value)
+    batches, queries, diagnosis.images = _ranked_part(test_loader, num_query, max_images, cfg.TEST.IMS_PER_BATCH)
+
+    def rank(precision: PrecisionPolicy) -> dict[str, float]:
+        # Copies, for a model that writes into what it is given.
+        copies = [{key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in each.items()} for each in batches]
+        metrics = inference_on_dataset(model, copies, ReidEvaluator(cfg, queries), policy=precision)
+        return {key: metrics[key] for key in ("mAP", "Rank-1")}
+
     diagnosis.float32.metrics = progress("float32: ranking", lambda: rank(policy.in_float32()))
     for dtype in dtypes:
         low = dataclasses.replace(policy, dtype=dtype, reason="examined")
@@ -107,30 +119,39 @@ def _examine(
     """Examine one low precision."""
     found = Examination(dtype_name(policy.dtype))
     amp = cfg.SOLVER.AMP
+    policies = policy, policy.for_evaluation(amp.EVAL_DTYPE)
     with Rehearsal(model, batch) as rehearsal:
-        state = progress(f"{found.dtype}: first batch", lambda: check_soundness(rehearsal, policy, features=features))
+        try:
+            state = progress(
+                f"{found.dtype}: first batch", lambda: check_soundness(rehearsal, *policies, features=features)
+            )
+        except TrainingError as error:  # nothing computes in this precision
+            found.failure, found.force_fp32 = str(error), None
+            return found
         if not state.sound:
             found.failure = state.location.describe() if state.location else f"embedding cosine {state.cosine:.3f}"
             logger.info("%s: %s", found.dtype, found.failure)
         found.force_fp32 = progress(
             f"{found.dtype}: search for modules that must be float32",
-            lambda: search_force_fp32(
-                rehearsal, policy, features=features, report=lambda text: logger.info("%s", text)
-            ),
+            lambda: search_force_fp32(rehearsal, *policies, features=features, report=logger.info),
         )
         found.layers = progress(f"{found.dtype}: layers", lambda: measure_layers(rehearsal, policy))
-        found.cost = measure_cost(rehearsal, policy)
         with forced(model, found.force_fp32 or []):
+            found.cost = measure_cost(rehearsal, policy)
             found.loss_scale = progress(
-                f"{found.dtype}: loss scale", lambda: safe_loss_scale(rehearsal, policy, up_to=amp.MAX_SCALE)
+                f"{found.dtype}: gradients", lambda: safe_loss_scale(rehearsal, policy, up_to=amp.MAX_SCALE)
             )
             scale = min(amp.INIT_SCALE, found.loss_scale) if found.loss_scale else 1.0
             counts = lost_gradients(rehearsal, policy, scale=scale).values()
             found.zero_share = sum(lost for lost, _ in counts) / max(1, sum(total for _, total in counts))
-            found.cosine = check_soundness(rehearsal, policy, features=features).cosine
+            found.cosine = check_soundness(rehearsal, *policies, features=features).cosine
     if found.force_fp32 is not None:
         with forced(model, found.force_fp32):
-            found.metrics = progress(f"{found.dtype}: ranking", lambda: rank(policy))
+            try:
+                found.metrics = progress(f"{found.dtype}: ranking", lambda: rank(policies[1]))
+            except TrainingError as error:  # an image beyond the first batch
+                found.failure, found.force_fp32 = str(error), None
+                logger.info("%s: %s", found.dtype, found.failure)
     return found
 
 

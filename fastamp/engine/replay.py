@@ -12,6 +12,7 @@ from fastamp.amp.rehearsal import Rehearsal
 from fastamp.config import CfgNode, get_cfg
 from fastamp.engine.defaults import DefaultTrainer
 from fastamp.engine.setup import check_config, load_parts
+from fastamp.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +37,16 @@ def replay(path: str, opts: Sequence[str] = (), *, parts: str = "") -> bool:
     if parts:
         load_parts(parts, cfg)
     cfg.merge_from_other_cfg(CfgNode.load_cfg(crash.config))
-    cfg.merge_from_list(["MODEL.BACKBONE.PRETRAIN", "False", "MODEL.WEIGHTS", "", *opts])
+    cfg.merge_from_list(["MODEL.BACKBONE.PRETRAIN", "False", "MODEL.WEIGHTS", ""])
+    cfg.merge_from_list(opts)
     cfg.freeze()
     check_config(cfg)
     device = resolve_device(cfg.MODEL.DEVICE)
-    model = DefaultTrainer.build_model(cfg)
-    crash.restore(model)
+    try:
+        model = DefaultTrainer.build_model(cfg)
+    except ConfigError as error:
+        raise ConfigError(f"{error}" + ("" if parts else "\n  for parts of your own: --parts FILE")) from error
+    crash.restore(model, exact=not opts)
     keys = set(opts[::2])
     policy = crash.precision(device)
     if keys & {"SOLVER.AMP", "SOLVER.AMP.ENABLED", "SOLVER.AMP.DTYPE", "SOLVER.AMP_ENABLED"}:
@@ -70,5 +75,11 @@ def replay(path: str, opts: Sequence[str] = (), *, parts: str = "") -> bool:
     if location:
         logger.info("%s", location.describe())
     finite = now.finite and evaluates
-    logger.info("%s", "all values are finite" if finite else "reproduced: values are not finite")
+    outcome = "all values are finite" if finite else "reproduced: values are not finite"
+    if finite and not opts:
+        outcome = (
+            "NOT reproduced: all values are finite here, under the very settings that failed.\n"
+            "  cause: another device or library, or what failed needs all processes (MODEL.LOSSES.GATHER, syncBN)"
+        )
+    logger.info("%s", outcome)
     return finite

@@ -31,6 +31,7 @@ def default_argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-machines", type=int, default=1)
     parser.add_argument("--machine-rank", type=int, default=0, help="this machine's number, from 0")
     parser.add_argument("--dist-url", default=None, help="where the processes meet, e.g. tcp://127.0.0.1:29500")
+    parser.add_argument("--parts", default="", metavar="FILE", help="Python file that registers parts of your own")
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and their values")
     return parser
 
@@ -57,6 +58,8 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
     logger.info("config:\n%s", cfg.dump())
     if device.type == "cpu":
         keep_freed_memory()
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # whose random state is kept
     seed_all(cfg.SEED + rank)
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK
 

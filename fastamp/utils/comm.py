@@ -144,6 +144,17 @@ def all_gather(rows: torch.Tensor) -> torch.Tensor:
     return _AllGather.apply(rows) if is_distributed() else rows
 
 
+_own_group: Any = None
+
+
+def own_group() -> Any:
+    """Return a process group of this process alone; all ranks must call this together for the first time."""
+    global _own_group
+    if _own_group is None:
+        _own_group, _ = dist.new_subgroups(group_size=1)
+    return _own_group
+
+
 def gather_objects(item: Any) -> list[Any]:
     """Return the ``item`` of every rank in the order of the ranks; it is pickled on its way, so let it be small."""
     if not is_distributed():
@@ -153,12 +164,13 @@ def gather_objects(item: Any) -> list[Any]:
     return items
 
 
-def first_text(text: str) -> str:
-    """Return the first text that is not empty, in the order of the ranks, on every rank; an empty one if all are."""
-    for rank, each in enumerate(gather_objects(text)):
-        if each:
-            return f"on rank {rank}: {each}" if get_world_size() > 1 else each
-    return ""
+def first_text(text: str, order: int = 0) -> str:
+    """Return on every rank the text, of those that are not empty, of the lowest ``order``, then of the lowest rank."""
+    texts = [(each_order, rank, each) for rank, (each_order, each) in enumerate(gather_objects((order, text))) if each]
+    if not texts:
+        return ""
+    _, rank, chosen = min(texts)
+    return f"on rank {rank}: {chosen}" if get_world_size() > 1 else chosen
 
 
 def broadcast(tensors: Iterable[torch.Tensor]) -> None:

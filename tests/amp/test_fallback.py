@@ -75,7 +75,7 @@ def test_no_use_falling_back_to_the_same_dtype(demo, tmp_path, capfd):
 def test_once(demo, tmp_path, capfd):
     assert train_net.cli(options(tmp_path, "fp16", "float32", "inf")) == 2
     assert "going on in float32" in (tmp_path / "log.txt").read_text()
-    assert "whatever the loss scale" in capfd.readouterr().err
+    assert "not finite in float32 in backbone.1 (Times)" in capfd.readouterr().err
 
 
 class Interrupt(HookBase):

@@ -63,8 +63,9 @@ def test_resumed_with_another_batch_or_at_its_end(demo, tmp_path, capfd):
 def test_what_is_left_out_is_refused(demo, tmp_path, capfd, name):
     values = {"SOLVER.FREEZE_ITERS": "3", "SOLVER.ACCUM_STEPS": "2", "SOLVER.TRAINER": "AMPTrainer"}
     values["SOLVER.AMP.ON_FAILURE"] = "float32"
-    value = values.get(name, "True")
-    assert run(*tiny.tiny_options(tmp_path, name, value))[0] == 2
+    key, _, value = name.partition(" ")
+    value = value or values.get(name, "True")
+    assert run(*tiny.tiny_options(tmp_path, key, value))[0] == 2
     assert re.search(rf"{name} is set.*tools/train_net.py", capfd.readouterr().err, re.DOTALL)
 
 
