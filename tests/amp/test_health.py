@@ -6,6 +6,7 @@ from loops import ALL, Net, make_batch, make_net, make_trainer, sgd
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fastamp.amp import OptimizationStep
 from fastamp.amp.health import check_finite, check_losses, check_optimizers, zero_share
 from fastamp.utils.errors import TrainingError
 
@@ -106,3 +107,13 @@ def test_finite_values_of_any_kind():
 def test_zero_share():
     gradients = [torch.tensor([0.0, 1.0, -0.0, 1e-45]), torch.zeros(2, 2)]
     assert zero_share(gradients).item() == pytest.approx(6 / 8)
+
+
+def test_a_parameter_without_elements_is_no_obstacle():
+    model = nn.Linear(2, 1)
+    model.empty = nn.Parameter(torch.zeros(0))
+    step = OptimizationStep(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    for _ in range(4):
+        step.begin()
+        step.backward({"loss": model(torch.ones(1, 2)).sum() + model.empty.sum()})
+        assert step.finish().ok

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, apply_force_fp32
-from fastamp.amp.locate import largest_finite_scale, locate, locate_in_evaluation
+from fastamp.amp.locate import largest_finite_scale, locate, locate_in_evaluation, search
 from fastamp.amp.rehearsal import Rehearsal
 
 
@@ -162,3 +162,84 @@ def test_the_gradients_are_those_without_the_hooks():
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not any(p._backward_hooks for p in model.parameters())
+
+
+class Cached(nn.Module):
+    """Takes a list that it writes into, a dict of its own kind, and a keyword."""
+
+    class Table(dict):
+        def first(self):
+            return self["x"]
+
+    class Part(nn.Module):
+        def __init__(self, gain):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            with torch.no_grad():
+                self.linear.weight.fill_(gain)
+
+        def forward(self, table, cache, *, bias):
+            cache.append(self.linear(table.first()))
+            return (cache[-1] + bias,)
+
+    def __init__(self, gain):
+        super().__init__()
+        self.part = self.Part(gain)
+
+    def forward(self, batch):
+        cache = []
+        (out,) = self.part(self.Table(x=batch["x"]), cache, bias=0.5)
+        return {"loss": (out.float() * 1e-9 + cache[0].float() * 0).mean()}
+
+
+def test_what_modules_are_given_stays_theirs():
+    with Rehearsal(Cached(6e4), {"x": torch.ones(2, 4)}) as rehearsal:
+        assert locate(rehearsal, policy(torch.float16)).module == "part.linear"
+    model = Cached(6e4)
+    apply_force_fp32(model, ["part"])
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.isfinite(model({"x": torch.ones(2, 4)})["loss"])
+
+
+def test_the_fix_names_what_is_forced_already_and_the_neighbours():
+    model = Net("function")
+    apply_force_fp32(model, ["linear"])
+    with Rehearsal(model, batch()) as rehearsal:
+        found = locate(rehearsal, policy(torch.float16))
+    assert found.neighbours == ("relu", "conv2")
+    assert "SOLVER.AMP.FORCE_FP32 \"['linear', 'relu', 'conv2']\"" in found.fix()
+    apply_force_fp32(model, ["relu", "conv2"])
+    with Rehearsal(model, batch()) as rehearsal:
+        assert locate(rehearsal, policy(torch.float16), scale=1024.0) is None
+
+
+class Hungry(Net):
+    """Float32 does not fit into memory with more than four images."""
+
+    def forward(self, batch):
+        if len(batch["images"]) > 4 and not torch.is_autocast_enabled("cpu"):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(batch)
+
+
+class Broken(Net):
+    """Cannot be watched: it raises an error in float32."""
+
+    def forward(self, batch):
+        if not torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("not in float32")
+        return super().forward(batch)
+
+
+def test_a_search_that_fails_is_said_and_replaces_nothing():
+    find = lambda rehearsal: locate(rehearsal, policy(torch.float16))  # noqa: E731
+    found, note = search(Hungry("weight"), batch(), find)
+    assert found.module == "conv2" and note == ""  # on half of the batch
+    found, note = search(Broken("weight"), batch(), find)
+    assert found is None and note == "(the place could not be searched: RuntimeError: not in float32)"
+
+
+def test_the_cause_comes_first_among_several_finds():
+    order = [find(fault, torch.float16, scale=65536.0).order for fault in ("weight", "backward", "scale")]
+    assert order == sorted(order) and len(set(order)) == 3
+    assert find("", torch.float16, value=float("nan")).order < order[0]

@@ -9,11 +9,11 @@ import torch
 import train_net
 from torch import nn
 
-from fastamp.amp import LossScaler, PrecisionPolicy
+from fastamp.amp import LossScaler, Precautions, PrecisionFailure, PrecisionPolicy
 from fastamp.amp import preflight as preflight_module
 from fastamp.amp.crash import Crash
 from fastamp.amp.preflight import preflight
-from fastamp.engine import DefaultTrainer
+from fastamp.engine import DefaultTrainer, SimpleTrainer
 from fastamp.modeling import BACKBONE_REGISTRY, META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch import Baseline
 from fastamp.utils.errors import TrainingError
@@ -310,6 +310,49 @@ def test_a_damaged_crash_file(tmp_path, capfd):
     assert amp_replay.cli([str(tmp_path / "missing.pth")]) == 2
     (tmp_path / "x.pth").write_bytes(b"PK nonsense")
     assert amp_replay.cli([str(tmp_path / "x.pth")]) == 2
+
+
+def test_a_model_that_returns_no_features():
+    class Tuple(Net):
+        def forward(self, batch):
+            out = super().forward(batch)
+            return out if self.training else (out, out)
+
+    with pytest.raises(TrainingError, match="in evaluation mode the model returned a tuple"):
+        preflight(Tuple(3), make_batch(), policy=policy(torch.bfloat16))
+
+
+def test_amp_without_effect_is_found_before_the_first_step():
+    class Off(Net):
+        def forward(self, batch):
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(batch)
+
+    with pytest.raises(TrainingError, match="ran no operation in bfloat16"):
+        preflight(Off(3), make_batch(), policy=policy(torch.bfloat16))
+
+
+class WritesIntoItsBatch(Net):
+    def forward(self, batch):
+        batch["images"].sub_(0.5)
+        return super().forward(batch)
+
+
+def test_a_failed_step_is_kept_as_it_was_given(tmp_path):
+    """Though the model writes into its batches."""
+    model = WritesIntoItsBatch(3)
+    good, bad = make_batch(), make_batch()
+    bad["images"][0] = float("inf")
+    kept = bad["images"].clone()
+    batches = [good, *({**bad, "images": bad["images"].clone()} for _ in range(3))]
+    precautions = Precautions(locate=True, folder=tmp_path)
+    trainer = SimpleTrainer(
+        model, batches, [torch.optim.SGD(model.parameters(), 0.1)], policy=policy(torch.bfloat16),
+        precautions=precautions, max_consecutive_skips=1,
+    )  # fmt: skip
+    with pytest.raises(PrecisionFailure, match="batch not finite"):
+        trainer.train(0, 1, 4)
+    assert torch.equal(Crash.read(tmp_path).micro_batch.batch["images"], kept)
 
 
 def test_out_of_memory_is_recognized():

@@ -27,11 +27,20 @@ class Stateful(nn.Module):
         self.register_buffer("nothing", None)
         self.calls = 0
         self.generator = torch.Generator().manual_seed(3)
+        self.history, self.table, self.seen = [], {"last": torch.zeros(2)}, torch.zeros(1)
+        self.generators = [torch.Generator().manual_seed(4)]
 
     def forward(self, batch):
         self.calls += 1
         self.bank += 1
         self.hidden = self.hidden + 1
+        self.history.append(self.calls)
+        self.table["last"] += 1
+        self.table["new"] = 1
+        self.seen += 1
+        self.made_in_a_pass = True
+        self.register_buffer("late", torch.ones(1))
+        torch.rand(1, generator=self.generators[0])
         noise = torch.rand(1, generator=self.generator) + random.random() + float(np.random.rand())
         x = self.drop(self.norm(self.conv(self.frozen_norm(batch["images"])))).mean((2, 3))
         batch["seen"] += 1  # models may write into what they are given
@@ -43,6 +52,11 @@ def state(model):
         "tensors": {name: t.clone() for name, t in [*model.named_parameters(), *model.named_buffers()]},
         "objects": [id(t) for t in model.buffers()],
         "calls": model.calls,
+        "history": list(model.history),
+        "table": {key: copy.deepcopy(value) for key, value in model.table.items()},
+        "seen": model.seen.clone(),
+        "names": sorted(vars(model)),
+        "generator in a list": model.generators[0].get_state().clone(),
         "modes": [module.training for module in model.modules()],
         "generators": (
             torch.get_rng_state().clone(), model.generator.get_state().clone(),
@@ -88,6 +102,17 @@ def test_nothing_is_left(gradients, fails):
         pass
     assert_same(state(model), before)
     assert not batch["seen"].any()
+
+
+def test_buffers_that_were_replaced_under_inference_mode():
+    model = Stateful().eval()
+    with torch.inference_mode():
+        model({"images": torch.randn(4, 2, 6, 6), "seen": torch.zeros(2)})
+    assert model.hidden.is_inference()
+    before = model.hidden.clone()
+    with Rehearsal(model, {"images": torch.randn(4, 2, 6, 6), "seen": torch.zeros(2)}) as rehearsal:
+        rehearsal.evaluate(FLOAT32)
+    assert torch.equal(model.hidden, before)
 
 
 def test_every_pass_starts_from_the_same_state():

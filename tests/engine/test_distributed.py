@@ -202,7 +202,8 @@ def test_what_one_rank_alone_finds_is_said_once_and_both_leave_a_file(demo_root,
     flags = ("--fault", "infinite images on rank 1 from the first on")
     process = run(demo_root, tmp_path / "first", 2, "SOLVER.AMP", "bf16", flags=flags)
     assert process.returncode == 2 and process.stderr.count("broken in float32 already") == 1, process.stderr
-    assert "on rank 1: batch not finite" in process.stderr
+    assert "pre-flight: on rank 1: " in process.stderr and "batch not finite" in process.stderr
+    assert "amp_crash/iteration_0_rank_1.pth" in process.stderr
 
 
 def test_two_processes_are_the_same_with_and_without_the_pre_flight(demo_root, tmp_path):

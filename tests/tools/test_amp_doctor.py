@@ -81,6 +81,38 @@ def test_trained_weights_are_what_is_ranked(demo, tmp_path, capfd):
     assert not report["untrained"]
 
 
+def test_the_configs_own_dtype_is_always_examined(demo, tmp_path, capfd):
+    assert amp_doctor.cli(["--dtypes", "bf16", *options(tmp_path, "1e6", "SOLVER.AMP", "fp16")]) == 1
+    assert list(json.loads((tmp_path / FOLDER / "report.json").read_text())["verdicts"]) == ["float16", "bfloat16"]
+
+
+def test_amp_that_computes_nothing(demo, tmp_path, capfd):
+    forced = ("SOLVER.AMP", "bf16", "SOLVER.AMP.FORCE_FP32", "['Baseline']")
+    assert amp_doctor.cli(["--dtypes", "bf16", *options(tmp_path, "1", *forced)]) == 1
+    assert "ran no operation in bfloat16" in capfd.readouterr().out
+
+
+@BACKBONE_REGISTRY.register()
+def build_rare_backbone(cfg):
+    """Return the tiny backbone, which overflows in float16 in evaluation, and only with more than 16 images."""
+
+    class Rare(nn.Module):
+        def forward(self, x):
+            return x * 1e6 * 1e-6 if len(x) > 16 and not self.training else x
+
+    return nn.Sequential(*list(tiny.build_tiny_backbone(cfg))[:5], Rare(), *list(tiny.build_tiny_backbone(cfg))[5:])
+
+
+def test_an_overflow_beyond_the_first_batch_is_a_verdict(demo, tmp_path, capfd):
+    opts = ("MODEL.BACKBONE.NAME", "build_rare_backbone", "SOLVER.AMP", "fp16", "TEST.IMS_PER_BATCH", "30")
+    assert amp_doctor.cli(["--dtypes", "fp16", *tiny.tiny_options(tmp_path, *opts)]) == 1
+    report = json.loads((tmp_path / FOLDER / "report.json").read_text())
+    assert report["verdicts"] == {"float16": "fails"} and "backbone.5 (Rare)" in report["low"][0]["failure"]
+    # Evaluating in float32 is a cure, and is examined as such.
+    opts += ("SOLVER.AMP.EVAL_DTYPE", "float32")
+    assert amp_doctor.cli(["--dtypes", "fp16", *tiny.tiny_options(tmp_path, *opts)]) == 0
+
+
 def test_a_part_of_the_test_set(demo, tmp_path):
     cfg = get_cfg()
     cfg.merge_from_list(options(tmp_path, "1"))
@@ -151,9 +183,10 @@ def test_wrong_input(demo, tmp_path, capfd):
         assert amp_doctor.cli(options(tmp_path, "1", *opts)) == 2
         error = capfd.readouterr().err
         assert words in error and "Traceback" not in error
-    with pytest.raises(SystemExit) as stop:
-        amp_doctor.cli(["--dtypes", "int8", *options(tmp_path, "1")])
-    assert stop.value.code == 2
+    for flags in (["--dtypes", "int8"], ["--dtypes", "float32"], ["--batch", "1"], ["--images", "-3"]):
+        with pytest.raises(SystemExit) as stop:
+            amp_doctor.cli([*flags, *options(tmp_path, "1")])
+        assert stop.value.code == 2
 
 
 def test_env(capfd):
@@ -166,6 +199,11 @@ def test_env(capfd):
 def test_env_of_a_device_that_is_not_there(capfd):
     assert amp_doctor.cli(["--env", "MODEL.DEVICE", "cuda"]) == 1
     assert "problem: PyTorch cannot use a GPU" in capfd.readouterr().out
+
+
+def test_env_of_no_device(capfd):
+    assert amp_doctor.cli(["--env", "MODEL.DEVICE", "nonsense"]) == 2
+    assert "'nonsense' is no device" in capfd.readouterr().err
 
 
 def test_env_and_a_config(demo, tmp_path, capfd):
