@@ -15,7 +15,8 @@ from fastamp.amp.policy import PrecisionPolicy
 from fastamp.utils import comm
 from fastamp.utils.env import random_state, set_random_state
 
-_OF_PYTORCH = frozenset(vars(nn.Module()).keys() - {"training"})
+# What PyTorch keeps in a module's attributes, and a forward that was put there: no state.
+_OF_PYTORCH = frozenset(vars(nn.Module()).keys() - {"training"} | {"forward"})
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ def _copied(value: Any) -> Any:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes but for what PyTorch itself keeps there: parameters, buffers, modules, hooks."""
+    """Return the attributes of a module that may be state: not parameters, buffers, modules and hooks."""
     return {name: value for name, value in vars(module).items() if name not in _OF_PYTORCH}
 
 

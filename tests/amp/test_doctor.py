@@ -201,3 +201,10 @@ def test_the_cost_of_a_pass():
     with Rehearsal(Net(), BATCH) as rehearsal:
         full, low = measure_cost(rehearsal, FLOAT32), measure_cost(rehearsal, BFLOAT16)
     assert full.seconds > 0 and full.memory > 0 and low.memory > 0 and low.relative > 0
+
+
+def test_a_forward_that_was_put_into_a_module_can_be_forced():
+    """The rehearsal gives attributes back, and a forced forward is not one of them."""
+    model = Net((1, 1e6, 1, 1))
+    model.layers[1].forward = model.layers[1].forward
+    assert search(model, FLOAT16)[0] == ["layers.1"]
