@@ -62,6 +62,15 @@ class Precautions:
             config=cfg.dump(),
         )
 
+    def check(self, step: OptimizationStep, policy: PrecisionPolicy) -> None:
+        """Check that the policy fits the model, and that the optimizers hold the model's own parameters.
+
+        Raises:
+            TrainingError: they do not.
+        """
+        policy.check_model(step.model)
+        check_optimizers(step.model, step.optimizers)
+
     def before_first_step(
         self, step: OptimizationStep, batch: dict[str, Any], policy: PrecisionPolicy, *, iteration: int = 0
     ) -> PrecisionPolicy:
@@ -80,8 +89,7 @@ class Precautions:
             TrainingError: the optimizers hold other tensors than the model's, the model is broken, or the precision
                 fails and ``preflight`` is ``"error"``.
         """
-        policy.check_model(step.model)
-        check_optimizers(step.model, step.optimizers)
+        self.check(step, policy)
         if self.preflight == "off":
             return policy
         failed = None

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fastamp.amp import LossScaler, OptimizationStep, Precautions, PrecisionFailure, PrecisionPolicy, StepVerdict
-from fastamp.amp.health import check_communication, check_optimizers
+from fastamp.amp.health import check_communication
 from fastamp.amp.policy import dtype_name
 from fastamp.amp.step import Clip
 from fastamp.solver import build_gradient_clipping
@@ -241,8 +241,7 @@ class SimpleTrainer(TrainerBase):
     def train(self, start_iter: int, max_epoch: int, iters_per_epoch: int) -> None:
         """Run the loop with the model in training mode."""
         # Here too, since a project's trainer may have a step of its own.
-        self.policy.check_model(self.model)
-        check_optimizers(self.model, self.optimizers)
+        self.precautions.check(self.step, self.policy)
         self.model.train()
         try:
             super().train(start_iter, max_epoch, iters_per_epoch)

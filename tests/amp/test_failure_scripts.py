@@ -71,7 +71,7 @@ from fastamp.amp.preflight import PreflightReport
 
 passes = lambda model, batch, *, policy, **_: PreflightReport(policy, loss_scale=1.0)
 missing = {
-    "no_inf_checks": ("fastamp.engine.train_loop.check_optimizers", lambda *_: None),
+    "no_inf_checks": ("fastamp.amp.precautions.check_optimizers", lambda *_: None),
     "device_type": ("fastamp.amp.PrecisionPolicy.check_model", lambda *_: None),
     "one_channel": ("fastamp.amp.preflight.preflight", passes),
     "nan_at_test_time": ("fastamp.amp.preflight.preflight", passes),
