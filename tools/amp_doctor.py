@@ -15,27 +15,14 @@ import torch
 
 from fastamp.amp import resolve_device
 from fastamp.amp.machine import inspect_machine
-from fastamp.config import CfgNode, get_cfg
 from fastamp.engine import default_setup, run_command_line
 from fastamp.engine.diagnosis import FOLDER, write_diagnosis
 from fastamp.engine.doctor import diagnose
-from fastamp.engine.setup import load_parts
+from fastamp.engine.setup import read_config
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.logger import setup_logger
 
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def read_config(args: argparse.Namespace, opts: list[str]) -> CfgNode:
-    """Return the frozen config of the config file and the command line."""
-    cfg = get_cfg()
-    if args.parts:
-        load_parts(args.parts, cfg)
-    if args.config_file:
-        cfg.merge_from_file(args.config_file)
-    cfg.merge_from_list(opts)
-    cfg.freeze()
-    return cfg
 
 
 def low_precisions(text: str) -> list[torch.dtype]:
@@ -76,7 +63,7 @@ def examine_machine(device: str) -> bool:
 
 def examine_model(args: argparse.Namespace) -> bool:
     """Print the tables and the verdict on the config's model; return whether it is sound as it is."""
-    cfg = read_config(args, args.opts)
+    cfg = read_config(args.config_file, args.opts, parts=args.parts)
     default_setup(cfg, args)
     found = diagnose(cfg, dtypes=args.dtypes, batch_size=args.batch, max_images=args.images)
     if not found.problem:
@@ -122,7 +109,7 @@ def cli(argv: list[str] | None = None) -> int:
         if args.env:
             setup_logger()
             opts = args.opts if args.config_file else ["MODEL.DEVICE", "auto", *args.opts]
-            outcomes.append(examine_machine(read_config(args, opts).MODEL.DEVICE))
+            outcomes.append(examine_machine(read_config(args.config_file, opts, parts=args.parts).MODEL.DEVICE))
         if args.config_file or not args.env:
             outcomes.append(examine_model(args))
 

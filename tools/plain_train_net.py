@@ -10,12 +10,12 @@ import logging
 import sys
 from typing import Any
 
-from train_net import setup
+from train_net import argument_parser, setup
 
 from fastamp.amp import LossScaler, OptimizationStep, Precautions, PrecisionPolicy
 from fastamp.amp.health import check_finite
 from fastamp.config import CfgNode
-from fastamp.engine import DefaultTrainer, default_argument_parser, launch, run_command_line
+from fastamp.engine import DefaultTrainer, launch, run_command_line
 from fastamp.solver import OptimizerState, build_gradient_clipping, build_lr_schedule, build_optimizer
 from fastamp.utils import comm
 from fastamp.utils.checkpoint import Checkpointer
@@ -115,6 +115,6 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    args = default_argument_parser().parse_args()
+    args = argument_parser().parse_args()
     numbers = (args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
     sys.exit(run_command_line(lambda: launch(main, *numbers, args=(args,))))

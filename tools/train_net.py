@@ -5,20 +5,21 @@ import argparse
 import sys
 from typing import Any
 
-from fastamp.config import CfgNode, describe_config, get_cfg
+from fastamp.config import CfgNode, describe_config
 from fastamp.engine import DefaultTrainer, default_argument_parser, default_setup, launch, run_command_line
-from fastamp.engine.setup import load_parts
+from fastamp.engine.setup import read_config
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    """Return the parser of FastReID's command line, and of what is new in it."""
+    parser = default_argument_parser()
+    parser.add_argument("--parts", default="", metavar="FILE", help="Python file that registers parts of your own")
+    return parser
 
 
 def setup(args: argparse.Namespace) -> CfgNode:
     """Return the frozen config of the config file and the command line."""
-    cfg = get_cfg()
-    if args.parts:
-        load_parts(args.parts, cfg)
-    if args.config_file:
-        cfg.merge_from_file(args.config_file)
-    cfg.merge_from_list(args.opts)
-    cfg.freeze()
+    cfg = read_config(args.config_file, args.opts, parts=getattr(args, "parts", ""))
     default_setup(cfg, args)
     return cfg
 
@@ -35,7 +36,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 def cli(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = default_argument_parser()
+    parser = argument_parser()
     parser.add_argument(
         "--list-config",
         nargs="?",

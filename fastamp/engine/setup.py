@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from fastamp.amp import resolve_device
 from fastamp.amp.machine import inspect_machine
-from fastamp.config import CfgNode, per_channel, unsupported_settings
+from fastamp.config import CfgNode, get_cfg, per_channel, unsupported_settings
 from fastamp.solver import swa_start
 from fastamp.utils import comm
 from fastamp.utils.env import keep_freed_memory, seed_all
@@ -31,7 +32,6 @@ def default_argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-machines", type=int, default=1)
     parser.add_argument("--machine-rank", type=int, default=0, help="this machine's number, from 0")
     parser.add_argument("--dist-url", default=None, help="where the processes meet, e.g. tcp://127.0.0.1:29500")
-    parser.add_argument("--parts", default="", metavar="FILE", help="Python file that registers parts of your own")
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and their values")
     return parser
 
@@ -62,6 +62,27 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
         torch.cuda.set_device(device)  # whose random state is kept
     seed_all(cfg.SEED + rank)
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK
+
+
+def read_config(config_file: str, opts: Sequence[str], *, parts: str = "") -> CfgNode:
+    """Return the frozen config of a file and of KEY VALUE pairs over it.
+
+    Args:
+        config_file: path; empty for the defaults.
+        opts: the pairs, one after the other.
+        parts: file that registers the user's own parts first, see ``load_parts``; empty is none.
+
+    Raises:
+        ConfigError: a file, a key or a value is wrong.
+    """
+    cfg = get_cfg()
+    if parts:
+        load_parts(parts, cfg)
+    if config_file:
+        cfg.merge_from_file(config_file)
+    cfg.merge_from_list(opts)
+    cfg.freeze()
+    return cfg
 
 
 def load_parts(path: str, cfg: CfgNode) -> None:
