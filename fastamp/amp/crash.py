@@ -1,6 +1,5 @@
 """The file that is left when a precision fails: all that is needed to see the failure again."""
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from fastamp.amp.rehearsal import Rehearsal
 from fastamp.utils import comm
 from fastamp.utils.checkpoint import read_checkpoint, write_atomically
 from fastamp.utils.errors import WeightsError
-
-logger = logging.getLogger(__name__)
 
 FOLDER = "amp_crash"
 _FORMAT = 1

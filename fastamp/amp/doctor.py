@@ -44,7 +44,7 @@ class LayerReport:
         magnitude: largest magnitude of its output in float32.
         limit_share: that over the largest number of the policy's dtype; above 1 it overflows.
         zero_gradients: share of its parameters' gradient elements that are 0 in this precision and not in float32;
-            None without parameters that are trained.
+            None without parameters that are trained, or where it was not measured.
     """
 
     name: str
@@ -56,24 +56,24 @@ class LayerReport:
     zero_gradients: float | None
 
 
-def measure_layers(rehearsal: Rehearsal, policy: PrecisionPolicy, *, scale: float = 1.0) -> list[LayerReport]:
+def measure_layers(
+    rehearsal: Rehearsal, policy: PrecisionPolicy, *, lost: dict[str, tuple[int, int]] | None = None
+) -> list[LayerReport]:
     """Return a report of each layer (module without modules in it), in the order in which they are called.
 
     Args:
         rehearsal: model and batch.
         policy: the low precision.
-        scale: the loss scale for the gradients.
+        lost: what ``lost_gradients`` returned, for the layers' ``zero_gradients``.
     """
-    rehearsal.prepare_evaluation()
+    rehearsal.first_statistics()
     reference = _Outputs(rehearsal.model, beside=policy)
     with reference.watching():
         rehearsal.evaluate(policy.in_float32())
     low = _Outputs(rehearsal.model)
     with low.watching():
         rehearsal.evaluate(policy)
-    lost = {
-        name: zeros / max(1, total) for name, (zeros, total) in lost_gradients(rehearsal, policy, scale=scale).items()
-    }
+    zeros = {name: count / max(1, total) for name, (count, total) in (lost or {}).items()}
     modules = dict(rehearsal.model.named_modules())
     limit = torch.finfo(policy.dtype).max
     return [
@@ -84,7 +84,7 @@ def measure_layers(rehearsal: Rehearsal, policy: PrecisionPolicy, *, scale: floa
             own_error=reference.own_errors[name],
             magnitude=reference.magnitudes[name],
             limit_share=reference.magnitudes[name] / limit,
-            zero_gradients=lost.get(name),
+            zero_gradients=zeros.get(name),
         )
         for name, sample in reference.samples.items()
     ]
@@ -234,6 +234,7 @@ def search_force_fp32(
     eval_policy: PrecisionPolicy,
     *,
     features: Any,
+    state: Soundness,
     report: Callable[[str], None] = lambda text: None,
 ) -> list[str] | None:
     """Find a short list of modules that make the model sound under ``policy`` when they compute in float32.
@@ -243,6 +244,7 @@ def search_force_fp32(
 
     Args:
         rehearsal, policy, eval_policy, features: as for ``check_soundness``.
+        state: what that returned.
         report: is told what was found, as it goes on.
 
     Returns:
@@ -259,7 +261,6 @@ def search_force_fp32(
             except TrainingError:  # nothing is left that computes in low precision
                 return None
 
-    state = judge(chosen)
     while state is not None and not state.finite:
         new = _next_to_force(state.location, layers, chosen)
         if not new or len(chosen) > max(8, len(layers) // 2):

@@ -176,7 +176,7 @@ def search(
 
 def locate_in_evaluation(rehearsal: Rehearsal, policy: PrecisionPolicy) -> Location | None:
     """Find where the first value that is not finite is made in an evaluation under ``policy``; None if all are."""
-    rehearsal.prepare_evaluation()
+    rehearsal.first_statistics()
     reference = _Observer(rehearsal.model, "float32")
     with reference.watching():
         reference.failed = not all_finite(rehearsal.evaluate(policy.in_float32()))

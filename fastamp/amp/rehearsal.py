@@ -159,13 +159,12 @@ class Rehearsal:
         """
         return bool(self.first_statistics())
 
-    def prepare_evaluation(self) -> None:
-        """Do now what ``evaluate`` needs a forward pass of its own for, so that who watches sees one pass alone."""
-        self.first_statistics()
-
     @torch.no_grad()
     def first_statistics(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (buffer, this batch's float32 value) of the normalization layers that have seen no batch yet."""
+        """Return (buffer, this batch's float32 value) of the normalization layers that have seen no batch yet.
+
+        ``evaluate`` needs them, from a forward pass of its own the first time; who watches layers asks before.
+        """
         if self._statistics is None:
             self._rewind()
             fresh = [

@@ -86,7 +86,7 @@ class Diagnosis:
         float32: the reference.
         low: the precisions examined.
         force_fp32: the config's own.
-        init_scale, min_scale: the config's.
+        init_scale: the config's.
         images: how many were ranked, and how many the test set has.
         untrained: whether the ranking is that of a model without trained weights.
         machine: ``MachineReport.as_dict``.

@@ -133,18 +133,20 @@ def _examine(
             logger.info("%s: %s", found.dtype, found.failure)
         found.force_fp32 = progress(
             f"{found.dtype}: search for modules that must be float32",
-            lambda: search_force_fp32(rehearsal, *policies, features=features, report=logger.info),
+            lambda: search_force_fp32(rehearsal, *policies, features=features, state=state, report=logger.info),
         )
-        found.layers = progress(f"{found.dtype}: layers", lambda: measure_layers(rehearsal, policy))
         with forced(model, found.force_fp32 or []):
             found.cost = measure_cost(rehearsal, policy)
             found.loss_scale = progress(
                 f"{found.dtype}: gradients", lambda: safe_loss_scale(rehearsal, policy, up_to=amp.MAX_SCALE)
             )
             scale = min(amp.INIT_SCALE, found.loss_scale) if found.loss_scale else 1.0
-            counts = lost_gradients(rehearsal, policy, scale=scale).values()
-            found.zero_share = sum(lost for lost, _ in counts) / max(1, sum(total for _, total in counts))
-            found.cosine = check_soundness(rehearsal, *policies, features=features).cosine
+            lost = lost_gradients(rehearsal, policy, scale=scale)
+            found.zero_share = sum(n for n, _ in lost.values()) / max(1, sum(total for _, total in lost.values()))
+            if not state.sound:
+                state = check_soundness(rehearsal, *policies, features=features)
+            found.cosine = state.cosine
+        found.layers = progress(f"{found.dtype}: layers", lambda: measure_layers(rehearsal, policy, lost=lost))
     if found.force_fp32 is not None:
         with forced(model, found.force_fp32):
             try:

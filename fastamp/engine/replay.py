@@ -62,9 +62,10 @@ def replay(path: str, opts: Sequence[str] = (), *, parts: str = "") -> bool:
         reference = rehearsal.train(policy.in_float32())
         now = rehearsal.train(policy, scale=scale)
         location = locate(rehearsal, policy, scale=scale)
-        evaluates = all_finite(rehearsal.evaluate(policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)))
+        eval_policy = policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
+        evaluates = all_finite(rehearsal.evaluate(eval_policy))
         if location is None and not evaluates:
-            location = locate_in_evaluation(rehearsal, policy)
+            location = locate_in_evaluation(rehearsal, eval_policy)
     rows = [
         (name, f"{crash.losses.get(name, float('nan')):.8g}", f"{value:.8g}", f"{reference.losses[name]:.8g}")
         for name, value in now.losses.items()

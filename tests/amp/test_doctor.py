@@ -53,7 +53,8 @@ def search(model, policy):
     told = []
     with Rehearsal(model, BATCH) as rehearsal:
         features = rehearsal.evaluate(FLOAT32)
-        return search_force_fp32(rehearsal, policy, policy, features=features, report=told.append), told
+        state = check_soundness(rehearsal, policy, policy, features=features)
+        return search_force_fp32(rehearsal, policy, policy, features=features, state=state, report=told.append), told
 
 
 def sound(model, policy, names=()):
@@ -188,6 +189,11 @@ def test_lost_gradients_grow_as_the_scale_falls():
     many, _ = lost(Quiet(), 1.0)
     assert many > total / 2 and few < total / 50
     assert total == sum(p.numel() for p in Quiet().parameters())
+    with Rehearsal(Quiet(), BATCH) as rehearsal:
+        counts = lost_gradients(rehearsal, FLOAT16, scale=1.0)
+        layers = {layer.name: layer for layer in measure_layers(rehearsal, FLOAT16, lost=counts)}
+    assert layers["layers.0"].zero_gradients == counts["layers.0"][0] / counts["layers.0"][1] > 0
+    assert layers["relu"].zero_gradients is None
 
 
 def test_the_safe_scale():
