@@ -15,7 +15,7 @@ from fastamp.config import CfgNode
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.engine import hooks
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase
-from fastamp.evaluation import ReidEvaluator, inference_on_dataset, print_results, update_bn_statistics
+from fastamp.evaluation import Protocol, ReidEvaluator, inference_on_dataset, print_results, update_bn_statistics
 from fastamp.evaluation.evaluator import DatasetEvaluator
 from fastamp.modeling import build_model
 from fastamp.solver import OptimizerState, WeightAverage, build_lr_schedule, build_optimizer, swa_start
@@ -329,13 +329,14 @@ class DefaultTrainer:
         results = {}
         for name, (loader, num_query) in loaders.items():
             logger.info("evaluating on %s", name)
-            evaluator = cls.build_evaluator(cfg, num_query, cfg.OUTPUT_DIR)
+            folder = Path(cfg.OUTPUT_DIR) / "evaluation" / name
+            evaluator = cls.build_evaluator(cfg, num_query, str(folder))
             metrics = inference_on_dataset(model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy)
             if metrics:
                 results[name] = metrics
         if results:
-            flip = ", flip test" if cfg.TEST.FLIP.ENABLED else ""
-            print_results(results, protocol=f"Market-1501 rule, {cfg.TEST.METRIC} distance{flip}, {policy.describe()}")
+            flip = "; flip test" if cfg.TEST.FLIP.ENABLED else "; no flip test"
+            print_results(results, protocol=f"{Protocol.from_config(cfg)}{flip}; features {policy.describe()}")
         return results
 
 

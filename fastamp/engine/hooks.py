@@ -131,6 +131,9 @@ def _flat_metrics(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, f
         if name == "floors":
             for floor, values in value.items():
                 yield from _flat_metrics(f"{prefix}/floor {floor}", values)
+        elif name == "intervals":
+            for metric, (low, high) in value.items():
+                yield from ((f"{prefix}/{metric} low", low), (f"{prefix}/{metric} high", high))
         else:
             yield f"{prefix}/{name}", value
 

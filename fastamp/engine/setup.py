@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fastamp.amp import resolve_device
 from fastamp.amp.machine import inspect_machine
 from fastamp.config import CfgNode, get_cfg, per_channel, unsupported_settings
+from fastamp.evaluation import Protocol
 from fastamp.solver import swa_start
 from fastamp.utils import comm
 from fastamp.utils.env import keep_freed_memory, seed_all
@@ -120,6 +121,7 @@ def check_config(cfg: CfgNode) -> None:
         per_channel(f"MODEL.{name}", cfg.MODEL[name], channels=cfg.INPUT.CHANNELS)
     if not cfg.DATASETS.TESTS:
         raise ConfigError("DATASETS.TESTS is empty; name at least one data set to evaluate on")
+    Protocol.from_config(cfg)
     if cfg.SOLVER.EMA.ENABLED and cfg.SOLVER.SWA.ENABLED:
         raise ConfigError("SOLVER.EMA and SOLVER.SWA are both enabled; one average of the weights can be kept")
     if cfg.SOLVER.SWA.ENABLED:

@@ -1,33 +1,37 @@
 """Collect the features of a test set and compute the field's metrics from them."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastamp.amp import to_float32
 from fastamp.evaluation.evaluator import DatasetEvaluator
 from fastamp.evaluation.floors import colour_histogram, raw_pixels
-from fastamp.evaluation.rank import Identities, RankingResult, rank_features
+from fastamp.evaluation.judge import Judgement, judge_features
+from fastamp.evaluation.matches import Identities
+from fastamp.evaluation.protocol import Protocol
+from fastamp.evaluation.roc import write_roc
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-REPORTED_RANKS = (1, 5, 10)
-
 
 class ReidEvaluator(DatasetEvaluator):
-    """CMC, mAP and mINP of one test set: query images first, then the gallery.
+    """CMC, mAP, mINP and verification of one test set: query images first, then the gallery.
 
     Args:
-        cfg: ``TEST.METRIC`` and ``TEST.FLOORS`` are read.
+        cfg: ``TEST`` is read.
         num_query: number of query images.
-        output_dir: not written to; FastReID's users pass it.
+        output_dir: folder for the files that ``TEST.PER_QUERY`` and ``TEST.ROC`` write; None writes none.
     """
 
     def __init__(self, cfg: Any, num_query: int, output_dir: str | None = None) -> None:
-        self.metric = cfg.TEST.METRIC
+        self.protocol = Protocol.from_config(cfg)
+        self.per_query = cfg.TEST.PER_QUERY
         self.floors = {"raw pixels": raw_pixels, "colour histogram": colour_histogram} if cfg.TEST.FLOORS else {}
         self.num_query = num_query
         self.output_dir = output_dir
@@ -37,6 +41,7 @@ class ReidEvaluator(DatasetEvaluator):
         """Forget all features."""
         self._columns: dict[str, list[torch.Tensor]] = {}
         self._rows = 0
+        self._device = torch.device("cpu")
 
     def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
         """Take one batch.
@@ -46,6 +51,7 @@ class ReidEvaluator(DatasetEvaluator):
                 and in one process, ``indices``: (B,) int64 each.
             outputs: (B, D) features, any precision; kept as float32 on the CPU.
         """
+        self._device = outputs.device
         columns = {"features": to_float32(outputs.detach()).cpu()}
         columns |= {name: inputs[name].cpu() for name in ("targets", "camids")}
         rows = torch.arange(self._rows, self._rows + len(outputs))
@@ -56,56 +62,86 @@ class ReidEvaluator(DatasetEvaluator):
             self._columns.setdefault(name, []).append(column)
 
     def evaluate(self) -> dict[str, Any] | None:
-        """Rank and return the metrics; None on ranks other than 0.
+        """Judge the features, on the model's device if they fit there, and forget them; the ranks share the work.
 
         Returns:
-            ``Rank-1``, ``Rank-5``, ``Rank-10``, ``mAP``, ``mINP`` and ``metric`` (the mean of mAP and Rank-1) as
-            floats in percent, and the counts ``num_query``, ``num_gallery`` and ``num_query_without_match``; with
-            ``TEST.FLOORS`` also ``floors``: name -> {mAP, Rank-1}.
+            What ``Judgement.metrics`` returns, percentages as floats; with ``TEST.FLOORS`` also ``floors``: name ->
+            the same of that floor. None on ranks other than 0.
 
         Raises:
             DataError: a feature is not finite, or no query has a match.
         """
         if not self._columns:
             raise DataError("no image was evaluated: the test set, or this process's share of it, is empty")
-        columns = _gather({name: torch.cat(parts) for name, parts in self._columns.items()})
-        if columns is None:
-            return None
-        n = self.num_query
-        pids, camids = columns["targets"], columns["camids"]
-        ids = Identities(pids[:n], pids[n:], camids[:n], camids[n:])
-        result = rank_features(columns["features"][:n], columns["features"][n:], ids, metric=self.metric)
-        if result.num_valid == 0:
-            raise DataError(
-                f"none of the {n} queries has a match in the gallery (the same identity from another camera).\n"
-                "  cause: query and gallery have no identity in common, or all images are from one camera"
-            )
-        metrics: dict[str, Any] = _percentages(result)
-        metrics |= {
-            "num_query": n,
-            "num_gallery": len(pids) - n,
-            "num_query_without_match": n - result.num_valid,
-        }
+        columns, n = self._gathered(), self.num_query
+        sides = [(columns[name][:n], columns[name][n:]) for name in ("targets", "camids")]
+        ids = Identities(*sides[0], *sides[1])
+        features = columns.pop("features")
+        features = features.to(_ranking_device(features, self.protocol, self._device))
+        judgement = judge_features(features[:n], features[n:], ids, self.protocol)
+        metrics = judgement.metrics()
         if self.floors:
+            plain = self.protocol.plain()
             metrics["floors"] = {
-                name: _percentages(rank_features(columns[name][:n], columns[name][n:], ids, metric="cosine"))
-                for name in self.floors
+                name: judge_features(columns[name][:n], columns[name][n:], ids, plain).metrics() for name in self.floors
             }
-        return metrics
-
-
-def _percentages(result: RankingResult) -> dict[str, float]:
-    metrics = {f"Rank-{rank}": 100 * result.cmc(rank) for rank in REPORTED_RANKS}
-    metrics |= {"mAP": 100 * result.mean_ap, "mINP": 100 * result.mean_inp}
-    metrics["metric"] = (metrics["mAP"] + metrics["Rank-1"]) / 2
-    return metrics
-
-
-def _gather(columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-    """Return the columns of all ranks on rank 0 in the order of ``indices``, None on the other ranks."""
-    if comm.is_distributed():
-        columns = {name: comm.gather_rows(column) for name, column in columns.items()}
         if not comm.is_main_process():
             return None
-    order = torch.argsort(columns["indices"])
-    return {name: column[order] for name, column in columns.items()}
+        self._write(judgement)
+        return metrics
+
+    def _gathered(self) -> dict[str, torch.Tensor]:
+        """Return the columns of all ranks in the order of ``indices``, and let go of the batches."""
+        indices = comm.gather_rows(torch.cat(self._columns.pop("indices")))
+        places = indices.argsort().argsort()
+        columns = {}
+        for name in list(self._columns):
+            parts = self._columns.pop(name)
+            if comm.is_distributed():
+                parts = [comm.gather_rows(torch.cat(parts))]
+            ordered = parts[0].new_empty(len(indices), *parts[0].shape[1:])
+            begin = 0
+            # Batch by batch, each freed at once: two copies of all features need not fit into memory.
+            while parts:
+                part = parts.pop(0)
+                ordered[places[begin : begin + len(part)]] = part
+                begin += len(part)
+            columns[name] = ordered
+        return columns
+
+    def _write(self, judgement: Judgement) -> None:
+        if self.output_dir is None:
+            return
+        folder = Path(self.output_dir)
+        paths = []
+        if self.per_query:
+            folder.mkdir(parents=True, exist_ok=True)
+            paths.append(folder / "per_query.npz")
+            write_per_query(judgement, paths[0])
+        if judgement.roc is not None:
+            paths += write_roc(judgement.roc, self.protocol.false_accept_rates, folder)
+        for path in paths:
+            logger.info("wrote %s", path)
+
+
+def write_per_query(judgement: Judgement, path: Path) -> None:
+    """Write ``ap``, ``inp``, ``valid``: (Q,), and ``first_match``: (Q, R), see ``RankingResult``, to an npz file."""
+    ranking = judgement.ranking
+    columns = {name: getattr(ranking, name).numpy() for name in ("ap", "inp", "valid", "first_match")}
+    with path.open("wb") as file:  # NumPy would add .npz to another name
+        np.savez_compressed(file, **columns)
+
+
+def _ranking_device(features: torch.Tensor, protocol: Protocol, device: torch.device) -> torch.device:
+    """Return the model's device if it is CUDA and has room for the features and what is computed from them."""
+    if device.type != "cuda":
+        return torch.device("cpu")
+    copies = 1 + 2 * bool(protocol.expansion) + 2 * bool(protocol.re_ranking)
+    needed = copies * features.nbytes + 4 * protocol.memory_budget_mb * 2**20
+    free = torch.cuda.mem_get_info(device)[0]
+    if needed < free:
+        return device
+    logger.info(
+        "ranking on the CPU: %.1f GiB are needed, %.1f GiB are free on %s", needed / 2**30, free / 2**30, device
+    )
+    return torch.device("cpu")

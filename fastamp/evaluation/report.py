@@ -7,8 +7,6 @@ from tabulate import tabulate
 
 logger = logging.getLogger(__name__)
 
-_COLUMNS = ("Rank-1", "Rank-5", "Rank-10", "mAP", "mINP", "metric")
-
 
 def print_results(results: dict[str, dict[str, Any]], *, protocol: str) -> None:
     """Log one table for all test sets, with the floors under each set that has them.
@@ -17,15 +15,29 @@ def print_results(results: dict[str, dict[str, Any]], *, protocol: str) -> None:
         results: data set name -> what ``ReidEvaluator.evaluate`` returned.
         protocol: one line that says how was measured.
     """
+    columns = _columns(results)
     rows = []
     for name, metrics in results.items():
-        rows.append([name, *(f"{metrics[column]:.2f}" for column in _COLUMNS)])
-        for floor, values in metrics.get("floors", {}).items():
-            rows.append([f"  floor: {floor}", *(f"{values[column]:.2f}" for column in _COLUMNS)])
-    table = tabulate(rows, headers=["data set", *_COLUMNS], tablefmt="github", disable_numparse=True)
-    counts = "\n".join(
-        f"{name}: {m['num_query']} queries, {m['num_gallery']} gallery images, "
-        f"{m['num_query_without_match']} queries without a match (left out)"
-        for name, m in results.items()
+        for title, values in ((name, metrics), *((f"  floor: {k}", v) for k, v in metrics.get("floors", {}).items())):
+            rows.append([title, *(f"{values[column]:.2f}" if column in values else "" for column in columns)])
+    table = tabulate(rows, headers=["data set", *columns], tablefmt="github", disable_numparse=True)
+    notes = "\n".join(f"{name}: {_notes(metrics)}" for name, metrics in results.items())
+    logger.info("evaluation results in percent (%s)\n%s\n%s", protocol, table, notes)
+
+
+def _columns(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the ranks that were asked for, ascending, then the rest."""
+    names = {name for metrics in results.values() for name in metrics}
+    ranks = sorted((name for name in names if name.startswith("Rank-")), key=lambda name: int(name[5:]))
+    rates = sorted((name for name in names if name.startswith("TAR@FAR=")), key=lambda name: float(name[8:]))
+    return [*ranks, "mAP", "mINP", "metric", *rates]
+
+
+def _notes(metrics: dict[str, Any]) -> str:
+    text = (
+        f"{metrics['num_query']} queries, {metrics['num_gallery']} gallery images, "
+        f"{metrics['num_query_without_match']} queries without a match (left out)"
     )
-    logger.info("evaluation results in percent (%s)\n%s\n%s", protocol, table, counts)
+    for name, (low, high) in metrics.get("intervals", {}).items():
+        text += f"; {name} {low:.2f} to {high:.2f}"
+    return text + (" in 95 % of resamples of the queries" if metrics.get("intervals") else "")

@@ -1,12 +1,19 @@
 """The one place where distances between features are computed, always in float32 or better."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastamp.amp import force_fp32
+from fastamp.amp import force_fp32, to_float32
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 METRICS = ("euclidean", "cosine")
+# Rows of a block beyond which the matrix product gains nothing.
+_MOST_ROWS = 1024
+_SMALLEST_NORM = 1e-12  # as torch.nn.functional.normalize has it
 
 
 def check_metric(metric: str) -> str:
@@ -56,3 +63,128 @@ def pairwise_distance(x: torch.Tensor, y: torch.Tensor, metric: str = "euclidean
     if check_metric(metric) == "euclidean":
         return squared_euclidean_distance(x, y).clamp_min(1e-12).sqrt()
     return 1 - F.normalize(x, dim=1) @ F.normalize(y, dim=1).t()
+
+
+class DistanceBlocks:
+    """Distances of (Q) queries to a gallery of (G), computed a block of query rows at a time, never as a whole.
+
+    Attributes:
+        shape: (Q, G).
+        dtype: of the distances, float32 or float64.
+        device: where they are computed.
+        limit: no distance lies above it; none lies below 0, but for rounding.
+        memory_budget_mb: MiB that a block may take; it has one row at least.
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    limit: float
+    memory_budget_mb: float
+
+    def rows(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """Write the distances of the queries from ``start`` up to, not including, ``stop`` into ``out``: (B, G)."""
+        raise NotImplementedError
+
+    @property
+    def block_rows(self) -> int:
+        """How many queries make a block."""
+        fitting = int(self.memory_budget_mb * 2**20 / (self.shape[1] * self.dtype.itemsize))
+        return max(1, min(fitting // 64 * 64 or fitting, _MOST_ROWS))
+
+    def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the number of the first query and the (B, G) distances of each block, all in the same memory.
+
+        A block is the consumer's to write into, until the next one is asked for.
+
+        Args:
+            start: first query.
+            stop: the query after the last; None is all.
+        """
+        stop = self.shape[0] if stop is None else stop
+        size = min(self.block_rows, max(stop - start, 1))
+        buffer = torch.empty(size, self.shape[1], dtype=self.dtype, device=self.device)
+        for first in range(start, stop, size):
+            last = min(first + size, stop)
+            block = buffer[: last - first]
+            self.rows(first, last, block)
+            yield first, block
+
+
+class FeatureDistances(DistanceBlocks):
+    """Distances of query features to gallery features: 1 - cosine similarity, or the squared Euclidean distance.
+
+    The square has the order of the Euclidean distance, of which float32 would make equal what differs. A large gallery
+    is not copied: cosine similarities are divided by its norms after the product.
+
+    Args:
+        queries: (Q, D) float; float16 and bfloat16 are cast to float32.
+        gallery: (G, D) float, on the same device.
+        metric: ``"cosine"`` or ``"euclidean"``.
+        memory_budget_mb: see ``DistanceBlocks``.
+
+    Raises:
+        ConfigError: another metric.
+    """
+
+    def __init__(
+        self, queries: torch.Tensor, gallery: torch.Tensor, *, metric: str, memory_budget_mb: float = 256
+    ) -> None:
+        self.metric, self.memory_budget_mb = check_metric(metric), memory_budget_mb
+        queries, gallery = to_float32((queries, gallery))
+        self.dtype, self.device = torch.promote_types(queries.dtype, gallery.dtype), gallery.device
+        self.queries, self.gallery = queries.to(self.dtype), gallery.to(self.dtype)
+        self.shape = (len(queries), len(gallery))
+        self._inverse_norms = None
+        if metric == "euclidean":
+            self._squares = squared_norms(self.gallery)
+            self.limit = 4 * max(squared_norms(side).amax().item() for side in (self.queries, self.gallery))
+            return
+        self.limit = 2.0
+        if self.gallery.nbytes <= memory_budget_mb * 2**20 / 4:
+            self.gallery = F.normalize(self.gallery, dim=1)
+        else:
+            self._inverse_norms = squared_norms(self.gallery).sqrt().clamp_min(_SMALLEST_NORM).reciprocal()
+
+    def rows(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """See ``DistanceBlocks``."""
+        queries = self.queries[start:stop]
+        if self.metric == "euclidean":
+            matrix_product(queries * -2, self.gallery, out)
+            out.add_(self._squares).add_(squared_norms(queries)[:, None]).clamp_min_(0)
+            return
+        matrix_product(F.normalize(queries, dim=1), self.gallery, out)
+        if self._inverse_norms is None:
+            torch.sub(1, out, out=out)
+        else:
+            torch.addcmul(out.new_ones(()), out, self._inverse_norms, value=-1, out=out)
+
+
+def squared_norms(features: torch.Tensor) -> torch.Tensor:
+    """Return the (N,) squared Euclidean norms of (N, D) features, in their dtype and without a copy of them."""
+    if features.device.type == "cpu":
+        return torch.from_numpy(np.einsum("nd,nd->n", features.detach().numpy(), features.detach().numpy()))
+    return torch.linalg.vecdot(features, features)
+
+
+def matrix_product(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the inner products of the rows of (M, D) ``x`` and (N, D) ``y`` into (M, N) ``out``, in full precision.
+
+    On a CPU by NumPy, whose OpenBLAS was 1.5 times as fast as the MKL of PyTorch (512 x 2048 x 82161 float32, two cores
+    of an AMD EPYC: 197 and 132 GFLOP/s; with 64 rows 129 and 93). On CUDA without TF32, whatever training uses.
+    """
+    if out.device.type == "cpu":
+        np.matmul(x.detach().numpy(), y.detach().numpy().T, out=out.numpy())
+        return
+    with _without_tf32():
+        torch.mm(x, y.t(), out=out)
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed

@@ -105,6 +105,13 @@ def from_main_process(number: float) -> float:
     return value.item()
 
 
+def own_share(count: int, multiple: int = 1) -> tuple[int, int]:
+    """Return where this rank's share of ``count`` rows begins and ends; shares begin at multiples of ``multiple``."""
+    parts = -(-count // multiple)
+    bounds = [min(count, parts * rank // get_world_size() * multiple) for rank in (get_rank(), get_rank() + 1)]
+    return bounds[0], bounds[1]
+
+
 def gather_rows(column: torch.Tensor) -> torch.Tensor:
     """Return the rows of all ranks in the order of the ranks, on the CPU; ranks may have different numbers of rows."""
     if not is_distributed():

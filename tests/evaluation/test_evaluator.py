@@ -1,7 +1,6 @@
 """Evaluation as a whole: modes, flip, precision, and the order of images."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,9 +105,8 @@ def test_queries_without_a_match_are_counted():
 
 
 def test_nothing_evaluated_is_an_error():
-    cfg = SimpleNamespace(TEST=SimpleNamespace(METRIC="cosine", FLOORS=False))
     with pytest.raises(DataError, match="no image was evaluated"):
-        ReidEvaluator(cfg, 3).evaluate()
+        ReidEvaluator(get_cfg(), 3).evaluate()
 
 
 class OnlyInTraining(nn.Module):

@@ -208,7 +208,7 @@ def test_wrong_weights(bad, tmp_path):
         ("SOLVER.IMS_PER_BATCH", "1000", ["SOLVER.IMS_PER_BATCH", "1000", "96 images"]),
         ("DATALOADER.NUM_INSTANCE", "3", ["DATALOADER.NUM_INSTANCE 3", "16"]),
         ("DATALOADER.NUM_INSTANCE", "0", ["DATALOADER.NUM_INSTANCE is 0"]),
-        ("TEST.RERANK", "True", ["TEST.RERANK.ENABLED"]),
+        ("INPUT.CROP", "True", ["INPUT.CROP.ENABLED"]),
         ("MODEL.HEADS.NORM", "IN", ["MODEL.HEADS.NORM", "choices: BN, GN"]),
         ("SOLVER.LR_FACTORS", "{'backbon.*': 0.1}", ["SOLVER.LR_FACTORS", "matches no parameter"]),
         ("SOLVER.ACCUM_STEPS", "0", ["SOLVER.ACCUM_STEPS is 0", "at least 1"]),

@@ -1,0 +1,152 @@
+"""From features to numbers: expansion, distances, re-ranking, ranking and verification, in one pass over blocks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastamp.evaluation.matches import Identities, check_sets
+from fastamp.evaluation.protocol import Protocol
+from fastamp.evaluation.query_expansion import expand
+from fastamp.evaluation.rank import RankingResult
+from fastamp.evaluation.rerank import ReRankedDistances
+from fastamp.evaluation.roc import RocCounter, RocCurve
+from fastamp.layers.distance import DistanceBlocks, FeatureDistances
+from fastamp.utils import comm
+from fastamp.utils.errors import DataError
+from fastamp.utils.progress import track
+
+# Queries whose resampling is held at once, times their number.
+_RESAMPLED = 2**22
+_INTERVAL = (0.025, 0.975)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What became of features under a protocol.
+
+    Attributes:
+        protocol: how they were judged.
+        ranking: per query; under VehicleID's protocol per image.
+        roc: None when verification was not asked for, or there were no genuine or no impostor pairs.
+        num_gallery: gallery images, of one draw where they are drawn.
+    """
+
+    protocol: Protocol
+    ranking: RankingResult
+    roc: RocCurve | None
+    num_gallery: int
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the numbers to report.
+
+        Returns:
+            ``Rank-r`` for each rank, ``mAP``, ``mINP``, ``metric`` (the mean of mAP and Rank-1) and, as asked for,
+            ``TAR@FAR=f``, all in percent; the counts ``num_query``, ``num_gallery``, ``num_query_without_match``; and
+            ``intervals``: ``mAP`` and ``Rank-1`` -> the low and high end of 95 %.
+        """
+        ranking = self.ranking
+        metrics: dict[str, Any] = {f"Rank-{rank}": 100 * ranking.cmc(rank) for rank in self.protocol.ranks}
+        metrics |= {"mAP": 100 * ranking.mean_ap, "mINP": 100 * ranking.mean_inp}
+        metrics["metric"] = (metrics["mAP"] + metrics["Rank-1"]) / 2
+        for rate in self.protocol.false_accept_rates if self.roc else ():
+            metrics[f"TAR@FAR={rate:g}"] = 100 * self.roc.tar_at(rate)
+        draws = ranking.first_match.shape[1]
+        trials = int(ranking.trials.sum())
+        without = len(ranking.ap) - ranking.num_valid
+        # Where a query is not one in every draw, their number is that of one draw.
+        metrics["num_query"] = trials // draws if self.protocol.rule == "vehicleid" else len(ranking.ap)
+        metrics["num_gallery"] = self.num_gallery
+        metrics["num_query_without_match"] = 0 if self.protocol.rule == "vehicleid" else without
+        if self.protocol.resamples:
+            metrics["intervals"] = self.intervals()
+        return metrics
+
+    def intervals(self) -> dict[str, list[float]]:
+        """Return the 95 % intervals of mAP and Rank-1 in percent, by the bootstrap over queries (percentiles)."""
+        ranking = self.ranking
+        weights = ranking.trials[ranking.valid].numpy()
+        values = {"mAP": ranking.ap, "Rank-1": ranking.hits(1)}
+        weighted = {name: each[ranking.valid].numpy() * weights for name, each in values.items()}
+        generator = np.random.default_rng(self.protocol.seed)
+        means: dict[str, list[np.ndarray]] = {name: [] for name in values}
+        count, left = len(weights), self.protocol.resamples
+        while left:
+            size = min(left, max(1, _RESAMPLED // count))
+            chosen = generator.integers(0, count, (size, count), dtype=np.int32)
+            total = weights[chosen].sum(1)
+            for name, each in weighted.items():
+                means[name].append(each[chosen].sum(1) / total)
+            left -= size
+        return {
+            name: [100 * float(bound) for bound in np.quantile(np.concatenate(parts), _INTERVAL)]
+            for name, parts in means.items()
+        }
+
+
+def judge_features(
+    query_features: torch.Tensor,
+    gallery_features: torch.Tensor,
+    ids: Identities,
+    protocol: Protocol | None = None,
+) -> Judgement:
+    """Judge the features of queries and gallery; several ranks, which all hold all features, share the queries.
+
+    Args:
+        query_features: (Q, D) float, any precision.
+        gallery_features: (G, D) float, on the same device, on which all is computed.
+        ids: of the Q and G images.
+        protocol: None is Market-1501's by cosine distance.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        ConfigError: an unknown metric or backend.
+        DataError: the sets cannot be ranked (see ``check_sets``), or no query has a match.
+    """
+    protocol = protocol or Protocol()
+    check_sets(query_features, gallery_features, ids)
+    if protocol.rule == "vehicleid":
+        ids = ids.all_images()
+        query_features = gallery_features = torch.cat((query_features, gallery_features))
+    distances = _distances(query_features, gallery_features, protocol)
+    ranker = protocol.ranker(ids)
+    roc = None
+    if protocol.false_accept_rates:
+        roc = RocCounter(ids, limit=distances.limit, cross_camera=protocol.cross_camera)
+    start, stop = comm.own_share(len(query_features), distances.block_rows)
+    blocks = track(distances.blocks(start, stop), -(-(stop - start) // distances.block_rows), "ranking")
+    for first, block in blocks:
+        if roc is not None:
+            roc.add(first, block)  # before the ranker, which marks junk
+        ranker.add(first, block)
+    own = ranker.result()
+    ranking = RankingResult(*(comm.gather_rows(column) for column in (own.ap, own.inp, own.first_match)))
+    if ranking.num_valid == 0:
+        raise DataError(_explain_no_match(len(query_features), protocol))
+    drawn = protocol.rule == "vehicleid"
+    num_gallery = len(ranker.matches.groups.pids) if drawn else len(gallery_features)
+    return Judgement(protocol, ranking, roc.result() if roc is not None else None, num_gallery)
+
+
+def _distances(queries: torch.Tensor, gallery: torch.Tensor, protocol: Protocol) -> DistanceBlocks:
+    search = {"backend": protocol.backend, "memory_budget_mb": protocol.memory_budget_mb}
+    if protocol.expansion:
+        queries, gallery = expand(queries, gallery, protocol.expansion, **search)
+    if protocol.re_ranking:
+        return ReRankedDistances(queries, gallery, metric=protocol.metric, options=protocol.re_ranking, **search)
+    return FeatureDistances(queries, gallery, metric=protocol.metric, memory_budget_mb=protocol.memory_budget_mb)
+
+
+def _explain_no_match(count: int, protocol: Protocol) -> str:
+    if protocol.rule == "vehicleid":
+        return f"none of the {count} images has a match: no identity has two images"
+    if not protocol.cross_camera:
+        return f"none of the {count} queries has a match in the gallery: they have no identity in common"
+    return (
+        f"none of the {count} queries has a match in the gallery (the same identity from another camera).\n"
+        "  cause: query and gallery have no identity in common, or all images are from one camera\n"
+        "  fix: for images without cameras TEST.PROTOCOL no_camera"
+    )

@@ -1,0 +1,198 @@
+"""Re-ranking by k-reciprocal neighbours (Zhong et al. 2017, arXiv:1701.08398), sparse and in blocks.
+
+Every image is described by how it weighs its k-reciprocal neighbours among all images, queries and gallery together;
+two images are near in the Jaccard distance when they weigh the same ones. Nothing of N x N is held: the sets have some
+tens of members, and are rows of sparse matrices.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fastamp.evaluation.neighbours import nearest_neighbours, pair_distances
+from fastamp.layers.distance import DistanceBlocks, FeatureDistances
+
+if TYPE_CHECKING:
+    from scipy.sparse import csc_matrix, csr_matrix
+
+FORMS = ("zhong", "torchreid", "fastreid")
+# Entries of the Jaccard sums that are computed at once.
+_CHUNK = 2**21
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReRanking:
+    """How to re-rank.
+
+    Attributes:
+        k1: neighbours that must be reciprocal.
+        k2: neighbours whose weights are averaged; 1 leaves that out.
+        share: of the original distance in the final one, lambda in the paper.
+        form: ``"zhong"`` is the authors': squared Euclidean distances over each row's largest, k1 + 1 neighbours, the
+            image itself among them. ``"torchreid"`` squares these once more, as torchreid and FastReID's older file do.
+            ``"fastreid"`` is FastReID's present one: k1 neighbours, distances as they are.
+    """
+
+    k1: int = 20
+    k2: int = 6
+    share: float = 0.3
+    form: str = "zhong"
+
+    @property
+    def num_neighbours(self) -> int:
+        """How many neighbours must be reciprocal, the image itself among them."""
+        return self.k1 if self.form == "fastreid" else self.k1 + 1
+
+    def __str__(self) -> str:
+        return f"re-ranking ({self.form}, k1 {self.k1}, k2 {self.k2}, lambda {self.share:g})"
+
+
+class ReRankedDistances(DistanceBlocks):
+    """The final distances of re-ranking, of queries to the gallery.
+
+    Args:
+        queries: (Q, D) float features, any precision; computed in float32.
+        gallery: (G, D) float features, on the same device.
+        metric: ``"cosine"`` normalizes the features first; ``"euclidean"`` takes them as they are.
+        options: the kind of re-ranking.
+        backend: of the neighbour search, see ``nearest_neighbours``.
+        memory_budget_mb: MiB of distances held at once.
+    """
+
+    def __init__(
+        self,
+        queries: torch.Tensor,
+        gallery: torch.Tensor,
+        *,
+        metric: str,
+        options: ReRanking,
+        backend: str = "auto",
+        memory_budget_mb: float = 256,
+    ) -> None:
+        self.options, self.memory_budget_mb = options, memory_budget_mb
+        self.shape = (len(queries), len(gallery))
+        self.dtype, self.device = torch.float32, gallery.device
+        features = torch.cat((queries.float(), gallery.float()))
+        if metric == "cosine":
+            features /= torch.linalg.vector_norm(features, dim=1, keepdim=True).clamp_min_(1e-12)
+        self.queries, self.gallery = features[: len(queries)], features[len(queries) :]
+        # FastReID mixes in the distance of the metric itself, the others the one that the weights are made of.
+        self._original = FeatureDistances(
+            self.queries,
+            self.gallery,
+            metric=metric if options.form == "fastreid" else "euclidean",
+            memory_budget_mb=memory_budget_mb,
+        )
+        search = {"backend": backend, "memory_budget_mb": memory_budget_mb}
+        count = max(options.num_neighbours, options.k2)
+        neighbours = nearest_neighbours(features, features, count, **search)
+        weights = _weights(features, neighbours.indices, neighbours.farthest, options)
+        self._farthest = torch.from_numpy(neighbours.farthest[: len(queries)]).to(self.device)
+        self._query_weights = weights[: len(queries)]
+        self._gallery_weights = weights[len(queries) :].tocsc()
+        self.limit = 1.0 if options.form != "fastreid" else 1.0 + options.share * self._original.limit
+
+    def rows(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """See ``DistanceBlocks``."""
+        share = self.options.share
+        self._original.rows(start, stop, out)
+        if self.options.form != "fastreid":
+            out /= self._farthest[start:stop, None].clamp_min(torch.finfo(torch.float32).tiny)
+        if self.options.form == "torchreid":
+            out.square_()
+        overlap = torch.zeros_like(out)
+        _add_overlaps(self._query_weights[start:stop], self._gallery_weights, overlap)
+        jaccard = overlap.div_(2 - overlap).neg_().add_(1)
+        out.mul_(share).add_(jaccard, alpha=1 - share)
+
+    @property
+    def block_rows(self) -> int:
+        """How many queries make a block, beside which two more of its size are needed."""
+        return max(1, super().block_rows // 3)
+
+
+def _weights(features: torch.Tensor, neighbours: np.ndarray, farthest: np.ndarray, options: ReRanking) -> "csr_matrix":
+    """Return (N, N) float32 sparse: how each image weighs its k-reciprocal neighbours; rows sum to 1.
+
+    Args:
+        features: (N, D) float32.
+        neighbours: (N, k) int64, the nearest first, each image itself among its own.
+        farthest: (N,) float32, each image's largest squared distance.
+        options: the kind of re-ranking.
+    """
+    from scipy.sparse import csr_matrix
+
+    reciprocal = _reciprocal(neighbours[:, : options.num_neighbours])
+    near = _reciprocal(neighbours[:, : round(options.k1 / 2) + 1])
+    # A neighbour brings its own nearest ones along when more than 2/3 of them are in the set already.
+    common = (reciprocal @ near.T).multiply(reciprocal).tocsr()
+    sizes = np.diff(near.indptr)
+    brings = common.copy()
+    brings.data = (common.data > 2 / 3 * sizes[common.indices]).astype(np.float32)
+    # One with no near neighbours at all adds nothing either way.
+    members = (reciprocal + brings @ near).tocsr()
+    members.eliminate_zeros()
+    members.sort_indices()
+
+    rows = np.repeat(np.arange(members.shape[0]), np.diff(members.indptr))
+    pairs = (torch.from_numpy(each.astype(np.int64)).to(features.device) for each in (rows, members.indices))
+    distances = pair_distances(features, features, *pairs).cpu().numpy()
+    if options.form != "fastreid":
+        distances /= np.maximum(farthest, np.finfo(np.float32).tiny)[rows]
+    if options.form == "torchreid":
+        np.square(distances, out=distances)
+    # An image's distance to itself is 0, so that no row underflows as a whole.
+    weights = np.exp(-distances)
+    weights /= np.bincount(rows, weights=weights, minlength=members.shape[0])[rows]
+    weights = csr_matrix((weights.astype(np.float32), members.indices, members.indptr), shape=members.shape)
+    if options.k2 == 1:
+        return weights
+    mean = neighbours[:, : options.k2]
+    return (_rows_of(mean, 1 / mean.shape[1]) @ weights).tocsr()
+
+
+def _rows_of(neighbours: np.ndarray, value: float = 1.0) -> "csr_matrix":
+    """Return (N, N) sparse with ``value`` at the neighbours of each row."""
+    from scipy.sparse import csr_matrix
+
+    count, k = neighbours.shape
+    data = np.full(count * k, value, dtype=np.float32)
+    return csr_matrix((data, neighbours.reshape(-1), np.arange(0, count * k + 1, k)), shape=(count, count))
+
+
+def _reciprocal(neighbours: np.ndarray) -> "csr_matrix":
+    """Return (N, N) sparse of ones where each of two images is among the neighbours of the other."""
+    forward = _rows_of(neighbours)
+    mutual = forward.multiply(forward.T).tocsr()
+    mutual.sort_indices()
+    return mutual
+
+
+def _add_overlaps(query_weights: "csr_matrix", gallery_weights: "csc_matrix", overlap: torch.Tensor) -> None:
+    """Add to (B, G) ``overlap`` the sums, over all images, of the smaller of two images' weights.
+
+    Args:
+        query_weights: (B, N) sparse by rows.
+        gallery_weights: (G, N) sparse by columns.
+        overlap: (B, G) float32 zeros, contiguous.
+    """
+    num_gallery = overlap.shape[1]
+    rows = np.repeat(np.arange(query_weights.shape[0]), np.diff(query_weights.indptr))
+    begins = gallery_weights.indptr[query_weights.indices]
+    counts = gallery_weights.indptr[query_weights.indices + 1] - begins
+    totals = np.cumsum(counts)
+    first = 0
+    while first < len(rows):
+        # As many of the queries' weights as make a chunk of pairs, one at least.
+        done = totals[first - 1] if first else 0
+        last = max(first + 1, int(np.searchsorted(totals, done + _CHUNK, side="right")))
+        part = slice(first, last)
+        number = counts[part]
+        place = np.arange(number.sum()) + np.repeat(begins[part] - (np.cumsum(number) - number), number)
+        smaller = np.minimum(np.repeat(query_weights.data[part], number), gallery_weights.data[place])
+        where = np.repeat(rows[part] * num_gallery, number) + gallery_weights.indices[place]
+        where, smaller = (torch.from_numpy(each).to(overlap.device) for each in (where, smaller))
+        overlap.view(-1).index_add_(0, where, smaller)
+        first = last

@@ -1,0 +1,103 @@
+"""Protocols that draw one gallery image of each identity, several times: CUHK03's and VehicleID's."""
+
+import numpy as np
+import torch
+
+from fastamp.evaluation.matches import GalleryGroups, Identities, Pairs
+from fastamp.evaluation.rank import Ranker
+
+
+class SingleGalleryShotRanker(Ranker):
+    """CUHK03's protocol: the CMC is over one drawn gallery image of each identity, AP and INP are over all.
+
+    Li et al. 2014, "DeepReID"; as torchreid computes it, but that the images of the other identities are drawn once
+    for all queries, not anew for each. A query's own image is drawn among its matches.
+
+    Args:
+        ids: of Q queries and G gallery images.
+        repeats: draws, R.
+        seed: of the draws.
+        cross_camera, trapezoid: see ``Ranker``.
+    """
+
+    def __init__(
+        self, ids: Identities, *, repeats: int, seed: int, cross_camera: bool = True, trapezoid: bool = False
+    ) -> None:
+        super().__init__(ids, cross_camera=cross_camera, trapezoid=trapezoid)
+        generator = np.random.default_rng(seed)
+        self.draws = repeats
+        self._drawn = _draw(self.matches.groups, repeats, generator)
+        # Which of its matches stands for a query, as a share of their number.
+        self._choice = generator.random((repeats, len(ids.query_pids)))
+
+    def _judge(self, start: int, block: torch.Tensor, pairs: Pairs) -> tuple[np.ndarray, ...]:
+        ap, inp, _ = super()._judge(start, block, pairs)
+        counts = np.bincount(pairs.rows, minlength=len(block))
+        begins = np.cumsum(counts) - counts
+        valid = counts > 0
+        group = self.matches.groups.of(self.matches.query_pids[start : start + len(block)])
+        first = np.full((len(block), len(self._drawn)), -1)
+        for number, (drawn, choice) in enumerate(zip(self._drawn, self._choice, strict=True)):
+            place = begins + (choice[start : start + len(block)] * counts).astype(np.int64)
+            own = pairs.columns[place[valid]]
+            first[valid, number] = _ranks_among(block, np.flatnonzero(valid), own, drawn, group[valid])
+        return ap, inp, first
+
+
+class OneGalleryImageRanker(Ranker):
+    """VehicleID's protocol: one drawn image of each identity is the gallery, all the others are the queries.
+
+    Liu et al. 2016, "Deep relative distance learning". There are no cameras. AP and INP of an image are the means over
+    the draws in which it is a query, and its weight in the means over images is their number.
+
+    Args:
+        ids: of N images, the same on both sides.
+        repeats: draws, R.
+        seed: of the draws.
+    """
+
+    def __init__(self, ids: Identities, *, repeats: int, seed: int) -> None:
+        super().__init__(ids, cross_camera=False)
+        self.draws = repeats
+        self._drawn = _draw(self.matches.groups, repeats, np.random.default_rng(seed))
+
+    def _leave_out_junk(self, block: torch.Tensor, pairs: Pairs) -> None:
+        pass
+
+    def _judge(self, start: int, block: torch.Tensor, pairs: Pairs) -> tuple[np.ndarray, ...]:
+        images = np.arange(start, start + len(block))
+        group = self.matches.groups.of(self.matches.query_pids[images])
+        first = np.full((len(block), len(self._drawn)), -1)
+        for number, drawn in enumerate(self._drawn):
+            queries = np.flatnonzero(drawn[group] != images)
+            own = drawn[group[queries]]
+            first[queries, number] = _ranks_among(block, queries, own, drawn, group[queries])
+        trial = first >= 0
+        precision = np.where(trial, 1 / (first + 1.0 + ~trial), 0).sum(1) / trial.sum(1).clip(1)
+        return precision, precision, first
+
+
+def _draw(groups: GalleryGroups, repeats: int, generator: np.random.Generator) -> np.ndarray:
+    """Return (R, P) int64: a gallery image of each of P identities, for each draw."""
+    choice = generator.random((repeats, len(groups.pids)))
+    return groups.order[groups.starts + (choice * groups.counts).astype(np.int64)]
+
+
+def _ranks_among(
+    block: torch.Tensor, rows: np.ndarray, own: np.ndarray, drawn: np.ndarray, own_group: np.ndarray
+) -> np.ndarray:
+    """Return the rank from 0 of each query's image among the images drawn of the other identities.
+
+    Args:
+        block: (B, G) distances.
+        rows: (n,) int64, the queries' rows in it.
+        own: (n,) int64, the gallery image that stands for the query's own identity.
+        drawn: (P,) int64, the gallery image of each identity.
+        own_group: (n,) int64, the query's own identity among the P.
+    """
+    rows, own, drawn, own_group = (torch.from_numpy(side).to(block.device) for side in (rows, own, drawn, own_group))
+    others = block[rows][:, drawn]
+    others[torch.arange(len(rows), device=block.device), own_group] = torch.nan
+    distance = block[rows, own][:, None]
+    before = (others < distance) | ((others == distance) & (drawn < own[:, None]))
+    return before.sum(1).cpu().numpy()
