@@ -17,8 +17,8 @@ from fastamp.utils import comm
 from fastamp.utils.errors import DataError
 from fastamp.utils.progress import track
 
-# Queries whose resampling is held at once, times their number.
-_RESAMPLED = 2**22
+# Queries drawn at once, of all resamples: they stay in the cache.
+_RESAMPLED = 2**16
 _INTERVAL = (0.025, 0.975)
 
 
@@ -75,7 +75,7 @@ class Judgement:
         while left:
             size = min(left, max(1, _RESAMPLED // count))
             chosen = generator.integers(0, count, (size, count), dtype=np.int32)
-            total = weights[chosen].sum(1)
+            total = weights[chosen].sum(1) if len(set(weights)) > 1 else count * weights[0]
             for name, each in weighted.items():
                 means[name].append(each[chosen].sum(1) / total)
             left -= size

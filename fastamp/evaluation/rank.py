@@ -16,7 +16,7 @@ from fastamp.layers.distance import FeatureDistances
 # What ranking takes, in ns: sorting a row, for each element; comparing it with a match, for the call and each element
 # (one core of an AMD EPYC, NumPy 2.4, 16,000 and 82,000 float32: 250 and 1,800 us a sort, 4 and 9 us a comparison).
 _SORT, _COMPARE_CALL, _COMPARE = 18.0, 3500.0, 0.07
-# The last match's rank, as a fraction of the gallery, below which taking out what is closer pays.
+# Taking out what is no farther than the last match pays where it is less than one in so many of the gallery.
 _CLOSE_SHARE = 8
 
 
@@ -162,17 +162,18 @@ def _ranks_by_rows(block: torch.Tensor, pairs: Pairs) -> np.ndarray:
 def _ranks_in_row(row: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> np.ndarray:
     """Return the ranks of ``columns`` in one row; ``flags`` is scratch memory of its size."""
     own = row[columns]
-    farthest = columns[own.argmax()]
-    if _count(row, farthest, flags) < len(row) // _CLOSE_SHARE:
+    close = np.less_equal(row, own.max(), out=flags)
+    if np.count_nonzero(close) * _CLOSE_SHARE < len(row):
         # Whatever is farther than the last match is of no consequence, and what is left keeps its order.
-        close = np.flatnonzero(row <= row[farthest])
-        row, columns, flags = row[close], np.searchsorted(close, columns), flags[: len(close)]
+        kept = close.nonzero()[0]
+        row, columns, flags = row[kept], kept.searchsorted(columns), flags[: len(kept)]
     if len(row) * _SORT > len(columns) * (_COMPARE_CALL + len(row) * _COMPARE):
         return np.array([_count(row, column, flags) for column in columns], dtype=np.int64)
     ordered = np.sort(row)
-    ranks = np.searchsorted(ordered, own, side="left")
-    tied = np.searchsorted(ordered, own, side="right") - ranks > 1
-    ranks[tied] = [_count(row, column, flags) for column in columns[tied]]
+    ranks = ordered.searchsorted(own)
+    tied = ordered.searchsorted(own, side="right") - ranks > 1
+    if tied.any():
+        ranks[tied] = [_count(row, column, flags) for column in columns[tied]]
     return ranks
 
 

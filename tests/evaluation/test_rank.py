@@ -1,27 +1,21 @@
 """The ranking against other programs' values and a naive loop."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from judging import REFERENCE, load, naive, random_set
 
-from fastamp.evaluation.rank import Identities, rank_distances, rank_features
+from fastamp.evaluation.matches import Identities, Matches
+from fastamp.evaluation.rank import Ranker, _ranks_by_pairs, _ranks_by_rows, rank_distances, rank_features
 from fastamp.layers import pairwise_distance
+from fastamp.layers.distance import FeatureDistances
 from fastamp.utils.errors import ConfigError, DataError
 
-REFERENCE = Path(__file__).parents[1] / "reference/ranking"
 VALUES = json.loads((REFERENCE / "values.json").read_text())
-
-
-def load(name):
-    data = np.load(REFERENCE / f"{name}.npz")
-    tensors = {key: torch.from_numpy(data[key]) for key in ("qf", "gf", "qp", "gp", "qc", "gc")}
-    ids = Identities(*(tensors[key].long() for key in ("qp", "gp", "qc", "gc")))
-    return data, tensors["qf"], tensors["gf"], ids
 
 
 def check(result, name, metric):
@@ -69,39 +63,116 @@ def test_without_any_valid_query():
     assert result.first_match.eq(-1).all() and result.ap.eq(0).all()
 
 
-def naive(distances, ids):
-    for q in range(len(distances)):
-        order = sorted(range(len(distances[q])), key=lambda g: (distances[q][g], g))
-        kept = [
-            g
-            for g in order
-            if not (ids.gallery_pids[g] == ids.query_pids[q] and ids.gallery_camids[g] == ids.query_camids[q])
-        ]
-        ranks = [i for i, g in enumerate(kept, start=1) if ids.gallery_pids[g] == ids.query_pids[q]]
-        if not ranks:
-            yield 0.0, 0.0, -1, False
-            continue
-        precisions = [(i + 1) / rank for i, rank in enumerate(ranks)]
-        yield sum(precisions) / len(ranks), len(ranks) / ranks[-1], ranks[0] - 1, True
+@pytest.mark.parametrize("name, metric", [case for case in CASES if case[0][:2] in ("g1", "g4", "g7")])
+def test_each_query_equals_fastreid_and_the_trapezoid_the_first_evaluation_code(name, metric):
+    data, _, _, ids = load(name)
+    distances = torch.from_numpy(data[f"fr_dist_{metric}"])
+    result = rank_distances(distances, ids)
+    np.testing.assert_allclose(result.ap[result.valid], data[f"fr_{metric}_pystable_ap"], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(result.inp[result.valid], data[f"fr_{metric}_pystable_inp"], rtol=0, atol=1e-12)
+    if metric == "euclidean" and name != "g7_ties":  # whose sort was not stable
+        trapezoid = rank_distances(distances, ids, trapezoid=True)
+        np.testing.assert_allclose(
+            trapezoid.ap[trapezoid.valid], data["trapezoid_ap_euclidean_junk_removed"], rtol=0, atol=1e-12
+        )
+
+
+def random_distances(seed, num_query, num_gallery, levels, dtype=np.float32, pids=4):
+    """Few levels make ties, few identities many matches; identity 0 is a distractor."""
+    rng = np.random.default_rng(seed)
+    distances = torch.from_numpy(rng.integers(0, levels, (num_query, num_gallery)).astype(dtype))
+    ids = Identities(
+        torch.from_numpy(rng.integers(1, pids, num_query)),
+        torch.from_numpy(rng.integers(0, pids, num_gallery)),
+        torch.from_numpy(rng.integers(0, 3, num_query)),
+        torch.from_numpy(rng.integers(0, 3, num_gallery)),
+    )
+    return distances, ids
+
+
+def rows_of(result):
+    columns = (result.ap, result.inp, result.first_match[:, 0], result.valid)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 20), st.integers(1, 4))
 def test_equals_a_naive_loop_with_ties_junk_and_distractors(seed, num_query, num_gallery, levels):
-    rng = np.random.default_rng(seed)
-    distances = torch.from_numpy(rng.integers(0, levels, (num_query, num_gallery)).astype(np.float32))
-    ids = Identities(
-        torch.from_numpy(rng.integers(1, 4, num_query)),
-        torch.from_numpy(rng.integers(0, 4, num_gallery)),
-        torch.from_numpy(rng.integers(0, 3, num_query)),
-        torch.from_numpy(rng.integers(0, 3, num_gallery)),
-    )
-    result = rank_distances(distances, ids)
-    rows = zip(
-        result.ap.tolist(), result.inp.tolist(), result.first_match[:, 0].tolist(), result.valid.tolist(), strict=True
-    )
-    for ours, expected in zip(rows, naive(distances.tolist(), ids), strict=True):
+    distances, ids = random_distances(seed, num_query, num_gallery, levels)
+    for ours, expected in zip(rows_of(rank_distances(distances, ids)), naive(distances.tolist(), ids), strict=True):
         assert ours == pytest.approx(expected, abs=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(200, 900),
+    st.sampled_from([2, 50, 10**6]),
+    st.sampled_from([3, 30, 300]),
+    st.sampled_from([np.float32, np.float64]),
+)
+def test_large_galleries_with_few_and_with_many_matches(seed, num_gallery, levels, pids, dtype):
+    """Here matches are counted, sorted, and what is farther than the last is left out."""
+    distances, ids = random_distances(seed, 4, num_gallery, levels, dtype, pids)
+    distances[seed % 4][ids.gallery_pids == ids.query_pids[seed % 4]] /= 100  # one query's matches are near
+    before = distances.clone()
+    result = rank_distances(distances, ids)
+    assert torch.equal(distances, before)
+    for ours, expected in zip(rows_of(result), naive(distances.tolist(), ids), strict=True):
+        assert ours == pytest.approx(expected, abs=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.sampled_from([2, 10**6]))
+def test_the_way_of_other_devices_counts_the_same(seed, num_gallery, levels):
+    distances, ids = random_distances(seed, 5, num_gallery, levels)
+    pairs = Matches(ids, cross_camera=True).of(0, 5)
+    distances[pairs.junk_rows, pairs.junk_columns] = torch.nan
+    np.testing.assert_array_equal(_ranks_by_pairs(distances, pairs), _ranks_by_rows(distances, pairs))
+
+
+def test_infinite_distances_are_the_last():
+    ids = Identities(*(torch.tensor(side) for side in ([1], [1, 2, 1, 1, 3], [0], [1, 1, 0, 1, 1])))
+    distances = torch.tensor([[torch.inf, torch.inf, torch.inf, 0.5, 1.0]])  # the third is junk
+    for ours, expected in zip(rows_of(rank_distances(distances, ids)), naive(distances.tolist(), ids), strict=True):
+        assert ours == pytest.approx(expected, abs=1e-12)
+
+
+def test_without_cameras_nothing_is_junk():
+    distances, ids = random_distances(0, 5, 60, 20)
+    ranker = Ranker(ids, cross_camera=False)
+    ranker.add(0, distances.clone())
+    expected = list(naive(distances.tolist(), ids, cross_camera=False))
+    for ours, row in zip(rows_of(ranker.result()), expected, strict=True):
+        assert ours == pytest.approx(row, abs=1e-12)
+    assert expected != list(naive(distances.tolist(), ids))
+
+
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_blocks_of_any_size_have_the_distances_of_the_whole(metric, dtype):
+    queries, gallery, _ = random_set(0, queries=150, gallery=99)
+    queries, gallery = queries.to(dtype), (3 * gallery).to(dtype)
+    expected = pairwise_distance(queries, gallery, metric)
+    expected = expected.square() if metric == "euclidean" else expected
+    # 0.05 MiB is too little for a normalized copy of the gallery, and 0.001 for two rows.
+    for budget, rows in ((100, 150), (0.05, 128 if expected.itemsize == 4 else 64), (0.001, 2)):
+        distances = FeatureDistances(queries, gallery, metric=metric, memory_budget_mb=budget)
+        pieces = [(start, block.clone()) for start, block in distances.blocks()]
+        assert max(len(block) for _, block in pieces) == min(rows, distances.block_rows)
+        assert distances.block_rows == 1 or distances.block_rows * 99 * expected.itemsize <= budget * 2**20
+        assert [start for start, _ in pieces] == list(range(0, 150, distances.block_rows))
+        whole = torch.cat([block for _, block in pieces])
+        assert whole.dtype == expected.dtype and whole.max() <= distances.limit
+        torch.testing.assert_close(whole, expected)
+    assert [start for start, _ in distances.blocks(3, 3)] == []
+
+
+def test_many_queries_in_blocks_equal_the_whole():
+    queries, gallery, ids = random_set(1, queries=300, gallery=400)
+    whole = rank_features(queries, gallery, ids)
+    parts = rank_features(queries, gallery, ids, memory_budget_mb=0.2)
+    assert torch.equal(whole.ap, parts.ap) and torch.equal(whole.first_match, parts.first_match)
 
 
 def test_cmc_beyond_the_gallery_carries_the_last_value_on():
@@ -127,6 +198,10 @@ def test_bad_input():
         rank_features(qf[1:], gf, ids)
     with pytest.raises(DataError, match="of two models"):
         rank_features(qf, gf[:, 1:], ids)
+    with pytest.raises(DataError, match="0 wide"):
+        rank_features(qf[:, :0], gf[:, :0], ids)
+    with pytest.raises(DataError, match=r"gallery features reach 1e\+20.*overflow"):
+        rank_features(qf, gf * 0 + 1e20, ids)
     bad = gf.clone()
     bad[7, 0] = float("nan")
     with pytest.raises(DataError, match=r"1 of \d+ gallery features are NaN or infinite \(the first: number 7"):

@@ -1,0 +1,69 @@
+"""Nearest neighbours against distances in float64, whatever computes them."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from judging import random_set
+
+from fastamp.evaluation.neighbours import nearest_neighbours, pair_distances
+from fastamp.utils.errors import ConfigError
+
+
+def exact(queries, gallery, k):
+    """By float64 distance, then by the gallery's order."""
+    x, y = queries.double().numpy(), gallery.double().numpy()
+    distances = np.square(x[:, None] - y[None]).sum(-1)
+    order = np.argsort(distances, axis=1, kind="stable")
+    return order[:, :k], distances.max(1)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "faiss"])
+@pytest.mark.parametrize("budget", [256, 0.01])
+@pytest.mark.parametrize("k", [1, 7, 500])
+def test_equals_float64(backend, budget, k):
+    queries, gallery, _ = random_set(0, queries=80, gallery=300)
+    found = nearest_neighbours(queries, gallery, k, backend=backend, memory_budget_mb=budget)
+    indices, farthest = exact(queries, gallery, k)
+    np.testing.assert_array_equal(found.indices, indices)
+    np.testing.assert_allclose(found.farthest, farthest, rtol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1), st.integers(2, 60), st.integers(1, 30), st.booleans(), st.sampled_from([0, 1e-7, 1e-3])
+)
+def test_equal_and_nearly_equal_features_are_in_the_same_order_everywhere(seed, size, k, grid, shift):
+    """Copies of images, which data sets have, and copies that differ by less than a float32 product's rounding."""
+    random = np.random.default_rng(seed)
+    features = random.integers(-1, 2, (size, 6)) if grid else random.standard_normal((size, 6))
+    features = features[random.integers(0, max(1, size // 3), size)] + shift * random.standard_normal((size, 6))
+    features = torch.from_numpy(features.astype(np.float32))
+    expected, _ = exact(features, features, k)
+    for backend in ("torch", "faiss"):
+        found = nearest_neighbours(features, features, k, backend=backend, memory_budget_mb=0.001).indices
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_collapsed_features_are_still_in_order():
+    features = torch.ones(200, 8)
+    for backend in ("torch", "faiss"):
+        found = nearest_neighbours(features, features, 5, backend=backend).indices
+        np.testing.assert_array_equal(found, np.tile(np.arange(5), (200, 1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_distances_of_pairs(dtype):
+    x, y, _ = random_set(1, queries=40, gallery=50)
+    random = torch.Generator().manual_seed(0)
+    rows, columns = torch.randint(40, (700,), generator=random), torch.randint(50, (700,), generator=random)
+    found = pair_distances(x, y, rows, columns, dtype=dtype)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, (x[rows].to(dtype) - y[columns].to(dtype)).square().sum(1))
+    assert pair_distances(x, y, rows[:0], columns[:0]).shape == (0,)
+
+
+def test_unknown_backend():
+    with pytest.raises(ConfigError, match="TEST.KNN_BACKEND: 'annoy'; choices: auto, torch, faiss"):
+        nearest_neighbours(torch.ones(2, 2), torch.ones(2, 2), 1, backend="annoy")

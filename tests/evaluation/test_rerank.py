@@ -1,0 +1,111 @@
+"""Re-ranking against other programs' values and against the paper's sets, written as loops."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from judging import REFERENCE, load, random_set
+
+from fastamp.evaluation import Protocol, judge_features
+from fastamp.evaluation.rerank import ReRankedDistances, ReRanking
+
+NAMES = sorted(path.stem for path in REFERENCE.glob("*.npz"))
+
+
+def final(queries, gallery, *, metric="cosine", backend="auto", budget=256, **options):
+    distances = ReRankedDistances(
+        queries, gallery, metric=metric, options=ReRanking(**options), backend=backend, memory_budget_mb=budget
+    )
+    return torch.cat([block.clone() for _, block in distances.blocks()])
+
+
+# With ties (g7) the neighbours depend on the sort.
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "g7_ties"])
+@pytest.mark.parametrize("backend", ["torch", "faiss"])
+@pytest.mark.parametrize("budget", [256, 0.001])
+@pytest.mark.parametrize(
+    "form, key, tolerance",
+    [("torchreid", "tr_rerank", 1e-5), ("fastreid", "fr_rerank_final", 1e-5), ("zhong", "sb_rerank", 4e-3)],
+)
+def test_equals_the_other_programs(name, backend, budget, form, key, tolerance):
+    """The authors' form is compared with a program that computes it in float16."""
+    data, queries, gallery, _ = load(name)
+    found = final(queries, gallery, form=form, backend=backend, budget=budget)
+    np.testing.assert_allclose(found, data[key], rtol=0, atol=tolerance)
+
+
+def naive(queries, gallery, k1, k2, share, form):
+    """The paper's equations 1 to 12 with sets, in float64."""
+    x = torch.nn.functional.normalize(torch.cat((queries, gallery)).double(), dim=1).numpy()
+    squared = np.square(x[:, None] - x[None]).sum(-1)
+    order = np.argsort(squared, axis=1, kind="stable")
+    scaled = squared if form == "fastreid" else squared / squared.max(1, keepdims=True)
+    scaled = scaled**2 if form == "torchreid" else scaled
+    count = len(x)
+
+    def reciprocal(i, k):
+        return {int(j) for j in order[i, :k] if i in order[j, :k]}
+
+    wide = k1 if form == "fastreid" else k1 + 1
+    weights = np.zeros((count, count))
+    for i in range(count):
+        members = reciprocal(i, wide)
+        grown = set(members)
+        for j in members:
+            near = reciprocal(j, round(k1 / 2) + 1)
+            if len(near & members) > 2 / 3 * len(near):
+                grown |= near
+        for j in grown:
+            weights[i, j] = np.exp(-scaled[i, j])
+        weights[i] /= weights[i].sum()
+    weights = np.stack([weights[order[i, :k2]].mean(0) for i in range(count)])
+    n = len(queries)
+    overlap = np.minimum(weights[:n, None], weights[None, n:]).sum(-1)
+    original = squared[:n, n:] / 2 if form == "fastreid" else scaled[:n, n:]  # 1 - cosine is half the square
+    return (1 - overlap / (2 - overlap)) * (1 - share) + original * share
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["zhong", "torchreid", "fastreid"]),
+    st.integers(1, 25),
+    st.integers(1, 8),
+    st.sampled_from([0.0, 0.3, 1.0]),
+)
+def test_equals_the_paper_written_as_loops(seed, form, k1, k2, share):
+    queries, gallery, _ = random_set(seed, queries=5, gallery=25, pids=4)
+    expected = naive(queries, gallery, k1, k2, share, form)
+    found = final(queries, gallery, form=form, k1=k1, k2=k2, share=share)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_improves_clustered_features_and_is_the_same_by_either_backend():
+    queries, gallery, ids = random_set(0, queries=60, gallery=400, pids=20, noise=1.0)
+    plain = judge_features(queries, gallery, ids).ranking.mean_ap
+    ranked = [
+        judge_features(queries, gallery, ids, Protocol(re_ranking=ReRanking(), backend=backend)).ranking
+        for backend in ("torch", "faiss")
+    ]
+    assert ranked[0].mean_ap > plain + 0.05
+    assert torch.equal(ranked[0].ap, ranked[1].ap)
+
+
+def test_equal_and_zero_features():
+    """More copies than neighbours: some of them are not among their own."""
+    features = torch.zeros(60, 4)
+    features[30:] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    for metric in ("cosine", "euclidean"):
+        found = final(features[::2], features[1::2], metric=metric, k1=5)
+        assert torch.isfinite(found).all()
+        assert found[:15, :15].max() < found[:15, 15:].min()
+
+
+def test_features_stay_as_they_are():
+    queries, gallery, _ = random_set(2)
+    before = queries.clone(), gallery.clone()
+    final(queries, gallery)
+    assert torch.equal(queries, before[0]) and torch.equal(gallery, before[1])
+    half = final(queries.half(), gallery.half())
+    torch.testing.assert_close(half, final(queries.half().float(), gallery.half().float()))

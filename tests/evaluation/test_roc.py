@@ -1,0 +1,95 @@
+"""Verification rates against counted pairs and scikit-learn's values."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from judging import REFERENCE, load, random_set
+
+from fastamp.evaluation import Protocol, judge_features
+from fastamp.evaluation.roc import write_roc
+from fastamp.layers import pairwise_distance
+from fastamp.utils.errors import ConfigError
+
+VALUES = json.loads((REFERENCE / "values.json").read_text())
+RATES = (1e-4, 1e-3, 1e-2, 0.1, 0.5)
+
+
+def roc_of(queries, gallery, ids, **options):
+    return judge_features(queries, gallery, ids, Protocol(resamples=0, false_accept_rates=RATES, **options)).roc
+
+
+# In g7 a genuine and an impostor pair have the same distance but for the last bit.
+NAMES = [name for name in VALUES if VALUES[name].get("pairs", {}).get("pos") and name != "g7_ties"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_scikit_learn(name):
+    _, queries, gallery, ids = load(name)
+    curve = roc_of(queries, gallery, ids)
+    pairs = VALUES[name]["pairs"]
+    assert (curve.num_genuine, curve.num_impostor) == (pairs["pos"], pairs["neg"])
+    expected = VALUES[name]["sklearn_TAR@FAR_cosine_conventional(max TPR with FPR<=q)"]
+    for rate in RATES[:3]:
+        assert curve.tar_at(rate) == pytest.approx(expected[f"{rate:.0e}"], abs=1e-9)
+
+
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+@pytest.mark.parametrize("budget", [256, 0.01])
+def test_equals_counted_pairs(metric, budget):
+    queries, gallery, ids = random_set(0)
+    curve = roc_of(queries, gallery, ids, metric=metric, memory_budget_mb=budget)
+    distances = pairwise_distance(queries, gallery, metric)
+    same = ids.query_pids[:, None] == ids.gallery_pids
+    junk = same & (ids.query_camids[:, None] == ids.gallery_camids)
+    genuine, impostor = distances[same & ~junk], distances[~same]
+    assert (curve.num_genuine, curve.num_impostor) == (len(genuine), len(impostor))
+    for rate in RATES:
+        thresholds = [-1.0, *distances.flatten().tolist()]
+        best = max((genuine <= t).double().mean().item() for t in thresholds if (impostor <= t).double().mean() <= rate)
+        assert curve.tar_at(rate) == pytest.approx(best, abs=1e-9)
+    assert (np.diff(curve.tar) >= 0).all() and (np.diff(curve.far) >= 0).all()
+    assert curve.tar[-1] == curve.far[-1] == 1 and (curve.tar - curve.far).mean() > 0
+
+
+def test_the_right_way_round():
+    """Identities that are told apart without error are accepted at every rate; the negative control exchanges them."""
+    queries, gallery, ids = random_set(1, noise=0.01)
+    assert roc_of(queries, gallery, ids).tar_at(1e-4) == 1.0
+    exchanged = roc_of(-queries, gallery, ids)
+    assert exchanged.tar_at(1e-4) == exchanged.tar_at(1e-2) == 0.0
+
+
+def test_under_re_ranking_and_without_cameras():
+    from fastamp.evaluation.rerank import ReRanking
+
+    queries, gallery, ids = random_set(2)
+    for form in ("zhong", "torchreid", "fastreid"):
+        for metric in ("cosine", "euclidean"):
+            curve = roc_of(queries, gallery, ids, re_ranking=ReRanking(form=form), metric=metric)
+            assert curve.tar_at(0.5) > 0.9 and curve.far[-1] == 1
+    assert roc_of(queries, gallery, ids, rule="no_camera").num_genuine > curve.num_genuine
+
+
+def test_files(tmp_path):
+    queries, gallery, ids = random_set(3)
+    curve = roc_of(queries, gallery, ids)
+    paths = write_roc(curve, RATES, tmp_path / "new")
+    assert [path.name for path in paths] == ["roc.npz", "roc.png"]
+    saved = np.load(paths[0])
+    np.testing.assert_array_equal(saved["tar"], curve.tar)
+    assert saved["num_impostor"] == curve.num_impostor and paths[1].read_bytes()[1:4] == b"PNG"
+
+
+def test_a_drawn_gallery_has_no_curve():
+    with pytest.raises(ConfigError, match="TEST.ROC.ENABLED needs one gallery"):
+        Protocol(rule="vehicleid", false_accept_rates=RATES)
+
+
+def test_no_impostors_no_curve():
+    queries, gallery, ids = random_set(4, pids=1)
+    ids.gallery_pids.fill_(1)
+    judgement = judge_features(queries, gallery, ids, Protocol(false_accept_rates=RATES))
+    assert judgement.roc is None and not any("TAR" in name for name in judgement.metrics())
+    assert torch.isfinite(torch.tensor(judgement.metrics()["mAP"]))

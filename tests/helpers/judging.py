@@ -1,0 +1,51 @@
+"""Features and identities for tests of the evaluation, and what a naive loop makes of them."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fastamp.evaluation import Identities
+
+REFERENCE = Path(__file__).parents[1] / "reference/ranking"
+
+
+def load(name):
+    """Return a reference file, its query and gallery features, and who is on them."""
+    data = np.load(REFERENCE / f"{name}.npz")
+    tensors = {key: torch.from_numpy(data[key]) for key in ("qf", "gf", "qp", "gp", "qc", "gc")}
+    ids = Identities(*(tensors[key].long() for key in ("qp", "gp", "qc", "gc")))
+    return data, tensors["qf"], tensors["gf"], ids
+
+
+def random_set(seed, queries=30, gallery=120, *, width=16, pids=8, cameras=3, noise=1.0):
+    """Return clustered features with distractors (identity 0), and who is on them."""
+    random = np.random.default_rng(seed)
+    centres = random.standard_normal((pids + 1, width))
+    sides = [random.integers(low, pids + 1, n) for low, n in ((1, queries), (0, gallery))]
+    features = [
+        torch.from_numpy((centres[side] + noise * random.standard_normal((len(side), width))).astype(np.float32))
+        for side in sides
+    ]
+    camids = [random.integers(0, cameras, len(side)) for side in sides]
+    return *features, Identities(*(torch.from_numpy(each) for each in (*sides, *camids)))
+
+
+def naive_rows(distances, ids, *, cross_camera=True):
+    """Yield for each query the ranks (from 1) of its matches in a stable sort, junk left out."""
+    for q in range(len(distances)):
+        order = sorted(range(len(distances[q])), key=lambda g: (distances[q][g], g))
+        same = ids.gallery_pids == ids.query_pids[q]
+        junk = same & (ids.gallery_camids == ids.query_camids[q]) & cross_camera
+        kept = [g for g in order if not junk[g]]
+        yield [i for i, g in enumerate(kept, start=1) if same[g]]
+
+
+def naive(distances, ids, *, cross_camera=True):
+    """Yield AP, INP, the first match's rank from 0, and whether there is one, for each query."""
+    for ranks in naive_rows(distances, ids, cross_camera=cross_camera):
+        if not ranks:
+            yield 0.0, 0.0, -1, False
+            continue
+        precisions = [(i + 1) / rank for i, rank in enumerate(ranks)]
+        yield sum(precisions) / len(ranks), len(ranks) / ranks[-1], ranks[0] - 1, True
