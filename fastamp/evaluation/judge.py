@@ -126,6 +126,8 @@ def judge_features(
     ranking = RankingResult(*(comm.gather_rows(column) for column in (own.ap, own.inp, own.first_match)))
     if ranking.num_valid == 0:
         raise DataError(_explain_no_match(len(query_features), protocol))
+    if roc is not None and comm.is_distributed():
+        roc.counts = comm.all_reduce_sum(roc.counts.to(comm.transport_device())).cpu()
     drawn = protocol.rule == "vehicleid"
     num_gallery = len(ranker.matches.groups.pids) if drawn else len(gallery_features)
     return Judgement(protocol, ranking, roc.result() if roc is not None else None, num_gallery)

@@ -16,7 +16,7 @@ from fastamp.layers.distance import FeatureDistances
 # What ranking takes, in ns: sorting a row, for each element; comparing it with a match, for the call and each element
 # (one core of an AMD EPYC, NumPy 2.4, 16,000 and 82,000 float32: 250 and 1,800 us a sort, 4 and 9 us a comparison).
 _SORT, _COMPARE_CALL, _COMPARE = 18.0, 3500.0, 0.07
-# Taking out what is no farther than the last match pays where it is less than one in so many of the gallery.
+# Taking out what is no farther than a match pays where it is less than one in so many of the gallery.
 _CLOSE_SHARE = 8
 
 
@@ -162,12 +162,24 @@ def _ranks_by_rows(block: torch.Tensor, pairs: Pairs) -> np.ndarray:
 def _ranks_in_row(row: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> np.ndarray:
     """Return the ranks of ``columns`` in one row; ``flags`` is scratch memory of its size."""
     own = row[columns]
-    close = np.less_equal(row, own.max(), out=flags)
-    if np.count_nonzero(close) * _CLOSE_SHARE < len(row):
-        # Whatever is farther than the last match is of no consequence, and what is left keeps its order.
-        kept = close.nonzero()[0]
-        row, columns, flags = row[kept], kept.searchsorted(columns), flags[: len(kept)]
-    if len(row) * _SORT > len(columns) * (_COMPARE_CALL + len(row) * _COMPARE):
+    ranks, order = np.empty(len(columns), dtype=np.int64), own.argsort()
+    left = len(order)
+    while left and _counting_pays(left, len(row)):
+        left -= 1
+        farthest = order[left]
+        ranks[farthest] = _count(row, columns[farthest], flags)
+        if ranks[farthest] * _CLOSE_SHARE < len(row):
+            break
+    if left:
+        # Whatever is farther than the last of the rest is of no consequence, and what is left keeps its order.
+        rest = order[:left]
+        kept = np.less_equal(row, own[rest[-1]], out=flags).nonzero()[0]
+        ranks[rest] = _ranks_among(row[kept], own[rest], kept.searchsorted(columns[rest]), flags[: len(kept)])
+    return ranks
+
+
+def _ranks_among(row: np.ndarray, own: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> np.ndarray:
+    if _counting_pays(len(columns), len(row)):
         return np.array([_count(row, column, flags) for column in columns], dtype=np.int64)
     ordered = np.sort(row)
     ranks = ordered.searchsorted(own)
@@ -175,6 +187,10 @@ def _ranks_in_row(row: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> np
     if tied.any():
         ranks[tied] = [_count(row, column, flags) for column in columns[tied]]
     return ranks
+
+
+def _counting_pays(matches: int, size: int) -> bool:
+    return matches * (_COMPARE_CALL + size * _COMPARE) < size * _SORT
 
 
 def _count(row: np.ndarray, column: int, flags: np.ndarray) -> int:

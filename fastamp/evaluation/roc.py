@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from fastamp.evaluation.matches import Identities, Matches
-from fastamp.utils import comm
 
 logger = logging.getLogger(__name__)
 
@@ -53,38 +52,36 @@ class RocCounter:
         ids: of Q queries and G gallery images.
         limit: the largest distance possible.
         cross_camera: see ``Matches``; junk is no pair.
+
+    Attributes:
+        counts: (2, 2^20) int64, genuine and impostor pairs by distance; those of several counters may be added.
     """
 
     def __init__(self, ids: Identities, *, limit: float, cross_camera: bool = True) -> None:
         self.matches = Matches(ids, cross_camera=cross_camera)
         self._scale = _BINS / max(limit, np.finfo(np.float32).tiny)
-        self._counts = {name: np.zeros(_BINS, dtype=np.int64) for name in ("genuine", "impostor")}
+        self.counts = torch.zeros(2, _BINS, dtype=torch.int64)
 
     def add(self, start: int, block: torch.Tensor) -> None:
         """Count the pairs of the queries from ``start`` on in a (B, G) block of distances, which stays as it is."""
         pairs = self.matches.of(start, start + len(block))
-        impostors = self._counts["impostor"]
+        entries = ((pairs.rows, pairs.columns), (pairs.junk_rows, pairs.junk_columns))
+        own, junk = (
+            self._histogram(block[tuple(torch.from_numpy(side).to(block.device) for side in each)]) for each in entries
+        )
+        genuine, impostor = self.counts
+        genuine += own
         for chunk in block.view(-1).split(_CHUNK):
-            impostors += self._histogram(chunk)
-        for rows, columns, counts in (
-            (pairs.rows, pairs.columns, self._counts["genuine"]),
-            (pairs.junk_rows, pairs.junk_columns, None),
-        ):
-            own = self._histogram(block[tuple(torch.from_numpy(side).to(block.device) for side in (rows, columns))])
-            impostors -= own
-            if counts is not None:
-                counts += own
+            impostor += self._histogram(chunk)
+        impostor -= own + junk
 
-    def _histogram(self, distances: torch.Tensor) -> np.ndarray:
+    def _histogram(self, distances: torch.Tensor) -> torch.Tensor:
         bins = (distances * self._scale).clamp(0, _BINS - 1).long()
-        return torch.bincount(bins, minlength=_BINS).cpu().numpy()
+        return torch.bincount(bins, minlength=_BINS).cpu()
 
     def result(self) -> RocCurve | None:
-        """Return the curve of the pairs that all ranks have seen; None without genuine or without impostor pairs."""
-        counts = torch.from_numpy(np.stack([self._counts["genuine"], self._counts["impostor"]]))
-        if comm.is_distributed():
-            counts = comm.all_reduce_sum(counts.to(comm.transport_device())).cpu()
-        genuine, impostor = counts.numpy()
+        """Return the curve of the pairs counted; None without genuine or without impostor pairs."""
+        genuine, impostor = self.counts.numpy()
         if not genuine.any() or not impostor.any():
             return None
         used = np.flatnonzero(genuine + impostor)  # a bin without pairs moves neither rate
