@@ -7,9 +7,12 @@ without running anything in it. Keys below TEST are those of the config: python 
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import sys
+import tokenize
+import zlib
 from pathlib import Path
 from zipfile import BadZipFile, is_zipfile
 
@@ -21,13 +24,15 @@ from fastamp.config import CfgNode
 from fastamp.engine import run_command_line
 from fastamp.engine.setup import read_config
 from fastamp.evaluation import Identities, Protocol, judge_features, print_results
-from fastamp.evaluation.reid_evaluator import write_per_query
+from fastamp.evaluation.reid_evaluator import ranking_device, write_per_query
 from fastamp.evaluation.roc import write_roc
-from fastamp.utils.errors import DataError, did_you_mean
+from fastamp.utils.errors import ConfigError, DataError, did_you_mean, writing
 from fastamp.utils.logger import setup_logger
 
 SIDES = ("query", "gallery")
 COLUMNS = ("features", "pids", "camids")
+# Keys of how features are made, or of files that this tool has an option for.
+WITHOUT_EFFECT = ("TEST.FLIP", "TEST.FLOORS", "TEST.PRECISE_BN", "TEST.PER_QUERY")
 
 
 def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
@@ -39,22 +44,28 @@ def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
     if Path(path).is_file() and not is_zipfile(path):
         raise DataError(f"{path} is no npz file; numpy.savez writes one")
     names = [f"{side}_{column}" for column in COLUMNS for side in SIDES]
+    needed = [name for name in names if cameras or "camids" not in name]
     try:
         with np.load(path, allow_pickle=False) as file:
-            missing = [name for name in names if name not in file and (cameras or "camids" not in name)]
-            if missing:
-                near = did_you_mean(missing[0], file.files)
-                raise DataError(
-                    f"{path} has no {', '.join(missing)}.{near}\n"
-                    f"  found: {', '.join(sorted(file.files)) or 'nothing'}\n  expected: {', '.join(names)}"
-                )
-            arrays = {name: file[name] for name in names if name in file}
+            arrays = {name: file[name] for name in needed if name in file}
+            found = sorted(file.files)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (BadZipFile, ValueError, EOFError, AttributeError) as error:
-        raise DataError(f"{path} is no npz file of plain arrays ({error}); numpy.savez writes one") from error
-    for side in SIDES:
-        arrays.setdefault(f"{side}_camids", np.zeros(len(arrays[f"{side}_pids"]), dtype=np.int64))
+    except (BadZipFile, ValueError, EOFError, SyntaxError, tokenize.TokenError, zlib.error) as error:
+        raise DataError(
+            f"{path} is damaged or no npz file of plain arrays ({error}); numpy.savez writes one"
+        ) from error
+    missing = [name for name in needed if name not in arrays]
+    if missing:
+        text = f"{path} has no {', '.join(missing)}."
+        if all("camids" in name for name in missing):
+            text += "\n  fix: where there are no cameras TEST.PROTOCOL no_camera"
+        else:
+            text += did_you_mean(missing[0], [name for name in found if name not in names])
+        raise DataError(f"{text}\n  found: {', '.join(found) or 'nothing'}\n  expected: {', '.join(needed)}")
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):
+            raise DataError(f"{path}: {name} is no NumPy array; numpy.savez writes them")
     return arrays
 
 
@@ -69,53 +80,92 @@ def features_of(arrays: dict[str, np.ndarray], side: str) -> torch.Tensor:
         raise DataError(
             f"{side}_features: expected (N, D) numbers, one row an image; found {features.shape} {features.dtype}"
         )
-    if features.dtype not in (np.float16, np.float32, np.float64):
-        features = features.astype(np.float32)
-    return torch.from_numpy(np.ascontiguousarray(features))
+    native = features.dtype.newbyteorder("=")
+    native = native if native in (np.float16, np.float32, np.float64) else np.float32
+    return torch.from_numpy(np.ascontiguousarray(features, dtype=native))
 
 
 def numbers_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (Q,) and (G,) int64; texts are numbered, the same text alike on both sides.
+    """Return (Q,) and (G,) int64; where texts are no whole numbers, they are numbered, alike on both sides.
 
     Raises:
         DataError: they are neither whole numbers nor texts, or have other dimensions.
     """
-    both = [arrays[f"{side}_{column}"] for side in SIDES]
-    for side, array in zip(SIDES, both, strict=True):
-        whole = array.dtype.kind in "iuUS" or (array.dtype.kind == "f" and np.array_equal(array, np.round(array)))
-        if array.ndim != 1 or not whole:
+    both = []
+    for side in SIDES:
+        array = arrays[f"{side}_{column}"]
+        if array.dtype.kind == "S":
+            array = np.char.decode(array, "latin-1")
+        if array.ndim != 1 or not (array.dtype.kind in "iuU" or _whole(array)):
             raise DataError(f"{side}_{column}: expected (N,) whole numbers or texts; found {array.shape} {array.dtype}")
-    if any(array.dtype.kind in "US" for array in both):
+        both.append(array if array.dtype.kind == "U" else array.astype(np.int64))
+    try:
+        both = [array.astype(np.int64) for array in both]
+    except (ValueError, OverflowError):
         _, numbers = np.unique(np.concatenate([array.astype(str) for array in both]), return_inverse=True)
         both = np.split(numbers.reshape(-1), [len(both[0])])
     return tuple(torch.from_numpy(array.astype(np.int64)) for array in both)
 
 
+def _whole(array: np.ndarray) -> bool:
+    # Above 2^53 not every whole number is a float.
+    return array.dtype.kind == "f" and bool((np.abs(array) < 2**53).all()) and np.array_equal(array, np.round(array))
+
+
 def evaluate(args: argparse.Namespace, cfg: CfgNode) -> None:
     """Judge, print and write."""
     protocol = Protocol.from_config(cfg)
-    device = resolve_device(cfg.MODEL.DEVICE)
-    device = device if device.type == "cuda" else torch.device("cpu")
     arrays = read_arrays(args.features, cameras=protocol.cross_camera)
-    (query_pids, gallery_pids), (query_camids, gallery_camids) = (numbers_of(arrays, name) for name in COLUMNS[1:])
+    (query_pids, gallery_pids), (query_camids, gallery_camids) = (
+        numbers_of(arrays, name) if f"query_{name}" in arrays else no_cameras(arrays) for name in COLUMNS[1:]
+    )
     ids = Identities(query_pids, gallery_pids, query_camids, gallery_camids)
-    features = [features_of(arrays, side).to(device) for side in SIDES]
-    saved = str(features[0].dtype).removeprefix("torch.")
-    judgement = judge_features(*features, ids, protocol)
+    features = [features_of(arrays, side) for side in SIDES]
+    saved = " and ".join(dict.fromkeys(str(arrays[f"{side}_features"].dtype) for side in SIDES))
+    arrays.clear()
+    device = ranking_device(features[1], protocol, resolve_device(cfg.MODEL.DEVICE))
+    # A bar of progress has no place among what is read from stdout.
+    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+        judgement = judge_features(*(side.to(device) for side in features), ids, protocol)
     metrics = judgement.metrics()
-    written = []
-    if args.per_query:
+    name, written = Path(args.features).stem, []
+    if args.per_query is not None:
         written.append(Path(args.per_query))
         write_per_query(judgement, written[0])
     if judgement.roc is not None:
-        written += write_roc(judgement.roc, protocol.false_accept_rates, Path(cfg.OUTPUT_DIR))
+        written += write_roc(judgement.roc, protocol.false_accept_rates, Path(cfg.OUTPUT_DIR) / "evaluation" / name)
     if args.json:
         counted = {"num_valid_queries": judgement.ranking.num_valid}
         print(json.dumps({name: metrics[name] for name in ("mAP", "mINP", "Rank-1")} | counted))
         return
-    print_results({Path(args.features).stem: metrics}, protocol=f"{protocol}; features saved as {saved}")
+    widest = torch.promote_types(*(side.dtype for side in features))
+    print_results({name: metrics}, protocol=f"{protocol.describe(widest)}; features saved as {saved}")
     for path in written:
         print(f"wrote {path}")
+
+
+def no_cameras(arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return zeros, (Q,) and (G,) int64."""
+    return tuple(torch.zeros(arrays[f"{side}_pids"].size, dtype=torch.int64) for side in SIDES)
+
+
+def check(args: argparse.Namespace, cfg: CfgNode) -> None:
+    """Check what would otherwise fail, or be of no effect, after all the work.
+
+    Raises:
+        ConfigError: see the message.
+    """
+    for key in args.opts[::2]:
+        if key.startswith(WITHOUT_EFFECT):
+            fix = "--per-query OUT.npz" if key.startswith("TEST.PER_QUERY") else "set it where the features are made"
+            raise ConfigError(f"{key} has no effect on saved features.\n  fix: {fix}")
+    if args.per_query is not None:
+        path = Path(args.per_query)
+        if path.is_dir() or not path.parent.is_dir():
+            raise ConfigError(f"--per-query {args.per_query!r}: expected a file in a folder that exists")
+    if cfg.TEST.ROC.ENABLED:
+        with writing(cfg.OUTPUT_DIR):
+            Path(cfg.OUTPUT_DIR).mkdir(parents=True, exist_ok=True)
 
 
 def cli(argv: list[str] | None = None) -> int:
@@ -124,14 +174,16 @@ def cli(argv: list[str] | None = None) -> int:
     parser.add_argument("features", metavar="FEATURES.npz")
     parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config file, for what is below TEST")
     parser.add_argument("--json", action="store_true", help="print mAP, mINP, Rank-1 and num_valid_queries as JSON")
-    parser.add_argument("--per-query", metavar="OUT.npz", help="keep ap, inp and valid of each query")
+    parser.add_argument("--per-query", metavar="OUT.npz", help="keep ap, inp, valid and first_match of each query")
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and their values")
     args = parser.parse_intermixed_args(argv)
 
     def run() -> None:
-        if args.per_query and not Path(args.per_query).parent.is_dir():
-            raise DataError(f"--per-query: there is no folder {Path(args.per_query).parent}")
-        evaluate(args, read_config(args.config_file, ["MODEL.DEVICE", "auto", *args.opts]))
+        if len(args.opts) % 2:
+            raise ConfigError(f"KEY VALUE: a key without a value among {' '.join(args.opts)}")
+        cfg = read_config(args.config_file, ["MODEL.DEVICE", "auto", *args.opts])
+        check(args, cfg)
+        evaluate(args, cfg)
 
     setup_logger()
     if args.json:

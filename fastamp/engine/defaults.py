@@ -336,7 +336,9 @@ class DefaultTrainer:
                 results[name] = metrics
         if results:
             flip = "; flip test" if cfg.TEST.FLIP.ENABLED else "; no flip test"
-            print_results(results, protocol=f"{Protocol.from_config(cfg)}{flip}; features {policy.describe()}")
+            print_results(
+                results, protocol=f"{Protocol.from_config(cfg).describe()}{flip}; features {policy.describe()}"
+            )
         return results
 
 

@@ -121,7 +121,7 @@ def check_config(cfg: CfgNode) -> None:
         per_channel(f"MODEL.{name}", cfg.MODEL[name], channels=cfg.INPUT.CHANNELS)
     if not cfg.DATASETS.TESTS:
         raise ConfigError("DATASETS.TESTS is empty; name at least one data set to evaluate on")
-    Protocol.from_config(cfg)
+    Protocol.from_config(cfg)  # raises what the first evaluation would
     if cfg.SOLVER.EMA.ENABLED and cfg.SOLVER.SWA.ENABLED:
         raise ConfigError("SOLVER.EMA and SOLVER.SWA are both enabled; one average of the weights can be kept")
     if cfg.SOLVER.SWA.ENABLED:

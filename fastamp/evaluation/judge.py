@@ -1,21 +1,25 @@
 """From features to numbers: expansion, distances, re-ranking, ranking and verification, in one pass over blocks."""
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from fastamp.amp import force_fp32
 from fastamp.evaluation.matches import Identities, check_sets
 from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.query_expansion import expand
 from fastamp.evaluation.rank import RankingResult
 from fastamp.evaluation.rerank import ReRankedDistances
-from fastamp.evaluation.roc import RocCounter, RocCurve
+from fastamp.evaluation.roc import RocCounter, RocCurve, limit_of
 from fastamp.layers.distance import DistanceBlocks, FeatureDistances
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError
 from fastamp.utils.progress import track
+
+logger = logging.getLogger(__name__)
 
 # Queries drawn at once, of all resamples: they stay in the cache.
 _RESAMPLED = 2**16
@@ -51,14 +55,12 @@ class Judgement:
         metrics |= {"mAP": 100 * ranking.mean_ap, "mINP": 100 * ranking.mean_inp}
         metrics["metric"] = (metrics["mAP"] + metrics["Rank-1"]) / 2
         for rate in self.protocol.false_accept_rates if self.roc else ():
-            metrics[f"TAR@FAR={rate:g}"] = 100 * self.roc.tar_at(rate)
-        draws = ranking.first_match.shape[1]
-        trials = int(ranking.trials.sum())
-        without = len(ranking.ap) - ranking.num_valid
-        # Where a query is not one in every draw, their number is that of one draw.
-        metrics["num_query"] = trials // draws if self.protocol.rule == "vehicleid" else len(ranking.ap)
+            metrics[f"TAR@FAR={rate:.10g}"] = 100 * self.roc.tar_at(rate)
+        metrics["num_query"], metrics["num_query_without_match"] = len(ranking.ap), len(ranking.ap) - ranking.num_valid
         metrics["num_gallery"] = self.num_gallery
-        metrics["num_query_without_match"] = 0 if self.protocol.rule == "vehicleid" else without
+        if self.protocol.draws_queries:  # those of one draw, which has no query without a match
+            draws = ranking.first_match.shape[1]
+            metrics["num_query"], metrics["num_query_without_match"] = int(ranking.trials.sum()) // draws, 0
         if self.protocol.resamples:
             metrics["intervals"] = self.intervals()
         return metrics
@@ -72,10 +74,11 @@ class Judgement:
         generator = np.random.default_rng(self.protocol.seed)
         means: dict[str, list[np.ndarray]] = {name: [] for name in values}
         count, left = len(weights), self.protocol.resamples
+        alike = bool((weights == weights[0]).all())
         while left:
             size = min(left, max(1, _RESAMPLED // count))
             chosen = generator.integers(0, count, (size, count), dtype=np.int32)
-            total = weights[chosen].sum(1) if len(set(weights)) > 1 else count * weights[0]
+            total = count * weights[0] if alike else weights[chosen].sum(1)
             for name, each in weighted.items():
                 means[name].append(each[chosen].sum(1) / total)
             left -= size
@@ -85,13 +88,15 @@ class Judgement:
         }
 
 
+@torch.no_grad()
+@force_fp32
 def judge_features(
     query_features: torch.Tensor,
     gallery_features: torch.Tensor,
     ids: Identities,
     protocol: Protocol | None = None,
 ) -> Judgement:
-    """Judge the features of queries and gallery; several ranks, which all hold all features, share the queries.
+    """Judge the features of queries and gallery; several ranks, which all hold all features, share the work.
 
     Args:
         query_features: (Q, D) float, any precision.
@@ -103,19 +108,20 @@ def judge_features(
         The same on every rank.
 
     Raises:
-        ConfigError: an unknown metric or backend.
+        ConfigError: query expansion whose weights overflow.
         DataError: the sets cannot be ranked (see ``check_sets``), or no query has a match.
     """
     protocol = protocol or Protocol()
-    check_sets(query_features, gallery_features, ids)
-    if protocol.rule == "vehicleid":
+    check_sets(query_features, gallery_features, ids, protocol.dtype(torch.float64))
+    if protocol.draws_queries:
         ids = ids.all_images()
         query_features = gallery_features = torch.cat((query_features, gallery_features))
     distances = _distances(query_features, gallery_features, protocol)
     ranker = protocol.ranker(ids)
     roc = None
-    if protocol.false_accept_rates:
-        roc = RocCounter(ids, limit=distances.limit, cross_camera=protocol.cross_camera)
+    if protocol.false_accept_rates is not None:
+        limit = comm.from_main_process(limit_of(distances))
+        roc = RocCounter(ids, limit=limit, cross_camera=protocol.cross_camera)
     start, stop = comm.own_share(len(query_features), distances.block_rows)
     blocks = track(distances.blocks(start, stop), -(-(stop - start) // distances.block_rows), "ranking")
     for first, block in blocks:
@@ -126,11 +132,24 @@ def judge_features(
     ranking = RankingResult(*(comm.gather_rows(column) for column in (own.ap, own.inp, own.first_match)))
     if ranking.num_valid == 0:
         raise DataError(_explain_no_match(len(query_features), protocol))
-    if roc is not None and comm.is_distributed():
+    num_gallery = len(ranker.matches.groups.pids) if protocol.draws_queries else len(gallery_features)
+    return Judgement(protocol, ranking, _curve(roc, protocol), num_gallery)
+
+
+def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:
+    """Return the curve of all ranks' pairs, and say what it does not show."""
+    if roc is None:
+        return None
+    if comm.is_distributed():
         roc.counts = comm.all_reduce_sum(roc.counts.to(comm.transport_device())).cpu()
-    drawn = protocol.rule == "vehicleid"
-    num_gallery = len(ranker.matches.groups.pids) if drawn else len(gallery_features)
-    return Judgement(protocol, ranking, roc.result() if roc is not None else None, num_gallery)
+    curve = roc.result()
+    if curve is None:
+        logger.warning("TEST.ROC: there are no genuine or no impostor pairs, and so no accept rates")
+        return None
+    few = [f"{rate:.10g}" for rate in protocol.false_accept_rates if rate * curve.num_impostor < 1]
+    if few:
+        logger.warning("TEST.ROC.FAR %s: of %d impostor pairs none may be accepted", ", ".join(few), curve.num_impostor)
+    return curve
 
 
 def _distances(queries: torch.Tensor, gallery: torch.Tensor, protocol: Protocol) -> DistanceBlocks:
@@ -143,7 +162,7 @@ def _distances(queries: torch.Tensor, gallery: torch.Tensor, protocol: Protocol)
 
 
 def _explain_no_match(count: int, protocol: Protocol) -> str:
-    if protocol.rule == "vehicleid":
+    if protocol.draws_queries:
         return f"none of the {count} images has a match: no identity has two images"
     if not protocol.cross_camera:
         return f"none of the {count} queries has a match in the gallery: they have no identity in common"

@@ -1,6 +1,7 @@
 """Which gallery images are a query's matches, and which are junk that no ranking counts."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,8 @@ from fastamp.utils.errors import DataError
 
 # The identity that the first Market-1501 evaluation code leaves out of the gallery.
 JUNK_PID = -1
+# Pairs that are held at once, in some 60 bytes each.
+_MOST_PAIRS = 2**19
 
 
 @dataclass(frozen=True)
@@ -67,17 +70,30 @@ class Matches:
     Args:
         ids: of Q queries and G gallery images.
         cross_camera: whether images of the query's own camera are junk.
+        unmatched_pid: an identity that matches nothing; None is none.
     """
 
-    def __init__(self, ids: Identities, *, cross_camera: bool) -> None:
+    def __init__(self, ids: Identities, *, cross_camera: bool, unmatched_pid: int | None = None) -> None:
         self.query_pids, gallery_pids = ids.query_pids.cpu().numpy(), ids.gallery_pids.cpu().numpy()
         self.query_camids, self.gallery_camids = ids.query_camids.cpu().numpy(), ids.gallery_camids.cpu().numpy()
-        self.cross_camera = cross_camera
+        self.cross_camera, self.unmatched_pid = cross_camera, unmatched_pid
         self.groups = GalleryGroups(gallery_pids)
+
+    def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges of the queries from ``start`` to ``stop`` whose pairs take little memory, one query at least."""
+        group = self.groups.of(self.query_pids[start:stop])
+        pairs = np.cumsum(np.where(group >= 0, self.groups.counts[group], 0))
+        first = 0
+        while first < len(group):
+            done = pairs[first - 1] if first else 0
+            last = max(first + 1, int(np.searchsorted(pairs, done + _MOST_PAIRS, side="right")))
+            yield start + first, start + last
+            first = last
 
     def of(self, start: int, stop: int) -> Pairs:
         """Return the pairs of the queries from ``start`` up to, not including, ``stop``."""
-        group = self.groups.of(self.query_pids[start:stop])
+        pids = self.query_pids[start:stop]
+        group = np.where(pids == self.unmatched_pid, -1, self.groups.of(pids))
         counts = np.where(group >= 0, self.groups.counts[group], 0)
         rows = np.repeat(np.arange(len(group)), counts)
         within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -88,8 +104,19 @@ class Matches:
         return Pairs(rows[~junk], columns[~junk], rows[junk], columns[junk])
 
 
-def check_sets(query_features: torch.Tensor, gallery_features: torch.Tensor, ids: Identities) -> None:
+def check_sets(
+    query_features: torch.Tensor,
+    gallery_features: torch.Tensor,
+    ids: Identities,
+    dtype: torch.dtype = torch.float64,
+) -> None:
     """Check that two sets of features can be ranked.
+
+    Args:
+        query_features: (Q, D) float.
+        gallery_features: (G, D) float.
+        ids: of the Q and G images.
+        dtype: the widest that they are computed in; that of float32 and narrower features is float32 anyway.
 
     Raises:
         DataError: a set is empty, shapes do not fit, or features are not finite or too large for their squares.
@@ -105,7 +132,7 @@ def check_sets(query_features: torch.Tensor, gallery_features: torch.Tensor, ids
                 f"{name}: features {tuple(features.shape)}, {len(pids)} identities and {len(camids)} cameras "
                 "do not fit; expected (N, D) features and N of each"
             )
-        _check_finite(name, features)
+        _check_finite(name, features, dtype)
     if query_features.shape[1] != gallery_features.shape[1]:
         raise DataError(
             f"query features are {query_features.shape[1]} wide, gallery features {gallery_features.shape[1]}: "
@@ -113,7 +140,7 @@ def check_sets(query_features: torch.Tensor, gallery_features: torch.Tensor, ids
         )
 
 
-def _check_finite(name: str, features: torch.Tensor) -> None:
+def _check_finite(name: str, features: torch.Tensor, dtype: torch.dtype) -> None:
     if features.numel() == 0:
         raise DataError(f"the {name} features are 0 wide")
     low, high = (bound.item() for bound in torch.aminmax(features))
@@ -122,12 +149,14 @@ def _check_finite(name: str, features: torch.Tensor) -> None:
         bad = (~torch.isfinite(features).all(1)).nonzero().flatten().tolist()
         raise DataError(
             f"{len(bad)} of {len(features)} {name} features are NaN or infinite (the first: number "
-            f"{', '.join(map(str, bad[:5]))} of the {name} set): they cannot be ranked.\n"
-            "  cause: the training diverged, weights or normalization buffers are damaged, or float16 overflows.\n"
+            f"{', '.join(map(str, bad[:5]))} of the {name} set, from 0): they cannot be ranked.\n"
+            "  cause: the model's training diverged, its weights or norm buffers are damaged, or float16 overflows\n"
             "  fix: a lower SOLVER.BASE_LR or an earlier checkpoint; under float16, SOLVER.AMP.EVAL_DTYPE float32"
         )
-    if features.dtype != torch.float64 and 4 * features.shape[1] * largest**2 > torch.finfo(torch.float32).max:
+    dtype = torch.float32 if features.dtype != torch.float64 else dtype
+    limit = math.sqrt(torch.finfo(dtype).max / features.shape[1]) / 2
+    if largest > limit:
         raise DataError(
-            f"{name} features reach {largest:.3g}: the squares of {features.shape[1]} such values overflow in float32, "
-            "and with them every distance"
+            f"{name} features reach {largest:.3g}: the squares of {features.shape[1]} values above {limit:.3g} "
+            f"overflow in {str(dtype).removeprefix('torch.')}, and with them the distances"
         )

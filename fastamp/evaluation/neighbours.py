@@ -1,22 +1,26 @@
-"""The nearest neighbours of every feature, exactly, in blocks; the same whatever computes them."""
+"""The nearest neighbours of every feature, exactly, in blocks; the same whatever computes them.
+
+Several ranks share the work, so that all must call together.
+"""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from fastamp.layers.distance import FeatureDistances, squared_norms
+from fastamp.layers.distance import FeatureDistances, pair_distances, squared_norms
 from fastamp.utils import comm
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import check_choice
 from fastamp.utils.progress import track
 
 BACKENDS = ("auto", "torch", "faiss")
 # Neighbours that are searched for beyond those wanted, so that the last place is not decided by a rounding error.
 _MARGIN = 8
-# Pairs whose difference is held at once: it stays in the cache.
-_PAIRS = 256
+# Equally near features, of a model that has collapsed, that are no longer told apart in float64.
+_MOST_EXACT = 1024
 # Queries of one call of faiss.
 _FAISS_ROWS = 2048
 
@@ -27,7 +31,8 @@ class Neighbours:
 
     Attributes:
         indices: (Q, k) int64, the nearest first; of equally near ones the first in the gallery's order.
-        farthest: (Q,) float32, the squared Euclidean distance to the farthest of the gallery.
+        farthest: (Q,) float32, the squared Euclidean distance to the farthest of the gallery, or to one that is as far
+            but for a rounding error.
     """
 
     indices: np.ndarray
@@ -63,89 +68,98 @@ def nearest_neighbours(
     Raises:
         ConfigError: another backend.
     """
-    if backend not in BACKENDS:
-        raise ConfigError(f"TEST.KNN_BACKEND: {backend!r}; choices: {', '.join(BACKENDS)}")
+    check_choice("TEST.KNN_BACKEND", backend, BACKENDS)
     k = min(k, len(gallery))
-    wanted = min(k + _MARGIN, len(gallery))
+    if k == 0:
+        return Neighbours(np.empty((len(queries), 0), dtype=np.int64), np.empty(0, dtype=np.float32))
     distances = FeatureDistances(queries, gallery, metric="euclidean", memory_budget_mb=memory_budget_mb)
-    start, stop = comm.own_share(len(queries), distances.block_rows)
-    if backend == "faiss":
-        source = _faiss_candidates(queries, gallery, wanted, start, stop)
-        size = _FAISS_ROWS
-    else:
-        source = _torch_candidates(distances, wanted, start, stop)
-        size = distances.block_rows
-    tolerance = _rounding_error(queries.shape[1]) * distances.limit
-    indices, farthest = [], []
-    for first, found, values, last in track(source, -(-(stop - start) // size), "nearest neighbours"):
-        block = torch.arange(first, first + len(found), device=queries.device)
-        indices.append(_settle(distances, block, found, values, k, tolerance).cpu())
-        farthest.append(pair_distances(queries, gallery, block, last).cpu())
-    empty = torch.empty(0, k, dtype=torch.int64), torch.empty(0)
+    size = _FAISS_ROWS if backend == "faiss" else distances.block_rows
+    start, stop = comm.own_share(len(queries), size)
+    find = _faiss_candidates if backend == "faiss" else _torch_candidates
+    source = find(distances, min(k + _MARGIN, len(gallery)), start, stop)
+    indices, farthest = [torch.empty(0, k, dtype=torch.int64)], [torch.empty(0)]
+    for block in track(source, -(-(stop - start) // size), "nearest neighbours"):
+        indices.append(_settle(distances, block, k).cpu())
+        farthest.append(pair_distances(queries, gallery, block.queries, block.farthest).cpu())
     return Neighbours(
-        comm.gather_rows(torch.cat([empty[0], *indices])).numpy(),
-        comm.gather_rows(torch.cat([empty[1], *farthest])).numpy(),
+        comm.gather_rows(torch.cat(indices)).numpy(),
+        comm.gather_rows(torch.cat(farthest)).numpy(),
     )
 
 
-# First query, (B, c) candidates, (B, c) their squared distances ascending, (B,) the farthest.
-_Candidates = Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]
+class _Candidates(NamedTuple):
+    """What a product says of the nearest features of (B) queries, before rounding errors are looked into.
+
+    Attributes:
+        queries: (B,) int64, their numbers.
+        found: (B, c) int64, the nearest, c at least k.
+        values: (B, c) float32, their squared distances, ascending.
+        farthest: (B,) int64.
+        rows: (B, G) float32, all distances; None where they are not at hand.
+    """
+
+    queries: torch.Tensor
+    found: torch.Tensor
+    values: torch.Tensor
+    farthest: torch.Tensor
+    rows: torch.Tensor | None
 
 
-def _torch_candidates(distances: FeatureDistances, wanted: int, start: int, stop: int) -> _Candidates:
+def _torch_candidates(distances: FeatureDistances, wanted: int, start: int, stop: int) -> Iterator[_Candidates]:
     for first, block in distances.blocks(start, stop):
         values, found = torch.topk(block, wanted, dim=1, largest=False)
-        yield first, found, values, block.argmax(1)
+        queries = torch.arange(first, first + len(block), device=block.device)
+        yield _Candidates(queries, found, values, block.argmax(1), block)
 
 
-def _faiss_candidates(queries: torch.Tensor, gallery: torch.Tensor, wanted: int, start: int, stop: int) -> _Candidates:
+def _faiss_candidates(distances: FeatureDistances, wanted: int, start: int, stop: int) -> Iterator[_Candidates]:
     import faiss
 
-    host_queries, host_gallery = queries.cpu().numpy(), gallery.cpu().numpy()
-    device = queries.device
+    queries, gallery = distances.queries.cpu().numpy(), distances.gallery.cpu().numpy()
     # |q - g|^2 is largest where the product of (-2q, 1) and (g, |g|^2) is.
-    extended = np.concatenate((host_gallery, squared_norms(gallery).cpu().numpy()[:, None]), axis=1)
+    extended = np.concatenate((gallery, distances.gallery_squares.cpu().numpy()[:, None]), axis=1)
     for first in range(start, stop, _FAISS_ROWS):
-        block = host_queries[first : min(first + _FAISS_ROWS, stop)]
-        values, found = faiss.knn(block, host_gallery, wanted, metric=faiss.METRIC_L2)
+        last = min(first + _FAISS_ROWS, stop)
+        block = queries[first:last]
+        values, found = faiss.knn(block, gallery, wanted, metric=faiss.METRIC_L2)
         opposite = np.concatenate((block * -2, np.ones((len(block), 1), dtype=np.float32)), axis=1)
-        _, last = faiss.knn(opposite, extended, 1, metric=faiss.METRIC_INNER_PRODUCT)
-        found, values, last = (torch.from_numpy(each).to(device) for each in (found, values, last))
-        yield first, found.long(), values, last.long()[:, 0]
+        _, farthest = faiss.knn(opposite, extended, 1, metric=faiss.METRIC_INNER_PRODUCT)
+        columns = (np.arange(first, last), found.astype(np.int64), values, farthest.astype(np.int64)[:, 0])
+        yield _Candidates(*(torch.from_numpy(each).to(distances.device) for each in columns), rows=None)
 
 
-def _rounding_error(width: int) -> float:
-    """Return how far apart two products of float32 vectors may be rounded, relative to the largest product."""
-    return torch.finfo(torch.float32).eps * math.sqrt(width)
-
-
-def _settle(
-    distances: FeatureDistances,
-    block: torch.Tensor,
-    found: torch.Tensor,
-    values: torch.Tensor,
-    k: int,
-    tolerance: float,
-) -> torch.Tensor:
-    """Return the (B, k) nearest of (B, c) candidates, in the order of float64 and of the gallery."""
-    close = values[:, 1:] - values[:, :-1] <= tolerance
+def _settle(distances: FeatureDistances, block: _Candidates, k: int) -> torch.Tensor:
+    """Return the (B, k) nearest of the candidates, in the order of float64 and of the gallery."""
+    found, values = block.found, block.values
+    # How far two products may be rounded apart, by the norms of what is near: a far feature may have any norm.
+    norms = squared_norms(distances.queries[block.queries]) + distances.gallery_squares[found].amax(1)
+    tolerance = torch.finfo(torch.float32).eps * math.sqrt(distances.queries.shape[1]) * 2 * norms
+    close = values[:, 1:] - values[:, :-1] <= tolerance[:, None]
     # Where even the last candidate is as near as the k-th, others may be too.
     open_end = (values[:, -1] - values[:, k - 1] <= tolerance) & (found.shape[1] < distances.shape[1])
     result = found[:, :k].clone()
     unsettled = (close[:, :k].any(1) & ~open_end).nonzero().flatten()
     if len(unsettled):
         candidates = found[unsettled].sort(1).values  # so that a stable sort keeps the gallery's order
-        exact = _exact_distances(distances, block[unsettled], candidates)
+        exact = _exact_distances(distances, block.queries[unsettled], candidates)
         order = exact.argsort(dim=1, stable=True)[:, :k]
         result[unsettled] = candidates.gather(1, order)
-    row = distances.gallery.new_empty(1, distances.shape[1])
     for number in open_end.nonzero().flatten().tolist():
-        query = int(block[number])
-        distances.rows(query, query + 1, row)
-        candidates = (row[0] <= values[number, k - 1] + 2 * tolerance).nonzero().flatten()[None]
-        order = _exact_distances(distances, block[number : number + 1], candidates).argsort(dim=1, stable=True)[:, :k]
-        result[number] = candidates.gather(1, order)[0]
+        query = block.queries[number : number + 1]
+        row = block.rows[number] if block.rows is not None else _row(distances, int(query))
+        candidates = (row <= values[number, k - 1] + 2 * tolerance[number]).nonzero().flatten()
+        if len(candidates) > _MOST_EXACT:
+            exact = row[candidates]
+        else:
+            exact = _exact_distances(distances, query, candidates[None])[0]
+        result[number] = candidates[exact.argsort(stable=True)[:k]]
     return result
+
+
+def _row(distances: FeatureDistances, query: int) -> torch.Tensor:
+    row = torch.empty(1, distances.shape[1], dtype=distances.dtype, device=distances.device)
+    distances.rows(query, query + 1, row)
+    return row[0]
 
 
 def _exact_distances(distances: FeatureDistances, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -153,31 +167,3 @@ def _exact_distances(distances: FeatureDistances, rows: torch.Tensor, columns: t
     rows = rows.repeat_interleave(columns.shape[1])
     exact = pair_distances(distances.queries, distances.gallery, rows, columns.reshape(-1), dtype=torch.float64)
     return exact.view(columns.shape)
-
-
-def pair_distances(
-    x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, *, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """Return the squared Euclidean distance of pairs of features, which no blocking rounds differently.
-
-    Args:
-        x: (M, D) float32.
-        y: (N, D) float32.
-        rows: (P,) int64, into ``x``.
-        columns: (P,) int64, into ``y``.
-        dtype: to compute in.
-
-    Returns:
-        (P,) of ``dtype``.
-    """
-    # New memory for each part would cost as much as the arithmetic.
-    size = min(_PAIRS, len(rows))
-    some_x, some_y = x.new_empty(size, x.shape[1]), y.new_empty(size, y.shape[1])
-    result = torch.empty(len(rows), dtype=dtype, device=x.device)
-    for first in range(0, len(rows), _PAIRS):
-        part = slice(first, min(first + _PAIRS, len(rows)))
-        count = part.stop - first
-        torch.index_select(x, 0, rows[part], out=some_x[:count])
-        torch.index_select(y, 0, columns[part], out=some_y[:count])
-        result[part] = squared_norms(some_x[:count].to(dtype).sub_(some_y[:count]))
-    return result

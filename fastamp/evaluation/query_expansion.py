@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from fastamp.evaluation.neighbours import nearest_neighbours
-from fastamp.layers.distance import squared_norms
+from fastamp.layers.distance import without_tf32
+from fastamp.utils.errors import ConfigError, check_choice
 
 SIDES = ("both", "query", "gallery")
 # Features whose neighbours are held at once.
@@ -23,12 +25,20 @@ class QueryExpansion:
         sides: what is expanded. ``"both"`` is FastReID's: neighbours are sought among queries and gallery together.
             ``"query"`` expands the queries, by the query itself and the gallery; ``"gallery"`` the gallery, by the
             gallery. Then no query depends on another query.
+
+    Raises:
+        ConfigError: a value that is not among these.
     """
 
     k: int = 5
     alpha: float = 3.0
     times: int = 1
     sides: str = "both"
+
+    def __post_init__(self) -> None:
+        check_choice("TEST.AQE.SIDES", self.sides, SIDES)
+        if min(self.k, self.times) < 1:
+            raise ConfigError(f"TEST.AQE: QE_K {self.k} and QE_TIME {self.times} must be at least 1")
 
     def __str__(self) -> str:
         what = "queries and gallery" if self.sides == "both" else {"query": "queries"}.get(self.sides, self.sides)
@@ -46,8 +56,8 @@ def expand(
     """Return new features of queries and gallery.
 
     The mean is of the features as they are, weighed by the cosine similarities to the power of alpha (Radenovic et al.
-    2019, arXiv:1711.02512, section 3.3; Chum et al. 2007 for alpha 0). A negative similarity under a power that is not
-    whole weighs nothing.
+    2019, arXiv:1711.02512, section 3.3; Chum et al. 2007 for alpha 0). A negative similarity weighs nothing, unless
+    alpha is a whole number from 0 on.
 
     Args:
         queries: (Q, D) float, any precision; computed in float32.
@@ -58,6 +68,9 @@ def expand(
 
     Returns:
         (Q, D) and (G, D) float32.
+
+    Raises:
+        ConfigError: the weights overflow.
     """
     queries, gallery = queries.float(), gallery.float()
     search = {"backend": backend, "memory_budget_mb": memory_budget_mb}
@@ -70,6 +83,8 @@ def expand(
             queries = _expand(queries, gallery, options, search, with_itself=True)
         else:
             gallery = _expand(gallery, gallery, options, search)
+        if not all(torch.isfinite(torch.stack(torch.aminmax(side))).all() for side in (queries, gallery)):
+            raise ConfigError(f"TEST.AQE.ALPHA {options.alpha:g}: similarities to this power overflow in float32")
     return queries, gallery
 
 
@@ -77,27 +92,25 @@ def _expand(
     features: torch.Tensor, pool: torch.Tensor, options: QueryExpansion, search: dict, *, with_itself: bool = False
 ) -> torch.Tensor:
     """Return (N, D): the weighted mean of each feature's nearest in the pool, and of itself where it is not there."""
-    unit = _normalized(features)
-    unit_pool = unit if pool is features else _normalized(pool)
+    unit = F.normalize(features, dim=1)
+    unit_pool = unit if pool is features else F.normalize(pool, dim=1)
     found = nearest_neighbours(unit, unit_pool, options.k - with_itself, **search).indices
     nearest = torch.from_numpy(found).to(features.device)
     size = nearest.shape[1] + with_itself
     result = torch.empty_like(features)
     for rows in torch.arange(len(features), device=features.device).split(_ROWS):
         near = nearest[rows]
-        weights = _power(torch.einsum("nd,nkd->nk", unit[rows], unit_pool[near]), options.alpha)
-        mean = torch.einsum("nk,nkd->nd", weights, pool[near])
+        with without_tf32():
+            weights = _power(torch.einsum("nd,nkd->nk", unit[rows], unit_pool[near]), options.alpha)
+            mean = torch.einsum("nk,nkd->nd", weights, pool[near])
         if with_itself:
             mean += features[rows]
         result[rows] = mean / size
     return result
 
 
-def _normalized(features: torch.Tensor) -> torch.Tensor:
-    return features / squared_norms(features).sqrt().clamp_min(1e-12)[:, None]
-
-
 def _power(similarities: torch.Tensor, alpha: float) -> torch.Tensor:
+    similarities = similarities.clamp(-1, 1)
     if float(alpha).is_integer() and alpha >= 0:
-        return similarities ** int(alpha)
+        return similarities**alpha
     return torch.where(similarities > 0, similarities.clamp_min(1e-12) ** alpha, 0.0)

@@ -12,6 +12,7 @@ import torch
 
 from fastamp.evaluation.matches import JUNK_PID, Identities, Matches, Pairs, check_sets
 from fastamp.layers.distance import FeatureDistances
+from fastamp.utils.errors import DataError
 
 # What ranking takes, in ns: sorting a row, for each element; comparing it with a match, for the call and each element
 # (one core of an AMD EPYC, NumPy 2.4, 16,000 and 82,000 float32: 250 and 1,800 us a sort, 4 and 9 us a comparison).
@@ -91,16 +92,16 @@ class Ranker:
     draws = 1
 
     def __init__(self, ids: Identities, *, cross_camera: bool = True, trapezoid: bool = False) -> None:
-        self.matches = Matches(ids, cross_camera=cross_camera)
+        unmatched = JUNK_PID if trapezoid else None
+        self.matches = Matches(ids, cross_camera=cross_camera, unmatched_pid=unmatched)
         self.trapezoid = trapezoid
         self._left_out = (ids.gallery_pids == JUNK_PID).nonzero().flatten() if trapezoid else None
         self._parts: dict[int, tuple[np.ndarray, ...]] = {}
 
     def add(self, start: int, block: torch.Tensor) -> None:
         """Rank the queries from ``start`` on by a (B, G) block of distances; the junk's are overwritten."""
-        pairs = self.matches.of(start, start + len(block))
-        self._leave_out_junk(block, pairs)
-        self._parts[start] = self._judge(start, block, pairs)
+        for first, last in self.matches.spans(start, start + len(block)):
+            self._parts[first] = self._judge(first, block[first - start : last - start])
 
     def result(self) -> RankingResult:
         """Return the results of the queries seen, on the CPU, in their order."""
@@ -115,8 +116,13 @@ class Ranker:
         if self._left_out is not None:
             block[:, self._left_out.to(block.device)] = torch.nan
 
-    def _judge(self, start: int, block: torch.Tensor, pairs: Pairs) -> tuple[np.ndarray, ...]:
+    def _judge(self, start: int, block: torch.Tensor) -> tuple[np.ndarray, ...]:
         """Return the AP, INP and first match of the block's queries."""
+        pairs = self.matches.of(start, start + len(block))
+        self._leave_out_junk(block, pairs)
+        return self._judge_pairs(start, block, pairs)
+
+    def _judge_pairs(self, start: int, block: torch.Tensor, pairs: Pairs) -> tuple[np.ndarray, ...]:
         ranks = ranks_of(block, pairs)
         ranks = ranks[np.lexsort((ranks, pairs.rows))]
         counts = np.bincount(pairs.rows, minlength=len(block))
@@ -223,15 +229,26 @@ def rank_distances(distances: torch.Tensor, ids: Identities, *, trapezoid: bool 
     Equal distances keep the gallery's order, so that the result does not depend on a sort.
 
     Args:
-        distances: (Q, G) float.
+        distances: (Q, G) numbers.
         ids: of Q queries and G gallery images.
         trapezoid: see ``Ranker``.
 
     Returns:
         Per-query results on the CPU.
+
+    Raises:
+        DataError: the shapes do not fit, or a distance is NaN.
     """
+    if distances.shape != (len(ids.query_pids), len(ids.gallery_pids)):
+        raise DataError(
+            f"distances are {tuple(distances.shape)}, for {len(ids.query_pids)} queries and {len(ids.gallery_pids)} "
+            "gallery images"
+        )
+    if distances.isnan().any():
+        raise DataError(f"{int(distances.isnan().sum())} of {distances.numel()} distances are NaN")
     ranker = Ranker(ids, trapezoid=trapezoid)
-    ranker.add(0, distances.clone())
+    exact = distances.dtype if distances.dtype in (torch.float32, torch.float64) else torch.float64
+    ranker.add(0, distances.to(exact, copy=True))
     return ranker.result()
 
 

@@ -15,7 +15,7 @@ from fastamp.evaluation.matches import Identities
 from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.roc import write_roc
 from fastamp.utils import comm
-from fastamp.utils.errors import DataError
+from fastamp.utils.errors import DataError, writing
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ class ReidEvaluator(DatasetEvaluator):
             the same of that floor. None on ranks other than 0.
 
         Raises:
+            ConfigError: a file cannot be written, or query expansion overflows.
             DataError: a feature is not finite, or no query has a match.
         """
         if not self._columns:
@@ -77,17 +78,16 @@ class ReidEvaluator(DatasetEvaluator):
         sides = [(columns[name][:n], columns[name][n:]) for name in ("targets", "camids")]
         ids = Identities(*sides[0], *sides[1])
         features = columns.pop("features")
-        features = features.to(_ranking_device(features, self.protocol, self._device))
+        features = features.to(ranking_device(features, self.protocol, self._device))
         judgement = judge_features(features[:n], features[n:], ids, self.protocol)
-        metrics = judgement.metrics()
-        if self.floors:
-            plain = self.protocol.plain()
-            metrics["floors"] = {
-                name: judge_features(columns[name][:n], columns[name][n:], ids, plain).metrics() for name in self.floors
-            }
+        plain = self.protocol.plain()
+        floors = {name: judge_features(columns[name][:n], columns[name][n:], ids, plain) for name in self.floors}
         if not comm.is_main_process():
             return None
         self._write(judgement)
+        metrics = judgement.metrics()
+        if floors:
+            metrics["floors"] = {name: floor.metrics() for name, floor in floors.items()}
         return metrics
 
     def _gathered(self) -> dict[str, torch.Tensor]:
@@ -115,7 +115,8 @@ class ReidEvaluator(DatasetEvaluator):
         folder = Path(self.output_dir)
         paths = []
         if self.per_query:
-            folder.mkdir(parents=True, exist_ok=True)
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
             paths.append(folder / "per_query.npz")
             write_per_query(judgement, paths[0])
         if judgement.roc is not None:
@@ -125,23 +126,28 @@ class ReidEvaluator(DatasetEvaluator):
 
 
 def write_per_query(judgement: Judgement, path: Path) -> None:
-    """Write ``ap``, ``inp``, ``valid``: (Q,), and ``first_match``: (Q, R), see ``RankingResult``, to an npz file."""
+    """Write ``ap``, ``inp``, ``valid``: (Q,), and ``first_match``: (Q, R), see ``RankingResult``, to an npz file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     ranking = judgement.ranking
     columns = {name: getattr(ranking, name).numpy() for name in ("ap", "inp", "valid", "first_match")}
-    with path.open("wb") as file:  # NumPy would add .npz to another name
+    with writing(path), path.open("wb") as file:  # NumPy would add .npz to another name
         np.savez_compressed(file, **columns)
 
 
-def _ranking_device(features: torch.Tensor, protocol: Protocol, device: torch.device) -> torch.device:
-    """Return the model's device if it is CUDA and has room for the features and what is computed from them."""
+def ranking_device(features: torch.Tensor, protocol: Protocol, device: torch.device) -> torch.device:
+    """Return where to judge (N, D) features: ``device`` if it is CUDA and has room on every rank, else the CPU."""
     if device.type != "cuda":
         return torch.device("cpu")
-    copies = 1 + 2 * bool(protocol.expansion) + 2 * bool(protocol.re_ranking)
+    copies = 1 + 4 * (protocol.expansion is not None) + 2 * (protocol.re_ranking is not None)
     needed = copies * features.nbytes + 4 * protocol.memory_budget_mb * 2**20
-    free = torch.cuda.mem_get_info(device)[0]
-    if needed < free:
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + kept
+    if not comm.any_rank(needed > free):
         return device
     logger.info(
-        "ranking on the CPU: %.1f GiB are needed, %.1f GiB are free on %s", needed / 2**30, free / 2**30, device
+        "ranking on the CPU: it needs %.1f GiB, and %.1f GiB are free on %s", needed / 2**30, free / 2**30, device
     )
     return torch.device("cpu")

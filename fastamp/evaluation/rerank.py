@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from fastamp.evaluation.neighbours import nearest_neighbours, pair_distances
-from fastamp.layers.distance import DistanceBlocks, FeatureDistances
+from fastamp.evaluation.neighbours import nearest_neighbours
+from fastamp.layers.distance import DistanceBlocks, FeatureDistances, check_metric, pair_distances
+from fastamp.utils.errors import ConfigError, check_choice
 
 if TYPE_CHECKING:
     from scipy.sparse import csc_matrix, csr_matrix
@@ -33,6 +35,9 @@ class ReRanking:
         form: ``"zhong"`` is the authors': squared Euclidean distances over each row's largest, k1 + 1 neighbours, the
             image itself among them. ``"torchreid"`` squares these once more, as torchreid and FastReID's older file do.
             ``"fastreid"`` is FastReID's present one: k1 neighbours, distances as they are.
+
+    Raises:
+        ConfigError: a value that is not among these.
     """
 
     k1: int = 20
@@ -44,6 +49,13 @@ class ReRanking:
     def num_neighbours(self) -> int:
         """How many neighbours must be reciprocal, the image itself among them."""
         return self.k1 if self.form == "fastreid" else self.k1 + 1
+
+    def __post_init__(self) -> None:
+        check_choice("TEST.RERANK.FORM", self.form, FORMS)
+        if min(self.k1, self.k2) < 1 or not 0 <= self.share <= 1:
+            raise ConfigError(
+                f"TEST.RERANK: K1 {self.k1} and K2 {self.k2} must be at least 1, LAMBDA {self.share} in 0..1"
+            )
 
     def __str__(self) -> str:
         return f"re-ranking ({self.form}, k1 {self.k1}, k2 {self.k2}, lambda {self.share:g})"
@@ -59,6 +71,9 @@ class ReRankedDistances(DistanceBlocks):
         options: the kind of re-ranking.
         backend: of the neighbour search, see ``nearest_neighbours``.
         memory_budget_mb: MiB of distances held at once.
+
+    Raises:
+        ConfigError: another metric or backend.
     """
 
     def __init__(
@@ -74,17 +89,15 @@ class ReRankedDistances(DistanceBlocks):
         self.options, self.memory_budget_mb = options, memory_budget_mb
         self.shape = (len(queries), len(gallery))
         self.dtype, self.device = torch.float32, gallery.device
-        features = torch.cat((queries.float(), gallery.float()))
-        if metric == "cosine":
-            features /= torch.linalg.vector_norm(features, dim=1, keepdim=True).clamp_min_(1e-12)
-        self.queries, self.gallery = features[: len(queries)], features[len(queries) :]
-        # FastReID mixes in the distance of the metric itself, the others the one that the weights are made of.
-        self._original = FeatureDistances(
-            self.queries,
-            self.gallery,
-            metric=metric if options.form == "fastreid" else "euclidean",
-            memory_budget_mb=memory_budget_mb,
-        )
+        features = torch.cat((queries.detach().float(), gallery.detach().float()))
+        if check_metric(metric) == "cosine":
+            F.normalize(features, dim=1, out=features)
+        # Distances stay as they are, and what products round is relative to the spread instead of the offset.
+        features -= features.mean(0)
+        queries, gallery = features[: len(queries)], features[len(queries) :]
+        self._original = FeatureDistances(queries, gallery, metric="euclidean", memory_budget_mb=memory_budget_mb)
+        # FastReID mixes in the distance of the metric: 1 - cosine is half the squared distance of unit vectors.
+        self._scale = 0.5 if options.form == "fastreid" and metric == "cosine" else 1.0
         search = {"backend": backend, "memory_budget_mb": memory_budget_mb}
         count = max(options.num_neighbours, options.k2)
         neighbours = nearest_neighbours(features, features, count, **search)
@@ -92,7 +105,7 @@ class ReRankedDistances(DistanceBlocks):
         self._farthest = torch.from_numpy(neighbours.farthest[: len(queries)]).to(self.device)
         self._query_weights = weights[: len(queries)]
         self._gallery_weights = weights[len(queries) :].tocsc()
-        self.limit = 1.0 if options.form != "fastreid" else 1.0 + options.share * self._original.limit
+        self.limit = None if options.form == "fastreid" else 1.0
 
     def rows(self, start: int, stop: int, out: torch.Tensor) -> None:
         """See ``DistanceBlocks``."""
@@ -105,7 +118,7 @@ class ReRankedDistances(DistanceBlocks):
         overlap = torch.zeros_like(out)
         _add_overlaps(self._query_weights[start:stop], self._gallery_weights, overlap)
         jaccard = overlap.div_(2 - overlap).neg_().add_(1)
-        out.mul_(share).add_(jaccard, alpha=1 - share)
+        out.mul_(share * self._scale).add_(jaccard, alpha=1 - share)
 
     @property
     def block_rows(self) -> int:
@@ -129,10 +142,8 @@ def _weights(features: torch.Tensor, neighbours: np.ndarray, farthest: np.ndarra
     # A neighbour brings its own nearest ones along when more than 2/3 of them are in the set already.
     common = (reciprocal @ near.T).multiply(reciprocal).tocsr()
     sizes = np.diff(near.indptr)
-    brings = common.copy()
-    brings.data = (common.data > 2 / 3 * sizes[common.indices]).astype(np.float32)
-    # One with no near neighbours at all adds nothing either way.
-    members = (reciprocal + brings @ near).tocsr()
+    common.data = (common.data > 2 / 3 * sizes[common.indices]).astype(np.float32)
+    members = (reciprocal + common @ near).tocsr()
     members.eliminate_zeros()
     members.sort_indices()
 

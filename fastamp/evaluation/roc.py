@@ -2,20 +2,40 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from fastamp.evaluation.matches import Identities, Matches
+from fastamp.evaluation.matches import Identities, Matches, Pairs
+from fastamp.layers.distance import DistanceBlocks
+from fastamp.utils.errors import writing
 
 logger = logging.getLogger(__name__)
 
-# Bins of equal width from 0 to the largest distance possible. Cosine distances are then told apart to 2e-6.
+# Bins of equal width; cosine distances, from 0 to 2, are told apart to 2e-6.
 _BINS = 2**20
 # Entries of a block whose bins are held at once.
-_CHUNK = 2**22
+_CHUNK = 2**20
+
+
+# Below it a distance times the bins in its inverse would overflow in float32.
+_SMALLEST_LIMIT = 1e-30
+# Queries whose distances say where those of a metric without a bound lie.
+_SAMPLED = 64
+
+
+def limit_of(distances: DistanceBlocks) -> float:
+    """Return a distance that few pairs lie above: the largest possible, or four times the median of some queries'."""
+    if distances.limit is not None:
+        return distances.limit
+    count, width = distances.shape
+    sample = torch.empty(min(_SAMPLED, count), width, dtype=distances.dtype, device=distances.device)
+    for number, row in enumerate(sample):
+        query = number * count // len(sample)
+        distances.rows(query, query + 1, row[None])
+    return 4 * sample.median().item()
 
 
 @dataclass(frozen=True)
@@ -23,7 +43,8 @@ class RocCurve:
     """Accept rates over all thresholds.
 
     Attributes:
-        thresholds: (T,) float64, ascending; a pair is accepted when its distance lies below.
+        thresholds: (T,) float64, ascending, of cosine, squared Euclidean or re-ranked distances; a pair is accepted
+            when its distance lies below. The last may be infinite.
         tar: (T,) float64 in 0..1, true accept rate: the share of the genuine pairs accepted.
         far: (T,) float64 in 0..1, false accept rate: the share of the impostor pairs accepted.
         num_genuine: pairs of one identity, junk left out.
@@ -50,7 +71,7 @@ class RocCounter:
 
     Args:
         ids: of Q queries and G gallery images.
-        limit: the largest distance possible.
+        limit: where the last bin begins; distances above are not told apart.
         cross_camera: see ``Matches``; junk is no pair.
 
     Attributes:
@@ -59,19 +80,22 @@ class RocCounter:
 
     def __init__(self, ids: Identities, *, limit: float, cross_camera: bool = True) -> None:
         self.matches = Matches(ids, cross_camera=cross_camera)
-        self._scale = _BINS / max(limit, np.finfo(np.float32).tiny)
+        self._scale = _BINS / max(limit, _SMALLEST_LIMIT)
         self.counts = torch.zeros(2, _BINS, dtype=torch.int64)
 
     def add(self, start: int, block: torch.Tensor) -> None:
         """Count the pairs of the queries from ``start`` on in a (B, G) block of distances, which stays as it is."""
-        pairs = self.matches.of(start, start + len(block))
+        for first, last in self.matches.spans(start, start + len(block)):
+            self._count(block[first - start : last - start], self.matches.of(first, last))
+
+    def _count(self, block: torch.Tensor, pairs: Pairs) -> None:
         entries = ((pairs.rows, pairs.columns), (pairs.junk_rows, pairs.junk_columns))
         own, junk = (
             self._histogram(block[tuple(torch.from_numpy(side).to(block.device) for side in each)]) for each in entries
         )
         genuine, impostor = self.counts
         genuine += own
-        for chunk in block.view(-1).split(_CHUNK):
+        for chunk in block.reshape(-1).split(_CHUNK):
             impostor += self._histogram(chunk)
         impostor -= own + junk
 
@@ -88,7 +112,7 @@ class RocCounter:
         tar, far = (counts[used].cumsum() / counts.sum() for counts in (genuine, impostor))
         zero = np.zeros(1)
         return RocCurve(
-            thresholds=np.concatenate((zero, (used + 1) / self._scale)),
+            thresholds=np.concatenate((zero, np.where(used < _BINS - 1, (used + 1) / self._scale, np.inf))),
             tar=np.concatenate((zero, tar)),
             far=np.concatenate((zero, far)),
             num_genuine=int(genuine.sum()),
@@ -103,17 +127,14 @@ def write_roc(curve: RocCurve, rates: Sequence[float], folder: Path) -> list[Pat
         curve: to be written.
         rates: false accept rates that are marked in the picture.
         folder: created when missing.
+
+    Raises:
+        ConfigError: they cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "roc.npz"]
-    np.savez_compressed(
-        paths[0],
-        thresholds=curve.thresholds,
-        tar=curve.tar,
-        far=curve.far,
-        num_genuine=curve.num_genuine,
-        num_impostor=curve.num_impostor,
-    )
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(paths[0], **asdict(curve))
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -123,12 +144,14 @@ def write_roc(curve: RocCurve, rates: Sequence[float], folder: Path) -> list[Pat
     axes = figure.subplots()
     axes.step(curve.far, 100 * curve.tar, where="post")
     for rate in rates:
-        axes.plot(rate, 100 * curve.tar_at(rate), "o", label=f"{100 * curve.tar_at(rate):.2f} % at {rate:g}")
-    axes.set(xscale="log", xlim=(1 / curve.num_impostor, 1), ylim=(0, 100))
+        axes.plot(rate, 100 * curve.tar_at(rate), "o", label=f"{100 * curve.tar_at(rate):.2f} % at {rate:.10g}")
+    axes.set(xscale="log", xlim=(min(0.1, 1 / curve.num_impostor), 1), ylim=(0, 100))
     axes.set(xlabel="false accept rate", ylabel="true accept rate in percent")
     axes.set_title(f"{curve.num_genuine:,} genuine and {curve.num_impostor:,} impostor pairs")
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    if rates:
+        axes.legend(loc="lower right")
     paths.append(folder / "roc.png")
-    figure.savefig(paths[1], dpi=120)
+    with writing(paths[1]):
+        figure.savefig(paths[1], dpi=120)
     return paths

@@ -30,8 +30,8 @@ class SingleGalleryShotRanker(Ranker):
         # Which of its matches stands for a query, as a share of their number.
         self._choice = generator.random((repeats, len(ids.query_pids)))
 
-    def _judge(self, start: int, block: torch.Tensor, pairs: Pairs) -> tuple[np.ndarray, ...]:
-        ap, inp, _ = super()._judge(start, block, pairs)
+    def _judge_pairs(self, start: int, block: torch.Tensor, pairs: Pairs) -> tuple[np.ndarray, ...]:
+        ap, inp, _ = super()._judge_pairs(start, block, pairs)
         counts = np.bincount(pairs.rows, minlength=len(block))
         begins = np.cumsum(counts) - counts
         valid = counts > 0
@@ -61,10 +61,7 @@ class OneGalleryImageRanker(Ranker):
         self.draws = repeats
         self._drawn = _draw(self.matches.groups, repeats, np.random.default_rng(seed))
 
-    def _leave_out_junk(self, block: torch.Tensor, pairs: Pairs) -> None:
-        pass
-
-    def _judge(self, start: int, block: torch.Tensor, pairs: Pairs) -> tuple[np.ndarray, ...]:
+    def _judge(self, start: int, block: torch.Tensor) -> tuple[np.ndarray, ...]:
         images = np.arange(start, start + len(block))
         group = self.matches.groups.of(self.matches.query_pids[images])
         first = np.full((len(block), len(self._drawn)), -1)
@@ -96,7 +93,7 @@ def _ranks_among(
         own_group: (n,) int64, the query's own identity among the P.
     """
     rows, own, drawn, own_group = (torch.from_numpy(side).to(block.device) for side in (rows, own, drawn, own_group))
-    others = block[rows][:, drawn]
+    others = block[rows[:, None], drawn]
     others[torch.arange(len(rows), device=block.device), own_group] = torch.nan
     distance = block[rows, own][:, None]
     before = (others < distance) | ((others == distance) & (drawn < own[:, None]))

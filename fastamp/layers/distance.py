@@ -14,6 +14,8 @@ METRICS = ("euclidean", "cosine")
 # Rows of a block beyond which the matrix product gains nothing.
 _MOST_ROWS = 1024
 _SMALLEST_NORM = 1e-12  # as torch.nn.functional.normalize has it
+# Pairs whose difference is held at once: it stays in the cache.
+_PAIRS = 256
 
 
 def check_metric(metric: str) -> str:
@@ -72,14 +74,14 @@ class DistanceBlocks:
         shape: (Q, G).
         dtype: of the distances, float32 or float64.
         device: where they are computed.
-        limit: no distance lies above it; none lies below 0, but for rounding.
+        limit: no distance lies above it; None where that is not known. None lies below 0, but for rounding.
         memory_budget_mb: MiB that a block may take; it has one row at least.
     """
 
     shape: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
-    limit: float
+    limit: float | None
     memory_budget_mb: float
 
     def rows(self, start: int, stop: int, out: torch.Tensor) -> None:
@@ -115,7 +117,8 @@ class FeatureDistances(DistanceBlocks):
     """Distances of query features to gallery features: 1 - cosine similarity, or the squared Euclidean distance.
 
     The square has the order of the Euclidean distance, of which float32 would make equal what differs. A large gallery
-    is not copied: cosine similarities are divided by its norms after the product.
+    is not copied: cosine similarities are divided by its norms after the product. With ``"euclidean"``, its squared
+    norms are ``gallery_squares``: (G,).
 
     Args:
         queries: (Q, D) float; float16 and bfloat16 are cast to float32.
@@ -137,8 +140,8 @@ class FeatureDistances(DistanceBlocks):
         self.shape = (len(queries), len(gallery))
         self._inverse_norms = None
         if metric == "euclidean":
-            self._squares = squared_norms(self.gallery)
-            self.limit = 4 * max(squared_norms(side).amax().item() for side in (self.queries, self.gallery))
+            self.gallery_squares = squared_norms(self.gallery)
+            self.limit = None
             return
         self.limit = 2.0
         if self.gallery.nbytes <= memory_budget_mb * 2**20 / 4:
@@ -151,7 +154,7 @@ class FeatureDistances(DistanceBlocks):
         queries = self.queries[start:stop]
         if self.metric == "euclidean":
             matrix_product(queries * -2, self.gallery, out)
-            out.add_(self._squares).add_(squared_norms(queries)[:, None]).clamp_min_(0)
+            out.add_(self.gallery_squares).add_(squared_norms(queries)[:, None]).clamp_min_(0)
             return
         matrix_product(F.normalize(queries, dim=1), self.gallery, out)
         if self._inverse_norms is None:
@@ -167,6 +170,34 @@ def squared_norms(features: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vecdot(features, features)
 
 
+def pair_distances(
+    x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, *, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return the squared Euclidean distance of pairs of features, computed pair by pair and so the same in any block.
+
+    Args:
+        x: (M, D) float32.
+        y: (N, D) float32.
+        rows: (P,) int64, into ``x``.
+        columns: (P,) int64, into ``y``.
+        dtype: to compute in.
+
+    Returns:
+        (P,) of ``dtype``.
+    """
+    # New memory for each part would cost as much as the arithmetic.
+    size = min(_PAIRS, len(rows))
+    some_x, some_y = x.new_empty(size, x.shape[1]), y.new_empty(size, y.shape[1])
+    result = torch.empty(len(rows), dtype=dtype, device=x.device)
+    for first in range(0, len(rows), _PAIRS):
+        part = slice(first, min(first + _PAIRS, len(rows)))
+        count = part.stop - first
+        torch.index_select(x, 0, rows[part], out=some_x[:count])
+        torch.index_select(y, 0, columns[part], out=some_y[:count])
+        result[part] = squared_norms(some_x[:count].to(dtype).sub_(some_y[:count]))
+    return result
+
+
 def matrix_product(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
     """Write the inner products of the rows of (M, D) ``x`` and (N, D) ``y`` into (M, N) ``out``, in full precision.
 
@@ -176,12 +207,13 @@ def matrix_product(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
     if out.device.type == "cpu":
         np.matmul(x.detach().numpy(), y.detach().numpy().T, out=out.numpy())
         return
-    with _without_tf32():
-        torch.mm(x, y.t(), out=out)
+    with without_tf32():
+        torch.mm(x.detach(), y.detach().t(), out=out)
 
 
 @contextmanager
-def _without_tf32() -> Iterator[None]:
+def without_tf32() -> Iterator[None]:
+    """Compute float32 products on CUDA in float32 inside, whatever ``SOLVER.TF32`` allows to training."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:

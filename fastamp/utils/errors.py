@@ -1,7 +1,9 @@
 """Errors that a user can act on: one clear message, exit code 2, no traceback."""
 
 import difflib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 USER_ERROR_EXIT_CODE = 2
 
@@ -28,6 +30,21 @@ class WeightsError(UserError):
 
 class TrainingError(UserError):
     """Training cannot go on or would learn nothing; the message has the cause and the cure."""
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise ConfigError where what is inside cannot write to ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from error
+
+
+def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``choices``, in a message that names the key and the nearest one."""
+    if value not in choices:
+        raise ConfigError(f"{key}: {value!r}; choices: {', '.join(choices)}.{did_you_mean(value, choices)}")
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

@@ -12,8 +12,15 @@ import torch
 from judging import naive, random_set
 
 from fastamp.config import get_cfg
+from fastamp.config.defaults import KEYS
 from fastamp.evaluation import Identities, Protocol, ReidEvaluator, judge_features
+from fastamp.evaluation.neighbours import BACKENDS
+from fastamp.evaluation.protocol import RULES
+from fastamp.evaluation.query_expansion import SIDES
+from fastamp.evaluation.reid_evaluator import ranking_device
+from fastamp.evaluation.rerank import FORMS
 from fastamp.layers import pairwise_distance
+from fastamp.layers.distance import METRICS
 from fastamp.utils.errors import ConfigError, DataError
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -77,7 +84,7 @@ def test_everything_at_once_in_little_memory():
     ],
 )
 def test_the_protocol_in_one_line(opts, words):
-    line = str(protocol(*opts))
+    line = protocol(*opts).describe()
     assert "\n" not in line and all(word in line for word in words)
 
 
@@ -117,6 +124,28 @@ def evaluator_with(features, cfg, folder=None):
     return evaluator
 
 
+def test_a_file_that_cannot_be_written(tmp_path):
+    (tmp_path / "taken").write_text("")
+    cfg = get_cfg()
+    cfg.merge_from_list(["TEST.PER_QUERY", "True"])
+    with pytest.raises(ConfigError, match="taken.*cannot be written: (File exists|Not a directory)"):
+        evaluator_with(random_set(3), cfg, str(tmp_path / "taken")).evaluate()
+
+
+def test_choices_of_keys_are_those_of_the_parts():
+    choices = {
+        "TEST.PROTOCOL": tuple(RULES),
+        "TEST.KNN_BACKEND": BACKENDS,
+        "TEST.AQE.SIDES": SIDES,
+        "TEST.RERANK.FORM": FORMS,
+        "TEST.METRIC": METRICS,
+    }
+    for key, expected in choices.items():
+        assert set(KEYS[key].choices) == set(expected)
+    with pytest.raises(ConfigError, match="TEST.PROTOCOL: 'market'.*Did you mean 'market1501'"):
+        Protocol(rule="market")
+
+
 def test_the_evaluator_puts_batches_in_order_and_writes_files(tmp_path):
     features = random_set(3)
     cfg = get_cfg()
@@ -131,6 +160,36 @@ def test_the_evaluator_puts_batches_in_order_and_writes_files(tmp_path):
     plain = evaluator_with(features, get_cfg(), str(tmp_path / "Other"))
     plain.evaluate()
     assert not (tmp_path / "Other").exists()
+
+
+@pytest.mark.parametrize("opts", [[], ["TEST.RERANK", "on"], ["TEST.AQE", "on"]])
+def test_autocast_gradients_and_half_precision(opts):
+    queries, gallery, ids = random_set(6)
+    expected = judge_features(queries, gallery, ids, protocol(*opts)).metrics()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = judge_features(queries.clone().requires_grad_(), gallery.clone().requires_grad_(), ids, protocol(*opts))
+    assert found.metrics() == expected
+    half = judge_features(queries.half(), gallery.half(), ids, protocol(*opts)).metrics()
+    assert half == judge_features(queries.half().float(), gallery.half().float(), ids, protocol(*opts)).metrics()
+
+
+@pytest.mark.parametrize("opts", [["TEST.RERANK", "on"], ["TEST.AQE", "on"], []])
+def test_what_overflows_is_an_error(opts):
+    queries, gallery, ids = random_set(7)
+    limit = 1e50 if opts else 1e160
+    with pytest.raises(DataError, match="overflow in float"):
+        judge_features(queries.double() * limit, gallery.double() * limit, ids, protocol(*opts))
+
+
+def test_a_device_without_room_is_not_ranked_on(monkeypatch):
+    features = torch.zeros(1000, 2048)
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    for free, expected in ((10 * 2**30, "cuda"), (2**30, "cpu")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, free))
+        assert ranking_device(features, Protocol(), device).type == expected
+    assert ranking_device(features, Protocol(), torch.device("mps")).type == "cpu"
 
 
 @pytest.mark.cuda

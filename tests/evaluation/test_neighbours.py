@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judging import random_set
 
-from fastamp.evaluation.neighbours import nearest_neighbours, pair_distances
+from fastamp.evaluation import neighbours
+from fastamp.evaluation.neighbours import nearest_neighbours
+from fastamp.layers.distance import pair_distances
 from fastamp.utils.errors import ConfigError
 
 
@@ -46,9 +48,23 @@ def test_equal_and_nearly_equal_features_are_in_the_same_order_everywhere(seed, 
         np.testing.assert_array_equal(found, expected)
 
 
-def test_collapsed_features_are_still_in_order():
+@pytest.mark.parametrize("backend", ["torch", "faiss"])
+def test_one_large_feature_does_not_make_the_others_near(backend, monkeypatch):
+    """What is settled in float64 stays little."""
+    exactly = neighbours._exact_distances
+    settled = []
+    monkeypatch.setattr(neighbours, "_exact_distances", lambda *args: settled.append(args[2].numel()) or exactly(*args))
+    queries, gallery, _ = random_set(2, queries=80, gallery=300)
+    gallery[7] *= 3000
+    found = nearest_neighbours(queries, gallery, 7, backend=backend)
+    np.testing.assert_array_equal(found.indices, exact(queries, gallery, 7)[0])
+    assert sum(settled) < 100
+
+
+def test_collapsed_features_are_still_in_order(monkeypatch):
     features = torch.ones(200, 8)
-    for backend in ("torch", "faiss"):
+    for backend, most in (("torch", 1024), ("faiss", 1024), ("torch", 50)):
+        monkeypatch.setattr(neighbours, "_MOST_EXACT", most)
         found = nearest_neighbours(features, features, 5, backend=backend).indices
         np.testing.assert_array_equal(found, np.tile(np.arange(5), (200, 1)))
 
@@ -64,6 +80,7 @@ def test_distances_of_pairs(dtype):
     assert pair_distances(x, y, rows[:0], columns[:0]).shape == (0,)
 
 
-def test_unknown_backend():
+def test_none_and_unknown_backend():
+    assert nearest_neighbours(torch.ones(2, 2), torch.ones(2, 2), 0).indices.shape == (2, 0)
     with pytest.raises(ConfigError, match="TEST.KNN_BACKEND: 'annoy'; choices: auto, torch, faiss"):
         nearest_neighbours(torch.ones(2, 2), torch.ones(2, 2), 1, backend="annoy")

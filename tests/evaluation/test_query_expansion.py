@@ -7,6 +7,7 @@ from judging import REFERENCE, load, random_set
 
 from fastamp.evaluation import Protocol, judge_features
 from fastamp.evaluation.query_expansion import QueryExpansion, expand
+from fastamp.utils.errors import ConfigError
 
 NAMES = sorted(path.stem for path in REFERENCE.glob("*.npz"))
 
@@ -57,6 +58,26 @@ def test_negative_similarities_and_tiny_sets():
         for sides in ("both", "query", "gallery"):
             both = expand(features[:1], features[1:], QueryExpansion(k=10, alpha=alpha, sides=sides))
             assert all(torch.isfinite(side).all() for side in both)
+
+
+def test_what_does_not_exist_and_what_overflows():
+    with pytest.raises(ConfigError, match=r"TEST.AQE.SIDES: 'queries'.*Did you mean 'query'"):
+        QueryExpansion(sides="queries")
+    with pytest.raises(ConfigError, match="QE_K 0"):
+        QueryExpansion(k=0)
+    queries, gallery, ids = random_set(3)
+    with pytest.raises(ConfigError, match="TEST.AQE.ALPHA -12: similarities to this power overflow"):
+        judge_features(queries, gallery, ids, Protocol(expansion=QueryExpansion(alpha=-12, k=60)))
+    for alpha in (1e9, 1e300):
+        result = judge_features(queries, gallery, ids, Protocol(expansion=QueryExpansion(alpha=alpha))).ranking
+        assert result.ap.max() <= 1 and result.inp.max() <= 1
+
+
+def test_one_feature_in_the_mean_is_the_feature():
+    queries, gallery, _ = random_set(4)
+    for sides in ("both", "query", "gallery"):
+        found = expand(queries, gallery, QueryExpansion(k=1, sides=sides))
+        torch.testing.assert_close(found, (queries, gallery))
 
 
 def test_improves_clustered_features():

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judging import REFERENCE, load, naive, random_set
 
+from fastamp.evaluation import matches
 from fastamp.evaluation.matches import Identities, Matches
 from fastamp.evaluation.rank import Ranker, _ranks_by_pairs, _ranks_by_rows, rank_distances, rank_features
 from fastamp.layers import pairwise_distance
@@ -138,6 +139,37 @@ def test_infinite_distances_are_the_last():
         assert ours == pytest.approx(expected, abs=1e-12)
 
 
+def test_identity_minus_one_has_no_match_where_it_is_left_out():
+    distances, ids = random_distances(1, 5, 60, 20)
+    ids.gallery_pids[:20], ids.query_pids[:2] = -1, -1
+    result = rank_distances(distances, ids, trapezoid=True)
+    assert result.valid.tolist() == [False, False, True, True, True]
+    assert result.ap.max() <= 1 and result.inp.max() <= 1
+
+
+def test_distances_that_cannot_be_ranked():
+    distances, ids = random_distances(2, 5, 60, 20)
+    with pytest.raises(DataError, match=r"distances are \(5, 59\), for 5 queries and 60 gallery images"):
+        rank_distances(distances[:, 1:], ids)
+    with pytest.raises(DataError, match="1 of 300 distances are NaN"):
+        rank_distances(distances.index_put((torch.tensor(2), torch.tensor(3)), torch.tensor(torch.nan)), ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.float16])
+def test_distances_of_other_kinds(dtype):
+    distances, ids = random_distances(3, 5, 60, 20)
+    assert torch.equal(rank_distances(distances.to(dtype), ids).ap, rank_distances(distances, ids).ap)
+
+
+def test_many_matches_are_judged_in_parts(monkeypatch):
+    distances, ids = random_distances(4, 40, 100, 50, pids=3)
+    whole = rank_distances(distances, ids)
+    monkeypatch.setattr(matches, "_MOST_PAIRS", 60)
+    assert len(list(Matches(ids, cross_camera=True).spans(0, 40))) > 20
+    parts = rank_distances(distances, ids)
+    assert torch.equal(whole.ap, parts.ap) and torch.equal(whole.first_match, parts.first_match)
+
+
 def test_without_cameras_nothing_is_junk():
     distances, ids = random_distances(0, 5, 60, 20)
     ranker = Ranker(ids, cross_camera=False)
@@ -163,7 +195,7 @@ def test_blocks_of_any_size_have_the_distances_of_the_whole(metric, dtype):
         assert distances.block_rows == 1 or distances.block_rows * 99 * expected.itemsize <= budget * 2**20
         assert [start for start, _ in pieces] == list(range(0, 150, distances.block_rows))
         whole = torch.cat([block for _, block in pieces])
-        assert whole.dtype == expected.dtype and whole.max() <= distances.limit
+        assert whole.dtype == expected.dtype and whole.max() <= (distances.limit or torch.inf)
         torch.testing.assert_close(whole, expected)
     assert [start for start, _ in distances.blocks(3, 3)] == []
 
@@ -200,6 +232,8 @@ def test_bad_input():
         rank_features(qf, gf[:, 1:], ids)
     with pytest.raises(DataError, match="0 wide"):
         rank_features(qf[:, :0], gf[:, :0], ids)
+    with pytest.raises(DataError, match=r"gallery features reach 1e\+160.*float64"):
+        rank_features(qf.double(), gf.double() * 0 + 1e160, ids)
     with pytest.raises(DataError, match=r"gallery features reach 1e\+20.*overflow"):
         rank_features(qf, gf * 0 + 1e20, ids)
     bad = gf.clone()

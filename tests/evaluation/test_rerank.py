@@ -9,6 +9,7 @@ from judging import REFERENCE, load, random_set
 
 from fastamp.evaluation import Protocol, judge_features
 from fastamp.evaluation.rerank import ReRankedDistances, ReRanking
+from fastamp.utils.errors import ConfigError
 
 NAMES = sorted(path.stem for path in REFERENCE.glob("*.npz"))
 
@@ -100,6 +101,27 @@ def test_equal_and_zero_features():
         found = final(features[::2], features[1::2], metric=metric, k1=5)
         assert torch.isfinite(found).all()
         assert found[:15, :15].max() < found[:15, 15:].min()
+
+
+def test_a_common_offset_changes_nothing():
+    queries, gallery, _ = random_set(3)
+    expected = final(queries, gallery, metric="euclidean")
+    for backend in ("torch", "faiss"):
+        found = final(queries + 1000, gallery + 1000, metric="euclidean", backend=backend)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+
+
+def test_what_does_not_exist():
+    queries, gallery, _ = random_set(4)
+    for options, message in (
+        ({"form": "zong"}, "Did you mean 'zhong'"),
+        ({"k2": 0}, "K2 0"),
+        ({"share": 2}, "LAMBDA 2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ReRanking(**options)
+    with pytest.raises(ConfigError, match="'cosin' is no distance"):
+        final(queries, gallery, metric="cosin")
 
 
 def test_features_stay_as_they_are():

@@ -61,6 +61,25 @@ def test_the_right_way_round():
     assert exchanged.tar_at(1e-4) == exchanged.tar_at(1e-2) == 0.0
 
 
+def test_one_large_feature_does_not_blur_the_others():
+    queries, gallery, ids = random_set(5, queries=100, gallery=400)
+    ids.gallery_pids[0], ids.query_pids[0] = 0, 99
+    expected = [roc_of(queries, gallery, ids, metric="euclidean").tar_at(rate) for rate in RATES]
+    gallery[0] *= 3000
+    queries[0] *= 3000
+    found = [roc_of(queries, gallery, ids, metric="euclidean").tar_at(rate) for rate in RATES]
+    assert found == pytest.approx(expected, abs=0.02)
+    assert expected[2] > 0.1
+
+
+def test_zero_and_tiny_features():
+    queries, gallery, ids = random_set(6)
+    expected = roc_of(queries, gallery, ids, metric="euclidean")
+    tiny = roc_of(queries * 1e-12, gallery * 1e-12, ids, metric="euclidean")
+    assert tiny.tar_at(0.1) == pytest.approx(expected.tar_at(0.1), abs=0.01)
+    assert roc_of(queries * 0, gallery * 0, ids, metric="euclidean").tar_at(0.5) == 0.0
+
+
 def test_under_re_ranking_and_without_cameras():
     from fastamp.evaluation.rerank import ReRanking
 
@@ -87,9 +106,10 @@ def test_a_drawn_gallery_has_no_curve():
         Protocol(rule="vehicleid", false_accept_rates=RATES)
 
 
-def test_no_impostors_no_curve():
+def test_no_impostors_no_curve(caplog):
     queries, gallery, ids = random_set(4, pids=1)
     ids.gallery_pids.fill_(1)
     judgement = judge_features(queries, gallery, ids, Protocol(false_accept_rates=RATES))
+    assert "no genuine or no impostor pairs" in caplog.text
     assert judgement.roc is None and not any("TAR" in name for name in judgement.metrics())
     assert torch.isfinite(torch.tensor(judgement.metrics()["mAP"]))

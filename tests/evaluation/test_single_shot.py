@@ -48,7 +48,7 @@ def test_cuhk03_ap_is_over_the_whole_gallery():
     features = random_set(4)
     single, whole = judged(features, rule="cuhk03").ranking, judged(features).ranking
     assert torch.equal(single.ap, whole.ap) and torch.equal(single.inp, whole.inp)
-    assert single.first_match.shape == (30, 10) and single.cmc(1) > whole.cmc(1) * 0.5
+    assert single.first_match.shape == (30, 10)
     assert torch.equal(single.valid, whole.valid)
 
 

@@ -2,13 +2,16 @@
 
 import json
 import re
+import zipfile
 
 import evaluate_features
 import numpy as np
 import pytest
+import torch
 from judging import REFERENCE, random_set
 
-from fastamp.evaluation import judge_features
+from fastamp.config import get_cfg
+from fastamp.evaluation import ReidEvaluator
 
 VALUES = json.loads((REFERENCE / "values.json").read_text())
 
@@ -81,7 +84,10 @@ def test_the_table_says_the_protocol_and_writes_the_curve(capsys, features, tmp_
     for text in ("own camera are junk", "no re-ranking", "saved as float32", "| features", "Rank-20", "TAR@FAR=0.01"):
         assert text in out
     assert "40 queries, 200 gallery images, 0 queries without a match" in out and "in 95 % of resamples" in out
-    assert f"wrote {tmp_path / 'out/roc.png'}" in out and (tmp_path / "out/roc.npz").exists()
+    assert (
+        f"wrote {tmp_path / 'out/evaluation/features/roc.png'}" in out
+        and (tmp_path / "out/evaluation/features/roc.npz").exists()
+    )
 
 
 def test_half_precision_and_whole_numbers_and_texts(capsys, tmp_path):
@@ -117,7 +123,12 @@ BAD = {
     "dimensions": ({"query_features": QUERY[0]}, r"expected \(N, D\) numbers, one row an image; found \(64,\)"),
     "no numbers": ({"query_features": np.full((40, 64), "a")}, "expected .N, D. numbers"),
     "half a camera": ({"gallery_camids": np.full(200, 0.5)}, "gallery_camids: expected .N,. whole numbers or texts"),
-    "objects": ({"query_pids": np.full(40, None)}, "is no npz file of plain arrays"),
+    "no dimension": ({"query_pids": np.array(3)}, r"query_pids: expected \(N,\) whole numbers or texts; found \(\)"),
+    "huge numbers": ({"query_pids": np.arange(40) * 1e300}, r"query_pids: expected"),
+    "infinite numbers": ({"query_pids": np.full(40, np.inf)}, r"query_pids: expected"),
+    "cameras missing": ({"query_camids": None}, r"has no query_camids.\n  fix: where there are no cameras"),
+    "too large": ({"query_features": QUERY.astype(float) + 1e200, "gallery_features": np.ones((200, 64))}, "overflow"),
+    "objects": ({"query_pids": np.full(40, None)}, "damaged or no npz file of plain arrays"),
     "no match": ({"gallery_pids": np.full(200, 12345)}, "none of the 40 queries has a match"),
 }  # fmt: skip
 
@@ -136,7 +147,14 @@ def test_bad_files(capsys, tmp_path, name):
         (["TEST.METRIC", "cosin"], "Did you mean 'cosine'"),
         (["TEST.RERANK.FORM", "zong"], "Did you mean 'zhong'"),
         (["TEST.PROTOCOL", "vehicleid", "TEST.RERANK", "on"], "TEST.RERANK.ENABLED needs one gallery"),
-        (["--per-query", "no/such/folder.npz"], "--per-query: there is no folder no/such"),
+        (["--per-query", "no/such/folder.npz"], "--per-query 'no/such/folder.npz': expected a file in a folder"),
+        (["--per-query", "tests"], "expected a file in a folder that exists"),
+        (["--per-query", ""], "expected a file in a folder that exists"),
+        (["TEST.ROC", "on", "OUTPUT_DIR", "setup.py"], "setup.py cannot be written: File exists"),
+        (["TEST.PER_QUERY", "True"], "TEST.PER_QUERY has no effect on saved features.\n  fix: --per-query"),
+        (["TEST.FLIP.ENABLED", "True"], "TEST.FLIP.ENABLED has no effect"),
+        (["TEST.AQE", "on", "TEST.AQE.ALPHA", "-12", "TEST.AQE.QE_K", "200"], "TEST.AQE.ALPHA -12: "),
+        (["TEST.METRIC"], "a key without a value among TEST.METRIC MODEL.DEVICE cpu"),
         (["TEST.MEMORY_BUDGET_MB", "0"], "at least 1"),
     ],
 )
@@ -147,30 +165,77 @@ def test_bad_options(capsys, features, opts, message):
 
 def test_bad_paths(capsys, tmp_path):
     (tmp_path / "text.npz").write_text("no archive")
+    np.savez_compressed(tmp_path / "broken.npz", query_features=np.random.default_rng(0).standard_normal(2000))
+    content = bytearray((tmp_path / "broken.npz").read_bytes())
+    content[200:1200] = bytes(1000)
+    (tmp_path / "broken.npz").write_bytes(content)
+    with zipfile.ZipFile(tmp_path / "members.npz", "w") as file:
+        for side in ("query", "gallery"):
+            for column in ("features", "pids", "camids"):
+                file.writestr(f"{side}_{column}", "text")
     (tmp_path / "cut.npz").write_bytes((REFERENCE / "g1_small_junk.npz").read_bytes()[:5000])
     for path, message in (
         (tmp_path / "none.npz", "cannot be read: No such file"),
         (tmp_path, "cannot be read: Is a directory"),
         (tmp_path / "text.npz", "is no npz file"),
         (tmp_path / "cut.npz", "is no npz file"),
+        (tmp_path / "broken.npz", "is damaged or no npz file"),
+        (tmp_path / "members.npz", "query_features is no NumPy array"),
     ):
         code, out, err = run(capsys, str(path))
         assert code == 2 and out == "" and message in err
 
 
-def test_what_training_evaluates_is_what_the_file_gives(capsys, tmp_path):
-    queries, gallery, ids = random_set(0)
-    expected = judge_features(queries, gallery, ids).metrics()
-    path = tmp_path / "saved.npz"
-    columns = {"features": (queries, gallery), "pids": (ids.query_pids, ids.gallery_pids)}
-    columns["camids"] = (ids.query_camids, ids.gallery_camids)
-    np.savez(
-        path,
-        **{
-            f"{side}_{name}": pair[i].numpy()
-            for name, pair in columns.items()
-            for i, side in enumerate(("query", "gallery"))
-        },
-    )
-    _, out, _ = run(capsys, str(path), "--json")
-    assert json.loads(out)["mAP"] == expected["mAP"]
+def write(path, features, *, names=str):
+    """Write (query features, gallery features, ids) with the identities as ``names`` makes them."""
+    queries, gallery, ids = features
+    columns = {"features": (queries.numpy(), gallery.numpy())}
+    columns["pids"] = [np.array([names(pid) for pid in side.tolist()]) for side in (ids.query_pids, ids.gallery_pids)]
+    columns["camids"] = [side.numpy() for side in (ids.query_camids, ids.gallery_camids)]
+    sides = ("query", "gallery")
+    np.savez(path, **{f"{sides[i]}_{name}": pair[i] for name, pair in columns.items() for i in (0, 1)})
+    return str(path)
+
+
+def test_what_the_evaluator_finds_is_what_the_file_gives(capsys, tmp_path):
+    features = random_set(0)
+    queries, gallery, ids = features
+    evaluator = ReidEvaluator(get_cfg(), len(queries))
+    columns = {
+        "targets": torch.cat((ids.query_pids, ids.gallery_pids)),
+        "camids": torch.cat((ids.query_camids, ids.gallery_camids)),
+    }
+    evaluator.process(columns, torch.cat((queries, gallery)))
+    expected = evaluator.evaluate()
+    for names in (int, str, "{:05d}".format, "person {}".format, lambda pid: f"é{pid}".encode("latin-1")):
+        _, out, _ = run(capsys, write(tmp_path / "saved.npz", features, names=names), "--json")
+        assert json.loads(out)["mAP"] == expected["mAP"]
+
+
+def test_identity_minus_one_is_left_out_as_a_text_too(capsys, tmp_path):
+    features = random_set(1)
+    features[2].gallery_pids[:20] = -1
+    features[2].query_pids[:2] = -1  # which have no match then
+    found = []
+    for names in (int, str):
+        path = write(tmp_path / "saved.npz", features, names=names)
+        found.append(json.loads(run(capsys, path, "--json", "TEST.AP", "trapezoid")[1]))
+    assert found[0] == found[1] and found[0]["num_valid_queries"] == 28 and found[0]["mAP"] < 100
+
+
+def test_float64_is_ranked_in_float64_and_said(capsys, tmp_path):
+    """Features apart by less than float32 sees."""
+    queries = np.ones((2, 4))
+    gallery = np.ones((4, 4)) + 1e-12 * np.arange(4)[:, None] * np.array([1.0, -1, 0, 0])
+    path = tmp_path / "fine.npz"
+    ids = {"query_pids": [1, 2], "gallery_pids": [2, 2, 2, 1], "query_camids": [0, 0], "gallery_camids": [1] * 4}
+    np.savez(path, query_features=queries, gallery_features=gallery[::-1], **ids)
+    _, out, _ = run(capsys, str(path), "TEST.METRIC", "euclidean")
+    assert "euclidean distance in float64" in out and "saved as float64" in out and "| 100.00" in out
+    _, out, _ = run(capsys, str(path), "TEST.METRIC", "euclidean", "TEST.AQE", "on")
+    assert "euclidean distance in float32" in out
+
+
+def test_accept_rates_that_so_few_pairs_do_not_show_are_said(capsys, features, tmp_path):
+    _, out, _ = run(capsys, features, "TEST.ROC", "on", "TEST.ROC.FAR", "[1e-7, 0.1]", "OUTPUT_DIR", str(tmp_path))
+    assert "TEST.ROC.FAR 1e-07: of 7706 impostor pairs none may be accepted" in out

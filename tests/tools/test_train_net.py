@@ -60,6 +60,8 @@ def test_a_run_its_files_and_its_evaluation(demo, tmp_path, capfd):
     assert "peak_memory_mb" in training[0] and "eta_seconds" in training[0]
     evaluated = [row for row in rows if "Demo/mAP" in row]
     assert len(evaluated) == 2
+    assert evaluated[-1]["Demo/mAP low"] <= evaluated[-1]["Demo/mAP"] <= evaluated[-1]["Demo/mAP high"]
+    assert not (output / "evaluation").exists()
     content = torch.load(output / "model_final.pth", weights_only=True)
     assert {"model", "optimizer", "trainer", "random", "policy", "config"} == set(content)
     assert content["policy"]["dtype"] == "bfloat16"
@@ -87,6 +89,19 @@ def test_a_run_its_files_and_its_evaluation(demo, tmp_path, capfd):
     arguments = ["--eval-only", *options, "MODEL.WEIGHTS", output / "model_final.pth", "SOLVER.AMP", "off"]
     assert run(capfd, *arguments)[0] == 0
     assert "trained in bfloat16; the precision now is float32" in (output / "log.txt").read_text()
+
+    # and whatever the evaluation can do, it does from here too
+    extras = ["TEST.RERANK", "on", "TEST.AQE", "on", "TEST.ROC", "on", "TEST.PER_QUERY", "True", "TEST.FLIP", "on"]
+    assert run(capfd, *arguments, *extras)[0] == 0
+    log = (output / "log.txt").read_text().split("evaluating on Demo")[-1]
+    for text in (
+        "expansion of queries and gallery",
+        "re-ranking (zhong",
+        "; flip test; features fp32 on cpu",
+        "TAR@FAR=0.01",
+    ):
+        assert text in log
+    assert {path.name for path in (output / "evaluation/Demo").iterdir()} == {"per_query.npz", "roc.npz", "roc.png"}
 
 
 def first_convolution(path):
@@ -202,6 +217,9 @@ def test_wrong_weights(bad, tmp_path):
         ("SOLVER.SCHED", "MultiStep", ["SOLVER.SCHED", "'MultiStepLR'"]),
         ("SOLVER.TRAINER", "AmpTrainer", ["SOLVER.TRAINER", "'AMPTrainer'"]),
         ("TEST.METRIC", "euclid", ["TEST.METRIC", "euclidean"]),
+        ("TEST.PROTOCOL", "market", ["TEST.PROTOCOL", "'market1501'"]),
+        ("TEST.RERANK.LAMBDA", "1.5", ["TEST.RERANK.LAMBDA is 1.5", "at most 1"]),
+        ("TEST.ROC.FAR", "[0.1, 0]", ["TEST.ROC.FAR", "more than 0"]),
         ("MODEL.HEADS.NUM_CLASSES", "5", ["MODEL.HEADS.NUM_CLASSES is 5", "16 identities"]),
         ("MODEL.BACKBONE.FEAT_DIM", "2048", ["MODEL.BACKBONE.FEAT_DIM is 2048", "16 wide"]),
         ("TEST.EVAL_PERIOD", "0", ["TEST.EVAL_PERIOD is 0", "at least 1"]),

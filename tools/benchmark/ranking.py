@@ -26,7 +26,7 @@ from fastamp.amp.machine import inspect_machine
 from fastamp.evaluation import Identities, Protocol, judge_features
 from fastamp.evaluation.neighbours import nearest_neighbours
 from fastamp.evaluation.rerank import ReRanking
-from fastamp.layers.distance import FeatureDistances, matrix_product
+from fastamp.layers.distance import DistanceBlocks, matrix_product
 
 
 class Size(NamedTuple):
@@ -83,7 +83,9 @@ def load(path: Path) -> tuple[torch.Tensor, torch.Tensor, Identities]:
 
 def product(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> dict[str, float]:
     """Run the matrix product alone, in the blocks that ranking has."""
-    rows = FeatureDistances(queries[:1], gallery, metric="cosine").block_rows
+    shape = DistanceBlocks()
+    shape.shape, shape.dtype, shape.memory_budget_mb = (len(queries), len(gallery)), torch.float32, 256
+    rows = shape.block_rows
     block = torch.empty(min(rows, len(queries)), len(gallery))
     for part in queries.split(rows):
         matrix_product(part, gallery, block[: len(part)])
