@@ -1,6 +1,7 @@
 """Verification rates against counted pairs and scikit-learn's values."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -99,6 +100,12 @@ def test_files(tmp_path):
     saved = np.load(paths[0])
     np.testing.assert_array_equal(saved["tar"], curve.tar)
     assert saved["num_impostor"] == curve.num_impostor and paths[1].read_bytes()[1:4] == b"PNG"
+
+
+def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    paths = write_roc(roc_of(*random_set(3)), RATES, tmp_path)
+    assert [path.name for path in paths] == ["roc.npz"] and 'pip install "fastamp[vis]"' in caplog.text
 
 
 def test_a_drawn_gallery_has_no_curve():
