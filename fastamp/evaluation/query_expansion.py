@@ -45,6 +45,7 @@ class QueryExpansion:
         return f"expansion of {what} (k {self.k}, alpha {self.alpha:g}, {self.times} x)"
 
 
+@without_tf32()
 def expand(
     queries: torch.Tensor,
     gallery: torch.Tensor,
@@ -100,9 +101,8 @@ def _expand(
     result = torch.empty_like(features)
     for rows in torch.arange(len(features), device=features.device).split(_ROWS):
         near = nearest[rows]
-        with without_tf32():
-            weights = _power(torch.einsum("nd,nkd->nk", unit[rows], unit_pool[near]), options.alpha)
-            mean = torch.einsum("nk,nkd->nd", weights, pool[near])
+        weights = _power(torch.einsum("nd,nkd->nk", unit[rows], unit_pool[near]), options.alpha)
+        mean = torch.einsum("nk,nkd->nd", weights, pool[near])
         if with_itself:
             mean += features[rows]
         result[rows] = mean / size

@@ -167,7 +167,8 @@ def squared_norms(features: torch.Tensor) -> torch.Tensor:
     """Return the (N,) squared Euclidean norms of (N, D) features, in their dtype and without a copy of them."""
     if features.device.type == "cpu":
         return torch.from_numpy(np.einsum("nd,nd->n", features.detach().numpy(), features.detach().numpy()))
-    return torch.linalg.vecdot(features, features)
+    with without_tf32():
+        return torch.linalg.vecdot(features, features)
 
 
 def pair_distances(
