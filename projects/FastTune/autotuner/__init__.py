@@ -1,0 +1,1 @@
+"""FastTune's parts: search spaces."""

@@ -1,0 +1,233 @@
+"""Search spaces: a YAML file of config keys, each with what its values are drawn from.
+
+    SOLVER.BASE_LR: {loguniform: [1e-6, 1e-3]}
+    SOLVER.WEIGHT_DECAY: {choice: [0.0, 1e-4, 5e-4]}
+    IDENTITIES: {randint: [8, 33]}
+    DATALOADER.NUM_INSTANCE: {choice: [2, 4, 8]}
+
+``IDENTITIES`` is no key of the config but the number P of identities in a batch. With K images of each
+(``DATALOADER.NUM_INSTANCE``) a batch has P x K images, so that it always divides.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastamp.config import CfgNode
+from fastamp.config.files import parse_yaml
+from fastamp.config.key import plain
+from fastamp.utils.errors import ConfigError, did_you_mean
+
+IDENTITIES, IMAGES, BATCH = "IDENTITIES", "DATALOADER.NUM_INSTANCE", "SOLVER.IMS_PER_BATCH"
+# FastReID's names.
+SHORT_NAMES = {
+    "lr": "SOLVER.BASE_LR",
+    "wd": "SOLVER.WEIGHT_DECAY",
+    "wd_bias": "SOLVER.WEIGHT_DECAY_BIAS",
+    "delay_epochs": "SOLVER.DELAY_EPOCHS",
+    "bsz": BATCH,
+    "num_inst": IMAGES,
+}
+# How many numbers each kind of range has; a choice has any number of values.
+_BOUNDS = {"uniform": 2, "loguniform": 2, "randint": 2, "quniform": 3}
+KINDS = ("choice", *_BOUNDS)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One key of a search space.
+
+    Attributes:
+        key: a path of the config, or ``IDENTITIES``.
+        kind: ``"choice"``; ``"uniform"`` and ``"loguniform"`` from low to high; ``"randint"``, whole numbers from low
+            up to, not including, high; ``"quniform"``, low to high in steps.
+        values: the choices; or low and high; or low, high and the step.
+    """
+
+    key: str
+    kind: str
+    values: tuple[Any, ...]
+
+    def draw(self, random: np.random.Generator) -> Any:
+        """Return a value at random."""
+        if self.kind == "choice":
+            return self.values[random.integers(len(self.values))]
+        low, high = self.values[:2]
+        if self.kind == "randint":
+            return int(random.integers(low, high))
+        if self.kind == "loguniform":
+            return math.exp(random.uniform(math.log(low), math.log(high)))
+        if self.kind == "uniform":
+            return float(random.uniform(low, high))
+        return self._on_grid(random.integers(0, self.steps + 1))
+
+    def decode(self, number: Any) -> Any:
+        """Return the value that a search algorithm's number stands for: the place of a choice or of a step."""
+        number = plain(number)
+        if self.kind == "choice":
+            return self.values[int(number)]
+        return self._on_grid(int(number)) if self.kind == "quniform" else number
+
+    @property
+    def steps(self) -> int:
+        """How many steps a ``"quniform"`` range has."""
+        low, high, step = self.values
+        return math.floor((high - low) / step + 1e-9)
+
+    def extremes(self) -> tuple[Any, ...]:
+        """Return the values that any other lies between; all of a choice."""
+        if self.kind == "choice":
+            return self.values
+        low, high = self.values[:2]
+        if self.kind == "randint":
+            return low, high - 1
+        return (self._on_grid(0), self._on_grid(self.steps)) if self.kind == "quniform" else (low, high)
+
+    def _on_grid(self, number: int) -> float:
+        low, _, step = self.values
+        return low + int(number) * step
+
+
+class Space:
+    """The parameters of a search, and the config that a draw of them makes.
+
+    Args:
+        parameters: one for each key.
+
+    Raises:
+        ConfigError: keys that contradict each other.
+    """
+
+    def __init__(self, parameters: list[Parameter]) -> None:
+        self.parameters = {parameter.key: parameter for parameter in parameters}
+        if {IDENTITIES, BATCH} <= set(self.parameters):
+            raise ConfigError(f"search space: {IDENTITIES} and {BATCH} are both searched; one follows from the other")
+
+    def draw(self, random: np.random.Generator) -> dict[str, Any]:
+        """Return a value for each key at random."""
+        return {key: parameter.draw(random) for key, parameter in self.parameters.items()}
+
+    def decoded(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values that a search algorithm's sample stands for, see ``Parameter.decode``."""
+        return {key: self.parameters[key].decode(number) for key, number in sample.items()}
+
+    def overrides(self, cfg: CfgNode, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config path -> value for a draw, the size of the batch among them where it follows.
+
+        Args:
+            cfg: what is not drawn.
+            values: a value for each key; NumPy's numbers become Python's.
+        """
+        changed = {key: plain(value) for key, value in values.items()}
+        identities = changed.pop(IDENTITIES, None)
+        if identities is None and not {IMAGES, BATCH} & set(changed):
+            return changed
+        images = changed.get(IMAGES, cfg.DATALOADER.NUM_INSTANCE)
+        if identities is None:
+            # The wanted batch, to the nearest that divides.
+            wanted = changed.get(BATCH, cfg.SOLVER.IMS_PER_BATCH)
+            identities = max(1, round(wanted / images))
+        return changed | {BATCH: identities * images}
+
+    def apply(self, cfg: CfgNode, values: Mapping[str, Any]) -> CfgNode:
+        """Return a frozen copy of ``cfg`` with a draw.
+
+        Raises:
+            ConfigError: the config refuses a value.
+        """
+        changed = cfg.clone()
+        changed.defrost()
+        changed.merge_from_list([word for pair in self.overrides(cfg, values).items() for word in pair])
+        changed.freeze()
+        return changed
+
+    def check(self, cfg: CfgNode) -> None:
+        """Check every choice and both ends of every range against the config.
+
+        Raises:
+            ConfigError: the config refuses one, or a range gives fractions to a key of whole numbers.
+        """
+        types = {key.path: type(key.default) for key, _ in cfg.keys_below()}
+        for parameter in self.parameters.values():
+            whole = types.get(parameter.key) is int or parameter.key == IDENTITIES
+            if whole and not _gives_whole_numbers(parameter):
+                raise ConfigError(
+                    f"search space: {parameter.key} takes whole numbers, and {parameter.kind} "
+                    f"{list(parameter.values)} gives fractions.\n  fix: randint, or quniform with whole numbers"
+                )
+            for value in parameter.extremes():
+                if parameter.key == IDENTITIES and value < 1:
+                    raise ConfigError(f"search space: {IDENTITIES} is {value}; it must be at least 1")
+                try:
+                    self.apply(cfg, {parameter.key: value})
+                except ConfigError as error:
+                    raise ConfigError(f"search space: {str(error).removeprefix('command line: ')}") from error
+
+
+def read_space(path: str | Path, cfg: CfgNode) -> Space:
+    """Return the search space in a YAML file, checked against a config.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key, a kind or a value is wrong.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--space {path} cannot be read: {error.strerror}") from error
+    content = parse_yaml(text, str(path))
+    if not content:
+        raise ConfigError(
+            f"--space {path} is empty; expected lines such as SOLVER.BASE_LR: {{loguniform: [1e-6, 1e-3]}}"
+        )
+    space = Space(list(_parameters(content, str(path))))
+    space.check(cfg)
+    return space
+
+
+def _parameters(content: Mapping[str, Any], source: str) -> Iterator[Parameter]:
+    seen: dict[str, str] = {}
+    for name, value in content.items():
+        key = SHORT_NAMES.get(name, name)
+        if key in seen:
+            raise ConfigError(f"{source}: {seen[key]} and {name} are the same key")
+        seen[key] = name
+        if not isinstance(value, Mapping) or len(value) != 1:
+            raise ConfigError(f"{source}: {name}: expected one of {', '.join(KINDS)}, e.g. {{uniform: [0.0, 1.0]}}")
+        ((kind, values),) = value.items()
+        if kind not in KINDS:
+            raise ConfigError(f"{source}: {name}: {kind!r}; choices: {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
+        yield Parameter(key, kind, _values(kind, values, f"{source}: {name}"))
+
+
+def _values(kind: str, values: Any, where: str) -> tuple[Any, ...]:
+    """Return the values of a kind, its numbers as numbers."""
+    if not isinstance(values, list) or not values:
+        raise ConfigError(f"{where}: {kind} needs a list, got {values!r}")
+    if kind == "choice":
+        return tuple(tuple(value) if isinstance(value, list) else value for value in values)
+    if len(values) != _BOUNDS[kind]:
+        form = "[low, high, step]" if _BOUNDS[kind] == 3 else "[low, high]"
+        raise ConfigError(f"{where}: {kind} needs {form}, got {values!r}")
+    try:
+        # YAML 1.1 reads 1e-6 as text.
+        numbers = [value if isinstance(value, int) else float(value) for value in values]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {kind} needs numbers, got {values!r}") from error
+    low, high, step = (*numbers, 1.0)[:3]
+    if not all(map(math.isfinite, numbers)) or low >= high or step <= 0:
+        raise ConfigError(f"{where}: {kind} {values!r}: expected low < high{', step > 0' if len(numbers) == 3 else ''}")
+    if kind == "loguniform" and low <= 0:
+        raise ConfigError(f"{where}: loguniform needs numbers above 0, got {values!r}")
+    if kind == "randint" and not all(isinstance(number, int) for number in numbers):
+        raise ConfigError(f"{where}: randint needs whole numbers, got {values!r}")
+    return tuple(numbers)
+
+
+def _gives_whole_numbers(parameter: Parameter) -> bool:
+    if parameter.kind in ("choice", "randint"):
+        return True
+    return parameter.kind == "quniform" and all(float(number).is_integer() for number in parameter.values)

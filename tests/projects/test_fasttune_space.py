@@ -1,0 +1,126 @@
+"""FastTune's search spaces: what they draw, what they make of a config, and what they refuse."""
+
+import numpy as np
+import pytest
+from autotuner.space import IDENTITIES, SHORT_NAMES, Parameter, read_space
+
+from fastamp.config import get_cfg
+from fastamp.config.defaults import KEYS
+from fastamp.utils.errors import ConfigError
+
+
+def space_of(tmp_path, text, cfg=None):
+    path = tmp_path / "space.yml"
+    path.write_text(text)
+    return read_space(path, cfg or get_cfg())
+
+
+@pytest.mark.parametrize(
+    "kind, values, low, high, whole",
+    [
+        ("uniform", (0.5, 2.0), 0.5, 2.0, False),
+        ("loguniform", (1e-6, 1e-3), 1e-6, 1e-3, False),
+        ("randint", (3, 6), 3, 5, True),
+        ("quniform", (0.1, 1.05, 0.3), 0.1, 1.0, False),
+        ("quniform", (4, 16, 4), 4, 16, True),
+    ],
+)
+def test_draws_stay_within_and_reach_the_ends(kind, values, low, high, whole):
+    parameter = Parameter("SOLVER.BASE_LR", kind, values)
+    random = np.random.default_rng(0)
+    drawn = [parameter.draw(random) for _ in range(2000)]
+    assert low <= min(drawn) and max(drawn) <= high + 1e-12
+    assert parameter.extremes() == pytest.approx((low, high))
+    spread = np.log(drawn) if kind == "loguniform" else np.array(drawn)
+    ends = np.log([low, high]) if kind == "loguniform" else np.array([low, high])
+    assert spread.mean() == pytest.approx(ends.mean(), abs=0.1 * (ends[1] - ends[0]))
+    if whole or kind == "quniform":
+        assert len(set(np.round(drawn, 9))) == {"randint": 3}.get(kind, 4)
+    assert not whole or all(float(value).is_integer() for value in drawn)
+
+
+def test_every_kind_and_short_name_in_a_file(tmp_path):
+    space = space_of(
+        tmp_path,
+        """
+        lr: {loguniform: [1e-6, 1e-3]}
+        SOLVER.WEIGHT_DECAY: {choice: [0.0, 5e-4]}
+        SOLVER.AMP: {choice: [bf16, off]}
+        MODEL.LOSSES.TRI.MARGIN: {uniform: [0.0, 0.5]}
+        SOLVER.WARMUP_ITERS: {quniform: [0, 200, 50]}
+        IDENTITIES: {randint: [4, 17]}
+        num_inst: {choice: [2, 4, 8]}
+        SOLVER.STEPS: {choice: [[40, 90], [30, 70]]}
+        """,
+    )
+    cfg = get_cfg()
+    random = np.random.default_rng(1)
+    seen = set()
+    for _ in range(50):
+        values = space.draw(random)
+        made = space.apply(cfg, values)
+        assert values[IDENTITIES] * made.DATALOADER.NUM_INSTANCE == made.SOLVER.IMS_PER_BATCH
+        assert values["SOLVER.BASE_LR"] == made.SOLVER.BASE_LR and made.SOLVER.STEPS in ((40, 90), (30, 70))
+        assert isinstance(made.SOLVER.WARMUP_ITERS, int)
+        seen.add(made.DATALOADER.NUM_INSTANCE)
+    assert seen == {2, 4, 8}
+    assert cfg.SOLVER.BASE_LR == get_cfg().SOLVER.BASE_LR
+    assert set(SHORT_NAMES.values()) <= set(KEYS)
+
+
+@pytest.mark.parametrize(
+    "values, batch",
+    [
+        ({"SOLVER.IMS_PER_BATCH": 50}, 48),  # to the nearest that K = 4 divides
+        ({"SOLVER.IMS_PER_BATCH": 60, "DATALOADER.NUM_INSTANCE": 16}, 64),
+        ({"SOLVER.IMS_PER_BATCH": 1}, 4),
+        ({"DATALOADER.NUM_INSTANCE": 3}, 63),
+        ({IDENTITIES: 5}, 20),
+        ({IDENTITIES: np.int64(5), "DATALOADER.NUM_INSTANCE": np.int64(2)}, 10),
+        ({"SOLVER.BASE_LR": np.float64(0.1)}, None),
+    ],
+)
+def test_every_batch_divides(tmp_path, values, batch):
+    space = space_of(tmp_path, "lr: {uniform: [0.1, 0.2]}")
+    changed = space.overrides(get_cfg(), values)
+    assert changed.get("SOLVER.IMS_PER_BATCH") == batch and IDENTITIES not in changed
+    assert all(type(value) in (int, float) for value in changed.values())
+    assert space.apply(get_cfg(), values).SOLVER.IMS_PER_BATCH % changed.get("DATALOADER.NUM_INSTANCE", 4) == 0
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("SOLVER.BASE_LRR: {uniform: [0.1, 0.2]}", "SOLVER.BASE_LRR.*SOLVER.BASE_LR"),
+        ("SOLVER.BASE_LR: {uniform: [-1.0, 0.2]}", "SOLVER.BASE_LR is -1.0; it must be at least 0"),
+        ("SOLVER.OPT: {choice: [3, [Adam]]}", "SOLVER.OPT"),
+        ("SOLVER.BASE_LR: {uniforn: [0.1, 0.2]}", "'uniforn'; choices: .*Did you mean 'uniform'"),
+        ("SOLVER.BASE_LR: {uniform: [0.2, 0.1]}", "expected low < high"),
+        ("SOLVER.BASE_LR: {uniform: [0.2]}", r"uniform needs \[low, high\]"),
+        ("SOLVER.BASE_LR: {uniform: [a, b]}", "uniform needs numbers"),
+        ("SOLVER.BASE_LR: {uniform: [.nan, 1.0]}", "expected low < high"),
+        ("SOLVER.BASE_LR: {quniform: [0.0, 1.0, 0.0]}", "step > 0"),
+        ("SOLVER.BASE_LR: {loguniform: [0, 1.0]}", "loguniform needs numbers above 0"),
+        ("SOLVER.BASE_LR: {randint: [0.5, 2]}", "randint needs whole numbers"),
+        ("SOLVER.BASE_LR: 0.1", "expected one of choice, uniform"),
+        ("SOLVER.BASE_LR: {choice: []}", "choice needs a list"),
+        ("SOLVER.MAX_EPOCH: {uniform: [10, 20]}", "SOLVER.MAX_EPOCH takes whole numbers.*\n.*randint"),
+        ("IDENTITIES: {randint: [0, 4]}", "IDENTITIES is 0; it must be at least 1"),
+        ("IDENTITIES: {loguniform: [1, 4]}", "IDENTITIES takes whole numbers"),
+        ("{bsz: {choice: [64]}, IDENTITIES: {randint: [4, 8]}}", "both searched"),
+        (
+            "{lr: {uniform: [0.1, 1.0]}, SOLVER.BASE_LR: {uniform: [0.1, 1.0]}}",
+            "lr and SOLVER.BASE_LR are the same key",
+        ),
+        ("", "is empty"),
+        ("[1, 2]", "space.yml"),
+    ],
+)
+def test_what_is_refused(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        space_of(tmp_path, text)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="--space .*none.yml cannot be read: No such file"):
+        read_space(tmp_path / "none.yml", get_cfg())

@@ -1,0 +1,55 @@
+"""A trial of FastTune: what it reports, that it goes on from its checkpoint, and how it fails."""
+
+import json
+
+import pytest
+import tiny
+from autotuner.split import register_split
+from autotuner.trial import run_trial
+
+from fastamp.config import get_cfg
+
+
+def config(output, *opts):
+    cfg = get_cfg()
+    cfg.merge_from_list(tiny.tiny_options(output, "SOLVER.MAX_EPOCH", "4", "TEST.EVAL_PERIOD", "2", *opts))
+    return cfg
+
+
+class Reports(list):
+    def __call__(self, metrics, checkpoint):
+        assert checkpoint.is_file()
+        self.append((metrics, checkpoint.read_bytes()))
+
+
+def test_reports_each_evaluation_once(demo, tmp_path):
+    names = register_split(["Demo"], 0.25, 0)
+    reports = Reports()
+    cfg = config(tmp_path / "one")
+    cfg.DATASETS.NAMES, cfg.DATASETS.TESTS = (names[0],), (names[1],)
+    assert run_trial(cfg, reports) == ""
+    assert [metrics["epoch"] for metrics, _ in reports] == [2, 4]
+    for metrics, _ in reports:
+        assert metrics["score"] == pytest.approx((metrics["mAP"] + metrics["Rank-1"]) / 2)
+        assert 0 < metrics["mAP"] <= 100 and metrics["images_per_second"] > 1 and metrics["peak_memory_mb"] > 1
+        assert metrics["skipped_steps"] == 0
+
+
+def test_goes_on_from_a_checkpoint_with_another_learning_rate(demo, tmp_path):
+    whole, rest = Reports(), Reports()
+    run_trial(config(tmp_path / "whole"), whole)
+    path = tmp_path / "middle.pth"
+    path.write_bytes(whole[0][1])
+    run_trial(config(tmp_path / "rest"), rest, checkpoint=path)
+    assert [metrics["epoch"] for metrics, _ in rest] == [4]
+    assert rest[0][0]["mAP"] == whole[1][0]["mAP"]
+    run_trial(config(tmp_path / "other", "SOLVER.BASE_LR", "1e-5"), rest, checkpoint=path)
+    rows = [json.loads(line) for line in (tmp_path / "other/metrics.json").read_text().splitlines()]
+    assert 0 < rows[-2]["lr"] <= 1e-5
+
+
+def test_a_precision_that_fails_is_no_crash(demo, tmp_path):
+    reports = Reports()
+    cfg = config(tmp_path / "bad", "SOLVER.BASE_LR", "1e30", "SOLVER.AMP", "off", "SOLVER.WARMUP_ITERS", "0")
+    failure = run_trial(cfg, reports)
+    assert failure and "\n" not in failure and len(reports) == 0
