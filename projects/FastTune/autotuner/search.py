@@ -19,6 +19,8 @@ from fastamp.utils.progress import format_duration
 
 # Ray sends statistics of its use to its makers otherwise.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Relative paths in a config, and a data root that is one, stay what they are.
+os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
 
 ALGORITHMS = ("hyperopt", "optuna", "random")
 SCHEDULERS = ("asha", "hyperband", "pbt", "none")
