@@ -41,8 +41,8 @@ class QueryExpansion:
             raise ConfigError(f"TEST.AQE: QE_K {self.k} and QE_TIME {self.times} must be at least 1")
 
     def __str__(self) -> str:
-        what = "queries and gallery" if self.sides == "both" else {"query": "queries"}.get(self.sides, self.sides)
-        return f"expansion of {what} (k {self.k}, alpha {self.alpha:g}, {self.times} x)"
+        what = {"both": "queries and gallery", "query": "queries", "gallery": "gallery"}
+        return f"expansion of {what[self.sides]} (k {self.k}, alpha {self.alpha:g}, {self.times} x)"
 
 
 @without_tf32()

@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 _BINS = 2**20
 # Entries of a block whose bins are held at once.
 _CHUNK = 2**20
-
-
 # Below it a distance times the bins in its inverse would overflow in float32.
 _SMALLEST_LIMIT = 1e-30
 # Queries whose distances say where those of a metric without a bound lie.

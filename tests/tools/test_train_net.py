@@ -24,7 +24,7 @@ def run(capfd, *argv):
 
 
 @pytest.fixture
-def bad(demo, tmp_path, capfd):
+def assert_refused(demo, tmp_path, capfd):
     """Run with bad input and check the exit code, the one message, and that nothing was overwritten."""
 
     def check(*opts, argv=(), message):
@@ -164,13 +164,13 @@ def test_flip_test_uses_the_mirror_image(demo, tmp_path, capfd):
     assert "flip test" in log and "floor: raw pixels" in log and "floor: colour histogram" in log
 
 
-def test_missing_and_empty_data_sets(bad, tmp_path, monkeypatch):
+def test_missing_and_empty_data_sets(assert_refused, tmp_path, monkeypatch):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     market = ("DATASETS.NAMES", "Market1501", "DATASETS.TESTS", "Market1501")
-    bad(*market, message=["Market-1501-v15.09.15", "bounding_box_train", "FASTAMP_DATASETS"])
+    assert_refused(*market, message=["Market-1501-v15.09.15", "bounding_box_train", "FASTAMP_DATASETS"])
     for name in ("bounding_box_train", "query", "bounding_box_test"):
         (tmp_path / "Market-1501-v15.09.15" / name).mkdir(parents=True)
-    bad(*market, message="Market-1501-v15.09.15")
+    assert_refused(*market, message="Market-1501-v15.09.15")
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
@@ -185,20 +185,20 @@ def test_a_corrupt_image_is_named(demo_root, tmp_path, monkeypatch, capfd, worke
     assert str(image) in stderr and "Traceback" not in stderr
 
 
-def test_wrong_weights(bad, tmp_path):
+def test_wrong_weights(assert_refused, tmp_path):
     evaluate = {"argv": ["--eval-only"]}
-    bad(**evaluate, message="--eval-only needs weights")
-    bad("MODEL.WEIGHTS", tmp_path / "nowhere.pth", **evaluate, message="nowhere.pth does not exist")
+    assert_refused(**evaluate, message="--eval-only needs weights")
+    assert_refused("MODEL.WEIGHTS", tmp_path / "nowhere.pth", **evaluate, message="nowhere.pth does not exist")
     good = tmp_path / "good.pth"
     torch.save({"model": {"backbone.0.weight": torch.ones(3)}}, good)
-    bad("MODEL.WEIGHTS", good, **evaluate, message=["good.pth are of another model", "backbone.0.weight"])
+    assert_refused("MODEL.WEIGHTS", good, **evaluate, message=["good.pth are of another model", "backbone.0.weight"])
     truncated = tmp_path / "truncated.pth"
     truncated.write_bytes(good.read_bytes()[:200])
-    bad("MODEL.WEIGHTS", truncated, **evaluate, message=["truncated.pth", "cannot be loaded"])
-    bad("MODEL.WEIGHTS", truncated, message=["truncated.pth", "cannot be loaded"])
+    assert_refused("MODEL.WEIGHTS", truncated, **evaluate, message=["truncated.pth", "cannot be loaded"])
+    assert_refused("MODEL.WEIGHTS", truncated, message=["truncated.pth", "cannot be loaded"])
     resnet = ["MODEL.BACKBONE.NAME", "build_resnet_backbone", "MODEL.BACKBONE.DEPTH", "18x"]
     pretrained = ["MODEL.BACKBONE.PRETRAIN", True, "MODEL.BACKBONE.PRETRAIN_PATH", truncated]
-    bad(*resnet, *pretrained, "MODEL.BACKBONE.FEAT_DIM", 512, message="truncated.pth")
+    assert_refused(*resnet, *pretrained, "MODEL.BACKBONE.FEAT_DIM", 512, message="truncated.pth")
 
 
 @pytest.mark.parametrize(
@@ -259,43 +259,43 @@ def test_wrong_weights(bad, tmp_path):
         ("OUTPUT_DIR", "/dev/null/x", ["OUTPUT_DIR", "/dev/null/x"]),
     ],
 )
-def test_wrong_values(bad, key, value, parts):
-    bad(key, value, message=parts)
+def test_wrong_values(assert_refused, key, value, parts):
+    assert_refused(key, value, message=parts)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_cuda_that_is_not_there(bad):
-    bad("MODEL.DEVICE", "cuda", message=["MODEL.DEVICE is 'cuda'", "MODEL.DEVICE auto"])
+def test_cuda_that_is_not_there(assert_refused):
+    assert_refused("MODEL.DEVICE", "cuda", message=["MODEL.DEVICE is 'cuda'", "MODEL.DEVICE auto"])
 
 
-def test_one_image_a_batch(bad):
+def test_one_image_a_batch(assert_refused):
     options = ("DATALOADER.SAMPLER_TRAIN", "TrainingSampler")
-    bad("SOLVER.IMS_PER_BATCH", "1", *options, message=["SOLVER.IMS_PER_BATCH is 1", "needs two"])
+    assert_refused("SOLVER.IMS_PER_BATCH", "1", *options, message=["SOLVER.IMS_PER_BATCH is 1", "needs two"])
 
 
-def test_precise_bn_of_a_set_that_is_not_there(bad):
+def test_precise_bn_of_a_set_that_is_not_there(assert_refused):
     options = ("TEST.PRECISE_BN.ENABLED", "True", "TEST.PRECISE_BN.DATASET")
-    bad(*options, "Nope", message=["TEST.PRECISE_BN.DATASET 'Nope'", "nothing is registered"])
-    bad(*options, "Market1501", message="TEST.PRECISE_BN.DATASET 'Market1501'")
+    assert_refused(*options, "Nope", message=["TEST.PRECISE_BN.DATASET 'Nope'", "nothing is registered"])
+    assert_refused(*options, "Market1501", message="TEST.PRECISE_BN.DATASET 'Market1501'")
 
 
-def test_wrong_config_files(bad, tmp_path):
+def test_wrong_config_files(assert_refused, tmp_path):
     python = tmp_path / "config.py"
     python.write_text("raise SystemExit(99)")
-    bad(argv=["--config-file", python], message="config.py")
-    bad(argv=["--config-file", tmp_path / "nowhere.yml"], message="nowhere.yml")
+    assert_refused(argv=["--config-file", python], message="config.py")
+    assert_refused(argv=["--config-file", tmp_path / "nowhere.yml"], message="nowhere.yml")
     typo = tmp_path / "typo.yml"
     typo.write_text("SOLVER: {MAX_EPOCHS: 3}")
-    bad(argv=["--config-file", typo], message=["typo.yml", "SOLVER.MAX_EPOCHS", "SOLVER.MAX_EPOCH"])
+    assert_refused(argv=["--config-file", typo], message=["typo.yml", "SOLVER.MAX_EPOCHS", "SOLVER.MAX_EPOCH"])
 
 
 @pytest.mark.parametrize("flags", [("--num-gpus", "0"), ("--num-machines", "2", "--machine-rank", "2")])
-def test_numbers_of_processes_that_do_not_fit(bad, flags):
-    bad(argv=flags, message=["--num-gpus", "--machine-rank"])
+def test_numbers_of_processes_that_do_not_fit(assert_refused, flags):
+    assert_refused(argv=flags, message=["--num-gpus", "--machine-rank"])
 
 
-def test_several_machines_need_a_place_to_meet(bad):
-    bad(argv=["--num-machines", "2"], message="--dist-url")
+def test_several_machines_need_a_place_to_meet(assert_refused):
+    assert_refused(argv=["--num-machines", "2"], message="--dist-url")
 
 
 def test_resume_of_another_model(demo, tmp_path, capfd):

@@ -14,6 +14,7 @@ from autotuner.space import Parameter, Space
 from autotuner.split import register_split
 from autotuner.trial import run_trial
 from fastamp.config import CfgNode, get_cfg
+from fastamp.engine.setup import load_parts
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.progress import format_duration
 
@@ -127,7 +128,7 @@ def run_search(search: Search) -> list[Outcome]:
     here = str(Path(__file__).resolve().parents[1])
     variables = {"PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])}
     if not ray.is_initialized():
-        ray.init(log_to_driver=False, include_dashboard=False, runtime_env={"env_vars": variables}, num_cpus=None)
+        ray.init(log_to_driver=False, include_dashboard=False, runtime_env={"env_vars": variables})
     settings = {
         "config": search.cfg.dump(),
         "parameters": [(each.key, each.kind, each.values) for each in search.space.parameters.values()],
@@ -170,8 +171,6 @@ def _trainable(sample: dict[str, Any], settings: dict[str, Any]) -> None:
 
     cfg = get_cfg()
     if settings["parts"]:
-        from fastamp.engine.setup import load_parts
-
         load_parts(settings["parts"], cfg)
     cfg.merge_from_other_cfg(CfgNode.load_cfg(settings["config"]))
     space = Space([Parameter(*each) for each in settings["parameters"]])
@@ -221,11 +220,10 @@ def _algorithm(search: Search) -> Any:
         from ray.tune.search.basic_variant import BasicVariantGenerator
 
         return BasicVariantGenerator(random_state=search.seed)
-    package = {"hyperopt": "hyperopt", "optuna": "optuna"}[search.algorithm]
     try:
-        __import__(package)
+        __import__(search.algorithm)  # the package has the algorithm's name
     except ImportError as error:
-        raise ConfigError(f'--srch-algo {search.algorithm} needs {package}: pip install "fastamp[tune]"') from error
+        raise ConfigError(f'--srch-algo {search.algorithm} needs its package: pip install "fastamp[tune]"') from error
     if search.algorithm == "hyperopt":
         from ray.tune.search.hyperopt import HyperOptSearch
 
