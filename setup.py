@@ -14,8 +14,10 @@ EXTRAS = {
     "export": ["onnx", "onnxruntime", "onnxscript"],
     "timm": ["timm"],
     "tune": ["ray[tune]", "hyperopt", "optuna"],
+    "bohb": ["ray[tune]", "hpbandster", "ConfigSpace"],
 }
-EXTRAS["all"] = sorted({package for packages in EXTRAS.values() for package in packages})
+# Without bohb: a package that it needs is compiled, which would keep the others away from who has no compiler.
+EXTRAS["all"] = sorted({package for name, packages in EXTRAS.items() if name != "bohb" for package in packages})
 
 setup(
     name="fastamp",

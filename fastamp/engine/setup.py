@@ -4,7 +4,7 @@ import argparse
 import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -65,18 +65,23 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK
 
 
-def read_config(config_file: str, opts: Sequence[str], *, parts: str = "") -> CfgNode:
+def read_config(
+    config_file: str, opts: Sequence[str], *, parts: str = "", define_keys: Callable[[CfgNode], None] | None = None
+) -> CfgNode:
     """Return the frozen config of a file and of KEY VALUE pairs over it.
 
     Args:
         config_file: path; empty for the defaults.
         opts: the pairs, one after the other.
         parts: file that registers the user's own parts first, see ``load_parts``; empty is none.
+        define_keys: declares keys of a project's own.
 
     Raises:
         ConfigError: a file, a key or a value is wrong.
     """
     cfg = get_cfg()
+    if define_keys:
+        define_keys(cfg)
     if parts:
         load_parts(parts, cfg)
     if config_file:

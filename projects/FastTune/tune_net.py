@@ -1,26 +1,58 @@
 #!/usr/bin/env python
-"""Search hyper-parameters: tune_net.py --config-file X.yml --space SPACE.yml [--num-trials N] [KEY VALUE ...].
+"""Search hyper-parameters: tune_net.py --config-file X.yml [--space SPACE.yml] [--num-trials N] [KEY VALUE ...].
 
-Trials are ordinary trainings, judged on identities held out of the training set; the test set is looked at once, by
-the winner. OUTPUT_DIR holds best_config.yaml, trials.csv, trials.png and a folder for each trial. Exit code 1 when no
-trial came to an evaluation.
+Trials are ordinary trainings, judged on identities held out of the training set (TUNE.VAL_FRACTION of them); the test
+set is looked at once, by the winner. OUTPUT_DIR holds best_config.yaml, trials.csv, trials.png and each stage's trials.
+Exit code 1 when no trial came to an evaluation.
 """
 
 import argparse
+import logging
 import math
+import signal
 import sys
 from pathlib import Path
 
+from autotuner.final import final_table, train_recipes, write_final
 from autotuner.results import table, write_results
-from autotuner.search import ALGORITHMS, SCHEDULERS, Search, run_search
-from autotuner.space import BATCH, IDENTITIES, IMAGES, Space, read_space
-from autotuner.split import hold_out
+from autotuner.search import ALGORITHMS, SCHEDULERS, Search, best_first, is_mutable, run_search, start_ray
+from autotuner.space import BATCH, IDENTITIES, IMAGES, Space, default_space, read_space
+from autotuner.split import VAL_FRACTION, define_keys, hold_out
 
-from fastamp.config import CfgNode
+from fastamp.amp import resolve_device
+from fastamp.config import CfgNode, get_cfg
 from fastamp.data.build import build_dataset, training_items
 from fastamp.engine import DefaultTrainer, run_command_line
-from fastamp.engine.setup import check_config, read_config
+from fastamp.engine.command_line import TrainingInterrupted
+from fastamp.engine.setup import check_config, load_parts, read_config
+from fastamp.utils.errors import ConfigError
 from fastamp.utils.logger import setup_logger
+
+logger = logging.getLogger(__name__)
+
+
+def read_recipe(args: argparse.Namespace) -> tuple[CfgNode, float]:
+    """Return the config that trials start from, which train_net.py would take, and TUNE.VAL_FRACTION."""
+    with_ours = read_config(args.config_file, args.opts, parts=args.parts, define_keys=define_keys)
+    cfg = get_cfg()
+    if args.parts:
+        load_parts(args.parts, cfg)
+    cfg.merge_from_other_cfg({name: value for name, value in with_ours.items() if name != VAL_FRACTION.split(".")[0]})
+    cfg.freeze()
+    check_config(cfg)
+    return cfg, with_ours.TUNE.VAL_FRACTION
+
+
+def choose_space(args: argparse.Namespace, cfg: CfgNode) -> Space:
+    """Return the space that was asked for, or the recipe's; of the latter what the scheduler can change."""
+    if args.space:
+        return read_space(args.space, cfg)
+    file = default_space(args.config_file)
+    space = read_space(file, cfg)
+    if args.scheduler == "pbt":
+        space = Space([each for each in space.parameters.values() if is_mutable(each.key)])
+    logger.info("searching %s of %s", ", ".join(space.parameters), file)
+    return space
 
 
 def grace_epochs(cfg: CfgNode, space: Space, images: int) -> int:
@@ -40,49 +72,90 @@ def grace_epochs(cfg: CfgNode, space: Space, images: int) -> int:
             ("SOLVER.FREEZE_ITERS", cfg.SOLVER.FREEZE_ITERS if cfg.MODEL.FREEZE_LAYERS else 0),
         )
     ]
-    return max(1, math.ceil(max(iterations) / fewest))
+    return math.ceil(max(iterations) / fewest)
+
+
+def gpus_of_a_trial(cfg: CfgNode, args: argparse.Namespace) -> float:
+    """Return how much of a GPU a trial gets: what was asked for, else one where the config trains on one."""
+    wants = cfg.MODEL.DEVICE.startswith("cuda")
+    if not args.address:
+        wants = resolve_device(cfg.MODEL.DEVICE).type == "cuda"
+    if args.gpus_per_trial is None:
+        return float(wants)
+    if args.gpus_per_trial == 0 and cfg.MODEL.DEVICE.startswith("cuda"):
+        raise ConfigError(
+            "MODEL.DEVICE is cuda, and with --gpus-per-trial 0 a trial sees no GPU.\n  fix: --gpus-per-trial 1, or a "
+            "fraction, or MODEL.DEVICE cpu"
+        )
+    return args.gpus_per_trial
 
 
 def tune(args: argparse.Namespace) -> int:
-    """Search, write the results and evaluate the winner; return the exit code."""
-    cfg = read_config(args.config_file, args.opts, parts=args.parts)
-    check_config(cfg)
-    space = read_space(args.space, cfg)
+    """Search, write the results, evaluate or train the winner; return the exit code."""
+    cfg, fraction = read_recipe(args)
+    output = Path(cfg.OUTPUT_DIR).resolve()
     setup_logger(cfg.OUTPUT_DIR)
+    space = choose_space(args, cfg)
+    gpus = gpus_of_a_trial(cfg, args)
     # Prepared here, once, before any trial needs it; and what is wrong with it is said at once.
     items = training_items([build_dataset(name) for name in cfg.DATASETS.NAMES])
-    training, _, _ = hold_out(items, args.val_fraction, args.seed)
+    training, _, _ = hold_out(items, fraction, args.seed)
+    shared = {
+        "cfg": cfg,
+        "seed": args.seed,
+        "fraction": fraction,
+        "cpus": args.cpus_per_trial,
+        "gpus": gpus,
+        "max_concurrent": args.max_concurrent,
+        "max_failures": args.max_failures,
+        "parts": str(Path(args.parts).resolve()) if args.parts else "",
+    }
     search = Search(
-        cfg=cfg,
+        title="search",
+        folder=output / "search",
         space=space,
         algorithm=args.srch_algo,
         scheduler=args.scheduler,
         trials=args.num_trials,
-        seed=args.seed,
-        validation_fraction=args.val_fraction,
         grace_epochs=grace_epochs(cfg, space, len(training)),
-        cpus=args.cpus_per_trial,
-        gpus=args.gpus_per_trial,
-        max_concurrent=args.max_concurrent,
-        max_failures=args.max_failures,
-        parts=str(Path(args.parts).resolve()) if args.parts else "",
+        **shared,
     )
-    outcomes = run_search(search)
+    start_ray(address=args.address, cpus=args.cpus_per_trial, gpus=gpus)
+    outcomes = run_search(search, resume=args.resume)
+    if args.then_refine and outcomes[0].score is not None:
+        good = outcomes[: max(1, len(outcomes) // 3)]
+        narrow = space.narrowed(outcomes[0].values, [each.values for each in good])
+        refinement = Search(
+            title="refine",
+            folder=output / "refine",
+            space=narrow,
+            trials=args.then_refine,
+            grace_epochs=grace_epochs(cfg, narrow, len(training)),
+            **shared,
+        )
+        outcomes = best_first([*outcomes, *run_search(refinement, resume=args.resume)])
     print(table(outcomes, space))
     for path in write_results(outcomes, cfg, space):
         print(f"wrote {path}")
     failed = sum(bool(each.failure) for each in outcomes)
     if failed:
         print(f"{failed} of {len(outcomes)} trials failed: their headlines are in trials.csv")
-    winner = outcomes[0] if outcomes else None
-    if winner is None or winner.score is None:
+    if outcomes[0].score is None:
         return 1
-    best = space.apply(cfg, winner.values).clone()
+    best = space.apply(cfg, outcomes[0].values)
+    if args.train_best:
+        results = train_recipes({"default": cfg, "best": best}, args.seeds, search, resume=args.resume)
+        print(final_table(results))
+        print(f"wrote {write_final(results, output / 'final.csv')}")
+        return int(not any(each.metrics for each in results["best"]))
+    best = best.clone()
     best.defrost()
-    best.MODEL.WEIGHTS = str(winner.folder / "model_best.pth")
-    best.OUTPUT_DIR = str(Path(cfg.OUTPUT_DIR) / "winner")
+    best.MODEL.WEIGHTS = str(outcomes[0].folder / "model_best.pth")
+    best.OUTPUT_DIR = str(output / "winner")
+    if args.address:
+        best.MODEL.DEVICE = "auto"  # this machine may have another device than those that train
     best.freeze()
-    print(f"the winner, {winner.name}, on the test set (trained without the identities held out):")
+    print(f"the winner, {outcomes[0].name}, on the test set (trained without the identities held out):")
     DefaultTrainer.test_weights(best)
     return 0
 
@@ -91,26 +164,49 @@ def cli(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config file")
-    parser.add_argument("--space", required=True, metavar="FILE", help="YAML file: config key -> what it is drawn from")
-    parser.add_argument("--num-trials", type=int, default=20, help="(default: %(default)s)")
-    parser.add_argument("--srch-algo", choices=ALGORITHMS, default="hyperopt", help="(default: %(default)s)")
-    parser.add_argument("--scheduler", choices=SCHEDULERS, default="asha", help="(default: %(default)s)")
-    parser.add_argument("--pbt", action="store_true", help="short for --srch-algo random --scheduler pbt")
-    parser.add_argument("--val-fraction", type=float, default=0.2, help="of the training identities, held out")
-    parser.add_argument("--cpus-per-trial", type=float, default=1)
-    parser.add_argument("--gpus-per-trial", type=float, default=0, help="a fraction shares a GPU")
+    parser.add_argument("--space", default="", metavar="FILE", help="YAML file: config key -> what it is drawn from; "
+                        "the recipe's own in projects/FastTune/configs by default")  # fmt: skip
+    parser.add_argument("--num-trials", type=_count, default=20, help="(default: %(default)s)")
+    parser.add_argument("--srch-algo", choices=ALGORITHMS, help="(default: hyperopt; random with pbt)")
+    parser.add_argument("--scheduler", choices=SCHEDULERS, help="(default: asha; hyperband with bohb)")
+    parser.add_argument("--pbt", action="store_true", help="the same as --scheduler pbt")
+    parser.add_argument("--then-refine", type=_count, default=0, metavar="N",
+                        help="N more trials, of hyperopt, in a third of each range around the winner")  # fmt: skip
+    parser.add_argument("--train-best", action="store_true",
+                        help="train winner and recipe with several seeds on all identities; compare them")  # fmt: skip
+    parser.add_argument("--seeds", type=_count, default=3, help="of --train-best (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on with the search in OUTPUT_DIR")
+    parser.add_argument("--address", default="", help="of a running Ray cluster; auto finds this machine's")
+    parser.add_argument("--cpus-per-trial", type=float, default=1, help="(default: %(default)s)")
+    parser.add_argument("--gpus-per-trial", type=float, help="a fraction shares a GPU (default: 1 where one is used)")
     parser.add_argument("--max-concurrent", type=int, default=0, help="trials at once; 0 is as many as fit")
     parser.add_argument("--max-failures", type=int, default=0, help="times that a crashed trial is tried again")
     parser.add_argument("--seed", type=int, default=0, help="of the draws and of the identities held out")
     parser.add_argument("--parts", default="", metavar="FILE", help="Python file that registers parts of your own")
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and their values")
     args = parser.parse_args(argv)
+    if args.pbt and args.scheduler not in (None, "pbt"):
+        parser.error(f"--pbt and --scheduler {args.scheduler} exclude each other")
     if args.pbt:
-        args.srch_algo, args.scheduler = "random", "pbt"
-    if args.num_trials < 1:
-        parser.error(f"--num-trials {args.num_trials}: expected 1 at least")
+        args.scheduler = "pbt"
+    args.srch_algo = args.srch_algo or ("random" if args.scheduler == "pbt" else "hyperopt")
+    args.scheduler = args.scheduler or ("hyperband" if args.srch_algo == "bohb" else "asha")
     codes: list[int] = []
-    return run_command_line(lambda: codes.append(tune(args))) or codes[0]
+
+    def command() -> None:
+        try:
+            codes.append(tune(args))
+        except KeyboardInterrupt as interrupt:
+            raise TrainingInterrupted(signal.SIGINT, "the trials under OUTPUT_DIR") from interrupt
+
+    return run_command_line(command) or codes[0]
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: expected 1 at least")
+    return number
 
 
 if __name__ == "__main__":

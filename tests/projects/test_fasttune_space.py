@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from autotuner.space import IDENTITIES, SHORT_NAMES, Parameter, read_space
+from autotuner.space import IDENTITIES, SHORT_NAMES, Parameter, Space, default_space, read_space
+from autotuner.tune_hooks import Rounds
 
 from fastamp.config import get_cfg
 from fastamp.config.defaults import KEYS
@@ -124,3 +125,65 @@ def test_what_is_refused(tmp_path, text, message):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match="--space .*none.yml cannot be read: No such file"):
         read_space(tmp_path / "none.yml", get_cfg())
+
+
+def test_narrowed_around_the_best(tmp_path):
+    space = Space(
+        [
+            Parameter("SOLVER.BASE_LR", "loguniform", (1e-6, 1e-3)),
+            Parameter("INPUT.REA.PROB", "uniform", (0.0, 0.6)),
+            Parameter(IDENTITIES, "randint", (4, 17)),
+            Parameter("SOLVER.WARMUP_ITERS", "quniform", (0, 200, 50)),
+            Parameter("DATALOADER.NUM_INSTANCE", "choice", (2, 4, 8)),
+        ]
+    )
+    best = {
+        "SOLVER.BASE_LR": 1e-5,
+        "INPUT.REA.PROB": 0.55,
+        IDENTITIES: 10,
+        "SOLVER.WARMUP_ITERS": 200,
+        "DATALOADER.NUM_INSTANCE": 4,
+    }
+    narrow = space.narrowed(best, [best | {"DATALOADER.NUM_INSTANCE": 2}]).parameters
+    assert narrow["SOLVER.BASE_LR"].values == pytest.approx((1e-5 / 10**0.5, 1e-5 * 10**0.5))
+    assert narrow["INPUT.REA.PROB"].values == pytest.approx((0.45, 0.6))
+    assert narrow[IDENTITIES].extremes() == (8, 12)
+    assert narrow["SOLVER.WARMUP_ITERS"].extremes() == (150, 200)
+    assert narrow["DATALOADER.NUM_INSTANCE"].values == (2, 4)
+    again = Space(list(narrow.values()))
+    assert all(again.narrowed(best, []).parameters[key].steps >= 1 for key in ("SOLVER.WARMUP_ITERS",))
+
+
+@pytest.mark.parametrize(
+    "config_file, name",
+    [
+        ("configs/Market1501/bagtricks_R50.yml", "bagtricks"),
+        ("configs/Market1501/sbs_R101-ibn.yml", "sbs"),
+        ("configs/Demo/quickstart.yml", "demo"),
+        ("configs/Demo/sbs_R50.yml", "sbs"),
+    ],
+)
+def test_each_recipe_has_a_space(config_file, name):
+    cfg = get_cfg()
+    cfg.merge_from_file(config_file)
+    path = default_space(config_file)
+    assert path.stem == name
+    read_space(path, cfg)
+
+
+def test_a_config_without_a_space_of_its_own():
+    with pytest.raises(ConfigError, match=r"(?s)no search space is known for mine.yml.*--space FILE.*bagtricks.yml"):
+        default_space("mine.yml")
+
+
+@pytest.mark.parametrize(
+    "period, epochs, grace", [(1, 4, 0), (1, 4, 3), (2, 9, 3), (10, 120, 10), (20, 60, 11), (5, 7, 99)]
+)
+def test_rounds_count_evaluations_after_warm_up(period, epochs, grace):
+    rounds = Rounds(period, epochs, grace)
+    evaluations = sorted({*range(period, epochs + 1, period), epochs})
+    counting = [epoch for epoch in evaluations if epoch >= min(grace, epochs) or epoch == epochs]
+    assert [rounds.at(epoch) for epoch in evaluations] == [
+        counting.index(epoch) + 1 if epoch in counting else 0 for epoch in evaluations
+    ]
+    assert rounds.total == len(counting) >= 1

@@ -49,7 +49,7 @@ def test_depends_on_the_seed_alone():
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, 0.95])
 def test_a_fraction_that_leaves_nothing(fraction):
-    with pytest.raises(ConfigError, match=f"--val-fraction {fraction:g} of"):
+    with pytest.raises(ConfigError, match=f"TUNE.VAL_FRACTION {fraction:g} of"):
         hold_out(images(0), fraction, 0)
 
 

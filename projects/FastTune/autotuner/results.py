@@ -13,6 +13,7 @@ from fastamp.config import CfgNode
 from fastamp.utils.errors import writing
 
 logger = logging.getLogger(__name__)
+_METRICS = ("mAP", "Rank-1", "skipped_steps", "peak_memory_mb", "images_per_second")
 
 
 def write_results(outcomes: Sequence[Outcome], cfg: CfgNode, space: Space) -> list[Path]:
@@ -37,12 +38,12 @@ def write_results(outcomes: Sequence[Outcome], cfg: CfgNode, space: Space) -> li
         folder.mkdir(parents=True, exist_ok=True)
         with paths[0].open("w", newline="", encoding="utf-8") as file:
             table = csv.writer(file)
-            table.writerow(["trial", "score", "epochs", *space.parameters, "failure"])
+            table.writerow(["stage", "trial", "score", *_METRICS, "epochs", *space.parameters, "failure"])
             for each in outcomes:
+                score = "" if each.score is None else each.score
+                metrics = [each.metrics.get(name, "") for name in _METRICS]
                 values = [each.values.get(key, "") for key in space.parameters]
-                table.writerow(
-                    [each.name, "" if each.score is None else each.score, each.epochs, *values, each.failure]
-                )
+                table.writerow([each.stage, each.name, score, *metrics, each.epochs, *values, each.failure])
         if outcomes and outcomes[0].score is not None:
             paths.append(folder / "best_config.yaml")
             paths[-1].write_text(space.apply(cfg, outcomes[0].values).dump(), encoding="utf-8")
@@ -53,17 +54,28 @@ def write_results(outcomes: Sequence[Outcome], cfg: CfgNode, space: Space) -> li
 def table(outcomes: Sequence[Outcome], space: Space, *, most: int = 10) -> str:
     """Return the best trials as a table."""
     rows = [
-        [each.name, "" if each.score is None else f"{each.score:.2f}", each.epochs]
-        + [_short(each.values.get(key, "")) for key in space.parameters]
+        [each.stage, each.name, "" if each.score is None else f"{each.score:.2f}", each.epochs]
+        + [short(each.values.get(key, "")) for key in space.parameters]
         + [each.failure[:60]]
         for each in outcomes[:most]
     ]
-    headers = ["trial", "score", "epochs", *(key.split(".")[-1] for key in space.parameters), "failure"]
+    headers = ["stage", "trial", "score", "epochs", *short_keys(space), "failure"]
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """Return a value as it stands in a table."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def short_keys(space: Space) -> list[str]:
+    """Return the ends of the keys, as long as they must be to differ."""
+    keys = [key.split(".") for key in space.parameters]
+    ends = []
+    for key in keys:
+        length = next(n for n in range(1, len(key) + 1) if sum(other[-n:] == key[-n:] for other in keys) == 1)
+        ends.append(".".join(key[-length:]))
+    return ends
 
 
 def _draw(outcomes: Sequence[Outcome], space: Space, path: Path) -> Path | None:
@@ -74,18 +86,31 @@ def _draw(outcomes: Sequence[Outcome], space: Space, path: Path) -> Path | None:
         logger.warning('no picture of the trials: it needs matplotlib (pip install "fastamp[vis]")')
         return None
     judged = [each for each in outcomes if each.score is not None]
-    count = len(space.parameters) + 1
-    figure = Figure(figsize=(4 * min(count, 3), 3 * -(-count // 3)), layout="constrained")
-    plots = figure.subplots(-(-count // 3), min(count, 3), squeeze=False).flat
-    for each in judged:
-        plots[0].plot(*zip(*each.history, strict=True), ".-", linewidth=1)
-    plots[0].set(xlabel="epoch", ylabel="score", title="trials over time")
-    for plot, (key, parameter) in zip(list(plots)[1:], space.parameters.items(), strict=False):
-        values = [each.values[key] for each in judged]
+    stages = list(dict.fromkeys(each.stage for each in judged))
+    columns = min(len(space.parameters) + 1, 3)
+    lines = -(-(len(space.parameters) + 1) // columns)
+    figure = Figure(figsize=(4.5 * columns, 3.2 * lines), layout="constrained")
+    over_time, *others = figure.subplots(lines, columns, squeeze=False).flat
+    for each in judged[::-1]:  # the best on top
+        style = {"color": "black", "linewidth": 2} if each is judged[0] else {"linewidth": 0.8, "alpha": 0.6}
+        over_time.plot(*zip(*each.history, strict=True), ".-", **style)
+    over_time.set(xlabel="epoch", ylabel="score", title="trials over time, the best in black")
+    for plot, (key, parameter) in zip(others, space.parameters.items(), strict=False):
+        # A choice is drawn at its place, so that its values stand in order and no two share a place.
+        places = {value: place for place, value in enumerate(map(str, parameter.values))}
+        for stage in stages:
+            those = [each for each in judged if each.stage == stage]
+            at = [places[str(each.values[key])] if parameter.kind == "choice" else each.values[key] for each in those]
+            plot.plot(at, [each.score for each in those], "o", alpha=0.7, label=stage)
+            if judged[0] in those:
+                plot.plot(at[those.index(judged[0])], judged[0].score, "*", color="black", markersize=12, zorder=3)
         if parameter.kind == "choice":
-            values = [str(value) for value in values]
-        plot.plot(values, [each.score for each in judged], "o")
-        plot.set(xlabel=key, ylabel="score", xscale="log" if parameter.kind == "loguniform" else plot.get_xscale())
+            plot.set_xticks(list(places.values()), list(places))
+        plot.set(xlabel=key, ylabel="score", xscale="log" if parameter.kind == "loguniform" else "linear")
+    for plot in others[len(space.parameters) :]:
+        plot.remove()
+    if len(stages) > 1:
+        others[0].legend()
     with writing(path):
         figure.savefig(path, dpi=120)
     return path

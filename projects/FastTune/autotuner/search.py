@@ -1,29 +1,24 @@
 """A search over Ray Tune: which values are tried, which trials are stopped, and what came of them."""
 
+import json
+import logging
 import os
-import sys
-import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import random
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from autotuner.space import Parameter, Space
-from autotuner.split import register_split
-from autotuner.trial import run_trial
-from fastamp.config import CfgNode, get_cfg
-from fastamp.engine.setup import load_parts
-from fastamp.utils.errors import ConfigError
-from fastamp.utils.progress import format_duration
+import numpy as np
 
-# Ray sends statistics of its use to its makers otherwise.
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# Relative paths in a config, and a data root that is one, stay what they are.
-os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
+from autotuner.space import Space
+from autotuner.trial import TrialSettings, ray_trial, read_reports
+from autotuner.tune_hooks import EPOCH, SCORE, Rounds
+from fastamp.config import CfgNode
+from fastamp.utils.errors import ConfigError, writing
 
-ALGORITHMS = ("hyperopt", "optuna", "random")
+ALGORITHMS = ("hyperopt", "bohb", "optuna", "random")
 SCHEDULERS = ("asha", "hyperband", "pbt", "none")
 # What a training that goes on from another's checkpoint takes as it is told; anything else must be as it was.
 MUTABLE = (
@@ -36,7 +31,12 @@ MUTABLE = (
     "MODEL.LOSSES.*.EPSILON",
     "INPUT.*.PROB",
 )
-SCORE, EPOCH = "score", "epoch"
+_SETTINGS, _OUTCOMES = "search.json", "outcomes.json"
+
+
+def is_mutable(key: str) -> bool:
+    """Return whether a key can change in the midst of a training."""
+    return any(fnmatchcase(key, pattern) for pattern in MUTABLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +44,18 @@ class Search:
     """What is searched, and with what.
 
     Attributes:
-        cfg: the config that values are put into; its OUTPUT_DIR holds the search.
+        title: of this search, for people.
+        folder: that holds it, made anew; a search that is in there already is gone on with under ``resume``.
+        cfg: the config that values are put into.
         space: what is drawn.
-        algorithm: one of ``ALGORITHMS``; hyperopt and optuna are tree-structured Parzen estimators.
+        algorithm: one of ``ALGORITHMS``, or ``"grid"``: each combination of choices once.
         scheduler: one of ``SCHEDULERS``; what stops trials that fall behind. ``"pbt"`` (population based training,
             Jaderberg et al. 2017, arXiv:1711.09846) has them go on from better ones with changed values instead; it
             draws at random at first, and changes keys in ``MUTABLE`` alone.
         trials: how many.
         seed: of the draws and of the validation set.
-        validation_fraction: of the training identities, that trials are judged on.
+        fraction: of the training identities, that trials are judged on; 0 is none, trials are judged on
+            ``DATASETS.TESTS``.
         grace_epochs: no trial is stopped before as many.
         cpus, gpus: of a trial; fractions of a GPU are shared.
         max_concurrent: trials at once; 0 is as many as fit.
@@ -60,17 +63,20 @@ class Search:
         parts: file that registers parts of the user's own; empty is none.
 
     Raises:
-        ConfigError: ``"pbt"`` with a search algorithm, or with keys that cannot change in a training.
+        ConfigError: an algorithm and a scheduler that do not go together, or ``"pbt"`` with keys that cannot change in
+            a training.
     """
 
+    title: str
+    folder: Path
     cfg: CfgNode
     space: Space
     algorithm: str = "hyperopt"
     scheduler: str = "asha"
     trials: int = 20
     seed: int = 0
-    validation_fraction: float = 0.2
-    grace_epochs: int = 1
+    fraction: float = 0.2
+    grace_epochs: int = 0
     cpus: float = 1
     gpus: float = 0
     max_concurrent: int = 0
@@ -78,16 +84,43 @@ class Search:
     parts: str = ""
 
     def __post_init__(self) -> None:
+        if self.algorithm == "bohb" and self.scheduler != "hyperband":
+            raise ConfigError(f"--srch-algo bohb draws by HyperBand's rungs; --scheduler {self.scheduler} has none")
         if self.scheduler != "pbt":
             return
         if self.algorithm != "random":
             raise ConfigError(f"--scheduler pbt draws by itself; --srch-algo {self.algorithm} would have no part in it")
-        fixed = [key for key in self.space.parameters if not any(fnmatchcase(key, each) for each in MUTABLE)]
+        fixed = [key for key in self.space.parameters if not is_mutable(key)]
         if fixed:
             raise ConfigError(
                 f"--scheduler pbt changes values in the midst of a training, and {', '.join(fixed)} cannot change "
                 f"there.\n  fix: a space of {', '.join(MUTABLE)}, or another --scheduler"
             )
+
+    @property
+    def rounds(self) -> Rounds:
+        """The evaluations that schedulers go by."""
+        epochs = self.cfg.SOLVER.MAX_EPOCH
+        return Rounds(min(self.cfg.TEST.EVAL_PERIOD, epochs), epochs, self.grace_epochs)
+
+    def description(self) -> dict[str, Any]:
+        """Return what a resume must find unchanged, as flags are called."""
+        space = {each.key: {each.kind: list(each.values)} for each in self.space.parameters.values()}
+        config = {key.path: value for key, value in self.cfg.keys_below() if key.path != "OUTPUT_DIR"}
+        facts = {
+            "--srch-algo": self.algorithm,
+            "--scheduler": self.scheduler,
+            "--num-trials": self.trials,
+            "--seed": self.seed,
+            "TUNE.VAL_FRACTION": self.fraction,
+            "--cpus-per-trial": self.cpus,
+            "--gpus-per-trial": self.gpus,
+            "--max-concurrent": self.max_concurrent,
+            "--max-failures": self.max_failures,
+            "--parts": self.parts,
+            "--space": space,
+        }
+        return json.loads(json.dumps(facts | config, default=dict))
 
 
 @dataclass(frozen=True)
@@ -95,232 +128,238 @@ class Outcome:
     """What came of a trial.
 
     Attributes:
+        stage: title of its search.
         name: Ray's, and that of its folder.
         values: what was drawn, by the keys of the space.
         score: the best, in percent; None without any evaluation.
         epochs: that were trained.
         failure: headline of what ended it before its time; empty for none.
         folder: its OUTPUT_DIR.
+        metrics: of the evaluation with the best score, see ``tune_hooks.TuneReportHook``; ``skipped_steps`` in all,
+            the greatest ``peak_memory_mb``, the mean of ``images_per_second``.
         history: (epoch, score) of each report.
     """
 
+    stage: str
     name: str
     values: dict[str, Any]
     score: float | None
     epochs: int
     failure: str
     folder: Path
+    metrics: dict[str, float] = field(default_factory=dict)
     history: list[tuple[int, float]] = field(default_factory=list)
 
 
-def run_search(search: Search) -> list[Outcome]:
-    """Run the trials and return what came of each, the best first.
+def start_ray(*, address: str, cpus: float, gpus: float) -> None:
+    """Start Ray on this machine, or connect to a cluster; nothing where that has been done.
+
+    Args:
+        address: of a running cluster, ``"auto"`` for the one that this machine belongs to; empty starts one here.
+        cpus, gpus: that a trial will ask for.
 
     Raises:
-        ConfigError: Ray or the algorithm's package is not installed.
+        ConfigError: Ray is not installed, there is no such cluster, or it can never run such a trial.
     """
+    # Ray sends statistics of its use to its makers otherwise, takes an interrupt for an end, prints boxes, and writes
+    # down what trials there are when they have been under way for 10 s or more.
+    for name, value in (
+        ("RAY_USAGE_STATS_ENABLED", "0"),
+        ("TUNE_DISABLE_SIGINT_HANDLER", "1"),
+        ("RAY_AIR_NEW_OUTPUT", "0"),
+        ("TUNE_GLOBAL_CHECKPOINT_S", "2"),
+    ):
+        os.environ.setdefault(name, value)
     try:
         import ray
-        from ray import tune
     except ImportError as error:
         raise ConfigError('FastTune needs Ray: pip install "fastamp[tune]"') from error
-
-    here = str(Path(__file__).resolve().parents[1])
-    variables = {"PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])}
     if not ray.is_initialized():
-        ray.init(log_to_driver=False, include_dashboard=False, runtime_env={"env_vars": variables})
-    settings = {
-        "config": search.cfg.dump(),
-        "parameters": [(each.key, each.kind, each.values) for each in search.space.parameters.values()],
-        "fraction": search.validation_fraction,
-        "seed": search.seed,
-        "parts": search.parts,
-    }
-    folder = Path(search.cfg.OUTPUT_DIR).resolve()
-    tuner = tune.Tuner(
-        tune.with_resources(
-            tune.with_parameters(_trainable, settings=settings), {"cpu": search.cpus, "gpu": search.gpus}
-        ),
-        param_space=_ray_space(search.space),
-        tune_config=tune.TuneConfig(
-            metric=SCORE,
-            mode="max",
-            num_samples=search.trials,
-            search_alg=_algorithm(search),
-            scheduler=_scheduler(search),
-            max_concurrent_trials=search.max_concurrent or None,
-            trial_dirname_creator=lambda trial: f"trial_{trial.trial_id}",
-        ),
-        run_config=tune.RunConfig(
-            name=folder.name,
-            storage_path=str(folder.parent),
-            # A trial that is paused or copied goes on from its last one; Ray lost trials when two were kept.
-            checkpoint_config=tune.CheckpointConfig(num_to_keep=4),
-            failure_config=tune.FailureConfig(max_failures=search.max_failures),
-            callbacks=[_progress(search.trials)],
-            verbose=0,
-        ),
+        here = Path(__file__).resolve().parent
+        roots = {name: os.environ[name] for name in ("FASTAMP_DATASETS", "FASTREID_DATASETS") if name in os.environ}
+        environment = {"env_vars": roots, "py_modules": [str(here)]}
+        try:
+            ray.init(
+                address=address or "local",
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                runtime_env=environment,
+                **({} if address else {"include_dashboard": False}),
+            )
+        except ConnectionError as error:
+            raise ConfigError(
+                f"--address {address}: no Ray cluster answers there.\n  fix: ray start --head on one machine and ray "
+                "start --address on the others, or leave --address out to search on this machine alone"
+            ) from error
+    there = ray.cluster_resources()
+    for flag, asked, kind in (("--cpus-per-trial", cpus, "CPU"), ("--gpus-per-trial", gpus, "GPU")):
+        if asked > there.get(kind, 0):
+            raise ConfigError(
+                f"{flag} {asked:g} is more than Ray found: {there.get(kind, 0):g} {kind}s; no trial could ever start"
+            )
+
+
+def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
+    """Run the trials and return what came of each, the best first; Ray must have been started.
+
+    Args:
+        search: what is searched.
+        resume: go on with the search that is in its folder, if there is one.
+
+    Raises:
+        ConfigError: the folder has a search and ``resume`` is off; it is another one; the search cannot be resumed; or
+            the algorithm's package is not installed.
+    """
+    from ray import tune
+
+    from autotuner.algorithms import ray_space, scheduler, search_algorithm
+    from autotuner.progress import Progress
+
+    began = _check_folder(search, resume=resume)
+    if (search.folder / _OUTCOMES).is_file():
+        return _read_outcomes(search.folder)
+    settings = TrialSettings(
+        config=search.cfg.dump(),
+        space=search.space,
+        rounds=search.rounds,
+        fraction=search.fraction,
+        seed=search.seed,
+        parts=search.parts,
+        here=os.getcwd(),
+        folder=str(search.folder),
+        resumed=began and search.scheduler != "pbt",  # where a trial may have to go on from another's
     )
-    outcomes = [_outcome(result, search.space) for result in tuner.fit()]
+    trainable = tune.with_resources(
+        tune.with_parameters(ray_trial, settings=settings), {"cpu": search.cpus, "gpu": search.gpus}
+    )
+    random.seed(search.seed)  # from which PBT draws
+    np.random.seed(search.seed)
+    if began:
+        tuner = tune.Tuner.restore(str(search.folder), trainable)
+    else:
+        tuner = tune.Tuner(
+            trainable,
+            param_space=ray_space(search.space, search.algorithm),
+            tune_config=tune.TuneConfig(
+                metric=SCORE,
+                mode="max",
+                num_samples=1 if search.algorithm == "grid" else search.trials,
+                search_alg=search_algorithm(search.algorithm, trials=search.trials, seed=search.seed),
+                scheduler=scheduler(
+                    search.scheduler,
+                    rounds=search.rounds.total,
+                    space=search.space,
+                    algorithm=search.algorithm,
+                    folder=search.folder,
+                ),
+                max_concurrent_trials=search.max_concurrent or None,
+                # Trials that are paused go on at once in a process that is there.
+                reuse_actors=search.scheduler in ("pbt", "hyperband"),
+                trial_dirname_creator=lambda trial: f"trial_{trial.trial_id}",
+            ),
+            run_config=tune.RunConfig(
+                name=search.folder.name,
+                storage_path=str(search.folder.parent),
+                # A trial that is paused or copied goes on from its last one; Ray lost trials when two were kept.
+                checkpoint_config=tune.CheckpointConfig(num_to_keep=4),
+                failure_config=tune.FailureConfig(max_failures=search.max_failures),
+                callbacks=[
+                    Progress(search.title, trials=search.trials, epochs=search.rounds.epochs, space=search.space)
+                ],
+                verbose=0,
+            ),
+        )
+    outcomes = [_outcome(result, search) for result in tuner.fit()]
+    outcomes = best_first(outcomes)
+    _write_outcomes(search.folder, outcomes)
+    return outcomes
+
+
+def best_first(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Return trials by their scores; those without any evaluation are last."""
     return sorted(outcomes, key=lambda outcome: -1.0 if outcome.score is None else outcome.score, reverse=True)
 
 
-def _trainable(sample: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Run one trial in a process of Ray's."""
-    from ray import tune
-
-    cfg = get_cfg()
-    if settings["parts"]:
-        load_parts(settings["parts"], cfg)
-    cfg.merge_from_other_cfg(CfgNode.load_cfg(settings["config"]))
-    space = Space([Parameter(*each) for each in settings["parameters"]])
-    train, validation = register_split(cfg.DATASETS.NAMES, settings["fraction"], settings["seed"])
-    cfg = space.apply(cfg, space.decoded(sample)).clone()
-    cfg.defrost()
-    cfg.DATASETS.NAMES, cfg.DATASETS.TESTS = (train,), (validation,)
-    cfg.MODEL.HEADS.NUM_CLASSES = 0
-    cfg.OUTPUT_DIR = str(Path(tune.get_context().get_trial_dir()) / "run")
-    cfg.freeze()
-
-    def report(metrics: dict[str, Any], file: Path | None) -> None:
-        if file is None:
-            tune.report(metrics)
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / file.name).write_bytes(file.read_bytes())
-            tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(folder))
-
-    start = tune.get_checkpoint()
-    if start is None:
-        failure = run_trial(cfg, report)
-    else:
-        with start.as_directory() as folder:
-            failure = run_trial(cfg, report, checkpoint=Path(folder) / "model_tune.pth")
-    if failure:
-        report({SCORE: 0.0, EPOCH: cfg.SOLVER.MAX_EPOCH, "failure": failure}, None)
-
-
-def _ray_space(space: Space) -> dict[str, Any]:
-    """Return Ray's domains; choices and steps go by number, so that any value and any algorithm goes."""
-    from ray import tune
-
-    domains = {}
-    for key, each in space.parameters.items():
-        if each.kind == "choice":
-            domains[key] = tune.choice(list(range(len(each.values))))
-        elif each.kind == "quniform":
-            domains[key] = tune.randint(0, each.steps + 1)
-        else:
-            domains[key] = getattr(tune, each.kind)(*each.values)
-    return domains
-
-
-def _algorithm(search: Search) -> Any:
-    if search.algorithm == "random":
-        from ray.tune.search.basic_variant import BasicVariantGenerator
-
-        return BasicVariantGenerator(random_state=search.seed)
-    try:
-        __import__(search.algorithm)  # the package has the algorithm's name
-    except ImportError as error:
-        raise ConfigError(f'--srch-algo {search.algorithm} needs its package: pip install "fastamp[tune]"') from error
-    if search.algorithm == "hyperopt":
-        from ray.tune.search.hyperopt import HyperOptSearch
-
-        return HyperOptSearch(n_initial_points=max(3, search.trials // 3), random_state_seed=search.seed)
-    from ray.tune.search.optuna import OptunaSearch
-
-    return OptunaSearch(seed=search.seed)
-
-
-def _scheduler(search: Search) -> Any:
-    from ray.tune import schedulers
-
-    epochs = search.cfg.SOLVER.MAX_EPOCH
-    if search.scheduler == "asha":
-        grace = min(max(1, search.grace_epochs), epochs)
-        return schedulers.ASHAScheduler(time_attr=EPOCH, max_t=epochs, grace_period=grace, reduction_factor=3)
-    if search.scheduler == "pbt":
-        return schedulers.PopulationBasedTraining(
-            time_attr=EPOCH,
-            perturbation_interval=search.cfg.TEST.EVAL_PERIOD,
-            burn_in_period=search.grace_epochs,
-            hyperparam_mutations=_mutations(search.space),
-            custom_explore_fn=_within(search.space),
+def _check_folder(search: Search, *, resume: bool) -> bool:
+    """Write down what is searched, or check it against what is written; return whether there is something to resume."""
+    file = search.folder / _SETTINGS
+    facts = search.description()
+    if not file.is_file():
+        with writing(search.folder):
+            search.folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        return False
+    if not resume:
+        raise ConfigError(
+            f"{search.folder} holds a search already.\n  fix: --resume goes on with it; or set OUTPUT_DIR to another "
+            "folder"
         )
-    if search.scheduler == "hyperband":
-        return schedulers.HyperBandScheduler(time_attr=EPOCH, max_t=epochs)
-    return schedulers.FIFOScheduler()
+    before = json.loads(file.read_text(encoding="utf-8"))
+    changed = [
+        f"{name} was {before.get(name)} and is {facts.get(name)}"
+        for name in before | facts
+        if before.get(name) != facts.get(name)
+    ]
+    if changed:
+        raise ConfigError(f"--resume goes on with a search as it was begun, but {'; '.join(changed)}")
+    began = any(search.folder.glob("experiment_state-*.json"))
+    if began and search.scheduler == "hyperband" and not (search.folder / _OUTCOMES).is_file():
+        raise ConfigError(
+            f"{search.folder}: a search with --scheduler hyperband, which BOHB has too, cannot be resumed: its rungs "
+            "are not saved, and trials would be stopped in the wrong place.\n  fix: set OUTPUT_DIR to another folder "
+            "and begin again; --scheduler asha can be resumed"
+        )
+    return began
 
 
-def _mutations(space: Space) -> dict[str, Any]:
-    """Return Ray's domains, places of choices and steps as lists whose neighbours are near."""
-    domains = _ray_space(space)
-    for key, each in space.parameters.items():
-        if each.kind == "choice":
-            domains[key] = list(range(len(each.values)))
-        elif each.kind in ("quniform", "randint"):
-            first, last = (0, each.steps) if each.kind == "quniform" else each.extremes()
-            domains[key] = list(range(first, last + 1))
-    return domains
-
-
-def _within(space: Space) -> Any:
-    """Return a function that puts a changed sample back into its ranges."""
-    bounds = {key: each.values for key, each in space.parameters.items() if each.kind in ("uniform", "loguniform")}
-
-    def put_back(sample: dict[str, Any]) -> dict[str, Any]:
-        return {
-            key: min(max(value, bounds[key][0]), bounds[key][1]) if key in bounds else value
-            for key, value in sample.items()
-        }
-
-    return put_back
-
-
-def _progress(total: int) -> Any:
-    from ray import tune
-
-    class Progress(tune.Callback):
-        """Prints a line for each trial that ends: its score, the best so far, and the time left."""
-
-        def __init__(self) -> None:
-            self.done, self.best, self.began = 0, float("-inf"), time.perf_counter()
-
-        def on_trial_result(self, iteration: int, trials: Sequence[Any], trial: Any, result: dict, **info: Any) -> None:
-            self.best = max(self.best, result.get(SCORE, self.best))
-
-        def on_trial_complete(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-            self._say(trial, f"score {(trial.last_result or {}).get(SCORE, float('nan')):.2f}")
-
-        def on_trial_error(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-            self._say(trial, "failed")
-
-        def _say(self, trial: Any, text: str) -> None:
-            self.done += 1
-            left = (time.perf_counter() - self.began) / self.done * max(0, total - self.done)
-            print(
-                f"trial {self.done} of {total} ({trial.trial_id}): {text}; best so far {self.best:.2f}; "
-                f"about {format_duration(left)} left",
-                file=sys.stderr,
-            )
-
-    return Progress()
-
-
-def _outcome(result: Any, space: Space) -> Outcome:
+def _outcome(result: Any, search: Search) -> Outcome:
     """Return what came of one of Ray's results."""
-    reports = [] if result.metrics_dataframe is None else result.metrics_dataframe.to_dict("records")
-    failures = [row["failure"] for row in reports if isinstance(row.get("failure"), str)]
+    folder = Path(result.path) / "run"
+    rows = read_reports(folder)
+    reports = [row for row in rows if "failure" not in row]
+    failures = [row["failure"] for row in rows if "failure" in row]
     if result.error is not None:
         failures.append(str(result.error).strip().splitlines()[-1])
-    history = [(int(row[EPOCH]), float(row[SCORE])) for row in reports if not isinstance(row.get("failure"), str)]
+    metrics = {}
+    if reports:
+        best = max(reports, key=lambda row: row[SCORE])
+        metrics = {
+            "mAP": best["mAP"],
+            "Rank-1": best["Rank-1"],
+            "skipped_steps": max(row["skipped_steps"] for row in reports),
+            "peak_memory_mb": max(row["peak_memory_mb"] for row in reports),
+            "images_per_second": sum(row["images_per_second"] for row in reports) / len(reports),
+        }
+    history = [(int(row[EPOCH]), float(row[SCORE])) for row in reports]
     return Outcome(
+        stage=search.title,
         name=Path(result.path).name,
-        values=space.decoded(result.config or {}),
+        values=search.space.decoded(result.config or {}),
         score=max((score for _, score in history), default=None),
         epochs=max((epoch for epoch, _ in history), default=0),
         failure="; ".join(failures),
-        folder=Path(result.path) / "run",
+        folder=folder,
+        metrics={name: float(value) for name, value in metrics.items()},
         history=history,
     )
+
+
+def _write_outcomes(folder: Path, outcomes: list[Outcome]) -> None:
+    rows = [asdict(each) | {"folder": str(each.folder)} for each in outcomes]
+    with writing(folder):
+        (folder / _OUTCOMES).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+def _read_outcomes(folder: Path) -> list[Outcome]:
+    rows = json.loads((folder / _OUTCOMES).read_text(encoding="utf-8"))
+    return [
+        Outcome(
+            **row
+            | {
+                "folder": Path(row["folder"]),
+                "history": [tuple(point) for point in row["history"]],
+                "values": {key: tuple(v) if isinstance(v, list) else v for key, v in row["values"].items()},
+            }
+        )
+        for row in rows
+    ]

@@ -10,7 +10,7 @@
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ SHORT_NAMES = {
     "bsz": BATCH,
     "num_inst": IMAGES,
 }
+_SPACES = Path(__file__).resolve().parents[1] / "configs"
 # How many numbers each kind of range has; a choice has any number of values.
 _BOUNDS = {"uniform": 2, "loguniform": 2, "randint": 2, "quniform": 3}
 KINDS = ("choice", *_BOUNDS)
@@ -86,6 +87,22 @@ class Parameter:
         if self.kind == "randint":
             return low, high - 1
         return (self._on_grid(0), self._on_grid(self.steps)) if self.kind == "quniform" else (low, high)
+
+    def around(self, value: float) -> tuple[float, ...]:
+        """Return a third of a range's width around a value in it, cut where the range ends."""
+        low, high = self.values[:2]
+        if self.kind == "loguniform":
+            part = (high / low) ** (1 / 6)
+            return max(low, value / part), min(high, value * part)
+        if self.kind == "uniform":
+            part = (high - low) / 6
+            return max(low, value - part), min(high, value + part)
+        # Whole steps, one to either side at least.
+        step = 1 if self.kind == "randint" else self.values[2]
+        part = max(1, round((high - low) / step / 6)) * step
+        if self.kind == "randint":
+            return max(low, value - part), min(high, value + part + 1)
+        return max(low, value - part), min(self._on_grid(self.steps), value + part), step
 
     def _on_grid(self, number: int) -> float:
         low, _, step = self.values
@@ -145,6 +162,23 @@ class Space:
         changed.freeze()
         return changed
 
+    def narrowed(self, best: Mapping[str, Any], good: Sequence[Mapping[str, Any]]) -> "Space":
+        """Return a space around a draw: of each range a third of its width, of each choice what good draws have.
+
+        Args:
+            best: the draw in the middle; where it is near an end, the range ends there.
+            good: other draws.
+        """
+        parameters = []
+        for key, each in self.parameters.items():
+            if each.kind == "choice":
+                kept = [best[key], *(draw[key] for draw in good)]
+                values: tuple[Any, ...] = tuple(value for value in each.values if value in kept)
+            else:
+                values = each.around(best[key])
+            parameters.append(Parameter(key, each.kind, values))
+        return Space(parameters)
+
     def check(self, cfg: CfgNode) -> None:
         """Check every choice and both ends of every range against the config.
 
@@ -166,6 +200,25 @@ class Space:
                     self.apply(cfg, {parameter.key: value})
                 except ConfigError as error:
                     raise ConfigError(f"search space: {str(error).removeprefix('command line: ')}") from error
+
+
+def default_space(config_file: str) -> Path:
+    """Return the space for a recipe: that whose name begins the config file's name, or is its folder's.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    spaces = {file.stem: file for file in sorted(_SPACES.glob("*.yml"))}
+    file = Path(config_file)
+    for name, space in spaces.items():
+        if file.stem.lower().startswith(name):
+            return space
+    if file.parent.name.lower() in spaces:
+        return spaces[file.parent.name.lower()]
+    raise ConfigError(
+        f"no search space is known for {config_file or 'the defaults'}.\n  fix: --space FILE, your own or one of "
+        f"{', '.join(str(space) for space in spaces.values())}"
+    )
 
 
 def read_space(path: str | Path, cfg: CfgNode) -> Space:

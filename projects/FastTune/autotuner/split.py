@@ -5,9 +5,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fastamp.config import CfgNode
 from fastamp.data.build import build_dataset, training_items
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.utils.errors import ConfigError, DataError
+
+VAL_FRACTION = "TUNE.VAL_FRACTION"
+
+
+def define_keys(cfg: CfgNode) -> None:
+    """Declare FastTune's keys."""
+    cfg.define(VAL_FRACTION, 0.2, "Share of the training identities, in 0..1, that trials are judged on.")
 
 
 def hold_out(
@@ -35,7 +43,7 @@ def hold_out(
     count = max(2, round(fraction * len(identities)))
     if not 0 < fraction < 1 or len(identities) - count < 2:
         raise ConfigError(
-            f"--val-fraction {fraction:g} of {len(identities)} training identities leaves "
+            f"{VAL_FRACTION} {fraction:g} of {len(identities)} training identities leaves "
             f"{max(0, len(identities) - count)} to train on; at least 2 must be left on either side"
         )
     held = set(np.random.default_rng(seed).permutation(identities)[:count].tolist())

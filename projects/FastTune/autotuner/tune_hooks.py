@@ -1,7 +1,9 @@
 """What a trial tells the search after each evaluation, and what it leaves to go on from."""
 
+import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,33 @@ from fastamp.engine import DefaultTrainer, HookBase
 from fastamp.utils.env import peak_memory_mb
 
 Report = Callable[[dict[str, Any], Path], None]
+SCORE, EPOCH, ROUND = "score", "epoch", "round"
+CHECKPOINT = "model_tune"
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Evaluations that count: those after warm-up and freezing, so that no scheduler stops a trial before.
+
+    Attributes:
+        period: epochs from one evaluation to the next; the last epoch always has one.
+        epochs: of a whole trial.
+        grace: epochs after which warm-up and freezing have ended.
+    """
+
+    period: int
+    epochs: int
+    grace: int
+
+    def at(self, epoch: int) -> int:
+        """Return how many evaluations that count there are up to an epoch, from 0."""
+        first = max(1, math.ceil(min(self.grace, self.epochs) / self.period))
+        return max(0, math.ceil(epoch / self.period) - first + 1)
+
+    @property
+    def total(self) -> int:
+        """Those of a whole trial, 1 at least."""
+        return self.at(self.epochs)
 
 
 class TuneReportHook(HookBase):
@@ -40,13 +69,13 @@ class TuneReportHook(HookBase):
         self._reported = results
         cfg, sets = self.owner.cfg, list(results.values())
         means = {name: sum(metrics[key] for metrics in sets) / len(sets) for name, key in
-                 (("mAP", "mAP"), ("Rank-1", "Rank-1"), ("score", "metric"))}  # fmt: skip
+                 (("mAP", "mAP"), ("Rank-1", "Rank-1"), (SCORE, "metric"))}  # fmt: skip
         images = self._steps * cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUM_STEPS
         metrics = means | {
-            "epoch": self.trainer.epoch + 1,
+            EPOCH: self.trainer.epoch + 1,
             "skipped_steps": self.trainer.step.skipped_total,
             "peak_memory_mb": peak_memory_mb(next(self.owner.model.parameters()).device),
             "images_per_second": images / max(self._seconds, 1e-9),
         }
         self._seconds, self._steps = 0.0, 0
-        self.report(metrics, self.owner.checkpointer.save("model_tune", tag=False))
+        self.report(metrics, self.owner.checkpointer.save(CHECKPOINT, tag=False))

@@ -1,0 +1,148 @@
+"""Ray Tune's side of a search: its domains, its search algorithms and its schedulers."""
+
+from pathlib import Path
+from typing import Any
+
+import ray.tune
+from ray.tune import schedulers
+from ray.tune.search.basic_variant import BasicVariantGenerator
+
+from autotuner.space import Space
+from autotuner.trial import output_dir, read_reports
+from autotuner.tune_hooks import ROUND
+from fastamp.utils.errors import ConfigError
+
+# What each search algorithm needs beside Ray, and what is to be known about it.
+_PACKAGES = {
+    "hyperopt": (("hyperopt",), "tune", ""),
+    "optuna": (("optuna",), "tune", ""),
+    "bohb": (
+        ("hpbandster", "ConfigSpace"),
+        "bohb",
+        "\n  note: hpbandster is no longer maintained, and netifaces, which it needs, is compiled as it is installed: "
+        "a C compiler and Python's headers must be there. --srch-algo optuna --scheduler hyperband is near to it",
+    ),
+}
+
+
+class ResumedASHA(schedulers.ASHAScheduler):
+    """ASHA (Li et al. 2020, arXiv:1810.05934) whose rungs know, after a resume, what trials reached them before.
+
+    Args:
+        folder: the search's.
+        options: of Ray's ASHAScheduler.
+    """
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        super().__init__(**options)
+        self.folder = folder
+
+    def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
+        super().on_trial_add(tune_controller, trial)
+        for result in read_reports(output_dir(self.folder, trial.trial_id)):
+            super().on_trial_result(tune_controller, trial, result)
+
+
+def ray_space(space: Space, algorithm: str) -> dict[str, Any]:
+    """Return Ray's domains; choices and steps go by number, so that any value and any algorithm goes."""
+    domains = {}
+    for key, each in space.parameters.items():
+        if each.kind == "choice":
+            places = list(range(len(each.values)))
+            domains[key] = ray.tune.grid_search(places) if algorithm == "grid" else ray.tune.choice(places)
+        elif each.kind == "quniform":
+            domains[key] = ray.tune.randint(0, each.steps + 1)
+        else:
+            domains[key] = getattr(ray.tune, each.kind)(*each.values)
+    return domains
+
+
+def search_algorithm(algorithm: str, *, trials: int, seed: int) -> Any:
+    """Return what draws the values.
+
+    Args:
+        algorithm: ``"hyperopt"`` and ``"optuna"`` are tree-structured Parzen estimators (Bergstra et al. 2011),
+            ``"bohb"`` Falkner et al. 2018, arXiv:1807.01774; ``"random"`` and ``"grid"`` need no more than Ray.
+        trials: how many there will be.
+        seed: of the draws.
+
+    Raises:
+        ConfigError: its package is not installed.
+    """
+    if algorithm in _PACKAGES:
+        check_installed(algorithm)
+    if algorithm == "hyperopt":
+        from ray.tune.search.hyperopt import HyperOptSearch
+
+        return HyperOptSearch(n_initial_points=max(3, trials // 3), random_state_seed=seed)
+    if algorithm == "optuna":
+        from ray.tune.search.optuna import OptunaSearch
+
+        return OptunaSearch(seed=seed)
+    if algorithm == "bohb":
+        from ray.tune.search.bohb import TuneBOHB
+
+        return TuneBOHB(seed=seed)
+    return BasicVariantGenerator(random_state=seed)
+
+
+def check_installed(algorithm: str) -> None:
+    """Raise ConfigError unless a search algorithm's packages can be imported."""
+    packages, extra, note = _PACKAGES.get(algorithm, ((), "", ""))
+    try:
+        for package in packages:
+            __import__(package)
+    except ImportError as error:
+        raise ConfigError(
+            f'--srch-algo {algorithm} needs {" and ".join(packages)}: pip install "fastamp[{extra}]"{note}'
+        ) from error
+
+
+def scheduler(name: str, *, rounds: int, space: Space, algorithm: str, folder: Path) -> Any:
+    """Return what stops or changes trials.
+
+    Args:
+        name: ``"asha"``, ``"hyperband"`` (Li et al. 2018, arXiv:1603.06560), ``"pbt"`` or ``"none"``.
+        rounds: evaluations of a whole trial that count, see ``tune_hooks.Rounds``.
+        space: what ``"pbt"`` changes.
+        algorithm: ``"bohb"`` has a HyperBand of its own.
+        folder: the search's.
+    """
+    if name == "asha":
+        return ResumedASHA(folder, time_attr=ROUND, max_t=rounds, grace_period=1, reduction_factor=3)
+    if name == "hyperband":
+        kind = schedulers.HyperBandForBOHB if algorithm == "bohb" else schedulers.HyperBandScheduler
+        return kind(time_attr=ROUND, max_t=rounds, reduction_factor=3)
+    if name == "pbt":
+        return schedulers.PopulationBasedTraining(
+            time_attr=ROUND,
+            perturbation_interval=1,
+            hyperparam_mutations=_mutations(space),
+            custom_explore_fn=_within(space),
+        )
+    return schedulers.FIFOScheduler()
+
+
+def _mutations(space: Space) -> dict[str, Any]:
+    """Return Ray's domains, places of choices and steps as lists whose neighbours are near."""
+    domains = ray_space(space, "random")
+    for key, each in space.parameters.items():
+        if each.kind == "choice":
+            domains[key] = list(range(len(each.values)))
+        elif each.kind in ("quniform", "randint"):
+            first, last = (0, each.steps) if each.kind == "quniform" else each.extremes()
+            domains[key] = list(range(first, last + 1))
+    return domains
+
+
+def _within(space: Space) -> Any:
+    """Return a function that puts a changed sample back into its ranges."""
+    bounds = {key: each.values for key, each in space.parameters.items() if each.kind in ("uniform", "loguniform")}
+
+    def put_back(sample: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: min(max(value, bounds[key][0]), bounds[key][1]) if key in bounds else value
+            for key, value in sample.items()
+        }
+
+    return put_back

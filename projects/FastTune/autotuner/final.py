@@ -1,0 +1,88 @@
+"""What a search was worth: its winner and the recipe that it began with, each trained with several seeds."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, stdev
+
+from tabulate import tabulate
+
+from autotuner.search import Outcome, Search, run_search
+from autotuner.space import Parameter, Space
+from fastamp.config import CfgNode
+from fastamp.utils.errors import writing
+
+METRICS = ("mAP", "Rank-1")
+
+
+def train_recipes(
+    recipes: Mapping[str, CfgNode], seeds: int, search: Search, *, resume: bool = False
+) -> dict[str, list[Outcome]]:
+    """Train each recipe with several seeds on all training identities; evaluate each once, at its end, on the test set.
+
+    Args:
+        recipes: name -> config.
+        seeds: how many, from the config's SEED on.
+        search: whose resources, OUTPUT_DIR's folder and parts are used.
+        resume: go on with what was begun.
+
+    Returns:
+        Name -> what came of each training, those that failed without metrics.
+    """
+    results = {}
+    for name, cfg in recipes.items():
+        once = cfg.clone()
+        once.defrost()
+        once.TEST.EVAL_PERIOD = once.SOLVER.MAX_EPOCH
+        once.freeze()
+        repeats = replace(
+            search,
+            title=f"training {name}",
+            folder=search.folder.parent / name,
+            cfg=once,
+            space=Space([Parameter("SEED", "choice", tuple(range(cfg.SEED, cfg.SEED + seeds)))]),
+            algorithm="grid",
+            scheduler="none",
+            trials=seeds,
+            fraction=0.0,
+        )
+        results[name] = sorted(run_search(repeats, resume=resume), key=lambda outcome: outcome.values["SEED"])
+    return results
+
+
+def write_final(results: Mapping[str, Sequence[Outcome]], path: Path) -> Path:
+    """Write one line for each training, a CSV file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    with writing(path), path.open("w", newline="", encoding="utf-8") as file:
+        lines = csv.writer(file)
+        lines.writerow(["recipe", "seed", *METRICS, "failure"])
+        for name, outcomes in results.items():
+            for each in outcomes:
+                lines.writerow(
+                    [name, each.values["SEED"], *(each.metrics.get(key, "") for key in METRICS), each.failure]
+                )
+    return path
+
+
+def final_table(results: Mapping[str, Sequence[Outcome]]) -> str:
+    """Return mean, standard deviation (of a sample) and range of each recipe's metrics over the seeds."""
+    rows = []
+    for name, outcomes in results.items():
+        trained = [each.metrics for each in outcomes if each.metrics]
+        rows.append([name, f"{len(trained)} of {len(outcomes)}"])
+        for key in METRICS:
+            values = [metrics[key] for metrics in trained]
+            rows[-1] += _spread(values)
+    headers = ["recipe", "seeds", *(f"{key} {what}" for key in METRICS for what in ("mean", "+/-", "from", "to"))]
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def _spread(values: Sequence[float]) -> list[str]:
+    if not values:
+        return [""] * 4
+    deviation = f"{stdev(values):.2f}" if len(values) > 1 else ""
+    return [f"{mean(values):.2f}", deviation, f"{min(values):.2f}", f"{max(values):.2f}"]
