@@ -13,8 +13,8 @@ EXTRAS = {
     "vis": ["matplotlib"],
     "export": ["onnx", "onnxruntime", "onnxscript"],
     "timm": ["timm"],
-    "tune": ["ray[tune]", "hyperopt", "optuna"],
-    "bohb": ["ray[tune]", "hpbandster", "ConfigSpace"],
+    "tune": ["ray[tune]>=2.60", "hyperopt", "optuna"],
+    "bohb": ["ray[tune]>=2.60", "hpbandster", "ConfigSpace>=1.2,<2"],
 }
 # Without bohb: a package that it needs is compiled, which would keep the others away from who has no compiler.
 EXTRAS["all"] = sorted({package for name, packages in EXTRAS.items() if name != "bohb" for package in packages})

@@ -7,7 +7,6 @@ Exit code 1 when no trial came to an evaluation.
 """
 
 import argparse
-import logging
 import math
 import signal
 import sys
@@ -27,8 +26,6 @@ from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.engine.setup import check_config, load_parts, read_config
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.logger import setup_logger
-
-logger = logging.getLogger(__name__)
 
 
 def read_recipe(args: argparse.Namespace) -> tuple[CfgNode, float]:
@@ -51,43 +48,39 @@ def choose_space(args: argparse.Namespace, cfg: CfgNode) -> Space:
     space = read_space(file, cfg)
     if args.scheduler == "pbt":
         space = Space([each for each in space.parameters.values() if is_mutable(each.key)])
-    logger.info("searching %s of %s", ", ".join(space.parameters), file)
+    print(f"search space: {', '.join(space.parameters)} (--space {file})")
     return space
 
 
 def grace_epochs(cfg: CfgNode, space: Space, images: int) -> int:
     """Return after how many epochs warm-up and freezing have ended, whatever is drawn, on a number of images."""
-    identities = space.parameters.get(IDENTITIES)
-    batches = [cfg.SOLVER.IMS_PER_BATCH]
-    if BATCH in space.parameters:
-        batches = list(space.parameters[BATCH].extremes())
-    if identities is not None:
-        counts = space.parameters[IMAGES].extremes() if IMAGES in space.parameters else [cfg.DATALOADER.NUM_INSTANCE]
-        batches = [max(identities.extremes()) * max(counts)]
-    fewest = max(1, images // int(max(batches)))
-    iterations = [
-        max(space.parameters[key].extremes()) if key in space.parameters else value
-        for key, value in (
-            ("SOLVER.WARMUP_ITERS", cfg.SOLVER.WARMUP_ITERS),
-            ("SOLVER.FREEZE_ITERS", cfg.SOLVER.FREEZE_ITERS if cfg.MODEL.FREEZE_LAYERS else 0),
-        )
-    ]
-    return math.ceil(max(iterations) / fewest)
+    values = {key.path: value for key, value in cfg.keys_below()}
+
+    def most(key: str) -> int:
+        return max(space.parameters[key].extremes()) if key in space.parameters else values[key]
+
+    if IDENTITIES in space.parameters:
+        batch = most(IDENTITIES) * most(IMAGES)
+    elif {BATCH, IMAGES} & set(space.parameters):
+        batch = most(BATCH) + most(IMAGES)  # the nearest that divides may be larger
+    else:
+        batch = most(BATCH)
+    fewest = max(1, images // int(batch * most("SOLVER.ACCUM_STEPS")))
+    freezing = most("SOLVER.FREEZE_ITERS") if cfg.MODEL.FREEZE_LAYERS else 0
+    return math.ceil(max(most("SOLVER.WARMUP_ITERS"), freezing) / fewest)
 
 
 def gpus_of_a_trial(cfg: CfgNode, args: argparse.Namespace) -> float:
     """Return how much of a GPU a trial gets: what was asked for, else one where the config trains on one."""
+    if ":" in cfg.MODEL.DEVICE:
+        raise ConfigError(
+            f"MODEL.DEVICE is {cfg.MODEL.DEVICE}, the same for all trials; Ray gives each its own.\n"
+            "  fix: MODEL.DEVICE cuda"
+        )
     wants = cfg.MODEL.DEVICE.startswith("cuda")
     if not args.address:
         wants = resolve_device(cfg.MODEL.DEVICE).type == "cuda"
-    if args.gpus_per_trial is None:
-        return float(wants)
-    if args.gpus_per_trial == 0 and cfg.MODEL.DEVICE.startswith("cuda"):
-        raise ConfigError(
-            "MODEL.DEVICE is cuda, and with --gpus-per-trial 0 a trial sees no GPU.\n  fix: --gpus-per-trial 1, or a "
-            "fraction, or MODEL.DEVICE cpu"
-        )
-    return args.gpus_per_trial
+    return float(wants) if args.gpus_per_trial is None else args.gpus_per_trial
 
 
 def tune(args: argparse.Namespace) -> int:
@@ -177,10 +170,12 @@ def cli(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=_count, default=3, help="of --train-best (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on with the search in OUTPUT_DIR")
     parser.add_argument("--address", default="", help="of a running Ray cluster; auto finds this machine's")
-    parser.add_argument("--cpus-per-trial", type=float, default=1, help="(default: %(default)s)")
-    parser.add_argument("--gpus-per-trial", type=float, help="a fraction shares a GPU (default: 1 where one is used)")
-    parser.add_argument("--max-concurrent", type=int, default=0, help="trials at once; 0 is as many as fit")
-    parser.add_argument("--max-failures", type=int, default=0, help="times that a crashed trial is tried again")
+    parser.add_argument("--cpus-per-trial", type=_share, default=1, help="(default: %(default)s)")
+    parser.add_argument("--gpus-per-trial", type=_share, help="a fraction shares a GPU (default: 1 where one is used)")
+    parser.add_argument("--max-concurrent", type=_count, default=0, help="trials at once (default: as many as fit)")
+    parser.add_argument(
+        "--max-failures", type=_count, default=0, help="times that a crashed trial is tried again (default: 0)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the draws and of the identities held out")
     parser.add_argument("--parts", default="", metavar="FILE", help="Python file that registers parts of your own")
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and their values")
@@ -203,9 +198,18 @@ def cli(argv: list[str] | None = None) -> int:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number}: expected 1 at least")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 at least")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not (0 < number <= 1 or (number > 1 and number.is_integer())):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a fraction above 0, or a whole number")
     return number
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.tune
 SPACE = """
 lr: {loguniform: [1e-4, 1e-1]}
 SOLVER.OPT: {choice: [Adam, SGD]}
-SOLVER.WARMUP_ITERS: {quniform: [0, 4, 2]}
+SOLVER.WARMUP_ITERS: {quniform: [0, 12, 4]}
 IDENTITIES: {randint: [2, 4]}
 DATALOADER.NUM_INSTANCE: {choice: [2, 4]}
 """
@@ -73,6 +73,8 @@ def trials(output):
     ],
 )
 def test_searches_run_to_the_end(demo, tmp_path, capfd, flags):
+    if "bohb" in flags:
+        pytest.importorskip("hpbandster", reason="the extra bohb is not installed")
     code, output, captured = run(tmp_path, capfd, *flags)
     assert code == 0, captured.err
     rows = trials(output)
@@ -82,7 +84,8 @@ def test_searches_run_to_the_end(demo, tmp_path, capfd, flags):
     for row in rows:
         assert float(row["score"]) == pytest.approx((float(row["mAP"]) + float(row["Rank-1"])) / 2)
         assert float(row["images_per_second"]) > 0 and float(row["peak_memory_mb"]) > 0 and row["skipped_steps"]
-    assert max(int(row["epochs"]) for row in rows) == 4 > min(int(row["epochs"]) for row in rows)
+    # Some were stopped, none before warm-up ends: 78 images make 6 batches of 12 at the fewest, 12 steps are 2 epochs.
+    assert max(int(row["epochs"]) for row in rows) == 4 and min(int(row["epochs"]) for row in rows) == 2
     assert "trial 6 of 6" in captured.err and "best so far" in captured.err and "left" in captured.err
     assert "| stage" in captured.out and "the winner" in captured.out
     assert (output / "trials.png").read_bytes()[1:4] == b"PNG"
@@ -92,6 +95,11 @@ def test_searches_run_to_the_end(demo, tmp_path, capfd, flags):
     assert float(rows[0]["SOLVER.BASE_LR"]) == best.SOLVER.BASE_LR
     assert int(rows[0]["IDENTITIES"]) * best.DATALOADER.NUM_INSTANCE == best.SOLVER.IMS_PER_BATCH
     assert best.DATASETS.NAMES == best.DATASETS.TESTS == ("Demo",) and best.SOLVER.AMP.DTYPE == "bfloat16"
+
+    if "asha" not in flags:  # as if it had been killed
+        (output / "search/outcomes.json").unlink()
+        code, _, captured = run(tmp_path, capfd, *flags, "--resume")
+        assert code == 2 and "cannot be resumed" in captured.err
 
 
 def test_a_trial_that_fails_or_crashes_does_not_end_the_others(demo, tmp_path, capfd):
@@ -238,6 +246,12 @@ def test_a_running_cluster_takes_the_trials(demo, tmp_path):
     assert [int(row["epochs"]) for row in trials(tmp_path / "search")] == [3, 3]
 
 
+def test_a_share_of_identities_that_leaves_none(demo, tmp_path, capfd):
+    code, output, captured = run(tmp_path, capfd, opts=["TUNE.VAL_FRACTION", "0.99"])
+    assert code == 2 and "TUNE.VAL_FRACTION 0.99 of 16 training identities" in captured.err
+    assert not (output / "search").exists()
+
+
 @pytest.mark.parametrize(
     "flags, space, message",
     [
@@ -245,6 +259,7 @@ def test_a_running_cluster_takes_the_trials(demo, tmp_path):
         (("--pbt", "--srch-algo", "optuna"), "lr: {uniform: [0.1, 1.0]}", "--srch-algo optuna would have no part"),
         (("--srch-algo", "bohb", "--scheduler", "asha"), "lr: {uniform: [0.1, 1.0]}", "--scheduler asha has none"),
         ((), "lr: {uniform: [-1, 1.0]}", "SOLVER.BASE_LR is -1.0"),
+        ((), "SOLVER.BASE_LRR: {uniform: [0.1, 1.0]}", "SOLVER.BASE_LR"),
         (("--cpus-per-trial", "1000"), "lr: {uniform: [0.1, 1.0]}", "--cpus-per-trial 1000 is more than Ray found"),
     ],
 )

@@ -1,1 +1,1 @@
-"""FastTune's parts: search spaces."""
+"""FastTune's parts: what is drawn, the trials, the search over Ray, and its results."""

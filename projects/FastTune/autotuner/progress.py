@@ -21,7 +21,7 @@ class Progress(ray.tune.Callback):
     """Print a line for each trial that ends, and once a minute where something has changed a table of all.
 
     Args:
-        title: of the stage.
+        title: of the search.
         trials: how many there will be.
         epochs: of a whole trial.
         space: what is drawn.
@@ -30,71 +30,63 @@ class Progress(ray.tune.Callback):
     def __init__(self, title: str, *, trials: int, epochs: int, space: Space) -> None:
         self.title, self.total, self.epochs, self.space = title, trials, epochs, space
         self.best: dict[str, float] = {}
+        # Share of a whole trial that each has done; those that ended before their time are whole.
+        self.done: dict[str, float] = {}
 
     def setup(self, **info: Any) -> None:
         self.began = self.shown = time.perf_counter()
-        self.done_before: float | None = None
+        self.done_before = sum(self.done.values())
+        _say(f"{self.title}: {self.total} trials of {self.epochs} epochs, of {', '.join(self.space.parameters)}")
 
     def on_trial_result(self, iteration: int, trials: Sequence[Any], trial: Any, result: dict, **info: Any) -> None:
-        if self.done_before is None:
-            self.done_before = self._done(trials, ended_only=True)
+        self.done[trial.trial_id] = min(1.0, result[EPOCH] / self.epochs)
         if "failure" not in result:
             self.best[trial.trial_id] = max(result[SCORE], self.best.get(trial.trial_id, 0.0))
         if time.perf_counter() - self.shown > _SECONDS_BETWEEN_TABLES:
             self.shown = time.perf_counter()
-            _say(f"{self._summary(trials)}\n{self._table(trials)}")
+            _say(f"{self._summary()}\n{self._table(trials)}")
 
     def on_trial_complete(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
         result = trial.last_result or {}
         failure = result.get("failure")
-        epoch = f"epoch {result.get(EPOCH, 0)} of {self.epochs}, score {result.get(SCORE, float('nan')):.2f}"
-        self._end(trials, trial, f"failed: {failure}" if failure else epoch)
+        text = f"epoch {result.get(EPOCH, 0)} of {self.epochs}, score {result.get(SCORE, float('nan')):.2f}"
+        self._end(trials, trial, f"failed: {failure}" if failure else text)
 
     def on_trial_error(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
         self._end(trials, trial, f"crashed; its error stands in {trial.path}/error.txt")
 
     def get_state(self) -> dict[str, Any]:
-        return {"best": self.best}
+        return {"best": self.best, "done": self.done}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self.best = state["best"]
+        self.best, self.done = state["best"], state["done"]
 
     def _end(self, trials: Sequence[Any], trial: Any, text: str) -> None:
-        # The trial that ends is told of before Ray marks it as ended.
+        self.done[trial.trial_id] = 1.0
+        # Ray marks a trial as ended after it has told of it.
         ended = sum(each.status in _ENDED or each is trial for each in trials)
-        _say(f"trial {ended} of {self.total} ({trial.trial_id}): {text}; {self._summary(trials, trial)}")
+        _say(f"trial {ended} of {self.total} ({trial.trial_id}): {text}; {self._summary()}")
 
-    def _done(self, trials: Sequence[Any], ending: Any = None, *, ended_only: bool = False) -> float:
-        """Return the work done, in whole trials."""
-        shares = [
-            1.0
-            if each.status in _ENDED or each is ending
-            else 0.0 if ended_only
-            else min(1.0, (each.last_result or {}).get(EPOCH, 0) / self.epochs)
-            for each in trials
-        ]  # fmt: skip
-        return sum(shares)
-
-    def _summary(self, trials: Sequence[Any], ending: Any = None) -> str:
-        done = self._done(trials, ending)
-        fresh = done - (self.done_before or 0.0)
-        left = ""
-        if fresh > 0:
-            seconds = (time.perf_counter() - self.began) / fresh * max(0.0, self.total - done)
-            left = f"; about {format_duration(seconds)} left"
-        best = ""
+    def _summary(self) -> str:
+        done = sum(self.done.values())
+        parts = ["no score yet"]
         if self.best:
             name = max(self.best, key=self.best.get)
-            best = f"best so far {self.best[name]:.2f} ({name})"
-        return f"{self.title}: {best or 'no score yet'}{left}"
+            parts = [f"best so far {self.best[name]:.2f} ({name})"]
+        if done > self.done_before:
+            seconds = (time.perf_counter() - self.began) / (done - self.done_before) * max(0.0, self.total - done)
+            parts.append(f"about {format_duration(seconds)} left")
+        return f"{self.title}: {'; '.join(parts)}"
 
     def _table(self, trials: Sequence[Any]) -> str:
         rows = []
         for each in trials:
-            result, values = each.last_result or {}, self.space.decoded(each.config)
-            score = self.best.get(each.trial_id)
+            score, values = self.best.get(each.trial_id), self.space.decoded(each.config)
+            epoch = round(self.done.get(each.trial_id, 0.0) * self.epochs)
+            if each.status in _ENDED:
+                epoch = (each.last_result or {}).get(EPOCH, 0)
             rows.append(
-                [each.trial_id, each.status.lower(), result.get(EPOCH, 0), "" if score is None else f"{score:.2f}"]
+                [each.trial_id, each.status.lower(), epoch, "" if score is None else f"{score:.2f}"]
                 + [short(values.get(key, "")) for key in self.space.parameters]
             )
         headers = ["trial", "status", "epoch", "best score", *short_keys(self.space)]
