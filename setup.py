@@ -9,7 +9,8 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "fastamp/__init__.py").read_text(encoding="utf-8")).group(1)
 
 EXTRAS = {
-    "test": ["pytest>=8.0", "hypothesis>=6.100", "timm", "matplotlib"],
+    "test": ["pytest>=8.0", "hypothesis>=6.100", "timm", "matplotlib", "h5py"],
+    "cuhk03": ["h5py"],
     "vis": ["matplotlib"],
     "export": ["onnx", "onnxruntime", "onnxscript"],
     "timm": ["timm"],

@@ -4,7 +4,6 @@ Lengths of time are in epochs or iterations (optimizer steps tried), sizes in pi
 a batch counts the images over all ranks; a share or a probability lies in 0..1.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from fastamp.config.key import Key
@@ -197,9 +196,22 @@ define(
 )
 define("INPUT.PADDING.SIZE", 10, "Padding on each side, in pixels.", low=0, high=8192)
 define("INPUT.CROP.ENABLED", False, "Cut a random part out of training images and resize it.")
-define("INPUT.CROP.SIZE", (224, 224), "Height and width after the cut, in pixels.")
-define("INPUT.CROP.SCALE", (0.16, 1), "Smallest and largest share of the image's area that is kept.")
-define("INPUT.CROP.RATIO", (0.75, 1.3333333333333333), "Smallest and largest width / height of the part.")
+define("INPUT.CROP.SIZE", (224, 224), "Height and width after the cut, in pixels.", low=1, high=8192, length=2)
+define(
+    "INPUT.CROP.SCALE",
+    (0.16, 1),
+    "Smallest and largest share of the image's area that is kept.",
+    above=0,
+    high=1,
+    length=2,
+)
+define(
+    "INPUT.CROP.RATIO",
+    (0.75, 1.3333333333333333),
+    "Smallest and largest width / height of the part.",
+    above=0,
+    length=2,
+)
 define("INPUT.REA.ENABLED", False, "Random erasing: paint over a random rectangle of training images.")
 define("INPUT.REA.PROB", 0.5, "Probability of erasing in an image.", low=0, high=1)
 define(
@@ -220,14 +232,68 @@ define("INPUT.AFFINE.ENABLED", False, "Random small rotation, shift, scaling and
 define("INPUT.AUTOAUG.ENABLED", False, "AutoAugment with the ImageNet policy, for grey and RGB images.")
 define("INPUT.AUTOAUG.PROB", 0.0, "Probability of applying AutoAugment to an image.", low=0, high=1)
 define("INPUT.AUGMIX.ENABLED", False, "AugMix: mix an image with augmented copies of it.")
-define("INPUT.AUGMIX.PROB", 0.0, "Probability of applying AugMix to an image.")
-define("INPUT.RPT.ENABLED", False, "Random patch: paste a part of an earlier image over a training image.")
-define("INPUT.RPT.PROB", 0.5, "Probability of pasting into an image.")
+define("INPUT.AUGMIX.PROB", 0.0, "Probability of applying AugMix to an image.", low=0, high=1)
+define("INPUT.RPT.ENABLED", False, "Random patch: paste a part of another image of the batch over a training image.")
+define("INPUT.RPT.PROB", 0.5, "Probability of pasting into an image.", low=0, high=1)
+define("INPUT.RANDAUG.ENABLED", False, "RandAugment: random operations of one strength, for grey and RGB images.")
+define("INPUT.RANDAUG.PROB", 1.0, "Probability of applying RandAugment to an image.", low=0, high=1)
+define("INPUT.RANDAUG.NUM_OPS", 2, "Operations on an image, one after the other.", low=1)
+define("INPUT.RANDAUG.MAGNITUDE", 9, "Strength of the operations, of 30 at most.", low=0, high=30)
+define("INPUT.GREY.ENABLED", False, "Take the colour out of training images at random.")
+define("INPUT.GREY.PROB", 0.1, "Probability of a grey image.", low=0, high=1)
+define("INPUT.BLUR.ENABLED", False, "Blur training images by a Gaussian at random.")
+define("INPUT.BLUR.PROB", 0.5, "Probability of blurring an image.", low=0, high=1)
+define("INPUT.BLUR.KERNEL_SIZE", 5, "Size of the kernel in pixels, odd.", low=1)
+define("INPUT.BLUR.SIGMA", (0.1, 2.0), "Smallest and largest standard deviation in pixels.", above=0, length=2)
+define(
+    "INPUT.AUGMENT_ON",
+    "worker",
+    "Where images are augmented: in the processes that load them, or on the device that trains.",
+    choices=("worker", "device"),
+)
+define("INPUT.LOCAL_GREY.ENABLED", False, "Take the colour out of a random rectangle of training images.")
+define("INPUT.LOCAL_GREY.PROB", 0.4, "Probability of a rectangle in an image.", low=0, high=1)
 
 # ---- data
 define("DATASETS.NAMES", ("Market1501",), "Data sets to train on, together.")
 define("DATASETS.TESTS", ("Market1501",), "Data sets to evaluate on, one after the other.")
+define(
+    "DATASETS.FOLDER.CAMERA",
+    "",
+    "For folder: data sets, a regular expression whose first group is the camera in a file's name; empty for none.",
+)
+define(
+    "DATASETS.FOLDER.TEST_FRACTION", 0.5, "For folder: data sets, the share of identities for testing.", low=0, high=1
+)
+define("DATASETS.FOLDER.SEED", 0, "For folder: data sets, the seed by which identities are divided.")
 define("DATASETS.COMBINEALL", False, "Train on the query and gallery images too; the test results then mean nothing.")
+define("DATASETS.MARKET1501_500K", False, "Market1501: add the 500k distractors of its folder images to the gallery.")
+define(
+    "DATASETS.MSMT17.VERSION",
+    "auto",
+    "MSMT17: V1, V2 (faces masked), or auto: V1 where both are.",
+    choices=("auto", "V1", "V2"),
+)
+define(
+    "DATASETS.MSMT17.VALIDATION",
+    False,
+    "MSMT17: train on list_val.txt too, as TransReID; FastReID does so under COMBINEALL alone, which always does.",
+)
+define("DATASETS.CUHK03.LABELED", False, "CUHK03: people cut out by hand; off takes those that a detector found.")
+define(
+    "DATASETS.CUHK03.CLASSIC",
+    False,
+    "CUHK03: the 20 classic splits, with 100 test identities each; off is the new protocol, 767 and 700 identities.",
+)
+define("DATASETS.CUHK03.SPLIT", 0, "CUHK03: which of the classic splits; the new protocol has one, 0.", low=0, high=19)
+define("DATASETS.VIPER.SPLIT", 0, "VIPeR: which of the ten random halves of the identities trains.", low=0, high=9)
+define(
+    "DATASETS.VEHICLEID.SEED",
+    0,
+    "VehicleID: seed of the gallery, one drawn image of each test identity.",
+    low=0,
+    high=2**32 - 1,
+)
 define(
     "DATALOADER.SAMPLER_TRAIN",
     "TrainingSampler",
@@ -242,7 +308,29 @@ define(
     "started, 0 loads in the trainer's own.",
     low=0,
 )
-define("DATALOADER.SET_WEIGHT", (), "Relative weights by which the sets of DATASETS.NAMES are drawn.", of=float)
+define(
+    "DATALOADER.SET_WEIGHT",
+    (),
+    "Relative weight of each set of DATASETS.NAMES in a batch, for SetReWeightSampler.",
+    of=float,
+)
+define(
+    "DATALOADER.CACHE",
+    "none",
+    "Images decoded and resized once: kept on disk for later runs too, or in memory while a run uses them.",
+    choices=("none", "ram", "disk"),
+)
+define(
+    "DATALOADER.CACHE_DIR",
+    "",
+    "Folder of the cache on disk; empty is .fastamp-cache in the data root, or ~/.cache/fastamp if that is read-only.",
+)
+define(
+    "DATALOADER.ON_CORRUPT",
+    "error",
+    "A training image that cannot be read stops the training, or another one of its identity takes its place.",
+    choices=("error", "skip"),
+)
 
 # ---- solver
 define("SOLVER.MAX_EPOCH", 120, "Length of the training, in epochs.", low=1)
@@ -489,26 +577,6 @@ RENAMED = {"SOLVER.AMP_ENABLED": "SOLVER.AMP.ENABLED"}
 SHORTHANDS = {"SOLVER.AMP": "DTYPE"}
 
 
-@dataclass(frozen=True)
-class NotYet:
-    """Keys that this version does not act upon; a config that asks for one is refused.
-
-    Attributes:
-        keys: a path, or a section's with ``.*`` for all of its keys.
-        only_with: a key that must be away from its default too before anything is asked for.
-        values: the values refused; None refuses all but the default, an empty tuple refuses nothing.
-    """
-
-    keys: str
-    only_with: str | None = None
-    values: tuple[Any, ...] | None = None
-
-
-# Whoever implements a feature deletes its line: the documentation and the refusal both come from here.
-NOT_YET = (
-    NotYet("KD.*"),
-    NotYet("INPUT.AUGMIX.*", only_with="INPUT.AUGMIX.ENABLED"),
-    NotYet("INPUT.CROP.*", only_with="INPUT.CROP.ENABLED"),
-    NotYet("INPUT.RPT.*", only_with="INPUT.RPT.ENABLED"),
-    NotYet("DATALOADER.SET_WEIGHT"),
-)
+# Keys, with wildcards, that nothing acts upon yet. Whoever implements a feature deletes its pattern: the documentation
+# and the refusal both come from here.
+NOT_YET = ("KD.*",)

@@ -39,7 +39,7 @@ def describe_config(prefix: str = "", cfg: CfgNode | None = None) -> str:
 
 def is_acted_upon(path: str) -> bool:
     """Return whether this version acts upon the key."""
-    return not any(fnmatchcase(path, entry.keys) for entry in NOT_YET)
+    return not any(fnmatchcase(path, pattern) for pattern in NOT_YET)
 
 
 def _describe(key: Key, value: object) -> list[str]:

@@ -109,6 +109,8 @@ def _converted(key: Key, value: Any) -> Any:
     value = plain(value)
     if key.default is None:
         return free_value(key.path, value)
+    if isinstance(value, str) and value == key.default and not key.choices:
+        return value  # "none" among others, which elsewhere stands for nothing
     if isinstance(key.default, tuple | list):
         if isinstance(value, str):
             value = _split(key, value)

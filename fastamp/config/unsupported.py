@@ -18,12 +18,10 @@ def unsupported_settings(cfg: CfgNode) -> list[str]:
     keys = {key.path: (key, value) for key, value in cfg.keys_below()}
     changed = {path for path, (key, value) in keys.items() if value != key.default}
     messages = []
-    for entry in NOT_YET:
-        if entry.only_with is not None and entry.only_with not in changed:
-            continue
+    for pattern in NOT_YET:
         for path in sorted(changed):
             key, value = keys[path]
-            if fnmatchcase(path, entry.keys) and (entry.values is None or value in entry.values):
+            if fnmatchcase(path, pattern):
                 messages.append(
                     f"{path} is {value!r}, which this version does not support yet (default: {key.default!r})"
                 )

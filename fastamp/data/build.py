@@ -4,13 +4,19 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from fastamp.amp import resolve_device
+from fastamp.config import get_cfg
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, data_root, log_splits
+from fastamp.data.datasets.own import OWN_DATA
 from fastamp.data.loader import TestLoader, TrainLoader, worker_count
 from fastamp.data.samplers import SAMPLER_REGISTRY, EpochBatchSampler, InferenceSampler
+from fastamp.data.store import ImageStore
 from fastamp.data.transforms import build_transforms
 from fastamp.utils import comm
-from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.errors import ConfigError, DataError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +42,32 @@ def build_reid_train_loader(
     transforms = build_transforms(cfg, is_train=True)
     if not cfg.DATASETS.NAMES:
         raise ConfigError("DATASETS.NAMES is empty; name at least one data set to train on")
-    datasets = [build_dataset(name) for name in cfg.DATASETS.NAMES]
-    items = training_items(datasets, combine_all=cfg.DATASETS.COMBINEALL)
-    dataset = ReidDataset(items, transforms, relabel=True)
+    datasets = [build_dataset(name, cfg) for name in cfg.DATASETS.NAMES]
+    parts = training_parts(datasets, combine_all=cfg.DATASETS.COMBINEALL)
+    dataset = ReidDataset(
+        [item for part in parts for item in part],
+        transforms,
+        relabel=True,
+        augment=cfg.INPUT.AUGMENT_ON == "worker",
+        skip_corrupt=cfg.DATALOADER.ON_CORRUPT == "skip",
+    )
     batch_size = cfg.SOLVER.IMS_PER_BATCH
     if len(dataset) < batch_size:
         raise DataError(
             f"the training data ({', '.join(cfg.DATASETS.NAMES)}) has {len(dataset)} images, fewer than one batch: "
             f"SOLVER.IMS_PER_BATCH is {batch_size}.\n  fix: a smaller SOLVER.IMS_PER_BATCH, or more data"
         )
+    if dataset.num_classes < 2:
+        raise DataError(
+            f"the training data ({', '.join(cfg.DATASETS.NAMES)}) has a single identity; there is nothing to tell apart"
+        )
     sampler = SAMPLER_REGISTRY.build(
-        cfg.DATALOADER.SAMPLER_TRAIN, cfg, labels=dataset.labels, camids=dataset.camids, world_size=world_size
+        cfg.DATALOADER.SAMPLER_TRAIN,
+        cfg,
+        labels=dataset.labels,
+        camids=dataset.camids,
+        sets=[number for number, part in enumerate(parts) for _ in part],
+        world_size=world_size,
     )
     batch_sampler = EpochBatchSampler(
         sampler,
@@ -68,7 +89,8 @@ def build_reid_train_loader(
             batch_size,
         )
     num_workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
-    return TrainLoader(dataset, batch_sampler, num_workers=num_workers)
+    _use_store(dataset, cfg)
+    return TrainLoader(dataset, batch_sampler, num_workers=num_workers, device=_device(cfg))
 
 
 def build_reid_test_loader(
@@ -91,7 +113,7 @@ def build_reid_test_loader(
     """
     rank, world_size = _place(rank, world_size)
     transforms = build_transforms(cfg, is_train=False)
-    source = build_dataset(dataset_name)
+    source = build_dataset(dataset_name, cfg)
     for split in ("query", "gallery"):
         if not getattr(source, split):
             raise DataError(f"the data set {dataset_name} has no {split} images, so it cannot be tested on")
@@ -112,21 +134,43 @@ def build_reid_test_loader(
     key, asked = "TEST.NUM_WORKERS", cfg.TEST.NUM_WORKERS
     if asked == -1:
         key, asked = "DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS
-    return TestLoader(dataset, batch_sampler, num_workers=worker_count(key, asked)), len(source.query)
+    _use_store(dataset, cfg)
+    loader = TestLoader(dataset, batch_sampler, num_workers=worker_count(key, asked), device=_device(cfg))
+    return loader, len(source.query)
 
 
-def build_dataset(name: str) -> ImageDataset:
-    """Build the data set registered under ``name`` from the data root.
+def build_dataset(name: str, cfg: Any = None) -> ImageDataset:
+    """Build a registered data set from the data root, or a user's own, ``csv:FILE`` or ``folder:FOLDER``.
+
+    Args:
+        name: as in DATASETS.NAMES.
+        cfg: reads what some sets have keys for; None is the defaults.
 
     Raises:
         ConfigError: nothing has that name.
         DataError: it is not there.
     """
+    cfg = get_cfg() if cfg is None else cfg
+    kind, colon, path = name.partition(":")
+    if colon and kind in OWN_DATA:
+        return OWN_DATA[kind].from_config(cfg, path)
+    if colon and name not in DATASET_REGISTRY:
+        raise ConfigError(
+            f"DATASETS.NAMES: {name!r} is of no kind that is known; kinds: {', '.join(OWN_DATA)}."
+            f"{did_you_mean(kind, OWN_DATA)}"
+        )
+    component = DATASET_REGISTRY.get(name)
     # FastReID's users join the root with `os.path` or `+`, so it is a string.
-    return DATASET_REGISTRY.get(name)(root=str(data_root()))
+    root = str(data_root())
+    return component.from_config(cfg, root) if hasattr(component, "from_config") else component(root=root)
 
 
 def training_items(datasets: Sequence[ImageDataset], *, combine_all: bool = False) -> list[ImageItem]:
+    """Return the images of ``training_parts`` in one list."""
+    return [item for part in training_parts(datasets, combine_all=combine_all) for item in part]
+
+
+def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = False) -> list[list[ImageItem]]:
     """Return the training images of several data sets, whose identities and cameras are kept apart.
 
     Args:
@@ -137,7 +181,7 @@ def training_items(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
         DataError: one has no training images, or two have the same ``dataset_name``.
     """
     classes: dict[str, type] = {}
-    items: list[ImageItem] = []
+    parts: list[list[ImageItem]] = []
     for dataset in datasets:
         if not dataset.train:
             raise DataError(f"the data set {type(dataset).__name__} has no training images")
@@ -147,16 +191,40 @@ def training_items(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
                 f"{dataset.name!r}, so their identities cannot be told apart"
             )
         if len(datasets) == 1 and not combine_all:
-            return dataset.train
-        items += [_named(item, dataset.name, dataset.name) for item in dataset.train]
+            return [dataset.train]
+        parts.append([_named(item, dataset.name, dataset.name) for item in dataset.train])
         if combine_all:
-            # Query and gallery number their identities by themselves, but the cameras are those of training.
-            items += [
+            # Query and gallery number their identities by themselves, but the cameras are those of training. An image
+            # may be in several splits, as all of SenseReID's are.
+            known = {(item.path, item.box) for item in dataset.train}
+            tested = {(item.path, item.box): item for item in dataset.query + dataset.gallery}
+            parts[-1] += [
                 _named(item, f"{dataset.name}_test", dataset.name)
-                for item in dataset.query + dataset.gallery
-                if isinstance(item.pid, str) or item.pid > 0
+                for image, item in tested.items()
+                if image not in known and (isinstance(item.pid, str) or item.pid > 0)
             ]
-    return items
+    return parts
+
+
+def _use_store(dataset: ReidDataset, cfg: Any) -> None:
+    """Let a data set read from a cache, if the config asks for one."""
+    if cfg.DATALOADER.CACHE != "none":
+        dataset.store = ImageStore(
+            dataset.items,
+            (dataset.transforms.channels, *dataset.transforms.resize.size),
+            dataset.read,
+            where=cfg.DATALOADER.CACHE,
+            folder=cfg.DATALOADER.CACHE_DIR,
+            kind="skip" if dataset.skip_corrupt else "",
+        )
+
+
+def _device(cfg: Any) -> torch.device:
+    """Return where images are wanted; the CPU where that is not there, which is for the model to complain of."""
+    try:
+        return resolve_device(cfg.MODEL.DEVICE)
+    except ConfigError:
+        return torch.device("cpu")
 
 
 def _named(item: ImageItem, pid_prefix: str, camid_prefix: str) -> ImageItem:

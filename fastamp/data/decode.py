@@ -18,7 +18,7 @@ except ImportError:
 _LUMA_SHARES = (19595 / 2**16, 38470 / 2**16, 7471 / 2**16)
 
 
-def read_image(path: str, channels: int = 3) -> Tensor:
+def read_image(path: str, channels: int = 3, *, box: tuple[int, int, int, int] | None = None) -> Tensor:
     """Read an image, upright as its EXIF orientation says.
 
     Grey files become RGB and RGB files grey as asked. A fourth channel is kept or dropped, never blended, and is 255
@@ -30,13 +30,29 @@ def read_image(path: str, channels: int = 3) -> Tensor:
     Args:
         path: the file.
         channels: 1 for grey, 3 for RGB, 4 for RGBA.
+        box: left, top, right and bottom of the part that is taken, in pixels of the upright image, the last two not
+            included; None is all of it.
 
     Returns:
         (channels, H, W) uint8.
 
     Raises:
-        DataError: the file is missing, cannot be read, or is damaged; names the file and the cause.
+        DataError: the file is missing, cannot be read, is damaged, or has no such part; names the file and the cause.
     """
+    image = _read_whole(path, channels)
+    if box is None:
+        return image
+    left, top, right, bottom = box
+    height, width = image.shape[1:]
+    if right > width or bottom > height:
+        raise DataError(
+            f"the part {left} {top} {right} {bottom} of the image {path} is not all in it: it has {width} x {height} "
+            "pixels"
+        )
+    return image[:, top:bottom, left:right]
+
+
+def _read_whole(path: str, channels: int) -> Tensor:
     try:
         encoded = torch.from_numpy(np.fromfile(path, dtype=np.uint8))
     except OSError as error:

@@ -43,15 +43,22 @@ class _Batches(Dataset):
 class _Loader:
     """Iterate over a data set's batches.
 
+    On a CUDA device the next batch is copied, and augmented where that was left to do, on a stream of its own while
+    the device computes on the last.
+
     Attributes:
         dataset: where the batches come from.
         batch_sampler: which keys are in them.
+        device: that images are to be on.
     """
 
-    def __init__(self, dataset: ReidDataset, batch_sampler: Any, *, num_workers: int, persistent: bool) -> None:
+    def __init__(
+        self, dataset: ReidDataset, batch_sampler: Any, *, num_workers: int, persistent: bool, device: torch.device
+    ) -> None:
         self.dataset = dataset
         self.batch_sampler = batch_sampler
         self.num_workers = num_workers
+        self.device = device
         self._loader = DataLoader(
             _Batches(dataset),
             batch_sampler=batch_sampler,
@@ -73,18 +80,50 @@ class _Loader:
         Raises:
             DataError: an image cannot be read.
         """
-        for batch in self._loader:
-            if isinstance(batch, _Failure):
-                raise batch.error_class(batch.message)
-            yield batch
+        if self.device.type == "cuda":
+            yield from self._ahead()
+        else:
+            for batch in self._loader:
+                yield self._finished(batch)
+
+    def _ahead(self) -> Iterator[dict[str, Any]]:
+        """Yield the batches, each when the work on the next has been handed to the device."""
+        side = torch.cuda.Stream(self.device)
+        ready: list[tuple[dict[str, Any], torch.cuda.Event]] = []
+        for fetched in self._loader:
+            with torch.cuda.stream(side):
+                ready.append((self._finished(fetched), side.record_event()))
+            if len(ready) > 1:
+                yield self._handed_over(*ready.pop(0))
+        for batch, done in ready:
+            yield self._handed_over(batch, done)
+
+    def _handed_over(self, batch: dict[str, Any], done: "torch.cuda.Event") -> dict[str, Any]:
+        """Make the present stream wait for the batch, and the batch's memory for the present stream."""
+        present = torch.cuda.current_stream(self.device)
+        present.wait_event(done)
+        batch["images"].record_stream(present)
+        return batch
+
+    def _finished(self, batch: dict[str, Any] | _Failure) -> dict[str, Any]:
+        """Return the batch with its images on the device, and augmented."""
+        if isinstance(batch, _Failure):
+            raise batch.error_class(batch.message)
+        batch["images"] = batch["images"].to(self.device, non_blocking=True)
+        parameters = batch.pop("augmentation", None)
+        if parameters is not None:
+            batch["images"] = self.dataset.transforms.augment.apply(batch["images"], parameters)
+        return batch
 
 
 class TrainLoader(_Loader):
     """Training batches without end; each iteration over it begins with batch ``start_iter`` of the whole training."""
 
-    def __init__(self, dataset: ReidDataset, batch_sampler: EpochBatchSampler, *, num_workers: int) -> None:
+    def __init__(
+        self, dataset: ReidDataset, batch_sampler: EpochBatchSampler, *, num_workers: int, device: torch.device
+    ) -> None:
         # One iteration lasts as long as the training, so there is nothing to persist for.
-        super().__init__(dataset, batch_sampler, num_workers=num_workers, persistent=False)
+        super().__init__(dataset, batch_sampler, num_workers=num_workers, persistent=False, device=device)
 
     @property
     def iters_per_epoch(self) -> int:
@@ -106,8 +145,10 @@ class TestLoader(_Loader):
 
     __test__ = False  # for pytest, which would take the name for a test's
 
-    def __init__(self, dataset: ReidDataset, batch_sampler: InferenceSampler, *, num_workers: int) -> None:
-        super().__init__(dataset, batch_sampler, num_workers=num_workers, persistent=True)
+    def __init__(
+        self, dataset: ReidDataset, batch_sampler: InferenceSampler, *, num_workers: int, device: torch.device
+    ) -> None:
+        super().__init__(dataset, batch_sampler, num_workers=num_workers, persistent=True, device=device)
 
     def __len__(self) -> int:
         return len(self.batch_sampler)

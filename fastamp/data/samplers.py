@@ -19,7 +19,7 @@ SampleKey = tuple[int, int, int]
 class EpochSampler:
     """Draws the indices of an epoch, for all ranks together.
 
-    A subclass has a classmethod ``from_config(cfg, *, labels, camids, world_size)`` and draws from nothing but
+    A subclass has a classmethod ``from_config(cfg, *, labels, camids, sets, world_size)`` and draws from nothing but
     ``generator(seed, epoch)``.
     """
 
@@ -47,7 +47,7 @@ class TrainingSampler(EpochSampler):
         self.seed = seed
 
     @classmethod
-    def from_config(cls, cfg: Any, *, labels: Sequence[int], camids: Sequence[int], world_size: int) -> "EpochSampler":
+    def from_config(cls, cfg: Any, *, labels: Sequence[int], **unused: Any) -> "EpochSampler":
         """Build from SEED."""
         return cls(size=len(labels), seed=cfg.SEED)
 
@@ -56,6 +56,33 @@ class TrainingSampler(EpochSampler):
         rng = generator(self.seed, epoch)
         while True:
             yield from rng.permutation(self.size).tolist()
+
+
+@SAMPLER_REGISTRY.register()
+class ImbalancedDatasetSampler(EpochSampler):
+    """Images at random, with replacement, so that each identity comes equally often whatever its images.
+
+    Args:
+        labels: identity of each image.
+        seed: any integer.
+    """
+
+    def __init__(self, *, labels: Sequence[int], seed: int) -> None:
+        _, identity, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        self._ends = np.cumsum(1.0 / counts[identity])
+        self.seed = seed
+
+    @classmethod
+    def from_config(cls, cfg: Any, *, labels: Sequence[int], **unused: Any) -> "EpochSampler":
+        """Build from SEED."""
+        return cls(labels=labels, seed=cfg.SEED)
+
+    def epoch(self, epoch: int) -> Iterator[int]:
+        """Return the endless index stream of ``epoch``."""
+        rng = generator(self.seed, epoch)
+        while True:
+            draws = rng.random(len(self._ends)) * self._ends[-1]
+            yield from np.searchsorted(self._ends, draws, side="right").tolist()
 
 
 class IdentitySampler(EpochSampler):
@@ -113,7 +140,9 @@ class IdentitySampler(EpochSampler):
             )
 
     @classmethod
-    def from_config(cls, cfg: Any, *, labels: Sequence[int], camids: Sequence[int], world_size: int) -> "EpochSampler":
+    def from_config(
+        cls, cfg: Any, *, labels: Sequence[int], camids: Sequence[int], world_size: int, **unused: Any
+    ) -> "EpochSampler":
         """Build from SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED."""
         return cls(
             labels=labels,
@@ -189,6 +218,81 @@ class BalancedIdentitySampler(IdentitySampler):
         chosen = [index for _, _, index in ranked[: self.num_instances - 1]]
         missing = self.num_instances - 1 - len(chosen)
         return [anchor, *chosen, *rng.choice(others or [anchor], missing).tolist()]
+
+
+@SAMPLER_REGISTRY.register()
+class SetReWeightSampler(BalancedIdentitySampler):
+    """Batches in which each data set has a share of the identities, however large it is.
+
+    Of each set the identities come in random order, and with K images as ``BalancedIdentitySampler`` draws them; the
+    sets' identities are mixed within a batch. A share that is no whole number of identities is rounded, those with
+    the largest remainders up.
+
+    Args:
+        sets: number of the data set that each image belongs to.
+        weights: relative weight of each data set.
+        options: of ``IdentitySampler``.
+
+    Raises:
+        ConfigError: there are not as many weights as sets, or a set has no place in a batch.
+        DataError: a set has fewer identities than its share of a batch.
+    """
+
+    def __init__(self, *, sets: Sequence[int], weights: Sequence[float], **options: Any) -> None:
+        super().__init__(**options)
+        count = max(sets) + 1
+        if len(weights) != count or min(weights) <= 0:
+            raise ConfigError(
+                f"DATALOADER.SET_WEIGHT is {tuple(weights)}; SetReWeightSampler needs a number above 0 for each of the "
+                f"{count} data sets of DATASETS.NAMES"
+            )
+        set_of = {identity: sets[images[0]] for identity, images in self.images_of.items()}
+        self._identities = [[each for each in self.identities if set_of[each] == number] for number in range(count)]
+        exact = np.array(weights) / sum(weights) * self.identities_per_batch
+        shares = np.floor(exact).astype(int)
+        left = self.identities_per_batch - shares.sum()
+        shares[np.argsort(shares - exact, kind="stable")[:left]] += 1
+        self.shares = shares.tolist()
+        for number, (share, identities) in enumerate(zip(self.shares, self._identities, strict=True)):
+            if not share:
+                raise ConfigError(
+                    f"DATALOADER.SET_WEIGHT {tuple(weights)} leaves data set {number + 1} no identity among the "
+                    f"{self.identities_per_batch} of a batch.\n  fix: a larger weight, or a larger SOLVER.IMS_PER_BATCH"
+                )
+            if share > len(identities):
+                raise DataError(
+                    f"data set {number + 1} has {len(identities)} identities, and DATALOADER.SET_WEIGHT "
+                    f"{tuple(weights)} asks for {share} of it in each batch.\n  fix: a smaller weight"
+                )
+
+    @classmethod
+    def from_config(
+        cls, cfg: Any, *, labels: Sequence[int], camids: Sequence[int], sets: Sequence[int], world_size: int
+    ) -> "EpochSampler":
+        """Build from DATALOADER.SET_WEIGHT, SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED."""
+        return cls(
+            sets=sets,
+            weights=cfg.DATALOADER.SET_WEIGHT,
+            labels=labels,
+            camids=camids,
+            batch_size=cfg.SOLVER.IMS_PER_BATCH,
+            num_instances=cfg.DATALOADER.NUM_INSTANCE,
+            seed=cfg.SEED,
+            world_size=world_size,
+        )
+
+    def epoch(self, epoch: int) -> Iterator[int]:
+        """Return the endless index stream of ``epoch``."""
+        rng = generator(self.seed, epoch)
+        waiting: list[list[int]] = [[] for _ in self.shares]
+        while True:
+            batch = []
+            for number, share in enumerate(self.shares):
+                if len(waiting[number]) < share:
+                    waiting[number] = rng.permutation(self._identities[number]).tolist()
+                batch += [waiting[number].pop() for _ in range(share)]
+            for identity in rng.permutation(batch).tolist():
+                yield from self._draw(rng, self.images_of[identity])
 
 
 class EpochBatchSampler:

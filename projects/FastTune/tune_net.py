@@ -16,11 +16,10 @@ from autotuner.final import final_table, train_recipes, write_final
 from autotuner.results import table, write_results
 from autotuner.search import ALGORITHMS, SCHEDULERS, Search, best_first, is_mutable, run_search, start_ray
 from autotuner.space import BATCH, IDENTITIES, IMAGES, Space, default_space, read_space
-from autotuner.split import VAL_FRACTION, define_keys, hold_out
+from autotuner.split import VAL_FRACTION, define_keys, split_training
 
 from fastamp.amp import resolve_device
 from fastamp.config import CfgNode, get_cfg
-from fastamp.data.build import build_dataset, training_items
 from fastamp.engine import DefaultTrainer, run_command_line
 from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.engine.setup import check_config, load_parts, read_config
@@ -91,8 +90,7 @@ def tune(args: argparse.Namespace) -> int:
     space = choose_space(args, cfg)
     gpus = gpus_of_a_trial(cfg, args)
     # Prepared here, once, before any trial needs it; and what is wrong with it is said at once.
-    items = training_items([build_dataset(name) for name in cfg.DATASETS.NAMES])
-    training, _, _ = hold_out(items, fraction, args.seed)
+    training, _, _ = split_training(cfg, fraction, args.seed)
     shared = {
         "cfg": cfg,
         "seed": args.seed,

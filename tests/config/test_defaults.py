@@ -105,9 +105,8 @@ def test_new_keys_have_the_defaults_of_the_design():
 
 
 def test_the_tables_name_keys_that_exist():
-    for entry in NOT_YET:
-        assert any(fnmatchcase(path, entry.keys) for path in KEYS), entry.keys
-        assert entry.only_with is None or entry.only_with in KEYS
+    for pattern in NOT_YET:
+        assert any(fnmatchcase(path, pattern) for path in KEYS), pattern
     for old, new in RENAMED.items():
         assert new in KEYS
         assert old not in KEYS
@@ -130,9 +129,7 @@ def test_the_defaults_ask_for_nothing_unsupported():
         (["INPUT.CROP.SIZE", "[64, 64]"], []),
         (["KD.EMA.ENABLED", "True"], ["KD.EMA.ENABLED"]),
         (["KD.MODEL_CONFIG", "teacher.yml"], ["KD.MODEL_CONFIG"]),
-        *((["INPUT." + name, "True"], [f"INPUT.{name}.ENABLED"]) for name in ("AUGMIX", "RPT")),
-        (["INPUT.CROP", "True"], ["INPUT.CROP.ENABLED"]),
-        (["DATALOADER.SET_WEIGHT", "[1, 2]"], ["DATALOADER.SET_WEIGHT"]),
+        (["INPUT.CROP", "True", "KD.EMA.MOMENTUM", "0.5"], ["KD.EMA.MOMENTUM"]),
     ],
 )
 def test_what_is_asked_for_and_not_supported_is_named(opts, named):
@@ -153,9 +150,8 @@ def test_the_documentation_has_every_key_and_fits_the_terminal():
 
 
 def test_not_acted_upon_is_said_by_the_documentation():
-    for path in ("INPUT.CROP.SIZE", "KD.EMA.MOMENTUM"):
-        assert not is_acted_upon(path)
-        assert " ".join(describe_config(path).split()).endswith("(not yet acted upon)")
+    assert not is_acted_upon("KD.EMA.MOMENTUM")
+    assert " ".join(describe_config("KD.EMA.MOMENTUM").split()).endswith("(not yet acted upon)")
     assert is_acted_upon("SOLVER.BASE_LR")
     assert "not yet" not in describe_config("SOLVER.BASE_LR")
 

@@ -200,7 +200,7 @@ def test_a_corrupt_image_is_named_without_a_traceback(market, cfg, workers):
 
 
 def test_a_bug_in_a_worker_is_no_users_error(market, cfg, monkeypatch):
-    def broken(path, channels):
+    def broken(path, channels, box):
         raise ZeroDivisionError("bug")
 
     monkeypatch.setattr("fastamp.data.dataset.read_image", broken)

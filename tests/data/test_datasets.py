@@ -133,7 +133,7 @@ class Numbered(ImageDataset):
 def test_a_fastreid_users_own_class_works():
     dataset = TwoOthers(root="x")
     assert dataset.train[0] == ImageItem("a.jpg", "others_1", "others_0")
-    assert dataset.query == [("b.jpg", 1, 0, 0)] and dataset.gallery == [("c.jpg", 1, 1, 0)]
+    assert dataset.query == [ImageItem("b.jpg", 1, 0)] and dataset.gallery == [ImageItem("c.jpg", 1, 1)]
     with pytest.raises(DataError, match="nowhere"):
         dataset.check_before_run(["/", "/nowhere"])
 

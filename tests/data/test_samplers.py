@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from fastamp.data.samplers import (
     BalancedIdentitySampler,
     EpochBatchSampler,
+    ImbalancedDatasetSampler,
     InferenceSampler,
     NaiveIdentitySampler,
+    SetReWeightSampler,
     TrainingSampler,
 )
 from fastamp.utils.errors import ConfigError, DataError
@@ -33,7 +35,12 @@ def make(name, counts=(9, 3, 5, 1, 8, 4, 4), batch_size=12, num_instances=4, see
     labels, camids = images(counts)
     if name == "training":
         return TrainingSampler(size=len(labels), seed=seed), labels, camids
-    sampler = {"naive": NaiveIdentitySampler, "balanced": BalancedIdentitySampler}[name](
+    if name == "imbalanced":
+        return ImbalancedDatasetSampler(labels=labels, seed=seed), labels, camids
+    own = {"sets": [int(label > 2) for label in labels], "weights": (0.5, 1.0)} if name == "reweight" else {}
+    kinds = {"naive": NaiveIdentitySampler, "balanced": BalancedIdentitySampler, "reweight": SetReWeightSampler}
+    sampler = kinds[name](
+        **own,
         labels=labels,
         camids=camids,
         batch_size=batch_size,
@@ -44,7 +51,7 @@ def make(name, counts=(9, 3, 5, 1, 8, 4, 4), batch_size=12, num_instances=4, see
     return sampler, labels, camids
 
 
-ALL = ["training", "naive", "balanced"]
+ALL = ["training", "imbalanced", "naive", "balanced", "reweight"]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -64,7 +71,7 @@ def test_training_sampler_takes_every_image_before_it_repeats_one():
     assert first != second
 
 
-@pytest.mark.parametrize("name", ["naive", "balanced"])
+@pytest.mark.parametrize("name", ["naive", "balanced", "reweight"])
 def test_a_batch_has_p_identities_of_k_images(name):
     sampler, labels, _ = make(name)
     for batch in chunks(take(sampler.epoch(0), 12 * 100), 12):
@@ -218,3 +225,55 @@ def test_any_feasible_shape_gives_whole_batches(counts, num_instances, identitie
     for batch in chunks(take(sampler.epoch(0), options["batch_size"] * 10), options["batch_size"]):
         of_each = Counter(labels[index] for index in batch)
         assert len(of_each) == identities and set(of_each.values()) == {num_instances}
+
+
+def test_imbalanced_draws_identities_equally_and_their_images_equally():
+    counts = (20, 1, 5, 2)
+    labels, _ = images(counts)
+    drawn = Counter(take(ImbalancedDatasetSampler(labels=labels, seed=0).epoch(0), 40_000))
+    for index, label in enumerate(labels):
+        assert drawn[index] == pytest.approx(10_000 / counts[label], rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "weights, shares", [((1, 1), [3, 3]), ((1, 2), [2, 4]), ((0.9, 0.1), [5, 1]), ((4, 3), [3, 3])]
+)
+def test_each_set_has_its_share_of_a_batch(weights, shares):
+    labels, camids = images([6] * 30)
+    sets = [int(label >= 10) for label in labels]
+    sampler = SetReWeightSampler(
+        sets=sets, weights=weights, labels=labels, camids=camids, batch_size=24, num_instances=4, seed=0
+    )
+    assert sampler.shares == shares
+    seen, first = Counter(), Counter()
+    for batch in chunks(take(sampler.epoch(0), 24 * 60), 24):
+        assert Counter(sets[index] for index in batch) == {0: 4 * shares[0], 1: 4 * shares[1]}
+        assert len({labels[index] for index in batch}) == 6
+        seen.update({labels[index] for index in batch})
+        first[sets[batch[0]]] += 1
+    # All of a set come equally often, and the sets take turns within batches.
+    for number, identities in enumerate((range(10), range(10, 30))):
+        counts = [seen[identity] for identity in identities]
+        assert min(counts) >= 0.6 * 60 * shares[number] / len(counts)
+    assert min(first.values()) > 2
+
+
+@pytest.mark.parametrize(
+    "weights, sets, error, message",
+    [
+        ((1.0,), (0, 1), ConfigError, "for each of the 2 data sets"),
+        ((1.0, -1.0), (0, 1), ConfigError, "a number above 0"),
+        ((100.0, 1.0), (0, 1), ConfigError, "leaves data set 2 no identity among the 3"),
+        ((1.0, 2.0), (0,) * 11 + (1,), DataError, "data set 2 has 1 identities, and .* asks for 2"),
+    ],
+)
+def test_shares_that_cannot_be_are_named(weights, sets, error, message):
+    labels, camids = images([4] * 12)
+    if len(sets) == 2:
+        sets = [int(label >= 6) for label in labels]
+    else:
+        sets = [sets[label] for label in labels]
+    with pytest.raises(error, match=message):
+        SetReWeightSampler(
+            sets=sets, weights=weights, labels=labels, camids=camids, batch_size=12, num_instances=4, seed=0
+        )

@@ -11,12 +11,19 @@ from torchvision.transforms import v2
 from fastamp.config import get_cfg
 from fastamp.data.transforms import (
     Augmentation,
+    AugMix,
     AutoAugment,
     ColorJitter,
+    GaussianBlur,
+    LocalGrayscale,
     PadAndRandomCrop,
+    RandAugment,
     RandomAffine,
     RandomErasing,
+    RandomGrayscale,
     RandomHorizontalFlip,
+    RandomPatch,
+    RandomResizedCrop,
     Resize,
     build_transforms,
 )
@@ -324,12 +331,11 @@ def test_autoaugment_of_four_channels_is_refused(cfg):
     assert isinstance(build_transforms(cfg, is_train=True).augment.transforms[0], AutoAugment)
 
 
-@pytest.mark.parametrize("name", ["CROP", "AUGMIX", "RPT"])
-def test_what_does_not_exist_is_refused(cfg, name):
-    cfg.INPUT[name].ENABLED = True
-    with pytest.raises(ConfigError, match=rf"INPUT\.{name}\.ENABLED"):
-        build_transforms(cfg, is_train=True)
-    build_transforms(cfg, is_train=False)
+@pytest.mark.parametrize("name", ["RANDAUG", "AUGMIX"])
+def test_torchvisions_operations_refuse_four_channels(cfg, name):
+    cfg.merge_from_list([f"INPUT.{name}", True, "INPUT.CHANNELS", 4])
+    with pytest.raises(ConfigError, match=f"INPUT.{name}.ENABLED is on, but works on grey and RGB images"):
+        build_transforms(cfg)
 
 
 @pytest.mark.parametrize(
@@ -394,3 +400,137 @@ def test_autoaugment_and_affine_are_built_by_key():
     autoaugment, affine = build_transforms(cfg).augment.transforms
     assert isinstance(autoaugment, AutoAugment) and autoaugment.prob == 0.1
     assert isinstance(affine, RandomAffine) and affine.prob == 1.0
+
+
+def test_resized_crop_equals_torchvision(images):
+    crop = RandomResizedCrop(size=(48, 20), scale=(0.05, 1.0), ratio=(0.3, 2.0))
+    for seed in range(5):
+        parameters = draw(crop, len(images), seed=seed)
+        changed = crop.apply(images, parameters)
+        assert changed.shape == (len(images), 3, 48, 20) and changed.dtype == torch.uint8
+        for index, (before, after) in enumerate(zip(images, changed, strict=True)):
+            place = [parameters[name][index].item() for name in ("top", "left", "height", "width")]
+            expected = v2.functional.resized_crop(
+                before, *place, size=[48, 20], interpolation=v2.InterpolationMode.BICUBIC, antialias=True
+            )
+            difference = (after.int() - expected.int()).abs()
+            assert difference.max() <= 2 and difference.float().mean() < 0.1
+
+
+@pytest.mark.parametrize("size, ratio", [((64, 64), (0.75, 4 / 3)), ((256, 128), (0.3, 0.6)), ((90, 8), (0.75, 4 / 3))])
+def test_resized_crop_is_distributed_as_torchvisions(size, ratio):
+    crop = RandomResizedCrop(size=(8, 8), scale=(0.16, 1.0), ratio=ratio)
+    ours = draw(crop, 4000, size=size)
+    torch.manual_seed(0)
+    image = torch.empty(1, *size)
+    theirs = torch.tensor([tv.RandomResizedCrop.get_params(image, [0.16, 1.0], list(ratio)) for _ in range(4000)])
+    for name, column in zip(("top", "left", "height", "width"), theirs.T.double(), strict=True):
+        values = ours[name].double()
+        assert values.mean() == pytest.approx(column.mean().item(), abs=0.02 * max(size))
+        assert values.std() == pytest.approx(column.std().item(), abs=0.02 * max(size))
+    assert (ours["top"] + ours["height"]).max() <= size[0] and (ours["left"] + ours["width"]).max() <= size[1]
+
+
+def test_what_comes_after_a_resized_crop_knows_its_size(cfg):
+    cfg.merge_from_list(["INPUT.CROP", True, "INPUT.CROP.SIZE", "(30, 60)", "INPUT.REA", True, "INPUT.REA.PROB", 1.0])
+    augment = build_transforms(cfg).augment
+    images = torch.zeros(200, 3, 256, 128, dtype=torch.uint8)
+    parameters = augment.draw([0] * 200, range(200), (256, 128))
+    rectangle = parameters[-1]
+    assert (rectangle["top"] + rectangle["height"]).max() <= 30
+    assert 40 < (rectangle["left"] + rectangle["width"]).max() <= 60
+    assert augment.apply(images[:8], [{k: v[:8] for k, v in p.items()} for p in parameters]).shape == (8, 3, 30, 60)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_grey_scale_equals_torchvision(channels):
+    images = make_images(channels)
+    chosen = torch.arange(len(images)) % 3 == 0
+    changed = RandomGrayscale(prob=0.5).apply(images, {"grey": chosen})
+    for before, after, grey in zip(images, changed, chosen, strict=True):
+        expected = before.clone()
+        if grey and channels > 1:
+            expected[:3] = v2.functional.rgb_to_grayscale(before[:3], num_output_channels=3)
+        assert torch.equal(after, expected)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("kernel_size", [3, 9])
+def test_blur_equals_torchvision(channels, kernel_size):
+    images = make_images(channels)
+    blur = GaussianBlur(prob=0.7, kernel_size=kernel_size, sigma=(0.1, 3.0))
+    parameters = draw(blur, len(images))
+    assert parameters["blur"].any() and not parameters["blur"].all()
+    changed = blur.apply(images, parameters)
+    for index, (before, after) in enumerate(zip(images, changed, strict=True)):
+        expected = before
+        if parameters["blur"][index]:
+            near, middle = parameters["kernel"][index][kernel_size // 2 - 1 : kernel_size // 2 + 1].double()
+            sigma = (1 / (2 * (middle / near).log())).sqrt().item()
+            expected = v2.functional.gaussian_blur(before, [kernel_size, kernel_size], [sigma, sigma])
+        assert (after.int() - expected.int()).abs().max() <= 1
+
+
+def test_local_grey_scale_is_grey_inside_and_untouched_outside(images):
+    local = LocalGrayscale(prob=1.0)
+    parameters = draw(local, len(images))
+    changed = local.apply(images, parameters)
+    grey = v2.functional.rgb_to_grayscale(images, num_output_channels=3)
+    for index, (before, after) in enumerate(zip(images, changed, strict=True)):
+        top, left, height, width = (parameters[name][index].item() for name in ("top", "left", "height", "width"))
+        expected = before.clone()
+        part = (slice(None), slice(top, top + height), slice(left, left + width))
+        expected[part] = grey[index][part]
+        assert height > 0 and torch.equal(after, expected)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_random_patch_pastes_from_another_image(channels):
+    images = make_images(channels)
+    patch = RandomPatch(prob=0.8)
+    parameters = draw(patch, len(images))
+    changed = patch.apply(images, parameters)
+    assert set(parameters["flip"].tolist()) == {True, False}
+    for index, (before, after) in enumerate(zip(images, changed, strict=True)):
+        top, left, height, width, row, column, other = (
+            parameters[name][index].item()
+            for name in ("top", "left", "height", "width", "from_top", "from_left", "other")
+        )
+        assert other != index
+        part = images[other][:, row : row + height, column : column + width]
+        expected = before.clone()
+        expected[:, top : top + height, left : left + width] = part.flip(-1) if parameters["flip"][index] else part
+        assert torch.equal(after, expected)
+
+
+def test_a_batch_of_one_patches_itself():
+    images = make_images()[:1]
+    patch = RandomPatch(prob=1.0)
+    assert patch.apply(images, draw(patch, 1)).shape == images.shape
+
+
+def test_all_that_input_names_is_built_in_order(cfg):
+    names = ["AUTOAUG", "RANDAUG", "CROP", "PADDING", "FLIP", "CJ", "GREY", "BLUR", "AUGMIX", "AFFINE", "REA"]
+    names += ["LOCAL_GREY", "RPT"]
+    cfg.merge_from_list([word for name in names for word in (f"INPUT.{name}", True)])
+    cfg.merge_from_list(["INPUT.AUTOAUG.PROB", 0.5, "INPUT.AUGMIX.PROB", 0.5])
+    transforms = build_transforms(cfg).augment.transforms
+    expected = [AutoAugment, RandAugment, RandomResizedCrop, PadAndRandomCrop, RandomHorizontalFlip, ColorJitter]
+    expected += [RandomGrayscale, GaussianBlur, AugMix, RandomAffine, RandomErasing, LocalGrayscale, RandomPatch]
+    assert [type(transform) for transform in transforms] == expected
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("BLUR.KERNEL_SIZE", 4, "KERNEL_SIZE is 4; expected an odd number"),
+        ("BLUR.KERNEL_SIZE", 301, "at most 31"),
+        ("BLUR.SIGMA", "(2.0, 1.0)", "the smallest comes first"),
+        ("CROP.SCALE", "(0.5, 0.2)", "the smallest comes first"),
+        ("CROP.RATIO", "(2.0, 0.2)", "the smallest comes first"),
+    ],
+)
+def test_what_the_new_keys_refuse(cfg, key, value, message):
+    cfg.merge_from_list([f"INPUT.{key.split('.')[0]}", True, f"INPUT.{key}", value])
+    with pytest.raises(ConfigError, match=message):
+        build_transforms(cfg)

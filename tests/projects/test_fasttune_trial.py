@@ -23,9 +23,9 @@ class Reports(list):
 
 
 def test_reports_each_evaluation_once(demo, tmp_path):
-    names = register_split(["Demo"], 0.25, 0)
     reports = Reports()
     cfg = config(tmp_path / "one")
+    names = register_split(cfg, 0.25, 0)
     cfg.DATASETS.NAMES, cfg.DATASETS.TESTS = (names[0],), (names[1],)
     assert run_trial(cfg, reports) == ""
     assert [metrics["epoch"] for metrics, _ in reports] == [2, 4]

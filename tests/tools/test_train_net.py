@@ -226,7 +226,7 @@ def test_wrong_weights(assert_refused, tmp_path):
         ("SOLVER.IMS_PER_BATCH", "1000", ["SOLVER.IMS_PER_BATCH", "1000", "96 images"]),
         ("DATALOADER.NUM_INSTANCE", "3", ["DATALOADER.NUM_INSTANCE 3", "16"]),
         ("DATALOADER.NUM_INSTANCE", "0", ["DATALOADER.NUM_INSTANCE is 0"]),
-        ("INPUT.CROP", "True", ["INPUT.CROP.ENABLED"]),
+        ("KD.EMA.ENABLED", "True", ["KD.EMA.ENABLED"]),
         ("MODEL.HEADS.NORM", "IN", ["MODEL.HEADS.NORM", "choices: BN, GN"]),
         ("SOLVER.LR_FACTORS", "{'backbon.*': 0.1}", ["SOLVER.LR_FACTORS", "matches no parameter"]),
         ("SOLVER.ACCUM_STEPS", "0", ["SOLVER.ACCUM_STEPS is 0", "at least 1"]),

@@ -1,10 +1,11 @@
-"""What a data set is: three lists of images, and how to say that one is not there."""
+"""What a data set is: three lists of images."""
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
@@ -15,21 +16,22 @@ logger = logging.getLogger(__name__)
 
 DATASET_REGISTRY = Registry("DATASETS.NAMES")
 
-_ROOT_VARIABLES = ("FASTAMP_DATASETS", "FASTREID_DATASETS")
-_SHOWN_ENTRIES = 8
+ROOT_VARIABLES = ("FASTAMP_DATASETS", "FASTREID_DATASETS")
 
 
 class ImageItem(NamedTuple):
     """One image: its file, whom it shows, and which camera took it from which side.
 
     Training identities are strings with the data set's name in front ("market1501_2"), so that those of several sets
-    stay apart; query and gallery identities are integers.
+    stay apart; query and gallery identities are integers. ``box`` is the part of the file that is the image: left, top,
+    right and bottom in pixels, the last two not included; None is all of it.
     """
 
     path: str
     pid: int | str
     camid: int | str
     viewid: int = 0
+    box: tuple[int, int, int, int] | None = None
 
 
 Items = Sequence[tuple] | Callable[[], Sequence[tuple]]
@@ -49,10 +51,19 @@ class ImageDataset:
         self._splits: dict[str, Items] = {"train": train, "query": query, "gallery": gallery}
         self._items: dict[str, list[ImageItem]] = {}
 
+    @classmethod
+    def from_config(cls, cfg: Any, root: str) -> "ImageDataset":
+        """Build from the config; a data set with keys of its own passes their values on."""
+        return cls(root=root)
+
     @property
     def name(self) -> str:
         """``dataset_name``, or the name of the class if it has none."""
         return self.dataset_name or type(self).__name__.lower()
+
+    def identity(self, pid: int | str) -> str:
+        """Return what the data set itself calls an identity, in whichever split it is."""
+        return str(pid).removeprefix(f"{self.name}_")
 
     @property
     def train(self) -> list[ImageItem]:
@@ -79,7 +90,7 @@ class ImageDataset:
             if not Path(path).exists():
                 raise DataError(
                     f"the data set {type(self).__name__} is not there; not found: {Path(path).absolute()}\n"
-                    f"  fix: put the data there, or set {_ROOT_VARIABLES[0]} to the folder that holds it"
+                    f"  fix: put the data there, or set {ROOT_VARIABLES[0]} to the folder that holds it"
                 )
 
     def _split(self, split: str) -> list[ImageItem]:
@@ -88,53 +99,26 @@ class ImageDataset:
             self._items[split] = [ImageItem(*item) for item in (items() if callable(items) else items)]
         return self._items[split]
 
+    def _for_training(self, items: Iterable[ImageItem]) -> list[ImageItem]:
+        """Return the images with the data set's name in front of their identities."""
+        return [item._replace(pid=f"{self.name}_{item.pid}") for item in items]
+
 
 def data_root() -> Path:
     """Return the folder that holds the data sets: $FASTAMP_DATASETS, else $FASTREID_DATASETS, else ``datasets``."""
-    folders = [os.environ[variable] for variable in _ROOT_VARIABLES if os.environ.get(variable)]
+    folders = [os.environ[variable] for variable in ROOT_VARIABLES if os.environ.get(variable)]
     return Path([*folders, "datasets"][0]).expanduser()
 
 
-def check_tree(name: str, root: str | Path, folders: Iterable[Path], tree: str) -> None:
-    """Check that the folders of a data set are there.
-
-    Args:
-        name: the data set's name in the config.
-        root: the data root.
-        folders: those that must be there.
-        tree: the tree expected under the root, for the message.
-
-    Raises:
-        DataError: one is missing; says what was looked for, what is there, and how to change the root.
-    """
-    folders = list(folders)
-    missing = [folder for folder in folders if not folder.is_dir()]
-    if not missing:
-        return
-    looked_for = "\n".join(f"    {folder.absolute()}" for folder in missing)
-    raise DataError(
-        f"the data set {name} is not there; of its {len(folders)} folders, {len(missing)} were not found:\n"
-        f"{looked_for}\n"
-        f"  found there: {_describe(missing[0].parent)}\n"
-        f"  expected under the data root {Path(root).absolute()}:\n"
-        + "\n".join(f"    {line}" for line in tree.strip().splitlines())
-        + f"\n  fix: put the data there, or set {_ROOT_VARIABLES[0]} to the folder that holds it"
-    )
+def as_number(text: str) -> int | str:
+    """Return the whole number that ``text`` is, or the text."""
+    return int(text) if re.fullmatch(r"-?\d+", text) else text
 
 
-def list_files(name: str, folder: Path, suffix: str) -> list[Path]:
-    """Return the files of ``folder`` with this suffix, in the order of their names.
-
-    Raises:
-        DataError: there is none, or the folder cannot be read.
-    """
-    try:
-        files = sorted(entry for entry in folder.iterdir() if entry.name.endswith(suffix))
-    except OSError as error:
-        raise DataError(f"{name}: cannot read the folder {folder.absolute()}: {error.strerror}") from error
-    if not files:
-        raise DataError(f"{name}: no *{suffix} file is in {folder.absolute()}\n  found there: {_describe(folder)}")
-    return files
+def number_cameras(cameras: Iterable[int | str]) -> dict[int | str, int]:
+    """Return a number from 0 for each camera: numbers in their order first, then names in theirs."""
+    order = sorted(set(cameras), key=lambda camera: (isinstance(camera, str), camera))
+    return {camera: number for number, camera in enumerate(order)}
 
 
 def log_splits(dataset: ImageDataset, splits: dict[str, Sequence[ImageItem]]) -> None:
@@ -145,15 +129,3 @@ def log_splits(dataset: ImageDataset, splits: dict[str, Sequence[ImageItem]]) ->
     ]
     table = tabulate(rows, headers=["split", "images", "identities", "cameras"], tablefmt="github")
     logger.info("%s:\n%s", type(dataset).__name__, table)
-
-
-def _describe(folder: Path) -> str:
-    """Return what a folder holds, or the nearest one above it that exists, in a few words."""
-    if not folder.is_dir():
-        nearest = next(parent for parent in folder.absolute().parents if parent.is_dir())
-        return f"no folder {folder.absolute()}; in {nearest}: {_describe(nearest)}"
-    names = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir())
-    if not names:
-        return "nothing, the folder is empty"
-    rest = f", and {len(names) - _SHOWN_ENTRIES} more" if len(names) > _SHOWN_ENTRIES else ""
-    return ", ".join(names[:_SHOWN_ENTRIES]) + rest

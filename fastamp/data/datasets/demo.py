@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from fastamp.data.datasets.base import DATASET_REGISTRY
-from fastamp.data.datasets.market1501 import Market1501
+from fastamp.data.datasets.named import MarketImages
 from fastamp.data.demo import DEMO_VERSION, generate_demo, is_complete
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 @DATASET_REGISTRY.register()
-class Demo(Market1501):
+class Demo(MarketImages):
     """Drawn pedestrians in Market-1501's layout, generated on first use.
 
     Args:

@@ -1,21 +1,20 @@
 """Market-1501."""
 
 import logging
-import re
 from pathlib import Path
+from typing import Any
 
-from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, check_tree, list_files
-from fastamp.utils.errors import DataError
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem
+from fastamp.data.datasets.named import MarketImages
+from fastamp.data.datasets.tree import check_tree, list_files
 
 logger = logging.getLogger(__name__)
 
-_FILE_NAME = re.compile(r"(-?\d+)_c(\d+)")
-_JUNK = -1
-_TRAIN, _QUERY, _GALLERY = "bounding_box_train", "query", "bounding_box_test"
+_DISTRACTOR = 0
 
 
 @DATASET_REGISTRY.register()
-class Market1501(ImageDataset):
+class Market1501(MarketImages):
     """Zheng et al. 2015, "Scalable person re-identification: a benchmark" (ICCV).
 
     12,936 / 3,368 / 15,913 training, query and gallery images of 751 / 750 identities from 6 cameras. A file name
@@ -24,6 +23,8 @@ class Market1501(ImageDataset):
 
     Args:
         root: data root; the three folders are in ``root/Market-1501-v15.09.15``, or in ``root`` itself.
+        market1501_500k: add the images of ``images``, beside the three folders or beside the folder that they are in,
+            to the gallery: 500k distractors, from a camera of their own.
 
     Raises:
         DataError: a folder is missing (at once), or has no image named so (when the split is first needed).
@@ -31,45 +32,31 @@ class Market1501(ImageDataset):
 
     dataset_name = "market1501"
     folder = "Market-1501-v15.09.15"
+    tree = f"{MarketImages.tree}\n(or the three folders in the root itself)"
 
-    def __init__(self, root: str | Path = "datasets") -> None:
-        named = Path(root) / self.folder
+    def __init__(self, root: str | Path = "datasets", *, market1501_500k: bool = False) -> None:
+        super().__init__(root)
+        self._distractors: Path | None = None
+        if market1501_500k:
+            places = [self.place / "images", self.place.parent / "images"]
+            self._distractors = next((place for place in places if place.is_dir()), places[0])
+            check_tree(type(self).__name__, root, [self._distractors], f"{self.folder}/images/*.jpg")
+
+    @classmethod
+    def from_config(cls, cfg: Any, root: str) -> "Market1501":
+        """Build from DATASETS.MARKET1501_500K."""
+        return cls(root=root, market1501_500k=True) if cfg.DATASETS.MARKET1501_500K else cls(root=root)
+
+    def _find(self, root: Path) -> Path:
         # The tree that the archive unpacks to goes first, and is the one that an error describes.
-        base = named if named.is_dir() or not (Path(root) / _TRAIN).is_dir() else Path(root)
-        tree = f"{self.folder}/{{{_TRAIN},{_QUERY},{_GALLERY}}}/*.jpg\n(or the three folders in the root itself)"
-        check_tree(type(self).__name__, root, [base / _TRAIN, base / _QUERY, base / _GALLERY], tree)
-        super().__init__(
-            lambda: [item._replace(pid=f"{self.name}_{item.pid}") for item in self._read(base / _TRAIN)],
-            lambda: self._read(base / _QUERY),
-            lambda: self._read(base / _GALLERY),
-        )
+        named = super()._find(root)
+        return named if named.is_dir() or not (root / "bounding_box_train").is_dir() else root
 
-    def _read(self, folder: Path) -> list[ImageItem]:
-        """Return the images of a folder; identities as numbers, cameras from 0."""
-        name = type(self).__name__
-        items, unmatched = [], []
-        for file in list_files(name, folder, ".jpg"):
-            # Only the file's name is searched: a folder above it may look like one.
-            match = _FILE_NAME.search(file.name)
-            if match is None:
-                unmatched.append(file.name)
-                continue
-            pid, camera = map(int, match.groups())
-            if camera < 1:
-                raise DataError(f"{name}: {file.absolute()} is of camera {camera}; cameras are numbered from 1")
-            if pid != _JUNK:
-                items.append(ImageItem(str(file), pid, camera - 1))
-        expected = "names such as 0002_c1s1_000451_03.jpg (identity 2, camera 1)"
-        if not items:
-            found = f"{unmatched[0]} and {len(unmatched) - 1} more" if unmatched else f"junk alone (identity {_JUNK})"
-            raise DataError(f"{name}: no image of use is in {folder.absolute()}: expected {expected}, found {found}")
-        if unmatched:
-            logger.warning(
-                "%s: left out %d files of %s that are not named as expected, %s first; expected %s",
-                name,
-                len(unmatched),
-                folder,
-                unmatched[0],
-                expected,
-            )
+    def _load(self, split: str) -> list[ImageItem]:
+        items = super()._load(split)
+        if split == "gallery" and self._distractors:
+            camera = 1 + max(item.camid for item in [*self.query, *items])
+            files = list_files(type(self).__name__, self._distractors, self.suffix)
+            logger.info("%s: %d distractors of %s in the gallery", type(self).__name__, len(files), self._distractors)
+            items += [ImageItem(str(file), _DISTRACTOR, camera) for file in files]
         return items

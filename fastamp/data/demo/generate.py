@@ -7,8 +7,6 @@ exists is whole, whoever was killed or came second.
 import json
 import os
 import shutil
-import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fastamp.data.aside import aside, remove_abandoned
 from fastamp.data.demo.camera import make_camera
 from fastamp.data.demo.picture import draw_picture
 from fastamp.data.demo.wardrobe import Appearance, draw_appearance, draw_lookalike, draw_people
@@ -29,8 +28,6 @@ SPLITS = ("bounding_box_train", "query", "bounding_box_test")
 _QUERIES_PER_IDENTITY = 2
 _LOOKALIKES = 2
 _LOOKALIKE_SHARE = 0.34
-# A build folder in which nothing was written for so many seconds belongs to a process that was killed.
-_ABANDONED_SECONDS = 120
 # First entry of each random stream's key after the seed; 0 and 1 belong to the cameras.
 _TRAIN, _TEST, _DISTRACTOR, _JUNK = 10, 11, 12, 13
 
@@ -108,8 +105,8 @@ def generate_demo(
         return
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(folder)
-    build = folder.with_name(f"{_build_prefix(folder)}{uuid.uuid4().hex}")
+    remove_abandoned(folder)
+    build = aside(folder)
     try:
         for split in SPLITS:
             (build / split).mkdir(parents=True)
@@ -265,22 +262,6 @@ def _check_place(folder: Path, settings: dict) -> None:
         raise DataError(f"{folder} holds a demo data set with {differences}; delete it or choose another folder.")
 
 
-def _build_prefix(folder: Path) -> str:
-    """Return how the names of this set's build folders begin."""
-    return f".{folder.name}.building-"
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove build folders that killed runs left beside ``folder``."""
-    for build in folder.parent.glob(f"{_build_prefix(folder)}*"):
-        try:
-            last_write = max(path.stat().st_mtime for path in (build, *build.iterdir()))
-        except OSError:
-            continue
-        if time.time() - last_write > _ABANDONED_SECONDS:
-            shutil.rmtree(build, ignore_errors=True)
-
-
 def _move_into_place(build: Path, folder: Path) -> None:
     """Rename ``build`` to ``folder``; do nothing if another process has put a whole set there meanwhile.
 
@@ -288,7 +269,7 @@ def _move_into_place(build: Path, folder: Path) -> None:
         OSError: the rename failed and no whole set is there.
     """
     if (folder / MANIFEST).exists() and not is_complete(folder):
-        damaged = folder.with_name(f"{_build_prefix(folder)}{uuid.uuid4().hex}")
+        damaged = aside(folder)
         folder.rename(damaged)
         shutil.rmtree(damaged, ignore_errors=True)
     try:

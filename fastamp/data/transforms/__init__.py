@@ -2,20 +2,33 @@
 
 from fastamp.data.transforms.base import Augmentation, BatchTransform
 from fastamp.data.transforms.build import Transforms, build_transforms
-from fastamp.data.transforms.colour import ColorJitter
-from fastamp.data.transforms.erasing import RandomErasing
-from fastamp.data.transforms.geometry import PadAndRandomCrop, RandomHorizontalFlip, Resize
-from fastamp.data.transforms.torchvision_ops import AutoAugment, RandomAffine, TorchvisionTransform
+from fastamp.data.transforms.colour import ColorJitter, GaussianBlur, RandomGrayscale
+from fastamp.data.transforms.erasing import LocalGrayscale, RandomErasing, RandomPatch
+from fastamp.data.transforms.geometry import PadAndRandomCrop, RandomHorizontalFlip, RandomResizedCrop, Resize
+from fastamp.data.transforms.torchvision_ops import (
+    AugMix,
+    AutoAugment,
+    RandAugment,
+    RandomAffine,
+    TorchvisionTransform,
+)
 
 __all__ = [
+    "AugMix",
     "Augmentation",
     "AutoAugment",
     "BatchTransform",
     "ColorJitter",
+    "GaussianBlur",
+    "LocalGrayscale",
     "PadAndRandomCrop",
+    "RandAugment",
     "RandomAffine",
     "RandomErasing",
+    "RandomGrayscale",
     "RandomHorizontalFlip",
+    "RandomPatch",
+    "RandomResizedCrop",
     "Resize",
     "TorchvisionTransform",
     "Transforms",

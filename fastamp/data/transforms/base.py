@@ -39,6 +39,10 @@ class BatchTransform:
 
     draws: int
 
+    def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the height and width that images of ``size`` have afterwards."""
+        return size
+
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Return the parameters of each image.
 
@@ -94,13 +98,12 @@ class Augmentation:
             size: height and width of the images.
         """
         keys = {"epochs": np.asarray(epochs, dtype=np.uint64), "positions": np.asarray(positions, dtype=np.uint64)}
-        return [
-            transform.parameters(
-                keyed_uniform(seed=self.seed, stream=stream, count=transform.draws, **keys),
-                size,
-            )
-            for transform, stream in zip(self.transforms, self._streams, strict=True)
-        ]
+        parameters = []
+        for transform, stream in zip(self.transforms, self._streams, strict=True):
+            uniforms = keyed_uniform(seed=self.seed, stream=stream, count=transform.draws, **keys)
+            parameters.append(transform.parameters(uniforms, size))
+            size = transform.output_size(size)
+        return parameters
 
     def apply(self, images: Tensor, parameters: Sequence[Parameters]) -> Tensor:
         """Return (B, C, H, W) uint8 ``images`` with each operation's ``parameters`` applied in order."""

@@ -1,10 +1,10 @@
-"""Colour jitter: brightness, contrast, saturation and hue, in a random order."""
+"""What becomes of colours: jitter of brightness, contrast, saturation and hue, grey-scale, and blur."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.data.transforms.base import BatchTransform, Parameters
+from fastamp.data.transforms.base import BatchTransform, Parameters, bits, choose
 
 _WHITE = 255
 # So many images at a time keep the float copies in a core's cache: 3 to 10 times as fast as a batch of 32 (measured).
@@ -63,6 +63,82 @@ class ColorJitter(BatchTransform):
                     part = part.to(images.device)
                     colours[part] = adjust(colours[part], factor)
         return jittered
+
+
+class RandomGrayscale(BatchTransform):
+    """Take the colour out of an image, as torchvision's ``rgb_to_grayscale``; a fourth channel stays.
+
+    Args:
+        prob: probability of it.
+    """
+
+    draws = 1
+
+    def __init__(self, *, prob: float) -> None:
+        self.prob = prob
+
+    def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
+        """Return ``grey``: (B,) bool."""
+        return {"grey": torch.from_numpy(uniforms[:, 0] < self.prob)}
+
+    def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
+        """Return the images, those with ``grey`` without colour."""
+        return choose(bits(parameters["grey"]).to(images.device).view(-1, 1, 1, 1), grey(images), images)
+
+
+class GaussianBlur(BatchTransform):
+    """Blur an image by a Gaussian, with the edge mirrored, as torchvision's ``gaussian_blur``.
+
+    Args:
+        prob: probability of it.
+        kernel_size: pixels of the kernel, odd.
+        sigma: smallest and largest standard deviation, in pixels; uniform between.
+    """
+
+    draws = 2
+
+    def __init__(self, *, prob: float, kernel_size: int, sigma: tuple[float, float]) -> None:
+        self.prob = prob
+        self.kernel_size = kernel_size
+        self.sigma = sigma
+
+    def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
+        """Return ``blur``: (B,) bool, and ``kernel``: (B, kernel_size) float32 whose sum is 1."""
+        sigma = self.sigma[0] + uniforms[:, 1:] * (self.sigma[1] - self.sigma[0])
+        distance = np.arange(self.kernel_size) - (self.kernel_size - 1) / 2
+        kernel = np.exp(-0.5 * (distance / sigma) ** 2)
+        kernel /= kernel.sum(axis=1, keepdims=True)
+        return {
+            "blur": torch.from_numpy(uniforms[:, 0] < self.prob),
+            "kernel": torch.from_numpy(kernel.astype(np.float32)),
+        }
+
+    def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
+        """Return the images, those with ``blur`` blurred."""
+        blurred = images.clone()
+        chosen, margin = parameters["blur"].nonzero()[:, 0], self.kernel_size // 2
+        for part in chosen.split(_CACHED_IMAGES if images.device.type == "cpu" else len(images)):
+            kernel = parameters["kernel"][part].to(images.device)
+            part = part.to(images.device)
+            values = torch.nn.functional.pad(images[part].float(), [margin] * 4, mode="reflect")
+            values = sum(
+                kernel[:, place].view(-1, 1, 1, 1) * values[..., place : place + images.shape[-1]]
+                for place in range(self.kernel_size)
+            )
+            values = sum(
+                kernel[:, place].view(-1, 1, 1, 1) * values[..., place : place + images.shape[-2], :]
+                for place in range(self.kernel_size)
+            )
+            blurred[part] = values.round_().to(torch.uint8)
+        return blurred
+
+
+def grey(images: Tensor) -> Tensor:
+    """Return (B, C, H, W) uint8 images without their colour; a fourth channel stays."""
+    if images.shape[1] == 1:
+        return images
+    luma = _grey(images[:, :3]).to(torch.uint8).expand(-1, 3, -1, -1)
+    return torch.cat((luma, images[:, 3:]), dim=1)
 
 
 def _blend(images: Tensor, others: Tensor | float, share: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Random erasing: paint over a random rectangle."""
+"""What happens in a random rectangle: it is painted over, loses its colour, or shows another image."""
 
 import math
 
@@ -7,45 +7,37 @@ import torch
 from torch import Tensor
 
 from fastamp.data.transforms.base import BatchTransform, Parameters, bits, choose
+from fastamp.data.transforms.colour import grey
 
 _ATTEMPTS = 10
 
 
-class RandomErasing(BatchTransform):
-    """Paint over one rectangle of an image (Zhong et al. 2017, arXiv:1708.04896).
+class RandomRectangle(BatchTransform):
+    """Draw a rectangle in an image, as torchvision's random erasing draws it.
 
-    The rectangle is drawn as torchvision draws it: its share of the area uniformly from ``scale``, its height / width
-    log-uniformly from ``ratio``, ten times at most until it fits, then its place uniformly; an image in which none
-    fitted stays whole.
+    Its share of the area is uniform in ``scale``, its height / width log-uniform in ``ratio``, ten times at most until
+    it fits, then its place uniform; an image in which none fitted has none.
 
     Args:
-        prob: probability of erasing in an image.
-        value: one number for each channel, in 0..255, rounded to whole numbers.
+        prob: probability of a rectangle in an image.
         scale: smallest and largest share of the image's area.
         ratio: smallest and largest height / width.
     """
 
     draws = 1 + 2 * _ATTEMPTS + 2
 
-    def __init__(
-        self,
-        *,
-        prob: float,
-        value: tuple[float, ...],
-        scale: tuple[float, float] = (0.02, 0.33),
-        ratio: tuple[float, float] = (0.3, 3.3),
-    ) -> None:
+    def __init__(self, *, prob: float, scale: tuple[float, float], ratio: tuple[float, float]) -> None:
         self.prob = prob
-        self.value = tuple(round(channel) for channel in value)
         self.scale = scale
         self.ratio = ratio
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Return ``top``, ``left``, ``height`` and ``width``: (B,) int64; no height where nothing is erased."""
+        """Return ``top``, ``left``, ``height`` and ``width``: (B,) int64; no height where there is no rectangle."""
         height, width = size
         erase, place = uniforms[:, 0] < self.prob, uniforms[:, 1:3]
         area = height * width * _between(uniforms[:, 3 : 3 + _ATTEMPTS], self.scale)
-        ratio = np.exp(_between(uniforms[:, 3 + _ATTEMPTS :], (math.log(self.ratio[0]), math.log(self.ratio[1]))))
+        aspect = uniforms[:, 3 + _ATTEMPTS : 3 + 2 * _ATTEMPTS]
+        ratio = np.exp(_between(aspect, (math.log(self.ratio[0]), math.log(self.ratio[1]))))
         heights, widths = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
         fits = (heights < height) & (widths < width)
         first = (np.arange(len(uniforms)), fits.argmax(axis=1))
@@ -55,14 +47,97 @@ class RandomErasing(BatchTransform):
         names = {"top": tops, "left": lefts, "height": heights, "width": widths}
         return {name: torch.from_numpy(value.astype(np.int64)) for name, value in names.items()}
 
-    def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return the images with their rectangles in the colour ``value``."""
+    def inside(self, images: Tensor, parameters: Parameters) -> Tensor:
+        """Return (B, 1, H, W) uint8 ``bits`` of the pixels in each image's rectangle."""
         height, width = images.shape[-2:]
         rows = bits(_span(parameters["top"], parameters["height"], height)).to(images.device)
         columns = bits(_span(parameters["left"], parameters["width"], width)).to(images.device)
-        inside = rows[:, None, :, None] & columns[:, None, None, :]
+        return rows[:, None, :, None] & columns[:, None, None, :]
+
+
+class RandomErasing(RandomRectangle):
+    """Paint over one rectangle of an image (Zhong et al. 2017, arXiv:1708.04896).
+
+    Args:
+        prob, scale, ratio: see ``RandomRectangle``.
+        value: one number for each channel, in 0..255, rounded to whole numbers.
+    """
+
+    def __init__(
+        self,
+        *,
+        prob: float,
+        value: tuple[float, ...],
+        scale: tuple[float, float] = (0.02, 0.33),
+        ratio: tuple[float, float] = (0.3, 3.3),
+    ) -> None:
+        super().__init__(prob=prob, scale=scale, ratio=ratio)
+        self.value = tuple(round(channel) for channel in value)
+
+    def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
+        """Return the images with their rectangles in the colour ``value``."""
         value = torch.tensor(self.value, dtype=torch.uint8, device=images.device).view(-1, 1, 1)
-        return choose(inside, value, images)
+        return choose(self.inside(images, parameters), value, images)
+
+
+class LocalGrayscale(RandomRectangle):
+    """Take the colour out of one rectangle of an image (Gong et al. 2021).
+
+    Args:
+        prob: probability of it.
+    """
+
+    def __init__(self, *, prob: float) -> None:
+        super().__init__(prob=prob, scale=(0.02, 0.4), ratio=(0.3, 1 / 0.3))
+
+    def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
+        """Return the images with their rectangles without colour."""
+        return choose(self.inside(images, parameters), grey(images), images)
+
+
+class RandomPatch(RandomRectangle):
+    """Paste a part of another image of the batch, mirrored or not, over an image (Zhou et al. 2019, arXiv:1905.00953).
+
+    The other image is one of those that the process augments together, so with this transform training depends on how
+    many processes share a batch. FastReID keeps a pool of parts of earlier images instead, which no resume could
+    restore.
+
+    Args:
+        prob: probability of it.
+    """
+
+    draws = RandomRectangle.draws + 4
+
+    def __init__(self, *, prob: float) -> None:
+        super().__init__(prob=prob, scale=(0.01, 0.5), ratio=(0.1, 10.0))
+
+    def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
+        """Return the rectangle and, of the other image, ``other``: (B,) int64 place in the batch, ``from_top`` and
+        ``from_left``: (B,) int64, and ``flip``: (B,) bool.
+        """
+        rectangle = super().parameters(uniforms, size)
+        count, (who, row, column, flip) = len(uniforms), uniforms[:, -4:].T
+        height, width = size
+        own = {
+            # Any but the image itself.
+            "other": (np.arange(count) + 1 + np.floor(who * max(1, count - 1)).astype(np.int64)) % count,
+            "from_top": (row * (height - rectangle["height"].numpy() + 1)).astype(np.int64),
+            "from_left": (column * (width - rectangle["width"].numpy() + 1)).astype(np.int64),
+            "flip": flip < 0.5,
+        }
+        return rectangle | {name: torch.from_numpy(value) for name, value in own.items()}
+
+    def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
+        """Return the images with their rectangles filled from others."""
+        height, width = images.shape[-2:]
+        rows = torch.arange(height) - parameters["top"][:, None] + parameters["from_top"][:, None]
+        columns = torch.arange(width) - parameters["left"][:, None]
+        mirrored = parameters["width"][:, None] - 1 - columns
+        columns = torch.where(parameters["flip"][:, None], mirrored, columns) + parameters["from_left"][:, None]
+        rows, columns = rows.clamp(0, height - 1).to(images.device), columns.clamp(0, width - 1).to(images.device)
+        other = parameters["other"].to(images.device)[:, None, None]
+        parts = images.permute(0, 2, 3, 1)[other, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+        return choose(self.inside(images, parameters), parts, images)
 
 
 def _between(uniforms: np.ndarray, limits: tuple[float, float]) -> np.ndarray:

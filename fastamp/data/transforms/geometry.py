@@ -8,6 +8,7 @@ from torchvision.transforms.v2 import functional
 
 from fastamp.data.transforms.base import BatchTransform, Parameters, bits, choose
 
+_ATTEMPTS = 10
 PADDING_MODES = ("constant", "edge", "reflect", "symmetric")
 
 
@@ -106,3 +107,87 @@ class PadAndRandomCrop(BatchTransform):
         elif self.mode == "symmetric":
             distance = distance - 1
         return distance.flip(0), length - 1 - distance
+
+
+class RandomResizedCrop(BatchTransform):
+    """Cut out a random part of an image and resize it, bicubic with antialiasing.
+
+    The part is drawn as torchvision draws it: its share of the area uniformly from ``scale``, its width / height
+    log-uniformly from ``ratio``, ten times at most until it fits, then its place; where none fits, the largest part
+    in the middle whose width / height is allowed.
+
+    Args:
+        size: height and width afterwards.
+        scale: smallest and largest share of the image's area.
+        ratio: smallest and largest width / height.
+    """
+
+    draws = 2 + 2 * _ATTEMPTS
+
+    def __init__(self, *, size: tuple[int, int], scale: tuple[float, float], ratio: tuple[float, float]) -> None:
+        self.size = size
+        self.scale = scale
+        self.ratio = ratio
+
+    def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return ``size`` of the constructor."""
+        return self.size
+
+    def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
+        """Return ``top``, ``left``, ``height`` and ``width`` of each part: (B,) int64."""
+        height, width = size
+        place, area, aspect = uniforms[:, :2], uniforms[:, 2 : 2 + _ATTEMPTS], uniforms[:, 2 + _ATTEMPTS :]
+        area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
+        low, high = np.log(self.ratio)
+        aspect = np.exp(low + aspect * (high - low))
+        widths, heights = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
+        fits = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
+        first, any_fits = (np.arange(len(uniforms)), fits.argmax(axis=1)), fits.any(axis=1)
+        spare_height, spare_width = self._middle(size)
+        heights = np.where(any_fits, heights[first], spare_height)
+        widths = np.where(any_fits, widths[first], spare_width)
+        tops = np.where(any_fits, np.floor(place[:, 0] * (height - heights + 1)), (height - heights) // 2)
+        lefts = np.where(any_fits, np.floor(place[:, 1] * (width - widths + 1)), (width - widths) // 2)
+        names = {"top": tops, "left": lefts, "height": heights, "width": widths}
+        return {name: torch.from_numpy(value.astype(np.int64)) for name, value in names.items()}
+
+    def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
+        """Return (B, C, *size) uint8."""
+        places = {name: value.to(images.device) for name, value in parameters.items()}
+        across = resampling(places["left"], places["width"], images.shape[-1], self.size[1])
+        down = resampling(places["top"], places["height"], images.shape[-2], self.size[0])
+        # As torchvision on bytes: rounded after each of the two passes.
+        narrowed = _rounded(images.float() @ across.transpose(1, 2)[:, None])
+        return _rounded(down[:, None] @ narrowed).to(torch.uint8)
+
+    def _middle(self, size: tuple[int, int]) -> tuple[int, int]:
+        height, width = size
+        if width / height < self.ratio[0]:
+            return round(width / self.ratio[0]), width
+        return (height, round(height * self.ratio[1])) if width / height > self.ratio[1] else (height, width)
+
+
+def resampling(start: Tensor, length: Tensor, size: int, output: int) -> Tensor:
+    """Return (B, output, size) float32 weights that resize a part of each row by antialiased bicubic interpolation.
+
+    Args:
+        start, length: (B,) int64, the part of each image.
+        size: pixels of a row.
+        output: pixels afterwards.
+    """
+    scale = (length / output)[:, None, None]
+    stretch = scale.clamp(min=1)
+    pixel = torch.arange(size, device=start.device) + 0.5
+    centre = start[:, None, None] + scale * (torch.arange(output, device=start.device)[:, None] + 0.5)
+    distance = ((pixel - centre) / stretch).abs()
+    # Keys 1981 with a = -1/2.
+    near = (1.5 * distance - 2.5) * distance * distance + 1
+    far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
+    weights = torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))
+    inside = (pixel > start[:, None, None]) & (pixel < (start + length)[:, None, None])
+    weights = weights * inside
+    return weights / weights.sum(dim=2, keepdim=True)
+
+
+def _rounded(values: Tensor) -> Tensor:
+    return values.round_().clamp_(0, 255)

@@ -56,6 +56,26 @@ class AutoAugment(TorchvisionTransform):
         super().__init__(transform=v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET), prob=prob)
 
 
+class AugMix(TorchvisionTransform):
+    """Mix an image with chains of operations on it (Hendrycks et al. 2020, arXiv:1912.02781), on 1 or 3 channels."""
+
+    def __init__(self, *, prob: float) -> None:
+        super().__init__(transform=v2.AugMix(), prob=prob)
+
+
+class RandAugment(TorchvisionTransform):
+    """Random operations of one strength (Cubuk et al. 2020, arXiv:1909.13719), on 1 or 3 channels.
+
+    Args:
+        prob: probability of it.
+        num_ops: operations, one after the other.
+        magnitude: strength, in 0..30.
+    """
+
+    def __init__(self, *, prob: float, num_ops: int, magnitude: int) -> None:
+        super().__init__(transform=v2.RandAugment(num_ops=num_ops, magnitude=magnitude), prob=prob)
+
+
 class RandomAffine(TorchvisionTransform):
     """Rotate by up to 10 degrees, scale by 0.9 to 1.1 and shear by up to 0.1 degrees, as FastReID; black outside."""
 

@@ -1,14 +1,9 @@
 """A validation set out of the training identities: a search must not see the test set."""
 
-from collections import defaultdict
-from collections.abc import Sequence
-
-import numpy as np
-
 from fastamp.config import CfgNode
 from fastamp.data.build import build_dataset, training_items
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
-from fastamp.utils.errors import ConfigError, DataError
+from fastamp.data.split import hold_out
 
 VAL_FRACTION = "TUNE.VAL_FRACTION"
 
@@ -18,71 +13,32 @@ def define_keys(cfg: CfgNode) -> None:
     cfg.define(VAL_FRACTION, 0.2, "Share of the training identities, in 0..1, that trials are judged on.")
 
 
-def hold_out(
-    items: Sequence[ImageItem], fraction: float, seed: int
+def split_training(
+    cfg: CfgNode, fraction: float, seed: int
 ) -> tuple[list[ImageItem], list[ImageItem], list[ImageItem]]:
-    """Return training, query and gallery images; no identity is in training and in the other two.
-
-    Identities are held out at random. As in Market-1501 the first image of an identity under each camera is a query,
-    where the camera has another and there are other cameras; all others are the gallery. Where all images are from one
-    camera, the first of each identity is a query.
-
-    Args:
-        items: training images.
-        fraction: of the identities, in 0..1, that is held out; two at least.
-        seed: of the draw.
-
-    Returns:
-        The training images as they were, and query and gallery with identities and cameras numbered, from 1 and from 0.
+    """Return the training images of DATASETS.NAMES as training, query and gallery, see ``hold_out``.
 
     Raises:
-        ConfigError: nothing is left to train on, or to validate.
-        DataError: no held-out identity has a query.
+        ConfigError: nothing has such a name, or too few identities are left.
+        DataError: a data set is not there.
     """
-    identities = sorted({str(item.pid) for item in items})
-    count = max(2, round(fraction * len(identities)))
-    if not 0 < fraction < 1 or len(identities) - count < 2:
-        raise ConfigError(
-            f"{VAL_FRACTION} {fraction:g} of {len(identities)} training identities leaves "
-            f"{max(0, len(identities) - count)} to train on; at least 2 must be left on either side"
-        )
-    held = set(np.random.default_rng(seed).permutation(identities)[:count].tolist())
-    training = [item for item in items if str(item.pid) not in held]
-    pids = {pid: number for number, pid in enumerate(sorted(held), start=1)}
-    camids = {camid: number for number, camid in enumerate(sorted({str(item.camid) for item in items}))}
-    groups: dict[int, dict[int, list[ImageItem]]] = defaultdict(lambda: defaultdict(list))
-    for item in items:
-        if str(item.pid) in held:
-            pid, camid = pids[str(item.pid)], camids[str(item.camid)]
-            groups[pid][camid].append(ImageItem(item.path, pid, camid, item.viewid))
-    query: list[ImageItem] = []
-    gallery: list[ImageItem] = []
-    for _, cameras in sorted(groups.items()):
-        matched = len(cameras) > 1 or (len(camids) == 1 and len(cameras[0]) > 1)
-        # A camera keeps an image in the gallery, to match the others' queries; where none has two, one is a query.
-        givers = [camid for camid, images in sorted(cameras.items()) if len(images) > 1] or [min(cameras)]
-        for camid, images in sorted(cameras.items()):
-            taken = int(matched and camid in givers)
-            query += images[:taken]
-            gallery += images[taken:]
-    if not query:
-        raise DataError(f"none of the {count} identities held out for validation has two images to match")
-    return training, query, gallery
+    items = training_items([build_dataset(name, cfg) for name in cfg.DATASETS.NAMES])
+    return hold_out(items, fraction, seed, key=VAL_FRACTION)
 
 
-def register_split(names: Sequence[str], fraction: float, seed: int) -> tuple[str, str]:
-    """Register the two parts of data sets' training images; return names for ``DATASETS.NAMES`` and ``DATASETS.TESTS``.
+def register_split(cfg: CfgNode, fraction: float, seed: int) -> tuple[str, str]:
+    """Register the two parts of the training images; return names for ``DATASETS.NAMES`` and ``DATASETS.TESTS``.
 
     Args:
-        names: of ``DATASETS.NAMES``.
+        cfg: reads DATASETS.
         fraction, seed: see ``hold_out``.
 
     Raises:
         ConfigError: nothing has such a name, or too few identities are left.
         DataError: a data set is not there.
     """
-    training, query, gallery = hold_out(training_items([build_dataset(name) for name in names]), fraction, seed)
-    title = "+".join(names)
+    training, query, gallery = split_training(cfg, fraction, seed)
+    title = "+".join(cfg.DATASETS.NAMES)
     parts = {
         f"{title}, training part": (training, [], []),
         f"{title}, validation part": ([], query, gallery),

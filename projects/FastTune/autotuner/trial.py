@@ -88,7 +88,7 @@ def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
     cfg = settings.space.apply(cfg, settings.space.decoded(sample)).clone()
     cfg.defrost()
     if settings.fraction:
-        train, validation = register_split(cfg.DATASETS.NAMES, settings.fraction, settings.seed)
+        train, validation = register_split(cfg, settings.fraction, settings.seed)
         cfg.DATASETS.NAMES, cfg.DATASETS.TESTS = (train,), (validation,)
         cfg.MODEL.HEADS.NUM_CLASSES = 0
     cfg.OUTPUT_DIR = str(output_dir(settings.folder, tune.get_context().get_trial_id()))

@@ -1,0 +1,224 @@
+"""What is wrong with a data set, before a month of training finds out."""
+
+import hashlib
+import io
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import faiss
+import numpy as np
+from PIL import Image, ImageDraw, ImageOps
+
+from fastamp.data.datasets.base import ImageDataset, ImageItem
+from fastamp.data.decode import read_image
+from fastamp.utils.env import available_cores
+from fastamp.utils.errors import DataError
+from fastamp.utils.progress import track
+
+SPLITS = ("train", "query", "gallery")
+# Of 256 bits, each of which says whether a cell of 16 x 17 is brighter than its neighbour. On the demo set copies that
+# were resized and compressed again differ in 8 to 27 (medians; 39 at most), different pictures in 49 at least.
+_HASH_SIDE, _NEAR_BITS = 16, 30
+_EXAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong, or may be.
+
+    Attributes:
+        fault: what it is, in a few words.
+        examples: the first of them, each a line.
+        count: how many there are.
+        is_error: whether results would be wrong; else it is a thing to know.
+    """
+
+    fault: str
+    examples: list[str]
+    count: int
+    is_error: bool = True
+
+
+@dataclass
+class Report:
+    """What a check found.
+
+    Attributes:
+        rows: split, images, identities, cameras; of the splits that there are.
+        findings: faults, errors first.
+        sizes: (width, height) -> images.
+    """
+
+    rows: list[tuple[str, int, int, int]]
+    findings: list[Finding] = field(default_factory=list)
+    sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether a finding is an error."""
+        return any(finding.is_error for finding in self.findings)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What was seen in an image: why it cannot be read, or its size and what it looks like."""
+
+    fault: str = ""
+    size: tuple[int, int] = (0, 0)
+    digest: bytes = b""
+    looks: np.ndarray | None = None
+
+
+def check_dataset(dataset: ImageDataset) -> Report:
+    """Look at every image of a data set, and at what its splits have in common.
+
+    Args:
+        dataset: any.
+
+    Raises:
+        DataError: a split cannot be listed.
+    """
+    splits = {split: items for split in SPLITS if (items := getattr(dataset, split))}
+    report = Report(
+        [
+            (split, len(items), len({item.pid for item in items}), len({item.camid for item in items}))
+            for split, items in splits.items()
+        ]
+    )
+    images = {(item.path, item.box): item for items in splits.values() for item in items}
+    with ThreadPoolExecutor(available_cores()) as pool:
+        looked = track(pool.map(_look, images.values()), len(images), "reading images")
+        facts = dict(zip(images, looked, strict=True))
+    report.sizes.update(each.size for each in facts.values() if not each.fault)
+    report.findings += [
+        *_unreadable(facts),
+        *_shared_identities(dataset, splits),
+        *_unmatched(splits.get("query", []), splits.get("gallery", [])),
+        *_copies(splits, facts),
+        *_lonely(splits.get("train", [])),
+    ]
+    report.findings.sort(key=lambda finding: not finding.is_error)
+    return report
+
+
+def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 6, columns: int = 12, seed: int = 0) -> None:
+    """Write a PNG with some images of some identities of each split, one row an identity.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    width, height, gap = 64, 128, 4
+    rows: list[tuple[str, list[ImageItem]]] = []
+    for split in SPLITS:
+        groups: dict[int | str, list[ImageItem]] = defaultdict(list)
+        for item in getattr(dataset, split):
+            groups[item.pid].append(item)
+        chosen = np.random.default_rng(seed).permutation(len(groups))[:identities]
+        names = list(groups)
+        rows += [(f"{split} {names[number]}", groups[names[number]][:columns]) for number in chosen]
+    step = height + 14 + gap
+    sheet = Image.new("RGB", (columns * (width + gap) + gap, max(1, len(rows)) * step + gap), "white")
+    draw = ImageDraw.Draw(sheet)
+    for row, (title, items) in enumerate(rows):
+        draw.text((gap, gap + row * step), title, fill="black")
+        for column, item in enumerate(items):
+            try:
+                pixels = read_image(item.path, box=item.box).permute(1, 2, 0).numpy()
+            except DataError:
+                continue  # among the findings
+            picture = ImageOps.contain(Image.fromarray(pixels), (width, height))
+            sheet.paste(picture, (gap + column * (width + gap), gap + 14 + row * step))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(path)
+
+
+def _look(item: ImageItem) -> _Facts:
+    try:
+        content = Path(item.path).read_bytes()
+        with Image.open(io.BytesIO(content)) as image:
+            image.load()  # all of it: PIL, unlike other decoders, does not make up the rest of a truncated file
+            upright = ImageOps.exif_transpose(image)
+    except Exception as error:  # PIL's plugins raise nearly anything on damaged files
+        return _Facts(fault=(str(error).strip() or type(error).__name__).splitlines()[0])
+    if item.box is not None:
+        if item.box[2] > upright.width or item.box[3] > upright.height:
+            return _Facts(fault=f"the part {item.box} is not all in it, of {upright.width} x {upright.height} pixels")
+        upright = upright.crop(item.box)
+    cells = upright.convert("L").resize((_HASH_SIDE + 1, _HASH_SIDE), Image.Resampling.BOX)
+    grey = np.asarray(cells)
+    digest = hashlib.blake2b(content + str(item.box).encode(), digest_size=16).digest()
+    return _Facts(size=upright.size, digest=digest, looks=np.packbits(grey[:, 1:] > grey[:, :-1]))
+
+
+def _unreadable(facts: dict) -> Iterable[Finding]:
+    faults = [f"{path}: {each.fault}" for (path, _), each in facts.items() if each.fault]
+    return _finding("images that cannot be read", faults)
+
+
+def _shared_identities(dataset: ImageDataset, splits: dict[str, list[ImageItem]]) -> Iterable[Finding]:
+    names = {split: {dataset.identity(item.pid) for item in items} for split, items in splits.items()}
+    tested = names.get("query", set()) | names.get("gallery", set())
+    return _finding(
+        "identities in both training and test",
+        sorted(names.get("train", set()) & (tested - {"0", "-1"})),
+    )
+
+
+def _unmatched(query: Sequence[ImageItem], gallery: Sequence[ImageItem]) -> Iterable[Finding]:
+    cameras: dict[int | str, set[int | str]] = defaultdict(set)
+    for item in gallery:
+        cameras[item.pid].add(item.camid)
+    alone = [item.path for item in query if not cameras[item.pid]]
+    same = [item.path for item in query if cameras[item.pid] and cameras[item.pid] <= {item.camid}]
+    yield from _finding("queries whose identity is not in the gallery", alone)
+    yield from _finding("queries that only images of their own camera match", same)
+
+
+def _copies(splits: dict[str, list[ImageItem]], facts: dict) -> Iterable[Finding]:
+    """Find images that are in two splits, or look alike."""
+    for number, first in enumerate(SPLITS):
+        for second in SPLITS[number + 1 :]:
+            ones = [item for item in splits.get(first, []) if not facts[item.path, item.box].fault]
+            others = [item for item in splits.get(second, []) if not facts[item.path, item.box].fault]
+            if not ones or not others:
+                continue
+            by_digest = {facts[item.path, item.box].digest: item for item in ones}
+            same = [
+                f"{by_digest[digest].path} = {item.path}"
+                for item in others
+                if (digest := facts[item.path, item.box].digest) in by_digest
+            ]
+            yield from _finding(f"images in both {first} and {second}", same)
+            yield from _finding(
+                f"images of {first} and {second} that look alike", list(_alike(ones, others, facts)), is_error=False
+            )
+
+
+def _alike(ones: Sequence[ImageItem], others: Sequence[ImageItem], facts: dict) -> Iterable[str]:
+    index = faiss.IndexBinaryFlat(8 * len(facts[ones[0].path, ones[0].box].looks))
+    index.add(np.stack([facts[item.path, item.box].looks for item in ones]))
+    distances, nearest = index.search(np.stack([facts[item.path, item.box].looks for item in others]), 1)
+    for item, distance, number in zip(others, distances[:, 0], nearest[:, 0], strict=True):
+        one = ones[number]
+        is_copy = facts[item.path, item.box].digest == facts[one.path, one.box].digest
+        # Neighbouring frames of one camera are left out of the evaluation anyway.
+        is_junk = one.pid == item.pid and one.camid == item.camid
+        if distance <= _NEAR_BITS and not is_copy and not is_junk:
+            yield f"{one.path} ~ {item.path}"
+
+
+def _lonely(train: Sequence[ImageItem]) -> Iterable[Finding]:
+    counts = Counter(item.pid for item in train)
+    if train and len(counts) == 1:
+        yield from _finding("a single identity to train on", [str(next(iter(counts)))])
+    yield from _finding(
+        "identities with one training image", [str(pid) for pid, count in counts.items() if count == 1], is_error=False
+    )
+
+
+def _finding(fault: str, examples: list[str], *, is_error: bool = True) -> Iterable[Finding]:
+    if examples:
+        yield Finding(fault, examples[:_EXAMPLES], len(examples), is_error)

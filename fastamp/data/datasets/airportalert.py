@@ -1,0 +1,55 @@
+"""Airport, of the ALERT center."""
+
+import logging
+import re
+from pathlib import Path
+
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, as_number, number_cameras
+from fastamp.data.datasets.tree import check_listed, check_tree, read_lines
+from fastamp.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+_FIRST_TEST_IDENTITY = 11001
+
+
+@DATASET_REGISTRY.register()
+class AirportALERT(ImageDataset):
+    r"""Karanam et al. 2019, "A systematic evaluation and benchmark for person re-identification: features, metrics, and
+    datasets" (IEEE TPAMI).
+
+    Training images alone: those of ``filepath.txt``, whose lines are ``camera\pid\file``, of identities below 11001.
+    The others are for testing, and left out.
+
+    Args:
+        root: data root; the list and the cameras' folders are in ``root/AirportALERT``.
+
+    Raises:
+        DataError: the list is missing (at once), a line is something else, or the first image is not there.
+    """
+
+    dataset_name = "airportalert"
+    folder = "AirportALERT"
+
+    def __init__(self, root: str | Path = "datasets") -> None:
+        self._place = Path(root) / self.folder
+        self._list = self._place / "filepath.txt"
+        tree = f"{self.folder}/filepath.txt, whose lines are camera\\pid\\file\n{self.folder}/{{camera}}/{{pid}}/*"
+        check_tree(type(self).__name__, root, [self._list], tree, self.folder)
+        super().__init__(self._train, [], [])
+
+    def _train(self) -> list[ImageItem]:
+        rows = [(line, *re.split(r"[\\/]", line)) for line in read_lines("AirportALERT", self._list)]
+        wrong = next((row[0] for row in rows if len(row) != 4 or not isinstance(as_number(row[2]), int)), None)
+        if wrong is not None:
+            raise DataError(f"AirportALERT: expected camera\\pid\\file on each line of {self._list}, found {wrong!r}")
+        kept = [fields for _, *fields in rows if int(fields[1]) < _FIRST_TEST_IDENTITY]
+        logger.info("AirportALERT: %d images are of test identities and left out", len(rows) - len(kept))
+        if not kept:
+            raise DataError(f"AirportALERT: {self._list} lists no identity below {_FIRST_TEST_IDENTITY}")
+        numbers = number_cameras(as_number(camera) for camera, _, _ in kept)
+        items = [
+            ImageItem(str(self._place.joinpath(*fields)), int(fields[1]), numbers[as_number(fields[0])])
+            for fields in kept
+        ]
+        return self._for_training(check_listed("AirportALERT", self._list, items))

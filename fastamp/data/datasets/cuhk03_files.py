@@ -1,0 +1,152 @@
+"""What is in CUHK03's .mat files: the images, and who is tested on."""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.progress import track
+
+logger = logging.getLogger(__name__)
+
+_IMAGES_OF_A_VIEW = 5
+Split = dict[str, list[tuple[str, int, int]]]
+
+
+def write_images(mat_file: Path, kind: str, folder: Path) -> None:
+    """Write the images of ``cuhk-03.mat`` as ``{campair}_{pid}_{view}_{img}.png``, all numbers from 1.
+
+    Args:
+        mat_file: HDF5; ``kind`` has a (persons, 10) cell array for each of five pairs of cameras, whose first five
+            columns are from one camera and the others from the other. A cell is a (H, W, 3) uint8 image, or empty.
+        kind: detected or labeled.
+        folder: where to.
+
+    Raises:
+        ConfigError: h5py is not installed.
+        DataError: the file is damaged.
+        OSError: an image cannot be written.
+    """
+    with _opened(mat_file) as mat:
+        with _reading(mat_file):
+            # HDF5 has MATLAB's arrays the other way round.
+            pairs = [mat[reference][()].T for reference in mat[kind][()].ravel()]
+        persons = [
+            (pair, person, cells)
+            for pair, people in enumerate(pairs, start=1)
+            for person, cells in enumerate(people, start=1)
+        ]
+        for done, (pair, person, cells) in enumerate(track(persons, len(persons), f"CUHK03 {kind}"), start=1):
+            for number, reference in enumerate(cells):
+                with _reading(mat_file):
+                    pixels = mat[reference][()].T if reference else np.empty(0)
+                if pixels.ndim == 3:
+                    view = 1 + number // _IMAGES_OF_A_VIEW
+                    name = f"{pair}_{person:03d}_{view}_{number + 1:02d}.png"
+                    Image.fromarray(np.ascontiguousarray(pixels)).save(folder / name)
+            if done in (len(persons) // 2, len(persons)):
+                logger.info("CUHK03 %s: images of %d of %d people", kind, done, len(persons))
+
+
+def classic_splits(mat_file: Path, names: Sequence[str]) -> list[Split]:
+    """Return the random splits of ``cuhk-03.mat``: those that it lists are tested, all others trained.
+
+    Args:
+        mat_file: HDF5; ``testsets`` has an array of (pair of cameras, person) for each split, numbers from 1.
+        names: of all images.
+
+    Returns:
+        (name, identity, camera) of each image; identities from 1 and cameras from 0. Query and gallery are the same.
+
+    Raises:
+        ConfigError: h5py is not installed.
+        DataError: the file is damaged.
+    """
+    with _opened(mat_file) as mat, _reading(mat_file):
+        tested = [{tuple(map(int, row)) for row in mat[each][()].T} for each in mat["testsets"][()].ravel()]
+    images: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for name in names:
+        pair, person, *_ = _numbers(name)
+        images[pair, person].append(name)
+    splits = []
+    for those in tested:
+        train = _numbered([images[each] for each in sorted(images) if each not in those])
+        test = _numbered([images[each] for each in sorted(images) if each in those])
+        splits.append({"train": train, "query": test, "gallery": test})
+    return splits
+
+
+def new_split(config_file: Path, names: Sequence[str]) -> Split:
+    """Return the split of a ``cuhk03_new_protocol_config_*.mat``.
+
+    Args:
+        config_file: MATLAB 5; ``filelist`` has file names, ``labels`` their identities, and ``train_idx``,
+            ``query_idx`` and ``gallery_idx`` numbers from 1 of images in that list.
+        names: of all images.
+
+    Returns:
+        (name, identity, camera) of each image; cameras from 0.
+
+    Raises:
+        DataError: the file is damaged, or names an image that is not there.
+    """
+    from scipy.io import loadmat
+
+    with _reading(config_file):
+        config = loadmat(config_file, squeeze_me=True)
+        files, labels = (np.atleast_1d(config[key]) for key in ("filelist", "labels"))
+        chosen = {each: np.atleast_1d(config[f"{each}_idx"]).astype(int) - 1 for each in ("train", "query", "gallery")}
+        split = {
+            each: [(str(files[i]), int(labels[i]), _numbers(str(files[i]))[2] - 1) for i in indices]
+            for each, indices in chosen.items()
+        }
+    missing = {name for items in split.values() for name, _, _ in items} - set(names)
+    if missing:
+        raise DataError(
+            f"{config_file.absolute()} lists {len(missing)} images that are not in cuhk-03.mat, such as {min(missing)}"
+        )
+    return split
+
+
+def _numbered(people: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
+    """Return (name, identity, camera) of each image, where identities are numbered from 1."""
+    return [(name, pid, _numbers(name)[2] - 1) for pid, names in enumerate(people, start=1) for name in names]
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    """Return pair, person, view and image of a file name."""
+    match = re.fullmatch(r"(\d+)_(\d+)_(\d+)_(\d+)\.png", name)
+    if match is None:
+        raise DataError(f"CUHK03: expected names such as 1_001_1_01.png, found {name}")
+    return tuple(map(int, match.groups()))
+
+
+@contextmanager
+def _opened(mat_file: Path) -> Iterator[Any]:
+    """Open a .mat file of version 7.3."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise ConfigError(
+            f"CUHK03: {mat_file.absolute()} is read with h5py, which is not installed\n  fix: pip install h5py"
+        ) from error
+    with _reading(mat_file):
+        file = h5py.File(mat_file)
+    with file:
+        yield file
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raise DataError where what is inside cannot read ``file``."""
+    try:
+        yield
+    except Exception as error:  # readers of MATLAB's formats raise anything
+        raise DataError(f"CUHK03: {file.absolute()} is damaged, or another file: {error}") from error

@@ -1,0 +1,82 @@
+"""MSMT17."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
+from fastamp.data.datasets.tree import check_listed, check_tree, read_pairs
+from fastamp.utils.errors import DataError, check_choice
+
+logger = logging.getLogger(__name__)
+
+# The folder of each version, and in it those of the training and of the test images.
+VERSIONS = {"V1": ("MSMT17_V1", "train", "test"), "V2": ("MSMT17_V2", "mask_train_v2", "mask_test_v2")}
+
+
+@DATASET_REGISTRY.register()
+class MSMT17(ImageDataset):
+    """Wei et al. 2018, "Person transfer GAN to bridge domain gap for person re-identification" (CVPR).
+
+    15 cameras. The lists ``list_{train,val,query,gallery}.txt`` have lines ``path pid``; the third of a file name's
+    parts between underscores is the camera, ``0000/0000_000_01_0303morning_0015_0.jpg``. Identities of query and
+    gallery are counted on from the number of training identities.
+
+    Args:
+        root: data root; the lists are in ``root/MSMT17_V1`` beside ``train`` and ``test``, or in ``root/MSMT17_V2``
+            beside ``mask_train_v2`` and ``mask_test_v2``, where faces are masked.
+        version: V1, V2, or auto: V1 where both are, as FastReID.
+        validation: also train on ``list_val.txt``, further images of the training identities. FastReID does so under
+            DATASETS.COMBINEALL alone, TransReID always.
+
+    Raises:
+        ConfigError: there is no such version.
+        DataError: a list or a folder is missing (at once); a line or a file name is something else, or the first image
+            of a list is not there (when the split is first needed).
+    """
+
+    dataset_name = "msmt17"
+    folder = VERSIONS["V1"][0]
+
+    def __init__(self, root: str | Path = "datasets", *, version: str = "auto", validation: bool = False) -> None:
+        check_choice("DATASETS.MSMT17.VERSION", version, ("auto", *VERSIONS))
+        if version == "auto":
+            version = next((each for each in VERSIONS if (Path(root) / VERSIONS[each][0]).is_dir()), "V1")
+        folder, train, test = VERSIONS[version]
+        self._place = Path(root) / folder
+        training = ("train", "val") if validation else ("train",)
+        tree = "\n".join(
+            f"{each[0]}/{{{each[1]},{each[2]},list_train.txt,list_val.txt,list_query.txt,list_gallery.txt}}"
+            for each in VERSIONS.values()
+        )
+        needed = [train, test, *(f"list_{each}.txt" for each in (*training, "query", "gallery"))]
+        check_tree(type(self).__name__, root, [self._place / each for each in needed], tree, folder)
+        logger.info("MSMT17: version %s, training on %s", version, " and ".join(f"list_{x}.txt" for x in training))
+        super().__init__(
+            lambda: self._for_training(item for each in training for item in self._read(each, train)),
+            lambda: self._read("query", test, offset=self._training_identities()),
+            lambda: self._read("gallery", test, offset=self._training_identities()),
+        )
+
+    @classmethod
+    def from_config(cls, cfg: Any, root: str) -> "MSMT17":
+        """Build from DATASETS.MSMT17 and DATASETS.COMBINEALL."""
+        settings = cfg.DATASETS.MSMT17
+        return cls(root=root, version=settings.VERSION, validation=settings.VALIDATION or cfg.DATASETS.COMBINEALL)
+
+    def _training_identities(self) -> int:
+        return len({pid for _, pid in read_pairs("MSMT17", self._place / "list_train.txt")})
+
+    def _read(self, part: str, folder: str, offset: int = 0) -> list[ImageItem]:
+        """Return the images of ``list_<part>.txt``, which are in ``folder``; cameras from 0."""
+        file = self._place / f"list_{part}.txt"
+        items = []
+        for path, pid in read_pairs("MSMT17", file):
+            camera = [*Path(path).name.split("_"), "", ""][2]
+            if not camera.isdecimal() or int(camera) < 1:
+                raise DataError(
+                    f"MSMT17: {file.absolute()} lists {path}; expected names such as "
+                    "0000_000_01_0303morning_0015_0.jpg (camera 1)"
+                )
+            items.append(ImageItem(str(self._place / folder / path), pid + offset, int(camera) - 1))
+        return check_listed("MSMT17", file, items)

@@ -1,0 +1,213 @@
+"""A user's own images with no code: a CSV file, or a folder for each identity."""
+
+import csv
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastamp.data.datasets.base import ImageDataset, ImageItem, data_root
+from fastamp.data.split import hold_out, query_and_gallery
+from fastamp.utils.errors import ConfigError, DataError, did_you_mean
+
+logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "query", "gallery")
+_BOX = ("x0", "y0", "x1", "y1")
+_COLUMNS = ("path", "pid", "camid", "split", *_BOX)
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
+
+
+class CsvDataset(ImageDataset):
+    """The images that a CSV file lists, ``csv:/data/mine.csv`` in DATASETS.NAMES or DATASETS.TESTS.
+
+    Its first line names the columns: ``path`` (from the CSV file's folder, where it is relative) and ``pid``, and if
+    there are ``camid``, ``split`` (train, query or gallery; without the column all images are for training) and
+    ``x0``, ``y0``, ``x1``, ``y1`` (the part of the image, in pixels, x1 and y1 not included). Identities and cameras
+    are any text. Without ``camid`` no image counts as taken by the query's camera.
+
+    Args:
+        path: of the CSV file.
+
+    Raises:
+        DataError: the file is not there, or a column or a line is wrong.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.dataset_name = f"csv:{path}"
+        file = _find(self.dataset_name, path)
+        rows = _read_rows(file)
+        if not rows:
+            raise DataError(f"{file} lists no image; expected lines below its header")
+        if "camid" not in rows[0][1]:
+            logger.info("%s has no column camid: no image is left out as of the query's camera", file)
+        camids = _numbers({row.get("camid", "") for _, row in rows}, start=0)
+        tested = {row["pid"] for _, row in rows if row.get("split", "train") != "train"}
+        pids = _numbers(tested, start=1)
+        splits: dict[str, list[ImageItem]] = {split: [] for split in SPLITS}
+        for line, row in rows:
+            split = row.get("split", "train")
+            if split not in SPLITS:
+                hint = did_you_mean(split, SPLITS)
+                raise DataError(f"{file}, line {line}: split is {split!r}; choices: {', '.join(SPLITS)}.{hint}")
+            splits[split].append(
+                ImageItem(
+                    str(file.parent / row["path"]),
+                    f"{self.dataset_name}_{row['pid']}" if split == "train" else pids[row["pid"]],
+                    camids[row["camid"]] if "camid" in row else line,
+                    box=_box(row, f"{file}, line {line}"),
+                )
+            )
+        self._names = {number: name for name, number in pids.items()}
+        super().__init__(*splits.values())
+
+    @classmethod
+    def from_config(cls, cfg: Any, path: str) -> "CsvDataset":
+        """Build from the path alone."""
+        return cls(path)
+
+    def identity(self, pid: int | str) -> str:
+        """Return an identity as the file has it."""
+        return self._names[pid] if isinstance(pid, int) else super().identity(pid)
+
+
+class FolderDataset(ImageDataset):
+    """A folder with a folder of images for each identity, ``folder:/data/mine`` in DATASETS.NAMES or DATASETS.TESTS.
+
+    A part of the identities, drawn at random, is for training; of the others, the first image under each camera is a
+    query, and the rest the gallery.
+
+    Args:
+        path: of the folder.
+        camera: regular expression searched in each image's file name, whose first group is the camera; empty for no
+            cameras: then no image counts as taken by the query's camera.
+        test_fraction: of the identities, in 0..1, that are for testing; 0 is none, 1 all.
+        seed: of the draw.
+
+    Raises:
+        DataError: the folder is not there or has no images, or a file name does not match ``camera``.
+        ConfigError: ``camera`` is no regular expression with a group, or nothing is left on one side.
+    """
+
+    def __init__(self, path: str | Path, *, camera: str = "", test_fraction: float = 0.5, seed: int = 0) -> None:
+        self.dataset_name = f"folder:{path}"
+        folder = _find(self.dataset_name, path)
+        pattern = _pattern(camera)
+        files = [
+            file
+            for identity in sorted(entry for entry in folder.iterdir() if entry.is_dir())
+            for file in sorted(identity.rglob("*"))
+            if file.suffix.lower() in _SUFFIXES and not file.name.startswith(".")
+        ]
+        if not files:
+            raise DataError(
+                f"{self.dataset_name}: no image is in the folders of {folder.absolute()}; expected one folder for each "
+                f"identity, with files that end in {', '.join(_SUFFIXES)}"
+            )
+        items = []
+        for number, file in enumerate(files):
+            identity = file.relative_to(folder).parts[0]
+            found = pattern.search(file.name) if pattern else None
+            if pattern and not (found and found.group(1)):
+                raise DataError(
+                    f"{self.dataset_name}: the name of {file} does not match DATASETS.FOLDER.CAMERA {camera!r}.\n"
+                    "  fix: an expression that finds the camera in all file names; or none, for images without cameras"
+                )
+            items.append(ImageItem(str(file), f"{self.dataset_name}_{identity}", found.group(1) if found else number))
+        if pattern is None:
+            logger.info("%s: DATASETS.FOLDER.CAMERA is empty: no cameras, no image is left out as of the query's", path)
+        if test_fraction == 0:
+            splits = (items, [], [])
+        elif test_fraction == 1:
+            splits = ([], *query_and_gallery(items))
+        else:
+            splits = hold_out(items, test_fraction, seed, key="DATASETS.FOLDER.TEST_FRACTION")
+        super().__init__(*splits)
+
+    @classmethod
+    def from_config(cls, cfg: Any, path: str) -> "FolderDataset":
+        """Build from DATASETS.FOLDER."""
+        settings = cfg.DATASETS.FOLDER
+        return cls(path, camera=settings.CAMERA, test_fraction=settings.TEST_FRACTION, seed=settings.SEED)
+
+
+def _find(name: str, path: str | Path) -> Path:
+    """Return a path that is there: as it stands, or in the data root."""
+    places = [Path(path).expanduser(), data_root() / path]
+    for place in places:
+        if place.exists():
+            return place
+    looked_for = "\n".join(f"    {place.absolute()}" for place in dict.fromkeys(places))
+    raise DataError(f"the data set {name} is not there; looked for\n{looked_for}")
+
+
+def _read_rows(file: Path) -> list[tuple[int, dict[str, str]]]:
+    """Return each line's number and its columns by name."""
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            reader = csv.DictReader(stream, strict=True)
+            _check_header(file, reader.fieldnames or [])
+            rows = [(reader.line_num, row) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{file} cannot be read as a CSV file in UTF-8: {error}") from error
+    for line, row in rows:
+        empty = [name for name in reader.fieldnames if name in _COLUMNS and not (row[name] or "").strip()]
+        if empty or None in row:
+            what = f"{', '.join(empty)} is empty" if empty else f"{len(row[None])} values more than columns"
+            raise DataError(f"{file}, line {line}: {what}")
+    return [(line, {name: value.strip() for name, value in row.items() if name in _COLUMNS}) for line, row in rows]
+
+
+def _check_header(file: Path, names: Sequence[str]) -> None:
+    """Raise DataError unless the columns that must be there are, each once."""
+    twice = {name for name in names if names.count(name) > 1}
+    boxes = [name for name in _BOX if name in names]
+    missing = [name for name in ("path", "pid", *(_BOX if boxes else ())) if name not in names]
+    unknown = [name for name in names if name not in _COLUMNS]
+    if twice or missing:
+        hints = [f"{name!r}?{did_you_mean(name, _COLUMNS)}" for name in unknown if did_you_mean(name, _COLUMNS)]
+        fault = f"{', '.join(missing)} missing" if missing else f"{', '.join(sorted(twice))} twice"
+        raise DataError(
+            f"{file}: the header is {','.join(names)}: {fault}.{' ' + ' '.join(hints) if hints else ''}\n"
+            f"  fix: a first line such as path,pid,camid,split or path,pid,{','.join(_BOX)}"
+        )
+    if unknown:
+        logger.warning("%s: the columns %s are not used; known: %s", file, ", ".join(unknown), ", ".join(_COLUMNS))
+
+
+def _numbers(names: set[str], *, start: int) -> dict[str, int]:
+    """Return a number for each name: numbers in their order first, then text in its own."""
+    order = sorted(
+        names,
+        key=lambda name: (not name.lstrip("-").isdecimal(), int(name) if name.lstrip("-").isdecimal() else 0, name),
+    )
+    return {name: number for number, name in enumerate(order, start=start)}
+
+
+def _box(row: Mapping[str, str], where: str) -> tuple[int, int, int, int] | None:
+    if "x0" not in row:
+        return None
+    try:
+        x0, y0, x1, y1 = (round(float(row[name])) for name in _BOX)
+    except ValueError as error:
+        raise DataError(f"{where}: x0 y0 x1 y1 are {', '.join(row[name] for name in _BOX)}: not numbers") from error
+    if not (0 <= x0 < x1 and 0 <= y0 < y1):
+        raise DataError(f"{where}: x0 y0 x1 y1 are {x0} {y0} {x1} {y1}; expected 0 <= x0 < x1 and 0 <= y0 < y1")
+    return x0, y0, x1, y1
+
+
+def _pattern(camera: str) -> re.Pattern[str] | None:
+    if not camera:
+        return None
+    try:
+        pattern = re.compile(camera)
+    except re.error as error:
+        raise ConfigError(f"DATASETS.FOLDER.CAMERA {camera!r} is no regular expression: {error}") from error
+    if not pattern.groups:
+        raise ConfigError(f"DATASETS.FOLDER.CAMERA {camera!r} has no group; the camera is its first, e.g. c(\\d+)")
+    return pattern
+
+
+OWN_DATA = {"csv": CsvDataset, "folder": FolderDataset}
+"""What stands before the colon of a name in DATASETS.NAMES, and what reads what stands behind it."""

@@ -1,0 +1,38 @@
+"""SenseReID."""
+
+import logging
+
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem
+from fastamp.data.datasets.named import NamedImages
+
+logger = logging.getLogger(__name__)
+
+
+@DATASET_REGISTRY.register()
+class SenseReID(NamedImages):
+    """Zhao et al. 2017, "Spindle Net: person re-identification with human body region guided feature decomposition and
+    fusion" (CVPR).
+
+    The authors test on it: query is ``test_probe``, gallery ``test_gallery``. As in FastReID its training images are
+    those of both folders; a model that was trained on them cannot be tested on SenseReID. ``00012_0.jpg`` is identity
+    12 of camera 0.
+
+    Args:
+        root: data root; the two folders are in ``root/SenseReID``.
+
+    Raises:
+        DataError: a folder is missing (at once), or has no image named so (when the images are first needed).
+    """
+
+    dataset_name = "sensereid"
+    folder = "SenseReID"
+    tree = "{test_probe,test_gallery}/{pid}_{camera}.jpg"
+    train_folders, query_folders, gallery_folders = (), ("test_probe",), ("test_gallery",)
+    layout = (r"^(?P<pid>\d+)_(?P<camera>\d+)",)
+    example = "00012_0.jpg (identity 12, camera 0)"
+
+    def _load(self, split: str) -> list[ImageItem]:
+        if split != "train":
+            return super()._load(split)
+        logger.warning("SenseReID: its training images are its query and gallery; a test on it then means nothing")
+        return self._for_training([*self.query, *self.gallery])

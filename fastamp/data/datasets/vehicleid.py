@@ -1,0 +1,105 @@
+"""VehicleID, with its three smaller test sets."""
+
+import logging
+from collections import defaultdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
+from fastamp.data.datasets.tree import check_listed, check_tree, read_pairs
+from fastamp.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+@DATASET_REGISTRY.register()
+class VehicleID(ImageDataset):
+    """Liu et al. 2016, "Deep relative distance learning: tell the difference between similar vehicles" (CVPR).
+
+    Lists have lines ``imgid vid``. The gallery is one random image of each test identity, and all others are queries.
+    Cameras are not known: each image is from one of its own, its number, so that none is left out as of the query's
+    camera. ``TEST.PROTOCOL vehicleid`` draws the gallery anew, ten times, from query and gallery together.
+
+    Args:
+        root: data root; ``image`` and ``train_test_split`` are in ``root/vehicleid``.
+        seed: of the draw, 0..2**32-1.
+
+    Raises:
+        DataError: a list or the folder is missing (at once); a line is something else, or the first image of a list is
+            not there (when the split is first needed).
+    """
+
+    dataset_name = "vehicleid"
+    folder = "vehicleid"
+    test_identities = 13164
+
+    def __init__(self, root: str | Path = "datasets", *, seed: int = 0) -> None:
+        self._images = Path(root) / self.folder / "image"
+        lists = Path(root) / self.folder / "train_test_split"
+        train, self._test_list = lists / "train_list.txt", lists / f"test_list_{self.test_identities}.txt"
+        self._seed = seed
+        tree = (
+            f"{self.folder}/image/{{imgid}}.jpg\n"
+            f"{self.folder}/train_test_split/{{train_list,test_list_{self.test_identities}}}.txt"
+        )
+        check_tree(type(self).__name__, root, [self._images, train, self._test_list], tree, self.folder)
+        super().__init__(lambda: self._for_training(self._read(train)), lambda: self._drawn[0], lambda: self._drawn[1])
+
+    @classmethod
+    def from_config(cls, cfg: Any, root: str) -> "VehicleID":
+        """Build from DATASETS.VEHICLEID."""
+        return cls(root=root, seed=cfg.DATASETS.VEHICLEID.SEED)
+
+    @cached_property
+    def _drawn(self) -> tuple[list[ImageItem], list[ImageItem]]:
+        """Query and gallery."""
+        # NumPy promises that a RandomState draws the same in every version.
+        generator = np.random.RandomState(self._seed)
+        images: dict[int, list[ImageItem]] = defaultdict(list)
+        for item in self._read(self._test_list):
+            images[item.pid].append(item)
+        query: list[ImageItem] = []
+        gallery: list[ImageItem] = []
+        for _, items in sorted(images.items()):
+            chosen = generator.randint(len(items))
+            gallery.append(items[chosen])
+            query += items[:chosen] + items[chosen + 1 :]
+        name = type(self).__name__
+        logger.info("%s: %d gallery images of %s drawn with seed %d", name, len(gallery), self._test_list, self._seed)
+        return query, gallery
+
+    def _read(self, file: Path) -> list[ImageItem]:
+        """Return the images of a list in the order of their names."""
+        name, pairs = type(self).__name__, read_pairs(type(self).__name__, file)
+        wrong = next((image for image, _ in pairs if not image.isdecimal()), None)
+        if wrong is not None:
+            raise DataError(f"{name}: expected two numbers on each line of {file.absolute()}, found {wrong!r}")
+        items = [ImageItem(str(self._images / f"{image}.jpg"), vehicle, int(image)) for image, vehicle in sorted(pairs)]
+        return check_listed(name, file, items)
+
+
+@DATASET_REGISTRY.register()
+class SmallVehicleID(VehicleID):
+    """VehicleID with 800 test identities."""
+
+    dataset_name = "smallvehicleid"
+    test_identities = 800
+
+
+@DATASET_REGISTRY.register()
+class MediumVehicleID(VehicleID):
+    """VehicleID with 1600 test identities."""
+
+    dataset_name = "mediumvehicleid"
+    test_identities = 1600
+
+
+@DATASET_REGISTRY.register()
+class LargeVehicleID(VehicleID):
+    """VehicleID with 2400 test identities."""
+
+    dataset_name = "largevehicleid"
+    test_identities = 2400

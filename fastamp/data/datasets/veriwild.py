@@ -1,0 +1,94 @@
+"""VERI-Wild, with its three test sets."""
+
+from functools import cached_property
+from pathlib import Path
+
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, as_number, number_cameras
+from fastamp.data.datasets.tree import check_listed, check_tree, read_lines
+from fastamp.utils.errors import DataError
+
+
+@DATASET_REGISTRY.register()
+class VeRiWild(ImageDataset):
+    """Lou et al. 2019, "VERI-Wild: a large dataset and a new method for vehicle re-identification in the wild" (CVPR).
+
+    Lists have lines ``vid/imgid``, with or without the image's suffix; ``vehicle_info.txt`` has the camera of each
+    image, ``vid/imgid;camera;...``. Cameras are counted from 0 in the order of their numbers there.
+
+    Args:
+        root: data root; ``images`` and ``train_test_split`` are in ``root/VERI-Wild``.
+
+    Raises:
+        DataError: a list or the folder is missing (at once); a line is something else, an image has no camera, or the
+            first of a list is not there (when the split is first needed).
+    """
+
+    dataset_name = "veriwild"
+    folder = "VERI-Wild"
+    test_identities = 10000
+
+    def __init__(self, root: str | Path = "datasets") -> None:
+        place, name = Path(root) / self.folder, type(self).__name__
+        self._images, lists = place / "images", place / "train_test_split"
+        self._info, train = lists / "vehicle_info.txt", lists / "train_list.txt"
+        query, gallery = (lists / f"test_{self.test_identities}{ending}.txt" for ending in ("_query", ""))
+        tree = (
+            f"{self.folder}/images/{{vid}}/{{imgid}}.jpg\n"
+            f"{self.folder}/train_test_split/{{vehicle_info,train_list,{gallery.stem},{query.stem}}}.txt"
+        )
+        check_tree(name, root, [self._images, self._info, train, query, gallery], tree, self.folder)
+        super().__init__(
+            lambda: self._for_training(self._read(train)), lambda: self._read(query), lambda: self._read(gallery)
+        )
+
+    @cached_property
+    def _cameras(self) -> dict[str, int]:
+        """The camera of each ``vid/imgid``."""
+        rows = [line.split(";") for line in read_lines(type(self).__name__, self._info)]
+        # The first line may name the columns.
+        cameras = {_image(row[0]): as_number(row[1].strip()) for row in rows if len(row) > 1 and "/" in row[0]}
+        cameras = {image: camera for image, camera in cameras.items() if isinstance(camera, int)}
+        numbers = number_cameras(cameras.values())
+        return {image: numbers[camera] for image, camera in cameras.items()}
+
+    def _read(self, file: Path) -> list[ImageItem]:
+        """Return the images of a list."""
+        name, items = type(self).__name__, []
+        for line in read_lines(name, file):
+            image = _image(line)
+            vehicle, _, number = image.partition("/")
+            if not vehicle.isdecimal() or not number:
+                raise DataError(f"{name}: expected vid/imgid on each line of {file.absolute()}, found {line!r}")
+            if image not in self._cameras:
+                raise DataError(f"{name}: {self._info.absolute()} has no camera for {image}, which {file} lists")
+            items.append(ImageItem(str(self._images / f"{image}.jpg"), int(vehicle), self._cameras[image]))
+        return check_listed(name, file, items)
+
+
+def _image(name: str) -> str:
+    """Return ``vid/imgid`` without the suffix that it may have."""
+    return name.strip().rsplit(".", 1)[0]
+
+
+@DATASET_REGISTRY.register()
+class SmallVeRiWild(VeRiWild):
+    """VERI-Wild with 3000 test identities."""
+
+    dataset_name = "smallveriwild"
+    test_identities = 3000
+
+
+@DATASET_REGISTRY.register()
+class MediumVeRiWild(VeRiWild):
+    """VERI-Wild with 5000 test identities."""
+
+    dataset_name = "mediumveriwild"
+    test_identities = 5000
+
+
+@DATASET_REGISTRY.register()
+class LargeVeRiWild(VeRiWild):
+    """VERI-Wild with 10000 test identities, as VeRiWild."""
+
+    dataset_name = "largeveriwild"
+    test_identities = 10000

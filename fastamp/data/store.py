@@ -1,0 +1,209 @@
+"""Decoded images in one memory-mapped file, which all workers and processes of a machine read."""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastamp.data.datasets.base import ImageItem, data_root
+from fastamp.utils.env import available_cores
+from fastamp.utils.errors import DataError
+from fastamp.utils.progress import track
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1
+_SUFFIX = ".images"
+_CHUNK = 64
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class ImageStore:
+    """Images of one size, decoded once: on disk for all later runs, or in memory for those that run at the time.
+
+    The file's name says which images it holds: their paths, sizes and times of change, the parts that are cut out, and
+    the size that they are resized to. So a store whose images have changed is built anew, and the old one goes. It
+    appears under its name when it is whole: an interrupted build leaves nothing that counts, and of several processes
+    one builds and the others wait.
+
+    Args:
+        items: the images.
+        shape: (C, H, W) of each.
+        read: place of an item -> (C, H, W) uint8, one that several threads call.
+        where: ``"disk"`` or ``"ram"``.
+        folder: that holds the store; empty is ``.fastamp-cache`` in the data root, or ``~/.cache/fastamp`` where the
+            root cannot be written to; of no effect in memory.
+        kind: what else the images depend on.
+
+    Attributes:
+        images: (N, C, H, W) uint8, memory-mapped; not to be written to.
+        path: of the file.
+
+    Raises:
+        DataError: there is no room, no folder that can be written to, or an image cannot be read.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[ImageItem],
+        shape: tuple[int, int, int],
+        read: Callable[[int], Tensor],
+        *,
+        where: str,
+        folder: str = "",
+        kind: str = "",
+    ) -> None:
+        self._in_memory = where == "ram"
+        base = _memory_folder() if self._in_memory else _disk_folder(folder)
+        name, fingerprint = _fingerprint(items, shape, kind)
+        self.path = base / f"{name}-{fingerprint}{_SUFFIX}"
+        if self._in_memory:
+            _remove_unused(base, "*")
+        size = (len(items), *shape)
+        with _alone(base / f"{name}.lock", self.path):
+            self._file = self._open()
+            if self._file is None:
+                _remove_unused(base, f"{name}-*")
+                self._build(size, read)
+                self._file = self._open()
+        mapped = np.memmap(self._file, dtype=np.uint8, mode="c", shape=size)
+        self.images = torch.from_numpy(mapped)
+
+    def _open(self) -> BinaryIO | None:
+        """Return the whole file, which nobody removes while it is open, if there is one."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return None
+        fcntl.flock(file, fcntl.LOCK_SH)
+        return file if os.fstat(file.fileno()).st_nlink else None  # another may have removed it meanwhile
+
+    def close(self) -> None:
+        """Give the store up; one in memory goes when nobody uses it."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)  # the mapping holds the file, and with it a lock, beyond its closing
+        self._file.close()
+        if self._in_memory:
+            _remove_unused(self.path.parent, self.path.name)
+
+    def _build(self, size: tuple[int, ...], read: Callable[[int], Tensor]) -> None:
+        count = int(np.prod(size))
+        logger.info("decoding %d images once into %s (%.2f GB)", size[0], self.path, count / 1e9)
+        unfinished = self.path.with_suffix(".unfinished")
+        try:
+            with unfinished.open("wb+") as file:
+                # Reserves the room, so that a full disk is known before the work, and never by a signal.
+                reserve = getattr(os, "posix_fallocate", lambda number, start, length: os.truncate(number, length))
+                reserve(file.fileno(), 0, count)
+                mapped = np.memmap(file, dtype=np.uint8, mode="r+", shape=size)
+                self._fill(torch.from_numpy(mapped), read)
+                mapped.flush()
+            os.replace(unfinished, self.path)
+        except OSError as error:
+            free = shutil.disk_usage(self.path.parent).free
+            raise DataError(
+                f"DATALOADER.CACHE: {self.path} cannot be written: {error.strerror or error}; it takes "
+                f"{count / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there.\n"
+                "  fix: room there, DATALOADER.CACHE_DIR to another folder, or DATALOADER.CACHE none"
+            ) from error
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _fill(self, images: Tensor, read: Callable[[int], Tensor]) -> None:
+        def fill(start: int) -> int:
+            for number in range(start, min(start + _CHUNK, len(images))):
+                images[number] = read(number)
+            return start
+
+        # Decoding and resizing run without Python's lock.
+        with ThreadPoolExecutor(available_cores()) as pool:
+            starts = range(0, len(images), _CHUNK)
+            try:
+                for _ in track(pool.map(fill, starts), len(starts), "decoding"):
+                    pass
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+def _fingerprint(items: Sequence[ImageItem], shape: tuple[int, int, int], kind: str) -> tuple[str, str]:
+    """Return a name for the list of images, and one for their content."""
+    listed, content = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=16)
+    listed.update(json.dumps([_VERSION, shape, kind]).encode())
+    for item in items:
+        line = f"{os.path.abspath(item.path)}\0{item.box}\n".encode(errors="surrogateescape")
+        try:
+            facts = os.stat(item.path)
+        except OSError as error:
+            raise DataError(f"cannot read the image {item.path}: {error.strerror or error}") from error
+        listed.update(line)
+        content.update(line + f"{facts.st_size} {facts.st_mtime_ns}\n".encode())
+    return listed.hexdigest(), content.hexdigest()
+
+
+def _memory_folder() -> Path:
+    base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    folder = base / f"fastamp-cache-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _disk_folder(folder: str) -> Path:
+    """Return the first folder of those that come into question that can be written to."""
+    fallback = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastamp"
+    places = [Path(folder).expanduser()] if folder else [data_root() / ".fastamp-cache", fallback]
+    for place in places:
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=place):
+                pass
+        except OSError as error:
+            reason = f"{place.absolute()}: {error.strerror or error}"
+            logger.info("DATALOADER.CACHE: cannot write to %s", reason)
+            continue
+        return place
+    raise DataError(f"DATALOADER.CACHE has no folder that can be written to: {reason}.\n  fix: DATALOADER.CACHE_DIR")
+
+
+@contextmanager
+def _alone(lock: Path, wanted: Path) -> Iterator[None]:
+    """Keep other processes from building the same store."""
+    with lock.open("wb") as file:
+        if not _locked(file):
+            if not wanted.exists():
+                logger.info("waiting for another process, which is decoding the images into %s", wanted)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _locked(file: BinaryIO) -> bool:
+    """Return whether this process could take the lock at once."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove_unused(folder: Path, pattern: str) -> None:
+    """Remove stores that no process has open."""
+    for path in folder.glob(pattern):
+        if path.suffix != _SUFFIX:
+            continue
+        try:
+            with path.open("rb") as file:
+                if _locked(file):
+                    path.unlink()
+        except FileNotFoundError:
+            continue

@@ -1,0 +1,420 @@
+"""Every data set reads its tree: which images, whom they show, from which cameras."""
+
+import logging
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from dataset_trees import TREES, msmt, write
+
+from fastamp.config import get_cfg
+from fastamp.config.defaults import KEYS
+from fastamp.data.build import build_dataset, training_items
+from fastamp.data.datasets import DATASET_REGISTRY, ImageDataset, NamedImages
+from fastamp.utils.errors import ConfigError, DataError
+
+NAMES = sorted(TREES)
+MARKET = "Market-1501-v15.09.15"
+TRAINING_ALONE = [name for name, (_, _, query, _) in TREES.items() if query == []]
+
+
+def folder_of(name):
+    return next(iter(TREES[name][0])).split("/")[0]
+
+
+def seen(items):
+    return [(item.pid, item.camid) for item in items]
+
+
+def message(call):
+    with pytest.raises(DataError) as raised:
+        call()
+    return str(raised.value)
+
+
+def first_images(name):
+    dataset = build_dataset(name)
+    return dataset.train + dataset.query + dataset.gallery
+
+
+def build(name, root, **keys):
+    """Build from a config with these keys below DATASETS, dots written as ``__``."""
+    write(root, TREES[name][0])
+    cfg = get_cfg()
+    cfg.merge_from_list([word for key, value in keys.items() for word in (f"DATASETS.{key.replace('__', '.')}", value)])
+    return build_dataset(name, cfg)
+
+
+def test_all_names_are_registered():
+    assert len(NAMES) == 30
+    assert {*NAMES, "CUHK03", "Demo"} <= set(DATASET_REGISTRY)
+
+
+def test_no_two_data_sets_have_a_name_or_a_folder_in_common():
+    classes = [DATASET_REGISTRY.get(name) for name in [*NAMES, "CUHK03", "Demo"]]
+    assert len({each.dataset_name for each in classes}) == len(classes) == 32
+    assert len({each.folder for each in classes}) == 32 - 2 * 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_images_identities_and_cameras(name, root):
+    files, train, query, gallery = TREES[name]
+    write(root, files)
+    dataset = build_dataset(name)
+    prefix = DATASET_REGISTRY.get(name).dataset_name
+    assert type(dataset) is DATASET_REGISTRY.get(name)
+    for items, expected in ((dataset.query, query), (dataset.gallery, gallery)):
+        assert expected is None or seen(items) == expected
+        assert all(type(item.pid) is int and item.camid >= 0 for item in items)
+    assert train is None or seen(dataset.train) == [(f"{prefix}_{pid}", camera) for pid, camera in train]
+    assert all(Path(item.path).is_file() for item in dataset.train + dataset.query + dataset.gallery)
+    assert all(type(item.path) is str and type(item.camid) is int for item in dataset.train)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_of_other_programs_are_no_images(name, root):
+    files = TREES[name][0]
+    write(root, files)
+    before = build_dataset(name)
+    for path in [path for path, text in files.items() if not text]:
+        for other in ("Thumbs.db", ".DS_Store", f"._{Path(path).name}"):
+            (root / path).with_name(other).touch()
+    after = build_dataset(name)
+    assert (before.train, before.query, before.gallery) == (after.train, after.query, after.gallery)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), NamedImages)])
+def test_suffixes_in_capitals_and_letters_of_all_kinds(name, root):
+    write(root, TREES[name][0])
+    before = build_dataset(name)
+    for item in before.train + before.query:
+        file = Path(item.path)
+        if file.is_file():
+            file.rename(file.with_name(f"{file.stem}_é 子{file.suffix.upper()}"))
+    after = build_dataset(name)
+    assert (seen(before.train), seen(before.query)) == (seen(after.train), seen(after.query))
+    assert all("子" in item.path for item in after.train)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), NamedImages)])
+def test_the_example_of_the_message_is_named_as_expected(name, root):
+    write(root, TREES[name][0])
+    component = DATASET_REGISTRY.get(name)
+    example = component.example.split(" (")[0]
+    image = Path(build_dataset(name).train[0].path)
+    folder = image.parents[example.count("/")]
+    write(folder, {example: ""})
+    assert str(folder / example) in [item.path for item in first_images(name)]
+
+
+# ---- trees that are wrong
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_tree(name, root):
+    text = message(lambda: build_dataset(name))
+    assert f"the data set {name} is not there" in text
+    assert str(root / folder_of(name)) in text and "FASTAMP_DATASETS" in text
+    assert "found there:" in text and "nothing, the folder is empty" in text
+    assert f"    {folder_of(name)}/" in text.split("expected under the data root")[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("near", ["{}-v2", "my {}", "lower"])
+def test_a_folder_of_a_near_name(name, near, root):
+    write(root, TREES[name][0])
+    there = root / folder_of(name)
+    renamed = root / ("a" + there.name.lower() if near == "lower" else near.format(there.name))
+    there.rename(renamed)
+    assert f"found {renamed}; if it is this data set, rename it to {there}" in message(lambda: build_dataset(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("Market1501", "Market1501"),
+        ("Market1501", "market-1501"),
+        ("DukeMTMC", "dukemtmc"),
+        ("MSMT17", "MSMT17"),
+        ("VeRi", "VeRi-776"),
+        ("LPW", "lpw"),
+        ("GRID", "grid"),
+        ("PRID", "prid2011"),
+        ("VeRiWild", "veriwild"),
+    ],
+)
+def test_the_names_that_people_use(name, near, root):
+    write(root, TREES[name][0])
+    (root / folder_of(name)).rename(root / near)
+    assert f"found {root / near}; if it is this data set, rename" in message(lambda: build_dataset(name))
+
+
+def test_a_folder_of_another_data_set_is_not_near(root):
+    write(root, TREES["OccludedDuke"][0] | TREES["Market1501"][0])
+    text = message(lambda: build_dataset("DukeMTMC"))
+    assert "near it" not in text and "Occluded_Duke/" in text
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "Shinpuhkan"])
+def test_one_level_too_deep(name, root):
+    """Shinpuhkan's images may be at any depth."""
+    folder = folder_of(name)
+    write(root / folder, TREES[name][0])
+    text = message(lambda: build_dataset(name).train)
+    assert str(root / folder / folder) in text
+
+
+@pytest.mark.parametrize("name", ["DukeMTMC", "LPW", "MSMT17", "VehicleID", "AirportALERT"])
+def test_the_data_root_is_the_data_set(name, root, monkeypatch):
+    write(root, TREES[name][0])
+    monkeypatch.setenv("FASTAMP_DATASETS", str(root / folder_of(name)))
+    assert f"make {root} the data root" in message(lambda: build_dataset(name))
+
+
+@pytest.mark.parametrize("name", ["DukeMTMC", "LPW", "VeRiWild"])
+def test_a_folder_between_root_and_data_set(name, root):
+    write(root / "person", TREES[name][0])
+    assert f"or make {root / 'person'} the data root" in message(lambda: build_dataset(name))
+
+
+def test_a_near_name_without_the_tree(root):
+    write(root, {"dukemtmc-reid/train/a.jpg": "", "dukemtmc-reid/test/a.jpg": ""})
+    text = message(lambda: build_dataset("DukeMTMC"))
+    assert f"the nearest name is {root / 'dukemtmc-reid'}, which holds test, train" in text
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), NamedImages)])
+def test_no_image_in_its_place(name, root):
+    write(root, TREES[name][0])
+    for path in TREES[name][0]:
+        (root / path).rename((root / path).with_suffix(".txt"))
+    text = message(lambda: first_images(name))
+    assert f"no *{DATASET_REGISTRY.get(name).suffix} file is in place" in text and folder_of(name) in text
+
+
+@pytest.mark.parametrize(
+    ("name", "stray"),
+    [
+        ("VeRi", "image_train/car.jpg"),
+        ("GRID", "images/probe.jpeg"),
+        ("iLIDS", "person001/photo.png"),
+        ("PRID", "slim_train/person_0001/photo.png"),
+        ("VIPeR", "cam_a/photo.bmp"),
+        ("CAVIARa", "1.jpg"),
+    ],
+)
+def test_names_that_do_not_match_are_left_out(name, stray, root, caplog):
+    write(root, TREES[name][0])
+    before = len(first_images(name))
+    write(root, {f"{folder_of(name)}/{stray}": ""})
+    with caplog.at_level(logging.WARNING):
+        assert len(first_images(name)) == before
+    assert f"left out 1 files that are not named as expected, {root / folder_of(name) / stray} first" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "text", "part"),
+    [
+        ("MSMT17", "MSMT17_V1/list_train.txt", "", "is empty"),
+        ("MSMT17", "MSMT17_V1/list_train.txt", "0000/a_b_01_c.jpg\n", "expected a name and a number"),
+        ("MSMT17", "MSMT17_V1/list_train.txt", "0000/a.jpg 1\n", "lists 0000/a.jpg; expected names such as"),
+        ("MSMT17", "MSMT17_V1/list_train.txt", "0000/a_b_00_c.jpg 1\n", "expected names such as"),
+        ("MSMT17", "MSMT17_V1/list_train.txt", "0000/a_b_01_c.jpg 1\n", "lists first, is not there"),
+        ("VehicleID", "vehicleid/train_test_split/train_list.txt", "a/b 1\n", "expected two numbers"),
+        ("VehicleID", "vehicleid/train_test_split/train_list.txt", "0000099 1\n", "lists first, is not there"),
+        ("VeRiWild", "VERI-Wild/train_test_split/train_list.txt", "000001.jpg\n", "expected vid/imgid"),
+        (
+            "VeRiWild",
+            "VERI-Wild/train_test_split/train_list.txt",
+            "00001/000009.jpg\n",
+            "no camera for 00001/000009",
+        ),
+        ("AirportALERT", "AirportALERT/filepath.txt", "9\\a.jpg\n", "expected camera\\pid\\file"),
+        ("AirportALERT", "AirportALERT/filepath.txt", "1\\11001\\a.jpg\n", "lists no identity below 11001"),
+    ],
+)
+def test_lists_that_are_wrong(name, file, text, part, root):
+    write(root, TREES[name][0] | {file: text})
+    words = message(lambda: build_dataset(name).train)
+    assert part in words and Path(file).name in words
+
+
+# ---- one by one
+
+
+@pytest.mark.parametrize("name", TRAINING_ALONE)
+def test_training_sets_cannot_be_tested_on(name, root):
+    dataset = build(name, root)
+    assert dataset.query == [] and dataset.gallery == []
+
+
+def test_the_distractors_of_market1501(root, caplog):
+    for place in (root / MARKET / "images", root / "images"):
+        assert len(build("Market1501", root).gallery) == 2
+        assert "images" in message(lambda: build("Market1501", root, MARKET1501_500K="True"))
+        write(place, {"0001_c1s1_000001_00.jpg": "", "any thing.jpg": "", "Thumbs.db": ""})
+        with caplog.at_level(logging.INFO):
+            gallery = build("Market1501", root, MARKET1501_500K="True").gallery
+        assert seen(gallery) == [(0, 4), (1, 1), (0, 5), (0, 5)]
+        assert f"2 distractors of {place}" in caplog.text
+        shutil.rmtree(place)
+
+
+def test_the_keys_of_one_set_do_not_reach_another(root):
+    """Nor a class of a user's that is built on ours and takes the root alone."""
+
+    class Own(DATASET_REGISTRY.get("Market1501")):
+        def __init__(self, root="datasets"):
+            super().__init__(root)
+
+    write(root, TREES["Market1501"][0])
+    assert len(Own.from_config(get_cfg(), str(root)).train) == 3
+    assert len(build("DukeMTMC", root, MARKET1501_500K="True").gallery) == 2
+
+
+@pytest.mark.parametrize(("version", "there", "taken"), [
+    ("auto", ("V1",), "V1"), ("auto", ("V2",), "V2"), ("auto", ("V1", "V2"), "V1"), ("V2", ("V1", "V2"), "V2"),
+    ("V1", ("V1", "V2"), "V1"),
+])  # fmt: skip
+@pytest.mark.parametrize("validation", [False, True])
+def test_versions_and_validation_of_msmt17(version, there, taken, validation, root, caplog):
+    trees = {"V1": msmt("MSMT17_V1", "train", "test"), "V2": msmt("MSMT17_V2", "mask_train_v2", "mask_test_v2")}
+    for each in there:
+        write(root, trees[each])
+    cfg = get_cfg()
+    cfg.DATASETS.MSMT17.VERSION, cfg.DATASETS.MSMT17.VALIDATION = version, validation
+    with caplog.at_level(logging.INFO):
+        dataset = build_dataset("MSMT17", cfg)
+    assert f"version {taken}, training on list_train.txt" in caplog.text
+    assert ("list_val.txt" in caplog.text) is validation
+    assert seen(dataset.train) == [("msmt17_0", 0), ("msmt17_1", 1)] + [("msmt17_0", 14)] * validation
+    assert seen(dataset.gallery) == [(3, 3), (2, 2)]
+    assert all(Path(item.path).is_relative_to(root / f"MSMT17_{taken}") for item in dataset.train + dataset.query)
+
+
+def test_msmt17_without_a_list(root):
+    write(root, TREES["MSMT17"][0])
+    (root / "MSMT17_V1/list_val.txt").unlink()
+    assert len(build_dataset("MSMT17").train) == 2
+    cfg = get_cfg()
+    for key in ("MSMT17.VALIDATION", "COMBINEALL"):
+        cfg.merge_from_list([f"DATASETS.{key}", "True"])
+        assert "list_val.txt" in message(lambda: build_dataset("MSMT17", cfg))
+    with pytest.raises(ConfigError, match=r"DATASETS\.MSMT17\.VERSION.*'V3'"):
+        DATASET_REGISTRY.get("MSMT17")(root, version="V3")
+
+
+@pytest.mark.parametrize(
+    ("name", "vehicle"), [("VehicleID", 21), ("SmallVehicleID", 22), ("MediumVehicleID", 23), ("LargeVehicleID", 24)]
+)
+def test_test_sets_and_draws_of_vehicleid(name, vehicle, root):
+    draws = {}
+    for seed in range(8):
+        dataset, again = (build(name, root, VEHICLEID__SEED=str(seed)) for _ in range(2))
+        assert [item.pid for item in dataset.gallery] == [20, vehicle]
+        assert sorted(item.pid for item in dataset.query) == [20, 20, vehicle]
+        cameras = [item.camid for item in dataset.query + dataset.gallery]
+        assert sorted(cameras) == [4, 5, 6, 7, 8]
+        assert (dataset.query, dataset.gallery) == (again.query, again.gallery)
+        draws[seed] = tuple(dataset.gallery)
+    assert len(set(draws.values())) > 1
+    # The draw must stay what it is: results are compared by it.
+    assert [[item.camid for item in draws[seed]] for seed in range(4)] == DRAWN
+
+
+DRAWN = [[4, 8], [5, 8], [4, 8], [6, 7]]
+
+
+def test_halves_of_viper(root, caplog):
+    halves = []
+    for split in range(10):
+        with caplog.at_level(logging.INFO):
+            dataset = build("VIPeR", root, VIPER__SPLIT=str(split))
+        assert f"random half {split} of 10" in caplog.text
+        trained = {int(item.pid.removeprefix("viper_")) for item in dataset.train}
+        assert len(dataset.train) == 8 and len(trained) == 4 and {item.camid for item in dataset.train} == {0, 1}
+        tested = sorted(set(range(8)) - trained)
+        assert seen(dataset.query) == [(pid + 1, 0) for pid in tested]
+        assert seen(dataset.gallery) == [(pid + 1, 1) for pid in tested]
+        assert {Path(item.path).parent.name for item in dataset.query} == {"cam_a"}
+        halves.append(tuple(sorted(trained)))
+        assert build("VIPeR", root, VIPER__SPLIT=str(split)).train == dataset.train
+    assert len(set(halves)) > 5 and halves[0] == (1, 2, 6, 7)
+    with pytest.raises(ConfigError, match=r"DATASETS\.VIPER\.SPLIT is 10"):
+        DATASET_REGISTRY.get("VIPeR")(root, split=10)
+
+
+def test_sensereid_trains_on_what_it_tests(root, caplog):
+    dataset = build("SenseReID", root)
+    with caplog.at_level(logging.WARNING):
+        assert len(dataset.train) == 3
+    assert "SenseReID: its training images are its query and gallery" in caplog.text
+    # No image becomes two, with two identities.
+    items = training_items([dataset], combine_all=True)
+    assert [item.pid for item in items] == ["sensereid_12", "sensereid_12", "sensereid_99"]
+
+
+def test_cameras_have_one_number_in_all_splits(root):
+    class Gates(NamedImages):
+        folder = tree = "gates"
+        train_folders, query_folders, gallery_folders = ("a",), ("b",), ("c",)
+        layout = (r"(?P<pid>\d+)@(?P<camera>\w+)",)
+        example = "1@west.jpg"
+
+    names = ("a/1@north.jpg", "a/1@10.jpg", "b/2@west.jpg", "b/2@9.jpg", "c/2@west.jpg", "c/2@east.jpg")
+    write(root, {f"gates/{name}": "" for name in names})
+    dataset = Gates(root)
+    items = dataset.train + dataset.query + dataset.gallery
+    cameras = {Path(item.path).stem.split("@")[1]: item.camid for item in items}
+    assert cameras == {"9": 0, "10": 1, "east": 2, "north": 3, "west": 4}
+
+
+# ---- what users register
+
+
+def test_classes_and_functions_of_users(root):
+    class Own(ImageDataset):
+        def __init__(self, root="datasets", **kwargs):
+            super().__init__([(f"{root}/a.jpg", "own_1", "own_0")], [], [], **kwargs)
+
+    def own(root):
+        return Own(root)
+
+    for name, component in (("OwnClass", Own), ("OwnFunction", own)):
+        DATASET_REGISTRY.register(name)(component)
+        try:
+            for arguments in ((), (get_cfg(),)):
+                assert build_dataset(name, *arguments).train[0].path == f"{root}/a.jpg"
+        finally:
+            del DATASET_REGISTRY._components[name]
+
+
+GUIDE = (Path(__file__).parents[3] / "fastamp/data/README.md").read_text(encoding="utf-8")
+
+
+def test_the_guide_s_class_works(root):
+    code = GUIDE.split("```python\n")[1].split("```")[0]
+    try:
+        exec(code, {})
+        write(
+            root,
+            {f"warehouse/{path}": "" for path in ("train/gate/0012_1.jpg", "query/b/1_1.jpg", "gallery/a/1_1.jpg")},
+        )
+        dataset = build_dataset("Warehouse")
+    finally:
+        DATASET_REGISTRY._components.pop("Warehouse", None)
+    assert seen(dataset.train + dataset.query + dataset.gallery) == [("warehouse_12", 2), (1, 1), (1, 0)]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "CUHK03", "Demo"])
+def test_the_guide_has_every_name_and_folder(name):
+    assert f"`{name}`" in GUIDE
+    assert name == "Demo" or f"`{DATASET_REGISTRY.get(name).folder}/" in GUIDE
+
+
+def test_the_guide_has_every_key():
+    ours = [key for key in KEYS if re.match(r"DATASETS\.(MARKET1501|MSMT17|CUHK03|VIPER|VEHICLEID)", key)]
+    assert len(ours) == 8
+    for key in ours:
+        assert f"| `{key}` | {KEYS[key].default} |" in GUIDE

@@ -1,0 +1,142 @@
+"""The checker of data sets: each planted fault is found, and a sound set has none."""
+
+import json
+import shutil
+from pathlib import Path
+
+import check_data
+import numpy as np
+import pytest
+from PIL import Image
+
+from fastamp.data.build import build_dataset
+from fastamp.data.check import check_dataset
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Nine identities with four images under two cameras, six of them for training, listed in a CSV file."""
+    rng = np.random.default_rng(0)
+    rows = ["path,pid,camid,split"]
+    for pid in range(9):
+        for number in range(4):
+            smooth = Image.fromarray(rng.integers(0, 256, (12, 6, 3), dtype=np.uint8)).resize((32, 64))
+            smooth.save(tmp_path / f"{pid}_{number}.jpg", quality=95)
+            split = "train" if pid < 6 else "query" if number == 0 else "gallery"
+            rows.append(f"{pid}_{number}.jpg,{pid},{number % 2},{split}")
+    (tmp_path / "set.csv").write_text("\n".join(rows))
+    return tmp_path
+
+
+def edit(folder, old, new):
+    file = folder / "set.csv"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def faults(folder):
+    report = check_dataset(build_dataset(f"csv:{folder / 'set.csv'}"))
+    return {finding.fault: finding for finding in report.findings}, report
+
+
+def test_a_sound_set(folder):
+    found, report = faults(folder)
+    assert not found and not report.has_errors
+    assert report.rows == [("train", 24, 6, 2), ("query", 3, 3, 1), ("gallery", 9, 3, 2)]
+    assert report.sizes == {(32, 64): 36}
+
+
+def corrupt(folder):
+    (folder / "3_1.jpg").write_bytes(b"nothing")
+
+
+def truncate(folder):
+    content = (folder / "3_1.jpg").read_bytes()
+    (folder / "3_1.jpg").write_bytes(content[: len(content) * 2 // 3])
+
+
+def missing(folder):
+    (folder / "3_1.jpg").unlink()
+
+
+def train_on_the_test(folder):
+    edit(folder, "2_0.jpg,2,0,train", "2_0.jpg,7,0,train")
+
+
+def no_match(folder):
+    edit(folder, "7_0.jpg,7,0,query", "7_0.jpg,70,0,query")
+
+
+def same_camera(folder):
+    for number in (1, 3):
+        edit(folder, f"7_{number}.jpg,7,1,gallery", f"7_{number}.jpg,7,0,gallery")
+
+
+def copy(folder):
+    shutil.copy(folder / "4_2.jpg", folder / "8_3.jpg")
+
+
+def near_copy(folder):
+    with Image.open(folder / "4_2.jpg") as image:
+        image.resize((48, 100)).save(folder / "8_3.jpg", quality=60)
+
+
+def lonely(folder):
+    edit(folder, "5_0.jpg,5,0,train", "5_0.jpg,500,0,train")
+
+
+@pytest.mark.parametrize(
+    "plant, fault, example, is_error",
+    [
+        (corrupt, "images that cannot be read", "3_1.jpg: cannot identify", True),
+        (truncate, "images that cannot be read", "3_1.jpg: image file is truncated", True),
+        (missing, "images that cannot be read", "3_1.jpg: [Errno 2]", True),
+        (train_on_the_test, "identities in both training and test", "7", True),
+        (no_match, "queries whose identity is not in the gallery", "7_0.jpg", True),
+        (same_camera, "queries that only images of their own camera match", "7_0.jpg", True),
+        (copy, "images in both train and gallery", "8_3.jpg", True),
+        (near_copy, "images of train and gallery that look alike", "8_3.jpg", False),
+        (lonely, "identities with one training image", "500", False),
+    ],
+)
+def test_each_fault_is_found_and_no_other(folder, plant, fault, example, is_error):
+    plant(folder)
+    found, report = faults(folder)
+    assert example in found[fault].examples[0] and found[fault].count == 1
+    assert report.has_errors == is_error == found[fault].is_error
+    # What is not in training any more, or is there twice, may be the only image of its identity.
+    assert set(found) - {"identities with one training image"} <= {fault}
+
+
+def test_a_single_identity(folder):
+    for pid in range(1, 6):
+        for number in range(4):
+            edit(folder, f"{pid}_{number}.jpg,{pid},", f"{pid}_{number}.jpg,0,")
+    assert faults(folder)[0]["a single identity to train on"].is_error
+
+
+def test_the_command(folder, tmp_path, capsys):
+    output = tmp_path / "out"
+    name = f"csv:{folder / 'set.csv'}"
+    assert check_data.cli([name, "--output", str(output)]) == 0
+    out = capsys.readouterr().out
+    assert "| train   |       24 |" in out and "nothing wrong was found" in out and "32 x 64" in out
+    with Image.open(output / "contact_sheet.png") as sheet:
+        assert sheet.width > 500 and len(sheet.getcolors(10**6)) > 100
+    corrupt(folder)
+    assert check_data.cli([name, "--output", str(output)]) == 1
+    assert "ERROR: 1 images that cannot be read" in capsys.readouterr().out
+    assert check_data.cli(["Marked1501", "--output", str(output)]) == 2
+    assert "Did you mean 'Market1501'?" in capsys.readouterr().err
+
+
+def test_the_demo_is_sound(tmp_path):
+    import tiny
+
+    tiny.make_demo(tmp_path)
+    from fastamp.data.datasets.demo import Demo
+
+    report = check_dataset(Demo(root=str(tmp_path)))
+    assert not report.has_errors, json.dumps([finding.fault for finding in report.findings])
+    assert sum(report.sizes.values()) == sum(row[1] for row in report.rows) and Path(tmp_path).exists()

@@ -1,0 +1,180 @@
+"""A user's own images: csv: and folder: data sets, and the rule by which identities are held out."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fastamp.config import get_cfg
+from fastamp.data.build import build_dataset, training_items
+from fastamp.data.dataset import ReidDataset
+from fastamp.data.transforms import build_transforms
+from fastamp.utils.errors import ConfigError, DataError
+
+HEADER = "path,pid,camid,split"
+ROWS = [
+    "a b.png,ann,west,train",
+    "ü.png,ann,east,train",
+    "c.png,bob,west,query",
+    "sub/d.png,bob,7,gallery",
+    "e.png,10,7,gallery",
+]
+
+
+def write_csv(folder, rows=ROWS, header=HEADER, encoding="utf-8"):
+    file = folder / "my data.csv"
+    file.write_text("\n".join([header, *rows]) + "\n", encoding=encoding)
+    return f"csv:{file}"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_csv_with_all_columns(tmp_path, encoding):
+    dataset = build_dataset(write_csv(tmp_path, encoding=encoding))
+    assert [(Path(item.path).name, item.pid, item.camid) for item in dataset.train] == [
+        ("a b.png", f"csv:{tmp_path}/my data.csv_ann", 2),
+        ("ü.png", f"csv:{tmp_path}/my data.csv_ann", 1),
+    ]
+    assert [item[1:3] for item in dataset.query] == [(2, 2)]
+    # Identities and cameras are numbered, numbers before names; paths are from the file's folder.
+    assert [item[1:3] for item in dataset.gallery] == [(2, 0), (1, 0)]
+    assert dataset.gallery[0].path == str(tmp_path / "sub/d.png")
+    assert dataset.identity(2) == "bob" and dataset.identity(dataset.train[0].pid) == "ann"
+
+
+def test_csv_of_paths_and_identities_alone(tmp_path, caplog):
+    caplog.set_level("INFO")
+    dataset = build_dataset(write_csv(tmp_path, ["a.png,1", "/abs/b.png,2", "c.png,1"], "path,pid"))
+    assert len(dataset.train) == 3 and not dataset.query and not dataset.gallery
+    assert len({item.camid for item in dataset.train}) == 3 and dataset.train[1].path == "/abs/b.png"
+    assert "has no column camid: no image is left out as of the query's camera" in caplog.text
+
+
+def test_csv_boxes_are_cut_out(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "frame.png")
+    name = write_csv(tmp_path, ["frame.png,1,5,6,21,38", "frame.png,2,0,0,60,40"], "path,pid,x0,y0,x1,y1")
+    cfg = get_cfg()
+    cfg.INPUT.SIZE_TEST = (32, 16)
+    dataset = ReidDataset(build_dataset(name).train, build_transforms(cfg, is_train=False), relabel=True)
+    assert torch.equal(dataset[0]["images"], torch.from_numpy(pixels[6:38, 5:21]).permute(2, 0, 1))
+    assert dataset.num_classes == 2
+
+
+def test_a_box_beyond_the_image(tmp_path):
+    Image.new("RGB", (60, 40)).save(tmp_path / "frame.png")
+    name = write_csv(tmp_path, ["frame.png,1,5,6,61,38"], "path,pid,x0,y0,x1,y1")
+    dataset = ReidDataset(build_dataset(name).train, build_transforms(get_cfg(), is_train=False), relabel=True)
+    with pytest.raises(DataError, match="the part 5 6 61 38 of the image .*frame.png is not all in it: it has 60 x 40"):
+        dataset[0]
+
+
+@pytest.mark.parametrize(
+    "header, rows, message",
+    [
+        ("path,id,camid", ["a,1,1"], r"the header is path,id,camid: pid missing. 'id'\? Did you mean 'pid'\?"),
+        ("path,pid,x0,y0", ["a,1,1,1"], "x1, y1 missing"),
+        ("path,pid,pid", ["a,1,1"], "pid twice"),
+        ("", [], "path, pid missing"),
+        ("path,pid", [], "lists no image"),
+        ("path,pid", ["a,"], "line 2: pid is empty"),
+        ("path,pid", ["a,1,2"], "line 2: 1 values more than columns"),
+        (HEADER, ["a,1,1,trian"], r"line 2: split is 'trian'.*Did you mean 'train'"),
+        ("path,pid,x0,y0,x1,y1", ["a,1,5,0,5,9"], "expected 0 <= x0 < x1"),
+        ("path,pid,x0,y0,x1,y1", ["a,1,5,0,x,9"], "not numbers"),
+    ],
+)
+def test_what_is_wrong_in_a_csv_is_named(tmp_path, header, rows, message):
+    with pytest.raises(DataError, match=message):
+        build_dataset(write_csv(tmp_path, rows, header))
+
+
+def test_a_csv_that_is_none(tmp_path):
+    (tmp_path / "picture.csv").write_bytes(b"\xff\xd8\xff\x00")
+    with pytest.raises(DataError, match="cannot be read as a CSV file in UTF-8"):
+        build_dataset(f"csv:{tmp_path / 'picture.csv'}")
+
+
+@pytest.mark.parametrize("kind", ["csv", "folder"])
+def test_nothing_there(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+    with pytest.raises(DataError, match=f"(?s)data set {kind}:mine is not there; looked for.*{tmp_path}/mine"):
+        build_dataset(f"{kind}:mine")
+
+
+def test_a_kind_that_does_not_exist():
+    with pytest.raises(ConfigError, match=r"DATASETS.NAMES: 'cvs:mine'.*csv"):
+        build_dataset("cvs:mine")
+
+
+def make_folder(folder, identities=10, cameras=3, images=2):
+    for identity in range(identities):
+        (folder / f"person {identity}").mkdir(parents=True)
+        for camera in range(cameras):
+            for number in range(images):
+                (folder / f"person {identity}" / f"cam{camera}_{number}.JPG").touch()
+    (folder / "person 0" / "notes.txt").touch()
+    (folder / "person 0" / "._cam0_0.jpg").touch()
+    return f"folder:{folder}"
+
+
+def folder_config(**values):
+    cfg = get_cfg()
+    cfg.merge_from_list([word for key, value in values.items() for word in (f"DATASETS.FOLDER.{key}", value)])
+    return cfg
+
+
+def test_folder_with_cameras_is_split_by_identity(tmp_path):
+    name = make_folder(tmp_path / "my people")
+    cfg = folder_config(CAMERA=r"cam(\d)", TEST_FRACTION=0.3)
+    dataset = build_dataset(name, cfg)
+    trained = {dataset.identity(item.pid) for item in dataset.train}
+    assert len(trained) == 7 and len(dataset.train) == 42
+    # One image of each of 3 identities under each of 3 cameras is a query.
+    assert len(dataset.query) == 9 and len(dataset.gallery) == 9
+    assert {item.pid for item in dataset.query} == {1, 2, 3} and {item.camid for item in dataset.query} == {0, 1, 2}
+    assert not {Path(item.path).parent.name for item in dataset.query + dataset.gallery} & trained
+    again = build_dataset(name, cfg)
+    assert again.train == dataset.train and again.query == dataset.query
+    assert build_dataset(name, folder_config(CAMERA=r"cam(\d)", TEST_FRACTION=0.3, SEED=1)).train != dataset.train
+
+
+def test_folder_without_cameras(tmp_path, caplog):
+    caplog.set_level("INFO")
+    dataset = build_dataset(make_folder(tmp_path), folder_config(TEST_FRACTION=0.5))
+    assert len(dataset.query) == 5 and len(dataset.gallery) == 25
+    assert len({item.camid for item in dataset.query + dataset.gallery}) == 30
+    assert "no cameras" in caplog.text
+
+
+@pytest.mark.parametrize("fraction, sizes", [(0.0, (60, 0, 0)), (1.0, (0, 30, 30))])
+def test_folder_for_training_or_testing_alone(tmp_path, fraction, sizes):
+    dataset = build_dataset(make_folder(tmp_path), folder_config(CAMERA=r"cam(\d)", TEST_FRACTION=fraction))
+    assert (len(dataset.train), len(dataset.query), len(dataset.gallery)) == sizes
+
+
+@pytest.mark.parametrize(
+    "values, error, message",
+    [
+        ({"CAMERA": r"c(\d"}, ConfigError, "is no regular expression"),
+        ({"CAMERA": "cam"}, ConfigError, "has no group"),
+        ({"CAMERA": r"kamera(\d)"}, DataError, "does not match DATASETS.FOLDER.CAMERA"),
+        ({"TEST_FRACTION": 0.95}, ConfigError, "DATASETS.FOLDER.TEST_FRACTION 0.95 of 10 identities leaves 0"),
+    ],
+)
+def test_what_a_folder_refuses(tmp_path, values, error, message):
+    with pytest.raises(error, match=message):
+        build_dataset(make_folder(tmp_path), folder_config(**values))
+
+
+def test_an_empty_folder(tmp_path):
+    (tmp_path / "person").mkdir()
+    with pytest.raises(DataError, match="no image is in the folders of .*expected one folder for each identity"):
+        build_dataset(f"folder:{tmp_path}")
+
+
+def test_several_of_a_kind_are_kept_apart(tmp_path):
+    names = [make_folder(tmp_path / name, identities=3) for name in ("one", "two")]
+    items = training_items([build_dataset(name, folder_config(TEST_FRACTION=0.0)) for name in names])
+    assert len({item.pid for item in items}) == 6 and len({item.camid for item in items}) == 36

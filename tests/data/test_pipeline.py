@@ -1,0 +1,170 @@
+"""The input pipeline by its keys: where images are augmented, caches, and images that cannot be read."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from fastamp.config import get_cfg
+from fastamp.data import store as store_module
+from fastamp.data.build import build_reid_test_loader, build_reid_train_loader
+from fastamp.utils.errors import DataError
+
+AUGMENTED = [
+    word
+    for name in ("CROP", "PADDING", "FLIP", "CJ", "GREY", "BLUR", "AUTOAUG", "AFFINE", "REA", "LOCAL_GREY", "RPT")
+    for word in (f"INPUT.{name}", "True")
+]
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A data root of this test's own with the tiny demo set."""
+    tiny.make_demo(tmp_path / "root")
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path / "root"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(store_module, "_SHARED_MEMORY", tmp_path / "shm")
+    return tmp_path / "root"
+
+
+def config(tmp_path, *opts):
+    cfg = get_cfg()
+    cfg.merge_from_list(tiny.tiny_options(tmp_path / "out", *opts))
+    return cfg
+
+
+def batches(cfg, count=6, start_iter=0):
+    return list(itertools.islice(build_reid_train_loader(cfg, start_iter=start_iter), count))
+
+
+def same(one, other):
+    return all(
+        torch.equal(a[name], b[name])
+        for a, b in zip(one, other, strict=True)
+        for name in ("images", "targets", "camids", "indices")
+    )
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_worker_and_device_augment_alike(root, tmp_path, workers):
+    options = [
+        *AUGMENTED,
+        "INPUT.CROP.SIZE",
+        "(64, 32)",
+        "INPUT.AUTOAUG.PROB",
+        "0.5",
+        "DATALOADER.NUM_WORKERS",
+        workers,
+    ]
+    in_workers = batches(config(tmp_path, *options))
+    on_device = batches(config(tmp_path, *options, "INPUT.AUGMENT_ON", "device"))
+    assert same(in_workers, on_device) and "augmentation" not in on_device[0]
+    plain = batches(config(tmp_path, "INPUT.FLIP", "False", "INPUT.PADDING", "False", "INPUT.REA", "False"))
+    assert not torch.equal(plain[0]["images"], in_workers[0]["images"])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_device_augments_as_workers_do(root, tmp_path):
+    options = [*AUGMENTED, "INPUT.CROP.SIZE", "(64, 32)", "MODEL.DEVICE", "cuda"]
+    in_workers = batches(config(tmp_path, *options))
+    on_device = batches(config(tmp_path, *options, "INPUT.AUGMENT_ON", "device"))
+    for one, other in zip(in_workers, on_device, strict=True):
+        assert one["images"].is_cuda and other["images"].is_cuda
+        difference = (one["images"].int() - other["images"].int()).abs()
+        assert (difference > 2).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("cache", ["ram", "disk"])
+def test_a_cache_changes_nothing(root, tmp_path, cache):
+    plain = batches(config(tmp_path))
+    for _ in range(2):  # built, then found
+        assert same(plain, batches(config(tmp_path, "DATALOADER.CACHE", cache, "DATALOADER.NUM_WORKERS", "2")))
+    assert same(plain[3:], batches(config(tmp_path, "DATALOADER.CACHE", cache), count=3, start_iter=3))
+    tested = [next(iter(build_reid_test_loader(config(tmp_path, *opts), "Demo")[0])) for opts in
+              ((), ("DATALOADER.CACHE", cache))]  # fmt: skip
+    assert torch.equal(tested[0]["images"], tested[1]["images"])
+    folder = tmp_path / "own cache"
+    assert same(plain, batches(config(tmp_path, "DATALOADER.CACHE", cache, "DATALOADER.CACHE_DIR", str(folder))))
+    assert folder.exists() == (cache == "disk")
+
+
+@pytest.mark.parametrize("cache", ["none", "disk"])
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_corrupt_image_is_an_error_that_names_it(root, tmp_path, cache, workers):
+    victim = sorted(root.rglob("bounding_box_train/*.jpg"))[7]
+    victim.write_bytes(b"no image")
+    options = ["DATALOADER.CACHE", cache, "DATALOADER.NUM_WORKERS", workers]
+    with pytest.raises(DataError, match=f"cannot read the image .*{victim.name}"):
+        batches(config(tmp_path, *options), count=30)
+
+
+@pytest.mark.parametrize("cache", ["none", "ram"])
+def test_skipping_puts_another_of_the_identity_in_its_place(root, tmp_path, cache, caplog):
+    files = sorted(root.rglob("bounding_box_train/*.jpg"))
+    options = ["INPUT.FLIP", "False", "INPUT.PADDING", "False", "INPUT.REA", "False"]
+    before = batches(config(tmp_path, *options), count=30)
+    files[7].write_bytes(b"no image")
+    options += ["DATALOADER.ON_CORRUPT", "skip", "DATALOADER.CACHE", cache]
+    after = batches(config(tmp_path, *options), count=30)
+    assert caplog.text.count(f"cannot read the image {files[7]}") == 1 and "(1 such images so far" in caplog.text
+    twin = next(image for batch in before for image, path in zip(batch["images"], batch["img_paths"], strict=True)
+                if path == str(files[8]))  # fmt: skip
+    replaced = 0
+    for one, other in zip(before, after, strict=True):
+        assert one["img_paths"] == other["img_paths"] and torch.equal(one["targets"], other["targets"])
+        for was, now, path in zip(one["images"], other["images"], one["img_paths"], strict=True):
+            replaced += path == str(files[7])
+            assert torch.equal(now, twin if path == str(files[7]) else was)
+    assert replaced and files[7].name[:4] == files[8].name[:4]
+
+
+def test_skipping_finds_nothing(root, tmp_path):
+    files = sorted(root.rglob("bounding_box_train/*.jpg"))
+    for file in files:
+        if file.name[:4] == files[0].name[:4]:
+            file.write_bytes(b"no image")
+    with pytest.raises(DataError, match="no image of the identity of .* can be read"):
+        batches(config(tmp_path, "DATALOADER.ON_CORRUPT", "skip"), count=30)
+
+
+def test_a_single_identity_is_refused(root, tmp_path):
+    folder = next(root.iterdir()).rename(root / "Market-1501-v15.09.15")
+    first = sorted(folder.rglob("bounding_box_train/*.jpg"))[0].name[:4]
+    for file in folder.rglob("bounding_box_train/*.jpg"):
+        if file.name[:4] != first:
+            file.unlink()
+    options = [
+        "SOLVER.IMS_PER_BATCH",
+        "4",
+        "DATALOADER.SAMPLER_TRAIN",
+        "TrainingSampler",
+        "DATASETS.NAMES",
+        "Market1501",
+    ]
+    with pytest.raises(DataError, match="has a single identity"):
+        build_reid_train_loader(config(tmp_path, *options))
+
+
+def test_sets_by_weight(root, tmp_path):
+    mine = tmp_path / "mine.csv"
+    files = sorted(root.rglob("bounding_box_train/*.jpg"))
+    mine.write_text("\n".join(["path,pid", *(f"{file},{file.name[:4]}" for file in files[:24])]))
+    names = f"('Demo', 'csv:{mine}')"
+    options = [
+        "DATASETS.NAMES",
+        names,
+        "DATALOADER.SAMPLER_TRAIN",
+        "SetReWeightSampler",
+        "DATALOADER.SET_WEIGHT",
+        "(3, 1)",
+    ]
+    loader = build_reid_train_loader(config(tmp_path, *options))
+    assert loader.dataset.num_classes == 16 + 4
+    for batch in itertools.islice(loader, 5):
+        from_mine = [loader.dataset.items[index].pid.startswith("csv:") for index in batch["indices"].tolist()]
+        assert sum(from_mine) == 4 and len(from_mine) == 16
+    assert Path(mine).exists()

@@ -1,0 +1,64 @@
+"""Identities held out of training: apart, every query with a match, the same for the same seed."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastamp.data import split
+from fastamp.data.datasets.base import ImageItem
+from fastamp.utils.errors import ConfigError, DataError
+
+
+def hold_out(items, fraction, seed):
+    return split.hold_out(items, fraction, seed, key="A.KEY")
+
+
+def images(seed, count=60, pids=12, cameras=3):
+    random = np.random.default_rng(seed)
+    return [
+        ImageItem(f"{i}.jpg", f"set_{random.integers(pids)}", f"set_c{random.integers(cameras)}") for i in range(count)
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(12, 80), st.integers(1, 4), st.floats(0.1, 0.6))
+def test_identities_are_apart_and_every_query_has_a_match(seed, count, cameras, fraction):
+    items = images(seed, count, cameras=cameras)
+    try:
+        training, query, gallery = hold_out(items, fraction, seed)
+    except (ConfigError, DataError):
+        return
+    assert sorted(item.path for item in training + query + gallery) == sorted(item.path for item in items)
+    held = {item.path for item in query + gallery}
+    of = {item.path: item.pid for item in items}
+    assert not {of[item.path] for item in training} & {of[path] for path in held}
+    assert len({of[path] for path in held}) == max(2, round(fraction * len(set(of.values()))))
+    for each in query:
+        assert any(other.pid == each.pid and other.camid != each.camid for other in gallery)
+    assert {item.pid for item in query + gallery} == set(range(1, len({of[path] for path in held}) + 1))
+
+
+def test_depends_on_the_seed_alone():
+    items = images(0)
+    assert hold_out(items, 0.3, 1) == hold_out(items, 0.3, 1)
+    assert hold_out(items, 0.3, 1) != hold_out(items, 0.3, 2)
+    assert {i.path for i in hold_out(items[::-1], 0.3, 1)[0]} == {i.path for i in hold_out(items, 0.3, 1)[0]}
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, 0.95])
+def test_a_fraction_that_leaves_nothing(fraction):
+    with pytest.raises(ConfigError, match=f"A.KEY {fraction:g} of"):
+        hold_out(images(0), fraction, 0)
+
+
+def test_nothing_to_match():
+    items = [ImageItem(f"{i}.jpg", f"set_{i}", "set_c0") for i in range(10)]
+    with pytest.raises(DataError, match="held out by A.KEY has two images"):
+        hold_out(items, 0.3, 0)
+
+
+def test_where_each_image_has_a_camera_of_its_own_one_of_each_identity_is_a_query():
+    items = [ImageItem(f"{i}.jpg", i // 4, i) for i in range(24)]
+    query, gallery = split.query_and_gallery(items)
+    assert [item.path for item in query] == [f"{i}.jpg" for i in range(0, 24, 4)] and len(gallery) == 18

@@ -1,0 +1,178 @@
+"""The store of decoded images: what it holds, when it is built anew, and what cannot harm it."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fastamp.data import store as module
+from fastamp.data.datasets.base import ImageItem
+from fastamp.data.decode import read_image
+from fastamp.data.store import ImageStore
+from fastamp.data.transforms import Resize
+from fastamp.utils.errors import DataError
+
+SHAPE = (3, 16, 8)
+
+
+class Read:
+    """Read an item's image at some size, and count."""
+
+    def __init__(self, items, size=SHAPE[1:], seconds=0.0):
+        self.items, self.resize, self.seconds, self.count = items, Resize(size=size), seconds, 0
+
+    def __call__(self, number):
+        self.count += 1
+        time.sleep(self.seconds)
+        item = self.items[number]
+        return self.resize(read_image(item.path, box=item.box))
+
+
+@pytest.fixture
+def items(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (150, 20, 10, 3), dtype=np.uint8)
+    (tmp_path / "data").mkdir()
+    made = []
+    for number, image in enumerate(pixels):
+        path = tmp_path / "data" / f"{number} ü.png"
+        Image.fromarray(image).save(path)
+        made.append(ImageItem(str(path), number, 0))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path / "root"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path / "shm")
+
+
+def forbidden(number):
+    raise AssertionError("read again")
+
+
+@pytest.mark.parametrize("where", ["disk", "ram"])
+def test_holds_what_reading_gives_and_reads_once(items, where):
+    store = ImageStore(items, SHAPE, Read(items), where=where)
+    assert store.images.shape == (150, *SHAPE) and store.images.dtype == torch.uint8
+    for number in (0, 63, 64, 149):
+        assert torch.equal(store.images[number], Read(items)(number))
+    again = ImageStore(items, SHAPE, forbidden, where=where)
+    assert torch.equal(again.images, store.images) and again.path == store.path
+    store.close()
+    assert again.path.exists()
+    again.close()
+    assert again.path.exists() == (where == "disk")
+
+
+@pytest.mark.parametrize("change", ["content", "box", "size", "order", "fewer"])
+def test_is_built_anew_when_something_changes(items, change):
+    first = ImageStore(items, SHAPE, Read(items), where="disk")
+    first.close()
+    shape, changed = SHAPE, list(items)
+    if change == "content":
+        Image.new("RGB", (10, 20), "red").save(items[3].path)
+    elif change == "box":
+        changed[3] = items[3]._replace(box=(1, 2, 9, 18))
+    elif change == "size":
+        shape = (3, 8, 8)
+    else:
+        changed = items[::-1] if change == "order" else items[:-1]
+    store = ImageStore(changed, shape, Read(changed, shape[1:]), where="disk")
+    assert store.path != first.path and len(store.images) == len(changed)
+    assert torch.equal(store.images[3], Read(changed, shape[1:])(3))
+    # Only a store of the same list whose files have changed takes the place of the old one.
+    assert first.path.exists() == (change != "content")
+
+
+def test_one_in_use_stays_when_its_files_change(items):
+    first = ImageStore(items, SHAPE, Read(items), where="disk")
+    before = first.images.clone()
+    Image.new("RGB", (10, 20), "red").save(items[3].path)
+    second = ImageStore(items, SHAPE, Read(items), where="disk")
+    assert first.path.exists() and torch.equal(first.images, before) and not torch.equal(second.images[3], before[3])
+
+
+def test_a_corrupt_image_is_named_and_leaves_nothing(items):
+    Path(items[70].path).write_bytes(b"no image")
+    with pytest.raises(DataError, match="cannot read the image .*70 ü.png"):
+        ImageStore(items, SHAPE, Read(items), where="disk")
+    folder = Path(os.environ["FASTAMP_DATASETS"]) / ".fastamp-cache"
+    assert [file.suffix for file in folder.iterdir()] == [".lock"]
+
+
+def test_a_missing_image_is_named(items):
+    os.unlink(items[5].path)
+    with pytest.raises(DataError, match="cannot read the image .*5 ü.png: No such file"):
+        ImageStore(items, SHAPE, Read(items), where="disk")
+
+
+def build(items, results):
+    read = Read(items, seconds=0.02)
+    images = ImageStore(items, SHAPE, read, where="disk").images
+    results.put((read.count, int(images.sum())))
+
+
+def test_of_several_processes_one_builds(items):
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    processes = [context.Process(target=build, args=(items, results)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    outcomes = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert sorted(count for count, _ in outcomes) == [0, 0, 150] and len({total for _, total in outcomes}) == 1
+
+
+def test_a_killed_build_leaves_nothing_that_counts(items):
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=build, args=(items, context.Queue()))
+    process.start()
+    folder = Path(os.environ["FASTAMP_DATASETS"]) / ".fastamp-cache"
+    while not list(folder.glob("*.unfinished")):
+        time.sleep(0.01)
+    time.sleep(0.2)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert not list(folder.glob("*.images"))
+    store = ImageStore(items, SHAPE, Read(items), where="disk")
+    assert torch.equal(store.images[149], Read(items)(149)) and not list(folder.glob("*.unfinished"))
+
+
+def test_a_root_that_cannot_be_written_to(items, tmp_path, caplog):
+    (tmp_path / "root").write_text("no folder")
+    caplog.set_level("INFO")
+    store = ImageStore(items, SHAPE, Read(items), where="disk")
+    assert store.path.parent == tmp_path / "home/fastamp"
+    assert "cannot write to" in caplog.text and str(store.path) in caplog.text
+
+
+def test_no_folder_at_all(items, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(DataError, match="DATALOADER.CACHE has no folder that can be written to: .*file"):
+        ImageStore(items, SHAPE, Read(items), where="disk", folder=str(tmp_path / "file"))
+
+
+def test_a_full_disk(items, monkeypatch):
+    def full(number, start, length):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with pytest.raises(DataError, match=r"(?s)No space left on device; it takes 0.00 GB, and .* GB are free"):
+        ImageStore(items, SHAPE, forbidden, where="disk")
+
+
+def test_what_a_killed_run_left_in_memory_goes(items):
+    base = module._memory_folder()
+    left = base / "0123-4567.images"
+    left.write_bytes(b"left")
+    ImageStore(items, SHAPE, Read(items), where="ram").close()
+    assert not left.exists() and not list(base.glob("*.images"))

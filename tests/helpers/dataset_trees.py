@@ -1,0 +1,137 @@
+"""Miniature trees of all data sets; readers look at names and lists, so the images are empty files."""
+
+MARKET = {
+    "bounding_box_train": ("0002_c1s1_000451_03.jpg", "0002_c6s2_000001_01.jpg", "0007_c3s1_000001_00.jpg"),
+    "query": ("0001_c1s1_000001_00.jpg",),
+    "bounding_box_test": ("0001_c2s1_000001_00.jpg", "0000_c5s1_000001_00.jpg", "-1_c4s1_000001_00.jpg"),
+}
+MARKET_ITEMS = ([(2, 0), (2, 5), (7, 2)], [(1, 0)], [(0, 4), (1, 1)])
+MARKET_FILES = [f"{folder}/{name}" for folder, names in MARKET.items() for name in names]
+VEHICLE_IDS = {
+    **{f"image/{image:07d}.jpg": "" for image in range(1, 12)},
+    "train_test_split/train_list.txt": "0000001 7\n0000002 7\n0000003 9\n",
+    **{
+        f"train_test_split/test_list_{count}.txt": "".join(
+            f"{image:07d} {vehicle}\n" for image, vehicle in [(4, 20), (5, 20), (6, 20), (7, vid), (8, vid)]
+        )
+        for count, vid in ((13164, 21), (800, 22), (1600, 23), (2400, 24))
+    },
+}
+WILD = {
+    "images/00001/000001.jpg": "",
+    **{f"images/0000{vehicle}/00000{vehicle}.jpg": "" for vehicle in range(2, 9)},
+    "train_test_split/vehicle_info.txt": "id/image;Camera ID;Time;Model;Type;Color\n00001/000001;12;t;m;t;c\n"
+    + "".join(f"0000{vid}/00000{vid};{camera};t;m;t;c\n" for vid, camera in enumerate((3, 3, 12, 174, 9, 9, 9), 2)),
+    "train_test_split/train_list.txt": "00001/000001.jpg\n00002/000002.jpg\n",
+    **{
+        f"train_test_split/test_{count}{ending}.txt": f"0000{vehicle}/00000{vehicle}.jpg\n"
+        for count, query, gallery in ((3000, 3, 4), (5000, 5, 6), (10000, 7, 8))
+        for ending, vehicle in (("_query", query), ("", gallery))
+    },
+}
+MSMT = {
+    **{f"{{train}}/{name}": "" for name in ("0000/0000_000_01_0303morning_0015_0.jpg", "0000/0000_001_15_x.jpg")},
+    "{train}/0001/0001_000_02_x y.jpg": "",
+    **{f"{{test}}/{name}": "" for name in ("0000/0000_000_03_x.jpg", "0001/0001_000_04_x.jpg")},
+    "list_train.txt": "0000/0000_000_01_0303morning_0015_0.jpg 0\n0001/0001_000_02_x y.jpg 1\n",
+    "list_val.txt": "0000/0000_001_15_x.jpg 0\n",
+    "list_query.txt": "0000/0000_000_03_x.jpg 0\n",
+    "list_gallery.txt": "0001/0001_000_04_x.jpg 1\r\n0000/0000_000_03_x.jpg 0\r\n",
+}
+
+
+def msmt(folder, train, test):
+    """Return MSMT17's files, path -> text, in a version's folders."""
+    return {f"{folder}/{path.format(train=train, test=test)}": text for path, text in MSMT.items()}
+
+
+def under(folder, files):
+    """Return files, path -> text or paths of empty ones, in a folder."""
+    return {f"{folder}/{path}": files[path] if isinstance(files, dict) else "" for path in files}
+
+
+def alone(folder, files, train):
+    """Return the row of a data set with training images alone."""
+    return under(folder, files), train, [], []
+
+
+VEHICLE_TRAIN = [(7, 1), (7, 2), (9, 3)]
+WILD_TRAIN = [(1, 2), (2, 0)]
+# The files of each data set, and its training, query and gallery images as (identity, camera).
+TREES = {
+    "Market1501": (under("Market-1501-v15.09.15", MARKET_FILES), *MARKET_ITEMS),
+    "DukeMTMC": (under("DukeMTMC-reID", MARKET_FILES), *MARKET_ITEMS),
+    "OccludedDuke": (under("Occluded_Duke", MARKET_FILES), *MARKET_ITEMS),
+    "MSMT17": (msmt("MSMT17_V1", "train", "test"), [(0, 0), (1, 1)], [(2, 2)], [(3, 3), (2, 2)]),
+    "VeRi": (
+        under(
+            "veri",
+            [
+                "image_train/0002_c002_00030600_0.jpg",
+                "image_train/0003_c020_00030600_1.jpg",
+                "image_query/0005_c001_1_0.jpg",
+                "image_test/0005_c019_1_0.jpg",
+            ],
+        ),
+        [(2, 1), (3, 19)],
+        [(5, 0)],
+        [(5, 18)],
+    ),
+    **{
+        name: (under("vehicleid", VEHICLE_IDS), VEHICLE_TRAIN, None, None)
+        for name in ("VehicleID", "SmallVehicleID", "MediumVehicleID", "LargeVehicleID")
+    },
+    **{
+        name: (under("VERI-Wild", WILD), WILD_TRAIN, [(query, camera)], [(query + 1, other)])
+        for name, query, camera, other in (
+            ("VeRiWild", 7, 1, 1),
+            ("SmallVeRiWild", 3, 0, 2),
+            ("MediumVeRiWild", 5, 3, 1),
+            ("LargeVeRiWild", 7, 1, 1),
+        )
+    },
+    "AirportALERT": alone(
+        "AirportALERT",
+        {
+            "filepath.txt": "cam4\\9\\a b.jpg\ncam10\\10000\\c.jpg\ncam10\\11001\\d.jpg\n",
+            **dict.fromkeys(("cam4/9/a b.jpg", "cam10/10000/c.jpg", "cam10/11001/d.jpg"), ""),
+        },
+        [(9, 1), (10000, 0)],
+    ),
+    "CAVIARa": alone("CAVIARa", ["1001001.jpg", "1001002.jpg", "1002.jpg"], [(1001, 0), (1001, 0), (1002, 0)]),
+    "cuhkSYSU": alone("cuhk_sysu/cropped_images", ["p11422_s16929_1.jpg", "p-1_s1_1.jpg"], [(11422, 0)]),
+    "GRID": alone(
+        "underground_reid/images", ["0001_1_2_3.jpeg", "0001_6_2_3.jpeg", "0000_2_2_3.jpeg"], [(1, 0), (1, 1)]
+    ),
+    "iLIDS": alone("iLIDS", ["person001/cam1_x.png", "person9/cam2_x.png"], [("person001", 0), ("person9", 1)]),
+    "LPW": alone(
+        "pep_256x128/data_slim", ["scen1/view1/3/a.jpg", "scen2/view3/3/a.jpg"], [("scen1-3", 0), ("scen2-3", 1)]
+    ),
+    "PeS3D": alone("3DPeS", ["12/1_c9.bmp", "13/2_c8.bmp"], [(12, 0), (13, 0)]),
+    "PKU": alone("PKUv1a_128x48", ["001_1_4.png", "114_2_10.png"], [(1, 0), (114, 1)]),
+    "PRAI": alone("PRAI-1581/images", ["0001_2_3.jpg", "0002_10_3.jpg"], [(1, 0), (2, 1)]),
+    "PRID": alone("prid_2011/slim_train", ["person_0001/a_1.png", "deep/er/person_0200/b_1.png"], [(1, 0), (200, 1)]),
+    "SAIVT": alone("SAIVT-SoftBio/cropped_images", ["15/x-1-C3-2.jpeg", "16/x-1-C8.jpeg"], [(15, 0), (16, 1)]),
+    "SenseReID": (
+        under("SenseReID", ["test_probe/00012_0.jpg", "test_gallery/00012_1.jpg", "test_gallery/00099_1.jpg"]),
+        [(12, 0), (12, 1), (99, 1)],
+        [(12, 0)],
+        [(12, 1), (99, 1)],
+    ),
+    "Shinpuhkan": alone("shinpuhkan", ["001_02_03_4.jpg", "a/b/002_02_16.jpg"], [(1, 0), (2, 1)]),
+    "SYSU_mm": alone(
+        "SYSU-MM01", [f"cam{number}/{number:04d}/0001.jpg" for number in range(1, 7)], [(1, 0), (2, 1), (4, 2), (5, 3)]
+    ),
+    "Thermalworld": alone("thermalworld_rgb", ["12/3.jpg", "13/3.jpg"], [(12, 0), (13, 0)]),
+    "VIPeR": (under("VIPeR", [f"cam_{ab}/{pid:03d}_45.bmp" for pid in range(8) for ab in "ab"]), None, None, None),
+    "WildTrackCrop": alone("Wildtrack_crop_dataset/crop", ["12/3_0001.png", "13/4_0001.png"], [(12, 0), (13, 1)]),
+}
+
+
+def write(root, files):
+    """Write ``files``, path -> text, below ``root``."""
+    for path, text in files.items():
+        file = root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text.encode())
+    return root

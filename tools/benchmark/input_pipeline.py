@@ -1,0 +1,160 @@
+#!/usr/bin/env python
+"""Compare the training input pipeline with PIL and torchvision's transforms, image by image, in one run on one core.
+
+Both decode JPEG files of generated pedestrians and make batches of 64 of them at 256x128: bicubic resizing, mirroring,
+padding, cropping, erasing. The reference is the usual pipeline: PIL, torchvision.transforms (v1), torch.stack. The
+variants take turns, so that a machine whose speed drifts favours none. With a CUDA device, also the share of a training
+step (ResNet-50, bf16, batch 128) that waits for data.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from tabulate import tabulate
+from torch import Tensor
+from torchvision import transforms as v1
+
+from fastamp.amp.machine import inspect_machine
+from fastamp.config import get_cfg
+from fastamp.data.build import build_reid_train_loader
+from fastamp.data.dataset import ReidDataset
+from fastamp.data.datasets.base import ImageItem
+from fastamp.data.demo import generate_demo
+from fastamp.data.store import ImageStore
+from fastamp.data.transforms import build_transforms
+from fastamp.engine import DefaultTrainer
+
+SIZE, BATCH = (256, 128), 64
+RECIPE = Path(__file__).parents[2] / "configs/Market1501/bagtricks_R50.yml"
+TARGETS = {"uncached": (2.5, 2.0), "cached": (8.0, 6.0)}
+
+
+def reference(paths: list[str], cfg: Any) -> Callable[[list[int]], Tensor]:
+    """Return the usual pipeline: indices -> (B, 3, H, W) float32."""
+    recipe = v1.Compose(
+        [
+            v1.Resize(SIZE, interpolation=v1.InterpolationMode.BICUBIC),
+            v1.RandomHorizontalFlip(),
+            v1.Pad(cfg.INPUT.PADDING.SIZE),
+            v1.RandomCrop(SIZE),
+            v1.ToTensor(),
+            v1.RandomErasing(p=cfg.INPUT.REA.PROB, value=(0.485, 0.456, 0.406)),
+        ]
+    )
+
+    def batch(indices: list[int]) -> Tensor:
+        return torch.stack([recipe(Image.open(paths[index]).convert("RGB")) for index in indices])
+
+    return batch
+
+
+def ours(dataset: ReidDataset) -> Callable[[list[int]], Tensor]:
+    """Return fastamp's: indices -> (B, 3, H, W) uint8."""
+    return lambda indices: dataset.__getitems__([(0, index, index) for index in indices])["images"]
+
+
+def compare(source: tuple[int, int], rounds: int, folder: Path) -> list[list[Any]]:
+    """Return a row for each variant: name, images/s, and how many times the reference's."""
+    generate_demo(
+        folder,
+        train_identities=40,
+        test_identities=4,
+        images_per_identity=16,
+        distractors=0,
+        cameras=4,
+        image_size=source,
+        workers=len(os.sched_getaffinity(0)),
+    )
+    paths = sorted(str(path) for path in (folder / "bounding_box_train").glob("*.jpg"))
+    cfg = get_cfg()
+    cfg.merge_from_file(str(RECIPE))
+    items = [ImageItem(path, number, 0) for number, path in enumerate(paths)]
+    uncached, cached = (ReidDataset(items, build_transforms(cfg), relabel=True) for _ in range(2))
+    cached.store = ImageStore(items, (3, *SIZE), cached.read, where="ram")
+    variants = {"PIL, torchvision": reference(paths, cfg), "uncached": ours(uncached), "cached": ours(cached)}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+    for number in range(rounds + 1):
+        for name, batch in variants.items():
+            began = time.perf_counter()
+            for start in range(0, len(paths) - BATCH + 1, BATCH):
+                batch(list(range(start, start + BATCH)))
+            if number:  # the first round warms the caches
+                seconds[name].append(time.perf_counter() - began)
+    cached.store.close()
+    images = len(paths) // BATCH * BATCH
+    slowest = statistics.median(seconds["PIL, torchvision"])
+    return [
+        [name, f"{images / statistics.median(times):.0f}", f"{slowest / statistics.median(times):.2f}"]
+        for name, times in seconds.items()
+    ]
+
+
+def waiting(steps: int, cache: str, augment_on: str, root: str) -> tuple[float, float]:
+    """Return the seconds of a training step on CUDA, and the share of them that waits for data."""
+    os.environ["FASTAMP_DATASETS"] = root
+    cfg = get_cfg()
+    cfg.merge_from_file(str(RECIPE))
+    options = {
+        "DATASETS.NAMES": "Demo",
+        "DATASETS.TESTS": "Demo",
+        "MODEL.BACKBONE.PRETRAIN": False,
+        "SOLVER.AMP": "bf16",
+        "SOLVER.AMP.PREFLIGHT": "off",
+        "SOLVER.IMS_PER_BATCH": 128,
+        "DATALOADER.CACHE": cache,
+        "INPUT.AUGMENT_ON": augment_on,
+        "OUTPUT_DIR": root,
+    }
+    cfg.merge_from_list([word for pair in options.items() for word in pair])
+    trainer = DefaultTrainer(cfg)
+    loader = iter(build_reid_train_loader(cfg))
+    waited = began = 0.0
+    for step in range(steps + 10):
+        if step == 10:
+            torch.cuda.synchronize()
+            waited, began = 0.0, time.perf_counter()
+        asked = time.perf_counter()
+        batch = next(loader)
+        waited += time.perf_counter() - asked
+        trainer.trainer.step(batch)
+    torch.cuda.synchronize()
+    total = time.perf_counter() - began
+    return total / steps, waited / total
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="training steps on CUDA (default: %(default)s)")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print("\n".join(inspect_machine(device).lines()))
+    if device.type == "cuda":
+        rows = []
+        with tempfile.TemporaryDirectory() as root:
+            for cache, augment_on in (("none", "worker"), ("none", "device"), ("ram", "worker"), ("ram", "device")):
+                seconds, share = waiting(args.steps, cache, augment_on, root)
+                rows.append([cache, augment_on, f"{1000 * seconds:.1f}", f"{100 * share:.1f}"])
+        print(tabulate(rows, ["CACHE", "AUGMENT_ON", "step [ms]", "waiting for data [%]"], tablefmt="github"))
+    for number, source in enumerate(((128, 64), (256, 128))):
+        with tempfile.TemporaryDirectory() as folder:
+            rows = compare(source, args.rounds, Path(folder))
+        for row in rows[1:]:
+            row.append(f"{TARGETS[row[0]][number]:.1f}")
+        print(f"\nsources of {source[0]}x{source[1]}, one core")
+        print(tabulate(rows, ["pipeline", "images/s", "times", "target"], tablefmt="github"))
+
+
+if __name__ == "__main__":
+    main()
