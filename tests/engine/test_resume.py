@@ -81,6 +81,14 @@ OPTIONS = {
     "AutoAugment and affine": (
         "INPUT.AUTOAUG.ENABLED", "True", "INPUT.AUTOAUG.PROB", "0.5", "INPUT.AFFINE.ENABLED", "True",
     ),
+    "every augmentation, on the device": (
+        "INPUT.AUGMENT_ON", "device", "INPUT.CROP", "True", "INPUT.CROP.SIZE", "(64, 32)", "INPUT.CJ", "True",
+        "INPUT.GREY", "True", "INPUT.BLUR", "True", "INPUT.RANDAUG", "True", "INPUT.LOCAL_GREY", "True",
+        "INPUT.RPT", "True", "INPUT.AUGMIX", "True", "INPUT.AUGMIX.PROB", "0.5",
+    ),
+    "a cache": ("DATALOADER.CACHE", "ram"),
+    "identities equally often": ("DATALOADER.SAMPLER_TRAIN", "ImbalancedDatasetSampler"),
+    "sets by weight": ("DATALOADER.SAMPLER_TRAIN", "SetReWeightSampler", "DATALOADER.SET_WEIGHT", "(1,)"),
     "margin softmax and more losses": (
         "MODEL.HEADS.CLS_LAYER", "CircleSoftmax", "MODEL.HEADS.SCALE", "32", "MODEL.HEADS.MARGIN", "0.3",
         "MODEL.HEADS.POOL_LAYER", "GeneralizedMeanPoolingP",

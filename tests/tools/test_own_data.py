@@ -1,0 +1,62 @@
+"""Training on a user's own images, as the README has it."""
+
+import json
+from pathlib import Path
+
+import check_data
+import pytest
+import tiny
+import train_net
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """The tiny demo's files, wherever they are."""
+    return tiny.make_demo(tmp_path / "pictures")
+
+
+def results(output):
+    return json.loads((output / "metrics.json").read_text().splitlines()[-1])
+
+
+def train(name, output, *opts):
+    options = tiny.tiny_options(
+        output, "DATASETS.NAMES", name, "DATASETS.TESTS", name, "DATALOADER.CACHE", "disk", *opts
+    )
+    assert train_net.cli(options) == 0
+    return results(output)
+
+
+def test_a_csv_gives_what_its_data_set_gives(pictures, tmp_path, monkeypatch, capsys):
+    lines = ["path,pid,camid,split"]
+    for folder, split in (("bounding_box_train", "train"), ("query", "query"), ("bounding_box_test", "gallery")):
+        for file in sorted((pictures / folder).glob("*.jpg")):
+            pid, camera = file.name.split("_")[:2]
+            if pid != "-1":
+                lines.append(f"{file.relative_to(tmp_path)},{int(pid)},{camera[:2]},{split}")
+    (tmp_path / "mine.csv").write_text("\n".join(lines))
+    name = f"csv:{tmp_path / 'mine.csv'}"
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path / "root"))
+    assert check_data.cli([name, "--output", str(tmp_path / "check")]) == 0
+    assert "| train" in capsys.readouterr().out
+    mine = train(name, tmp_path / "mine")
+    (tmp_path / "root").mkdir(exist_ok=True)
+    pictures.rename(tmp_path / "root/Market-1501-v15.09.15")
+    market = train("Market1501", tmp_path / "market")
+    assert mine[f"{name}/mAP"] == market["Market1501/mAP"] and mine[f"{name}/Rank-1"] == market["Market1501/Rank-1"]
+
+
+def test_a_folder_of_folders(pictures, tmp_path, monkeypatch):
+    for file in sorted(pictures.rglob("bounding_box_train/*.jpg")):
+        person = tmp_path / "people" / f"person {file.name[:4]}"
+        person.mkdir(parents=True, exist_ok=True)
+        file.rename(person / file.name)
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path / "root"))
+    name = f"folder:{tmp_path / 'people'}"
+    found = train(
+        name, tmp_path / "out", "DATASETS.FOLDER.CAMERA", r"_c(\d)", "DATASETS.FOLDER.TEST_FRACTION", "0.25",
+        "SOLVER.IMS_PER_BATCH", "8",
+    )  # fmt: skip
+    assert found[f"{name}/mAP"] > 0
