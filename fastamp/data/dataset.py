@@ -89,7 +89,7 @@ class ReidDataset(Dataset):
         items = [self.items[index] for index in indices]
         size = self.transforms.resize.size
         if self.store is not None:
-            images = self.store.images[torch.tensor(indices)]
+            images = self.store.images.index_select(0, torch.tensor(indices))  # 20 times as fast as indexing
         else:
             images = torch.empty(len(items), self.transforms.channels, *size, dtype=torch.uint8)
             for image, index in zip(images, indices, strict=True):

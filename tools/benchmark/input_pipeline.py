@@ -31,6 +31,7 @@ from fastamp.data.demo import generate_demo
 from fastamp.data.store import ImageStore
 from fastamp.data.transforms import build_transforms
 from fastamp.engine import DefaultTrainer
+from fastamp.utils.env import keep_freed_memory
 
 SIZE, BATCH = (256, 128), 64
 RECIPE = Path(__file__).parents[2] / "configs/Market1501/bagtricks_R50.yml"
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="training steps on CUDA (default: %(default)s)")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    keep_freed_memory()  # as a training does on a CPU
     print("\n".join(inspect_machine(device).lines()))
     if device.type == "cuda":
         rows = []

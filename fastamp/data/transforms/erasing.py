@@ -77,7 +77,14 @@ class RandomErasing(RandomRectangle):
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
         """Return the images with their rectangles in the colour ``value``."""
         value = torch.tensor(self.value, dtype=torch.uint8, device=images.device).view(-1, 1, 1)
-        return choose(self.inside(images, parameters), value, images)
+        erased = images.clone()
+        # Image by image: a mask of the whole batch takes ten times as long on a CPU (measured: 2.6 and 0.3 ms for 64
+        # images of 256x128).
+        places = torch.stack([parameters[name] for name in ("top", "left", "height", "width")], dim=1).tolist()
+        for image, (top, left, height, width) in zip(erased, places, strict=True):
+            if height:
+                image[:, top : top + height, left : left + width] = value
+        return erased
 
 
 class LocalGrayscale(RandomRectangle):

@@ -6,7 +6,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from fastamp.data.transforms.base import BatchTransform, Parameters, bits, choose
+from fastamp.data.transforms.base import BatchTransform, Parameters
 
 _ATTEMPTS = 10
 PADDING_MODES = ("constant", "edge", "reflect", "symmetric")
@@ -43,8 +43,11 @@ class RandomHorizontalFlip(BatchTransform):
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
         """Return the images, those with ``flip`` mirrored."""
-        flip = bits(parameters["flip"]).to(images.device).view(-1, 1, 1, 1)
-        return choose(flip, images.flip(-1), images)
+        mirrored = images.flip(-1)
+        # Image by image: indexing and torch.where take ten times as long on bytes (measured on a CPU).
+        for index in (~parameters["flip"]).nonzero()[:, 0].tolist():
+            mirrored[index] = images[index]
+        return mirrored
 
 
 class PadAndRandomCrop(BatchTransform):
