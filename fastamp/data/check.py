@@ -104,35 +104,51 @@ def check_dataset(dataset: ImageDataset) -> Report:
     return report
 
 
-def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 6, columns: int = 12, seed: int = 0) -> None:
-    """Write a PNG with some images of some identities of each split, one row an identity.
+def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, columns: int = 12, seed: int = 0) -> None:
+    """Write a PNG with images of some identities: a row for each of training, then for each with a query.
+
+    A query's row begins with its queries, framed, and goes on with its matches in the gallery.
 
     Raises:
         OSError: it cannot be written.
     """
-    width, height, gap = 64, 128, 4
-    rows: list[tuple[str, list[ImageItem]]] = []
-    for split in SPLITS:
-        groups: dict[int | str, list[ImageItem]] = defaultdict(list)
-        for item in getattr(dataset, split):
-            groups[item.pid].append(item)
-        chosen = np.random.default_rng(seed).permutation(len(groups))[:identities]
+    width, height, gap, line = 64, 128, 4, 14
+    train, query, gallery = (_by_identity(getattr(dataset, split)) for split in SPLITS)
+    rng = np.random.default_rng(seed)
+    rows: list[tuple[str, list[ImageItem], int]] = []
+    for title, groups in (("training", train), ("queries, gallery", query)):
         names = list(groups)
-        rows += [(f"{split} {names[number]}", groups[names[number]][:columns]) for number in chosen]
-    step = height + 14 + gap
+        for number in rng.permutation(len(names))[:identities].tolist():
+            name = names[number]
+            matches = gallery.get(name, []) if groups is query else []
+            framed = len(groups[name][: columns // 3]) if groups is query else 0
+            items = [*groups[name][: framed or columns], *matches][:columns]
+            rows.append((f"{title}: {dataset.identity(name)}", items, framed))
+    step = height + line + gap
     sheet = Image.new("RGB", (columns * (width + gap) + gap, max(1, len(rows)) * step + gap), "white")
     draw = ImageDraw.Draw(sheet)
-    for row, (title, items) in enumerate(rows):
+    for row, (title, items, framed) in enumerate(rows):
         draw.text((gap, gap + row * step), title, fill="black")
         for column, item in enumerate(items):
             try:
                 pixels = read_image(item.path, box=item.box).permute(1, 2, 0).numpy()
             except DataError:
                 continue  # among the findings
+            corner = (gap + column * (width + gap), gap + line + row * step)
             picture = ImageOps.contain(Image.fromarray(pixels), (width, height))
-            sheet.paste(picture, (gap + column * (width + gap), gap + 14 + row * step))
+            sheet.paste(picture, corner)
+            if column < framed:
+                end = (corner[0] + picture.width + 1, corner[1] + picture.height + 1)
+                draw.rectangle(((corner[0] - 2, corner[1] - 2), end), outline="blue", width=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
+
+
+def _by_identity(items: Sequence[ImageItem]) -> dict[int | str, list[ImageItem]]:
+    groups: dict[int | str, list[ImageItem]] = defaultdict(list)
+    for item in items:
+        groups[item.pid].append(item)
+    return groups
 
 
 def _look(item: ImageItem) -> _Facts:
