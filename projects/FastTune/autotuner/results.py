@@ -79,7 +79,7 @@ def short_keys(space: Space) -> list[str]:
 
 
 def _draw(outcomes: Sequence[Outcome], space: Space, path: Path) -> Path | None:
-    """Draw each trial's score over its epochs, and the best against each parameter, hollow for those that were stopped."""
+    """Draw each trial's score over its epochs, and its best against each parameter."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -95,7 +95,8 @@ def _draw(outcomes: Sequence[Outcome], space: Space, path: Path) -> Path | None:
     for each in judged[::-1]:  # the best on top
         style = {"color": "black", "linewidth": 2} if each is judged[0] else {"linewidth": 0.8, "alpha": 0.6}
         over_time.plot(*zip(*each.history, strict=True), ".-", **style)
-    over_time.set(xlabel="epoch", ylabel="score", title="trials over time, the best in black; hollow: stopped")
+    over_time.set(xlabel="epoch", ylabel="score", title="trials over time, the best in black")
+    figure.suptitle("each trial's best score; hollow: stopped before its last epoch", fontsize="medium")
     for plot, (key, parameter) in zip(others, space.parameters.items(), strict=False):
         # A choice is drawn at its place, so that its values stand in order and no two share a place.
         places = {value: place for place, value in enumerate(map(str, parameter.values))}
