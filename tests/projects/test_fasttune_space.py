@@ -187,3 +187,26 @@ def test_rounds_count_evaluations_after_warm_up(period, epochs, grace):
         counting.index(epoch) + 1 if epoch in counting else 0 for epoch in evaluations
     ]
     assert rounds.total == len(counting) >= 1
+
+
+def test_the_sample_of_the_recipe_itself(tmp_path):
+    cfg = get_cfg()
+    options = ["SOLVER.BASE_LR", 2e-3, "SOLVER.WARMUP_ITERS", 70, "SOLVER.IMS_PER_BATCH", 48, "SOLVER.AMP", "bf16"]
+    cfg.merge_from_list(options)
+    space = space_of(
+        tmp_path,
+        """
+        lr: {loguniform: [1e-6, 1e-3]}
+        SOLVER.WEIGHT_DECAY: {choice: [0.0, 5e-4]}
+        SOLVER.AMP: {choice: [off, bf16]}
+        SOLVER.WARMUP_ITERS: {quniform: [0, 200, 50]}
+        IDENTITIES: {randint: [4, 17]}
+        num_inst: {choice: [2, 4, 8]}
+        """,
+        cfg,
+    )
+    sample = space.sample_of(cfg)
+    assert sample == dict(zip(space.parameters, (1e-3, 1, 1, 1, 12, 1), strict=True))
+    again = space.apply(cfg, space.decoded(sample))
+    assert (again.SOLVER.BASE_LR, again.SOLVER.WARMUP_ITERS, again.SOLVER.IMS_PER_BATCH) == (1e-3, 50, 48)
+    assert space_of(tmp_path, "SOLVER.WEIGHT_DECAY: {choice: [0.0, 5e-3]}").sample_of(cfg) is None

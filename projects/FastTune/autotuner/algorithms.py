@@ -57,7 +57,7 @@ def ray_space(space: Space, algorithm: str) -> dict[str, Any]:
     return domains
 
 
-def search_algorithm(algorithm: str, *, trials: int, seed: int) -> Any:
+def search_algorithm(algorithm: str, *, trials: int, seed: int, first: list[dict[str, Any]]) -> Any:
     """Return what draws the values.
 
     Args:
@@ -65,6 +65,7 @@ def search_algorithm(algorithm: str, *, trials: int, seed: int) -> Any:
             ``"bohb"`` Falkner et al. 2018, arXiv:1807.01774; ``"random"`` and ``"grid"`` need no more than Ray.
         trials: how many there will be.
         seed: of the draws.
+        first: samples to begin with.
 
     Raises:
         ConfigError: its package is not installed.
@@ -74,16 +75,18 @@ def search_algorithm(algorithm: str, *, trials: int, seed: int) -> Any:
     if algorithm == "hyperopt":
         from ray.tune.search.hyperopt import HyperOptSearch
 
-        return HyperOptSearch(n_initial_points=max(3, trials // 3), random_state_seed=seed)
+        return HyperOptSearch(
+            n_initial_points=max(3, trials // 3), random_state_seed=seed, points_to_evaluate=first or None
+        )
     if algorithm == "optuna":
         from ray.tune.search.optuna import OptunaSearch
 
-        return OptunaSearch(seed=seed)
+        return OptunaSearch(seed=seed, points_to_evaluate=first or None)
     if algorithm == "bohb":
         from ray.tune.search.bohb import TuneBOHB
 
-        return TuneBOHB(seed=seed)
-    return BasicVariantGenerator(random_state=seed)
+        return TuneBOHB(seed=seed, points_to_evaluate=first or None)
+    return BasicVariantGenerator(random_state=seed, points_to_evaluate=first or None)
 
 
 def check_installed(algorithm: str) -> None:

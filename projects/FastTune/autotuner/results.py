@@ -79,7 +79,7 @@ def short_keys(space: Space) -> list[str]:
 
 
 def _draw(outcomes: Sequence[Outcome], space: Space, path: Path) -> Path | None:
-    """Draw the score against each parameter, and each trial's score over its epochs."""
+    """Draw each trial's score over its epochs, and its best against each parameter."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -87,6 +87,7 @@ def _draw(outcomes: Sequence[Outcome], space: Space, path: Path) -> Path | None:
         return None
     judged = [each for each in outcomes if each.score is not None]
     stages = list(dict.fromkeys(each.stage for each in judged))
+    whole = max((each.epochs for each in judged), default=0)
     columns = min(len(space.parameters) + 1, 3)
     lines = -(-(len(space.parameters) + 1) // columns)
     figure = Figure(figsize=(4.5 * columns, 3.2 * lines), layout="constrained")
@@ -95,18 +96,23 @@ def _draw(outcomes: Sequence[Outcome], space: Space, path: Path) -> Path | None:
         style = {"color": "black", "linewidth": 2} if each is judged[0] else {"linewidth": 0.8, "alpha": 0.6}
         over_time.plot(*zip(*each.history, strict=True), ".-", **style)
     over_time.set(xlabel="epoch", ylabel="score", title="trials over time, the best in black")
+    figure.suptitle("each trial's best score; hollow: stopped before its last epoch", fontsize="medium")
     for plot, (key, parameter) in zip(others, space.parameters.items(), strict=False):
         # A choice is drawn at its place, so that its values stand in order and no two share a place.
         places = {value: place for place, value in enumerate(map(str, parameter.values))}
         for stage in stages:
             those = [each for each in judged if each.stage == stage]
             at = [places[str(each.values[key])] if parameter.kind == "choice" else each.values[key] for each in those]
-            plot.plot(at, [each.score for each in those], "o", alpha=0.7, label=stage)
+            colour = f"C{stages.index(stage)}"
+            filled = [colour if each.epochs == whole else "none" for each in those]
+            plot.scatter(at, [each.score for each in those], c=filled, edgecolors=colour, label=stage)
             if judged[0] in those:
                 plot.plot(at[those.index(judged[0])], judged[0].score, "*", color="black", markersize=12, zorder=3)
         if parameter.kind == "choice":
             plot.set_xticks(list(places.values()), list(places))
-        plot.set(xlabel=key, ylabel="score", xscale="log" if parameter.kind == "loguniform" else "linear")
+        if parameter.kind == "loguniform":
+            plot.set_xscale("log")
+        plot.set(xlabel=key, ylabel="score")
     for plot in others[len(space.parameters) :]:
         plot.remove()
     if len(stages) > 1:

@@ -103,6 +103,11 @@ class Search:
         epochs = self.cfg.SOLVER.MAX_EPOCH
         return Rounds(min(self.cfg.TEST.EVAL_PERIOD, epochs), epochs, self.grace_epochs)
 
+    def first(self) -> list[dict[str, Any]]:
+        """Return the sample of the recipe itself, so that no search ends below it; none where it cannot be drawn."""
+        sample = None if self.algorithm == "grid" else self.space.sample_of(self.cfg)
+        return [] if sample is None else [sample]
+
     def description(self) -> dict[str, Any]:
         """Return what a resume must find unchanged, as flags are called."""
         space = {each.key: {each.kind: list(each.values)} for each in self.space.parameters.values()}
@@ -244,7 +249,9 @@ def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
                 metric=SCORE,
                 mode="max",
                 num_samples=1 if search.algorithm == "grid" else search.trials,
-                search_alg=search_algorithm(search.algorithm, trials=search.trials, seed=search.seed),
+                search_alg=search_algorithm(
+                    search.algorithm, trials=search.trials, seed=search.seed, first=search.first()
+                ),
                 scheduler=scheduler(
                     search.scheduler,
                     rounds=search.rounds.total,

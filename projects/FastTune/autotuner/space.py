@@ -73,6 +73,12 @@ class Parameter:
             return self.values[int(number)]
         return self._on_grid(int(number)) if self.kind == "quniform" else number
 
+    def encode(self, value: float) -> float:
+        """Return the number that stands for a value of a range, or for the nearest in it; see ``decode``."""
+        low, high = self.extremes()
+        value = min(max(value, low), high)
+        return round((value - low) / self.values[2]) if self.kind == "quniform" else value
+
     @property
     def steps(self) -> int:
         """How many steps a ``"quniform"`` range has."""
@@ -161,6 +167,22 @@ class Space:
         changed.merge_from_list([word for pair in self.overrides(cfg, values).items() for word in pair])
         changed.freeze()
         return changed
+
+    def sample_of(self, cfg: CfgNode) -> dict[str, Any] | None:
+        """Return the sample that stands for a config's own values, None where one is none of its key's choices."""
+        own = {key.path: value for key, value in cfg.keys_below()}
+        own[IDENTITIES] = cfg.SOLVER.IMS_PER_BATCH // cfg.DATALOADER.NUM_INSTANCE
+        sample: dict[str, Any] = {}
+        for key, parameter in self.parameters.items():
+            if parameter.kind != "choice":
+                sample[key] = parameter.encode(own[key])
+                continue
+            # However a choice is spelled, the config's own changes nothing.
+            same = [self.apply(cfg, {key: value}) == cfg for value in parameter.values]
+            if True not in same:
+                return None
+            sample[key] = same.index(True)
+        return sample
 
     def narrowed(self, best: Mapping[str, Any], good: Sequence[Mapping[str, Any]]) -> "Space":
         """Return a space around a draw: of each range a third of its width, of each choice what good draws have.
