@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -65,11 +66,10 @@ class ImageStore:
         folder: str = "",
         kind: str = "",
     ) -> None:
-        self._in_memory = where == "ram"
-        base = _memory_folder() if self._in_memory else _disk_folder(folder)
+        base = _memory_folder() if where == "ram" else _disk_folder(folder)
         name, fingerprint = _fingerprint(items, shape, kind)
         self.path = base / f"{name}-{fingerprint}{_SUFFIX}"
-        if self._in_memory:
+        if where == "ram":
             _remove_unused(base, "*")
         size = (len(items), *shape)
         with _alone(base / f"{name}.lock", self.path):
@@ -80,6 +80,7 @@ class ImageStore:
                 self._file = self._open()
         mapped = np.memmap(self._file, dtype=np.uint8, mode="c", shape=size)
         self.images = torch.from_numpy(mapped)
+        self._release = weakref.finalize(self, _give_up, self._file, self.path, in_memory=where == "ram")
 
     def _open(self) -> BinaryIO | None:
         """Return the whole file, which nobody removes while it is open, if there is one."""
@@ -91,11 +92,8 @@ class ImageStore:
         return file if os.fstat(file.fileno()).st_nlink else None  # another may have removed it meanwhile
 
     def close(self) -> None:
-        """Give the store up; one in memory goes when nobody uses it."""
-        fcntl.flock(self._file, fcntl.LOCK_UN)  # the mapping holds the file, and with it a lock, beyond its closing
-        self._file.close()
-        if self._in_memory:
-            _remove_unused(self.path.parent, self.path.name)
+        """Give the store up, as happens by itself when nothing uses it; one in memory goes with its last user."""
+        self._release()
 
     def _build(self, size: tuple[int, ...], read: Callable[[int], Tensor]) -> None:
         count = int(np.prod(size))
@@ -176,14 +174,27 @@ def _disk_folder(folder: str) -> Path:
     raise DataError(f"DATALOADER.CACHE has no folder that can be written to: {reason}.\n  fix: DATALOADER.CACHE_DIR")
 
 
+def _give_up(file: BinaryIO, path: Path, *, in_memory: bool) -> None:
+    fcntl.flock(file, fcntl.LOCK_UN)  # the mapping holds the file, and with it a lock, beyond its closing
+    file.close()
+    if in_memory:
+        _remove_unused(path.parent, path.name)
+
+
 @contextmanager
 def _alone(lock: Path, wanted: Path) -> Iterator[None]:
     """Keep other processes from building the same store."""
     with lock.open("wb") as file:
-        if not _locked(file):
-            if not wanted.exists():
-                logger.info("waiting for another process, which is decoding the images into %s", wanted)
-            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            if not _locked(file):
+                if not wanted.exists():
+                    logger.info("waiting for another process, which is decoding the images into %s", wanted)
+                fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise DataError(
+                f"DATALOADER.CACHE: files in {lock.parent} cannot be locked: {error.strerror or error}.\n"
+                "  fix: DATALOADER.CACHE_DIR to a folder on a disk of this machine"
+            ) from error
         yield
 
 

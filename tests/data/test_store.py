@@ -176,3 +176,22 @@ def test_what_a_killed_run_left_in_memory_goes(items):
     left.write_bytes(b"left")
     ImageStore(items, SHAPE, Read(items), where="ram").close()
     assert not left.exists() and not list(base.glob("*.images"))
+
+
+def test_in_memory_it_goes_with_its_last_user(items):
+    store = ImageStore(items, SHAPE, Read(items), where="ram")
+    path = store.path
+    other = ImageStore(items, SHAPE, forbidden, where="ram")
+    del store
+    assert path.exists()
+    del other
+    assert not path.exists()
+
+
+def test_a_file_system_without_locks(items, monkeypatch):
+    def no_locks(file, kind):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(module.fcntl, "flock", no_locks)
+    with pytest.raises(DataError, match=r"(?s)cannot be locked: No locks available.*DATALOADER.CACHE_DIR"):
+        ImageStore(items, SHAPE, forbidden, where="disk")
