@@ -63,11 +63,12 @@ def cli(argv: list[str] | None = None) -> int:
     def command() -> None:
         dataset = build_dataset(args.name, read_config("", args.opts, parts=args.parts))
         report = check_dataset(dataset)
+        print(f"{args.name}\n\n{text(report)}\n", flush=True)
+        codes.append(int(report.has_errors))
         sheet = Path(args.output) / "contact_sheet.png"
         with writing(sheet):
             contact_sheet(dataset, sheet)
-        print(f"{args.name}\n\n{text(report)}\n\nwrote {sheet}")
-        codes.append(int(report.has_errors))
+        print(f"wrote {sheet}")
 
     return run_command_line(command) or codes[0]
 

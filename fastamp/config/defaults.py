@@ -255,7 +255,9 @@ define("INPUT.LOCAL_GREY.ENABLED", False, "Take the colour out of a random recta
 define("INPUT.LOCAL_GREY.PROB", 0.4, "Probability of a rectangle in an image.", low=0, high=1)
 
 # ---- data
-define("DATASETS.NAMES", ("Market1501",), "Data sets to train on, together.")
+define(
+    "DATASETS.NAMES", ("Market1501",), "Data sets to train on, together: registered names, csv:FILE or folder:FOLDER."
+)
 define("DATASETS.TESTS", ("Market1501",), "Data sets to evaluate on, one after the other.")
 define(
     "DATASETS.FOLDER.CAMERA",
@@ -265,7 +267,7 @@ define(
 define(
     "DATASETS.FOLDER.TEST_FRACTION", 0.5, "For folder: data sets, the share of identities for testing.", low=0, high=1
 )
-define("DATASETS.FOLDER.SEED", 0, "For folder: data sets, the seed by which identities are divided.")
+define("DATASETS.FOLDER.SEED", 0, "For folder: data sets, the seed by which identities are divided.", low=0)
 define("DATASETS.COMBINEALL", False, "Train on the query and gallery images too; the test results then mean nothing.")
 define("DATASETS.MARKET1501_500K", False, "Market1501: add the 500k distractors of its folder images to the gallery.")
 define(
@@ -297,8 +299,8 @@ define(
 define(
     "DATALOADER.SAMPLER_TRAIN",
     "TrainingSampler",
-    "How batches are drawn: TrainingSampler (any image), or "
-    "NaiveIdentitySampler, BalancedIdentitySampler (NUM_INSTANCE images of each identity).",
+    "How batches are drawn: TrainingSampler (any image), ImbalancedDatasetSampler (each identity equally often), or "
+    "NaiveIdentitySampler, BalancedIdentitySampler, SetReWeightSampler (NUM_INSTANCE images of each identity).",
 )
 define("DATALOADER.NUM_INSTANCE", 4, "Images of one identity in a batch, for the identity samplers.", low=1)
 define(

@@ -159,6 +159,9 @@ def build_dataset(name: str, cfg: Any = None) -> ImageDataset:
             f"DATASETS.NAMES: {name!r} is of no kind that is known; kinds: {', '.join(OWN_DATA)}."
             f"{did_you_mean(kind, OWN_DATA)}"
         )
+    if name not in DATASET_REGISTRY and (name.endswith(".csv") or "/" in name):
+        kind = "csv" if name.endswith(".csv") else "folder"
+        raise ConfigError(f"DATASETS.NAMES: {name!r} is a path.\n  fix: {kind}:{name}")
     component = DATASET_REGISTRY.get(name)
     # FastReID's users join the root with `os.path` or `+`, so it is a string.
     root = str(data_root())
@@ -184,7 +187,9 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
     parts: list[list[ImageItem]] = []
     for dataset in datasets:
         if not dataset.train:
-            raise DataError(f"the data set {type(dataset).__name__} has no training images")
+            raise DataError(f"the data set {dataset.title} has no training images")
+        if dataset.name in classes and classes[dataset.name] is type(dataset):
+            raise DataError(f"the data set {dataset.title} is named twice; its images would be there twice")
         if classes.setdefault(dataset.name, type(dataset)) is not type(dataset):
             raise DataError(
                 f"{classes[dataset.name].__name__} and {type(dataset).__name__} have the same dataset_name "

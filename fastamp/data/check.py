@@ -98,6 +98,7 @@ def check_dataset(dataset: ImageDataset) -> Report:
         *_shared_identities(dataset, splits),
         *_unmatched(splits.get("query", []), splits.get("gallery", [])),
         *_copies(splits, facts),
+        *_contradictions(splits, facts),
         *_lonely(splits.get("train", [])),
     ]
     report.findings.sort(key=lambda finding: not finding.is_error)
@@ -163,8 +164,10 @@ def _look(item: ImageItem) -> _Facts:
         if item.box[2] > upright.width or item.box[3] > upright.height:
             return _Facts(fault=f"the part {item.box} is not all in it, of {upright.width} x {upright.height} pixels")
         upright = upright.crop(item.box)
-    cells = upright.convert("L").resize((_HASH_SIDE + 1, _HASH_SIDE), Image.Resampling.BOX)
-    grey = np.asarray(cells)
+    if upright.mode.startswith(("I", "F")):  # more than 8 bits
+        values = np.asarray(upright, dtype=np.float64)
+        upright = Image.fromarray((255 * (values - values.min()) / max(np.ptp(values), 1e-9)).astype(np.uint8))
+    grey = np.asarray(upright.convert("L").resize((_HASH_SIDE + 1, _HASH_SIDE), Image.Resampling.BOX))
     digest = hashlib.blake2b(content + str(item.box).encode(), digest_size=16).digest()
     return _Facts(size=upright.size, digest=digest, looks=np.packbits(grey[:, 1:] > grey[:, :-1]))
 
@@ -211,6 +214,22 @@ def _copies(splits: dict[str, list[ImageItem]], facts: dict) -> Iterable[Finding
             yield from _finding(
                 f"images of {first} and {second} that look alike", list(_alike(ones, others, facts)), is_error=False
             )
+
+
+def _contradictions(splits: dict[str, list[ImageItem]], facts: dict) -> Iterable[Finding]:
+    """Find the same image under two identities of a split, and listed twice."""
+    for split, items in splits.items():
+        by_digest: dict[bytes, list[ImageItem]] = defaultdict(list)
+        for item in items:
+            each = facts[item.path, item.box]
+            by_digest[each.digest or f"{item.path}{item.box}".encode()].append(item)
+        copies = [same for same in by_digest.values() if len(same) > 1]
+        two = [same for same in copies if len({item.pid for item in same}) > 1]
+        lines = [" = ".join(f"{item.path} ({item.pid})" for item in same[:3]) for same in two]
+        yield from _finding(f"images of {split} that are there under several identities", lines)
+        rest = [same for same in copies if same not in two]
+        lines = [" = ".join(item.path for item in same[:3]) for same in rest]
+        yield from _finding(f"images of {split} that are there more than once", lines, is_error=False)
 
 
 def _alike(ones: Sequence[ImageItem], others: Sequence[ImageItem], facts: dict) -> Iterable[str]:

@@ -68,7 +68,8 @@ def _read_whole(path: str, channels: int) -> Tensor:
 
 def _read_rgb(path: str, encoded: Tensor) -> Tensor:
     """Return (3, H, W) uint8 of a file's content."""
-    if torchvision_decode is None:
+    # torchvision (0.29) does not turn WebP files upright.
+    if torchvision_decode is None or bytes(encoded[8:12].tolist()) == b"WEBP":
         return _read_with_pil(path, "RGB")
     try:
         image = torchvision_decode(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
@@ -91,7 +92,13 @@ def _luma(image: Tensor) -> Tensor:
 def _read_with_pil(path: str, mode: str) -> Tensor:
     try:
         with Image.open(path) as image:
+            if image.mode == "F":
+                raise DataError(
+                    f"cannot read the image {path}: its pixels are fractions, of a range that it does not say"
+                )
             pixels = np.asarray(_convert(ImageOps.exif_transpose(image), mode))
+    except DataError:
+        raise
     # On damaged files PIL's plugins raise nearly anything (OSError, SyntaxError, struct.error, ...).
     except Exception as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]

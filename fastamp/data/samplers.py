@@ -241,7 +241,7 @@ class SetReWeightSampler(BalancedIdentitySampler):
     def __init__(self, *, sets: Sequence[int], weights: Sequence[float], **options: Any) -> None:
         super().__init__(**options)
         count = max(sets) + 1
-        if len(weights) != count or min(weights) <= 0:
+        if len(weights) != count or not all(0 < weight < float("inf") for weight in weights):
             raise ConfigError(
                 f"DATALOADER.SET_WEIGHT is {tuple(weights)}; SetReWeightSampler needs a number above 0 for each of the "
                 f"{count} data sets of DATASETS.NAMES"

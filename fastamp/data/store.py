@@ -1,5 +1,6 @@
 """Decoded images in one memory-mapped file, which all workers and processes of a machine read."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -26,7 +27,7 @@ from fastamp.utils.progress import track
 logger = logging.getLogger(__name__)
 
 _VERSION = 1
-_SUFFIX = ".images"
+_SUFFIX, _UNFINISHED = ".images", ".unfinished"
 _CHUNK = 64
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -66,30 +67,35 @@ class ImageStore:
         folder: str = "",
         kind: str = "",
     ) -> None:
+        self._where = where
         base = _memory_folder() if where == "ram" else _disk_folder(folder)
         name, fingerprint = _fingerprint(items, shape, kind)
         self.path = base / f"{name}-{fingerprint}{_SUFFIX}"
         if where == "ram":
             _remove_unused(base, "*")
         size = (len(items), *shape)
+        file = None
         with _alone(base / f"{name}.lock", self.path):
-            self._file = self._open()
-            if self._file is None:
-                _remove_unused(base, f"{name}-*")
-                self._build(size, read)
-                self._file = self._open()
-        mapped = np.memmap(self._file, dtype=np.uint8, mode="c", shape=size)
-        self.images = torch.from_numpy(mapped)
-        self._release = weakref.finalize(self, _give_up, self._file, self.path, in_memory=where == "ram")
+            while file is None:  # another may remove it before it is opened
+                if not self._is_whole(size):
+                    _remove_unused(base, f"{name}-*")
+                    self._build(size, read)
+                file = self._open()
+        logger.info("%d images of %s are read from the cache %s", len(items), "x".join(map(str, shape[1:])), self.path)
+        self.images = torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="c", shape=size))
+        self._release = weakref.finalize(self, _give_up, file, self.path, in_memory=where == "ram")
+
+    def _is_whole(self, size: tuple[int, ...]) -> bool:
+        return self.path.exists() and self.path.stat().st_size == np.prod(size)
 
     def _open(self) -> BinaryIO | None:
-        """Return the whole file, which nobody removes while it is open, if there is one."""
+        """Return the file, which nobody removes while it is open, if it is there yet."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
             return None
         fcntl.flock(file, fcntl.LOCK_SH)
-        return file if os.fstat(file.fileno()).st_nlink else None  # another may have removed it meanwhile
+        return file if os.fstat(file.fileno()).st_nlink else None
 
     def close(self) -> None:
         """Give the store up, as happens by itself when nothing uses it; one in memory goes with its last user."""
@@ -98,10 +104,14 @@ class ImageStore:
     def _build(self, size: tuple[int, ...], read: Callable[[int], Tensor]) -> None:
         count = int(np.prod(size))
         logger.info("decoding %d images once into %s (%.2f GB)", size[0], self.path, count / 1e9)
-        unfinished = self.path.with_suffix(".unfinished")
+        unfinished = self.path.with_suffix(_UNFINISHED)
+        free = shutil.disk_usage(self.path.parent).free
         try:
+            if count > free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             with unfinished.open("wb+") as file:
-                # Reserves the room, so that a full disk is known before the work, and never by a signal.
+                fcntl.flock(file, fcntl.LOCK_EX)  # what is left of a build that was killed has no lock
+                # Reserves the room, so that a disk that fills up is known here, and not by a signal.
                 reserve = getattr(os, "posix_fallocate", lambda number, start, length: os.truncate(number, length))
                 reserve(file.fileno(), 0, count)
                 mapped = np.memmap(file, dtype=np.uint8, mode="r+", shape=size)
@@ -109,11 +119,11 @@ class ImageStore:
                 mapped.flush()
             os.replace(unfinished, self.path)
         except OSError as error:
-            free = shutil.disk_usage(self.path.parent).free
+            elsewhere = "DATALOADER.CACHE disk" if self._where == "ram" else "DATALOADER.CACHE_DIR to another folder"
             raise DataError(
                 f"DATALOADER.CACHE: {self.path} cannot be written: {error.strerror or error}; it takes "
-                f"{count / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there.\n"
-                "  fix: room there, DATALOADER.CACHE_DIR to another folder, or DATALOADER.CACHE none"
+                f"{count / 1e9:.2f} GB, and {free / 1e9:.2f} GB were free there.\n"
+                f"  fix: room there, {elsewhere}, or DATALOADER.CACHE none"
             ) from error
         finally:
             unfinished.unlink(missing_ok=True)
@@ -141,12 +151,13 @@ def _fingerprint(items: Sequence[ImageItem], shape: tuple[int, int, int], kind: 
     listed.update(json.dumps([_VERSION, shape, kind]).encode())
     for item in items:
         line = f"{os.path.abspath(item.path)}\0{item.box}\n".encode(errors="surrogateescape")
+        listed.update(line)
         try:
             facts = os.stat(item.path)
-        except OSError as error:
-            raise DataError(f"cannot read the image {item.path}: {error.strerror or error}") from error
-        listed.update(line)
-        content.update(line + f"{facts.st_size} {facts.st_mtime_ns}\n".encode())
+        except OSError:
+            content.update(line)  # reading it will say what is wrong
+        else:
+            content.update(line + f"{facts.st_size} {facts.st_mtime_ns}\n".encode())
     return listed.hexdigest(), content.hexdigest()
 
 
@@ -160,7 +171,8 @@ def _memory_folder() -> Path:
 def _disk_folder(folder: str) -> Path:
     """Return the first folder of those that come into question that can be written to."""
     fallback = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastamp"
-    places = [Path(folder).expanduser()] if folder else [data_root() / ".fastamp-cache", fallback]
+    root = [data_root() / ".fastamp-cache"] if data_root().is_dir() else []
+    places = [Path(folder).expanduser()] if folder else [*root, fallback]
     for place in places:
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -208,9 +220,9 @@ def _locked(file: BinaryIO) -> bool:
 
 
 def _remove_unused(folder: Path, pattern: str) -> None:
-    """Remove stores that no process has open."""
+    """Remove stores, and what is left of builds, that no process has open."""
     for path in folder.glob(pattern):
-        if path.suffix != _SUFFIX:
+        if path.suffix not in (_SUFFIX, _UNFINISHED):
             continue
         try:
             with path.open("rb") as file:

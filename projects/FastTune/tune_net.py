@@ -10,20 +10,35 @@ import argparse
 import math
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from autotuner.final import final_table, train_recipes, write_final
 from autotuner.results import table, write_results
-from autotuner.search import ALGORITHMS, SCHEDULERS, Search, best_first, is_mutable, run_search, start_ray
+from autotuner.search import (
+    ALGORITHMS,
+    SCHEDULERS,
+    Search,
+    best_first,
+    is_mutable,
+    read_outcomes,
+    run_search,
+    start_ray,
+    winner_of,
+)
 from autotuner.space import BATCH, IDENTITIES, IMAGES, Space, default_space, read_space
 from autotuner.split import VAL_FRACTION, define_keys, split_training
 
 from fastamp.amp import resolve_device
 from fastamp.config import CfgNode, get_cfg
+from fastamp.data.build import build_dataset
+from fastamp.data.datasets.base import ImageItem
 from fastamp.engine import DefaultTrainer, run_command_line
 from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.engine.setup import check_config, load_parts, read_config
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import ConfigError, DataError, writing
 from fastamp.utils.logger import setup_logger
 
 
@@ -51,22 +66,51 @@ def choose_space(args: argparse.Namespace, cfg: CfgNode) -> Space:
     return space
 
 
+def most(cfg: CfgNode, space: Space, key: str) -> int:
+    """Return the largest value of a key that a draw can have, the config's own where it is not drawn."""
+    if key in space.parameters:
+        return max(space.parameters[key].extremes())
+    return next(value for each, value in cfg.keys_below() if each.path == key)
+
+
+def largest_batch(cfg: CfgNode, space: Space) -> int:
+    """Return the images of the largest batch that a draw can have."""
+    if IDENTITIES in space.parameters:
+        return int(most(cfg, space, IDENTITIES) * most(cfg, space, IMAGES))
+    if {BATCH, IMAGES} & set(space.parameters):
+        return int(most(cfg, space, BATCH) + most(cfg, space, IMAGES))  # the nearest that divides may be larger
+    return cfg.SOLVER.IMS_PER_BATCH
+
+
+def check_data(cfg: CfgNode, space: Space, training: list[ImageItem]) -> None:
+    """Check before any trial what would be found after them, or in each of them.
+
+    Raises:
+        ConfigError: a batch that can be drawn is larger than the training part, or has more identities.
+        DataError: a test set is not there.
+    """
+    for name in cfg.DATASETS.TESTS:
+        test = build_dataset(name, cfg)
+        if not test.query or not test.gallery:
+            raise DataError(f"DATASETS.TESTS: {name} has no query or no gallery images, so it cannot be tested on")
+    identities = len({item.pid for item in training})
+    if IDENTITIES in space.parameters and most(cfg, space, IDENTITIES) > identities:
+        raise ConfigError(
+            f"search space: {IDENTITIES} goes up to {most(cfg, space, IDENTITIES)}, and the training part has "
+            f"{identities} identities (the others are held out, {VAL_FRACTION})"
+        )
+    if most(cfg, space, BATCH) > len(training) or largest_batch(cfg, space) > len(training) + most(cfg, space, IMAGES):
+        raise ConfigError(
+            f"search space: batches of up to {largest_batch(cfg, space)} images, and the training part has "
+            f"{len(training)}"
+        )
+
+
 def grace_epochs(cfg: CfgNode, space: Space, images: int) -> int:
     """Return after how many epochs warm-up and freezing have ended, whatever is drawn, on a number of images."""
-    values = {key.path: value for key, value in cfg.keys_below()}
-
-    def most(key: str) -> int:
-        return max(space.parameters[key].extremes()) if key in space.parameters else values[key]
-
-    if IDENTITIES in space.parameters:
-        batch = most(IDENTITIES) * most(IMAGES)
-    elif {BATCH, IMAGES} & set(space.parameters):
-        batch = most(BATCH) + most(IMAGES)  # the nearest that divides may be larger
-    else:
-        batch = most(BATCH)
-    fewest = max(1, images // int(batch * most("SOLVER.ACCUM_STEPS")))
-    freezing = most("SOLVER.FREEZE_ITERS") if cfg.MODEL.FREEZE_LAYERS else 0
-    return math.ceil(max(most("SOLVER.WARMUP_ITERS"), freezing) / fewest)
+    fewest = max(1, images // int(largest_batch(cfg, space) * most(cfg, space, "SOLVER.ACCUM_STEPS")))
+    freezing = most(cfg, space, "SOLVER.FREEZE_ITERS") if cfg.MODEL.FREEZE_LAYERS else 0
+    return math.ceil(max(most(cfg, space, "SOLVER.WARMUP_ITERS"), freezing) / fewest)
 
 
 def gpus_of_a_trial(cfg: CfgNode, args: argparse.Namespace) -> float:
@@ -82,15 +126,31 @@ def gpus_of_a_trial(cfg: CfgNode, args: argparse.Namespace) -> float:
     return float(wants) if args.gpus_per_trial is None else args.gpus_per_trial
 
 
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM, by which clusters take machines back, end a search as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def tune(args: argparse.Namespace) -> int:
     """Search, write the results, evaluate or train the winner; return the exit code."""
     cfg, fraction = read_recipe(args)
     output = Path(cfg.OUTPUT_DIR).resolve()
-    setup_logger(cfg.OUTPUT_DIR)
+    with writing(cfg.OUTPUT_DIR):
+        setup_logger(cfg.OUTPUT_DIR)
     space = choose_space(args, cfg)
     gpus = gpus_of_a_trial(cfg, args)
     # Prepared here, once, before any trial needs it; and what is wrong with it is said at once.
     training, _, _ = split_training(cfg, fraction, args.seed)
+    check_data(cfg, space, training)
     shared = {
         "cfg": cfg,
         "seed": args.seed,
@@ -112,41 +172,50 @@ def tune(args: argparse.Namespace) -> int:
         **shared,
     )
     start_ray(address=args.address, cpus=args.cpus_per_trial, gpus=gpus)
-    outcomes = run_search(search, resume=args.resume)
-    if args.then_refine and outcomes[0].score is not None:
-        good = outcomes[: max(1, len(outcomes) // 3)]
-        narrow = space.narrowed(outcomes[0].values, [each.values for each in good])
-        refinement = Search(
-            title="refine",
-            folder=output / "refine",
-            space=narrow,
-            trials=args.then_refine,
-            grace_epochs=grace_epochs(cfg, narrow, len(training)),
-            **shared,
-        )
-        outcomes = best_first([*outcomes, *run_search(refinement, resume=args.resume)])
+    with interrupted_by_sigterm():
+        outcomes = run_search(search, resume=args.resume)
+        if args.then_refine and winner_of(outcomes):
+            good = outcomes[: max(1, len(outcomes) // 3)]
+            narrow = space.narrowed(outcomes[0].values, [each.values for each in good])
+            refinement = Search(
+                title="refine",
+                folder=output / "refine",
+                space=narrow,
+                trials=args.then_refine,
+                trials_flag="--then-refine",
+                with_recipe=False,
+                grace_epochs=grace_epochs(cfg, narrow, len(training)),
+                **shared,
+            )
+            outcomes = best_first([*outcomes, *run_search(refinement, resume=args.resume)])
+        elif args.resume:
+            outcomes = best_first([*outcomes, *read_outcomes(output / "refine")])
     print(table(outcomes, space))
     for path in write_results(outcomes, cfg, space):
         print(f"wrote {path}")
     failed = sum(bool(each.failure) for each in outcomes)
     if failed:
         print(f"{failed} of {len(outcomes)} trials failed: their headlines are in trials.csv")
-    if outcomes[0].score is None:
+    winner = winner_of(outcomes)
+    if winner is None:
         return 1
-    best = space.apply(cfg, outcomes[0].values)
+    best = space.apply(cfg, winner.values)
     if args.train_best:
-        results = train_recipes({"default": cfg, "best": best}, args.seeds, search, resume=args.resume)
+        # Another winner, after a stage was added, is another training.
+        recipes = {"default": ("default", cfg), "best": (f"best_{winner.name}", best)}
+        with interrupted_by_sigterm():
+            results = train_recipes(recipes, args.seeds, search, resume=args.resume)
         print(final_table(results))
         print(f"wrote {write_final(results, output / 'final.csv')}")
         return int(not any(each.metrics for each in results["best"]))
     best = best.clone()
     best.defrost()
-    best.MODEL.WEIGHTS = str(outcomes[0].folder / "model_best.pth")
+    best.MODEL.WEIGHTS = str(winner.folder / "model_best.pth")
     best.OUTPUT_DIR = str(output / "winner")
     if args.address:
         best.MODEL.DEVICE = "auto"  # this machine may have another device than those that train
     best.freeze()
-    print(f"the winner, {outcomes[0].name}, on the test set (trained without the identities held out):")
+    print(f"the winner, {winner.name}, on the test set (trained without the identities held out):")
     DefaultTrainer.test_weights(best)
     return 0
 
@@ -174,7 +243,7 @@ def cli(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--max-failures", type=_count, default=0, help="times that a crashed trial is tried again (default: 0)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws and of the identities held out")
+    parser.add_argument("--seed", type=_natural, default=0, help="of the draws and of the identities held out")
     parser.add_argument("--parts", default="", metavar="FILE", help="Python file that registers parts of your own")
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and their values")
     args = parser.parse_args(argv)
@@ -190,9 +259,19 @@ def cli(argv: list[str] | None = None) -> int:
         try:
             codes.append(tune(args))
         except KeyboardInterrupt as interrupt:
+            if args.scheduler == "hyperband":
+                print("interrupted; a search with --scheduler hyperband cannot be resumed", file=sys.stderr)
+                codes.append(128 + signal.SIGINT)
+                return
             raise TrainingInterrupted(signal.SIGINT, "the trials under OUTPUT_DIR") from interrupt
 
     return run_command_line(command) or codes[0]
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 0 at least")
+    return int(text)
 
 
 def _count(text: str) -> int:

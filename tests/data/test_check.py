@@ -82,6 +82,14 @@ def near_copy(folder):
         image.resize((48, 100)).save(folder / "8_3.jpg", quality=60)
 
 
+def two_names(folder):
+    shutil.copy(folder / "4_2.jpg", folder / "5_3.jpg")
+
+
+def listed_twice(folder):
+    edit(folder, "4_2.jpg,4,0,train", "4_2.jpg,4,0,train\n4_2.jpg,4,0,train")
+
+
 def lonely(folder):
     edit(folder, "5_0.jpg,5,0,train", "5_0.jpg,500,0,train")
 
@@ -97,6 +105,8 @@ def lonely(folder):
         (same_camera, "queries that only images of their own camera match", "7_0.jpg", True),
         (copy, "images in both train and gallery", "8_3.jpg", True),
         (near_copy, "images of train and gallery that look alike", "8_3.jpg", False),
+        (two_names, "images of train that are there under several identities", "5_3.jpg", True),
+        (listed_twice, "images of train that are there more than once", "4_2.jpg", False),
         (lonely, "identities with one training image", "500", False),
     ],
 )
@@ -129,6 +139,34 @@ def test_the_command(folder, tmp_path, capsys):
     assert "ERROR: 1 images that cannot be read" in capsys.readouterr().out
     assert check_data.cli(["Marked1501", "--output", str(output)]) == 2
     assert "Did you mean 'Market1501'?" in capsys.readouterr().err
+
+
+def test_images_of_16_bits_do_not_all_look_alike(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = ["path,pid,split"]
+    for number in range(12):
+        pixels = rng.integers(0, 1000, (32, 16), dtype=np.uint16)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+        rows.append(f"{number}.png,{number // 2},{'train' if number < 6 else 'query' if number % 2 else 'gallery'}")
+    (tmp_path / "set.csv").write_text("\n".join(rows))
+    assert not faults(tmp_path)[0]
+
+
+def test_folders_with_numbers_for_names(tmp_path):
+    for pid in range(1, 9):
+        (tmp_path / str(pid)).mkdir()
+        for number in range(3):
+            pixels = np.random.default_rng([pid, number]).integers(0, 256, (32, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / str(pid) / f"{number}.png")
+    dataset = build_dataset(f"folder:{tmp_path}")
+    assert not check_dataset(dataset).findings
+    assert {dataset.identity(item.pid) for item in dataset.query} < {str(pid) for pid in range(1, 9)}
+
+
+def test_the_report_comes_before_what_cannot_be_written(folder, capsys):
+    (folder / "file").write_text("no folder")
+    assert check_data.cli([f"csv:{folder / 'set.csv'}", "--output", str(folder / "file")]) == 2
+    assert "nothing wrong was found" in capsys.readouterr().out
 
 
 def test_the_demo_is_sound(tmp_path):

@@ -77,8 +77,9 @@ def test_a_box_beyond_the_image(tmp_path):
         ("path,pid,x0,y0", ["a,1,1,1"], "x1, y1 missing"),
         ("path,pid,pid", ["a,1,1"], "pid twice"),
         ("", [], "path, pid missing"),
+        ("path,pid,x0,y0,x1,y1", ["a,1,5,0,inf,9"], "not numbers"),
         ("path,pid", [], "lists no image"),
-        ("path,pid", ["a,"], "line 2: pid is empty"),
+        ("path,pid", ["a,"], "line 2: no value for pid"),
         ("path,pid", ["a,1,2"], "line 2: 1 values more than columns"),
         (HEADER, ["a,1,1,trian"], r"line 2: split is 'trian'.*Did you mean 'train'"),
         ("path,pid,x0,y0,x1,y1", ["a,1,5,0,5,9"], "expected 0 <= x0 < x1"),
@@ -178,3 +179,56 @@ def test_several_of_a_kind_are_kept_apart(tmp_path):
     names = [make_folder(tmp_path / name, identities=3) for name in ("one", "two")]
     items = training_items([build_dataset(name, folder_config(TEST_FRACTION=0.0)) for name in names])
     assert len({item.pid for item in items}) == 6 and len({item.camid for item in items}) == 36
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+def test_tables_as_people_save_them(tmp_path, delimiter):
+    lines = [" Path , PID ,", "a.png,3.0,0", ",,", "b.png,-1,1", "~/c.png,--7,2", ""]
+    file = tmp_path / "table.csv"
+    file.write_text("\r\n".join(lines).replace(",", delimiter))
+    dataset = build_dataset(f"csv:{file}")
+    assert [Path(item.path).name for item in dataset.train] == ["a.png", "c.png"]
+    assert dataset.train[1].path.startswith(str(Path.home())) and dataset.identity(dataset.train[1].pid) == "--7"
+
+
+def test_identities_that_look_like_numbers(tmp_path):
+    rows = [f"{number}.png,{pid},query" for number, pid in enumerate(["--19", "9" * 30, "7", "-2", "x"])]
+    dataset = build_dataset(write_csv(tmp_path, rows, "path,pid,split"))
+    assert [dataset.identity(number) for number in range(1, 6)] == ["-2", "7", "--19", "9" * 30, "x"]
+
+
+def test_folders_that_are_no_identities(tmp_path):
+    name = make_folder(tmp_path / "people", identities=4)
+    for hidden in (".thumbs", "@eaDir"):
+        (tmp_path / "people" / hidden).mkdir()
+        (tmp_path / "people" / hidden / "cam0_0.jpg").touch()
+    (tmp_path / "people/person 1/.ipynb_checkpoints").mkdir()
+    (tmp_path / "people/person 1/.ipynb_checkpoints/cam0_0.jpg").touch()
+    (tmp_path / "people/person 1/folder.jpg").mkdir()
+    assert len(build_dataset(name, folder_config(TEST_FRACTION=0.0)).train) == 24
+    make_folder(tmp_path / "parts/train")
+    with pytest.raises(DataError, match="(?s)expected a folder for each identity.*found train.*folder:.*parts/train"):
+        build_dataset(f"folder:{tmp_path / 'parts'}")
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="is no folder"):
+        build_dataset(f"folder:{tmp_path / 'file'}")
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("csv:", "names no file"),
+        ("/data/mine.csv", "fix: csv:/data/mine.csv"),
+        ("data/mine", "fix: folder:data/mine"),
+        ("csv:a.csv,csv:b.csv", r"several sets are written"),
+    ],
+)
+def test_names_that_are_nearly_right(name, message):
+    with pytest.raises((ConfigError, DataError), match=message):
+        build_dataset(name)
+
+
+def test_a_set_that_is_named_twice(tmp_path):
+    dataset = build_dataset(make_folder(tmp_path), folder_config(TEST_FRACTION=0.0))
+    with pytest.raises(DataError, match="is named twice"):
+        training_items([dataset, dataset])

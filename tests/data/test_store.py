@@ -50,6 +50,7 @@ def items(tmp_path):
 def folders(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path / "root"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    (tmp_path / "root").mkdir()
     (tmp_path / "shm").mkdir()
     monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path / "shm")
 
@@ -110,7 +111,7 @@ def test_a_corrupt_image_is_named_and_leaves_nothing(items):
 
 def test_a_missing_image_is_named(items):
     os.unlink(items[5].path)
-    with pytest.raises(DataError, match="cannot read the image .*5 ü.png: No such file"):
+    with pytest.raises(DataError, match="cannot read the image .*/5 ü.png: No such file"):
         ImageStore(items, SHAPE, Read(items), where="disk")
 
 
@@ -137,7 +138,9 @@ def test_a_killed_build_leaves_nothing_that_counts(items):
     process = context.Process(target=build, args=(items, context.Queue()))
     process.start()
     folder = Path(os.environ["FASTAMP_DATASETS"]) / ".fastamp-cache"
-    while not list(folder.glob("*.unfinished")):
+    for _ in range(2000):
+        if list(folder.glob("*.unfinished")):
+            break
         time.sleep(0.01)
     time.sleep(0.2)
     os.kill(process.pid, signal.SIGKILL)
@@ -148,11 +151,16 @@ def test_a_killed_build_leaves_nothing_that_counts(items):
 
 
 def test_a_root_that_cannot_be_written_to(items, tmp_path, caplog):
-    (tmp_path / "root").write_text("no folder")
+    (tmp_path / "root/.fastamp-cache").write_text("no folder")
     caplog.set_level("INFO")
     store = ImageStore(items, SHAPE, Read(items), where="disk")
     assert store.path.parent == tmp_path / "home/fastamp"
     assert "cannot write to" in caplog.text and str(store.path) in caplog.text
+
+
+def test_without_a_data_root(items, tmp_path):
+    (tmp_path / "root").rmdir()
+    assert ImageStore(items, SHAPE, Read(items), where="disk").path.parent == tmp_path / "home/fastamp"
 
 
 def test_no_folder_at_all(items, tmp_path):
@@ -166,7 +174,7 @@ def test_a_full_disk(items, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    with pytest.raises(DataError, match=r"(?s)No space left on device; it takes 0.00 GB, and .* GB are free"):
+    with pytest.raises(DataError, match=r"(?s)No space left on device; it takes 0.00 GB, and .* GB were free"):
         ImageStore(items, SHAPE, forbidden, where="disk")
 
 
@@ -174,8 +182,10 @@ def test_what_a_killed_run_left_in_memory_goes(items):
     base = module._memory_folder()
     left = base / "0123-4567.images"
     left.write_bytes(b"left")
+    half = base / "89ab-cdef.unfinished"
+    half.write_bytes(b"left")
     ImageStore(items, SHAPE, Read(items), where="ram").close()
-    assert not left.exists() and not list(base.glob("*.images"))
+    assert not left.exists() and not half.exists() and not list(base.glob("*.images"))
 
 
 def test_in_memory_it_goes_with_its_last_user(items):
@@ -195,3 +205,16 @@ def test_a_file_system_without_locks(items, monkeypatch):
     monkeypatch.setattr(module.fcntl, "flock", no_locks)
     with pytest.raises(DataError, match=r"(?s)cannot be locked: No locks available.*DATALOADER.CACHE_DIR"):
         ImageStore(items, SHAPE, forbidden, where="disk")
+
+
+def test_a_damaged_store_is_built_anew(items):
+    store = ImageStore(items, SHAPE, Read(items), where="disk")
+    store.close()
+    os.truncate(store.path, 1000)
+    again = ImageStore(items, SHAPE, Read(items), where="disk")
+    assert torch.equal(again.images[149], Read(items)(149))
+
+
+def test_one_larger_than_the_disk_is_not_begun(items):
+    with pytest.raises(DataError, match="No space left on device; it takes 4294.97 GB"):
+        ImageStore(items[:64], (4, 2**12, 2**12 * 1000), forbidden, where="disk")

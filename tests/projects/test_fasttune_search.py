@@ -116,8 +116,9 @@ def test_a_trial_that_fails_or_crashes_does_not_end_the_others(demo, tmp_path, c
     assert sum(kinds.values()) == 6 and set(kinds) == {"good", "crash", "failure"}
     assert f"{kinds['crash'] + kinds['failure']} of 6 trials failed" in captured.out
     good = [row for row in rows if not row["failure"]]
+    assert rows[: len(good)] == good  # those that failed are the worst
     # Trials of the same values are the same training, whatever failed beside them.
-    assert len({row["score"] for row in good}) == 1 and {row["SOLVER.BASE_LR"] for row in good} == {"1e-2"}
+    assert len({row["score"] for row in good}) == 1 and {row["SOLVER.BASE_LR"] for row in good} == {"0.01"}
 
     again = ["--parts", str(tmp_path / "parts.py"), "--config-file", str(output / "best_config.yaml")]
     assert train_net.cli([*again, "OUTPUT_DIR", str(tmp_path / "again")]) == 0
@@ -141,6 +142,15 @@ def test_population_based_training_exploits_and_loses_none(demo, tmp_path, capfd
     assert len(rows) == 6 and all(row["failure"] == "" and int(row["epochs"]) == 4 for row in rows)
     assert list(output.glob("search/pbt_policy_*.txt")), "no trial went on from another"
     assert all(1e-5 <= float(row["SOLVER.BASE_LR"]) <= 1e-1 for row in rows)
+    for row in rows:  # six trials on two cores take turns
+        told = reports(output / "search" / row["trial"] / "run/reports.jsonl")
+        assert [report["epoch"] for report in told] == [1, 2, 3, 4]
+        own = [each["score"] for each in told if each["values"]["SOLVER.BASE_LR"] == float(row["SOLVER.BASE_LR"])]
+        assert float(row["score"]) == max(own)
+    # The winner's file has the weights that its score is of.
+    best = torch.load(output / "search" / rows[0]["trial"] / "run/model_best.pth", weights_only=True)
+    bests = [state["best"] for state in best["trainer"]["hooks"].values() if "best" in (state or {})]
+    assert bests == [float(rows[0]["score"])]
 
 
 def test_refines_and_compares_the_winner_with_the_recipe(demo, tmp_path, capfd):
@@ -259,6 +269,8 @@ def test_a_share_of_identities_that_leaves_none(demo, tmp_path, capfd):
         (("--pbt", "--srch-algo", "optuna"), "lr: {uniform: [0.1, 1.0]}", "--srch-algo optuna would have no part"),
         (("--srch-algo", "bohb", "--scheduler", "asha"), "lr: {uniform: [0.1, 1.0]}", "--scheduler asha has none"),
         ((), "lr: {uniform: [-1, 1.0]}", "SOLVER.BASE_LR is -1.0"),
+        ((), "IDENTITIES: {choice: [50]}", "the training part has 13 identities"),
+        ((), "bsz: {choice: [500]}", "batches of up to 504 images, and the training part has 78"),
         ((), "SOLVER.BASE_LRR: {uniform: [0.1, 1.0]}", "SOLVER.BASE_LR"),
         (("--cpus-per-trial", "1000"), "lr: {uniform: [0.1, 1.0]}", "--cpus-per-trial 1000 is more than Ray found"),
     ],
@@ -267,3 +279,8 @@ def test_what_is_refused_before_any_trial(demo, tmp_path, capfd, flags, space, m
     code, output, captured = run(tmp_path, capfd, *flags, space=space)
     assert code == 2 and message in captured.err and "Traceback" not in captured.err
     assert not list(output.glob("search/trial_*"))
+
+
+def test_a_wrong_test_set_is_said_at_once(demo, tmp_path, capfd):
+    code, output, captured = run(tmp_path, capfd, opts=["DATASETS.TESTS", "Dmeo"])
+    assert code == 2 and "Did you mean 'Demo'?" in captured.err and not (output / "search").exists()

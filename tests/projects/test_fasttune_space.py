@@ -105,7 +105,7 @@ def test_every_batch_divides(tmp_path, values, batch):
         ("SOLVER.BASE_LR: {randint: [0.5, 2]}", "randint needs whole numbers"),
         ("SOLVER.BASE_LR: 0.1", "expected one of choice, uniform"),
         ("SOLVER.BASE_LR: {choice: []}", "choice needs a list"),
-        ("SOLVER.MAX_EPOCH: {uniform: [10, 20]}", "SOLVER.MAX_EPOCH takes whole numbers.*\n.*randint"),
+        ("SOLVER.WARMUP_ITERS: {uniform: [10, 20]}", "SOLVER.WARMUP_ITERS takes whole numbers.*\n.*randint"),
         ("IDENTITIES: {randint: [0, 4]}", "IDENTITIES is 0; it must be at least 1"),
         ("IDENTITIES: {loguniform: [1, 4]}", "IDENTITIES takes whole numbers"),
         ("{bsz: {choice: [64]}, IDENTITIES: {randint: [4, 8]}}", "both searched"),
@@ -210,3 +210,34 @@ def test_the_sample_of_the_recipe_itself(tmp_path):
     again = space.apply(cfg, space.decoded(sample))
     assert (again.SOLVER.BASE_LR, again.SOLVER.WARMUP_ITERS, again.SOLVER.IMS_PER_BATCH) == (1e-3, 50, 48)
     assert space_of(tmp_path, "SOLVER.WEIGHT_DECAY: {choice: [0.0, 5e-3]}").sample_of(cfg) is None
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("SOLVER.MAX_EPOCH: {choice: [2, 4]}", "SOLVER.MAX_EPOCH cannot be searched"),
+        ("OUTPUT_DIR: {choice: [a, b]}", "OUTPUT_DIR cannot be searched"),
+        ("SOLVER.OPT: {uniform: [0, 1]}", "SOLVER.OPT is no number"),
+        ("num_inst: {choice: [0, 2]}", "DATALOADER.NUM_INSTANCE is 0"),
+        ("IDENTITIES: {choice: [2.5, 4]}", "IDENTITIES: expected"),
+        ("IDENTITIES: {choice: [null, 4]}", "IDENTITIES: expected"),
+        ("SOLVER: {BASE_LR: {uniform: [0.1, 1.0]}}", "keys are written in one piece: SOLVER.BASE_LR"),
+    ],
+)
+def test_more_that_is_refused(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        space_of(tmp_path, text)
+
+
+def test_numbers_in_choices_may_be_text(tmp_path):
+    space = space_of(
+        tmp_path,
+        "{SOLVER.WARMUP_ITERS: {choice: [1e1, '20']}, lr: {choice: [1e-3, 2e-3]}, IDENTITIES: {choice: ['4']}}",
+    )
+    assert [parameter.values for parameter in space.parameters.values()] == [(10, 20), (1e-3, 2e-3), (4,)]
+
+
+def test_a_space_that_is_no_text(tmp_path):
+    (tmp_path / "space.yml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_space(tmp_path / "space.yml", get_cfg())

@@ -1,9 +1,11 @@
 """A trial of FastTune: what it reports, that it goes on from its checkpoint, and how it fails."""
 
+import io
 import json
 
 import pytest
 import tiny
+import torch
 from autotuner.split import register_split
 from autotuner.trial import run_trial
 
@@ -53,3 +55,17 @@ def test_a_precision_that_fails_is_no_crash(demo, tmp_path):
     cfg = config(tmp_path / "bad", "SOLVER.BASE_LR", "1e30", "SOLVER.AMP", "off", "SOLVER.WARMUP_ITERS", "0")
     failure = run_trial(cfg, reports)
     assert failure and "\n" not in failure and len(reports) == 0
+
+
+def test_with_other_values_the_best_is_judged_anew(demo, tmp_path):
+    whole, rest = Reports(), Reports()
+    run_trial(config(tmp_path / "whole"), whole)
+    middle = torch.load(io.BytesIO(whole[0][1]), weights_only=True)
+    path = tmp_path / "middle.pth"
+    path.write_bytes(whole[0][1])
+    assert "best" in str(middle)
+    folder = tmp_path / "rest"
+    run_trial(config(folder, "SOLVER.BASE_LR", "1e-8"), rest, checkpoint=path, with_other_values=True)
+    best = torch.load(folder / "model_best.pth", weights_only=True)["model"]
+    last = torch.load(io.BytesIO(rest[-1][1]), weights_only=True)["model"]
+    assert all(torch.equal(best[name], last[name]) for name in best)

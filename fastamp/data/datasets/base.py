@@ -61,6 +61,11 @@ class ImageDataset:
         """``dataset_name``, or the name of the class if it has none."""
         return self.dataset_name or type(self).__name__.lower()
 
+    @property
+    def title(self) -> str:
+        """The data set's name as in the config, for people."""
+        return self.name if ":" in self.name else type(self).__name__
+
     def identity(self, pid: int | str) -> str:
         """Return what the data set itself calls an identity, in whichever split it is."""
         return str(pid).removeprefix(f"{self.name}_")
@@ -128,4 +133,4 @@ def log_splits(dataset: ImageDataset, splits: dict[str, Sequence[ImageItem]]) ->
         for split, items in splits.items()
     ]
     table = tabulate(rows, headers=["split", "images", "identities", "cameras"], tablefmt="github")
-    logger.info("%s:\n%s", type(dataset).__name__, table)
+    logger.info("%s:\n%s", dataset.title, table)

@@ -16,6 +16,10 @@ logger = logging.getLogger(__name__)
 SPLITS = ("train", "query", "gallery")
 _BOX = ("x0", "y0", "x1", "y1")
 _COLUMNS = ("path", "pid", "camid", "split", *_BOX)
+_NUMBER = re.compile(r"-?[0-9]{1,18}")
+_JUNK = "-1"
+# What people call the parts of a data set; an identity is not called so.
+_PARTS = {"train", "training", "query", "gallery", "test", "val", "validation", "probe", "bounding_box_train"}
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
 
 
@@ -25,7 +29,8 @@ class CsvDataset(ImageDataset):
     Its first line names the columns: ``path`` (from the CSV file's folder, where it is relative) and ``pid``, and if
     there are ``camid``, ``split`` (train, query or gallery; without the column all images are for training) and
     ``x0``, ``y0``, ``x1``, ``y1`` (the part of the image, in pixels, x1 and y1 not included). Identities and cameras
-    are any text. Without ``camid`` no image counts as taken by the query's camera.
+    are any text; images of identity -1 are left out. Without ``camid`` no image counts as taken by the query's camera.
+    Columns may be separated by commas, semicolons or tabs.
 
     Args:
         path: of the CSV file.
@@ -38,6 +43,10 @@ class CsvDataset(ImageDataset):
         self.dataset_name = f"csv:{path}"
         file = _find(self.dataset_name, path)
         rows = _read_rows(file)
+        junk = sum(row["pid"] == _JUNK for _, row in rows)
+        if junk:
+            logger.info("%s: left out %d images of identity %s, which is nobody", file, junk, _JUNK)
+            rows = [(line, row) for line, row in rows if row["pid"] != _JUNK]
         if not rows:
             raise DataError(f"{file} lists no image; expected lines below its header")
         if "camid" not in rows[0][1]:
@@ -53,7 +62,7 @@ class CsvDataset(ImageDataset):
                 raise DataError(f"{file}, line {line}: split is {split!r}; choices: {', '.join(SPLITS)}.{hint}")
             splits[split].append(
                 ImageItem(
-                    str(file.parent / row["path"]),
+                    str(file.parent / Path(row["path"]).expanduser()),
                     f"{self.dataset_name}_{row['pid']}" if split == "train" else pids[row["pid"]],
                     camids[row["camid"]] if "camid" in row else line,
                     box=_box(row, f"{file}, line {line}"),
@@ -94,11 +103,20 @@ class FolderDataset(ImageDataset):
         self.dataset_name = f"folder:{path}"
         folder = _find(self.dataset_name, path)
         pattern = _pattern(camera)
+        if not folder.is_dir():
+            raise DataError(f"{self.dataset_name}: {folder.absolute()} is no folder")
+        identities = sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] not in ".@")
+        parts = [entry.name for entry in identities if entry.name.lower() in _PARTS]
+        if parts:
+            raise DataError(
+                f"{self.dataset_name}: expected a folder for each identity in {folder.absolute()}, found "
+                f"{', '.join(parts)}.\n  fix: folder:{path}/{parts[0]}, or a csv: file with a column split"
+            )
         files = [
             file
-            for identity in sorted(entry for entry in folder.iterdir() if entry.is_dir())
+            for identity in identities
             for file in sorted(identity.rglob("*"))
-            if file.suffix.lower() in _SUFFIXES and not file.name.startswith(".")
+            if file.suffix.lower() in _SUFFIXES and _is_visible(file, folder) and file.is_file()
         ]
         if not files:
             raise DataError(
@@ -123,7 +141,12 @@ class FolderDataset(ImageDataset):
             splits = ([], *query_and_gallery(items))
         else:
             splits = hold_out(items, test_fraction, seed, key="DATASETS.FOLDER.TEST_FRACTION")
+        self._names = {item.pid: Path(item.path).relative_to(folder).parts[0] for item in [*splits[1], *splits[2]]}
         super().__init__(*splits)
+
+    def identity(self, pid: int | str) -> str:
+        """Return the name of an identity's folder."""
+        return self._names[pid] if isinstance(pid, int) else super().identity(pid)
 
     @classmethod
     def from_config(cls, cfg: Any, path: str) -> "FolderDataset":
@@ -134,29 +157,47 @@ class FolderDataset(ImageDataset):
 
 def _find(name: str, path: str | Path) -> Path:
     """Return a path that is there: as it stands, or in the data root."""
+    if not str(path):
+        raise DataError(f"{name!r} names no file; expected such as {name}/data/mine")
     places = [Path(path).expanduser(), data_root() / path]
     for place in places:
         if place.exists():
             return place
     looked_for = "\n".join(f"    {place.absolute()}" for place in dict.fromkeys(places))
-    raise DataError(f"the data set {name} is not there; looked for\n{looked_for}")
+    several = "\n  note: several sets are written \"('csv:a.csv', 'csv:b.csv')\"" if "," in str(path) else ""
+    raise DataError(f"the data set {name} is not there; looked for\n{looked_for}{several}")
+
+
+def _is_visible(file: Path, folder: Path) -> bool:
+    return all(part[0] not in ".@" for part in file.relative_to(folder).parts)
 
 
 def _read_rows(file: Path) -> list[tuple[int, dict[str, str]]]:
     """Return each line's number and its columns by name."""
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            reader = csv.DictReader(stream, strict=True)
-            _check_header(file, reader.fieldnames or [])
-            rows = [(reader.line_num, row) for row in reader]
+            header = stream.readline()
+            stream.seek(0)
+            delimiter = next((each for each in ",;\t" if each in header), ",")
+            reader = csv.reader(stream, delimiter=delimiter, strict=True)
+            names = [name.strip().lower() for name in next(reader, [])]
+            _check_header(file, names)
+            lines = [(reader.line_num, [value.strip() for value in line]) for line in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{file} cannot be read as a CSV file in UTF-8: {error}") from error
-    for line, row in rows:
-        empty = [name for name in reader.fieldnames if name in _COLUMNS and not (row[name] or "").strip()]
-        if empty or None in row:
-            what = f"{', '.join(empty)} is empty" if empty else f"{len(row[None])} values more than columns"
-            raise DataError(f"{file}, line {line}: {what}")
-    return [(line, {name: value.strip() for name, value in row.items() if name in _COLUMNS}) for line, row in rows]
+        raise DataError(
+            f"{file} cannot be read as a CSV file in UTF-8: {error}.\n  fix: save it as CSV with encoding UTF-8"
+        ) from error
+    rows = []
+    for number, line in lines:
+        if not any(line):
+            continue
+        row = {name: value for name, value in zip(names, line, strict=False) if name in _COLUMNS}
+        empty = [name for name in names if name in _COLUMNS and not row.get(name)]
+        if empty or len(line) > len(names):
+            what = f"no value for {', '.join(empty)}" if empty else f"{len(line) - len(names)} values more than columns"
+            raise DataError(f"{file}, line {number}: {what}")
+        rows.append((number, row))
+    return rows
 
 
 def _check_header(file: Path, names: Sequence[str]) -> None:
@@ -164,7 +205,7 @@ def _check_header(file: Path, names: Sequence[str]) -> None:
     twice = {name for name in names if names.count(name) > 1}
     boxes = [name for name in _BOX if name in names]
     missing = [name for name in ("path", "pid", *(_BOX if boxes else ())) if name not in names]
-    unknown = [name for name in names if name not in _COLUMNS]
+    unknown = [name for name in names if name and name not in _COLUMNS]
     if twice or missing:
         hints = [f"{name!r}?{did_you_mean(name, _COLUMNS)}" for name in unknown if did_you_mean(name, _COLUMNS)]
         fault = f"{', '.join(missing)} missing" if missing else f"{', '.join(sorted(twice))} twice"
@@ -178,10 +219,7 @@ def _check_header(file: Path, names: Sequence[str]) -> None:
 
 def _numbers(names: set[str], *, start: int) -> dict[str, int]:
     """Return a number for each name: numbers in their order first, then text in its own."""
-    order = sorted(
-        names,
-        key=lambda name: (not name.lstrip("-").isdecimal(), int(name) if name.lstrip("-").isdecimal() else 0, name),
-    )
+    order = sorted(names, key=lambda name: (0, int(name), "") if _NUMBER.fullmatch(name) else (1, 0, name))
     return {name: number for number, name in enumerate(order, start=start)}
 
 
@@ -190,7 +228,7 @@ def _box(row: Mapping[str, str], where: str) -> tuple[int, int, int, int] | None
         return None
     try:
         x0, y0, x1, y1 = (round(float(row[name])) for name in _BOX)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise DataError(f"{where}: x0 y0 x1 y1 are {', '.join(row[name] for name in _BOX)}: not numbers") from error
     if not (0 <= x0 < x1 and 0 <= y0 < y1):
         raise DataError(f"{where}: x0 y0 x1 y1 are {x0} {y0} {x1} {y1}; expected 0 <= x0 < x1 and 0 <= y0 < y1")

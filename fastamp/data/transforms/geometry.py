@@ -166,8 +166,8 @@ class RandomResizedCrop(BatchTransform):
     def _middle(self, size: tuple[int, int]) -> tuple[int, int]:
         height, width = size
         if width / height < self.ratio[0]:
-            return round(width / self.ratio[0]), width
-        return (height, round(height * self.ratio[1])) if width / height > self.ratio[1] else (height, width)
+            return max(1, round(width / self.ratio[0])), width
+        return (height, max(1, round(height * self.ratio[1]))) if width / height > self.ratio[1] else (height, width)
 
 
 def resampling(start: Tensor, length: Tensor, size: int, output: int) -> Tensor:

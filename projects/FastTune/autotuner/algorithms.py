@@ -120,6 +120,8 @@ def scheduler(name: str, *, rounds: int, space: Space, algorithm: str, folder: P
         return schedulers.PopulationBasedTraining(
             time_attr=ROUND,
             perturbation_interval=1,
+            # Otherwise, where trials take turns, one may go on from the same checkpoint again and again.
+            synch=True,
             hyperparam_mutations=_mutations(space),
             custom_explore_fn=_within(space),
         )

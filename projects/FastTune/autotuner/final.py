@@ -17,12 +17,12 @@ METRICS = ("mAP", "Rank-1")
 
 
 def train_recipes(
-    recipes: Mapping[str, CfgNode], seeds: int, search: Search, *, resume: bool = False
+    recipes: Mapping[str, tuple[str, CfgNode]], seeds: int, search: Search, *, resume: bool = False
 ) -> dict[str, list[Outcome]]:
     """Train each recipe with several seeds on all training identities; evaluate each once, at its end, on the test set.
 
     Args:
-        recipes: name -> config.
+        recipes: name -> folder beside the search's, and config.
         seeds: how many, from the config's SEED on.
         search: whose resources, OUTPUT_DIR's folder and parts are used.
         resume: go on with what was begun.
@@ -31,7 +31,7 @@ def train_recipes(
         Name -> what came of each training, those that failed without metrics.
     """
     results = {}
-    for name, cfg in recipes.items():
+    for name, (folder, cfg) in recipes.items():
         once = cfg.clone()
         once.defrost()
         once.TEST.EVAL_PERIOD = once.SOLVER.MAX_EPOCH
@@ -39,12 +39,14 @@ def train_recipes(
         repeats = replace(
             search,
             title=f"training {name}",
-            folder=search.folder.parent / name,
+            folder=search.folder.parent / folder,
             cfg=once,
             space=Space([Parameter("SEED", "choice", tuple(range(cfg.SEED, cfg.SEED + seeds)))]),
             algorithm="grid",
             scheduler="none",
             trials=seeds,
+            trials_flag="--seeds",
+            with_recipe=False,
             fraction=0.0,
         )
         results[name] = sorted(run_search(repeats, resume=resume), key=lambda outcome: outcome.values["SEED"])

@@ -49,7 +49,7 @@ class Progress(ray.tune.Callback):
     def on_trial_complete(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
         result = trial.last_result or {}
         failure = result.get("failure")
-        text = f"epoch {result.get(EPOCH, 0)} of {self.epochs}, score {result.get(SCORE, float('nan')):.2f}"
+        text = f"epoch {result.get(EPOCH, 0)} of {self.epochs}, last score {result.get(SCORE, float('nan')):.2f}"
         self._end(trials, trial, f"failed: {failure}" if failure else text)
 
     def on_trial_error(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from autotuner.search import Outcome
+from autotuner.search import Outcome, winner_of
 from autotuner.space import Space
 from fastamp.config import CfgNode
 from fastamp.utils.errors import writing
@@ -19,7 +19,7 @@ _METRICS = ("mAP", "Rank-1", "skipped_steps", "peak_memory_mb", "images_per_seco
 def write_results(outcomes: Sequence[Outcome], cfg: CfgNode, space: Space) -> list[Path]:
     """Write ``trials.csv``, ``best_config.yaml`` and, where matplotlib is installed, ``trials.png`` to OUTPUT_DIR.
 
-    ``best_config.yaml`` is ``cfg`` with the winner's values: data sets, OUTPUT_DIR and all else are those of ``cfg``.
+    ``best_config.yaml`` is ``cfg`` with the winner's values, and a folder of its own in OUTPUT_DIR as its OUTPUT_DIR.
 
     Args:
         outcomes: the best first.
@@ -44,9 +44,12 @@ def write_results(outcomes: Sequence[Outcome], cfg: CfgNode, space: Space) -> li
                 metrics = [each.metrics.get(name, "") for name in _METRICS]
                 values = [each.values.get(key, "") for key in space.parameters]
                 table.writerow([each.stage, each.name, score, *metrics, each.epochs, *values, each.failure])
-        if outcomes and outcomes[0].score is not None:
+        if winner_of(outcomes):
             paths.append(folder / "best_config.yaml")
-            paths[-1].write_text(space.apply(cfg, outcomes[0].values).dump(), encoding="utf-8")
+            best = space.apply(cfg, outcomes[0].values).clone()
+            best.defrost()
+            best.OUTPUT_DIR = str(folder / "trained")  # not among the search's files
+            paths[-1].write_text(best.dump(), encoding="utf-8")
     picture = _draw(outcomes, space, folder / "trials.png")
     return [*paths, *([picture] if picture else [])]
 

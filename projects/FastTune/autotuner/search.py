@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from autotuner.space import Space
-from autotuner.trial import TrialSettings, ray_trial, read_reports
-from autotuner.tune_hooks import EPOCH, SCORE, Rounds
+from autotuner.trial import TrialSettings, plain_values, ray_trial, read_reports
+from autotuner.tune_hooks import EPOCH, SCORE, VALUES, Rounds
 from fastamp.config import CfgNode
 from fastamp.utils.errors import ConfigError, writing
 
@@ -53,6 +53,8 @@ class Search:
             Jaderberg et al. 2017, arXiv:1711.09846) has them go on from better ones with changed values instead; it
             draws at random at first, and changes keys in ``MUTABLE`` alone.
         trials: how many.
+        trials_flag: the command line's flag that says so.
+        with_recipe: begin with the recipe's own values, so that no search ends below it.
         seed: of the draws and of the validation set.
         fraction: of the training identities, that trials are judged on; 0 is none, trials are judged on
             ``DATASETS.TESTS``.
@@ -74,6 +76,8 @@ class Search:
     algorithm: str = "hyperopt"
     scheduler: str = "asha"
     trials: int = 20
+    trials_flag: str = "--num-trials"
+    with_recipe: bool = True
     seed: int = 0
     fraction: float = 0.2
     grace_epochs: int = 0
@@ -104,8 +108,8 @@ class Search:
         return Rounds(min(self.cfg.TEST.EVAL_PERIOD, epochs), epochs, self.grace_epochs)
 
     def first(self) -> list[dict[str, Any]]:
-        """Return the sample of the recipe itself, so that no search ends below it; none where it cannot be drawn."""
-        sample = None if self.algorithm == "grid" else self.space.sample_of(self.cfg)
+        """Return the sample of the recipe itself; none where it is not asked for, or cannot be drawn."""
+        sample = self.space.sample_of(self.cfg) if self.with_recipe else None
         return [] if sample is None else [sample]
 
     def description(self) -> dict[str, Any]:
@@ -115,7 +119,7 @@ class Search:
         facts = {
             "--srch-algo": self.algorithm,
             "--scheduler": self.scheduler,
-            "--num-trials": self.trials,
+            self.trials_flag: self.trials,
             "--seed": self.seed,
             "TUNE.VAL_FRACTION": self.fraction,
             "--cpus-per-trial": self.cpus,
@@ -136,7 +140,7 @@ class Outcome:
         stage: title of its search.
         name: Ray's, and that of its folder.
         values: what was drawn, by the keys of the space.
-        score: the best, in percent; None without any evaluation.
+        score: the best that was reached with these values, in percent; None without any evaluation.
         epochs: that were trained.
         failure: headline of what ended it before its time; empty for none.
         folder: its OUTPUT_DIR.
@@ -173,6 +177,7 @@ def start_ray(*, address: str, cpus: float, gpus: float) -> None:
         ("TUNE_DISABLE_SIGINT_HANDLER", "1"),
         ("RAY_AIR_NEW_OUTPUT", "0"),
         ("TUNE_GLOBAL_CHECKPOINT_S", "2"),
+        ("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0"),
     ):
         os.environ.setdefault(name, value)
     try:
@@ -222,7 +227,7 @@ def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
 
     began = _check_folder(search, resume=resume)
     if (search.folder / _OUTCOMES).is_file():
-        return _read_outcomes(search.folder)
+        return read_outcomes(search.folder)
     settings = TrialSettings(
         config=search.cfg.dump(),
         space=search.space,
@@ -283,8 +288,17 @@ def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
 
 
 def best_first(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Return trials by their scores; those without any evaluation are last."""
-    return sorted(outcomes, key=lambda outcome: -1.0 if outcome.score is None else outcome.score, reverse=True)
+    """Return trials by their scores, then those that failed, then those without any evaluation."""
+    return sorted(
+        outcomes,
+        key=lambda outcome: (outcome.score is not None, not outcome.failure, outcome.score or 0.0),
+        reverse=True,
+    )
+
+
+def winner_of(outcomes: list[Outcome]) -> Outcome | None:
+    """Return the first of trials that are best first, None where none came to its end with an evaluation."""
+    return outcomes[0] if outcomes and outcomes[0].score is not None and not outcomes[0].failure else None
 
 
 def _check_folder(search: Search, *, resume: bool) -> bool:
@@ -295,6 +309,8 @@ def _check_folder(search: Search, *, resume: bool) -> bool:
         with writing(search.folder):
             search.folder.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        if resume:
+            print(f"--resume: no search is in {search.folder} yet; it begins")
         return False
     if not resume:
         raise ConfigError(
@@ -307,6 +323,8 @@ def _check_folder(search: Search, *, resume: bool) -> bool:
         for name in before | facts
         if before.get(name) != facts.get(name)
     ]
+    if before.get(search.trials_flag) != search.trials:
+        changed = changed[[search.trials_flag in each for each in changed].index(True) :][:1]
     if changed:
         raise ConfigError(f"--resume goes on with a search as it was begun, but {'; '.join(changed)}")
     began = any(search.folder.glob("experiment_state-*.json"))
@@ -323,31 +341,37 @@ def _outcome(result: Any, search: Search) -> Outcome:
     """Return what came of one of Ray's results."""
     folder = Path(result.path) / "run"
     rows = read_reports(folder)
-    reports = [row for row in rows if "failure" not in row]
-    failures = [row["failure"] for row in rows if "failure" in row]
+    failure = rows[-1].get("failure", "") if rows else ""
     if result.error is not None:
-        failures.append(str(result.error).strip().splitlines()[-1])
+        failure = str(result.error).strip().splitlines()[-1]
+    values = search.space.decoded(result.config or {})
+    if rows and rows[-1][VALUES] != plain_values(values):
+        # It took over another trial's end, with other values, and trained no more.
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in rows[-1][VALUES].items()}
+    judged = [row for row in rows if "failure" not in row]
+    # Of a trial that went on with other values, what it reached with them counts.
+    reports = [row for row in judged if row[VALUES] == plain_values(values)]
     metrics = {}
     if reports:
         best = max(reports, key=lambda row: row[SCORE])
         metrics = {
             "mAP": best["mAP"],
             "Rank-1": best["Rank-1"],
-            "skipped_steps": max(row["skipped_steps"] for row in reports),
+            "skipped_steps": reports[-1]["skipped_steps"],
             "peak_memory_mb": max(row["peak_memory_mb"] for row in reports),
             "images_per_second": sum(row["images_per_second"] for row in reports) / len(reports),
         }
-    history = [(int(row[EPOCH]), float(row[SCORE])) for row in reports]
+    scores = [float(row[SCORE]) for row in reports]
     return Outcome(
         stage=search.title,
         name=Path(result.path).name,
-        values=search.space.decoded(result.config or {}),
-        score=max((score for _, score in history), default=None),
-        epochs=max((epoch for epoch, _ in history), default=0),
-        failure="; ".join(failures),
+        values=values,
+        score=max(scores, default=None),
+        epochs=max((int(row[EPOCH]) for row in judged), default=0),
+        failure=failure,
         folder=folder,
         metrics={name: float(value) for name, value in metrics.items()},
-        history=history,
+        history=[(int(row[EPOCH]), float(row[SCORE])) for row in judged],
     )
 
 
@@ -357,7 +381,10 @@ def _write_outcomes(folder: Path, outcomes: list[Outcome]) -> None:
         (folder / _OUTCOMES).write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
-def _read_outcomes(folder: Path) -> list[Outcome]:
+def read_outcomes(folder: Path) -> list[Outcome]:
+    """Return what came of a search that has ended, nothing where there is none in the folder."""
+    if not (folder / _OUTCOMES).is_file():
+        return []
     rows = json.loads((folder / _OUTCOMES).read_text(encoding="utf-8"))
     return [
         Outcome(

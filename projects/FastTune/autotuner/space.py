@@ -11,7 +11,8 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from fastamp.config import CfgNode
 from fastamp.config.files import parse_yaml
-from fastamp.config.key import plain
+from fastamp.config.key import Key, convert, plain
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 IDENTITIES, IMAGES, BATCH = "IDENTITIES", "DATALOADER.NUM_INSTANCE", "SOLVER.IMS_PER_BATCH"
@@ -32,6 +33,8 @@ SHORT_NAMES = {
     "bsz": BATCH,
     "num_inst": IMAGES,
 }
+# What makes trials incomparable, or is not the model's.
+_NOT_SEARCHED = ("OUTPUT_DIR", "SOLVER.MAX_EPOCH", "TEST.EVAL_PERIOD", "DATASETS.*", "MODEL.DEVICE", "TUNE.*")
 _SPACES = Path(__file__).resolve().parents[1] / "configs"
 # How many numbers each kind of range has; a choice has any number of values.
 _BOUNDS = {"uniform": 2, "loguniform": 2, "randint": 2, "quniform": 3}
@@ -209,6 +212,13 @@ class Space:
         """
         types = {key.path: type(key.default) for key, _ in cfg.keys_below()}
         for parameter in self.parameters.values():
+            if any(fnmatchcase(parameter.key, pattern) for pattern in _NOT_SEARCHED):
+                raise ConfigError(f"search space: {parameter.key} cannot be searched: it must be alike in all trials")
+            number = parameter.key == IDENTITIES or types.get(parameter.key, float) in (int, float, type(None))
+            if parameter.kind != "choice" and not number:
+                raise ConfigError(
+                    f"search space: {parameter.key} is no number, so {parameter.kind} cannot draw it.\n  fix: choice"
+                )
             whole = types.get(parameter.key) is int or parameter.key == IDENTITIES
             if whole and not _gives_whole_numbers(parameter):
                 raise ConfigError(
@@ -251,16 +261,28 @@ def read_space(path: str | Path, cfg: CfgNode) -> Space:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--space {path} cannot be read: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--space {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     content = parse_yaml(text, str(path))
     if not content:
         raise ConfigError(
             f"--space {path} is empty; expected lines such as SOLVER.BASE_LR: {{loguniform: [1e-6, 1e-3]}}"
         )
-    space = Space(list(_parameters(content, str(path))))
+    space = Space([_as_numbers(each, cfg) for each in _parameters(content, str(path))])
     space.check(cfg)
     return space
+
+
+def _as_numbers(parameter: Parameter, cfg: CfgNode) -> Parameter:
+    """Return a choice of numbers as such, however they are spelled."""
+    keys = {key.path: key for key, _ in cfg.keys_below()} | {IDENTITIES: Key(IDENTITIES, 1, "", low=1)}
+    key = keys.get(parameter.key)
+    if parameter.kind != "choice" or key is None or type(key.default) not in (int, float):
+        return parameter
+    try:
+        return replace(parameter, values=tuple(convert(key, value) for value in parameter.values))
+    except ConfigError as error:
+        raise ConfigError(f"search space: {error}") from error
 
 
 def _parameters(content: Mapping[str, Any], source: str) -> Iterator[Parameter]:
@@ -273,6 +295,8 @@ def _parameters(content: Mapping[str, Any], source: str) -> Iterator[Parameter]:
         if not isinstance(value, Mapping) or len(value) != 1:
             raise ConfigError(f"{source}: {name}: expected one of {', '.join(KINDS)}, e.g. {{uniform: [0.0, 1.0]}}")
         ((kind, values),) = value.items()
+        if kind not in KINDS and isinstance(values, Mapping):
+            raise ConfigError(f"{source}: keys are written in one piece: {name}.{kind}: {{...}}")
         if kind not in KINDS:
             raise ConfigError(f"{source}: {name}: {kind!r}; choices: {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
         yield Parameter(key, kind, _values(kind, values, f"{source}: {name}"))

@@ -12,13 +12,13 @@ import torch
 
 from autotuner.space import Space
 from autotuner.split import register_split
-from autotuner.tune_hooks import CHECKPOINT, EPOCH, ROUND, SCORE, Report, Rounds, TuneReportHook
+from autotuner.tune_hooks import CHECKPOINT, EPOCH, ROUND, SCORE, VALUES, Report, Rounds, TuneReportHook
 from fastamp.config import CfgNode, get_cfg
 from fastamp.engine import DefaultTrainer, default_setup
 from fastamp.engine.setup import load_parts
 from fastamp.utils.errors import UserError
 
-_REPORTS = "reports.jsonl"
+_REPORTS, _LAST_REPORT = "reports.jsonl", "report.json"
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,16 @@ class TrialSettings:
     resumed: bool
 
 
-def run_trial(cfg: CfgNode, report: Report, *, checkpoint: str | Path | None = None) -> str:
+def run_trial(
+    cfg: CfgNode, report: Report, *, checkpoint: str | Path | None = None, with_other_values: bool = False
+) -> str:
     """Train by a config, from the beginning or on from a trial's checkpoint.
 
     Args:
         cfg: of this trial, with its own OUTPUT_DIR.
         report: see ``TuneReportHook``; what it raises ends the trial.
         checkpoint: a file that ``report`` was given, of a trial of the same model; learning rates are those of ``cfg``.
+        with_other_values: whether ``cfg`` has other values than the checkpoint's trial: its best is none of this one's.
 
     Returns:
         The headline of the failure when the config, mixed precision or the training fails in a way that fastamp knows;
@@ -67,6 +70,8 @@ def run_trial(cfg: CfgNode, report: Report, *, checkpoint: str | Path | None = N
         trainer.register_hooks([TuneReportHook(trainer, report)])
         if checkpoint is not None:
             trainer.checkpointer.resume(checkpoint)
+            if with_other_values:
+                trainer.eval_hook.best = None
         else:
             trainer.resume_or_load(resume=False)
         trainer.train()
@@ -94,8 +99,10 @@ def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
     cfg.OUTPUT_DIR = str(output_dir(settings.folder, tune.get_context().get_trial_id()))
     cfg.freeze()
 
+    values = plain_values(settings.space.decoded(sample))
+
     def report(metrics: dict[str, Any], file: Path) -> None:
-        metrics = metrics | {ROUND: settings.rounds.at(metrics[EPOCH])}
+        metrics = metrics | {ROUND: settings.rounds.at(metrics[EPOCH]), VALUES: values}
         _write_down(metrics, cfg.OUTPUT_DIR)
         _tell_ray(metrics, file)
 
@@ -106,13 +113,23 @@ def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
         failure = run_trial(cfg, report, checkpoint=own)
     elif start is not None:
         with start.as_directory() as folder:
-            failure = run_trial(cfg, report, checkpoint=Path(folder) / own.name)
+            before = json.loads((Path(folder) / _LAST_REPORT).read_text(encoding="utf-8"))
+            if before[EPOCH] >= settings.rounds.epochs:
+                return  # a trial that takes over another's end has nothing left to train
+            failure = run_trial(
+                cfg, report, checkpoint=Path(folder) / own.name, with_other_values=before[VALUES] != values
+            )
     else:
         failure = run_trial(cfg, report)
     if failure:
         metrics = {SCORE: 0.0, EPOCH: settings.rounds.epochs, ROUND: settings.rounds.total, "failure": failure}
-        _write_down(metrics, cfg.OUTPUT_DIR)
+        _write_down(metrics | {VALUES: values}, cfg.OUTPUT_DIR)
         tune.report(metrics)
+
+
+def plain_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values as they are after they were written down."""
+    return json.loads(json.dumps(values))
 
 
 def _tell_ray(metrics: dict[str, Any], file: Path) -> None:
@@ -120,6 +137,8 @@ def _tell_ray(metrics: dict[str, Any], file: Path) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / file.name).write_bytes(file.read_bytes())
+        (Path(folder) / _LAST_REPORT).write_text(json.dumps(metrics), encoding="utf-8")
+        metrics = {name: value for name, value in metrics.items() if name != VALUES}
         tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(folder))
 
 

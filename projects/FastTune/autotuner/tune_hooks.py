@@ -11,7 +11,7 @@ from fastamp.engine import DefaultTrainer, HookBase
 from fastamp.utils.env import peak_memory_mb
 
 Report = Callable[[dict[str, Any], Path], None]
-SCORE, EPOCH, ROUND = "score", "epoch", "round"
+SCORE, EPOCH, ROUND, VALUES = "score", "epoch", "round", "values"
 CHECKPOINT = "model_tune"
 
 
