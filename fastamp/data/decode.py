@@ -54,23 +54,25 @@ def read_image(path: str, channels: int = 3, *, box: tuple[int, int, int, int] |
 
 def _read_whole(path: str, channels: int) -> Tensor:
     try:
-        encoded = torch.from_numpy(np.fromfile(path, dtype=np.uint8))
+        with open(path, "rb", buffering=0) as file:
+            content = bytearray(file.read())
     except OSError as error:
         raise DataError(f"cannot read the image {path}: {error.strerror or error}") from error
-    if not len(encoded):
+    if not content:
         raise DataError(f"cannot read the image {path}: the file is empty")
     if channels == 4:
         # torchvision (0.29) scrambles palette files in this mode, and makes others transparent that are not.
         return _read_with_pil(path, "RGBA")
-    image = _read_rgb(path, encoded)
+    image = _read_rgb(path, content)
     return _luma(image) if channels == 1 else image
 
 
-def _read_rgb(path: str, encoded: Tensor) -> Tensor:
+def _read_rgb(path: str, content: bytearray) -> Tensor:
     """Return (3, H, W) uint8 of a file's content."""
     # torchvision (0.29) does not turn WebP files upright.
-    if torchvision_decode is None or bytes(encoded[8:12].tolist()) == b"WEBP":
+    if torchvision_decode is None or content[8:12] == b"WEBP":
         return _read_with_pil(path, "RGB")
+    encoded = torch.frombuffer(content, dtype=torch.uint8)
     try:
         image = torchvision_decode(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
     except RuntimeError:
