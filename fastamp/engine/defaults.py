@@ -1,11 +1,13 @@
 """The ordinary run: the trainer that builds everything from a config."""
 
 import logging
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -55,6 +57,9 @@ class DefaultTrainer:
             name, cfg, model=self.model, data_loader=self.data_loader, optimizers=[self.optimizer]
         )
         self.trainer.iters_per_epoch = -(-self.data_loader.iters_per_epoch // cfg.SOLVER.ACCUM_STEPS)
+        labels = getattr(self.data_loader.dataset, "labels", None)
+        if labels is not None:
+            self.trainer.labels_checksum = zlib.crc32(np.array(labels, dtype=np.int64).tobytes())
         logger.info("%s, precision: %s", name, self.policy.describe())
         # Fails here, before a long training, when a test set is missing.
         self.test_loaders = {name: self.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}

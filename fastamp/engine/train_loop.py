@@ -77,6 +77,7 @@ class TrainerBase:
         epoch: the current epoch, from 0.
         start_iter, max_iter: the loop runs ``iter`` from the one up to, not including, the other.
         iters_per_epoch: iterations in an epoch.
+        labels_checksum: of the training images' labels, by which a resume knows them again; None knows nothing.
         metrics: what is written once a log period.
     """
 
@@ -85,6 +86,7 @@ class TrainerBase:
         self.iter = self.start_iter = self.max_iter = 0
         self.epoch = self.max_epoch = 0
         self.iters_per_epoch = 1
+        self.labels_checksum: int | None = None
         self.metrics = MetricStore()
 
     def register_hooks(self, hooks: Iterable[HookBase]) -> None:
@@ -129,6 +131,7 @@ class TrainerBase:
         return {
             "iteration": self.iter + 1,
             "iters_per_epoch": self.iters_per_epoch,
+            "labels_checksum": self.labels_checksum,
             "hooks": {name: hook.state_dict() for name, hook in self._hooks_by_name()},
         }
 
@@ -136,12 +139,18 @@ class TrainerBase:
         """Continue after the iteration that ``state`` was made in; hooks must be registered already.
 
         Raises:
-            ValueError: an epoch had another number of iterations.
+            ValueError: an epoch had another number of iterations, or the training images other labels.
         """
         if state["iters_per_epoch"] != self.iters_per_epoch:
             raise ValueError(
                 f"an epoch had {state['iters_per_epoch']} iterations and has {self.iters_per_epoch} now: "
                 "SOLVER.IMS_PER_BATCH, SOLVER.ACCUM_STEPS or the training data changed"
+            )
+        before = state.get("labels_checksum")
+        if before is not None and self.labels_checksum is not None and before != self.labels_checksum:
+            raise ValueError(
+                "the training images are others, or have other identities, than before: DATASETS, or the data itself, "
+                "changed"
             )
         self.start_iter = state["iteration"]
         for name, hook in self._hooks_by_name():

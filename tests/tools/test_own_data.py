@@ -60,3 +60,22 @@ def test_a_folder_of_folders(pictures, tmp_path, monkeypatch):
         "SOLVER.IMS_PER_BATCH", "8",
     )  # fmt: skip
     assert found[f"{name}/mAP"] > 0
+
+
+def test_a_resume_knows_its_labels(pictures, tmp_path, monkeypatch, capfd):
+    files = sorted(pictures.rglob("bounding_box_train/*.jpg"))
+    rows = [f"{file},{file.name[:4]},train" for file in files]
+    rows += [f"{file},{file.name[:4]},query" for file in sorted(pictures.rglob("query/*.jpg"))]
+    rows += [f"{file},{file.name[:4]},gallery" for file in sorted(pictures.rglob("bounding_box_test/0*.jpg"))]
+    table = tmp_path / "mine.csv"
+    table.write_text("\n".join(["path,pid,split", *rows]))
+    name, output = f"csv:{table}", tmp_path / "out"
+    options = tiny.tiny_options(output, "DATASETS.NAMES", name, "DATASETS.TESTS", name)
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path / "root"))
+    assert train_net.cli([*options, "SOLVER.MAX_EPOCH", "2"]) == 0
+    # Another name that leaves the order of identities as it was is no other data.
+    table.write_text(table.read_text().replace(f",{files[0].name[:4]},train", ",0000,train"))
+    assert train_net.cli(["--resume", *options]) == 0
+    table.write_text(table.read_text().replace(",0000,train", ",zz,train"))
+    assert train_net.cli(["--resume", *options]) == 2
+    assert "the training images are others, or have other identities, than before" in capfd.readouterr().err
