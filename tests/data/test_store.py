@@ -116,6 +116,7 @@ def test_a_missing_image_is_named(items):
 
 
 def build(items, results):
+    torch.set_num_threads(1)  # a fork has no other threads of the pool that its parent may have
     read = Read(items, seconds=0.02)
     images = ImageStore(items, SHAPE, read, where="disk").images
     results.put((read.count, int(images.sum())))

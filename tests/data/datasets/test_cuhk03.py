@@ -144,6 +144,7 @@ def test_it_is_converted_once(place, monkeypatch, caplog):
     (place / "cuhk03_release/cuhk-03.mat").unlink()
     (place / "cuhk03_new_protocol_config_detected.mat").unlink()
     monkeypatch.setitem(sys.modules, "h5py", None)
+    caplog.clear()
     with caplog.at_level(logging.INFO):
         again = build()
     assert (first.train, first.query, first.gallery) == (again.train, again.query, again.gallery)
@@ -152,6 +153,7 @@ def test_it_is_converted_once(place, monkeypatch, caplog):
 
 def test_other_splits_of_images_that_are_there(place, caplog):
     build()
+    caplog.clear()
     with caplog.at_level(logging.INFO):
         assert len(build(CLASSIC=True).query) == 8
     assert "taking" not in caplog.text
