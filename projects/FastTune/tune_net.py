@@ -99,11 +99,10 @@ def check_data(cfg: CfgNode, space: Space, training: list[ImageItem]) -> None:
             f"search space: {IDENTITIES} goes up to {most(cfg, space, IDENTITIES)}, and the training part has "
             f"{identities} identities (the others are held out, {VAL_FRACTION})"
         )
-    if most(cfg, space, BATCH) > len(training) or largest_batch(cfg, space) > len(training) + most(cfg, space, IMAGES):
-        raise ConfigError(
-            f"search space: batches of up to {largest_batch(cfg, space)} images, and the training part has "
-            f"{len(training)}"
-        )
+    # Where IDENTITIES is searched, the recipe's own batch is not used.
+    batch = largest_batch(cfg, space) if IDENTITIES in space.parameters else most(cfg, space, BATCH)
+    if batch > len(training):
+        raise ConfigError(f"search space: batches of up to {batch} images, and the training part has {len(training)}")
 
 
 def grace_epochs(cfg: CfgNode, space: Space, images: int) -> int:

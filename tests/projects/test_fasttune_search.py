@@ -268,7 +268,7 @@ def test_a_share_of_identities_that_leaves_none(demo, tmp_path, capfd):
         (("--srch-algo", "bohb", "--scheduler", "asha"), "lr: {uniform: [0.1, 1.0]}", "--scheduler asha has none"),
         ((), "lr: {uniform: [-1, 1.0]}", "SOLVER.BASE_LR is -1.0"),
         ((), "IDENTITIES: {choice: [50]}", "the training part has 13 identities"),
-        ((), "bsz: {choice: [500]}", "batches of up to 504 images, and the training part has 78"),
+        ((), "bsz: {choice: [500]}", "batches of up to 500 images, and the training part has 78"),
         ((), "SOLVER.BASE_LRR: {uniform: [0.1, 1.0]}", "SOLVER.BASE_LR"),
         (("--cpus-per-trial", "1000"), "lr: {uniform: [0.1, 1.0]}", "--cpus-per-trial 1000 is more than Ray found"),
     ],
