@@ -16,8 +16,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fastamp.config import CfgNode
 from fastamp.config.files import parse_yaml
 from fastamp.config.key import Key, convert, plain
@@ -55,19 +53,6 @@ class Parameter:
     key: str
     kind: str
     values: tuple[Any, ...]
-
-    def draw(self, random: np.random.Generator) -> Any:
-        """Return a value at random."""
-        if self.kind == "choice":
-            return self.values[random.integers(len(self.values))]
-        low, high = self.values[:2]
-        if self.kind == "randint":
-            return int(random.integers(low, high))
-        if self.kind == "loguniform":
-            return math.exp(random.uniform(math.log(low), math.log(high)))
-        if self.kind == "uniform":
-            return float(random.uniform(low, high))
-        return self._on_grid(random.integers(0, self.steps + 1))
 
     def decode(self, number: Any) -> Any:
         """Return the value that a search algorithm's number stands for: the place of a choice or of a step."""
@@ -132,10 +117,6 @@ class Space:
         self.parameters = {parameter.key: parameter for parameter in parameters}
         if {IDENTITIES, BATCH} <= set(self.parameters):
             raise ConfigError(f"search space: {IDENTITIES} and {BATCH} are both searched; one follows from the other")
-
-    def draw(self, random: np.random.Generator) -> dict[str, Any]:
-        """Return a value for each key at random."""
-        return {key: parameter.draw(random) for key, parameter in self.parameters.items()}
 
     def decoded(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values that a search algorithm's sample stands for, see ``Parameter.decode``."""
