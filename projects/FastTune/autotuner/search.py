@@ -222,9 +222,6 @@ def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
     """
     from ray import tune
 
-    from autotuner.algorithms import ray_space, scheduler, search_algorithm
-    from autotuner.progress import Progress
-
     began = _check_folder(search, resume=resume)
     if (search.folder / _OUTCOMES).is_file():
         return read_outcomes(search.folder)
@@ -244,47 +241,49 @@ def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
     )
     random.seed(search.seed)  # from which PBT draws
     np.random.seed(search.seed)
-    if began:
-        tuner = tune.Tuner.restore(str(search.folder), trainable)
-    else:
-        tuner = tune.Tuner(
-            trainable,
-            param_space=ray_space(search.space, search.algorithm),
-            tune_config=tune.TuneConfig(
-                metric=SCORE,
-                mode="max",
-                num_samples=1 if search.algorithm == "grid" else search.trials,
-                search_alg=search_algorithm(
-                    search.algorithm, trials=search.trials, seed=search.seed, first=search.first()
-                ),
-                scheduler=scheduler(
-                    search.scheduler,
-                    rounds=search.rounds.total,
-                    space=search.space,
-                    algorithm=search.algorithm,
-                    folder=search.folder,
-                ),
-                max_concurrent_trials=search.max_concurrent or None,
-                # Trials that are paused go on at once in a process that is there.
-                reuse_actors=search.scheduler in ("pbt", "hyperband"),
-                trial_dirname_creator=lambda trial: f"trial_{trial.trial_id}",
-            ),
-            run_config=tune.RunConfig(
-                name=search.folder.name,
-                storage_path=str(search.folder.parent),
-                # A trial that is paused or copied goes on from its last one; Ray lost trials when two were kept.
-                checkpoint_config=tune.CheckpointConfig(num_to_keep=4),
-                failure_config=tune.FailureConfig(max_failures=search.max_failures),
-                callbacks=[
-                    Progress(search.title, trials=search.trials, epochs=search.rounds.epochs, space=search.space)
-                ],
-                verbose=0,
-            ),
-        )
-    outcomes = [_outcome(result, search) for result in tuner.fit()]
-    outcomes = best_first(outcomes)
+    tuner = tune.Tuner.restore(str(search.folder), trainable) if began else _new_tuner(search, trainable)
+    outcomes = best_first(_outcome(result, search) for result in tuner.fit())
     _write_outcomes(search.folder, outcomes)
     return outcomes
+
+
+def _new_tuner(search: Search, trainable: Any) -> Any:
+    """Return Ray's tuner for a search that begins."""
+    from ray import tune
+
+    from autotuner.algorithms import ray_space, scheduler, search_algorithm
+    from autotuner.progress import Progress
+
+    return tune.Tuner(
+        trainable,
+        param_space=ray_space(search.space, search.algorithm),
+        tune_config=tune.TuneConfig(
+            metric=SCORE,
+            mode="max",
+            num_samples=1 if search.algorithm == "grid" else search.trials,
+            search_alg=search_algorithm(search.algorithm, trials=search.trials, seed=search.seed, first=search.first()),
+            scheduler=scheduler(
+                search.scheduler,
+                rounds=search.rounds.total,
+                space=search.space,
+                algorithm=search.algorithm,
+                folder=search.folder,
+            ),
+            max_concurrent_trials=search.max_concurrent or None,
+            # Trials that are paused go on at once in a process that is there.
+            reuse_actors=search.scheduler in ("pbt", "hyperband"),
+            trial_dirname_creator=lambda trial: f"trial_{trial.trial_id}",
+        ),
+        run_config=tune.RunConfig(
+            name=search.folder.name,
+            storage_path=str(search.folder.parent),
+            # A trial that is paused or copied goes on from its last one; Ray lost trials when two were kept.
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=4),
+            failure_config=tune.FailureConfig(max_failures=search.max_failures),
+            callbacks=[Progress(search.title, trials=search.trials, epochs=search.rounds.epochs, space=search.space)],
+            verbose=0,
+        ),
+    )
 
 
 def best_first(outcomes: Iterable[Outcome]) -> list[Outcome]:
