@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -20,6 +21,7 @@ from autotuner.results import table, write_results
 from autotuner.search import (
     ALGORITHMS,
     SCHEDULERS,
+    Outcome,
     Search,
     best_first,
     is_mutable,
@@ -139,6 +141,24 @@ def interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def narrowed(search: Search, outcomes: list[Outcome], *, trials: int, images: int) -> Search:
+    """Return a search of HyperOpt with ASHA around the winner of another, whose outcomes are best first."""
+    good = [each.values for each in outcomes[: max(1, len(outcomes) // 3)]]
+    space = search.space.narrowed(outcomes[0].values, good)
+    return replace(
+        search,
+        title="refine",
+        folder=search.folder.parent / "refine",
+        space=space,
+        algorithm="hyperopt",
+        scheduler="asha",
+        trials=trials,
+        trials_flag="--then-refine",
+        with_recipe=False,
+        grace_epochs=grace_epochs(search.cfg, space, images),
+    )
+
+
 def tune(args: argparse.Namespace) -> int:
     """Search, write the results, evaluate or train the winner; return the exit code."""
     cfg, fraction = read_recipe(args)
@@ -150,42 +170,28 @@ def tune(args: argparse.Namespace) -> int:
     # Prepared here, once, before any trial needs it; and what is wrong with it is said at once.
     training, _, _ = split_training(cfg, fraction, args.seed)
     check_data(cfg, space, training)
-    shared = {
-        "cfg": cfg,
-        "seed": args.seed,
-        "fraction": fraction,
-        "cpus": args.cpus_per_trial,
-        "gpus": gpus,
-        "max_concurrent": args.max_concurrent,
-        "max_failures": args.max_failures,
-        "parts": str(Path(args.parts).resolve()) if args.parts else "",
-    }
     search = Search(
         title="search",
         folder=output / "search",
+        cfg=cfg,
         space=space,
         algorithm=args.srch_algo,
         scheduler=args.scheduler,
         trials=args.num_trials,
+        seed=args.seed,
+        fraction=fraction,
         grace_epochs=grace_epochs(cfg, space, len(training)),
-        **shared,
+        cpus=args.cpus_per_trial,
+        gpus=gpus,
+        max_concurrent=args.max_concurrent,
+        max_failures=args.max_failures,
+        parts=str(Path(args.parts).resolve()) if args.parts else "",
     )
     start_ray(address=args.address, cpus=args.cpus_per_trial, gpus=gpus)
     with interrupted_by_sigterm():
         outcomes = run_search(search, resume=args.resume)
         if args.then_refine and winner_of(outcomes):
-            good = outcomes[: max(1, len(outcomes) // 3)]
-            narrow = space.narrowed(outcomes[0].values, [each.values for each in good])
-            refinement = Search(
-                title="refine",
-                folder=output / "refine",
-                space=narrow,
-                trials=args.then_refine,
-                trials_flag="--then-refine",
-                with_recipe=False,
-                grace_epochs=grace_epochs(cfg, narrow, len(training)),
-                **shared,
-            )
+            refinement = narrowed(search, outcomes, trials=args.then_refine, images=len(training))
             outcomes = best_first([*outcomes, *run_search(refinement, resume=args.resume)])
         elif args.resume:
             outcomes = best_first([*outcomes, *read_outcomes(output / "refine")])
