@@ -45,6 +45,13 @@ define(
     high=1,
 )
 define(
+    "MODEL.COMPILE",
+    "off",
+    "Compile the backbone by torch.compile with this backend; pays where sizes are constant and runs are long.",
+    choices=("off", "inductor", "aot_eager", "cudagraphs"),
+    aliases={"on": "inductor", "true": "inductor", "false": "off"},
+)
+define(
     "MODEL.FREEZE_LAYERS",
     (),
     "Names of the model's parts, e.g. backbone or backbone.layer1, that stand still for SOLVER.FREEZE_ITERS.",
@@ -92,7 +99,22 @@ define("MODEL.BACKBONE.WITH_NL", False, "Non-local attention blocks in stages 2 
 define("MODEL.BACKBONE.PRETRAIN", False, "Start from ImageNet weights: PRETRAIN_PATH's, or else downloaded ones.")
 define("MODEL.BACKBONE.PRETRAIN_PATH", "", "File with pretrained weights of the backbone; '' is none.")
 define("MODEL.BACKBONE.STRIDE_SIZE", (16, 16), "ViT: step between two patches, in pixels; below 16 patches overlap.")
-define("MODEL.BACKBONE.SIE_COE", 3.0, "ViT: weight of the camera embedding that is added to the tokens.")
+define(
+    "MODEL.BACKBONE.SIE_CAMERAS",
+    0,
+    "ViT: cameras, numbered from 0, that have an embedding of their own (TransReID's SIE); 0 is none.",
+    low=0,
+)
+define("MODEL.BACKBONE.SIE_VIEWS", 0, "ViT: views, numbered from 0, that have one, alone or per camera.", low=0)
+define("MODEL.BACKBONE.SIE_COE", 3.0, "ViT: weight of the camera and view embedding that is added to the tokens.")
+define(
+    "MODEL.BACKBONE.CHECKPOINTING",
+    False,
+    "ViT: keep no block's activations, and compute them again for the gradient: less memory, a third slower.",
+)
+define(
+    "MODEL.BACKBONE.DEPLOY", False, "RepVGG: one convolution a block, for inference; see tools/import_checkpoint.py."
+)
 define(
     "MODEL.BACKBONE.DROP_PATH_RATIO", 0.1, "ViT: probability of skipping a block (stochastic depth) at the last one."
 )
@@ -113,7 +135,13 @@ define("MODEL.HEADS.NORM", "BN", "Normalization layer of that neck.")
 define(
     "MODEL.HEADS.NECK_FEAT",
     "before",
-    "Which feature the metric losses see: before or after the neck. Evaluation takes the one after it.",
+    "Which feature the metric losses see: before or after the neck.",
+    choices=("before", "after"),
+)
+define(
+    "MODEL.HEADS.EVAL_FEAT",
+    "after",
+    "Which feature evaluation takes: after the neck, as FastReID, or before it, as TransReID.",
     choices=("before", "after"),
 )
 define("MODEL.HEADS.CLS_LAYER", "Linear", "Classifier: Linear, ArcSoftmax, CosSoftmax or CircleSoftmax.")
@@ -165,6 +193,10 @@ define("MODEL.LOSSES.CIRCLE.SCALE", 1.0, "Circle loss: weight in the sum.", low=
 define("MODEL.LOSSES.COSFACE.MARGIN", 0.25, "Pairwise CosFace: margin on the cosine similarities.", low=0)
 define("MODEL.LOSSES.COSFACE.GAMMA", 128, "Pairwise CosFace: factor on the similarities.", above=0)
 define("MODEL.LOSSES.COSFACE.SCALE", 1.0, "Pairwise CosFace: weight in the sum.", low=0)
+define("MODEL.LOSSES.CENTER.SCALE", 0.0005, "Center loss: weight in the sum.", low=0)
+define(
+    "MODEL.LOSSES.CENTER.LR", 0.5, "Center loss: learning rate of the centers, which have an SGD of their own.", low=0
+)
 define("MODEL.LOSSES.FL.ALPHA", 0.25, "Focal loss: factor that balances the classes.", above=0)
 define("MODEL.LOSSES.FL.GAMMA", 2, "Focal loss: exponent that turns the weight away from easy samples.", low=0)
 define("MODEL.LOSSES.FL.SCALE", 1.0, "Focal loss: weight in the sum.", low=0)

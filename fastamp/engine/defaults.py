@@ -22,10 +22,11 @@ from fastamp.evaluation.evaluator import DatasetEvaluator
 from fastamp.modeling import build_model
 from fastamp.solver import OptimizerState, WeightAverage, build_lr_schedule, build_optimizer, swa_start
 from fastamp.utils import comm
-from fastamp.utils.checkpoint import Checkpointer, load_model_state, write_atomically
+from fastamp.utils.checkpoint import Checkpointer, write_atomically
 from fastamp.utils.env import RandomState
 from fastamp.utils.errors import ConfigError, UserError
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
+from fastamp.utils.load_state import load_model_state
 
 logger = logging.getLogger(__name__)
 

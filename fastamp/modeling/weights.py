@@ -8,25 +8,27 @@ import torch
 from torch import nn
 from torchvision.models import get_model_weights
 
-from fastamp.utils.checkpoint import load_model_state, read_checkpoint, state_dict_in
+from fastamp.utils.checkpoint import read_checkpoint, state_dict_in
 from fastamp.utils.errors import ConfigError, WeightsError
+from fastamp.utils.load_state import adopt, load_model_state
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TorchvisionWeights:
-    """torchvision's first ImageNet weights (IMAGENET1K_V1) of the model ``name``."""
+    """torchvision's ImageNet weights ``version`` of the model ``name``; the first ones unless said otherwise."""
 
     name: str
+    version: str = "IMAGENET1K_V1"
 
     @property
     def url(self) -> str:
         """Where they are downloaded from."""
-        return get_model_weights(self.name)["IMAGENET1K_V1"].url
+        return get_model_weights(self.name)[self.version].url
 
     def __str__(self) -> str:
-        return f"torchvision's {self.name} (IMAGENET1K_V1)"
+        return f"torchvision's {self.name} ({self.version})"
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def load_pretrained_backbone(
     Weights for RGB also fill a backbone for one channel or four, see ``_fit_channels``.
 
     Args:
-        backbone: has the parameter names of the weights, without the classifier.
+        backbone: has the parameter names of the weights, or translates them in its ``adopt_state``.
         path: ``MODEL.BACKBONE.PRETRAIN_PATH``; empty for ``online``.
         online: weights of this very network; None where nobody offers them.
         without: globs over the names of tensors that pretrained weights need not have.
@@ -73,8 +75,7 @@ def load_pretrained_backbone(
     # A whole ReID model may serve as the start, too: take its backbone.
     if any(key.startswith("backbone.") for key in state):
         state = {key.removeprefix("backbone."): value for key, value in state.items() if key.startswith("backbone.")}
-    state = {key: value for key, value in state.items() if not key.startswith("fc.")}
-    state = _fit_channels(state, backbone, source)
+    state = _fit_channels(adopt(backbone, state)[0], backbone, source)
     load_model_state(backbone, state, source=source, backbone_prefix="", without=without)
 
 

@@ -1,12 +1,10 @@
 """Checkpoints: atomic, made of tensors and plain values, never able to run code."""
 
-import logging
 import os
 import pickle
 import tempfile
 import zipfile
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,7 @@ from torch import nn
 
 from fastamp.utils import comm
 from fastamp.utils.errors import WeightsError
-
-logger = logging.getLogger(__name__)
-
-# Weights of normalization that older files keep beside the model; the config has them now.
-_NOT_WEIGHTS = ("pixel_mean", "pixel_std")
-# The only tensors that may differ in shape: they belong to the training set's identities.
-_CLASSIFIER_KEYS = ("heads.weight",)
+from fastamp.utils.load_state import examples, load_model_state
 
 
 def _numpy_scalars() -> list[Any]:
@@ -117,83 +109,6 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
         )
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     return {key.removeprefix("module."): value for key, value in tensors.items()}
-
-
-def load_model_state(
-    model: nn.Module,
-    state: dict[str, torch.Tensor],
-    *,
-    source: str,
-    backbone_prefix: str = "backbone.",
-    min_match: float = 0.9,
-    without: tuple[str, ...] = (),
-) -> None:
-    """Copy ``state`` into ``model`` where names and shapes agree, and log a report.
-
-    Args:
-        model: filled in place.
-        state: name -> tensor.
-        source: where ``state`` is from, for messages.
-        backbone_prefix: the names that ``min_match`` is about.
-        min_match: share of the backbone's tensors that ``state`` must provide.
-        without: globs over the names of tensors that do not count for that share.
-
-    Raises:
-        WeightsError: a shape differs other than the classifier's, or too little of the backbone matched; the model
-            is unchanged then.
-    """
-    own = model.state_dict()
-    state = {key: value for key, value in state.items() if key not in _NOT_WEIGHTS}
-    matched = {key: value for key, value in state.items() if key in own and own[key].shape == value.shape}
-    other_shape = [key for key in state if key in own and key not in matched]
-    missing = [key for key in own if key not in state]
-    unknown = [key for key in state if key not in own]
-    backbone = [key for key in own if key.startswith(backbone_prefix)]
-    backbone = [key for key in backbone if not any(fnmatchcase(key, pattern) for pattern in without)]
-    share = sum(key in matched for key in backbone) / max(len(backbone), 1)
-    report = (
-        f"  {len(matched)} of {len(own)} tensors matched ({share:.0%} of the backbone's), "
-        f"{len(missing)} missing{_examples(missing)}, {len(unknown)} unknown{_examples(unknown)}"
-    )
-    wrong = [key for key in other_shape if key not in _CLASSIFIER_KEYS]
-    if wrong:
-        shapes = "\n".join(
-            f"    {key}: file {tuple(state[key].shape)}, model {tuple(own[key].shape)}" for key in wrong[:5]
-        )
-        raise WeightsError(
-            f"weights from {source} are of another model: {len(wrong)} tensors have other shapes\n{shapes}\n"
-            "  fix: use the config that the weights were trained with (MODEL.BACKBONE.DEPTH, MODEL.HEADS.*, "
-            "INPUT.CHANNELS)"
-        )
-    if share < min_match:
-        raise WeightsError(
-            f"weights from {source} do not fit the model's backbone\n{report}\n"
-            "  fix: use the config that the weights were trained with, or, if so little is meant to be loaded, "
-            "lower MODEL.WEIGHTS_MIN_MATCH"
-        )
-    model.load_state_dict(matched, strict=False)
-    logger.info("loaded weights from %s\n%s", source, report)
-    # A counter that old files lack changes nothing.
-    absent = [key for key in missing if not key.endswith("num_batches_tracked")]
-    if absent:
-        logger.warning(
-            "%d tensors are not in %s and keep their initial values%s", len(absent), source, _examples(absent)
-        )
-    for key in other_shape:
-        if own[key].shape[0] == 0:
-            continue  # a head that was built for evaluation alone has no classes
-        logger.warning(
-            "%s was left at its initial value: %s in %s, %s in the model (other identities)",
-            key,
-            tuple(state[key].shape),
-            source,
-            tuple(own[key].shape),
-        )
-
-
-def _examples(keys: list[str]) -> str:
-    """Return ``" (a, b, ...)"`` for the first few keys."""
-    return f" ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})" if keys else ""
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[Any], None]) -> None:
@@ -324,7 +239,7 @@ class Checkpointer:
         if differ:
             raise WeightsError(
                 f"cannot resume from {path}: it is of another model, {len(differ)} tensors differ"
-                f"{_examples(sorted(differ))}.\n  fix: resume with the config that the run was started with "
+                f"{examples(sorted(differ))}.\n  fix: resume with the config that the run was started with "
                 "(config.yaml beside the checkpoint)"
             )
         self.model.load_state_dict(state)

@@ -8,7 +8,7 @@ from torch import nn
 from fastamp.amp import force_fp32
 from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, build_norm
 from fastamp.modeling.heads.build import HEADS_REGISTRY
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import ConfigError, WeightsError
 
 
 @HEADS_REGISTRY.register()
@@ -23,6 +23,7 @@ class EmbeddingHead(nn.Module):
         embedding_dim: width after a 1x1 convolution; 0 for none.
         num_classes: identities in the training set; 0 gives a head for evaluation alone.
         neck_feat: which feature the metric losses get: "before" or "after" the neck.
+        eval_feat: which one evaluation gets.
         pool_layer: a name in ``POOL_LAYER_REGISTRY``.
         cls_layer: a name in ``CLS_LAYER_REGISTRY``.
         scale, margin: of the classification layer.
@@ -33,6 +34,8 @@ class EmbeddingHead(nn.Module):
         ConfigError: a part is not registered, or ``neck_feat`` is something else.
     """
 
+    classifiers = ("weight",)
+
     def __init__(
         self,
         *,
@@ -40,6 +43,7 @@ class EmbeddingHead(nn.Module):
         embedding_dim: int = 0,
         num_classes: int,
         neck_feat: str = "before",
+        eval_feat: str = "after",
         pool_layer: str = "GlobalAvgPool",
         cls_layer: str = "Linear",
         scale: float = 1,
@@ -50,7 +54,7 @@ class EmbeddingHead(nn.Module):
         super().__init__()
         if neck_feat not in ("before", "after"):
             raise ConfigError(f"MODEL.HEADS.NECK_FEAT: {neck_feat!r} is unknown; choices: before, after")
-        self.neck_feat = neck_feat
+        self.neck_feat, self.eval_feat = neck_feat, eval_feat
         self.pooled_dim = feat_dim
         self.pool_layer = POOL_LAYER_REGISTRY.get(pool_layer)()
         dim = embedding_dim or feat_dim
@@ -74,6 +78,7 @@ class EmbeddingHead(nn.Module):
             embedding_dim=heads.EMBEDDING_DIM,
             num_classes=heads.NUM_CLASSES,
             neck_feat=heads.NECK_FEAT,
+            eval_feat=heads.EVAL_FEAT,
             pool_layer=heads.POOL_LAYER,
             cls_layer=heads.CLS_LAYER,
             scale=heads.SCALE,
@@ -99,7 +104,8 @@ class EmbeddingHead(nn.Module):
             targets: (B,) int64 class numbers, needed in training mode.
 
         Returns:
-            In evaluation mode (B, D) float32, the feature after the neck, not normalized. In training mode
+            In evaluation mode (B, D) float32, the feature after the neck, or by ``eval_feat`` before it, not
+            normalized. In training mode
             ``{"cls_outputs": (B, K), "pred_class_logits": (B, K), "features": (B, D)}``, float32; the features are
             those before or after the neck, by ``neck_feat``.
         """
@@ -117,6 +123,8 @@ class EmbeddingHead(nn.Module):
             raise ConfigError(
                 f"MODEL.HEADS.POOL_LAYER {type(self.pool_layer).__name__} leaves a map of {size}; the head needs 1 x 1"
             )
+        if not self.training and self.eval_feat == "before":
+            return pooled.flatten(1)
         neck = self.bottleneck(pooled).flatten(1)
         if not self.training:
             return neck
@@ -128,3 +136,33 @@ class EmbeddingHead(nn.Module):
             "pred_class_logits": logits.detach(),
             "features": pooled.flatten(1) if self.neck_feat == "before" else neck,
         }
+
+    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+        """Return the head of a FastReID file of any age, or of a TransReID one without JPM, under present names.
+
+        Raises:
+            WeightsError: it is FastReID v0.1.1's ReductionHead, which computes another function.
+        """
+        if any(key.startswith("bnneck.") for key in state) and any(key.startswith("bottleneck.") for key in state):
+            raise WeightsError(
+                "the weights have FastReID v0.1.1's ReductionHead (a reduction with its own batch norm before the "
+                "neck), which is another function than EmbeddingHead's.\n"
+                "  fix: take weights of a later FastReID, or train again; as a start for the backbone alone the file "
+                "can be named in MODEL.BACKBONE.PRETRAIN_PATH"
+            )
+        if any(key.startswith("fc.") for key in state):
+            notes.append(
+                "torchreid's features come after its fc layer, which MODEL.HEADS.NAME EmbeddingHead does not have: "
+                "set MODEL.HEADS.NAME FCHead for them"
+            )
+        number = len(self.bottleneck) - 1  # of the batch norm
+        renamed = {}
+        for key, value in state.items():
+            if key == "classifier.weight" and not any(other.startswith("fc.") for other in state):
+                key = "weight"
+            elif key.startswith("bnneck."):
+                key = f"bottleneck.{number}.{key.removeprefix('bnneck.')}"
+            elif key.startswith("bottleneck.") and not key.split(".")[1].isdigit():
+                key = f"bottleneck.{number}.{key.removeprefix('bottleneck.')}"
+            renamed[key] = value
+        return renamed

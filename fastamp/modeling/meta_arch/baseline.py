@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 from fastamp.config import per_channel
-from fastamp.modeling.backbones import build_backbone
+from fastamp.modeling.backbones import build_backbone, with_feature_dim
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
+from fastamp.modeling.meta_arch.origins import whole_model_names
 from fastamp.utils import comm
 
 
@@ -55,9 +56,10 @@ class Baseline(nn.Module):
             per_channel(f"MODEL.{name}", cfg.MODEL[name], channels=cfg.INPUT.CHANNELS)
             for name in ("PIXEL_MEAN", "PIXEL_STD")
         )
+        backbone = build_backbone(cfg)
         return cls(
-            backbone=build_backbone(cfg),
-            heads=build_heads(cfg),
+            backbone=backbone,
+            heads=build_heads(with_feature_dim(cfg, backbone)),
             losses=build_losses(cfg),
             pixel_mean=pixel_mean,
             pixel_std=pixel_std,
@@ -75,28 +77,69 @@ class Baseline(nn.Module):
         images = images.to(self.device, non_blocking=True)
         return (images.float() - self.pixel_mean) / self.pixel_std
 
+    def feature_maps(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Return what the backbone makes of a batch's images, and of their cameras and views where it takes those."""
+        images = self.preprocess(batch["images"])
+        if not getattr(self.backbone, "takes_cameras", False):
+            return self.backbone(images)
+        if "camids" not in batch:
+            raise KeyError('the backbone has camera or view embeddings, but the batch has no "camids"')
+        where = {
+            name: batch[name].to(self.device, non_blocking=True) for name in ("camids", "viewids") if name in batch
+        }
+        return self.backbone(images, **where)
+
+    def targets(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Return a training batch's (B,) int64 class numbers, on the device."""
+        if "targets" not in batch:
+            raise KeyError('the model is in training mode, but the batch has no "targets"; call model.eval() first?')
+        return batch["targets"].to(self.device, non_blocking=True)
+
     def forward(self, batch: dict[str, Any]) -> torch.Tensor | dict[str, torch.Tensor]:
         """Compute features, or losses.
 
         Args:
-            batch: ``{"images": (B, C, H, W) in 0..255}``, in training mode also ``"targets": (B,) int64``.
+            batch: ``{"images": (B, C, H, W) in 0..255}``, in training mode also ``"targets": (B,) int64``; with camera
+                or view embeddings ``"camids"`` and ``"viewids"``, (B,) int64 from 0.
 
         Returns:
             In evaluation mode (B, D) float32 features; in training mode loss name -> () float32.
         """
-        features = self.backbone(self.preprocess(batch["images"]))
+        maps = self.feature_maps(batch)
         if not self.training:
-            return self.heads(features)
-        if "targets" not in batch:
-            raise KeyError('the model is in training mode, but the batch has no "targets"; call model.eval() first?')
-        targets = batch["targets"].to(self.device, non_blocking=True)
-        outputs = self.heads(features, targets)
-        whole = (outputs, targets)
-        if self.gather and any(_over_pairs(loss) for loss in self.losses.values()):
-            whole = (outputs | {"features": comm.all_gather(outputs["features"])}, comm.all_gather(targets))
-        return {
-            name: loss(*whole) if _over_pairs(loss) else loss(outputs, targets) for name, loss in self.losses.items()
-        }
+            return self.heads(maps)
+        targets = self.targets(batch)
+        return compute_losses(self.losses, self.heads(maps, targets), targets, gather=self.gather)
+
+    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a FastReID, torchreid or TransReID file under ``backbone.`` and ``heads.``."""
+        for name in ("pixel_mean", "pixel_std"):
+            if name in state and not torch.allclose(state[name].flatten().float(), getattr(self, name).cpu().flatten()):
+                notes.append(
+                    f"the weights were trained with MODEL.{name.upper()} {state[name].flatten().tolist()}; the config "
+                    f"has {getattr(self, name).flatten().tolist()}"
+                )
+        return whole_model_names(state, set(self.backbone.state_dict()), notes)
+
+
+def compute_losses(
+    losses: nn.ModuleDict, outputs: dict[str, torch.Tensor], targets: torch.Tensor, *, gather: bool
+) -> dict[str, torch.Tensor]:
+    """Return each loss of a head's outputs.
+
+    Args:
+        losses: name -> module of ``(outputs, targets) -> ()``.
+        outputs: what a head returns in training mode.
+        targets: (B,) int64 class numbers.
+        gather: let the losses that compare images with each other (``over_pairs``) see those of all ranks.
+
+    Returns:
+        Loss name -> () float32.
+    """
+    whole = (outputs, targets)
+    if gather and any(_over_pairs(loss) for loss in losses.values()):
+        whole = (outputs | {"features": comm.all_gather(outputs["features"])}, comm.all_gather(targets))
+    return {name: loss(*whole) if _over_pairs(loss) else loss(outputs, targets) for name, loss in losses.items()}
 
 
 def _over_pairs(loss: nn.Module) -> bool:

@@ -1,0 +1,41 @@
+"""The names that other programs give the parts of a whole model."""
+
+import torch
+
+_STEM_NOTE = (
+    "{who} pool the stem with padding: set MODEL.BACKBONE.STEM_POOL padded for their features (the default, ceil, "
+    "is FastReID's since 2020-08-14)"
+)
+
+
+def whole_model_names(
+    state: dict[str, torch.Tensor], backbone_names: set[str], notes: list[str]
+) -> dict[str, torch.Tensor]:
+    """Return ``state`` with everything under ``backbone.`` or ``heads.``, as FastReID has it.
+
+    TransReID has ``base.`` for the backbone and no prefix for the head. torchreid has no prefixes at all; there, what
+    the backbone has a place for is the backbone's. The head translates its own names.
+
+    Args:
+        state: name -> tensor, of a whole model.
+        backbone_names: the names in the backbone's state dict.
+        notes: what people must know about the file is added.
+    """
+    names = list(state)
+    if any(name.startswith("base.") for name in names):
+        return {
+            f"backbone.{name.removeprefix('base.')}" if name.startswith("base.") else f"heads.{name}": value
+            for name, value in state.items()
+        }
+    if any(name.startswith(("backbone.", "heads.")) for name in names):
+        if any(name.startswith("heads.bnneck.") for name in names):
+            notes.append(_STEM_NOTE.format(who="FastReID's models up to v0.1.1, of which this file is,"))
+        return state
+    if not backbone_names & set(names):
+        return state
+    if "layer4.0.conv1.weight" in state:
+        notes.append(
+            _STEM_NOTE.format(who="torchreid's ResNets") + "; LAST_STRIDE is 2 in its resnet50, 1 in its resnet50_fc512"
+        )
+    of_head = ("classifier.", "fc.")
+    return {f"{'heads' if name.startswith(of_head) else 'backbone'}.{name}": value for name, value in state.items()}

@@ -1,0 +1,168 @@
+"""Fill a model from a state dict of any origin: translate its names, compare, report, refuse what does not fit."""
+
+import logging
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from fastamp.utils.errors import WeightsError
+
+logger = logging.getLogger(__name__)
+
+State = dict[str, torch.Tensor]
+
+
+@dataclass
+class ImportReport:
+    """What became of the tensors of a file.
+
+    Attributes:
+        source: where they are from.
+        matched: the model's tensors that were taken from it.
+        renamed: those of them that have another name there.
+        dropped: the file's tensors that the model has no place for.
+        missing: the model's tensors that the file does not have.
+        other_shape: classifiers that were left as they are, because they are of other identities.
+        backbone_share: the share of the backbone's tensors that matched, in 0..1.
+        notes: what must be known about such a file.
+    """
+
+    source: str
+    matched: list[str] = field(default_factory=list)
+    renamed: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    other_shape: list[str] = field(default_factory=list)
+    backbone_share: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        own = len(self.matched) + len(self.missing) + len(self.other_shape)
+        in_file = len(self.matched) + len(self.dropped) + len(self.other_shape)
+        lines = [
+            f"matched  {_share(self.matched, own)} of the model's tensors, {self.backbone_share:.0%} of the backbone's",
+            f"renamed  {_share(self.renamed, own)}{examples(self.renamed)}",
+            f"dropped  {_share(self.dropped, in_file)} of the file's{examples(self.dropped)}",
+            f"missing  {_share(self.missing, own)} of the model's{examples(self.missing)}",
+        ]
+        if self.other_shape:
+            lines.append(f"of other identities  {', '.join(self.other_shape)}")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(f"  {line}" for line in lines)
+
+
+def _share(names: list[str], whole: int) -> str:
+    return f"{len(names)} ({len(names) / max(whole, 1):.0%})"
+
+
+def adopt(model: nn.Module, state: State) -> tuple[State, list[str]]:
+    """Return ``state`` under the names that ``model`` has, and notes for people.
+
+    A module that knows other names for what it holds has a method ``adopt_state(state, notes) -> state``: it gets the
+    tensors below its own name, without that, and returns them as its own state dict would name them; what it does not
+    know stays as it is. Outer modules come first. Neither ``state`` nor its tensors are written into.
+
+    Raises:
+        WeightsError: a module refuses what it was given.
+    """
+    notes: list[str] = []
+    for name, module in model.named_modules():
+        if hasattr(module, "adopt_state"):
+            prefix = f"{name}." if name else ""
+            below = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            others = {key: value for key, value in state.items() if not key.startswith(prefix)}
+            state = others | {prefix + key: value for key, value in module.adopt_state(below, notes).items()}
+    return state, notes
+
+
+def load_model_state(
+    model: nn.Module,
+    state: State,
+    *,
+    source: str,
+    backbone_prefix: str = "backbone.",
+    min_match: float = 0.9,
+    without: tuple[str, ...] = (),
+) -> ImportReport:
+    """Copy ``state`` into ``model`` where names, after ``adopt``, and shapes agree; log and return a report.
+
+    Args:
+        model: filled in place.
+        state: name -> tensor.
+        source: where ``state`` is from, for messages.
+        backbone_prefix: the names that ``min_match`` is about.
+        min_match: share of the backbone's tensors that ``state`` must provide.
+        without: globs over the names of tensors that do not count for that share.
+
+    Raises:
+        WeightsError: a shape differs other than a classifier's, or too little of the backbone matched; the model
+            is unchanged then.
+    """
+    own = model.state_dict()
+    adopted, notes = adopt(model, state)
+    matched = {key: value for key, value in adopted.items() if key in own and own[key].shape == value.shape}
+    # A counter that old files lack changes nothing.
+    missing = [key for key in own if key not in adopted and not key.endswith("num_batches_tracked")]
+    differ = [key for key in adopted if key in own and key not in matched]
+    backbone = [key for key in own if key.startswith(backbone_prefix) and not key.endswith("num_batches_tracked")]
+    backbone = [key for key in backbone if not any(fnmatchcase(key, pattern) for pattern in without)]
+    classifiers = _classifiers(model)
+    report = ImportReport(
+        source,
+        matched=list(matched),
+        renamed=[key for key in matched if key not in state],
+        dropped=[key for key in adopted if key not in own],
+        missing=missing,
+        other_shape=[key for key in differ if key in classifiers],
+        backbone_share=sum(key in matched for key in backbone) / max(len(backbone), 1),
+        notes=notes,
+    )
+    wrong = [key for key in differ if key not in classifiers]
+    if wrong:
+        shapes = "\n".join(
+            f"    {key}: file {tuple(adopted[key].shape)}, model {tuple(own[key].shape)}" for key in wrong[:5]
+        )
+        raise WeightsError(
+            f"weights from {source} are of another model: {len(wrong)} tensors have other shapes\n{shapes}\n"
+            "  fix: use the config that the weights were trained with (MODEL.BACKBONE.DEPTH, MODEL.HEADS.*, "
+            "INPUT.CHANNELS)"
+        )
+    if report.backbone_share < min_match:
+        raise WeightsError(
+            f"weights from {source} do not fit the model's backbone\n{report}\n"
+            "  fix: use the config that the weights were trained with, or, if so little is meant to be loaded, "
+            "lower MODEL.WEIGHTS_MIN_MATCH"
+        )
+    model.load_state_dict(matched, strict=False)
+    logger.info("loaded weights from %s\n%s", source, report)
+    if missing:
+        logger.warning(
+            "%d tensors are not in %s and keep their initial values%s", len(missing), source, examples(missing)
+        )
+    for key in report.other_shape:
+        if own[key].shape[0] == 0:
+            continue  # a head that was built for evaluation alone has no classes
+        logger.warning(
+            "%s was left at its initial value: %s in %s, %s in the model (other identities)",
+            key,
+            tuple(adopted[key].shape),
+            source,
+            tuple(own[key].shape),
+        )
+    return report
+
+
+def _classifiers(model: nn.Module) -> set[str]:
+    """Return the tensors that belong to the identities of a training set: a head names its own in ``classifiers``."""
+    return {
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        for key in getattr(module, "classifiers", ())
+    }
+
+
+def examples(keys: list[str]) -> str:
+    """Return ``" (a, b, ...)"`` for the first few keys."""
+    return f" ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})" if keys else ""
