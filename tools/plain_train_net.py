@@ -16,7 +16,7 @@ from fastamp.amp import LossScaler, OptimizationStep, Precautions, PrecisionPoli
 from fastamp.amp.health import check_finite
 from fastamp.config import CfgNode
 from fastamp.engine import DefaultTrainer, launch, run_command_line
-from fastamp.solver import OptimizerState, build_gradient_clipping, build_lr_schedule, build_optimizer
+from fastamp.solver import OptimizerState, build_gradient_clipping, build_lr_schedule, build_optimizers
 from fastamp.utils import comm
 from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.env import RandomState
@@ -45,16 +45,17 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     loader = DefaultTrainer.build_train_loader(cfg)
     cfg = DefaultTrainer.auto_scale_hyperparams(cfg, loader.dataset.num_classes)
     model = DefaultTrainer.build_model(cfg)
-    optimizer, schedule = build_optimizer(cfg, model), build_lr_schedule(cfg, loader.iters_per_epoch)
+    optimizers, schedule = build_optimizers(cfg, model), build_lr_schedule(cfg, loader.iters_per_epoch)
+    groups = [group for each in optimizers.values() for group in each.param_groups if group.get("scheduled", True)]
     policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
     logger.info("precision: %s", policy.describe())
     scaler, clip = LossScaler.from_config(cfg, policy), build_gradient_clipping(cfg)
     limits = {"max_consecutive_skips": cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS, "guard_buffers": cfg.SOLVER.AMP.BN_GUARD}
-    step = OptimizationStep(model, [optimizer], scaler=scaler, clip=clip, **limits)
+    step = OptimizationStep(model, list(optimizers.values()), scaler=scaler, clip=clip, **limits)
     precautions = Precautions.from_config(cfg)
-
     progress = Progress(iteration=0, steps_taken=0, iters_per_epoch=loader.iters_per_epoch)
-    parts = {"optimizer": OptimizerState(optimizer), "step": step, "progress": progress, "random": RandomState()}
+    parts = {name: OptimizerState(each) for name, each in optimizers.items()} | {"random": RandomState()}
+    parts |= {"step": step, "progress": progress}
     checkpointer = Checkpointer(
         model, cfg.OUTPUT_DIR, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH, policy=policy, check=check_finite, **parts
     )
@@ -73,9 +74,8 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     total = cfg.SOLVER.MAX_EPOCH * loader.iters_per_epoch
     for iteration, batch in zip(range(progress["iteration"], total), loader, strict=False):
         epoch = iteration // loader.iters_per_epoch
-        for group in optimizer.param_groups:
+        for group in groups:
             group["lr"] = schedule.learning_rate(group["base_lr"], epoch=epoch, steps_taken=progress["steps_taken"])
-
         if iteration == loader.start_iter:
             precautions.before_first_step(step, batch, policy, iteration=iteration)
         precautions.remember(batch, first=True)

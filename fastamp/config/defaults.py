@@ -157,7 +157,7 @@ define("MODEL.HEADS.SCALE", 1, "Factor on the classifier's logits; margin softma
 define(
     "MODEL.LOSSES.NAME",
     ("CrossEntropyLoss",),
-    "The losses, which are added up: CrossEntropyLoss, FocalLoss, TripletLoss, CircleLoss, Cosface.",
+    "The losses, which are added up: CrossEntropyLoss, FocalLoss, TripletLoss, CircleLoss, Cosface, CenterLoss.",
 )
 define(
     "MODEL.LOSSES.GATHER",

@@ -20,7 +20,14 @@ from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase
 from fastamp.evaluation import Protocol, ReidEvaluator, inference_on_dataset, print_results, update_bn_statistics
 from fastamp.evaluation.evaluator import DatasetEvaluator
 from fastamp.modeling import build_model
-from fastamp.solver import OptimizerState, WeightAverage, build_lr_schedule, build_optimizer, swa_start
+from fastamp.solver import (
+    OptimizerState,
+    WeightAverage,
+    build_lr_schedule,
+    build_optimizer,
+    build_own_optimizers,
+    swa_start,
+)
 from fastamp.utils import comm
 from fastamp.utils.checkpoint import Checkpointer, write_atomically
 from fastamp.utils.env import RandomState
@@ -51,11 +58,12 @@ class DefaultTrainer:
         # Seeded by rank, so that dropout differs, and the initial weights must not.
         comm.broadcast([*self.model.parameters(), *self.model.buffers()])
         self.optimizer = self.build_optimizer(cfg, self.model)
+        optimizers = {"optimizer": self.optimizer} | build_own_optimizers(self.model)
         name = cfg.SOLVER.TRAINER
         if name == "auto":
             name = "AMPTrainer" if cfg.SOLVER.AMP.ENABLED else "SimpleTrainer"
         self.trainer = TRAINER_REGISTRY.build(
-            name, cfg, model=self.model, data_loader=self.data_loader, optimizers=[self.optimizer]
+            name, cfg, model=self.model, data_loader=self.data_loader, optimizers=list(optimizers.values())
         )
         self.trainer.iters_per_epoch = -(-self.data_loader.iters_per_epoch // cfg.SOLVER.ACCUM_STEPS)
         labels = getattr(self.data_loader.dataset, "labels", None)
@@ -72,7 +80,7 @@ class DefaultTrainer:
             min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
             check=check_finite,
             **({"average": self.average} if self.average else {}),
-            optimizer=OptimizerState(self.optimizer),
+            **{name: OptimizerState(optimizer) for name, optimizer in optimizers.items()},
             trainer=self.trainer,
             random=RandomState(),
             policy=_PolicyOf(self.trainer),

@@ -39,7 +39,7 @@ __all__ = [
 
 
 class LRScheduler(HookBase):
-    """Set each parameter group's learning rate before each step.
+    """Set each parameter group's learning rate before each step, but for those that are not ``scheduled``.
 
     Args:
         schedule: a pure function of the epoch and of the steps taken, so that there is nothing to save.
@@ -57,6 +57,8 @@ class LRScheduler(HookBase):
         trainer = self.trainer
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
+                if not group.get("scheduled", True):
+                    continue
                 group["lr"] = self.schedule.learning_rate(
                     group["base_lr"], epoch=trainer.epoch, steps_taken=trainer.steps_taken
                 )

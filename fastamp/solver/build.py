@@ -33,7 +33,8 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
 
     Norm layers decay by ``WEIGHT_DECAY_NORM`` and biases, those of norm layers too, by ``WEIGHT_DECAY_BIAS``; biases'
     learning rate is times ``BIAS_LR_FACTOR``, that of everything in the heads times ``HEADS_LR_FACTOR``, and that of
-    the parameters whose names match a glob of ``LR_FACTORS`` times its factor; all that apply are multiplied.
+    the parameters whose names match a glob of ``LR_FACTORS`` times its factor; all that apply are multiplied. Those of
+    modules with an optimizer of their own are left out.
 
     Returns:
         Groups with ``params``, ``weight_decay``, ``lr`` and ``base_lr``; the schedule sets ``lr`` from ``base_lr``.
@@ -42,12 +43,13 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
         ConfigError: a glob of ``LR_FACTORS`` that matches no parameter, or a factor that is no number from 0 up.
     """
     solver = cfg.SOLVER
+    elsewhere = {id(p) for _, module in _with_own_optimizer(model) for p in module.parameters()}
     factors = _learning_rate_factors(solver.LR_FACTORS, [name for name, _ in model.named_parameters()])
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     seen: set[int] = set()
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if not parameter.requires_grad or id(parameter) in seen:
+            if not parameter.requires_grad or id(parameter) in seen or id(parameter) in elsewhere:
                 continue
             seen.add(id(parameter))
             lr, weight_decay = solver.BASE_LR, solver.WEIGHT_DECAY
@@ -156,6 +158,24 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
         sum(p.numel() for group in groups for p in group["params"]),
     )
     return optimizer
+
+
+def build_own_optimizers(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers of the modules that bring their own, under the module's name with ``.optimizer``.
+
+    Such a module has a method ``build_optimizer()`` that returns one over its parameters. Parameter groups with
+    ``scheduled`` False keep their learning rate.
+    """
+    return {f"{name}.optimizer": module.build_optimizer() for name, module in _with_own_optimizer(model)}
+
+
+def build_optimizers(cfg: Any, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    """Return ``build_optimizer``'s as ``optimizer``, and those of ``build_own_optimizers``."""
+    return {"optimizer": build_optimizer(cfg, model)} | build_own_optimizers(model)
+
+
+def _with_own_optimizer(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "build_optimizer")]
 
 
 def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, inspect.Parameter]) -> None:

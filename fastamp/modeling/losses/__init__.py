@@ -1,6 +1,7 @@
 """Losses over a head's outputs, each computed in float32."""
 
 from fastamp.modeling.losses.build import LOSS_REGISTRY, build_losses
+from fastamp.modeling.losses.center import CenterLoss, center_loss
 from fastamp.modeling.losses.cross_entropy import CrossEntropyLoss, cross_entropy_loss
 from fastamp.modeling.losses.focal import FocalLoss, focal_loss
 from fastamp.modeling.losses.pairwise_cosine import CircleLoss, Cosface, pairwise_circle_loss, pairwise_cosface
@@ -8,12 +9,14 @@ from fastamp.modeling.losses.triplet import TripletLoss, triplet_loss
 
 __all__ = [
     "LOSS_REGISTRY",
+    "CenterLoss",
     "CircleLoss",
     "Cosface",
     "CrossEntropyLoss",
     "FocalLoss",
     "TripletLoss",
     "build_losses",
+    "center_loss",
     "cross_entropy_loss",
     "focal_loss",
     "pairwise_circle_loss",

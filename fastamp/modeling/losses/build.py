@@ -25,3 +25,10 @@ def build_losses(cfg: Any) -> nn.ModuleDict:
         raise ConfigError(f"MODEL.LOSSES.NAME names a loss twice: {', '.join(names)}")
     losses = [LOSS_REGISTRY.build(name, cfg) for name in names]
     return nn.ModuleDict({loss.loss_name: loss for loss in losses})
+
+
+def feature_dim(cfg: Any) -> int:
+    """Return the width of the ``features`` that a head gives to the losses."""
+    heads = cfg.MODEL.HEADS
+    whole = cfg.MODEL.BACKBONE.FEAT_DIM
+    return (heads.EMBEDDING_DIM or whole) if heads.NECK_FEAT == "after" else whole

@@ -2,5 +2,6 @@
 
 from fastamp.modeling.meta_arch.baseline import Baseline
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY, build_model
+from fastamp.modeling.meta_arch.mgn import MGN
 
-__all__ = ["META_ARCH_REGISTRY", "Baseline", "build_model"]
+__all__ = ["META_ARCH_REGISTRY", "MGN", "Baseline", "build_model"]

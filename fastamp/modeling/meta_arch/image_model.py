@@ -1,0 +1,81 @@
+"""What every meta-architecture does first: normalize images and run the backbone."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastamp.config import per_channel
+from fastamp.modeling.meta_arch.origins import whole_model_names
+
+
+class ImageModel(nn.Module):
+    """A model of images in 0..255 whose subclass says what comes behind its ``backbone``.
+
+    Args:
+        backbone: (B, C, H, W) -> feature maps. With an attribute ``takes_cameras`` that is true it is also given
+            ``camids`` and ``viewids``.
+        pixel_mean, pixel_std: C values each, in 0..255.
+    """
+
+    def __init__(
+        self,
+        *,
+        backbone: nn.Module,
+        pixel_mean: list[float] | tuple[float, ...],
+        pixel_std: list[float] | tuple[float, ...],
+    ) -> None:
+        super().__init__()
+        self.backbone = backbone
+        # Not in the state dict: they belong to the config.
+        self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(1, -1, 1, 1), persistent=False)
+        self.register_buffer("pixel_std", torch.tensor(pixel_std).view(1, -1, 1, 1), persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.pixel_mean.device
+
+    def preprocess(self, images: torch.Tensor) -> torch.Tensor:
+        """Move (B, C, H, W) images in 0..255, of any dtype, to the device and normalize them into a new tensor."""
+        # Pixels travel as they come, e.g. as uint8, a quarter of float32's bytes.
+        images = images.to(self.device, non_blocking=True)
+        return (images.float() - self.pixel_mean) / self.pixel_std
+
+    def feature_maps(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Return what the backbone makes of a batch's images, and of their cameras and views where it takes those."""
+        images = self.preprocess(batch["images"])
+        if not getattr(self.backbone, "takes_cameras", False):
+            return self.backbone(images)
+        if "camids" not in batch:
+            raise KeyError('the backbone has camera or view embeddings, but the batch has no "camids"')
+        names = [name for name in ("camids", "viewids") if name in batch]
+        return self.backbone(images, **{name: batch[name].to(self.device, non_blocking=True) for name in names})
+
+    def targets(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Return a training batch's (B,) int64 class numbers, on the device."""
+        if "targets" not in batch:
+            raise KeyError('the model is in training mode, but the batch has no "targets"; call model.eval() first?')
+        return batch["targets"].to(self.device, non_blocking=True)
+
+    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a FastReID, torchreid or TransReID file under ``backbone.`` and ``heads.``."""
+        for name in ("pixel_mean", "pixel_std"):
+            if name in state and not torch.allclose(state[name].flatten().float(), getattr(self, name).cpu().flatten()):
+                notes.append(
+                    f"the weights were trained with MODEL.{name.upper()} {state[name].flatten().tolist()}; the config "
+                    f"has {getattr(self, name).flatten().tolist()}"
+                )
+        return whole_model_names(state, set(self.backbone.state_dict()), notes)
+
+
+def normalization(cfg: Any) -> dict[str, Any]:
+    """Return ``pixel_mean`` and ``pixel_std`` of ``MODEL`` for ``INPUT.CHANNELS``.
+
+    Raises:
+        ConfigError: see ``per_channel``.
+    """
+    return {
+        name: per_channel(f"MODEL.{name.upper()}", cfg.MODEL[name.upper()], channels=cfg.INPUT.CHANNELS)
+        for name in ("pixel_mean", "pixel_std")
+    }

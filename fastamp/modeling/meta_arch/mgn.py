@@ -1,0 +1,150 @@
+"""Multiple Granularity Network: a global branch, and two whose maps are also cut into horizontal parts."""
+
+import copy
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastamp.modeling.backbones import ResNet, build_backbone
+from fastamp.modeling.heads import build_heads
+from fastamp.modeling.losses import build_losses
+from fastamp.modeling.meta_arch.baseline import compute_losses
+from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
+from fastamp.modeling.meta_arch.image_model import ImageModel, normalization
+from fastamp.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# The order in which their features stand side by side.
+HEADS = ("b1", "b2", "b3", "b21", "b22", "b31", "b32", "b33")
+# What the losses that compare images with each other see: the parts of a branch together.
+_PAIRED = {"b1": ("b1",), "b2": ("b2",), "b3": ("b3",), "b22": ("b21", "b22"), "b33": ("b31", "b32", "b33")}
+
+
+@META_ARCH_REGISTRY.register()
+class MGN(ImageModel):
+    """A ResNet up to the first block of its third stage, then three copies of the rest (Wang et al. 2018,
+    arXiv:1804.01438).
+
+    Branches 2 and 3 do not stride in the last stage, and have a head for the whole map and one for each of two or
+    three parts of its height. As FastReID's: each head has its own reduction and classifier; each of the eight
+    classification losses weighs 1/8, each of the five pair losses 1/5.
+
+    Args:
+        backbone: a ResNet, taken apart; its weights start all three branches.
+        heads: head of each name in ``HEADS``.
+        losses: loss name -> module of ``(outputs, targets) -> ()``.
+        gather: let the losses that compare images with each other (``over_pairs``) see those of all ranks.
+        pixel_mean, pixel_std: see ``ImageModel``.
+    """
+
+    def __init__(
+        self,
+        *,
+        backbone: ResNet,
+        heads: dict[str, nn.Module],
+        losses: nn.ModuleDict,
+        gather: bool = False,
+        **pixels: Any,
+    ) -> None:
+        trunk = nn.Sequential(
+            backbone.conv1,
+            backbone.bn1,
+            backbone.relu,
+            backbone.maxpool,
+            backbone.layer1,
+            backbone.layer2,
+            backbone.layer3[0],
+        )
+        super().__init__(backbone=trunk, **pixels)
+        stage3, stage4 = nn.Sequential(*list(backbone.layer3)[1:]), backbone.layer4
+        for branch, last in (("b1", stage4), ("b2", _without_stride(stage4)), ("b3", _without_stride(stage4))):
+            self.add_module(branch, nn.Sequential(copy.deepcopy(stage3), copy.deepcopy(last)))
+            for name in HEADS:
+                if name.startswith(branch):
+                    self.add_module(f"{name}_head", heads[name])
+        self.losses = losses
+        self.gather = gather
+
+    @classmethod
+    def from_config(cls, cfg: Any) -> "MGN":
+        """Return the model of ``MODEL``, for images of ``INPUT.CHANNELS``.
+
+        Raises:
+            ConfigError: the backbone is no ResNet, or a loss has weights of its own; see also ``normalization``, and
+                what backbone, heads and losses raise.
+        """
+        backbone = build_backbone(cfg)
+        if not isinstance(backbone, ResNet):
+            raise ConfigError(
+                f"MODEL.META_ARCHITECTURE MGN takes a ResNet apart, and MODEL.BACKBONE.NAME "
+                f"{cfg.MODEL.BACKBONE.NAME} is none.\n  fix: MODEL.BACKBONE.NAME build_resnet_backbone"
+            )
+        if cfg.MODEL.BACKBONE.WITH_NL:
+            logger.warning("MODEL.BACKBONE.WITH_NL does nothing: MGN has no non-local blocks")
+        losses = build_losses(cfg)
+        with_weights = [type(loss).__name__ for loss in losses.values() if any(True for _ in loss.parameters())]
+        if with_weights:
+            raise ConfigError(
+                f"MODEL.LOSSES.NAME: {', '.join(with_weights)} has weights of its own, and MGN's eight heads, whose "
+                "features differ, cannot share them"
+            )
+        return cls(
+            backbone=backbone,
+            heads={name: build_heads(cfg) for name in HEADS},
+            losses=losses,
+            gather=cfg.MODEL.LOSSES.GATHER,
+            **normalization(cfg),
+        )
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Compute features, or losses.
+
+        Args:
+            batch: ``{"images": (B, C, H, W) in 0..255}``, in training mode also ``"targets": (B,) int64``.
+
+        Returns:
+            In evaluation mode (B, 8 D) float32 features, in the order of ``HEADS``; in training mode loss name with
+            the head's -> () float32.
+        """
+        trunk = self.feature_maps(batch)
+        maps = {branch: self.get_submodule(branch)(trunk) for branch in ("b1", "b2", "b3")}
+        maps |= self._parts("b2", maps["b2"], 2) | self._parts("b3", maps["b3"], 3)
+        if not self.training:
+            return torch.cat([self.get_submodule(f"{name}_head")(maps[name]) for name in HEADS], dim=1)
+        targets = self.targets(batch)
+        outputs = {name: self.get_submodule(f"{name}_head")(maps[name], targets) for name in HEADS}
+        over_pairs = {name for name, loss in self.losses.items() if getattr(loss, "over_pairs", False)}
+        of_single = nn.ModuleDict({name: loss for name, loss in self.losses.items() if name not in over_pairs})
+        of_pairs = nn.ModuleDict({name: loss for name, loss in self.losses.items() if name in over_pairs})
+        losses = {}
+        for head in HEADS:
+            values = compute_losses(of_single, outputs[head], targets, gather=False)
+            losses |= {f"{name}_{head}": value / len(HEADS) for name, value in values.items()}
+        for head, parts in _PAIRED.items():
+            together = outputs[head] | {"features": torch.cat([outputs[part]["features"] for part in parts], dim=1)}
+            values = compute_losses(of_pairs, together, targets, gather=self.gather)
+            losses |= {f"{name}_{head}": value / len(_PAIRED) for name, value in values.items()}
+        return losses
+
+    @staticmethod
+    def _parts(branch: str, maps: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
+        """Return (B, D, h, w) cut into ``count`` parts of its height, from the top: ``b21``, ``b22``, ..."""
+        parts = maps.chunk(count, dim=2)
+        if len(parts) < count:
+            raise ConfigError(
+                f"MGN cuts a feature map into {count} parts, and one {maps.shape[2]} high cannot be: "
+                "INPUT.SIZE_TRAIN and INPUT.SIZE_TEST are too low for it"
+            )
+        return {f"{branch}{number}": part for number, part in enumerate(parts, start=1)}
+
+
+def _without_stride(stage: nn.Sequential) -> nn.Sequential:
+    """Return a copy of a ResNet's stage whose convolutions keep the map's size."""
+    stage = copy.deepcopy(stage)
+    for module in stage.modules():
+        if isinstance(module, nn.Conv2d):
+            module.stride = (1, 1)
+    return stage

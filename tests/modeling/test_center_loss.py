@@ -1,0 +1,97 @@
+"""Center loss, and its optimizer beside the model's."""
+
+import pytest
+import tiny
+import torch
+
+from fastamp.config import get_cfg
+from fastamp.engine import DefaultTrainer
+from fastamp.modeling import build_model
+from fastamp.modeling.losses import CenterLoss, center_loss
+from fastamp.solver import build_optimizer, build_own_optimizers
+from fastamp.utils.load_state import load_model_state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_value_is_that_of_a_loop(dtype):
+    torch.manual_seed(0)
+    features, centers, targets = torch.randn(6, 5).to(dtype), torch.randn(4, 5), torch.tensor([0, 3, 3, 1, 0, 2])
+    distances = [sum((features[n].double() - centers[t].double()) ** 2) for n, t in enumerate(targets)]
+    loss = center_loss(features, targets, centers)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx((sum(distances) / 6).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0.0005, 0.1])
+def test_the_step_of_the_centers_does_not_depend_on_the_weight(scale):
+    torch.manual_seed(0)
+    features, targets = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
+    loss = CenterLoss(num_classes=3, feature_dim=3, scale=scale, lr=0.5)
+    before = loss.centers.detach().clone()
+    optimizer = loss.build_optimizer()
+    loss({"features": features}, targets).backward()
+    optimizer.step()
+    # The gradient of the mean of two images out of four: lr * 2 * 2/4 * (mean of them - center).
+    expected = before[0] + 0.5 * (features[:2].mean(0) - before[0])
+    torch.testing.assert_close(loss.centers[0].detach(), expected)
+    assert torch.equal(loss.centers[2].detach(), before[2])
+
+
+def config(*opts):
+    cfg = get_cfg()
+    cfg.merge_from_list([
+        "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.NAME", "build_tiny_backbone", "MODEL.BACKBONE.FEAT_DIM", str(tiny.WIDTH),
+        "MODEL.HEADS.NUM_CLASSES", "3", "MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'CenterLoss')", *opts,
+    ])  # fmt: skip
+    return cfg
+
+
+@pytest.mark.parametrize("neck_feat, width", [("before", tiny.WIDTH), ("after", 8)])
+def test_the_centers_are_as_wide_as_the_features(neck_feat, width):
+    cfg = config("MODEL.HEADS.EMBEDDING_DIM", "8", "MODEL.HEADS.NECK_FEAT", neck_feat)
+    model = build_model(cfg).train()
+    assert model.losses["loss_center"].centers.shape == (3, width)
+    losses = model({"images": torch.zeros(4, 3, 64, 32), "targets": torch.tensor([0, 0, 1, 2])})
+    assert torch.isfinite(losses["loss_center"])
+
+
+def test_each_parameter_is_in_one_optimizer():
+    model = build_model(config())
+    own = build_own_optimizers(model)
+    assert list(own) == ["losses.loss_center.optimizer"]
+    main = {id(p) for group in build_optimizer(config(), model).param_groups for p in group["params"]}
+    centers = {id(p) for group in own["losses.loss_center.optimizer"].param_groups for p in group["params"]}
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    assert centers == {id(model.losses["loss_center"].centers)}
+    assert main | centers == trainable and not main & centers
+
+
+def test_it_trains_resumes_and_is_skipped_with_the_model(demo, tmp_path):
+    def trainer(epochs):
+        opts = ["MODEL.HEADS.NUM_CLASSES", "0", "MODEL.LOSSES.CENTER.LR", "0.3", "SOLVER.MAX_EPOCH", str(epochs)]
+        return DefaultTrainer(
+            tiny.tiny_config(tmp_path, "MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'CenterLoss')", *opts)
+        )
+
+    first = trainer(1)
+    centers = first.model.losses["loss_center"].centers
+    before = centers.detach().clone()
+    first.train()
+    assert not torch.equal(before, centers.detach())
+    assert first.trainer.optimizers[1].param_groups[0]["lr"] == pytest.approx(0.3 / 0.0005)
+    second = trainer(2)
+    second.resume_or_load(resume=True)
+    assert torch.equal(second.model.losses["loss_center"].centers.detach(), centers.detach())
+    # A step with an infinite loss leaves weights and centers where they are.
+    kept = centers.detach().clone()
+    step = first.trainer.step
+    step.begin()
+    step.backward({"loss_bad": centers.sum() * float("inf") + first.model.heads.weight.sum()})
+    assert not step.finish().ok
+    assert torch.equal(kept, centers.detach())
+
+
+def test_evaluation_alone_takes_a_checkpoint_with_centers(tmp_path):
+    trained = build_model(config())
+    report = load_model_state(build_model(config("MODEL.HEADS.NUM_CLASSES", "0")), trained.state_dict(), source="x")
+    assert sorted(report.other_shape) == ["heads.weight", "losses.loss_center.centers"]

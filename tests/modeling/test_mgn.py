@@ -1,0 +1,84 @@
+"""The Multiple Granularity Network: its branches and parts, and the weights of its losses."""
+
+import pytest
+import tiny
+import torch
+
+from fastamp.config import get_cfg
+from fastamp.modeling import build_model
+from fastamp.modeling.losses import cross_entropy_loss, triplet_loss
+from fastamp.modeling.meta_arch.mgn import HEADS
+from fastamp.utils.errors import ConfigError
+
+TARGETS = torch.tensor([0, 0, 1, 1])
+
+
+def config(*opts):
+    cfg = get_cfg()
+    cfg.merge_from_list([
+        "MODEL.META_ARCHITECTURE", "MGN", "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.DEPTH", "18x",
+        "MODEL.BACKBONE.FEAT_DIM", "512", "MODEL.HEADS.EMBEDDING_DIM", "8", "MODEL.HEADS.NUM_CLASSES", "2",
+        "MODEL.HEADS.WITH_BNNECK", "True", "MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'TripletLoss')", *opts,
+    ])  # fmt: skip
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return build_model(config())
+
+
+def test_branches_start_alike_and_cut_their_maps_in_parts(model):
+    for branch in ("b2", "b3"):
+        for name, value in model.get_submodule(branch).state_dict().items():
+            assert torch.equal(value, model.b1.state_dict()[name])
+    batch = {"images": torch.randint(256, (2, 3, 96, 32), dtype=torch.uint8)}
+    model.eval()
+    with torch.no_grad():
+        features = model(batch)
+        maps = model.b3(model.feature_maps(batch))  # 96 / 16 rows
+        middle = model.b32_head(maps[:, :, 2:4])
+    assert features.shape == (2, 8 * 8)
+    position = 8 * HEADS.index("b32")
+    torch.testing.assert_close(features[:, position : position + 8], middle)
+
+
+def test_the_losses_weigh_an_eighth_and_a_fifth(model):
+    model.train()
+    batch = {"images": torch.randint(256, (4, 3, 96, 32), dtype=torch.uint8), "targets": TARGETS}
+    captured = {}
+    hooks = [
+        model.get_submodule(f"{name}_head").register_forward_hook(
+            lambda module, args, outputs, name=name: captured.__setitem__(name, outputs)
+        )
+        for name in HEADS
+    ]
+    losses = model(batch)
+    for hook in hooks:
+        hook.remove()
+    expected = {f"loss_cls_{name}": cross_entropy_loss(captured[name]["cls_outputs"], TARGETS) / 8 for name in HEADS}
+    parts = {"b1": ["b1"], "b2": ["b2"], "b3": ["b3"], "b22": ["b21", "b22"], "b33": ["b31", "b32", "b33"]}
+    for name, those in parts.items():
+        features = torch.cat([captured[part]["features"] for part in those], dim=1)
+        expected[f"loss_triplet_{name}"] = triplet_loss(features, TARGETS, hard_mining=False) / 5
+    assert losses.keys() == expected.keys()
+    for name, value in losses.items():
+        torch.testing.assert_close(value, expected[name])
+
+
+def test_the_local_branches_do_not_stride():
+    model = build_model(config("MODEL.BACKBONE.LAST_STRIDE", "2")).eval()
+    with torch.no_grad():
+        trunk = model.feature_maps({"images": torch.zeros(1, 3, 128, 64)})
+        assert model.b1(trunk).shape[2:] == (4, 2)
+        assert model.b2(trunk).shape[2:] == model.b3(trunk).shape[2:] == (8, 4)
+
+
+def test_what_it_cannot_be_made_of():
+    with pytest.raises(ConfigError, match="MODEL.BACKBONE.NAME build_tiny_backbone is none"):
+        build_model(config("MODEL.BACKBONE.NAME", "build_tiny_backbone", "MODEL.BACKBONE.FEAT_DIM", str(tiny.WIDTH)))
+    with pytest.raises(ConfigError, match="CenterLoss has weights of its own"):
+        build_model(config("MODEL.LOSSES.NAME", "CenterLoss"))
+    with pytest.raises(ConfigError, match="3 parts, and one 2 high"):
+        build_model(config()).eval()({"images": torch.zeros(1, 3, 32, 32)})
