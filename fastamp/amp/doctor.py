@@ -23,6 +23,7 @@ from fastamp.amp.locate import (
 )
 from fastamp.amp.policy import PrecisionPolicy
 from fastamp.amp.rehearsal import Rehearsal
+from fastamp.utils.compiled import uncompiled
 from fastamp.utils.errors import TrainingError
 
 LOWEST_COSINE = 0.99
@@ -128,6 +129,7 @@ class _Outputs:
     """
 
     def __init__(self, model: nn.Module, beside: PrecisionPolicy | None = None) -> None:
+        self.model = model
         self.layers = {m: name for name, m in model.named_modules() if next(m.children(), None) is None}
         self.beside = beside
         self.samples: dict[str, torch.Tensor] = {}
@@ -142,7 +144,8 @@ class _Outputs:
         if self.beside:
             handles += [layer.register_forward_pre_hook(self._enter, with_kwargs=True) for layer in self.layers]
         try:
-            yield
+            with uncompiled(self.model):
+                yield
         finally:
             for handle in handles:
                 handle.remove()

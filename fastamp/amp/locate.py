@@ -13,6 +13,7 @@ from torch import nn
 from fastamp.amp.fp32 import forced_modules
 from fastamp.amp.policy import PrecisionPolicy, dtype_name
 from fastamp.amp.rehearsal import Rehearsal, batch_size, is_out_of_memory, part_of
+from fastamp.utils.compiled import uncompiled
 
 Key = tuple[str, str, int]
 """What happened, in which module, in which of its calls."""
@@ -290,7 +291,8 @@ class _Observer:
                 if parameter.requires_grad:
                     handles.append(parameter.register_hook(self._watch_parameter(self.names[module], parameter_name)))
         try:
-            yield
+            with uncompiled(self.model):
+                yield
         finally:
             for handle in handles:
                 handle.remove()

@@ -1,6 +1,7 @@
 """A trial of the first batch before the first step: is the model sound in float32, and does the precision hold it?"""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from fastamp.amp.policy import PrecisionPolicy, dtype_name
 from fastamp.amp.rehearsal import Rehearsal, TrainPass, apart, batch_size, is_out_of_memory, part_of
 from fastamp.amp.step import LossScaler
 from fastamp.utils import comm
+from fastamp.utils.compiled import uncompiled
 from fastamp.utils.errors import TrainingError, UserError
 
 LOWEST_COSINE = 0.9
@@ -263,17 +265,20 @@ class _Stage:
         self.model = model
         self.precision = precision
         self._inside: list[tuple[str, nn.Module, Any]] = []
+        self._handles = ExitStack()
 
     def __enter__(self) -> "_Stage":
-        self._handles = []
+        self._handles.enter_context(uncompiled(self.model))
         for name, module in self.model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(self._enter(name)))
-            self._handles.append(module.register_forward_hook(self._leave))
+            for handle in (
+                module.register_forward_pre_hook(self._enter(name)),
+                module.register_forward_hook(self._leave),
+            ):
+                self._handles.callback(handle.remove)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._handles.close()
 
     def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
         return lambda module, args: self._inside.append((name, module, args))

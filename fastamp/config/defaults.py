@@ -129,7 +129,12 @@ define(
     "GeneralizedMeanPoolingP (learned exponent), AdaptiveAvgMaxPool, ClipGlobalAvgPool, FastGlobalAvgPool, Flatten, "
     "Identity.",
 )
-define("MODEL.HEADS.EMBEDDING_DIM", 0, "Width that a 1x1 convolution reduces the feature to; 0 keeps FEAT_DIM.", low=0)
+define(
+    "MODEL.HEADS.EMBEDDING_DIM",
+    0,
+    "Width that a 1x1 convolution reduces the feature to, 0 keeps FEAT_DIM; of FCHead, the width of its layer.",
+    low=0,
+)
 define("MODEL.HEADS.WITH_BNNECK", False, "Batch normalization with a bias frozen at 0 between feature and classifier.")
 define("MODEL.HEADS.NORM", "BN", "Normalization layer of that neck.")
 define(

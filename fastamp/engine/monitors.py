@@ -1,11 +1,13 @@
 """What can be watched in a run beside its losses."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
 from fastamp.engine.train_loop import HookBase
+from fastamp.utils.compiled import uncompiled
 
 
 class ActivationMonitor(HookBase):
@@ -19,20 +21,21 @@ class ActivationMonitor(HookBase):
     """
 
     def __init__(self, model: nn.Module, period: int) -> None:
+        self.model = model
         self.layers = {m: name for name, m in model.named_modules() if next(m.children(), None) is None}
         self.period = period
-        self._handles: list[Any] = []
+        self._handles = ExitStack()
         self._largest: dict[str, torch.Tensor] = {}
 
     def before_step(self) -> None:
         done = self.trainer.iter + 1
         if done % self.period == 0 or done == self.trainer.max_iter:
-            self._handles = [layer.register_forward_hook(self._look) for layer in self.layers]
+            self._handles.enter_context(uncompiled(self.model))
+            for layer in self.layers:
+                self._handles.callback(layer.register_forward_hook(self._look).remove)
 
     def after_step(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._handles.close()
         if not self._largest:
             return
         values = torch.stack([value.float() for value in self._largest.values()]).tolist()

@@ -10,6 +10,7 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy, force_fp32
 from fastamp.utils import comm
+from fastamp.utils.compiled import uncompiled
 from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
@@ -88,10 +89,11 @@ def update_bn_statistics(
         model.eval()
         for layer in layers:
             layer.train()
-        for batch in track(itertools.islice(batches, num_iter), num_iter, "batch norm"):
-            done += 1
-            with policy.autocast():
-                model(batch)
+        with uncompiled(model):
+            for batch in track(itertools.islice(batches, num_iter), num_iter, "batch norm"):
+                done += 1
+                with policy.autocast():
+                    model(batch)
     finally:
         for handle in handles:
             handle.remove()

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, apply_force_fp32, resolve_device
+from fastamp.utils.compiled import compile_parts
 from fastamp.utils.registry import Registry
 
 META_ARCH_REGISTRY = Registry("MODEL.META_ARCHITECTURE")
@@ -25,7 +26,10 @@ def build_model(cfg: Any) -> nn.Module:
     model = META_ARCH_REGISTRY.build(cfg.MODEL.META_ARCHITECTURE, cfg)
     apply_force_fp32(model, cfg.SOLVER.AMP.FORCE_FP32)
     memory_format = torch.channels_last if _channels_last(cfg, device) else torch.contiguous_format
-    return model.to(device=device, memory_format=memory_format)
+    model = model.to(device=device, memory_format=memory_format)
+    if cfg.MODEL.COMPILE != "off":
+        compile_parts(model, model.trunks, cfg.MODEL.COMPILE)
+    return model
 
 
 def _channels_last(cfg: Any, device: torch.device) -> bool:

@@ -12,11 +12,16 @@ from fastamp.modeling.meta_arch.origins import whole_model_names
 class ImageModel(nn.Module):
     """A model of images in 0..255 whose subclass says what comes behind its ``backbone``.
 
+    Attributes:
+        trunks: names of the submodules that do most of the work, and are worth compiling.
+
     Args:
         backbone: (B, C, H, W) -> feature maps. With an attribute ``takes_cameras`` that is true it is also given
             ``camids`` and ``viewids``.
         pixel_mean, pixel_std: C values each, in 0..255.
     """
+
+    trunks: tuple[str, ...] = ("backbone",)
 
     def __init__(
         self,

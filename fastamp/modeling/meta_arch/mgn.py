@@ -40,6 +40,8 @@ class MGN(ImageModel):
         pixel_mean, pixel_std: see ``ImageModel``.
     """
 
+    trunks = ("backbone", "b1", "b2", "b3")
+
     def __init__(
         self,
         *,

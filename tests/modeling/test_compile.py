@@ -1,0 +1,72 @@
+"""MODEL.COMPILE: the same numbers, the same names, and hooks that still see every layer."""
+
+import json
+
+import pytest
+import tiny
+import torch
+
+from fastamp.amp import PrecisionPolicy
+from fastamp.amp.locate import locate, search
+from fastamp.engine import DefaultTrainer
+from fastamp.modeling import build_model
+from fastamp.utils.compiled import uncompiled
+
+BATCH = {"images": torch.randint(256, (4, 3, 64, 32), dtype=torch.uint8), "targets": torch.tensor([0, 0, 1, 1])}
+
+
+def models(tmp_path):
+    opts = ("MODEL.HEADS.NUM_CLASSES", "2", "MODEL.BACKBONE.NAME", "build_plain_backbone")
+    torch.manual_seed(0)
+    plain = build_model(tiny.tiny_config(tmp_path, *opts))
+    compiled = build_model(tiny.tiny_config(tmp_path, *opts, "MODEL.COMPILE", "aot_eager"))
+    compiled.load_state_dict(plain.state_dict())
+    return plain, compiled
+
+
+def test_features_losses_and_gradients_are_the_same(tmp_path):
+    plain, compiled = models(tmp_path)
+    assert compiled.backbone._compiled_call_impl is not None
+    with torch.no_grad():
+        torch.testing.assert_close(compiled.eval()(BATCH), plain.eval()(BATCH))
+    for model in (plain, compiled):
+        sum(model.train()(BATCH).values()).backward()
+    for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_hooks_are_called_in_spite_of_it(tmp_path):
+    _, compiled = models(tmp_path)
+    compiled.eval()(BATCH)
+    seen = []
+    compiled.backbone[0].register_forward_hook(lambda *_: seen.append(1))
+    with uncompiled(compiled):
+        compiled(BATCH)
+    assert seen == [1]
+
+
+def test_an_overflow_is_located_in_a_compiled_model(tmp_path):
+    _, compiled = models(tmp_path)
+    compiled.train()(BATCH)
+    with torch.no_grad():
+        compiled.backbone[2].weight.fill_(float("inf"))
+    policy = PrecisionPolicy.float32(tiny.tiny_config(tmp_path), torch.device("cpu"))
+    location, _ = search(compiled, BATCH, lambda rehearsal: locate(rehearsal, policy))
+    assert location.module == "backbone.2"
+
+
+def test_a_run_trains_and_watches_activations(demo, tmp_path):
+    trainer = DefaultTrainer(
+        tiny.tiny_config(tmp_path, "MODEL.COMPILE", "aot_eager", "SOLVER.MAX_EPOCH", "1", "LOG_ACTIVATIONS", "True")
+    )
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    layers = {row["largest_activation_layer"] for row in rows if "largest_activation_layer" in row}
+    assert layers
+    names = torch.load(tmp_path / "model_final.pth", weights_only=True)["model"]
+    assert "backbone.0.weight" in names
+
+
+@pytest.mark.parametrize("text, meant", [("True", "inductor"), ("on", "inductor"), ("False", "off")])
+def test_spellings(tmp_path, text, meant):
+    assert meant == tiny.tiny_config(tmp_path, "MODEL.COMPILE", text).MODEL.COMPILE
