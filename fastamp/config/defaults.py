@@ -84,7 +84,8 @@ define(
     "MODEL.BACKBONE.STEM_POOL",
     "ceil",
     "Max pooling of the ResNet stem: ceil rounds the size up without padding, "
-    "as FastReID since 2020-08-14; padded pads by 1, as torchvision and FastReID's published v0.1.1 models.",
+    "as FastReID since 2020-08-14; padded pads by 1, as torchvision and FastReID's published v0.1.1 models. "
+    "ResNeXt and ResNeSt always pad.",
     choices=("ceil", "padded"),
 )
 define("MODEL.BACKBONE.FEAT_DIM", 2048, "Channels of the backbone's last feature map.", low=1)

@@ -80,25 +80,26 @@ def load_pretrained_backbone(
 
 
 def _fit_channels(state: dict[str, torch.Tensor], backbone: nn.Module, source: str) -> dict[str, torch.Tensor]:
-    """Return ``state`` with an RGB first convolution fitted to a backbone for one channel or four.
+    """Return ``state`` with the convolutions that see an RGB image fitted to a backbone for one channel or four.
 
     For one channel the weights are summed over RGB: a grey image then gives what it gave as three equal channels, under
     one normalization for all three. For four, the fourth channel's weights are zero: the network starts as that for
     RGB, and learns what the fourth is good for. Weights of any other number of channels stay as they are.
     """
-    convolutions = (name for name, module in backbone.named_modules() if isinstance(module, nn.Conv2d))
-    key = f"{next(convolutions, '')}.weight"
-    if key not in state or state[key].dim() != 4 or state[key].shape[1] != 3:
-        return state
-    weight, channels = state[key], backbone.state_dict()[key].shape[1]
-    if channels == 1:
-        fitted, how = weight.sum(dim=1, keepdim=True), "summed over them"
-    elif channels == 4:
-        fitted, how = torch.cat((weight, torch.zeros_like(weight[:, :1])), dim=1), "with zeros for the fourth"
-    else:
-        return state
-    logger.info("%s of %s has three channels; taken %s, since INPUT.CHANNELS is %d", key, source, how, channels)
-    return state | {key: fitted}
+    fitted: dict[str, torch.Tensor] = {}
+    convolutions = [name for name, module in backbone.named_modules() if isinstance(module, nn.Conv2d)]
+    for key in (f"{name}.weight" for name in convolutions):
+        if key not in state or state[key].dim() != 4 or state[key].shape[1] != 3:
+            continue
+        weight, channels = state[key], backbone.state_dict()[key].shape[1]
+        if channels == 1:
+            fitted[key], how = weight.sum(dim=1, keepdim=True), "summed over them"
+        elif channels == 4:
+            fitted[key], how = torch.cat((weight, torch.zeros_like(weight[:, :1])), dim=1), "with zeros for the fourth"
+        else:
+            continue
+        logger.info("%s of %s has three channels; taken %s, since INPUT.CHANNELS is %d", key, source, how, channels)
+    return state | fitted
 
 
 def _download(online: TorchvisionWeights | Download) -> dict[str, torch.Tensor]:

@@ -31,11 +31,19 @@ class BlockParts:
         norm: name of the normalization layer.
         ibn: instance norm on half of the channels of each block's first normalization (IBN-Net a).
         se: squeeze and excitation at the end of each block.
+        groups: of channels in a bottleneck's 3x3 convolution (the cardinality of ResNeXt).
+        base_width: channels of one such group in the first stage; it doubles with each stage.
     """
 
     norm: str = "BN"
     ibn: bool = False
     se: bool = False
+    groups: int = 1
+    base_width: int = 64
+
+    def inner_width(self, channels: int) -> int:
+        """Return the width of a bottleneck's 3x3 convolution in the stage that is ``channels`` wide without groups."""
+        return channels * self.base_width // 64 * self.groups
 
     def first_norm(self, channels: int) -> nn.Module:
         """Return the normalization after a block's first convolution."""
@@ -79,11 +87,12 @@ class Bottleneck(nn.Module):
         self, in_channels: int, channels: int, *, stride: int, parts: BlockParts, downsample: nn.Module | None
     ) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, channels, 1, bias=False)
-        self.bn1 = parts.first_norm(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, stride, padding=1, bias=False)
-        self.bn2 = build_norm(parts.norm, channels)
-        self.conv3 = nn.Conv2d(channels, channels * self.expansion, 1, bias=False)
+        width = parts.inner_width(channels)
+        self.conv1 = nn.Conv2d(in_channels, width, 1, bias=False)
+        self.bn1 = parts.first_norm(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, groups=parts.groups, bias=False)
+        self.bn2 = build_norm(parts.norm, width)
+        self.conv3 = nn.Conv2d(width, channels * self.expansion, 1, bias=False)
         self.bn3 = build_norm(parts.norm, channels * self.expansion)
         self.se = parts.gate(channels * self.expansion)
         self.relu = nn.ReLU(inplace=True)
@@ -141,9 +150,10 @@ class ResNet(nn.Module):
         non_local: number of non-local blocks in each stage: behind its last blocks, one behind each.
         last_stride: stride of the last stage; 1 keeps a map twice as high and wide (Luo et al. 2019).
         norm: name of the normalization layer.
-        ibn: instance norm in the first three stages, see ``BlockParts``.
+        ibn_stages: instance norm in this many of the first stages, see ``BlockParts``.
         se: squeeze and excitation in all stages.
         stem_pool: a name in ``STEM_POOLS``.
+        groups: of bottlenecks, see ``BlockParts``, as ``base_width`` is.
     """
 
     def __init__(
@@ -155,9 +165,11 @@ class ResNet(nn.Module):
         non_local: tuple[int, int, int, int] = (0, 0, 0, 0),
         last_stride: int = 1,
         norm: str = "BN",
-        ibn: bool = False,
+        ibn_stages: int = 0,
         se: bool = False,
         stem_pool: str = "ceil",
+        groups: int = 1,
+        base_width: int = 64,
     ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False)
@@ -168,8 +180,7 @@ class ResNet(nn.Module):
         strides = (1, 2, 2, last_stride)
         for stage, (count, stride) in enumerate(zip(blocks, strides, strict=True), start=1):
             width = 64 * 2 ** (stage - 1)
-            # The last stage keeps what tells identities apart, which instance norm takes away (Pan et al. 2018).
-            parts = BlockParts(norm=norm, ibn=ibn and stage < 4, se=se)
+            parts = BlockParts(norm=norm, ibn=stage <= ibn_stages, se=se, groups=groups, base_width=base_width)
             self.add_module(f"layer{stage}", _stage(block, channels, width, count, stride, parts))
             channels = width * block.expansion
         self.feature_dim = channels
@@ -247,7 +258,8 @@ def build_resnet_backbone(cfg: Any) -> ResNet:
         non_local=depth.non_local if backbone.WITH_NL else (0, 0, 0, 0),
         last_stride=backbone.LAST_STRIDE,
         norm=backbone.NORM,
-        ibn=backbone.WITH_IBN,
+        # The last stage keeps what tells identities apart, which instance norm takes away (Pan et al. 2018).
+        ibn_stages=3 if backbone.WITH_IBN else 0,
         se=backbone.WITH_SE,
         stem_pool=backbone.STEM_POOL,
     )

@@ -1,0 +1,286 @@
+"""RepVGG (Ding et al. 2021, arXiv:2101.03697): three branches a block in training, one convolution a block after it."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from fastamp.layers import build_norm
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
+from fastamp.modeling.weights import load_pretrained_backbone
+from fastamp.utils.errors import ConfigError, WeightsError, check_choice
+from fastamp.utils.load_state import State
+
+logger = logging.getLogger(__name__)
+
+# Other programs' names of the one convolution: FastReID's deploy form, and timm's.
+_FUSED_NAMES = {
+    "fused_weight": "rbr_reparam.weight",
+    "fused_bias": "rbr_reparam.bias",
+    "reparam_conv.weight": "rbr_reparam.weight",
+    "reparam_conv.bias": "rbr_reparam.bias",
+}
+_TIMM_BRANCHES = {"conv_kxk": "rbr_dense", "conv_1x1": "rbr_1x1", "identity": "rbr_identity"}
+_OF_A_NORM = ("weight", "bias", "running_mean", "running_var")
+_BATCH_NORM_EPS = 1e-5  # PyTorch's default, which RepVGGs of all programs have
+
+
+class RepVGGBlock(nn.Module):
+    """The sum of a 3x3 convolution, a 1x1 convolution and, where shapes allow, the input, each normalized; then ReLU.
+
+    Args:
+        in_channels: of the (B, C, H, W) input.
+        channels: of the output.
+        stride: of the convolutions.
+        groups: of the convolutions.
+        norm: name of the normalization layer.
+        deploy: one 3x3 convolution with a bias instead, for inference.
+    """
+
+    def __init__(
+        self, in_channels: int, channels: int, *, stride: int = 1, groups: int = 1, norm: str, deploy: bool
+    ) -> None:
+        super().__init__()
+        self.in_channels, self.channels, self.stride, self.groups = in_channels, channels, stride, groups
+        self.deploy = deploy
+        self.with_identity = channels == in_channels and stride == 1
+        self.relu = nn.ReLU(inplace=True)
+        if deploy:
+            self.rbr_reparam = self._convolution(3, bias=True)
+            return
+        self.rbr_identity = build_norm(norm, in_channels) if self.with_identity else None
+        self.rbr_dense, self.rbr_1x1 = nn.Sequential(), nn.Sequential()
+        for branch, kernel_size in ((self.rbr_dense, 3), (self.rbr_1x1, 1)):
+            branch.add_module("conv", self._convolution(kernel_size, bias=False))
+            branch.add_module("bn", build_norm(norm, channels))
+
+    def _convolution(self, kernel_size: int, *, bias: bool) -> nn.Conv2d:
+        return nn.Conv2d(
+            self.in_channels,
+            self.channels,
+            kernel_size,
+            self.stride,
+            padding=kernel_size // 2,
+            groups=self.groups,
+            bias=bias,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, in_channels, H, W) float to (B, channels, ~H/stride, ~W/stride)."""
+        if self.deploy:
+            return self.relu(self.rbr_reparam(x))
+        out = self.rbr_dense(x) + self.rbr_1x1(x)
+        return self.relu(out + self.rbr_identity(x) if self.with_identity else out)
+
+    def switch_to_deploy(self) -> None:
+        """Become the one convolution that computes what the branches compute in evaluation.
+
+        Raises:
+            ConfigError: the branches are not batch-normalized.
+        """
+        if self.deploy:
+            return
+        _check_norm(self.rbr_dense.bn)
+        weight = self.rbr_dense.conv.weight
+        convolution = self._convolution(3, bias=True).to(weight.device, weight.dtype)
+        convolution.load_state_dict(self._fuse(self.state_dict(), eps=self.rbr_dense.bn.eps))
+        del self.rbr_identity, self.rbr_dense, self.rbr_1x1
+        self.rbr_reparam, self.deploy = convolution, True
+
+    def adopt_state(self, state: State, notes: list[str]) -> State:
+        """Return ``state`` for this block's form: the branches are fused for the deploy form.
+
+        Raises:
+            WeightsError: ``state`` is of the deploy form, and the block is not.
+        """
+        state = {_FUSED_NAMES.get(key, key): value for key, value in state.items()}
+        if not self.deploy:
+            if "rbr_reparam.weight" in state:
+                raise WeightsError(
+                    "these weights are of a RepVGG's deploy form, one convolution a block, "
+                    "from which the branches that are trained cannot be had back\n"
+                    "  fix: set MODEL.BACKBONE.DEPLOY True for inference, or take the weights from before the fusion"
+                )
+            return state
+        norms = ["rbr_dense.bn", "rbr_1x1.bn"] + ["rbr_identity"] * self.with_identity
+        branches = {f"{norm}.{name}" for norm in norms for name in _OF_A_NORM}
+        branches |= {"rbr_dense.conv.weight", "rbr_1x1.conv.weight"}
+        if not branches <= state.keys():
+            return state
+        counters = {f"{norm}.num_batches_tracked" for norm in norms}
+        others = {key: value for key, value in state.items() if key not in branches | counters}
+        fused = self._fuse(state, eps=_BATCH_NORM_EPS)
+        return others | {f"rbr_reparam.{key}": value for key, value in fused.items()}
+
+    def _fuse(self, state: State, *, eps: float) -> State:
+        """Return the weight and bias of the convolution that equals the branches in evaluation (section 3.3).
+
+        Args:
+            state: of the training form.
+            eps: of its batch normalizations.
+        """
+        dense = state["rbr_dense.conv.weight"]
+        kernels = {"rbr_dense.bn": dense.double(), "rbr_1x1.bn": pad(state["rbr_1x1.conv.weight"].double(), (1,) * 4)}
+        if self.with_identity:
+            identity = torch.zeros_like(kernels["rbr_dense.bn"])
+            channel = torch.arange(len(identity), device=identity.device)
+            # The second index counts within the group of channels that a grouped convolution sees.
+            identity[channel, channel % identity.shape[1], 1, 1] = 1
+            kernels["rbr_identity"] = identity
+        weight, bias = 0, 0
+        for norm, kernel in kernels.items():
+            scale, shift, mean, variance = (state[f"{norm}.{name}"].double() for name in _OF_A_NORM)
+            factor = scale / (variance + eps).sqrt()
+            weight = weight + kernel * factor[:, None, None, None]
+            bias = bias + shift - mean * factor
+        return {"weight": weight.to(dense.dtype), "bias": bias.to(dense.dtype)}
+
+
+def _check_norm(norm: nn.Module) -> None:
+    if getattr(norm, "running_var", None) is None:
+        raise ConfigError(
+            f"the deploy form of a RepVGG exists for batch normalization only, not for {type(norm).__name__}\n"
+            "  fix: MODEL.BACKBONE.NORM BN, or MODEL.BACKBONE.DEPLOY False"
+        )
+
+
+@dataclass(frozen=True)
+class Depth:
+    """A RepVGG by its name.
+
+    Attributes:
+        blocks: blocks in each of the four stages behind the stem.
+        widths: factors on the 64, 128, 256 and 512 channels of the stages.
+        groups: of the convolutions of every second block.
+    """
+
+    blocks: tuple[int, int, int, int]
+    widths: tuple[float, float, float, float]
+    groups: int = 1
+
+
+_A, _B = (2, 4, 14, 1), (4, 6, 16, 1)
+DEPTHS = {
+    "A0": Depth(_A, (0.75, 0.75, 0.75, 2.5)),
+    "A1": Depth(_A, (1, 1, 1, 2.5)),
+    "A2": Depth(_A, (1.5, 1.5, 1.5, 2.75)),
+    "B0": Depth(_B, (1, 1, 1, 2.5)),
+    "B1": Depth(_B, (2, 2, 2, 4)),
+    "B1g2": Depth(_B, (2, 2, 2, 4), 2),
+    "B1g4": Depth(_B, (2, 2, 2, 4), 4),
+    "B2": Depth(_B, (2.5, 2.5, 2.5, 5)),
+    "B2g2": Depth(_B, (2.5, 2.5, 2.5, 5), 2),
+    "B2g4": Depth(_B, (2.5, 2.5, 2.5, 5), 4),
+    "B3": Depth(_B, (3, 3, 3, 5)),
+    "B3g2": Depth(_B, (3, 3, 3, 5), 2),
+    "B3g4": Depth(_B, (3, 3, 3, 5), 4),
+}
+
+
+class RepVGG(nn.Module):
+    """The convolutional part of a RepVGG.
+
+    Args:
+        blocks: number of blocks in each of the four stages behind the stem.
+        widths: factors on the stages' channels, see ``Depth``.
+        groups: of the convolutions of every second block.
+        in_channels: channels of the images.
+        last_stride: stride of the last stage.
+        norm: name of the normalization layer.
+        deploy: one convolution a block, for inference; a state dict of either form fits it through ``adopt_state``.
+    """
+
+    def __init__(
+        self,
+        *,
+        blocks: tuple[int, int, int, int],
+        widths: tuple[float, float, float, float],
+        groups: int = 1,
+        in_channels: int = 3,
+        last_stride: int = 1,
+        norm: str = "BN",
+        deploy: bool = False,
+    ) -> None:
+        super().__init__()
+        channels, number = min(64, int(64 * widths[0])), 0
+        self.stage0 = RepVGGBlock(in_channels, channels, stride=2, norm=norm, deploy=deploy)
+        strides = (2, 2, 2, last_stride)
+        for stage, (count, factor, stride) in enumerate(zip(blocks, widths, strides, strict=True), start=1):
+            width, layers = int(64 * 2 ** (stage - 1) * factor), []
+            for index in range(count):
+                number += 1  # of the block, from the stem's 0
+                block = RepVGGBlock(
+                    channels,
+                    width,
+                    stride=stride if index == 0 else 1,
+                    groups=groups if number % 2 == 0 else 1,
+                    norm=norm,
+                    deploy=deploy,
+                )
+                layers.append(block)
+                channels = width
+            self.add_module(f"stage{stage}", nn.Sequential(*layers))
+        self.feature_dim = channels
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/16, ~W/16) with last_stride 1."""
+        return self.stage4(self.stage3(self.stage2(self.stage1(self.stage0(x)))))
+
+    def switch_to_deploy(self) -> None:
+        """Turn every block into one convolution, in place; evaluation features stay the same, up to rounding.
+
+        Raises:
+            ConfigError: the backbone is not batch-normalized.
+        """
+        for block in self.modules():
+            if isinstance(block, RepVGGBlock):
+                block.switch_to_deploy()
+
+    def adopt_state(self, state: State, notes: list[str]) -> State:
+        """Return ``state`` with the authors' and FastReID's names instead of timm's."""
+        if not any(key.startswith("stem.") for key in state):
+            return state
+        return {_name_of_timms(key): value for key, value in state.items()}
+
+
+def _name_of_timms(key: str) -> str:
+    """Return the name here of timm's ``key``, e.g. stage1.0.rbr_1x1.bn.bias of stages.0.0.conv_1x1.bn.bias."""
+    first, *others = key.split(".")
+    if first == "stem":
+        first = "stage0"
+    elif first == "stages":
+        first, *others = f"stage{int(others[0]) + 1}", *others[1:]
+    return ".".join((first, *(_TIMM_BRANCHES.get(part, part) for part in others)))
+
+
+@BACKBONE_REGISTRY.register()
+def build_repvgg_backbone(cfg: Any) -> RepVGG:
+    """Return the RepVGG of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
+
+    Raises:
+        ConfigError: unknown ``DEPTH``, ``DEPLOY`` with another norm than batch norm, or ``PRETRAIN`` without a file.
+        WeightsError: the pretrained weights do not fit.
+    """
+    backbone = cfg.MODEL.BACKBONE
+    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, DEPTHS)
+    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    if backbone.DEPLOY:
+        _check_norm(build_norm(backbone.NORM, 64))
+        logger.warning("MODEL.BACKBONE.DEPLOY is on: one convolution a block is for inference; train with DEPLOY False")
+    depth = DEPTHS[backbone.DEPTH]
+    model = RepVGG(
+        blocks=depth.blocks,
+        widths=depth.widths,
+        groups=depth.groups,
+        in_channels=cfg.INPUT.CHANNELS,
+        last_stride=backbone.LAST_STRIDE,
+        norm=backbone.NORM,
+        deploy=backbone.DEPLOY,
+    )
+    if backbone.PRETRAIN:
+        # Its authors' weights have no address to download from.
+        load_pretrained_backbone(model, path=backbone.PRETRAIN_PATH, online=None)
+    return model

@@ -1,0 +1,211 @@
+"""ResNeSt with two splits (Zhang et al. 2020, arXiv:2004.08955), with its authors' parameter names."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastamp.layers import build_norm
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
+from fastamp.modeling.weights import Download, load_pretrained_backbone
+from fastamp.utils.errors import check_choice
+
+EXPANSION = 4
+
+
+class SplitAttention(nn.Module):
+    """A 3x3 convolution to several splits of each channel, which are added with weights that sum to one (section 3.1).
+
+    Args:
+        channels: of the (B, C, H, W) input and output.
+        dilation: of the convolution.
+        norm: name of the normalization layer.
+        radix: number of splits.
+    """
+
+    def __init__(self, channels: int, *, dilation: int, norm: str, radix: int = 2) -> None:
+        super().__init__()
+        self.radix = radix
+        hidden = max(channels * radix // 4, 32)
+        self.conv = nn.Conv2d(
+            channels, channels * radix, 3, padding=dilation, dilation=dilation, groups=radix, bias=False
+        )
+        self.bn0 = build_norm(norm, channels * radix)
+        self.relu = nn.ReLU(inplace=True)
+        self.fc1 = nn.Conv2d(channels, hidden, 1)
+        self.bn1 = build_norm(norm, hidden)
+        self.fc2 = nn.Conv2d(hidden, channels * radix, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, C, H, W) float to the same shape."""
+        splits = self.relu(self.bn0(self.conv(x))).unflatten(1, (self.radix, -1))  # (B, radix, C, H, W)
+        pooled = splits.sum(1).mean((2, 3), keepdim=True)
+        logits = self.fc2(self.relu(self.bn1(self.fc1(pooled)))).unflatten(1, (self.radix, -1))
+        # Softmax is float32 under autocast.
+        return (splits * logits.softmax(1).to(splits.dtype)).sum(1)
+
+
+class SplitAttentionBlock(nn.Module):
+    """1x1 convolution, split attention and 1x1 convolution around a shortcut.
+
+    Args:
+        in_channels: of the input.
+        channels: of the split attention; the output has ``EXPANSION`` times as many.
+        stride: of the average pooling behind the split attention.
+        dilation: of the split attention.
+        pool: whether there is that pooling.
+        norm: name of the normalization layer.
+        downsample: what the shortcut passes through, if anything.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: int,
+        *,
+        stride: int = 1,
+        dilation: int,
+        pool: bool = False,
+        norm: str,
+        downsample: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, channels, 1, bias=False)
+        self.bn1 = build_norm(norm, channels)
+        self.conv2 = SplitAttention(channels, dilation=dilation, norm=norm)
+        self.avd_layer = nn.AvgPool2d(3, stride, padding=1) if pool else nn.Identity()
+        self.conv3 = nn.Conv2d(channels, channels * EXPANSION, 1, bias=False)
+        self.bn3 = build_norm(norm, channels * EXPANSION)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = downsample
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.avd_layer(self.conv2(out))
+        out = self.bn3(self.conv3(out))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)
+
+
+@dataclass(frozen=True)
+class Depth:
+    """A ResNeSt by its depth.
+
+    Attributes:
+        blocks: blocks in each of the four stages.
+        stem_width: channels of the first two of the stem's three convolutions; the third has twice as many.
+        pretrained: ImageNet weights of its authors'.
+    """
+
+    blocks: tuple[int, int, int, int]
+    stem_width: int
+    pretrained: Download
+
+
+_RELEASE = "https://github.com/zhanghang1989/ResNeSt/releases/download/weights_step1/"
+
+DEPTHS = {
+    "50x": Depth((3, 4, 6, 3), 32, Download(_RELEASE + "resnest50-528c19ca.pth")),
+    "101x": Depth((3, 4, 23, 3), 64, Download(_RELEASE + "resnest101-22405ba7.pth")),
+    "200x": Depth((3, 24, 36, 3), 64, Download(_RELEASE + "resnest200-75117900.pth")),
+    "269x": Depth((3, 30, 48, 8), 64, Download(_RELEASE + "resnest269-0cc87c48.pth")),
+}
+
+
+class ResNeSt(nn.Module):
+    """The convolutional part of a ResNeSt.
+
+    Args:
+        blocks: number of blocks in each of the four stages.
+        stem_width: see ``Depth``.
+        in_channels: channels of the images.
+        last_stride: stride of the last stage; with 1 its blocks behind the first are dilated by 2 instead.
+        norm: name of the normalization layer.
+    """
+
+    def __init__(
+        self,
+        *,
+        blocks: tuple[int, int, int, int],
+        stem_width: int,
+        in_channels: int = 3,
+        last_stride: int = 1,
+        norm: str = "BN",
+    ) -> None:
+        super().__init__()
+        channels = 2 * stem_width
+        self.conv1 = nn.Sequential(
+            nn.Conv2d(in_channels, stem_width, 3, stride=2, padding=1, bias=False),
+            build_norm(norm, stem_width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(stem_width, stem_width, 3, padding=1, bias=False),
+            build_norm(norm, stem_width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(stem_width, channels, 3, padding=1, bias=False),
+        )
+        self.bn1 = build_norm(norm, channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        strides = (1, 2, 2, last_stride)
+        for stage, (count, stride) in enumerate(zip(blocks, strides, strict=True), start=1):
+            width = 64 * 2 ** (stage - 1)
+            dilation = 2 if stage == 4 and last_stride == 1 else 1
+            layers = _stage(channels, width, count, stride=stride, dilation=dilation, pool=stage > 1, norm=norm)
+            self.add_module(f"layer{stage}", layers)
+            channels = width * EXPANSION
+        self.feature_dim = channels
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels
+                nn.init.normal_(module.weight, 0, math.sqrt(2.0 / fan_out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/16, ~W/16) with last_stride 1."""
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        return self.layer4(self.layer3(self.layer2(self.layer1(x))))
+
+
+def _stage(
+    in_channels: int, channels: int, count: int, *, stride: int, dilation: int, pool: bool, norm: str
+) -> nn.Sequential:
+    """Return one stage; its first block changes width and stride, is not dilated, and pools if ``pool``."""
+    out_channels = channels * EXPANSION
+    downsample = nn.Sequential(
+        nn.AvgPool2d(stride, stride, ceil_mode=True, count_include_pad=False),
+        nn.Conv2d(in_channels, out_channels, 1, bias=False),
+        build_norm(norm, out_channels),
+    )
+    first = SplitAttentionBlock(
+        in_channels, channels, stride=stride, dilation=1, pool=pool, norm=norm, downsample=downsample
+    )
+    others = (SplitAttentionBlock(out_channels, channels, dilation=dilation, norm=norm) for _ in range(count - 1))
+    return nn.Sequential(first, *others)
+
+
+@BACKBONE_REGISTRY.register()
+def build_resnest_backbone(cfg: Any) -> ResNeSt:
+    """Return the ResNeSt of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
+
+    Raises:
+        ConfigError: unknown ``DEPTH``.
+        WeightsError: the pretrained weights cannot be had or do not fit.
+    """
+    backbone = cfg.MODEL.BACKBONE
+    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, DEPTHS)
+    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    depth = DEPTHS[backbone.DEPTH]
+    model = ResNeSt(
+        blocks=depth.blocks,
+        stem_width=depth.stem_width,
+        in_channels=cfg.INPUT.CHANNELS,
+        last_stride=backbone.LAST_STRIDE,
+        norm=backbone.NORM,
+    )
+    if backbone.PRETRAIN:
+        load_pretrained_backbone(model, path=backbone.PRETRAIN_PATH, online=depth.pretrained)
+    return model

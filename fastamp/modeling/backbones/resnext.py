@@ -1,0 +1,59 @@
+"""ResNeXt 32x4d (Xie et al. 2017, arXiv:1611.05431): the ResNet with grouped bottlenecks."""
+
+from typing import Any
+
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
+from fastamp.modeling.backbones.resnet import Bottleneck, Depth, ResNet
+from fastamp.modeling.weights import Download, TorchvisionWeights, load_pretrained_backbone
+from fastamp.utils.errors import check_choice
+
+DEPTHS = {
+    "50x": Depth(Bottleneck, (3, 4, 6, 3), (0, 2, 3, 0)),
+    "101x": Depth(Bottleneck, (3, 4, 23, 3), (0, 2, 3, 0)),
+}
+
+# (depth, with IBN) -> ImageNet weights
+PRETRAINED = {
+    ("50x", False): TorchvisionWeights("resnext50_32x4d"),
+    # Its last stage has no instance norm; those normalizations keep their initial values, as in FastReID.
+    ("101x", True): Download(
+        "https://github.com/XingangPan/IBN-Net/releases/download/v1.0/resnext101_ibn_a-6ace051d.pth"
+    ),
+}
+
+
+@BACKBONE_REGISTRY.register()
+def build_resnext_backbone(cfg: Any) -> ResNet:
+    """Return the ResNeXt of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
+
+    FastReID's has two ways of its own: IBN is in all four stages, and the stem always pads its pooling.
+
+    Raises:
+        ConfigError: unknown ``DEPTH``, or there are no pretrained weights of this variant.
+        WeightsError: the pretrained weights cannot be had or do not fit.
+    """
+    backbone = cfg.MODEL.BACKBONE
+    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, DEPTHS)
+    warn_of_ignored_keys(cfg, "WITH_SE")
+    depth = DEPTHS[backbone.DEPTH]
+    model = ResNet(
+        block=depth.block,
+        blocks=depth.blocks,
+        in_channels=cfg.INPUT.CHANNELS,
+        non_local=depth.non_local if backbone.WITH_NL else (0, 0, 0, 0),
+        last_stride=backbone.LAST_STRIDE,
+        norm=backbone.NORM,
+        ibn_stages=4 if backbone.WITH_IBN else 0,
+        stem_pool="padded",
+        groups=32,
+        base_width=4,
+    )
+    if backbone.PRETRAIN:
+        load_pretrained_backbone(
+            model,
+            path=backbone.PRETRAIN_PATH,
+            online=PRETRAINED.get((backbone.DEPTH, backbone.WITH_IBN)),
+            # No ImageNet weights have them; they start as the identity.
+            without=("NL_*",),
+        )
+    return model

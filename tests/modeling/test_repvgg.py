@@ -1,0 +1,184 @@
+"""The RepVGG: names, timm's function, and that the deploy form computes what was trained."""
+
+import copy
+
+import pytest
+import timm
+import torch
+
+from fastamp.config import get_cfg
+from fastamp.modeling import build_backbone
+from fastamp.modeling.backbones import RepVGG
+from fastamp.modeling.backbones.repvgg import DEPTHS, RepVGGBlock
+from fastamp.modeling.weights import load_pretrained_backbone
+from fastamp.utils.errors import ConfigError, WeightsError
+from fastamp.utils.load_state import adopt, load_model_state
+
+WIDTHS = {"A0": 1280, "A1": 1280, "A2": 1408, "B0": 1280, "B1": 2048, "B2": 2560, "B3": 2560}
+SMALL = {"blocks": (2, 2, 3, 1), "widths": (0.25, 0.25, 0.25, 0.25), "groups": 4}
+
+
+def config(depth, *opts):
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.BACKBONE.NAME", "build_repvgg_backbone", "MODEL.BACKBONE.DEPTH", depth])
+    cfg.merge_from_list(["MODEL.BACKBONE.FEAT_DIM", str(WIDTHS[depth[:2]]), *opts])
+    return cfg
+
+
+def build_meta(depth, *opts):
+    with torch.device("meta"):
+        return build_backbone(config(depth, *opts))
+
+
+def randomized(module):
+    """Return ``module`` with normalizations that do something, for evaluation."""
+    for norm in module.modules():
+        if isinstance(norm, torch.nn.BatchNorm2d):
+            torch.nn.init.uniform_(norm.weight, -1.5, 1.5)
+            torch.nn.init.uniform_(norm.bias, -0.5, 0.5)
+            norm.running_mean.uniform_(-0.5, 0.5)
+            norm.running_var.uniform_(0.1, 2)
+    return module.eval()
+
+
+def small(**options):
+    torch.manual_seed(0)
+    return randomized(RepVGG(**SMALL, **options))
+
+
+def assert_same_features(one, other, images):
+    with torch.no_grad():
+        expected = one(images)
+        assert (other(images) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def shapes(state):
+    return {name: tuple(value.shape) for name, value in state.items()}
+
+
+@pytest.mark.parametrize("depth", [depth for depth in DEPTHS if "g2" not in depth])
+def test_names_and_shapes_are_timms_renamed(depth):
+    with torch.device("meta"):
+        theirs = timm.create_model(f"repvgg_{depth.lower()}", num_classes=0)
+    backbone = build_meta(depth)
+    assert shapes(adopt(backbone, theirs.state_dict())[0]) == shapes(backbone.state_dict())
+    assert not any(name.startswith("stem") for name in backbone.state_dict())
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_every_second_block_has_groups(depth):
+    blocks = [module for module in build_meta(depth).modules() if isinstance(module, RepVGGBlock)]
+    groups = int(depth[3:] or 1)
+    assert [block.groups for block in blocks] == [1] + [1, groups] * (len(blocks) // 2 - 1) + [1]
+    for block in blocks:
+        assert block.rbr_dense.conv.weight.shape == (block.channels, block.in_channels // block.groups, 3, 3)
+        assert block.rbr_1x1.conv.weight.shape == (block.channels, block.in_channels // block.groups, 1, 1)
+
+
+def test_the_function_is_timms(tmp_path):
+    torch.manual_seed(0)
+    theirs = randomized(timm.create_model("repvgg_a0", num_classes=7))
+    torch.save(theirs.state_dict(), tmp_path / "repvgg.pth")
+    path = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(tmp_path / "repvgg.pth"))
+    for deploy in ("False", "True"):
+        backbone = build_backbone(
+            config("A0", *path, "MODEL.BACKBONE.LAST_STRIDE", "2", "MODEL.BACKBONE.DEPLOY", deploy)
+        )
+        for size in ((64, 32), (45, 27)):
+            assert_same_features(theirs.forward_features, backbone.eval(), torch.randn(2, 3, *size))
+
+
+@pytest.mark.parametrize("in_channels, channels", [(8, 8), (8, 16)])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_every_kind_of_block_switches_to_deploy(in_channels, channels, stride, groups):
+    block = randomized(RepVGGBlock(in_channels, channels, stride=stride, groups=groups, norm="BN", deploy=False))
+    fused = copy.deepcopy(block)
+    fused.switch_to_deploy()
+    assert set(fused.state_dict()) == {"rbr_reparam.weight", "rbr_reparam.bias"}
+    assert fused.rbr_reparam.weight.dtype == torch.float32
+    x = torch.randn(3, in_channels, 9, 6)
+    assert_same_features(block, fused, x)
+    state = fused.state_dict()
+    fused.switch_to_deploy()
+    assert all(torch.equal(fused.state_dict()[name], value) for name, value in state.items())
+
+
+def test_a_model_switches_to_deploy():
+    backbone, images = small(), torch.randn(2, 3, 64, 32)
+    fused = copy.deepcopy(backbone)
+    fused.switch_to_deploy()
+    assert_same_features(backbone, fused, images)
+    assert shapes(fused.state_dict()) == shapes(RepVGG(**SMALL, deploy=True).state_dict())
+    assert sum(isinstance(module, torch.nn.Conv2d) for module in fused.modules()) == 1 + sum(SMALL["blocks"])
+
+
+def test_the_deploy_form_takes_weights_of_both_forms():
+    backbone, images = small(), torch.randn(2, 3, 64, 32)
+    fused = copy.deepcopy(backbone)
+    fused.switch_to_deploy()
+    fastreids = {name.replace("rbr_reparam.", "fused_"): value for name, value in fused.state_dict().items()}
+    without_counters = {name: value for name, value in backbone.state_dict().items() if "num_batches" not in name}
+    for state in (backbone.state_dict(), without_counters, fused.state_dict(), fastreids):
+        before = {name: value.clone() for name, value in state.items()}
+        model = RepVGG(**SMALL, deploy=True).eval()
+        report = load_model_state(model, state, source="a file", backbone_prefix="")
+        assert not report.missing and not report.dropped
+        assert_same_features(backbone, model, images)
+        assert all(torch.equal(before[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("suffixes", [("rbr_reparam.weight", "rbr_reparam.bias"), ("fused_weight", "fused_bias")])
+def test_the_training_form_refuses_the_deploy_form(suffixes):
+    fused = small()
+    fused.switch_to_deploy()
+    names = dict(zip(("rbr_reparam.weight", "rbr_reparam.bias"), suffixes, strict=True))
+    state = {
+        name.replace(*pair): value
+        for name, value in fused.state_dict().items()
+        for pair in names.items()
+        if pair[0] in name
+    }
+    with pytest.raises(WeightsError, match="MODEL.BACKBONE.DEPLOY True"):
+        load_model_state(RepVGG(**SMALL), state, source="a file", backbone_prefix="")
+
+
+def test_the_deploy_form_refuses_weights_with_a_branch_missing():
+    state = {name: value for name, value in small().state_dict().items() if "rbr_1x1" not in name}
+    with pytest.raises(WeightsError, match="do not fit"):
+        load_model_state(RepVGG(**SMALL, deploy=True), state, source="a file", backbone_prefix="")
+
+
+@pytest.mark.parametrize("deploy", [False, True])
+def test_weights_for_rgb_see_a_grey_image_as_three_equal_channels(tmp_path, deploy):
+    backbone, grey = small(), torch.randn(2, 1, 64, 32)
+    torch.save(backbone.state_dict(), tmp_path / "repvgg.pth")
+    model = RepVGG(**SMALL, in_channels=1, deploy=deploy).eval()
+    load_pretrained_backbone(model, path=str(tmp_path / "repvgg.pth"), online=None)
+    assert_same_features(lambda images: backbone(images.expand(-1, 3, -1, -1)), model, grey)
+
+
+def test_trains():
+    backbone = RepVGG(**SMALL, norm="BN", last_stride=1).train()
+    out = backbone(torch.randn(4, 3, 64, 32))
+    assert out.shape == (4, 128, 4, 2)
+    out.square().mean().backward()
+    assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
+
+
+def test_batch_norm_only():
+    with pytest.raises(ConfigError, match="MODEL.BACKBONE.NORM BN"):
+        build_meta("A1", "MODEL.BACKBONE.DEPLOY", "True", "MODEL.BACKBONE.NORM", "GN")
+    with pytest.raises(ConfigError, match="MODEL.BACKBONE.NORM BN"):
+        build_meta("A1", "MODEL.BACKBONE.NORM", "GN").switch_to_deploy()
+
+
+def test_what_is_said(caplog):
+    build_meta("A0", "MODEL.BACKBONE.DEPLOY", "True")
+    assert "DEPLOY is on" in caplog.text
+    build_meta("A0", "MODEL.BACKBONE.WITH_IBN", "True")
+    assert "WITH_IBN does nothing" in caplog.text
+    with pytest.raises(ConfigError, match=r"'A0x'; choices: A0, A1.*Did you mean 'A0'"):
+        build_backbone(config("A0x"))
+    with pytest.raises(ConfigError, match="PRETRAIN_PATH"):
+        build_meta("A0", "MODEL.BACKBONE.PRETRAIN", "True")

@@ -1,0 +1,131 @@
+"""The ResNeSt: its authors' names and function, which are timm's, and FastReID's dilated last stage."""
+
+import pytest
+import timm
+import torch
+from timm.models.resnest import ResNestBottleneck
+from timm.models.resnet import ResNet as TimmResNet
+
+from fastamp.config import get_cfg
+from fastamp.modeling import build_backbone
+from fastamp.modeling.backbones import ResNeSt
+from fastamp.modeling.backbones.resnest import DEPTHS, SplitAttention
+from fastamp.modeling.weights import load_pretrained_backbone
+from fastamp.utils.errors import ConfigError, WeightsError
+
+NAMESAKES = {"50x": "resnest50d", "101x": "resnest101e", "200x": "resnest200e", "269x": "resnest269e"}
+BLOCKS = (1, 2, 1, 3)
+
+
+def build_meta(depth, *opts):
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.BACKBONE.NAME", "build_resnest_backbone", "MODEL.BACKBONE.DEPTH", depth, *opts])
+    with torch.device("meta"):
+        return build_backbone(cfg)
+
+
+def randomize(module):
+    """Give ``module`` normalizations that do something."""
+    for norm in module.modules():
+        if isinstance(norm, torch.nn.BatchNorm2d):
+            for value, low, high in ((norm.weight, 0.5, 1.5), (norm.bias, -0.2, 0.2)):
+                torch.nn.init.uniform_(value, low, high)
+            norm.running_mean.uniform_(-0.2, 0.2)
+            norm.running_var.uniform_(0.5, 1.5)
+
+
+@pytest.fixture(scope="module")
+def timms():
+    """A ResNeSt of timm's with few blocks."""
+    torch.manual_seed(0)
+    model = TimmResNet(
+        ResNestBottleneck,
+        BLOCKS,
+        num_classes=7,
+        stem_type="deep",
+        stem_width=16,
+        avg_down=True,
+        base_width=64,
+        cardinality=1,
+        block_args={"radix": 2, "avd": True, "avd_first": False},
+    )
+    randomize(model)
+    return model.eval()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_names_and_shapes(depth):
+    with torch.device("meta"):
+        theirs = timm.create_model(NAMESAKES[depth], num_classes=0)
+    expected = {name: tuple(value.shape) for name, value in theirs.state_dict().items()}
+    assert {name: tuple(value.shape) for name, value in build_meta(depth).state_dict().items()} == expected
+
+
+@pytest.mark.parametrize("size", [(64, 32), (75, 45)])
+def test_the_function_is_timms(timms, tmp_path, size):
+    torch.save(timms.state_dict(), tmp_path / "resnest.pth")
+    backbone = ResNeSt(blocks=BLOCKS, stem_width=16, last_stride=2).eval()
+    load_pretrained_backbone(backbone, path=str(tmp_path / "resnest.pth"), online=None)
+    images = torch.randn(2, 3, *size)
+    torch.testing.assert_close(backbone(images), timms.forward_features(images), rtol=1e-4, atol=1e-4)
+
+
+def test_split_attention_is_the_weighted_sum_of_the_splits():
+    layer, x = SplitAttention(8, dilation=1, norm="BN"), torch.randn(3, 8, 5, 4)
+    randomize(layer)
+    layer.eval()
+    first, second = torch.relu(layer.bn0(layer.conv(x))).chunk(2, dim=1)
+    pooled = (first + second).mean((2, 3), keepdim=True)
+    a, b = layer.fc2(torch.relu(layer.bn1(layer.fc1(pooled)))).chunk(2, dim=1)
+    share = torch.sigmoid(a - b)
+    torch.testing.assert_close(layer(x), share * first + (1 - share) * second)
+    assert layer.fc1.out_channels == 32
+
+
+def test_a_last_stride_of_one_dilates_all_but_the_first_block_of_the_last_stage():
+    backbone = build_meta("50x")
+    assert [block.conv2.conv.dilation[0] for block in backbone.layer4] == [1, 2, 2]
+    assert {block.conv2.conv.dilation[0] for block in backbone.layer3} == {1}
+    # The first block of each stage but the first one pools, even where that does not change the size.
+    pools = [isinstance(block.avd_layer, torch.nn.AvgPool2d) for block in (backbone.layer1[0], *backbone.layer4)]
+    assert pools == [False, True, False, False]
+    assert backbone(torch.empty(2, 3, 64, 32, device="meta")).shape == (2, 2048, 4, 2)
+    backbone = build_meta("50x", "MODEL.BACKBONE.LAST_STRIDE", "2")
+    assert {block.conv2.conv.dilation[0] for block in backbone.layer4} == {1}
+    assert backbone(torch.empty(2, 3, 64, 32, device="meta")).shape == (2, 2048, 2, 1)
+
+
+@pytest.mark.parametrize("norm", ["BN", "GN"])
+def test_trains(norm):
+    backbone = ResNeSt(blocks=(1, 1, 1, 2), stem_width=32, in_channels=1, norm=norm)
+    backbone(torch.randn(4, 1, 64, 32)).square().mean().backward()
+    assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
+
+
+def test_mixed_precision():
+    backbone, images = ResNeSt(blocks=(1, 1, 1, 1), stem_width=32).eval(), torch.randn(2, 3, 64, 32)
+    with torch.no_grad():
+        expected = backbone(images)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = backbone(images)
+    assert out.dtype == torch.bfloat16
+    assert (out.float() - expected).norm() / expected.norm() < 0.03
+
+
+def test_options_that_it_does_not_have(caplog):
+    options = [f"MODEL.BACKBONE.{key}" for key in ("WITH_IBN", "WITH_SE", "WITH_NL")]
+    build_meta("50x", *(word for key in options for word in (key, "True")))
+    assert caplog.text.count("does nothing") == 3
+
+
+def test_unknown_depth():
+    with pytest.raises(ConfigError, match=r"'50'; choices: 50x, 101x, 200x, 269x.*'50x'"):
+        build_meta("50")
+
+
+def test_a_file_of_another_network(tmp_path):
+    torch.save(torch.nn.Conv2d(3, 3, 3).state_dict(), tmp_path / "other.pth")
+    with pytest.raises(WeightsError, match="do not fit"):
+        load_pretrained_backbone(
+            ResNeSt(blocks=(1, 1, 1, 1), stem_width=8), path=str(tmp_path / "other.pth"), online=None
+        )
