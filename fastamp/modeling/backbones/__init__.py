@@ -1,6 +1,21 @@
 """Backbones: (B, C, H, W) normalized images -> (B, D, h, w) feature maps."""
 
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, build_backbone, with_feature_dim
+from fastamp.modeling.backbones.mobilenet import MobileNetV2, MobileNetV3
+from fastamp.modeling.backbones.osnet import OSNet
+from fastamp.modeling.backbones.osnet_ain import OSNetAIN
 from fastamp.modeling.backbones.resnet import ResNet, build_resnet_backbone
+from fastamp.modeling.backbones.shufflenet import ShuffleNetV2
 
-__all__ = ["BACKBONE_REGISTRY", "ResNet", "build_backbone", "build_resnet_backbone", "with_feature_dim"]
+__all__ = [
+    "BACKBONE_REGISTRY",
+    "MobileNetV2",
+    "MobileNetV3",
+    "OSNet",
+    "OSNetAIN",
+    "ResNet",
+    "ShuffleNetV2",
+    "build_backbone",
+    "build_resnet_backbone",
+    "with_feature_dim",
+]
