@@ -1,7 +1,7 @@
 """ShuffleNetV2 (Ma et al. 2018, arXiv:1807.11164) as its authors wrote it, with their and FastReID's names.
 
-torchvision's shuffles the channels after a block, this one before it and in another order: the same network, but
-weights of one mean nothing to the other.
+torchvision's is another function: it shuffles the channels after a block, this one before it and in another order, and
+at stride 2 it makes half of the output from what passes by, this one as many channels as the input has.
 """
 
 from typing import Any
