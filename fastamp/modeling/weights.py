@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from pickle import UnpicklingError
 from urllib.error import URLError
 
 import torch
@@ -33,9 +34,15 @@ class TorchvisionWeights:
 
 @dataclass(frozen=True)
 class Download:
-    """A weights file at ``url``."""
+    """A weights file at ``url``.
+
+    Attributes:
+        url: where it is.
+        file_name: its name in the cache, where the address does not end with one; '' is what the address ends with.
+    """
 
     url: str
+    file_name: str = ""
 
     def __str__(self) -> str:
         return self.url
@@ -110,9 +117,10 @@ def _download(online: TorchvisionWeights | Download) -> dict[str, torch.Tensor]:
             progress=True,
             # torchvision's file names end with their checksum; what others' names end with is nowhere promised.
             check_hash=isinstance(online, TorchvisionWeights),
+            file_name=getattr(online, "file_name", "") or None,
             weights_only=True,
         )
-    except (URLError, OSError, RuntimeError) as error:
+    except (URLError, OSError, RuntimeError, UnpicklingError) as error:  # the last: a web page came, not the file
         raise WeightsError(
             f"MODEL.BACKBONE.PRETRAIN is on, but the weights could not be downloaded from {online.url} ({error}).\n"
             "  fix: download that file elsewhere and name it in MODEL.BACKBONE.PRETRAIN_PATH, "

@@ -1,19 +1,26 @@
 """Backbones: (B, C, H, W) normalized images -> (B, D, h, w) feature maps."""
 
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, build_backbone, with_feature_dim
-from fastamp.modeling.backbones.repvgg import RepVGG, build_repvgg_backbone
-from fastamp.modeling.backbones.resnest import ResNeSt, build_resnest_backbone
+from fastamp.modeling.backbones.mobilenet import MobileNetV2, MobileNetV3
+from fastamp.modeling.backbones.osnet import OSNet
+from fastamp.modeling.backbones.osnet_ain import OSNetAIN
+from fastamp.modeling.backbones.repvgg import RepVGG
+from fastamp.modeling.backbones.resnest import ResNeSt
 from fastamp.modeling.backbones.resnet import ResNet, build_resnet_backbone
 from fastamp.modeling.backbones.resnext import build_resnext_backbone
+from fastamp.modeling.backbones.shufflenet import ShuffleNetV2
 
 __all__ = [
     "BACKBONE_REGISTRY",
+    "MobileNetV2",
+    "MobileNetV3",
+    "OSNet",
+    "OSNetAIN",
     "RepVGG",
     "ResNeSt",
     "ResNet",
+    "ShuffleNetV2",
     "build_backbone",
-    "build_repvgg_backbone",
-    "build_resnest_backbone",
     "build_resnet_backbone",
     "build_resnext_backbone",
     "with_feature_dim",

@@ -1,0 +1,156 @@
+"""MobileNetV2 (Sandler et al. 2018, arXiv:1801.04381) and V3 (Howard et al. 2019, arXiv:1905.02244), torchvision's.
+
+FastReID's MobileNetV2 is the same function as torchvision's under other names. Its MobileNetV3 has torchvision's
+names, but another epsilon in the batch norms and a last layer of its own.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+
+from fastamp.layers import build_norm
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
+from fastamp.modeling.weights import Download, TorchvisionWeights, load_pretrained_backbone
+from fastamp.utils.errors import check_choice
+
+WIDTHS = {"1.0x": 1.0, "0.75x": 0.75, "0.5x": 0.5, "0.35x": 0.35, "0.25x": 0.25, "0.1x": 0.1}
+
+# Of the code that FastReID's is from, and so with FastReID's names.
+_LI = "https://github.com/d-li14/mobilenetv2.pytorch/raw/master/pretrained/"
+PRETRAINED_V2 = {
+    "1.0x": TorchvisionWeights("mobilenet_v2"),
+    "0.75x": Download(_LI + "mobilenetv2_0.75-dace9791.pth"),
+    "0.5x": Download(_LI + "mobilenetv2_0.5-eaa6f9ad.pth"),
+    "0.35x": Download(_LI + "mobilenetv2_0.35-b2e15951.pth"),
+    "0.25x": Download(_LI + "mobilenetv2_0.25-b61d2159.pth"),
+    "0.1x": Download(_LI + "mobilenetv2_0.1-7d1d638a.pth"),
+}
+
+V3_MODELS = {"Large": "mobilenet_v3_large", "Small": "mobilenet_v3_small"}
+
+
+class MobileNetV2(nn.Module):
+    """The convolutional part of torchvision's MobileNetV2.
+
+    Args:
+        width: times which the channels of MobileNetV2 are wide, but for the last layer's 1280.
+        in_channels: channels of the images.
+        norm: name of the normalization layer.
+    """
+
+    feature_dim = 1280
+
+    def __init__(self, *, width: float, in_channels: int = 3, norm: str = "BN") -> None:
+        super().__init__()
+        self.features = torchvision.models.MobileNetV2(
+            width_mult=width,
+            # As in FastReID: multiples of 8 would be much wider than a tenth.
+            round_nearest=4 if width == 0.1 else 8,
+            norm_layer=partial(build_norm, norm),
+        ).features
+        _set_image_channels(self.features, in_channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, in_channels, H, W) float, normalized, to (B, 1280, ~H/32, ~W/32)."""
+        return self.features(x)
+
+    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+        """Return ``state`` under torchvision's names: FastReID numbers the layers of a block in one row."""
+        if "conv.0.weight" not in state:
+            return state
+        names = {f"conv.{layer}": f"features.{len(self.features) - 1}.{layer}" for layer in range(2)}
+        for number, block in enumerate(self.features[1:-1], start=1):
+            layers = (name for name, module in block.conv.named_modules() if not list(module.children()))
+            prefix = f"features.{number}.conv"
+            names |= {f"{prefix}.{position}": f"{prefix}.{name}" for position, name in enumerate(layers)}
+        renamed = {}
+        for key, value in state.items():
+            module, _, tensor = key.rpartition(".")
+            renamed[f"{names.get(module, module)}.{tensor}"] = value
+        return renamed
+
+
+class MobileNetV3(nn.Module):
+    """The convolutional part of torchvision's MobileNetV3, and FastReID's 1x1 convolution behind it.
+
+    That convolution, with a normalization and a ReLU6, stands for the first layer of torchvision's classifier.
+    torchvision's batch norms have an epsilon of 1e-3, these the usual 1e-5, as in FastReID.
+
+    Args:
+        model: torchvision's name of it.
+        in_channels: channels of the images.
+        norm: name of the normalization layer.
+    """
+
+    def __init__(self, *, model: str, in_channels: int = 3, norm: str = "BN") -> None:
+        super().__init__()
+        whole = torchvision.models.get_model(model, weights=None, norm_layer=partial(build_norm, norm))
+        self.features = whole.features
+        _set_image_channels(self.features, in_channels)
+        last = whole.classifier[0]
+        self.conv = nn.Sequential(
+            nn.Conv2d(last.in_features, last.out_features, 1, bias=False),
+            build_norm(norm, last.out_features),
+            nn.ReLU6(inplace=True),
+        )
+        _init_convolution(self.conv[0])
+        self.feature_dim = last.out_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/32, ~W/32)."""
+        return self.conv(self.features(x))
+
+
+def _set_image_channels(features: nn.Sequential, channels: int) -> None:
+    """Give a network's first convolution an input of ``channels``."""
+    rgb = features[0][0]
+    if channels != rgb.in_channels:
+        features[0][0] = nn.Conv2d(channels, rgb.out_channels, rgb.kernel_size, rgb.stride, rgb.padding, bias=False)
+        _init_convolution(features[0][0])
+
+
+def _init_convolution(convolution: nn.Conv2d) -> None:
+    """Draw weights as torchvision and FastReID do (He et al. 2015, arXiv:1502.01852)."""
+    nn.init.kaiming_normal_(convolution.weight, mode="fan_out")
+
+
+@BACKBONE_REGISTRY.register()
+def build_mobilenetv2_backbone(cfg: Any) -> MobileNetV2:
+    """Return the MobileNetV2 of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, pretrained if ``PRETRAIN`` is on.
+
+    Raises:
+        ConfigError: unknown ``DEPTH``.
+        WeightsError: the pretrained weights cannot be had or do not fit.
+    """
+    backbone = cfg.MODEL.BACKBONE
+    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, WIDTHS)
+    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    model = MobileNetV2(width=WIDTHS[backbone.DEPTH], in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
+    if backbone.PRETRAIN:
+        load_pretrained_backbone(model, path=backbone.PRETRAIN_PATH, online=PRETRAINED_V2[backbone.DEPTH])
+    return model
+
+
+@BACKBONE_REGISTRY.register()
+def build_mobilenetv3_backbone(cfg: Any) -> MobileNetV3:
+    """Return the MobileNetV3 of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, pretrained if ``PRETRAIN`` is on.
+
+    Raises:
+        ConfigError: unknown ``DEPTH``.
+        WeightsError: the pretrained weights cannot be had or do not fit.
+    """
+    backbone = cfg.MODEL.BACKBONE
+    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, V3_MODELS)
+    # It has squeeze and excitation in any case, where the paper has it.
+    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_NL")
+    name = V3_MODELS[backbone.DEPTH]
+    model = MobileNetV3(model=name, in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
+    if backbone.PRETRAIN:
+        # The last convolution is in no ImageNet weights: it starts from random ones.
+        load_pretrained_backbone(
+            model, path=backbone.PRETRAIN_PATH, online=TorchvisionWeights(name), without=("conv.*",)
+        )
+    return model

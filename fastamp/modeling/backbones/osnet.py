@@ -1,0 +1,205 @@
+"""OSNet, the omni-scale network (Zhou et al. 2019, arXiv:1905.00953), with FastReID's and torchreid's names."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastamp.layers import build_norm
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
+from fastamp.modeling.weights import Download, load_pretrained_backbone
+from fastamp.utils.errors import check_choice
+
+# Width of the stem and of the three stages.
+CHANNELS = {
+    "x1_0": (64, 256, 384, 512),
+    "x0_75": (48, 192, 288, 384),
+    "x0_5": (32, 128, 192, 256),
+    "x0_25": (16, 64, 96, 128),
+}
+
+# A block is this much narrower inside; the hidden layer of its gate is narrower again.
+_BOTTLENECK = 4
+_GATE_REDUCTION = 16
+
+
+def torchreids(name: str, drive_id: str) -> Download:
+    """Return torchreid's ImageNet weights of its model ``name``."""
+    return Download(f"https://drive.google.com/uc?export=download&id={drive_id}", f"{name}_imagenet.pth")
+
+
+# (depth, with IBN) -> ImageNet weights
+PRETRAINED = {
+    ("x1_0", False): torchreids("osnet_x1_0", "1LaG1EJpHrxdAxKnSCJ_i0u-nbxSAeiFY"),
+    ("x0_75", False): torchreids("osnet_x0_75", "1uwA9fElHOk3ZogwbeY5GkLI6QPTX70Hq"),
+    ("x0_5", False): torchreids("osnet_x0_5", "16DGLbZukvVYgINws8u8deSaOqjybZ83i"),
+    ("x0_25", False): torchreids("osnet_x0_25", "1rb8UN5ZzPKRc_xvtHlyDh-cSz88YX9hs"),
+    ("x1_0", True): torchreids("osnet_ibn_x1_0", "1sr90V6irlYYDd4_4ISU2iruoRG8J__6l"),
+}
+
+
+class ConvNorm(nn.Module):
+    """A convolution, a normalization and, unless ``linear``, a ReLU.
+
+    Args:
+        in_channels, out_channels: widths.
+        norm: the normalization.
+        kernel_size: odd; the input is padded by half of it.
+        stride: of the convolution.
+        linear: no ReLU at the end.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        norm: nn.Module,
+        kernel_size: int = 1,
+        stride: int = 1,
+        linear: bool = False,
+    ) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False)
+        self.bn = norm
+        self.relu = nn.Identity() if linear else nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(self.bn(self.conv(x)))
+
+
+class LightConv3x3(nn.Module):
+    """A 3x3 convolution in two parts: 1x1 over the channels, 3x3 within each, then normalization and ReLU."""
+
+    def __init__(self, channels: int, norm: str) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 1, bias=False)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False)
+        self.bn = build_norm(norm, channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(self.bn(self.conv2(self.conv1(x))))
+
+
+class ChannelGate(nn.Module):
+    """Scale each channel by a gate in 0..1 that comes from the means of all of them."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Conv2d(channels, channels // _GATE_REDUCTION, 1)
+        self.relu = nn.ReLU(inplace=True)
+        self.fc2 = nn.Conv2d(channels // _GATE_REDUCTION, channels, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(self.fc2(self.relu(self.fc1(x.mean((2, 3), keepdim=True)))))
+
+
+class OSBlock(nn.Module):
+    """Four streams that see 3, 5, 7 and 9 pixels, weighed by one gate that they share, around a shortcut.
+
+    Args:
+        in_channels, out_channels: widths.
+        norm: name of the normalization layer.
+        instance_norm: instance norm after the shortcut was added (OSNet-IBN).
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, *, norm: str, instance_norm: bool = False) -> None:
+        super().__init__()
+        channels = out_channels // _BOTTLENECK
+        self.conv1 = ConvNorm(in_channels, channels, norm=build_norm(norm, channels))
+        self.conv2a = LightConv3x3(channels, norm)
+        self.conv2b = nn.Sequential(*(LightConv3x3(channels, norm) for _ in range(2)))
+        self.conv2c = nn.Sequential(*(LightConv3x3(channels, norm) for _ in range(3)))
+        self.conv2d = nn.Sequential(*(LightConv3x3(channels, norm) for _ in range(4)))
+        self.gate = ChannelGate(channels)
+        self.conv3 = ConvNorm(channels, out_channels, norm=build_norm(norm, out_channels), linear=True)
+        self.downsample = shortcut(in_channels, out_channels, norm)
+        self.IN = nn.InstanceNorm2d(out_channels, affine=True) if instance_norm else nn.Identity()
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        narrow = self.conv1(x)
+        a, b, c, d = self.conv2a(narrow), self.conv2b(narrow), self.conv2c(narrow), self.conv2d(narrow)
+        out = self.conv3(self.gate(a) + self.gate(b) + self.gate(c) + self.gate(d))
+        return self.relu(self.IN(out + self.downsample(x)))
+
+
+def shortcut(in_channels: int, out_channels: int, norm: str) -> nn.Module:
+    """Return what a block's input passes on its way around it."""
+    if in_channels == out_channels:
+        return nn.Identity()
+    return ConvNorm(in_channels, out_channels, norm=build_norm(norm, out_channels), linear=True)
+
+
+def halve(channels: int, norm: str) -> nn.Sequential:
+    """Return the end of a stage: a 1x1 convolution, then half the height and width."""
+    return nn.Sequential(ConvNorm(channels, channels, norm=build_norm(norm, channels)), nn.AvgPool2d(2, stride=2))
+
+
+def init_weights(model: nn.Module) -> None:
+    """Draw every convolution of ``model`` for ReLUs behind it (He et al. 2015, arXiv:1502.01852)."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+class OSNet(nn.Module):
+    """The convolutional part of an OSNet: a stem, three stages of two blocks, and a 1x1 convolution.
+
+    FastReID and torchreid both pool the stem with padding, so ``STEM_POOL`` has no meaning here.
+
+    Args:
+        channels: width of the stem and of each stage.
+        in_channels: channels of the images.
+        norm: name of the normalization layer.
+        ibn: instance norm in the stem, in place of ``norm``, and in the first stage; torchreid's osnet_ibn_x1_0.
+    """
+
+    def __init__(
+        self, *, channels: tuple[int, int, int, int], in_channels: int = 3, norm: str = "BN", ibn: bool = False
+    ) -> None:
+        super().__init__()
+        stem, first, second, third = channels
+        stem_norm = nn.InstanceNorm2d(stem, affine=True) if ibn else build_norm(norm, stem)
+        self.conv1 = ConvNorm(in_channels, stem, norm=stem_norm, kernel_size=7, stride=2)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.conv2 = nn.Sequential(
+            OSBlock(stem, first, norm=norm, instance_norm=ibn),
+            OSBlock(first, first, norm=norm, instance_norm=ibn),
+            halve(first, norm),
+        )
+        self.conv3 = nn.Sequential(
+            OSBlock(first, second, norm=norm), OSBlock(second, second, norm=norm), halve(second, norm)
+        )
+        self.conv4 = nn.Sequential(OSBlock(second, third, norm=norm), OSBlock(third, third, norm=norm))
+        self.conv5 = ConvNorm(third, third, norm=build_norm(norm, third))
+        self.feature_dim = third
+        init_weights(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/16, ~W/16)."""
+        x = self.maxpool(self.conv1(x))
+        return self.conv5(self.conv4(self.conv3(self.conv2(x))))
+
+
+@BACKBONE_REGISTRY.register()
+def build_osnet_backbone(cfg: Any) -> OSNet:
+    """Return the OSNet of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
+
+    Raises:
+        ConfigError: unknown ``DEPTH``, or there are no pretrained weights of this variant.
+        WeightsError: the pretrained weights cannot be had or do not fit.
+    """
+    backbone = cfg.MODEL.BACKBONE
+    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, CHANNELS)
+    warn_of_ignored_keys(cfg, "WITH_SE", "WITH_NL")
+    model = OSNet(
+        channels=CHANNELS[backbone.DEPTH], in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM, ibn=backbone.WITH_IBN
+    )
+    if backbone.PRETRAIN:
+        online = PRETRAINED.get((backbone.DEPTH, backbone.WITH_IBN))
+        load_pretrained_backbone(model, path=backbone.PRETRAIN_PATH, online=online)
+    return model

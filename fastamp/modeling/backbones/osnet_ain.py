@@ -1,0 +1,121 @@
+"""OSNet-AIN, with instance norm where a search put it (Zhou et al. 2021, arXiv:1910.06827), with torchreid's names."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastamp.layers import build_norm
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
+from fastamp.modeling.backbones.osnet import (
+    CHANNELS,
+    ChannelGate,
+    ConvNorm,
+    LightConv3x3,
+    halve,
+    init_weights,
+    shortcut,
+    torchreids,
+)
+from fastamp.modeling.weights import load_pretrained_backbone
+from fastamp.utils.errors import check_choice
+
+PRETRAINED = {
+    "x1_0": torchreids("osnet_ain_x1_0", "1-CaioD9NaqbHK_kzSMW8VE4_3KcsRjEo"),
+    "x0_75": torchreids("osnet_ain_x0_75", "1apy0hpsMypqstfencdH-jKIUEFOW4xoM"),
+    "x0_5": torchreids("osnet_ain_x0_5", "1KusKvEYyKGDTUBVRxRiz55G31wkihB6l"),
+    "x0_25": torchreids("osnet_ain_x0_25", "1SxQt2AvmEcgWNhaRb2xC4rP6ZwVDP0Wt"),
+}
+
+
+class Stream(nn.Module):
+    """``count`` light 3x3 convolutions, one after the other."""
+
+    def __init__(self, channels: int, count: int, norm: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(LightConv3x3(channels, norm) for _ in range(count)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class AINBlock(nn.Module):
+    """OSNet's block, with or without instance norm before the shortcut is added, where OSNet-IBN has it behind.
+
+    Args:
+        in_channels, out_channels: widths.
+        norm: name of the normalization layer.
+        instance_norm: instance norm in place of the last convolution's normalization.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, *, norm: str, instance_norm: bool) -> None:
+        super().__init__()
+        channels = out_channels // 4
+        self.conv1 = ConvNorm(in_channels, channels, norm=build_norm(norm, channels))
+        self.conv2 = nn.ModuleList(Stream(channels, count, norm) for count in range(1, 5))
+        self.gate = ChannelGate(channels)
+        last_norm = nn.Identity() if instance_norm else build_norm(norm, out_channels)
+        self.conv3 = ConvNorm(channels, out_channels, norm=last_norm, linear=True)
+        self.IN = nn.InstanceNorm2d(out_channels, affine=True) if instance_norm else nn.Identity()
+        self.downsample = shortcut(in_channels, out_channels, norm)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        narrow = self.conv1(x)
+        first, *others = (self.gate(stream(narrow)) for stream in self.conv2)
+        return self.relu(self.IN(self.conv3(sum(others, start=first))) + self.downsample(x))
+
+
+class OSNetAIN(nn.Module):
+    """The convolutional part of an OSNet-AIN: a stem with instance norm, three stages of two blocks, a 1x1 convolution.
+
+    Args:
+        channels: width of the stem and of each stage.
+        in_channels: channels of the images.
+        norm: name of the normalization layer, where it is not instance norm.
+    """
+
+    def __init__(self, *, channels: tuple[int, int, int, int], in_channels: int = 3, norm: str = "BN") -> None:
+        super().__init__()
+        stem, first, second, third = channels
+        self.conv1 = ConvNorm(in_channels, stem, norm=nn.InstanceNorm2d(stem, affine=True), kernel_size=7, stride=2)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.conv2 = _stage(stem, first, norm, instance_norms=(True, True))
+        self.pool2 = halve(first, norm)
+        self.conv3 = _stage(first, second, norm, instance_norms=(False, True))
+        self.pool3 = halve(second, norm)
+        self.conv4 = _stage(second, third, norm, instance_norms=(True, False))
+        self.conv5 = ConvNorm(third, third, norm=build_norm(norm, third))
+        self.feature_dim = third
+        init_weights(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/16, ~W/16)."""
+        x = self.maxpool(self.conv1(x))
+        x = self.pool3(self.conv3(self.pool2(self.conv2(x))))
+        return self.conv5(self.conv4(x))
+
+
+def _stage(in_channels: int, out_channels: int, norm: str, instance_norms: tuple[bool, bool]) -> nn.Sequential:
+    first, second = instance_norms
+    return nn.Sequential(
+        AINBlock(in_channels, out_channels, norm=norm, instance_norm=first),
+        AINBlock(out_channels, out_channels, norm=norm, instance_norm=second),
+    )
+
+
+@BACKBONE_REGISTRY.register()
+def build_osnet_ain_backbone(cfg: Any) -> OSNetAIN:
+    """Return the OSNet-AIN of ``MODEL.BACKBONE``, of OSNet's depths, with pretrained weights if ``PRETRAIN`` is on.
+
+    Raises:
+        ConfigError: unknown ``DEPTH``.
+        WeightsError: the pretrained weights cannot be had or do not fit.
+    """
+    backbone = cfg.MODEL.BACKBONE
+    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, CHANNELS)
+    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    model = OSNetAIN(channels=CHANNELS[backbone.DEPTH], in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
+    if backbone.PRETRAIN:
+        load_pretrained_backbone(model, path=backbone.PRETRAIN_PATH, online=PRETRAINED[backbone.DEPTH])
+    return model

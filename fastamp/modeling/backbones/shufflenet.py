@@ -1,0 +1,129 @@
+"""ShuffleNetV2 (Ma et al. 2018, arXiv:1807.11164) as its authors wrote it, with their and FastReID's names.
+
+torchvision's is another function: it shuffles the channels after a block, this one before it and in another order, and
+at stride 2 it makes half of the output from what passes by, this one as many channels as the input has.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastamp.layers import build_norm
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
+from fastamp.modeling.weights import load_pretrained_backbone
+from fastamp.utils.errors import check_choice
+
+# Width of the three stages and of the last convolution.
+CHANNELS = {
+    "0.5x": (48, 96, 192, 1024),
+    "1.0x": (116, 232, 464, 1024),
+    "1.5x": (176, 352, 704, 1024),
+    "2.0x": (244, 488, 976, 2048),
+}
+_STEM = 24
+_BLOCKS = (4, 8, 4)
+
+
+class ShuffleBlock(nn.Module):
+    """Half of the channels pass by, the others through 1x1, depthwise 3x3 and 1x1 convolutions.
+
+    With stride 2 all channels go both ways, and those that pass by have convolutions too.
+
+    Args:
+        in_channels: of the (B, C, H, W) input, even.
+        out_channels: of the output.
+        stride: 1, with ``in_channels`` equal to ``out_channels``, or 2.
+        norm: name of the normalization layer.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, *, stride: int, norm: str) -> None:
+        super().__init__()
+        self.splits = stride == 1
+        main_channels, middle = in_channels // 2 if self.splits else in_channels, out_channels // 2
+        self.branch_main = nn.Sequential(
+            *_pointwise(main_channels, middle, norm),
+            *_depthwise(middle, stride, norm),
+            *_pointwise(middle, out_channels - main_channels, norm),
+        )
+        self.branch_proj = nn.Identity()
+        if not self.splits:
+            self.branch_proj = nn.Sequential(
+                *_depthwise(in_channels, stride, norm), *_pointwise(in_channels, in_channels, norm)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Every second channel passes by: of the last block's two halves, half of each.
+        passing, main = (x[:, ::2], x[:, 1::2]) if self.splits else (x, x)
+        return torch.cat((self.branch_proj(passing), self.branch_main(main)), dim=1)
+
+
+def _pointwise(in_channels: int, out_channels: int, norm: str) -> tuple[nn.Module, ...]:
+    return (
+        nn.Conv2d(in_channels, out_channels, 1, bias=False),
+        build_norm(norm, out_channels),
+        nn.ReLU(inplace=True),
+    )
+
+
+def _depthwise(channels: int, stride: int, norm: str) -> tuple[nn.Module, ...]:
+    convolution = nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=False)
+    return convolution, build_norm(norm, channels)
+
+
+class ShuffleNetV2(nn.Module):
+    """The convolutional part of a ShuffleNetV2.
+
+    Args:
+        channels: width of the three stages and of the last convolution.
+        in_channels: channels of the images.
+        norm: name of the normalization layer.
+    """
+
+    def __init__(self, *, channels: tuple[int, int, int, int], in_channels: int = 3, norm: str = "BN") -> None:
+        super().__init__()
+        self.first_conv = nn.Sequential(
+            nn.Conv2d(in_channels, _STEM, 3, stride=2, padding=1, bias=False),
+            build_norm(norm, _STEM),
+            nn.ReLU(inplace=True),
+        )
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        *stages, self.feature_dim = channels
+        blocks, width = [], _STEM
+        for stage, count in zip(stages, _BLOCKS, strict=True):
+            blocks.append(ShuffleBlock(width, stage, stride=2, norm=norm))
+            blocks += [ShuffleBlock(stage, stage, stride=1, norm=norm) for _ in range(count - 1)]
+            width = stage
+        self.features = nn.Sequential(*blocks)
+        self.conv_last = nn.Sequential(*_pointwise(width, self.feature_dim, norm))
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        """Draw weights as the authors do: by the input's channels, 1 within a channel, 0.01 for the images."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.normal_(module.weight, 0, 1 / module.weight.shape[1])
+            elif isinstance(module, nn.BatchNorm2d):
+                nn.init.constant_(module.bias, 0.0001)
+        nn.init.normal_(self.first_conv[0].weight, 0, 0.01)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/32, ~W/32)."""
+        return self.conv_last(self.features(self.maxpool(self.first_conv(x))))
+
+
+@BACKBONE_REGISTRY.register()
+def build_shufflenetv2_backbone(cfg: Any) -> ShuffleNetV2:
+    """Return the ShuffleNetV2 of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, pretrained if ``PRETRAIN`` is on.
+
+    Raises:
+        ConfigError: unknown ``DEPTH``, or ``PRETRAIN`` without a ``PRETRAIN_PATH``.
+        WeightsError: the pretrained weights do not fit.
+    """
+    backbone = cfg.MODEL.BACKBONE
+    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, CHANNELS)
+    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    model = ShuffleNetV2(channels=CHANNELS[backbone.DEPTH], in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
+    if backbone.PRETRAIN:
+        load_pretrained_backbone(model, path=backbone.PRETRAIN_PATH, online=None)
+    return model

@@ -1,0 +1,59 @@
+"""Build a backbone by its config, give it weights of a trained one's sizes, and compute its layers from them."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from fastamp.config import get_cfg
+from fastamp.modeling import build_backbone
+
+
+def config(name, depth, width, *opts):
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.BACKBONE.NAME", name, "MODEL.BACKBONE.DEPTH", depth])
+    cfg.merge_from_list(["MODEL.BACKBONE.FEAT_DIM", str(width), "MODEL.DEVICE", "cpu", *opts])
+    return cfg
+
+
+def build(*args):
+    """Return the backbone in evaluation mode and float64 with weights that make no layer trivial."""
+    backbone = build_backbone(config(*args)).eval().double()
+    for name, value in backbone.state_dict().items():
+        if value.dim() > 1:
+            value.normal_(0, math.sqrt(2 / value[0].numel()))
+        elif name.endswith(("running_var", "weight")):
+            value.uniform_(0.5, 1.5)
+        elif value.is_floating_point():
+            value.normal_(0, 0.1)
+    return backbone
+
+
+def count_parameters(name, depth, width, *opts):
+    with torch.device("meta"):
+        return sum(p.numel() for p in build_backbone(config(name, depth, width, *opts)).parameters())
+
+
+class Layers:
+    """Layers by the names in a state dict, as plain functions."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def conv(self, x, name, stride=1):
+        """A convolution, padded by half its kernel, within groups where its weight is narrower than ``x``."""
+        weight = self.state[f"{name}.weight"]
+        groups = x.shape[1] // weight.shape[1]
+        return F.conv2d(x, weight, self.state.get(f"{name}.bias"), stride, weight.shape[2] // 2, groups=groups)
+
+    def bn(self, x, name):
+        """A batch norm, or, without running statistics, an instance norm."""
+        if f"{name}.running_mean" in self.state:
+            mean, var = (self.state[f"{name}.running_{key}"][:, None, None] for key in ("mean", "var"))
+        else:
+            mean, var = x.mean((2, 3), keepdim=True), x.var((2, 3), keepdim=True, unbiased=False)
+        weight, bias = (self.state[f"{name}.{key}"][:, None, None] for key in ("weight", "bias"))
+        return (x - mean) / (var + 1e-5).sqrt() * weight + bias
+
+    def has(self, name):
+        return f"{name}.weight" in self.state

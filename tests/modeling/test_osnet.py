@@ -1,0 +1,188 @@
+"""OSNet and OSNet-AIN: their sizes, their functions against plain ones, and torchreid's files."""
+
+from urllib.error import URLError
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_networks import Layers, build, config, count_parameters
+
+from fastamp.modeling import build_backbone, build_model
+from fastamp.modeling.backbones import osnet, osnet_ain
+from fastamp.utils.errors import ConfigError, WeightsError
+from fastamp.utils.load_state import load_model_state
+
+OSNET, AIN = "build_osnet_backbone", "build_osnet_ain_backbone"
+IBN = ("MODEL.BACKBONE.WITH_IBN", "True")
+VARIANTS = {"plain": (OSNET,), "ibn": (OSNET, *IBN), "ain": (AIN,)}
+
+
+@pytest.mark.parametrize(
+    "depth, width, whole",
+    [("x1_0", 512, 2193616), ("x0_75", 384, 1299224), ("x0_5", 256, 636520), ("x0_25", 128, 203568)],
+)
+def test_sizes(depth, width, whole):
+    """torchreid names more: it has a layer to 512 and a batch norm behind, and counts each gate four times."""
+    gates = sum(2 * (2 * c * (c // 16) + c + c // 16) for c in (w // 4 for w in osnet.CHANNELS[depth][1:]))
+    expected = whole - (width * 512 + 512) - 2 * 512 - 3 * gates
+    assert count_parameters(OSNET, depth, width) == count_parameters(AIN, depth, width) == expected
+    if depth == "x1_0":  # torchreid names 2194640: two instance norms more; the stem's is in place of another
+        assert count_parameters(OSNET, depth, width, *IBN) == expected + 2194640 - whole
+
+
+def naive_forward(state, x, variant):
+    """OSNet from its names alone."""
+    layers = Layers(state)
+
+    def unit(x, name, relu=True, stride=1):
+        x = layers.conv(x, f"{name}.conv", stride)
+        x = layers.bn(x, f"{name}.bn") if layers.has(f"{name}.bn") else x
+        return x.relu() if relu else x
+
+    def light(x, name):
+        return layers.bn(layers.conv(layers.conv(x, f"{name}.conv1"), f"{name}.conv2"), f"{name}.bn").relu()
+
+    def streams(name):
+        if variant == "ain":
+            return [[f"{name}.conv2.{t}.layers.{i}" for i in range(t + 1)] for t in range(4)]
+        return [[f"{name}.conv2a"]] + [
+            [f"{name}.conv2{letter}.{i}" for i in range(t)] for t, letter in ((2, "b"), (3, "c"), (4, "d"))
+        ]
+
+    def block(x, name):
+        narrow, total = unit(x, f"{name}.conv1"), 0
+        for stream in streams(name):
+            out = narrow
+            for part in stream:
+                out = light(out, part)
+            hidden = layers.conv(F.adaptive_avg_pool2d(out, 1), f"{name}.gate.fc1").relu()
+            total = total + out * layers.conv(hidden, f"{name}.gate.fc2").sigmoid()
+        out = unit(total, f"{name}.conv3", relu=False)
+        around = unit(x, f"{name}.downsample", relu=False) if layers.has(f"{name}.downsample.conv") else x
+        if not layers.has(f"{name}.IN"):
+            return (out + around).relu()
+        if variant == "ain":
+            return (layers.bn(out, f"{name}.IN") + around).relu()
+        return layers.bn(out + around, f"{name}.IN").relu()
+
+    x = F.max_pool2d(unit(x, "conv1", stride=2), 3, 2, 1)
+    for stage in (2, 3, 4):
+        x = block(block(x, f"conv{stage}.0"), f"conv{stage}.1")
+        if stage < 4:
+            x = F.avg_pool2d(unit(x, f"pool{stage}.0" if variant == "ain" else f"conv{stage}.2.0"), 2)
+    return unit(x, "conv5")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("size, map_size", [((64, 32), (4, 2)), ((71, 45), (4, 3))])
+def test_the_function(variant, size, map_size):
+    name, *opts = VARIANTS[variant]
+    backbone, images = build(name, "x0_25", 128, *opts), torch.randn(2, 3, *size).double()
+    with torch.no_grad():
+        maps = backbone(images)
+        torch.testing.assert_close(maps, naive_forward(backbone.state_dict(), images, variant))
+    assert maps.shape == (2, 128, *map_size)
+    assert maps.std() > 0.01
+
+
+@pytest.mark.parametrize("variant, expected", [("plain", set()), ("ibn", {"conv1.bn", "conv2.0.IN", "conv2.1.IN"})])
+def test_where_instance_norm_is(variant, expected):
+    name, *opts = VARIANTS[variant]
+    backbone = build(name, "x0_25", 128, *opts)
+    assert {name for name, m in backbone.named_modules() if isinstance(m, torch.nn.InstanceNorm2d)} == expected
+
+
+def test_where_the_search_put_instance_norm():
+    names = {name for name, m in build(AIN, "x0_25", 128).named_modules() if isinstance(m, torch.nn.InstanceNorm2d)}
+    assert names == {"conv1.bn", "conv2.0.IN", "conv2.1.IN", "conv3.1.IN", "conv4.0.IN"}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_everything_learns(variant):
+    name, *opts = VARIANTS[variant]
+    backbone = build_backbone(config(name, "x0_25", 128, *opts, "INPUT.CHANNELS", "1"))
+    backbone(torch.randn(4, 1, 64, 32)).square().mean().backward()
+    assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
+
+
+def torchreids_file(backbone):
+    """What torchreid saves: no prefixes, and a fully connected layer and a classifier behind."""
+    head = {"fc.0.weight": torch.ones(512, 128), "fc.1.running_mean": torch.ones(512), "classifier.bias": torch.ones(9)}
+    return {key: value.clone() for key, value in backbone.state_dict().items()} | head
+
+
+def test_a_file_of_torchreids(tmp_path):
+    origin = build(AIN, "x0_25", 128)
+    path = tmp_path / "osnet.pth.tar"
+    torch.save({"state_dict": {f"module.{k}": v for k, v in torchreids_file(origin).items()}, "epoch": 1}, path)
+    opts = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(path))
+    backbone = build_backbone(config(AIN, "x0_25", 128, *opts))
+    assert all(torch.equal(value, origin.state_dict()[key].float()) for key, value in backbone.state_dict().items())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_whole_model_of_torchreids(variant):
+    name, *opts = VARIANTS[variant]
+    origin = build(name, "x0_25", 128, *opts)
+    model = build_model(config(name, "x0_25", 128, *opts, "MODEL.HEADS.NUM_CLASSES", "3")).eval().double()
+    report = load_model_state(model, torchreids_file(origin), source="torchreid")
+    assert report.backbone_share == 1
+    assert "STEM_POOL" not in str(report.notes)  # FastReID pools the stem as torchreid does
+    images = torch.randn(2, 3, 64, 32).double()
+    torch.testing.assert_close(model.backbone(images), origin(images))
+
+
+@pytest.mark.parametrize("variant, other", [("plain", "ibn"), ("ibn", "plain"), ("plain", "ain"), ("ain", "ibn")])
+def test_the_file_of_another_variant_is_refused(variant, other):
+    """Too little of it matches, or, where it would be enough, the missing instance norms are reported."""
+    (name, *opts), (other_name, *other_opts) = VARIANTS[variant], VARIANTS[other]
+    state = build(other_name, "x0_25", 128, *other_opts).state_dict()
+    backbone = build(name, "x0_25", 128, *opts)
+    if {name, other_name} == {OSNET}:
+        report = load_model_state(backbone, state, source="other", backbone_prefix="")
+        assert set(report.missing if variant == "ibn" else report.dropped) >= {"conv2.0.IN.weight", "conv2.1.IN.bias"}
+    else:
+        with pytest.raises(WeightsError, match="do not fit"):
+            load_model_state(backbone, state, source="other", backbone_prefix="")
+
+
+def test_every_download_has_a_file_of_its_own(monkeypatch):
+    """Their addresses all end alike; the cache goes by the name."""
+    asked = []
+
+    def offline(url, file_name, **options):
+        asked.append((url, file_name))
+        raise URLError("no network")
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", offline)
+    variants = [(OSNET, *key) for key in osnet.PRETRAINED] + [(AIN, key, False) for key in osnet_ain.PRETRAINED]
+    for name, depth, ibn in variants:
+        opts = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.WITH_IBN", str(ibn))
+        with pytest.raises(WeightsError, match=r"drive\.google"):
+            build_backbone(config(name, depth, osnet.CHANNELS[depth][-1], *opts))
+    assert len({url for url, _ in asked}) == len({file_name for _, file_name in asked}) == len(variants) == 9
+    assert {file_name for _, file_name in asked} >= {"osnet_x1_0_imagenet.pth", "osnet_ain_x0_25_imagenet.pth"}
+
+
+def test_a_page_in_place_of_a_file(monkeypatch, tmp_path):
+    page = tmp_path / "page.pth"
+    page.write_text("<html>Quota exceeded</html>")
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *_, **__: torch.load(page, weights_only=True))
+    with pytest.raises(WeightsError, match=r"could not be downloaded(.|\n)*PRETRAIN_PATH"):
+        build_backbone(config(OSNET, "x0_25", 128, "MODEL.BACKBONE.PRETRAIN", "True"))
+
+
+def test_a_variant_that_nobody_offers_weights_of():
+    with pytest.raises(ConfigError, match="no ImageNet weights to download"):
+        build_backbone(config(OSNET, "x0_25", 128, *IBN, "MODEL.BACKBONE.PRETRAIN", "True"))
+
+
+@pytest.mark.parametrize("name", [OSNET, AIN])
+def test_unknown_depth(name):
+    with pytest.raises(ConfigError, match=r"MODEL\.BACKBONE\.DEPTH: 'x1\.0'; choices: .*'x1_0'"):
+        build_backbone(config(name, "x1.0", 512))
+
+
+def test_options_that_it_has_not_are_said(caplog):
+    build(AIN, "x0_25", 128, *IBN, "MODEL.BACKBONE.WITH_SE", "True")
+    assert "WITH_IBN does nothing" in caplog.text and "WITH_SE does nothing" in caplog.text
