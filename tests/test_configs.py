@@ -30,11 +30,13 @@ def test_every_config_trains_and_evaluates_a_step(path):
     cfg = get_cfg()
     cfg.merge_from_file(path)
     assert unsupported_settings(cfg) == []
-    build_lr_schedule(cfg, 10)
     cfg.merge_from_list(["MODEL.DEVICE", "cpu", "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.HEADS.NUM_CLASSES", "2"])
     cfg.merge_from_list(["INPUT.SIZE_TRAIN", SIZE, "INPUT.SIZE_TEST", SIZE])
     model = build_model(cfg)
     optimizers = list(build_optimizers(cfg, model).values())
+    schedule = build_lr_schedule(cfg, 10)
+    for group in optimizers[0].param_groups:
+        group["lr"] = schedule.learning_rate(group["base_lr"], epoch=0, steps_taken=0)
     policy = PrecisionPolicy.from_config(cfg, torch.device("cpu"))
     step = OptimizationStep(model, optimizers, clip=build_gradient_clipping(cfg))
     batch = {"images": torch.randint(256, (4, 3, *SIZE), dtype=torch.uint8), "targets": torch.tensor([0, 0, 1, 1])}

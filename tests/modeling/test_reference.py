@@ -37,7 +37,7 @@ def reference_model(name, *overrides):
     return build_model(cfg)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS, ids=str)
 def test_features_and_losses_equal_fastreids(name):
     expected = MODELS[name]
     model = reference_model(name)
