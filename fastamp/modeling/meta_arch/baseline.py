@@ -59,7 +59,7 @@ class Baseline(nn.Module):
         backbone = build_backbone(cfg)
         return cls(
             backbone=backbone,
-            heads=build_heads(with_feature_dim(cfg, backbone)),
+            heads=build_heads(with_feature_dim(cfg, backbone), backbone),
             losses=build_losses(cfg),
             pixel_mean=pixel_mean,
             pixel_std=pixel_std,
@@ -82,8 +82,6 @@ class Baseline(nn.Module):
         images = self.preprocess(batch["images"])
         if not getattr(self.backbone, "takes_cameras", False):
             return self.backbone(images)
-        if "camids" not in batch:
-            raise KeyError('the backbone has camera or view embeddings, but the batch has no "camids"')
         where = {
             name: batch[name].to(self.device, non_blocking=True) for name in ("camids", "viewids") if name in batch
         }
@@ -122,20 +120,29 @@ class Baseline(nn.Module):
         return whole_model_names(state, set(self.backbone.state_dict()), notes)
 
 
+Outputs = dict[str, torch.Tensor]
+
+
 def compute_losses(
-    losses: nn.ModuleDict, outputs: dict[str, torch.Tensor], targets: torch.Tensor, *, gather: bool
+    losses: nn.ModuleDict, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor, *, gather: bool
 ) -> dict[str, torch.Tensor]:
-    """Return each loss of a head's outputs.
+    """Return each loss of a head's outputs; where it has several, the sum of the loss of each times its weight.
 
     Args:
         losses: name -> module of ``(outputs, targets) -> ()``.
-        outputs: what a head returns in training mode.
+        outputs: what a head returns in training mode, or several of that with their weights.
         targets: (B,) int64 class numbers.
         gather: let the losses that compare images with each other (``over_pairs``) see those of all ranks.
 
     Returns:
         Loss name -> () float32.
     """
+    if isinstance(outputs, list):
+        of_each = [
+            {name: weight * loss for name, loss in compute_losses(losses, each, targets, gather=gather).items()}
+            for weight, each in outputs
+        ]
+        return {name: torch.stack([each[name] for each in of_each]).sum() for name in losses}
     whole = (outputs, targets)
     if gather and any(_over_pairs(loss) for loss in losses.values()):
         whole = (outputs | {"features": comm.all_gather(outputs["features"])}, comm.all_gather(targets))
