@@ -225,7 +225,7 @@ class VisionTransformer(nn.Module):
             (B, feature_dim, 1, 1), after the last norm; after ``hand_over_last_block`` (B, 1 + patches, feature_dim).
         """
         patches, grid = self.patch_embed(x)
-        tokens = torch.cat((self.cls_token.expand(len(x), -1, -1), patches), dim=1) + self._positions(grid)
+        tokens = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), patches), dim=1) + self._positions(grid)
         if self.takes_cameras:
             tokens = tokens + self.side_weight * self.sie_embed[self._place(camids, viewids)]
         tokens = self.pos_drop(tokens)

@@ -116,7 +116,7 @@ class JPMHead(nn.Module):
             torch.cat((class_token, patches[:, start : start + length]), dim=1)
             for start in range(0, length * self.parts, length)
         ]
-        return self._through(self.b2, torch.cat(parts))[:, 0].chunk(self.parts)
+        return self._through(self.b2, torch.cat(parts))[:, 0].unflatten(0, (self.parts, -1)).unbind()
 
     def _through(self, block: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         if self.checkpointing and torch.is_grad_enabled():
