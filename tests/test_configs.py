@@ -1,6 +1,7 @@
 """Every YAML in configs/ builds, and what the README names exists and parses."""
 
 import ast
+import dataclasses
 import json
 import re
 import shlex
@@ -14,11 +15,19 @@ from fastamp.amp import OptimizationStep, PrecisionPolicy
 from fastamp.config import get_cfg, unsupported_settings
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import build_model
+from fastamp.modeling.backbones import vit
 from fastamp.solver import build_gradient_clipping, build_lr_schedule, build_optimizers
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yml"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def shallow_vit(monkeypatch):
+    """Let ViTs have two blocks."""
+    for name, depth in vit.DEPTHS.items():
+        monkeypatch.setitem(vit.DEPTHS, name, dataclasses.replace(depth, blocks=2))
 
 
 # The smallest that MGN can cut in three; the reference tests compute at the recipes' own sizes.
@@ -67,8 +76,10 @@ def test_recipes_mean_what_fastreids_mean(recipe):
     assert values(cfg) == values(get_cfg()) | RECIPES[recipe] | PRIVATE.get(recipe, {})
 
 
-@pytest.mark.parametrize("recipe", ["Market1501/bagtricks_R50.yml", "Market1501/sbs_R101-ibn.yml"])
-def test_recipes_run_end_to_end_at_a_small_size(demo, tmp_path, recipe, monkeypatch):
+@pytest.mark.parametrize(
+    "recipe", [f"Market1501/{name}.yml" for name in ("bagtricks_R50", "sbs_R101-ibn", "transreid_vit_base")]
+)
+def test_recipes_run_end_to_end_at_a_small_size(demo, tmp_path, recipe, monkeypatch, shallow_vit):
     monkeypatch.setattr(DefaultTrainer, "build_train_loader", with_fewer_batches(DefaultTrainer.build_train_loader))
     code = train_net.cli([
         "--config-file", str(ROOT / "configs" / recipe), "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.PRETRAIN", "False",

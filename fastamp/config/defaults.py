@@ -72,7 +72,11 @@ define(
 define("MODEL.QUEUE_SIZE", 8192, "Features kept in the memory bank of the MoCo architecture.")
 
 define("MODEL.BACKBONE.NAME", "build_resnet_backbone", "The network that turns images into feature maps.")
-define("MODEL.BACKBONE.DEPTH", "50x", "Variant of the backbone: 18x, 34x, 50x, 101x, 152x of a ResNet, base of a ViT.")
+define(
+    "MODEL.BACKBONE.DEPTH",
+    "50x",
+    "Variant of the backbone: 18x, 34x, 50x, 101x, 152x of a ResNet; small, base, deit_small, deit_base of a ViT.",
+)
 define(
     "MODEL.BACKBONE.LAST_STRIDE",
     1,
@@ -99,7 +103,13 @@ define("MODEL.BACKBONE.WITH_SE", False, "Squeeze-and-excitation in every block."
 define("MODEL.BACKBONE.WITH_NL", False, "Non-local attention blocks in stages 2 and 3.")
 define("MODEL.BACKBONE.PRETRAIN", False, "Start from ImageNet weights: PRETRAIN_PATH's, or else downloaded ones.")
 define("MODEL.BACKBONE.PRETRAIN_PATH", "", "File with pretrained weights of the backbone; '' is none.")
-define("MODEL.BACKBONE.STRIDE_SIZE", (16, 16), "ViT: step between two patches, in pixels; below 16 patches overlap.")
+define(
+    "MODEL.BACKBONE.STRIDE_SIZE",
+    (16, 16),
+    "ViT: step between two patches, down and across, in pixels; below 16 patches overlap.",
+    low=1,
+    length=2,
+)
 define(
     "MODEL.BACKBONE.SIE_CAMERAS",
     0,
@@ -117,10 +127,14 @@ define(
     "MODEL.BACKBONE.DEPLOY", False, "RepVGG: one convolution a block, for inference; see tools/import_checkpoint.py."
 )
 define(
-    "MODEL.BACKBONE.DROP_PATH_RATIO", 0.1, "ViT: probability of skipping a block (stochastic depth) at the last one."
+    "MODEL.BACKBONE.DROP_PATH_RATIO",
+    0.1,
+    "ViT: probability of skipping a block (stochastic depth) at the last one; it grows from 0 at the first.",
+    low=0,
+    high=0.99,
 )
-define("MODEL.BACKBONE.DROP_RATIO", 0.0, "ViT: dropout probability of tokens and MLPs.")
-define("MODEL.BACKBONE.ATT_DROP_RATE", 0.0, "ViT: dropout probability of attention weights.")
+define("MODEL.BACKBONE.DROP_RATIO", 0.0, "ViT: dropout probability of tokens and MLPs.", low=0, high=0.99)
+define("MODEL.BACKBONE.ATT_DROP_RATE", 0.0, "ViT: dropout probability of attention weights.", low=0, high=0.99)
 
 define("MODEL.HEADS.NAME", "EmbeddingHead", "The part that turns feature maps into features and class logits.")
 define(
@@ -150,6 +164,19 @@ define(
     "Which feature evaluation takes: after the neck, as FastReID, or before it, as TransReID.",
     choices=("before", "after"),
 )
+define("MODEL.HEADS.JPM.PARTS", 4, "JPMHead: parts of the patches with a feature of their own.", low=1)
+define(
+    "MODEL.HEADS.JPM.REARRANGE",
+    True,
+    "JPMHead: shift and shuffle the patches first; off makes the parts bands of rows.",
+)
+define(
+    "MODEL.HEADS.JPM.SHIFT",
+    5,
+    "JPMHead: patches that the rest moves before, counted as TransReID does: from 1, which moves nothing.",
+    low=1,
+)
+define("MODEL.HEADS.JPM.GROUPS", 2, "JPMHead: runs of patches that are shuffled, taking one of each in turn.", low=1)
 define("MODEL.HEADS.CLS_LAYER", "Linear", "Classifier: Linear, ArcSoftmax, CosSoftmax or CircleSoftmax.")
 define(
     "MODEL.HEADS.NUM_CLASSES",
@@ -327,6 +354,12 @@ define(
 )
 define("DATASETS.CUHK03.SPLIT", 0, "CUHK03: which of the classic splits; the new protocol has one, 0.", low=0, high=19)
 define("DATASETS.VIPER.SPLIT", 0, "VIPeR: which of the ten random halves of the identities trains.", low=0, high=9)
+define(
+    "DATASETS.VERI.VIEWS",
+    False,
+    "VeRi: read the views of keypoint_{train,test}.txt, for MODEL.BACKBONE.SIE_VIEWS 8; images that are not listed "
+    "there are left out, as TransReID does.",
+)
 define(
     "DATASETS.VEHICLEID.SEED",
     0,

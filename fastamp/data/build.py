@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ def build_reid_train_loader(
         augment=cfg.INPUT.AUGMENT_ON == "worker",
         skip_corrupt=cfg.DATALOADER.ON_CORRUPT == "skip",
     )
+    _check_places(cfg, dataset, cfg.DATASETS.NAMES)
     batch_size = cfg.SOLVER.IMS_PER_BATCH
     if len(dataset) < batch_size:
         raise DataError(
@@ -118,6 +120,7 @@ def build_reid_test_loader(
         if not getattr(source, split):
             raise DataError(f"the data set {dataset_name} has no {split} images, so it cannot be tested on")
     dataset = ReidDataset(source.query + source.gallery, transforms, relabel=False)
+    _check_places(cfg, dataset, [dataset_name])
     if len(dataset) < world_size:
         raise DataError(
             f"the data set {dataset_name} has {len(dataset)} test images, fewer than the {world_size} processes.\n"
@@ -176,6 +179,8 @@ def training_items(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
 def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = False) -> list[list[ImageItem]]:
     """Return the training images of several data sets, whose identities and cameras are kept apart.
 
+    The cameras of a single one stay as they are: they are the test images' too.
+
     Args:
         datasets: one or more.
         combine_all: take the query and gallery images too, except for distractors (identity 0 or less).
@@ -197,14 +202,15 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
             )
         if len(datasets) == 1 and not combine_all:
             return [dataset.train]
-        parts.append([_named(item, dataset.name, dataset.name) for item in dataset.train])
+        camid_prefix = dataset.name if len(datasets) > 1 else None
+        parts.append([_named(item, dataset.name, camid_prefix) for item in dataset.train])
         if combine_all:
             # Query and gallery number their identities by themselves, but the cameras are those of training. An image
             # may be in several splits, as all of SenseReID's are.
             known = {(item.path, item.box) for item in dataset.train}
             tested = {(item.path, item.box): item for item in dataset.query + dataset.gallery}
             parts[-1] += [
-                _named(item, f"{dataset.name}_test", dataset.name)
+                _named(item, f"{dataset.name}_test", camid_prefix)
                 for image, item in tested.items()
                 if image not in known and (isinstance(item.pid, str) or item.pid > 0)
             ]
@@ -232,9 +238,47 @@ def _device(cfg: Any) -> torch.device:
         return torch.device("cpu")
 
 
-def _named(item: ImageItem, pid_prefix: str, camid_prefix: str) -> ImageItem:
-    """Return the item with identity and camera as strings that begin with these names."""
-    return item._replace(pid=_prefixed(item.pid, pid_prefix), camid=_prefixed(item.camid, camid_prefix))
+def _check_places(cfg: Any, dataset: ReidDataset, names: Sequence[str]) -> None:
+    """Check that the backbone has an embedding for each camera and view of the data sets ``names``.
+
+    Raises:
+        ConfigError: it has embeddings, but too few, or the numbers do not mean one camera each.
+    """
+    backbone, title = cfg.MODEL.BACKBONE, ", ".join(names)
+    if backbone.SIE_CAMERAS and not all(isinstance(item.camid, Integral) for item in dataset.items):
+        raise ConfigError(
+            f"MODEL.BACKBONE.SIE_CAMERAS is {backbone.SIE_CAMERAS}, but in {title} cameras are names, not numbers that "
+            "mean the same cameras in training and test.\n"
+            "  fix: MODEL.BACKBONE.SIE_CAMERAS 0, or a single training set whose cameras are integers"
+        )
+    viewids = [item.viewid for item in dataset.items]
+    for key, number, what, ids in (
+        ("SIE_CAMERAS", backbone.SIE_CAMERAS, "cameras", dataset.camids),
+        ("SIE_VIEWS", backbone.SIE_VIEWS, "views", viewids),
+    ):
+        if number and (min(ids) < 0 or max(ids) >= number):
+            fix = f"\n  fix: MODEL.BACKBONE.{key} {max(ids) + 1}" if min(ids) >= 0 else ""
+            raise ConfigError(
+                f"MODEL.BACKBONE.{key} is {number}, for {what} 0 to {number - 1}, but {title} has {what} {min(ids)} to "
+                f"{max(ids)}.{fix}"
+            )
+    if backbone.SIE_VIEWS and len(set(viewids)) == 1:
+        logger.warning(
+            "MODEL.BACKBONE.SIE_VIEWS is %d, but all images of %s are of view %d", backbone.SIE_VIEWS, title, viewids[0]
+        )
+    unknown = [name for name in names if name not in cfg.DATASETS.NAMES]
+    if unknown and (backbone.SIE_CAMERAS or backbone.SIE_VIEWS):
+        logger.warning(
+            "%s has cameras of its own, but the backbone's camera and view embeddings are those of %s",
+            ", ".join(unknown),
+            ", ".join(cfg.DATASETS.NAMES),
+        )
+
+
+def _named(item: ImageItem, pid_prefix: str, camid_prefix: str | None) -> ImageItem:
+    """Return the item with identity and camera as strings that begin with these names; None leaves the camera."""
+    camid = item.camid if camid_prefix is None else _prefixed(item.camid, camid_prefix)
+    return item._replace(pid=_prefixed(item.pid, pid_prefix), camid=camid)
 
 
 def _prefixed(name: int | str, prefix: str) -> str:

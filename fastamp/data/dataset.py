@@ -27,8 +27,9 @@ class ReidDataset(Dataset):
         transforms: what happens to them.
         augment: do so here; else batches have what is to be done in ``augmentation``, for ``Transforms.augment``.
         skip_corrupt: put another image of the same identity in the place of one that cannot be read.
-        relabel: number the identities, and the cameras, from 0 in sorted order, as a classifier needs it; else they
-            stay as they are, and must be integers.
+        relabel: number the identities from 0 in sorted order, as a classifier needs it, and the cameras too unless all
+            are integers, which mean the same cameras in the test images; else both stay as they are, and must be
+            integers.
 
     Attributes:
         labels, camids: one integer for each item.
@@ -57,7 +58,9 @@ class ReidDataset(Dataset):
         pids, camids = [item.pid for item in self.items], [item.camid for item in self.items]
         self.num_classes = len(set(pids))
         if relabel:
-            self.labels, self.camids = _ranks(pids), _ranks(camids)
+            self.labels = _ranks(pids)
+            whole = all(isinstance(camid, Integral) for camid in camids)
+            self.camids = [int(camid) for camid in camids] if whole else _ranks(camids)
             return
         for item in self.items:
             if not (isinstance(item.pid, Integral) and isinstance(item.camid, Integral)):

@@ -82,7 +82,10 @@ def load_pretrained_backbone(
     # A whole ReID model may serve as the start, too: take its backbone.
     if any(key.startswith("backbone.") for key in state):
         state = {key.removeprefix("backbone."): value for key, value in state.items() if key.startswith("backbone.")}
-    state = _fit_channels(adopt(backbone, state)[0], backbone, source)
+    state, notes = adopt(backbone, state)
+    for note in notes:
+        logger.info("%s: %s", source, note)
+    state = _fit_channels(state, backbone, source)
     load_model_state(backbone, state, source=source, backbone_prefix="", without=without)
 
 

@@ -1,6 +1,7 @@
 import itertools
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,6 +65,49 @@ def test_labels_are_ranks_of_the_names_as_text(market, cfg):
     label_of = {item.pid.split("_")[1]: label for item, label in zip(dataset.items, dataset.labels, strict=True)}
     assert label_of == {"10": 0, "1000": 1, "11": 2, "2": 3, "30": 4, "7": 5}
     assert set(dataset.camids) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("combine_all", [False, True])
+def test_the_cameras_of_a_single_set_are_those_of_the_test_images(market, cfg, write_image, combine_all):
+    """What a camera's embedding learns is for the images of that camera: its number is the same in all splits."""
+    for path in market.glob("bounding_box_train/*_c1s1_*"):
+        path.rename(path.with_name(path.name.replace("_c1s1_", "_c12s1_")))  # no training image is from camera 1
+    cfg.DATASETS.COMBINEALL = combine_all
+    training, testing = build_reid_train_loader(cfg).dataset, build_reid_test_loader(cfg, "Market1501")[0].dataset
+    for dataset in (training, testing):
+        for item, camid in zip(dataset.items, dataset.camids, strict=True):
+            assert f"_c{camid + 1}s1_" in item.path
+    assert {1, 2, 11} <= set(training.camids)
+
+
+def test_the_cameras_of_several_sets_are_kept_apart(market, cfg):
+    shutil.copytree(market, market.with_name("DukeMTMC-reID"))
+    cfg.DATASETS.NAMES = ("Market1501", "DukeMTMC")
+    dataset = build_reid_train_loader(cfg).dataset
+    camera_of = {(item.camid, camid) for item, camid in zip(dataset.items, dataset.camids, strict=True)}
+    assert len(camera_of) == 6 and {camid for _, camid in camera_of} == set(range(6))
+    cfg.MODEL.BACKBONE.SIE_CAMERAS = 6
+    with pytest.raises(ConfigError, match=r"SIE_CAMERAS is 6, but in Market1501, DukeMTMC cameras are names"):
+        build_reid_train_loader(cfg)
+
+
+def test_cameras_and_views_without_an_embedding(market, cfg, caplog):
+    """On a GPU, a row that an embedding does not have would end the process without a word of which."""
+    cfg.MODEL.BACKBONE.SIE_CAMERAS = 3
+    build_reid_train_loader(cfg)
+    with pytest.raises(ConfigError, match=r"SIE_CAMERAS is 3, .* Market1501 has cameras 0 to 5(.|\n)*SIE_CAMERAS 6"):
+        build_reid_test_loader(cfg, "Market1501")
+    cfg.MODEL.BACKBONE.SIE_CAMERAS = 2
+    with pytest.raises(ConfigError, match=r"SIE_CAMERAS is 2, for cameras 0 to 1, but Market1501 has cameras 0 to 2"):
+        build_reid_train_loader(cfg)
+    cfg.MODEL.BACKBONE.SIE_CAMERAS, cfg.MODEL.BACKBONE.SIE_VIEWS = 6, 8
+    assert "are of view 0" not in caplog.text
+    build_reid_train_loader(cfg)
+    assert "SIE_VIEWS is 8, but all images of Market1501 are of view 0" in caplog.text
+    assert "cameras of its own" not in caplog.text
+    cfg.DATASETS.NAMES = ("Elsewhere",)
+    build_reid_test_loader(cfg, "Market1501")
+    assert "Market1501 has cameras of its own" in caplog.text
 
 
 @pytest.mark.parametrize("sampler", ["TrainingSampler", "NaiveIdentitySampler", "BalancedIdentitySampler"])

@@ -1,7 +1,20 @@
 """VeRi-776."""
 
-from fastamp.data.datasets.base import DATASET_REGISTRY
+import logging
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem
 from fastamp.data.datasets.named import NamedImages
+from fastamp.data.datasets.tree import check_tree, read_lines
+from fastamp.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+VIEW_LISTS = ("keypoint_train.txt", "keypoint_test.txt")
+_VIEW = re.compile(r"(.*/)?(?P<name>[^/]+\.jpg) (.* )?(?P<view>\d+)", re.IGNORECASE)
 
 
 @DATASET_REGISTRY.register()
@@ -13,9 +26,13 @@ class VeRi(NamedImages):
 
     Args:
         root: data root; the three folders are in ``root/veri``.
+        views: read the view of each image, 0 to 7, from the key points of Wang et al. 2017, "Orientation invariant
+            feature embedding and spatial temporal regularization for vehicle re-identification" (ICCV):
+            ``root/veri/keypoint_{train,test}.txt``, whose lines begin with an image's path and end with its view.
+            Images that are in neither are left out, as TransReID does. Without it all are of view 0.
 
     Raises:
-        DataError: a folder is missing (at once), or has no image named so (when the split is first needed).
+        DataError: a folder or list is missing (at once), or has no image named so (when the split is first needed).
     """
 
     dataset_name = "veri"
@@ -25,3 +42,53 @@ class VeRi(NamedImages):
     layout = (r"(?P<pid>\d+)_c(?P<camera>\d{3})",)
     first_camera = 1
     example = "0002_c002_00030600_0.jpg (identity 2, camera 2)"
+
+    def __init__(self, root: str | Path = "datasets", *, views: bool = False) -> None:
+        super().__init__(root)
+        self._has_views = views
+        if views:
+            tree = f"{self.folder}/{self.tree}\n{self.folder}/{{{','.join(VIEW_LISTS)}}} (DATASETS.VERI.VIEWS)"
+            check_tree("VeRi", root, [self.place / name for name in VIEW_LISTS], tree)
+
+    @classmethod
+    def from_config(cls, cfg: Any, root: str) -> "VeRi":
+        """Build from DATASETS.VERI."""
+        return cls(root=root, views=cfg.DATASETS.VERI.VIEWS)
+
+    def _load(self, split: str) -> list[ImageItem]:
+        """Return the images of a split, with their views where those are asked for."""
+        items = super()._load(split)
+        if not self._has_views:
+            return items
+        seen = [
+            item._replace(viewid=self._views[Path(item.path).name])
+            for item in items
+            if Path(item.path).name in self._views
+        ]
+        if not seen:
+            raise DataError(
+                f"VeRi: none of the {split} images is in {' or '.join(VIEW_LISTS)} in {self.place.absolute()}"
+            )
+        if len(seen) < len(items):
+            logger.warning(
+                "VeRi: left out %d of %d %s images, whose views are not listed",
+                len(items) - len(seen),
+                len(items),
+                split,
+            )
+        return seen
+
+    @cached_property
+    def _views(self) -> dict[str, int]:
+        """The view of each image, by its name."""
+        views = {}
+        for file in (self.place / name for name in VIEW_LISTS):
+            for line in read_lines("VeRi", file):
+                match = _VIEW.fullmatch(line)
+                if match is None:
+                    raise DataError(
+                        f"VeRi: {file.absolute()} has the line {line!r}; expected an image's path, its key points "
+                        "and its view, a number"
+                    )
+                views.setdefault(match["name"], int(match["view"]))
+        return views

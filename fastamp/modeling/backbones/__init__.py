@@ -9,6 +9,7 @@ from fastamp.modeling.backbones.resnest import ResNeSt
 from fastamp.modeling.backbones.resnet import ResNet, build_resnet_backbone
 from fastamp.modeling.backbones.resnext import build_resnext_backbone
 from fastamp.modeling.backbones.shufflenet import ShuffleNetV2
+from fastamp.modeling.backbones.vit import VisionTransformer
 
 __all__ = [
     "BACKBONE_REGISTRY",
@@ -20,6 +21,7 @@ __all__ = [
     "ResNeSt",
     "ResNet",
     "ShuffleNetV2",
+    "VisionTransformer",
     "build_backbone",
     "build_resnet_backbone",
     "build_resnext_backbone",

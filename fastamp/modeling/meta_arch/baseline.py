@@ -50,7 +50,7 @@ class Baseline(ImageModel):
         cfg = with_feature_dim(cfg, backbone)
         return cls(
             backbone=backbone,
-            heads=build_heads(cfg),
+            heads=build_heads(cfg, backbone),
             losses=build_losses(cfg),
             gather=cfg.MODEL.LOSSES.GATHER,
             **normalization(cfg),
@@ -73,20 +73,29 @@ class Baseline(ImageModel):
         return compute_losses(self.losses, self.heads(maps, targets), targets, gather=self.gather)
 
 
+Outputs = dict[str, torch.Tensor]
+
+
 def compute_losses(
-    losses: nn.ModuleDict, outputs: dict[str, torch.Tensor], targets: torch.Tensor, *, gather: bool
+    losses: nn.ModuleDict, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor, *, gather: bool
 ) -> dict[str, torch.Tensor]:
-    """Return each loss of a head's outputs.
+    """Return each loss of a head's outputs; where it has several, the sum of the loss of each times its weight.
 
     Args:
         losses: name -> module of ``(outputs, targets) -> ()``.
-        outputs: what a head returns in training mode.
+        outputs: what a head returns in training mode, or several of that with their weights.
         targets: (B,) int64 class numbers.
         gather: let the losses that compare images with each other (``over_pairs``) see those of all ranks.
 
     Returns:
         Loss name -> () float32.
     """
+    if isinstance(outputs, list):
+        of_each = [
+            {name: weight * loss for name, loss in compute_losses(losses, each, targets, gather=gather).items()}
+            for weight, each in outputs
+        ]
+        return {name: torch.stack([each[name] for each in of_each]).sum() for name in losses}
     whole = (outputs, targets)
     if gather and any(_over_pairs(loss) for loss in losses.values()):
         whole = (outputs | {"features": comm.all_gather(outputs["features"])}, comm.all_gather(targets))

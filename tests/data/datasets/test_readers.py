@@ -418,3 +418,30 @@ def test_the_guide_has_every_key():
     assert len(ours) == 8
     for key in ours:
         assert f"| `{key}` | {KEYS[key].default} |" in GUIDE
+
+
+VIEWS = (
+    "/home/a b/VeRi/image_train/0002_c002_00030600_0.jpg 12 -1 3",
+    "/home/a b/VeRi/image_query/0005_c001_1_0.jpg 12 -1 7",
+    "/home/a b/VeRi/image_test/0005_c019_1_0.jpg 12 -1 0",
+)
+
+
+def test_views_of_veri(root, caplog):
+    lists = {"veri/keypoint_train.txt": f"{VIEWS[0]}\n", "veri/keypoint_test.txt": "\n".join(VIEWS[1:])}
+    write(root, TREES["VeRi"][0] | lists)
+    plain = build("VeRi", root)
+    assert [item.viewid for item in plain.train] == [0, 0]
+    dataset = build("VeRi", root, VERI__VIEWS="True")
+    assert [(item.camid, item.viewid) for item in dataset.train] == [(1, 3)]
+    assert [item.viewid for item in (*dataset.query, *dataset.gallery)] == [7, 0]
+    assert "left out 1 of 2 train images, whose views are not listed" in caplog.text
+    write(root, {"veri/keypoint_test.txt": f"{VIEWS[1]}.5"})
+    assert "has the line '/home/a b" in message(lambda: build("VeRi", root, VERI__VIEWS="True").train)
+    write(root, {"veri/keypoint_test.txt": VIEWS[1]})
+    assert "none of the gallery images" in message(lambda: build("VeRi", root, VERI__VIEWS="True").gallery)
+
+
+def test_views_of_veri_need_their_lists(root):
+    write(root, TREES["VeRi"][0])
+    assert "keypoint_train.txt" in message(lambda: build("VeRi", root, VERI__VIEWS="True"))

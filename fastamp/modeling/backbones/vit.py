@@ -1,0 +1,358 @@
+"""Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) as FastReID's and TransReID's, with timm's names."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchvision.ops import StochasticDepth
+
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
+from fastamp.modeling.weights import Download, load_pretrained_backbone
+from fastamp.utils.errors import ConfigError, check_choice
+
+PATCH = 16
+_EPS = 1e-6  # of every layer norm, as in the weights' own program
+
+
+@dataclass(frozen=True)
+class Depth:
+    """A Vision Transformer by its name.
+
+    Attributes:
+        pretrained: ImageNet weights.
+        width: of a token.
+        blocks: their number.
+        heads: of each attention.
+        mlp_ratio: hidden width of an MLP, in widths.
+        qkv_bias: whether queries, keys and values have a bias.
+        scale: factor on the products of queries and keys; None is (width / heads) ** -0.5.
+    """
+
+    pretrained: Download
+    width: int = 768
+    blocks: int = 12
+    heads: int = 12
+    mlp_ratio: float = 4.0
+    qkv_bias: bool = True
+    scale: float | None = None
+
+
+_TIMM = "https://github.com/rwightman/pytorch-image-models/releases/download/"
+_DEIT = "https://dl.fbaipublicfiles.com/deit/"
+DEPTHS = {
+    # timm's first "small" ViT, which is no smaller in width; its scale is of the width, not of a head's.
+    "small": Depth(
+        Download(_TIMM + "v0.1-weights/vit_small_p16_224-15ec54c9.pth"),
+        blocks=8,
+        heads=8,
+        mlp_ratio=3.0,
+        qkv_bias=False,
+        scale=768**-0.5,
+    ),
+    "base": Depth(Download(_TIMM + "v0.1-vitjx/jx_vit_base_p16_224-80ecf9dd.pth")),
+    # Touvron et al. 2021, arXiv:2012.12877; the distillation token is left out.
+    "deit_small": Depth(Download(_DEIT + "deit_small_distilled_patch16_224-649709d9.pth"), width=384, heads=6),
+    "deit_base": Depth(Download(_DEIT + "deit_base_distilled_patch16_224-df68dfff.pth")),
+}
+
+
+class PatchEmbedding(nn.Module):
+    """A token for each patch of 16 x 16 pixels; with a stride below 16 patches overlap (TransReID, arXiv:2102.04378).
+
+    Args:
+        in_channels: of the images.
+        width: of a token.
+        stride: step between patches, down and across.
+    """
+
+    def __init__(self, in_channels: int, width: int, stride: tuple[int, int]) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_channels, width, PATCH, stride)
+        nn.init.normal_(self.proj.weight, 0, math.sqrt(2.0 / (PATCH * PATCH * width)))
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Return (B, h * w, width) tokens, row by row, and (h, w)."""
+        patches = self.proj(images)
+        return patches.flatten(2).transpose(1, 2), (patches.shape[2], patches.shape[3])
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention."""
+
+    def __init__(
+        self, width: int, *, heads: int, qkv_bias: bool, scale: float | None, dropout: float, attention_dropout: float
+    ) -> None:
+        super().__init__()
+        self.heads, self.scale, self.attention_dropout = heads, scale, attention_dropout
+        self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
+        self.proj = nn.Linear(width, width)
+        self.proj_drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        qkv = self.qkv(x).reshape(batch, tokens, 3, self.heads, width // self.heads)
+        queries, keys, values = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, tokens, width / heads)
+        dropout = self.attention_dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, scale=self.scale)
+        return self.proj_drop(self.proj(mixed.transpose(1, 2).reshape(batch, tokens, width)))
+
+
+class Mlp(nn.Module):
+    """Two linear layers around a GELU."""
+
+    def __init__(self, width: int, hidden: int, *, dropout: float) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(hidden, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a layer norm and beside a shortcut.
+
+    Args:
+        depth: the network's measures.
+        dropout, attention_dropout: of tokens and MLPs, and of attention weights.
+        drop_path: probability that an image goes by the shortcut alone (Huang et al. 2016, arXiv:1603.09382).
+    """
+
+    def __init__(self, depth: Depth, *, dropout: float, attention_dropout: float, drop_path: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(depth.width, eps=_EPS)
+        self.attn = Attention(
+            depth.width,
+            heads=depth.heads,
+            qkv_bias=depth.qkv_bias,
+            scale=depth.scale,
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+        )
+        self.norm2 = nn.LayerNorm(depth.width, eps=_EPS)
+        self.mlp = Mlp(depth.width, int(depth.width * depth.mlp_ratio), dropout=dropout)
+        self.drop_path = StochasticDepth(drop_path, mode="row") if drop_path > 0 else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, tokens, width) to the same."""
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class VisionTransformer(nn.Module):
+    """A ViT whose feature is its class token.
+
+    Args:
+        depth: the network's measures.
+        image_size: height and width that the position embedding is made for; for images of another size it is resized.
+        in_channels: of the images.
+        stride: step between patches, down and across.
+        dropout, attention_dropout: of tokens and MLPs, and of attention weights.
+        drop_path: probability of skipping at the last block; it grows from 0 at the first one, block by block.
+        cameras, views: numbers of cameras and views with an embedding that is added to every token of their images
+            (TransReID's side information embedding, arXiv:2102.04378); with both, one for each pair; 0 is none.
+        side_weight: factor on that embedding.
+        checkpointing: keep no block's activations for the gradient, and compute them again.
+
+    Attributes:
+        takes_cameras: whether ``forward`` needs to know where the images are from.
+    """
+
+    def __init__(
+        self,
+        *,
+        depth: Depth,
+        image_size: tuple[int, int],
+        in_channels: int = 3,
+        stride: tuple[int, int] = (PATCH, PATCH),
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        drop_path: float = 0.0,
+        cameras: int = 0,
+        views: int = 0,
+        side_weight: float = 3.0,
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.feature_dim = depth.width
+        self.grid = tuple((size - PATCH) // step + 1 for size, step in zip(image_size, stride, strict=True))
+        self.cameras, self.views, self.side_weight = cameras, views, side_weight
+        self.checkpointing = checkpointing
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, depth.width))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + math.prod(self.grid), depth.width))
+        self.takes_cameras = cameras > 0 or views > 0
+        if self.takes_cameras:
+            self.sie_embed = nn.Parameter(torch.zeros(max(cameras, 1) * max(views, 1), 1, depth.width))
+        self.patch_embed = PatchEmbedding(in_channels, depth.width, stride)
+        self.pos_drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(
+            Block(
+                depth,
+                dropout=dropout,
+                attention_dropout=attention_dropout,
+                drop_path=drop_path * number / max(depth.blocks - 1, 1),
+            )
+            for number in range(depth.blocks)
+        )
+        self.norm: nn.LayerNorm | None = nn.LayerNorm(depth.width, eps=_EPS)
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        for embedding in (self.cls_token, self.pos_embed, *([self.sie_embed] if self.takes_cameras else [])):
+            nn.init.trunc_normal_(embedding, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(
+        self, x: torch.Tensor, camids: torch.Tensor | None = None, viewids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute the class token, or all tokens once the last block is handed over.
+
+        Args:
+            x: (B, in_channels, H, W) float, normalized.
+            camids, viewids: (B,) int64 from 0; needed if they have embeddings.
+
+        Returns:
+            (B, feature_dim, 1, 1), after the last norm; after ``hand_over_last_block`` (B, 1 + patches, feature_dim).
+        """
+        patches, grid = self.patch_embed(x)
+        tokens = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), patches), dim=1) + self._positions(grid)
+        if self.takes_cameras:
+            tokens = tokens + self.side_weight * self.sie_embed[self._place(camids, viewids)]
+        tokens = self.pos_drop(tokens)
+        for block in self.blocks:
+            if self.checkpointing and torch.is_grad_enabled():
+                tokens = checkpoint(block, tokens, use_reentrant=False)
+            else:
+                tokens = block(tokens)
+        if self.norm is None:
+            return tokens
+        return self.norm(tokens)[:, 0, :, None, None]
+
+    def _positions(self, grid: tuple[int, int]) -> torch.Tensor:
+        """Return the position embedding of a ``grid`` of patches, (1, 1 + patches, width)."""
+        return self.pos_embed if grid == self.grid else resize_positions(self.pos_embed, self.grid, grid)
+
+    def _place(self, camids: torch.Tensor | None, viewids: torch.Tensor | None) -> torch.Tensor:
+        """Return the (B,) rows of ``sie_embed`` for images from these cameras and views."""
+        for key, number, name, ids in (
+            ("SIE_CAMERAS", self.cameras, "camids", camids),
+            ("SIE_VIEWS", self.views, "viewids", viewids),
+        ):
+            if number and ids is None:
+                raise ValueError(f"MODEL.BACKBONE.{key} is {number}: the backbone needs to know the images' {name}")
+        if self.cameras and self.views:
+            return camids * self.views + viewids
+        return camids if self.cameras else viewids
+
+    def hand_over_last_block(self) -> nn.Sequential:
+        """Take the last block and the norm off, and return them; from now on ``forward`` returns all tokens."""
+        last = nn.Sequential(self.blocks[-1], self.norm)
+        del self.blocks[-1]
+        self.norm = None
+        return last
+
+    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a timm, DeiT, FastReID or TransReID file, with positions for this network's grid."""
+        state = dict(state)
+        weight = state.get("patch_embed.proj.weight")
+        if weight is not None and weight.dim() == 2:  # timm's oldest, a linear layer over the pixels of a patch
+            state["patch_embed.proj.weight"] = weight.reshape(len(weight), -1, PATCH, PATCH)
+        positions = state.get("pos_embed")
+        if positions is not None and positions.dim() == 3:
+            if state.pop("dist_token", None) is not None:  # DeiT's second token; its place is behind the class token's
+                positions = torch.cat((positions[:, :1], positions[:, 2:]), dim=1)
+            if positions.shape[1] != self.pos_embed.shape[1]:
+                found = grid_of(positions.shape[1] - 1, like=self.grid)
+                notes.append(
+                    f"its position embedding of {found[0]} x {found[1]} patches was resized to {self.grid[0]} x "
+                    f"{self.grid[1]} (INPUT.SIZE_TRAIN, MODEL.BACKBONE.STRIDE_SIZE)"
+                )
+                positions = resize_positions(positions, found, self.grid)
+            state["pos_embed"] = positions
+        if "sie_embed" in state and not self.takes_cameras:
+            notes.append(
+                f"it has {len(state['sie_embed'])} embeddings of cameras or views, which the model lacks: for its "
+                "features set MODEL.BACKBONE.SIE_CAMERAS or SIE_VIEWS"
+            )
+        return state
+
+
+def resize_positions(positions: torch.Tensor, old: tuple[int, int], new: tuple[int, int]) -> torch.Tensor:
+    """Return a position embedding for another grid, bilinearly; the class token keeps its own.
+
+    Args:
+        positions: (1, 1 + h * w, D) float, the class token first.
+        old: (h, w).
+        new: (h', w').
+
+    Returns:
+        (1, 1 + h' * w', D), of the same dtype.
+    """
+    width = positions.shape[2]
+    maps = positions[:, 1:].reshape(1, *old, width).permute(0, 3, 1, 2)
+    maps = F.interpolate(maps.float(), size=new, mode="bilinear", align_corners=False).to(positions.dtype)
+    return torch.cat((positions[:, :1], maps.flatten(2).transpose(1, 2)), dim=1)
+
+
+def grid_of(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
+    """Return the rows and columns of so many patches: a square's, or else those whose ratio is nearest to ``like``'s.
+
+    A file does not say them. ImageNet's are square; TransReID's 210 are 21 x 10.
+    """
+    side = math.isqrt(patches)
+    if side * side == patches:
+        return side, side
+    wanted = math.log(like[0] / like[1])
+    rows = (number for number in range(1, patches + 1) if patches % number == 0)
+    height = min(rows, key=lambda number: abs(math.log(number * number / patches) - wanted))
+    return height, patches // height
+
+
+@BACKBONE_REGISTRY.register()
+def build_vit_backbone(cfg: Any) -> VisionTransformer:
+    """Return the ViT of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS`` and ``SIZE_TRAIN``, pretrained if ``PRETRAIN`` is on.
+
+    Raises:
+        ConfigError: unknown ``DEPTH``, images smaller than a patch, or a ``STRIDE_SIZE`` that is not two positive
+            numbers.
+        WeightsError: the pretrained weights cannot be had or do not fit.
+    """
+    backbone = cfg.MODEL.BACKBONE
+    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, tuple(DEPTHS))
+    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    for key, size in (("SIZE_TRAIN", cfg.INPUT.SIZE_TRAIN), ("SIZE_TEST", cfg.INPUT.SIZE_TEST)):
+        if min(size) < PATCH:
+            raise ConfigError(f"INPUT.{key} is {tuple(size)}; a ViT cuts images into patches of {PATCH} x {PATCH}")
+    depth = DEPTHS[backbone.DEPTH]
+    model = VisionTransformer(
+        depth=depth,
+        image_size=tuple(cfg.INPUT.SIZE_TRAIN),
+        in_channels=cfg.INPUT.CHANNELS,
+        stride=tuple(backbone.STRIDE_SIZE),
+        dropout=backbone.DROP_RATIO,
+        attention_dropout=backbone.ATT_DROP_RATE,
+        drop_path=backbone.DROP_PATH_RATIO,
+        cameras=backbone.SIE_CAMERAS,
+        views=backbone.SIE_VIEWS,
+        side_weight=backbone.SIE_COE,
+        checkpointing=backbone.CHECKPOINTING,
+    )
+    if backbone.PRETRAIN:
+        load_pretrained_backbone(
+            model,
+            path=backbone.PRETRAIN_PATH,
+            online=depth.pretrained,
+            # ImageNet is from no camera.
+            without=("sie_embed",),
+        )
+    return model

@@ -1,0 +1,300 @@
+"""The Vision Transformer: its function, its embeddings, its pretrained files, and what checkpointing keeps."""
+
+import math
+
+import pytest
+import timm
+import torch
+from timm.models.vision_transformer import VisionTransformer as TimmTransformer
+
+from fastamp.config import get_cfg
+from fastamp.modeling import build_backbone, build_heads
+from fastamp.modeling.backbones.vit import DEPTHS, Depth, VisionTransformer, grid_of, resize_positions
+from fastamp.utils.errors import ConfigError, WeightsError
+from fastamp.utils.load_state import load_model_state
+
+TINY = Depth(pretrained=None, width=32, blocks=3, heads=4)
+URLS = {
+    "small": "vit_small_p16_224",
+    "base": "jx_vit_base_p16_224",
+    "deit_small": "deit_small_distilled",
+    "deit_base": "deit_base_distilled",
+}
+
+
+def tiny(**options):
+    return VisionTransformer(**({"depth": TINY, "image_size": (64, 32)} | options))
+
+
+def config(*opts):
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.FEAT_DIM", "768"])
+    cfg.merge_from_list(["MODEL.BACKBONE.DEPTH", "base", *opts])
+    return cfg
+
+
+@pytest.fixture
+def tiny_base(monkeypatch):
+    """Let DEPTH base be a small network."""
+    monkeypatch.setitem(DEPTHS, "base", Depth(DEPTHS["base"].pretrained, width=32, blocks=3, heads=4))
+    return lambda *opts: config("MODEL.BACKBONE.FEAT_DIM", "32", "INPUT.SIZE_TRAIN", "(64, 32)", *opts)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_names_and_shapes(depth):
+    with torch.device("meta"):
+        cfg = config("MODEL.BACKBONE.DEPTH", depth, "MODEL.BACKBONE.FEAT_DIM", str(DEPTHS[depth].width))
+        ours = build_backbone(cfg)
+        if depth == "small":
+            options = {"depth": 8, "num_heads": 8, "mlp_ratio": 3.0, "qkv_bias": False}
+            theirs = TimmTransformer(img_size=(256, 128), num_classes=0, **options)
+        else:
+            name = {"base": "vit_base_patch16_224", "deit_base": "deit_base_patch16_224"}
+            theirs = timm.create_model(
+                name.get(depth, "deit_small_patch16_224"), img_size=(256, 128), num_classes=0, pretrained=False
+            )
+    shapes = {name: tuple(value.shape) for name, value in ours.state_dict().items()}
+    assert shapes == {name: tuple(value.shape) for name, value in theirs.state_dict().items()}
+    assert [block.attn.heads for block in ours.blocks] == [block.attn.num_heads for block in theirs.blocks]
+    assert ours.blocks[0].attn.scale == (768**-0.5 if depth == "small" else None)
+    assert URLS[depth] in DEPTHS[depth].pretrained.url
+
+
+def of_timm(**options):
+    torch.manual_seed(3)
+    options = {"img_size": (64, 32), "embed_dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5} | options
+    model = TimmTransformer(**options).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def test_the_function_is_timms():
+    theirs = of_timm()
+    ours = tiny().eval()
+    report = load_model_state(ours, theirs.state_dict(), source="timm", backbone_prefix="")
+    assert report.dropped == ["head.weight", "head.bias"] and report.missing == []
+    images = torch.randn(2, 3, 64, 32)
+    torch.testing.assert_close(ours(images)[:, :, 0, 0], theirs.forward_features(images)[:, 0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_scale_of_small_is_of_the_width():
+    scaled = tiny(depth=Depth(None, width=32, blocks=1, heads=4, scale=32**-0.5))
+    plain = tiny(depth=Depth(None, width=32, blocks=1, heads=4))
+    plain.load_state_dict(scaled.state_dict())
+    with torch.no_grad():
+        plain.blocks[0].attn.qkv.weight[:32] *= 0.5  # 32 ** -0.5 is half of 8 ** -0.5
+        images = torch.randn(2, 3, 64, 32)
+        torch.testing.assert_close(scaled(images), plain(images))
+
+
+@pytest.mark.parametrize(
+    "size, stride, grid",
+    [((256, 128), (16, 16), (16, 8)), ((256, 128), (12, 12), (21, 10)), ((40, 33), (8, 11), (4, 2))],
+)
+def test_patches_overlap_by_the_stride(size, stride, grid):
+    backbone = tiny(image_size=size, stride=stride)
+    assert backbone.grid == grid and backbone.pos_embed.shape == (1, 1 + math.prod(grid), 32)
+    assert backbone(torch.randn(1, 3, *size)).shape == (1, 32, 1, 1)
+
+
+def test_images_of_another_size():
+    backbone = tiny().eval()
+    other = tiny(image_size=(96, 48)).eval()
+    other.load_state_dict(
+        backbone.state_dict() | {"pos_embed": resize_positions(backbone.pos_embed.detach(), (4, 2), (6, 3))}
+    )
+    images = torch.randn(2, 3, 96, 48)
+    torch.testing.assert_close(backbone(images), other(images))
+
+
+def test_positions_are_resized_as_an_image_is():
+    positions = torch.randn(1, 1 + 14 * 14, 5)
+    resized = resize_positions(positions, (14, 14), (21, 10))
+    assert torch.equal(resized[:, 0], positions[:, 0])
+    rows, columns = (((torch.arange(n) + 0.5) * 14 / n - 0.5).clamp(0, 13) for n in (21, 10))
+    old, place = positions[0, 1:].reshape(14, 14, 5), (13, 6)
+    y, x = rows[place[0]].item(), columns[place[1]].item()
+    top, left = math.floor(y), math.floor(x)
+    expected = sum(
+        (1 - abs(y - i)) * (1 - abs(x - j)) * old[min(i, 13), min(j, 13)]
+        for i in (top, top + 1)
+        for j in (left, left + 1)
+    )
+    torch.testing.assert_close(resized[0, 1 + place[0] * 10 + place[1]], expected)
+
+
+def test_grids_are_square_or_of_the_ratio_of_the_images():
+    assert grid_of(196, like=(16, 8)) == (14, 14)
+    assert grid_of(210, like=(16, 8)) == (21, 10)
+    assert grid_of(128, like=(21, 10)) == (16, 8)
+    assert grid_of(128, like=(8, 16)) == (8, 16)
+
+
+def test_stochastic_depth_grows_with_depth():
+    backbone = tiny(depth=Depth(None, width=32, blocks=5, heads=4), drop_path=0.4)
+    rates = [getattr(block.drop_path, "p", 0.0) for block in backbone.blocks]
+    assert rates == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
+    block, x = backbone.blocks[-1], torch.randn(64, 3, 32)
+    block.train()
+    with torch.no_grad():
+        block.norm1.weight.zero_()  # the attention's branch becomes the same for all
+        skipped = (block(x) == x).flatten(1).all(1)
+    assert 0 < skipped.sum() < 40  # both branches of an image are skipped at 0.16
+    assert not (block.eval()(x) == x).flatten(1).all(1).any()
+
+
+@pytest.mark.parametrize("option", ["dropout", "attention_dropout"])
+def test_dropout_acts_in_training_alone(option):
+    backbone, images = tiny(**{option: 0.5}), torch.randn(2, 3, 64, 32)
+    with torch.no_grad():
+        assert not torch.equal(backbone(images), backbone(images))
+        backbone.eval()
+        assert torch.equal(backbone(images), backbone(images))
+
+
+@pytest.mark.parametrize(
+    "cameras, views, row", [(6, 0, [1, 4]), (0, 8, [0, 7]), (6, 8, [1 * 8 + 0, 4 * 8 + 7]), (1, 0, [0, 0])]
+)
+def test_side_information(cameras, views, row):
+    backbone = tiny(cameras=cameras, views=views, side_weight=2.0).eval()
+    assert backbone.takes_cameras and len(backbone.sie_embed) == max(cameras, 1) * max(views, 1)
+    plain = tiny().eval()
+    state = backbone.state_dict()
+    sie = state.pop("sie_embed")
+    images, where = torch.randn(2, 3, 64, 32), {"camids": torch.tensor([1, 4]) % max(cameras, 1)}
+    features = backbone(images, **where, viewids=torch.tensor([0, 7]))
+    for number in range(2):
+        plain.load_state_dict(state | {"pos_embed": state["pos_embed"] + 2.0 * sie[row[number]]})
+        torch.testing.assert_close(features[number], plain(images)[number])
+
+
+def test_side_information_must_be_given():
+    images, zeros = torch.randn(2, 3, 64, 32), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"SIE_CAMERAS is 6: .* camids"):
+        tiny(cameras=6, views=2)(images, viewids=zeros)
+    with pytest.raises(ValueError, match=r"SIE_VIEWS is 2: .* viewids"):
+        tiny(cameras=6, views=2)(images, camids=zeros)
+    assert tiny(views=2)(images, viewids=zeros).shape == (2, 32, 1, 1)
+    assert not tiny().takes_cameras
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_checkpointing_changes_memory_and_nothing_else(bf16):
+    torch.manual_seed(1)
+    backbone = tiny(drop_path=0.5, dropout=0.1, attention_dropout=0.1)
+    images = torch.randn(8, 3, 64, 32)
+
+    def gradients(checkpointing):
+        backbone.checkpointing = checkpointing
+        backbone.zero_grad()
+        torch.manual_seed(7)
+        saved = 0
+
+        def pack(tensor):
+            nonlocal saved
+            saved += tensor.numel()
+            return tensor
+
+        count = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16), count:
+            out = backbone(images)
+        out.float().square().sum().backward()
+        return saved, {name: parameter.grad.clone() for name, parameter in backbone.named_parameters()}
+
+    kept, expected = gradients(checkpointing=False)
+    few, found = gradients(checkpointing=True)
+    assert few < kept / 2
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(value.abs().sum() > 0 for value in expected.values())
+
+
+def test_initial_weights():
+    backbone = tiny(depth=Depth(None, width=256, blocks=1, heads=4), cameras=40)
+    for name in ("pos_embed", "sie_embed", "cls_token", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc2.weight"):
+        assert backbone.get_parameter(name).std().item() == pytest.approx(0.02, rel=0.1), name
+    assert not backbone.blocks[0].attn.qkv.bias.any()
+    assert backbone.patch_embed.proj.weight.std().item() == pytest.approx((2 / 256 / 256) ** 0.5, rel=0.02)
+
+
+def pretrained(tiny_base, tmp_path, state, *opts):
+    path = tmp_path / "vit.pth"
+    torch.save(state, path)
+    return build_backbone(
+        tiny_base("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(path), *opts)
+    )
+
+
+@pytest.mark.parametrize("kind", ["timm", "deit", "oldest"])
+def test_pretrained_files(tiny_base, tmp_path, caplog, kind):
+    caplog.set_level("INFO")
+    state = of_timm(img_size=224).state_dict()
+    content = dict(state)
+    if kind == "deit":
+        two = torch.cat((state["pos_embed"][:, :1], torch.full((1, 1, 32), 9.0), state["pos_embed"][:, 1:]), dim=1)
+        content |= {"pos_embed": two, "dist_token": torch.ones(1, 1, 32), "head_dist.weight": torch.ones(5, 32)}
+        content = {"model": content}
+    elif kind == "oldest":
+        content["patch_embed.proj.weight"] = state["patch_embed.proj.weight"].flatten(1)
+    options = ("MODEL.BACKBONE.SIE_CAMERAS", "3")
+    backbone = pretrained(tiny_base, tmp_path, content, *options)
+    own = backbone.state_dict()
+    for name in own.keys() - {"pos_embed", "sie_embed"}:
+        assert torch.equal(own[name], state[name]), name
+    assert torch.equal(own["pos_embed"], resize_positions(state["pos_embed"], (14, 14), (4, 2)))
+    assert "14 x 14 patches was resized to 4 x 2" in caplog.text
+    assert "100% of the backbone's" in caplog.text  # ImageNet is from no camera, so that embedding does not count
+
+
+def test_grey_images(tiny_base, tmp_path):
+    state = of_timm().state_dict()
+    backbone = pretrained(tiny_base, tmp_path, state, "INPUT.CHANNELS", "1")
+    assert torch.equal(backbone.patch_embed.proj.weight, state["patch_embed.proj.weight"].sum(1, keepdim=True))
+
+
+def test_a_file_with_camera_embeddings_for_a_model_without(caplog):
+    caplog.set_level("INFO")
+    load_model_state(tiny(), tiny(cameras=6).state_dict(), source="x", backbone_prefix="")
+    assert "6 embeddings of cameras or views" in caplog.text
+    with pytest.raises(WeightsError, match="sie_embed"):
+        load_model_state(tiny(cameras=5), tiny(cameras=6).state_dict(), source="x", backbone_prefix="")
+
+
+def test_a_download_is_of_the_depth(tiny_base, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        torch.hub, "load_state_dict_from_url", lambda url, **options: asked.append(url) or of_timm().state_dict()
+    )
+    build_backbone(tiny_base("MODEL.BACKBONE.PRETRAIN", "True"))
+    assert asked == [DEPTHS["base"].pretrained.url]
+
+
+def test_errors(caplog):
+    with pytest.raises(ConfigError, match=r"MODEL\.BACKBONE\.DEPTH: 'deit_smal'.*Did you mean 'deit_small'"):
+        build_backbone(config("MODEL.BACKBONE.DEPTH", "deit_smal"))
+    with pytest.raises(ConfigError, match=r"INPUT\.SIZE_TEST is \(8, 128\)"):
+        build_backbone(config("INPUT.SIZE_TEST", "(8, 128)"))
+    with torch.device("meta"), pytest.raises(ConfigError, match=r"FEAT_DIM is 384"):
+        build_backbone(config("MODEL.BACKBONE.FEAT_DIM", "384", "MODEL.BACKBONE.WITH_SE", "True"))
+    assert "WITH_SE does nothing" in caplog.text
+    with pytest.raises(ConfigError, match=r"STRIDE_SIZE"):
+        config("MODEL.BACKBONE.STRIDE_SIZE", "(0, 12)")
+
+
+def test_handing_the_last_block_over():
+    backbone = tiny().eval()
+    images = torch.randn(2, 3, 64, 32)
+    with torch.no_grad():
+        expected = backbone(images)
+        last = backbone.hand_over_last_block()
+        tokens = backbone(images)
+        assert tokens.shape == (2, 9, 32) and len(backbone.blocks) == 2
+        assert not any(name.startswith(("norm", "blocks.2")) for name in backbone.state_dict())
+        assert torch.equal(last(tokens)[:, 0], expected[:, :, 0, 0])
+
+
+def test_the_identity_head_takes_the_class_token(tiny_base):
+    cfg = tiny_base("MODEL.HEADS.POOL_LAYER", "Identity")
+    head = build_heads(cfg).eval()
+    feature = torch.randn(2, 32, 1, 1)
+    assert torch.equal(head(feature), feature.flatten(1))
