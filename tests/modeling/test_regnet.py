@@ -1,5 +1,7 @@
 """RegNet: timm's function, torchvision's where that has the same network, and files of torchvision's and pycls's."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torchvision
@@ -83,9 +85,10 @@ def test_stages_are_timms(depth):
     regnet = pytest.importorskip("timm.models.regnet")
     params = regnet.model_cfgs[timms_name(depth)]
     widths, _, groups = regnet.generate_regnet(params.wa, params.w0, params.wm, params.depth, params.group_size)
-    blocks = list(zip(widths, groups, strict=True))
-    own = stages_of(DEPTHS[depth])
-    assert blocks == [(stage.width, stage.group_width) for stage in own for _ in range(stage.blocks)]
+    blocks = Counter(widths)
+    widths, groups = regnet.adjust_widths_groups_comp(list(blocks), [1.0] * len(blocks), groups)
+    stages = [(stage.width, stage.blocks, stage.group_width) for stage in stages_of(DEPTHS[depth])]
+    assert stages == list(zip(widths, blocks.values(), groups, strict=True))
 
 
 @pytest.mark.parametrize("depth", ["200x", "400x", "3200x", "800y", "4000y", "32000y"])
