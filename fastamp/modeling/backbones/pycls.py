@@ -1,7 +1,6 @@
 """What the networks of pycls, EfficientNet and RegNet, have in common."""
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -51,12 +50,3 @@ def init_convolutions(model: nn.Module) -> None:
         if isinstance(module, nn.Conv2d):
             fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels
             nn.init.normal_(module.weight, 0, math.sqrt(2.0 / fan_out))
-
-
-def rename_modules(state: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Return ``state`` with the modules that hold its tensors renamed: other name -> own name, others stay."""
-    renamed = {}
-    for key, value in state.items():
-        module, _, tensor = key.rpartition(".")
-        renamed[f"{names[module]}.{tensor}" if module in names else key] = value
-    return renamed

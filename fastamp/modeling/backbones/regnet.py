@@ -9,7 +9,8 @@ from torch import nn
 
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
-from fastamp.modeling.backbones.pycls import PYCLS, SqueezeExcite, Stem, init_convolutions, rename_modules
+from fastamp.modeling.backbones.names import rename_modules
+from fastamp.modeling.backbones.pycls import PYCLS, SqueezeExcite, Stem, init_convolutions
 from fastamp.modeling.weights import Download, load_pretrained_backbone
 from fastamp.utils.errors import check_choice
 
