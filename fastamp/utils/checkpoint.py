@@ -88,14 +88,15 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
     """Return the state dict in what ``read_checkpoint`` returned, without ``module.`` prefixes.
 
     Args:
-        content: ``{"model": state_dict, ...}``, ``{"state_dict": state_dict, ...}`` or a bare state dict.
+        content: ``{"model": state_dict, ...}``, the same with ``"state_dict"`` or (pycls) ``"model_state"`` for
+            ``"model"``, or a bare state dict.
         path: where it is from, for the message.
 
     Raises:
         WeightsError: there is no state dict in it.
     """
     state = content
-    for key in ("model", "state_dict"):
+    for key in ("model", "state_dict", "model_state"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             state = content[key]
             break

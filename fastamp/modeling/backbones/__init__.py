@@ -1,29 +1,34 @@
 """Backbones: (B, C, H, W) normalized images -> (B, D, h, w) feature maps."""
 
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, build_backbone, with_feature_dim
+from fastamp.modeling.backbones.efficientnet import EfficientNet
 from fastamp.modeling.backbones.mobilenet import MobileNetV2, MobileNetV3
 from fastamp.modeling.backbones.osnet import OSNet
 from fastamp.modeling.backbones.osnet_ain import OSNetAIN
+from fastamp.modeling.backbones.regnet import RegNet
 from fastamp.modeling.backbones.repvgg import RepVGG
 from fastamp.modeling.backbones.resnest import ResNeSt
-from fastamp.modeling.backbones.resnet import ResNet, build_resnet_backbone
+from fastamp.modeling.backbones.resnet import ResNet
 from fastamp.modeling.backbones.resnext import build_resnext_backbone
 from fastamp.modeling.backbones.shufflenet import ShuffleNetV2
+from fastamp.modeling.backbones.swin import Swin
 from fastamp.modeling.backbones.vit import VisionTransformer
 
 __all__ = [
     "BACKBONE_REGISTRY",
+    "EfficientNet",
     "MobileNetV2",
     "MobileNetV3",
     "OSNet",
     "OSNetAIN",
+    "RegNet",
     "RepVGG",
     "ResNeSt",
     "ResNet",
     "ShuffleNetV2",
+    "Swin",
     "VisionTransformer",
     "build_backbone",
-    "build_resnet_backbone",
     "build_resnext_backbone",
     "with_feature_dim",
 ]

@@ -1,0 +1,200 @@
+"""EfficientNet (Tan & Le 2019, arXiv:1905.11946) B0 to B5 with pycls's parameter names, which are FastReID's."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastamp.layers import build_norm
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
+from fastamp.modeling.backbones.names import rename_modules
+from fastamp.modeling.backbones.pycls import PYCLS, SqueezeExcite, Stem, init_convolutions
+from fastamp.modeling.weights import Download, load_pretrained_backbone
+from fastamp.utils.errors import check_choice
+
+# Of the seven stages of every EfficientNet.
+EXPANSIONS = (1, 6, 6, 6, 6, 6, 6)
+KERNELS = (3, 3, 5, 3, 5, 5, 3)
+STRIDES = (1, 2, 2, 2, 1, 2, 1)
+_STRIDE_16_TO_32 = 5  # the stage whose stride MODEL.BACKBONE.LAST_STRIDE is
+
+
+@dataclass(frozen=True)
+class Depth:
+    """An EfficientNet by its size.
+
+    Attributes:
+        stem: width after the stem.
+        widths: of the seven stages.
+        blocks: in each of them.
+        head: width of the feature map.
+        pycls_id: number of the ImageNet weights.
+    """
+
+    stem: int
+    widths: tuple[int, ...]
+    blocks: tuple[int, ...]
+    head: int
+    pycls_id: int
+
+
+DEPTHS = {
+    "b0": Depth(32, (16, 24, 40, 80, 112, 192, 320), (1, 2, 2, 3, 3, 4, 1), 1280, 161305613),
+    "b1": Depth(32, (16, 24, 40, 80, 112, 192, 320), (2, 3, 3, 4, 4, 5, 2), 1280, 161304979),
+    "b2": Depth(32, (16, 24, 48, 88, 120, 208, 352), (2, 3, 3, 4, 4, 5, 2), 1408, 161305015),
+    "b3": Depth(40, (24, 32, 48, 96, 136, 232, 384), (2, 3, 3, 5, 5, 6, 2), 1536, 161305060),
+    "b4": Depth(48, (24, 32, 56, 112, 160, 272, 448), (2, 4, 4, 6, 6, 8, 2), 1792, 161305098),
+    "b5": Depth(48, (24, 40, 64, 128, 176, 304, 512), (3, 5, 5, 7, 7, 9, 3), 2048, 161305138),
+}
+
+
+class MBConv(nn.Module):
+    """Widen, convolve each channel, gate and narrow again, around a shortcut where the shape stays.
+
+    Args:
+        in_channels: of the input.
+        channels: of the output.
+        expansion: how many times wider it is in between.
+        kernel: height and width of the depthwise convolution.
+        stride: of the depthwise convolution.
+        norm: name of the normalization layer.
+    """
+
+    def __init__(self, in_channels: int, channels: int, *, expansion: int, kernel: int, stride: int, norm: str) -> None:
+        super().__init__()
+        width = in_channels * expansion
+        self.expands = expansion > 1
+        if self.expands:
+            self.exp = nn.Conv2d(in_channels, width, 1, bias=False)
+            self.exp_bn = build_norm(norm, width)
+        self.dwise = nn.Conv2d(width, width, kernel, stride, padding=kernel // 2, groups=width, bias=False)
+        self.dwise_bn = build_norm(norm, width)
+        self.swish = nn.SiLU(inplace=True)
+        # A quarter of the block's input, not of what is squeezed.
+        self.se = SqueezeExcite(width, in_channels // 4, nn.SiLU(inplace=True))
+        self.lin_proj = nn.Conv2d(width, channels, 1, bias=False)
+        self.lin_proj_bn = build_norm(norm, channels)
+        self.has_skip = stride == 1 and in_channels == channels
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.swish(self.exp_bn(self.exp(x))) if self.expands else x
+        out = self.se(self.swish(self.dwise_bn(self.dwise(out))))
+        out = self.lin_proj_bn(self.lin_proj(out))
+        return x + out if self.has_skip else out
+
+
+class _Head(nn.Module):
+    def __init__(self, in_channels: int, channels: int, norm: str) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, channels, 1, bias=False)
+        self.conv_bn = build_norm(norm, channels)
+        self.swish = nn.SiLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.swish(self.conv_bn(self.conv(x)))
+
+
+class EfficientNet(nn.Module):
+    """The convolutional part of an EfficientNet, up to and with the 1x1 convolution of its head.
+
+    Its drop-connect has the ratio 0 in all of FastReID's variants, and so there is none.
+
+    Args:
+        stem: width after the stem.
+        widths: of the seven stages.
+        blocks: number of blocks in each of them.
+        head: width of the feature map.
+        in_channels: channels of the images.
+        last_stride: stride of the sixth stage, the last that may have one; 1 keeps a map twice as high and wide.
+        norm: name of the normalization layer.
+    """
+
+    def __init__(
+        self,
+        *,
+        stem: int,
+        widths: tuple[int, ...],
+        blocks: tuple[int, ...],
+        head: int,
+        in_channels: int = 3,
+        last_stride: int = 1,
+        norm: str = "BN",
+    ) -> None:
+        super().__init__()
+        self.stem = Stem(in_channels, stem, norm, nn.SiLU(inplace=True))
+        strides = [*STRIDES]
+        strides[_STRIDE_16_TO_32] = last_stride
+        channels = stem
+        for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
+            layers = nn.Sequential()
+            for number in range(count):
+                block = MBConv(
+                    channels,
+                    width,
+                    expansion=EXPANSIONS[stage],
+                    kernel=KERNELS[stage],
+                    stride=strides[stage] if number == 0 else 1,
+                    norm=norm,
+                )
+                layers.add_module(f"b{number + 1}", block)
+                channels = width
+            self.add_module(f"s{stage + 1}", layers)
+        self.head = _Head(channels, head, norm)
+        self.feature_dim = head
+        init_convolutions(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/16, ~W/16) with last_stride 1."""
+        for part in self.children():
+            x = part(x)
+        return x
+
+    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+        """Return ``state`` with torchvision's names translated to these.
+
+        The networks are the same, but torchvision's B5 was trained with an eps of 1e-3 in its norms, not of 1e-5.
+        """
+        names = {"features.0.0": "stem.conv", "features.0.1": "stem.bn"}
+        for stage in range(1, len(STRIDES) + 1):
+            for number, block in enumerate(self.get_submodule(f"s{stage}")):
+                theirs, own = f"features.{stage}.{number}.block", f"s{stage}.b{number + 1}"
+                parts = [("exp", "exp_bn")] if block.expands else []
+                parts += [("dwise", "dwise_bn"), ("se.f_ex.0", "se.f_ex.2"), ("lin_proj", "lin_proj_bn")]
+                for place, pair in enumerate(parts):
+                    suffixes = ("fc1", "fc2") if pair[0].startswith("se") else ("0", "1")
+                    for suffix, part in zip(suffixes, pair, strict=True):
+                        names[f"{theirs}.{place}.{suffix}"] = f"{own}.{part}"
+        last = len(STRIDES) + 1
+        names |= {f"features.{last}.0": "head.conv", f"features.{last}.1": "head.conv_bn"}
+        return rename_modules(state, names)
+
+
+@BACKBONE_REGISTRY.register()
+def build_effnet_backbone(cfg: Any) -> EfficientNet:
+    """Return the EfficientNet of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN``.
+
+    Raises:
+        ConfigError: unknown ``DEPTH``.
+        WeightsError: the pretrained weights cannot be had or do not fit.
+    """
+    backbone = cfg.MODEL.BACKBONE
+    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, tuple(DEPTHS))
+    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    depth = DEPTHS[backbone.DEPTH]
+    model = EfficientNet(
+        stem=depth.stem,
+        widths=depth.widths,
+        blocks=depth.blocks,
+        head=depth.head,
+        in_channels=cfg.INPUT.CHANNELS,
+        last_stride=backbone.LAST_STRIDE,
+        norm=backbone.NORM,
+    )
+    if backbone.PRETRAIN:
+        load_pretrained_backbone(
+            model,
+            path=backbone.PRETRAIN_PATH,
+            online=Download(f"{PYCLS}{depth.pycls_id}/EN-{backbone.DEPTH.upper()}_dds_8gpu.pyth"),
+        )
+    return model

@@ -1,0 +1,52 @@
+"""What the networks of pycls, EfficientNet and RegNet, have in common."""
+
+import math
+
+import torch
+from torch import nn
+
+from fastamp.layers import build_norm
+
+PYCLS = "https://dl.fbaipublicfiles.com/pycls/dds_baselines/"
+
+
+class Stem(nn.Module):
+    """A 3x3 convolution with stride 2, normalization and ``activation``."""
+
+    def __init__(self, in_channels: int, channels: int, norm: str, activation: nn.Module) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, channels, 3, stride=2, padding=1, bias=False)
+        self.bn = build_norm(norm, channels)
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.bn(self.conv(x)))
+
+
+class SqueezeExcite(nn.Module):
+    """Gate each channel by what all of them hold on average (Hu et al. 2018, arXiv:1709.01507).
+
+    Args:
+        channels: of the (B, C, H, W) input.
+        squeezed: channels between the two layers.
+        activation: what stands between them.
+    """
+
+    def __init__(self, channels: int, squeezed: int, activation: nn.Module) -> None:
+        super().__init__()
+        self.avg_pool = nn.AdaptiveAvgPool2d(1)
+        self.f_ex = nn.Sequential(
+            nn.Conv2d(channels, squeezed, 1), activation, nn.Conv2d(squeezed, channels, 1), nn.Sigmoid()
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, C, H, W) float to the same shape."""
+        return x * self.f_ex(self.avg_pool(x))
+
+
+def init_convolutions(model: nn.Module) -> None:
+    """Draw all convolution weights of ``model`` from N(0, 2 / fan-out), where groups do not count; biases stay."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels
+            nn.init.normal_(module.weight, 0, math.sqrt(2.0 / fan_out))

@@ -1,0 +1,135 @@
+"""Swin Transformer (Liu et al. 2021, arXiv:2103.14030): torchvision's, as a backbone."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTransformer
+
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
+from fastamp.modeling.backbones.names import rename_modules
+from fastamp.modeling.weights import TorchvisionWeights, load_pretrained_backbone
+from fastamp.utils.errors import check_choice
+
+PATCH = 4
+WINDOW = 7
+
+
+@dataclass(frozen=True)
+class Depth:
+    """A Swin Transformer by its size.
+
+    Attributes:
+        width: channels of the first stage; each of the three others doubles them.
+        blocks: in each of the four stages.
+        heads: of the attention, in each stage.
+        weights: torchvision's name of it.
+    """
+
+    width: int
+    blocks: tuple[int, int, int, int]
+    heads: tuple[int, int, int, int]
+    weights: str
+
+
+DEPTHS = {
+    "tiny": Depth(96, (2, 2, 6, 2), (3, 6, 12, 24), "swin_t"),
+    "small": Depth(96, (2, 2, 18, 2), (3, 6, 12, 24), "swin_s"),
+    "base": Depth(128, (2, 2, 18, 2), (4, 8, 16, 32), "swin_b"),
+}
+
+
+class Swin(SwinTransformer):
+    """A Swin Transformer without its classifier, under torchvision's names, for images of any size.
+
+    Maps that windows do not divide are padded. The index of the relative positions follows from the window, and
+    is no part of the state dict. The stride stays 32: to merge patches is how this network gets wider.
+
+    Args:
+        width: channels of the first stage.
+        blocks: number of blocks in each of the four stages.
+        heads: of the attention, in each stage.
+        in_channels: channels of the images.
+        drop_path: probability of skipping the last block's branches; grows from 0 at the first.
+        dropout: of what attention and MLPs give.
+        attention_dropout: of the attention weights.
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        blocks: tuple[int, int, int, int],
+        heads: tuple[int, int, int, int],
+        in_channels: int = 3,
+        drop_path: float = 0.1,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+    ) -> None:
+        super().__init__(
+            patch_size=[PATCH, PATCH],
+            embed_dim=width,
+            depths=[*blocks],
+            num_heads=[*heads],
+            window_size=[WINDOW, WINDOW],
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+            stochastic_depth_prob=drop_path,
+        )
+        del self.avgpool, self.flatten, self.head
+        if in_channels != 3:
+            self.features[0][0] = nn.Conv2d(in_channels, width, PATCH, stride=PATCH)
+        for module in self.modules():
+            if isinstance(module, ShiftedWindowAttention):
+                index = module.relative_position_index
+                del module.relative_position_index
+                module.register_buffer("relative_position_index", index, persistent=False)
+        self.feature_dim = self.norm.normalized_shape[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/32, ~W/32), after the last norm."""
+        return self.permute(self.norm(self.features(x)))
+
+    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+        """Return ``state`` with the authors' names, or timm's, translated to torchvision's, and without indices."""
+        names = {"patch_embed.proj": "features.0.0", "patch_embed.norm": "features.0.2"}
+        parts = {part: part for part in ("norm1", "norm2", "attn", "attn.qkv", "attn.proj")}
+        parts |= {"mlp.fc1": "mlp.0", "mlp.fc2": "mlp.3"}
+        # Patches are merged at the end of a stage by the authors, at the start of the next one by timm.
+        first = 0 if any(key.startswith("layers.0.downsample.") for key in state) else 1
+        for stage in range(4):
+            for block in range(len(self.features[2 * stage + 1])):
+                theirs, own = f"layers.{stage}.blocks.{block}", f"features.{2 * stage + 1}.{block}"
+                names |= {f"{theirs}.{part}": f"{own}.{parts[part]}" for part in parts}
+            if stage < 3:
+                theirs, own = f"layers.{stage + first}.downsample", f"features.{2 * stage + 2}"
+                names |= {f"{theirs}.{part}": f"{own}.{part}" for part in ("norm", "reduction")}
+        derived = ("relative_position_index", "attn_mask")
+        return {key: value for key, value in rename_modules(state, names).items() if not key.endswith(derived)}
+
+
+@BACKBONE_REGISTRY.register()
+def build_swin_backbone(cfg: Any) -> Swin:
+    """Return the Swin of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
+
+    Raises:
+        ConfigError: unknown ``DEPTH``.
+        WeightsError: the pretrained weights cannot be had or do not fit.
+    """
+    backbone = cfg.MODEL.BACKBONE
+    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, tuple(DEPTHS))
+    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    depth = DEPTHS[backbone.DEPTH]
+    model = Swin(
+        width=depth.width,
+        blocks=depth.blocks,
+        heads=depth.heads,
+        in_channels=cfg.INPUT.CHANNELS,
+        drop_path=backbone.DROP_PATH_RATIO,
+        dropout=backbone.DROP_RATIO,
+        attention_dropout=backbone.ATT_DROP_RATE,
+    )
+    if backbone.PRETRAIN:
+        load_pretrained_backbone(model, path=backbone.PRETRAIN_PATH, online=TorchvisionWeights(depth.weights))
+    return model

@@ -1,0 +1,120 @@
+"""Swin: torchvision's function, and files of torchvision's, the authors' and timm's."""
+
+import pytest
+import torch
+import torchvision
+from torchvision.ops import StochasticDepth
+
+from fastamp.config import get_cfg
+from fastamp.modeling import build_backbone
+from fastamp.modeling.backbones.swin import DEPTHS, Swin
+from fastamp.modeling.weights import load_pretrained_backbone
+from fastamp.utils.errors import ConfigError
+from fastamp.utils.load_state import load_model_state
+
+WIDTHS = {"tiny": 768, "small": 768, "base": 1024}
+SMALL = {"width": 12, "blocks": (2, 2, 2, 2), "heads": (1, 2, 3, 4)}
+
+
+def build(depth, *opts):
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.BACKBONE.NAME", "build_swin_backbone", "MODEL.BACKBONE.DEPTH", depth])
+    cfg.merge_from_list(["MODEL.BACKBONE.FEAT_DIM", str(WIDTHS.get(depth, 1)), *opts])
+    return build_backbone(cfg)
+
+
+def timms(size=(64, 32)):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(2)
+    model = timm.models.swin_transformer.SwinTransformer(
+        img_size=size, embed_dim=12, depths=(2, 2, 2, 2), num_heads=(1, 2, 3, 4), num_classes=5,
+        strict_img_size=False, always_partition=True,
+    ).eval()  # fmt: skip
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_names_are_torchvisions(depth):
+    with torch.device("meta"):
+        backbone, theirs = build(depth), getattr(torchvision.models, DEPTHS[depth].weights)()
+    expected = {key: value.shape for key, value in theirs.state_dict().items() if "index" not in key}
+    own = {key: value.shape for key, value in backbone.state_dict().items()}
+    assert own == {key: shape for key, shape in expected.items() if not key.startswith("head.")}
+
+
+def test_the_function_is_torchvisions_under_its_weights(tmp_path, caplog):
+    torch.manual_seed(1)
+    theirs = torchvision.models.swin_t().eval()
+    torch.save(theirs.state_dict(), tmp_path / "swin_t.pth")
+    file = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(tmp_path / "swin_t.pth"))
+    backbone = build("tiny", *file).eval()
+    assert "keep their initial values" not in caplog.text
+    x = torch.randn(2, 3, 64, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(backbone(x), theirs.norm(theirs.features(x)).permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("origin", ["timm", "authors"])
+def test_a_file_of_timms_or_the_authors(origin):
+    # The last map is 14x14 then: timm would make windows smaller that are no smaller than their map.
+    theirs = timms((448, 448))
+    state = dict(theirs.state_dict())
+    if origin == "authors":
+        for stage in (1, 2, 3):
+            for key in [key for key in state if key.startswith(f"layers.{stage}.downsample.")]:
+                state[key.replace(f"layers.{stage}.", f"layers.{stage - 1}.")] = state.pop(key)
+        state["layers.0.blocks.1.attn_mask"] = torch.zeros(4, 49, 49)
+        state["layers.0.blocks.1.attn.relative_position_index"] = torch.zeros(49, 49, dtype=torch.int64)
+    backbone = Swin(**SMALL).eval()
+    report = load_model_state(backbone, state, source=origin, backbone_prefix="")
+    assert report.missing == []
+    assert {key.split(".")[0] for key in report.dropped} == {"head"}
+    x = torch.randn(1, 3, 448, 448)
+    with torch.no_grad():
+        expected = theirs.forward_features(x).permute(0, 3, 1, 2)
+        torch.testing.assert_close(backbone(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_its_own_checkpoint_has_everything():
+    backbone, other = Swin(**SMALL), Swin(**SMALL)
+    report = load_model_state(other, backbone.state_dict(), source="own", backbone_prefix="")
+    assert report.missing == report.dropped == report.renamed == []
+    x = torch.randn(2, 3, 64, 32)
+    torch.testing.assert_close(other.eval()(x), backbone.eval()(x))
+
+
+@pytest.mark.parametrize("size, expected", [((256, 128), (8, 4)), ((75, 41), (3, 2)), ((64, 32), (2, 1))])
+def test_any_size(size, expected):
+    with torch.no_grad():
+        assert Swin(**SMALL).eval()(torch.randn(2, 3, *size)).shape == (2, 96, *expected)
+
+
+def test_options():
+    options = ["MODEL.BACKBONE.DROP_PATH_RATIO", "0.3", "MODEL.BACKBONE.ATT_DROP_RATE", "0.2", "INPUT.CHANNELS", "4"]
+    backbone = build("tiny", *options, "MODEL.BACKBONE.DROP_RATIO", "0.1")
+    ratios = [module.p for module in backbone.modules() if isinstance(module, StochasticDepth)]
+    assert ratios == pytest.approx([0.3 * block / 11 for block in range(12)])
+    attention = backbone.features[1][0].attn
+    assert (attention.attention_dropout, attention.dropout) == (0.2, 0.1)
+    assert backbone.features[0][0].weight.shape == (96, 4, 4, 4)
+
+
+def test_gradients_of_all():
+    backbone = Swin(**SMALL, drop_path=0.0)
+    # The mean of normalized values is 0 whatever they are made of.
+    (backbone(torch.randn(4, 3, 64, 32)) ** 3).mean().backward()
+    assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
+
+
+def test_weights_for_rgb_start_a_fourth_channel_at_zero(tmp_path):
+    torch.save(Swin(**SMALL).state_dict(), tmp_path / "swin.pth")
+    backbone = Swin(**SMALL, in_channels=4)
+    load_pretrained_backbone(backbone, path=str(tmp_path / "swin.pth"), online=None)
+    assert not backbone.features[0][0].weight[:, 3].any()
+
+
+def test_unknown_depth():
+    with pytest.raises(ConfigError, match=r"DEPTH: 'bse'; choices: tiny, small, base.*'base'"):
+        build("bse")
