@@ -1,0 +1,157 @@
+#!/usr/bin/env python
+"""Compare backbones with their namesakes in torchvision and timm: size, work, and images a second, in one run.
+
+Each row is an evaluation pass over a batch of 256x128 images, without the head, with the last stride and the stem's
+pooling that the namesake has. The two take turns, so that a machine whose speed drifts favours neither; the medians are
+compared. Multiply-adds are those of convolutions and matrix products, of one image.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import timm
+import torch
+import torchvision
+from tabulate import tabulate
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastamp.amp.machine import inspect_machine
+from fastamp.config import get_cfg
+from fastamp.modeling import build_backbone
+
+SIZE = (256, 128)
+
+
+def _vision(name: str) -> nn.Module:
+    """Return torchvision's model without its head."""
+    model = torchvision.models.get_model(name)
+    if hasattr(model, "features"):
+        return model.features
+    last = {"resnet50": 2, "resnext50_32x4d": 2, "shufflenet_v2_x1_0": 1}[name]
+    return nn.Sequential(*list(model.children())[:-last])
+
+
+def _timm(name: str) -> nn.Module:
+    """Return timm's model without its head."""
+    options = {"img_size": SIZE} if name.startswith(("vit", "deit")) else {}
+    return timm.create_model(name, num_classes=0, global_pool="", **options)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A backbone by its config, and who has the same network."""
+
+    name: str
+    depth: str
+    width: int
+    namesake: str = ""
+    make: Callable[[str], nn.Module] = _vision
+    option: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name for people."""
+        return " ".join([self.name, self.depth, self.option.removeprefix("WITH_")]).strip()
+
+    def build(self) -> nn.Module:
+        """Return ours."""
+        cfg = get_cfg()
+        cfg.merge_from_list(["MODEL.BACKBONE.NAME", f"build_{self.name}_backbone", "MODEL.BACKBONE.DEPTH", self.depth])
+        cfg.merge_from_list(["MODEL.BACKBONE.FEAT_DIM", str(self.width), "INPUT.SIZE_TRAIN", SIZE])
+        cfg.merge_from_list(["MODEL.BACKBONE.LAST_STRIDE", "2", "MODEL.BACKBONE.STEM_POOL", "padded"])
+        if self.option:
+            cfg.merge_from_list([f"MODEL.BACKBONE.{self.option}", "True"])
+        return build_backbone(cfg)
+
+
+ROWS = [
+    Row("resnet", "50x", 2048, "resnet50"),
+    Row("resnet", "50x", 2048, option="WITH_IBN"),
+    Row("resnext", "50x", 2048, "resnext50_32x4d"),
+    Row("resnest", "50x", 2048, "resnest50d", _timm),
+    Row("osnet", "x1_0", 512),
+    Row("osnet", "x1_0", 512, option="WITH_IBN"),
+    Row("osnet_ain", "x1_0", 512),
+    Row("repvgg", "A0", 1280, "repvgg_a0", _timm),
+    Row("repvgg", "A0", 1280, option="DEPLOY"),
+    Row("mobilenetv2", "1.0x", 1280, "mobilenet_v2"),
+    Row("mobilenetv3", "Large", 1280, "mobilenet_v3_large"),
+    Row("shufflenetv2", "1.0x", 1024, "shufflenet_v2_x1_0"),
+    Row("effnet", "b0", 1280, "efficientnet_b0"),
+    Row("regnet", "400x", 384, "regnetx_004", _timm),
+    Row("regnet", "400y", 440, "regnety_004", _timm),
+    Row("vit", "base", 768, "vit_base_patch16_224", _timm),
+    Row("vit", "deit_small", 384, "deit_small_patch16_224", _timm),
+    Row("swin", "tiny", 768, "swin_t"),
+]
+
+
+def compare(models: list[nn.Module], images: torch.Tensor, rounds: int, autocast: bool) -> list[float]:
+    """Return each model's median images a second; a first round warms up."""
+    seconds: list[list[float]] = [[] for _ in models]
+    synchronize = torch.cuda.synchronize if images.is_cuda else lambda: None
+    precision = torch.autocast(images.device.type, torch.bfloat16) if autocast else nullcontext()
+    with torch.inference_mode(), precision:
+        for number in range(rounds + 1):
+            for model, times in zip(models, seconds, strict=True):
+                synchronize()
+                began = time.perf_counter()
+                model(images)
+                synchronize()
+                if number:
+                    times.append(time.perf_counter() - began)
+    return [len(images) / statistics.median(times) for times in seconds]
+
+
+def multiply_adds(model: nn.Module, image: torch.Tensor) -> float:
+    """Return the multiply-adds of one image, in units of 1e9."""
+    counter = FlopCounterMode(display=False)
+    # A fused attention is not counted.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        model(image)
+    return counter.get_total_flops() / 2e9
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--bf16", action="store_true", help="under autocast in bfloat16")
+    parser.add_argument("--only", default="", help="rows whose name has this in it")
+    args = parser.parse_args()
+    print(*inspect_machine(torch.device(args.device), asked=args.device).lines(), sep="\n", file=sys.stderr)
+    images = torch.randn(args.batch, 3, *SIZE, device=args.device).to(memory_format=torch.channels_last)
+    table = []
+    for row in (each for each in ROWS if args.only in each.name):
+        made = [row.build(), *([row.make(row.namesake)] if row.namesake else [])]
+        made = [model.eval().to(args.device, memory_format=torch.channels_last) for model in made]
+        work = multiply_adds(made[0], images[:1])
+        speeds = compare(made, images, args.rounds, args.bf16)
+        source = "timm" if row.make is _timm else "torchvision"
+        table.append(
+            [
+                row.label,
+                f"{sum(p.numel() for p in made[0].parameters()) / 1e6:.1f} M",
+                f"{work:.2f} G",
+                f"{speeds[0]:.0f}",
+                f"{source}'s {row.namesake}" if row.namesake else "",
+                f"{speeds[1]:.0f}" if row.namesake else "",
+                f"{speeds[0] / speeds[1]:.2f}" if row.namesake else "",
+            ]
+        )
+        print(f"{row.label} done", file=sys.stderr)
+    headers = ["backbone", "parameters", "multiply-adds", "images/s", "namesake", "its images/s", "ratio"]
+    print(tabulate(table, headers, tablefmt="github", disable_numparse=True))
+
+
+if __name__ == "__main__":
+    main()
