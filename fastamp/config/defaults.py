@@ -190,7 +190,8 @@ define("MODEL.HEADS.SCALE", 1, "Factor on the classifier's logits; margin softma
 define(
     "MODEL.LOSSES.NAME",
     ("CrossEntropyLoss",),
-    "The losses, which are added up: CrossEntropyLoss, FocalLoss, TripletLoss, CircleLoss, Cosface, CenterLoss.",
+    "The losses, which are added up: CrossEntropyLoss, FocalLoss, TripletLoss, CircleLoss, Cosface, CenterLoss, "
+    "SupConLoss, or pml/ and the name of one of pytorch-metric-learning's.",
 )
 define(
     "MODEL.LOSSES.GATHER",
@@ -233,6 +234,17 @@ define(
 define("MODEL.LOSSES.FL.ALPHA", 0.25, "Focal loss: factor that balances the classes.", above=0)
 define("MODEL.LOSSES.FL.GAMMA", 2, "Focal loss: exponent that turns the weight away from easy samples.", low=0)
 define("MODEL.LOSSES.FL.SCALE", 1.0, "Focal loss: weight in the sum.", low=0)
+define("MODEL.LOSSES.SUPCON.TEMPERATURE", 0.1, "Supervised contrastive loss: cosines are divided by it.", above=0)
+define("MODEL.LOSSES.SUPCON.SCALE", 1.0, "Supervised contrastive loss: weight in the sum.", low=0)
+define(
+    "MODEL.LOSSES.PML.ARGS",
+    {},
+    "Losses of pytorch-metric-learning: arguments by the name of the loss or miner, e.g. "
+    "{TripletMarginLoss: {margin: 0.1}}.",
+    nested=True,
+)
+define("MODEL.LOSSES.PML.MINER", "", "Losses of pytorch-metric-learning: its miner that chooses pairs; '' is none.")
+define("MODEL.LOSSES.PML.SCALE", 1.0, "Losses of pytorch-metric-learning: weight in the sum of each.", low=0)
 
 # ---- knowledge distillation
 define("KD.MODEL_CONFIG", (), "Config files of the teachers.", of=str)

@@ -62,7 +62,7 @@ def test_clas_head_evaluates_the_classes(cls_layer):
     options = {"cls_layer": cls_layer, "scale": 16, "margin": 0.3, "embedding_dim": 4}
     head, x, targets = ClasHead(feat_dim=8, num_classes=3, **options), torch.randn(5, 8, 4, 2), torch.arange(5) % 3
     outputs = head(x, targets)
-    assert outputs["features"].shape == (5, 4) and head.metric_dim == 4  # after the neck, whatever NECK_FEAT says
+    assert outputs["features"].shape == (5, 4)  # after the neck, whatever NECK_FEAT says
     logits = head.eval()(x)
     neck = head.bottleneck(x.mean((2, 3), keepdim=True)).flatten(1)
     weight = head.weight

@@ -67,8 +67,6 @@ class EmbeddingHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_classes, dim))
         self.cls_layer = CLS_LAYER_REGISTRY.get(cls_layer)(scale=scale, margin=margin)
         self.feature_dim = dim
-        self.metric_dim = feat_dim if neck_feat == "before" else dim
-        """Width of the ``features`` that the losses get."""
         self._init_weights()
 
     @classmethod

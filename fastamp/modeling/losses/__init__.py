@@ -5,6 +5,8 @@ from fastamp.modeling.losses.center import CenterLoss, center_loss
 from fastamp.modeling.losses.cross_entropy import CrossEntropyLoss, cross_entropy_loss
 from fastamp.modeling.losses.focal import FocalLoss, focal_loss
 from fastamp.modeling.losses.pairwise_cosine import CircleLoss, Cosface, pairwise_circle_loss, pairwise_cosface
+from fastamp.modeling.losses.pml import PMLLoss
+from fastamp.modeling.losses.supcon import SupConLoss, supcon_loss
 from fastamp.modeling.losses.triplet import TripletLoss, triplet_loss
 
 __all__ = [
@@ -14,6 +16,8 @@ __all__ = [
     "Cosface",
     "CrossEntropyLoss",
     "FocalLoss",
+    "PMLLoss",
+    "SupConLoss",
     "TripletLoss",
     "build_losses",
     "center_loss",
@@ -21,5 +25,6 @@ __all__ = [
     "focal_loss",
     "pairwise_circle_loss",
     "pairwise_cosface",
+    "supcon_loss",
     "triplet_loss",
 ]
