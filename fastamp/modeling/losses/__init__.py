@@ -3,6 +3,7 @@
 from fastamp.modeling.losses.build import LOSS_REGISTRY, build_losses
 from fastamp.modeling.losses.center import CenterLoss, center_loss
 from fastamp.modeling.losses.cross_entropy import CrossEntropyLoss, cross_entropy_loss
+from fastamp.modeling.losses.distillation import distillation_loss
 from fastamp.modeling.losses.focal import FocalLoss, focal_loss
 from fastamp.modeling.losses.pairwise_cosine import CircleLoss, Cosface, pairwise_circle_loss, pairwise_cosface
 from fastamp.modeling.losses.pml import PMLLoss
@@ -22,6 +23,7 @@ __all__ = [
     "build_losses",
     "center_loss",
     "cross_entropy_loss",
+    "distillation_loss",
     "focal_loss",
     "pairwise_circle_loss",
     "pairwise_cosface",

@@ -54,7 +54,13 @@ class Baseline(ImageModel):
             losses=build_losses(cfg),
             gather=cfg.MODEL.LOSSES.GATHER,
             **normalization(cfg),
+            **cls.further_options(cfg),
         )
+
+    @classmethod
+    def further_options(cls, cfg: Any) -> dict[str, Any]:
+        """Return what a subclass takes besides, from a config with the backbone's ``FEAT_DIM``."""
+        return {}
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor | dict[str, torch.Tensor]:
         """Compute features, or losses.
@@ -70,7 +76,17 @@ class Baseline(ImageModel):
         if not self.training:
             return self.heads(maps)
         targets = self.targets(batch)
-        return compute_losses(self.losses, self.heads(maps, targets), targets, gather=self.gather)
+        return self.loss_terms(self.heads(maps, targets), targets, batch)
+
+    def loss_terms(
+        self, outputs: dict[str, torch.Tensor], targets: torch.Tensor, batch: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Return loss name -> () float32, of what the head returned for a training batch."""
+        return compute_losses(self.losses, outputs, targets, gather=self.gather)
+
+    def class_logits(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Return (B, K) float32 class logits, scaled and without a margin, in the mode that the model is in."""
+        return self.heads.logits(self.feature_maps(batch))
 
 
 Outputs = dict[str, torch.Tensor]
