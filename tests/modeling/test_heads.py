@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastamp.modeling.heads import ClasHead, EmbeddingHead
+from fastamp.modeling.heads import ClasHead, EmbeddingHead, FCHead
 from fastamp.utils.errors import ConfigError
 
 
@@ -84,3 +84,11 @@ def test_logits_are_those_of_the_training_without_a_margin():
     torch.testing.assert_close(head.logits(x), head(x, targets)["pred_class_logits"])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert head.eval().logits(x.bfloat16()).dtype == torch.float32
+
+
+def test_logits_of_the_fc_head():
+    head = FCHead(feat_dim=8, embedding_dim=4, num_classes=3, scale=2)
+    x, targets = torch.randn(6, 8, 4, 2), torch.arange(6) % 3
+    logits = head(x, targets)["pred_class_logits"]
+    torch.testing.assert_close(head.logits(x), logits)
+    assert logits.requires_grad  # a student learns by them

@@ -158,6 +158,12 @@ def test_it_computes_in_float32_where_the_model_does():
     model(BATCH)
 
 
+def test_it_is_compiled_where_the_model_is():
+    model = make("MODEL.COMPILE", "aot_eager")
+    assert all(part.backbone._compiled_call_impl is not None for part in (model, model.key_encoder))
+    assert torch.isfinite(model(BATCH)["loss_mb"])
+
+
 def test_frozen_parts_are_frozen_in_it_too():
     model = make()
     hook = FreezeLayers(model, ["backbone"], 2)

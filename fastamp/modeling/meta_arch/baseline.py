@@ -12,6 +12,8 @@ from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.image_model import ImageModel, normalization
 from fastamp.utils import comm
 
+Outputs = dict[str, torch.Tensor]
+
 
 @META_ARCH_REGISTRY.register()
 class Baseline(ImageModel):
@@ -79,7 +81,7 @@ class Baseline(ImageModel):
         return self.loss_terms(self.heads(maps, targets), targets, batch)
 
     def loss_terms(
-        self, outputs: dict[str, torch.Tensor], targets: torch.Tensor, batch: dict[str, Any]
+        self, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor, batch: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
         """Return loss name -> () float32, of what the head returned for a training batch."""
         return compute_losses(self.losses, outputs, targets, gather=self.gather)
@@ -89,7 +91,9 @@ class Baseline(ImageModel):
         return self.heads.logits(self.feature_maps(batch))
 
 
-Outputs = dict[str, torch.Tensor]
+def main_outputs(outputs: Outputs | list[tuple[float, Outputs]]) -> Outputs:
+    """Return what a head returned in training mode; of several outputs the first, which are of the whole image."""
+    return outputs[0][1] if isinstance(outputs, list) else outputs
 
 
 def compute_losses(

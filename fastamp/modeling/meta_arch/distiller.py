@@ -8,7 +8,7 @@ from torch import nn
 
 from fastamp.amp import apply_force_fp32
 from fastamp.modeling.losses.distillation import distillation_loss
-from fastamp.modeling.meta_arch.baseline import Baseline
+from fastamp.modeling.meta_arch.baseline import Baseline, Outputs, main_outputs
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.momentum import MomentumCopy
 from fastamp.modeling.meta_arch.teachers import build_teachers
@@ -55,6 +55,7 @@ class Distiller(Baseline):
         if ema_momentum is not None:
             apply_force_fp32(self, tuple(force_fp32))
             self.ema = MomentumCopy(self, parts=("backbone", "heads"), momentum=ema_momentum).eval()
+            self.trunks = (*self.trunks, "ema.backbone")
 
     @classmethod
     def further_options(cls, cfg: Any) -> dict[str, Any]:
@@ -92,11 +93,11 @@ class Distiller(Baseline):
         return super().forward(batch | {"images": batch["images"].to(self.device, non_blocking=True)})
 
     def loss_terms(
-        self, outputs: dict[str, torch.Tensor], targets: torch.Tensor, batch: dict[str, Any]
+        self, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor, batch: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
         """Return ``Baseline``'s losses, and ``loss_jsdiv``, the mean of the distillation losses of all teachers."""
         losses = super().loss_terms(outputs, targets, batch)
-        own = outputs["pred_class_logits"]
+        own = main_outputs(outputs)["pred_class_logits"]
         terms = [distillation_loss(own, logits, temperature=self.temperature) for logits in self._lessons(batch)]
         return losses | {"loss_jsdiv": torch.stack(terms).mean()}
 

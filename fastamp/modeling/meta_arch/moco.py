@@ -10,7 +10,7 @@ from torch import nn
 from fastamp.amp import apply_force_fp32, force_fp32
 from fastamp.modeling.losses.build import feature_dim
 from fastamp.modeling.losses.pairwise_cosine import log_sum_exp_loss
-from fastamp.modeling.meta_arch.baseline import Baseline
+from fastamp.modeling.meta_arch.baseline import Baseline, Outputs, main_outputs
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.momentum import MomentumCopy
 from fastamp.utils import comm
@@ -42,6 +42,8 @@ class MoCo(Baseline):
         force_fp32: ``SOLVER.AMP.FORCE_FP32``, which the key encoder is to have in common with the model.
         parts: see ``Baseline``.
     """
+
+    trunks = ("backbone", "key_encoder.backbone")
 
     def __init__(
         self,
@@ -82,15 +84,15 @@ class MoCo(Baseline):
         return super().forward(batch)
 
     def loss_terms(
-        self, outputs: dict[str, torch.Tensor], targets: torch.Tensor, batch: dict[str, Any]
+        self, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor, batch: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
         """Return ``Baseline``'s losses, and ``loss_mb`` over the memory bank."""
         losses = super().loss_terms(outputs, targets, batch)
         self.key_encoder.follow_modes(self)
         with torch.no_grad():
             maps = self.feature_maps(batch, self.key_encoder.backbone)
-            keys = self.key_encoder.heads(maps, targets)["features"]
-        return losses | {"loss_mb": self.scale * self.memory(outputs["features"], keys, targets)}
+            keys = main_outputs(self.key_encoder.heads(maps, targets))["features"]
+        return losses | {"loss_mb": self.scale * self.memory(main_outputs(outputs)["features"], keys, targets)}
 
     def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Return the tensors of a file of this or another architecture, as ``Baseline`` does.

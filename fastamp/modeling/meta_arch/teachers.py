@@ -19,8 +19,9 @@ def build_teachers(cfg: Any) -> list[nn.Module]:
     """Return the models of ``KD.MODEL_CONFIG`` with the weights of ``KD.MODEL_WEIGHTS``, on ``MODEL.DEVICE``.
 
     They are in evaluation mode and without gradients. A teacher's config says all about it but the device, the memory
-    format, the precision that is on and, where it has ``MODEL.HEADS.NUM_CLASSES`` 0, the number of classes, which are
-    the student's. It normalizes images by its own ``MODEL.PIXEL_MEAN`` and ``PIXEL_STD``.
+    format, the compiler and the precision that is on, which are the student's; where it has
+    ``MODEL.HEADS.NUM_CLASSES`` 0, the number of classes is too. It normalizes images by its own ``MODEL.PIXEL_MEAN``
+    and ``PIXEL_STD``.
 
     Raises:
         ConfigError: there are not as many configs as weights, or a config is missing, wrong, or of a model that cannot
@@ -78,7 +79,7 @@ def _teacher_config(cfg: Any, path: str) -> Any:
         )
     teacher.MODEL.HEADS.NUM_CLASSES = classes
     teacher.MODEL.DEVICE = cfg.MODEL.DEVICE
-    teacher.MODEL.CHANNELS_LAST = cfg.MODEL.CHANNELS_LAST
+    teacher.MODEL.CHANNELS_LAST, teacher.MODEL.COMPILE = cfg.MODEL.CHANNELS_LAST, cfg.MODEL.COMPILE
     teacher.SOLVER.AMP.ENABLED, teacher.SOLVER.AMP.DTYPE = cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE
     teacher.MODEL.BACKBONE.PRETRAIN = False  # would be overwritten at once
     if teacher.MODEL.META_ARCHITECTURE in _BASELINES:
