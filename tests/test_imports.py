@@ -50,7 +50,8 @@ def test_import_fastamp_loads_nothing_heavy():
 def test_optional_packages_are_not_needed_to_import():
     code = (
         "import sys\n"
-        "for name in ('matplotlib', 'ray', 'timm', 'onnx', 'faiss', 'tensorboard', 'scipy', 'h5py'):\n"
+        "optional = ('matplotlib', 'ray', 'timm', 'onnx', 'faiss', 'tensorboard', 'scipy', 'h5py')\n"
+        "for name in (*optional, 'pytorch_metric_learning'):\n"
         "    sys.modules[name] = None\n"
         "import fastamp.engine, fastamp.data, fastamp.modeling, fastamp.evaluation, fastamp.solver"
     )

@@ -1,4 +1,4 @@
-"""The running statistics of normalization layers, kept so that a step that is skipped leaves no trace in them."""
+"""What training forward passes write into a model, kept so that a step that is skipped leaves no trace in it."""
 
 import torch
 from torch import nn
@@ -6,18 +6,20 @@ from torch import nn
 _LAYERS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
-class NormalizationBuffers:
-    """A copy of the buffers of a model's normalization layers.
+class ForwardBuffers:
+    """A copy of the buffers that forward passes write: normalization layers', and those of modules that say so.
 
     A forward pass that overflows writes NaN into running means, where they stay for ever: the parameters are saved by
-    skipping the step, the evaluation is not.
+    skipping the step, the evaluation is not. A memory bank or a moving average is such state too: its module has a
+    class attribute ``written_in_forward = True``, which is about all buffers in it.
 
     Args:
-        model: has the layers.
+        model: has the modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, _LAYERS) or "running_mean" in m._buffers]
+        self._banks = [m for m in model.modules() if getattr(m, "written_in_forward", False)]
         self._kept: list[torch.Tensor] | None = None
 
     @torch.no_grad()
@@ -31,12 +33,14 @@ class NormalizationBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the layers the buffers that were kept last."""
+        """Give the modules the buffers that were kept last."""
         if self._kept is not None:
             _copy(self._live(), self._kept)
 
     def _live(self) -> list[torch.Tensor]:
-        return [buffer for layer in self._layers for buffer in layer.buffers(recurse=False)]
+        buffers = [buffer for layer in self._layers for buffer in layer.buffers(recurse=False)]
+        buffers += [buffer for bank in self._banks for buffer in bank.buffers()]
+        return list({id(buffer): buffer for buffer in buffers}.values())
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

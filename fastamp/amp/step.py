@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fastamp.amp.buffers import NormalizationBuffers
+from fastamp.amp.buffers import ForwardBuffers
 from fastamp.amp.health import FirstSteps, check_losses, explain_no_gradient, zero_share
 from fastamp.amp.policy import PrecisionPolicy
 from fastamp.utils import comm
@@ -149,8 +149,8 @@ class OptimizationStep:
         scaler: the loss scale of float16; None for bfloat16 and float32.
         clip: ``clip(gradients, total_norm) -> coefficient``, applied in place to unscaled gradients.
         max_consecutive_skips: more skipped steps in a row than this end the training.
-        guard_buffers: ``begin`` keeps the running statistics of normalization layers, and a step that is skipped gives
-            them back.
+        guard_buffers: ``begin`` keeps what forward passes write, see ``ForwardBuffers``, and a step that is skipped
+            gives it back.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class OptimizationStep:
         guard_buffers: bool = True,
     ) -> None:
         self.model = model
-        self.buffers = NormalizationBuffers(model) if guard_buffers else None
+        self.buffers = ForwardBuffers(model) if guard_buffers else None
         self.optimizers = list(optimizers)
         self.scaler = scaler
         self.clip = clip

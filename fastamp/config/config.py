@@ -232,7 +232,7 @@ class CfgNode(YacsCfgNode):
         if isinstance(value, Mapping):
             if free_form:
                 yield self.clear
-            yield from self._mapping_edits(value, source)
+            yield from self._mapping_edits(_flat(value) if free_form and free_form.nested else value, source)
         elif flag is not None and "ENABLED" in self:
             yield self._set("ENABLED", flag, source)
         elif shorthand and value is not None:
@@ -348,6 +348,15 @@ def _apply(edits: Iterable[Edit]) -> None:
     """Collect all edits, so that a wrong one stops them all, then make them."""
     for edit in list(edits):
         edit()
+
+
+def _flat(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return ``{"a.b": 1}`` for ``{"a": {"b": 1}}``."""
+    flat: dict[Any, Any] = {}
+    for name, value in mapping.items():
+        inner = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, Mapping) else {name: value}
+        flat.update(inner)
+    return flat
 
 
 def _restore(cls: type[CfgNode], state: dict[str, Any], items: dict[str, Any]) -> CfgNode:

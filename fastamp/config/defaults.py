@@ -69,7 +69,18 @@ define(
     "Standard deviation of each channel, in 0..255, that images are divided by; given as PIXEL_MEAN is.",
     above=0,
 )
-define("MODEL.QUEUE_SIZE", 8192, "Features kept in the memory bank of the MoCo architecture.")
+define("MODEL.QUEUE_SIZE", 8192, "Features kept in the memory bank of the MoCo architecture.", low=1)
+define(
+    "MODEL.MOCO.MOMENTUM",
+    0.999,
+    "MoCo: share of the key encoder's weights that each iteration keeps, the rest being the model's; 0 stores the "
+    "model's own features, as FastReID does.",
+    low=0,
+    high=1,
+)
+define("MODEL.MOCO.MARGIN", 0.25, "MoCo: margin on the cosine similarities with the memory bank.", low=0)
+define("MODEL.MOCO.GAMMA", 32.0, "MoCo: factor on them.", above=0)
+define("MODEL.MOCO.SCALE", 1.0, "MoCo: weight of the loss over the memory bank in the sum.", low=0)
 
 define("MODEL.BACKBONE.NAME", "build_resnet_backbone", "The network that turns images into feature maps.")
 define(
@@ -190,7 +201,8 @@ define("MODEL.HEADS.SCALE", 1, "Factor on the classifier's logits; margin softma
 define(
     "MODEL.LOSSES.NAME",
     ("CrossEntropyLoss",),
-    "The losses, which are added up: CrossEntropyLoss, FocalLoss, TripletLoss, CircleLoss, Cosface, CenterLoss.",
+    "The losses, which are added up: CrossEntropyLoss, FocalLoss, TripletLoss, CircleLoss, Cosface, CenterLoss, "
+    "SupConLoss, or pml/ and the name of one of pytorch-metric-learning's.",
 )
 define(
     "MODEL.LOSSES.GATHER",
@@ -233,12 +245,23 @@ define(
 define("MODEL.LOSSES.FL.ALPHA", 0.25, "Focal loss: factor that balances the classes.", above=0)
 define("MODEL.LOSSES.FL.GAMMA", 2, "Focal loss: exponent that turns the weight away from easy samples.", low=0)
 define("MODEL.LOSSES.FL.SCALE", 1.0, "Focal loss: weight in the sum.", low=0)
+define("MODEL.LOSSES.SUPCON.TEMPERATURE", 0.1, "Supervised contrastive loss: cosines are divided by it.", above=0)
+define("MODEL.LOSSES.SUPCON.SCALE", 1.0, "Supervised contrastive loss: weight in the sum.", low=0)
+define(
+    "MODEL.LOSSES.PML.ARGS",
+    {},
+    "Losses of pytorch-metric-learning: arguments by the name of the loss or miner, e.g. "
+    "{TripletMarginLoss: {margin: 0.1}}.",
+    nested=True,
+)
+define("MODEL.LOSSES.PML.MINER", "", "Losses of pytorch-metric-learning: its miner that chooses pairs; '' is none.")
+define("MODEL.LOSSES.PML.SCALE", 1.0, "Losses of pytorch-metric-learning: weight in the sum of each.", low=0)
 
 # ---- knowledge distillation
-define("KD.MODEL_CONFIG", (), "Config files of the teachers.", of=str)
-define("KD.MODEL_WEIGHTS", (), "Weight files of the teachers, in the order of MODEL_CONFIG.", of=str)
-define("KD.EMA.ENABLED", False, "Also distil from a moving average of the student itself.")
-define("KD.EMA.MOMENTUM", 0.999, "Share of the old average that each iteration keeps.")
+define("KD.MODEL_CONFIG", (), "Distiller: config files of the teachers.", of=str)
+define("KD.MODEL_WEIGHTS", (), "Distiller: weight files of the teachers, in the order of MODEL_CONFIG.", of=str)
+define("KD.EMA.ENABLED", False, "Distiller: also learn from a moving average of the student itself.")
+define("KD.EMA.MOMENTUM", 0.999, "Distiller: share of that average that each iteration keeps.", low=0, high=1)
 
 # ---- input
 define("INPUT.SIZE_TRAIN", (256, 128), "Height and width of a training image, in pixels.", low=1, high=8192, length=2)
@@ -569,7 +592,11 @@ define(
     choices=("same", "float32"),
     aliases={"fp32": "float32"},
 )
-define("SOLVER.AMP.BN_GUARD", True, "Restore the buffers of normalization layers when a step is skipped.")
+define(
+    "SOLVER.AMP.BN_GUARD",
+    True,
+    "Restore the buffers of normalization layers, memory banks and moving averages when a step is skipped.",
+)
 define(
     "SOLVER.AMP.LOCATE",
     "on_failure",
@@ -652,4 +679,4 @@ SHORTHANDS = {"SOLVER.AMP": "DTYPE"}
 
 # Keys, with wildcards, that nothing acts upon yet. Whoever implements a feature deletes its pattern: the documentation
 # and the refusal both come from here.
-NOT_YET = ("KD.*",)
+NOT_YET: tuple[str, ...] = ()

@@ -32,6 +32,7 @@ class Key:
         of: the type of the elements of a sequence; needed where the default is empty.
         low, above, high: bounds of a number, or of each in a sequence: at least, more than, at most.
         length: how many elements a sequence has; None for any number.
+        nested: a free-form section takes sections as values, ``{a: {b: 1}}``, and keeps them as ``{a.b: 1}``.
     """
 
     path: str
@@ -44,6 +45,7 @@ class Key:
     above: float | None = None
     high: float | None = None
     length: int | None = None
+    nested: bool = False
 
     @property
     def bounds(self) -> str:

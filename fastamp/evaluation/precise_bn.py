@@ -45,8 +45,12 @@ class _Pooled:
         total = comm.all_reduce_sum(count)
         mean = comm.all_reduce_sum(self.mean * (count / total))
         squares = comm.all_reduce_sum((self.squares + (self.mean - mean).square()) * (count / total))
-        self.layer.running_mean.copy_(mean)
-        self.layer.running_var.copy_(squares * (total / (total - 1).clamp_min(1)))
+        # A part that evaluation does not run, e.g. a second encoder of the training, keeps what it has.
+        for buffer, value in (
+            (self.layer.running_mean, mean),
+            (self.layer.running_var, squares * (total / (total - 1).clamp_min(1))),
+        ):
+            buffer.copy_(torch.where(total > 0, value, buffer))
 
 
 @torch.no_grad()

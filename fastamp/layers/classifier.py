@@ -47,8 +47,13 @@ class Linear(nn.Module):
         Returns:
             Two (B, num_classes) float32 tensors: with the margin in, and without; the same one here.
         """
-        logits = F.linear(features, weight) * self.scale
+        logits = self.logits(features, weight)
         return logits, logits
+
+    @force_fp32
+    def logits(self, features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return (B, num_classes) float32 logits without any margin."""
+        return F.linear(features, weight) * self.scale
 
     def extra_repr(self) -> str:
         return f"scale={self.scale}, margin={self.margin}"
@@ -67,11 +72,19 @@ class MarginSoftmax(Linear):
         self, features: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits for the loss and the logits for the accuracy; see ``Linear.forward``."""
-        cosines = F.linear(F.normalize(features, dim=1), F.normalize(weight, dim=1))
-        cosines = cosines.clamp(-_COSINE_LIMIT, _COSINE_LIMIT)
+        cosines = self._cosines(features, weight)
         column = targets[:, None]
         with_margin = self.wrong(cosines).scatter(1, column, self.right(cosines.gather(1, column)))
         return self.scale * with_margin, self.scale * cosines
+
+    @force_fp32
+    def logits(self, features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return (B, num_classes) float32 logits without any margin."""
+        return self.scale * self._cosines(features, weight)
+
+    def _cosines(self, features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        cosines = F.linear(F.normalize(features, dim=1), F.normalize(weight, dim=1))
+        return cosines.clamp(-_COSINE_LIMIT, _COSINE_LIMIT)
 
     def right(self, cosines: torch.Tensor) -> torch.Tensor:
         """Return what becomes of (B, 1) float32 cosines with the right class."""

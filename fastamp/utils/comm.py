@@ -188,9 +188,19 @@ def broadcast(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def data_parallel(model: nn.Module) -> nn.Module:
-    """Return ``model`` behind DDP, which averages the gradients of all ranks; itself when alone or all frozen."""
+    """Return ``model`` behind DDP, which averages the gradients of all ranks; itself when alone or all frozen.
+
+    A module's ``equal_on_all_ranks()`` names those of its buffers that every rank computes alike: they do not travel.
+    """
     if not is_distributed() or not any(p.requires_grad for p in model.parameters()):
         return model
+    equal = [
+        f"{name}.{buffer}"
+        for name, module in model.named_modules()
+        if hasattr(module, "equal_on_all_ranks")
+        for buffer in module.equal_on_all_ranks()
+    ]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, equal)
     return DistributedDataParallel(model)
 
 

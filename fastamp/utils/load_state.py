@@ -74,7 +74,7 @@ def adopt(model: nn.Module, state: State) -> tuple[State, list[str]]:
             below = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             others = {key: value for key, value in state.items() if not key.startswith(prefix)}
             state = others | {prefix + key: value for key, value in module.adopt_state(below, notes).items()}
-    return state, notes
+    return state, list(dict.fromkeys(notes))  # of two modules of a kind
 
 
 def load_model_state(

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from fastamp.modeling.heads import EmbeddingHead
+from fastamp.modeling.heads import ClasHead, EmbeddingHead, FCHead
 from fastamp.utils.errors import ConfigError
 
 
@@ -54,3 +55,40 @@ def test_a_flattened_map_is_a_feature():
     head = make(pool_layer="Flatten")
     assert head(x, targets)["features"].shape == (4, 8)
     assert make(pool_layer="Flatten", feat_dim=16).eval()(torch.randn(4, 8, 2, 1)).shape == (4, 16)
+
+
+@pytest.mark.parametrize("cls_layer", ["Linear", "CosSoftmax", "ArcSoftmax", "CircleSoftmax"])
+def test_clas_head_evaluates_the_classes(cls_layer):
+    options = {"cls_layer": cls_layer, "scale": 16, "margin": 0.3, "embedding_dim": 4}
+    head, x, targets = ClasHead(feat_dim=8, num_classes=3, **options), torch.randn(5, 8, 4, 2), torch.arange(5) % 3
+    outputs = head(x, targets)
+    assert outputs["features"].shape == (5, 4)  # after the neck, whatever NECK_FEAT says
+    logits = head.eval()(x)
+    neck = head.bottleneck(x.mean((2, 3), keepdim=True)).flatten(1)
+    weight = head.weight
+    if cls_layer != "Linear":
+        neck, weight = F.normalize(neck), F.normalize(weight)
+    torch.testing.assert_close(logits, 16 * neck @ weight.t())
+    assert head.feature_dim == logits.shape[1] == 3
+
+
+def test_clas_head_has_the_names_of_the_embedding_head():
+    head, other = ClasHead(feat_dim=8, num_classes=3), make()
+    head.load_state_dict(other.state_dict())
+    with pytest.raises(ConfigError, match="NUM_CLASSES is 0"):
+        ClasHead(feat_dim=8, num_classes=0).eval()(torch.randn(2, 8, 4, 2))
+
+
+def test_logits_are_those_of_the_training_without_a_margin():
+    head, x, targets = make(cls_layer="ArcSoftmax", scale=8, margin=0.5), torch.randn(6, 8, 4, 2), torch.arange(6) % 3
+    torch.testing.assert_close(head.logits(x), head(x, targets)["pred_class_logits"])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert head.eval().logits(x.bfloat16()).dtype == torch.float32
+
+
+def test_logits_of_the_fc_head():
+    head = FCHead(feat_dim=8, embedding_dim=4, num_classes=3, scale=2)
+    x, targets = torch.randn(6, 8, 4, 2), torch.arange(6) % 3
+    logits = head(x, targets)["pred_class_logits"]
+    torch.testing.assert_close(head.logits(x), logits)
+    assert logits.requires_grad  # a student learns by them

@@ -170,3 +170,20 @@ def test_errors(config):
                            "MODEL.BACKBONE.FEAT_DIM", "512"))  # fmt: skip
     with pytest.raises(ConfigError, match=r"MODEL\.HEADS\.JPM\.PARTS is 4, but .* 3 patches"):
         make().eval()(torch.randn(1, 4, 6))
+
+
+@pytest.mark.parametrize(
+    "arch, term, opts",
+    [("MoCo", "loss_mb", ("MODEL.QUEUE_SIZE", "8")), ("Distiller", "loss_jsdiv", ("KD.EMA.ENABLED", "True"))],
+)
+def test_architectures_that_look_at_one_output_take_the_global_one(config, arch, term, opts):
+    torch.manual_seed(0)
+    model = build_model(config("MODEL.META_ARCHITECTURE", arch, "MODEL.BACKBONE.DROP_PATH_RATIO", "0", *opts))
+    captured = []
+    model.heads.register_forward_hook(lambda head, args, outputs: captured.append((args[0], outputs[0][1])))
+    losses = model({"images": torch.randint(256, (4, 3, 64, 40)), "targets": TARGETS})
+    assert list(losses) == ["loss_cls", "loss_triplet", term] and losses[term].requires_grad
+    tokens, main = captured[0]
+    if arch == "MoCo":
+        assert model.memory.queue.shape == (16, 8) and (model.memory.queue_label >= 0).sum() == 4
+    torch.testing.assert_close(model.heads.logits(tokens), main["pred_class_logits"])

@@ -1,8 +1,9 @@
 """Heads: feature maps -> embeddings, logits."""
 
 from fastamp.modeling.heads.build import HEADS_REGISTRY, build_heads
+from fastamp.modeling.heads.clas_head import ClasHead
 from fastamp.modeling.heads.embedding_head import EmbeddingHead
 from fastamp.modeling.heads.fc_head import FCHead
 from fastamp.modeling.heads.jpm_head import JPMHead
 
-__all__ = ["HEADS_REGISTRY", "EmbeddingHead", "FCHead", "JPMHead", "build_heads"]
+__all__ = ["HEADS_REGISTRY", "ClasHead", "EmbeddingHead", "FCHead", "JPMHead", "build_heads"]

@@ -109,6 +109,35 @@ class EmbeddingHead(nn.Module):
             ``{"cls_outputs": (B, K), "pred_class_logits": (B, K), "features": (B, D)}``, float32; the features are
             those before or after the neck, by ``neck_feat``.
         """
+        pooled = self._pool(features)
+        if not self.training and self.eval_feat == "before":
+            return pooled.flatten(1)
+        neck = self.bottleneck(pooled).flatten(1)
+        if not self.training:
+            return neck
+        self._require_classes()
+        cls_outputs, logits = self.cls_layer(neck, self.weight, targets)
+        return {
+            "cls_outputs": cls_outputs,
+            "pred_class_logits": logits,
+            "features": pooled.flatten(1) if self.neck_feat == "before" else neck,
+        }
+
+    @force_fp32
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the class logits without any margin, scaled, of a map of features, in every mode.
+
+        Args:
+            features: (B, feat_dim, h, w) float of any precision.
+
+        Returns:
+            (B, K) float32.
+        """
+        self._require_classes()
+        return self.cls_layer.logits(self.bottleneck(self._pool(features)).flatten(1), self.weight)
+
+    def _pool(self, features: torch.Tensor) -> torch.Tensor:
+        """Return (B, feat_dim, 1, 1)."""
         pooled = self.pool_layer(features)
         if pooled.dim() == 2:
             pooled = pooled[:, :, None, None]
@@ -123,19 +152,11 @@ class EmbeddingHead(nn.Module):
             raise ConfigError(
                 f"MODEL.HEADS.POOL_LAYER {type(self.pool_layer).__name__} leaves a map of {size}; the head needs 1 x 1"
             )
-        if not self.training and self.eval_feat == "before":
-            return pooled.flatten(1)
-        neck = self.bottleneck(pooled).flatten(1)
-        if not self.training:
-            return neck
+        return pooled
+
+    def _require_classes(self) -> None:
         if len(self.weight) == 0:
             raise ConfigError("MODEL.HEADS.NUM_CLASSES is 0: to train, set it to the number of identities")
-        cls_outputs, logits = self.cls_layer(neck, self.weight, targets)
-        return {
-            "cls_outputs": cls_outputs,
-            "pred_class_logits": logits.detach(),
-            "features": pooled.flatten(1) if self.neck_feat == "before" else neck,
-        }
 
     def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Return the head of a FastReID file of any age, or of a TransReID one without JPM, under present names.

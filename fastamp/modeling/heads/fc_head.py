@@ -87,15 +87,24 @@ class FCHead(nn.Module):
         pooled = self.pool_layer(features).flatten(1)
         if not self.training:
             return pooled if self.eval_feat == "before" else self.fc(pooled)
-        if len(self.weight) == 0:
-            raise ConfigError("MODEL.HEADS.NUM_CLASSES is 0: to train, set it to the number of identities")
+        self._require_classes()
         embeddings = self.fc(pooled)
         cls_outputs, logits = self.cls_layer(embeddings, self.weight, targets)
         return {
             "cls_outputs": cls_outputs,
-            "pred_class_logits": logits.detach(),
+            "pred_class_logits": logits,
             "features": pooled if self.neck_feat == "before" else embeddings,
         }
+
+    @force_fp32
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        """Return (B, K) float32 class logits without any margin, in every mode; see ``EmbeddingHead.logits``."""
+        self._require_classes()
+        return self.cls_layer.logits(self.fc(self.pool_layer(features).flatten(1)), self.weight)
+
+    def _require_classes(self) -> None:
+        if len(self.weight) == 0:
+            raise ConfigError("MODEL.HEADS.NUM_CLASSES is 0: to train, set it to the number of identities")
 
     def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Return the head of a torchreid file under present names; its classifier has a bias, which is left over."""

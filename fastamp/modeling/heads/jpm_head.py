@@ -101,6 +101,10 @@ class JPMHead(nn.Module):
         weights = [0.5] + [0.5 / self.parts] * self.parts
         return list(zip(weights, outputs, strict=True))
 
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return (B, K) float32 class logits of the global feature, in every mode; see ``EmbeddingHead.logits``."""
+        return self.branches[0].logits(self._through(self.b1, tokens)[:, 0, :, None, None])
+
     def _local_features(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return (B, D) for each part."""
         class_token, patches = tokens[:, :1], tokens[:, 1:]

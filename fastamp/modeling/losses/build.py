@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from fastamp.modeling.losses.pml import PML, build_pml_loss
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
 
@@ -18,17 +19,28 @@ def build_losses(cfg: Any) -> nn.ModuleDict:
     images of a batch with each other by their ``features``, and sees those of all ranks under ``MODEL.LOSSES.GATHER``.
 
     Raises:
-        ConfigError: a name is not registered, or stands there twice.
+        ConfigError: a name is not registered, or stands there twice, or two losses are reported by one name.
     """
     names = list(cfg.MODEL.LOSSES.NAME)
     if len(set(names)) < len(names):
         raise ConfigError(f"MODEL.LOSSES.NAME names a loss twice: {', '.join(names)}")
-    losses = [LOSS_REGISTRY.build(name, cfg) for name in names]
-    return nn.ModuleDict({loss.loss_name: loss for loss in losses})
+    losses: dict[str, nn.Module] = {}
+    for name in names:
+        if name.startswith(PML):
+            loss = build_pml_loss(cfg, name.removeprefix(PML), feature_dim=feature_dim(cfg))
+        else:
+            loss = LOSS_REGISTRY.build(name, cfg)
+        if loss is None:
+            continue  # a loss over classes, where there are none
+        if loss.loss_name in losses:
+            raise ConfigError(f"MODEL.LOSSES.NAME {', '.join(names)}: two of them are {loss.loss_name}; name one")
+        losses[loss.loss_name] = loss
+    return nn.ModuleDict(losses)
 
 
 def feature_dim(cfg: Any) -> int:
     """Return the width of the ``features`` that a head gives to the losses."""
     heads = cfg.MODEL.HEADS
     whole = cfg.MODEL.BACKBONE.FEAT_DIM
-    return (heads.EMBEDDING_DIM or whole) if heads.NECK_FEAT == "after" else whole
+    after = heads.NECK_FEAT == "after" or heads.NAME == "ClasHead"  # which knows no other
+    return (heads.EMBEDDING_DIM or whole) if after else whole

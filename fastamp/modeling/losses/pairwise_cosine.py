@@ -19,7 +19,7 @@ def _pair_masks(targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return same & ~itself, ~same
 
 
-def _log_sum_exp_loss(
+def log_sum_exp_loss(
     positive_logits: torch.Tensor, negative_logits: torch.Tensor, positive: torch.Tensor, negative: torch.Tensor
 ) -> torch.Tensor:
     """Return the mean over rows of log(1 + sum over positives of exp() * sum over negatives of exp()).
@@ -51,7 +51,7 @@ def pairwise_circle_loss(
     weights = cosines.detach()
     positive_logits = -gamma * (1 + margin - weights).clamp_min(0) * (cosines - (1 - margin))
     negative_logits = gamma * (weights + margin).clamp_min(0) * (cosines - margin)
-    return _log_sum_exp_loss(positive_logits, negative_logits, *_pair_masks(targets))
+    return log_sum_exp_loss(positive_logits, negative_logits, *_pair_masks(targets))
 
 
 @force_fp32
@@ -71,7 +71,7 @@ def pairwise_cosface(
     """
     unit = F.normalize(features, dim=1)
     cosines = unit @ unit.t()
-    return _log_sum_exp_loss(-gamma * cosines, gamma * (cosines + margin), *_pair_masks(targets))
+    return log_sum_exp_loss(-gamma * cosines, gamma * (cosines + margin), *_pair_masks(targets))
 
 
 class _PairwiseCosineLoss(nn.Module):

@@ -12,6 +12,8 @@ from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.image_model import ImageModel, normalization
 from fastamp.utils import comm
 
+Outputs = dict[str, torch.Tensor]
+
 
 @META_ARCH_REGISTRY.register()
 class Baseline(ImageModel):
@@ -54,7 +56,13 @@ class Baseline(ImageModel):
             losses=build_losses(cfg),
             gather=cfg.MODEL.LOSSES.GATHER,
             **normalization(cfg),
+            **cls.further_options(cfg),
         )
+
+    @classmethod
+    def further_options(cls, cfg: Any) -> dict[str, Any]:
+        """Return what a subclass takes besides, from a config with the backbone's ``FEAT_DIM``."""
+        return {}
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor | dict[str, torch.Tensor]:
         """Compute features, or losses.
@@ -70,10 +78,22 @@ class Baseline(ImageModel):
         if not self.training:
             return self.heads(maps)
         targets = self.targets(batch)
-        return compute_losses(self.losses, self.heads(maps, targets), targets, gather=self.gather)
+        return self.loss_terms(self.heads(maps, targets), targets, batch)
+
+    def loss_terms(
+        self, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor, batch: dict[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Return loss name -> () float32, of what the head returned for a training batch."""
+        return compute_losses(self.losses, outputs, targets, gather=self.gather)
+
+    def class_logits(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Return (B, K) float32 class logits, scaled and without a margin, in the mode that the model is in."""
+        return self.heads.logits(self.feature_maps(batch))
 
 
-Outputs = dict[str, torch.Tensor]
+def main_outputs(outputs: Outputs | list[tuple[float, Outputs]]) -> Outputs:
+    """Return what a head returned in training mode; of several outputs the first, which are of the whole image."""
+    return outputs[0][1] if isinstance(outputs, list) else outputs
 
 
 def compute_losses(

@@ -1,5 +1,6 @@
 """Build the model that a config names, ready on its device."""
 
+import logging
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 from fastamp.amp import PrecisionPolicy, apply_force_fp32, resolve_device
 from fastamp.utils.compiled import compile_parts
 from fastamp.utils.registry import Registry
+
+logger = logging.getLogger(__name__)
 
 META_ARCH_REGISTRY = Registry("MODEL.META_ARCHITECTURE")
 
@@ -23,6 +26,8 @@ def build_model(cfg: Any) -> nn.Module:
         WeightsError: pretrained weights cannot be had or do not fit.
     """
     device = resolve_device(cfg.MODEL.DEVICE)
+    if (cfg.KD.MODEL_CONFIG or cfg.KD.EMA.ENABLED) and cfg.MODEL.META_ARCHITECTURE == "Baseline":
+        logger.warning("KD.* does nothing: MODEL.META_ARCHITECTURE is Baseline, and it is Distiller that has teachers")
     model = META_ARCH_REGISTRY.build(cfg.MODEL.META_ARCHITECTURE, cfg)
     apply_force_fp32(model, cfg.SOLVER.AMP.FORCE_FP32)
     memory_format = torch.channels_last if _channels_last(cfg, device) else torch.contiguous_format

@@ -47,15 +47,21 @@ class ImageModel(nn.Module):
         images = images.to(self.device, non_blocking=True)
         return (images.float() - self.pixel_mean) / self.pixel_std
 
-    def feature_maps(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return what the backbone makes of a batch's images, and of their cameras and views where it takes those."""
+    def feature_maps(self, batch: dict[str, Any], backbone: nn.Module | None = None) -> torch.Tensor:
+        """Return what the backbone makes of a batch's images, and of their cameras and views where it takes those.
+
+        Args:
+            batch: see the subclass.
+            backbone: another one of the same kind; None for the model's own.
+        """
+        backbone = self.backbone if backbone is None else backbone
         images = self.preprocess(batch["images"])
-        if not getattr(self.backbone, "takes_cameras", False):
-            return self.backbone(images)
+        if not getattr(backbone, "takes_cameras", False):
+            return backbone(images)
         if "camids" not in batch:
             raise KeyError('the backbone has camera or view embeddings, but the batch has no "camids"')
         names = [name for name in ("camids", "viewids") if name in batch]
-        return self.backbone(images, **{name: batch[name].to(self.device, non_blocking=True) for name in names})
+        return backbone(images, **{name: batch[name].to(self.device, non_blocking=True) for name in names})
 
     def targets(self, batch: dict[str, Any]) -> torch.Tensor:
         """Return a training batch's (B,) int64 class numbers, on the device."""

@@ -111,9 +111,7 @@ class MGN(ImageModel):
             In evaluation mode (B, 8 D) float32 features, in the order of ``HEADS``; in training mode loss name with
             the head's -> () float32.
         """
-        trunk = self.feature_maps(batch)
-        maps = {branch: self.get_submodule(branch)(trunk) for branch in ("b1", "b2", "b3")}
-        maps |= self._parts("b2", maps["b2"], 2) | self._parts("b3", maps["b3"], 3)
+        maps = self._head_maps(batch)
         if not self.training:
             return torch.cat([self.get_submodule(f"{name}_head")(maps[name]) for name in HEADS], dim=1)
         targets = self.targets(batch)
@@ -130,6 +128,17 @@ class MGN(ImageModel):
             values = compute_losses(of_pairs, together, targets, gather=self.gather)
             losses |= {f"{name}_{head}": value / len(_PAIRED) for name, value in values.items()}
         return losses
+
+    def class_logits(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Return (B, K) float32 class logits, the mean of the eight heads', in the mode that the model is in."""
+        maps = self._head_maps(batch)
+        return torch.stack([self.get_submodule(f"{name}_head").logits(maps[name]) for name in HEADS]).mean(0)
+
+    def _head_maps(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the feature map of each head."""
+        trunk = self.feature_maps(batch)
+        maps = {branch: self.get_submodule(branch)(trunk) for branch in ("b1", "b2", "b3")}
+        return maps | self._parts("b2", maps["b2"], 2) | self._parts("b3", maps["b3"], 3)
 
     @staticmethod
     def _parts(branch: str, maps: torch.Tensor, count: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,154 @@
+"""Any loss of pytorch-metric-learning (Musgrave et al. 2020, arXiv:2008.09164), as ``pml/<its name>``."""
+
+import inspect
+import re
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastamp.amp import force_fp32
+from fastamp.utils.errors import ConfigError, did_you_mean
+
+PML = "pml/"
+
+# A base class; one made of another loss; those for pairs of views, without labels.
+_NOT_FOR_A_CONFIG = ("BaseMetricLossFunction", "GenericPairLoss", "ManifoldLoss", "VICRegLoss", "BaseMiner")
+# Made by a class of theirs, which no config can name.
+_OBJECTS = ("distance", "reducer", "embedding_regularizer", "weight_regularizer", "weight_init_func", "collect_stats")
+
+
+class PMLLoss(nn.Module):
+    """A loss of pytorch-metric-learning over a head's ``features``, in float32.
+
+    What it learns, e.g. the proxies of ``ProxyAnchorLoss``, are parameters of this module. What it remembers otherwise,
+    as the histogram of ``DynamicSoftMarginLoss``, is in no checkpoint.
+
+    Args:
+        loss: of ``(embeddings, labels, indices_tuple) -> ()``.
+        miner: ``(embeddings, labels) -> indices_tuple``; None is none.
+        loss_name: what it is reported as.
+        scale: weight of this loss in the sum.
+    """
+
+    over_pairs = True
+
+    def __init__(self, *, loss: nn.Module, miner: nn.Module | None, loss_name: str, scale: float = 1.0) -> None:
+        super().__init__()
+        self.loss, self.miner = loss, miner
+        self.loss_name, self.scale = loss_name, scale
+        # They are of the identities of a training set, or of the number of them.
+        self.classifiers = tuple(f"loss.{name}" for name, _ in loss.named_parameters())
+
+    @force_fp32
+    def forward(self, outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+        features = outputs["features"]
+        pairs = self.miner(features, targets) if self.miner else None
+        return self.scale * self.loss(features, targets, pairs)
+
+
+def build_pml_loss(cfg: Any, name: str, *, feature_dim: int) -> PMLLoss | None:
+    """Return the loss ``name`` of pytorch-metric-learning with its arguments in ``MODEL.LOSSES.PML.ARGS``.
+
+    How many classes there are and how wide the features are it is told where it must know.
+
+    Args:
+        cfg: the config.
+        name: of the class, e.g. ``"TripletMarginLoss"``.
+        feature_dim: width of the features.
+
+    Returns:
+        The loss; None where it needs classes and the model is built without any, for evaluation alone.
+
+    Raises:
+        ConfigError: the package is not installed, it has no such loss, or the loss refuses its arguments.
+    """
+    losses, miners = _package(name)
+    args, miner = cfg.MODEL.LOSSES.PML.ARGS, cfg.MODEL.LOSSES.PML.MINER
+    asked = {each.removeprefix(PML) for each in cfg.MODEL.LOSSES.NAME if each.startswith(PML)} | {miner}
+    strangers = [key for key in args if key.partition(".")[0] not in asked]
+    if strangers:
+        raise ConfigError(
+            f"MODEL.LOSSES.PML.ARGS: {strangers[0]!r} is of no loss in MODEL.LOSSES.NAME."
+            f"{did_you_mean(strangers[0].partition('.')[0], filter(None, asked))}"
+        )
+    kind = _find("MODEL.LOSSES.NAME", PML, losses, "losses", name)
+    needed = [key for key, p in _parameters(kind).items() if p.default is p.empty]
+    known = {"num_classes": cfg.MODEL.HEADS.NUM_CLASSES, "embedding_size": feature_dim, "descriptors_dim": feature_dim}
+    known = {key: value for key, value in known.items() if key in needed}
+    if known.get("num_classes") == 0:
+        return None
+    return PMLLoss(
+        loss=_make(kind, _arguments(args, name), known),
+        miner=_make(_find("MODEL.LOSSES.PML.MINER", "", miners, "miners", miner), _arguments(args, miner), {})
+        if miner
+        else None,
+        loss_name=f"loss_{_snake_case(name.removesuffix('Loss'))}",
+        scale=cfg.MODEL.LOSSES.PML.SCALE,
+    )
+
+
+def _package(name: str) -> tuple[ModuleType, ModuleType]:
+    try:
+        from pytorch_metric_learning import losses, miners
+    except ImportError as error:
+        raise ConfigError(
+            f"MODEL.LOSSES.NAME {PML}{name} comes from pytorch-metric-learning, which is not installed.\n"
+            '  fix: pip install "fastamp[metric-learning]"'
+        ) from error
+    return losses, miners
+
+
+def _find(key: str, prefix: str, module: ModuleType, base: str, name: str) -> type[nn.Module]:
+    """Return the class ``name`` of pytorch-metric-learning's ``losses`` or ``miners``."""
+    parent = module.BaseMetricLossFunction if base == "losses" else module.BaseMiner
+    choices = {
+        each: value
+        for each, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, parent) and each not in _NOT_FOR_A_CONFIG
+    }
+    if name not in choices:
+        raise ConfigError(
+            f"{key}: {prefix + name!r} is none of pytorch-metric-learning's {base} that can be named here."
+            f"{did_you_mean(prefix + name, [prefix + each for each in choices])}\n"
+            f"  choices: {', '.join(prefix + each for each in sorted(choices))}"
+        )
+    return choices[name]
+
+
+def _arguments(args: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return ``{"margin": 0.1}`` of ``{"TripletMarginLoss.margin": 0.1}``."""
+    return {key.removeprefix(f"{name}."): value for key, value in args.items() if key.startswith(f"{name}.")}
+
+
+def _parameters(kind: type) -> dict[str, inspect.Parameter]:
+    """Return the arguments that a class takes, those which it passes on to its bases too."""
+    found: dict[str, inspect.Parameter] = {}
+    for each in kind.__mro__:
+        if "__init__" not in vars(each):
+            continue
+        parameters = inspect.signature(each.__init__).parameters.values()
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
+        found |= {p.name: p for p in named if p.name not in found}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return found
+
+
+def _make(kind: type[nn.Module], given: dict[str, Any], known: dict[str, Any]) -> nn.Module:
+    accepted = [key for key in _parameters(kind) if key not in known and key not in _OBJECTS]
+    where = f"MODEL.LOSSES.PML.ARGS: {kind.__name__}"
+    choices = f"\n  choices: {', '.join(accepted)}" if accepted else ""
+    for key in given:
+        if key not in accepted:
+            raise ConfigError(f"{where} takes no argument {key!r} here.{did_you_mean(key, accepted)}{choices}")
+    try:
+        return kind(**known | given)
+    except Exception as error:  # it checks its arguments with exceptions of all kinds, assertions among them
+        raise ConfigError(f"{where} refuses {given or 'to be without arguments'}: {error}{choices}") from error
+
+
+def _snake_case(name: str) -> str:
+    return re.sub("(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()

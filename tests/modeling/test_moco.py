@@ -1,0 +1,305 @@
+"""MoCo: the loss over the bank against a naive loop, its queue, the key encoder, skipped steps, several processes."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import moco_ranks
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from loops import make_trainer
+
+from fastamp.amp.fp32 import forced_modules
+from fastamp.amp.rehearsal import Rehearsal
+from fastamp.engine import DefaultTrainer, HookBase
+from fastamp.engine.freezing import FreezeLayers
+from fastamp.evaluation import update_bn_statistics
+from fastamp.modeling import build_model
+from fastamp.modeling.meta_arch.moco import MemoryBank
+from fastamp.solver import WeightAverage, build_optimizer
+from fastamp.utils.errors import ConfigError
+from fastamp.utils.load_state import load_model_state
+
+BATCH = {"images": torch.arange(8 * 3 * 64 * 32).view(8, 3, 64, 32) * 37 % 251, "targets": torch.arange(8) // 2}
+
+
+def make(*opts):
+    options = ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.HEADS.NUM_CLASSES", "4", "MODEL.QUEUE_SIZE", "20", *opts)
+    torch.manual_seed(0)
+    return build_model(tiny.tiny_config(Path("unused"), *options))
+
+
+def tensors(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+# ---- the bank
+
+
+def naive(queries, keys, labels, targets, own, margin, gamma):
+    total = 0.0
+    for i in range(len(queries)):
+        positives, negatives = [], []
+        for place, label in enumerate(labels):
+            if label < 0 or place == own[i]:
+                continue
+            cosine = F.cosine_similarity(queries[i], keys[place], dim=0).item()
+            if label == targets[i]:
+                positives.append(math.exp(-gamma * cosine))
+            else:
+                negatives.append(math.exp(gamma * (cosine + margin)))
+        total += math.log1p(sum(positives) * sum(negatives))
+    return total / len(queries)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_loss_is_a_naive_loop_over_a_queue_that_wraps(dtype):
+    """Batches of 6 in a bank of 10: it is partly empty, then full, and 6 does not divide 10."""
+    bank = MemoryBank(feature_dim=5, size=10, margin=0.25, gamma=8.0).to(dtype)
+    kept, labels = torch.zeros(10, 5, dtype=dtype), [-1] * 10
+    for step in range(4):
+        queries, keys = torch.randn(6, 5, dtype=dtype), torch.randn(6, 5, dtype=dtype)
+        targets = torch.randint(3, (6,))
+        own = [(6 * step + i) % 10 for i in range(6)]
+        for i, place in enumerate(own):
+            kept[place], labels[place] = keys[i], targets[i].item()
+        expected = naive(queries, kept, labels, targets.tolist(), own, 0.25, 8.0)
+        assert bank(queries, keys, targets).item() == pytest.approx(expected, rel=1e-4)
+        assert bank.queue_label.tolist() == [labels] and bank.queue_ptr.tolist() == [6 * (step + 1) % 10]
+        torch.testing.assert_close(bank.queue.t(), F.normalize(kept, dim=1))
+
+
+@pytest.mark.parametrize("targets", [[0, 0, 0], [0, 1, 2], [0]])
+def test_the_loss_without_pairs_is_zero(targets):
+    bank, queries = MemoryBank(feature_dim=5, size=8), torch.randn(len(targets), 5, requires_grad=True)
+    loss = bank(queries, queries.detach(), torch.tensor(targets))
+    loss.backward()
+    assert loss.item() == 0 and torch.equal(queries.grad, torch.zeros_like(queries))
+
+
+def test_the_bank_is_float32_and_survives_a_second_pass_before_the_backward_pass():
+    bank, queries = MemoryBank(feature_dim=5, size=20), torch.randn(6, 5, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [bank(queries.bfloat16(), torch.randn(6, 5).bfloat16(), torch.arange(6) // 2) for _ in range(2)]
+    sum(losses).backward()
+    assert losses[0].dtype == bank.queue.dtype == torch.float32 and bank.queue_label.dtype == torch.int64
+
+
+def test_a_batch_larger_than_the_bank():
+    with pytest.raises(ConfigError, match="MODEL.QUEUE_SIZE is 20, and a batch of 21 images"):
+        MemoryBank(feature_dim=5, size=20)(torch.randn(21, 5), torch.randn(21, 5), torch.zeros(21, dtype=torch.int64))
+
+
+# ---- the key encoder
+
+
+def test_it_follows_the_model_and_nothing_trains_it():
+    model = make("MODEL.MOCO.MOMENTUM", "0.9")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = {name for name, _ in model.named_parameters()}
+    assert names == {name for name, _ in model.backbone.named_parameters("backbone")} | {
+        name for name, _ in model.heads.named_parameters("heads")
+    }
+    expected = {name: model.get_parameter(name).detach().clone() for name in names}
+    for _ in range(3):
+        for name in names:
+            expected[name] = 0.9 * expected[name] + 0.1 * model.get_parameter(name).detach()
+        losses = model(BATCH)
+        own = dict(model.key_encoder.named_buffers())
+        for name in names:
+            torch.testing.assert_close(own[name], expected[name])
+            assert not own[name].requires_grad
+        optimizer.zero_grad()
+        sum(losses.values()).backward()
+        optimizer.step()
+    assert not torch.allclose(own["backbone.0.weight"], model.backbone[0].weight)
+    assert own["backbone.1.num_batches_tracked"] == 3  # its batch norm has statistics of its own
+
+
+def test_without_momentum_the_keys_are_the_models_own_features():
+    model = make("MODEL.MOCO.MOMENTUM", "0")
+    model.backbone[3].p = model.key_encoder.backbone[3].p = 0.0  # dropout
+    captured = []
+    model.heads.register_forward_hook(lambda module, args, outputs: captured.append(outputs["features"]))
+    for _ in range(2):
+        sum(model(BATCH).values()).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    torch.testing.assert_close(model.memory.queue[:, 8:16].t(), F.normalize(captured[1].detach(), dim=1))
+
+
+def test_accumulation_keeps_the_momentum_once_a_step():
+    model = make("MODEL.MOCO.MOMENTUM", "0.81", "SOLVER.ACCUM_STEPS", "2")
+    start = model.backbone[0].weight.detach().clone()
+    with torch.no_grad():
+        model.backbone[0].weight += 1
+    model(BATCH), model(BATCH)
+    own = dict(model.key_encoder.named_buffers())["backbone.0.weight"]
+    torch.testing.assert_close(own, 0.81 * start + 0.19 * (start + 1))
+
+
+def test_evaluation_is_the_models_own(tmp_path):
+    model, plain = make(), build_model(tiny.tiny_config(tmp_path, "MODEL.HEADS.NUM_CLASSES", "4"))
+    model(BATCH)
+    report = load_model_state(plain, model.state_dict(), source="test")
+    assert not report.missing and {name.split(".")[0] for name in report.dropped} == {"key_encoder", "memory"}
+    before = tensors(model)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(BATCH), plain.eval()(BATCH))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_it_computes_in_float32_where_the_model_does():
+    model = make("SOLVER.AMP.FORCE_FP32", "['backbone.4']")
+    assert forced_modules(model) == ["backbone.4", "key_encoder.backbone.4"]
+    model(BATCH)
+
+
+def test_it_is_compiled_where_the_model_is():
+    model = make("MODEL.COMPILE", "aot_eager")
+    assert all(part.backbone._compiled_call_impl is not None for part in (model, model.key_encoder))
+    assert torch.isfinite(model(BATCH)["loss_mb"])
+
+
+def test_frozen_parts_are_frozen_in_it_too():
+    model = make()
+    hook = FreezeLayers(model, ["backbone"], 2)
+    hook.trainer = make_trainer(model, [torch.optim.SGD(model.parameters(), lr=0.1)], [BATCH], torch.float32)
+    hook.trainer.iter = 0
+    hook.before_step()
+    model(BATCH)
+    assert not model.key_encoder.backbone[1].training and model.key_encoder.heads.bottleneck[0].training
+    hook.trainer.iter = 2
+    hook.before_step()
+    model(BATCH)
+    assert model.key_encoder.backbone[1].training
+
+
+def test_averages_of_the_weights_and_batch_norm_estimated_anew():
+    model = make()
+    average = WeightAverage(model, "ema")
+    model(BATCH)
+    average.update(0.5)
+    assert torch.equal(average.tensors()["memory.queue_label"], model.memory.queue_label)
+    before = tensors(model.key_encoder)
+    policy = make_trainer(model, [], [], torch.float32).policy
+    update_bn_statistics(model, [BATCH], 1, policy=policy)
+    assert all(torch.equal(value, before[name]) for name, value in model.key_encoder.state_dict().items())
+
+
+# ---- steps, checkpoints
+
+
+class Keep(HookBase):
+    """Keeps the model's tensors after each step in a list."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def after_step(self):
+        self.seen.append(tensors(self.trainer.model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_skipped_step_leaves_no_trace(dtype):
+    model = make("MODEL.MOCO.MOMENTUM", "0.5")
+    bad = BATCH | {"images": BATCH["images"] + torch.tensor([0.0] * 7 + [float("inf")]).view(8, 1, 1, 1)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = make_trainer(model, [optimizer], [BATCH, bad, BATCH], dtype)
+    seen = []
+    trainer.register_hooks([Keep(seen)])
+    trainer.train(0, 1, 3)
+    assert trainer.step.skipped_total == 1
+    assert all(torch.equal(value, seen[1][name]) for name, value in seen[0].items())
+    assert seen[2]["memory.queue_ptr"] == 16 and not torch.equal(seen[1]["memory.queue"], seen[2]["memory.queue"])
+    moved = "key_encoder.backbone.0.weight"
+    assert not torch.equal(seen[1][moved], seen[2][moved])
+    assert all(torch.isfinite(value).all() for value in seen[2].values())
+
+
+def test_a_rehearsal_leaves_no_trace():
+    model = make()
+    sum(model(BATCH).values()).backward()
+    before = tensors(model)
+    with Rehearsal(model, BATCH) as rehearsal:
+        rehearsal.train(make_trainer(model, [], [], torch.float32).policy)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def fastreids(model, size=20, classes=4):
+    """Return a file of FastReID's MoCo: the model's parts, and a bank that is full."""
+    state = {name: 2 * value for name, value in model.state_dict().items() if name.startswith(("backbone.", "heads."))}
+    state["heads.weight"] = torch.randn(classes, tiny.WIDTH)
+    bank = {"queue": F.normalize(torch.randn(tiny.WIDTH, size), dim=0), "queue_label": torch.randint(4, (1, size))}
+    return state | {f"memory.{name}": value for name, value in (bank | {"queue_ptr": torch.tensor([8])}).items()}
+
+
+def test_a_checkpoint_of_fastreids():
+    model = make()
+    state = fastreids(model)
+    report = load_model_state(model, state, source="test")
+    assert not report.missing and not report.dropped
+    own = model.state_dict()
+    assert all(torch.equal(own[name], value) for name, value in state.items())
+    for name in ("backbone.0.weight", "heads.weight", "backbone.1.running_mean"):
+        assert torch.equal(own[f"key_encoder.{name}"], own[name])
+
+
+@pytest.mark.parametrize("size, classes, note", [(16, 4, "16 x 16, and here 16 x 20"), (20, 7, "other identities")])
+def test_a_bank_that_does_not_fit_starts_empty(size, classes, note):
+    model = make()
+    report = load_model_state(model, fastreids(model, size, classes), source="test")
+    assert note in "".join(report.notes) and (model.memory.queue_label == -1).all()
+
+
+def test_a_resumed_run_equals_straight_through(demo, tmp_path):
+    options = ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "40", "SOLVER.AMP", "bf16")
+    options += ("SOLVER.EMA.ENABLED", "True", "SOLVER.MAX_EPOCH", "2")
+    finals = []
+    for name, epochs in (("straight", ("2",)), ("resumed", ("1", "2"))):
+        for number, epoch in enumerate(epochs):
+            torch.manual_seed(0)
+            trainer = DefaultTrainer(
+                tiny.tiny_config(tmp_path / name, *options, "SOLVER.MAX_EPOCH", epoch, "SOLVER.SCHED", "ConstantLR")
+            )
+            trainer.resume_or_load(resume=number > 0)
+            trainer.train()
+        finals.append(tiny.weights(tmp_path / name / "model_final.pth"))
+    assert finals[0].keys() == finals[1].keys() and finals[0]["memory.queue_ptr"] == 12 * 16 % 40
+    assert all(torch.equal(value, finals[1][name]) for name, value in finals[0].items())
+
+
+# ---- several processes
+
+
+def test_the_ranks_hold_the_bank_of_one_process(tmp_path):
+    """Nothing mixes the images here, so that two processes store and learn what one does; the third step is skipped."""
+    options = (*tiny.PLAIN, "MODEL.QUEUE_SIZE", "20", "MODEL.MOCO.MOMENTUM", "0.5")
+    for processes in ("1", "2"):
+        (tmp_path / processes).mkdir()
+    moco_ranks.main(str(tmp_path / "1"), options)
+    command = [sys.executable, moco_ranks.__file__, str(tmp_path / "2"), "2", *options]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert process.returncode == 0, process.stderr
+    one, *two = (
+        torch.load(tmp_path / path, weights_only=True) for path in ("1/rank0.pth", "2/rank0.pth", "2/rank1.pth")
+    )
+    assert len(one) == 5 and [step["memory.queue_ptr"].item() for step in one] == [0, 8, 16, 16, 4]
+    for step, (alone, first, second) in enumerate(zip(one, *two, strict=True)):
+        for name, value in alone.items():
+            assert torch.equal(first[name], second[name]), (step, name)
+            torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-6)
+    for steps in (one, *two):
+        assert all(torch.equal(steps[3][name], value) for name, value in steps[2].items())
+        assert not torch.equal(steps[4]["key_encoder.backbone.0.weight"], steps[3]["key_encoder.backbone.0.weight"])
+
+
+def test_the_optimizer_takes_the_models_parameters_alone(tmp_path):
+    cfg = tiny.tiny_config(tmp_path, "MODEL.META_ARCHITECTURE", "MoCo", "MODEL.HEADS.NUM_CLASSES", "4")
+    model = build_model(cfg)
+    held = {id(p) for group in build_optimizer(cfg, model).param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters() if p.requires_grad}
