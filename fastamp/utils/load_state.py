@@ -108,18 +108,18 @@ def load_model_state(
     differ = [key for key in adopted if key in own and key not in matched]
     backbone = [key for key in own if key.startswith(backbone_prefix) and not key.endswith("num_batches_tracked")]
     backbone = [key for key in backbone if not any(fnmatchcase(key, pattern) for pattern in without)]
-    classifiers = _classifiers(model)
+    of_identities = classifiers(model)
     report = ImportReport(
         source,
         matched=list(matched),
         renamed=[key for key in matched if key not in state],
         dropped=[key for key in adopted if key not in own],
         missing=missing,
-        other_shape=[key for key in differ if key in classifiers],
+        other_shape=[key for key in differ if key in of_identities],
         backbone_share=sum(key in matched for key in backbone) / max(len(backbone), 1),
         notes=notes,
     )
-    wrong = [key for key in differ if key not in classifiers]
+    wrong = [key for key in differ if key not in of_identities]
     if wrong:
         shapes = "\n".join(
             f"    {key}: file {tuple(adopted[key].shape)}, model {tuple(own[key].shape)}" for key in wrong[:5]
@@ -154,7 +154,7 @@ def load_model_state(
     return report
 
 
-def _classifiers(model: nn.Module) -> set[str]:
+def classifiers(model: nn.Module) -> set[str]:
     """Return the tensors that belong to the identities of a training set: a head names its own in ``classifiers``."""
     return {
         f"{name}.{key}" if name else key

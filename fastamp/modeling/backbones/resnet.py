@@ -175,6 +175,7 @@ class ResNet(nn.Module):
         self.conv1 = nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = build_norm(norm, 64)
         self.relu = nn.ReLU(inplace=True)
+        self.stem_pool = stem_pool
         self.maxpool = nn.MaxPool2d(3, stride=2, **STEM_POOLS[stem_pool])
         channels = 64
         strides = (1, 2, 2, last_stride)

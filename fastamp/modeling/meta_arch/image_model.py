@@ -77,7 +77,7 @@ class ImageModel(nn.Module):
                     f"the weights were trained with MODEL.{name.upper()} {state[name].flatten().tolist()}; the config "
                     f"has {getattr(self, name).flatten().tolist()}"
                 )
-        return whole_model_names(state, set(self.backbone.state_dict()), notes)
+        return whole_model_names(state, self.backbone, notes)
 
 
 def normalization(cfg: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The names that other programs give the parts of a whole model."""
 
 import torch
+from torch import nn
 
 _STEM_NOTE = (
     "{who} pool the stem with padding: set MODEL.BACKBONE.STEM_POOL padded for their features (the default, ceil, "
@@ -8,9 +9,7 @@ _STEM_NOTE = (
 )
 
 
-def whole_model_names(
-    state: dict[str, torch.Tensor], backbone_names: set[str], notes: list[str]
-) -> dict[str, torch.Tensor]:
+def whole_model_names(state: dict[str, torch.Tensor], backbone: nn.Module, notes: list[str]) -> dict[str, torch.Tensor]:
     """Return ``state`` with everything under ``backbone.`` or ``heads.``, as FastReID has it.
 
     TransReID has ``base.`` for the backbone and no prefix for the head. torchreid has no prefixes at all; there, what
@@ -18,22 +17,23 @@ def whole_model_names(
 
     Args:
         state: name -> tensor, of a whole model.
-        backbone_names: the names in the backbone's state dict.
+        backbone: the model's.
         notes: what people must know about the file is added.
     """
     names = list(state)
+    pools_without_padding = getattr(backbone, "stem_pool", "") == "ceil"
     if any(name.startswith("base.") for name in names):
         return {
             f"backbone.{name.removeprefix('base.')}" if name.startswith("base.") else f"heads.{name}": value
             for name, value in state.items()
         }
     if any(name.startswith(("backbone.", "heads.")) for name in names):
-        if any(name.startswith("heads.bnneck.") for name in names):
+        if any(name.startswith("heads.bnneck.") for name in names) and pools_without_padding:
             notes.append(_STEM_NOTE.format(who="FastReID's models up to v0.1.1, of which this file is,"))
         return state
-    if not backbone_names & set(names):
+    if not backbone.state_dict().keys() & state.keys():
         return state
-    if "layer4.0.conv1.weight" in state:
+    if pools_without_padding:
         notes.append(
             _STEM_NOTE.format(who="torchreid's ResNets") + "; LAST_STRIDE is 2 in its resnet50, 1 in its resnet50_fc512"
         )

@@ -1,0 +1,213 @@
+"""Tell from the names and shapes in a weights file which model it is of."""
+
+import itertools
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from fastamp.config import get_cfg
+from fastamp.modeling.backbones import (
+    BACKBONE_REGISTRY,
+    efficientnet,
+    mobilenet,
+    osnet,
+    regnet,
+    repvgg,
+    resnest,
+    resnet,
+    resnext,
+    shufflenet,
+    swin,
+    vit,
+)
+from fastamp.utils.errors import WeightsError
+from fastamp.utils.load_state import State, adopt
+
+logger = logging.getLogger(__name__)
+
+# Backbone -> its depths, and the options that change its names.
+FAMILIES: dict[str, tuple[Iterable[str], tuple[str, ...]]] = {
+    "resnet": (resnet.DEPTHS, ("WITH_IBN", "WITH_SE", "WITH_NL")),
+    "resnext": (resnext.DEPTHS, ("WITH_IBN", "WITH_NL")),
+    "resnest": (resnest.DEPTHS, ()),
+    "osnet": (osnet.CHANNELS, ("WITH_IBN",)),
+    "osnet_ain": (osnet.CHANNELS, ()),
+    "repvgg": (repvgg.DEPTHS, ("DEPLOY",)),
+    "mobilenetv2": (mobilenet.WIDTHS, ()),
+    "mobilenetv3": (mobilenet.V3_MODELS, ()),
+    "shufflenetv2": (shufflenet.CHANNELS, ()),
+    "effnet": (efficientnet.DEPTHS, ()),
+    "regnet": (regnet.DEPTHS, ()),
+    "vit": (vit.DEPTHS, ()),
+    "swin": (swin.DEPTHS, ()),
+}
+
+# The images that people train ViTs with, height and width.
+_VIT_SIZES = ((256, 128), (384, 128), (256, 256), (224, 224))
+# What a file may have beside a backbone without prefix.
+_OF_HEADS = ("fc.", "classifier.", "heads.", "head.", "pixel_", "bottleneck", "b1.", "b2.", "b1_", "b2_", "b3")
+_NO_WEIGHTS = ("num_batches_tracked", "relative_position_index", "attn_mask")
+
+
+def recognize(state: State, source: str) -> dict[str, str]:
+    """Return the config keys of the model that ``state`` is of.
+
+    What leaves no trace in a file is not among them: the stem's pooling, the last stride, a pooling without weights,
+    the kind of classifier and its scale, the normalization of the images.
+
+    Args:
+        state: name -> tensor, of a FastReID, torchreid or TransReID model, or of one here.
+        source: where it is from, for the message.
+
+    Raises:
+        WeightsError: it is none of the models here.
+    """
+    of_mgn = any(name.startswith("b1_head.") for name in state)
+    transreid = any(name.startswith("base.") for name in state)
+    prefixes = ("base.", "backbone.")
+    trunk = {name.partition(".")[2]: value for name, value in state.items() if name.startswith(prefixes)} or dict(state)
+    if of_mgn:
+        trunk = _resnet_of_mgn(state)
+    elif "b1.0.norm1.weight" in state:  # JPM's copies of the last block
+        number = sum(name.startswith("blocks.") and name.endswith(".norm1.weight") for name in trunk)
+        if transreid:
+            number -= 1  # that is still there, though nothing uses it
+        names = {name.removeprefix("b1.0."): value for name, value in state.items() if name.startswith("b1.0.")}
+        trunk |= {f"blocks.{number}.{name}": value for name, value in names.items()}
+        trunk |= {"norm.weight": state["b1.1.weight"], "norm.bias": state["b1.1.bias"]}
+    keys, width = _backbone(trunk, source)
+    keys |= {"MODEL.BACKBONE.FEAT_DIM": str(width), "MODEL.META_ARCHITECTURE": "MGN" if of_mgn else "Baseline"}
+    return keys | _of_vit(trunk) | _head(state, of_mgn=of_mgn, transreid=transreid)
+
+
+def _resnet_of_mgn(state: State) -> State:
+    """Return the ResNet that MGN's trunk and first branch are."""
+    stages = {"backbone.0.": "conv1.", "backbone.1.": "bn1.", "backbone.4.": "layer1.", "backbone.5.": "layer2."}
+    stages |= {"backbone.6.": "layer3.0.", "b1.1.": "layer4."}
+    renamed = {}
+    for name, value in state.items():
+        for old, new in stages.items():
+            if name.startswith(old):
+                renamed[new + name.removeprefix(old)] = value
+        if name.startswith("b1.0."):
+            block, _, rest = name.removeprefix("b1.0.").partition(".")
+            renamed[f"layer3.{int(block) + 1}.{rest}"] = value
+    return renamed
+
+
+def _backbone(trunk: State, source: str) -> tuple[dict[str, str], int]:
+    """Return the keys of the backbone that takes all of ``trunk``, and its width.
+
+    Where several do, because a part of them has no weights, the first one counts.
+    """
+    best: tuple[float, dict[str, str], int] = (0.0, {}, 0)
+    for keys in _candidates(trunk):
+        share, width = _agreement(keys, trunk)
+        if share > best[0]:
+            best = (share, keys, width)
+        if share == 1.0:
+            break
+    share, keys, width = best
+    if share < 0.9:
+        nearest = f"; nearest is {' '.join(keys.values())}, of which {share:.0%} is in it" if keys else ""
+        raise WeightsError(
+            f"{source} is of no model that is known here{nearest}.\n"
+            "  fix: name the config that it was trained with, by --config-file or as KEY VALUE"
+        )
+    return keys, width
+
+
+def _candidates(trunk: State) -> Iterator[dict[str, str]]:
+    """Yield the keys of backbones: of the families whose names are nearest first, and without options first."""
+    near: dict[str, float] = {}
+    for family, (depths, _) in FAMILIES.items():
+        own, adopted, _ = _beside(_keys(family, next(iter(depths)), ()), trunk)
+        near[family] = len(own.keys() & adopted.keys()) / len(own)
+    for family in sorted(near, key=near.__getitem__, reverse=True)[:4]:
+        depths, options = FAMILIES[family]
+        for count in range(len(options) + 1):
+            for chosen, depth in itertools.product(itertools.combinations(options, count), depths):
+                yield _keys(family, depth, chosen)
+
+
+def _keys(family: str, depth: str, options: Iterable[str]) -> dict[str, str]:
+    keys = {"MODEL.BACKBONE.NAME": f"build_{family}_backbone", "MODEL.BACKBONE.DEPTH": depth}
+    return keys | {f"MODEL.BACKBONE.{option}": "True" for option in options}
+
+
+def _beside(keys: Mapping[str, str], trunk: State) -> tuple[State, State, int]:
+    """Return a backbone's tensors, without memory; ``trunk`` under its names, empty if it cannot be; and its width.
+
+    A ViT has the side information and the positions that ``trunk`` has.
+    """
+    cfg = get_cfg()
+    cfg.merge_from_list([each for pair in (keys | _of_vit(trunk)).items() for each in pair])
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # what a candidate lacks is nobody's concern
+    try:
+        with torch.device("meta"):
+            backbone = BACKBONE_REGISTRY.build(cfg.MODEL.BACKBONE.NAME, cfg)
+    finally:
+        logging.disable(level)
+    own = {name: value for name, value in backbone.state_dict().items() if not name.endswith("num_batches_tracked")}
+    try:
+        return own, adopt(backbone, trunk)[0], backbone.feature_dim
+    except (WeightsError, RuntimeError, KeyError, IndexError):  # of another network, its names mean something else
+        return own, {}, backbone.feature_dim
+
+
+def _agreement(keys: dict[str, str], trunk: State) -> tuple[float, int]:
+    """Return the share of tensors of the backbone and of ``trunk`` that both have, and the backbone's width."""
+    own, adopted, width = _beside(keys, trunk)
+    both = sum(name in own and own[name].shape == value.shape for name, value in adopted.items())
+    spare = [name for name in adopted if name not in own and not name.startswith(_OF_HEADS)]
+    spare = [name for name in spare if not name.endswith(_NO_WEIGHTS)]
+    return both / (len(own) + len(spare)), width
+
+
+def _of_vit(trunk: State) -> dict[str, str]:
+    """Return the keys of a ViT's embeddings: how many cameras, and which images and strides make so many patches."""
+    keys = {}
+    if "sie_embed" in trunk:
+        keys["MODEL.BACKBONE.SIE_CAMERAS"] = str(len(trunk["sie_embed"]))
+    positions = trunk.get("pos_embed")
+    if positions is None or positions.dim() != 3:
+        return keys
+    for size, stride in itertools.product(_VIT_SIZES, range(vit.PATCH, vit.PATCH // 2 - 1, -1)):
+        if math.prod((side - vit.PATCH) // stride + 1 for side in size) == positions.shape[1] - 1:
+            keys |= {"MODEL.BACKBONE.STRIDE_SIZE": f"({stride}, {stride})"}
+            return keys | {"INPUT.SIZE_TRAIN": str(size), "INPUT.SIZE_TEST": str(size)}
+    return keys
+
+
+def _head(state: State, *, of_mgn: bool, transreid: bool) -> dict[str, str]:
+    """Return the keys of the head, and of what goes with it."""
+    prefix = "b1_head." if of_mgn else "heads."
+    own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    head = own or {name: value for name, value in state.items() if not name.startswith(("backbone.", "base."))}
+    keys: dict[str, str] = {}
+    classifiers = [head[name] for name in ("weight", "classifier.weight", "branches.0.weight") if name in head]
+    if classifiers:
+        keys["MODEL.HEADS.NUM_CLASSES"] = str(len(classifiers[0]))
+    if "fc.0.weight" in head:
+        return keys | {
+            "MODEL.HEADS.NAME": "FCHead",
+            "MODEL.HEADS.EMBEDDING_DIM": str(len(head["fc.0.weight"])),
+            "MODEL.HEADS.NECK_FEAT": "after",
+        }
+    reduction = head.get("bottleneck.0.weight")
+    if reduction is not None and reduction.dim() == 4:
+        keys["MODEL.HEADS.EMBEDDING_DIM"] = str(len(reduction))
+    jpm = any(name.startswith(("b1.0.", "branches.")) for name in head)
+    norm = any(name.startswith(("bottleneck", "bnneck")) and value.dim() == 1 for name, value in head.items())
+    keys["MODEL.HEADS.WITH_BNNECK"] = str(norm or jpm)
+    if "pool_layer.p" in head:
+        keys["MODEL.HEADS.POOL_LAYER"] = "GeneralizedMeanPoolingP"
+    if any(name.endswith("cls_token") for name in state):
+        keys |= {"MODEL.HEADS.POOL_LAYER": "Identity", "MODEL.HEADS.NAME": "JPMHead" if jpm else "EmbeddingHead"}
+    if transreid:
+        half = "(127.5, 127.5, 127.5)"
+        keys |= {"MODEL.HEADS.EVAL_FEAT": "before", "MODEL.PIXEL_MEAN": half, "MODEL.PIXEL_STD": half}
+    return keys

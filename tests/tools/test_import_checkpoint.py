@@ -1,0 +1,182 @@
+"""import_checkpoint.py: weights of other programs and of older versions, with the same features afterwards."""
+
+import gzip
+import json
+from pathlib import Path
+
+import import_checkpoint
+import numpy as np
+import pytest
+import torch
+
+from fastamp.config import get_cfg
+from fastamp.modeling import build_model
+from fastamp.modeling.recognize import recognize
+from fastamp.utils.checkpoint import Checkpointer
+from fastamp.utils.errors import WeightsError
+
+IMAGES = torch.randint(256, (3, 3, 64, 32), dtype=torch.uint8)
+RESNET18 = ("MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM", "512", "MODEL.HEADS.WITH_BNNECK", "True")
+OSNET = (
+    "MODEL.BACKBONE.NAME", "build_osnet_backbone", "MODEL.BACKBONE.DEPTH", "x0_25", "MODEL.BACKBONE.FEAT_DIM", "128",
+)  # fmt: skip
+REPVGG = (
+    "MODEL.BACKBONE.NAME",
+    "build_repvgg_backbone",
+    "MODEL.BACKBONE.DEPTH",
+    "A0",
+    "MODEL.BACKBONE.FEAT_DIM",
+    "1280",
+)
+
+
+def model(*opts, seed=0):
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "5", *opts])
+    torch.manual_seed(seed)
+    made = build_model(cfg)
+    for name, value in made.state_dict().items():  # no buffer or bias is where every model has it
+        if value.is_floating_point() and value.dim() == 1:
+            value.copy_(torch.rand_like(value) / 2 + (0.5 if "var" in name or "weight" in name else 0))
+    return made.eval()
+
+
+def features(made):
+    with torch.no_grad():
+        return made({"images": IMAGES})
+
+
+def renamed(state, names):
+    """Return ``state`` with the parts of its names that ``names`` has as they were: new -> old."""
+    for new, old in names.items():
+        state = {name.replace(new, old): value for name, value in state.items()}
+    return state
+
+
+def run(tmp_path, content, *arguments):
+    torch.save(content, tmp_path / "in.pth")
+    return import_checkpoint.cli([str(tmp_path / "in.pth"), str(tmp_path / "out.pth"), *arguments])
+
+
+AGES = {
+    "v0.1.1": {"heads.bottleneck.0": "heads.bnneck", "heads.weight": "heads.classifier.weight"},
+    "v1.0.0": {"heads.weight": "heads.classifier.weight"},
+    "2021-03": {},
+}
+
+
+@pytest.mark.parametrize("age", AGES)
+def test_fastreid_files_of_every_age(tmp_path, capsys, age):
+    original = model(*RESNET18)
+    state = renamed(original.state_dict(), AGES[age])
+    if age != "2021-03":
+        state |= {"pixel_mean": original.pixel_mean.clone(), "pixel_std": original.pixel_std.clone()}
+    state = {f"module.{name}": value for name, value in state.items()}
+    assert run(tmp_path, {"model": state, "epoch": np.float64(3)}) == 0
+    report = capsys.readouterr().out
+    assert "recognized: MODEL.BACKBONE.NAME build_resnet_backbone MODEL.BACKBONE.DEPTH 18x" in report
+    assert "(100%) of the model's tensors, 100% of the backbone's" in report
+    assert "missing  0 (0%)" in report
+    assert ("STEM_POOL padded" in report) == (age == "v0.1.1")
+    assert "trained with" not in report
+    other = model(*RESNET18, seed=1)
+    extra = Checkpointer(other).load(tmp_path / "out.pth")
+    assert torch.equal(features(other), features(original))
+    assert torch.equal(other.heads.weight, original.heads.weight)
+    assert "NUM_CLASSES: 5" in extra["config"]
+
+
+def test_another_normalization_is_said(tmp_path, capsys):
+    state = model(*RESNET18).state_dict() | {"pixel_mean": torch.full((1, 3, 1, 1), 127.5)}
+    assert run(tmp_path, state) == 0
+    assert "note: the weights were trained with MODEL.PIXEL_MEAN [127.5, 127.5, 127.5]" in capsys.readouterr().out
+
+
+def test_the_reduction_head_is_refused(tmp_path, capsys):
+    state = model(*RESNET18, "MODEL.HEADS.EMBEDDING_DIM", "8").state_dict()
+    state |= {f"heads.bnneck.{name}": torch.ones(8) for name in ("weight", "bias", "running_mean", "running_var")}
+    assert run(tmp_path, state) == 2
+    assert "ReductionHead" in capsys.readouterr().err
+    assert not (tmp_path / "out.pth").exists()
+
+
+def test_torchreids_osnet_with_its_layer_behind_the_pooling(tmp_path, capsys):
+    opts = (*OSNET, "MODEL.HEADS.NAME", "FCHead", "MODEL.HEADS.EMBEDDING_DIM", "16")
+    original = model(*opts)
+    state = renamed(original.state_dict(), AGES["v1.0.0"])
+    state = {name.removeprefix("backbone.").removeprefix("heads."): value for name, value in state.items()}
+    state["classifier.bias"] = torch.zeros(5)
+    assert run(tmp_path, {"state_dict": state}) == 0
+    assert "dropped  1 (0%) of the file's (heads.classifier.bias)" in capsys.readouterr().out
+    other = model(*opts, seed=1)
+    Checkpointer(other).load(tmp_path / "out.pth")
+    assert torch.equal(features(other), features(original))
+    # What the layer computes is torchreid's: linear, batch norm, ReLU, after the mean over the map.
+    with torch.no_grad():
+        pooled = original.backbone(original.preprocess(IMAGES)).mean((2, 3))
+        expected = torch.relu(original.heads.fc[1](original.heads.fc[0](pooled)))
+    torch.testing.assert_close(features(original), expected)
+    # With another head they are another function, which is said.
+    assert run(tmp_path, state, "MODEL.HEADS.NAME", "EmbeddingHead", "MODEL.HEADS.EMBEDDING_DIM", "0") == 0
+    assert "set MODEL.HEADS.NAME FCHead" in capsys.readouterr().out
+
+
+def test_a_repvgg_in_its_form_for_inference(tmp_path):
+    original = model(*REPVGG)
+    assert run(tmp_path, original.state_dict(), "MODEL.BACKBONE.DEPLOY", "True") == 0
+    deployed = model(*REPVGG, "MODEL.BACKBONE.DEPLOY", "True", seed=1)
+    Checkpointer(deployed).load(tmp_path / "out.pth")
+    expected = features(original)
+    torch.testing.assert_close(features(deployed), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_a_config_file_and_a_share_that_is_too_small(tmp_path, capsys):
+    (tmp_path / "recipe.yml").write_text("MODEL: {BACKBONE: {DEPTH: 18x, FEAT_DIM: 512}, HEADS: {WITH_BNNECK: True}}")
+    state = {name: value for name, value in model(*RESNET18).state_dict().items() if "layer4" not in name}
+    recipe = ("--config-file", str(tmp_path / "recipe.yml"))
+    assert run(tmp_path, state, *recipe) == 2
+    assert "lower MODEL.WEIGHTS_MIN_MATCH" in capsys.readouterr().err
+    assert run(tmp_path, state, *recipe, "MODEL.WEIGHTS_MIN_MATCH", "0.5") == 0
+    assert torch.load(tmp_path / "out.pth", weights_only=True)["model"]["heads.weight"].shape == (5, 512)
+
+
+def test_wrong_arguments(tmp_path, capsys):
+    torch.save({"a": torch.ones(3)}, tmp_path / "in.pth")
+    for arguments, message in (
+        (("in.pth", "in.pth"), "is the file that is read"),
+        (("in.pth", "out"), "ends with .pth"),
+        (("gone.pth", "out.pth"), "does not exist"),
+        (("in.pth", "out.pth"), "of no model that is known here"),
+    ):
+        assert import_checkpoint.cli([str(tmp_path / each) for each in arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
+REFERENCE = Path(__file__).parents[1] / "reference"
+KEPT = {
+    "DukeMTMC/mgn_R50-ibn.yml": {
+        "MODEL.META_ARCHITECTURE": "MGN", "MODEL.BACKBONE.DEPTH": "50x", "MODEL.BACKBONE.WITH_IBN": "True",
+        "MODEL.HEADS.EMBEDDING_DIM": "256", "MODEL.HEADS.POOL_LAYER": "GeneralizedMeanPoolingP",
+    },
+    "vit_transreid_stride": {
+        "MODEL.BACKBONE.NAME": "build_vit_backbone", "MODEL.HEADS.NAME": "JPMHead", "MODEL.HEADS.EVAL_FEAT": "before",
+        "MODEL.BACKBONE.STRIDE_SIZE": "(12, 12)", "MODEL.BACKBONE.SIE_CAMERAS": "6",
+    },
+    "DukeMTMC/AGW_R50.yml": {"MODEL.BACKBONE.DEPTH": "50x", "MODEL.BACKBONE.WITH_NL": "True"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_other_models_are_recognized(name):
+    models = {}
+    for file in ("fastreid_models.json.gz", "transreid_models.json.gz"):
+        models |= json.loads(gzip.decompress((REFERENCE / file).read_bytes()))
+    state = {key: torch.zeros(shape) for key, shape in models[name]["state_dict"].items()}
+    keys = recognize(state, "x")
+    assert keys.items() >= KEPT[name].items()
+    assert keys["MODEL.HEADS.NUM_CLASSES"] == "751"
+
+
+def test_what_is_nobodys(tmp_path):
+    with pytest.raises(WeightsError, match="of no model that is known here"):
+        recognize({"encoder.0.weight": torch.zeros(3, 3)}, "x.pth")
