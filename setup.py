@@ -9,7 +9,15 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "fastamp/__init__.py").read_text(encoding="utf-8")).group(1)
 
 EXTRAS = {
-    "test": ["pytest>=8.0", "hypothesis>=6.100", "timm", "matplotlib", "h5py", "pytorch-metric-learning>=2.9"],
+    "test": [
+        "pytest>=8.0",
+        "pytest-xdist>=3.5",
+        "hypothesis>=6.100",
+        "timm",
+        "matplotlib",
+        "h5py",
+        "pytorch-metric-learning>=2.9",
+    ],
     "cuhk03": ["h5py"],
     "vis": ["matplotlib"],
     "export": ["onnx", "onnxruntime", "onnxscript"],

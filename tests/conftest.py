@@ -1,6 +1,11 @@
 """What tests share: the smallest demo set, and random generators that start alike."""
 
 import logging
+import os
+
+# Each of several test processes has a core; set before torch counts them.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import tiny

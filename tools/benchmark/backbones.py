@@ -11,7 +11,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import timm
@@ -22,6 +21,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from fastamp.amp import PrecisionPolicy
 from fastamp.amp.machine import inspect_machine
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone
@@ -93,12 +93,13 @@ ROWS = [
 ]
 
 
-def compare(models: list[nn.Module], images: torch.Tensor, rounds: int, autocast: bool) -> list[float]:
+def compare(models: list[nn.Module], images: torch.Tensor, rounds: int, bf16: bool) -> list[float]:
     """Return each model's median images a second; a first round warms up."""
     seconds: list[list[float]] = [[] for _ in models]
     synchronize = torch.cuda.synchronize if images.is_cuda else lambda: None
-    precision = torch.autocast(images.device.type, torch.bfloat16) if autocast else nullcontext()
-    with torch.inference_mode(), precision:
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.AMP", "bf16" if bf16 else "off"])
+    with torch.inference_mode(), PrecisionPolicy.from_config(cfg, images.device).autocast():
         for number in range(rounds + 1):
             for model, times in zip(models, seconds, strict=True):
                 synchronize()
@@ -125,7 +126,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--bf16", action="store_true", help="under autocast in bfloat16")
+    parser.add_argument("--bf16", action="store_true", help="in bfloat16 instead of float32")
     parser.add_argument("--only", default="", help="rows whose name has this in it")
     args = parser.parse_args()
     print(*inspect_machine(torch.device(args.device), asked=args.device).lines(), sep="\n", file=sys.stderr)
