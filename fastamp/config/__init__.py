@@ -2,9 +2,8 @@
 
 from fastamp.config.channels import per_channel
 from fastamp.config.config import CfgNode, FrozenConfigError, get_cfg
-from fastamp.config.describe import describe_config, is_acted_upon
+from fastamp.config.describe import describe_config
 from fastamp.config.key import Key
-from fastamp.config.unsupported import unsupported_settings
 
 __all__ = [
     "CfgNode",
@@ -12,7 +11,5 @@ __all__ = [
     "Key",
     "describe_config",
     "get_cfg",
-    "is_acted_upon",
     "per_channel",
-    "unsupported_settings",
 ]

@@ -675,8 +675,3 @@ define("TEST.PRECISE_BN.NUM_ITER", 300, "Precise batch norm: batches that are ru
 RENAMED = {"SOLVER.AMP_ENABLED": "SOLVER.AMP.ENABLED"}
 # Sections that take a bare value in their place: it goes to this key, and the section is enabled.
 SHORTHANDS = {"SOLVER.AMP": "DTYPE"}
-
-
-# Keys, with wildcards, that nothing acts upon yet. Whoever implements a feature deletes its pattern: the documentation
-# and the refusal both come from here.
-NOT_YET: tuple[str, ...] = ()

@@ -1,10 +1,8 @@
 """The documentation of every config key, as text for a terminal."""
 
 import textwrap
-from fnmatch import fnmatchcase
 
 from fastamp.config.config import CfgNode, get_cfg
-from fastamp.config.defaults import NOT_YET
 from fastamp.config.key import Key
 from fastamp.utils.errors import ConfigError, did_you_mean
 
@@ -37,11 +35,6 @@ def describe_config(prefix: str = "", cfg: CfgNode | None = None) -> str:
     return "\n".join(lines)
 
 
-def is_acted_upon(path: str) -> bool:
-    """Return whether this version acts upon the key."""
-    return not any(fnmatchcase(path, pattern) for pattern in NOT_YET)
-
-
 def _describe(key: Key, value: object) -> list[str]:
     default = _show(key.default)
     now = _show(value)
@@ -51,8 +44,6 @@ def _describe(key: Key, value: object) -> list[str]:
         meaning += f" Choices: {', '.join(map(str, key.choices))}."
     if key.bounds:
         meaning += f" ({key.bounds[0].upper()}{key.bounds[1:]}.)"
-    if not is_acted_upon(key.path):
-        meaning += " (not yet acted upon)"
     return [
         *textwrap.wrap(head, _WIDTH, subsequent_indent="      ", break_on_hyphens=False),
         *textwrap.wrap(meaning, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False),

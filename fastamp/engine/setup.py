@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fastamp.amp import resolve_device
 from fastamp.amp.machine import inspect_machine
-from fastamp.config import CfgNode, get_cfg, per_channel, unsupported_settings
+from fastamp.config import CfgNode, get_cfg, per_channel
 from fastamp.evaluation import Protocol
 from fastamp.solver import swa_start
 from fastamp.utils import comm
@@ -115,9 +115,6 @@ def check_config(cfg: CfgNode) -> None:
     Raises:
         ConfigError: with the key, the value and what to change.
     """
-    unsupported = unsupported_settings(cfg)
-    if unsupported:
-        raise ConfigError("\n".join(unsupported))
     if not cfg.MODEL.LOSSES.NAME:
         raise ConfigError("MODEL.LOSSES.NAME is empty; name at least one loss")
     if cfg.SOLVER.AMP.MIN_SCALE > cfg.SOLVER.AMP.MAX_SCALE:

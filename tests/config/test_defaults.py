@@ -1,14 +1,13 @@
 """The defaults are FastReID's, every key is documented, and what is not acted upon is refused."""
 
 import json
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 import yaml
 
-from fastamp.config import describe_config, get_cfg, is_acted_upon, unsupported_settings
-from fastamp.config.defaults import KEYS, NOT_YET, RENAMED, SHORTHANDS
+from fastamp.config import describe_config, get_cfg
+from fastamp.config.defaults import KEYS, RENAMED, SHORTHANDS
 from fastamp.config.key import convert
 from fastamp.utils.errors import ConfigError
 
@@ -65,13 +64,11 @@ def test_our_bag_of_tricks_is_fastreids():
     cfg = get_cfg()
     cfg.merge_from_file(ROOT / "configs" / "Market1501" / "bagtricks_R50.yml")
     assert flat(cfg) == flat(get_cfg()) | VALUES["resolved"]["Market1501/bagtricks_R50.yml"]
-    assert unsupported_settings(cfg) == []
 
 
 @pytest.mark.parametrize("key", KEYS.values(), ids=lambda key: key.path)
 def test_a_key_is_complete(key):
     assert key.meaning.endswith("."), "a meaning is a sentence"
-    assert "not yet" not in key.meaning, "that ending is written by describe_config"
     assert set(key.aliases.values()) <= set(key.choices)
     if not key.is_free_form:
         assert convert(key, key.default) == key.default
@@ -105,39 +102,12 @@ def test_new_keys_have_the_defaults_of_the_design():
 
 
 def test_the_tables_name_keys_that_exist():
-    for pattern in NOT_YET:
-        assert any(fnmatchcase(path, pattern) for path in KEYS), pattern
     for old, new in RENAMED.items():
         assert new in KEYS
         assert old not in KEYS
         assert new.startswith(old.rpartition(".")[0])
     for section, name in SHORTHANDS.items():
         assert {f"{section}.{name}", f"{section}.ENABLED"} <= set(KEYS)
-
-
-# ---- what is not acted upon yet
-
-
-def test_the_defaults_ask_for_nothing_unsupported():
-    assert unsupported_settings(get_cfg()) == []
-
-
-@pytest.mark.parametrize(
-    ("opts", "named"),
-    [
-        (["MODEL.FREEZE_LAYERS", "[backbone]", "SOLVER.FREEZE_ITERS", "100"], []),
-        (["INPUT.CROP.SIZE", "[64, 64]"], []),
-        (["KD.EMA.ENABLED", "True"], ["KD.EMA.ENABLED"]),
-        (["KD.MODEL_CONFIG", "teacher.yml"], ["KD.MODEL_CONFIG"]),
-        (["INPUT.CROP", "True", "KD.EMA.MOMENTUM", "0.5"], ["KD.EMA.MOMENTUM"]),
-    ],
-)
-def test_what_is_asked_for_and_not_supported_is_named(opts, named, monkeypatch):
-    monkeypatch.setattr("fastamp.config.unsupported.NOT_YET", ("KD.*",))
-    cfg = get_cfg()
-    cfg.merge_from_list(opts)
-    messages = unsupported_settings(cfg)
-    assert [message.split(" ")[0] for message in messages] == named
 
 
 # ---- documentation
@@ -148,14 +118,6 @@ def test_the_documentation_has_every_key_and_fits_the_terminal():
     for key in KEYS.values():
         assert f"\n{key.path}: " in f"\n{text}"
     assert max(map(len, text.splitlines())) <= 100
-
-
-def test_not_acted_upon_is_said_by_the_documentation(monkeypatch):
-    monkeypatch.setattr("fastamp.config.describe.NOT_YET", ("KD.*",))
-    assert not is_acted_upon("KD.EMA.MOMENTUM")
-    assert " ".join(describe_config("KD.EMA.MOMENTUM").split()).endswith("(not yet acted upon)")
-    assert is_acted_upon("SOLVER.BASE_LR")
-    assert "not yet" not in describe_config("SOLVER.BASE_LR")
 
 
 def test_a_prefix_chooses_a_section_or_a_key():

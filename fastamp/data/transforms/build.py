@@ -3,7 +3,7 @@
 import logging
 from typing import Any, NamedTuple
 
-from fastamp.config import per_channel, unsupported_settings
+from fastamp.config import per_channel
 from fastamp.data.transforms.base import Augmentation, BatchTransform
 from fastamp.data.transforms.colour import ColorJitter, GaussianBlur, RandomGrayscale
 from fastamp.data.transforms.erasing import LocalGrayscale, RandomErasing, RandomPatch
@@ -35,12 +35,8 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
     AugMix, affine, random erasing, local grey-scale, random patch. Test: resize.
 
     Raises:
-        ConfigError: a padding that the mode cannot make, or an augmentation is enabled that does not exist or cannot
-            work on INPUT.CHANNELS.
+        ConfigError: a padding that the mode cannot make, or an augmentation that cannot work on INPUT.CHANNELS.
     """
-    unsupported = [message for message in unsupported_settings(cfg) if message.startswith("INPUT.")]
-    if is_train and unsupported:
-        raise ConfigError("\n".join(unsupported))
     settings = cfg.INPUT
     size = tuple(settings.SIZE_TRAIN if is_train else settings.SIZE_TEST)
     augmentations = _train_augmentations(settings, size) if is_train else []
