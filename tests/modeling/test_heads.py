@@ -92,3 +92,21 @@ def test_logits_of_the_fc_head():
     logits = head(x, targets)["pred_class_logits"]
     torch.testing.assert_close(head.logits(x), logits)
     assert logits.requires_grad  # a student learns by them
+
+
+@pytest.mark.parametrize("neck_feat, eval_feat", [("before", "after"), ("after", "before")])
+def test_the_fc_head_gives_the_feature_behind_or_before_its_layer(neck_feat, eval_feat):
+    head = FCHead(feat_dim=6, embedding_dim=4, num_classes=3, neck_feat=neck_feat, eval_feat=eval_feat)
+    maps = torch.randn(5, 6, 2, 2)
+    widths = {"before": 6, "after": 4}
+    assert head.eval()(maps).shape == (5, widths[eval_feat])
+    outputs = head.train()(maps, torch.tensor([0, 1, 2, 0, 1]))
+    assert outputs["features"].shape == (5, widths[neck_feat]) and outputs["cls_outputs"].shape == (5, 3)
+    expected = torch.relu(head.fc[1](head.fc[0](maps.mean((2, 3))))) @ head.weight.t()
+    torch.testing.assert_close(outputs["cls_outputs"], expected)
+    assert head.logits(maps).shape == (5, 3)
+
+
+def test_the_fc_head_needs_a_width():
+    with pytest.raises(ConfigError, match="EMBEDDING_DIM 512"):
+        FCHead(feat_dim=6, embedding_dim=0, num_classes=3)

@@ -57,17 +57,11 @@ class EmbeddingHead(nn.Module):
         self.neck_feat, self.eval_feat = neck_feat, eval_feat
         self.pooled_dim = feat_dim
         self.pool_layer = POOL_LAYER_REGISTRY.get(pool_layer)()
-        dim = embedding_dim or feat_dim
-        neck: list[nn.Module] = []
-        if embedding_dim > 0:
-            neck.append(nn.Conv2d(feat_dim, embedding_dim, 1, bias=False))
-        if with_bnneck:
-            neck.append(build_norm(norm, dim, freeze_bias=True))
-        self.bottleneck = nn.Sequential(*neck)
-        self.weight = nn.Parameter(torch.empty(num_classes, dim))
+        self._make_neck(feat_dim, embedding_dim, with_bnneck, norm)
+        self.feature_dim = embedding_dim or feat_dim
+        self.weight = nn.Parameter(torch.empty(num_classes, self.feature_dim))
         self.cls_layer = CLS_LAYER_REGISTRY.get(cls_layer)(scale=scale, margin=margin)
-        self.feature_dim = dim
-        self._init_weights()
+        nn.init.normal_(self.weight, std=0.01)
 
     @classmethod
     def from_config(cls, cfg: Any) -> "EmbeddingHead":
@@ -87,11 +81,19 @@ class EmbeddingHead(nn.Module):
             norm=heads.NORM,
         )
 
-    def _init_weights(self) -> None:
-        nn.init.normal_(self.weight, std=0.01)
-        for module in self.bottleneck:
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out")
+    def _make_neck(self, feat_dim: int, embedding_dim: int, with_bnneck: bool, norm: str) -> None:
+        """Set up what ``_neck`` computes."""
+        neck: list[nn.Module] = []
+        if embedding_dim > 0:
+            neck.append(nn.Conv2d(feat_dim, embedding_dim, 1, bias=False))
+            nn.init.kaiming_normal_(neck[0].weight, mode="fan_out")
+        if with_bnneck:
+            neck.append(build_norm(norm, embedding_dim or feat_dim, freeze_bias=True))
+        self.bottleneck = nn.Sequential(*neck)
+
+    def _neck(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Map (B, feat_dim, 1, 1) to (B, D)."""
+        return self.bottleneck(pooled).flatten(1)
 
     @force_fp32
     def forward(
@@ -112,7 +114,7 @@ class EmbeddingHead(nn.Module):
         pooled = self._pool(features)
         if not self.training and self.eval_feat == "before":
             return pooled.flatten(1)
-        neck = self.bottleneck(pooled).flatten(1)
+        neck = self._neck(pooled)
         if not self.training:
             return neck
         self._require_classes()
@@ -134,7 +136,7 @@ class EmbeddingHead(nn.Module):
             (B, K) float32.
         """
         self._require_classes()
-        return self.cls_layer.logits(self.bottleneck(self._pool(features)).flatten(1), self.weight)
+        return self.cls_layer.logits(self._neck(self._pool(features)), self.weight)
 
     def _pool(self, features: torch.Tensor) -> torch.Tensor:
         """Return (B, feat_dim, 1, 1)."""
