@@ -47,7 +47,7 @@ define(
 define(
     "MODEL.COMPILE",
     "off",
-    "Compile the backbone by torch.compile with this backend; pays where sizes are constant and runs are long.",
+    "Compile the backbone by torch.compile with this backend; it takes minutes, and pays on a GPU where runs are long.",
     choices=("off", "inductor", "aot_eager", "cudagraphs"),
     aliases={"on": "inductor", "true": "inductor", "false": "off"},
 )
