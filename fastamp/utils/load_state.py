@@ -97,12 +97,20 @@ def load_model_state(
         without: globs over the names of tensors that do not count for that share.
 
     Raises:
-        WeightsError: a shape differs other than a classifier's, or too little of the backbone matched; the model
-            is unchanged then.
+        WeightsError: a shape differs other than a classifier's, a tensor is of integers or quantized, sparse or
+            without content, or too little of the backbone matched; the model is unchanged then.
     """
     own = model.state_dict()
     adopted, notes = adopt(model, state)
     matched = {key: value for key, value in adopted.items() if key in own and own[key].shape == value.shape}
+    no_weights = [key for key, value in matched.items() if own[key].is_floating_point() and not _has_weights(value)]
+    if no_weights:
+        first = adopted[no_weights[0]]
+        raise WeightsError(
+            f"weights from {source} are no floating-point numbers: {len(no_weights)} tensors{examples(no_weights)}, "
+            f"the first is {first.dtype}, {first.layout} on {first.device}\n"
+            "  fix: save the model again before it is quantized or otherwise converted"
+        )
     # A counter that old files lack changes nothing.
     missing = [key for key in own if key not in adopted and not key.endswith("num_batches_tracked")]
     differ = [key for key in adopted if key in own and key not in matched]
@@ -152,6 +160,11 @@ def load_model_state(
             tuple(own[key].shape),
         )
     return report
+
+
+def _has_weights(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be copied into a parameter without a change of its meaning."""
+    return tensor.is_floating_point() and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def classifiers(model: nn.Module) -> set[str]:
