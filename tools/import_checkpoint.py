@@ -40,8 +40,9 @@ def import_checkpoint(source: str, target: str, *, config_file: str, opts: list[
         keys = recognize(state, source)
         print("recognized:", *(f"{key} {value!r}" if " " in value else f"{key} {value}" for key, value in keys.items()))
         print(
-            "not told by a file, and as by default unless given as KEY VALUE: MODEL.BACKBONE.STEM_POOL, LAST_STRIDE; "
-            "MODEL.HEADS.CLS_LAYER, SCALE, MARGIN, POOL_LAYER without weights; MODEL.PIXEL_MEAN, PIXEL_STD"
+            "not told by a file, and as by default unless given as KEY VALUE: MODEL.BACKBONE.STEM_POOL, LAST_STRIDE, "
+            "SIE_VIEWS (SIE_CAMERAS is the number of all embeddings); MODEL.HEADS.CLS_LAYER, SCALE, MARGIN, JPM.SHIFT, "
+            "POOL_LAYER without weights; MODEL.PIXEL_MEAN, PIXEL_STD"
         )
         opts = [*(each for pair in keys.items() for each in pair), *opts]
     # No downloads: the weights are here.

@@ -160,7 +160,7 @@ KEPT = {
     },
     "vit_transreid_stride": {
         "MODEL.BACKBONE.NAME": "build_vit_backbone", "MODEL.HEADS.NAME": "JPMHead", "MODEL.HEADS.EVAL_FEAT": "before",
-        "MODEL.BACKBONE.STRIDE_SIZE": "(12, 12)", "MODEL.BACKBONE.SIE_CAMERAS": "6",
+        "MODEL.BACKBONE.STRIDE_SIZE": "(12, 12)", "MODEL.BACKBONE.SIE_CAMERAS": "6", "MODEL.HEADS.JPM.PARTS": "4",
     },
     "DukeMTMC/AGW_R50.yml": {"MODEL.BACKBONE.DEPTH": "50x", "MODEL.BACKBONE.WITH_NL": "True"},
 }  # fmt: skip
@@ -180,3 +180,8 @@ def test_other_models_are_recognized(name):
 def test_what_is_nobodys(tmp_path):
     with pytest.raises(WeightsError, match="of no model that is known here"):
         recognize({"encoder.0.weight": torch.zeros(3, 3)}, "x.pth")
+
+
+def test_a_classifier_of_no_shape_is_no_count_of_identities():
+    state = model(*RESNET18).state_dict() | {"heads.weight": torch.tensor(1.0)}
+    assert "MODEL.HEADS.NUM_CLASSES" not in recognize(state, "x.pth")

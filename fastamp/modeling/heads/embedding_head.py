@@ -176,6 +176,11 @@ class EmbeddingHead(nn.Module):
                 "torchreid's features come after its fc layer, which MODEL.HEADS.NAME EmbeddingHead does not have: "
                 "set MODEL.HEADS.NAME FCHead for them"
             )
+        if any(key.startswith("b1.") for key in state):
+            notes.append(
+                "TransReID trained the copies of the last block in its JPM, not the backbone's own, which is what "
+                "MODEL.HEADS.NAME EmbeddingHead takes: set MODEL.HEADS.NAME JPMHead for its features"
+            )
         number = len(self.bottleneck) - 1  # of the batch norm
         renamed = {}
         for key, value in state.items():
