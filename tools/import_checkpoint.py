@@ -17,8 +17,8 @@ from fastamp.engine.setup import read_config
 from fastamp.modeling import build_model
 from fastamp.modeling.recognize import recognize
 from fastamp.utils.checkpoint import Checkpointer, read_checkpoint, state_dict_in
-from fastamp.utils.errors import ConfigError, writing
-from fastamp.utils.load_state import adopt, classifiers, load_model_state
+from fastamp.utils.errors import ConfigError, WeightsError, writing
+from fastamp.utils.load_state import adopt, classifiers, examples, load_model_state
 from fastamp.utils.logger import setup_logger
 
 
@@ -27,13 +27,14 @@ def import_checkpoint(source: str, target: str, *, config_file: str, opts: list[
 
     Raises:
         ConfigError: ``target`` is ``source`` or cannot be written, or the config is wrong.
-        WeightsError: ``source`` cannot be read, or is of another model.
+        WeightsError: ``source`` cannot be read, is of another model, or has weights that are not finite.
     """
-    out = Path(target)
+    out = Path(target).expanduser()
     if out.suffix != ".pth":
         raise ConfigError(f"{target}: a checkpoint's name ends with .pth")
-    if out.resolve() == Path(source).resolve():
+    if out.resolve() == Path(source).expanduser().resolve():
         raise ConfigError(f"{target} is the file that is read; name another one")
+    read_config(config_file, opts, parts=parts)  # what is wrong in them is said first
     content = read_checkpoint(source)
     state = state_dict_in(content, source)
     if not config_file:
@@ -57,6 +58,12 @@ def import_checkpoint(source: str, target: str, *, config_file: str, opts: list[
             model = build_model(cfg)
     report = load_model_state(model, state, source=source, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH)
     print(report)
+    bad = [name for name, value in model.state_dict().items() if not value.isfinite().all()]
+    if bad:
+        raise WeightsError(
+            f"{source}: {len(bad)} tensors are not finite{examples(bad)}; nothing was written\n"
+            "  fix: take an earlier checkpoint, from before the training diverged"
+        )
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         Checkpointer(model, out.parent).save(out.stem, tag=False, config=cfg.dump())

@@ -111,8 +111,9 @@ def load_model_state(
             f"the first is {first.dtype}, {first.layout} on {first.device}\n"
             "  fix: save the model again before it is quantized or otherwise converted"
         )
-    # A counter that old files lack changes nothing.
+    # A counter that old files lack changes nothing, nor does the classifier of a head without classes.
     missing = [key for key in own if key not in adopted and not key.endswith("num_batches_tracked")]
+    missing = [key for key in missing if own[key].numel() > 0]
     differ = [key for key in adopted if key in own and key not in matched]
     backbone = [key for key in own if key.startswith(backbone_prefix) and not key.endswith("num_batches_tracked")]
     backbone = [key for key in backbone if not any(fnmatchcase(key, pattern) for pattern in without)]

@@ -8,6 +8,7 @@ import import_checkpoint
 import numpy as np
 import pytest
 import torch
+import torchvision
 
 from fastamp.config import get_cfg
 from fastamp.modeling import build_model
@@ -150,6 +151,26 @@ def test_wrong_arguments(tmp_path, capsys):
     ):
         assert import_checkpoint.cli([str(tmp_path / each) for each in arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_weights_that_are_not_finite_are_not_written(tmp_path, capsys):
+    state = model(*RESNET18).state_dict()
+    state["backbone.conv1.weight"][0] = float("nan")
+    assert run(tmp_path, state) == 2
+    assert "1 tensors are not finite (backbone.conv1.weight)" in capsys.readouterr().err
+    assert not (tmp_path / "out.pth").exists()
+
+
+def test_torchvisions_classifier_is_not_taken_for_torchreids_layer(tmp_path, capsys):
+    state = torchvision.models.resnet18().state_dict()
+    assert run(tmp_path, state) == 0
+    report = capsys.readouterr().out
+    assert "missing  0 (0%)" in report and "STEM_POOL padded" in report and "FCHead" not in report
+
+
+def test_key_values_are_checked_first_and_as_they_were_given(tmp_path, capsys):
+    assert run(tmp_path, {}, "MODEL.DEVICE") == 2
+    assert "got ['MODEL.DEVICE']" in capsys.readouterr().err
 
 
 REFERENCE = Path(__file__).parents[1] / "reference"
