@@ -17,8 +17,8 @@ from fastamp.engine.setup import read_config
 from fastamp.modeling import build_model
 from fastamp.modeling.recognize import recognize
 from fastamp.utils.checkpoint import Checkpointer, read_checkpoint, state_dict_in
-from fastamp.utils.errors import ConfigError, writing
-from fastamp.utils.load_state import adopt, classifiers, load_model_state
+from fastamp.utils.errors import ConfigError, WeightsError, writing
+from fastamp.utils.load_state import adopt, classifiers, examples, load_model_state
 from fastamp.utils.logger import setup_logger
 
 
@@ -27,26 +27,31 @@ def import_checkpoint(source: str, target: str, *, config_file: str, opts: list[
 
     Raises:
         ConfigError: ``target`` is ``source`` or cannot be written, or the config is wrong.
-        WeightsError: ``source`` cannot be read, or is of another model.
+        WeightsError: ``source`` cannot be read, is of another model, or has weights that are not finite.
     """
-    out = Path(target)
+    out = Path(target).expanduser()
     if out.suffix != ".pth":
         raise ConfigError(f"{target}: a checkpoint's name ends with .pth")
-    if out.resolve() == Path(source).resolve():
+    if out.resolve() == Path(source).expanduser().resolve():
         raise ConfigError(f"{target} is the file that is read; name another one")
+    read_config(config_file, opts, parts=parts)  # what is wrong in them is said first
     content = read_checkpoint(source)
     state = state_dict_in(content, source)
     if not config_file:
         keys = recognize(state, source)
         print("recognized:", *(f"{key} {value!r}" if " " in value else f"{key} {value}" for key, value in keys.items()))
         print(
-            "not told by a file, and as by default unless given as KEY VALUE: MODEL.BACKBONE.STEM_POOL, LAST_STRIDE; "
-            "MODEL.HEADS.CLS_LAYER, SCALE, MARGIN, POOL_LAYER without weights; MODEL.PIXEL_MEAN, PIXEL_STD"
+            "not told by a file, and as by default unless given as KEY VALUE: MODEL.BACKBONE.STEM_POOL, LAST_STRIDE, "
+            "SIE_VIEWS (SIE_CAMERAS is the number of all embeddings); MODEL.HEADS.CLS_LAYER, SCALE, MARGIN, JPM.SHIFT, "
+            "POOL_LAYER without weights; MODEL.PIXEL_MEAN, PIXEL_STD"
         )
         opts = [*(each for pair in keys.items() for each in pair), *opts]
     # No downloads: the weights are here.
     opts = ["MODEL.DEVICE", "cpu", *opts, "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.BACKBONE.PRETRAIN_PATH", ""]
     cfg = read_config(config_file, opts, parts=parts)
+    if cfg.MODEL.META_ARCHITECTURE == "Distiller":  # what it leaves is a Baseline, and its teachers may not be here
+        opts += ["MODEL.META_ARCHITECTURE", "Baseline"]
+        cfg = read_config(config_file, opts, parts=parts)
     model = build_model(cfg)
     if cfg.MODEL.HEADS.NUM_CLASSES == 0:
         adopted, _ = adopt(model, state)
@@ -56,6 +61,12 @@ def import_checkpoint(source: str, target: str, *, config_file: str, opts: list[
             model = build_model(cfg)
     report = load_model_state(model, state, source=source, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH)
     print(report)
+    bad = [name for name, value in model.state_dict().items() if not value.isfinite().all()]
+    if bad:
+        raise WeightsError(
+            f"{source}: {len(bad)} tensors are not finite{examples(bad)}; nothing was written\n"
+            "  fix: take an earlier checkpoint, from before the training diverged"
+        )
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         Checkpointer(model, out.parent).save(out.stem, tag=False, config=cfg.dump())

@@ -107,7 +107,8 @@ define("MODEL.BACKBONE.FEAT_DIM", 2048, "Channels of the backbone's last feature
 define(
     "MODEL.BACKBONE.NORM",
     "BN",
-    "Normalization layers of the backbone: BN, syncBN (statistics over all ranks, CUDA only) or GN.",
+    "Normalization layers of the backbone: BN, syncBN (statistics over all ranks, CUDA only), GN, or FrozenBN, which "
+    "stays as it was pretrained.",
 )
 define("MODEL.BACKBONE.WITH_IBN", False, "Instance norm on half of the channels in the first three stages (IBN-Net a).")
 define("MODEL.BACKBONE.WITH_SE", False, "Squeeze-and-excitation in every block.")

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torchvision.ops import FrozenBatchNorm2d
 
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
@@ -11,6 +12,10 @@ NORM_REGISTRY.register("BN")(nn.BatchNorm2d)
 # FastReID's spelling and PyTorch's.
 NORM_REGISTRY.register("syncBN")(nn.SyncBatchNorm)
 NORM_REGISTRY.register("SyncBN")(nn.SyncBatchNorm)
+# FastReID splits no batch for it, which leaves batch norm.
+NORM_REGISTRY.register("GhostBN")(nn.BatchNorm2d)
+# Statistics, weight and bias are buffers that stay as they are.
+NORM_REGISTRY.register("FrozenBN")(FrozenBatchNorm2d)
 
 _GROUPS = 32
 

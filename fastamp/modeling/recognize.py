@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -189,7 +190,7 @@ def _head(state: State, *, of_mgn: bool, transreid: bool) -> dict[str, str]:
     head = own or {name: value for name, value in state.items() if not name.startswith(("backbone.", "base."))}
     keys: dict[str, str] = {}
     classifiers = [head[name] for name in ("weight", "classifier.weight", "branches.0.weight") if name in head]
-    if classifiers:
+    if classifiers and classifiers[0].dim() == 2:
         keys["MODEL.HEADS.NUM_CLASSES"] = str(len(classifiers[0]))
     if "fc.0.weight" in head:
         return keys | {
@@ -207,6 +208,9 @@ def _head(state: State, *, of_mgn: bool, transreid: bool) -> dict[str, str]:
         keys["MODEL.HEADS.POOL_LAYER"] = "GeneralizedMeanPoolingP"
     if any(name.endswith("cls_token") for name in state):
         keys |= {"MODEL.HEADS.POOL_LAYER": "Identity", "MODEL.HEADS.NAME": "JPMHead" if jpm else "EmbeddingHead"}
+    if jpm:
+        branches = {found[1] for name in head if (found := re.match(r"(?:bottleneck_|branches\.)(\d+)\.", name))}
+        keys["MODEL.HEADS.JPM.PARTS"] = str(len(branches - {"0"}))
     if transreid:
         half = "(127.5, 127.5, 127.5)"
         keys |= {"MODEL.HEADS.EVAL_FEAT": "before", "MODEL.PIXEL_MEAN": half, "MODEL.PIXEL_STD": half}

@@ -79,9 +79,10 @@ def load_pretrained_backbone(
     else:
         content, source = _download(online), str(online)
     state = state_dict_in(content, source)
-    # A whole ReID model may serve as the start, too: take its backbone.
-    if any(key.startswith("backbone.") for key in state):
-        state = {key.removeprefix("backbone."): value for key, value in state.items() if key.startswith("backbone.")}
+    # A whole ReID model may serve as the start, too: take its backbone, which TransReID calls base.
+    for prefix in ("backbone.", "base."):
+        if any(key.startswith(prefix) for key in state):
+            state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
     state, notes = adopt(backbone, state)
     for note in notes:
         logger.info("%s: %s", source, note)

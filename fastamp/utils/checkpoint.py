@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -49,11 +50,12 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Any:
         with torch.serialization.safe_globals(_numpy_scalars()):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        if "GLOBAL" in str(error):
+        found = _foreign_object(error)
+        if found:
             raise WeightsError(
                 f"weights file {path} holds objects other than tensors and plain values, which fastamp never loads, "
                 "because they can run code.\n"
-                f"  found: {_unsupported_global(error)}\n"
+                f"  found: {found}\n"
                 "  fix: save it again as a state dict: torch.save(model.state_dict(), path)"
             ) from error
         raise _damaged(path, error) from error
@@ -63,11 +65,10 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Any:
         raise _damaged(path, error) from error
 
 
-def _unsupported_global(error: Exception) -> str:
-    for line in str(error).splitlines():
-        if "GLOBAL" in line:
-            return line.strip()
-    return str(error).splitlines()[0]
+def _foreign_object(error: Exception) -> str:
+    """Return the name of what PyTorch would not load, '' if it stopped for another reason; its advice is left out."""
+    found = re.search(r"GLOBAL (\S+)|but got <class '([^']+)'>", str(error))
+    return (found[1] or found[2]) if found else ""
 
 
 def _damaged(path: Path, error: Exception) -> WeightsError:
@@ -85,7 +86,7 @@ def _damaged(path: Path, error: Exception) -> WeightsError:
 
 
 def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Return the state dict in what ``read_checkpoint`` returned, without ``module.`` prefixes.
+    """Return the state dict in what ``read_checkpoint`` returned, without ``module.`` prefixes, however many.
 
     Args:
         content: ``{"model": state_dict, ...}``, the same with ``"state_dict"`` or (pycls) ``"model_state"`` for
@@ -100,7 +101,11 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             state = content[key]
             break
-    if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):
+    tensors = {}
+    if isinstance(state, dict):
+        named = ((key, value) for key, value in state.items() if isinstance(key, str))
+        tensors = {key: value for key, value in named if isinstance(value, torch.Tensor)}
+    if not tensors:
         kind = (
             f"a dict with the keys {', '.join(map(str, list(state)[:8]))}" if isinstance(state, dict) else type(state)
         )
@@ -108,8 +113,8 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
             f"weights file {path} holds no state dict (found: {kind}).\n"
             '  expected: {"model": state_dict, ...}, {"state_dict": ...} or a state dict'
         )
-    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    return {key.removeprefix("module."): value for key, value in tensors.items()}
+    # A wrapper inside another one, e.g. an average of a distributed model, leaves a prefix each.
+    return {re.sub(r"^(module\.)+", "", key): value for key, value in tensors.items()}
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[Any], None]) -> None:

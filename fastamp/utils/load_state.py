@@ -97,14 +97,23 @@ def load_model_state(
         without: globs over the names of tensors that do not count for that share.
 
     Raises:
-        WeightsError: a shape differs other than a classifier's, or too little of the backbone matched; the model
-            is unchanged then.
+        WeightsError: a shape differs other than a classifier's, a tensor is of integers or quantized, sparse or
+            without content, or too little of the backbone matched; the model is unchanged then.
     """
     own = model.state_dict()
     adopted, notes = adopt(model, state)
     matched = {key: value for key, value in adopted.items() if key in own and own[key].shape == value.shape}
-    # A counter that old files lack changes nothing.
+    no_weights = [key for key, value in matched.items() if own[key].is_floating_point() and not _has_weights(value)]
+    if no_weights:
+        first = adopted[no_weights[0]]
+        raise WeightsError(
+            f"weights from {source} are no floating-point numbers: {len(no_weights)} tensors{examples(no_weights)}, "
+            f"the first is {first.dtype}, {first.layout} on {first.device}\n"
+            "  fix: save the model again before it is quantized or otherwise converted"
+        )
+    # A counter that old files lack changes nothing, nor does the classifier of a head without classes.
     missing = [key for key in own if key not in adopted and not key.endswith("num_batches_tracked")]
+    missing = [key for key in missing if own[key].numel() > 0]
     differ = [key for key in adopted if key in own and key not in matched]
     backbone = [key for key in own if key.startswith(backbone_prefix) and not key.endswith("num_batches_tracked")]
     backbone = [key for key in backbone if not any(fnmatchcase(key, pattern) for pattern in without)]
@@ -137,6 +146,17 @@ def load_model_state(
         )
     model.load_state_dict(matched, strict=False)
     logger.info("loaded weights from %s\n%s", source, report)
+    # An ImageNet classifier beside the backbone, as TransReID has it, is of no use in any case.
+    imagenet = tuple(f"{backbone_prefix}{name}." for name in ("fc", "head", "classifier"))
+    spare = [key for key in report.dropped if key.startswith(backbone_prefix) and not key.startswith(imagenet)]
+    if spare and backbone_prefix:
+        logger.warning(
+            "the backbone in %s has %d tensors that the model's does not have%s: it computes another function, unless "
+            "they are unused there (see MODEL.BACKBONE.WITH_NL, WITH_SE, DEPTH)",
+            source,
+            len(spare),
+            examples(spare),
+        )
     if missing:
         logger.warning(
             "%d tensors are not in %s and keep their initial values%s", len(missing), source, examples(missing)
@@ -152,6 +172,11 @@ def load_model_state(
             tuple(own[key].shape),
         )
     return report
+
+
+def _has_weights(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be copied into a parameter without a change of its meaning."""
+    return tensor.is_floating_point() and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def classifiers(model: nn.Module) -> set[str]:

@@ -46,3 +46,12 @@ def test_ibn_normalizes_half_by_image_and_half_by_batch(channels, training):
         mean, variance = x.mean((0, 2, 3), keepdim=True), x.var((0, 2, 3), unbiased=False, keepdim=True)
         torch.testing.assert_close(out[:, half:], ((x - mean) / (variance + 1e-5).sqrt())[:, half:])
     assert set(layer.state_dict()) >= {"IN.weight", "IN.bias", "BN.weight", "BN.running_mean"}
+
+
+def test_a_frozen_batch_norm_stays_as_it_was_pretrained():
+    state = nn.BatchNorm2d(8).state_dict() | {"running_mean": torch.ones(8), "weight": torch.full((8,), 2.0)}
+    frozen, x = build_norm("FrozenBN", 8), torch.randn(4, 8, 3, 2)
+    frozen.load_state_dict(state)
+    assert list(frozen.parameters()) == []
+    torch.testing.assert_close(frozen.train()(x), 2 * (x - 1), rtol=1e-4, atol=1e-4)
+    assert torch.equal(frozen.running_mean, torch.ones(8))

@@ -164,6 +164,20 @@ def test_its_own_checkpoint_and_one_of_other_identities(config):
     assert report.missing == report.dropped == report.renamed == []
 
 
+def test_another_head_is_told_what_it_lacks(config):
+    """The backbone's own last block, which TransReID's files have too, is not the one that was trained."""
+    state = build_model(config()).state_dict()
+    state |= {
+        f"backbone.blocks.2.{name.removeprefix('heads.b1.0.')}": value
+        for name, value in state.items()
+        if "b1.0" in name
+    }
+    state |= {f"backbone.norm.{name}": state[f"heads.b1.1.{name}"] for name in ("weight", "bias")}
+    model = build_model(config("MODEL.HEADS.NAME", "EmbeddingHead", "MODEL.HEADS.POOL_LAYER", "Identity"))
+    report = load_model_state(model, state, source="x")
+    assert any("set MODEL.HEADS.NAME JPMHead" in note for note in report.notes)
+
+
 def test_errors(config):
     with pytest.raises(ConfigError, match="JPMHead continues a Vision Transformer"):
         build_model(config("MODEL.BACKBONE.NAME", "build_resnet_backbone", "MODEL.BACKBONE.DEPTH", "18x",

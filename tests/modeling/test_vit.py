@@ -298,3 +298,21 @@ def test_the_identity_head_takes_the_class_token(tiny_base):
     head = build_heads(cfg).eval()
     feature = torch.randn(2, 32, 1, 1)
     assert torch.equal(head(feature), feature.flatten(1))
+
+
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("pos_embed", (1, 0, 384)),
+        ("pos_embed", (1, 1, 384)),
+        ("pos_embed", (2, 197, 384)),
+        ("patch_embed.proj.weight", (384, 5)),
+    ],
+)
+def test_tensors_that_are_of_no_vit_are_refused(name, shape):
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "deit_small"])
+    cfg.merge_from_list(["MODEL.BACKBONE.FEAT_DIM", "384"])
+    backbone = build_backbone(cfg)
+    with pytest.raises(WeightsError, match=f"{name}: file"):
+        load_model_state(backbone, backbone.state_dict() | {name: torch.ones(shape)}, source="x", backbone_prefix="")

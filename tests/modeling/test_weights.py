@@ -52,6 +52,12 @@ def test_the_backbone_of_a_whole_model(tmp_path, resnet18):
     assert torch.equal(pretrained(tmp_path / "whole.pth").conv1.weight, resnet18.conv1.weight)
 
 
+def test_the_backbone_of_a_transreid_model(tmp_path, resnet18):
+    state = {f"base.{name}": value for name, value in resnet18.state_dict().items()}
+    torch.save(state | {"bottleneck.weight": torch.ones(512)}, tmp_path / "transreid.pth")
+    assert torch.equal(pretrained(tmp_path / "transreid.pth").conv1.weight, resnet18.conv1.weight)
+
+
 @pytest.fixture
 def resnet18_file(tmp_path, resnet18):
     path = tmp_path / "resnet18.pth"

@@ -8,6 +8,7 @@ import import_checkpoint
 import numpy as np
 import pytest
 import torch
+import torchvision
 
 from fastamp.config import get_cfg
 from fastamp.modeling import build_model
@@ -140,6 +141,12 @@ def test_a_config_file_and_a_share_that_is_too_small(tmp_path, capsys):
     assert torch.load(tmp_path / "out.pth", weights_only=True)["model"]["heads.weight"].shape == (5, 512)
 
 
+def test_a_students_recipe_needs_no_teachers(tmp_path):
+    kd = ("MODEL.META_ARCHITECTURE", "Distiller", "KD.MODEL_CONFIG", "gone.yml", "KD.MODEL_WEIGHTS", "gone.pth")
+    assert run(tmp_path, model(*RESNET18).state_dict(), *kd) == 0
+    assert "META_ARCHITECTURE: Baseline" in torch.load(tmp_path / "out.pth", weights_only=True)["config"]
+
+
 def test_wrong_arguments(tmp_path, capsys):
     torch.save({"a": torch.ones(3)}, tmp_path / "in.pth")
     for arguments, message in (
@@ -152,6 +159,26 @@ def test_wrong_arguments(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+def test_weights_that_are_not_finite_are_not_written(tmp_path, capsys):
+    state = model(*RESNET18).state_dict()
+    state["backbone.conv1.weight"][0] = float("nan")
+    assert run(tmp_path, state) == 2
+    assert "1 tensors are not finite (backbone.conv1.weight)" in capsys.readouterr().err
+    assert not (tmp_path / "out.pth").exists()
+
+
+def test_torchvisions_classifier_is_not_taken_for_torchreids_layer(tmp_path, capsys):
+    state = torchvision.models.resnet18().state_dict()
+    assert run(tmp_path, state) == 0
+    report = capsys.readouterr().out
+    assert "missing  0 (0%)" in report and "STEM_POOL padded" in report and "FCHead" not in report
+
+
+def test_key_values_are_checked_first_and_as_they_were_given(tmp_path, capsys):
+    assert run(tmp_path, {}, "MODEL.DEVICE") == 2
+    assert "got ['MODEL.DEVICE']" in capsys.readouterr().err
+
+
 REFERENCE = Path(__file__).parents[1] / "reference"
 KEPT = {
     "DukeMTMC/mgn_R50-ibn.yml": {
@@ -160,7 +187,7 @@ KEPT = {
     },
     "vit_transreid_stride": {
         "MODEL.BACKBONE.NAME": "build_vit_backbone", "MODEL.HEADS.NAME": "JPMHead", "MODEL.HEADS.EVAL_FEAT": "before",
-        "MODEL.BACKBONE.STRIDE_SIZE": "(12, 12)", "MODEL.BACKBONE.SIE_CAMERAS": "6",
+        "MODEL.BACKBONE.STRIDE_SIZE": "(12, 12)", "MODEL.BACKBONE.SIE_CAMERAS": "6", "MODEL.HEADS.JPM.PARTS": "4",
     },
     "DukeMTMC/AGW_R50.yml": {"MODEL.BACKBONE.DEPTH": "50x", "MODEL.BACKBONE.WITH_NL": "True"},
 }  # fmt: skip
@@ -180,3 +207,8 @@ def test_other_models_are_recognized(name):
 def test_what_is_nobodys(tmp_path):
     with pytest.raises(WeightsError, match="of no model that is known here"):
         recognize({"encoder.0.weight": torch.zeros(3, 3)}, "x.pth")
+
+
+def test_a_classifier_of_no_shape_is_no_count_of_identities():
+    state = model(*RESNET18).state_dict() | {"heads.weight": torch.tensor(1.0)}
+    assert "MODEL.HEADS.NUM_CLASSES" not in recognize(state, "x.pth")

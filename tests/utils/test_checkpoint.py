@@ -135,6 +135,46 @@ def test_files_without_a_state_dict(tmp_path, content):
         state_dict_in(content, "x.pth")
 
 
+def test_other_entries_and_prefixes_do_not_disturb(tmp_path):
+    state = {f"module.module.{key}": value for key, value in Model().state_dict().items()} | {0: torch.ones(2)}
+    path = save(state, tmp_path / "x.pth")
+    assert state_dict_in(read_checkpoint(path), path).keys() == Model().state_dict().keys()
+    with pytest.raises(WeightsError, match="no state dict"):
+        state_dict_in({0: torch.ones(2)}, "x.pth")
+
+
+def test_what_is_not_loaded_is_named_without_pytorchs_advice(tmp_path):
+    for value, name in ((np.uint16(3), "UInt16DType"), (np.zeros(3), "_reconstruct")):
+        with pytest.raises(WeightsError, match=f"objects other than tensors.*\n.*{name}\n") as error:
+            read_checkpoint(save({"a": value}, tmp_path / "x.pth"))
+        assert "safe_globals" not in str(error.value) and "weights_only" not in str(error.value)
+
+
+CONVERSIONS = {
+    "integers": lambda value: value.to(torch.int8),
+    "complex": lambda value: value.to(torch.complex64),
+    "sparse": torch.Tensor.to_sparse,
+    "without content": lambda value: value.to("meta"),
+}
+
+
+@pytest.mark.parametrize("kind", CONVERSIONS)
+def test_tensors_that_are_no_weights_are_refused(kind):
+    state = Model().state_dict()
+    state["backbone.0.weight"] = CONVERSIONS[kind](state["backbone.0.weight"])
+    with pytest.raises(WeightsError, match="x.pth are no floating-point numbers: 1 tensors .backbone.0.weight"):
+        load_model_state(Model(), state, source="x.pth")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_any_floating_point_precision_are_taken(dtype):
+    model = Model()
+    load_model_state(
+        model, {key: torch.ones_like(value, dtype=dtype) for key, value in model.state_dict().items()}, source="x"
+    )
+    assert all(value.dtype == torch.float32 and bool((value == 1).all()) for value in model.state_dict().values())
+
+
 def test_weights_of_another_model_are_refused_and_nothing_changes():
     model = Model()
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -151,6 +191,12 @@ def test_share_of_the_backbone_that_must_match():
     with pytest.raises(WeightsError, match="MODEL.WEIGHTS_MIN_MATCH"):
         load_model_state(Model(), state, source="x")
     load_model_state(Model(), state, source="x", min_match=0.8)
+
+
+def test_what_a_backbone_has_no_place_for_is_a_warning(caplog):
+    state = Model().state_dict() | {"backbone.9.weight": torch.ones(1), "backbone.fc.weight": torch.ones(1)}
+    load_model_state(Model(), state, source="x.pth")
+    assert "the backbone in x.pth has 1 tensors that the model's does not have (backbone.9.weight)" in caplog.text
 
 
 def test_only_the_classifier_may_differ_in_shape():

@@ -265,10 +265,12 @@ class VisionTransformer(nn.Module):
         """Return the tensors of a timm, DeiT, FastReID or TransReID file, with positions for this network's grid."""
         state = dict(state)
         weight = state.get("patch_embed.proj.weight")
-        if weight is not None and weight.dim() == 2:  # timm's oldest, a linear layer over the pixels of a patch
+        # timm's oldest, a linear layer over the pixels of a patch
+        if weight is not None and weight.dim() == 2 and weight.shape[1] % PATCH**2 == 0:
             state["patch_embed.proj.weight"] = weight.reshape(len(weight), -1, PATCH, PATCH)
         positions = state.get("pos_embed")
-        if positions is not None and positions.dim() == 3:
+        # Of any other shape they are no class token's and patches', and are refused for it.
+        if positions is not None and positions.dim() == 3 and positions.shape[0] == 1 and positions.shape[1] > 2:
             if state.pop("dist_token", None) is not None:  # DeiT's second token; its place is behind the class token's
                 positions = torch.cat((positions[:, :1], positions[:, 2:]), dim=1)
             if positions.shape[1] != self.pos_embed.shape[1]:

@@ -173,15 +173,21 @@ class EmbeddingHead(nn.Module):
                 "  fix: take weights of a later FastReID, or train again; as a start for the backbone alone the file "
                 "can be named in MODEL.BACKBONE.PRETRAIN_PATH"
             )
-        if any(key.startswith("fc.") for key in state):
+        behind_fc = any(key.startswith("fc.0.") for key in state)  # torchvision's fc. is its classifier
+        if behind_fc:
             notes.append(
                 "torchreid's features come after its fc layer, which MODEL.HEADS.NAME EmbeddingHead does not have: "
                 "set MODEL.HEADS.NAME FCHead for them"
             )
+        if any(key.startswith("b1.") for key in state):
+            notes.append(
+                "TransReID trained the copies of the last block in its JPM, not the backbone's own, which is what "
+                "MODEL.HEADS.NAME EmbeddingHead takes: set MODEL.HEADS.NAME JPMHead for its features"
+            )
         number = len(self.bottleneck) - 1  # of the batch norm
         renamed = {}
         for key, value in state.items():
-            if key == "classifier.weight" and not any(other.startswith("fc.") for other in state):
+            if key == "classifier.weight" and not behind_fc:
                 key = "weight"
             elif key.startswith("bnneck."):
                 key = f"bottleneck.{number}.{key.removeprefix('bnneck.')}"
