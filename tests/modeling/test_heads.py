@@ -92,3 +92,13 @@ def test_logits_of_the_fc_head():
     logits = head(x, targets)["pred_class_logits"]
     torch.testing.assert_close(head.logits(x), logits)
     assert logits.requires_grad  # a student learns by them
+
+
+def test_errors_of_the_fc_head():
+    x = torch.randn(2, 8, 4, 2)
+    for pool_layer, message in (("Identity", "leaves a map of 4 x 2"), ("Flatten", "makes 64 values of a map of")):
+        head = FCHead(feat_dim=8, embedding_dim=4, num_classes=3, pool_layer=pool_layer)
+        with pytest.raises(ConfigError, match=f"POOL_LAYER {pool_layer} {message}"):
+            head(x, torch.zeros(2, dtype=torch.int64))
+        with pytest.raises(ConfigError, match=f"POOL_LAYER {pool_layer} {message}"):
+            head.logits(x)

@@ -138,21 +138,7 @@ class EmbeddingHead(nn.Module):
 
     def _pool(self, features: torch.Tensor) -> torch.Tensor:
         """Return (B, feat_dim, 1, 1)."""
-        pooled = self.pool_layer(features)
-        if pooled.dim() == 2:
-            pooled = pooled[:, :, None, None]
-        if pooled.shape[1] != self.pooled_dim:
-            raise ConfigError(
-                f"MODEL.HEADS.POOL_LAYER {type(self.pool_layer).__name__} makes {pooled.shape[1]} values of a map of "
-                f"{' x '.join(map(str, features.shape[1:]))}; the head was built for {self.pooled_dim} "
-                "(MODEL.BACKBONE.FEAT_DIM)"
-            )
-        if pooled.shape[2:] != (1, 1):
-            size = " x ".join(map(str, pooled.shape[2:]))
-            raise ConfigError(
-                f"MODEL.HEADS.POOL_LAYER {type(self.pool_layer).__name__} leaves a map of {size}; the head needs 1 x 1"
-            )
-        return pooled
+        return pooled_to_vectors(self.pool_layer, features, self.pooled_dim)[:, :, None, None]
 
     def _require_classes(self) -> None:
         if len(self.weight) == 0:
@@ -187,3 +173,31 @@ class EmbeddingHead(nn.Module):
                 key = f"bottleneck.{number}.{key.removeprefix('bottleneck.')}"
             renamed[key] = value
         return renamed
+
+
+def pooled_to_vectors(pool_layer: nn.Module, features: torch.Tensor, width: int) -> torch.Tensor:
+    """Return a map of features pooled to (B, width).
+
+    Args:
+        pool_layer: one of ``POOL_LAYER_REGISTRY``.
+        features: (B, D, h, w) float.
+        width: values of an image that the head was built for.
+
+    Raises:
+        ConfigError: it is pooled to another number of values, or to a map.
+    """
+    pooled = pool_layer(features)
+    if pooled.dim() == 2:
+        pooled = pooled[:, :, None, None]
+    if pooled.shape[1] != width:
+        raise ConfigError(
+            f"MODEL.HEADS.POOL_LAYER {type(pool_layer).__name__} makes {pooled.shape[1]} values of a map of "
+            f"{' x '.join(map(str, features.shape[1:]))}; the head was built for {width} "
+            "(MODEL.BACKBONE.FEAT_DIM)"
+        )
+    if pooled.shape[2:] != (1, 1):
+        size = " x ".join(map(str, pooled.shape[2:]))
+        raise ConfigError(
+            f"MODEL.HEADS.POOL_LAYER {type(pool_layer).__name__} leaves a map of {size}; the head needs 1 x 1"
+        )
+    return pooled.flatten(1)

@@ -8,6 +8,7 @@ from torch import nn
 from fastamp.amp import force_fp32
 from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY
 from fastamp.modeling.heads.build import HEADS_REGISTRY
+from fastamp.modeling.heads.embedding_head import pooled_to_vectors
 from fastamp.utils.errors import ConfigError
 
 
@@ -84,7 +85,7 @@ class FCHead(nn.Module):
         self, features: torch.Tensor, targets: torch.Tensor | None = None
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """Compute embeddings, and in training mode logits; see ``EmbeddingHead.forward``."""
-        pooled = self.pool_layer(features).flatten(1)
+        pooled = self._pool(features)
         if not self.training:
             return pooled if self.eval_feat == "before" else self.fc(pooled)
         self._require_classes()
@@ -100,7 +101,11 @@ class FCHead(nn.Module):
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         """Return (B, K) float32 class logits without any margin, in every mode; see ``EmbeddingHead.logits``."""
         self._require_classes()
-        return self.cls_layer.logits(self.fc(self.pool_layer(features).flatten(1)), self.weight)
+        return self.cls_layer.logits(self.fc(self._pool(features)), self.weight)
+
+    def _pool(self, features: torch.Tensor) -> torch.Tensor:
+        """Return (B, feat_dim)."""
+        return pooled_to_vectors(self.pool_layer, features, self.fc[0].in_features)
 
     def _require_classes(self) -> None:
         if len(self.weight) == 0:
