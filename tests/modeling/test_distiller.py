@@ -327,6 +327,16 @@ def test_a_projects_own_keys_may_stand_in_a_teachers_config(tmp_path):
     assert build_model(cfg)._teachers
 
 
-def test_teachers_without_a_distiller_are_said_to_do_nothing(tmp_path, caplog):
-    build_model(tiny.tiny_config(tmp_path, "KD.EMA.ENABLED", "True"))
+def test_a_teacher_needs_nothing_of_its_losses(tmp_path):
+    opts = ("MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'CenterLoss')")
+    files, teacher = write_teacher(tmp_path, *opts)
+    state = {name: value for name, value in teacher.state_dict().items() if not name.startswith("losses.")}
+    torch.save({"model": state}, files[3])
+    (found,) = make(tmp_path, *files)._teachers
+    torch.testing.assert_close(found.class_logits(BATCH), teacher.class_logits(BATCH))
+
+
+@pytest.mark.parametrize("opts", [(), ("MODEL.META_ARCHITECTURE", "MoCo", *CLASSES)])
+def test_teachers_without_a_distiller_are_said_to_do_nothing(opts, tmp_path, caplog):
+    build_model(tiny.tiny_config(tmp_path, "KD.EMA.ENABLED", "True", *opts))
     assert "KD.* does nothing" in caplog.text

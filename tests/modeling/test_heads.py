@@ -110,3 +110,13 @@ def test_the_fc_head_gives_the_feature_behind_or_before_its_layer(neck_feat, eva
 def test_the_fc_head_needs_a_width():
     with pytest.raises(ConfigError, match="EMBEDDING_DIM 512"):
         FCHead(feat_dim=6, embedding_dim=0, num_classes=3)
+
+
+def test_errors_of_the_fc_head():
+    x = torch.randn(2, 8, 4, 2)
+    for pool_layer, message in (("Identity", "leaves a map of 4 x 2"), ("Flatten", "makes 64 values of a map of")):
+        head = FCHead(feat_dim=8, embedding_dim=4, num_classes=3, pool_layer=pool_layer)
+        with pytest.raises(ConfigError, match=f"POOL_LAYER {pool_layer} {message}"):
+            head(x, torch.zeros(2, dtype=torch.int64))
+        with pytest.raises(ConfigError, match=f"POOL_LAYER {pool_layer} {message}"):
+            head.logits(x)

@@ -184,6 +184,23 @@ def test_errors(config):
                            "MODEL.BACKBONE.FEAT_DIM", "512"))  # fmt: skip
     with pytest.raises(ConfigError, match=r"MODEL\.HEADS\.JPM\.PARTS is 4, but .* 3 patches"):
         make().eval()(torch.randn(1, 4, 6))
+    for arch in ("Baseline", "MoCo"):
+        with pytest.raises(ConfigError, match="CenterLoss has weights of its own, and the outputs of JPMHead"):
+            build_model(config("MODEL.META_ARCHITECTURE", arch, "MODEL.LOSSES.NAME", "CenterLoss"))
+
+
+@pytest.mark.parametrize("other", [("MODEL.HEADS.NUM_CLASSES", "5"), ("MODEL.HEADS.NAME", "EmbeddingHead")])
+def test_a_memory_bank_of_other_identities_or_another_head_is_not_taken(config, other):
+    moco = ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "8", "MODEL.WEIGHTS_MIN_MATCH", "0.5")
+    state = build_model(config(*moco, *other)).state_dict()
+    state["memory.queue_label"].fill_(2)
+    model = build_model(config(*moco))
+    report = load_model_state(model, state, source="test", min_match=0.5)
+    assert "other identities" in "".join(report.notes) and (model.memory.queue_label == -1).all()
+    state = build_model(config(*moco)).state_dict()
+    state["memory.queue_label"].fill_(2)
+    load_model_state(model, state, source="test")
+    assert (model.memory.queue_label == 2).all()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Losses of pytorch-metric-learning by name: their values, arguments, parameters, and what is refused."""
 
+import inspect
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from fastamp.config import get_cfg
 from fastamp.modeling import build_model
 from fastamp.modeling.losses import build_losses
+from fastamp.modeling.losses.pml import _NOT_FOR_A_CONFIG
 from fastamp.solver import build_optimizer
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.load_state import load_model_state
@@ -86,6 +88,24 @@ def test_weights_of_other_identities_start_anew_and_evaluation_needs_none(tmp_pa
     assert report.dropped == ["losses.loss_proxy_anchor.loss.proxies"] and not report.missing
 
 
+NAMES = [
+    name
+    for name, kind in vars(losses).items()
+    if inspect.isclass(kind) and issubclass(kind, losses.BaseMetricLossFunction) and name not in _NOT_FOR_A_CONFIG
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_loss_has_a_second_step(name):
+    args = {"RankedListLoss": {"margin": 0.4, "Tn": 10.0}} if name == "RankedListLoss" else {}
+    loss = build_losses(config([f"pml/{name}"], "MODEL.LOSSES.PML.ARGS", args))
+    for _ in range(2):
+        features = torch.randn(12, 8, requires_grad=True)
+        (value,) = (each({"features": features}, TARGETS) for each in loss.values())
+        value.backward()
+        assert value.shape == () and torch.isfinite(features.grad).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_it_is_float32_under_autocast(dtype):
     loss = build_losses(config(["pml/NTXentLoss"]))["loss_nt_xent"]
@@ -108,6 +128,12 @@ def test_without_pairs_the_loss_is_zero_and_has_a_graph(targets):
     [
         (["pml/TripletMarginLos"], (), ["MODEL.LOSSES.NAME: 'pml/TripletMarginLos'", "'pml/TripletMarginLoss'?"]),
         (["pml/VICRegLoss"], (), ["can be named here", "choices: pml/AngularLoss"]),
+        (["pml/DynamicSoftMarginLoss"], (), ["'pml/DynamicSoftMarginLoss' is none", "can be named here"]),
+        (
+            ["pml/TripletMarginLoss"],
+            ("MODEL.LOSSES.PML.ARGS", "{TripletMarginLoss: 0.1}"),
+            ["TripletMarginLoss is 0.1; expected its arguments by name"],
+        ),
         (
             ["pml/ContrastiveLoss"],
             ("MODEL.LOSSES.PML.MINER", "BatchHardMine"),

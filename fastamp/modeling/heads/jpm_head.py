@@ -33,6 +33,8 @@ class JPMHead(nn.Module):
 
     # Built as from_config(cfg, backbone=...).
     continues_backbone = True
+    # In training mode a list of them, of which each goes through the losses.
+    several_outputs = True
 
     def __init__(
         self,

@@ -38,6 +38,24 @@ def build_losses(cfg: Any) -> nn.ModuleDict:
     return nn.ModuleDict(losses)
 
 
+def check_shareable(losses: nn.ModuleDict, by: str) -> None:
+    """Check that losses can be computed of several features that differ.
+
+    Args:
+        losses: of ``build_losses``.
+        by: what has those features, for the message.
+
+    Raises:
+        ConfigError: a loss has weights of its own, e.g. a center of each identity.
+    """
+    with_weights = [type(getattr(loss, "loss", loss)).__name__ for loss in losses.values() if [*loss.parameters()]]
+    if with_weights:
+        raise ConfigError(
+            f"MODEL.LOSSES.NAME: {', '.join(with_weights)} has weights of its own, and {by}, whose features differ, "
+            "cannot share them"
+        )
+
+
 def feature_dim(cfg: Any) -> int:
     """Return the width of the ``features`` that a head gives to the losses."""
     heads = cfg.MODEL.HEADS

@@ -14,8 +14,17 @@ from fastamp.utils.errors import ConfigError, did_you_mean
 
 PML = "pml/"
 
-# A base class; one made of another loss; those for pairs of views, without labels.
-_NOT_FOR_A_CONFIG = ("BaseMetricLossFunction", "GenericPairLoss", "ManifoldLoss", "VICRegLoss", "BaseMiner")
+# Base classes; one made of another loss; those for pairs of views, without labels; one whose histogram keeps the last
+# step's graph, so that the second step fails; a miner of data that come in triplets.
+_NOT_FOR_A_CONFIG = (
+    "BaseMetricLossFunction",
+    "BaseMiner",
+    "GenericPairLoss",
+    "ManifoldLoss",
+    "VICRegLoss",
+    "DynamicSoftMarginLoss",
+    "EmbeddingsAlreadyPackagedAsTriplets",
+)
 # Made by a class of theirs, which no config can name.
 _OBJECTS = ("distance", "reducer", "embedding_regularizer", "weight_regularizer", "weight_init_func", "collect_stats")
 
@@ -23,8 +32,7 @@ _OBJECTS = ("distance", "reducer", "embedding_regularizer", "weight_regularizer"
 class PMLLoss(nn.Module):
     """A loss of pytorch-metric-learning over a head's ``features``, in float32.
 
-    What it learns, e.g. the proxies of ``ProxyAnchorLoss``, are parameters of this module. What it remembers otherwise,
-    as the histogram of ``DynamicSoftMarginLoss``, is in no checkpoint.
+    What it learns, e.g. the proxies of ``ProxyAnchorLoss``, are parameters of this module.
 
     Args:
         loss: of ``(embeddings, labels, indices_tuple) -> ()``.
@@ -73,6 +81,12 @@ def build_pml_loss(cfg: Any, name: str, *, feature_dim: int) -> PMLLoss | None:
         raise ConfigError(
             f"MODEL.LOSSES.PML.ARGS: {strangers[0]!r} is of no loss in MODEL.LOSSES.NAME."
             f"{did_you_mean(strangers[0].partition('.')[0], filter(None, asked))}"
+        )
+    bare = [key for key in args if "." not in key]
+    if bare:
+        raise ConfigError(
+            f"MODEL.LOSSES.PML.ARGS: {bare[0]} is {args[bare[0]]!r}; expected its arguments by name, "
+            f"e.g. {{{bare[0]}: {{margin: 0.1}}}}"
         )
     kind = _find("MODEL.LOSSES.NAME", PML, losses, "losses", name)
     needed = [key for key, p in _parameters(kind).items() if p.default is p.empty]

@@ -8,6 +8,7 @@ from torch import nn
 from fastamp.modeling.backbones import build_backbone, with_feature_dim
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
+from fastamp.modeling.losses.build import check_shareable
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.image_model import ImageModel, normalization
 from fastamp.utils import comm
@@ -46,14 +47,18 @@ class Baseline(ImageModel):
         """Return the model of ``MODEL``, for images of ``INPUT.CHANNELS``.
 
         Raises:
-            ConfigError: see ``normalization``, and what backbone, heads and losses raise.
+            ConfigError: see ``normalization``, and what backbone, heads and losses raise; or a loss has weights of its
+                own, and the head several outputs.
         """
         backbone = build_backbone(cfg)
         cfg = with_feature_dim(cfg, backbone)
+        heads, losses = build_heads(cfg, backbone), build_losses(cfg)
+        if getattr(heads, "several_outputs", False):
+            check_shareable(losses, f"the outputs of {cfg.MODEL.HEADS.NAME}")
         return cls(
             backbone=backbone,
-            heads=build_heads(cfg, backbone),
-            losses=build_losses(cfg),
+            heads=heads,
+            losses=losses,
             gather=cfg.MODEL.LOSSES.GATHER,
             **normalization(cfg),
             **cls.further_options(cfg),

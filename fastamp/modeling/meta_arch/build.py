@@ -26,9 +26,10 @@ def build_model(cfg: Any) -> nn.Module:
         WeightsError: pretrained weights cannot be had or do not fit.
     """
     device = resolve_device(cfg.MODEL.DEVICE)
-    if (cfg.KD.MODEL_CONFIG or cfg.KD.EMA.ENABLED) and cfg.MODEL.META_ARCHITECTURE == "Baseline":
-        logger.warning("KD.* does nothing: MODEL.META_ARCHITECTURE is Baseline, and it is Distiller that has teachers")
-    model = META_ARCH_REGISTRY.build(cfg.MODEL.META_ARCHITECTURE, cfg)
+    name = cfg.MODEL.META_ARCHITECTURE
+    if (cfg.KD.MODEL_CONFIG or cfg.KD.EMA.ENABLED) and name in ("Baseline", "MGN", "MoCo"):
+        logger.warning("KD.* does nothing: MODEL.META_ARCHITECTURE is %s, and it is Distiller that has teachers", name)
+    model = META_ARCH_REGISTRY.build(name, cfg)
     apply_force_fp32(model, cfg.SOLVER.AMP.FORCE_FP32)
     memory_format = torch.channels_last if _channels_last(cfg, device) else torch.contiguous_format
     model = model.to(device=device, memory_format=memory_format)

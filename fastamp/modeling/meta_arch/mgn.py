@@ -10,6 +10,7 @@ from torch import nn
 from fastamp.modeling.backbones import ResNet, build_backbone
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
+from fastamp.modeling.losses.build import check_shareable
 from fastamp.modeling.meta_arch.baseline import compute_losses
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.image_model import ImageModel, normalization
@@ -87,12 +88,7 @@ class MGN(ImageModel):
         if cfg.MODEL.BACKBONE.WITH_NL:
             logger.warning("MODEL.BACKBONE.WITH_NL does nothing: MGN has no non-local blocks")
         losses = build_losses(cfg)
-        with_weights = [type(loss).__name__ for loss in losses.values() if any(True for _ in loss.parameters())]
-        if with_weights:
-            raise ConfigError(
-                f"MODEL.LOSSES.NAME: {', '.join(with_weights)} has weights of its own, and MGN's eight heads, whose "
-                "features differ, cannot share them"
-            )
+        check_shareable(losses, "MGN's eight heads")
         return cls(
             backbone=backbone,
             heads={name: build_heads(cfg) for name in HEADS},

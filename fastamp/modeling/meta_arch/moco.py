@@ -15,6 +15,7 @@ from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.momentum import MomentumCopy
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.load_state import adopt, classifiers
 
 _EMPTY = -1
 
@@ -100,13 +101,15 @@ class MoCo(Baseline):
         Without a key encoder in it, the file's model is where that starts.
         """
         state = self.key_encoder.starts_from(super().adopt_state(state, notes), "key_encoder.")
-        bank, classes = state.get("memory.queue"), state.get("heads.weight", state.get("heads.classifier.weight"))
+        bank = state.get("memory.queue")
         if bank is None:
             return state
+        of_head = {name.removeprefix("heads."): value for name, value in state.items() if name.startswith("heads.")}
+        theirs, own_head = adopt(self.heads, of_head)[0], self.heads.state_dict()
         wrong, own = "", self.memory.queue
         if bank.shape != own.shape:
             wrong = f"it is {' x '.join(map(str, bank.shape))}, and here {' x '.join(map(str, own.shape))}"
-        elif classes is not None and classes.shape != self.heads.weight.shape:
+        elif any(name not in theirs or theirs[name].shape != own_head[name].shape for name in classifiers(self.heads)):
             wrong = "its labels are of other identities"
         if not wrong:
             return state

@@ -85,6 +85,7 @@ def _teacher_config(cfg: Any, path: str) -> Any:
     if teacher.MODEL.META_ARCHITECTURE in _BASELINES:
         teacher.MODEL.META_ARCHITECTURE = "Baseline"
     teacher.KD = get_cfg().KD  # its own teachers have done their work
+    teacher.MODEL.LOSSES.NAME = ()  # as have its losses, whose weights a file need not have
     for norm in (teacher.MODEL.BACKBONE, teacher.MODEL.HEADS):
         if norm.NORM.lower() == "syncbn":  # the same in evaluation, and for every device
             norm.NORM = "BN"
