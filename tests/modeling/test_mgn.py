@@ -8,7 +8,8 @@ from fastamp.config import get_cfg
 from fastamp.modeling import build_model
 from fastamp.modeling.losses import cross_entropy_loss, triplet_loss
 from fastamp.modeling.meta_arch.mgn import HEADS
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import ConfigError, WeightsError
+from fastamp.utils.load_state import load_model_state
 
 TARGETS = torch.tensor([0, 0, 1, 1])
 
@@ -73,6 +74,16 @@ def test_the_local_branches_do_not_stride():
         trunk = model.feature_maps({"images": torch.zeros(1, 3, 128, 64)})
         assert model.b1(trunk).shape[2:] == (4, 2)
         assert model.b2(trunk).shape[2:] == model.b3(trunk).shape[2:] == (8, 4)
+
+
+def test_weights_of_another_architecture_are_told_apart(model):
+    other = build_model(config("MODEL.META_ARCHITECTURE", "Baseline"))
+    for one, state, message in (
+        (other, model, "are of MODEL.META_ARCHITECTURE MGN, and the model is not"),
+        (model, other, "are not of MODEL.META_ARCHITECTURE MGN, and the model is"),
+    ):
+        with pytest.raises(WeightsError, match=message):
+            load_model_state(one, state.state_dict(), source="x")
 
 
 def test_what_it_cannot_be_made_of():
