@@ -33,6 +33,8 @@ BACKBONES = {
     "timm/vit_tiny_patch16_224": 0,
 }
 SIZE = (64, 32)
+# Options change few layers, and a compilation takes many seconds.
+ONE_OF_A_KIND = list({each.split(" ")[0]: each for each in reversed(BACKBONES)}.values())
 
 
 def config(backbone, *opts):
@@ -75,7 +77,7 @@ def test_it_overfits_a_batch_in_bfloat16(backbone):
     assert values[-1] < 0.2 * values[0], values
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone", ONE_OF_A_KIND)
 def test_it_is_exported_and_compiled_without_a_change(backbone):
     torch.manual_seed(0)
     model = build_backbone(config(backbone)).eval()
