@@ -53,7 +53,7 @@ def test_instance_norm_is_in_all_stages(depth):
     assert "bn1.weight" in names
 
 
-@pytest.mark.filterwarnings("ignore:for layer4.*num_batches_tracked:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*which is a no-op:UserWarning")
 def test_weights_without_instance_norm_in_the_last_stage_are_enough():
     """IBN-Net's ResNeXt-101 is such."""
     backbone = build_meta("101x", "MODEL.BACKBONE.WITH_IBN", "True")
@@ -61,6 +61,7 @@ def test_weights_without_instance_norm_in_the_last_stage_are_enough():
     ours = backbone.state_dict()
     state = {name: value for name, value in ours.items() if not (name.startswith("layer4") and ".bn1." in name)}
     state |= {name: value for name, value in plain.items() if name.startswith("layer4") and ".bn1." in name}
+    state = {name: torch.zeros(()).expand(value.shape) for name, value in state.items()}  # of no size in memory
     report = load_model_state(backbone, state, source="a file", backbone_prefix="")
     assert len(report.missing) == 3 * 6
     assert report.backbone_share > 0.95

@@ -228,7 +228,7 @@ def test_wrong_weights(assert_refused, tmp_path):
         ("DATALOADER.NUM_INSTANCE", "0", ["DATALOADER.NUM_INSTANCE is 0"]),
         ("MODEL.META_ARCHITECTURE", "Distiller", ["has no teacher", "KD.MODEL_CONFIG"]),
         ("KD.EMA.MOMENTUM", "1.5", ["KD.EMA.MOMENTUM is 1.5"]),
-        ("MODEL.HEADS.NORM", "IN", ["MODEL.HEADS.NORM", "choices: BN, GN"]),
+        ("MODEL.HEADS.NORM", "IN", ["MODEL.HEADS.NORM", "choices: BN, FrozenBN, GN"]),
         ("SOLVER.LR_FACTORS", "{'backbon.*': 0.1}", ["SOLVER.LR_FACTORS", "matches no parameter"]),
         ("SOLVER.ACCUM_STEPS", "0", ["SOLVER.ACCUM_STEPS is 0", "at least 1"]),
         ("SOLVER.EMA.DECAY", "1", ["SOLVER.EMA.DECAY is 1.0"]),
