@@ -21,7 +21,7 @@ from fastamp.utils.load_state import examples, load_model_state
 def _numpy_scalars() -> list[Any]:
     """Return what a foreign checkpoint's NumPy scalars need to be unpickled, by name and nothing more."""
     kinds = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool_")
-    reconstruct = np._core.multiarray.scalar if hasattr(np, "_core") else np.core.multiarray.scalar
+    reconstruct = np.float64(0).__reduce__()[0]  # its module has another name in NumPy 1, where the new one is empty
     return [
         (reconstruct, "numpy.core.multiarray.scalar"),
         (reconstruct, "numpy._core.multiarray.scalar"),
