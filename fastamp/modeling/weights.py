@@ -11,7 +11,7 @@ from torchvision.models import get_model_weights
 
 from fastamp.utils.checkpoint import read_checkpoint, state_dict_in
 from fastamp.utils.errors import ConfigError, WeightsError
-from fastamp.utils.load_state import adopt, load_model_state
+from fastamp.utils.load_state import load_model_state
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +83,14 @@ def load_pretrained_backbone(
     for prefix in ("backbone.", "base."):
         if any(key.startswith(prefix) for key in state):
             state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-    state, notes = adopt(backbone, state)
-    for note in notes:
-        logger.info("%s: %s", source, note)
-    state = _fit_channels(state, backbone, source)
-    load_model_state(backbone, state, source=source, backbone_prefix="", without=without)
+    load_model_state(
+        backbone,
+        state,
+        source=source,
+        backbone_prefix="",
+        without=without,
+        fit=lambda adopted: _fit_channels(adopted, backbone, source),
+    )
 
 
 def _fit_channels(state: dict[str, torch.Tensor], backbone: nn.Module, source: str) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Fill a model from a state dict of any origin: translate its names, compare, report, refuse what does not fit."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -85,6 +86,7 @@ def load_model_state(
     backbone_prefix: str = "backbone.",
     min_match: float = 0.9,
     without: tuple[str, ...] = (),
+    fit: Callable[[State], State] | None = None,
 ) -> ImportReport:
     """Copy ``state`` into ``model`` where names, after ``adopt``, and shapes agree; log and return a report.
 
@@ -95,57 +97,86 @@ def load_model_state(
         backbone_prefix: the names that ``min_match`` is about.
         min_match: share of the backbone's tensors that ``state`` must provide.
         without: globs over the names of tensors that do not count for that share.
+        fit: changes the tensors once they have the model's names.
 
     Raises:
         WeightsError: a shape differs other than a classifier's, a tensor is of integers or quantized, sparse or
             without content, or too little of the backbone matched; the model is unchanged then.
     """
-    own = model.state_dict()
     adopted, notes = adopt(model, state)
-    matched = {key: value for key, value in adopted.items() if key in own and own[key].shape == value.shape}
-    no_weights = [key for key, value in matched.items() if own[key].is_floating_point() and not _has_weights(value)]
-    if no_weights:
-        first = adopted[no_weights[0]]
+    if fit is not None:
+        adopted = fit(adopted)
+    own = model.state_dict()
+    report = _compare(model, own, adopted, source, backbone_prefix=backbone_prefix, without=without)
+    report.renamed = [key for key in report.matched if key not in state]
+    report.notes = notes
+    _refuse_what_is_no_weight(own, adopted, report)
+    _refuse_another_model(own, adopted, report, min_match)
+    model.load_state_dict({key: adopted[key] for key in report.matched}, strict=False)
+    logger.info("loaded weights from %s\n%s", source, report)
+    _warn(own, adopted, report, backbone_prefix)
+    return report
+
+
+def _compare(
+    model: nn.Module, own: State, adopted: State, source: str, *, backbone_prefix: str, without: tuple[str, ...]
+) -> ImportReport:
+    """Return what of ``adopted`` has its place in ``own``, the model's tensors."""
+    matched = [key for key in adopted if key in own and own[key].shape == adopted[key].shape]
+    # A counter that old files lack changes nothing, nor does the classifier of a head without classes.
+    missing = [key for key in own if key not in adopted and not key.endswith("num_batches_tracked")]
+    backbone = [key for key in own if key.startswith(backbone_prefix) and not key.endswith("num_batches_tracked")]
+    backbone = [key for key in backbone if not any(fnmatchcase(key, pattern) for pattern in without)]
+    found, of_identities = set(matched), classifiers(model)
+    return ImportReport(
+        source,
+        matched=matched,
+        dropped=[key for key in adopted if key not in own],
+        missing=[key for key in missing if own[key].numel() > 0],
+        other_shape=[key for key in adopted if key in of_identities and key in own and key not in found],
+        backbone_share=sum(key in found for key in backbone) / max(len(backbone), 1),
+    )
+
+
+def _refuse_what_is_no_weight(own: State, adopted: State, report: ImportReport) -> None:
+    """Raise WeightsError where a tensor cannot be copied into a parameter without a change of its meaning."""
+    wrong = [key for key in report.matched if own[key].is_floating_point() and not _has_weights(adopted[key])]
+    if wrong:
+        first = adopted[wrong[0]]
         raise WeightsError(
-            f"weights from {source} are no floating-point numbers: {len(no_weights)} tensors{examples(no_weights)}, "
+            f"weights from {report.source} are no floating-point numbers: {len(wrong)} tensors{examples(wrong)}, "
             f"the first is {first.dtype}, {first.layout} on {first.device}\n"
             "  fix: save the model again before it is quantized or otherwise converted"
         )
-    # A counter that old files lack changes nothing, nor does the classifier of a head without classes.
-    missing = [key for key in own if key not in adopted and not key.endswith("num_batches_tracked")]
-    missing = [key for key in missing if own[key].numel() > 0]
-    differ = [key for key in adopted if key in own and key not in matched]
-    backbone = [key for key in own if key.startswith(backbone_prefix) and not key.endswith("num_batches_tracked")]
-    backbone = [key for key in backbone if not any(fnmatchcase(key, pattern) for pattern in without)]
-    of_identities = classifiers(model)
-    report = ImportReport(
-        source,
-        matched=list(matched),
-        renamed=[key for key in matched if key not in state],
-        dropped=[key for key in adopted if key not in own],
-        missing=missing,
-        other_shape=[key for key in differ if key in of_identities],
-        backbone_share=sum(key in matched for key in backbone) / max(len(backbone), 1),
-        notes=notes,
-    )
-    wrong = [key for key in differ if key not in of_identities]
+
+
+def _has_weights(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _refuse_another_model(own: State, adopted: State, report: ImportReport, min_match: float) -> None:
+    """Raise WeightsError where a shape differs other than a classifier's, or too little of the backbone matched."""
+    placed = {*report.matched, *report.dropped, *report.other_shape}
+    wrong = [key for key in adopted if key not in placed]
     if wrong:
         shapes = "\n".join(
             f"    {key}: file {tuple(adopted[key].shape)}, model {tuple(own[key].shape)}" for key in wrong[:5]
         )
         raise WeightsError(
-            f"weights from {source} are of another model: {len(wrong)} tensors have other shapes\n{shapes}\n"
+            f"weights from {report.source} are of another model: {len(wrong)} tensors have other shapes\n{shapes}\n"
             "  fix: use the config that the weights were trained with (MODEL.BACKBONE.DEPTH, MODEL.HEADS.*, "
             "INPUT.CHANNELS)"
         )
     if report.backbone_share < min_match:
         raise WeightsError(
-            f"weights from {source} do not fit the model's backbone\n{report}\n"
+            f"weights from {report.source} do not fit the model's backbone\n{report}\n"
             "  fix: use the config that the weights were trained with, or, if so little is meant to be loaded, "
             "lower MODEL.WEIGHTS_MIN_MATCH"
         )
-    model.load_state_dict(matched, strict=False)
-    logger.info("loaded weights from %s\n%s", source, report)
+
+
+def _warn(own: State, adopted: State, report: ImportReport, backbone_prefix: str) -> None:
+    """Log what of the model is not as in the file."""
     # An ImageNet classifier beside the backbone, as TransReID has it, is of no use in any case.
     imagenet = tuple(f"{backbone_prefix}{name}." for name in ("fc", "head", "classifier"))
     spare = [key for key in report.dropped if key.startswith(backbone_prefix) and not key.startswith(imagenet)]
@@ -153,13 +184,16 @@ def load_model_state(
         logger.warning(
             "the backbone in %s has %d tensors that the model's does not have%s: it computes another function, unless "
             "they are unused there (see MODEL.BACKBONE.WITH_NL, WITH_SE, DEPTH)",
-            source,
+            report.source,
             len(spare),
             examples(spare),
         )
-    if missing:
+    if report.missing:
         logger.warning(
-            "%d tensors are not in %s and keep their initial values%s", len(missing), source, examples(missing)
+            "%d tensors are not in %s and keep their initial values%s",
+            len(report.missing),
+            report.source,
+            examples(report.missing),
         )
     for key in report.other_shape:
         if own[key].shape[0] == 0:
@@ -168,15 +202,9 @@ def load_model_state(
             "%s was left at its initial value: %s in %s, %s in the model (other identities)",
             key,
             tuple(adopted[key].shape),
-            source,
+            report.source,
             tuple(own[key].shape),
         )
-    return report
-
-
-def _has_weights(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be copied into a parameter without a change of its meaning."""
-    return tensor.is_floating_point() and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def classifiers(model: nn.Module) -> set[str]:
