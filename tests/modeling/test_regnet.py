@@ -157,7 +157,7 @@ def test_the_weights_are_of_that_network(depth):
 def test_what_is_downloaded(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "fastamp.modeling.backbones.regnet.load_pretrained_backbone", lambda model, **kwargs: asked.append(kwargs)
+        "fastamp.modeling.backbones.options.load_pretrained_backbone", lambda model, **kwargs: asked.append(kwargs)
     )
     with torch.device("meta"):
         build("800x", "MODEL.BACKBONE.PRETRAIN", "True")

@@ -1,6 +1,5 @@
 """Look up and build the backbone that a config names."""
 
-import logging
 from typing import Any
 
 from torch import nn
@@ -9,10 +8,7 @@ from fastamp.modeling.backbones.timm_model import build_timm_backbone
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
 
-logger = logging.getLogger(__name__)
-
 BACKBONE_REGISTRY = Registry("MODEL.BACKBONE.NAME")
-
 
 _TIMM = "timm/"
 
@@ -45,10 +41,3 @@ def with_feature_dim(cfg: Any, backbone: nn.Module) -> Any:
     cfg.MODEL.BACKBONE.FEAT_DIM = backbone.feature_dim
     cfg.freeze()
     return cfg
-
-
-def warn_of_ignored_keys(cfg: Any, *names: str) -> None:
-    """Log which of the options ``names``, e.g. WITH_NL, are on in ``MODEL.BACKBONE`` although the backbone has none."""
-    for name in names:
-        if cfg.MODEL.BACKBONE[name]:
-            logger.warning("MODEL.BACKBONE.%s does nothing: %s has no such option", name, cfg.MODEL.BACKBONE.NAME)

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from fastamp.layers import build_norm
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.init import init_convolutions
 from fastamp.modeling.backbones.names import rename_modules
-from fastamp.modeling.backbones.pycls import PYCLS, SqueezeExcite, Stem, init_convolutions
-from fastamp.modeling.weights import Download, load_pretrained_backbone
-from fastamp.utils.errors import check_choice
+from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
+from fastamp.modeling.backbones.pycls import PYCLS, SqueezeExcite, Stem
+from fastamp.modeling.weights import Download
 
 # Of the seven stages of every EfficientNet.
 EXPANSIONS = (1, 6, 6, 6, 6, 6, 6)
@@ -179,9 +180,8 @@ def build_effnet_backbone(cfg: Any) -> EfficientNet:
         WeightsError: the pretrained weights cannot be had or do not fit.
     """
     backbone = cfg.MODEL.BACKBONE
-    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, tuple(DEPTHS))
+    depth = choose_depth(cfg, DEPTHS)
     warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
-    depth = DEPTHS[backbone.DEPTH]
     model = EfficientNet(
         stem=depth.stem,
         widths=depth.widths,
@@ -191,10 +191,6 @@ def build_effnet_backbone(cfg: Any) -> EfficientNet:
         last_stride=backbone.LAST_STRIDE,
         norm=backbone.NORM,
     )
-    if backbone.PRETRAIN:
-        load_pretrained_backbone(
-            model,
-            path=backbone.PRETRAIN_PATH,
-            online=Download(f"{PYCLS}{depth.pycls_id}/EN-{backbone.DEPTH.upper()}_dds_8gpu.pyth"),
-        )
-    return model
+    return with_pretrained_weights(
+        model, cfg, Download(f"{PYCLS}{depth.pycls_id}/EN-{backbone.DEPTH.upper()}_dds_8gpu.pyth")
+    )

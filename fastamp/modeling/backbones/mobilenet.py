@@ -12,9 +12,9 @@ import torchvision
 from torch import nn
 
 from fastamp.layers import build_norm
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
-from fastamp.modeling.weights import Download, TorchvisionWeights, load_pretrained_backbone
-from fastamp.utils.errors import check_choice
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
+from fastamp.modeling.weights import Download, TorchvisionWeights
 
 WIDTHS = {"1.0x": 1.0, "0.75x": 0.75, "0.5x": 0.5, "0.35x": 0.35, "0.25x": 0.25, "0.1x": 0.1}
 
@@ -126,12 +126,10 @@ def build_mobilenetv2_backbone(cfg: Any) -> MobileNetV2:
         WeightsError: the pretrained weights cannot be had or do not fit.
     """
     backbone = cfg.MODEL.BACKBONE
-    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, WIDTHS)
+    width = choose_depth(cfg, WIDTHS)
     warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
-    model = MobileNetV2(width=WIDTHS[backbone.DEPTH], in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
-    if backbone.PRETRAIN:
-        load_pretrained_backbone(model, path=backbone.PRETRAIN_PATH, online=PRETRAINED_V2[backbone.DEPTH])
-    return model
+    model = MobileNetV2(width=width, in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
+    return with_pretrained_weights(model, cfg, PRETRAINED_V2[backbone.DEPTH])
 
 
 @BACKBONE_REGISTRY.register()
@@ -143,14 +141,9 @@ def build_mobilenetv3_backbone(cfg: Any) -> MobileNetV3:
         WeightsError: the pretrained weights cannot be had or do not fit.
     """
     backbone = cfg.MODEL.BACKBONE
-    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, V3_MODELS)
+    name = choose_depth(cfg, V3_MODELS)
     # It has squeeze and excitation in any case, where the paper has it.
     warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_NL")
-    name = V3_MODELS[backbone.DEPTH]
     model = MobileNetV3(model=name, in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
-    if backbone.PRETRAIN:
-        # The last convolution is in no ImageNet weights: it starts from random ones.
-        load_pretrained_backbone(
-            model, path=backbone.PRETRAIN_PATH, online=TorchvisionWeights(name), without=("conv.*",)
-        )
-    return model
+    # The last convolution is in no ImageNet weights: it starts from random ones.
+    return with_pretrained_weights(model, cfg, TorchvisionWeights(name), without=("conv.*",))

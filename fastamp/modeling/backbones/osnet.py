@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from fastamp.layers import build_norm
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
-from fastamp.modeling.weights import Download, load_pretrained_backbone
-from fastamp.utils.errors import check_choice
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
+from fastamp.modeling.weights import Download
 
 # Width of the stem and of the three stages.
 CHANNELS = {
@@ -194,12 +194,7 @@ def build_osnet_backbone(cfg: Any) -> OSNet:
         WeightsError: the pretrained weights cannot be had or do not fit.
     """
     backbone = cfg.MODEL.BACKBONE
-    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, CHANNELS)
+    channels = choose_depth(cfg, CHANNELS)
     warn_of_ignored_keys(cfg, "WITH_SE", "WITH_NL")
-    model = OSNet(
-        channels=CHANNELS[backbone.DEPTH], in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM, ibn=backbone.WITH_IBN
-    )
-    if backbone.PRETRAIN:
-        online = PRETRAINED.get((backbone.DEPTH, backbone.WITH_IBN))
-        load_pretrained_backbone(model, path=backbone.PRETRAIN_PATH, online=online)
-    return model
+    model = OSNet(channels=channels, in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM, ibn=backbone.WITH_IBN)
+    return with_pretrained_weights(model, cfg, PRETRAINED.get((backbone.DEPTH, backbone.WITH_IBN)))

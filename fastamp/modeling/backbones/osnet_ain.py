@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from fastamp.layers import build_norm
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 from fastamp.modeling.backbones.osnet import (
     CHANNELS,
     ChannelGate,
@@ -17,8 +18,6 @@ from fastamp.modeling.backbones.osnet import (
     shortcut,
     torchreids,
 )
-from fastamp.modeling.weights import load_pretrained_backbone
-from fastamp.utils.errors import check_choice
 
 PRETRAINED = {
     "x1_0": torchreids("osnet_ain_x1_0", "1-CaioD9NaqbHK_kzSMW8VE4_3KcsRjEo"),
@@ -113,9 +112,7 @@ def build_osnet_ain_backbone(cfg: Any) -> OSNetAIN:
         WeightsError: the pretrained weights cannot be had or do not fit.
     """
     backbone = cfg.MODEL.BACKBONE
-    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, CHANNELS)
+    channels = choose_depth(cfg, CHANNELS)
     warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
-    model = OSNetAIN(channels=CHANNELS[backbone.DEPTH], in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
-    if backbone.PRETRAIN:
-        load_pretrained_backbone(model, path=backbone.PRETRAIN_PATH, online=PRETRAINED[backbone.DEPTH])
-    return model
+    model = OSNetAIN(channels=channels, in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
+    return with_pretrained_weights(model, cfg, PRETRAINED[backbone.DEPTH])

@@ -1,7 +1,5 @@
 """What the networks of pycls, EfficientNet and RegNet, have in common."""
 
-import math
-
 import torch
 from torch import nn
 
@@ -42,11 +40,3 @@ class SqueezeExcite(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (B, C, H, W) float to the same shape."""
         return x * self.f_ex(self.avg_pool(x))
-
-
-def init_convolutions(model: nn.Module) -> None:
-    """Draw all convolution weights of ``model`` from N(0, 2 / fan-out), where groups do not count; biases stay."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels
-            nn.init.normal_(module.weight, 0, math.sqrt(2.0 / fan_out))

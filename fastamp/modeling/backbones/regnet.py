@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from fastamp.layers import build_norm
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.init import init_convolutions
 from fastamp.modeling.backbones.names import rename_modules
-from fastamp.modeling.backbones.pycls import PYCLS, SqueezeExcite, Stem, init_convolutions
-from fastamp.modeling.weights import Download, load_pretrained_backbone
-from fastamp.utils.errors import check_choice
+from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
+from fastamp.modeling.backbones.pycls import PYCLS, SqueezeExcite, Stem
+from fastamp.modeling.weights import Download
 
 STEM_WIDTH = 32
 _STAGES = ("s1", "s2", "s3", "s4")
@@ -207,9 +208,8 @@ def build_regnet_backbone(cfg: Any) -> RegNet:
         WeightsError: the pretrained weights cannot be had or do not fit.
     """
     backbone = cfg.MODEL.BACKBONE
-    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, tuple(DEPTHS))
+    depth = choose_depth(cfg, DEPTHS)
     warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
-    depth = DEPTHS[backbone.DEPTH]
     model = RegNet(
         stages=stages_of(depth),
         se=backbone.DEPTH.endswith("y"),
@@ -217,8 +217,4 @@ def build_regnet_backbone(cfg: Any) -> RegNet:
         last_stride=backbone.LAST_STRIDE,
         norm=backbone.NORM,
     )
-    if backbone.PRETRAIN:
-        load_pretrained_backbone(
-            model, path=backbone.PRETRAIN_PATH, online=Download(f"{PYCLS}{depth.pycls_id}_dds_8gpu.pyth")
-        )
-    return model
+    return with_pretrained_weights(model, cfg, Download(f"{PYCLS}{depth.pycls_id}_dds_8gpu.pyth"))

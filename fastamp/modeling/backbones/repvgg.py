@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.functional import pad
 
 from fastamp.layers import build_norm
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
-from fastamp.modeling.weights import load_pretrained_backbone
-from fastamp.utils.errors import ConfigError, WeightsError, check_choice
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
+from fastamp.utils.errors import ConfigError, WeightsError
 from fastamp.utils.load_state import State
 
 logger = logging.getLogger(__name__)
@@ -265,12 +265,11 @@ def build_repvgg_backbone(cfg: Any) -> RepVGG:
         WeightsError: the pretrained weights do not fit.
     """
     backbone = cfg.MODEL.BACKBONE
-    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, DEPTHS)
+    depth = choose_depth(cfg, DEPTHS)
     warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     if backbone.DEPLOY:
         _check_norm(build_norm(backbone.NORM, 64))
         logger.warning("MODEL.BACKBONE.DEPLOY is on: one convolution a block is for inference; train with DEPLOY False")
-    depth = DEPTHS[backbone.DEPTH]
     model = RepVGG(
         blocks=depth.blocks,
         widths=depth.widths,
@@ -280,7 +279,5 @@ def build_repvgg_backbone(cfg: Any) -> RepVGG:
         norm=backbone.NORM,
         deploy=backbone.DEPLOY,
     )
-    if backbone.PRETRAIN:
-        # Its authors' weights have no address to download from.
-        load_pretrained_backbone(model, path=backbone.PRETRAIN_PATH, online=None)
-    return model
+    # Its authors' weights have no address to download from.
+    return with_pretrained_weights(model, cfg, None)

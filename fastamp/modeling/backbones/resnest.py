@@ -1,6 +1,5 @@
 """ResNeSt with two splits (Zhang et al. 2020, arXiv:2004.08955), with its authors' parameter names."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +7,10 @@ import torch
 from torch import nn
 
 from fastamp.layers import build_norm
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
-from fastamp.modeling.weights import Download, load_pretrained_backbone
-from fastamp.utils.errors import check_choice
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.init import init_convolutions
+from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
+from fastamp.modeling.weights import Download
 
 EXPANSION = 4
 
@@ -156,13 +156,7 @@ class ResNeSt(nn.Module):
             self.add_module(f"layer{stage}", layers)
             channels = width * EXPANSION
         self.feature_dim = channels
-        self._init_weights()
-
-    def _init_weights(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels
-                nn.init.normal_(module.weight, 0, math.sqrt(2.0 / fan_out))
+        init_convolutions(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/16, ~W/16) with last_stride 1."""
@@ -196,9 +190,8 @@ def build_resnest_backbone(cfg: Any) -> ResNeSt:
         WeightsError: the pretrained weights cannot be had or do not fit.
     """
     backbone = cfg.MODEL.BACKBONE
-    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, DEPTHS)
+    depth = choose_depth(cfg, DEPTHS)
     warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
-    depth = DEPTHS[backbone.DEPTH]
     model = ResNeSt(
         blocks=depth.blocks,
         stem_width=depth.stem_width,
@@ -206,6 +199,4 @@ def build_resnest_backbone(cfg: Any) -> ResNeSt:
         last_stride=backbone.LAST_STRIDE,
         norm=backbone.NORM,
     )
-    if backbone.PRETRAIN:
-        load_pretrained_backbone(model, path=backbone.PRETRAIN_PATH, online=depth.pretrained)
-    return model
+    return with_pretrained_weights(model, cfg, depth.pretrained)

@@ -1,7 +1,6 @@
 """ResNet (He et al. 2016, arXiv:1512.03385) with torchvision's parameter names, plain or with IBN, SE and attention."""
 
 import logging
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,9 @@ from torch import nn
 
 from fastamp.layers import IBN, NonLocal, SELayer, build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
-from fastamp.modeling.weights import Download, TorchvisionWeights, load_pretrained_backbone
+from fastamp.modeling.backbones.init import init_convolutions
+from fastamp.modeling.backbones.options import with_pretrained_weights
+from fastamp.modeling.weights import Download, TorchvisionWeights
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -185,16 +186,10 @@ class ResNet(nn.Module):
             self.add_module(f"layer{stage}", _stage(block, channels, width, count, stride, parts))
             channels = width * block.expansion
         self.feature_dim = channels
-        self._init_weights()
+        init_convolutions(self)
         for stage, count in enumerate(non_local, start=1):
             width = 64 * 2 ** (stage - 1) * block.expansion
             self.add_module(f"NL_{stage}", nn.ModuleList(NonLocal(width, norm) for _ in range(count)))
-
-    def _init_weights(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels
-                nn.init.normal_(module.weight, 0, math.sqrt(2.0 / fan_out))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/16, ~W/16) with last_stride 1."""
@@ -264,12 +259,6 @@ def build_resnet_backbone(cfg: Any) -> ResNet:
         se=backbone.WITH_SE,
         stem_pool=backbone.STEM_POOL,
     )
-    if backbone.PRETRAIN:
-        load_pretrained_backbone(
-            model,
-            path=backbone.PRETRAIN_PATH,
-            online=PRETRAINED.get((backbone.DEPTH, backbone.WITH_IBN, backbone.WITH_SE)),
-            # No ImageNet weights have them; they start as the identity.
-            without=("NL_*",),
-        )
-    return model
+    online = PRETRAINED.get((backbone.DEPTH, backbone.WITH_IBN, backbone.WITH_SE))
+    # No ImageNet weights have non-local blocks; they start as the identity.
+    return with_pretrained_weights(model, cfg, online, without=("NL_*",))

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 from fastamp.modeling.backbones.resnet import Bottleneck, Depth, ResNet
-from fastamp.modeling.weights import Download, TorchvisionWeights, load_pretrained_backbone
-from fastamp.utils.errors import check_choice
+from fastamp.modeling.weights import Download, TorchvisionWeights
 
 DEPTHS = {
     "50x": Depth(Bottleneck, (3, 4, 6, 3), (0, 2, 3, 0)),
@@ -33,9 +33,8 @@ def build_resnext_backbone(cfg: Any) -> ResNet:
         WeightsError: the pretrained weights cannot be had or do not fit.
     """
     backbone = cfg.MODEL.BACKBONE
-    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, DEPTHS)
+    depth = choose_depth(cfg, DEPTHS)
     warn_of_ignored_keys(cfg, "WITH_SE")
-    depth = DEPTHS[backbone.DEPTH]
     model = ResNet(
         block=depth.block,
         blocks=depth.blocks,
@@ -48,12 +47,5 @@ def build_resnext_backbone(cfg: Any) -> ResNet:
         groups=32,
         base_width=4,
     )
-    if backbone.PRETRAIN:
-        load_pretrained_backbone(
-            model,
-            path=backbone.PRETRAIN_PATH,
-            online=PRETRAINED.get((backbone.DEPTH, backbone.WITH_IBN)),
-            # No ImageNet weights have them; they start as the identity.
-            without=("NL_*",),
-        )
-    return model
+    # No ImageNet weights have non-local blocks; they start as the identity.
+    return with_pretrained_weights(model, cfg, PRETRAINED.get((backbone.DEPTH, backbone.WITH_IBN)), without=("NL_*",))

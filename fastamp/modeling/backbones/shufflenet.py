@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from fastamp.layers import build_norm
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
-from fastamp.modeling.weights import load_pretrained_backbone
-from fastamp.utils.errors import check_choice
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 
 # Width of the three stages and of the last convolution.
 CHANNELS = {
@@ -121,9 +120,7 @@ def build_shufflenetv2_backbone(cfg: Any) -> ShuffleNetV2:
         WeightsError: the pretrained weights do not fit.
     """
     backbone = cfg.MODEL.BACKBONE
-    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, CHANNELS)
+    channels = choose_depth(cfg, CHANNELS)
     warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
-    model = ShuffleNetV2(channels=CHANNELS[backbone.DEPTH], in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
-    if backbone.PRETRAIN:
-        load_pretrained_backbone(model, path=backbone.PRETRAIN_PATH, online=None)
-    return model
+    model = ShuffleNetV2(channels=channels, in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
+    return with_pretrained_weights(model, cfg, None)

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTransformer
 
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
 from fastamp.modeling.backbones.names import rename_modules
-from fastamp.modeling.weights import TorchvisionWeights, load_pretrained_backbone
-from fastamp.utils.errors import check_choice
+from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
+from fastamp.modeling.weights import TorchvisionWeights
 
 PATCH = 4
 WINDOW = 7
@@ -118,9 +118,8 @@ def build_swin_backbone(cfg: Any) -> Swin:
         WeightsError: the pretrained weights cannot be had or do not fit.
     """
     backbone = cfg.MODEL.BACKBONE
-    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, tuple(DEPTHS))
+    depth = choose_depth(cfg, DEPTHS)
     warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
-    depth = DEPTHS[backbone.DEPTH]
     model = Swin(
         width=depth.width,
         blocks=depth.blocks,
@@ -130,6 +129,4 @@ def build_swin_backbone(cfg: Any) -> Swin:
         dropout=backbone.DROP_RATIO,
         attention_dropout=backbone.ATT_DROP_RATE,
     )
-    if backbone.PRETRAIN:
-        load_pretrained_backbone(model, path=backbone.PRETRAIN_PATH, online=TorchvisionWeights(depth.weights))
-    return model
+    return with_pretrained_weights(model, cfg, TorchvisionWeights(depth.weights))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.modeling.backbones.options import warn_of_ignored_keys
 from fastamp.modeling.weights import load_pretrained_backbone
 from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean
 
@@ -65,9 +66,6 @@ def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone:
         ConfigError: timm is not installed, has no such model or tag, or that cannot be a backbone for these images.
         WeightsError: the pretrained weights cannot be had or do not fit.
     """
-    # build.py, which has it, needs this module first.
-    from fastamp.modeling.backbones.build import warn_of_ignored_keys
-
     backbone = cfg.MODEL.BACKBONE
     timm = _import_timm(name)
     _check_name(timm, name)

@@ -10,9 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, warn_of_ignored_keys
-from fastamp.modeling.weights import Download, load_pretrained_backbone
-from fastamp.utils.errors import ConfigError, check_choice
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
+from fastamp.modeling.weights import Download
+from fastamp.utils.errors import ConfigError
 
 PATCH = 16
 _EPS = 1e-6  # of every layer norm, as in the weights' own program
@@ -330,12 +331,11 @@ def build_vit_backbone(cfg: Any) -> VisionTransformer:
         WeightsError: the pretrained weights cannot be had or do not fit.
     """
     backbone = cfg.MODEL.BACKBONE
-    check_choice("MODEL.BACKBONE.DEPTH", backbone.DEPTH, tuple(DEPTHS))
+    depth = choose_depth(cfg, DEPTHS)
     warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     for key, size in (("SIZE_TRAIN", cfg.INPUT.SIZE_TRAIN), ("SIZE_TEST", cfg.INPUT.SIZE_TEST)):
         if min(size) < PATCH:
             raise ConfigError(f"INPUT.{key} is {tuple(size)}; a ViT cuts images into patches of {PATCH} x {PATCH}")
-    depth = DEPTHS[backbone.DEPTH]
     model = VisionTransformer(
         depth=depth,
         image_size=tuple(cfg.INPUT.SIZE_TRAIN),
@@ -349,12 +349,5 @@ def build_vit_backbone(cfg: Any) -> VisionTransformer:
         side_weight=backbone.SIE_COE,
         checkpointing=backbone.CHECKPOINTING,
     )
-    if backbone.PRETRAIN:
-        load_pretrained_backbone(
-            model,
-            path=backbone.PRETRAIN_PATH,
-            online=depth.pretrained,
-            # ImageNet is from no camera.
-            without=("sie_embed",),
-        )
-    return model
+    # ImageNet is from no camera.
+    return with_pretrained_weights(model, cfg, depth.pretrained, without=("sie_embed",))
