@@ -9,11 +9,9 @@ from fastamp.modeling.backbones import build_backbone, with_feature_dim
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
 from fastamp.modeling.losses.build import check_shareable
+from fastamp.modeling.losses.compute import Outputs, compute_losses
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.image_model import ImageModel, normalization
-from fastamp.utils import comm
-
-Outputs = dict[str, torch.Tensor]
 
 
 @META_ARCH_REGISTRY.register()
@@ -94,39 +92,3 @@ class Baseline(ImageModel):
     def class_logits(self, batch: dict[str, Any]) -> torch.Tensor:
         """Return (B, K) float32 class logits, scaled and without a margin, in the mode that the model is in."""
         return self.heads.logits(self.feature_maps(batch))
-
-
-def main_outputs(outputs: Outputs | list[tuple[float, Outputs]]) -> Outputs:
-    """Return what a head returned in training mode; of several outputs the first, which are of the whole image."""
-    return outputs[0][1] if isinstance(outputs, list) else outputs
-
-
-def compute_losses(
-    losses: nn.ModuleDict, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor, *, gather: bool
-) -> dict[str, torch.Tensor]:
-    """Return each loss of a head's outputs; where it has several, the sum of the loss of each times its weight.
-
-    Args:
-        losses: name -> module of ``(outputs, targets) -> ()``.
-        outputs: what a head returns in training mode, or several of that with their weights.
-        targets: (B,) int64 class numbers.
-        gather: let the losses that compare images with each other (``over_pairs``) see those of all ranks.
-
-    Returns:
-        Loss name -> () float32.
-    """
-    if isinstance(outputs, list):
-        of_each = [
-            {name: weight * loss for name, loss in compute_losses(losses, each, targets, gather=gather).items()}
-            for weight, each in outputs
-        ]
-        return {name: torch.stack([each[name] for each in of_each]).sum() for name in losses}
-    whole = (outputs, targets)
-    if gather and any(_over_pairs(loss) for loss in losses.values()):
-        whole = (outputs | {"features": comm.all_gather(outputs["features"])}, comm.all_gather(targets))
-    return {name: loss(*whole) if _over_pairs(loss) else loss(outputs, targets) for name, loss in losses.items()}
-
-
-def _over_pairs(loss: nn.Module) -> bool:
-    """Whether a loss compares images with each other, of which it then needs as many as there are."""
-    return getattr(loss, "over_pairs", False)

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from fastamp.amp import apply_force_fp32
+from fastamp.modeling.losses.compute import Outputs, main_outputs
 from fastamp.modeling.losses.distillation import distillation_loss
-from fastamp.modeling.meta_arch.baseline import Baseline, Outputs, main_outputs
+from fastamp.modeling.meta_arch.baseline import Baseline
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.momentum import MomentumCopy
 from fastamp.modeling.meta_arch.teachers import build_teachers

@@ -11,7 +11,7 @@ from fastamp.modeling.backbones import ResNet, build_backbone
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
 from fastamp.modeling.losses.build import check_shareable
-from fastamp.modeling.meta_arch.baseline import compute_losses
+from fastamp.modeling.losses.compute import compute_losses, over_pairs
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.image_model import ImageModel, normalization
 from fastamp.utils.errors import ConfigError
@@ -112,9 +112,8 @@ class MGN(ImageModel):
             return torch.cat([self.get_submodule(f"{name}_head")(maps[name]) for name in HEADS], dim=1)
         targets = self.targets(batch)
         outputs = {name: self.get_submodule(f"{name}_head")(maps[name], targets) for name in HEADS}
-        over_pairs = {name for name, loss in self.losses.items() if getattr(loss, "over_pairs", False)}
-        of_single = nn.ModuleDict({name: loss for name, loss in self.losses.items() if name not in over_pairs})
-        of_pairs = nn.ModuleDict({name: loss for name, loss in self.losses.items() if name in over_pairs})
+        of_pairs = {name: loss for name, loss in self.losses.items() if over_pairs(loss)}
+        of_single = {name: loss for name, loss in self.losses.items() if name not in of_pairs}
         losses = {}
         for head in HEADS:
             values = compute_losses(of_single, outputs[head], targets, gather=False)

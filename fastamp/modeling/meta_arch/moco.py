@@ -9,8 +9,9 @@ from torch import nn
 
 from fastamp.amp import apply_force_fp32, force_fp32
 from fastamp.modeling.losses.build import feature_dim
+from fastamp.modeling.losses.compute import Outputs, main_outputs
 from fastamp.modeling.losses.pairwise_cosine import log_sum_exp_loss
-from fastamp.modeling.meta_arch.baseline import Baseline, Outputs, main_outputs
+from fastamp.modeling.meta_arch.baseline import Baseline
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.momentum import MomentumCopy
 from fastamp.utils import comm

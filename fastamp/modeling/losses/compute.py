@@ -1,0 +1,50 @@
+"""From what a head returns in training mode to the values of the losses."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from fastamp.utils import comm
+
+Outputs = dict[str, torch.Tensor]
+
+
+def main_outputs(outputs: Outputs | list[tuple[float, Outputs]]) -> Outputs:
+    """Return what a head returned in training mode; of several outputs the first, which are of the whole image."""
+    return outputs[0][1] if isinstance(outputs, list) else outputs
+
+
+def compute_losses(
+    losses: Mapping[str, nn.Module],
+    outputs: Outputs | list[tuple[float, Outputs]],
+    targets: torch.Tensor,
+    *,
+    gather: bool,
+) -> dict[str, torch.Tensor]:
+    """Return each loss of a head's outputs; where it has several, the sum of the loss of each times its weight.
+
+    Args:
+        losses: name -> module of ``(outputs, targets) -> ()``.
+        outputs: what a head returns in training mode, or several of that with their weights.
+        targets: (B,) int64 class numbers.
+        gather: let the losses that compare images with each other (``over_pairs``) see those of all ranks.
+
+    Returns:
+        Loss name -> () float32.
+    """
+    if isinstance(outputs, list):
+        of_each = [
+            {name: weight * loss for name, loss in compute_losses(losses, each, targets, gather=gather).items()}
+            for weight, each in outputs
+        ]
+        return {name: torch.stack([each[name] for each in of_each]).sum() for name in losses}
+    whole = (outputs, targets)
+    if gather and any(over_pairs(loss) for loss in losses.values()):
+        whole = (outputs | {"features": comm.all_gather(outputs["features"])}, comm.all_gather(targets))
+    return {name: loss(*whole) if over_pairs(loss) else loss(outputs, targets) for name, loss in losses.items()}
+
+
+def over_pairs(loss: nn.Module) -> bool:
+    """Whether a loss compares images with each other, of which it then needs as many as there are."""
+    return getattr(loss, "over_pairs", False)
