@@ -75,6 +75,31 @@ def test_recipes_mean_what_fastreids_mean(recipe):
     assert values(cfg) == values(get_cfg()) | RECIPES[recipe] | PRIVATE.get(recipe, {})
 
 
+def in_fastreids_spelling(settings):
+    """Return YAML as FastReID's files have it: quoted names, lists of names as the text of a tuple, plain numbers."""
+    lines, section = [], ()
+    for path in sorted(settings):
+        *sections, name = path.split(".")
+        for depth, part in enumerate(sections):
+            if tuple(sections[: depth + 1]) != section[: depth + 1]:
+                lines.append("  " * depth + f"{part}:")
+        section, value = tuple(sections), settings[path]
+        if isinstance(value, list) and value and isinstance(value[0], str):
+            value = "(" + "".join(f'"{each}", ' for each in value) + ")"
+        elif isinstance(value, str):
+            value = f'"{value}"'
+        lines.append("  " * len(sections) + f"{name}: {value}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fastreids_way_of_writing_yaml_means_the_same(recipe, tmp_path):
+    (tmp_path / "recipe.yml").write_text(in_fastreids_spelling(RECIPES[recipe]))
+    cfg = get_cfg()
+    cfg.merge_from_file(tmp_path / "recipe.yml")
+    assert values(cfg) == values(get_cfg()) | RECIPES[recipe]
+
+
 @pytest.mark.parametrize(
     "recipe", [f"Market1501/{name}.yml" for name in ("bagtricks_R50", "sbs_R101-ibn", "transreid_vit_base")]
 )

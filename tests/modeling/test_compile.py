@@ -10,7 +10,8 @@ from fastamp.amp import PrecisionPolicy
 from fastamp.amp.locate import locate, search
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import build_model
-from fastamp.utils.compiled import uncompiled
+from fastamp.utils.compiled import compile_parts, uncompiled
+from fastamp.utils.errors import ConfigError
 
 BATCH = {"images": torch.randint(256, (4, 3, 64, 32), dtype=torch.uint8), "targets": torch.tensor([0, 0, 1, 1])}
 
@@ -65,6 +66,15 @@ def test_a_run_trains_and_watches_activations(demo, tmp_path):
     assert layers
     names = torch.load(tmp_path / "model_final.pth", weights_only=True)["model"]
     assert "backbone.0.weight" in names
+
+
+def test_what_cannot_be_compiled(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="Linear does not say which of its parts"):
+        compile_parts(torch.nn.Linear(2, 2), "aot_eager")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):
+        build_model(tiny.tiny_config(tmp_path, "MODEL.COMPILE", "on", "MODEL.HEADS.NUM_CLASSES", "2"))
 
 
 @pytest.mark.parametrize("text, meant", [("True", "inductor"), ("on", "inductor"), ("False", "off")])

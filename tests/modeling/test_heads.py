@@ -107,6 +107,13 @@ def test_the_fc_head_gives_the_feature_behind_or_before_its_layer(neck_feat, eva
     assert head.logits(maps).shape == (5, 3)
 
 
+def test_what_the_fc_head_does_not_have_is_said(caplog):
+    FCHead(feat_dim=6, embedding_dim=4, num_classes=3)
+    assert caplog.text == ""
+    FCHead(feat_dim=6, embedding_dim=4, num_classes=3, with_bnneck=True)
+    assert "WITH_BNNECK and NORM do nothing" in caplog.text
+
+
 def test_the_fc_head_needs_a_width():
     with pytest.raises(ConfigError, match="EMBEDDING_DIM 512"):
         FCHead(feat_dim=6, embedding_dim=0, num_classes=3)

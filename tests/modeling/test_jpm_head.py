@@ -9,7 +9,7 @@ from fastamp.modeling import build_backbone, build_heads, build_losses, build_mo
 from fastamp.modeling.backbones.vit import DEPTHS, Depth
 from fastamp.modeling.heads import EmbeddingHead, JPMHead
 from fastamp.modeling.heads.jpm_head import shuffled
-from fastamp.modeling.meta_arch.baseline import compute_losses
+from fastamp.modeling.losses.compute import compute_losses
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.load_state import load_model_state
 

@@ -1,5 +1,6 @@
 """torchreid's head: a fully connected layer behind the pooling, whose output is the feature."""
 
+import logging
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.embedding_head import EmbeddingHead
 from fastamp.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @HEADS_REGISTRY.register()
@@ -31,6 +34,8 @@ class FCHead(EmbeddingHead):
                 "MODEL.HEADS.EMBEDDING_DIM is 0: FCHead needs the width of its layer.\n"
                 "  fix: MODEL.HEADS.EMBEDDING_DIM 512, as in torchreid's OSNet"
             )
+        if options.get("with_bnneck") or options.get("norm", "BN") != "BN":
+            logger.warning("MODEL.HEADS.WITH_BNNECK and NORM do nothing: FCHead has torchreid's BatchNorm1d")
         super().__init__(embedding_dim=embedding_dim, **options)
 
     def _make_neck(self, feat_dim: int, embedding_dim: int, with_bnneck: bool, norm: str) -> None:

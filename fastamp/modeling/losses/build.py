@@ -1,5 +1,6 @@
 """Look up and build the losses that a config names."""
 
+import logging
 from typing import Any
 
 from torch import nn
@@ -7,6 +8,8 @@ from torch import nn
 from fastamp.modeling.losses.pml import PML, build_pml_loss
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
+
+logger = logging.getLogger(__name__)
 
 LOSS_REGISTRY = Registry("MODEL.LOSSES.NAME")
 
@@ -24,6 +27,8 @@ def build_losses(cfg: Any) -> nn.ModuleDict:
     names = list(cfg.MODEL.LOSSES.NAME)
     if len(set(names)) < len(names):
         raise ConfigError(f"MODEL.LOSSES.NAME names a loss twice: {', '.join(names)}")
+    if cfg.MODEL.LOSSES.PML.ARGS and not any(name.startswith(PML) for name in names):
+        logger.warning("MODEL.LOSSES.PML.ARGS does nothing: MODEL.LOSSES.NAME has no %s<Name>", PML)
     losses: dict[str, nn.Module] = {}
     for name in names:
         if name.startswith(PML):

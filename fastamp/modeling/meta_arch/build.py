@@ -34,7 +34,7 @@ def build_model(cfg: Any) -> nn.Module:
     memory_format = torch.channels_last if _channels_last(cfg, device) else torch.contiguous_format
     model = model.to(device=device, memory_format=memory_format)
     if cfg.MODEL.COMPILE != "off":
-        compile_parts(model, model.trunks, cfg.MODEL.COMPILE)
+        compile_parts(model, cfg.MODEL.COMPILE)
     return model
 
 
