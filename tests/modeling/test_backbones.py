@@ -6,6 +6,7 @@ import torch
 from fastamp.amp import OptimizationStep, PrecisionPolicy
 from fastamp.config import get_cfg
 from fastamp.modeling import BACKBONE_REGISTRY, build_backbone, build_model
+from fastamp.modeling.recognize import FAMILIES
 
 # The smallest of each kind.
 BACKBONES = {
@@ -55,6 +56,7 @@ def test_none_is_left_out():
     kinds = {backbone.split(" ")[0] for backbone in BACKBONES}
     ours = {name for name in BACKBONE_REGISTRY if BACKBONE_REGISTRY.get(name).__module__.startswith("fastamp.")}
     assert ours == {f"build_{kind}_backbone" for kind in kinds if not kind.startswith("timm/")}
+    assert ours == {f"build_{family}_backbone" for family in FAMILIES}  # of which weights are recognized
 
 
 @pytest.mark.parametrize("backbone", [each for each in BACKBONES if "DEPLOY" not in each])
