@@ -27,6 +27,22 @@ def demo(demo_root, monkeypatch):
     return demo_root
 
 
+@pytest.fixture(scope="session")
+def run_folder(demo_root, tmp_path_factory):
+    """The OUTPUT_DIR of a run of one epoch in bf16."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTAMP_DATASETS", str(demo_root))
+        tiny.train(folder, "SOLVER.AMP", "bf16")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(run_folder):
+    """The ``model_best.pth`` of that run."""
+    return run_folder / "model_best.pth"
+
+
 @pytest.fixture(autouse=True)
 def fresh_state():
     """Each test starts from the same random state and leaves no log handlers behind."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LEVEL = {"utils": 0, "config": 1, "amp": 2, "layers": 3, "data": 4, "modeling": 4, "solver": 4, "evaluation": 4}
-LEVEL |= {"engine": 5}
+LEVEL |= {"report": 5, "engine": 6, "inference": 7, "cli": 8}
 
 
 def violations(root):

@@ -91,6 +91,24 @@ def _luma(image: Tensor) -> Tensor:
     return (red + green + blue + 0.5).to(torch.uint8)[None]
 
 
+def with_channels(image: Tensor, channels: int) -> Tensor:
+    """Return an image with as many channels as asked for, as ``read_image`` makes them of files.
+
+    Args:
+        image: (C, H, W) uint8, grey, RGB or RGBA.
+        channels: 1, 3 or 4.
+
+    Returns:
+        (channels, H, W) uint8.
+    """
+    if len(image) == channels:
+        return image
+    colours = image[:3] if len(image) > 1 else image.expand(3, -1, -1)
+    if channels == 1:
+        return _luma(colours)
+    return colours if channels == 3 else torch.cat((colours, torch.full_like(colours[:1], 255)))
+
+
 def _read_with_pil(path: str, mode: str) -> Tensor:
     try:
         with Image.open(path) as image:

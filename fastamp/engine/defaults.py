@@ -310,6 +310,24 @@ class DefaultTrainer:
         """
         if not cfg.MODEL.WEIGHTS:
             raise ConfigError("--eval-only needs weights: add MODEL.WEIGHTS path/to/model.pth")
+        model, extra = cls.load_model(cfg)
+        policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
+        policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE).compare(extra.get("policy"), "these weights were trained")
+        loader = cls.build_precise_bn_loader(cfg)
+        if loader is not None:
+            update_bn_statistics(model, loader, cfg.TEST.PRECISE_BN.NUM_ITER, policy=policy)
+        return cls.test(cfg, model)
+
+    @classmethod
+    def load_model(cls, cfg: CfgNode) -> tuple[nn.Module, dict[str, Any]]:
+        """Return the model with the weights of ``MODEL.WEIGHTS``, as they are to be evaluated.
+
+        Returns:
+            The model, and the further entries of the file.
+
+        Raises:
+            UserError: the weights are missing, damaged, or of another model.
+        """
         cfg = cfg.clone()
         cfg.defrost()
         cfg.MODEL.BACKBONE.PRETRAIN = False  # would be overwritten at once
@@ -317,12 +335,7 @@ class DefaultTrainer:
         model = cls.build_model(cfg)
         extra = Checkpointer(model, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH).load(cfg.MODEL.WEIGHTS)
         cls._take_average(cfg, model, extra.get("average"))
-        policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
-        policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE).compare(extra.get("policy"), "these weights were trained")
-        loader = cls.build_precise_bn_loader(cfg)
-        if loader is not None:
-            update_bn_statistics(model, loader, cfg.TEST.PRECISE_BN.NUM_ITER, policy=policy)
-        return cls.test(cfg, model)
+        return model, extra
 
     @classmethod
     def _take_average(cls, cfg: CfgNode, model: nn.Module, state: dict[str, Any] | None) -> None:

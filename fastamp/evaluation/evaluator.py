@@ -67,7 +67,7 @@ def inference_on_dataset(
     try:
         with torch.inference_mode():
             for batch in track(data_loader, len(data_loader), "evaluating"):
-                features = _features(model, batch, policy, flip_test)
+                features = extract_features(model, batch, policy, flip_test)
                 finite.append(torch.isfinite(features).all())
                 evaluator.process(batch, features)
                 images += len(features)
@@ -85,8 +85,20 @@ def inference_on_dataset(
     return evaluator.evaluate() or {}
 
 
-def _features(model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy, flip_test: bool) -> torch.Tensor:
-    """Return (B, D) float32 features."""
+def extract_features(
+    model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy, flip_test: bool = False
+) -> torch.Tensor:
+    """Return the features of a batch.
+
+    Args:
+        model: batch -> (B, D) features, in evaluation mode.
+        batch: ``images``: (B, C, H, W) in 0..255, and whatever else the model needs.
+        policy: the precision that the model computes in.
+        flip_test: return the mean of the features of each image and of its mirror image.
+
+    Returns:
+        (B, D) float32, on the model's device, not normalized.
+    """
     with policy.autocast():
         features = model(batch).float()
     if not flip_test:

@@ -7,6 +7,7 @@ from torch import nn
 
 from fastamp.config import CfgNode, get_cfg
 from fastamp.data.demo import DEMO_VERSION, generate_demo
+from fastamp.engine import DefaultTrainer
 from fastamp.modeling import BACKBONE_REGISTRY
 
 WIDTH = 16
@@ -99,6 +100,11 @@ def tiny_config(output_dir: Path, *opts: str) -> CfgNode:
     cfg = get_cfg()
     cfg.merge_from_list(tiny_options(output_dir, *opts))
     return cfg
+
+
+def train(output_dir: Path, *opts: str) -> None:
+    """Train the tiny config for one epoch."""
+    DefaultTrainer(tiny_config(output_dir, "SOLVER.MAX_EPOCH", "1", *opts)).train()
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:

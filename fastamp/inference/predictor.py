@@ -1,0 +1,229 @@
+"""A trained model as a function from images to features."""
+
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastamp.amp import PrecisionPolicy, resolve_device
+from fastamp.config import CfgNode, get_cfg
+from fastamp.data.decode import read_image, with_channels
+from fastamp.data.transforms import build_transforms
+from fastamp.engine.defaults import DefaultTrainer
+from fastamp.evaluation.evaluator import extract_features
+from fastamp.utils.checkpoint import read_checkpoint
+from fastamp.utils.env import available_cores
+from fastamp.utils.errors import ConfigError, DataError, UserError, WeightsError
+
+logger = logging.getLogger(__name__)
+
+Image = str | os.PathLike[str] | np.ndarray | Tensor
+# What features depend on, besides the weights.
+_KEYS_OF_FEATURES = ("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE", "MODEL.HEADS", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD")
+_KEYS_OF_FEATURES += ("INPUT.SIZE_TEST", "INPUT.CHANNELS", "TEST.FLIP")
+
+
+class Predictor:
+    """A trained model, from its checkpoint alone: images in, features out, as in the evaluation of its run.
+
+    Images are read and resized as the evaluator's, the precision is the one that the model was trained in, and the
+    features are what the evaluator ranks: of the averaged weights, and of the mirror image too, where the config says
+    so.
+
+    Args:
+        checkpoint: a file that a run wrote, e.g. ``logs/x/model_best.pth``; it holds its config.
+        device: ``auto`` (CUDA, else MPS, else the CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
+        opts: KEY VALUE pairs over that config, e.g. ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
+
+    Attributes:
+        cfg: the run's config, frozen.
+        model: in evaluation mode.
+        policy: the precision that it computes in.
+        extra: what else the checkpoint holds.
+
+    Raises:
+        WeightsError: the file is missing, damaged, or holds no config.
+        ConfigError: an option is wrong, or the device is not there or cannot compute in that precision.
+    """
+
+    def __init__(self, checkpoint: str | os.PathLike[str], *, device: str = "auto", opts: Sequence[str] = ()) -> None:
+        self.checkpoint = Path(checkpoint).expanduser()
+        self.cfg = _config_of(self.checkpoint, device, opts)
+        self.model, self.extra = DefaultTrainer.load_model(self.cfg)
+        self.model.eval()
+        self.policy = _trained_policy(self.cfg, self.extra.get("policy"), opts)
+        self.policy.check_model(self.model)
+        self._transforms = build_transforms(self.cfg, is_train=False)
+        logger.info("%s, precision: %s", self.checkpoint, self.policy.describe())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return next(self.model.parameters()).device
+
+    @property
+    def config_hash(self) -> str:
+        """What makes features comparable: 16 hex digits of the weights and of the config keys behind the features."""
+        if not hasattr(self, "_config_hash"):
+            digest = hashlib.blake2b(digest_size=8)
+            values = {key.path: value for key, value in self.cfg.keys_below() if key.path.startswith(_KEYS_OF_FEATURES)}
+            for key in ("MODEL.BACKBONE.PRETRAIN", "MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.HEADS.NUM_CLASSES"):
+                values.pop(key)
+            digest.update(repr(sorted(values.items())).encode())
+            for name, tensor in sorted(self.model.state_dict().items()):
+                digest.update(name.encode())
+                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            self._config_hash = digest.hexdigest()
+        return self._config_hash
+
+    def features(
+        self,
+        images: Image | Sequence[Image],
+        *,
+        camids: Sequence[int] | None = None,
+        viewids: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Return the features of images.
+
+        Args:
+            images: one or several, each a path, a uint8 array (H, W) or (H, W, C), or a uint8 tensor (C, H, W), grey,
+                RGB or RGBA; or a batch of arrays (N, H, W, C) or tensors (N, C, H, W).
+            camids, viewids: of each image, for a model with camera or view embeddings.
+
+        Returns:
+            (N, D) float32 on the CPU, not normalized.
+
+        Raises:
+            DataError: an image cannot be read, or is of another shape or dtype.
+            ConfigError: the model needs ``camids``.
+        """
+        images = _as_list(images)
+        places = self._places(len(images), camids=camids, viewids=viewids)
+        size = self.cfg.TEST.IMS_PER_BATCH
+        features = []
+        with torch.inference_mode(), ThreadPoolExecutor(available_cores()) as pool:
+            for start in range(0, len(images), size):
+                chosen = slice(start, start + size)
+                batch = {name: ids[chosen] for name, ids in places.items()}
+                batch["images"] = torch.stack(list(pool.map(self.preprocess, images[chosen])))
+                features.append(self.features_of_batch(batch).cpu())
+        return torch.cat(features)
+
+    def preprocess(self, image: Image) -> Tensor:
+        """Return an image as the model gets it, (C, H, W) uint8 at ``INPUT.SIZE_TEST``.
+
+        Raises:
+            DataError: see ``features``.
+        """
+        channels = self._transforms.channels
+        if isinstance(image, (str, os.PathLike)):
+            return self._transforms.resize(read_image(os.fspath(image), channels))
+        return self._transforms.resize(with_channels(_as_tensor(image), channels))
+
+    def features_of_batch(self, batch: dict[str, Any]) -> Tensor:
+        """Return (B, D) float32 features, on the model's device.
+
+        Args:
+            batch: as the evaluator's: ``images``: (B, C, H, W) in 0..255, and ``camids`` and ``viewids`` where the
+                model needs them.
+
+        Raises:
+            DataError: a feature is not finite.
+        """
+        features = extract_features(self.model, batch, self.policy, self.cfg.TEST.FLIP.ENABLED)
+        if not torch.isfinite(features).all():
+            raise DataError(
+                f"the model's features are not finite, in {self.policy.describe()}.\n"
+                "  fix: SOLVER.AMP.EVAL_DTYPE float32; if that fails too, the checkpoint is broken"
+            )
+        return features
+
+    def _places(self, count: int, **given: Sequence[int] | None) -> dict[str, Tensor]:
+        """Return the cameras and views that the model takes, one for each image."""
+        if not getattr(getattr(self.model, "backbone", None), "takes_cameras", False):
+            return {}
+        backbone = self.cfg.MODEL.BACKBONE
+        limits = {"camids": backbone.SIE_CAMERAS, "viewids": backbone.SIE_VIEWS}
+        places = {}
+        for name, limit in limits.items():
+            if not limit:
+                continue
+            ids = given[name]
+            if ids is None or len(ids) != count or not all(0 <= each < limit for each in ids):
+                found = "none" if ids is None else f"{len(ids)}, in {min(ids, default=0)}..{max(ids, default=0)}"
+                raise ConfigError(
+                    f"this model has embeddings of its own for {name}: expected one in 0..{limit - 1} for each of "
+                    f"{count} images, found {found}"
+                )
+            places[name] = torch.as_tensor(ids, dtype=torch.int64)
+        return {"camids": torch.zeros(count, dtype=torch.int64)} | places
+
+
+def _config_of(checkpoint: Path, device: str, opts: Sequence[str]) -> CfgNode:
+    """Return the config in a checkpoint, for inference with its weights."""
+    content = read_checkpoint(checkpoint)
+    text = content.get("config") if isinstance(content, dict) else None
+    if not isinstance(text, str):
+        raise WeightsError(
+            f"{checkpoint} holds no config, so that the model is not known.\n"
+            "  fix: python tools/import_checkpoint.py makes a checkpoint with a config of it"
+        )
+    cfg = get_cfg()
+    try:
+        cfg.merge_from_other_cfg(CfgNode.load_cfg(text))
+    except UserError as error:
+        raise WeightsError(
+            f"the config in {checkpoint} is not of this version, or of parts of your own: {error}"
+        ) from error
+    cfg.merge_from_list(["MODEL.DEVICE", device, "MODEL.HEADS.NUM_CLASSES", "0", "MODEL.COMPILE", "off"])
+    cfg.merge_from_list(list(opts))
+    cfg.MODEL.WEIGHTS = str(checkpoint)
+    cfg.freeze()
+    resolve_device(cfg.MODEL.DEVICE)
+    return cfg
+
+
+def _trained_policy(cfg: CfgNode, trained: dict[str, Any] | None, opts: Sequence[str]) -> PrecisionPolicy:
+    """Return the precision that the model was trained in, or that ``opts`` ask for, on the device of ``cfg``."""
+    if trained and not any(key.startswith("SOLVER.AMP") and key != "SOLVER.AMP.EVAL_DTYPE" for key in opts[::2]):
+        cfg = cfg.clone()
+        cfg.defrost()
+        cfg.SOLVER.AMP = "off" if trained["dtype"] == "float32" else trained["dtype"]
+        cfg.freeze()
+    policy = PrecisionPolicy.from_config(cfg, resolve_device(cfg.MODEL.DEVICE))
+    return policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
+
+
+def _as_list(images: Image | Sequence[Image]) -> list[Image]:
+    """Return one or several images as a list."""
+    if isinstance(images, (str, os.PathLike)):
+        return [images]
+    if isinstance(images, (np.ndarray, Tensor)):
+        return list(images) if images.ndim == 4 else [images]
+    images = list(images)
+    if not images:
+        raise DataError("there are no images to compute features of")
+    return images
+
+
+def _as_tensor(image: np.ndarray | Tensor) -> Tensor:
+    """Return (C, H, W) uint8 of an array (H, W[, C]) or a tensor (C, H, W)."""
+    if not isinstance(image, (np.ndarray, Tensor)):
+        raise DataError(f"an image is a path, an array or a tensor, not {type(image).__name__}")
+    tensor = image if isinstance(image, Tensor) else torch.from_numpy(np.ascontiguousarray(image))
+    if not isinstance(image, Tensor):
+        tensor = tensor[None] if tensor.ndim == 2 else tensor.movedim(-1, 0)
+    if tensor.dtype != torch.uint8 or tensor.ndim != 3 or len(tensor) not in (1, 3, 4) or 0 in tensor.shape:
+        layout = "(C, H, W)" if isinstance(image, Tensor) else "(H, W) or (H, W, C)"
+        raise DataError(
+            f"an image of shape {tuple(image.shape)} and dtype {str(image.dtype).removeprefix('torch.')}; expected "
+            f"uint8 {layout} with 1, 3 or 4 channels"
+        )
+    return tensor.cpu()
