@@ -52,7 +52,7 @@ def test_paths_arrays_and_tensors_are_alike(demo, checkpoint):
     [
         (np.zeros((4, 4, 3), np.float32), "float32"),
         (np.zeros((4, 4, 5), np.uint8), "1, 3 or 4 channels"),
-        (torch.zeros(4, 4, 3, dtype=torch.uint8), r"\(C, H, W\) with 1, 3 or 4"),
+        (torch.zeros(5, 4, 3, dtype=torch.uint8), r"\(C, H, W\) with 1, 3 or 4"),
         ([3], "not int"),
         ([], "no images"),
         ("nowhere.jpg", "nowhere.jpg"),
