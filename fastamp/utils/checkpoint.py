@@ -223,7 +223,7 @@ class Checkpointer:
         for key, part in self.checkpointables.items():
             try:
                 part.load_state_dict(content.pop(key))
-            except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
                 raise WeightsError(
                     f"cannot resume from {path}: its {key} does not fit this run ({error}).\n"
                     "  fix: resume with the config that the run was started with (config.yaml beside the checkpoint)"
