@@ -16,10 +16,11 @@ from fastamp.engine import run_command_line
 from fastamp.engine.setup import read_config
 from fastamp.modeling import build_model
 from fastamp.modeling.recognize import recognize
-from fastamp.utils.checkpoint import Checkpointer, read_checkpoint, state_dict_in
+from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.errors import ConfigError, WeightsError, writing
 from fastamp.utils.load_state import adopt, classifiers, examples, load_model_state
 from fastamp.utils.logger import setup_logger
+from fastamp.utils.weights_file import read_checkpoint, state_dict_in
 
 
 def import_checkpoint(source: str, target: str, *, config_file: str, opts: list[str], parts: str) -> None:

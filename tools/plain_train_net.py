@@ -2,7 +2,7 @@
 """The run of train_net.py as an open loop, for those who want to change the loop itself.
 
 The same parts, the same command line, the same weights at the end; what train_net.py does through hooks (freezing,
-averages of weights, precise batch norm, accumulation, TensorBoard, signals) is left out.
+averages of weights, precise batch norm, accumulation, the best model, TensorBoard, signals) is left out.
 """
 
 import argparse
@@ -26,6 +26,7 @@ logger = logging.getLogger("fastamp.plain_train_net")
 
 LEFT_OUT = ["SOLVER.TRAINER", "SOLVER.ACCUM_STEPS", "SOLVER.FREEZE_ITERS", "SOLVER.EMA", "SOLVER.SWA"]
 LEFT_OUT += ["SOLVER.AMP.ON_FAILURE", "SOLVER.AMP.PREFLIGHT fallback", "LOG_ACTIVATIONS", "TEST.PRECISE_BN"]
+LEFT_OUT += ["SOLVER.BEST_METRIC", *(f"SOLVER.CHECKPOINT_{name}" for name in ("ITERS", "MINUTES", "KEEP"))]
 
 
 class Progress(dict):
@@ -34,8 +35,7 @@ class Progress(dict):
     state_dict = dict.copy
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        before, now = state["iters_per_epoch"], self["iters_per_epoch"]
-        if before != now:
+        if (before := state["iters_per_epoch"]) != (now := self["iters_per_epoch"]):
             raise ValueError(f"an epoch had {before} iterations and has {now} now")
         self.update(state)
 

@@ -11,8 +11,9 @@ from fastamp.amp.locate import Location, locate, search
 from fastamp.amp.policy import DTYPES, PrecisionPolicy
 from fastamp.amp.rehearsal import Rehearsal
 from fastamp.utils import comm
-from fastamp.utils.checkpoint import read_checkpoint, write_atomically
+from fastamp.utils.checkpoint import write_atomically
 from fastamp.utils.errors import WeightsError
+from fastamp.utils.weights_file import read_checkpoint
 
 FOLDER = "amp_crash"
 _FORMAT = 1

@@ -522,6 +522,26 @@ define(
     low=0,
 )
 define("SOLVER.CHECKPOINT_PERIOD", 20, "Epochs between two checkpoints.", low=1)
+define("SOLVER.CHECKPOINT_ITERS", 0, "Iterations between two checkpoints, beside those by epochs; 0 is none.", low=0)
+define(
+    "SOLVER.CHECKPOINT_MINUTES",
+    0.0,
+    "Minutes from one checkpoint to the next where none is due before, by the main process's clock; 0 is none.",
+    low=0,
+)
+define(
+    "SOLVER.CHECKPOINT_KEEP",
+    0,
+    "Periodic checkpoints (by epochs, iterations and minutes) that are kept, the newest; 0 keeps all. With 1, none is "
+    "left to resume from when that one is damaged.",
+    low=0,
+)
+define(
+    "SOLVER.BEST_METRIC",
+    "metric",
+    "What model_best.pth is judged by at every evaluation: metric (the mean of mAP and Rank-1), mAP, mINP, Rank-5, "
+    "TAR@FAR=0.001 or any other that is reported; the mean over DATASETS.TESTS, or that of one as <data set>/<metric>.",
+)
 define(
     "SOLVER.TF32",
     False,

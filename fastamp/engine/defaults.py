@@ -13,7 +13,7 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.amp.health import check_finite
-from fastamp.config import CfgNode
+from fastamp.config import CfgNode, describe_changes
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.engine import hooks
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase
@@ -72,6 +72,11 @@ class DefaultTrainer:
         logger.info("%s, precision: %s", name, self.policy.describe())
         # Fails here, before a long training, when a test set is missing.
         self.test_loaders = {name: self.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
+        reported = {
+            name: self.build_evaluator(cfg, num_query).metric_names()
+            for name, (_, num_query) in self.test_loaders.items()
+        }
+        self.best_metric = hooks.BestMetric.by_name(cfg.SOLVER.BEST_METRIC, reported)
         self.precise_bn_loader = self.build_precise_bn_loader(cfg)
         self.average = self.build_weight_average(cfg, self.model)
         self.checkpointer = Checkpointer(
@@ -84,12 +89,17 @@ class DefaultTrainer:
             trainer=self.trainer,
             random=RandomState(),
             policy=_PolicyOf(self.trainer),
-            config=_Constant(cfg.dump()),
+            config=_ConfigText(cfg),
         )
         self.stop = hooks.StopOnSignal(self.checkpointer)
         self.writers: list[Any] = []
         self.eval_hook = hooks.EvalHook(
-            cfg.TEST.EVAL_PERIOD, self.evaluate, self.checkpointer, self.writers, self.evaluated_weights
+            cfg.TEST.EVAL_PERIOD,
+            self.evaluate,
+            self.checkpointer,
+            self.writers,
+            self.best_metric,
+            self.evaluated_weights,
         )
         self.trainer.register_hooks(self.build_hooks())
 
@@ -99,10 +109,10 @@ class DefaultTrainer:
         return self.trainer.policy
 
     def resume_or_load(self, resume: bool = True) -> None:
-        """Continue from ``last_checkpoint`` when asked to and there is one, else load ``MODEL.WEIGHTS`` if set.
+        """Continue from the newest whole checkpoint when asked to and there is one, else load ``MODEL.WEIGHTS`` if set.
 
         Raises:
-            WeightsError: the file is missing, damaged, or of another model.
+            WeightsError: no checkpoint is whole, or it is of another model; the weights are missing or damaged.
         """
         last = self.checkpointer.last_checkpoint() if resume else None
         if last is not None:
@@ -125,6 +135,7 @@ class DefaultTrainer:
             if start == 0 and (output_dir / "last_checkpoint").exists():
                 logger.warning("%s holds an earlier run, whose files are overwritten as this one goes on", output_dir)
             output_dir.mkdir(parents=True, exist_ok=True)
+            self.checkpointer.remove_leftovers()
             write_atomically(output_dir / "config.yaml", lambda file: file.write(cfg.dump().encode()))
             self.writers += self.build_writers(start)
         logger.info(
@@ -210,7 +221,13 @@ class DefaultTrainer:
                 device=next(self.model.parameters()).device,
             ),
             self.eval_hook,
-            hooks.PeriodicCheckpointer(self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD),
+            hooks.PeriodicCheckpointer(
+                self.checkpointer,
+                cfg.SOLVER.CHECKPOINT_PERIOD,
+                iterations=cfg.SOLVER.CHECKPOINT_ITERS,
+                minutes=cfg.SOLVER.CHECKPOINT_MINUTES,
+                keep=cfg.SOLVER.CHECKPOINT_KEEP,
+            ),
             self.stop,
         ]
 
@@ -382,17 +399,18 @@ class _PolicyOf:
         self.trainer.policy.compare(state, "this run was trained so far")
 
 
-class _Constant:
-    """A value that goes into every checkpoint and is not taken back from it."""
+class _ConfigText:
+    """The config as text in every checkpoint; on a resume this run's own counts, and what differs is logged."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, cfg: CfgNode) -> None:
+        self.cfg, self.text = cfg, cfg.dump()
 
-    def state_dict(self) -> Any:
-        return self.value
+    def state_dict(self) -> str:
+        return self.text
 
-    def load_state_dict(self, state: Any) -> None:
-        pass
+    def load_state_dict(self, state: str) -> None:
+        for line in describe_changes(self.cfg, state, "the checkpoint's config"):
+            logger.info("the config differs from the checkpoint's: %s", line)
 
 
 def _flat(results: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -1,20 +1,22 @@
-"""The hooks of an ordinary run: learning rate, evaluation, checkpoints, writing, signals."""
+"""The hooks of an ordinary run; learning rate, writing and signals are here, the others in files of their own."""
 
 import logging
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 
 from fastamp.engine.averaging import EMA, SWA
+from fastamp.engine.best import BestMetric, EvalHook
 from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.engine.freezing import FreezeLayers
 from fastamp.engine.monitors import ActivationMonitor
+from fastamp.engine.saving import PeriodicCheckpointer
 from fastamp.engine.train_loop import HookBase
 from fastamp.solver import LearningRateSchedule
 from fastamp.utils import comm
@@ -28,6 +30,7 @@ __all__ = [
     "EMA",
     "SWA",
     "ActivationMonitor",
+    "BestMetric",
     "EvalHook",
     "FreezeLayers",
     "HookBase",
@@ -63,101 +66,6 @@ class LRScheduler(HookBase):
                     group["base_lr"], epoch=trainer.epoch, steps_taken=trainer.steps_taken
                 )
         trainer.metrics.latest(lr=trainer.optimizers[0].param_groups[0]["lr"])
-
-
-class EvalHook(HookBase):
-    """Evaluate every ``period`` epochs and after the last one, and keep the best model.
-
-    Args:
-        period: in epochs.
-        evaluate: returns data set name -> metrics, on rank 0; an empty dict on the others.
-        checkpointer: gets ``model_best`` whenever the mean of ``metric`` over the data sets is higher than before.
-        writers: get the metrics under ``<data set>/<metric>``.
-        weights: returns a context in which the model has the weights that are evaluated, and saved as the best.
-    """
-
-    def __init__(
-        self,
-        period: int,
-        evaluate: Callable[[], dict[str, dict[str, Any]]],
-        checkpointer: Checkpointer,
-        writers: list[Any],
-        weights: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self.period = period
-        self.evaluate = evaluate
-        self.checkpointer = checkpointer
-        self.writers = writers
-        self.weights = weights
-        self.best: float | None = None
-        self.results: dict[str, dict[str, Any]] = {}
-
-    def after_epoch(self) -> None:
-        epochs_done = self.trainer.epoch + 1
-        if epochs_done % self.period and epochs_done != self.trainer.max_epoch:
-            return
-        try:
-            with self.weights():
-                self.results = self.evaluate()
-                self._keep_best()
-        except Exception:
-            # What was trained must not be lost with an evaluation. The other ranks may be anywhere, and have the same.
-            with comm.alone():
-                logger.warning("the evaluation failed; saved %s", self.checkpointer.save("model_unevaluated"))
-            raise
-
-    def _keep_best(self) -> None:
-        """Write the results, and save the model if they are the best so far."""
-        if not comm.any_rank(bool(self.results)):
-            return
-        row = {key: value for name, metrics in self.results.items() for key, value in _flat_metrics(name, metrics)}
-        for writer in self.writers:
-            writer.write(self.trainer.iter, {"epoch": self.trainer.epoch, **row})
-        score = sum(metrics["metric"] for metrics in self.results.values()) / max(len(self.results), 1)
-        score = comm.from_main_process(score)
-        if self.best is None or score > self.best:
-            self.best = score
-            path = self.checkpointer.save("model_best", tag=False)
-            logger.info("best so far: %.2f (mean of mAP and Rank-1), saved %s", score, path)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best = state["best"]
-
-
-def _flat_metrics(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield ``("Market1501/mAP", 85.9)`` and so on; floors as ``"Market1501/floor <name>/mAP"``."""
-    for name, value in metrics.items():
-        if name == "floors":
-            for floor, values in value.items():
-                yield from _flat_metrics(f"{prefix}/floor {floor}", values)
-        elif name == "intervals":
-            for metric, (low, high) in value.items():
-                yield from ((f"{prefix}/{metric} low", low), (f"{prefix}/{metric} high", high))
-        else:
-            yield f"{prefix}/{name}", value
-
-
-class PeriodicCheckpointer(HookBase):
-    """Save ``model_<epoch>`` every ``period`` epochs, and ``model_final`` at the end; register it last.
-
-    Args:
-        checkpointer: writes the files.
-        period: in epochs.
-    """
-
-    def __init__(self, checkpointer: Checkpointer, period: int) -> None:
-        self.checkpointer = checkpointer
-        self.period = period
-
-    def after_epoch(self) -> None:
-        epochs_done = self.trainer.epoch + 1
-        if epochs_done == self.trainer.max_epoch:
-            logger.info("saved %s", self.checkpointer.save("model_final"))
-        elif epochs_done % self.period == 0:
-            logger.info("saved %s", self.checkpointer.save(f"model_{self.trainer.epoch:04d}"))
 
 
 class PeriodicWriter(HookBase):
@@ -254,6 +162,7 @@ class StopOnSignal(HookBase):
         checkpointer: gets ``model_interrupted``.
     """
 
+    saves = True
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, checkpointer: Checkpointer) -> None:

@@ -39,9 +39,13 @@ class HookBase:
         after_train()
 
     After a resume in the middle of an epoch, that epoch's ``before_epoch`` is called again.
+
+    Attributes:
+        saves: whether it saves the run. Such a hook has its turn after all others, whose states it saves too.
     """
 
     trainer: "TrainerBase"
+    saves = False
 
     def before_train(self) -> None:
         """Before the first iteration."""
@@ -78,6 +82,7 @@ class TrainerBase:
         start_iter, max_iter: the loop runs ``iter`` from the one up to, not including, the other.
         iters_per_epoch: iterations in an epoch.
         labels_checksum: of the training images' labels, by which a resume knows them again; None knows nothing.
+        processes: how many train together.
         metrics: what is written once a log period.
     """
 
@@ -87,13 +92,15 @@ class TrainerBase:
         self.epoch = self.max_epoch = 0
         self.iters_per_epoch = 1
         self.labels_checksum: int | None = None
+        self.processes = comm.get_world_size()
         self.metrics = MetricStore()
 
     def register_hooks(self, hooks: Iterable[HookBase]) -> None:
-        """Add hooks; at each moment they are called in the order in which they were added."""
+        """Add hooks; at each moment they are called in the order in which they were added, those that save last."""
         for hook in hooks:
             hook.trainer = self
             self._hooks.append(hook)
+        self._hooks.sort(key=lambda hook: hook.saves)
 
     def train(self, start_iter: int, max_epoch: int, iters_per_epoch: int) -> None:
         """Run iterations ``start_iter`` to ``max_epoch * iters_per_epoch - 1``."""
@@ -127,10 +134,11 @@ class TrainerBase:
             getattr(hook, moment)()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the next iteration, the length of an epoch, and the hooks' states."""
+        """Return the next iteration, the length of an epoch, the number of processes, and the hooks' states."""
         return {
             "iteration": self.iter + 1,
             "iters_per_epoch": self.iters_per_epoch,
+            "processes": self.processes,
             "labels_checksum": self.labels_checksum,
             "hooks": {name: hook.state_dict() for name, hook in self._hooks_by_name()},
         }
@@ -151,6 +159,14 @@ class TrainerBase:
             raise ValueError(
                 "the training images are others, or have other identities, than before: DATASETS, or the data itself, "
                 "changed"
+            )
+        processes = state.get("processes", self.processes)
+        if processes != self.processes:
+            logger.warning(
+                "the checkpoint is of %d processes, this run has %d: the batches are the same; dropout, and batch norm "
+                "and losses within each process's share, are not",
+                processes,
+                self.processes,
             )
         self.start_iter = state["iteration"]
         for name, hook in self._hooks_by_name():

@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 class DatasetEvaluator:
     """Takes a test set batch by batch, then returns its metrics."""
 
+    def metric_names(self) -> list[str] | None:
+        """Return the metrics that ``evaluate`` returns and models can be compared by; None when that is not known."""
+        return None
+
     def reset(self) -> None:
         """Start anew."""
 

@@ -13,7 +13,7 @@ from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.query_expansion import expand
 from fastamp.evaluation.rank import RankingResult
 from fastamp.evaluation.rerank import ReRankedDistances
-from fastamp.evaluation.roc import RocCounter, RocCurve, limit_of
+from fastamp.evaluation.roc import RocCounter, RocCurve, accept_rate_name, limit_of
 from fastamp.layers.distance import DistanceBlocks, FeatureDistances
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError
@@ -55,7 +55,7 @@ class Judgement:
         metrics |= {"mAP": 100 * ranking.mean_ap, "mINP": 100 * ranking.mean_inp}
         metrics["metric"] = (metrics["mAP"] + metrics["Rank-1"]) / 2
         for rate in self.protocol.false_accept_rates if self.roc else ():
-            metrics[f"TAR@FAR={rate:.10g}"] = 100 * self.roc.tar_at(rate)
+            metrics[accept_rate_name(rate)] = 100 * self.roc.tar_at(rate)
         metrics["num_query"], metrics["num_query_without_match"] = len(ranking.ap), len(ranking.ap) - ranking.num_valid
         metrics["num_gallery"] = self.num_gallery
         if self.protocol.draws_queries:  # those of one draw, which has no query without a match

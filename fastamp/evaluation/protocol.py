@@ -11,6 +11,7 @@ from fastamp.evaluation.neighbours import BACKENDS
 from fastamp.evaluation.query_expansion import QueryExpansion
 from fastamp.evaluation.rank import Ranker
 from fastamp.evaluation.rerank import ReRanking
+from fastamp.evaluation.roc import accept_rate_name
 from fastamp.evaluation.single_shot import OneGalleryImageRanker, SingleGalleryShotRanker
 from fastamp.layers.distance import check_metric
 from fastamp.utils.errors import ConfigError, check_choice
@@ -147,6 +148,11 @@ class Protocol:
     def plain(self) -> "Protocol":
         """Return the same rule for cosine distances and nothing else, as floors are judged."""
         return replace(self, metric="cosine", resamples=0, false_accept_rates=None, expansion=None, re_ranking=None)
+
+    def metric_names(self) -> list[str]:
+        """Return the names of the metrics that features are judged by; see ``Judgement.metrics``."""
+        names = [*(f"Rank-{rank}" for rank in self.ranks), "mAP", "mINP", "metric"]
+        return names + [accept_rate_name(rate) for rate in self.false_accept_rates or ()]
 
     @property
     def cross_camera(self) -> bool:

@@ -37,6 +37,10 @@ class ReidEvaluator(DatasetEvaluator):
         self.output_dir = output_dir
         self.reset()
 
+    def metric_names(self) -> list[str]:
+        """Return the names of the metrics in percent."""
+        return self.protocol.metric_names()
+
     def reset(self) -> None:
         """Forget all features."""
         self._columns: dict[str, list[torch.Tensor]] = {}

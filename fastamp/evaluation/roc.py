@@ -24,6 +24,11 @@ _SMALLEST_LIMIT = 1e-30
 _SAMPLED = 64
 
 
+def accept_rate_name(rate: float) -> str:
+    """Return the name of the true accept rate at a false accept rate, a share of 1."""
+    return f"TAR@FAR={rate:.10g}"
+
+
 def limit_of(distances: DistanceBlocks) -> float:
     """Return a distance that few pairs lie above: the largest possible, or four times the median of some queries'."""
     if distances.limit is not None:

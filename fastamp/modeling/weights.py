@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torchvision.models import get_model_weights
 
-from fastamp.utils.checkpoint import read_checkpoint, state_dict_in
 from fastamp.utils.errors import ConfigError, WeightsError
 from fastamp.utils.load_state import load_model_state
+from fastamp.utils.weights_file import read_checkpoint, state_dict_in
 
 logger = logging.getLogger(__name__)
 

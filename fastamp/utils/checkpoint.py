@@ -1,120 +1,22 @@
-"""Checkpoints: atomic, made of tensors and plain values, never able to run code."""
+"""Checkpoints: atomic, made of tensors and plain values, and a whole one to continue from as long as there is one."""
 
+import contextlib
+import logging
 import os
-import pickle
-import re
 import tempfile
-import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from fastamp.utils import comm
 from fastamp.utils.errors import WeightsError
 from fastamp.utils.load_state import examples, load_model_state
+from fastamp.utils.weights_file import read_checkpoint, state_dict_in
 
-
-def _numpy_scalars() -> list[Any]:
-    """Return what a foreign checkpoint's NumPy scalars need to be unpickled, by name and nothing more."""
-    kinds = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool_")
-    reconstruct = np.float64(0).__reduce__()[0]  # its module has another name in NumPy 1, where the new one is empty
-    return [
-        (reconstruct, "numpy.core.multiarray.scalar"),
-        (reconstruct, "numpy._core.multiarray.scalar"),
-        np.dtype,
-        *(type(np.dtype(kind)) for kind in kinds),
-    ]
-
-
-def read_checkpoint(path: str | os.PathLike[str]) -> Any:
-    """Return the content of a checkpoint file, on the CPU, without ever running code from it.
-
-    Args:
-        path: a file that ``torch.save`` wrote.
-
-    Raises:
-        WeightsError: the file is missing, empty, truncated, no checkpoint, or needs code to be loaded.
-    """
-    path = Path(path).expanduser()
-    if path.is_dir():
-        raise WeightsError(f"{path} is a folder, not a weights file; name the .pth file in it")
-    if not path.exists():
-        near = sorted(p.name for p in path.parent.glob("*.pth")) if path.parent.is_dir() else []
-        found = f"\n  that folder has: {', '.join(near)}" if near else ""
-        raise WeightsError(f"weights file {path} does not exist{found}")
-    try:
-        with torch.serialization.safe_globals(_numpy_scalars()):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        found = _foreign_object(error)
-        if found:
-            raise WeightsError(
-                f"weights file {path} holds objects other than tensors and plain values, which fastamp never loads, "
-                "because they can run code.\n"
-                f"  found: {found}\n"
-                "  fix: save it again as a state dict: torch.save(model.state_dict(), path)"
-            ) from error
-        raise _damaged(path, error) from error
-    except PermissionError as error:
-        raise WeightsError(f"weights file {path} cannot be read: {error.strerror}") from error
-    except Exception as error:  # damaged bytes make PyTorch raise nearly anything
-        raise _damaged(path, error) from error
-
-
-def _foreign_object(error: Exception) -> str:
-    """Return the name of what PyTorch would not load, '' if it stopped for another reason; its advice is left out."""
-    found = re.search(r"GLOBAL (\S+)|but got <class '([^']+)'>", str(error))
-    return (found[1] or found[2]) if found else ""
-
-
-def _damaged(path: Path, error: Exception) -> WeightsError:
-    size = path.stat().st_size
-    cause = "it is no file that torch.save wrote"
-    if size == 0:
-        cause = "it is empty"
-    elif path.read_bytes()[:2] == b"PK" and not zipfile.is_zipfile(path):
-        cause = "it is truncated: the end of the archive is missing"
-    detail = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return WeightsError(
-        f"weights file {path} ({size} bytes) cannot be loaded: {cause}.\n  PyTorch says: {detail}\n"
-        "  fix: copy or download it again, or use an earlier checkpoint"
-    )
-
-
-def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Return the state dict in what ``read_checkpoint`` returned, without ``module.`` prefixes, however many.
-
-    Args:
-        content: ``{"model": state_dict, ...}``, the same with ``"state_dict"`` or (pycls) ``"model_state"`` for
-            ``"model"``, or a bare state dict.
-        path: where it is from, for the message.
-
-    Raises:
-        WeightsError: there is no state dict in it.
-    """
-    state = content
-    for key in ("model", "state_dict", "model_state"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            state = content[key]
-            break
-    tensors = {}
-    if isinstance(state, dict):
-        named = ((key, value) for key, value in state.items() if isinstance(key, str))
-        tensors = {key: value for key, value in named if isinstance(value, torch.Tensor)}
-    if not tensors:
-        kind = (
-            f"a dict with the keys {', '.join(map(str, list(state)[:8]))}" if isinstance(state, dict) else type(state)
-        )
-        raise WeightsError(
-            f"weights file {path} holds no state dict (found: {kind}).\n"
-            '  expected: {"model": state_dict, ...}, {"state_dict": ...} or a state dict'
-        )
-    # A wrapper inside another one, e.g. an average of a distributed model, leaves a prefix each.
-    return {re.sub(r"^(module\.)+", "", key): value for key, value in tensors.items()}
+logger = logging.getLogger(__name__)
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[Any], None]) -> None:
@@ -131,9 +33,20 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Any], None])
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
+        _sync_folder(path.parent)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Write down the folder itself, so that a power failure cannot take back the renaming of a file in it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot, and the file is whole all the same
+            os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 class Checkpointer:
@@ -187,22 +100,82 @@ class Checkpointer:
             write_atomically(self.save_dir / "last_checkpoint", lambda file: file.write(path.name.encode()))
         return path
 
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete ``save_dir/name.pth`` for each name, but never what ``last_checkpoint`` names."""
+        if comm.is_main_process():
+            for name in set(names) - {Path(self._named() or "").stem}:
+                (self.save_dir / f"{name}.pth").unlink(missing_ok=True)
+
+    def remove_leftovers(self) -> None:
+        """Delete the unfinished files of a process that was killed while it saved."""
+        if comm.is_main_process():
+            for name in ("model_*.pth", "last_checkpoint"):
+                for file in self.save_dir.glob(f".{name}.*.tmp"):
+                    file.unlink(missing_ok=True)
+
     def last_checkpoint(self) -> Path | None:
-        """Return the file that ``last_checkpoint`` names, None when there is none.
+        """Return the checkpoint to resume from, the same on every rank; all ranks call this together.
+
+        It is the one that ``last_checkpoint`` names. Where that is missing or damaged, it is the newest whole one,
+        by the time of writing, of those that hold all that ``resume`` needs; of ``model_*.pth`` without
+        ``model_best``, whose weights may be averaged ones that no training goes on from.
+
+        Returns:
+            None when there is no ``last_checkpoint`` and no such file.
 
         Raises:
-            WeightsError: ``last_checkpoint`` names no file that is there.
+            WeightsError: none of them is whole.
         """
+        found: tuple[Path | None, str] = (None, "")
+        if comm.is_main_process():
+            try:
+                found = (self._newest_whole(), "")
+            except WeightsError as error:
+                found = (None, str(error))
+        path, problem = comm.gather_objects(found)[0]
+        if problem:
+            raise WeightsError(problem)
+        return path
+
+    def _named(self) -> str | None:
+        """Return the file name in ``last_checkpoint``, whatever that is; None when there is no such file."""
         pointer = self.save_dir / "last_checkpoint"
         if not pointer.is_file():
             return None
-        name = Path(pointer.read_bytes().decode(errors="replace").replace("\0", "?").strip()).name
-        path = self.save_dir / name
-        if not name or not path.is_file():
-            others = sorted(self.save_dir.glob("model_*.pth"), key=lambda file: file.stat().st_mtime)
-            hint = f"write {others[-1].name} into it" if others else "remove it to start from the beginning"
-            raise WeightsError(f"{pointer} names {name!r}, which is no file in that folder.\n  fix: {hint}")
-        return path
+        return Path(pointer.read_bytes().decode(errors="replace").replace("\0", "?").strip()).name
+
+    def _newest_whole(self) -> Path | None:
+        named, problems = self._named(), []
+        files = [path for path in self.save_dir.glob("model_*.pth") if path.name not in (named, "model_best.pth")]
+        files.sort(key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+        if named is not None and os.path.isfile(self.save_dir / named):
+            files.insert(0, self.save_dir / named)
+        elif named is not None:
+            problems.append(f"last_checkpoint names {named[:80]!r}, which is no file in that folder")
+        for path in files:
+            try:
+                content = read_checkpoint(path, lazily=True)
+            except WeightsError as error:
+                problems.append(str(error).splitlines()[0])
+                continue
+            # What was asked for by name is taken, or refused by resume, which says why.
+            if path.name == named or self._missing(content) == []:
+                if path.name != named:
+                    why = "\n  ".join(problems or ["there is no last_checkpoint"])
+                    logger.warning("%s\n  taking %s instead, the newest checkpoint that is whole", why, path)
+                return path
+        if not problems:
+            return None
+        found = "\n  ".join(problems)
+        raise WeightsError(
+            f"no checkpoint in {self.save_dir} is whole:\n  {found}\n"
+            "  fix: start from the beginning, without --resume; the weights of a file that is whole, e.g. "
+            "model_best.pth, can be given as MODEL.WEIGHTS then"
+        )
+
+    def _missing(self, content: Any) -> list[str]:
+        """Return what is not in a file's content and would be needed to continue."""
+        return [key for key in ("model", *self.checkpointables) if not isinstance(content, dict) or key not in content]
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Load the model's weights alone.
@@ -227,9 +200,7 @@ class Checkpointer:
             WeightsError: the file is damaged, is no training checkpoint, or is of another model.
         """
         content = read_checkpoint(path)
-        needed = ["model", *self.checkpointables]
-        missing = [key for key in needed if not isinstance(content, dict) or key not in content]
-        if missing:
+        if missing := self._missing(content):
             cause = "it is no checkpoint of such a run"
             if len(missing) == 1:
                 cause = "this run's config asks for more than it holds"
@@ -252,7 +223,7 @@ class Checkpointer:
         for key, part in self.checkpointables.items():
             try:
                 part.load_state_dict(content.pop(key))
-            except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
                 raise WeightsError(
                     f"cannot resume from {path}: its {key} does not fit this run ({error}).\n"
                     "  fix: resume with the config that the run was started with (config.yaml beside the checkpoint)"

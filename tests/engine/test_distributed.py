@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import ranks
 import tiny
 import torch
 
 from fastamp.amp.crash import Crash
 from fastamp.engine import launch
+from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.engine.setup import check_config
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
@@ -104,6 +106,35 @@ def test_a_resumed_run_of_two_equals_straight_through(demo_root, tmp_path):
         assert all(torch.equal(tensor, part[1][name]) for name, tensor in part[0].items())
     assert len(first["random"]["others"]) == 1
     assert not torch.equal(first["random"]["torch"], first["random"]["others"][0]["torch"])
+
+
+@pytest.mark.parametrize("before, now", [(2, 1), (1, 2)])
+def test_resumed_with_another_number_of_processes(demo_root, demo, tmp_path, before, now):
+    """The newest checkpoint is damaged, and all processes take the one before; the steps are those of any number."""
+    options, stop = (*FLOAT32, "SOLVER.CHECKPOINT_ITERS", "2"), f"signal on rank {before - 1}"
+    ranks.main(str(tmp_path / "straight"), False, "", FLOAT32)
+    if before == 1:
+        with pytest.raises(TrainingInterrupted):
+            ranks.main(str(tmp_path), False, stop, options)
+    else:
+        assert run(demo_root, tmp_path, before, *options, flags=("--fault", stop)).returncode == 128 + 15
+    newest = tmp_path / "model_interrupted.pth"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    if now == 1:
+        ranks.main(str(tmp_path), True, "", FLOAT32)
+    else:
+        process = run(demo_root, tmp_path, now, *FLOAT32, flags=("--resume",))
+        assert process.returncode == 0, process.stderr
+    for rank in range(now):
+        log = (tmp_path / ("log.txt" if rank == 0 else f"log.txt.rank{rank}")).read_text()
+        assert f"resuming from {tmp_path / 'model_iter_0000002.pth'} at iteration 2" in log
+        assert f"the checkpoint is of {before} processes, this run has {now}: the batches are the same" in log
+        assert "the config differs from the checkpoint's: SOLVER.CHECKPOINT_ITERS: 2 -> 0" in log
+    assert (tmp_path / "log.txt").read_text().count("it is truncated") == 1
+    one, two = (tiny.weights(folder / "model_final.pth") for folder in (tmp_path / "straight", tmp_path))
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A resumed run is bit-identical to one that was never interrupted, however it ended."""
 
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -32,6 +33,21 @@ def assert_same_weights(a, b):
 
 def iterations(output_dir):
     return [json.loads(line)["iteration"] for line in (output_dir / "metrics.json").read_text().splitlines()]
+
+
+class Killed(Exception):
+    """Stands for a kill: nothing is saved after it."""
+
+
+class Kill(HookBase):
+    """Ends the run in the middle of an epoch, without a word."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def before_step(self):
+        if self.trainer.iter == self.at:
+            raise Killed
 
 
 class Interrupt(HookBase):
@@ -94,6 +110,9 @@ OPTIONS = {
         "MODEL.HEADS.POOL_LAYER", "GeneralizedMeanPoolingP",
         "MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'CircleLoss', 'Cosface', 'FocalLoss')",
     ),
+    "center loss": ("MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'CenterLoss')", "MODEL.LOSSES.CENTER.LR", "0.3"),
+    "MoCo": ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "40", "SOLVER.EMA.ENABLED", "True"),
+    "Distiller": ("MODEL.META_ARCHITECTURE", "Distiller", "KD.EMA.ENABLED", "True", "KD.EMA.MOMENTUM", "0.8"),
     **{name: ("SOLVER.OPT", name) for name in ("AdamW", "SGD", "RAdam", "NAdam", "LAMB")},
     **{name: ("SOLVER.SCHED", name) for name in ("CosineAnnealingLR", "ConstantLR", "OneCycleLR")},
 }  # fmt: skip
@@ -125,6 +144,59 @@ def test_resumed_equals_straight_through_under_each_option(demo, tmp_path, name,
     for key, state in first["optimizer"]["state"].items():
         torch.testing.assert_close(state, second["optimizer"]["state"][key], rtol=0, atol=0)
     assert first["optimizer"]["param_groups"] == second["optimizer"]["param_groups"]
+
+
+MUCH = (
+    "SOLVER.ACCUM_STEPS", "2", "SOLVER.IMS_PER_BATCH", "8", "SOLVER.EMA.ENABLED", "True", "SOLVER.EMA.DECAY", "0.9",
+    "MODEL.FREEZE_LAYERS", "backbone.0", "SOLVER.FREEZE_ITERS", "9", "SOLVER.AMP.GROWTH_INTERVAL", "3",
+    "MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "40",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["off", "fp16"])
+def test_killed_behind_a_checkpoint_within_an_epoch(demo, tmp_path, precision):
+    """Between checkpoint and kill there are iterations that are done again, by everything that has a state."""
+    options = ("SOLVER.AMP", precision, "SOLVER.MAX_EPOCH", "2", *MUCH)
+    run(tiny.tiny_config(tmp_path / "straight", *options))
+    cfg = tiny.tiny_config(
+        tmp_path / "resumed", *options, "SOLVER.CHECKPOINT_ITERS", "4", "SOLVER.CHECKPOINT_KEEP", "2"
+    )
+    with pytest.raises(Killed):
+        run(cfg, Kill(at=11))
+    assert (tmp_path / "resumed/last_checkpoint").read_text() == "model_iter_0000008.pth"
+    trainer, _ = run(cfg, resume=True)
+    assert trainer.trainer.start_iter == 8 and trainer.trainer.iters_per_epoch == 6
+    assert_same_weights(tmp_path / "straight/model_final.pth", tmp_path / "resumed/model_final.pth")
+    assert iterations(tmp_path / "resumed") == iterations(tmp_path / "straight")
+    first, second = (
+        torch.load(tmp_path / f"{which}/model_final.pth", weights_only=True) for which in ("straight", "resumed")
+    )
+    assert all(torch.equal(t, second["average"]["model"][key]) for key, t in first["average"]["model"].items())
+    assert first["trainer"]["step"] == second["trainer"]["step"]  # the loss scale among others
+
+
+def test_a_damaged_checkpoint_costs_time_and_nothing_else(demo, tmp_path, caplog):
+    """The newest one is cut, the one before has a hole; the run goes on from the third."""
+    logging.getLogger("fastamp").setLevel(logging.INFO)
+    options = ("SOLVER.MAX_EPOCH", "2", "SOLVER.CHECKPOINT_ITERS", "2")
+    run(tiny.tiny_config(tmp_path / "straight", *options))
+    with pytest.raises(Killed):
+        run(tiny.tiny_config(tmp_path / "resumed", *options), Kill(at=9))
+    names = ("model_iter_0000008", "model_0000", "model_iter_0000004")
+    newest, second, third = (tmp_path / f"resumed/{name}.pth" for name in names)
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    content = bytearray(second.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 1000] = bytes(1000)
+    second.write_bytes(content)
+    changed = tiny.tiny_config(tmp_path / "resumed", *options, "SOLVER.CHECKPOINT_KEEP", "1", "LOG_PERIOD", "4")
+    trainer, _ = run(changed, resume=True)
+    assert trainer.trainer.start_iter == 4
+    for part in ("model_iter_0000008.pth", "it is truncated", "model_0000.pth", "by the checksum", f"taking {third}"):
+        assert part in caplog.text
+    assert f"resuming from {third} at iteration 4" in caplog.text
+    differ = [line.split("checkpoint's: ")[1] for line in caplog.messages if "config differs" in line]
+    assert sorted(differ) == ["LOG_PERIOD: 2 -> 4", "SOLVER.CHECKPOINT_KEEP: 0 -> 1"]
+    assert_same_weights(tmp_path / "straight/model_final.pth", tmp_path / "resumed/model_final.pth")
 
 
 def test_the_check_can_fail(demo, tmp_path):
@@ -199,6 +271,9 @@ def test_killed_and_resumed_equals_undisturbed(demo_root, tmp_path, undisturbed,
     assert not (tmp_path / "model_final.pth").exists()
     resumed = killable(tmp_path, "never", demo_root)
     assert resumed.returncode == 0, resumed.stderr
-    assert "resuming from" in resumed.stdout
+    start = {"step": 15, "save": 6, "evaluation": 10}[moment]
+    assert "resuming from" in resumed.stdout and f"at iteration {start}" in resumed.stdout
     assert_same_weights(undisturbed / "model_final.pth", tmp_path / "model_final.pth")
     assert iterations(tmp_path) == iterations(undisturbed)
+    names = {"model_best.pth", "model_final.pth", "model_0002.pth", "model_iter_0000020.pth"}
+    assert {path.name for path in tmp_path.glob("*model_*")} == names  # nor is a file left that was not finished

@@ -16,15 +16,16 @@ def die() -> None:
 
 
 class DieInStep(HookBase):
-    """Dies in the middle of the third epoch."""
+    """Dies in the middle of the third epoch, one iteration behind a checkpoint."""
 
     def after_step(self) -> None:
-        if self.trainer.iter == 2 * self.trainer.iters_per_epoch + 1:
+        if self.trainer.iter == 2 * self.trainer.iters_per_epoch + 3:
             die()
 
 
 def main(output_dir: str, moment: str) -> None:
-    cfg = tiny.tiny_config(Path(output_dir), "SOLVER.AMP", "bf16", "DATALOADER.NUM_WORKERS", "1")
+    options = ("SOLVER.CHECKPOINT_ITERS", "5", "SOLVER.CHECKPOINT_KEEP", "2")
+    cfg = tiny.tiny_config(Path(output_dir), "SOLVER.AMP", "bf16", "DATALOADER.NUM_WORKERS", "1", *options)
     default_setup(cfg)
     trainer = DefaultTrainer(cfg)
     trainer.resume_or_load(resume=True)

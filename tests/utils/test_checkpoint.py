@@ -1,16 +1,19 @@
 """Checkpoints: atomic, exact, never running code, and clear about what is wrong with a file."""
 
+import logging
 import os
 import pickle
+import zipfile
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from fastamp.utils.checkpoint import Checkpointer, read_checkpoint, state_dict_in
+from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.errors import WeightsError
 from fastamp.utils.load_state import load_model_state
+from fastamp.utils.weights_file import damaged_record, read_checkpoint, state_dict_in
 
 
 class Model(nn.Module):
@@ -213,3 +216,149 @@ def test_resume_refuses_what_is_no_checkpoint_of_this_run(tmp_path):
     other = Checkpointer(Model(classes=9), tmp_path, part=Part(1)).save("other")
     with pytest.raises(WeightsError, match=r"another model, 1 tensors differ \(heads.weight\)"):
         Checkpointer(Model(), tmp_path, part=Part(1)).resume(other)
+
+
+# ---- checksums
+
+
+def record_spans(path):
+    """Return name -> (begin, end) of each record's bytes in a zip archive without compression."""
+    content, spans = path.read_bytes(), {}
+    with zipfile.ZipFile(path) as archive:
+        for record in archive.infolist():
+            head = record.header_offset
+            begin = head + 30 + sum(int.from_bytes(content[head + at : head + at + 2], "little") for at in (26, 28))
+            spans[record.filename] = (begin, begin + record.file_size)
+    return spans
+
+
+def flip(path, at, bit=0):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def test_every_flipped_bit_in_a_record_is_found(tmp_path):
+    path = save({"weight": torch.arange(6.0), "none": torch.zeros(0), "number": 3}, tmp_path / "w.pth")
+    good = path.read_bytes()
+    assert damaged_record(path) == ""
+    for name, (begin, end) in record_spans(path).items():
+        for at in range(begin, end):
+            flip(path, at, bit=at % 8)
+            assert damaged_record(path) == name
+            with pytest.raises(WeightsError, match=f"w.pth .*cannot be loaded: its record {name} is not what was"):
+                read_checkpoint(path)
+            path.write_bytes(good)
+    assert torch.equal(read_checkpoint(path)["weight"], torch.arange(6.0))
+
+
+def test_pytorch_itself_takes_a_flipped_bit(tmp_path):
+    """The negative control: why checksums are compared here."""
+    path = save({"weight": torch.arange(6.0)}, tmp_path / "w.pth")
+    flip(path, next(begin for name, (begin, _) in record_spans(path).items() if name.endswith("data/0")) + 6, bit=7)
+    assert not torch.equal(torch.load(path, weights_only=True)["weight"], torch.arange(6.0))
+
+
+def test_files_without_checksums_are_taken(tmp_path):
+    state = {"weight": torch.arange(6.0)}
+    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, tmp_path / "without.pth")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert zipfile.ZipFile(tmp_path / "without.pth").testzip()  # what a plain test of the archive would refuse
+    for name in ("old.pth", "without.pth"):
+        assert torch.equal(read_checkpoint(tmp_path / name)["weight"], torch.arange(6.0))
+
+
+# ---- the newest whole checkpoint
+
+
+def make_run(folder, *names):
+    """Save checkpoints, each later than the one before, and return their checkpointer."""
+    checkpointer = Checkpointer(Model(), folder, part=Part(1))
+    for second, name in enumerate(names):
+        path = checkpointer.save(name, tag=name != "model_best")
+        os.utime(path, (second, second))
+    return checkpointer
+
+
+def damage(path, how):
+    if how == "missing":
+        path.unlink()
+    elif how == "flipped":
+        flip(path, max(record_spans(path).values(), key=lambda span: span[1] - span[0])[0])
+    else:
+        path.write_bytes({"empty": b"", "truncated": path.read_bytes()[:-50], "garbage": os.urandom(999)}[how])
+
+
+SAID = {
+    "missing": "last_checkpoint names 'model_0002.pth', which is no file",
+    "flipped": "model_0002.pth .*is not what was written, by the checksum",
+    "empty": "model_0002.pth .*it is empty",
+    "truncated": "model_0002.pth .*it is truncated",
+    "garbage": "model_0002.pth .*it is no file that torch.save wrote",
+}
+
+
+@pytest.mark.parametrize("how", SAID)
+def test_the_checkpoint_before_a_damaged_one(tmp_path, caplog, how):
+    checkpointer = make_run(tmp_path, "model_0000", "model_0001", "model_best", "model_0002")
+    damage(tmp_path / "model_0002.pth", how)
+    assert checkpointer.last_checkpoint() == tmp_path / "model_0001.pth"
+    (record,) = caplog.records
+    said, taken = record.getMessage().split("\n")
+    assert record.levelno == logging.WARNING and "taking" in taken and "model_0001.pth" in taken
+    with pytest.raises(WeightsError, match=SAID[how]):
+        raise WeightsError(said)
+
+
+def test_the_newest_is_by_time_and_must_hold_all_that_a_run_needs(tmp_path):
+    checkpointer = make_run(tmp_path, "model_0003", "model_iter_0000002", "model_interrupted", "model_best")
+    save({"model": Model().state_dict()}, tmp_path / "model_exported.pth")
+    (tmp_path / "last_checkpoint").unlink()
+    assert checkpointer.last_checkpoint() == tmp_path / "model_interrupted.pth"
+    damage(tmp_path / "model_interrupted.pth", "flipped")
+    assert checkpointer.last_checkpoint() == tmp_path / "model_iter_0000002.pth"
+
+
+@pytest.mark.parametrize(
+    "pointer", [b"", b"..", b"model_0009.pth", b"\xff\x00\xfe", b"x" * 9999, b"../../model_0001.pth"]
+)
+def test_a_pointer_that_is_garbage(tmp_path, pointer):
+    checkpointer = make_run(tmp_path / "run", "model_0000")
+    (tmp_path / "run/last_checkpoint").write_bytes(pointer)
+    assert checkpointer.last_checkpoint() == tmp_path / "run/model_0000.pth"
+
+
+def test_when_none_is_whole_all_are_listed(tmp_path):
+    checkpointer = make_run(tmp_path, "model_best", "model_0000", "model_0001")
+    damage(tmp_path / "model_0000.pth", "truncated")
+    damage(tmp_path / "model_0001.pth", "flipped")
+    with pytest.raises(
+        WeightsError, match=r"(?s)no checkpoint in .* is whole:.*model_0001.*checksum.*model_0000.*trunc"
+    ):
+        checkpointer.last_checkpoint()
+
+
+def test_the_model_best_is_taken_by_its_name_alone(tmp_path):
+    checkpointer = make_run(tmp_path, "model_best")
+    assert checkpointer.last_checkpoint() is None
+    (tmp_path / "last_checkpoint").write_text("model_best.pth")
+    assert checkpointer.last_checkpoint() == tmp_path / "model_best.pth"
+
+
+def test_deleting_leaves_what_last_checkpoint_names(tmp_path):
+    checkpointer = make_run(tmp_path, "model_0000", "model_0001")
+    checkpointer.delete(["model_0000", "model_0001", "model_0009"])
+    assert sorted(path.name for path in tmp_path.glob("*.pth")) == ["model_0001.pth"]
+
+
+def test_leftovers_of_a_killed_save_are_removed(tmp_path):
+    checkpointer = make_run(tmp_path, "model_0000")
+    for name in (".model_0001.pth.abc.tmp", ".last_checkpoint.abc.tmp", ".other.tmp", "model_x.tmp"):
+        (tmp_path / name).write_text("")
+    checkpointer.remove_leftovers()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"model_0000.pth", "last_checkpoint", ".other.tmp", "model_x.tmp"}

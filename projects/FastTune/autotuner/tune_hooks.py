@@ -50,6 +50,8 @@ class TuneReportHook(HookBase):
             ``images_per_second`` of training since the last report.
     """
 
+    saves = True
+
     def __init__(self, trainer: DefaultTrainer, report: Report) -> None:
         self.owner, self.report = trainer, report
         self._reported = trainer.eval_hook.results

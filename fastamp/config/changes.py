@@ -1,0 +1,37 @@
+"""What differs between a config and one that was written down before."""
+
+from typing import Any
+
+from fastamp.config.config import CfgNode
+from fastamp.config.describe import show_value
+from fastamp.config.files import parse_yaml
+
+
+def describe_changes(cfg: CfgNode, before: str, source: str) -> list[str]:
+    """Return a line ``KEY: before -> now`` for each key whose value differs.
+
+    Args:
+        cfg: as it is now.
+        before: what ``cfg.dump()`` returned once; keys that it does not have had their defaults then.
+        source: where that is from, for messages.
+
+    Raises:
+        ConfigError: ``before`` is no YAML of a config.
+    """
+    then, now = parse_yaml(before, source), parse_yaml(cfg.dump(), "this config")
+    lines = []
+    for key, _ in cfg.keys_below():
+        default = list(key.default) if isinstance(key.default, tuple) else key.default
+        old, new = _at(then, key.path, default), _at(now, key.path, default)
+        if old != new:
+            lines.append(f"{key.path}: {show_value(old)} -> {show_value(new)}")
+    return lines
+
+
+def _at(mapping: Any, path: str, default: Any) -> Any:
+    """Return what stands at a dotted path in nested dicts, ``default`` where nothing does."""
+    for name in path.split("."):
+        if not isinstance(mapping, dict) or name not in mapping:
+            return default
+        mapping = mapping[name]
+    return mapping

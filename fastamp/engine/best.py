@@ -1,0 +1,161 @@
+"""Evaluation during a training, and the best model by one of its numbers."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from fastamp.engine.train_loop import HookBase
+from fastamp.utils import comm
+from fastamp.utils.checkpoint import Checkpointer
+from fastamp.utils.errors import ConfigError, did_you_mean
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BestMetric:
+    """The number by which models are compared, of which more is better.
+
+    Attributes:
+        metric: one of those that are reported, e.g. ``"mAP"``.
+        datasets: the test sets over which its mean is taken.
+    """
+
+    metric: str
+    datasets: tuple[str, ...]
+
+    @classmethod
+    def by_name(cls, name: str, reported: Mapping[str, Sequence[str] | None]) -> "BestMetric":
+        """Return what ``SOLVER.BEST_METRIC`` names.
+
+        Args:
+            name: ``<metric>``, or ``<data set>/<metric>``.
+            reported: data set name -> the metrics that its evaluation reports; None where that is not known.
+
+        Raises:
+            ConfigError: none of them reports it.
+        """
+        for dataset, metrics in reported.items():
+            own = name.removeprefix(f"{dataset}/")
+            if own != name and (metrics is None or own in metrics):
+                return cls(own, (dataset,))
+        if all(metrics is None or name in metrics for metrics in reported.values()):
+            return cls(name, tuple(reported))
+        known = [metrics for metrics in reported.values() if metrics is not None]
+        common = [metric for metric in known[0] if all(metric in metrics for metrics in known)]
+        alone = [f"{dataset}/{metric}" for dataset, metrics in reported.items() for metric in metrics or ()]
+        raise ConfigError(
+            f"SOLVER.BEST_METRIC: no evaluation reports {name!r}.{did_you_mean(name, [*common, *alone])}\n"
+            f"  choices: {', '.join(common)}; or that of one test set, e.g. {alone[0]}"
+        )
+
+    def __str__(self) -> str:
+        words = f"{self.metric} (the mean of mAP and Rank-1)" if self.metric == "metric" else self.metric
+        sets = ", ".join(self.datasets)
+        return f"{words} on {sets}" if len(self.datasets) == 1 else f"{words}, its mean over {sets}"
+
+    def of(self, results: Mapping[str, Mapping[str, Any]]) -> float:
+        """Return its value.
+
+        Args:
+            results: data set name -> metrics.
+
+        Raises:
+            ConfigError: they do not have it.
+        """
+        for dataset in self.datasets:
+            if self.metric not in results[dataset]:
+                raise ConfigError(
+                    f"SOLVER.BEST_METRIC: the evaluation of {dataset} reported no {self.metric!r}.\n"
+                    f"  it reported: {', '.join(results[dataset])}"
+                )
+        return sum(results[dataset][self.metric] for dataset in self.datasets) / len(self.datasets)
+
+
+class EvalHook(HookBase):
+    """Evaluate every ``period`` epochs and after the last one, and keep the best model.
+
+    Args:
+        period: in epochs.
+        evaluate: returns data set name -> metrics, on rank 0; an empty dict on the others.
+        checkpointer: gets ``model_best`` whenever ``metric`` is higher than ever before.
+        writers: get the metrics under ``<data set>/<metric>``.
+        metric: what the models are judged by.
+        weights: returns a context in which the model has the weights that are evaluated, and saved as the best.
+    """
+
+    def __init__(
+        self,
+        period: int,
+        evaluate: Callable[[], dict[str, dict[str, Any]]],
+        checkpointer: Checkpointer,
+        writers: list[Any],
+        metric: BestMetric,
+        weights: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.period = period
+        self.evaluate = evaluate
+        self.checkpointer = checkpointer
+        self.writers = writers
+        self.metric = metric
+        self.weights = weights
+        self.best: float | None = None
+        self.results: dict[str, dict[str, Any]] = {}
+
+    def after_epoch(self) -> None:
+        epochs_done = self.trainer.epoch + 1
+        if epochs_done % self.period and epochs_done != self.trainer.max_epoch:
+            return
+        try:
+            with self.weights():
+                self.results = self.evaluate()
+                self._keep_best()
+        except Exception:
+            # What was trained must not be lost with an evaluation. The other ranks may be anywhere, and have the same.
+            with comm.alone():
+                logger.warning("the evaluation failed; saved %s", self.checkpointer.save("model_unevaluated"))
+            raise
+
+    def _keep_best(self) -> None:
+        """Write the results, and save the model if they are the best so far."""
+        if not comm.any_rank(bool(self.results)):
+            return
+        row = {key: value for name, metrics in self.results.items() for key, value in _flat_metrics(name, metrics)}
+        for writer in self.writers:
+            writer.write(self.trainer.iter, {"epoch": self.trainer.epoch, **row})
+        score = comm.from_main_process(self.metric.of(self.results) if self.results else 0.0)
+        if self.best is None or score > self.best:
+            self.best = score
+            judged = {"metric": str(self.metric), "value": score, "iteration": self.trainer.iter + 1}
+            path = self.checkpointer.save("model_best", tag=False, best=judged)
+            logger.info("best so far: %.2f, %s; saved %s", score, self.metric, path)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "metric": str(self.metric)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, before = state["best"], state.get("metric", "metric")
+        if self.best is not None and before != str(self.metric):
+            logger.warning(
+                "the best model so far was judged by another number (%s: %.2f); from now on it is judged by %s, and "
+                "the next evaluation replaces model_best.pth",
+                before,
+                self.best,
+                self.metric,
+            )
+            self.best = None
+
+
+def _flat_metrics(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield ``("Market1501/mAP", 85.9)`` and so on; floors as ``"Market1501/floor <name>/mAP"``."""
+    for name, value in metrics.items():
+        if name == "floors":
+            for floor, values in value.items():
+                yield from _flat_metrics(f"{prefix}/floor {floor}", values)
+        elif name == "intervals":
+            for metric, (low, high) in value.items():
+                yield from ((f"{prefix}/{metric} low", low), (f"{prefix}/{metric} high", high))
+        else:
+            yield f"{prefix}/{name}", value

@@ -1,0 +1,160 @@
+"""Weights files: read without ever running code from them, and every damage to one said."""
+
+import os
+import pickle
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastamp.utils.errors import WeightsError
+
+_CHUNK = 2**20  # bytes that are checked at a time: a file need not fit into memory
+
+
+def _numpy_scalars() -> list[Any]:
+    """Return what a foreign checkpoint's NumPy scalars need to be unpickled, by name and nothing more."""
+    kinds = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool_")
+    reconstruct = np.float64(0).__reduce__()[0]  # its module has another name in NumPy 1, where the new one is empty
+    return [
+        (reconstruct, "numpy.core.multiarray.scalar"),
+        (reconstruct, "numpy._core.multiarray.scalar"),
+        np.dtype,
+        *(type(np.dtype(kind)) for kind in kinds),
+    ]
+
+
+def damaged_record(path: str | os.PathLike[str]) -> str:
+    """Return the name of the first record in a file of ``torch.save``'s that is not what was written.
+
+    Such a file is a zip archive with a CRC-32 for each record, so that one flipped bit of a tensor is found. A stored
+    CRC of 0 stands for one that was never computed (``torch.serialization.set_crc32_options``), and is not compared.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Empty when all records are whole, and for the format before torch 1.6, which is no archive.
+
+    Raises:
+        zipfile.BadZipFile, EOFError, OSError and others of ``zipfile``'s: the archive itself is damaged.
+    """
+    with open(path, "rb") as file:
+        if file.read(4) != b"PK\x03\x04":  # by which torch tells the formats apart
+            return ""
+    with zipfile.ZipFile(path) as archive:
+        for record in archive.infolist():
+            if record.CRC == 0:
+                continue
+            try:
+                with archive.open(record) as content:
+                    while content.read(_CHUNK):
+                        pass
+            except zipfile.BadZipFile:
+                return record.filename
+    return ""
+
+
+class _DamagedRecord(Exception):
+    """A part of a file is not what was written."""
+
+
+def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:
+    """Return the content of a checkpoint file, on the CPU, without ever running code from it.
+
+    Args:
+        path: a file that ``torch.save`` wrote.
+        lazily: leave the tensors in the file until they are used; not for files before torch 1.6.
+
+    Raises:
+        WeightsError: the file is missing, empty, truncated, not what was written by its checksums, no checkpoint, or
+            needs code to be loaded.
+    """
+    path = Path(path).expanduser()
+    if path.is_dir():
+        raise WeightsError(f"{path} is a folder, not a weights file; name the .pth file in it")
+    if not path.exists():
+        near = sorted(p.name for p in path.parent.glob("*.pth")) if path.parent.is_dir() else []
+        found = f"\n  that folder has: {', '.join(near)}" if near else ""
+        raise WeightsError(f"weights file {path} does not exist{found}")
+    try:
+        if record := damaged_record(path):
+            raise _DamagedRecord(f"its record {record} is not what was written, by the checksum that is stored with it")
+        with torch.serialization.safe_globals(_numpy_scalars()):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
+    except _DamagedRecord as error:
+        raise _damaged(path, str(error)) from error
+    except pickle.UnpicklingError as error:
+        found = _foreign_object(error)
+        if found:
+            raise WeightsError(
+                f"weights file {path} holds objects other than tensors and plain values, which fastamp never loads, "
+                "because they can run code.\n"
+                f"  found: {found}\n"
+                "  fix: save it again as a state dict: torch.save(model.state_dict(), path)"
+            ) from error
+        raise _damaged(path, _cause(path), error) from error
+    except PermissionError as error:
+        raise WeightsError(f"weights file {path} cannot be read: {error.strerror}") from error
+    except Exception as error:  # damaged bytes make PyTorch raise nearly anything
+        raise _damaged(path, _cause(path), error) from error
+
+
+def _foreign_object(error: Exception) -> str:
+    """Return the name of what PyTorch would not load, '' if it stopped for another reason; its advice is left out."""
+    found = re.search(r"GLOBAL (\S+)|but got <class '([^']+)'>", str(error))
+    return (found[1] or found[2]) if found else ""
+
+
+def _cause(path: Path) -> str:
+    """Return in which way a file cannot be read."""
+    if path.stat().st_size == 0:
+        return "it is empty"
+    with path.open("rb") as file:
+        is_archive = file.read(2) == b"PK"
+    if is_archive and not zipfile.is_zipfile(path):
+        return "it is truncated: the end of the archive is missing"
+    return "it is no file that torch.save wrote"
+
+
+def _damaged(path: Path, cause: str, error: Exception | None = None) -> WeightsError:
+    detail = f"\n  found: {str(error).splitlines()[0] if str(error) else type(error).__name__}" if error else ""
+    return WeightsError(
+        f"weights file {path} ({path.stat().st_size} bytes) cannot be loaded: {cause}.{detail}\n"
+        "  fix: copy or download it again, or use an earlier checkpoint"
+    )
+
+
+def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Return the state dict in what ``read_checkpoint`` returned, without ``module.`` prefixes, however many.
+
+    Args:
+        content: ``{"model": state_dict, ...}``, the same with ``"state_dict"`` or (pycls) ``"model_state"`` for
+            ``"model"``, or a bare state dict.
+        path: where it is from, for the message.
+
+    Raises:
+        WeightsError: there is no state dict in it.
+    """
+    state = content
+    for key in ("model", "state_dict", "model_state"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            state = content[key]
+            break
+    tensors = {}
+    if isinstance(state, dict):
+        named = ((key, value) for key, value in state.items() if isinstance(key, str))
+        tensors = {key: value for key, value in named if isinstance(value, torch.Tensor)}
+    if not tensors:
+        kind = (
+            f"a dict with the keys {', '.join(map(str, list(state)[:8]))}" if isinstance(state, dict) else type(state)
+        )
+        raise WeightsError(
+            f"weights file {path} holds no state dict (found: {kind}).\n"
+            '  expected: {"model": state_dict, ...}, {"state_dict": ...} or a state dict'
+        )
+    # A wrapper inside another one, e.g. an average of a distributed model, leaves a prefix each.
+    return {re.sub(r"^(module\.)+", "", key): value for key, value in tensors.items()}

@@ -1,0 +1,137 @@
+"""The best model: by which metric, over which test sets, and over a resume."""
+
+import contextlib
+import logging
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+from fastamp.engine import DefaultTrainer, TrainerBase
+from fastamp.engine.best import BestMetric, EvalHook
+from fastamp.utils.checkpoint import Checkpointer
+from fastamp.utils.errors import ConfigError
+
+METRICS = ["Rank-1", "mAP", "metric"]
+REPORTED = {"A": METRICS, "csv:/b/c.csv": [*METRICS, "TAR@FAR=0.01"]}
+RESULTS = {
+    "A": {"Rank-1": 90.0, "mAP": 50.0, "metric": 70.0},
+    "csv:/b/c.csv": {"Rank-1": 10.0, "mAP": 40.0, "metric": 25.0, "TAR@FAR=0.01": 3.0},
+}
+
+
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("metric", 47.5, "metric (the mean of mAP and Rank-1), its mean over A, csv:/b/c.csv"),
+        ("mAP", 45.0, "mAP, its mean over A, csv:/b/c.csv"),
+        ("A/Rank-1", 90.0, "Rank-1 on A"),
+        ("csv:/b/c.csv/mAP", 40.0, "mAP on csv:/b/c.csv"),
+        ("csv:/b/c.csv/TAR@FAR=0.01", 3.0, "TAR@FAR=0.01 on csv:/b/c.csv"),
+    ],
+)
+def test_names(name, value, words):
+    metric = BestMetric.by_name(name, REPORTED)
+    assert metric.of(RESULTS) == value and str(metric) == words
+
+
+@pytest.mark.parametrize(
+    "name, near", [("map", "mAP"), ("A/rank-1", "A/Rank-1"), ("TAR@FAR=0.01", ""), ("A", ""), ("", "")]
+)
+def test_a_name_that_nothing_reports(name, near):
+    with pytest.raises(ConfigError, match="SOLVER.BEST_METRIC: no evaluation reports") as error:
+        BestMetric.by_name(name, REPORTED)
+    assert f"Did you mean {near!r}?" in str(error.value) if near else True
+    assert "choices: Rank-1, mAP, metric; or that of one test set, e.g. A/Rank-1" in str(error.value)
+
+
+def test_an_evaluator_that_does_not_tell_is_believed_until_it_reports():
+    assert BestMetric.by_name("A/purity", {"A": None, "B": METRICS}) == BestMetric("purity", ("A",))
+    metric = BestMetric.by_name("purity", {"A": None})
+    assert metric.of({"A": {"purity": 1.0}}) == 1.0
+    with pytest.raises(ConfigError, match=r"evaluation of A reported no 'purity'.\n  it reported: Rank-1, mAP, metric"):
+        metric.of(RESULTS)
+
+
+def hook_for(folder, metric, scores):
+    """Return a hook whose evaluations give these mAPs, under a trainer of epochs of two iterations."""
+
+    class Counting(TrainerBase):
+        def run_step(self):
+            pass
+
+    trainer, scores = Counting(), iter(scores)
+    checkpointer = Checkpointer(nn.Linear(1, 1), folder, trainer=trainer)
+
+    def evaluate():
+        return {"A": {"mAP": next(scores), "mINP": 5.0}}
+
+    trainer.register_hooks([EvalHook(1, evaluate, checkpointer, [], BestMetric.by_name(metric, {"A": None}))])
+    return trainer._hooks[0]
+
+
+def best_in(folder):
+    return torch.load(folder / "model_best.pth", weights_only=True)["best"]
+
+
+def test_the_best_file_says_what_it_is_the_best_by(tmp_path, caplog):
+    logging.getLogger("fastamp").setLevel(logging.INFO)
+    hook = hook_for(tmp_path, "mAP", [10.0, 30.0, 20.0])
+    hook.trainer.train(0, 3, 2)
+    assert best_in(tmp_path) == {"metric": "mAP on A", "value": 30.0, "iteration": 4}
+    assert "best so far: 30.00, mAP on A; saved" in caplog.text and "20.00" not in caplog.text
+
+
+def test_a_resume_goes_on_judging_by_the_same_metric_and_anew_by_another(tmp_path, caplog):
+    first = hook_for(tmp_path, "mAP", [30.0])
+    first.trainer.train(0, 1, 2)
+    same = hook_for(tmp_path, "A/mAP", [20.0])
+    same.load_state_dict(first.state_dict())
+    same.trainer.train(0, 1, 2)
+    assert same.best == 30.0 and best_in(tmp_path)["value"] == 30.0 and "judged by" not in caplog.text
+    other = hook_for(tmp_path, "mINP", [99.0])
+    other.load_state_dict(first.state_dict())
+    assert "judged by another number (mAP on A: 30.00); from now on it is judged by mINP on A" in caplog.text
+    other.trainer.train(0, 1, 2)
+    assert best_in(tmp_path) == {"metric": "mINP on A", "value": 5.0, "iteration": 2}
+
+
+def test_every_metric_that_the_evaluation_promises_is_reported(demo, tmp_path):
+    options = ("TEST.ROC.ENABLED", "True", "TEST.ROC.FAR", "[1e-1, 0.05]", "TEST.RANKS", "[3]", "SOLVER.MAX_EPOCH", "1")
+    trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options, "SOLVER.BEST_METRIC", "Demo/TAR@FAR=0.05"))
+    num_query = trainer.test_loaders["Demo"][1]
+    promised = trainer.build_evaluator(trainer.cfg, num_query).metric_names()
+    assert promised == ["Rank-1", "Rank-3", "Rank-5", "Rank-10", "mAP", "mINP", "metric", "TAR@FAR=0.1", "TAR@FAR=0.05"]
+    results = trainer.train()
+    others = {"num_query", "num_gallery", "num_query_without_match", "intervals"}
+    assert set(promised) == results.keys() - others
+    assert trainer.eval_hook.best == results["TAR@FAR=0.05"] == best_in(tmp_path)["value"]
+
+
+def test_a_wrong_name_is_an_error_before_anything_is_written(demo, tmp_path, capfd):
+    import train_net
+
+    assert train_net.cli(tiny.tiny_options(tmp_path, "SOLVER.BEST_METRIC", "TAR@FAR=0.1")) == 2
+    stderr = capfd.readouterr().err
+    assert "SOLVER.BEST_METRIC: no evaluation reports 'TAR@FAR=0.1'" in stderr and "choices: Rank-1" in stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"log.txt"}
+
+
+def test_averaged_weights_never_leak_into_a_checkpoint(demo, tmp_path):
+    """An evaluation that fails has the average in the model; what is saved then are the weights themselves."""
+    options = ("SOLVER.EMA.ENABLED", "True", "SOLVER.EMA.DECAY", "0.9", "SOLVER.MAX_EPOCH", "1")
+    trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options))
+    name = "backbone.0.weight"
+
+    def fail():
+        assert torch.equal(trainer.model.state_dict()[name], trainer.average.state_dict()["model"][name])
+        raise RuntimeError("no evaluation")
+
+    trainer.eval_hook.evaluate = fail
+    with contextlib.suppress(RuntimeError):
+        trainer.train()
+    content = torch.load(tmp_path / "model_unevaluated.pth", weights_only=True)
+    assert not torch.equal(content["model"][name], content["average"]["model"][name])
+    assert torch.equal(content["model"][name], trainer.model.state_dict()[name])
+    assert torch.equal(content["average"]["model"][name], trainer.average.tensors()[name])

@@ -1,0 +1,162 @@
+"""When checkpoints are written, what is in them by then, and which are kept."""
+
+import pytest
+import torch
+from torch import nn
+
+from fastamp.engine import HookBase, TrainerBase
+from fastamp.engine.saving import PeriodicCheckpointer
+from fastamp.utils.checkpoint import Checkpointer
+
+EPOCH = 4  # iterations
+
+
+class Counting(TrainerBase):
+    def run_step(self):
+        self.done = self.iter + 1
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAfter(HookBase):
+    """Ends the training behind everything else in an iteration, as a kill would."""
+
+    saves = True
+
+    def __init__(self, iteration):
+        self.iteration = iteration
+
+    def after_step(self):
+        if self.trainer.iter + 1 == self.iteration:
+            raise Killed
+
+
+class CountSteps(HookBase):
+    """A hook of a project's, with a state of its own."""
+
+    count = 0
+
+    def after_step(self):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def make(folder, *hooks, period=1, **options):
+    trainer = Counting()
+    trainer.iters_per_epoch = EPOCH
+    checkpointer = Checkpointer(nn.Linear(1, 1), folder, trainer=trainer)
+    trainer.register_hooks([PeriodicCheckpointer(checkpointer, period, **options), *hooks])
+    return trainer, checkpointer
+
+
+def train(folder, *hooks, epochs=3, resume=False, **options):
+    trainer, checkpointer = make(folder, *hooks, **options)
+    if resume:
+        checkpointer.resume(checkpointer.last_checkpoint())
+    trainer.train(trainer.start_iter, epochs, EPOCH)
+    return trainer
+
+
+def names(folder):
+    return sorted(path.stem.removeprefix("model_") for path in folder.glob("model_*.pth"))
+
+
+def iteration_in(path):
+    return torch.load(path, weights_only=True)["trainer"]["iteration"]
+
+
+def test_by_epochs_and_by_iterations(tmp_path):
+    train(tmp_path, iterations=3)
+    assert names(tmp_path) == ["0000", "0001", "final", "iter_0000003", "iter_0000006", "iter_0000009"]
+    assert iteration_in(tmp_path / "model_iter_0000006.pth") == 6
+    assert iteration_in(tmp_path / "model_0001.pth") == 8
+    assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
+
+
+def test_at_the_end_of_an_epoch_there_is_one_file_after_the_evaluation(tmp_path):
+    class Evaluate(HookBase):
+        evaluated = 0
+
+        def after_epoch(self):
+            self.evaluated += 1
+
+        def state_dict(self):
+            return {"evaluated": self.evaluated}
+
+    train(tmp_path, Evaluate(), period=2, iterations=2)
+    assert names(tmp_path) == [
+        "0001", "final", "iter_0000002", "iter_0000004", "iter_0000006", "iter_0000010",
+    ]  # fmt: skip
+    for name, evaluated in (("iter_0000002", 0), ("iter_0000004", 1), ("0001", 2), ("iter_0000010", 2)):
+        content = torch.load(tmp_path / f"model_{name}.pth", weights_only=True)
+        assert content["trainer"]["hooks"]["Evaluate"]["evaluated"] == evaluated, name
+
+
+def test_by_minutes_from_the_last_one_on(tmp_path):
+    seconds = iter(range(0, 10**6, 20))  # 20 s from one look at the clock to the next
+    train(tmp_path, period=2, minutes=1.0, clock=lambda: float(next(seconds)))
+    # Looks: at the start, each step, and after each save; three of them make the minute.
+    assert names(tmp_path) == ["0001", "final", "iter_0000003", "iter_0000006", "iter_0000011"]
+
+
+@pytest.mark.parametrize("minutes", [0.0, 5.0])
+def test_a_clock_is_read_by_all_ranks_only_where_minutes_are_asked_for(tmp_path, monkeypatch, minutes):
+    asked = []
+    monkeypatch.setattr("fastamp.utils.comm.from_main_process", lambda number: asked.append(number) or 300.0)
+    train(tmp_path, epochs=1, minutes=minutes)
+    assert names(tmp_path) == ["final"] + ["iter_0000001", "iter_0000002", "iter_0000003"] * (minutes > 0)
+    assert len(asked) == 3 * (minutes > 0)  # the main process's answer, not this one's own
+
+
+def test_states_of_hooks_that_come_later_are_those_after_the_step(tmp_path):
+    train(tmp_path, CountSteps(), iterations=1)
+    for iteration in (1, 2, 3, 5):
+        content = torch.load(tmp_path / f"model_iter_{iteration:07d}.pth", weights_only=True)
+        assert content["trainer"]["hooks"]["CountSteps"]["count"] == iteration == content["trainer"]["iteration"]
+
+
+def test_the_newest_are_kept_and_nothing_else_is_deleted(tmp_path):
+    others = ("model_best", "model_interrupted", "model_final", "model_unevaluated", "model_0099", "model_iter_x")
+    for name in others:
+        (tmp_path / f"{name}.pth").write_text("of before")
+    train(tmp_path, iterations=3, keep=2)
+    assert names(tmp_path) == sorted([*(name.removeprefix("model_") for name in others), "0001", "iter_0000009"])
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_files_of_before_a_resume_count(tmp_path, keep):
+    with pytest.raises(Killed):
+        train(tmp_path, KillAfter(7), iterations=1, period=9, keep=0)
+    assert len(names(tmp_path)) == 7
+    train(tmp_path, resume=True, iterations=1, period=9, keep=keep)
+    assert names(tmp_path) == ["final", *(f"iter_{n:07d}" for n in range(12 - keep, 12))]
+
+
+def test_the_old_one_is_deleted_after_the_new_one_is_named(tmp_path, monkeypatch):
+    seen = []
+
+    def delete(self, doomed):
+        seen.append((list(doomed), (self.save_dir / "last_checkpoint").read_text()))
+
+    monkeypatch.setattr(Checkpointer, "delete", delete)
+    train(tmp_path, keep=1)
+    assert seen == [([], "model_0000.pth"), (["model_0000"], "model_0001.pth")]
+
+
+def test_a_checkpoint_cannot_name_files_to_delete(tmp_path):
+    (tmp_path / "run").mkdir()
+    for path in ("precious.pth", "run/model_best.pth"):
+        (tmp_path / path).write_text("precious")
+    trainer, _ = make(tmp_path / "run", keep=1)
+    hook = trainer._hooks[0]
+    hook.load_state_dict({"names": ["../precious", "model_best", f"{tmp_path}/precious", "model_0000\n", "model_0001"]})
+    assert hook.state_dict() == {"names": ["model_0001"]}
+    trainer.train(0, 3, EPOCH)
+    assert (tmp_path / "precious.pth").exists() and (tmp_path / "run/model_best.pth").exists()
