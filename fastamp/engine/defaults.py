@@ -33,6 +33,7 @@ from fastamp.utils.checkpoint import Checkpointer, write_atomically
 from fastamp.utils.env import RandomState
 from fastamp.utils.errors import ConfigError, UserError
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
+from fastamp.utils.files import folder_name
 from fastamp.utils.load_state import load_model_state
 
 logger = logging.getLogger(__name__)
@@ -343,7 +344,7 @@ class DefaultTrainer:
         results = {}
         for name, (loader, num_query) in loaders.items():
             logger.info("evaluating on %s", name)
-            folder = Path(cfg.OUTPUT_DIR) / "evaluation" / name
+            folder = Path(cfg.OUTPUT_DIR) / "evaluation" / folder_name(name)
             evaluator = cls.build_evaluator(cfg, num_query, str(folder))
             metrics = inference_on_dataset(model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy)
             if metrics:

@@ -124,7 +124,10 @@ class EvalHook(HookBase):
         return {"best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best = state["best"]
+        best = state["best"]
+        if not (best is None or isinstance(best, float)):
+            raise ValueError(f"its best metric is {type(best).__name__}, no number")
+        self.best = best
 
 
 def _flat_metrics(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -15,7 +15,9 @@ from torch import nn
 
 from fastamp.utils import comm
 from fastamp.utils.errors import WeightsError
-from fastamp.utils.load_state import examples, load_model_state
+from fastamp.utils.files import check_no_device, expand
+from fastamp.utils.form import unlike
+from fastamp.utils.load_state import examples, is_weight, load_model_state
 
 
 def _numpy_scalars() -> list[Any]:
@@ -39,7 +41,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Any:
     Raises:
         WeightsError: the file is missing, empty, truncated, no checkpoint, or needs code to be loaded.
     """
-    path = Path(path).expanduser()
+    path = expand(path)
     if path.is_dir():
         raise WeightsError(f"{path} is a folder, not a weights file; name the .pth file in it")
     if not path.exists():
@@ -47,6 +49,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Any:
         found = f"\n  that folder has: {', '.join(near)}" if near else ""
         raise WeightsError(f"weights file {path} does not exist{found}")
     try:
+        check_no_device(path)
+        _check_not_compressed(path)
         with torch.serialization.safe_globals(_numpy_scalars()):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -59,10 +63,34 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Any:
                 "  fix: save it again as a state dict: torch.save(model.state_dict(), path)"
             ) from error
         raise _damaged(path, error) from error
-    except PermissionError as error:
+    except WeightsError:
+        raise
+    except OSError as error:
+        if error.strerror is None:  # of PyTorch's own, about the content
+            raise _damaged(path, error) from error
         raise WeightsError(f"weights file {path} cannot be read: {error.strerror}") from error
     except Exception as error:  # damaged bytes make PyTorch raise nearly anything
         raise _damaged(path, error) from error
+
+
+def _check_not_compressed(path: Path) -> None:
+    """Raise WeightsError for an archive that was compressed, which ``torch.save`` never does: a few bytes could fill
+    the memory.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        size = sum(entry.file_size for entry in archive.infolist())
+    if size > path.stat().st_size:
+        raise WeightsError(
+            f"weights file {path} holds {size} bytes in {path.stat().st_size}: it was compressed, or is damaged.\n"
+            "  fix: unpack it, if that is what it is for, or load and save it again with torch.save"
+        )
+
+
+def _begins_as_archive(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"PK"
 
 
 def _foreign_object(error: Exception) -> str:
@@ -76,7 +104,7 @@ def _damaged(path: Path, error: Exception) -> WeightsError:
     cause = "it is no file that torch.save wrote"
     if size == 0:
         cause = "it is empty"
-    elif path.read_bytes()[:2] == b"PK" and not zipfile.is_zipfile(path):
+    elif _begins_as_archive(path) and not zipfile.is_zipfile(path):
         cause = "it is truncated: the end of the archive is missing"
     detail = str(error).splitlines()[0] if str(error) else type(error).__name__
     return WeightsError(
@@ -239,6 +267,7 @@ class Checkpointer:
                 "to start a new run from its weights, give it as MODEL.WEIGHTS without --resume"
             )
         own = self.model.state_dict()
+        self._check_form(content, path)
         state = content.pop("model")
         differ = [key for key in own.keys() | state.keys() if key not in own or key not in state]
         differ += [key for key in own.keys() & state.keys() if own[key].shape != state[key].shape]
@@ -252,9 +281,23 @@ class Checkpointer:
         for key, part in self.checkpointables.items():
             try:
                 part.load_state_dict(content.pop(key))
-            except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            except (ValueError, LookupError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
                 raise WeightsError(
                     f"cannot resume from {path}: its {key} does not fit this run ({error}).\n"
                     "  fix: resume with the config that the run was started with (config.yaml beside the checkpoint)"
                 ) from error
         return content
+
+    def _check_form(self, content: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        """Raise WeightsError where an entry of a file has another form than what this run would write."""
+        wrong = "" if isinstance(content["model"], dict) else "model: expected a dict"
+        if not wrong:
+            odd = [key for key, value in content["model"].items() if not is_weight(value) or not isinstance(key, str)]
+            wrong = f"model: expected tensors by name, which {odd[0]!r} is not" if odd else ""
+        for key, part in self.checkpointables.items():
+            wrong = wrong or unlike(part.state_dict(), content[key], key)
+        if wrong:
+            raise WeightsError(
+                f"cannot resume from {path}: it holds what no such run writes, or is damaged.\n  {wrong}\n"
+                "  fix: use an earlier checkpoint, or the config that the run was started with (config.yaml beside it)"
+            )
