@@ -10,7 +10,6 @@ model.
 import argparse
 import logging
 import sys
-from pathlib import Path
 
 from fastamp.engine import run_command_line
 from fastamp.engine.setup import read_config

@@ -54,5 +54,6 @@ def _unlike_tensor(own: torch.Tensor, saved: Any, name: str) -> str:
 
 
 def _expected(name: str, what: str, found: Any) -> str:
-    text = repr(found) if isinstance(found, bool | int | float) and abs(found) < 2**63 else type(found).__name__
+    is_number = isinstance(found, float) or (isinstance(found, int) and abs(found) < 2**63)
+    text = repr(found) if is_number else type(found).__name__
     return f"{name}: expected {what}, found {text}"

@@ -26,13 +26,14 @@ _EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.l
 _EXECUTED = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn")
 
 NASTY: list[Any] = [
-    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**63 - 1, 2**63, 10**30, -(2**63), 0.0, -0.0, 0.5, 1.5, -0.1, 1e-320,
-    1e308, float("inf"), float("-inf"), float("nan"), "", " ", "\0", "\x1b[31m", "\ud800", "é\u202e", "none", "null", "auto",
-    "true", "off", "1", "-1", "1e3", "nan", "(1, 2)", "[1, [2]]", "{a: 1}", "('a',", "../../x", "/dev/zero", "/dev/null",
-    "~nobody/x", "~", ".", "..", "/", "csv:", "folder:", "csv:/dev/zero", "csv:..", "x" * 5000, "%s%n{0}", "*", "[", "(?P<",
-    [], [[]], [None], [1, 2], [0.5, "a"], [-1, -1], [1, 1], [0, 0], ["a", "a"], [float("nan")] * 3, {}, {"a": 1},
-    {"ENABLED": True}, {"ENABLED": {"ENABLED": 1}}, {1: 2}, {None: None}, {"": ""}, {"a.b": {"c": []}},
-]  # fmt: skip
+    *(None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**63 - 1, 2**63, 10**30, -(2**63)),
+    *(0.0, -0.0, 0.5, 1.5, -0.1, 1e-320, 1e308, float("inf"), float("-inf"), float("nan")),
+    *("", " ", "\0", "\x1b[31m", "\ud800", "é\u202e", "none", "null", "auto", "true", "off", "1", "-1", "1e3", "nan"),
+    *("(1, 2)", "[1, [2]]", "{a: 1}", "('a',", "../../x", "/dev/zero", "/dev/null", "~no-such-user/x", "~", ".", ".."),
+    *("/", "csv:", "folder:", "csv:/dev/zero", "csv:..", "x" * 5000, "%s%n{0}", "*", "[", "(?P<"),
+    *([], [[]], [None], [1, 2], [0.5, "a"], [-1, -1], [1, 1], [0, 0], ["a", "a"], [float("nan")] * 3),
+    *({}, {"a": 1}, {"ENABLED": True}, {"ENABLED": {"ENABLED": 1}}, {1: 2}, {None: None}, {"": ""}, {"a.b": {"c": []}}),
+]
 """Values that a key may not expect."""
 
 
@@ -55,7 +56,7 @@ class Watch:
         if event in _EXECUTED:
             self.seen.append(f"{event} {arguments[:2]!r:.200}")
         elif event == "open":
-            path, mode, flags = arguments
+            path, _, flags = arguments
             if isinstance(path, str | bytes | os.PathLike) and isinstance(flags, int) and flags & _WRITING:
                 self._check(event, path)
         elif event in _EVENTS:
@@ -200,9 +201,10 @@ def nasty_config(rng: random.Random, config: dict[str, Any]) -> bytes:
 # ---- CSV files
 
 _CELLS = [
-    "", "a.png", "a.jpg", "../a.png", "/dev/zero", "/etc/passwd", "~nobody/a.png", "a.png\0", "a\nb", "=1+1", "-1", "0", "1",
-    "99999999999999999999", "1e3", "nan", "inf", "train", "query", "gallery", "Train", "test", '"', "\x1b[2J", "é", "\u202e", "a" * 300,
-]  # fmt: skip
+    *("", "a.png", "a.jpg", "../a.png", "/dev/zero", "/etc/passwd", "~no-such-user/a.png", "a.png\0", "a\nb", "=1+1"),
+    *("-1", "0", "1", "9" * 20, "1e3", "nan", "inf", "train", "query", "gallery", "Train", "test", '"', "\x1b[2J", "é"),
+    *("\u202e", "a" * 300),
+]
 
 
 def nasty_csv(rng: random.Random, rows: list[list[str]]) -> bytes:
@@ -223,7 +225,10 @@ def nasty_csv(rng: random.Random, rows: list[list[str]]) -> bytes:
             rows.remove(row)
         else:
             for number, each in enumerate(rows):
-                each += [("x0", "y0", "x1", "y1")[n] if number == 0 else rng.choice(_CELLS + ["0", "1", "16"]) for n in range(4)]
+                each += [
+                    ("x0", "y0", "x1", "y1")[n] if number == 0 else rng.choice([*_CELLS, "0", "1", "16"])
+                    for n in range(4)
+                ]
     delimiter = rng.choice((",", ",", ";", "\t"))
     quote = rng.random() < 0.3
     lines = [delimiter.join(f'"{cell}"' if quote else cell for cell in row) for row in rows]
@@ -248,16 +253,34 @@ def nasty_checkpoint(rng: random.Random, content: Any) -> Any:
 
 
 _DROP = object()
+_SCALARS = (0, 1, -1, 2**62, 10**400, 1.5, float("nan"), float("inf"), True, "x", "", b"x", None)
+
+
+def _tensors() -> list[torch.Tensor]:
+    plain = [torch.zeros(0), torch.zeros(3), torch.tensor(1.0), torch.tensor(2), torch.tensor([True])]
+    odd = [torch.ones(2, 2).to_sparse(), torch.zeros(1, device="meta"), torch.zeros(2, dtype=torch.complex64)]
+    return [*plain, *odd, torch.zeros(1).expand(10**6, 10**6)]
+
+
+def _another_container(value: Any, rng: random.Random) -> Any:
+    return rng.choice(([], {}, (), [[]], [value], {"a": value}, {1: value}, (value, value)))
+
+
+def _another_tensor(value: Any, rng: random.Random) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return rng.choice((value.double(), value.long(), value.flatten(), value[None], value * float("nan"), value.half()))
+
+
 _CHANGES: list[Callable[[Any, random.Random], Any]] = [
     lambda value, rng: _DROP,
-    lambda value, rng: None,
-    lambda value, rng: rng.choice((0, 1, -1, 2**62, 10**400, 1.5, float("nan"), float("inf"), True, "x", "", b"x")),
-    lambda value, rng: rng.choice(([], {}, (), [value], {"a": value}, {1: value}, (value, value), {value} if isinstance(value, str | int) else [[]])),
-    lambda value, rng: rng.choice((torch.zeros(0), torch.zeros(3), torch.tensor(1.0), torch.tensor(2), torch.ones(2, 2).to_sparse(), torch.zeros(1, device="meta"), torch.tensor([True]), torch.zeros(2, dtype=torch.complex64), torch.zeros(1).expand(10**6, 10**6))),
-    lambda value, rng: rng.choice((value.double(), value.to(torch.int64), value.flatten(), value[None], value * float("nan"), value.half())) if isinstance(value, torch.Tensor) else value,
+    lambda value, rng: rng.choice(_SCALARS),
+    lambda value, rng: rng.choice(_tensors()),
+    _another_container,
+    _another_tensor,
     lambda value, rng: -value if isinstance(value, int | float) else value,
     lambda value, rng: value * 3 if isinstance(value, int | float | str | list | tuple) else value,
-]  # fmt: skip
+]
 
 
 def _places(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
