@@ -29,7 +29,7 @@ from fastamp.solver import (
     swa_start,
 )
 from fastamp.utils import comm
-from fastamp.utils.checkpoint import Checkpointer, write_atomically
+from fastamp.utils.checkpoint import Checkpointer, state_dict_in, write_atomically
 from fastamp.utils.env import RandomState
 from fastamp.utils.errors import ConfigError, UserError
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
@@ -331,11 +331,12 @@ class DefaultTrainer:
         wanted = cls.build_weight_average(cfg, model)
         if wanted is None or (wanted.kind == "ema" and not cfg.SOLVER.EMA.EVALUATE):
             return
-        if not state or state["kind"] != wanted.kind or state["updates"] == 0:
+        if not isinstance(state, dict) or state.get("kind") != wanted.kind or not state.get("updates"):
             logger.warning("%s holds no %s of the weights: evaluating the weights", cfg.MODEL.WEIGHTS, wanted.kind)
             return
         # The classifier, which a model for evaluation alone does not have, is left out.
-        load_model_state(model, state["model"], source=f"the {wanted.kind} in {cfg.MODEL.WEIGHTS}")
+        source = f"the {wanted.kind} in {cfg.MODEL.WEIGHTS}"
+        load_model_state(model, state_dict_in(state, source), source=source)
 
     @classmethod
     def _evaluate(

@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -50,7 +51,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Any:
         raise WeightsError(f"weights file {path} does not exist{found}")
     try:
         check_no_device(path)
-        _check_not_compressed(path)
+        _check_archive(path)
         with torch.serialization.safe_globals(_numpy_scalars()):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -73,11 +74,16 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Any:
         raise _damaged(path, error) from error
 
 
-def _check_not_compressed(path: Path) -> None:
-    """Raise WeightsError for an archive that was compressed, which ``torch.save`` never does: a few bytes could fill
-    the memory.
+def _check_archive(path: Path) -> None:
+    """Raise WeightsError for a tar archive, which PyTorch would unpack on the disk, and for one that was compressed,
+    which ``torch.save`` never does: a few bytes could fill the memory.
     """
     if not zipfile.is_zipfile(path):
+        if tarfile.is_tarfile(path):
+            raise WeightsError(
+                f"weights file {path} is a tar archive, or damaged.\n"
+                "  fix: unpack it if it holds a .pth file; of PyTorch 0.1, save it with a later one"
+            )
         return
     with zipfile.ZipFile(path) as archive:
         size = sum(entry.file_size for entry in archive.infolist())
