@@ -17,6 +17,7 @@ from fastamp.data.check import Report, check_dataset, contact_sheet
 from fastamp.engine import run_command_line
 from fastamp.engine.setup import read_config
 from fastamp.utils.errors import writing
+from fastamp.utils.printable import printable
 
 _BAR = 40
 
@@ -63,7 +64,7 @@ def cli(argv: list[str] | None = None) -> int:
     def command() -> None:
         dataset = build_dataset(args.name, read_config("", args.opts, parts=args.parts))
         report = check_dataset(dataset)
-        print(f"{args.name}\n\n{text(report)}\n", flush=True)
+        print(printable(f"{args.name}\n\n{text(report)}\n"), flush=True)
         codes.append(int(report.has_errors))
         sheet = Path(args.output) / "contact_sheet.png"
         with writing(sheet):

@@ -27,6 +27,7 @@ from fastamp.evaluation import Identities, Protocol, judge_features, print_resul
 from fastamp.evaluation.reid_evaluator import ranking_device, write_per_query
 from fastamp.evaluation.roc import write_roc
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean, writing
+from fastamp.utils.files import check_no_device
 from fastamp.utils.logger import setup_logger
 
 SIDES = ("query", "gallery")
@@ -46,12 +47,13 @@ def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
     names = [f"{side}_{column}" for column in COLUMNS for side in SIDES]
     needed = [name for name in names if cameras or "camids" not in name]
     try:
+        check_no_device(path)
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in needed if name in file}
             found = sorted(file.files)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (BadZipFile, ValueError, EOFError, SyntaxError, tokenize.TokenError, zlib.error) as error:
+    except (BadZipFile, ValueError, EOFError, SyntaxError, tokenize.TokenError, zlib.error, MemoryError) as error:
         raise DataError(
             f"{path} is damaged or no npz file of plain arrays ({error}); numpy.savez writes one"
         ) from error

@@ -10,7 +10,6 @@ model.
 import argparse
 import logging
 import sys
-from pathlib import Path
 
 from fastamp.engine import run_command_line
 from fastamp.engine.setup import read_config
@@ -18,8 +17,10 @@ from fastamp.modeling import build_model
 from fastamp.modeling.recognize import recognize
 from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.errors import ConfigError, WeightsError, writing
+from fastamp.utils.files import expand
 from fastamp.utils.load_state import adopt, classifiers, examples, load_model_state
 from fastamp.utils.logger import setup_logger
+from fastamp.utils.printable import printable
 from fastamp.utils.weights_file import read_checkpoint, state_dict_in
 
 
@@ -30,10 +31,10 @@ def import_checkpoint(source: str, target: str, *, config_file: str, opts: list[
         ConfigError: ``target`` is ``source`` or cannot be written, or the config is wrong.
         WeightsError: ``source`` cannot be read, is of another model, or has weights that are not finite.
     """
-    out = Path(target).expanduser()
+    out = expand(target)
     if out.suffix != ".pth":
         raise ConfigError(f"{target}: a checkpoint's name ends with .pth")
-    if out.resolve() == Path(source).expanduser().resolve():
+    if out.resolve() == expand(source).resolve():
         raise ConfigError(f"{target} is the file that is read; name another one")
     read_config(config_file, opts, parts=parts)  # what is wrong in them is said first
     content = read_checkpoint(source)
@@ -61,7 +62,7 @@ def import_checkpoint(source: str, target: str, *, config_file: str, opts: list[
             cfg = read_config(config_file, [*opts, "MODEL.HEADS.NUM_CLASSES", str(found[0])], parts=parts)
             model = build_model(cfg)
     report = load_model_state(model, state, source=source, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH)
-    print(report)
+    print(printable(str(report)))
     bad = [name for name, value in model.state_dict().items() if not value.isfinite().all()]
     if bad:
         raise WeightsError(

@@ -120,7 +120,8 @@ class Crash:
                 tensor.copy_(self.model[name])
         evaluating, frozen = set(self.evaluating), set(self.frozen)
         for name, module in model.named_modules():
-            vars(module).update(self.counters.get(name, {}) if exact else {})
+            if exact:
+                _take_numbers(module, self.counters.get(name, {}))
             module.training = name not in evaluating
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in frozen)
@@ -130,6 +131,13 @@ class Crash:
         return PrecisionPolicy(
             device.type, DTYPES[self.policy["dtype"]], "as in the crash file", tf32=self.policy["tf32"]
         )
+
+
+def _take_numbers(module: nn.Module, numbers: dict[str, float]) -> None:
+    """Set attributes that ``module`` has, and that are plain numbers there and here; a file sets no others."""
+    for key, number in numbers.items():
+        if all(isinstance(value, bool | int | float) for value in (vars(module).get(key), number)):
+            setattr(module, key, number)
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -236,7 +236,7 @@ class PrecisionPolicy:
             trained: from a checkpoint; None when it has none, which is no warning.
             what: the sentence's beginning, e.g. ``"these weights were trained"``.
         """
-        if trained and trained["dtype"] != dtype_name(self.dtype):
+        if isinstance(trained, dict) and trained.get("dtype") not in (None, dtype_name(self.dtype)):
             logger.warning(
                 "%s in %s; the precision now is %s: results may differ", what, trained["dtype"], dtype_name(self.dtype)
             )

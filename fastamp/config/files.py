@@ -1,20 +1,34 @@
 """Reading config files: safe YAML, one mapping a file, ``_BASE_`` files first."""
 
 import os
+import reprlib
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.files import check_no_device
 
 BASE_KEY = "_BASE_"
+LARGEST = 2**17
+"""Bytes of a config file, which take some seconds to read; and values that its aliases may come to."""
 # What PyYAML's constructors raise on text that is no valid value of its tag, e.g. `!!int x` or the date 2024-13-45.
 _VALUE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, which also refuses a key that stands twice: YAML would drop the first without a word."""
+    """The safe loader, which also refuses a key that stands twice: YAML would drop the first without a word; and
+    aliases of aliases, by which some lines come to values without end.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _values(node, {}) > LARGEST:
+            raise yaml.constructor.ConstructorError(
+                None, None, "its aliases come to values without end", node.start_mark
+            )
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -28,6 +42,17 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+def _values(node: yaml.Node, counted: dict[int, int]) -> int:
+    """Return how many values ``node`` comes to with its aliases followed, more than ``LARGEST`` for a circle."""
+    if id(node) not in counted:
+        counted[id(node)] = LARGEST + 1  # while it is being counted
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            children = [each for pair in children for each in pair]
+        counted[id(node)] = 1 + sum(_values(child, counted) for child in children)
+    return counted[id(node)]
+
+
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
     """Return the mapping that YAML ``text`` holds; empty text is an empty mapping.
 
@@ -38,6 +63,8 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
     Raises:
         ConfigError: the text is no valid YAML (with its line), has a tag such as ``!!python/...``, or is no mapping.
     """
+    if len(text) > LARGEST:
+        raise ConfigError(f"{source}: this has more than {LARGEST} characters; that is no config")
     try:
         content = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -80,7 +107,7 @@ def _read(path: str, chain: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]
     if isinstance(bases, str):
         bases = [bases]
     if not isinstance(bases, list) or not all(isinstance(base, str) and base and "\0" not in base for base in bases):
-        raise ConfigError(f"{path}: {BASE_KEY} must be a path or a list of paths, got {bases!r}")
+        raise ConfigError(f"{path}: {BASE_KEY} must be a path or a list of paths, got {reprlib.repr(bases)}")
     layers = []
     for base in bases:
         base_path = os.path.join(os.path.dirname(path), os.path.expanduser(base))
@@ -93,7 +120,10 @@ def _read_text(path: str, chain: tuple[str, ...]) -> str:
     if Path(path).suffix.lower() in (".py", ".pyc"):
         raise ConfigError(f"{path}{named_by}: a config is a YAML file; Python files are not run")
     try:
-        return Path(path).read_bytes().decode("utf-8-sig")
+        check_no_device(Path(path))
+        with Path(path).open("rb") as file:
+            content = file.read(LARGEST + 1)
+        return content.decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path}{named_by}: there is no such config file{_neighbours(path)}") from None
     except IsADirectoryError:

@@ -140,6 +140,8 @@ def free_value(path: str, value: Any, nested: bool = False) -> Any:
     """
     value = plain(value)
     if isinstance(value, str):
+        if not _is_clean(value):
+            raise _wrong(path, "text in UTF-8 without the character 0", value)
         number, word = _number(value), value.strip().lower()
         if number is not None and not _is_huge(number):
             return number
@@ -219,7 +221,7 @@ def _scalar(path: str, kind: type, value: Any, expected: str) -> Any:
     if kind is str:
         if isinstance(value, str) and value.strip().lower() in _NONE:
             raise ConfigError(f"{path}: expected {expected}, got {value!r}; for none at all write an empty text ''")
-        if not isinstance(value, str | int | float) or _is_huge(value):
+        if not isinstance(value, str | int | float) or _is_huge(value) or not _is_clean(str(value)):
             raise wrong
         return str(value)
     number = _number(value) if isinstance(value, str) else value
@@ -232,6 +234,15 @@ def _scalar(path: str, kind: type, value: Any, expected: str) -> Any:
     if converted != number or _is_huge(converted):  # a NaN differs from itself
         raise wrong
     return converted
+
+
+def _is_clean(text: str) -> bool:
+    """Whether a file could have the name ``text``: it has no character 0, and is UTF-8 or what a file name had."""
+    try:
+        text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
 
 
 def _is_huge(value: Any) -> bool:

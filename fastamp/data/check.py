@@ -13,9 +13,10 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
 from fastamp.data.datasets.base import ImageDataset, ImageItem
-from fastamp.data.decode import read_image
+from fastamp.data.decode import open_with_pil, read_image
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError
+from fastamp.utils.files import check_no_device
 from fastamp.utils.progress import track
 
 SPLITS = ("train", "query", "gallery")
@@ -154,8 +155,9 @@ def _by_identity(items: Sequence[ImageItem]) -> dict[int | str, list[ImageItem]]
 
 def _look(item: ImageItem) -> _Facts:
     try:
+        check_no_device(item.path)
         content = Path(item.path).read_bytes()
-        with Image.open(io.BytesIO(content)) as image:
+        with open_with_pil(io.BytesIO(content)) as image:
             image.load()  # all of it: PIL, unlike other decoders, does not make up the rest of a truncated file
             upright = ImageOps.exif_transpose(image)
     except Exception as error:  # PIL's plugins raise nearly anything on damaged files

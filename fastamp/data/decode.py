@@ -1,11 +1,16 @@
 """Decode image files to uint8 tensors: grey, RGB or RGBA."""
 
+import os
+import struct
+from typing import Any
+
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from fastamp.utils.errors import DataError
+from fastamp.utils.files import check_no_device
 
 try:
     from torchvision.io import ImageReadMode
@@ -16,6 +21,12 @@ except ImportError:
 
 # PIL's fixed-point luma (ITU-R BT.601): all sums are exact in float32, so that any machine rounds them alike.
 _LUMA_SHARES = (19595 / 2**16, 38470 / 2**16, 7471 / 2**16)
+_JPEG = b"\xff\xd8"
+_START_OF_FRAME = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+# Above this PIL itself refuses: a file of some bytes could claim to be an image that fills the memory.
+_MAX_PIXELS = 178_956_970
+# Of PIL's formats those of pixels: others run programs of theirs, such as Ghostscript for PostScript.
+_FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "MPO", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 
 
 def read_image(path: str, channels: int = 3, *, box: tuple[int, int, int, int] | None = None) -> Tensor:
@@ -24,8 +35,8 @@ def read_image(path: str, channels: int = 3, *, box: tuple[int, int, int, int] |
     Grey files become RGB and RGB files grey as asked. A fourth channel is kept or dropped, never blended, and is 255
     where a file has none. Of 16-bit channels the upper 8 bits are kept, of animations the first picture.
 
-    torchvision decodes, and PIL what torchvision cannot. Grey is made of the decoded RGB, as PIL does it: torchvision's
-    own would, in a PNG file that states its gamma, be that of linear light.
+    torchvision decodes JPEG files, and PIL all others, and what torchvision cannot. Grey is made of the decoded RGB, as
+    PIL does it.
 
     Args:
         path: the file.
@@ -54,14 +65,16 @@ def read_image(path: str, channels: int = 3, *, box: tuple[int, int, int, int] |
 
 def _read_whole(path: str, channels: int) -> Tensor:
     try:
+        check_no_device(path)
         with open(path, "rb", buffering=0) as file:
             content = bytearray(file.read())
     except OSError as error:
         raise DataError(f"cannot read the image {path}: {error.strerror or error}") from error
+    except ValueError as error:  # a name that no file can have
+        raise DataError(f"cannot read the image {path!r}: {error}") from error
     if not content:
         raise DataError(f"cannot read the image {path}: the file is empty")
     if channels == 4:
-        # torchvision (0.29) scrambles palette files in this mode, and makes others transparent that are not.
         return _read_with_pil(path, "RGBA")
     image = _read_rgb(path, content)
     return _luma(image) if channels == 1 else image
@@ -69,20 +82,29 @@ def _read_whole(path: str, channels: int) -> Tensor:
 
 def _read_rgb(path: str, content: bytearray) -> Tensor:
     """Return (3, H, W) uint8 of a file's content."""
-    # torchvision (0.29) does not turn WebP files upright.
-    if torchvision_decode is None or content[8:12] == b"WEBP":
+    # torchvision (0.29) ends the process at damaged PNG files, does not turn WebP files upright, and decodes all
+    # pictures of an animation.
+    if torchvision_decode is None or content[:2] != _JPEG:
         return _read_with_pil(path, "RGB")
+    if _declared_pixels(content) > _MAX_PIXELS:
+        raise DataError(f"cannot read the image {path}: it claims to have more than {_MAX_PIXELS} pixels")
     encoded = torch.frombuffer(content, dtype=torch.uint8)
     try:
-        image = torchvision_decode(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
+        return torchvision_decode(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
     except RuntimeError:
         return _read_with_pil(path, "RGB")
-    if image.dim() == 4:
-        image = image[0]
-    if image.dtype == torch.uint16:
-        # Shifts are not implemented for uint16.
-        image = image.to(torch.int32) >> 8
-    return image.to(torch.uint8)
+
+
+def _declared_pixels(content: bytearray) -> int:
+    """Return how many pixels a JPEG file says that it has, 0 where that is not found."""
+    place = 2
+    while place + 9 <= len(content) and content[place] == 0xFF:
+        marker, length = content[place + 1], int.from_bytes(content[place + 2 : place + 4], "big")
+        if marker in _START_OF_FRAME:
+            height, width = struct.unpack_from(">HH", content, place + 5)
+            return width * height
+        place += 1 if marker == 0xFF else 2 + length
+    return 0
 
 
 def _luma(image: Tensor) -> Tensor:
@@ -109,9 +131,15 @@ def with_channels(image: Tensor, channels: int) -> Tensor:
     return colours if channels == 3 else torch.cat((colours, torch.full_like(colours[:1], 255)))
 
 
+def open_with_pil(source: str | os.PathLike[str] | Any) -> Image.Image:
+    """Return PIL's image of a file, given by name or open, if it is one of pixels, which runs no program."""
+    Image.init()  # knows formats only afterwards
+    return Image.open(source, formats=[name for name in _FORMATS if name in Image.OPEN])
+
+
 def _read_with_pil(path: str, mode: str) -> Tensor:
     try:
-        with Image.open(path) as image:
+        with open_with_pil(path) as image:
             if image.mode == "F":
                 raise DataError(
                     f"cannot read the image {path}: its pixels are fractions, of a range that it does not say"

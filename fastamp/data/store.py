@@ -22,6 +22,7 @@ from torch import Tensor
 from fastamp.data.datasets.base import ImageItem, data_root
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError
+from fastamp.utils.files import expand
 from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
@@ -165,14 +166,21 @@ def _memory_folder() -> Path:
     base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     folder = base / f"fastamp-cache-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    facts = folder.lstat()
+    if folder.is_symlink() or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+        # Anybody can make it there before us, and would then read the images, or replace them.
+        raise DataError(
+            f"DATALOADER.CACHE ram: {folder} is another user's, a link, or one that others can write to.\n"
+            "  fix: have it removed, or DATALOADER.CACHE disk"
+        )
     return folder
 
 
 def _disk_folder(folder: str) -> Path:
     """Return the first folder of those that come into question that can be written to."""
-    fallback = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastamp"
+    fallback = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fastamp"
     root = [data_root() / ".fastamp-cache"] if data_root().is_dir() else []
-    places = [Path(folder).expanduser()] if folder else [*root, fallback]
+    places = [expand(folder)] if folder else [*root, fallback]
     for place in places:
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -196,7 +204,7 @@ def _give_up(file: BinaryIO, path: Path, *, in_memory: bool) -> None:
 @contextmanager
 def _alone(lock: Path, wanted: Path) -> Iterator[None]:
     """Keep other processes from building the same store."""
-    with lock.open("wb") as file:
+    with lock.open("ab") as file:  # so that what a link there leads to is left as it is
         try:
             if not _locked(file):
                 if not wanted.exists():

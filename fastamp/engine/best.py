@@ -136,7 +136,10 @@ class EvalHook(HookBase):
         return {"best": self.best, "metric": str(self.metric)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, before = state["best"], state.get("metric", "metric")
+        best, before = state["best"], state.get("metric", "metric")
+        if not (best is None or isinstance(best, float)):
+            raise ValueError(f"its best metric is {type(best).__name__}, no number")
+        self.best = best
         if self.best is not None and before != str(self.metric):
             logger.warning(
                 "the best model so far was judged by another number (%s: %.2f); from now on it is judged by %s, and "

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastamp.utils import comm
 from fastamp.utils.errors import USER_ERROR_EXIT_CODE, UserError
+from fastamp.utils.printable import printable
 
 GRACE_SECONDS = 2.0
 """How long the processes of a failed training have to say what they know."""
@@ -82,4 +83,4 @@ def outcome_of(command: Callable[[], Any]) -> Outcome:
 def say(message: str, rank: int) -> None:
     """Print a message, if there is one, on stderr; ranks above 0 say who they are."""
     if message:
-        print(f"rank {rank}: {message}" if rank else message, file=sys.stderr, flush=True)
+        print(printable(f"rank {rank}: {message}" if rank else message), file=sys.stderr, flush=True)

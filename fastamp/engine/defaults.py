@@ -33,7 +33,9 @@ from fastamp.utils.checkpoint import Checkpointer, write_atomically
 from fastamp.utils.env import RandomState
 from fastamp.utils.errors import ConfigError, UserError
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
+from fastamp.utils.files import folder_name
 from fastamp.utils.load_state import load_model_state
+from fastamp.utils.weights_file import state_dict_in
 
 logger = logging.getLogger(__name__)
 
@@ -360,11 +362,12 @@ class DefaultTrainer:
         wanted = cls.build_weight_average(cfg, model)
         if wanted is None or (wanted.kind == "ema" and not cfg.SOLVER.EMA.EVALUATE):
             return
-        if not state or state["kind"] != wanted.kind or state["updates"] == 0:
+        if not isinstance(state, dict) or state.get("kind") != wanted.kind or not state.get("updates"):
             logger.warning("%s holds no %s of the weights: evaluating the weights", cfg.MODEL.WEIGHTS, wanted.kind)
             return
         # The classifier, which a model for evaluation alone does not have, is left out.
-        load_model_state(model, state["model"], source=f"the {wanted.kind} in {cfg.MODEL.WEIGHTS}")
+        source = f"the {wanted.kind} in {cfg.MODEL.WEIGHTS}"
+        load_model_state(model, state_dict_in(state, source), source=source)
 
     @classmethod
     def _evaluate(
@@ -373,7 +376,7 @@ class DefaultTrainer:
         results = {}
         for name, (loader, num_query) in loaders.items():
             logger.info("evaluating on %s", name)
-            folder = Path(cfg.OUTPUT_DIR) / "evaluation" / name
+            folder = Path(cfg.OUTPUT_DIR) / "evaluation" / folder_name(name)
             evaluator = cls.build_evaluator(cfg, num_query, str(folder))
             metrics = inference_on_dataset(model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy)
             if metrics:

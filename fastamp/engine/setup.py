@@ -46,6 +46,7 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
     check_config(cfg)
     device = resolve_device(cfg.MODEL.DEVICE)
     rank = comm.get_rank()
+    _refuse_links_out_of(Path(cfg.OUTPUT_DIR))
     try:
         setup_logger(cfg.OUTPUT_DIR, rank=rank)
     except OSError as error:
@@ -63,6 +64,20 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
         torch.cuda.set_device(device)  # whose random state is kept
     seed_all(cfg.SEED + rank)
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK
+
+
+def _refuse_links_out_of(output_dir: Path) -> None:
+    """Raise ConfigError for links in a run's folder, which may be a stranger's, by which it would write elsewhere.
+
+    Other files of a run are renamed into place, which replaces a link.
+    """
+    for pattern in ("log.txt*", "amp_crash", "evaluation", "evaluation/*", "evaluation/*/*"):
+        for path in output_dir.glob(pattern):
+            if path.is_symlink() and not path.resolve().is_relative_to(output_dir.resolve()):
+                raise ConfigError(
+                    f"OUTPUT_DIR {str(output_dir)!r}: {path.relative_to(output_dir)} in it is a link to "
+                    f"{path.resolve()}; a run writes into its own folder alone.\n  fix: remove the link"
+                )
 
 
 def read_config(

@@ -18,9 +18,9 @@ from fastamp.data.decode import read_image, with_channels
 from fastamp.data.transforms import build_transforms
 from fastamp.engine.defaults import DefaultTrainer
 from fastamp.evaluation.evaluator import extract_features
-from fastamp.utils.checkpoint import read_checkpoint
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import ConfigError, DataError, UserError, WeightsError
+from fastamp.utils.weights_file import read_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,14 @@
 """An optimizer's part of a checkpoint: its state continues, its options are those of the config."""
 
+import copy
+import itertools
 import logging
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
+
+from fastamp.utils.form import unlike
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +58,26 @@ class OptimizerState:
             raise ValueError(f"its state has no place for a changed option: {changed[refused[0]]}")
         if changed:
             logger.warning("the optimizer's options differ from the checkpoint's: %s", ", ".join(changed.values()))
+        self._check_values(state["state"], saved)
         # What a group has beyond its options is state that the optimizer keeps there, e.g. LAMB's count of steps.
         groups = [before | now | {"params": before["params"]} for before, now in zip(saved, own, strict=True)]
         self.optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+
+    def _check_values(self, values: Any, groups: list[dict[str, Any]]) -> None:
+        """Raise ValueError where a parameter's state is not of the form that a step of this optimizer leaves."""
+        twin = copy.deepcopy(self.optimizer)
+        for parameter in itertools.chain.from_iterable(group["params"] for group in twin.param_groups):
+            parameter.grad = torch.zeros_like(parameter)
+        twin.step()
+        expected = twin.state_dict()
+        numbers, own_numbers = (
+            [number for group in side for number in group["params"]] for side in (groups, expected["param_groups"])
+        )
+        for number, own_number in zip(numbers, own_numbers, strict=True):
+            own = expected["state"].get(own_number, {})
+            saved = values.get(number)
+            if not saved:  # never stepped, e.g. frozen
+                continue
+            wrong = unlike(own, saved, f"state {number}") or ", ".join(str(each) for each in own.keys() - saved.keys())
+            if wrong:
+                raise ValueError(f"what it has accumulated is wrong or missing: {wrong}")

@@ -13,7 +13,8 @@ from torch import nn
 
 from fastamp.utils import comm
 from fastamp.utils.errors import WeightsError
-from fastamp.utils.load_state import examples, load_model_state
+from fastamp.utils.form import unlike
+from fastamp.utils.load_state import examples, is_weight, load_model_state
 from fastamp.utils.weights_file import read_checkpoint, state_dict_in
 
 logger = logging.getLogger(__name__)
@@ -210,6 +211,7 @@ class Checkpointer:
                 "to start a new run from its weights, give it as MODEL.WEIGHTS without --resume"
             )
         own = self.model.state_dict()
+        self._check_form(content, path)
         state = content.pop("model")
         differ = [key for key in own.keys() | state.keys() if key not in own or key not in state]
         differ += [key for key in own.keys() & state.keys() if own[key].shape != state[key].shape]
@@ -223,9 +225,23 @@ class Checkpointer:
         for key, part in self.checkpointables.items():
             try:
                 part.load_state_dict(content.pop(key))
-            except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            except (ValueError, LookupError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
                 raise WeightsError(
                     f"cannot resume from {path}: its {key} does not fit this run ({error}).\n"
                     "  fix: resume with the config that the run was started with (config.yaml beside the checkpoint)"
                 ) from error
         return content
+
+    def _check_form(self, content: dict[str, Any], path: str | os.PathLike[str]) -> None:
+        """Raise WeightsError where an entry of a file has another form than what this run would write."""
+        wrong = "" if isinstance(content["model"], dict) else "model: expected a dict"
+        if not wrong:
+            odd = [key for key, value in content["model"].items() if not is_weight(value) or not isinstance(key, str)]
+            wrong = f"model: expected tensors by name, which {odd[0]!r} is not" if odd else ""
+        for key, part in self.checkpointables.items():
+            wrong = wrong or unlike(part.state_dict(), content[key], key)
+        if wrong:
+            raise WeightsError(
+                f"cannot resume from {path}: it holds what no such run writes, or is damaged.\n  {wrong}\n"
+                "  fix: use an earlier checkpoint, or the config that the run was started with (config.yaml beside it)"
+            )

@@ -151,7 +151,12 @@ def _refuse_what_is_no_weight(own: State, adopted: State, report: ImportReport) 
 
 
 def _has_weights(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.layout == torch.strided and not tensor.is_meta
+    return tensor.is_floating_point() and is_weight(tensor)
+
+
+def is_weight(value: object) -> bool:
+    """Return whether ``value`` is a dense tensor with values."""
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
 
 
 def _refuse_another_model(own: State, adopted: State, report: ImportReport, min_match: float) -> None:

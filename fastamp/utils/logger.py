@@ -4,19 +4,20 @@ import logging
 import sys
 from pathlib import Path
 
+from fastamp.utils.printable import printable
 from fastamp.utils.progress import ConsoleHandler
 
 _FORMAT = "[%(asctime)s %(name)s] %(prefix)s%(message)s"
 
 
 class _Formatter(logging.Formatter):
-    """Puts the level before a message only where it is not INFO, and shortens names to their last part."""
+    """Puts the level before a message only where it is not INFO, shortens names, and lets text give no commands."""
 
     def format(self, record: logging.LogRecord) -> str:
         copied = logging.makeLogRecord(record.__dict__)
         copied.prefix = "" if record.levelno == logging.INFO else f"{record.levelname}: "
         copied.name = record.name.rsplit(".", 1)[-1]
-        return super().format(copied)
+        return printable(super().format(copied))
 
 
 def setup_logger(output_dir: str | Path | None = None, *, rank: int = 0) -> None:

@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from fastamp.utils.errors import WeightsError
+from fastamp.utils.files import check_no_device, expand
 
 _CHUNK = 2**20  # bytes that are checked at a time: a file need not fit into memory
 
@@ -73,7 +75,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
         WeightsError: the file is missing, empty, truncated, not what was written by its checksums, no checkpoint, or
             needs code to be loaded.
     """
-    path = Path(path).expanduser()
+    path = expand(path)
     if path.is_dir():
         raise WeightsError(f"{path} is a folder, not a weights file; name the .pth file in it")
     if not path.exists():
@@ -81,6 +83,8 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
         found = f"\n  that folder has: {', '.join(near)}" if near else ""
         raise WeightsError(f"weights file {path} does not exist{found}")
     try:
+        check_no_device(path)
+        _check_archive(path)
         if record := damaged_record(path):
             raise _DamagedRecord(f"its record {record} is not what was written, by the checksum that is stored with it")
         with torch.serialization.safe_globals(_numpy_scalars()):
@@ -97,10 +101,34 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
                 "  fix: save it again as a state dict: torch.save(model.state_dict(), path)"
             ) from error
         raise _damaged(path, _cause(path), error) from error
-    except PermissionError as error:
+    except WeightsError:
+        raise
+    except OSError as error:
+        if error.strerror is None:  # of PyTorch's own, about the content
+            raise _damaged(path, _cause(path), error) from error
         raise WeightsError(f"weights file {path} cannot be read: {error.strerror}") from error
     except Exception as error:  # damaged bytes make PyTorch raise nearly anything
         raise _damaged(path, _cause(path), error) from error
+
+
+def _check_archive(path: Path) -> None:
+    """Raise WeightsError for a tar archive, which PyTorch would unpack on the disk, and for one that was compressed,
+    which ``torch.save`` never does: a few bytes could fill the memory.
+    """
+    if not zipfile.is_zipfile(path):
+        if tarfile.is_tarfile(path):
+            raise WeightsError(
+                f"weights file {path} is a tar archive, or damaged.\n"
+                "  fix: unpack it if it holds a .pth file; of PyTorch 0.1, save it with a later one"
+            )
+        return
+    with zipfile.ZipFile(path) as archive:
+        size = sum(entry.file_size for entry in archive.infolist())
+    if size > path.stat().st_size:
+        raise WeightsError(
+            f"weights file {path} holds {size} bytes in {path.stat().st_size}: it was compressed, or is damaged.\n"
+            "  fix: unpack it, if that is what it is for, or load and save it again with torch.save"
+        )
 
 
 def _foreign_object(error: Exception) -> str:

@@ -403,3 +403,35 @@ def test_as_a_process():
     assert process.returncode == 2
     assert process.stderr.startswith("error:") and "nowhere.yml" in process.stderr
     assert "Traceback" not in process.stderr
+
+
+def test_entries_of_a_checkpoint_that_are_no_such(demo, tmp_path, capfd):
+    """What stands beside the weights is looked at, too, and is of any type in a stranger's file."""
+    options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1", "SOLVER.EMA.ENABLED", "True")
+    assert run(capfd, *options)[0] == 0
+    good = torch.load(tmp_path / "model_final.pth", weights_only=True)
+    odd = tmp_path / "odd.pth"
+    evaluate = ("--eval-only", *options, "MODEL.WEIGHTS", str(odd))
+    for entry in ({"policy": torch.ones(2, 2)}, {"policy": [1]}, {"average": [1]}, {"average": {"kind": "ema"}}):
+        torch.save(good | entry, odd)
+        assert run(capfd, *evaluate)[0] == 0
+    torch.save(good | {"average": good["average"] | {"model": [1]}}, odd)
+    code, stderr = run(capfd, *evaluate)
+    assert code == 2 and "the ema in" in stderr and "holds no state dict" in stderr
+
+    (tmp_path / "last_checkpoint").write_text("odd.pth")
+    for entry in (
+        {"model": [1]},
+        {"model": good["model"] | {"backbone.0.weight": "x"}},
+        {"trainer": good["trainer"] | {"iteration": -5}},
+        {"trainer": good["trainer"] | {"steps_taken": None}},
+        {"trainer": good["trainer"] | {"hooks": 7}},
+        {"trainer": good["trainer"] | {"hooks": {"EvalHook": {"best": {"a": 1}}}}},
+        {"optimizer": good["optimizer"] | {"state": {0: {"step": "x"}}}},
+        {"random": good["random"] | {"torch": torch.zeros(3)}},
+        {"random": good["random"] | {"python": (3, (1,), None)}},
+        {"average": good["average"] | {"updates": 0.5}},
+    ):
+        torch.save(good | entry, odd)
+        code, stderr = run(capfd, "--resume", *options, "SOLVER.MAX_EPOCH", "2")
+        assert code == 2 and "odd.pth" in stderr and next(iter(entry)) in stderr, stderr

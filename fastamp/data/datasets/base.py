@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from tabulate import tabulate
 
 from fastamp.utils.errors import DataError
+from fastamp.utils.files import expand
 from fastamp.utils.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class ImageDataset:
 def data_root() -> Path:
     """Return the folder that holds the data sets: $FASTAMP_DATASETS, else $FASTREID_DATASETS, else ``datasets``."""
     folders = [os.environ[variable] for variable in ROOT_VARIABLES if os.environ.get(variable)]
-    return Path([*folders, "datasets"][0]).expanduser()
+    return expand([*folders, "datasets"][0])
 
 
 def as_number(text: str) -> int | str:

@@ -47,10 +47,10 @@ def write_images(mat_file: Path, kind: str, folder: Path) -> None:
             for number, reference in enumerate(cells):
                 with _reading(mat_file):
                     pixels = mat[reference][()].T if reference else np.empty(0)
-                if pixels.ndim == 3:
+                    image = Image.fromarray(np.ascontiguousarray(pixels)) if pixels.ndim == 3 else None
+                if image is not None:
                     view = 1 + number // _IMAGES_OF_A_VIEW
-                    name = f"{pair}_{person:03d}_{view}_{number + 1:02d}.png"
-                    Image.fromarray(np.ascontiguousarray(pixels)).save(folder / name)
+                    image.save(folder / f"{pair}_{person:03d}_{view}_{number + 1:02d}.png")
             if done in (len(persons) // 2, len(persons)):
                 logger.info("CUHK03 %s: images of %d of %d people", kind, done, len(persons))
 

@@ -3,6 +3,7 @@
 import csv
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from fastamp.data.datasets.base import ImageDataset, ImageItem, data_root
 from fastamp.data.split import hold_out, query_and_gallery
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean
+from fastamp.utils.files import check_no_device, expand
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +20,8 @@ _BOX = ("x0", "y0", "x1", "y1")
 _COLUMNS = ("path", "pid", "camid", "split", *_BOX)
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
 _JUNK = "-1"
+_LONGEST_HEADER = 2**16
+_CONTROL = re.compile("[\x00-\x1f\x7f]")
 # What people call the parts of a data set; an identity is not called so.
 _PARTS = {"train", "training", "query", "gallery", "test", "val", "validation", "probe", "bounding_box_train"}
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
@@ -62,7 +66,7 @@ class CsvDataset(ImageDataset):
                 raise DataError(f"{file}, line {line}: split is {split!r}; choices: {', '.join(SPLITS)}.{hint}")
             splits[split].append(
                 ImageItem(
-                    str(file.parent / Path(row["path"]).expanduser()),
+                    str(file.parent / expand(row["path"])),
                     f"{self.dataset_name}_{row['pid']}" if split == "train" else pids[row["pid"]],
                     camids[row["camid"]] if "camid" in row else line,
                     box=_box(row, f"{file}, line {line}"),
@@ -159,7 +163,7 @@ def _find(name: str, path: str | Path) -> Path:
     """Return a path that is there: as it stands, or in the data root."""
     if not str(path):
         raise DataError(f"{name!r} names no file; expected such as {name}/data/mine")
-    places = [Path(path).expanduser(), data_root() / path]
+    places = [expand(path), data_root() / path]
     for place in places:
         if place.exists():
             return place
@@ -175,8 +179,11 @@ def _is_visible(file: Path, folder: Path) -> bool:
 def _read_rows(file: Path) -> list[tuple[int, dict[str, str]]]:
     """Return each line's number and its columns by name."""
     try:
+        check_no_device(file)
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            header = stream.readline()
+            header = stream.readline(_LONGEST_HEADER + 1)
+            if len(header) > _LONGEST_HEADER:
+                raise DataError(f"{file}: the first line has more than {_LONGEST_HEADER} characters; that is no header")
             stream.seek(0)
             delimiter = next((each for each in ",;\t" if each in header), ",")
             reader = csv.reader(stream, delimiter=delimiter, strict=True)
@@ -196,25 +203,34 @@ def _read_rows(file: Path) -> list[tuple[int, dict[str, str]]]:
         if empty or len(line) > len(names):
             what = f"no value for {', '.join(empty)}" if empty else f"{len(line) - len(names)} values more than columns"
             raise DataError(f"{file}, line {number}: {what}")
+        unclean = [name for name, value in row.items() if _CONTROL.search(value)]
+        if unclean:
+            raise DataError(f"{file}, line {number}: {unclean[0]} has control characters: {row[unclean[0]]!r:.100}")
         rows.append((number, row))
     return rows
 
 
 def _check_header(file: Path, names: Sequence[str]) -> None:
     """Raise DataError unless the columns that must be there are, each once."""
-    twice = {name for name in names if names.count(name) > 1}
+    twice = {name for name, count in Counter(names).items() if count > 1}
     boxes = [name for name in _BOX if name in names]
     missing = [name for name in ("path", "pid", *(_BOX if boxes else ())) if name not in names]
     unknown = [name for name in names if name and name not in _COLUMNS]
     if twice or missing:
-        hints = [f"{name!r}?{did_you_mean(name, _COLUMNS)}" for name in unknown if did_you_mean(name, _COLUMNS)]
+        hints = [f"{name!r}?{did_you_mean(name, _COLUMNS)}" for name in unknown[:20] if did_you_mean(name, _COLUMNS)]
         fault = f"{', '.join(missing)} missing" if missing else f"{', '.join(sorted(twice))} twice"
         raise DataError(
-            f"{file}: the header is {','.join(names)}: {fault}.{' ' + ' '.join(hints) if hints else ''}\n"
+            f"{file}: the header is {_cut(','.join(names))}: {_cut(fault)}.{' ' + ' '.join(hints) if hints else ''}\n"
             f"  fix: a first line such as path,pid,camid,split or path,pid,{','.join(_BOX)}"
         )
     if unknown:
-        logger.warning("%s: the columns %s are not used; known: %s", file, ", ".join(unknown), ", ".join(_COLUMNS))
+        logger.warning(
+            "%s: the columns %s are not used; known: %s", file, _cut(", ".join(unknown)), ", ".join(_COLUMNS)
+        )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def _numbers(names: set[str], *, start: int) -> dict[str, int]:

@@ -1,0 +1,59 @@
+"""Whether what a checkpoint holds has the form of what this run would write: the same keys' types, tensors alike."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def unlike(own: Any, saved: Any, name: str = "") -> str:
+    """Say where ``saved`` has another form than ``own``; "" where it has the same.
+
+    What only one of them has is no matter here, nor are tensors' values. ``None`` in ``own`` stands for anything plain.
+    Whole numbers are counts, so that none is negative.
+
+    Args:
+        own: a state that this run would write: tensors and plain values in dicts, lists and tuples.
+        saved: one from a file.
+        name: of the place, for the message.
+    """
+    if isinstance(own, Mapping):
+        if not isinstance(saved, Mapping):
+            return _expected(name, "a dict", saved)
+        inner = ((own[key], saved[key], f"{name}.{key}" if name else str(key)) for key in own if key in saved)
+        return next(filter(None, (unlike(*each) for each in inner)), "")
+    if isinstance(own, torch.Tensor):
+        return _unlike_tensor(own, saved, name)
+    if isinstance(own, tuple):
+        if not isinstance(saved, Sequence) or isinstance(saved, str) or len(saved) != len(own):
+            return _expected(name, f"{len(own)} values", saved)
+        pairs = zip(own, saved, strict=True)
+        return next(filter(None, (unlike(*pair, f"{name}[{n}]") for n, pair in enumerate(pairs))), "")
+    if isinstance(own, list):
+        if not isinstance(saved, list):
+            return _expected(name, "a list", saved)
+        first = own[:1] or [None]
+        return next(filter(None, (unlike(first[0], each, f"{name}[{n}]") for n, each in enumerate(saved))), "")
+    if own is None:
+        plain = saved is None or isinstance(saved, bool | int | float | str | Mapping)
+        return "" if plain else _expected(name, "a plain value", saved)
+    if isinstance(own, bool | str):
+        return "" if isinstance(saved, type(own)) else _expected(name, type(own).__name__, saved)
+    if isinstance(own, int):
+        is_count = isinstance(saved, int) and not isinstance(saved, bool) and 0 <= saved < 2**63
+        return "" if is_count else _expected(name, "a count", saved)
+    is_number = isinstance(saved, int | float) and not isinstance(saved, bool) and abs(saved) < float("inf")
+    return "" if is_number else _expected(name, "a number", saved)
+
+
+def _unlike_tensor(own: torch.Tensor, saved: Any, name: str) -> str:
+    if not isinstance(saved, torch.Tensor) or saved.layout != torch.strided or saved.is_meta:
+        return _expected(name, "a tensor", saved)
+    alike = saved.shape == own.shape and saved.dtype == own.dtype
+    return "" if alike else f"{name}: expected {own.dtype} {tuple(own.shape)}, found {saved.dtype} {tuple(saved.shape)}"
+
+
+def _expected(name: str, what: str, found: Any) -> str:
+    is_number = isinstance(found, float) or (isinstance(found, int) and abs(found) < 2**63)
+    text = repr(found) if is_number else type(found).__name__
+    return f"{name}: expected {what}, found {text}"

@@ -1,0 +1,55 @@
+"""No source of fastamp's runs what is in a file."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+FORBIDDEN = {
+    "eval": "runs text", "exec": "runs text", "__import__": "imports by name", "os.system": "is a shell",
+    "os.popen": "is a shell", "pickle.load": "runs code", "pickle.loads": "runs code", "pickle.Unpickler": "runs code",
+    "yaml.unsafe_load": "runs code", "yaml.full_load": "makes objects", "torch.hub.load": "runs code",
+    "tarfile.open": "may write anywhere", "shutil.unpack_archive": "may write anywhere",
+}  # fmt: skip
+REQUIRED = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
+ALLOWED = {"projects/FastTune/autotuner/algorithms.py": "__import__"}  # of names that stand there
+
+
+def faults(path):
+    """Yield the calls in a source that could run what is in a file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        name, words = ast.unparse(node.func), {each.arg: ast.unparse(each.value) for each in node.keywords}
+        if name in FORBIDDEN:
+            yield f"{path}:{node.lineno}: {name} {FORBIDDEN[name]}"
+        if name in REQUIRED and words.get(REQUIRED[name][0]) != str(REQUIRED[name][1]):
+            yield f"{path}:{node.lineno}: {name} without {REQUIRED[name][0]}={REQUIRED[name][1]}"
+        if name.endswith("load_state_dict_from_url") and words.get("weights_only") != "True":
+            yield f"{path}:{node.lineno}: {name} without weights_only=True"
+        if words.get("shell", "False") != "False":
+            yield f"{path}:{node.lineno}: {name} with a shell"
+        if name == "yaml.load" and words.get("Loader") not in ("_Loader", "yaml.SafeLoader"):
+            yield f"{path}:{node.lineno}: yaml.load without a safe loader"
+        if name.endswith((".extractall", ".extract")):
+            yield f"{path}:{node.lineno}: {name} may write anywhere"
+
+
+def test_no_source_runs_what_is_in_a_file():
+    sources = [path for folder in ("fastamp", "tools", "projects") for path in (ROOT / folder).rglob("*.py")]
+    assert len(sources) > 100
+    found = [fault for path in sources for fault in faults(path)]
+    allowed = [f"{ROOT / path}:" for path in ALLOWED]
+    left = [fault for fault in found if not fault.startswith(tuple(allowed)) or "__import__" not in fault]
+    assert [fault for fault in left if "tools/benchmark" not in fault] == []
+
+
+def test_that_check_can_fail(tmp_path):
+    source = tmp_path / "a.py"
+    source.write_text(
+        "torch.load(p)\ntorch.load(p, weights_only=False)\nnp.load(p)\nyaml.load(t)\nyaml.load(t, Loader=yaml.Loader)\n"
+        "subprocess.run(c, shell=True)\nos.system(c)\neval(t)\npickle.loads(b)\narchive.extractall(f)\n"
+        "torch.load(p, weights_only=True)\nmodel.eval()\nyaml.load(t, Loader=yaml.SafeLoader)\n"
+    )
+    assert len(list(faults(source))) == 10

@@ -1,0 +1,229 @@
+"""Whatever a config, a list of images, an image or a checkpoint is: exit code 0, or 2 and one message that says what.
+
+Never a traceback, a hang, a program that is run, or a file written outside OUTPUT_DIR. A few inputs of each kind here;
+``FASTAMP_FUZZ=5000 python -m pytest -n 0 tests/test_fuzz.py`` tries as many of each, other ones each time.
+"""
+
+import contextlib
+import functools
+import io
+import os
+import random
+import re
+import shutil
+
+import fuzz
+import pytest
+import tiny
+import torch
+import train_net
+import yaml
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from fastamp.config.defaults import KEYS
+from fastamp.engine import setup
+
+EXAMPLES = int(os.environ.get("FASTAMP_FUZZ", "0"))
+fuzzed = settings(
+    max_examples=EXAMPLES or 5,
+    derandomize=not EXAMPLES,
+    database=None,
+    deadline=None,  # a hang is an alarm's affair, which a slow machine does not set off
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+seeds = given(seed=st.integers(0, 2**48))
+WATCH = fuzz.Watch()
+
+
+class Place:
+    """A folder with a few images listed in a CSV file, a run's config for them, and a checkpoint of it."""
+
+    def __init__(self, root):
+        self.root, self.output = root, root / "output"
+        self.files = fuzz.image_files()
+        (root / "cwd").mkdir()
+        for number in range(12):
+            (root / f"{number}.png").write_bytes(self.files["PNG"])
+        self.rows = [["path", "pid", "camid", "split"]]
+        self.rows += [[f"{n}.png", f"{n // 2}", f"{n % 2}", "train"] for n in range(8)]
+        self.rows += [[f"{n}.png", f"{n % 2}", f"{n // 2}", "query" if n < 10 else "gallery"] for n in range(8, 12)]
+        self.csv = root / "images.csv"
+        self.write_csv(fuzz.nasty_csv(NoChange(), self.rows))
+        name = f"csv:{self.csv}"
+        sizes = ("INPUT.SIZE_TRAIN", "(32, 16)", "INPUT.SIZE_TEST", "(32, 16)", "SOLVER.IMS_PER_BATCH", "4")
+        sets = ("DATASETS.NAMES", name, "DATASETS.TESTS", name, "DATALOADER.NUM_INSTANCE", "2")
+        cfg = tiny.tiny_config(self.output, *sizes, *sets, "SOLVER.MAX_EPOCH", "1", "SOLVER.STEPS", "()")
+        self.config = _set_keys(cfg)
+        self.config_file = root / "config.yml"
+        self.config_file.write_text(yaml.safe_dump(self.config))
+        assert self.run() == (0, "")
+        self.good = (self.output / "model_final.pth").read_bytes()
+        self.content = torch.load(io.BytesIO(self.good), weights_only=True)
+        self.clean()
+
+    def write_csv(self, content):
+        self.csv.write_bytes(content)
+
+    def clean(self):
+        shutil.rmtree(self.output, ignore_errors=True)
+        self.output.mkdir()
+
+    def run(self, *argv, opts=()):
+        """Return the exit code and stderr, after checking what must hold of every run."""
+        out, err = io.StringIO(), io.StringIO()
+        # What a run is free to write elsewhere, or would take long.
+        kept = (
+            "OUTPUT_DIR",
+            self.output,
+            "SOLVER.MAX_EPOCH",
+            "1",
+            "DATALOADER.NUM_WORKERS",
+            "0",
+            "TEST.NUM_WORKERS",
+            "0",
+        )
+        kept += ("DATALOADER.CACHE_DIR", "", "MODEL.COMPILE", "False", "MODEL.BACKBONE.PRETRAIN", "False")
+        argv = ("--config-file", self.config_file, *argv) if "--config-file" not in argv else argv
+        argv = [str(each) for each in (*argv, *opts, *(kept if len(opts) % 2 == 0 else ()))]
+        quiet = contextlib.ExitStack()
+        quiet.enter_context(contextlib.redirect_stdout(out))
+        quiet.enter_context(contextlib.redirect_stderr(err))
+        with quiet, fuzz.bounded(), WATCH.over(self.output, self.root / ".fastamp-cache", "/dev/shm"):
+            try:
+                code = train_net.cli(argv)
+            except SystemExit as stopped:  # argparse has said what is wrong with a flag
+                code = stopped.code
+        stderr = err.getvalue()
+        assert WATCH.seen == [], WATCH.seen
+        assert code in (0, 2), (code, stderr)
+        assert "Traceback" not in stderr + out.getvalue() and "Logging error" not in stderr, stderr
+        if code == 2:
+            assert stderr.count("error: ") >= 1 and len(stderr) < 20_000, stderr
+        return code, stderr if code else ""
+
+
+class NoChange(random.Random):
+    """Chooses what changes nothing."""
+
+    def choice(self, options):
+        return options[0]
+
+    def random(self):
+        return 1.0
+
+
+def _set_keys(cfg):
+    """Return the keys of ``cfg`` that differ from their defaults, as a config file has them."""
+    changed = {}
+    for key, value in cfg.keys_below():
+        if key.path in KEYS and value != KEYS[key.path].default and not key.is_free_form:
+            *sections, name = key.path.split(".")
+            node = changed
+            for section in sections:
+                node = node.setdefault(section, {})
+            node[name] = list(value) if isinstance(value, tuple) else value
+    return changed
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("fuzz")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTAMP_DATASETS", str(root))
+        # The same in every run, and half of what one takes.
+        patch.setattr(setup, "inspect_machine", functools.cache(setup.inspect_machine))
+        patch.setattr(os, "fsync", lambda file: None)
+        place = Place(root)
+        patch.chdir(root / "cwd")
+        yield place
+
+
+@fuzzed
+@seeds
+def test_config_files(place, seed):
+    rng = random.Random(seed)
+    place.clean()
+    file = place.root / "nasty.yml"
+    file.write_bytes(fuzz.nasty_config(rng, place.config))
+    flags = ["--config-file", file]
+    if rng.random() < 0.2:
+        base = place.root / "child.yml"
+        base.write_text("_BASE_: nasty.yml\n")
+        flags = ["--config-file", base]
+    code, stderr = place.run(*flags)
+    assert code == 0 or stderr.startswith("error: ")
+
+
+@fuzzed
+@seeds
+def test_pairs_on_the_command_line(place, seed):
+    rng = random.Random(seed)
+    place.clean()
+    opts = []
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        key = rng.choice(list(KEYS))
+        if rng.random() < 0.1:
+            key = rng.choice((key.lower(), key.rpartition(".")[0], f"{key}.x", "", "\0", "--resume", "_BASE_"))
+        value = fuzz.nasty_value(rng, key)
+        text = str(value) if rng.random() < 0.5 else yaml.safe_dump(value, default_flow_style=True).strip()
+        opts += [key or "X", text]
+    if rng.random() < 0.05:
+        opts.pop()
+    code, stderr = place.run(opts=opts)
+    assert code == 0 or "error: " in stderr
+
+
+@fuzzed
+@seeds
+def test_lists_of_images(place, seed):
+    rng = random.Random(seed)
+    place.clean()
+    place.write_csv(fuzz.nasty_csv(rng, place.rows))
+    try:
+        code, stderr = place.run()
+    finally:
+        place.write_csv(fuzz.nasty_csv(NoChange(), place.rows))
+    assert code == 0 or re.match(r"error: .*(/|[A-Z]\.[A-Z])", stderr, re.DOTALL), stderr
+
+
+@fuzzed
+@seeds
+def test_images(place, seed):
+    rng = random.Random(seed)
+    place.clean()
+    kind = rng.choice(list(place.files))
+    number = rng.choice((3, 11))
+    file = place.root / f"{number}.png"
+    file.write_bytes(fuzz.damage(rng, place.files[kind], list(place.files.values())))
+    opts = rng.choice(((), (), ("INPUT.CHANNELS", "1"), ("DATALOADER.ON_CORRUPT", "skip")))
+    try:
+        code, stderr = place.run(opts=opts)
+    finally:
+        file.write_bytes(place.files["PNG"])
+    assert code == 0 or str(file) in stderr, stderr
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@fuzzed
+@seeds
+def test_checkpoints(place, seed, resume):
+    rng = random.Random(seed)
+    place.clean()
+    path = place.output / "model_0000.pth"
+    if rng.random() < 0.5:
+        path.write_bytes(fuzz.damage(rng, place.good, [place.good, *place.files.values()]))
+    else:
+        content = place.content
+        if rng.random() < 0.5:  # as if in the middle of the training, so that it goes on
+            content = content | {"trainer": content["trainer"] | {"iteration": 1}}
+        legacy = {"_use_new_zipfile_serialization": rng.random() < 0.8}
+        torch.save(fuzz.nasty_checkpoint(rng, content), path, **legacy)
+    if resume:
+        (place.output / "last_checkpoint").write_text(path.name)
+        code, stderr = place.run("--resume")
+    else:
+        flags = rng.choice((("--eval-only",), ()))
+        code, stderr = place.run(*flags, opts=("MODEL.WEIGHTS", path))
+    assert code == 0 or path.name in stderr or "finite" in stderr, stderr
