@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastamp.amp import PrecisionPolicy
+from fastamp.amp import PrecisionPolicy, to_float32
 from fastamp.amp.locate import locate_in_evaluation
 from fastamp.amp.policy import dtype_name
 from fastamp.amp.rehearsal import Rehearsal
@@ -86,14 +86,14 @@ def inference_on_dataset(
 
 
 def _features(model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy, flip_test: bool) -> torch.Tensor:
-    """Return (B, D) float32 features."""
+    """Return (B, D) float32 features; those of a float64 model stay float64."""
     with policy.autocast():
-        features = model(batch).float()
+        features = to_float32(model(batch))
     if not flip_test:
         return features
     mirrored = batch | {"images": batch["images"].flip(3)}
     with policy.autocast():
-        return (features + model(mirrored).float()) / 2
+        return (features + to_float32(model(mirrored))) / 2
 
 
 def _explain_not_finite(
