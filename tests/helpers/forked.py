@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 
-def run_forked(function: Callable[..., Any], processes: int, folder: Path, *args: Any) -> None:
-    """Call ``function(*args)`` in each of a group of processes with gloo, which meet in ``folder``.
+def run_forked(function: Callable[..., Any], processes: int, folder: Path, *args: Any, backend: str = "gloo") -> None:
+    """Call ``function(*args)`` in each of a group of processes, which meet in ``folder``.
 
     Raises:
         SystemExit: one failed.
@@ -23,7 +23,7 @@ def run_forked(function: Callable[..., Any], processes: int, folder: Path, *args
             continue
         try:
             meeting = f"file://{folder}/meeting_of_{processes}"
-            dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
+            dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=processes)
             function(*args)
             dist.barrier()
             os._exit(0)
