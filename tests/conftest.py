@@ -1,5 +1,7 @@
 """What tests share: the smallest demo set, and random generators that start alike."""
 
+import contextlib
+import fcntl
 import logging
 import os
 
@@ -18,6 +20,25 @@ def demo_root(tmp_path_factory):
     root = tmp_path_factory.mktemp("datasets")
     tiny.make_demo(root)
     return root
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory):
+    """A context of a folder's name: the folder, which all test processes share, and whether it is yet to be filled."""
+    base = tmp_path_factory.getbasetemp()
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    @contextlib.contextmanager
+    def open_folder(name):
+        folder = root / name
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            missing = not (folder / "done").exists()
+            folder.mkdir(exist_ok=True)
+            yield folder, missing
+            (folder / "done").touch()
+
+    return open_folder
 
 
 @pytest.fixture

@@ -208,7 +208,8 @@ define(
 define(
     "MODEL.LOSSES.GATHER",
     False,
-    "Among several processes: let the triplet and pair losses compare the images of all, not of each process's share.",
+    "Among several processes: let the triplet and pair losses compare the images of all, not of each process's share, "
+    "and the cross entropy average over those of all.",
 )
 define(
     "MODEL.LOSSES.CE.EPSILON",
@@ -452,6 +453,15 @@ define(
     "given whole it replaces what a base file gave, SOLVER.OPT_ARGS.eps changes one.",
 )
 define("SOLVER.BASE_LR", 3e-4, "Learning rate between warm-up and decay.", low=0)
+define(
+    "SOLVER.LR_SCALING",
+    "none",
+    "How BASE_LR and ETA_MIN_LR grow with the batch of a step, IMS_PER_BATCH x ACCUM_STEPS, over REFERENCE_BATCH: not, "
+    "in proportion (for SGD: Goyal et al. 2017, arXiv:1706.02677), or by its square root (for Adam and its like: "
+    "Malladi et al. 2022, arXiv:2205.10287). Warm-up and MODEL.LOSSES.CENTER.LR stay as they are.",
+    choices=("none", "linear", "sqrt"),
+)
+define("SOLVER.REFERENCE_BATCH", 64, "LR_SCALING: images of the step that BASE_LR is meant for.", low=1)
 define("SOLVER.HEADS_LR_FACTOR", 1.0, "Factor on the learning rate of the heads.", low=0)
 define("SOLVER.BIAS_LR_FACTOR", 1.0, "Factor on the learning rate of biases.", low=0)
 define(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastamp.amp import PrecisionPolicy
+from fastamp.amp import PrecisionPolicy, to_float32
 from fastamp.amp.locate import locate_in_evaluation
 from fastamp.amp.policy import dtype_name
 from fastamp.amp.rehearsal import Rehearsal
@@ -101,15 +101,15 @@ def extract_features(
         flip_test: return the mean of the features of each image and of its mirror image.
 
     Returns:
-        (B, D) float32, on the model's device, not normalized.
+        (B, D) float32, on the model's device, not normalized; float64 of a float64 model.
     """
     with policy.autocast():
-        features = model(batch).float()
+        features = to_float32(model(batch))
     if not flip_test:
         return features
     mirrored = batch | {"images": batch["images"].flip(3)}
     with policy.autocast():
-        return (features + model(mirrored).float()) / 2
+        return (features + to_float32(model(mirrored))) / 2
 
 
 def _explain_not_finite(

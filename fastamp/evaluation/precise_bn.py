@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastamp.amp import PrecisionPolicy, force_fp32
+from fastamp.amp import PrecisionPolicy, force_fp32, to_float32
 from fastamp.utils import comm
 from fastamp.utils.compiled import uncompiled
 from fastamp.utils.progress import track
@@ -25,7 +25,7 @@ class _Pooled:
     def __init__(self, layer: nn.modules.batchnorm._BatchNorm) -> None:
         self.layer = layer
         self.count = 0
-        self.mean = torch.zeros_like(layer.running_mean, dtype=torch.float32)
+        self.mean = to_float32(torch.zeros_like(layer.running_mean))
         self.squares = self.mean.clone()  # summed squared deviations from the mean, over the count
 
     @force_fp32

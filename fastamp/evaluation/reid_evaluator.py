@@ -53,7 +53,7 @@ class ReidEvaluator(DatasetEvaluator):
         Args:
             inputs: the batch, with ``targets``, ``camids`` and, unless the batches come in the order of the test set
                 and in one process, ``indices``: (B,) int64 each.
-            outputs: (B, D) features, any precision; kept as float32 on the CPU.
+            outputs: (B, D) features, any precision; kept on the CPU as float32, float64 as it is.
         """
         self._device = outputs.device
         columns = {"features": to_float32(outputs.detach()).cpu()}

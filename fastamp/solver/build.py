@@ -13,6 +13,7 @@ from torch import nn
 
 from fastamp.amp.step import Clip
 from fastamp.solver.clip import clip_gradients
+from fastamp.solver.lr_schedule import learning_rate_factor
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,8 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
 
     Norm layers decay by ``WEIGHT_DECAY_NORM`` and biases, those of norm layers too, by ``WEIGHT_DECAY_BIAS``; biases'
     learning rate is times ``BIAS_LR_FACTOR``, that of everything in the heads times ``HEADS_LR_FACTOR``, and that of
-    the parameters whose names match a glob of ``LR_FACTORS`` times its factor; all that apply are multiplied. Those of
-    modules with an optimizer of their own are left out.
+    the parameters whose names match a glob of ``LR_FACTORS`` times its factor; all that apply are multiplied, and with
+    what ``LR_SCALING`` makes of the batch size. Those of modules with an optimizer of their own are left out.
 
     Returns:
         Groups with ``params``, ``weight_decay``, ``lr`` and ``base_lr``; the schedule sets ``lr`` from ``base_lr``.
@@ -44,6 +45,7 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
     """
     solver = cfg.SOLVER
     elsewhere = {id(p) for _, module in _with_own_optimizer(model) for p in module.parameters()}
+    base_lr = solver.BASE_LR * learning_rate_factor(cfg)
     factors = _learning_rate_factors(solver.LR_FACTORS, [name for name, _ in model.named_parameters()])
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     seen: set[int] = set()
@@ -52,7 +54,7 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
             if not parameter.requires_grad or id(parameter) in seen or id(parameter) in elsewhere:
                 continue
             seen.add(id(parameter))
-            lr, weight_decay = solver.BASE_LR, solver.WEIGHT_DECAY
+            lr, weight_decay = base_lr, solver.WEIGHT_DECAY
             if isinstance(module, _NORM_LAYERS):
                 weight_decay = solver.WEIGHT_DECAY_NORM
             if name == "bias":
@@ -121,7 +123,8 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
     Raises:
         ConfigError: there is no such optimizer, it refuses an argument, or nothing is trainable.
     """
-    optimizer_class = _optimizer_class(cfg.SOLVER.OPT)
+    solver, base_lr = cfg.SOLVER, cfg.SOLVER.BASE_LR * learning_rate_factor(cfg)
+    optimizer_class = _optimizer_class(solver.OPT)
     name = optimizer_class.__name__
     groups = parameter_groups(cfg, model)
     if not groups:
@@ -142,7 +145,7 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
         ):
             continue
         try:
-            optimizer = optimizer_class(groups, lr=cfg.SOLVER.BASE_LR, **options, **fast)
+            optimizer = optimizer_class(groups, lr=base_lr, **options, **fast)
         except RuntimeError as error:
             if fast:
                 continue  # this implementation is not for these options or this device
@@ -150,6 +153,16 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"SOLVER.OPT {name} refuses its options: {error} (see SOLVER.OPT_ARGS)") from error
         break
+    if solver.LR_SCALING != "none":
+        logger.info(
+            "learning rate: SOLVER.BASE_LR %g, meant for %d images a step, is %g for %d x %d (%s)",
+            solver.BASE_LR,
+            solver.REFERENCE_BATCH,
+            base_lr,
+            solver.IMS_PER_BATCH,
+            solver.ACCUM_STEPS,
+            solver.LR_SCALING,
+        )
     logger.info(
         "optimizer: %s%s, %d groups, %d parameters",
         name,

@@ -25,6 +25,17 @@ class LearningRateSchedule(Protocol):
         """
 
 
+def learning_rate_factor(cfg: Any) -> float:
+    """Return by what ``SOLVER.LR_SCALING`` multiplies learning rates, for the images of a step.
+
+    Linear is Goyal et al. 2017, arXiv:1706.02677; the square root, for adaptive optimizers, is Malladi et
+    al. 2022, arXiv:2205.10287 (whose rule changes the other constants of Adam too).
+    """
+    solver = cfg.SOLVER
+    ratio = solver.IMS_PER_BATCH * solver.ACCUM_STEPS / solver.REFERENCE_BATCH
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[solver.LR_SCALING]
+
+
 def warmup_factor(method: str, steps_taken: int, *, length: int, start: float) -> float:
     """Return the factor on the learning rate during warm-up, 1.0 after it.
 
@@ -102,14 +113,14 @@ def build_multi_step(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
 
 @SCHEDULE_REGISTRY.register("CosineAnnealingLR")
 def build_cosine(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
-    """Half a cosine from the base rate down to ``ETA_MIN_LR`` (Loshchilov & Hutter 2017, arXiv:1608.03983).
+    """Half a cosine from the base rate to ``ETA_MIN_LR``, both scaled (Loshchilov & Hutter 2017, arXiv:1608.03983).
 
     It ends with the training, and with a training that is shorter than warm-up and delay it never begins.
     """
     solver, before = cfg.SOLVER, 0
     if solver.EPOCH_SCHEDULE == "after_warmup":
         before = max(math.ceil(solver.WARMUP_ITERS / iters_per_epoch), solver.DELAY_EPOCHS)
-    length, eta_min = max(solver.MAX_EPOCH - before, 1), solver.ETA_MIN_LR
+    length, eta_min = max(solver.MAX_EPOCH - before, 1), solver.ETA_MIN_LR * learning_rate_factor(cfg)
 
     def decay(base_lr: float, epochs: int) -> float:
         share, lowest = min(epochs / length, 1.0), min(eta_min, base_lr)  # a group's rate never rises

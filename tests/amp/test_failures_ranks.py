@@ -20,9 +20,15 @@ STEPS, BAD_STEP = 6, 2  # as in failing_ranks.py
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(made_once):
     """What each rank saw: scenario -> whose -> history of (scale, model)."""
-    folder = tmp_path_factory.mktemp("ranks")
+    with made_once("failing_ranks") as (folder, missing):
+        if missing:
+            start(folder)
+    return [torch.load(folder / f"rank{rank}.pth", weights_only=True) for rank in (0, 1)]
+
+
+def start(folder):
     command = [sys.executable, str(HELPERS / "failing_ranks.py"), str(folder)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [
@@ -34,7 +40,6 @@ def ranks(tmp_path_factory):
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    return [torch.load(folder / f"rank{rank}.pth", weights_only=True) for rank in (0, 1)]
 
 
 def histories(ranks, scenario, whose):

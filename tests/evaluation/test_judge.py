@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import judge_ranks
 import numpy as np
 import pytest
 import torch
@@ -217,25 +218,24 @@ def test_the_device_and_the_cpu_give_the_same(opts):
         assert on_device[name] == pytest.approx(on_cpu[name], abs=0.01)
 
 
-@pytest.mark.parametrize(
-    "opts",
-    [
-        ["TEST.FLOORS", "True", "TEST.PER_QUERY", "True"],
-        ["TEST.METRIC", "euclidean", "TEST.RERANK", "on", "TEST.AQE", "on", "TEST.ROC", "on"],
-        ["TEST.PROTOCOL", "cuhk03", "TEST.RERANK", "on", "TEST.KNN_BACKEND", "faiss"],
-        ["TEST.PROTOCOL", "vehicleid"],
-    ],
-)
-def test_two_processes_find_what_one_finds(tmp_path, opts):
-    opts = [*opts, "TEST.MEMORY_BUDGET_MB", "1"]  # several blocks for each
+@pytest.fixture(scope="module")
+def judged(made_once):
+    """The folder with what 1, 2 and 3 processes found."""
+    with made_once("judge_ranks") as (folder, missing):
+        if missing:
+            path = os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")]))
+            env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+            command = [sys.executable, judge_ranks.__file__, str(folder)]
+            subprocess.run(command, check=True, env=env, timeout=300)
+    return folder
+
+
+@pytest.mark.parametrize("way", judge_ranks.WAYS)
+def test_several_processes_find_what_one_finds(judged, way):
     found = []
-    for processes in (1, 2):
-        path = tmp_path / str(processes) / "metrics.json"
-        path.parent.mkdir()
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HELPERS)}
-        command = [sys.executable, str(HELPERS / "judge_ranks.py"), str(path), str(processes), *opts]
-        subprocess.run(command, check=True, env=env, timeout=300)
-        found.append(json.loads(path.read_text()))
-        if "TEST.PER_QUERY" in opts:
-            found[-1]["ap"] = np.load(path.parent / "files/per_query.npz")["ap"].tolist()
-    assert found[0] == found[1] and found[0]["mAP"] > 20
+    for processes in (1, 2, 3):
+        folder = judged / str(processes) / way
+        found.append(json.loads((folder / "metrics.json").read_text()))
+        if "TEST.PER_QUERY" in judge_ranks.WAYS[way]:
+            found[-1]["ap"] = np.load(folder / "per_query.npz")["ap"].tolist()
+    assert found[0] == found[1] == found[2] and found[0]["mAP"] > 20

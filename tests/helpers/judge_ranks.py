@@ -1,6 +1,7 @@
-"""Evaluate random features in one process or several: judge_ranks.py OUTPUT.json PROCESSES KEY VALUE ..
+"""Evaluate random features in 1, 2 and 3 processes, in several ways: judge_ranks.py FOLDER
 
-Each process takes its share of the batches, as the test loader gives it.
+Each process takes its share of the batches, as the test loader gives it. FOLDER/<processes>/<way>/ gets
+metrics.json and the files of ``TEST.PER_QUERY``.
 """
 
 import json
@@ -8,17 +9,30 @@ import sys
 from pathlib import Path
 
 import torch
+from forked import run_forked
 from judging import random_set
 
 from fastamp.config import get_cfg
-from fastamp.engine import launch
 from fastamp.evaluation import ReidEvaluator
 from fastamp.utils import comm
 
+WAYS = {
+    "plain": ["TEST.FLOORS", "True", "TEST.PER_QUERY", "True"],
+    "all": ["TEST.METRIC", "euclidean", "TEST.RERANK", "on", "TEST.AQE", "on", "TEST.ROC", "on"],
+    "cuhk03": ["TEST.PROTOCOL", "cuhk03", "TEST.RERANK", "on", "TEST.KNN_BACKEND", "faiss"],
+    "vehicleid": ["TEST.PROTOCOL", "vehicleid"],
+    "float64": ["TEST.METRIC", "euclidean"],
+}
 
-def main(path, opts):
+
+def main(folder):
+    for name, opts in WAYS.items():
+        evaluate(Path(folder) / str(comm.get_world_size()) / name, opts, torch.float64 if name == "float64" else None)
+
+
+def evaluate(folder, opts, dtype):
     cfg = get_cfg()
-    cfg.merge_from_list(opts)
+    cfg.merge_from_list([*opts, "TEST.MEMORY_BUDGET_MB", "1"])  # several blocks for each
     queries, gallery, ids = random_set(5, queries=700, gallery=900, width=32, pids=60)
     columns = {
         "targets": torch.cat((ids.query_pids, ids.gallery_pids)),
@@ -26,15 +40,17 @@ def main(path, opts):
         "indices": torch.arange(1600),
         "images": torch.zeros(1600, 3, 8, 8, dtype=torch.uint8),
     }
-    features = torch.cat((queries, gallery))
-    evaluator = ReidEvaluator(cfg, 700, str(Path(path).parent / "files"))
+    features = torch.cat((queries, gallery)).to(dtype)
+    evaluator = ReidEvaluator(cfg, 700, str(folder))
     for rows in torch.arange(1600)[comm.get_rank() :: comm.get_world_size()].split(64):
         evaluator.process({name: column[rows] for name, column in columns.items()}, features[rows])
     metrics = evaluator.evaluate()
     assert (metrics is None) == (comm.get_rank() > 0)
     if metrics is not None:
-        Path(path).write_text(json.dumps(metrics))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.json").write_text(json.dumps(metrics))
 
 
 if __name__ == "__main__":
-    launch(main, int(sys.argv[2]), args=(sys.argv[1], sys.argv[3:]))
+    for processes in (1, 2, 3):
+        run_forked(main, processes, Path(sys.argv[1]), sys.argv[1])

@@ -1,12 +1,8 @@
-"""MoCo: the loss over the bank against a naive loop, its queue, the key encoder, skipped steps, several processes."""
+"""MoCo: the loss over the bank against a naive loop, its queue, the key encoder and skipped steps."""
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import moco_ranks
 import pytest
 import tiny
 import torch
@@ -270,32 +266,6 @@ def test_a_resumed_run_equals_straight_through(demo, tmp_path):
         finals.append(tiny.weights(tmp_path / name / "model_final.pth"))
     assert finals[0].keys() == finals[1].keys() and finals[0]["memory.queue_ptr"] == 12 * 16 % 40
     assert all(torch.equal(value, finals[1][name]) for name, value in finals[0].items())
-
-
-# ---- several processes
-
-
-def test_the_ranks_hold_the_bank_of_one_process(tmp_path):
-    """Nothing mixes the images here, so that two processes store and learn what one does; the third step is skipped."""
-    options = (*tiny.PLAIN, "MODEL.QUEUE_SIZE", "20", "MODEL.MOCO.MOMENTUM", "0.5")
-    for processes in ("1", "2"):
-        (tmp_path / processes).mkdir()
-    moco_ranks.main(str(tmp_path / "1"), options)
-    command = [sys.executable, moco_ranks.__file__, str(tmp_path / "2"), "2", *options]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
-    assert process.returncode == 0, process.stderr
-    one, *two = (
-        torch.load(tmp_path / path, weights_only=True) for path in ("1/rank0.pth", "2/rank0.pth", "2/rank1.pth")
-    )
-    assert len(one) == 5 and [step["memory.queue_ptr"].item() for step in one] == [0, 8, 16, 16, 4]
-    for step, (alone, first, second) in enumerate(zip(one, *two, strict=True)):
-        for name, value in alone.items():
-            assert torch.equal(first[name], second[name]), (step, name)
-            torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-6)
-    for steps in (one, *two):
-        assert all(torch.equal(steps[3][name], value) for name, value in steps[2].items())
-        assert not torch.equal(steps[4]["key_encoder.backbone.0.weight"], steps[3]["key_encoder.backbone.0.weight"])
 
 
 def test_the_optimizer_takes_the_models_parameters_alone(tmp_path):

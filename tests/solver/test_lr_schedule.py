@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastamp.config import get_cfg
-from fastamp.solver import build_lr_schedule
+from fastamp.solver import build_lr_schedule, build_optimizer
 from fastamp.utils.errors import ConfigError
 
 REFERENCE = Path(__file__).parents[1] / "reference"
@@ -107,3 +107,30 @@ def test_held_while_weights_are_averaged():
     cfg.SOLVER.SWA.START_EPOCH = 8
     with pytest.raises(ConfigError, match="SWA.START_EPOCH is 8"):
         build_lr_schedule(cfg, 5)
+
+
+@pytest.mark.parametrize("rule, batch, accumulated, factor", [
+    ("none", 256, 2, 1.0), ("linear", 256, 2, 8.0), ("sqrt", 256, 1, 2.0), ("linear", 32, 1, 0.5), ("sqrt", 64, 1, 1.0),
+])  # fmt: skip
+def test_scaling_multiplies_the_whole_curve(rule, batch, accumulated, factor, caplog):
+    asked = {"SCHED": "CosineAnnealingLR", "BASE_LR": 0.01, "ETA_MIN_LR": 1e-4, "MAX_EPOCH": 6, "WARMUP_ITERS": 15}
+    curves = []
+    for options in ({}, {"LR_SCALING": rule, "IMS_PER_BATCH": batch, "ACCUM_STEPS": accumulated}):
+        cfg = config(**asked, **options)
+        model = torch.nn.Linear(2, 2)
+        with caplog.at_level("INFO", "fastamp"):
+            groups = build_optimizer(cfg, model).param_groups
+        schedule = build_lr_schedule(cfg, 10)
+        assert all(group["lr"] == group["base_lr"] for group in groups)
+        curves.append(
+            [schedule.learning_rate(groups[0]["base_lr"], epoch=step // 10, steps_taken=step) for step in range(60)]
+        )
+    assert curves[1] == pytest.approx([factor * rate for rate in curves[0]], rel=1e-12)
+    line = f"is {0.01 * factor:g} for {batch} x {accumulated} ({rule})"
+    assert (line in caplog.text) == (rule != "none")
+
+
+def test_scaling_by_another_reference_and_with_factors_of_the_parts():
+    cfg = config(LR_SCALING="linear", REFERENCE_BATCH=32, BASE_LR=0.01, BIAS_LR_FACTOR=2.0)
+    rates = sorted(group["lr"] for group in build_optimizer(cfg, torch.nn.Linear(2, 2)).param_groups)
+    assert rates == pytest.approx([0.02, 0.04])

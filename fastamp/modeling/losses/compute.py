@@ -28,7 +28,8 @@ def compute_losses(
         losses: name -> module of ``(outputs, targets) -> ()``.
         outputs: what a head returns in training mode, or several of that with their weights.
         targets: (B,) int64 class numbers.
-        gather: let the losses that compare images with each other (``over_pairs``) see those of all ranks.
+        gather: let the losses that compare images with each other (``over_pairs``) see those of all ranks, and those
+            that average over some of the images (``total_and_count``) average over those of all ranks.
 
     Returns:
         Loss name -> () float32.
@@ -42,7 +43,19 @@ def compute_losses(
     whole = (outputs, targets)
     if gather and any(over_pairs(loss) for loss in losses.values()):
         whole = (outputs | {"features": comm.all_gather(outputs["features"])}, comm.all_gather(targets))
-    return {name: loss(*whole) if over_pairs(loss) else loss(outputs, targets) for name, loss in losses.items()}
+    return {
+        name: loss(*whole) if over_pairs(loss) else _of_each_image(loss, outputs, targets, gather=gather)
+        for name, loss in losses.items()
+    }
+
+
+def _of_each_image(loss: nn.Module, outputs: Outputs, targets: torch.Tensor, *, gather: bool) -> torch.Tensor:
+    """Return a loss that looks at each image by itself: this rank's share, whose mean over the ranks is the loss."""
+    if not gather or not hasattr(loss, "total_and_count"):
+        return loss(outputs, targets)
+    # The mean of the ranks' own means would weigh images differently where the ranks count different numbers of them.
+    total, count = loss.total_and_count(outputs, targets)
+    return total * comm.get_world_size() / comm.all_reduce_sum(count).clamp(min=1)
 
 
 def over_pairs(loss: nn.Module) -> bool:

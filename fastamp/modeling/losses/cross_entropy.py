@@ -11,10 +11,10 @@ from fastamp.modeling.losses.build import LOSS_REGISTRY
 
 
 @force_fp32
-def cross_entropy_loss(
+def cross_entropy_total(
     logits: torch.Tensor, targets: torch.Tensor, *, epsilon: float = 0.0, alpha: float = 0.2
-) -> torch.Tensor:
-    """Return the cross entropy with smoothed labels, averaged over the samples whose loss is not zero.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of the cross entropies with smoothed labels, and how many of them are not zero.
 
     Differs from PyTorch's label smoothing: the right class gets 1 - eps and each of the K - 1 others eps / (K - 1),
     where PyTorch spreads eps over all K.
@@ -26,7 +26,7 @@ def cross_entropy_loss(
         alpha: of the adaptive form.
 
     Returns:
-        () float32.
+        () float32, () int64.
     """
     log_probabilities = F.log_softmax(logits, dim=1)
     right = log_probabilities.gather(1, targets[:, None]).squeeze(1)
@@ -34,7 +34,22 @@ def cross_entropy_loss(
     # With one class alone nothing is left to smooth over.
     wrong = (log_probabilities.sum(1) - right) / max(logits.shape[1] - 1, 1)
     losses = -((1 - eps) * right + eps * wrong)
-    return losses.sum() / torch.count_nonzero(losses.detach()).clamp(min=1)
+    return losses.sum(), torch.count_nonzero(losses.detach())
+
+
+def cross_entropy_loss(
+    logits: torch.Tensor, targets: torch.Tensor, *, epsilon: float = 0.0, alpha: float = 0.2
+) -> torch.Tensor:
+    """Return the cross entropy with smoothed labels, averaged over the samples whose loss is not zero.
+
+    Args:
+        logits, targets, epsilon, alpha: see ``cross_entropy_total``.
+
+    Returns:
+        () float32.
+    """
+    total, count = cross_entropy_total(logits, targets, epsilon=epsilon, alpha=alpha)
+    return total / count.clamp(min=1)
 
 
 @LOSS_REGISTRY.register()
@@ -42,7 +57,7 @@ class CrossEntropyLoss(nn.Module):
     """``cross_entropy_loss`` of a head's ``cls_outputs``.
 
     Args:
-        epsilon, alpha: see ``cross_entropy_loss``.
+        epsilon, alpha: see ``cross_entropy_total``.
         scale: weight of this loss in the sum.
     """
 
@@ -58,5 +73,13 @@ class CrossEntropyLoss(nn.Module):
         ce = cfg.MODEL.LOSSES.CE
         return cls(epsilon=ce.EPSILON, alpha=ce.ALPHA, scale=ce.SCALE)
 
+    def total_and_count(
+        self, outputs: dict[str, torch.Tensor], targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss's numerator and denominator, () each, of which several processes make one mean."""
+        total, count = cross_entropy_total(outputs["cls_outputs"], targets, epsilon=self.epsilon, alpha=self.alpha)
+        return self.scale * total, count
+
     def forward(self, outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
-        return self.scale * cross_entropy_loss(outputs["cls_outputs"], targets, epsilon=self.epsilon, alpha=self.alpha)
+        total, count = self.total_and_count(outputs, targets)
+        return total / count.clamp(min=1)

@@ -45,7 +45,7 @@ class ImageModel(nn.Module):
         """Move (B, C, H, W) images in 0..255, of any dtype, to the device and normalize them into a new tensor."""
         # Pixels travel as they come, e.g. as uint8, a quarter of float32's bytes.
         images = images.to(self.device, non_blocking=True)
-        return (images.float() - self.pixel_mean) / self.pixel_std
+        return (images - self.pixel_mean) / self.pixel_std
 
     def feature_maps(self, batch: dict[str, Any], backbone: nn.Module | None = None) -> torch.Tensor:
         """Return what the backbone makes of a batch's images, and of their cameras and views where it takes those.

@@ -116,7 +116,7 @@ class MGN(ImageModel):
         of_single = {name: loss for name, loss in self.losses.items() if name not in of_pairs}
         losses = {}
         for head in HEADS:
-            values = compute_losses(of_single, outputs[head], targets, gather=False)
+            values = compute_losses(of_single, outputs[head], targets, gather=self.gather)
             losses |= {f"{name}_{head}": value / len(HEADS) for name, value in values.items()}
         for head, parts in _PAIRED.items():
             together = outputs[head] | {"features": torch.cat([outputs[part]["features"] for part in parts], dim=1)}

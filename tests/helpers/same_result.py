@@ -1,0 +1,170 @@
+"""Train in several ways, for what one process and several must have in common: same_result.py FOLDER
+
+Under torchrun, or by ``main`` in a single process. In float64, with batch norm and dropout as in evaluation, so
+that rounding and mixed images hide nothing. FOLDER/<way>/steps.pth gets the parameters after each step, and
+FOLDER/gradients.pth each loss's gradients.
+"""
+
+import sys
+from pathlib import Path
+
+import moco_ranks
+import tiny
+import torch
+from ranks import Fault, RecordSteps
+from torch import nn
+
+from fastamp.config import get_cfg
+from fastamp.engine import DefaultTrainer, HookBase, default_setup, launch
+from fastamp.modeling import build_losses, build_model
+from fastamp.modeling.losses.build import LOSS_REGISTRY
+from fastamp.modeling.losses.compute import compute_losses
+from fastamp.utils import comm
+from fastamp.utils.errors import UserError
+
+PAIRS = ("TripletLoss", "CircleLoss", "Cosface", "SupConLoss", "pml/MultiSimilarityLoss")
+SGD = ("SOLVER.OPT", "SGD", "SOLVER.AMP", "off", "SOLVER.BASE_LR", "0.002", "MODEL.LOSSES.CE.EPSILON", "0.1")
+GATHERED = (*SGD, "MODEL.LOSSES.NAME", str(("CrossEntropyLoss", "CenterLoss", *PAIRS)), "MODEL.LOSSES.GATHER", "True")
+IN_FLOAT64 = {
+    "gathered": GATHERED,  # 24 steps, two evaluations
+    # Soft mining, a loss with weights of its own, accumulation, and layers that are frozen at first.
+    "soft": (
+        *GATHERED,
+        *("MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'TripletLoss', 'pml/ProxyAnchorLoss')"),
+        *("MODEL.LOSSES.TRI.HARD_MINING", "False", "MODEL.LOSSES.TRI.MARGIN", "0.0"),
+        *("SOLVER.ACCUM_STEPS", "2", "SOLVER.IMS_PER_BATCH", "8", "SOLVER.MAX_EPOCH", "1"),
+        *("MODEL.FREEZE_LAYERS", "backbone.0", "SOLVER.FREEZE_ITERS", "2"),
+    ),
+}
+"""Ways of which one process and two take the same steps."""
+ONE_EPOCH = ("SOLVER.MAX_EPOCH", "1")
+AMONG_TWO = {
+    "apart": ("", (*GATHERED, "MODEL.LOSSES.GATHER", "False", *ONE_EPOCH)),
+    "skipped": ("infinite loss on rank 1", (*tiny.PLAIN, "SOLVER.AMP", "off", *ONE_EPOCH)),
+    "preflight": ("", ("SOLVER.AMP", "bf16", "MODEL.LOSSES.GATHER", "True", *ONE_EPOCH)),
+    "no preflight": (
+        "",
+        ("SOLVER.AMP", "bf16", "MODEL.LOSSES.GATHER", "True", "SOLVER.AMP.PREFLIGHT", "off", *ONE_EPOCH),
+    ),
+    "unreached": ("", ("MODEL.LOSSES.NAME", "TripletLoss", *ONE_EPOCH)),
+    "broken": ("infinite images on rank 1 from the first on", ("SOLVER.AMP", "bf16", *ONE_EPOCH)),
+}
+"""Ways of several processes alone, with what happens in them."""
+MOCO = (*tiny.PLAIN, "MODEL.QUEUE_SIZE", "20", "MODEL.MOCO.MOMENTUM", "0.5")
+
+IMAGES, CLASSES, WIDTH = 8, 4, tiny.WIDTH
+LOSSES = {
+    **{name: ("MODEL.LOSSES.NAME", name) for name in LOSS_REGISTRY},
+    **{name: ("MODEL.LOSSES.NAME", name) for name in ("pml/MultiSimilarityLoss", "pml/ProxyAnchorLoss")},
+    "soft triplet": ("MODEL.LOSSES.NAME", "TripletLoss", "MODEL.LOSSES.TRI.HARD_MINING", "False"),
+    "soft margin": ("MODEL.LOSSES.NAME", "TripletLoss", "MODEL.LOSSES.TRI.MARGIN", "0.0"),
+    "normalized": ("MODEL.LOSSES.NAME", "TripletLoss", "MODEL.LOSSES.TRI.NORM_FEAT", "True"),
+    "adaptive smoothing": ("MODEL.LOSSES.NAME", "CrossEntropyLoss", "MODEL.LOSSES.CE.EPSILON", "-1.0"),
+}
+"""Every loss there is, and their forms."""
+
+
+class StillTrainer(DefaultTrainer):
+    """Trains in float64, with batch norm and dropout as in evaluation."""
+
+    @classmethod
+    def build_model(cls, cfg):
+        return super().build_model(cfg).double()
+
+    def build_hooks(self):
+        return [Still(), *super().build_hooks()]
+
+
+class Still(HookBase):
+    """Puts batch norm and dropout in evaluation mode."""
+
+    def before_train(self) -> None:
+        still(self.trainer.model)
+
+
+def still(model: nn.Module) -> None:
+    """Put what mixes or drops in evaluation mode."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.Dropout):
+            module.eval()
+
+
+def train(kind: type[DefaultTrainer], folder: Path, options: tuple[str, ...], fault: str = "") -> None:
+    """Train, and leave the message of a user's error in ``error<RANK>.txt``."""
+    cfg = tiny.tiny_config(folder, *options)
+    default_setup(cfg)
+    trainer = kind(cfg)
+    trainer.register_hooks([RecordSteps(folder)])
+    if fault:
+        trainer.trainer.register_hooks([Fault(fault)])
+    try:
+        trainer.train()
+    except UserError as error:
+        (folder / f"error{comm.get_rank()}.txt").write_text(str(error))
+
+
+def loss_gradients(name: str, *, gather: bool) -> dict[str, torch.Tensor]:
+    """Return the gradients that this process's share of a batch contributes to, as an average over the processes."""
+    generator = torch.Generator().manual_seed(0)
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.HEADS.NUM_CLASSES", str(CLASSES), "MODEL.BACKBONE.FEAT_DIM", str(WIDTH), *LOSSES[name]])
+    torch.manual_seed(0)
+    losses = build_losses(cfg).double()
+    features = torch.randn(IMAGES, WIDTH, generator=generator, dtype=torch.float64)
+    logits = torch.randn(IMAGES, CLASSES, generator=generator, dtype=torch.float64)
+    targets = torch.tensor([0, 1, 0, 2, 1, 3, 2, 0])
+    # So sure that their cross entropy is exactly 0, and three of four in one half of the batch.
+    logits[:3] = 1e3 * torch.eye(CLASSES, dtype=torch.float64)[targets[:3]]
+    share = slice(*comm.own_share(IMAGES))
+    outputs = {"features": features[share], "cls_outputs": logits[share], "pred_class_logits": logits[share]}
+    outputs = {key: value.requires_grad_() for key, value in outputs.items()}
+    # As of a head with several outputs, each with its weight.
+    several = [(0.75, outputs), (0.25, outputs)]
+    sum(compute_losses(losses, several, targets[share], gather=gather).values()).backward()
+    found = {
+        key: comm.gather_rows(value.grad) / comm.get_world_size()
+        for key, value in outputs.items()
+        if value.grad is not None
+    }
+    weights = {key: p.grad for key, p in losses.named_parameters()}
+    return found | {key: comm.all_reduce_sum(grad) / comm.get_world_size() for key, grad in weights.items()}
+
+
+def mgn_gradients() -> dict[str, torch.Tensor]:
+    """Return the gradients of a small MGN's parameters, averaged over the processes."""
+    losses = str(("CrossEntropyLoss", *PAIRS))
+    cfg = get_cfg()
+    options = ["MODEL.META_ARCHITECTURE", "MGN", "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.PRETRAIN", "False"]
+    options += ["MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM", "512", "MODEL.HEADS.EMBEDDING_DIM", "8"]
+    options += ["MODEL.HEADS.NUM_CLASSES", str(CLASSES), "MODEL.LOSSES.NAME", losses, "MODEL.LOSSES.GATHER", "True"]
+    cfg.merge_from_list(options)
+    torch.manual_seed(0)
+    model = build_model(cfg).double().train()
+    still(model)
+    share = slice(*comm.own_share(IMAGES))
+    images = torch.randint(256, (IMAGES, 3, 96, 32), generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(IMAGES) % CLASSES
+    sum(model({"images": images[share], "targets": targets[share]}).values()).backward()
+    return {name: comm.all_reduce_sum(p.grad) / comm.get_world_size() for name, p in model.named_parameters()}
+
+
+def main(folder: str) -> None:
+    for name, options in IN_FLOAT64.items():
+        train(StillTrainer, Path(folder) / name, options)
+    if comm.get_world_size() > 1:
+        for name, (fault, options) in AMONG_TWO.items():
+            kind = StillTrainer if name == "apart" else DefaultTrainer
+            train(kind, Path(folder) / name, options, fault)
+    (Path(folder) / "moco").mkdir(parents=True, exist_ok=True)
+    moco_ranks.main(f"{folder}/moco", MOCO)
+    gradients = {
+        which: {name: loss_gradients(name, gather=gather) for name in LOSSES}
+        for which, gather in (("gathered", True), ("apart", False))
+    }
+    gradients["MGN"] = mgn_gradients()
+    if comm.is_main_process():
+        torch.save(gradients, Path(folder) / "gradients.pth")
+
+
+if __name__ == "__main__":
+    launch(main, args=(sys.argv[1],))
