@@ -1,6 +1,7 @@
 """What a run does about its precision besides its steps: a trial before the first, an inquest after the last."""
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -210,8 +211,7 @@ class Precautions:
             outcome = f"(the crash file could not be written: {error.strerror})"
         # All ranks say the same, the one whose find is said.
         found = details["location"]
-        orders = comm.gather_objects((found.order if found else float("inf"), outcome))
-        return f"{message}\n{min(orders, key=lambda each: each[0])[1]}"
+        return f"{message}\n{comm.first_of_all(outcome, found.order if found else math.inf)[1]}"
 
 
 def _versions(batch: dict[str, Any]) -> list[int]:

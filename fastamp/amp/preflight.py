@@ -108,7 +108,7 @@ def preflight(
     report.problem = comm.first_text(report.problem, order)
     report.in_float32 = comm.any_rank(report.in_float32)
     if report.loss_scale is not None:
-        report.loss_scale = min(comm.gather_objects(report.loss_scale))
+        report.loss_scale = -comm.largest(-report.loss_scale)
     return report
 
 

@@ -175,8 +175,9 @@ def test_alone_everything_is_a_no_op():
     x = torch.tensor([1.0, 2.0])
     assert comm.all_reduce_min(x) is x and comm.all_reduce_sum(x) is x
     assert comm.sum_over_ranks([1, 2]) == [1, 2] and comm.from_main_process(3.5) == 3.5
+    assert comm.first_of_all("x") == (0, "x") and comm.first_of_all("") == (-1, "") and comm.largest(-2.5) == -2.5
     assert comm.any_rank(True) and not comm.any_rank(False)
-    assert comm.gather_objects("x") == ["x"] and torch.equal(comm.gather_rows(x), x)
+    assert comm.gather_bytes(b"x") == [b"x"] and torch.equal(comm.gather_rows(x), x)
     comm.synchronize()
     comm.broadcast([x])
     model = torch.nn.Linear(1, 1)
