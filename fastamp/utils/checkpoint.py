@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fastamp.utils import comm
-from fastamp.utils.errors import WeightsError
+from fastamp.utils.errors import WeightsError, writing
 from fastamp.utils.load_state import examples, load_model_state
 
 
@@ -118,22 +118,30 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[Any], None]) -> None:
-    """Let ``write(file)`` fill a temporary neighbour of ``path``, then rename it: readers see all of it or nothing."""
+    """Let ``write(file)`` fill a temporary neighbour of ``path``, then rename it: readers see all of it or nothing.
+
+    Raises:
+        WriteError: it cannot be written; nothing is left behind, and what ``path`` was before is still there.
+    """
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes files private to the user; give it what a plain open() would have.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with writing(path):
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            # mkstemp makes files private to the user; give it what a plain open() would have.
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)
+            os.replace(temporary, path)
+        except BaseException as error:
+            Path(temporary).unlink(missing_ok=True)
+            # PyTorch's writer complains about its place in the file, while the disk's error is handled.
+            if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 class Checkpointer:
