@@ -84,7 +84,7 @@ class _Loader:
         """
         batches = self._ahead() if self.device.type == "cuda" else map(self._finished, self._loader)
         while True:
-            with lost_workers_explained():
+            with lost_workers_explained(fetching=True):
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -172,15 +172,26 @@ def worker_count(key: str, asked: int) -> int:
 
 
 @contextmanager
-def lost_workers_explained() -> Iterator[None]:
-    """Turn PyTorch's word that a worker is dead, which reaches the main thread wherever it is, into a DataError."""
+def lost_workers_explained(*, fetching: bool = False) -> Iterator[None]:
+    """Turn PyTorch's word that a worker is dead, which reaches the main thread wherever it is, into a DataError.
+
+    Args:
+        fetching: a batch is being taken from a worker, whose connection may break first.
+    """
     try:
         yield
-    except RuntimeError as error:
-        found = str(error.__cause__ or error).strip()  # the signal stands in the cause, where there is one
-        if not re.match(r"DataLoader worker \(pid.* (is killed by signal|exited unexpectedly)", found):
+    except (RuntimeError, EOFError, ConnectionError) as error:
+        found = str(error).strip()
+        if isinstance(error, RuntimeError):
+            lost = re.match(r"DataLoader worker \(pid.* (is killed by signal|exited unexpectedly)", found)
+            if "killed by signal" in str(error.__cause__):
+                found = str(error.__cause__).strip()
+        else:
+            lost = fetching and not found.startswith("Caught ")  # that one was raised in the worker
+            found = f"{type(error).__name__} while a batch was taken from it"
+        if not lost:
             raise
-        cause, fix = "it crashed, or somebody ended it", "if it happens again, DATALOADER.NUM_WORKERS 0 shows where"
+        cause, fix = "it crashed, or was killed, e.g. for want of memory", "DATALOADER.NUM_WORKERS 0 shows where"
         if "Killed" in found:
             cause = "the system ends processes when memory runs out (its log, dmesg, would say so)"
             fix = "fewer DATALOADER.NUM_WORKERS, or DATALOADER.CACHE disk instead of ram"
