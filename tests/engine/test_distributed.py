@@ -28,7 +28,7 @@ def run(root, output, processes, *words, flags=(), torchrun=False):
     if torchrun:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     env = os.environ | {"FASTAMP_DATASETS": str(root), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HELPERS)}
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
 
 
 def result_lines(process):
@@ -128,11 +128,11 @@ def test_a_signal_to_the_first_process(demo_root, tmp_path):
     env = os.environ | {"FASTAMP_DATASETS": str(demo_root), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HELPERS)}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env) as process:
         log = tmp_path / "log.txt"
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 200
         while not (log.exists() and "iter 10/" in log.read_text()) and time.monotonic() < deadline:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=200)
     assert process.returncode == 130
     assert stderr.count("resume with:") == 1 and "Traceback" not in stderr
     assert (tmp_path / "last_checkpoint").read_text() == "model_interrupted.pth"
