@@ -1,6 +1,7 @@
 """What a run does about its precision besides its steps: a trial before the first, an inquest after the last."""
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fastamp.amp.rehearsal import apart
 from fastamp.amp.step import OptimizationStep, PrecisionFailure, StepVerdict
 from fastamp.utils import comm
 from fastamp.utils.env import random_state
-from fastamp.utils.errors import TrainingError
+from fastamp.utils.errors import TrainingError, WriteError
 
 logger = logging.getLogger(__name__)
 
@@ -206,12 +207,11 @@ class Precautions:
         crash = crash_of(step.model, message=message, config=self.config, frozen=tuple(step.frozen), **details)
         try:
             outcome = f"see it again: python tools/amp_replay.py {crash.write(self.folder)}"
-        except OSError as error:  # what is to be said must not be lost with the file
-            outcome = f"(the crash file could not be written: {error.strerror})"
+        except (OSError, WriteError) as error:  # what is to be said must not be lost with the file
+            outcome = f"(no crash file: {error})"
         # All ranks say the same, the one whose find is said.
         found = details["location"]
-        orders = comm.gather_objects((found.order if found else float("inf"), outcome))
-        return f"{message}\n{min(orders, key=lambda each: each[0])[1]}"
+        return f"{message}\n{comm.first_of_all(outcome, found.order if found else math.inf)[1]}"
 
 
 def _versions(batch: dict[str, Any]) -> list[int]:

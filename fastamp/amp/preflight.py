@@ -11,6 +11,7 @@ from torch import nn
 
 from fastamp.amp.locate import Location, all_finite, largest_finite_scale, locate, locate_in_evaluation, search
 from fastamp.amp.policy import PrecisionPolicy, dtype_name
+from fastamp.amp.refusal import IN_TRAINING, first_line, refusal, shapes_of
 from fastamp.amp.rehearsal import Rehearsal, TrainPass, apart, batch_size, is_out_of_memory, part_of
 from fastamp.amp.step import LossScaler
 from fastamp.utils import comm
@@ -108,7 +109,7 @@ def preflight(
     report.problem = comm.first_text(report.problem, order)
     report.in_float32 = comm.any_rank(report.in_float32)
     if report.loss_scale is not None:
-        report.loss_scale = min(comm.gather_objects(report.loss_scale))
+        report.loss_scale = -comm.largest(-report.loss_scale)
     return report
 
 
@@ -296,25 +297,17 @@ class _Stage:
             raise error
         name, module, args = self._inside[-1] if self._inside else ("", self.model, ())
         where = f"{name or 'the model itself'} ({type(module).__name__})" if self._inside else "the backward pass"
-        shapes = ", ".join(
-            f"{key} {tuple(v.shape)} {dtype_name(v.dtype)}" for key, v in batch.items() if isinstance(v, torch.Tensor)
-        )
-        found = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        if is_out_of_memory(error):
-            raise TrainingError(
-                f"out of memory in the pre-flight, in {self.precision}, in {where}.\n  batch: {shapes}\n"
-                f"  found: {found}\n"
-                "  fix:   a smaller SOLVER.IMS_PER_BATCH (and SOLVER.ACCUM_STEPS for as many images a step), or "
-                "INPUT.SIZE_TRAIN"
-            ) from error
+        refused = refusal(error, f"the pre-flight, in {self.precision}, in {where}", batch, IN_TRAINING)
+        if refused is not None:
+            raise refused from error
         blame = "an error of the model or of the data, not of mixed precision"
         if self.precision != "float32":
             blame = "and not in float32: a part of the model does not take this precision"
         raise TrainingError(
             f"the model fails on the first training batch in {self.precision}: {blame}.\n"
-            f"  found: {found}\n"
+            f"  found: {first_line(error)}\n"
             f"  where: {where}, {_line_of(error)}\n"
-            f"  batch: {shapes}\n"
+            f"  batch: {shapes_of(batch)}\n"
             f"{_channels_hint(module, args)}"
             "  (SOLVER.AMP.PREFLIGHT off shows the whole traceback)"
         ) from error

@@ -19,6 +19,11 @@ def define(path: str, default: Any, meaning: str, **options: Any) -> None:
 # ---- the run
 define("OUTPUT_DIR", "logs/", "Folder for the config, logs, metrics and checkpoints of the run.")
 define("SEED", 0, "Seed of every random draw: initial weights, sampling, augmentation.", low=0)
+define(
+    "DETERMINISTIC",
+    False,
+    "Compute so that two runs of the same seed are equal bit for bit; an operation that cannot is an error.",
+)
 define("LOG_PERIOD", 50, "Iterations between two lines of the log, metrics.json and TensorBoard.", low=1)
 define(
     "LOG_ACTIVATIONS",

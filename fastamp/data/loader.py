@@ -2,10 +2,12 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.samplers import EpochBatchSampler, InferenceSampler, SampleKey
 from fastamp.utils.env import available_cores
-from fastamp.utils.errors import UserError
+from fastamp.utils.errors import DataError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -78,13 +80,15 @@ class _Loader:
         """Yield the batches.
 
         Raises:
-            DataError: an image cannot be read.
+            DataError: an image cannot be read, or a worker was killed.
         """
-        if self.device.type == "cuda":
-            yield from self._ahead()
-        else:
-            for batch in self._loader:
-                yield self._finished(batch)
+        batches = self._ahead() if self.device.type == "cuda" else map(self._finished, self._loader)
+        while True:
+            with lost_workers_explained(fetching=True):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def _ahead(self) -> Iterator[dict[str, Any]]:
         """Yield the batches, each when the work on the next has been handed to the device."""
@@ -167,14 +171,47 @@ def worker_count(key: str, asked: int) -> int:
     return min(asked, cores)
 
 
+@contextmanager
+def lost_workers_explained(*, fetching: bool = False) -> Iterator[None]:
+    """Turn PyTorch's word that a worker is dead, which reaches the main thread wherever it is, into a DataError.
+
+    Args:
+        fetching: a batch is being taken from a worker, whose connection may break first.
+    """
+    try:
+        yield
+    except (RuntimeError, EOFError, ConnectionError) as error:
+        found = str(error).strip()
+        if isinstance(error, RuntimeError):
+            lost = re.match(r"DataLoader worker \(pid.* (is killed by signal|exited unexpectedly)", found)
+            if "killed by signal" in str(error.__cause__):
+                found = str(error.__cause__).strip()
+        else:
+            lost = fetching and not found.startswith("Caught ")  # that one was raised in the worker
+            found = f"{type(error).__name__} while a batch was taken from it"
+        if not lost:
+            raise
+        cause, fix = "it crashed, or was killed, e.g. for want of memory", "DATALOADER.NUM_WORKERS 0 shows where"
+        if "Killed" in found:
+            cause = "the system ends processes when memory runs out (its log, dmesg, would say so)"
+            fix = "fewer DATALOADER.NUM_WORKERS, or DATALOADER.CACHE disk instead of ram"
+        elif "Bus error" in found:
+            cause = "the shared memory in which workers hand batches over, /dev/shm, is full"
+            fix = "a larger one (docker run --shm-size 8g, or --ipc host), or fewer DATALOADER.NUM_WORKERS"
+        raise DataError(
+            f"a process that loads data has ended.\n  found: {found}\n  cause: {cause}\n  fix:   {fix}"
+        ) from error
+
+
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
 def _start_worker(worker: int) -> None:
-    """Leave Ctrl-C and SIGTERM, which reach whole process groups, to the main process, and compute on one core."""
+    """Leave signals, which reach whole process groups, to the main process, and compute on one core."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_when_parent_says, daemon=True).start()

@@ -3,17 +3,14 @@
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from fastamp.utils import comm
+from fastamp.engine.lifeline import Outcome
 from fastamp.utils.errors import USER_ERROR_EXIT_CODE, UserError
 from fastamp.utils.printable import printable
 
-GRACE_SECONDS = 2.0
-"""How long the processes of a failed training have to say what they know."""
+_RENDEZVOUS_PORT = 29400  # torchrun's own choice
 
 
 class TrainingInterrupted(Exception):
@@ -30,36 +27,39 @@ class TrainingInterrupted(Exception):
         self.saved = saved
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a command ended: its exit code, and what is to be said on stderr."""
-
-    code: int
-    message: str = ""
-
-
 def resume_command() -> str:
-    """Return the command that continues the run that this process is."""
-    arguments = sys.argv if "--resume" in sys.argv else [sys.argv[0], "--resume", *sys.argv[1:]]
-    starter = ["python"]
+    """Return the command that continues the run that this process is; under torchrun that of every machine."""
+    script, *arguments = sys.argv
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        machines = os.environ.get("GROUP_WORLD_SIZE", "1")
         starter = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1")]
-    return shlex.join([*starter, *arguments])
+        if machines != "1":
+            endpoint = f"{os.environ['MASTER_ADDR']}:{_RENDEZVOUS_PORT}"
+            starter += ["--nnodes", machines, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    else:
+        starter = ["python"]
+    if spec is not None:  # python -m package.module
+        starter += ["-m", spec.name.removesuffix(".__main__")]
+    elif script.endswith(".py") or not os.access(script, os.X_OK):
+        starter += [script]
+    elif starter == ["python"]:  # a console script
+        starter = [script]
+    else:
+        starter += ["--no-python", script]
+    resume = [] if "--resume" in arguments else ["--resume"]
+    return shlex.join([*starter, *resume, *arguments])
 
 
 def run_command_line(command: Callable[[], Any]) -> int:
     """Run ``command`` and return the process's exit code.
 
     0: done. 2: the user's input was wrong; the message stands on stderr, without a traceback. 128 + the signal's
-    number: interrupted, with the command that resumes. Any other exception is a bug and passes through.
+    number: interrupted, with the command that resumes. Any other exception is a bug and passes through. What fails
+    inside ``launch`` among several processes ends there, with the same codes and messages, and 1 for a bug.
     """
-    outcome, rank = outcome_of(command), comm.get_rank()
-    if rank > 0 and outcome.code != USER_ERROR_EXIT_CODE:
-        return outcome.code  # an interruption is one of all ranks
-    if rank > 0:
-        # What is wrong for all ranks is said by rank 0: torchrun, when that has ended, ends this process too.
-        time.sleep(2 * GRACE_SECONDS)
-    say(outcome.message, rank)
+    outcome = outcome_of(command)
+    say(outcome)
     return outcome.code
 
 
@@ -80,7 +80,8 @@ def outcome_of(command: Callable[[], Any]) -> Outcome:
     return Outcome(0)
 
 
-def say(message: str, rank: int) -> None:
-    """Print a message, if there is one, on stderr; ranks above 0 say who they are."""
-    if message:
-        print(printable(f"rank {rank}: {message}" if rank else message), file=sys.stderr, flush=True)
+def say(outcome: Outcome) -> None:
+    """Print an outcome's message, if it has one, on stderr; ranks above 0 say who they are."""
+    if outcome.message:
+        who = f"rank {outcome.rank}: " if outcome.rank and outcome.kind != "lost" else ""
+        print(printable(f"{who}{outcome.message}"), file=sys.stderr, flush=True)

@@ -15,7 +15,9 @@ from fastamp.amp import PrecisionPolicy
 from fastamp.amp.health import check_finite
 from fastamp.config import CfgNode, describe_changes
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
+from fastamp.data.loader import lost_workers_explained
 from fastamp.engine import hooks
+from fastamp.engine.command_line import resume_command
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase
 from fastamp.evaluation import Protocol, ReidEvaluator, inference_on_dataset, print_results, update_bn_statistics
 from fastamp.evaluation.evaluator import DatasetEvaluator
@@ -31,7 +33,7 @@ from fastamp.solver import (
 from fastamp.utils import comm
 from fastamp.utils.checkpoint import Checkpointer, write_atomically
 from fastamp.utils.env import RandomState
-from fastamp.utils.errors import ConfigError, UserError
+from fastamp.utils.errors import ConfigError, UserError, WriteError
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
 from fastamp.utils.files import folder_name
 from fastamp.utils.load_state import load_model_state
@@ -152,13 +154,24 @@ class DefaultTrainer:
             with self.evaluated_weights():
                 return _flat(self.evaluate())
         try:
-            with self.stop.watching():
+            with self.stop.watching(), lost_workers_explained():
                 self.trainer.train(start, cfg.SOLVER.MAX_EPOCH, self.trainer.iters_per_epoch)
+        except WriteError as error:
+            raise WriteError(f"{error}\n{self._what_is_whole()}") from error
         finally:
             for writer in self.writers:
                 writer.close()
             self.writers.clear()
         return _flat(self.eval_hook.results)
+
+    def _what_is_whole(self) -> str:
+        """Return what to do when a file could not be written."""
+        last = self.checkpointer.last_checkpoint()
+        if last is None:
+            return (
+                f"  nothing was saved before\n  fix: make room, or choose another OUTPUT_DIR than {self.cfg.OUTPUT_DIR}"
+            )
+        return f"  the checkpoint before is whole: {last}\n  fix: make room, then resume with:\n  {resume_command()}"
 
     def register_hooks(self, hooks_: Iterable[HookBase]) -> None:
         """Add hooks after those of ``build_hooks``."""

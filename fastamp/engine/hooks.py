@@ -2,8 +2,10 @@
 
 import logging
 import math
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -156,18 +158,23 @@ def console_line(done: int, total: int, metrics: dict[str, Any]) -> str:
 
 
 class StopOnSignal(HookBase):
-    """After SIGINT or SIGTERM, finish the step, save, and end the training; a second signal ends it at once.
+    """After SIGINT, SIGTERM or SIGUSR1, finish the step, save, and end the training; a second signal ends it at once.
+
+    Among several processes the signal of one is everybody's, and the same again within a second is the same one: a
+    terminal or a scheduler signals all processes, and the one that started them passes it on as well.
 
     Args:
         checkpointer: gets ``model_interrupted``.
     """
 
     saves = True
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    SAME_WITHIN = 1.0  # seconds
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self.checkpointer = checkpointer
         self.received: int | None = None
+        self._received_at = 0.0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -186,8 +193,15 @@ class StopOnSignal(HookBase):
                 signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        for each in self.SIGNALS:
+        passed_on = comm.is_distributed() or "TORCHELASTIC_RUN_ID" in os.environ
+        if self.received is not None:
+            if number == self.received and time.monotonic() - self._received_at < self.SAME_WITHIN:
+                return
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self.received, self._received_at = number, time.monotonic()
+        for each in () if passed_on else self.SIGNALS:
             signal.signal(each, signal.SIG_DFL)
         logger.warning(
             "%s: stopping after this step, or after the evaluation that follows it; a second one stops at once",
@@ -196,16 +210,16 @@ class StopOnSignal(HookBase):
 
     def after_step(self) -> None:
         # At the end of an epoch its evaluation and checkpoint come first, so that the saved state is whole.
-        ends_epoch = (self.trainer.iter + 1) % self.trainer.iters_per_epoch == 0
-        if not ends_epoch and comm.any_rank(self.received is not None):
-            self._stop()
+        if (self.trainer.iter + 1) % self.trainer.iters_per_epoch:
+            self._stop_if_asked()
 
     def after_epoch(self) -> None:
-        if self.trainer.iter + 1 < self.trainer.max_iter and comm.any_rank(self.received is not None):
-            self._stop()
+        if self.trainer.iter + 1 < self.trainer.max_iter:
+            self._stop_if_asked()
 
-    def _stop(self) -> None:
-        path = self.checkpointer.save("model_interrupted")
-        comm.synchronize()  # when one process has ended, the others are ended
-        # Another rank's signal stops this one too; what it was is of no consequence then.
-        raise TrainingInterrupted(self.received or signal.SIGTERM, str(path))
+    def _stop_if_asked(self) -> None:
+        number = int(comm.largest(self.received or 0))
+        if number:
+            path = self.checkpointer.save("model_interrupted")
+            comm.synchronize()  # when one process has ended, the others are ended
+            raise TrainingInterrupted(number, str(path))

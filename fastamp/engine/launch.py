@@ -11,17 +11,22 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
-from fastamp.engine.command_line import GRACE_SECONDS, Outcome, outcome_of, say
+from fastamp.engine.command_line import outcome_of, say
+from fastamp.engine.lifeline import GRACE_SECONDS, Lifeline, Outcome, causes_among, connect, is_consequence
 from fastamp.utils import comm
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import ConfigError
 
 _READY = "ready"
+_POLL_SECONDS = 0.5
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def launch(
@@ -36,7 +41,7 @@ def launch(
 
     Under torchrun this process is one of them. Otherwise one process for each of ``num_gpus_per_machine`` is
     started, or none when that is one. Each has its own CUDA device where there are that many, and computes on the CPU
-    otherwise if ``MODEL.DEVICE`` says so.
+    otherwise if ``MODEL.DEVICE`` says so. When one fails all end, on every machine, with its error and exit code.
 
     Args:
         main_func: a function that a new process can import.
@@ -49,12 +54,19 @@ def launch(
 
     Raises:
         ConfigError: numbers that do not fit each other, or several machines without a ``dist_url``.
-        SystemExit: a process that was started failed, with its exit code.
+        SystemExit: a process that was started failed, with its exit code. Under torchrun the process itself ends.
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1 and "RANK" in os.environ:
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        with _process_group(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), init_method="env://"):
-            return main_func(*args)
+        local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+        def tell(causes: list[Outcome]) -> None:
+            # On each machine the first process that is left speaks for all of it.
+            first, lost = comm.get_rank() - local_rank, {cause.rank for cause in causes if cause.kind == "lost"}
+            if all(rank in lost for rank in range(first, comm.get_rank())):
+                for cause in causes:
+                    say(cause)
+
+        return _run_in_group(main_func, args, local_rank, local_size, tell, init_method="env://")
     if num_gpus_per_machine < 1 or num_machines < 1 or not 0 <= machine_rank < num_machines:
         raise ConfigError(
             f"--num-gpus {num_gpus_per_machine} --num-machines {num_machines} --machine-rank {machine_rank}: expected "
@@ -76,26 +88,63 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-@contextmanager
-def _process_group(local_rank: int, local_size: int, **group: Any) -> Iterator[None]:
-    """Keep a process group up inside, with gloo for tensors on the host and NCCL for those on CUDA devices."""
+def _run_in_group(
+    main_func: Callable[..., Any],
+    args: tuple[Any, ...],
+    local_rank: int,
+    local_size: int,
+    tell: Callable[[list[Outcome]], None],
+    **group: Any,
+) -> Any:
+    """Return what ``main_func(*args)`` returns with the process group up; a failure ends this process and all others.
+
+    Args:
+        local_rank, local_size: which of this machine's processes this is, and how many these are.
+        tell: gets the causes before this process ends.
+        group: of ``init_process_group``. Tensors on the host travel by gloo, those on CUDA devices by NCCL.
+
+    Raises:
+        ConfigError: the processes could not meet.
+    """
     backend = "gloo"
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
         torch.cuda.set_device(local_rank)  # before anything communicates, or all would use the first device
         backend = "cpu:gloo,cuda:nccl"
     try:
         dist.init_process_group(backend, **group)
-    except (ValueError, RuntimeError) as error:
+        host = urlsplit(group["init_method"]).hostname or os.environ.get("MASTER_ADDR")
+        lifeline = Lifeline(connect("127.0.0.1" if dist.get_world_size() == local_size else host), tell)
+    except (ValueError, RuntimeError, OSError) as error:
         raise ConfigError(
             f"the processes of the training could not meet ({str(error).splitlines()[0]}).\n"
             "  fix: check --dist-url, --num-machines and --machine-rank, or torchrun's --rdzv-endpoint"
         ) from error
-    yield
-    # Not after an error: the other ranks may be waiting, and NCCL would wait for them. All together, and when nothing
-    # uses the group any more: of gloo's groups, one that a DDP model still held did not come down once in 14 runs.
-    comm.synchronize()
+    results: list[Any] = []
+
+    def run() -> None:
+        results.append(main_func(*args))
+        comm.synchronize()
+
+    outcome = _outcome_of_all(run)
+    if outcome.code:
+        lifeline.fail(outcome)
+    lifeline.close()
+    # Together, and when nothing uses the group any more: of gloo's groups, one that a DDP model still held did not come
+    # down once in 14 runs.
     gc.collect()
     dist.destroy_process_group()
+    return results[0] if results else None
+
+
+def _outcome_of_all(command: Callable[[], Any]) -> Outcome:
+    """Run ``command``; see ``outcome_of``. A bug is an outcome too, with its traceback."""
+    try:
+        return outcome_of(command)
+    except SystemExit as stop:
+        return Outcome(stop.code if isinstance(stop.code, int) else int(stop.code is not None))
+    except BaseException as error:
+        kind = "consequence" if is_consequence(error) else "cause"
+        return Outcome(1, traceback.format_exc().rstrip(), kind=kind)
 
 
 def _spawn(
@@ -123,25 +172,30 @@ def _spawn(
             sender.close()  # so that the end of the process ends the pipe
             ranks.append(_Rank(rank, process, receiver))
         deadline = None
-        while any(rank.outcome is None for rank in ranks) and (deadline is None or time.monotonic() < deadline):
-            open_pipes = [rank.pipe for rank in ranks if rank.outcome is None]
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            for pipe in multiprocessing.connection.wait(open_pipes, left):
-                next(rank for rank in ranks if rank.pipe is pipe).receive()
-            if deadline is None and any(rank.outcome and rank.outcome.code for rank in ranks):
-                # What is wrong for all is soon said by all; whoever waits for a lost one says nothing.
-                deadline = time.monotonic() + GRACE_SECONDS
-        failed = [rank for rank in ranks if rank.outcome and rank.outcome.code]
+        while any(rank.outcomes is None for rank in ranks) and (deadline is None or time.monotonic() < deadline):
+            waiting = [rank for rank in ranks if rank.outcomes is None]
+            # Not the end of the pipe alone: what the process has forked, e.g. to load data, may hold that open.
+            ready = multiprocessing.connection.wait([rank.pipe for rank in waiting], _POLL_SECONDS)
+            for rank in waiting:
+                if rank.pipe in ready or rank.process.exitcode is not None:
+                    rank.receive()
+            if deadline is None and any(rank.failed for rank in ranks):
+                # The cause reaches all together; whoever is not yet there to hear it says nothing.
+                deadline = time.monotonic() + 2 * GRACE_SECONDS
+        failed = any(rank.failed for rank in ranks)
         if failed:
             for rank in ranks:
                 rank.process.kill()  # waiting in a collective, one would not notice anything gentler
         for rank in ranks:
             rank.process.join()
     if failed:
-        for message in dict.fromkeys(rank.outcome.message for rank in failed):
-            number = next(rank.number for rank in failed if rank.outcome.message == message)
-            say(message, number)
-        raise SystemExit(min(failed, key=lambda rank: not rank.outcome.message).outcome.code)
+        # What became of a lost process of this machine is known best here.
+        known = {each.rank: each for rank in ranks for each in rank.outcomes or () if each.rank == rank.number}
+        told = [each for rank in ranks for each in rank.outcomes or ()]
+        causes = causes_among(known.get(each.rank, each) if each.kind == "lost" else each for each in told)
+        for cause in causes:
+            say(cause)
+        raise SystemExit(causes[0].code)
 
 
 class _Rank:
@@ -150,34 +204,43 @@ class _Rank:
     Args:
         number: its rank.
         process: the process.
-        pipe: where it says that it is ready, and later what its outcome is.
+        pipe: where it says that it is ready, and later how all ended, as far as it knows.
     """
 
     def __init__(self, number: int, process: Any, pipe: Any) -> None:
         self.number, self.process, self.pipe = number, process, pipe
         self.ready = False
         self.signalled: int | None = None
-        self.outcome: Outcome | None = None
+        self.outcomes: list[Outcome] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is known to have ended with another code than 0."""
+        return any(outcome.code for outcome in self.outcomes or ())
 
     def receive(self) -> None:
-        """Take what the process has sent, or find out how it ended without sending an outcome."""
+        """Take what the process has sent, or find out how it ended without a word."""
         try:
-            message = self.pipe.recv()
+            message = self.pipe.recv() if self.pipe.poll() else None
         except EOFError:
+            message = None
+        if message is None:
             self.process.join()
-            code = self.process.exitcode or 0
-            if code < 0 and self.signalled:
-                self.outcome = Outcome(128 + self.signalled, "interrupted")
-            elif code < 0:
-                name = signal.Signals(-code).name
-                self.outcome = Outcome(128 - code, f"the process of rank {self.number} was ended by {name}")
-            else:
-                self.outcome = Outcome(code)
-            return
-        if message == _READY:
+            self.outcomes = [self._without_a_word(self.process.exitcode)]
+        elif message == _READY:
             self.ready = True
         else:
-            self.outcome = message
+            self.outcomes = message
+
+    def _without_a_word(self, code: int) -> Outcome:
+        if code >= 0:
+            return Outcome(code, f"the process of rank {self.number} ended with code {code}", self.number, "lost")
+        if self.signalled:
+            return Outcome(128 + self.signalled, "interrupted", self.number, "lost")
+        message = f"the process of rank {self.number} was ended by {signal.Signals(-code).name}"
+        if -code == signal.SIGKILL:
+            message += ", e.g. by the system when memory ran out (its log, dmesg, would say so)"
+        return Outcome(128 - code, message, self.number, "lost")
 
     def signal(self, number: int) -> None:
         """Pass a signal on; a process that is not ready for it is ended."""
@@ -201,20 +264,8 @@ def _worker(
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     pipe.send(_READY)
-
-    def run() -> None:
-        with _process_group(local_rank, local_size, **group):
-            main_func(*args)
-
-    try:
-        outcome = outcome_of(run)
-    except Exception:  # a bug of ours or of the user's own code
-        traceback.print_exc()
-        outcome = Outcome(1)
-    pipe.send(outcome)
-    if outcome.code:
-        # While this process is there, those that wait for it do not fail in their turn, with errors that mislead.
-        time.sleep(10 * GRACE_SECONDS)
+    outcome = _outcome_of_all(lambda: _run_in_group(main_func, args, local_rank, local_size, pipe.send, **group))
+    pipe.send([replace(outcome, rank=group["rank"])])
     sys.exit(outcome.code)
 
 
@@ -247,7 +298,7 @@ def _environment(**variables: str) -> Iterator[None]:
 
 @contextmanager
 def _signals_forwarded(ranks: list["_Rank"]) -> Iterator[None]:
-    """Pass SIGINT and SIGTERM on to the processes, and leave it to them what these do."""
+    """Pass signals on to the processes, and leave it to them what these do."""
 
     def forward(number: int, frame: Any) -> None:
         for rank in ranks:
@@ -256,7 +307,7 @@ def _signals_forwarded(ranks: list["_Rank"]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    former = {number: signal.signal(number, forward) for number in _FORWARDED}
     try:
         yield
     finally:

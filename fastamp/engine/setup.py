@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ def default_argument_parser() -> argparse.ArgumentParser:
 
 
 def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
-    """Check the config, start the log, and seed the random generators.
+    """Check the config, start the log, seed the random generators, and choose deterministic computation or not.
 
     Raises:
         ConfigError: a value that cannot work, a part that this version does not have, or a device that is not there.
@@ -63,7 +64,19 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # whose random state is kept
     seed_all(cfg.SEED + rank)
-    torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK
+    _set_deterministic(cfg.DETERMINISTIC, benchmark=cfg.CUDNN_BENCHMARK)
+
+
+def _set_deterministic(deterministic: bool, *, benchmark: bool) -> None:
+    """Let PyTorch compute deterministically, or as fast as it can, whatever a run before in this process had."""
+    if deterministic and benchmark:
+        logger.warning("CUDNN_BENCHMARK True has no effect: what cuDNN finds fastest is not the same in each run")
+    if deterministic:
+        # Without it cuBLAS shares its workspace among streams; read when CUDA is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.deterministic = deterministic
+    torch.backends.cudnn.benchmark = benchmark and not deterministic
 
 
 def _refuse_links_out_of(output_dir: Path) -> None:

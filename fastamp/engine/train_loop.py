@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fastamp.amp import LossScaler, OptimizationStep, Precautions, PrecisionFailure, PrecisionPolicy, StepVerdict
 from fastamp.amp.health import check_communication
 from fastamp.amp.policy import dtype_name
+from fastamp.amp.refusal import IN_TRAINING, Refusals
 from fastamp.amp.step import Clip
 from fastamp.solver import build_gradient_clipping
 from fastamp.utils import comm
@@ -286,6 +287,10 @@ class SimpleTrainer(TrainerBase):
 
     def run_step(self) -> None:
         """Forward and backward of each batch, verdict, and a step that is taken or skipped."""
+        with Refusals(f"iteration {self.iter}", IN_TRAINING) as computing:
+            self._run_step(computing)
+
+    def _run_step(self, computing: Refusals) -> None:
         start, data_time = time.perf_counter(), 0.0
         model, is_new = self._parallel()
         count = self.batches_before(self.iter + 1) - self.batches_before(self.iter)
@@ -298,6 +303,7 @@ class SimpleTrainer(TrainerBase):
             if first:
                 self.policy = self.precautions.before_first_step(self.step, batch, self.policy, iteration=self.iter)
                 start = time.perf_counter() - seconds  # that was no part of the step
+            computing.batch = batch
             self.precautions.remember(batch, first=number == 0)
             with nullcontext() if number == count - 1 else comm.no_sync(model):
                 with self.policy.checked_autocast() if first else self.policy.autocast():

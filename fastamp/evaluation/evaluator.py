@@ -12,6 +12,7 @@ from torch import nn
 from fastamp.amp import PrecisionPolicy, to_float32
 from fastamp.amp.locate import locate_in_evaluation
 from fastamp.amp.policy import dtype_name
+from fastamp.amp.refusal import IN_EVALUATION, Refusals
 from fastamp.amp.rehearsal import Rehearsal
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
@@ -60,7 +61,7 @@ def inference_on_dataset(
         The evaluator's metrics; an empty dict on ranks other than 0.
 
     Raises:
-        TrainingError: features are not finite; with the layer where that began.
+        TrainingError: features are not finite, with the layer where that began; or memory ran out.
     """
     policy = policy or PrecisionPolicy(next(model.parameters()).device.type, torch.float32, "no policy given")
     was_training = {module: module.training for module in model.modules()}
@@ -69,8 +70,9 @@ def inference_on_dataset(
     start, images = time.perf_counter(), 0
     finite = []
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), Refusals("the evaluation", IN_EVALUATION) as computing:
             for batch in track(data_loader, len(data_loader), "evaluating"):
+                computing.batch = batch
                 features = extract_features(model, batch, policy, flip_test)
                 finite.append(torch.isfinite(features).all())
                 evaluator.process(batch, features)

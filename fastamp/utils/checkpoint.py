@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fastamp.utils import comm
-from fastamp.utils.errors import WeightsError
+from fastamp.utils.errors import WeightsError, writing
 from fastamp.utils.form import unlike
 from fastamp.utils.load_state import examples, is_weight, load_model_state
 from fastamp.utils.weights_file import read_checkpoint, state_dict_in
@@ -21,23 +21,31 @@ logger = logging.getLogger(__name__)
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[Any], None]) -> None:
-    """Let ``write(file)`` fill a temporary neighbour of ``path``, then rename it: readers see all of it or nothing."""
+    """Let ``write(file)`` fill a temporary neighbour of ``path``, then rename it: readers see all of it or nothing.
+
+    Raises:
+        WriteError: it cannot be written; nothing is left behind, and what ``path`` was before is still there.
+    """
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes files private to the user; give it what a plain open() would have.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with writing(path):
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            # mkstemp makes files private to the user; give it what a plain open() would have.
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+        except BaseException as error:
+            Path(temporary).unlink(missing_ok=True)
+            # PyTorch's writer complains about its place in the file, while the disk's error is handled.
+            if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def _sync_folder(folder: Path) -> None:
@@ -127,16 +135,16 @@ class Checkpointer:
         Raises:
             WeightsError: none of them is whole.
         """
-        found: tuple[Path | None, str] = (None, "")
+        path, problem = None, ""
         if comm.is_main_process():
             try:
-                found = (self._newest_whole(), "")
+                path = self._newest_whole()
             except WeightsError as error:
-                found = (None, str(error))
-        path, problem = comm.gather_objects(found)[0]
-        if problem:
+                problem = str(error)
+        if problem := comm.gather_bytes(problem.encode())[0].decode():
             raise WeightsError(problem)
-        return path
+        name = os.fsdecode(comm.gather_bytes(os.fsencode(path.name) if path else b"")[0])
+        return self.save_dir / name if name else None
 
     def _named(self) -> str | None:
         """Return the file name in ``last_checkpoint``, whatever that is; None when there is no such file."""

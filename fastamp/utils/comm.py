@@ -1,9 +1,11 @@
 """Rank, world size and the few collectives that fastamp uses; all are no-ops in a single process."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -82,11 +84,17 @@ def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp) -> torch.Tensor:
     return reduced
 
 
+def largest(number: float) -> float:
+    """Return the largest of the ranks' numbers."""
+    if not is_distributed():
+        return number
+    value = torch.tensor(number, dtype=torch.float64, device=transport_device())
+    return _all_reduce(value, dist.ReduceOp.MAX).item()
+
+
 def any_rank(flag: bool) -> bool:
     """Return whether ``flag`` is true on any rank."""
-    if not is_distributed():
-        return flag
-    return bool(_all_reduce(torch.tensor(float(flag), device=transport_device()), dist.ReduceOp.MAX))
+    return bool(largest(flag))
 
 
 def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
@@ -162,22 +170,32 @@ def own_group() -> Any:
     return _own_group
 
 
-def gather_objects(item: Any) -> list[Any]:
-    """Return the ``item`` of every rank in the order of the ranks; it is pickled on its way, so let it be small."""
+def gather_bytes(data: bytes) -> list[bytes]:
+    """Return the bytes of every rank in the order of the ranks; they may differ in length."""
     if not is_distributed():
-        return [item]
-    items: list[Any] = [None] * get_world_size()
-    dist.all_gather_object(items, item)
-    return items
+        return [data]
+    lengths = gather_rows(torch.tensor([len(data)])).tolist()
+    joined = gather_rows(torch.from_numpy(np.frombuffer(data, np.uint8).copy())).numpy().tobytes()
+    ends = list(itertools.accumulate(lengths))
+    return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-def first_text(text: str, order: int = 0) -> str:
-    """Return on every rank the text, of those that are not empty, of the lowest ``order``, then of the lowest rank."""
-    texts = [(each_order, rank, each) for rank, (each_order, each) in enumerate(gather_objects((order, text))) if each]
-    if not texts:
-        return ""
-    _, rank, chosen = min(texts)
-    return f"on rank {rank}: {chosen}" if get_world_size() > 1 else chosen
+def first_of_all(text: str, order: float = 0) -> tuple[int, str]:
+    """Return on every rank the text, of those that are not empty, of the lowest ``order``, then of the lowest rank.
+
+    Returns:
+        Whose text it is, and the text; -1 and "" when all are empty.
+    """
+    orders = gather_rows(torch.tensor([order], dtype=torch.float64)).tolist()
+    texts = [each.decode() for each in gather_bytes(text.encode())]
+    found = [(orders[rank], rank, each) for rank, each in enumerate(texts) if each]
+    return min(found)[1:] if found else (-1, "")
+
+
+def first_text(text: str, order: float = 0) -> str:
+    """Return the text of ``first_of_all``; among several processes it says whose it is."""
+    rank, chosen = first_of_all(text, order)
+    return f"on rank {rank}: {chosen}" if chosen and get_world_size() > 1 else chosen
 
 
 def broadcast(tensors: Iterable[torch.Tensor]) -> None:

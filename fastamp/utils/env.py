@@ -1,6 +1,7 @@
 """What this process has of the machine, cores and memory, and its random state."""
 
 import ctypes
+import io
 import os
 import random
 import resource
@@ -58,7 +59,10 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the main process's states, and under ``others`` those of the further ranks."""
-        main, *others = comm.gather_objects(random_state())
+        file = io.BytesIO()
+        torch.save(random_state(), file)
+        states = comm.gather_bytes(file.getvalue())
+        main, *others = [torch.load(io.BytesIO(state), weights_only=True) for state in states]
         return main | {"others": others}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

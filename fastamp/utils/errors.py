@@ -1,7 +1,9 @@
 """Errors that a user can act on: one clear message, exit code 2, no traceback."""
 
 import difflib
+import errno
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -32,13 +34,23 @@ class TrainingError(UserError):
     """Training cannot go on or would learn nothing; the message has the cause and the cure."""
 
 
+class WriteError(ConfigError):
+    """A file cannot be written: its folder is missing or read-only, or the disk is full or broken."""
+
+
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
+
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise ConfigError where what is inside cannot write to ``path``."""
+    """Raise WriteError where what is inside cannot write to ``path``."""
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from error
+        free = ""
+        if error.errno in _DISK_ERRORS:
+            free = f" ({shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free / 2**20:.0f} MiB are free there)"
+        raise WriteError(f"{os.fspath(path)} cannot be written: {error.strerror or error}{free}") from error
 
 
 def check_choice(key: str, value: str, choices: Sequence[str]) -> None:

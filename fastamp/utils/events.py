@@ -1,13 +1,19 @@
 """Metrics of a run: collected without waiting for the device, written once a log period."""
 
+import itertools
 import json
 import math
+import os
+import socket
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastamp.utils.checkpoint import write_atomically
+from fastamp.utils.errors import writing
 
 
 class MetricStore:
@@ -58,13 +64,12 @@ class JSONWriter:
         self.path = Path(path)
         kept = [] if start_iter == 0 else _lines_before(self.path, start_iter)
         write_atomically(self.path, lambda file: file.write("".join(kept).encode()))
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = _AppendedFile(self.path)
 
     def write(self, iteration: int, metrics: dict[str, Any]) -> None:
         """Append one line; what is not finite is written as null."""
         row = {key: _plain(value) for key, value in {"iteration": iteration, **metrics}.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -91,22 +96,68 @@ def _plain(value: Any) -> Any:
 class TensorboardXWriter:
     """Write metrics as TensorBoard scalars.
 
+    TensorBoard's own writer does that in a thread, where a full disk could not be told from a bug.
+
     Args:
         log_dir: the folder of the event files.
         start_iter: the run's first iteration; TensorBoard drops what a former run wrote from there on.
     """
 
     def __init__(self, log_dir: str | Path, *, start_iter: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._writer = SummaryWriter(str(log_dir), purge_step=start_iter if start_iter > 0 else None)
+        self._event, self._summary = Event, Summary
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        self._file = _AppendedFile(Path(log_dir) / name)
+        self._records = RecordWriter(self._file)
+        self._append(file_version="brain.Event:2")
+        if start_iter > 0:
+            self._append(step=start_iter, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, iteration: int, metrics: dict[str, Any]) -> None:
         """Write every number that is finite."""
-        for name, value in metrics.items():
-            if isinstance(value, (int, float)) and math.isfinite(value):
-                self._writer.add_scalar(name, value, iteration)
+        numbers = {
+            name: value for name, value in metrics.items() if isinstance(value, (int, float)) and math.isfinite(value)
+        }
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._append(step=iteration, summary=self._summary(value=values))
+
+    def _append(self, **content: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
 
     def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
+        """Close the file."""
+        self._file.close()
+
+
+_numbers = itertools.count()
+
+
+class _AppendedFile:
+    """A file that grows by whole pieces: of one that cannot be written nothing stays."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with writing(path):
+            self._file = path.open("ab", buffering=0)
+
+    def write(self, piece: bytes) -> None:
+        """Append the piece.
+
+        Raises:
+            WriteError: it cannot be written, e.g. because the disk is full.
+        """
+        with writing(self.path):
+            size = os.fstat(self._file.fileno()).st_size
+            try:
+                while piece:
+                    piece = piece[self._file.write(piece) :]
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(self._file.fileno(), size)
+                raise
+
+    def close(self) -> None:
+        self._file.close()

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from fastamp.utils.printable import printable
@@ -18,6 +19,24 @@ class _Formatter(logging.Formatter):
         copied.prefix = "" if record.levelno == logging.INFO else f"{record.levelname}: "
         copied.name = record.name.rsplit(".", 1)[-1]
         return printable(super().format(copied))
+
+
+class _LogFile(logging.FileHandler):
+    """Leaves out what cannot be written, e.g. because the disk is full, and says so once."""
+
+    _said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._said:
+            self._said = True
+            print(f"{self.baseFilename} cannot be written: {error.strerror}; lines are missing in it", file=sys.stderr)
+
+    def close(self) -> None:
+        with suppress(OSError):  # of lines that are still to be written
+            super().close()
 
 
 def setup_logger(output_dir: str | Path | None = None, *, rank: int = 0) -> None:
@@ -40,6 +59,6 @@ def setup_logger(output_dir: str | Path | None = None, *, rank: int = 0) -> None
     if output_dir is not None:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         name = "log.txt" if rank == 0 else f"log.txt.rank{rank}"
-        file = logging.FileHandler(Path(output_dir) / name, encoding="utf-8")
+        file = _LogFile(Path(output_dir) / name, encoding="utf-8")
         file.setFormatter(_Formatter(_FORMAT, datefmt="%Y-%m-%d %H:%M:%S"))
         logger.addHandler(file)

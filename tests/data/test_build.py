@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
-from fastamp.data.loader import worker_count
+from fastamp.data.loader import lost_workers_explained, worker_count
 from fastamp.utils.errors import ConfigError, DataError
 
 
@@ -267,6 +267,7 @@ def test_worker_count_is_limited_by_the_cores():
 
 SIGNALLED = """
 import multiprocessing, os, signal
+from fastamp.utils.errors import DataError
 from fastamp.config import get_cfg
 from fastamp.data import build_reid_train_loader
 cfg = get_cfg()
@@ -275,11 +276,19 @@ signal.signal(signal.SIGTERM, lambda *_: None)
 batches = iter(build_reid_train_loader(cfg))
 next(batches)
 workers = [process.pid for process in multiprocessing.active_children()]
-os.system("kill -TERM %s; kill -INT %s" % ((" ".join(map(str, workers)),) * 2))
+os.system("kill -TERM %s; kill -INT %s; kill -USR1 %s" % ((" ".join(map(str, workers)),) * 3))
 for _ in range(20):
     next(batches)
 assert [process.pid for process in multiprocessing.active_children()] == workers
 print(*workers, flush=True)
+"""
+KILLED = """
+os.kill(workers[0], signal.SIGKILL)
+try:
+    while True: next(batches)
+except DataError as error:
+    print(error)
+    os._exit(0)
 """
 
 
@@ -289,6 +298,35 @@ def test_workers_leave_signals_to_the_main_process(market):
     run = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     assert not any(is_alive(int(pid)) for pid in run.stdout.split())
+
+
+def test_a_worker_that_is_killed_is_an_error_of_the_data(market):
+    run = subprocess.run([sys.executable, "-c", SIGNALLED + KILLED], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and "a process that loads data has ended." in run.stdout, run.stderr
+
+
+@pytest.mark.parametrize(
+    "found, cause",
+    [
+        ("is killed by signal: Killed.", "memory runs out"),
+        ("is killed by signal: Bus error. It is possible that ...", "/dev/shm"),
+        ("is killed by signal: Segmentation fault.", "it crashed"),
+    ],
+)
+def test_a_worker_that_is_killed(found, cause):
+    error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    error.__cause__ = RuntimeError(f"DataLoader worker (pid 7) {found} ")
+    message = f"(?s)ended.*found: DataLoader worker .pid 7. {found}\n.*{cause}.*fix: "
+    with pytest.raises(DataError, match=message), lost_workers_explained():
+        raise error
+
+
+def test_other_errors_are_no_lost_worker():
+    for error, fetching in ((RuntimeError("a bug"), True), (EOFError("Caught EOFError in"), True), (EOFError(), False)):
+        with pytest.raises(type(error)), lost_workers_explained(fetching=fetching):
+            raise error
+    with pytest.raises(DataError, match="found: EOFError while a batch"), lost_workers_explained(fetching=True):
+        raise EOFError
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from fastamp.data.datasets.cuhk03_files import classic_splits, new_split, write_
 from fastamp.data.datasets.tree import check_tree
 from fastamp.utils import comm
 from fastamp.utils.checkpoint import write_atomically
-from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.errors import ConfigError, DataError, WriteError
 
 logger = logging.getLogger(__name__)
 
@@ -138,9 +138,10 @@ class CUHK03(ImageDataset):
                 self._move_into_place(build)
             finally:
                 shutil.rmtree(build, ignore_errors=True)
-        except OSError as error:
+        except (OSError, WriteError) as error:
+            cause = getattr(error, "strerror", None) or error
             raise DataError(
-                f"CUHK03 cannot be written to {self._place.absolute()}: {error.strerror or error}\n"
+                f"CUHK03 cannot be written to {self._place.absolute()}: {cause}\n"
                 "  fix: set FASTAMP_DATASETS to a folder that can be written to"
             ) from error
 

@@ -1,0 +1,117 @@
+"""Out of memory, and operations without a deterministic form, in a step and in an evaluation."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from loops import Net, make_batch, make_net, make_trainer, sgd
+
+from fastamp.amp import PrecisionPolicy
+from fastamp.amp.preflight import preflight
+from fastamp.engine import default_setup
+from fastamp.evaluation import inference_on_dataset
+from fastamp.evaluation.evaluator import DatasetEvaluator
+from fastamp.utils.errors import TrainingError
+
+RANKS = Path(__file__).parents[1] / "helpers/ranks.py"
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory: you tried to ..."),
+]
+
+
+class Refusing(Net):
+    """Fails in its third forward pass in training, and in its first one in evaluation."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error, self.passes = error, 0
+
+    def forward(self, batch):
+        self.passes += 1
+        if self.passes == 3 or not self.training:
+            raise self.error
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize("error", NO_MEMORY)
+def test_out_of_memory_in_a_step(error):
+    model = Refusing(error)
+    trainer = make_trainer(model, [sgd(model)], [make_batch()] * 5, torch.bfloat16)
+    with pytest.raises(TrainingError) as raised:
+        trainer.train(0, 1, 5)
+    message = str(raised.value)
+    assert message.startswith("out of memory in iteration 2.\n  batch: images (8, 8) float32, targets (8,) int64\n")
+    assert str(error) in message
+    for key in ("SOLVER.IMS_PER_BATCH", "SOLVER.ACCUM_STEPS", "INPUT.SIZE_TRAIN", "MODEL.BACKBONE.CHECKPOINTING"):
+        assert key in message
+
+
+@pytest.mark.parametrize("error", NO_MEMORY)
+def test_out_of_memory_in_an_evaluation(error):
+    with pytest.raises(TrainingError, match=r"out of memory in the evaluation.\n  batch: images \(8, 8\)") as raised:
+        inference_on_dataset(Refusing(error), [make_batch()], DatasetEvaluator())
+    assert "TEST.IMS_PER_BATCH" in str(raised.value) and "INPUT.SIZE_TEST" in str(raised.value)
+
+
+def test_a_bug_stays_a_bug():
+    model = Refusing(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    with pytest.raises(RuntimeError, match="mat1"):
+        make_trainer(model, [sgd(model)], [make_batch()] * 5, torch.float32).train(0, 1, 5)
+
+
+class Putting(Net):
+    """Uses an operation that has no deterministic form on any device."""
+
+    def forward(self, batch):
+        images = batch["images"].clone().put_(torch.zeros(1, dtype=torch.int64), torch.ones(1))
+        return super().forward(batch | {"images": images})
+
+
+@pytest.fixture
+def free_again():
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
+
+
+def test_the_key_switches_on_and_off_and_names_what_cannot(demo, tmp_path, free_again, monkeypatch, capsys):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    model = make_net(Putting)
+    train = make_trainer(model, [sgd(model)], [make_batch()] * 4, torch.float32).train
+    train(0, 1, 1)
+    default_setup(tiny.tiny_config(tmp_path, "DETERMINISTIC", "True", "CUDNN_BENCHMARK", "True"))
+    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert "CUDNN_BENCHMARK True has no effect" in capsys.readouterr().out
+    with pytest.raises(TrainingError, match=r"DETERMINISTIC is True, and put_ cannot be .* \(iteration 1\)"):
+        train(1, 1, 2)
+    with pytest.raises(TrainingError, match=r"DETERMINISTIC is True, and put_ cannot be .* \(the pre-flight"):
+        preflight(model, make_batch(), policy=PrecisionPolicy("cpu", torch.float32, "test"))
+    default_setup(tiny.tiny_config(tmp_path, "CUDNN_BENCHMARK", "True"))
+    assert not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.deterministic
+    assert torch.backends.cudnn.benchmark
+    train(1, 1, 2)
+
+
+def test_two_runs_are_equal_bit_for_bit(demo_root, tmp_path):
+    options = ["DETERMINISTIC", "True", "SOLVER.AMP", "bf16", "DATALOADER.NUM_WORKERS", "2", "SOLVER.MAX_EPOCH", "1"]
+    env = os.environ | {"FASTAMP_DATASETS": str(demo_root)}
+    seeds = {"first": "3", "second": "3", "other": "4"}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, str(RANKS), str(tmp_path / name), "1", *options, "SEED", seed],
+            stdout=subprocess.DEVNULL,
+            env=env,
+        )
+        for name, seed in seeds.items()
+    ]
+    assert [run.wait(timeout=300) for run in runs] == [0, 0, 0]
+    first, second, other = (torch.load(tmp_path / name / "model_final.pth", weights_only=True) for name in seeds)
+    assert first["model"].keys() == second["model"].keys()
+    assert all(torch.equal(tensor, second["model"][name]) for name, tensor in first["model"].items())
+    assert not all(torch.equal(tensor, other["model"][name]) for name, tensor in first["model"].items())

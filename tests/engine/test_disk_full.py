@@ -1,0 +1,96 @@
+"""A full disk: one message, nothing half-written, and a run that can be resumed."""
+
+import logging
+import resource
+from contextlib import contextmanager
+
+import pytest
+import tiny
+import torch
+
+from fastamp.engine import DefaultTrainer, HookBase, default_setup, run_command_line
+from fastamp.utils.checkpoint import write_atomically
+from fastamp.utils.errors import WriteError
+from fastamp.utils.events import JSONWriter, TensorboardXWriter
+from fastamp.utils.logger import setup_logger
+
+
+@contextmanager
+def full_disk(room=2000):
+    """Let no file grow beyond ``room`` bytes inside, which writers are told as by a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class FillDisk(HookBase):
+    """Runs out of disk where a checkpoint of the second epoch is to be written."""
+
+    def __init__(self, checkpointer):
+        self.checkpointer = checkpointer
+
+    def after_epoch(self):
+        if self.trainer.epoch == 1:
+            with full_disk():
+                self.checkpointer.save("model_0001")
+
+
+def test_a_checkpoint_that_has_no_room(demo, tmp_path, capsys):
+    cfg = tiny.tiny_config(tmp_path, "TEST.EVAL_PERIOD", "4")
+
+    def train():
+        default_setup(cfg)
+        trainer = DefaultTrainer(cfg)
+        trainer.register_hooks([FillDisk(trainer.checkpointer)])
+        trainer.trainer._hooks.insert(0, trainer.trainer._hooks.pop())  # in front of the hook that saves
+        trainer.train()
+
+    assert run_command_line(train) == 2
+    said = capsys.readouterr().err
+    assert f"error: {tmp_path}/model_0001.pth cannot be written: File too large (" in said and "MiB are free" in said
+    assert f"the checkpoint before is whole: {tmp_path}/model_0000.pth" in said and "--resume" in said
+    assert "Traceback" not in said
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000.pth"
+    assert not list(tmp_path.glob(".*.tmp")) and not (tmp_path / "model_0001.pth").exists()
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume=True)
+    assert trainer.trainer.start_iter == trainer.trainer.iters_per_epoch
+
+
+@pytest.mark.parametrize("room", [10, 700, 4000, 40_000])
+def test_wherever_the_disk_is_full_the_file_before_stays(tmp_path, room):
+    path = tmp_path / "a.pth"
+    write_atomically(path, lambda file: torch.save({"a": torch.zeros(3)}, file))
+    with full_disk(room), pytest.raises(WriteError, match="a.pth cannot be written: File too large"):
+        write_atomically(path, lambda file: torch.save({"a": torch.zeros(10_000)}, file))
+    assert torch.load(path, weights_only=True)["a"].shape == (3,)
+    assert [each.name for each in tmp_path.iterdir()] == ["a.pth"]
+
+
+def test_metrics_keep_whole_lines(tmp_path):
+    for writer in (JSONWriter(tmp_path / "metrics.json"), TensorboardXWriter(tmp_path)):
+        path = writer._file.path
+        writer.write(1, {"loss": 1.0})
+        before = path.read_bytes()
+        with full_disk(len(before) + 10), pytest.raises(WriteError, match=rf"{path.name} cannot be written"):
+            writer.write(2, {"loss": 1.0})
+        assert path.read_bytes() == before
+        writer.write(3, {"loss": 1.0})
+        assert len(path.read_bytes()) == pytest.approx(2 * len(before), abs=len(before))
+        writer.close()
+
+
+def test_a_log_that_has_no_room_is_no_traceback(tmp_path, capsys):
+    logger = logging.getLogger("fastamp.test")
+    setup_logger(tmp_path)
+    logger.info("first")
+    with full_disk(60):
+        for _ in range(3):
+            logger.info("a line that is too long for what is left of the disk")
+    setup_logger(None)  # closes the file
+    said = capsys.readouterr().err
+    assert said.count("log.txt cannot be written: File too large") == 1 == said.count("\n")
+    assert (tmp_path / "log.txt").read_text().startswith("[") and "first" in (tmp_path / "log.txt").read_text()

@@ -1,0 +1,77 @@
+"""A process that fails ends all of them, on every machine, with its error first."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fastamp.engine.lifeline import Outcome, causes_among, is_consequence
+
+SCRIPT = str(Path(__file__).parents[1] / "helpers/failing_launch.py")
+DIED = "the process of rank 1 ended without a word"
+KILLED = "the process of rank 1 was ended by SIGKILL"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_all(*commands):
+    """Run the commands at the same time; return their exit codes and what they said on stderr."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    runs = [subprocess.Popen([sys.executable, *each], stderr=subprocess.PIPE, text=True, env=env) for each in commands]
+    said = [run.communicate(timeout=300)[1] for run in runs]
+    return [run.returncode for run in runs], said
+
+
+def test_a_killed_process_ends_those_of_another_machine():
+    """Although its children, like workers that load data, keep open what it had open."""
+    url = f"tcp://127.0.0.1:{free_port()}"
+    codes, said = run_all(*([SCRIPT, "killed", "1", "1", "2", machine, url] for machine in "01"))
+    assert codes == [1, 128 + signal.SIGKILL], said
+    assert said[0].startswith(DIED) and said[1].startswith(KILLED)
+    assert not any("Traceback" in each or "peer" in each for each in said), said
+
+
+def test_a_bug_under_torchrun_ends_the_other_machine_that_waits_for_something_else():
+    endpoint = f"127.0.0.1:{free_port()}"
+    torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, SCRIPT]
+    codes, said = run_all(*[[*torchrun, "stuck", "1", "1"]] * 2)
+    assert codes == [1, 1]
+    for each in said:
+        ours = each[each.index("rank 1: ") : each.index("torch/distributed/elastic")]
+        assert ours.startswith("rank 1: Traceback") and ours.count("AssertionError: a bug") == 1, each
+        assert "Connection" not in each and "exitcode  : 1" in each
+
+
+def test_what_is_said():
+    bug, again = Outcome(1, "bug", rank=2), Outcome(1, "bug", rank=0)
+    peer = Outcome(1, "Connection closed by peer", rank=3, kind="consequence")
+    wrong, silent = Outcome(2, "error: x", rank=1), Outcome(3, rank=4)
+    assert causes_among([peer, silent, bug, Outcome(0), again, wrong]) == [bug, wrong, silent]
+    assert causes_among([peer]) == [peer] and causes_among([]) == []
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:36152"), True),
+        (dist.DistNetworkError("the store is gone"), True),
+        (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (BrokenPipeError("Broken pipe"), False),  # of an output that nobody reads
+    ],
+)
+def test_consequences(error, expected):
+    assert is_consequence(error) == expected
+    wrapped = ValueError("the model fails")
+    wrapped.__cause__ = error
+    assert is_consequence(wrapped) == expected

@@ -1,0 +1,61 @@
+"""Signals: which ones stop a training, when a second one is the first again, and the command that resumes."""
+
+import os
+import signal
+import sys
+import types
+
+import pytest
+
+from fastamp.engine.command_line import resume_command
+from fastamp.engine.hooks import StopOnSignal
+
+
+@pytest.mark.parametrize("number", StopOnSignal.SIGNALS)
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_the_second_signal_ends_at_once_but_not_the_first_passed_on(monkeypatch, number, torchrun):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    hook = StopOnSignal(None)
+    with hook.watching():
+        signal.raise_signal(number)
+        assert hook.received == number
+        # Without torchrun the system itself ends the process at the second one, whatever that is busy with.
+        assert (signal.getsignal(number) == signal.SIG_DFL) != torchrun
+        if torchrun:
+            ended = []
+            monkeypatch.setattr(os, "kill", lambda pid, number: ended.append((pid, number)))
+            signal.raise_signal(number)
+            assert not ended
+            hook._received_at -= hook.SAME_WITHIN
+            signal.raise_signal(number)
+            assert ended == [(os.getpid(), number)] and signal.getsignal(number) == signal.SIG_DFL
+
+
+def resume(monkeypatch, argv, module=None, **environment):
+    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    main = types.ModuleType("__main__")
+    main.__spec__ = module and types.SimpleNamespace(name=module)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", argv)
+    return resume_command()
+
+
+def test_the_command_that_resumes(monkeypatch, tmp_path):
+    train, of_two = ["tools/train_net.py", "--num-gpus", "2", "OUTPUT_DIR", "a b"], "--num-gpus 2 OUTPUT_DIR 'a b'"
+    assert resume(monkeypatch, train) == f"python tools/train_net.py --resume {of_two}"
+    assert resume(monkeypatch, ["t.py", "--resume", "X", "1"]) == "python t.py --resume X 1"
+    assert resume(monkeypatch, ["/x/mine/__main__.py", "X", "1"], "mine.__main__") == "python -m mine --resume X 1"
+    console = tmp_path / "train"
+    console.touch(mode=0o755)
+    assert resume(monkeypatch, [str(console), "X", "1"]) == f"{console} --resume X 1"
+    elastic = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "node0"}
+    assert resume(monkeypatch, ["t.py"], **elastic) == "torchrun --nproc-per-node 8 t.py --resume"
+    assert (
+        resume(monkeypatch, ["t.py", "X", "1"], **elastic | {"GROUP_WORLD_SIZE": "2"})
+        == "torchrun --nproc-per-node 8 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0:29400 t.py --resume X 1"
+    )
