@@ -75,12 +75,6 @@ CONTENTS = {
 WRITERS = {"zip": torch.save, "legacy": legacy, "tar": old_tar, "by hand": hand_made_zip, "pickle": plain_pickle}
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def test_the_files_would_run_code(here):
     """The negative control: what refuses nothing runs it."""
     torch.save(CONTENTS["deep"], here / "evil.pth")
