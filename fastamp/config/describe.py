@@ -36,8 +36,8 @@ def describe_config(prefix: str = "", cfg: CfgNode | None = None) -> str:
 
 
 def _describe(key: Key, value: object) -> list[str]:
-    default = _show(key.default)
-    now = _show(value)
+    default = show_value(key.default)
+    now = show_value(value)
     head = f"{key.path}: {default}" + (f"   (here: {now})" if now != default else "")
     meaning = key.meaning
     if key.choices:
@@ -50,12 +50,12 @@ def _describe(key: Key, value: object) -> list[str]:
     ]
 
 
-def _show(value: object) -> str:
-    """Return a value as it would be written in YAML."""
+def show_value(value: object) -> str:
+    """Return a config's value as it would be written in YAML."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {_show(item)}" for name, item in value.items()) + "}"
+        return "{" + ", ".join(f"{name}: {show_value(item)}" for name, item in value.items()) + "}"
     if isinstance(value, tuple | list):
-        return f"[{', '.join(_show(item) for item in value)}]"
+        return f"[{', '.join(show_value(item) for item in value)}]"
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return f"{value:.1f}"
     return value if isinstance(value, str) and value else repr(value)
