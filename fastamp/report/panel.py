@@ -126,12 +126,13 @@ def tick_text(value: float) -> str:
 
 def _wide(low: float, high: float, *, log: bool, margin: float) -> tuple[float, float]:
     """Return a range around ``low``..``high`` that is not empty."""
+    low, high = float(low), float(high)
     if log:
         low, high = (low / 2, high * 2) if high <= low * 1.01 else (low, high)
-        factor = (high / low) ** margin
-        return float(low / factor), float(high * factor)
+        factor = 10 ** (margin * math.log10(high / low)) if high / low < math.inf else 1.0
+        return max(low / factor, 1e-300), min(high * factor, 1e300)
     if high - low <= 1e-9 * max(1.0, abs(low), abs(high)):
         half = max(0.5, abs(high) / 10)
         low, high = low - half, high + half
     gap = margin * (high - low)
-    return float(low - gap), float(high + gap)
+    return low - gap, high + gap

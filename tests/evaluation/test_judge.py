@@ -220,7 +220,7 @@ def test_the_device_and_the_cpu_give_the_same(opts):
 @pytest.mark.parametrize(
     "opts",
     [
-        ["TEST.FLOORS", "True", "TEST.PER_QUERY", "True"],
+        ["TEST.FLOORS", "True", "TEST.PER_QUERY", "True", "TEST.REPORT", "True"],
         ["TEST.METRIC", "euclidean", "TEST.RERANK", "on", "TEST.AQE", "on", "TEST.ROC", "on"],
         ["TEST.PROTOCOL", "cuhk03", "TEST.RERANK", "on", "TEST.KNN_BACKEND", "faiss"],
         ["TEST.PROTOCOL", "vehicleid"],

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from judging import random_set
 
@@ -33,6 +34,11 @@ def main(path, opts):
     metrics = evaluator.evaluate()
     assert (metrics is None) == (comm.get_rank() > 0)
     if metrics is not None:
+        if cfg.TEST.REPORT:
+            details = evaluator.judgement.details
+            metrics["cameras"] = np.nan_to_num(details.cameras.mean_ap).round(9).tolist()
+            metrics["pairs"] = [details.roc.num_genuine, details.roc.num_impostor, float(details.roc.tar.sum())]
+            metrics["lists"] = [[one.query, *one.gallery.tolist()] for one in details.lists["worst"]]
         Path(path).write_text(json.dumps(metrics))
 
 
