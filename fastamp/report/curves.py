@@ -122,7 +122,7 @@ def training_panels(history: History) -> list[Panel]:
         names = [name for name in history.names(suffix=suffix) if "/floor " not in name]
         titles = {name: name.removesuffix(suffix) for name in names[:_MOST_LINES]}
         panels.append(_over_iterations(history, title, "%", list(titles), titles=titles, dots=True))
-    panels.append(_over_iterations(history, "Learning rate", "learning rate", ["lr"]))
+    panels.append(_over_iterations(history, "Learning rate", "rate", ["lr"]))
     panels.append(_over_iterations(history, "Speed", "images/s", ["images_per_second"]))
     return [panel for panel in panels if panel.lines]
 

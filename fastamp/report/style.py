@@ -64,6 +64,7 @@ td code{display:inline-block;min-width:11ch;max-width:44ch;overflow-wrap:anywher
 td span>code{max-width:none;white-space:nowrap}
 td small{display:block;min-width:24ch;max-width:62ch;color:var(--soft);font-size:.8rem}
 .matrix th,.matrix td{min-width:44px;white-space:nowrap;padding:6px 8px;border:1px solid var(--card);text-align:center}
+.matrix thead th:first-child{min-width:0;white-space:normal}
 .matrix th[scope=row],.matrix thead th:first-child{text-align:left}
 .facts{margin:0}
 .facts div{display:grid;grid-template-columns:minmax(120px,170px) 1fr;gap:12px;padding:5px 0;
@@ -84,7 +85,8 @@ border-bottom:1px solid var(--edge)}
 span.correct{color:var(--good);font-weight:600}
 span.wrong{color:var(--bad);font-weight:600}
 @media (max-width:600px){body{padding:18px 12px 40px}section{padding:16px 14px;border-radius:10px}
-h1{font-size:1.35rem}.facts div{grid-template-columns:1fr;gap:0}.tiles{grid-template-columns:repeat(2,1fr)}}
+h1{font-size:1.35rem}.facts div{grid-template-columns:1fr;gap:0}.tiles{grid-template-columns:repeat(2,1fr)}
+th,td{padding-right:10px}.matrix th,.matrix td{min-width:38px;padding:6px 5px}}
 @media print{body{background:none}section{break-inside:avoid}}
 """
     + "".join(
