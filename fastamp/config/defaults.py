@@ -669,6 +669,11 @@ define(
 )
 define("TEST.RANKS", (1, 5, 10), "Ranks of the CMC to report; 1, 5 and 10 always are.", low=1)
 define("TEST.BOOTSTRAP", 1000, "Resamples of the queries for 95 % intervals of mAP and Rank-1; 0 is none.", low=0)
+define(
+    "TEST.REPORT",
+    False,
+    "Write OUTPUT_DIR/report.html after each evaluation: results, curves, rank lists, mixed precision, in one file.",
+)
 define("TEST.PER_QUERY", False, "Keep each query's AP, INP and first match in OUTPUT_DIR/evaluation/<set>.")
 define("TEST.MEMORY_BUDGET_MB", 256, "MiB of distances held at once; with less, evaluation takes longer.", low=1)
 define(

@@ -51,7 +51,7 @@ def _describe(key: Key, value: object) -> list[str]:
 
 
 def show_value(value: object) -> str:
-    """Return a value as it would be written in YAML."""
+    """Return a config's value as it would be written in YAML."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {show_value(item)}" for name, item in value.items()) + "}"
     if isinstance(value, tuple | list):

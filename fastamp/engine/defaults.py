@@ -18,10 +18,12 @@ from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.loader import lost_workers_explained
 from fastamp.engine import hooks
 from fastamp.engine.command_line import resume_command
+from fastamp.engine.reporting import ReportHook, evaluated_set, history_of, items_of, report
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase
 from fastamp.evaluation import Protocol, ReidEvaluator, inference_on_dataset, print_results, update_bn_statistics
 from fastamp.evaluation.evaluator import DatasetEvaluator
 from fastamp.modeling import build_model
+from fastamp.report import EvaluatedSet, Run, write_report
 from fastamp.solver import (
     OptimizerState,
     WeightAverage,
@@ -97,6 +99,7 @@ class DefaultTrainer:
         )
         self.stop = hooks.StopOnSignal(self.checkpointer)
         self.writers: list[Any] = []
+        self._evaluated: list[EvaluatedSet] = []
         self.eval_hook = hooks.EvalHook(
             cfg.TEST.EVAL_PERIOD,
             self.evaluate,
@@ -152,7 +155,10 @@ class DefaultTrainer:
             logger.info("nothing is left to train, a larger SOLVER.MAX_EPOCH would go on; evaluating")
             self.trainer.epoch = cfg.SOLVER.MAX_EPOCH - 1
             with self.evaluated_weights():
-                return _flat(self.evaluate())
+                results = self.evaluate()
+            if self._evaluated:
+                report(self._run())
+            return _flat(results)
         try:
             with self.stop.watching(), lost_workers_explained():
                 self.trainer.train(start, cfg.SOLVER.MAX_EPOCH, self.trainer.iters_per_epoch)
@@ -182,7 +188,27 @@ class DefaultTrainer:
         policy = self.policy.for_evaluation(self.cfg.SOLVER.AMP.EVAL_DTYPE)
         comm.broadcast(self.model.buffers())  # each rank's last batch has moved them elsewhere
         check_finite(self.model)
-        return self._evaluate(self.cfg, self.model, policy, self.test_loaders)
+        results, evaluated = self._evaluate(self.cfg, self.model, policy, self.test_loaders)
+        self._evaluated = evaluated if self.cfg.TEST.REPORT else []
+        return results
+
+    def _run(self) -> Run | None:
+        """Return what was evaluated last, for a report; None when there is nothing new."""
+        sets, self._evaluated = self._evaluated, []
+        if not sets:
+            return None
+        cfg = self.cfg
+        weights = f"after epoch {self.trainer.epoch + 1} of {cfg.SOLVER.MAX_EPOCH}"
+        return Run(
+            cfg=cfg,
+            weights=weights,
+            protocol=_protocol(cfg, self.policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)),
+            policy=self.policy,
+            device=next(self.model.parameters()).device,
+            sets=sets,
+            train=items_of(self.data_loader),
+            history=history_of(cfg),
+        )
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
@@ -243,6 +269,7 @@ class DefaultTrainer:
                 minutes=cfg.SOLVER.CHECKPOINT_MINUTES,
                 keep=cfg.SOLVER.CHECKPOINT_KEEP,
             ),
+            *([ReportHook(self._run)] if cfg.TEST.REPORT else []),
             self.stop,
         ]
 
@@ -323,15 +350,30 @@ class DefaultTrainer:
 
     @classmethod
     def test(cls, cfg: CfgNode, model: nn.Module) -> dict[str, Any]:
-        """Evaluate ``model`` on ``DATASETS.TESTS`` under the policy of the config, and log the table.
+        """Evaluate ``model`` on ``DATASETS.TESTS`` under the policy of the config, log the table, write the report.
 
         Returns:
             The metrics of the one test set, or data set name -> metrics when there are several.
+
+        Raises:
+            ConfigError: the report that ``TEST.REPORT`` asks for cannot be written; the table has been logged.
         """
         policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
         policy = policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
         loaders = {name: cls.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
-        return _flat(cls._evaluate(cfg, model, policy, loaders))
+        results, evaluated = cls._evaluate(cfg, model, policy, loaders)
+        if cfg.TEST.REPORT and comm.is_main_process():
+            run = Run(
+                cfg=cfg,
+                weights=cfg.MODEL.WEIGHTS or "the model as it is",
+                protocol=_protocol(cfg, policy),
+                policy=policy,
+                device=next(model.parameters()).device,
+                sets=evaluated,
+                history=history_of(cfg),
+            )
+            logger.info("wrote %s", write_report(run, Path(cfg.OUTPUT_DIR)))
+        return _flat(results)
 
     @classmethod
     def test_weights(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -385,8 +427,9 @@ class DefaultTrainer:
     @classmethod
     def _evaluate(
         cls, cfg: CfgNode, model: nn.Module, policy: PrecisionPolicy, loaders: dict[str, tuple[Any, int]]
-    ) -> dict[str, dict[str, Any]]:
-        results = {}
+    ) -> tuple[dict[str, dict[str, Any]], list[EvaluatedSet]]:
+        """Return the metrics of each test set, and what a report shows of it; nothing on ranks other than 0."""
+        results, evaluated = {}, []
         for name, (loader, num_query) in loaders.items():
             logger.info("evaluating on %s", name)
             folder = Path(cfg.OUTPUT_DIR) / "evaluation" / folder_name(name)
@@ -394,12 +437,16 @@ class DefaultTrainer:
             metrics = inference_on_dataset(model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy)
             if metrics:
                 results[name] = metrics
+                evaluated.append(evaluated_set(name, metrics, evaluator, loader, num_query))
         if results:
-            flip = "; flip test" if cfg.TEST.FLIP.ENABLED else "; no flip test"
-            print_results(
-                results, protocol=f"{Protocol.from_config(cfg).describe()}{flip}; features {policy.describe()}"
-            )
-        return results
+            print_results(results, protocol=_protocol(cfg, policy))
+        return results, evaluated
+
+
+def _protocol(cfg: CfgNode, policy: PrecisionPolicy) -> str:
+    """Return in one line how an evaluation under ``policy`` measures."""
+    flip = "flip test" if cfg.TEST.FLIP.ENABLED else "no flip test"
+    return f"{Protocol.from_config(cfg).describe()}; {flip}; features {policy.describe()}"
 
 
 class _PolicyOf:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from fastamp.amp import force_fp32
+from fastamp.evaluation.details import DetailCounter, Details, Wanted, rank_lists
 from fastamp.evaluation.matches import Identities, check_sets
 from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.query_expansion import expand
@@ -35,12 +36,14 @@ class Judgement:
         ranking: per query; under VehicleID's protocol per image.
         roc: None when verification was not asked for, or there were no genuine or no impostor pairs.
         num_gallery: gallery images, of one draw where they are drawn.
+        details: what a report shows of it; None when nothing was wanted.
     """
 
     protocol: Protocol
     ranking: RankingResult
     roc: RocCurve | None
     num_gallery: int
+    details: Details | None = None
 
     def metrics(self) -> dict[str, Any]:
         """Return the numbers to report.
@@ -95,6 +98,7 @@ def judge_features(
     gallery_features: torch.Tensor,
     ids: Identities,
     protocol: Protocol | None = None,
+    wanted: Wanted | None = None,
 ) -> Judgement:
     """Judge the features of queries and gallery; several ranks, which all hold all features, share the work.
 
@@ -103,9 +107,10 @@ def judge_features(
         gallery_features: (G, D) float, on the same device, on which all is computed.
         ids: of the Q and G images.
         protocol: None is Market-1501's by cosine distance.
+        wanted: how much is to be shown; None is nothing.
 
     Returns:
-        The same on every rank.
+        The same on every rank, but for the rank lists, which rank 0 alone has.
 
     Raises:
         ConfigError: query expansion whose weights overflow.
@@ -118,22 +123,32 @@ def judge_features(
         query_features = gallery_features = torch.cat((query_features, gallery_features))
     distances = _distances(query_features, gallery_features, protocol)
     ranker = protocol.ranker(ids)
-    roc = None
-    if protocol.false_accept_rates is not None:
+    roc = counter = limit = None
+    if protocol.false_accept_rates is not None or (wanted and not protocol.draws_queries):
         limit = comm.from_main_process(limit_of(distances))
+    if protocol.false_accept_rates is not None:
         roc = RocCounter(ids, limit=limit, cross_camera=protocol.cross_camera)
+    if wanted:
+        counter = DetailCounter(ids, protocol, wanted, limit=limit if roc is None else None)
     start, stop = comm.own_share(len(query_features), distances.block_rows)
     blocks = track(distances.blocks(start, stop), -(-(stop - start) // distances.block_rows), "ranking")
     for first, block in blocks:
         if roc is not None:
             roc.add(first, block)  # before the ranker, which marks junk
+        if counter is not None:
+            counter.add(first, block)
         ranker.add(first, block)
     own = ranker.result()
     ranking = RankingResult(*(comm.gather_rows(column) for column in (own.ap, own.inp, own.first_match)))
     if ranking.num_valid == 0:
         raise DataError(_explain_no_match(len(query_features), protocol))
     num_gallery = len(ranker.matches.groups.pids) if protocol.draws_queries else len(gallery_features)
-    return Judgement(protocol, ranking, _curve(roc, protocol), num_gallery)
+    curve, details = _curve(roc, protocol), None
+    if wanted:
+        shown = comm.is_main_process()
+        lists = rank_lists(ranking, distances, ranker.matches, protocol, wanted) if shown else {}
+        details = counter.result(lists, curve)
+    return Judgement(protocol, ranking, curve, num_gallery, details)
 
 
 def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:

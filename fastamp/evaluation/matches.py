@@ -74,10 +74,10 @@ class Matches:
     """
 
     def __init__(self, ids: Identities, *, cross_camera: bool, unmatched_pid: int | None = None) -> None:
-        self.query_pids, gallery_pids = ids.query_pids.cpu().numpy(), ids.gallery_pids.cpu().numpy()
+        self.query_pids, self.gallery_pids = ids.query_pids.cpu().numpy(), ids.gallery_pids.cpu().numpy()
         self.query_camids, self.gallery_camids = ids.query_camids.cpu().numpy(), ids.gallery_camids.cpu().numpy()
         self.cross_camera, self.unmatched_pid = cross_camera, unmatched_pid
-        self.groups = GalleryGroups(gallery_pids)
+        self.groups = GalleryGroups(self.gallery_pids)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of the queries from ``start`` to ``stop`` whose pairs take little memory, one query at least."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from fastamp.amp import to_float32
+from fastamp.evaluation.details import Wanted
 from fastamp.evaluation.evaluator import DatasetEvaluator
 from fastamp.evaluation.floors import colour_histogram, raw_pixels
 from fastamp.evaluation.judge import Judgement, judge_features
@@ -27,14 +28,22 @@ class ReidEvaluator(DatasetEvaluator):
         cfg: ``TEST`` is read.
         num_query: number of query images.
         output_dir: folder for the files that ``TEST.PER_QUERY`` and ``TEST.ROC`` write; None writes none.
+        wanted: how much is to be shown of the ranking; None is what a report shows under ``TEST.REPORT``, else nothing.
+
+    Attributes:
+        judgement: of the last evaluation, if its ranking is to be shown.
     """
 
-    def __init__(self, cfg: Any, num_query: int, output_dir: str | None = None) -> None:
+    def __init__(
+        self, cfg: Any, num_query: int, output_dir: str | None = None, *, wanted: Wanted | None = None
+    ) -> None:
         self.protocol = Protocol.from_config(cfg)
         self.per_query = cfg.TEST.PER_QUERY
         self.floors = {"raw pixels": raw_pixels, "colour histogram": colour_histogram} if cfg.TEST.FLOORS else {}
         self.num_query = num_query
         self.output_dir = output_dir
+        self.wanted = wanted or (Wanted() if cfg.TEST.REPORT else None)
+        self.judgement: Judgement | None = None
         self.reset()
 
     def metric_names(self) -> list[str]:
@@ -83,7 +92,8 @@ class ReidEvaluator(DatasetEvaluator):
         ids = Identities(*sides[0], *sides[1])
         features = columns.pop("features")
         features = features.to(ranking_device(features, self.protocol, self._device))
-        judgement = judge_features(features[:n], features[n:], ids, self.protocol)
+        judgement = judge_features(features[:n], features[n:], ids, self.protocol, self.wanted)
+        self.judgement = judgement if self.wanted else None
         plain = self.protocol.plain()
         floors = {name: judge_features(columns[name][:n], columns[name][n:], ids, plain) for name in self.floors}
         if not comm.is_main_process():

@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from forked import run_forked
 from judging import random_set
@@ -17,7 +18,7 @@ from fastamp.evaluation import ReidEvaluator
 from fastamp.utils import comm
 
 WAYS = {
-    "plain": ["TEST.FLOORS", "True", "TEST.PER_QUERY", "True"],
+    "plain": ["TEST.FLOORS", "True", "TEST.PER_QUERY", "True", "TEST.REPORT", "True"],
     "all": ["TEST.METRIC", "euclidean", "TEST.RERANK", "on", "TEST.AQE", "on", "TEST.ROC", "on"],
     "cuhk03": ["TEST.PROTOCOL", "cuhk03", "TEST.RERANK", "on", "TEST.KNN_BACKEND", "faiss"],
     "vehicleid": ["TEST.PROTOCOL", "vehicleid"],
@@ -48,6 +49,11 @@ def evaluate(folder, opts, dtype):
     assert (metrics is None) == (comm.get_rank() > 0)
     if metrics is not None:
         folder.mkdir(parents=True, exist_ok=True)
+        if cfg.TEST.REPORT:
+            details = evaluator.judgement.details
+            metrics["cameras"] = np.nan_to_num(details.cameras.mean_ap).round(9).tolist()
+            metrics["pairs"] = [details.roc.num_genuine, details.roc.num_impostor, float(details.roc.tar.sum())]
+            metrics["lists"] = [[one.query, *one.gallery.tolist()] for one in details.lists["worst"]]
         (folder / "metrics.json").write_text(json.dumps(metrics))
 
 

@@ -1,0 +1,262 @@
+"""What a report shows of a ranking beside its numbers: rank lists, accept rates, and how cameras fare with each other.
+
+All of it is bounded: lists of a few queries, and the rest over a seeded sample of the queries where there are many.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fastamp.evaluation.matches import JUNK_PID, Identities, Matches
+from fastamp.evaluation.protocol import Protocol
+from fastamp.evaluation.rank import Ranker, RankingResult
+from fastamp.evaluation.roc import RocCounter, RocCurve
+from fastamp.layers.distance import DistanceBlocks
+from fastamp.utils import comm
+
+# Queries of a block that are looked at at once, which takes a copy of their distances.
+_ROWS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """How much is to be shown.
+
+    Attributes:
+        kinds: of rank lists: ``"best"``, ``"worst"`` (by average precision) and ``"random"``.
+        lists: of each kind.
+        length: gallery images in a list.
+        pairs: of a query and a gallery image, that accept rates and cameras are counted over at most.
+        cameras: on either side of the camera matrix at most; those with the most images.
+        seed: of the sample of the queries, and of the random lists.
+    """
+
+    kinds: tuple[str, ...] = ("best", "worst")
+    lists: int = 6
+    length: int = 10
+    pairs: int = 2**26
+    cameras: int = 16
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class RankList:
+    """The gallery images nearest to a query, junk left out.
+
+    Attributes:
+        query: its number in the query set; under a protocol that draws its queries, among all images.
+        gallery: (K,) int64, numbers in the gallery (among all images), the nearest first.
+        distances: (K,) float32.
+        matches: (K,) bool, whether they show the query's identity.
+        ap: the query's average precision in 0..1.
+        first_match: rank of its first match, from 1.
+    """
+
+    query: int
+    gallery: np.ndarray
+    distances: np.ndarray
+    matches: np.ndarray
+    ap: float
+    first_match: int
+
+
+@dataclass(frozen=True)
+class CameraMatrix:
+    """mAP of the queries of one camera among the gallery images of one camera.
+
+    Attributes:
+        query_cameras, gallery_cameras: their numbers, ascending.
+        mean_ap: (Q, G) float64 in 0..1; NaN where no query has a match.
+        queries: (Q, G) int64, how many have one.
+        left_out: cameras of queries or gallery that are not among them.
+    """
+
+    query_cameras: list[int]
+    gallery_cameras: list[int]
+    mean_ap: np.ndarray
+    queries: np.ndarray
+    left_out: int
+
+
+@dataclass(frozen=True)
+class Details:
+    """What there is to show of one test set.
+
+    Attributes:
+        lists: kind -> rank lists; empty on ranks other than 0.
+        roc: over the pairs of the sample, or over all where verification was asked for; None without such pairs.
+        roc_of_all: whether it is over all.
+        cameras: over the sample; None without two cameras.
+        sampled: queries in the sample.
+        queries: all of them.
+    """
+
+    lists: dict[str, list[RankList]]
+    roc: RocCurve | None
+    roc_of_all: bool
+    cameras: CameraMatrix | None
+    sampled: int
+    queries: int
+
+
+class DetailCounter:
+    """Takes blocks of distances one by one, and counts accept rates and the precision of each pair of cameras.
+
+    Args:
+        ids: of Q queries and G gallery images.
+        protocol: how they are judged.
+        wanted: how much is to be shown.
+        limit: see ``RocCounter``; None counts no accept rates.
+    """
+
+    def __init__(self, ids: Identities, protocol: Protocol, wanted: Wanted, *, limit: float | None) -> None:
+        self.protocol, self.wanted, self.queries = protocol, wanted, len(ids.query_pids)
+        count = min(self.queries, max(1, wanted.pairs // len(ids.gallery_pids)))
+        chosen = np.random.default_rng(wanted.seed).permutation(self.queries)[:count]
+        self._sample = np.sort(chosen) if count < self.queries else np.arange(self.queries)
+        rows = torch.from_numpy(self._sample)
+        query_pids, query_camids = ids.query_pids.cpu()[rows], ids.query_camids.cpu()[rows]
+        gallery_pids, gallery_camids = ids.gallery_pids.cpu(), ids.gallery_camids.cpu()
+        self._roc = None
+        if limit is not None:
+            sampled = Identities(query_pids, gallery_pids, query_camids, gallery_camids)
+            self._roc = RocCounter(sampled, limit=limit, cross_camera=protocol.cross_camera)
+        self._query_camids = query_camids.numpy()
+        self._query_cameras, here = _most_frequent(query_camids, wanted.cameras)
+        self._gallery_cameras, there = _most_frequent(gallery_camids, wanted.cameras)
+        self._left_out = here + there
+        self._columns, self._rankers = [], []
+        if protocol.draws_queries or len({*self._query_cameras, *self._gallery_cameras}) < 2:
+            self._gallery_cameras = []
+        for camera in self._gallery_cameras:
+            columns = (gallery_camids == camera).nonzero().flatten()
+            of_camera = Identities(query_pids, gallery_pids[columns], query_camids, gallery_camids[columns])
+            self._columns.append(columns)
+            ranker = Ranker(of_camera, cross_camera=protocol.cross_camera, trapezoid=protocol.trapezoid)
+            self._rankers.append(ranker)
+        self._first = len(self._sample)
+
+    def add(self, start: int, block: torch.Tensor) -> None:
+        """Count the queries of the sample from ``start`` on in a (B, G) block of distances, which stays as it is."""
+        if self._roc is None and not self._rankers:
+            return
+        first, last = np.searchsorted(self._sample, (start, start + len(block))).tolist()
+        self._first = min(self._first, first)
+        for begin in range(first, last, _ROWS):
+            rows = self._sample[begin : min(begin + _ROWS, last)] - start
+            # Without a sample they are a part of the block, and need no copy.
+            whole = rows[-1] - rows[0] == len(rows) - 1
+            part = block[rows[0] : rows[-1] + 1] if whole else block[torch.from_numpy(rows).to(block.device)]
+            if self._roc is not None:
+                self._roc.add(begin, part)
+            for ranker, columns in zip(self._rankers, self._columns, strict=True):
+                ranker.add(begin, part[:, columns.to(part.device)])
+
+    def result(self, lists: dict[str, list[RankList]], roc: RocCurve | None) -> Details:
+        """Return what all ranks have counted.
+
+        Args:
+            lists: of the details.
+            roc: over all pairs, where that is known.
+        """
+        of_all = roc is not None
+        if self._roc is not None:
+            self._roc.counts = _sum(self._roc.counts)
+            roc = self._roc.result()
+        return Details(lists, roc, of_all, self._camera_matrix(), len(self._sample), self.queries)
+
+    def _camera_matrix(self) -> CameraMatrix | None:
+        if not self._rankers:
+            return None
+        sums = torch.zeros(2, len(self._query_cameras), len(self._gallery_cameras), dtype=torch.float64)
+        for column, ranker in enumerate(self._rankers):
+            ranking = ranker.result()
+            camids = self._query_camids[self._first : self._first + len(ranking.ap)]
+            for row, camera in enumerate(self._query_cameras):
+                chosen = torch.from_numpy(camids == camera) & ranking.valid
+                sums[:, row, column] = torch.stack((ranking.ap[chosen].sum(), chosen.sum().double()))
+        total, count = _sum(sums).numpy()
+        mean_ap = np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
+        return CameraMatrix(self._query_cameras, self._gallery_cameras, mean_ap, count.astype(np.int64), self._left_out)
+
+
+def rank_lists(
+    ranking: RankingResult, distances: DistanceBlocks, matches: Matches, protocol: Protocol, wanted: Wanted
+) -> dict[str, list[RankList]]:
+    """Return the rank lists that are wanted, each of its row of distances, computed once more.
+
+    The best and the worst queries show as many identities as there are; no query is in both.
+
+    Args:
+        ranking: of the queries of ``distances``.
+        distances: of the queries to the gallery.
+        matches: of the same.
+        protocol: by which ``ranking`` was made.
+        wanted: how many of which kinds.
+    """
+    chosen: dict[str, list[int]] = {}
+    generator = np.random.default_rng(wanted.seed)
+    shuffled = generator.permutation(np.flatnonzero(ranking.valid.numpy()))
+    by_ap = shuffled[np.argsort(-ranking.ap.numpy()[shuffled], kind="stable")].tolist()
+    half = by_ap[: (len(by_ap) + 1) // 2], by_ap[: (len(by_ap) - 1) // 2 : -1]
+    orders = {"best": half[0], "worst": half[1], "random": shuffled.tolist()}
+    for kind in wanted.kinds:
+        chosen[kind] = _of_many_identities(orders[kind], matches.query_pids, wanted.lists)
+    return {
+        kind: [_rank_list(query, ranking, distances, matches, protocol, wanted.length) for query in queries]
+        for kind, queries in chosen.items()
+    }
+
+
+def _of_many_identities(queries: Sequence[int], pids: np.ndarray, count: int) -> list[int]:
+    """Return ``count`` of the queries in their order: the first of each identity, and then the rest."""
+    seen: set[int] = set()
+    first = [query for query in queries if not (pids[query] in seen or seen.add(pids[query]))][:count]
+    kept = set(first)
+    rest = [query for query in queries if query not in kept][: count - len(first)]
+    kept |= set(rest)
+    return [query for query in queries if query in kept]
+
+
+def _rank_list(
+    query: int,
+    ranking: RankingResult,
+    distances: DistanceBlocks,
+    matches: Matches,
+    protocol: Protocol,
+    length: int,
+) -> RankList:
+    row = torch.empty(1, distances.shape[1], dtype=distances.dtype, device=distances.device)
+    distances.rows(query, query + 1, row)
+    own = row[0].cpu().numpy()
+    pairs = matches.of(query, query + 1)
+    left_out = np.zeros(len(own), dtype=bool)
+    left_out[pairs.junk_columns] = True
+    if protocol.draws_queries:  # the gallery holds the query itself
+        left_out[query] = True
+    if protocol.trapezoid:
+        left_out |= matches.gallery_pids == JUNK_PID
+    order = np.argsort(np.where(left_out, np.inf, own), kind="stable")[: int((~left_out).sum())]
+    is_match = np.isin(order, pairs.columns)
+    return RankList(
+        query=query,
+        gallery=order[:length],
+        distances=own[order[:length]].astype(np.float32),
+        matches=is_match[:length],
+        ap=float(ranking.ap[query]),
+        first_match=1 + int(is_match.argmax()),
+    )
+
+
+def _most_frequent(camids: torch.Tensor, count: int) -> tuple[list[int], int]:
+    """Return the ``count`` most frequent cameras, ascending, and how many there are besides."""
+    cameras, images = camids.unique(return_counts=True)
+    kept = cameras[images.argsort(descending=True, stable=True)[:count]]
+    return sorted(kept.tolist()), len(cameras) - len(kept)
+
+
+def _sum(counts: torch.Tensor) -> torch.Tensor:
+    """Return the sum over all ranks, on the CPU."""
+    return comm.all_reduce_sum(counts.to(comm.transport_device())).cpu() if comm.is_distributed() else counts

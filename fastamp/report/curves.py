@@ -1,0 +1,163 @@
+"""The charts of an evaluation and of a training."""
+
+import math
+
+import numpy as np
+
+from fastamp.evaluation import Judgement
+from fastamp.evaluation.details import Details
+from fastamp.evaluation.protocol import Protocol
+from fastamp.evaluation.roc import RocCurve
+from fastamp.report.history import History
+from fastamp.report.panel import Line, Panel
+
+_RANKS = 50
+_BINS = 60
+# Losses that are drawn; MGN alone has 13.
+_MOST_LINES = 6
+
+
+def score_name(protocol: Protocol) -> str:
+    """Return what pairs are compared by, in words."""
+    if protocol.re_ranking:
+        return "re-ranked distance"
+    return "cosine similarity" if protocol.metric == "cosine" else "squared Euclidean distance"
+
+
+def scores(distances: np.ndarray, protocol: Protocol) -> np.ndarray:
+    """Return the scores that distances stand for, see ``score_name``."""
+    return 1 - distances if score_name(protocol) == "cosine similarity" else distances
+
+
+def cmc_panel(judgement: Judgement) -> Panel:
+    """Return the share of queries with a match among their first images."""
+    ranking = judgement.ranking
+    last = max(10, min(_RANKS, judgement.num_gallery))
+    ranks = np.arange(1, last + 1)
+    values = np.array([100 * ranking.cmc(int(rank)) for rank in ranks])
+    low = 10 * math.floor(max(0.0, values.min() - 5) / 10)
+    return Panel(
+        "Cumulative matching characteristic",
+        "rank",
+        "queries with a match, %",
+        [Line("CMC", ranks.astype(float), values)],
+        x_range=(1, last),
+        y_range=(low, 100),
+    )
+
+
+def roc_panel(details: Details) -> Panel | None:
+    """Return the true accept rate over the false accept rate; None where there are no pairs."""
+    curve = details.roc
+    if curve is None:
+        return None
+    low = max(1e-7, min(0.1, 1 / curve.num_impostor))
+    # The values in between two of the curve's are those of the lower false accept rate.
+    far = np.logspace(math.log10(low), 0, 200)
+    tar = np.maximum.accumulate(curve.tar)[np.searchsorted(curve.far, far * (1 + 1e-9), side="right") - 1]
+    return Panel(
+        "Verification (ROC)",
+        "false accept rate",
+        "true accept rate, %",
+        [Line("ROC", far, 100 * tar, steps=True)],
+        x_log=True,
+        x_range=(low, 1),
+        y_range=(0, 100),
+        note=pairs_note(details),
+    )
+
+
+def score_panel(details: Details, protocol: Protocol) -> Panel | None:
+    """Return how the scores of genuine and impostor pairs are spread; None where there are no pairs."""
+    curve = details.roc
+    if curve is None:
+        return None
+    low, high = _central(curve)
+    edges = np.linspace(low, high, _BINS + 1)
+    lines = []
+    for name, rates in (("genuine pairs", curve.tar), ("impostor pairs", curve.far)):
+        share = 100 * np.diff(rates[np.searchsorted(curve.thresholds, edges, side="right") - 1])
+        places = scores(np.append(edges[:-1], edges[-1]), protocol)
+        values = np.append(share, share[-1])
+        if places[0] > places[-1]:
+            places, values = scores(edges[::-1], protocol), np.append(share[::-1], share[0])
+        lines.append(Line(name, places, values, steps=True, filled=True))
+    return Panel(
+        "Scores of genuine and impostor pairs",
+        score_name(protocol),
+        "share of the pairs, %",
+        lines,
+        x_range=(float(lines[0].x[0]), float(lines[0].x[-1])),
+        y_range=(0, 1.06 * max(line.y.max() for line in lines)),
+        note=pairs_note(details),
+    )
+
+
+def pairs_note(details: Details) -> str:
+    """Say which pairs were counted."""
+    curve = details.roc
+    pairs = f"{curve.num_genuine:,} genuine and {curve.num_impostor:,} impostor pairs"
+    if details.roc_of_all or details.sampled == details.queries:
+        return pairs
+    return f"{pairs}, of {details.sampled:,} of the {details.queries:,} queries, drawn at random"
+
+
+def _central(curve: RocCurve) -> tuple[float, float]:
+    """Return the distances between which nearly all pairs lie."""
+    finite = np.isfinite(curve.thresholds)
+    low = high = None
+    for rates in (curve.tar, curve.far):
+        first = curve.thresholds[max(0, np.searchsorted(rates, 5e-4) - 1)]
+        last = curve.thresholds[finite][min(finite.sum() - 1, np.searchsorted(rates[finite], 1 - 5e-4))]
+        low, high = (first, last) if low is None else (min(low, first), max(high, last))
+    return float(low), float(high) if high > low else float(low) + 1e-6
+
+
+def training_panels(history: History) -> list[Panel]:
+    """Return losses, learning rate and scores over the iterations, as far as they were written."""
+    names = history.names(prefix="loss_")
+    losses = [name for name in ("total_loss", *names) if name in history.series and name != "loss_scale"]
+    panels = [_over_iterations(history, "Losses", "loss", losses[:_MOST_LINES])]
+    for title, suffix in (("mAP on the test sets", "/mAP"), ("Rank-1 on the test sets", "/Rank-1")):
+        names = [name for name in history.names(suffix=suffix) if "/floor " not in name]
+        titles = {name: name.removesuffix(suffix) for name in names[:_MOST_LINES]}
+        panels.append(_over_iterations(history, title, "%", list(titles), titles=titles, dots=True))
+    panels.append(_over_iterations(history, "Learning rate", "rate", ["lr"]))
+    panels.append(_over_iterations(history, "Speed", "images/s", ["images_per_second"]))
+    return [panel for panel in panels if panel.lines]
+
+
+def health_panels(history: History) -> list[Panel]:
+    """Return what mixed precision is judged by over the iterations: gradient norm, loss scale, skipped steps."""
+    panels = [_over_iterations(history, "Gradient norm", "norm", ["grad_norm"], y_log=True)]
+    scale = [value for _, value in history.series.get("loss_scale", [])]
+    if len(set(scale)) > 1:
+        panels.append(_over_iterations(history, "Loss scale", "scale", ["loss_scale"], y_log=True, steps=True))
+    if history.latest("skipped_total"):
+        panels.append(_over_iterations(history, "Skipped steps", "steps so far", ["skipped_total"], steps=True))
+    for name, title, label in (
+        ("zero_gradients", "Zero gradients", "share"),
+        ("clip_coefficient", "Gradient clipping", "factor"),
+        ("activation_limit_share", "Largest activation", "share of the dtype's limit"),
+    ):
+        panels.append(_over_iterations(history, title, label, [name]))
+    return [panel for panel in panels if panel.lines]
+
+
+def _over_iterations(
+    history: History,
+    title: str,
+    y_label: str,
+    names: list[str],
+    *,
+    titles: dict[str, str] | None = None,
+    y_log: bool = False,
+    steps: bool = False,
+    dots: bool = False,
+) -> Panel:
+    lines = []
+    for name in names:
+        if name in history.series:
+            x, y = np.array(history.series[name], dtype=np.float64).T
+            lines.append(Line((titles or {}).get(name, name), x + 1, y, steps=steps, dots=dots))
+    return Panel(title, "iteration", y_label, lines, y_log=y_log)

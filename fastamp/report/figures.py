@@ -1,0 +1,169 @@
+"""Pictures by matplotlib: charts, rank lists, similarity maps."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastamp.data.datasets.base import ImageItem
+from fastamp.evaluation.details import RankList
+from fastamp.evaluation.protocol import Protocol
+from fastamp.report.curves import score_name, scores
+from fastamp.report.panel import Panel
+from fastamp.report.similarity_map import SimilarityMap
+from fastamp.report.thumbnails import thumbnail
+from fastamp.utils.checkpoint import write_atomically
+from fastamp.utils.errors import ConfigError, writing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_GREEN, _RED, _GREY = "#1a7f37", "#cf222e", "#57606a"
+_IMAGE = (128, 256)
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """Return an empty figure of a size in inches, that no window shows.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError('pictures need matplotlib: pip install "fastamp[vis]"') from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def write_figure(figure: "Figure", path: Path) -> None:
+    """Write a figure as PNG; the folder is made when missing.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: file.write(buffer.getvalue()))
+
+
+def panel_figure(panels: Sequence[Panel]) -> "Figure":
+    """Return charts side by side, three in a row; those without a point are left out.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    shown = [panel for panel in panels if not panel.empty]
+    columns = min(3, max(1, len(shown)))
+    rows = -(-max(1, len(shown)) // columns)
+    figure = new_figure(5 * columns, 3.8 * rows)
+    for number, panel in enumerate(shown, start=1):
+        _draw(figure.add_subplot(rows, columns, number), panel)
+    return figure
+
+
+def _draw(axes: "Axes", panel: Panel) -> None:
+    handles = []
+    for line in panel.lines:
+        fits = panel.drawable(line)
+        y = np.where(fits, line.y, np.nan)
+        handles += axes.plot(
+            line.x, y, drawstyle="steps-post" if line.steps else "default",
+            marker="o" if line.dots else None, markersize=4,
+        )  # fmt: skip
+        if line.filled:
+            step = "post" if line.steps else None
+            axes.fill_between(line.x, y, alpha=0.2, step=step, color=handles[-1].get_color(), linewidth=0)
+    x_range, y_range = panel.bounds()
+    axes.set(xscale="log" if panel.x_log else "linear", yscale="log" if panel.y_log else "linear")
+    axes.set(xlim=x_range, ylim=y_range, ylabel=_plain(panel.y_label))
+    axes.set_title(_plain(panel.title))
+    axes.set_xlabel(_plain(f"{panel.x_label}\n{panel.note}".strip()))
+    axes.grid(alpha=0.3)
+    if len(panel.lines) > 1:
+        axes.legend(handles, [_plain(line.name) for line in panel.lines], fontsize="small")
+
+
+def rank_list_figure(
+    lists: Sequence[RankList],
+    queries: Sequence[ImageItem],
+    gallery: Sequence[ImageItem],
+    protocol: Protocol,
+    *,
+    title: str = "",
+) -> "Figure":
+    """Return rank lists as rows: the query, then the gallery's images, framed green (its identity) or red.
+
+    Args:
+        lists: one at least.
+        queries, gallery: what their numbers stand for.
+        protocol: of the ranking, for the scores.
+        title: above all.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    columns = 1 + max(len(one.gallery) for one in lists)
+    figure = new_figure(1.15 * columns, 2.7 * len(lists) + 0.5)
+    places = figure.subplots(len(lists), columns, squeeze=False)
+    for row, one in zip(places, lists, strict=True):
+        for axes in row:
+            axes.set_axis_off()
+        query = queries[one.query]
+        _show(row[0], query, _GREY, f"query {query.pid}\ncam {query.camid}\nAP {100 * one.ap:.1f} %")
+        values = scores(one.distances, protocol)
+        for axes, number, value, match in zip(row[1:], one.gallery, values, one.matches, strict=False):
+            item = gallery[int(number)]
+            text = f"{value:.2f}\ncam {item.camid}\n{item.pid}"
+            _show(axes, item, _GREEN if match else _RED, text)
+    figure.suptitle(_plain(f"{title}; below: {score_name(protocol)}, camera, identity".lstrip("; ")), fontsize=11)
+    return figure
+
+
+def _show(axes: "Axes", item: ImageItem, colour: str, text: str) -> None:
+    picture = thumbnail(item, _IMAGE)
+    axes.set_axis_on()
+    axes.set(xticks=[], yticks=[])
+    if picture is None:
+        axes.text(0.5, 0.5, "cannot\nbe read", ha="center", va="center", transform=axes.transAxes)
+    else:
+        axes.imshow(np.asarray(picture))
+    for side in axes.spines.values():
+        side.set(color=colour, linewidth=3.5)
+    axes.set_xlabel(_plain(text), fontsize=8, color=colour)
+
+
+def similarity_figure(pairs: Sequence[tuple[ImageItem, ImageItem, SimilarityMap]]) -> "Figure":
+    """Return pairs of images as rows, each image beside what of it makes the pair alike.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    figure = new_figure(6.5, 3.1 * len(pairs) + 0.4)
+    places = figure.subplots(len(pairs), 4, squeeze=False)
+    for row, (first, second, found) in zip(places, pairs, strict=True):
+        for number, item in enumerate((first, second)):
+            image = found.images[number]
+            plain, mapped = row[2 * number], row[2 * number + 1]
+            for axes in (plain, mapped):
+                axes.set_axis_off()
+                axes.imshow(image, cmap="gray")
+            height, width = image.shape[:2]
+            extent = (-0.5, width - 0.5, height - 0.5, -0.5)
+            mapped.imshow(
+                found.maps[number], cmap="jet", alpha=0.5, vmin=0, vmax=1, extent=extent, interpolation="bicubic"
+            )
+            plain.set_title(_plain(f"identity {item.pid}, cam {item.camid}"), fontsize=8)
+        same = "the same identity" if first.pid == second.pid else "two identities"
+        row[3].set_title(f"similarity {found.similarity:.2f}\n{same}", fontsize=8)
+    figure.suptitle("What makes two images alike (Grad-CAM of the cosine similarity)", fontsize=10)
+    return figure
+
+
+def _plain(text: str) -> str:
+    """Return text that matplotlib takes as it is, and not for mathematics."""
+    return text.replace("$", r"\$")

@@ -1,0 +1,104 @@
+"""What a report is made of."""
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastamp.amp import PrecisionPolicy, devices
+from fastamp.config import CfgNode
+from fastamp.config.describe import show_value
+from fastamp.data.datasets.base import ImageItem
+from fastamp.evaluation import Judgement
+from fastamp.report.history import History
+from fastamp.utils.env import available_cores
+
+# Characters of a config's value that are shown.
+_LONGEST = 160
+
+
+@dataclass(frozen=True)
+class EvaluatedSet:
+    """A test set and what became of it.
+
+    Attributes:
+        name: as in DATASETS.TESTS.
+        metrics: what its evaluator returned.
+        judgement: with details; None where the evaluator, one of the user's own, has none.
+        query, gallery: its images; empty where they are not known.
+    """
+
+    name: str
+    metrics: dict[str, Any]
+    judgement: Judgement | None
+    query: Sequence[ImageItem]
+    gallery: Sequence[ImageItem]
+
+    @property
+    def images(self) -> list[ImageItem]:
+        """All of them, the queries first."""
+        return [*self.query, *self.gallery]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training, or an evaluation of weights.
+
+    Attributes:
+        cfg: its config.
+        weights: what was evaluated, in words.
+        protocol: how was measured, in one line.
+        policy: the precision of training, or of the evaluation where nothing was trained.
+        device: that the model is on.
+        sets: evaluated.
+        train: images trained on; empty where nothing was trained.
+        history: of the training; None where there is none.
+    """
+
+    cfg: CfgNode
+    weights: str
+    protocol: str
+    policy: PrecisionPolicy
+    device: torch.device
+    sets: Sequence[EvaluatedSet]
+    train: Sequence[ImageItem] = ()
+    history: History | None = None
+
+
+def data_counts(run: Run) -> list[tuple[str, str, int, int, int]]:
+    """Return data set, split, images, identities, cameras of all that was trained and evaluated on."""
+    parts = [(", ".join(run.cfg.DATASETS.NAMES), "train", run.train)]
+    for each in run.sets:
+        parts += [(each.name, "query", each.query), (each.name, "gallery", each.gallery)]
+    return [
+        (name, split, len(items), len({item.pid for item in items}), len({item.camid for item in items}))
+        for name, split, items in parts
+        if items
+    ]
+
+
+def config_changes(cfg: CfgNode) -> list[tuple[str, str, str, str]]:
+    """Return key, value, default and meaning of what a config has otherwise than the defaults."""
+    return [
+        (key.path, _shortened(show_value(value)), _shortened(show_value(key.default)), key.meaning)
+        for key, value in cfg.keys_below()
+        if value != key.default
+    ]
+
+
+def environment(run: Run) -> dict[str, str]:
+    """Return what the run was made with."""
+    versions = devices.versions()
+    name = devices.device_name(run.device)
+    return {
+        "Device": f"{run.device} ({name})" if name else str(run.device),
+        "Precision": run.policy.describe(),
+        "PyTorch built for": devices.build() or "the CPU alone",
+        "System": f"{platform.system()} {platform.machine()}, {available_cores()} cores",
+    } | versions
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

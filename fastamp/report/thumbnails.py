@@ -1,0 +1,29 @@
+"""Images of a data set, small enough to stand in a page."""
+
+import base64
+import io
+
+from PIL import Image, ImageOps
+
+from fastamp.data.datasets.base import ImageItem
+from fastamp.data.decode import read_image
+from fastamp.utils.errors import DataError
+
+SIZE = (72, 144)
+_QUALITY = 78
+
+
+def thumbnail(item: ImageItem, size: tuple[int, int] = SIZE) -> Image.Image | None:
+    """Return an image as RGB within a width and a height, in its own proportions; None when it cannot be read."""
+    try:
+        pixels = read_image(item.path, box=item.box).permute(1, 2, 0).numpy()
+    except DataError:
+        return None
+    return ImageOps.contain(Image.fromarray(pixels), size)
+
+
+def data_address(picture: Image.Image) -> str:
+    """Return a picture as a ``data:`` address of a JPEG file."""
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=_QUALITY, optimize=True)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"

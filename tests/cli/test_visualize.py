@@ -1,0 +1,55 @@
+"""Pictures of a finished run."""
+
+import argparse
+import sys
+
+import pytest
+from PIL import Image
+
+from fastamp.cli import visualize
+from fastamp.utils.errors import ConfigError, DataError, WeightsError
+
+
+def draw(*words):
+    parser = argparse.ArgumentParser()
+    visualize.add_arguments(parser)
+    return visualize.run(parser.parse_intermixed_args([str(word) for word in words]))
+
+
+def test_everything_of_a_run(demo, run_folder, tmp_path):
+    options = ("--device", "cpu", "--num", 1, "--length", 2, "TEST.PROTOCOL")
+    assert draw(run_folder, "--output", tmp_path, *options, "no_camera") == 0
+    names = {f"rank_list_{kind}.png" for kind in ("best", "worst", "random")}
+    names |= {"cmc.png", "roc.png", "histogram.png", "grad_cam.png"}
+    assert {path.name for path in (tmp_path / "Demo").iterdir()} == names
+    for path in tmp_path.rglob("*.png"):
+        with Image.open(path) as image:
+            assert min(image.size) > 200 and len(image.convert("L").getcolors()) > 10
+    assert (tmp_path / "curves.png").exists()
+
+
+def test_one_kind_of_a_checkpoint(demo, checkpoint, tmp_path, capsys):
+    assert draw(checkpoint, "--kind", "cmc", "--output", tmp_path, "--device", "cpu") == 0
+    assert [path.name for path in tmp_path.rglob("*.png")] == ["cmc.png"]
+    assert f"wrote {tmp_path}/Demo/cmc.png" in capsys.readouterr().out
+
+
+def test_without_matplotlib(checkpoint, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r'pip install "fastamp\[vis\]"'):
+        draw(checkpoint)
+
+
+def test_what_is_not_there(tmp_path, checkpoint):
+    with pytest.raises(WeightsError, match="neither model_best.pth nor model_final.pth"):
+        draw(tmp_path)
+    with pytest.raises(DataError, match=r"metrics.json"):
+        draw(tmp_path / "x.pth", "--kind", "curves")
+    with pytest.raises(ConfigError, match="--num 0"):
+        draw(checkpoint, "--num", 0)
+
+
+def test_an_unwritable_folder(run_folder, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/curves.png cannot be written"):
+        draw(run_folder, "--kind", "curves", "--output", tmp_path / "file")

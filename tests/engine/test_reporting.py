@@ -1,0 +1,42 @@
+"""TEST.REPORT in a run: written after evaluations, and never in the way of the results."""
+
+import logging
+
+import pytest
+import tiny
+
+from fastamp.engine import DefaultTrainer
+from fastamp.utils.errors import ConfigError
+
+
+def test_training_and_evaluation_write_it(demo, tmp_path, capfd):
+    options = ("TEST.REPORT", "True", "TEST.EVAL_PERIOD", "1", "SOLVER.MAX_EPOCH", "2")
+    trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options))
+    trainer.train()
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    # The curves have the last evaluation, and the counts the training images.
+    for words in ("after epoch 2 of 2", "Demo: from", "<td>train</td><td>96</td><td>16</td>", "TEST.REPORT", "Losses"):
+        assert words in text, words
+    (tmp_path / "report.html").unlink()
+    weights = str(tmp_path / "model_best.pth")
+    metrics = DefaultTrainer.test_weights(tiny.tiny_config(tmp_path, *options, "MODEL.WEIGHTS", weights))
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert weights in text and f"{metrics['mAP']:.1f}" in text and "Losses" in text
+
+
+def test_what_cannot_be_written_costs_no_result(demo, tmp_path, caplog):
+    (tmp_path / "report.html" / "in_the_way").mkdir(parents=True)
+    cfg = tiny.tiny_config(tmp_path, "TEST.REPORT", "True", "SOLVER.MAX_EPOCH", "1")
+    with caplog.at_level(logging.INFO, "fastamp"):
+        metrics = DefaultTrainer(cfg).train()
+        assert metrics["mAP"] > 0 and (tmp_path / "model_final.pth").exists()
+        assert "no report: " in caplog.text and "report.html cannot be written" in caplog.text
+        caplog.clear()
+        cfg.MODEL.WEIGHTS = str(tmp_path / "model_final.pth")
+        with pytest.raises(ConfigError, match=r"report.html cannot be written"):
+            DefaultTrainer.test_weights(cfg)
+    assert "evaluation results in percent" in caplog.text
+
+
+def test_without_the_key_there_is_none(run_folder):
+    assert not (run_folder / "report.html").exists()

@@ -1,0 +1,59 @@
+"""A run whose names, paths and values are made to break out of a page."""
+
+import json
+
+import numpy as np
+import torch
+from judging import random_set
+from PIL import Image
+
+from fastamp.amp import PrecisionPolicy
+from fastamp.config import get_cfg
+from fastamp.data.datasets.base import ImageItem
+from fastamp.evaluation import Protocol, Wanted, judge_features
+from fastamp.report import EvaluatedSet, Run, read_history
+
+SCRIPT = "<script>console.error('broken out')</script>"
+HOSTILE = f"\"'>{SCRIPT}<img src=http://127.0.0.1:9/x onerror=console.error(1)>\x00\ud800\u202e&amp;"
+
+
+def hostile_run(folder, *, sets=2, **protocol):
+    """Return a run of ``sets`` test sets, whose images are in ``folder``."""
+    queries, gallery, ids = random_set(3, queries=24, gallery=60, cameras=5)
+    judgement = judge_features(queries, gallery, ids, Protocol(**protocol), Wanted())
+    rng = np.random.default_rng(0)
+    names = [f"{number}<b>.png" for number in range(4)]
+    for name in names:
+        Image.fromarray(rng.integers(0, 256, (96, 48, 3), dtype=np.uint8)).save(folder / name)
+    items = [ImageItem(str(folder / names[number % 4]), f"{HOSTILE}{number}", HOSTILE) for number in range(84)]
+    items[30] = items[30]._replace(path=str(folder / f"gone{SCRIPT}.jpg"))
+    metrics = judgement.metrics() | {"floors": {HOSTILE: {"mAP": 1.0, "Rank-1": 2.0}}}
+    cfg = get_cfg()
+    cfg.OUTPUT_DIR = f"logs/{HOSTILE}"
+    cfg.DATASETS.TESTS = (HOSTILE,)
+    lines = [
+        {
+            "iteration": step,
+            "total_loss": 1 / (1 + step),
+            f"loss_{HOSTILE}": 2.0,
+            "lr": 1e-3,
+            "loss_scale": 2.0**-step,
+            "grad_norm": None if step == 3 else 1.0 + step,
+            "skipped_total": step // 3,
+            f"{HOSTILE}/mAP": 4.0 * step,
+            "words": HOSTILE,
+        }
+        for step in range(12)
+    ]
+    (folder / "metrics.json").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"iteration": 12, "to')
+    names = [f"{HOSTILE} {number}" for number in range(sets)]
+    return Run(
+        cfg=cfg,
+        weights=f"weights {HOSTILE}",
+        protocol=f"{judgement.protocol.describe()} {HOSTILE}",
+        policy=PrecisionPolicy("cpu", torch.float32, HOSTILE),
+        device=torch.device("cpu"),
+        sets=[EvaluatedSet(name, metrics, judgement, items[:24], items[24:]) for name in names],
+        train=items,
+        history=read_history(folder / "metrics.json"),
+    )

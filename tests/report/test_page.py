@@ -1,0 +1,131 @@
+"""The report's file: what is in it, and that nothing from a data set or config can break out of it."""
+
+import base64
+import dataclasses
+import hashlib
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hostile import SCRIPT, hostile_run
+
+from fastamp.evaluation.rerank import ReRanking
+from fastamp.report import write_report
+from fastamp.report.markup import Markup, escape, tag
+from fastamp.report.page import page
+from fastamp.utils.errors import ConfigError
+
+MIB = 2**20
+VOID = {"meta", "link", "img", "br"}
+
+
+class Elements(HTMLParser):
+    """Collects elements and text, and checks that elements are closed in their order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.open, self.text = [], [], ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, name, attributes):
+        self.found.append((name, dict(attributes)))
+        if name not in VOID:
+            self.open.append(name)
+
+    def handle_endtag(self, name):
+        assert self.open.pop() == name
+
+    def handle_data(self, data):
+        self.text += data if "style" not in self.open else ""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return hostile_run(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def text(run):
+    return page(run)
+
+
+@pytest.fixture(scope="module")
+def elements(text):
+    return Elements(text)
+
+
+def test_nothing_breaks_out(elements):
+    names = {name for name, _ in elements.found}
+    assert not names & {"script", "iframe", "object", "form", "base", "b"}
+    assert SCRIPT in elements.text  # shown as it is
+    for name, attributes in elements.found:
+        assert not any(key.startswith("on") or key == "style" for key in attributes), (name, attributes)
+        for key in ("src", "href"):
+            assert attributes.get(key, "data:").startswith(("data:image/jpeg;base64,", "data:", "#"))
+    assert "\x00" not in elements.text and "\u202e" not in elements.text
+
+
+def test_the_policy_allows_the_pages_own_style_and_pictures_alone(text, elements):
+    policy = next(a["content"] for _, a in elements.found if a.get("http-equiv") == "Content-Security-Policy")
+    style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert f"style-src 'sha256-{digest}'" in policy and "default-src 'none'" in policy and "unsafe" not in policy
+    assert "http://" not in style and "url(" not in style and "@import" not in style
+
+
+def test_what_is_in_it(run, elements):
+    for words in (
+        "mAP", "Rank-1", "mINP", "24 queries, 60 gallery images", "Cumulative matching", "Verification (ROC)",
+        "genuine pairs", "Camera pairs", "Best queries", "Worst queries", "Losses", "Learning rate", "Gradient norm",
+        "Loss scale", "Skipped steps", "3 of 12 (25 %)", "DATASETS.TESTS", "OUTPUT_DIR", "PyTorch", "identities",
+        "cosine distance", "cannot be read",
+    ):  # fmt: skip
+        assert words in elements.text, words
+    low, high = run.sets[0].metrics["intervals"]["mAP"]
+    assert f"{low:.1f} to {high:.1f}" in elements.text
+    assert elements.found[0] == ("html", {"lang": "en"})
+    pictures = [attributes for name, attributes in elements.found if name == "img"]
+    assert len(pictures) > 100 and all(each["alt"] for each in pictures)
+    assert sum(name == "svg" and attributes.get("role") == "img" for name, attributes in elements.found) >= 10
+
+
+@pytest.mark.parametrize(
+    "protocol",
+    [{"rule": "vehicleid", "repeats": 2}, {"metric": "euclidean"}, {"re_ranking": ReRanking(k1=4, k2=2)},
+     {"rule": "cuhk03", "false_accept_rates": (0.1,)}],
+)  # fmt: skip
+def test_other_protocols(tmp_path, protocol):
+    text = Elements(page(hostile_run(tmp_path, sets=1, **protocol))).text
+    assert ("Verification (ROC)" in text) == ("rule" not in protocol or protocol["rule"] != "vehicleid")
+    assert ("TAR" in text or "true accept rate" in text) or protocol.get("rule") == "vehicleid"
+    assert ("cosine similarity" in text) == (not {"metric", "re_ranking"} & set(protocol))
+
+
+def test_the_size_is_bounded_in_the_number_of_test_sets(run, tmp_path):
+    many = dataclasses.replace(run, sets=list(run.sets[:1]) * 16)
+    path = write_report(many, tmp_path / "new" / "folder")
+    assert path.stat().st_size < 6 * MIB  # of noise, which no JPEG makes small
+
+
+def test_a_run_of_which_little_is_known(run):
+    bare = dataclasses.replace(run.sets[0], judgement=None, query=[], gallery=[], metrics={"mAP": 1.0, "metric": 2.0})
+    text = Elements(page(dataclasses.replace(run, sets=[bare], history=None, train=[]))).text
+    assert "1.0 %" in text and "Training" not in text
+
+
+def test_it_is_written_whole_or_not_at_all(run, tmp_path):
+    run = dataclasses.replace(run, sets=[])
+    (tmp_path / "report.html").mkdir()
+    (tmp_path / "report.html" / "in_the_way").touch()
+    with pytest.raises(ConfigError, match=r"report.html cannot be written"):
+        write_report(run, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_report(run, tmp_path / "report.html" / "in_the_way")
+
+
+def test_markup_is_escaped_once():
+    assert tag("p", "<&>", Markup("<b>"), class_='a"b', aria_label=None) == '<p class="a&quot;b">&lt;&amp;&gt;<b></p>'
+    assert escape(escape("<")) == "&lt;"

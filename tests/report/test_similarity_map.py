@@ -1,0 +1,67 @@
+"""Similarity maps are the decomposition of the similarity, where that is known, and exist for each kind of backbone."""
+
+import pytest
+import torch
+from torch import nn
+
+from fastamp.modeling.backbones.swin import Swin
+from fastamp.modeling.backbones.vit import DEPTHS, VisionTransformer
+from fastamp.report.similarity_map import similarity_map
+from fastamp.utils.errors import ConfigError
+
+
+class Model(nn.Module):
+    """Mean of the maps, or whatever ``head`` makes of them."""
+
+    def __init__(self, backbone, head=lambda maps: maps.mean((2, 3))):
+        super().__init__()
+        self.backbone, self.head = backbone, head
+
+    def forward(self, batch):
+        return self.head(self.backbone(batch["images"].float() / 255))
+
+
+def pair(height=64, width=32):
+    return {"images": torch.randint(0, 256, (2, 3, height, width), dtype=torch.uint8)}
+
+
+def test_each_place_counts_as_much_as_it_adds():
+    """The mean of linear maps: the similarity is a sum over places."""
+    model, batch = Model(nn.Conv2d(3, 8, 8, stride=8)).eval(), pair()
+    found = similarity_map(model, batch)
+    maps = model.backbone(batch["images"].float() / 255).detach()
+    features = maps.mean((2, 3))
+    for number in range(2):
+        added = torch.einsum("chw,c->hw", maps[number], features[1 - number]).clamp_min(0)
+        torch.testing.assert_close(torch.from_numpy(found.maps[number]), added / added.max())
+    assert found.similarity == pytest.approx(torch.cosine_similarity(*features[:, None]).item(), abs=1e-6)
+    assert found.images[0].shape == (64, 32, 3)
+
+
+def test_what_two_images_share_is_found():
+    """Of the same mark in two places on black, however alike the images are."""
+    batch = {"images": torch.zeros(2, 3, 64, 32)}
+    batch["images"][0, :, 8:16, 8:16] = batch["images"][1, :, 40:48, 16:24] = 255
+    found = similarity_map(Model(nn.Conv2d(3, 8, 8, stride=8, bias=False)).eval(), batch)
+    assert found.similarity == pytest.approx(1, abs=1e-5)
+    assert [divmod(int(heat.argmax()), 4) for heat in found.maps] == [(1, 1), (5, 2)]
+    assert all((heat > 0).sum() == 1 for heat in found.maps)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_transformers(frozen):
+    vit = VisionTransformer(depth=DEPTHS["deit_small"], image_size=(64, 32))
+    vit.blocks = vit.blocks[:2]
+    swin = Swin(width=24, blocks=(1, 1, 1, 1), heads=(1, 1, 1, 1))
+    for backbone, places in ((vit, (4, 2)), (swin, (2, 1))):
+        model = Model(backbone).eval().requires_grad_(not frozen)
+        found = similarity_map(model, pair())
+        assert all(heat.shape == places and heat.max() <= 1 and (heat >= 0).all() for heat in found.maps)
+        assert max(heat.max() for heat in found.maps) == 1
+        assert not backbone._forward_hooks and all(p.grad is None for p in model.parameters())
+
+
+def test_features_without_places():
+    model = Model(nn.Sequential(nn.Conv2d(3, 8, 8), nn.AdaptiveAvgPool2d(1)))
+    with pytest.raises(ConfigError, match=r"(?s)Sequential returns \(8, 1, 1\).*no places.*fix: leave grad-cam out"):
+        similarity_map(model.eval(), pair())
