@@ -79,6 +79,7 @@ class DefaultTrainer:
             cfg.OUTPUT_DIR,
             min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
             check=check_finite,
+            notes=self._pair_scores,
             **({"average": self.average} if self.average else {}),
             **{name: OptimizerState(optimizer) for name, optimizer in optimizers.items()},
             trainer=self.trainer,
@@ -86,6 +87,7 @@ class DefaultTrainer:
             policy=_PolicyOf(self.trainer),
             config=_Constant(cfg.dump()),
         )
+        self._pairs: tuple[int, dict[str, Any]] = (-1, {})
         self.stop = hooks.StopOnSignal(self.checkpointer)
         self.writers: list[Any] = []
         self.eval_hook = hooks.EvalHook(
@@ -156,7 +158,14 @@ class DefaultTrainer:
         policy = self.policy.for_evaluation(self.cfg.SOLVER.AMP.EVAL_DTYPE)
         comm.broadcast(self.model.buffers())  # each rank's last batch has moved them elsewhere
         check_finite(self.model)
-        return self._evaluate(self.cfg, self.model, policy, self.test_loaders)
+        results, pairs = self._evaluate(self.cfg, self.model, policy, self.test_loaders)
+        self._pairs = (self.trainer.iter, pairs)
+        return results
+
+    def _pair_scores(self) -> dict[str, Any]:
+        """Return, for a checkpoint, each test set's ``PairScores``, if the model has not been trained on since."""
+        iteration, pairs = self._pairs
+        return {"pairs": pairs} if pairs and iteration == self.trainer.iter else {}
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
@@ -299,7 +308,7 @@ class DefaultTrainer:
         policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
         policy = policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
         loaders = {name: cls.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
-        return _flat(cls._evaluate(cfg, model, policy, loaders))
+        return _flat(cls._evaluate(cfg, model, policy, loaders)[0])
 
     @classmethod
     def test_weights(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -352,8 +361,9 @@ class DefaultTrainer:
     @classmethod
     def _evaluate(
         cls, cfg: CfgNode, model: nn.Module, policy: PrecisionPolicy, loaders: dict[str, tuple[Any, int]]
-    ) -> dict[str, dict[str, Any]]:
-        results = {}
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+        """Return data set name -> metrics and data set name -> state of its ``PairScores``."""
+        results, pairs = {}, {}
         for name, (loader, num_query) in loaders.items():
             logger.info("evaluating on %s", name)
             folder = Path(cfg.OUTPUT_DIR) / "evaluation" / name
@@ -361,12 +371,14 @@ class DefaultTrainer:
             metrics = inference_on_dataset(model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy)
             if metrics:
                 results[name] = metrics
+            if getattr(evaluator, "pairs", None) is not None:
+                pairs[name] = evaluator.pairs.state_dict()
         if results:
             flip = "; flip test" if cfg.TEST.FLIP.ENABLED else "; no flip test"
             print_results(
                 results, protocol=f"{Protocol.from_config(cfg).describe()}{flip}; features {policy.describe()}"
             )
-        return results
+        return results, pairs
 
 
 class _PolicyOf:
