@@ -2,7 +2,8 @@
 """Judge saved features, fastamp's or any other project's: evaluate_features.py FEATURES.npz [TEST.KEY VALUE ...].
 
 The file holds query_features (Q, D) and gallery_features (G, D), and query_pids, gallery_pids, query_camids and
-gallery_camids, whole numbers or texts; cameras may be left out under TEST.PROTOCOL no_camera and vehicleid. It is read
+gallery_camids, whole numbers or texts; cameras may be left out under TEST.PROTOCOL no_camera and vehicleid. Or it is
+what `fastamp extract` writes of a data set: features, pids, camids, and split, which is query or gallery. It is read
 without running anything in it. Keys below TEST are those of the config: python tools/train_net.py --list-config TEST.
 """
 
@@ -13,6 +14,7 @@ import logging
 import sys
 import tokenize
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from zipfile import BadZipFile, is_zipfile
 
@@ -49,8 +51,11 @@ def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
     try:
         check_no_device(path)
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in needed if name in file}
             found = sorted(file.files)
+            if "split" in file and not any(name in file for name in names):
+                arrays = split_arrays(file)
+            else:
+                arrays = {name: file[name] for name in needed if name in file}
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     except (BadZipFile, ValueError, EOFError, SyntaxError, tokenize.TokenError, zlib.error, MemoryError) as error:
@@ -68,6 +73,20 @@ def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray):
             raise DataError(f"{path}: {name} is no NumPy array; numpy.savez writes them")
+    return arrays
+
+
+def split_arrays(file: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays of an extraction by side and column; views of them where a side's rows are consecutive."""
+    split, arrays = file["split"], {}
+    for column in COLUMNS:
+        rows = file[column] if column in file else np.empty(0)
+        for side in SIDES:
+            chosen = np.flatnonzero(split == side)
+            if not len(chosen) or len(rows) != len(split):
+                continue
+            consecutive = chosen[-1] - chosen[0] == len(chosen) - 1
+            arrays[f"{side}_{column}"] = rows[chosen[0] : chosen[-1] + 1] if consecutive else rows[chosen]
     return arrays
 
 

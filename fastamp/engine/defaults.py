@@ -90,6 +90,7 @@ class DefaultTrainer:
             cfg.OUTPUT_DIR,
             min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
             check=check_finite,
+            notes=self._pair_scores,
             **({"average": self.average} if self.average else {}),
             **{name: OptimizerState(optimizer) for name, optimizer in optimizers.items()},
             trainer=self.trainer,
@@ -97,6 +98,7 @@ class DefaultTrainer:
             policy=_PolicyOf(self.trainer),
             config=_ConfigText(cfg),
         )
+        self._pairs: tuple[int, dict[str, Any]] = (-1, {})
         self.stop = hooks.StopOnSignal(self.checkpointer)
         self.writers: list[Any] = []
         self._evaluated: list[EvaluatedSet] = []
@@ -188,8 +190,9 @@ class DefaultTrainer:
         policy = self.policy.for_evaluation(self.cfg.SOLVER.AMP.EVAL_DTYPE)
         comm.broadcast(self.model.buffers())  # each rank's last batch has moved them elsewhere
         check_finite(self.model)
-        results, evaluated = self._evaluate(self.cfg, self.model, policy, self.test_loaders)
+        results, evaluated, pairs = self._evaluate(self.cfg, self.model, policy, self.test_loaders)
         self._evaluated = evaluated if self.cfg.TEST.REPORT else []
+        self._pairs = (self.trainer.iter, pairs)
         return results
 
     def _run(self) -> Run | None:
@@ -209,6 +212,11 @@ class DefaultTrainer:
             train=items_of(self.data_loader),
             history=history_of(cfg),
         )
+
+    def _pair_scores(self) -> dict[str, Any]:
+        """Return, for a checkpoint, each test set's ``PairScores``, if the model has not been trained on since."""
+        iteration, pairs = self._pairs
+        return {"pairs": pairs} if pairs and iteration == self.trainer.iter else {}
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
@@ -361,7 +369,7 @@ class DefaultTrainer:
         policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
         policy = policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
         loaders = {name: cls.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
-        results, evaluated = cls._evaluate(cfg, model, policy, loaders)
+        results, evaluated, _ = cls._evaluate(cfg, model, policy, loaders)
         if cfg.TEST.REPORT and comm.is_main_process():
             run = Run(
                 cfg=cfg,
@@ -427,9 +435,12 @@ class DefaultTrainer:
     @classmethod
     def _evaluate(
         cls, cfg: CfgNode, model: nn.Module, policy: PrecisionPolicy, loaders: dict[str, tuple[Any, int]]
-    ) -> tuple[dict[str, dict[str, Any]], list[EvaluatedSet]]:
-        """Return the metrics of each test set, and what a report shows of it; nothing on ranks other than 0."""
-        results, evaluated = {}, []
+    ) -> tuple[dict[str, dict[str, Any]], list[EvaluatedSet], dict[str, Any]]:
+        """Return data set name -> metrics, what a report shows of each set, and data set name -> its ``PairScores``.
+
+        Nothing on ranks other than 0.
+        """
+        results, evaluated, pairs = {}, [], {}
         for name, (loader, num_query) in loaders.items():
             logger.info("evaluating on %s", name)
             folder = Path(cfg.OUTPUT_DIR) / "evaluation" / folder_name(name)
@@ -438,9 +449,11 @@ class DefaultTrainer:
             if metrics:
                 results[name] = metrics
                 evaluated.append(evaluated_set(name, metrics, evaluator, loader, num_query))
+            if getattr(evaluator, "pairs", None) is not None:
+                pairs[name] = evaluator.pairs.state_dict()
         if results:
             print_results(results, protocol=_protocol(cfg, policy))
-        return results, evaluated
+        return results, evaluated, pairs
 
 
 def _protocol(cfg: CfgNode, policy: PrecisionPolicy) -> str:

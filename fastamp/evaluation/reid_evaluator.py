@@ -13,6 +13,7 @@ from fastamp.evaluation.evaluator import DatasetEvaluator
 from fastamp.evaluation.floors import colour_histogram, raw_pixels
 from fastamp.evaluation.judge import Judgement, judge_features
 from fastamp.evaluation.matches import Identities
+from fastamp.evaluation.pairs import PairScores, sample_pairs
 from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.roc import write_roc
 from fastamp.utils import comm
@@ -32,7 +33,11 @@ class ReidEvaluator(DatasetEvaluator):
 
     Attributes:
         judgement: of the last evaluation, if its ranking is to be shown.
+        pairs: after ``evaluate``, on the main process: the scores of a sample of genuine and impostor pairs; None where
+            there are none.
     """
+
+    pairs: PairScores | None = None
 
     def __init__(
         self, cfg: Any, num_query: int, output_dir: str | None = None, *, wanted: Wanted | None = None
@@ -99,10 +104,25 @@ class ReidEvaluator(DatasetEvaluator):
         if not comm.is_main_process():
             return None
         self._write(judgement)
+        self.pairs = self._sampled_pairs(features, ids)
         metrics = judgement.metrics()
         if floors:
             metrics["floors"] = {name: floor.metrics() for name, floor in floors.items()}
         return metrics
+
+    def _sampled_pairs(self, features: torch.Tensor, ids: Identities) -> PairScores | None:
+        protocol, n = self.protocol, self.num_query
+        sides = (features[:n], features[n:])
+        if protocol.draws_queries:
+            sides, ids = (features, features), ids.all_images()
+        return sample_pairs(
+            *sides,
+            ids,
+            metric=protocol.metric,
+            cross_camera=protocol.cross_camera,
+            same_images=protocol.draws_queries,
+            seed=protocol.seed,
+        )
 
     def _gathered(self) -> dict[str, torch.Tensor]:
         """Return the columns of all ranks in the order of ``indices``, and let go of the batches."""

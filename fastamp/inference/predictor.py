@@ -18,6 +18,12 @@ from fastamp.data.decode import read_image, with_channels
 from fastamp.data.transforms import build_transforms
 from fastamp.engine.defaults import DefaultTrainer
 from fastamp.evaluation.evaluator import extract_features
+from fastamp.evaluation.pairs import PairScores
+from fastamp.evaluation.protocol import Protocol
+from fastamp.inference.features_file import check_same_model, read_extraction
+from fastamp.inference.index import GalleryIndex, SearchResult, open_gallery
+from fastamp.inference.similarity import Comparison, pairs_of
+from fastamp.layers.distance import pairwise_distance
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import ConfigError, DataError, UserError, WeightsError
 from fastamp.utils.weights_file import read_checkpoint
@@ -105,7 +111,7 @@ class Predictor:
             ConfigError: the model needs ``camids``.
         """
         images = _as_list(images)
-        places = self._places(len(images), camids=camids, viewids=viewids)
+        places = self.places(len(images), camids=camids, viewids=viewids)
         size = self.cfg.TEST.IMS_PER_BATCH
         features = []
         with torch.inference_mode(), ThreadPoolExecutor(available_cores()) as pool:
@@ -115,6 +121,73 @@ class Predictor:
                 batch["images"] = torch.stack(list(pool.map(self.preprocess, images[chosen])))
                 features.append(self.features_of_batch(batch).cpu())
         return torch.cat(features)
+
+    def compare(
+        self,
+        a: Image,
+        b: Image,
+        *,
+        reference: PairScores | str | os.PathLike[str] | None = None,
+        camids: Sequence[int] | None = None,
+        viewids: Sequence[int] | None = None,
+    ) -> Comparison:
+        """Return how alike two images are, and where that stands among genuine and impostor pairs.
+
+        Args:
+            a, b: see ``features``.
+            reference: pairs to hold it against: an extraction of images with identities, or ``pairs_of`` one; None is
+                the first test set of the model's training, as its checkpoint has it.
+            camids, viewids: of the two, see ``features``.
+
+        Raises:
+            DataError: an image or the reference cannot be read, or that is of another model or has no pairs.
+            ConfigError: the model needs ``camids``.
+        """
+        metric = self.cfg.TEST.METRIC
+        source, pairs = next(iter(self.extra.get("pairs", {}).items()), ("", None))
+        pairs = PairScores(**pairs) if pairs else None
+        if isinstance(reference, PairScores):
+            source, pairs = "the reference", reference
+        elif reference is not None:
+            extraction = read_extraction(reference)
+            check_same_model(extraction, self.config_hash, self.checkpoint)
+            protocol = Protocol.from_config(self.cfg)
+            pairs = pairs_of(extraction, cross_camera=protocol.cross_camera, seed=protocol.seed)
+            source = str(reference)
+        if pairs is not None and pairs.metric != metric:  # TEST.METRIC was set to another
+            pairs = None
+        first, second = self.features([*_one(a), *_one(b)], camids=camids, viewids=viewids).split(1)
+        distance = pairwise_distance(first, second, metric).item()
+        return Comparison(1 - distance if metric == "cosine" else distance, metric, pairs, source)
+
+    def search(
+        self,
+        query: Image | Sequence[Image],
+        index: GalleryIndex | str | os.PathLike[str],
+        k: int = 10,
+        *,
+        effort: int | None = None,
+        exact: bool = False,
+        camids: Sequence[int] | None = None,
+        viewids: Sequence[int] | None = None,
+    ) -> SearchResult:
+        """Return the gallery images that are nearest to each query.
+
+        Args:
+            query: one or several, see ``features``.
+            index: ``open_gallery`` of one, or its file; of an extraction an index is made, and written beside it.
+            k: how many; no more than there are.
+            effort, exact: see ``GalleryIndex.search``.
+            camids, viewids: of the queries, see ``features``.
+
+        Raises:
+            DataError: an image or the index cannot be read, or that is of another model.
+            ConfigError: the model needs ``camids``, or a number is wrong.
+        """
+        gallery = index if isinstance(index, GalleryIndex) else open_gallery(index, of=self)
+        check_same_model(gallery, self.config_hash, self.checkpoint)
+        features = self.features(query, camids=camids, viewids=viewids)
+        return gallery.search(features, k, effort=effort, exact=exact)
 
     def preprocess(self, image: Image) -> Tensor:
         """Return an image as the model gets it, (C, H, W) uint8 at ``INPUT.SIZE_TEST``.
@@ -145,8 +218,12 @@ class Predictor:
             )
         return features
 
-    def _places(self, count: int, **given: Sequence[int] | None) -> dict[str, Tensor]:
-        """Return the cameras and views that the model takes, one for each image."""
+    def places(self, count: int, **given: Sequence[int] | None) -> dict[str, Tensor]:
+        """Return the cameras and views that the model takes, one for each of ``count`` images; see ``features``.
+
+        Raises:
+            ConfigError: the model needs them, and there are none or others.
+        """
         if not getattr(getattr(self.model, "backbone", None), "takes_cameras", False):
             return {}
         backbone = self.cfg.MODEL.BACKBONE
@@ -210,6 +287,14 @@ def _as_list(images: Image | Sequence[Image]) -> list[Image]:
     images = list(images)
     if not images:
         raise DataError("there are no images to compute features of")
+    return images
+
+
+def _one(image: Image) -> list[Image]:
+    """Return an image as a list of one."""
+    images = _as_list(image)
+    if len(images) != 1:
+        raise DataError(f"a comparison is of two images; one of the two given is {len(images)} images")
     return images
 
 

@@ -66,6 +66,7 @@ class Checkpointer:
         save_dir: where files are written; ``last_checkpoint`` in it names the newest one.
         min_match: see ``load_model_state``.
         check: is called with the model before each save, and raises where that is not worth saving.
+        notes: returns further entries of each file, which ``resume`` does not need.
         checkpointables: name -> object with ``state_dict()`` and ``load_state_dict(state)``.
     """
 
@@ -76,12 +77,14 @@ class Checkpointer:
         *,
         min_match: float = 0.9,
         check: Callable[[nn.Module], None] | None = None,
+        notes: Callable[[], dict[str, Any]] = dict,
         **checkpointables: Any,
     ) -> None:
         self.model = model
         self.save_dir = Path(save_dir)
         self.min_match = min_match
         self.check = check
+        self.notes = notes
         self.checkpointables = checkpointables
 
     def save(self, name: str, *, tag: bool = True, **extra: Any) -> Path:
@@ -99,7 +102,7 @@ class Checkpointer:
             self.check(self.model)
         content = {"model": self.model.state_dict()}
         content |= {key: part.state_dict() for key, part in self.checkpointables.items()}
-        content |= extra
+        content |= self.notes() | extra
         path = self.save_dir / f"{name}.pth"
         if not comm.is_main_process():
             return path

@@ -116,12 +116,7 @@ class FolderDataset(ImageDataset):
                 f"{self.dataset_name}: expected a folder for each identity in {folder.absolute()}, found "
                 f"{', '.join(parts)}.\n  fix: folder:{path}/{parts[0]}, or a csv: file with a column split"
             )
-        files = [
-            file
-            for identity in identities
-            for file in sorted(identity.rglob("*"))
-            if file.suffix.lower() in _SUFFIXES and _is_visible(file, folder) and file.is_file()
-        ]
+        files = [file for identity in identities for file in image_files(identity)]
         if not files:
             raise DataError(
                 f"{self.dataset_name}: no image is in the folders of {folder.absolute()}; expected one folder for each "
@@ -170,6 +165,15 @@ def _find(name: str, path: str | Path) -> Path:
     looked_for = "\n".join(f"    {place.absolute()}" for place in dict.fromkeys(places))
     several = "\n  note: several sets are written \"('csv:a.csv', 'csv:b.csv')\"" if "," in str(path) else ""
     raise DataError(f"the data set {name} is not there; looked for\n{looked_for}{several}")
+
+
+def image_files(folder: Path) -> list[Path]:
+    """Return the image files in a folder, at any depth and sorted, but for hidden ones."""
+    return [
+        file
+        for file in sorted(folder.rglob("*"))
+        if file.suffix.lower() in _SUFFIXES and _is_visible(file, folder) and file.is_file()
+    ]
 
 
 def _is_visible(file: Path, folder: Path) -> bool:

@@ -1,0 +1,73 @@
+"""Find the images of a gallery that are nearest to query images."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from fastamp.cli.model_arguments import add_model_arguments, predictor_of
+from fastamp.data.datasets.own import image_files
+from fastamp.inference.features_file import check_same_model
+from fastamp.inference.index import EF_SEARCH, KINDS, NPROBE, SearchResult, open_gallery
+from fastamp.utils.errors import DataError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    add_model_arguments(parser)
+    parser.add_argument("queries", nargs="+", metavar="QUERY", help="images, or folders of images")
+    parser.add_argument(
+        "--gallery",
+        required=True,
+        metavar="FILE",
+        help="what extract wrote, of which an index is made at first, or an index",
+    )
+    parser.add_argument("--index", metavar="FILE", help="where that index is (default: GALLERY with .index at its end)")
+    parser.add_argument(
+        "--kind", choices=("auto", *KINDS), default="auto", help="of that index (default: by the number of features)"
+    )
+    parser.add_argument("--top", "-k", type=int, default=10, help="images to be found (default: %(default)s)")
+    parser.add_argument(
+        "--effort",
+        type=int,
+        metavar="N",
+        help=f"lists looked into (ivf: {NPROBE}), candidates kept (hnsw: {EF_SEARCH}); more find more and take longer",
+    )
+    parser.add_argument("--exact", action="store_true", help="compare with all images")
+    parser.add_argument("--json", action="store_true", help="print JSON: for each query the images found")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, and print what was found."""
+    predictor = predictor_of(args)
+    gallery = open_gallery(args.gallery, of=predictor, index=args.index, kind=args.kind)
+    check_same_model(gallery, predictor.config_hash, predictor.checkpoint)
+    queries = []
+    for query in args.queries:
+        images = [str(file) for file in image_files(Path(query))] if Path(query).is_dir() else [query]
+        if not images:
+            raise DataError(f"no image is in the folder {query}")
+        queries += images
+    result = predictor.search(queries, gallery, args.top, effort=args.effort, exact=args.exact)
+    found = [_rows(result, number) for number in range(len(queries))]
+    if args.json:
+        print(json.dumps([{"query": query, "found": rows} for query, rows in zip(queries, found, strict=True)]))
+        return 0
+    for query, rows in zip(queries, found, strict=True):
+        print(f"{query} ({gallery.metric} {'similarity' if gallery.metric == 'cosine' else 'distance'})")
+        print(tabulate(rows, headers="keys", tablefmt="github", floatfmt=".4f"))
+    return 0
+
+
+def _rows(result: SearchResult, query: int) -> list[dict[str, Any]]:
+    """Return what was found for a query, in plain values."""
+    columns = {"score": result.scores, "path": result.paths, "pid": result.pids, "camid": result.camids}
+    if result.boxes is not None:
+        columns["box"] = result.boxes
+    values = {name: column[query].tolist() for name, column in columns.items()}
+    return [
+        {"rank": rank, **dict(zip(values, row, strict=True))}
+        for rank, row in enumerate(zip(*values.values(), strict=True), start=1)
+    ]

@@ -1,0 +1,325 @@
+"""The features of many images in one file, resumable at any moment."""
+
+import hashlib
+import json
+import logging
+import re
+import shutil
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastamp.config import CfgNode
+from fastamp.data.build import build_dataset
+from fastamp.data.dataset import ReidDataset
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem, number_cameras
+from fastamp.data.datasets.own import OWN_DATA, image_files
+from fastamp.data.loader import TestLoader, worker_count
+from fastamp.data.samplers import InferenceSampler
+from fastamp.data.transforms import build_transforms
+from fastamp.inference.features_file import DAMAGE, Extraction, read_array, read_extraction, write_arrays
+from fastamp.inference.predictor import Predictor
+from fastamp.utils.checkpoint import write_atomically
+from fastamp.utils.errors import ConfigError, DataError, check_choice, writing
+from fastamp.utils.progress import ProgressBar, format_duration
+
+logger = logging.getLogger(__name__)
+
+SPLITS = ("query", "gallery", "train")
+# A part is written when this much time has passed since the last, or this much is held.
+_PART_SECONDS, _PART_BYTES = 30.0, 2**26
+_STAMP = "of.json"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """N images and whose they are; the columns are those of ``Extraction``."""
+
+    items: list[ImageItem]
+    pids: np.ndarray
+    split: np.ndarray | None = None
+
+    def columns(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the columns of some images."""
+        items = [self.items[row] for row in rows]
+        columns = {"paths": np.array([item.path for item in items]), "pids": self.pids[rows]}
+        columns["camids"] = np.array([item.camid for item in items], dtype=np.int64)
+        if self.split is not None:
+            columns["split"] = self.split[rows]
+        if any(item.box for item in items):
+            columns["boxes"] = np.array([item.box or (-1, -1, -1, -1) for item in items], dtype=np.int64)
+        return columns
+
+
+def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str] = SPLITS) -> Listing:
+    """Return the images of a data set, a CSV file or a folder, in a fixed order.
+
+    Args:
+        source: a name as in DATASETS.NAMES, also ``csv:FILE`` and ``folder:FOLDER``; a CSV file; or a folder, of which
+            all images are taken at any depth, without identities and cameras.
+        cfg: reads DATASETS.
+        splits: of a data set that are wanted.
+
+    Raises:
+        ConfigError: there is no such data set or split.
+        DataError: there are no images, or the data set is wrong.
+    """
+    for split in splits:
+        check_choice("splits", split, SPLITS)
+    name = str(source)
+    folder = Path(name).expanduser()
+    if name not in DATASET_REGISTRY and name.partition(":")[0] not in OWN_DATA:
+        if folder.is_dir():
+            items = [ImageItem(str(file), 0, -1) for file in image_files(folder)]
+            if not items:
+                raise DataError(f"no image is in the folder {folder.absolute()}, at any depth")
+            return Listing(items, np.full(len(items), -1))
+        if name.endswith(".csv"):
+            name = f"csv:{name}"
+        elif "/" in name:
+            raise DataError(f"{name} is no folder and no CSV file; expected one, or a data set as in DATASETS.NAMES")
+    dataset = build_dataset(name, cfg)
+    parts = {split: getattr(dataset, split) for split in SPLITS if split in splits}
+    items = [item for part in parts.values() for item in part]
+    if not items:
+        raise DataError(f"the data set {name} has no {' or '.join(parts)} images")
+    pids = [dataset.identity(item.pid) for item in items]
+    whole = all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", pid) for pid in pids)
+    cameras = [item.camid for item in items]
+    if not all(isinstance(camid, Integral) for camid in cameras):
+        numbers = number_cameras(cameras)
+        cameras = [numbers[camid] for camid in cameras]
+    items = [item._replace(pid=0, camid=int(camid)) for item, camid in zip(items, cameras, strict=True)]
+    split = np.concatenate([np.full(len(part), split) for split, part in parts.items()])
+    return Listing(items, np.array(pids, dtype=np.int64 if whole else None), split)
+
+
+def extract(
+    predictor: Predictor,
+    source: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    splits: Sequence[str] = SPLITS,
+    skip_corrupt: bool = False,
+    num_workers: int | None = None,
+) -> tuple[Extraction, list[str]]:
+    """Write the features of all images of ``source`` to ``out``.
+
+    What is done is kept in the folder ``OUT.parts``; a second call with the same model and images goes on from there,
+    and the result is the same, bit for bit. It is removed at the end.
+
+    Args:
+        predictor: the model.
+        source: see ``list_images``.
+        out: a file whose name ends in ``.npz``, see ``Extraction``.
+        splits: see ``list_images``.
+        skip_corrupt: leave out images that cannot be read.
+        num_workers: processes that decode; None is TEST.NUM_WORKERS.
+
+    Returns:
+        The extraction, and why each image that was left out cannot be read.
+
+    Raises:
+        ConfigError: ``out`` cannot be written, or a name is wrong.
+        DataError: there are no images, or one cannot be read.
+    """
+    out = Path(out).expanduser()
+    if out.suffix != ".npz" or out.is_dir() or not out.parent.is_dir():
+        raise ConfigError(f"{out}: expected a file in a folder that exists, whose name ends in .npz")
+    listing = list_images(source, predictor.cfg, splits)
+    camids, viewids = zip(*((item.camid, item.viewid) for item in listing.items), strict=True)
+    predictor.places(len(listing.items), camids=camids, viewids=viewids)
+    with writing(out):
+        parts = _Parts(out.with_name(f"{out.name}.parts"), _stamp(predictor, listing, skip_corrupt))
+    try:
+        _compute(predictor, listing, parts, skip_corrupt, num_workers, out)
+        rows = np.concatenate([parts.read(path, "rows") for path in parts.paths])
+        left_out = [str(line) for path in parts.paths for line in parts.read(path, "unreadable")]
+        if not len(rows):
+            raise DataError(f"none of {len(listing.items)} images can be read; {left_out[0]}")
+        width = parts.read(parts.paths[0], "features").shape[1]
+        columns = listing.columns(rows) | {
+            "config_hash": np.array(predictor.config_hash),
+            "checkpoint": np.array(str(predictor.checkpoint)),
+            "metric": np.array(predictor.cfg.TEST.METRIC),
+        }
+        blocks = (parts.read(path, "features") for path in parts.paths)
+        with writing(out):
+            write_atomically(out, lambda file: write_arrays(file, columns, blocks, (len(rows), width)))
+    except BaseException:
+        parts.remove_if_empty()
+        raise
+    parts.remove()
+    logger.info("wrote %s: %d features of %d", out, len(rows), width)
+    return read_extraction(out), left_out
+
+
+def _compute(
+    predictor: Predictor,
+    listing: Listing,
+    parts: "_Parts",
+    skip_corrupt: bool,
+    num_workers: int | None,
+    out: Path,
+) -> None:
+    """Compute what is not in ``parts`` yet, and write it there."""
+    cfg, total = predictor.cfg, len(listing.items)
+    if parts.done:
+        logger.info("%d of %d images are done already; going on", parts.done, total)
+    images = _Images(listing.items[parts.done :], build_transforms(cfg, is_train=False), skip_corrupt, first=parts.done)
+    key, asked = "workers", num_workers
+    if asked is None:
+        key, asked = "TEST.NUM_WORKERS", cfg.TEST.NUM_WORKERS
+        if asked == -1:
+            key, asked = "DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS
+    sampler = InferenceSampler(size=len(images), batch_size=cfg.TEST.IMS_PER_BATCH)
+    loader = TestLoader(images, sampler, num_workers=worker_count(key, asked), device=predictor.device)
+    bar = ProgressBar(total, "extracting", done=parts.done)
+    held, since, done = [], time.monotonic(), parts.done
+    try:
+        for batch in _inferring(loader) if len(images) else ():
+            features = predictor.features_of_batch(batch).cpu()
+            held.append((features, batch["indices"], batch["unreadable"]))
+            done += len(features)
+            bar.update(done)
+            size = sum(each.nbytes for each, *_ in held)
+            if done == total or time.monotonic() - since > _PART_SECONDS or size > _PART_BYTES:
+                with writing(out):
+                    parts.write(done, held)
+                held, since = [], time.monotonic()
+                left = format_duration(bar.seconds_left())
+                logger.info("%d of %d images%s", done, total, f", {left} left" if done < total else "")
+    finally:
+        bar.close()
+
+
+def _inferring(loader: TestLoader) -> Iterator[dict[str, Any]]:
+    with torch.inference_mode():
+        yield from loader
+
+
+class _Images(ReidDataset):
+    """Images of which some may be unreadable.
+
+    ``unreadable`` in a batch says which are, by their index, and why, where they are to be left out.
+    """
+
+    def __init__(self, items: Sequence[ImageItem], transforms: Any, skip_corrupt: bool, *, first: int) -> None:
+        super().__init__(items, transforms, relabel=False)
+        self.leave_out, self.first = skip_corrupt, first
+        self._unreadable: dict[int, str] = {}
+
+    def __getitems__(self, keys: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+        self._unreadable = {}
+        batch = super().__getitems__(keys)
+        batch["indices"] += self.first
+        return batch | {"unreadable": self._unreadable}
+
+    def read(self, index: int) -> Tensor:
+        """See ``ReidDataset``; an image that is left out is black."""
+        try:
+            return super().read(index)
+        except DataError as error:
+            if not self.leave_out:
+                raise DataError(
+                    f"{error}\n  fix: mend or remove it, or leave such images out: --skip-corrupt"
+                ) from error
+            self._unreadable[index + self.first] = str(error)
+            return torch.zeros(self.transforms.channels, *self.transforms.resize.size, dtype=torch.uint8)
+
+
+class _Parts:
+    """What is done of an extraction, in files of consecutive images, each written atomically.
+
+    Args:
+        folder: of these files; those of another extraction are removed.
+        stamp: what decides the features, and which.
+
+    Attributes:
+        paths: of the files, in order.
+        done: images that they cover.
+    """
+
+    def __init__(self, folder: Path, stamp: dict[str, Any]) -> None:
+        self.folder = folder
+        self.paths: list[Path] = []
+        self.done = 0
+        folder.mkdir(exist_ok=True)
+        mark = folder / _STAMP
+        try:
+            found = json.loads(mark.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            found = None
+        if found != stamp:
+            if found is not None:
+                differ = [name for name in stamp if not isinstance(found, dict) or found.get(name) != stamp[name]]
+                logger.warning("%s is of another extraction (%s differ): beginning anew", folder, ", ".join(differ))
+            for path in folder.glob("*.npz"):
+                path.unlink()
+            write_atomically(mark, lambda file: file.write(json.dumps(stamp).encode()))
+        for path in sorted(folder.glob("*.npz")):
+            try:
+                first, stop = self.read(path, "span").tolist()
+                self.read(path, "features")
+            except (OSError, *DAMAGE):
+                first, stop = -1, -1
+            if first != self.done:
+                path.unlink()
+                continue
+            self.paths.append(path)
+            self.done = stop
+
+    def write(self, stop: int, batches: Sequence[tuple[Tensor, Tensor, dict[int, str]]]) -> None:
+        """Add the images up to, not including, ``stop``."""
+        features, rows, unreadable = (list(column) for column in zip(*batches, strict=True))
+        messages = {row: text for each in unreadable for row, text in each.items()}
+        rows = torch.cat(rows).numpy()
+        kept = ~np.isin(rows, list(messages))
+        arrays = {
+            "span": np.array([self.done, stop]),
+            "rows": rows[kept],
+            "features": torch.cat(features).numpy()[kept],
+            "unreadable": np.array([messages[row] for row in sorted(messages)], dtype=str),
+        }
+        path = self.folder / f"{self.done:012d}.npz"
+        write_atomically(path, lambda file: write_arrays(file, arrays))
+        self.paths.append(path)
+        self.done = stop
+
+    def read(self, path: Path, name: str) -> np.ndarray:
+        """Return an array of a file."""
+        with zipfile.ZipFile(path) as archive:
+            return read_array(archive, name)
+
+    def remove(self) -> None:
+        """Remove all files."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def remove_if_empty(self) -> None:
+        """Remove the folder unless something is done."""
+        if not self.paths:
+            self.remove()
+
+
+def _stamp(predictor: Predictor, listing: Listing, skip_corrupt: bool) -> dict[str, Any]:
+    """Return what decides the features of a listing to the last bit."""
+    digest = hashlib.blake2b(digest_size=16)
+    splits = listing.split if listing.split is not None else [""] * len(listing.items)
+    for item, pid, split in zip(listing.items, listing.pids, splits, strict=True):
+        digest.update(repr((item.path, str(pid), item.camid, item.viewid, item.box, str(split))).encode())
+    return {
+        "model": predictor.config_hash,
+        "images": digest.hexdigest(),
+        "precision": f"{predictor.policy.describe()} on {predictor.device.type}",
+        "batch size": predictor.cfg.TEST.IMS_PER_BATCH,
+        "skip corrupt": skip_corrupt,
+    }

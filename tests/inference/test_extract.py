@@ -1,0 +1,181 @@
+"""An extraction holds the evaluator's features, whose they are, and the same bytes however often it was killed."""
+
+import json
+import shutil
+
+import evaluate_features
+import numpy as np
+import pytest
+import torch
+from command import run_command
+
+from fastamp import Predictor
+from fastamp.cli import extract as command
+from fastamp.data import build_reid_test_loader
+from fastamp.data.build import build_dataset
+from fastamp.inference import extract as module
+from fastamp.inference.extract import extract, list_images
+from fastamp.inference.features_file import read_extraction
+from fastamp.utils.errors import ConfigError, DataError, UserError
+
+
+@pytest.fixture
+def predictor(demo, checkpoint):
+    return Predictor(checkpoint, device="cpu", opts=["TEST.IMS_PER_BATCH", "8"])
+
+
+@pytest.fixture
+def images(demo, tmp_path):
+    """A folder of 11 images in folders of folders, and things that are no images."""
+    folder = tmp_path / "images"
+    for number, item in enumerate(build_dataset("Demo").gallery[:11]):
+        place = folder / "abc"[number % 3] / str(number)
+        place.mkdir(parents=True)
+        shutil.copy(item.path, place / f"{number}.jpg")
+    (folder / "notes.txt").write_text("no image")
+    (folder / ".hidden.jpg").write_text("no image")
+    return folder
+
+
+def test_a_data_set_is_extracted_as_it_is_evaluated(predictor, run_folder, tmp_path, capsys):
+    found, left_out = extract(predictor, "Demo", tmp_path / "demo.npz")
+    dataset, rows = build_dataset("Demo"), []
+    for split in ("query", "gallery", "train"):
+        items = getattr(dataset, split)
+        rows += [(item.path, int(dataset.identity(item.pid)), item.camid, split) for item in items]
+    columns = zip(found.paths, found.pids, found.camids, found.split, strict=True)
+    assert [(str(a), int(b), int(c), str(d)) for a, b, c, d in columns] == rows and left_out == []
+    loader, _ = build_reid_test_loader(predictor.cfg, "Demo")
+    with torch.inference_mode():
+        expected = torch.cat([predictor.features_of_batch(batch) for batch in loader])
+    assert np.array_equal(found.features[: len(expected)], expected.numpy()) and found.features.dtype == np.float32
+    assert (found.config_hash, found.metric) == (predictor.config_hash, predictor.cfg.TEST.METRIC)
+    assert not list(tmp_path.glob("*.parts"))
+
+    # The file as anybody reads it, and as evaluate_features does: the numbers of the run's last evaluation.
+    with np.load(tmp_path / "demo.npz", allow_pickle=False) as file:
+        assert np.array_equal(file["features"], found.features) and str(file["config_hash"]) == predictor.config_hash
+    assert evaluate_features.cli([str(found.path), "--json", "MODEL.DEVICE", "cpu"]) == 0
+    judged = json.loads(capsys.readouterr().out)
+    lines = (run_folder / "metrics.json").read_text().splitlines()
+    evaluated = next(row for row in map(json.loads, reversed(lines)) if "Demo/mAP" in row)
+    assert judged["mAP"] == pytest.approx(evaluated["Demo/mAP"], abs=1e-3)
+
+
+def test_a_folder_of_any_depth(predictor, images, tmp_path):
+    found, _ = extract(predictor, images, tmp_path / "out.npz")
+    paths = sorted(images.rglob("?/*.jpg")) + sorted(images.rglob("??/*.jpg"))
+    assert sorted(found.paths.tolist()) == sorted(map(str, paths)) and len(paths) == 11
+    assert found.paths.tolist() == [str(path) for path in sorted(paths)]
+    assert (found.pids == -1).all() and (found.camids == -1).all() and found.split is None
+    expected = torch.cat([predictor.features(found.paths.tolist()[start : start + 8]) for start in (0, 8)])
+    assert np.array_equal(found.features, expected.numpy())
+
+
+def test_a_csv_file_with_names_and_boxes(predictor, images, tmp_path):
+    first, second = sorted(images.rglob("[0-9].jpg"))[:2]
+    listed = tmp_path / "mine.csv"
+    listed.write_text(f"path,pid,camid,x0,y0,x1,y1\n{first},ann,1,0,0,9,20\n{second},bob,2,4,4,9,30\n")
+    found, _ = extract(predictor, listed, tmp_path / "out.npz")
+    assert found.pids.tolist() == ["ann", "bob"] and found.split.tolist() == ["train"] * 2
+    assert found.boxes.tolist() == [[0, 0, 9, 20], [4, 4, 9, 30]]
+    other = list_images(f"csv:{listed}", predictor.cfg)
+    assert [item.path for item in other.items] == found.paths.tolist()
+
+
+def killed_after(number, monkeypatch):
+    """Make the writing of part ``number`` (from 0) the end of the process."""
+    write = module._Parts.write
+
+    def dying(self, *args):
+        if len(self.paths) == number:
+            raise KeyboardInterrupt
+        write(self, *args)
+
+    monkeypatch.setattr(module._Parts, "write", dying)
+    monkeypatch.setattr(module, "_PART_SECONDS", -1.0)
+
+
+def test_killed_it_goes_on_with_the_same_result(predictor, images, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", "fastamp")
+    extract(predictor, images, tmp_path / "whole.npz")
+    out, parts = tmp_path / "out.npz", tmp_path / "out.npz.parts"
+    with monkeypatch.context() as patch:
+        killed_after(1, patch)
+        with pytest.raises(KeyboardInterrupt):
+            extract(predictor, images, out)
+    assert not out.exists() and len(list(parts.glob("*.npz"))) == 1
+    (parts / "000000000099.npz").write_bytes(b"not whole")
+    computed = []
+    with monkeypatch.context() as patch:
+        compute = predictor.features_of_batch
+        patch.setattr(predictor, "features_of_batch", lambda batch: computed.append(batch) or compute(batch))
+        extract(predictor, images, out)
+    assert len(computed) == 1 and "8 of 11 images are done already" in caplog.text
+    assert out.read_bytes() == (tmp_path / "whole.npz").read_bytes() and not parts.exists()
+
+    # Parts of other images are not taken over.
+    with monkeypatch.context() as patch:
+        killed_after(1, patch)
+        with pytest.raises(KeyboardInterrupt):
+            extract(predictor, images, out)
+    next(images.rglob("3.jpg")).unlink()
+    found, _ = extract(predictor, images, out)
+    assert len(found.paths) == 10 and "of another extraction (images differ)" in caplog.text
+
+
+def test_what_is_no_image(predictor, images, tmp_path, capsys, checkpoint):
+    bad = images / "a" / "zz.jpg"
+    bad.write_text("not an image")
+    with pytest.raises(DataError, match=r"zz\.jpg(.|\n)*--skip-corrupt"):
+        extract(predictor, images, tmp_path / "out.npz")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images"]
+    code = run_command(
+        command, checkpoint, images, "-o", tmp_path / "out.npz", "--skip-corrupt", "--device", "cpu", "--workers", 1
+    )
+    out = capsys.readouterr().out
+    assert code == 0 and "left out 1 images" in out and "zz.jpg" in out and "11 features of 16" in out
+    assert str(bad) not in read_extraction(tmp_path / "out.npz").paths.tolist()
+    for image in images.rglob("*.jpg"):
+        image.write_text("not an image")
+    with pytest.raises(DataError, match="none of 12 images"):
+        extract(predictor, images, tmp_path / "none.npz", skip_corrupt=True)
+
+
+def test_what_cannot_be_extracted(predictor, images, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for source, out, error in (
+        (tmp_path / "empty", "out.npz", "no image is in the folder"),
+        (tmp_path / "nowhere", "out.npz", "no folder and no CSV file"),
+        ("Demoo", "out.npz", "Did you mean 'Demo'"),
+        (images, "out.txt", r"ends in \.npz"),
+        (images, "missing/out.npz", "folder that exists"),
+    ):
+        with pytest.raises(UserError, match=error):
+            extract(predictor, source, tmp_path / out)
+    with pytest.raises(ConfigError, match="choices: query, gallery, train"):
+        extract(predictor, "Demo", tmp_path / "out.npz", splits=["test"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "images"]
+
+
+def test_a_folder_that_cannot_be_written(predictor, images, tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_arrays", full)
+    with pytest.raises(ConfigError, match=r"out\.npz cannot be written: No space left"):
+        extract(predictor, images, tmp_path / "out.npz")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images"]
+
+
+@pytest.mark.parametrize("size", [0, 10, 2000, -3])
+def test_a_damaged_extraction(predictor, images, tmp_path, size):
+    extract(predictor, images, tmp_path / "out.npz")
+    content = (tmp_path / "out.npz").read_bytes()
+    (tmp_path / "cut.npz").write_bytes(content[:size])
+    with pytest.raises(DataError, match="cut.npz is damaged"):
+        read_extraction(tmp_path / "cut.npz")
+    np.savez(tmp_path / "other.npz", features=np.zeros((3, 2)))
+    with pytest.raises(DataError, match="no paths, pids"):
+        read_extraction(tmp_path / "other.npz")

@@ -1,0 +1,164 @@
+"""A search finds what exact search finds, and refuses what would make its answer wrong."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from command import run_command
+
+from fastamp import Predictor
+from fastamp.cli import search as command
+from fastamp.data.build import build_dataset
+from fastamp.inference import index as module
+from fastamp.inference.extract import extract
+from fastamp.inference.features_file import read_extraction, write_arrays
+from fastamp.inference.index import KINDS, build_index, kind_for, load_index, open_gallery
+from fastamp.utils.errors import ConfigError, DataError
+
+
+@pytest.fixture(scope="module")
+def predictor(checkpoint):
+    return Predictor(checkpoint, device="cpu")
+
+
+@pytest.fixture
+def gallery(demo, predictor, tmp_path):
+    """The extraction of the demo's test images."""
+    return extract(predictor, "Demo", tmp_path / "gallery.npz", splits=["query", "gallery"])[0]
+
+
+def clustered(path, metric, count=1500, width=24):
+    """Write an extraction of clusters; return it and 40 queries."""
+    random = np.random.default_rng(0)
+    centres = 3 * random.standard_normal((count // 10, width))
+    features = (centres.repeat(10, 0) + random.standard_normal((count, width))).astype(np.float32)
+    columns = {"paths": np.arange(count).astype(str), "pids": np.arange(count) // 10, "camids": np.zeros(count, int)}
+    texts = {"config_hash": "a", "checkpoint": "a.pth", "metric": metric}
+    with path.open("wb") as file:
+        write_arrays(file, columns | {name: np.array(text) for name, text in texts.items()}, [features], features.shape)
+    queries = centres[:40] + random.standard_normal((40, width))
+    return read_extraction(path), queries.astype(np.float32)
+
+
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+def test_each_kind_finds_the_nearest(tmp_path, metric):
+    extraction, queries = clustered(tmp_path / "a.npz", metric)
+    features, sought = torch.tensor(extraction.features).double(), torch.tensor(queries).double()
+    if metric == "cosine":
+        scores = torch.nn.functional.normalize(sought) @ torch.nn.functional.normalize(features).T
+    else:
+        scores = torch.cdist(sought, features, compute_mode="donot_use_mm_for_euclid_dist")
+    expected, rows = scores.topk(10, largest=metric == "cosine")
+    for kind in KINDS:
+        index = build_index(extraction, tmp_path / f"{kind}.index", kind=kind)
+        assert (index.kind, index.metric, len(index), index.width) == (kind, metric, 1500, 24)
+        exact = index.search(queries, 10, exact=True)
+        assert np.array_equal(exact.rows, rows.numpy())
+        assert np.allclose(exact.scores, expected.numpy(), atol=1e-5)
+        assert np.array_equal(exact.paths, rows.numpy().astype(str)) and np.array_equal(exact.pids, rows.numpy() // 10)
+        found = index.search(torch.tensor(queries), 10)
+        recall = np.mean([len(set(a) & set(b)) for a, b in zip(found.rows, exact.rows, strict=True)]) / 10
+        assert recall >= 0.95
+        # More than one list of the IVF index holds, and more than there are.
+        assert index.search(queries[:2], 1000, effort=1).rows.min() >= 0
+        assert index.search(queries[:1], 5000).rows.shape == (1, 1500)
+
+
+def test_less_effort_finds_less(tmp_path):
+    extraction, queries = clustered(tmp_path / "a.npz", "cosine")
+    index = build_index(extraction, tmp_path / "ivf.index", kind="ivf")
+    exact = index.search(queries, 10, exact=True).rows
+    recall = [np.isin(index.search(queries, 10, effort=effort).rows, exact).mean() for effort in (1, 128)]
+    assert recall[0] < recall[1] == 1
+
+
+def test_the_kind_is_chosen_by_size():
+    assert [kind_for(count) for count in (1, 50_000, 50_001, 200_000, 10**6)] == ["flat", "flat", "hnsw", "hnsw", "ivf"]
+
+
+def test_predictor_search(predictor, gallery, tmp_path):
+    query = build_dataset("Demo").query[0]
+    result = predictor.search(query.path, gallery.path, 3)
+    assert (tmp_path / "gallery.index").exists()
+    assert result.paths[0, 0] == query.path and result.scores[0, 0] == pytest.approx(1, abs=1e-5)
+    assert result.pids[0, 0] == query.pid and result.camids[0, 0] == query.camid
+    assert result.scores.shape == result.rows.shape == (1, 3) and result.boxes is None
+    index = load_index(tmp_path / "gallery.index")
+    arrays = np.zeros((2, 8, 8, 3), np.uint8)
+    assert np.array_equal(predictor.search(arrays, index).rows, predictor.search(list(arrays), index.path).rows)
+    written = index.path.stat().st_mtime_ns
+    assert open_gallery(gallery.path).path.stat().st_mtime_ns == written
+    assert open_gallery(gallery.path, kind="hnsw").kind == "hnsw"
+
+
+def test_of_another_model(predictor, gallery, checkpoint, tmp_path):
+    other = Predictor(checkpoint, device="cpu", opts=["INPUT.SIZE_TEST", "(32, 32)"])
+    index = open_gallery(gallery.path)
+    for each in (gallery.path, index.path, index):
+        with pytest.raises(DataError, match=f"{predictor.config_hash}(.|\n)*{other.config_hash}"):
+            other.search(np.zeros((8, 8, 3), np.uint8), each)
+
+
+def test_damaged_files_are_refused(gallery, tmp_path):
+    for kind in KINDS:
+        path = tmp_path / f"{kind}.index"
+        build_index(gallery, path, kind=kind)
+        content = path.read_bytes()
+        middle = len(content) // 3
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        for damaged in (content[:-5], content[: len(content) // 2], b"", b"text", flipped):
+            path.write_bytes(damaged)
+            with pytest.raises(DataError, match=f"{kind}.index is damaged, truncated or no index"):
+                load_index(path)
+    with pytest.raises(DataError, match="nowhere"):
+        load_index(tmp_path / "nowhere.index")
+    with pytest.raises(DataError, match="damaged, truncated or no index"):
+        load_index(gallery.path)
+
+
+def test_what_cannot_be_written_leaves_nothing(gallery, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="folder that exists"):
+        build_index(gallery, tmp_path / "no" / "a.index")
+
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, part):
+            raise OSError(28, "No space left on device")
+
+        def tell(self):
+            return self.file.tell()
+
+    write = module._write
+    monkeypatch.setattr(module, "_write", lambda file, *rest: write(Full(file), *rest))
+    with pytest.raises(ConfigError, match=r"a\.index cannot be written: No space left"):
+        build_index(gallery, tmp_path / "a.index")
+    assert [path.name for path in tmp_path.iterdir()] == ["gallery.npz"]
+
+
+def test_wrong_numbers(gallery, tmp_path):
+    index = build_index(gallery, tmp_path / "a.index")
+    for k, effort in ((0, None), (1, 0)):
+        with pytest.raises(ConfigError, match="at least 1"):
+            index.search(np.zeros((1, 16)), k, effort=effort)
+    for features in (np.zeros((1, 15)), np.full((1, 16), np.nan), np.zeros(16)):
+        with pytest.raises(DataError, match=r"expected \(Q, 16\) finite"):
+            index.search(features)
+    with pytest.raises(ConfigError, match="choices: auto, flat, ivf, hnsw"):
+        build_index(gallery, tmp_path / "b.index", kind="tree")
+
+
+def test_command(gallery, checkpoint, tmp_path, capsys):
+    query = build_dataset("Demo").query[0].path
+    arguments = (checkpoint, query, "--gallery", gallery.path, "-k", 2, "--device", "cpu", "--opts", "SEED", 3)
+    assert run_command(command, *arguments, "--index", tmp_path / "b.index", "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["query"] == query and [row["rank"] for row in found["found"]] == [1, 2]
+    assert found["found"][0]["path"] == query and (tmp_path / "b.index").exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no image is in the folder"):
+        run_command(command, checkpoint, tmp_path / "empty", "--gallery", gallery.path, "--device", "cpu")
+    assert run_command(command, *arguments) == 0
+    assert query in capsys.readouterr().out

@@ -1,0 +1,170 @@
+#!/usr/bin/env python
+"""What an index of a gallery costs and finds: build time, memory, recall against exact search, time of a query.
+
+Features are clustered as those of identities are: as many images around each centre, which a camera shifts and noise
+spreads. Centres and noise vary in fewer dimensions than the features have, and in each less than in the one before, as
+principal components do; some noise is in all dimensions. Queries are further images of the same identities. Each kind
+is built and searched in processes of its own, so that its memory is its own.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from tabulate import tabulate
+
+from fastamp.amp.machine import inspect_machine
+from fastamp.inference.features_file import read_extraction, write_arrays
+from fastamp.inference.index import KINDS, build_index, load_index
+from fastamp.utils.env import peak_memory_mb
+
+INNER_WIDTH = 128
+CAMERAS = 8
+# Lengths of what is added to an identity's centre, of length 1; the last is in all dimensions.
+CAMERA_SHIFT, NOISE, REST = 0.2, 0.7, 0.3
+BLOCK = 20_000
+
+
+class Images:
+    """Generates images' features of identities."""
+
+    def __init__(self, identities: int, width: int) -> None:
+        self.random = np.random.default_rng(0)
+        self.components = self.random.standard_normal((INNER_WIDTH, width), dtype=np.float32)
+        self.components /= np.sqrt(np.arange(1, INNER_WIDTH + 1, dtype=np.float32))[:, None]
+        self.centres = self.varied(identities, 1.0)
+        self.shifts = self.varied(CAMERAS, CAMERA_SHIFT)
+
+    def varied(self, count: int, length: float) -> np.ndarray:
+        """Return vectors of this length along the components."""
+        vectors = self.random.standard_normal((count, INNER_WIDTH), dtype=np.float32) @ self.components
+        return vectors * (length / np.linalg.norm(vectors, axis=1, keepdims=True))
+
+    def of(self, pids: np.ndarray) -> np.ndarray:
+        """Return a feature of each of (N) identities."""
+        count, width = len(pids), self.centres.shape[1]
+        features = self.random.standard_normal((count, width), dtype=np.float32) * (REST / width**0.5)
+        features += self.centres[pids] + self.varied(count, NOISE)
+        return features + self.shifts[self.random.integers(0, CAMERAS, count)]
+
+
+def generate(folder: Path, identities: int, images: int, width: int, queries: int) -> None:
+    """Write an extraction and queries."""
+    count, source = identities * images, Images(identities, width)
+    pids = source.random.permutation(np.repeat(np.arange(identities), images))
+
+    def blocks() -> Iterator[np.ndarray]:
+        for start in range(0, count, BLOCK):
+            yield source.of(pids[start : start + BLOCK])
+
+    columns = {"paths": np.array([f"images/{number:08d}.jpg" for number in range(count)]), "pids": pids}
+    columns |= {"camids": np.zeros(count, np.int64)}
+    columns |= {"config_hash": np.array("0"), "checkpoint": np.array("generated"), "metric": np.array("cosine")}
+    with (folder / "gallery.npz").open("wb") as file:
+        write_arrays(file, columns, blocks(), (count, width))
+    np.save(folder / "queries.npy", source.of(source.random.integers(0, identities, queries)))
+
+
+def anonymous_mb() -> float:
+    """Return this process's memory that is no file's, in MiB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError("/proc/self/status has no RssAnon")
+
+
+def build(folder: Path, kind: str) -> dict[str, float]:
+    """Build one kind in this process."""
+    extraction = read_extraction(folder / "gallery.npz")
+    start = time.perf_counter()
+    build_index(extraction, folder / f"{kind}.index", kind=kind)
+    seconds = time.perf_counter() - start
+    size = (folder / f"{kind}.index").stat().st_size / 2**20
+    return {"build_s": seconds, "peak_mb": peak_memory_mb(torch.device("cpu")), "file_mb": size}
+
+
+def search(folder: Path, kind: str, efforts: list[int]) -> list[dict[str, float]]:
+    """Search with one kind in this process, at each effort."""
+    queries = np.load(folder / "queries.npy")
+    start = time.perf_counter()
+    index = load_index(folder / f"{kind}.index")
+    loaded = time.perf_counter() - start
+    truth = folder / "exact.npy"
+    if not truth.exists():
+        np.save(truth, index.search(queries, 10, exact=True).rows)
+    exact, results = np.load(truth), []
+    for effort in efforts or [None]:
+        index.search(queries[:50], 10, effort=effort)
+        start = time.perf_counter()
+        rows = index.search(queries, 10, effort=effort).rows
+        batch = (time.perf_counter() - start) / len(queries)
+        single = []
+        for query in queries[:100]:
+            start = time.perf_counter()
+            index.search(query[None], 10, effort=effort)
+            single.append(time.perf_counter() - start)
+        found = np.mean([len(set(a) & set(b)) for a, b in zip(rows, exact, strict=True)]) / 10
+        results.append(
+            {
+                "effort": effort,
+                "load_s": loaded,
+                "anonymous_mb": anonymous_mb(),
+                "recall_1": float((rows[:, 0] == exact[:, 0]).mean()),
+                "recall_10": float(found),
+                "single_ms": 1000 * float(np.median(single)),
+                "batch_ms": 1000 * batch,
+            }
+        )
+    return results
+
+
+def in_own_process(*arguments: str) -> dict[str, float] | list[dict[str, float]]:
+    """Run this file and return what it prints."""
+    output = subprocess.run([sys.executable, __file__, *arguments], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(output.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--identities", type=int, default=50_000)
+    parser.add_argument("--images", type=int, default=20, help="of each identity (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--queries", type=int, default=1000)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--nprobe", type=int, nargs="+", default=[], help="of IVF (default: the search's own)")
+    parser.add_argument("--ef-search", type=int, nargs="+", default=[], help="of HNSW (default: the search's own)")
+    parser.add_argument("--folder", help="for the temporary files; default: the system's")
+    parser.add_argument("--step", nargs="+", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.step:
+        step, kind, *efforts = args.step
+        folder = Path(args.folder)
+        print(json.dumps(build(folder, kind) if step == "build" else search(folder, kind, list(map(int, efforts)))))
+        return
+    print(*inspect_machine(torch.device("cpu"), asked="cpu").lines(), sep="\n", file=sys.stderr)
+    efforts = {"flat": [], "ivf": args.nprobe, "hnsw": args.ef_search}
+    with TemporaryDirectory(dir=args.folder) as temporary:
+        generate(Path(temporary), args.identities, args.images, args.width, args.queries)
+        rows = []
+        for kind in sorted(args.kinds, key=KINDS.index):
+            print(f"{kind}: building", file=sys.stderr)
+            built = in_own_process("--folder", temporary, "--step", "build", kind)
+            print(f"{kind}: {built}", file=sys.stderr)
+            for found in in_own_process("--folder", temporary, "--step", "search", kind, *map(str, efforts[kind])):
+                print(f"{kind}: {found}", file=sys.stderr, flush=True)
+                rows.append({"kind": kind, **built, **found})
+            Path(temporary, f"{kind}.index").unlink()
+    print(f"{args.identities} identities x {args.images} images x {args.width}, {args.queries} queries")
+    print(tabulate(rows, headers="keys", tablefmt="github", floatfmt=".3g"))
+
+
+if __name__ == "__main__":
+    main()
