@@ -132,7 +132,7 @@ def test_the_file_is_the_model_and_runs_as_the_guide_says(
 def test_float16_normalized_outside_and_of_length_1(demo, checkpoint, suffix, tmp_path):
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=["TEST.FLIP.ENABLED", "True"])
     path = tmp_path / f"model{suffix}"
-    report = export(predictor, path, precision="fp16", normalization=False, l2=True)
+    report = export(predictor, path, precision="fp16", normalization=False, l2=True, tolerance=5)  # of 8 queries
     assert 0 < max(each.difference for each in report.comparisons) < 1e-2
     model, metadata = loaded(path)
     assert metadata["l2"] and metadata["flip"] and metadata["normalization"] == "outside"

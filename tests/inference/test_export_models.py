@@ -35,7 +35,7 @@ def every_export():
                 yield pytest.param(*chosen, marks=[] if chosen in FAST else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("model, suffix, precision", every_export())
+@pytest.mark.parametrize("model, suffix, precision", [*every_export()])
 def test_it_is_exported(model, suffix, precision, tmp_path, caplog):
     if suffix == ".onnx" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
         pytest.skip("ONNX export needs PyTorch 2.7")
