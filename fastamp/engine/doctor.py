@@ -87,7 +87,7 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
         for buffer, value in statistics:
             if buffer.is_floating_point():
                 buffer.copy_(value)
-    batches, queries, diagnosis.images = _ranked_part(test_loader, num_query, max_images, cfg.TEST.IMS_PER_BATCH)
+    batches, queries, diagnosis.images = ranked_part(test_loader, num_query, max_images, cfg.TEST.IMS_PER_BATCH)
 
     def rank(precision: PrecisionPolicy) -> dict[str, float]:
         # Copies, for a model that writes into what it is given.
@@ -166,7 +166,7 @@ def _enabled(cfg: CfgNode) -> CfgNode:
     return cfg
 
 
-def _ranked_part(
+def ranked_part(
     loader: Any, num_query: int, max_images: int, batch_size: int
 ) -> tuple[list[dict[str, Any]], int, tuple[int, int]]:
     """Return batches of whole identities of the test set, the number of queries in them, and (images, of all)."""

@@ -75,6 +75,15 @@ class Predictor:
         return next(self.model.parameters()).device
 
     @property
+    def place_counts(self) -> dict[str, int]:
+        """How many cameras (``camids``) and views (``viewids``) the model has embeddings of; without any, empty."""
+        if not getattr(getattr(self.model, "backbone", None), "takes_cameras", False):
+            return {}
+        backbone = self.cfg.MODEL.BACKBONE
+        counts = {"camids": backbone.SIE_CAMERAS, "viewids": backbone.SIE_VIEWS}
+        return {name: count for name, count in counts.items() if count}
+
+    @property
     def config_hash(self) -> str:
         """What makes features comparable: 16 hex digits of the weights and of the config keys behind the features."""
         if not hasattr(self, "_config_hash"):
@@ -224,14 +233,8 @@ class Predictor:
         Raises:
             ConfigError: the model needs them, and there are none or others.
         """
-        if not getattr(getattr(self.model, "backbone", None), "takes_cameras", False):
-            return {}
-        backbone = self.cfg.MODEL.BACKBONE
-        limits = {"camids": backbone.SIE_CAMERAS, "viewids": backbone.SIE_VIEWS}
         places = {}
-        for name, limit in limits.items():
-            if not limit:
-                continue
+        for name, limit in self.place_counts.items():
             ids = given[name]
             if ids is None or len(ids) != count or not all(0 <= each < limit for each in ids):
                 found = "none" if ids is None else f"{len(ids)}, in {min(ids, default=0)}..{max(ids, default=0)}"
@@ -240,7 +243,7 @@ class Predictor:
                     f"{count} images, found {found}"
                 )
             places[name] = torch.as_tensor(ids, dtype=torch.int64)
-        return {"camids": torch.zeros(count, dtype=torch.int64)} | places
+        return {"camids": torch.zeros(count, dtype=torch.int64)} | places if places else {}
 
 
 def _config_of(checkpoint: Path, device: str, opts: Sequence[str]) -> CfgNode:

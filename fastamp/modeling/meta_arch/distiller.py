@@ -39,6 +39,8 @@ class Distiller(Baseline):
         parts: see ``Baseline``.
     """
 
+    training_only = ("losses", "ema")
+
     def __init__(
         self,
         *,

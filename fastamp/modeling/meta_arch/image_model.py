@@ -14,6 +14,7 @@ class ImageModel(nn.Module):
 
     Attributes:
         trunks: names of the submodules that do most of the work, and are worth compiling.
+        training_only: names of those that evaluation has no use for.
 
     Args:
         backbone: (B, C, H, W) -> feature maps. With an attribute ``takes_cameras`` that is true it is also given
@@ -22,6 +23,7 @@ class ImageModel(nn.Module):
     """
 
     trunks: tuple[str, ...] = ("backbone",)
+    training_only: tuple[str, ...] = ("losses",)
 
     def __init__(
         self,

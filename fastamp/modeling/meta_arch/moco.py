@@ -46,6 +46,7 @@ class MoCo(Baseline):
     """
 
     trunks = ("backbone", "key_encoder.backbone")
+    training_only = ("losses", "key_encoder", "memory")
 
     def __init__(
         self,

@@ -1,0 +1,179 @@
+"""The two kinds of file that a traced model is written to, and how each is run."""
+
+import contextlib
+import importlib
+import io
+import json
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from fastamp.utils.errors import ConfigError, UserError
+
+logger = logging.getLogger(__name__)
+
+Run = Callable[[dict[str, Tensor]], Tensor]
+"""Inputs by their names, on the CPU -> (B, D) float32."""
+
+_PROTOBUF_LIMIT = 2**31
+_LOWEST_OPSET = 18  # that PyTorch translates to
+_LOWEST_TORCH = (2, 7)  # for ONNX
+
+
+class ExportError(UserError):
+    """A model cannot be exported, or what was exported is not good enough."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of file.
+
+    Attributes:
+        title: its name.
+        packages: what it needs, of the extra ``export``.
+        content: (program, metadata, opset or None) -> the file's bytes.
+        runner: the file's bytes -> what runs it.
+    """
+
+    title: str
+    packages: tuple[str, ...]
+    content: Callable[[ExportedProgram, dict[str, Any], int | None], bytes]
+    runner: Callable[[bytes], Run]
+
+    def check(self, opset: int | None) -> None:
+        """Raise ConfigError unless the packages are installed and fit each other, and the format has such an opset."""
+        for package in self.packages:
+            try:
+                importlib.import_module(package)
+            except ImportError as error:
+                raise ConfigError(
+                    f"{self.title} needs {package}, which cannot be imported ({error}).\n"
+                    '  fix: pip install "fastamp[export]"'
+                ) from error
+        if self.packages and tuple(map(int, torch.__version__.split(".")[:2])) < _LOWEST_TORCH:
+            raise ConfigError(
+                f"{self.title} needs PyTorch {'.'.join(map(str, _LOWEST_TORCH))} or later, and this is "
+                f"{torch.__version__}, whose exporter fails on batch norm with today's onnxscript.\n"
+                "  fix: a later PyTorch, or a .pt2 file"
+            )
+        if opset is None:
+            return
+        if not self.packages:
+            raise ConfigError(f"--opset {opset}: {self.title} has no opsets, ONNX has")
+        highest = importlib.import_module("onnx").defs.onnx_opset_version()
+        if not _LOWEST_OPSET <= opset <= highest:
+            raise ConfigError(f"--opset {opset}: expected {_LOWEST_OPSET}..{highest}")
+
+
+@contextlib.contextmanager
+def quiet(what: str) -> Iterator[None]:
+    """Keep what PyTorch's exporters print, log and warn of from the console, and turn their errors into one line.
+
+    Raises:
+        ExportError: something inside failed; begins with ``what``.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(printed))
+            stack.enter_context(contextlib.redirect_stderr(printed))
+            caught = stack.enter_context(warnings.catch_warnings(record=True))
+            level = logging.root.manager.disable
+            logging.disable(logging.ERROR)
+            stack.callback(logging.disable, level)
+            yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # a model of any kind makes the exporters raise anything
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        detail = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+        raise ExportError(f"{what}: {type(cause).__name__}: {detail}") from error
+    finally:
+        logger.debug("%s", printed.getvalue())
+    for each in caught:
+        logger.debug("%s", each.message)
+
+
+def _onnx_content(program: ExportedProgram, metadata: dict[str, Any], opset: int | None) -> bytes:
+    size = sum(tensor.nbytes for tensor in program.state_dict.values())
+    if size >= _PROTOBUF_LIMIT:
+        raise ExportError(
+            f"the weights are {size / 2**30:.1f} GiB, and an ONNX file holds less than 2.\n"
+            "  fix: --precision fp16, or a .pt2 file"
+        )
+    inputs = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
+    with quiet("the model cannot be exported to ONNX"):
+        exported = torch.onnx.export(
+            program,
+            (),
+            input_names=inputs,
+            output_names=["features"],
+            opset_version=opset,
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+        model = exported.model_proto
+    _name_batch(model)
+    for key, value in metadata.items():
+        entry = model.metadata_props.add()
+        entry.key, entry.value = key, value if isinstance(value, str) else json.dumps(value)
+    return model.SerializeToString()
+
+
+def _name_batch(model: Any) -> None:
+    """Call the batch's axis so: PyTorch names it after a symbol, e.g. s34."""
+    symbol = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.dim_param = re.sub(rf"\b{re.escape(symbol)}\b", "batch", dim.dim_param)
+
+
+def _onnx_runner(content: bytes) -> Run:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    with quiet("onnxruntime cannot load the exported model"):
+        session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+    def run(inputs: dict[str, Tensor]) -> Tensor:
+        (features,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+        return torch.from_numpy(features)
+
+    return run
+
+
+def _pt2_content(program: ExportedProgram, metadata: dict[str, Any], opset: int | None) -> bytes:
+    file = io.BytesIO()
+    with quiet("the model cannot be saved by torch.export"):
+        torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata, indent=2)})
+    return file.getvalue()
+
+
+def _pt2_runner(content: bytes) -> Run:
+    with quiet("the exported model cannot be loaded"):
+        module = torch.export.load(io.BytesIO(content)).module()
+
+    def run(inputs: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            return module(**inputs)
+
+    return run
+
+
+FORMATS = {
+    ".onnx": Format("ONNX", ("onnx", "onnxscript", "onnxruntime"), _onnx_content, _onnx_runner),
+    ".pt2": Format("torch.export", (), _pt2_content, _pt2_runner),
+}
+"""Suffix of a file -> its format."""

@@ -1,0 +1,115 @@
+"""A module in float16 without autocast keeps in float32 what autocast does."""
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+from fastamp.amp import apply_force_fp32, force_fp32
+from fastamp.amp.half import to_float16
+from fastamp.layers import POOL_LAYER_REGISTRY
+from fastamp.layers.attention import NonLocal
+from fastamp.modeling import build_model
+
+
+def in_float16(module):
+    to_float16(module.eval().requires_grad_(False))
+    return module
+
+
+def dtypes(module):
+    return {name: tensor.dtype for name, tensor in module.state_dict().items() if tensor.is_floating_point()}
+
+
+def test_weights_are_float16_and_norms_and_heads_float32(tmp_path):
+    model = build_model(tiny.tiny_config(tmp_path, "MODEL.HEADS.NUM_CLASSES", "4")).eval().requires_grad_(False)
+    images = torch.randint(256, (4, 3, 64, 32), dtype=torch.uint8)
+    expected = model({"images": images})
+    for part in model.children():
+        to_float16(part)
+    found = model({"images": images})
+    low = {name for name, dtype in dtypes(model).items() if dtype == torch.float16}
+    assert low == {"backbone.0.weight", "backbone.4.weight"}
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-3 * expected.abs().max().item())
+    assert not torch.equal(found, expected)  # it did compute in float16
+
+
+def test_it_rounds_as_autocast_does():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        expected = net(images)
+    torch.testing.assert_close(in_float16(net)(images), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_a_power_behind_it_does_not_overflow():
+    pool = POOL_LAYER_REGISTRY.get("GeneralizedMeanPooling")()
+    conv = nn.Conv2d(1, 1, 1, bias=False)
+    nn.init.constant_(conv.weight, 50.0)
+    features = in_float16(nn.Sequential(conv, pool))(torch.ones(1, 1, 2, 2))
+    torch.testing.assert_close(features, torch.full((1, 1, 1, 1), 50.0))
+    assert torch.isinf(torch.full((1,), 50.0, dtype=torch.float16) ** 3)  # what would happen
+
+
+def test_modules_that_the_config_forces_stay_in_float32():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    apply_force_fp32(net, ["1"])
+    assert in_float16(net)(torch.ones(1, 4)).dtype == torch.float16  # the last one casts again
+    assert dtypes(net)["0.weight"] == dtypes(net)["2.weight"] == torch.float16
+    assert dtypes(net)["1.weight"] == torch.float32
+
+
+def test_a_region_that_is_one_method():
+    x = torch.randn(2, 8, 4, 4)
+    block = NonLocal(8, "BN")
+    nn.init.ones_(block.W[1].weight)
+    block = in_float16(block)
+    assert set(dtypes(block).values()) == {torch.float32}
+    assert block(x.half()).dtype == torch.float16
+
+
+def test_attention_with_a_bias_in_a_buffer():
+    class Biased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(4, 12)
+            self.register_buffer("bias", torch.ones(3, 3))
+            self.register_buffer("index", torch.arange(3))
+
+        def forward(self, x):
+            queries, keys, values = self.qkv(x).chunk(3, dim=-1)
+            return (queries @ keys.mT + self.bias[self.index]).softmax(-1) @ values
+
+    module = in_float16(Biased())
+    assert module(torch.ones(1, 3, 4)).dtype == torch.float16
+    assert module.index.dtype == torch.int64
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4), nn.BatchNorm1d(4)])
+def test_every_norm(norm):
+    seen = []
+    norm.register_forward_hook(lambda module, args, output: seen.append(args[0].dtype))
+    net = in_float16(nn.Sequential(norm))
+    x = torch.randn(4, 4) if not isinstance(norm, nn.InstanceNorm1d) else torch.randn(2, 4, 8)
+    assert net(x.half()).dtype == torch.float16
+    assert seen == [torch.float32] and set(dtypes(norm).values()) <= {torch.float32}
+
+
+def test_a_container_called_norm_is_none():
+    class PreNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.layer = nn.LayerNorm(4), nn.Linear(4, 4)
+
+        @force_fp32
+        def _unused(self):
+            pass
+
+        def forward(self, x):
+            return self.layer(self.norm(x))
+
+    assert in_float16(PreNorm()).layer.weight.dtype == torch.float32  # a method is a region
+
+    del PreNorm._unused
+    assert in_float16(PreNorm()).layer.weight.dtype == torch.float16

@@ -1,0 +1,263 @@
+"""An exported file computes the model's features, says what it is, and is not there if it is no good."""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from PIL import Image
+from torch import nn
+
+import fastamp
+from fastamp.cli import export as command
+from fastamp.config import get_cfg
+from fastamp.data import build_reid_test_loader
+from fastamp.data.decode import read_image
+from fastamp.engine import run_command_line
+from fastamp.inference import export as exporting
+from fastamp.inference import export_formats
+from fastamp.inference.export import export
+from fastamp.inference.export_formats import FORMATS, ExportError, Format
+from fastamp.modeling import BACKBONE_REGISTRY, build_model
+from fastamp.modeling.backbones import vit
+from fastamp.utils.errors import ConfigError, DataError, WeightsError
+
+GUIDE = Path(exporting.__file__).with_name("EXPORT.md")
+needs_onnx = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7), reason="ONNX export needs PyTorch 2.7"
+)
+ONNX = pytest.param(".onnx", marks=needs_onnx)
+
+
+def run(*arguments):
+    """Return the exit code of ``fastamp export``."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return run_command_line(lambda: command.run(parser.parse_args([str(each) for each in arguments])))
+
+
+def first_batch(predictor):
+    """Return the demo's first test batch."""
+    return next(iter(build_reid_test_loader(predictor.cfg, "Demo")[0]))
+
+
+@pytest.fixture
+def predictor(checkpoint):
+    return fastamp.Predictor(checkpoint, device="cpu", opts=["SOLVER.AMP.EVAL_DTYPE", "float32"])
+
+
+@BACKBONE_REGISTRY.register()
+def build_asking_backbone(cfg):
+    """A backbone whose way depends on the pixels."""
+
+    class Asking(nn.Conv2d):
+        def forward(self, x):
+            return super().forward(-x if x.sum() > 0 else x)
+
+    return Asking(3, tiny.WIDTH, 8, 8)
+
+
+def untrained(path, *opts):
+    """Write a checkpoint of a model with random weights, and return its predictor."""
+    cfg = get_cfg()
+    small = ("MODEL.BACKBONE.FEAT_DIM", str(tiny.WIDTH), "INPUT.SIZE_TEST", "(64, 32)")
+    cfg.merge_from_list(
+        ["MODEL.DEVICE", "cpu", "MODEL.HEADS.WITH_BNNECK", "True", "DATASETS.TESTS", "()", *small, *opts]
+    )
+    torch.save({"model": build_model(cfg).state_dict(), "config": cfg.dump()}, path)
+    return fastamp.Predictor(path, device="cpu")
+
+
+def loaded(path):
+    """Return (inputs -> features, metadata) of an exported file."""
+    if path.suffix == ".onnx":
+        import onnxruntime
+
+        metadata = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
+        texts = ("fastamp_version", "config_hash", "colour_order", "normalization", "metric", "precision")
+        metadata = {key: value if key in texts else json.loads(value) for key, value in metadata.items()}
+    else:
+        files = {"metadata.json": ""}
+        torch.export.load(path, extra_files=files)
+        metadata = json.loads(files["metadata.json"])
+    return FORMATS[path.suffix].runner(path.read_bytes()), metadata
+
+
+@pytest.mark.parametrize("suffix", [ONNX, ".pt2"])
+def test_the_file_is_the_model_and_runs_as_the_guide_says(
+    demo, checkpoint, predictor, suffix, tmp_path, capfd, monkeypatch
+):
+    path = tmp_path / f"model{suffix}"
+    assert run(checkpoint, path, "--device", "cpu") == 0
+    out, err = capfd.readouterr()
+    assert re.search(r"mAP: ([\d.]+) in PyTorch, \1 exported, difference [+-]0.00", out) and "Demo, 30 images" in out
+    assert all(f"random, batch of {size} " in out for size in (1, 3, 32)) and "[torch.onnx]" not in out + err
+    assert err == ""
+    _, metadata = loaded(path)
+    assert metadata == {
+        "fastamp_version": fastamp.__version__,
+        "config_hash": predictor.config_hash,
+        "input_size": [64, 32],
+        "channels": 3,
+        "colour_order": "RGB",
+        "normalization": "inside",
+        "pixel_mean": predictor.model.pixel_mean.flatten().tolist(),
+        "pixel_std": predictor.model.pixel_std.flatten().tolist(),
+        "l2": False,
+        "flip": False,
+        "metric": "cosine",
+        "precision": "float32",
+        "feature_width": 16,
+    }
+    batch = first_batch(predictor)
+    Image.open(batch["img_paths"][0]).resize((57, 101)).save(tmp_path / "image.jpg")
+    monkeypatch.chdir(tmp_path)
+    onnx_code, pt2_code = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    names = {"images": predictor.preprocess("image.jpg")[None].float().numpy()}
+    exec(onnx_code if suffix == ".onnx" else pt2_code, names)
+    difference = names["images"] - predictor.preprocess("image.jpg")[None].numpy()
+    assert np.abs(difference).max() <= 2 and np.abs(difference).mean() < 0.1
+    features = torch.as_tensor(names["features"]).detach()
+    expected = predictor.features("image.jpg")
+    torch.testing.assert_close(features, expected, rtol=0, atol=0.01 * expected.abs().max().item())
+    assert read_image("image.jpg").shape[1:] != (64, 32)  # it was resized
+
+
+@pytest.mark.parametrize("suffix", [ONNX, ".pt2"])
+def test_float16_normalized_outside_and_of_length_1(demo, checkpoint, suffix, tmp_path):
+    predictor = fastamp.Predictor(checkpoint, device="cpu", opts=["TEST.FLIP.ENABLED", "True"])
+    path = tmp_path / f"model{suffix}"
+    report = export(predictor, path, precision="fp16", normalization=False, l2=True, tolerance=5)  # of 8 queries
+    assert 0 < max(each.difference for each in report.comparisons) < 1e-2
+    model, metadata = loaded(path)
+    assert metadata["l2"] and metadata["flip"] and metadata["normalization"] == "outside"
+    batch = first_batch(predictor)
+    mean, std = (torch.tensor(metadata[name])[:, None, None] for name in ("pixel_mean", "pixel_std"))
+    images = (batch["images"] - mean) / std
+    found = model({"images": images})
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(len(images)), rtol=0, atol=1e-6)
+    expected = torch.nn.functional.normalize(predictor.features(batch["img_paths"]), dim=1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+
+
+def test_a_model_with_cameras(tmp_path, monkeypatch):
+    depth = vit.Depth(vit.DEPTHS["base"].pretrained, width=32, blocks=1, heads=2)
+    monkeypatch.setitem(vit.DEPTHS, "tiny", depth)
+    opts = ("MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "tiny")
+    opts += ("MODEL.BACKBONE.FEAT_DIM", "32", "INPUT.SIZE_TRAIN", "(64, 32)", "INPUT.SIZE_TEST", "(96, 32)")
+    predictor = untrained(tmp_path / "vit.pth", *opts, "MODEL.BACKBONE.SIE_CAMERAS", "3")
+    export(predictor, tmp_path / "vit.pt2")
+    model, _ = loaded(tmp_path / "vit.pt2")
+    images = torch.randint(256, (2, 3, 96, 32), dtype=torch.uint8)
+    found = model({"images": images.float(), "camids": torch.tensor([2, 1])})
+    torch.testing.assert_close(found, predictor.features(images, camids=[2, 1]), rtol=1e-4, atol=1e-4)
+    other = model({"images": images.float(), "camids": torch.tensor([2, 0])})
+    assert torch.equal(other[0], found[0]) and not torch.allclose(other[1], found[1])
+
+
+def test_what_only_training_needs_is_left_out(tmp_path):
+    moco = ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "4096")
+    predictor = untrained(tmp_path / "moco.pth", "MODEL.BACKBONE.NAME", "build_tiny_backbone", *moco)
+    report = export(predictor, tmp_path / "moco.pt2")
+    assert report.size < predictor.model.memory.queue.nbytes == 4 * tiny.WIDTH * 4096
+
+
+def distorted(monkeypatch, change):
+    """Let .pt2 files compute ``change`` of their features."""
+    plain = FORMATS[".pt2"]
+
+    def runner(content):
+        model = plain.runner(content)
+        return lambda inputs: change(model(inputs))
+
+    monkeypatch.setitem(FORMATS, ".pt2", Format(plain.title, plain.packages, plain.content, runner))
+
+
+def test_a_model_that_has_changed_is_refused(demo, checkpoint, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "out" / "model.pt2"
+    path.parent.mkdir()
+    path.write_text("the last one")
+    for change, message in (
+        (lambda features: features + features.std(), "embedding cosine of 0."),
+        (lambda features: features * torch.nan, "embedding cosine of nan"),
+    ):
+        distorted(monkeypatch, change)
+        assert run(checkpoint, path, "--device", "cpu") == 2
+        error = capsys.readouterr().err
+        assert message in error and "random, batch of 3" in error and "fix:" in error
+        monkeypatch.undo()
+        monkeypatch.setenv("FASTAMP_DATASETS", str(demo))
+    assert [each.name for each in path.parent.iterdir()] == ["model.pt2"] and path.read_text() == "the last one"
+
+
+def test_a_fall_of_map_is_refused_and_a_rise_is_none(demo, checkpoint, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "model.pt2"
+    monkeypatch.setitem(exporting.LEAST_COSINE, "float32", -1.0)
+    distorted(monkeypatch, lambda features: torch.randn(features.shape, generator=torch.Generator().manual_seed(3)))
+    assert run(checkpoint, path, "--tolerance", "0", "--device", "cpu") == 2
+    error = capsys.readouterr().err
+    lost = float(re.search(r"mAP falls by ([\d.]+) points", error)[1])
+    assert re.search(rf"difference -{lost}\b", error) and not path.exists()
+    assert run(checkpoint, path, "--tolerance", str(lost + 0.1), "--device", "cpu") == 0 and path.exists()
+
+
+def test_without_the_test_set_random_images_alone_are_compared(checkpoint, tmp_path, monkeypatch, predictor, caplog):
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+    monkeypatch.setattr(exporting, "RankedImages", missing)
+    report = export(predictor, tmp_path / "model.pt2")
+    assert len(report.comparisons) == 3 and report.map_difference is None and "mAP" not in report.table()
+    assert "random images alone are compared" in caplog.text
+    with pytest.raises(DataError, match="not there"):
+        export(predictor, tmp_path / "other.pt2", data="Market1501")
+    assert not (tmp_path / "other.pt2").exists()
+
+
+def missing(*args):
+    raise DataError("the data set is not there")
+
+
+@needs_onnx
+def test_wrong_input(predictor, checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "folder.onnx").mkdir()
+    for path, options, message in (
+        ("model.engine", {}, r"ends with .onnx or .pt2"),
+        ("model", {}, r"ends with .onnx or .pt2"),
+        ("folder.onnx", {}, "is a folder"),
+        ("nowhere/model.pt2", {}, "cannot be written: No such file"),
+        ("model.pt2", {"precision": "fp61"}, "Did you mean 'fp16'"),
+        ("model.pt2", {"tolerance": -1}, "--tolerance -1"),
+        ("model.pt2", {"opset": 18}, "has no opsets"),
+        ("model.onnx", {"opset": 9}, r"--opset 9: expected 18\.\."),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            export(predictor, tmp_path / path, **options)
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(ConfigError, match=r'pip install "fastamp\[export\]"'):
+        export(predictor, tmp_path / "model.onnx")
+    content = torch.load(checkpoint, weights_only=True)
+    torch.save({"model": content["model"]}, tmp_path / "bare.pth")
+    with pytest.raises(WeightsError, match="holds no config"):
+        command.run(argparse.Namespace(checkpoint=tmp_path / "bare.pth", device="cpu", opts=[]))
+    assert {each.name for each in tmp_path.iterdir()} == {"folder.onnx", "bare.pth"}
+
+
+def test_a_model_that_cannot_be_traced(tmp_path, capfd):
+    with pytest.raises(ExportError, match="cannot be traced by torch.export: GuardOnDataDependent"):
+        export(
+            untrained(tmp_path / "asking.pth", "MODEL.BACKBONE.NAME", "build_asking_backbone"), tmp_path / "model.pt2"
+        )
+    assert "Guard" not in "".join(capfd.readouterr()) and not (tmp_path / "model.pt2").exists()
+
+
+@needs_onnx
+def test_a_file_that_onnx_cannot_hold(predictor, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_formats, "_PROTOBUF_LIMIT", 1000)
+    with pytest.raises(ExportError, match="an ONNX file holds less than 2"):
+        export(predictor, tmp_path / "model.onnx", data="")
+    assert not list(tmp_path.iterdir())

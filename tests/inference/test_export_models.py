@@ -1,0 +1,59 @@
+"""Every backbone, head and meta-architecture goes into every file, in both precisions."""
+
+import pytest
+import torch
+from every_backbone import BACKBONES, config
+
+import fastamp
+from fastamp.inference.export import export
+from fastamp.modeling import build_model
+
+_HIGHER = ("INPUT.SIZE_TRAIN", "(128, 64)", "INPUT.SIZE_TEST", "(128, 64)")
+MODELS = {backbone: (backbone, ()) for backbone in BACKBONES} | {
+    "GeM": ("resnet 18x", ("MODEL.HEADS.POOL_LAYER", "GeneralizedMeanPoolingP")),
+    "mean and maximum": ("resnet 18x", ("MODEL.HEADS.POOL_LAYER", "AdaptiveAvgMaxPool")),
+    "FCHead": ("osnet x0_25", ("MODEL.HEADS.NAME", "FCHead", "MODEL.HEADS.EMBEDDING_DIM", "64")),
+    "JPMHead": ("vit deit_small", ("MODEL.HEADS.NAME", "JPMHead", "MODEL.HEADS.JPM.PARTS", "2", *_HIGHER)),
+    "MGN": ("resnet 18x", ("MODEL.META_ARCHITECTURE", "MGN", *_HIGHER)),
+    "MoCo": ("resnet 18x", ("MODEL.META_ARCHITECTURE", "MoCo")),
+    "Distiller": ("resnet 18x", ("MODEL.META_ARCHITECTURE", "Distiller", "KD.EMA.ENABLED", "True")),
+    "cameras": ("vit deit_small", ("MODEL.BACKBONE.SIE_CAMERAS", "6", "MODEL.BACKBONE.SIE_VIEWS", "2")),
+    "positions resized": ("vit deit_small", ("INPUT.SIZE_TEST", "(96, 48)")),
+    "group norm": ("resnet 18x", ("MODEL.BACKBONE.NORM", "GN")),
+    "frozen norm": ("resnet 18x", ("MODEL.BACKBONE.NORM", "FrozenBN")),
+    "grey": ("resnet 18x", ("INPUT.CHANNELS", "1")),
+    "mirrored": ("resnet 18x", ("TEST.FLIP.ENABLED", "True")),
+}
+FAST = {("resnet 18x WITH_IBN", ".onnx", "fp16"), ("repvgg A0", ".pt2", "float32")}
+
+
+def every_export():
+    for model in MODELS:
+        for suffix in (".onnx", ".pt2"):
+            for precision in ("float32", "fp16"):
+                chosen = (model, suffix, precision)
+                yield pytest.param(*chosen, marks=[] if chosen in FAST else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("model, suffix, precision", [*every_export()])
+def test_it_is_exported(model, suffix, precision, tmp_path, caplog):
+    if suffix == ".onnx" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
+        pytest.skip("ONNX export needs PyTorch 2.7")
+    backbone, opts = MODELS[model]
+    cfg = config(backbone, "DATASETS.TESTS", "()", *opts)
+    net = build_model(cfg)
+    batch = {
+        "images": torch.randint(256, (8, cfg.INPUT.CHANNELS, *cfg.INPUT.SIZE_TRAIN), dtype=torch.uint8),
+        **{name: torch.arange(8) // 4 for name in ("targets", "camids", "viewids")},
+    }
+    with torch.no_grad():
+        net(batch)  # for batch-norm statistics that are of something
+    torch.save({"model": net.state_dict(), "config": cfg.dump()}, tmp_path / "model.pth")
+    predictor = fastamp.Predictor(tmp_path / "model.pth", device="cpu")
+    with caplog.at_level("INFO"):
+        report = export(predictor, tmp_path / f"model{suffix}", precision=precision)
+    assert ("fused into one convolution" in caplog.text) == (model == "repvgg A0")
+    assert max(each.difference for each in report.comparisons) < (1e-4 if precision == "float32" else 0.02)
+    weights = sum(tensor.nbytes for tensor in predictor.model.state_dict().values())
+    if model not in ("MoCo", "repvgg A0"):
+        assert report.size < (1.2 if precision == "float32" else 0.7) * weights + 2**20
