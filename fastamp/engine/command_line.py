@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fastamp.utils import comm
@@ -39,11 +40,16 @@ class Outcome:
 
 def resume_command() -> str:
     """Return the command that continues the run that this process is."""
-    arguments = sys.argv if "--resume" in sys.argv else [sys.argv[0], "--resume", *sys.argv[1:]]
-    starter = ["python"]
+    starter, program, words = ["python"], [sys.argv[0]], sys.argv[1:]
+    path = Path(sys.argv[0])
+    is_script = path.name in ("fastamp", "fastamp.exe")
+    if is_script or path.parts[-2:] == ("fastamp", "__main__.py"):
+        program, words = ["-m", "fastamp", words[0]], words[1:]  # --resume is an option of `train`
     if "TORCHELASTIC_RUN_ID" in os.environ:
         starter = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1")]
-    return shlex.join([*starter, *arguments])
+    elif is_script:
+        starter, program = ["fastamp"], program[2:]
+    return shlex.join([*starter, *program, *(["--resume"] if "--resume" not in words else []), *words])
 
 
 def run_command_line(command: Callable[[], Any]) -> int:
