@@ -2,7 +2,7 @@
 
 from fastamp.config.channels import per_channel
 from fastamp.config.config import CfgNode, FrozenConfigError, get_cfg
-from fastamp.config.describe import describe_config
+from fastamp.config.describe import describe_config, differences, explain_key
 from fastamp.config.key import Key
 
 __all__ = [
@@ -10,6 +10,8 @@ __all__ = [
     "FrozenConfigError",
     "Key",
     "describe_config",
+    "differences",
+    "explain_key",
     "get_cfg",
     "per_channel",
 ]

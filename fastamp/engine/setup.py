@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,8 +17,9 @@ from fastamp.config import CfgNode, get_cfg, per_channel
 from fastamp.evaluation import Protocol
 from fastamp.solver import swa_start
 from fastamp.utils import comm
+from fastamp.utils.checkpoint import read_checkpoint
 from fastamp.utils.env import keep_freed_memory, seed_all
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import ConfigError, UserError, WeightsError
 from fastamp.utils.logger import setup_logger
 
 logger = logging.getLogger(__name__)
@@ -99,6 +101,27 @@ def read_config(
     cfg.merge_from_list(opts)
     cfg.freeze()
     return cfg
+
+
+def merge_from_checkpoint(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> None:
+    """Merge the config in a checkpoint into ``cfg``.
+
+    Raises:
+        WeightsError: the file cannot be read, or holds no config of this version.
+    """
+    content = read_checkpoint(checkpoint)
+    text = content.get("config") if isinstance(content, dict) else None
+    if not isinstance(text, str):
+        raise WeightsError(
+            f"{checkpoint} holds no config, so that the model is not known.\n"
+            "  fix: python tools/import_checkpoint.py makes a checkpoint with a config of it"
+        )
+    try:
+        cfg.merge_from_other_cfg(CfgNode.load_cfg(text))
+    except UserError as error:
+        raise WeightsError(
+            f"the config in {checkpoint} is not of this version, or of parts of your own: {error}"
+        ) from error
 
 
 def load_parts(path: str, cfg: CfgNode) -> None:
