@@ -52,4 +52,5 @@ setup(
         "tensorboard>=2.21",
     ],
     extras_require=EXTRAS,
+    entry_points={"console_scripts": ["fastamp = fastamp.cli:main"]},
 )

@@ -1,119 +1,14 @@
 #!/usr/bin/env python
-"""Examine the mixed precision of a model on its own data: amp_doctor.py --config-file X.yml [MODEL.WEIGHTS ...].
+"""Examine the mixed precision of a model on its own data, as `fastamp doctor`."""
 
---env examines the machine first, and nothing else without a config. Exit code 0 when the config is sound as it is, 1
-when it is not (what to paste into it is printed), 2 when the input is wrong. Where SOLVER.AMP is off, it is examined
-as if it were on.
-"""
-
-import argparse
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
-import torch
-
-from fastamp.amp import resolve_device
-from fastamp.amp.machine import inspect_machine
-from fastamp.engine import default_setup, run_command_line
-from fastamp.engine.diagnosis import FOLDER, write_diagnosis
-from fastamp.engine.doctor import diagnose
-from fastamp.engine.setup import read_config
-from fastamp.utils.errors import ConfigError
-from fastamp.utils.logger import setup_logger
-
-LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def low_precisions(text: str) -> list[torch.dtype]:
-    """Return the dtypes of a list like ``bf16,float16``."""
-    names = {"bf16": "bfloat16", "fp16": "float16"}
-    try:
-        chosen = [LOW[names.get(word.strip(), word.strip())] for word in text.split(",")]
-    except KeyError as error:
-        raise argparse.ArgumentTypeError(f"{error} is not bfloat16 (bf16) or float16 (fp16)") from error
-    return list(dict.fromkeys(chosen))
-
-
-def at_least(lowest: int) -> Callable[[str], int]:
-    """Return what reads a whole number from ``lowest`` on."""
-
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {lowest} on")
-        return int(text)
-
-    return number
-
-
-def examine_machine(device: str) -> bool:
-    """Print the table of the machine's facts and what is wrong; return whether nothing is."""
-    try:
-        machine = inspect_machine(resolve_device(device), asked=device)
-    except ConfigError:
-        if not device.startswith("cuda"):
-            raise
-        machine = inspect_machine(torch.device("cpu"), asked=device)  # whose table says why it is not there
-    print(machine.table())
-    for problem in machine.problems:
-        print(f"problem: {problem}")
-    print("the machine has the problems above" if machine.problems else "the machine is fit for mixed precision")
-    return not machine.problems
-
-
-def examine_model(args: argparse.Namespace) -> bool:
-    """Print the tables and the verdict on the config's model; return whether it is sound as it is."""
-    cfg = read_config(args.config_file, args.opts, parts=args.parts)
-    default_setup(cfg, args)
-    found = diagnose(cfg, dtypes=args.dtypes, batch_size=args.batch, max_images=args.images)
-    if not found.problem:
-        weights = cfg.MODEL.WEIGHTS or "weights as training starts with them: the ranking says little"
-        print(f"\n{cfg.MODEL.META_ARCHITECTURE} with {weights}; {found.images[0]} of {found.images[1]} test images")
-        for each in found.low:
-            if each.layers:
-                print(f"\n{each.dtype}, the layers that stand out\n{found.layer_table(each)}")
-            if each.failure:
-                print(f"\n{each.dtype} fails as the config is: {each.failure}")
-        memory = "peak" if found.policy.device_type == "cuda" else "kept for the backward pass"
-        print(f"\n{found.table()}\ntime: x float32's, a training pass; MiB: {memory}")
-    print(f"\n{found.conclusion()}")
-    for path in write_diagnosis(found, Path(cfg.OUTPUT_DIR) / FOLDER):
-        print(f"wrote {path}")
-    return found.healthy
+from fastamp.cli import run_command
 
 
 def cli(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config file")
-    parser.add_argument("--env", action="store_true", help="examine the machine: versions, driver, dtypes, memory")
-    parser.add_argument(
-        "--dtypes",
-        type=low_precisions,
-        default="bfloat16,float16",
-        metavar="LIST",
-        help="what to examine (default: %(default)s; float16 is slow on most CPUs)",
-    )
-    parser.add_argument(
-        "--batch", type=at_least(2), default=16, help="training images to look at (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--images", type=at_least(0), default=512, help="test images to rank, 0 is all (default: %(default)s)"
-    )
-    parser.add_argument("--parts", default="", metavar="FILE", help="Python file that registers parts of your own")
-    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and their values")
-    args = parser.parse_args(argv)
-    outcomes: list[bool] = []
-
-    def run() -> None:
-        if args.env:
-            setup_logger()
-            opts = args.opts if args.config_file else ["MODEL.DEVICE", "auto", *args.opts]
-            outcomes.append(examine_machine(read_config(args.config_file, opts, parts=args.parts).MODEL.DEVICE))
-        if args.config_file or not args.env:
-            outcomes.append(examine_model(args))
-
-    return run_command_line(run) or int(not all(outcomes))
+    return run_command("doctor", argv)
 
 
 if __name__ == "__main__":

@@ -1,77 +1,14 @@
 #!/usr/bin/env python
-"""Look at a data set before training on it: check_data.py NAME [--output DIR] [KEY VALUE ...].
+"""Look at a data set before training on it, as `fastamp check-data`."""
 
-NAME is one of DATASETS.NAMES: a registered data set, csv:FILE or folder:FOLDER. Prints counts, sizes and what is wrong:
-images that cannot be read, identities in training and test, queries without a match, copies across splits. Writes a
-contact sheet. Exit code 1 when something would make results wrong, 2 for a wrong name or tree.
-"""
-
-import argparse
 import sys
-from pathlib import Path
 
-from tabulate import tabulate
-
-from fastamp.data.build import build_dataset
-from fastamp.data.check import Report, check_dataset, contact_sheet
-from fastamp.engine import run_command_line
-from fastamp.engine.setup import read_config
-from fastamp.utils.errors import writing
-from fastamp.utils.printable import printable
-
-_BAR = 40
-
-
-def text(report: Report) -> str:
-    """Return a report for people."""
-    parts = [tabulate(report.rows, ["split", "images", "identities", "cameras"], tablefmt="github")]
-    if report.sizes:
-        parts.append(_histogram(report))
-    for finding in report.findings:
-        more = f"\n    and {finding.count - len(finding.examples)} more" * (finding.count > len(finding.examples))
-        word = "ERROR" if finding.is_error else "note"
-        parts.append(f"{word}: {finding.count} {finding.fault}\n    " + "\n    ".join(finding.examples) + more)
-    if not report.findings:
-        parts.append("nothing wrong was found")
-    return "\n\n".join(parts)
-
-
-def _histogram(report: Report, *, lines: int = 8) -> str:
-    """Return how many images are how large, in bars."""
-    total, common = sum(report.sizes.values()), report.sizes.most_common(lines)
-    rest = total - sum(count for _, count in common)
-    rows = [(f"{width} x {height}", count) for (width, height), count in common]
-    rows += [(f"{len(report.sizes) - len(common)} other sizes", rest)] if rest else []
-    widths, heights = zip(*report.sizes, strict=True)
-    table = tabulate(
-        [[name, count, "#" * max(1, round(_BAR * count / total))] for name, count in rows],
-        ["width x height", "images", ""],
-        tablefmt="github",
-    )
-    return f"{table}\nwidths {min(widths)} to {max(widths)}, heights {min(heights)} to {max(heights)} pixels"
+from fastamp.cli import run_command
 
 
 def cli(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help="as in DATASETS.NAMES")
-    parser.add_argument("--output", default="logs/check_data", metavar="DIR", help="(default: %(default)s)")
-    parser.add_argument("--parts", default="", metavar="FILE", help="Python file that registers data sets of your own")
-    parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and their values")
-    args = parser.parse_intermixed_args(argv)
-    codes: list[int] = []
-
-    def command() -> None:
-        dataset = build_dataset(args.name, read_config("", args.opts, parts=args.parts))
-        report = check_dataset(dataset)
-        print(printable(f"{args.name}\n\n{text(report)}\n"), flush=True)
-        codes.append(int(report.has_errors))
-        sheet = Path(args.output) / "contact_sheet.png"
-        with writing(sheet):
-            contact_sheet(dataset, sheet)
-        print(f"wrote {sheet}")
-
-    return run_command_line(command) or codes[0]
+    return run_command("check-data", argv)
 
 
 if __name__ == "__main__":

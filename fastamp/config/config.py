@@ -127,6 +127,19 @@ class CfgNode(YacsCfgNode):
         pairs = zip(cfg_list[::2], cfg_list[1::2], strict=True)
         _apply(edit for name, value in pairs for edit in self._edits(name, value, COMMAND_LINE))
 
+    def changes(self, mapping: Mapping[Any, Any], source: str) -> list[tuple[str, Any]]:
+        """Return path and converted value of each key that merging ``mapping`` would set, without doing it.
+
+        Args:
+            mapping: as a config file holds it.
+            source: where it comes from, for messages.
+
+        Raises:
+            ConfigError: it has an unknown key or a wrong value.
+        """
+        edits = [edit for edit in self._mapping_edits(mapping, source) if isinstance(edit, partial)]
+        return [(node._full(name), value) for node, name, value in (edit.args for edit in edits)]
+
     def define(
         self,
         path: str,

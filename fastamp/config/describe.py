@@ -3,6 +3,8 @@
 import textwrap
 
 from fastamp.config.config import CfgNode, get_cfg
+from fastamp.config.defaults import RENAMED, SHORTHANDS
+from fastamp.config.files import read_layers
 from fastamp.config.key import Key
 from fastamp.utils.errors import ConfigError, did_you_mean
 
@@ -35,6 +37,62 @@ def describe_config(prefix: str = "", cfg: CfgNode | None = None) -> str:
     return "\n".join(lines)
 
 
+def explain_key(name: str, cfg: CfgNode | None = None, config_file: str = "") -> str:
+    """Return all that is known of one key: default, meaning, what it takes, other spellings, and where a file sets it.
+
+    Args:
+        name: of the key, in any case, also in FastReID's spelling; a section gives what ``describe_config`` does.
+        cfg: has the defaults, and a project's own keys.
+        config_file: is looked at with the files that its ``_BASE_`` names; empty is none.
+
+    Raises:
+        ConfigError: no key or section has that name (the message has the nearest one), or the file is wrong.
+    """
+    cfg = get_cfg() if cfg is None else cfg
+    wanted = name.strip().strip(".").lower()
+    wanted = {old.lower(): new.lower() for old, new in RENAMED.items()}.get(wanted, wanted)
+    key = next((key for key, _ in cfg.keys_below() if key.path.lower() == wanted), None)
+    if key is None:
+        return describe_config(name, cfg)
+    section, _, last = key.path.rpartition(".")
+    facts = [f"takes {key.expected}" + (f", {key.bounds}" if key.bounds else "")]
+    if key.choices:
+        facts.append(f"choices: {', '.join(map(str, key.choices))}")
+    if key.aliases:
+        facts.append(f"also spelled: {', '.join(f'{alias} ({choice})' for alias, choice in key.aliases.items())}")
+    facts += [f"FastReID's spelling: {old}" for old, new in RENAMED.items() if new == key.path]
+    if SHORTHANDS.get(section) == last:
+        facts.append(f"in short: `{section} VALUE`, which also makes {section}.ENABLED True")
+    if last == "ENABLED":
+        facts.append(f"in short: `{section} True` and `{section} False`")
+    if config_file:
+        facts += _where_set(key, cfg, config_file)
+    lines = [*_wrap(f"{key.path}: {show_value(key.default)}", "", "      "), *_wrap(key.meaning, "    ", "    ")]
+    for fact in facts:
+        lines += _wrap(fact, "    ", "      ")
+    return "\n".join(lines)
+
+
+def differences(first: CfgNode, second: CfgNode) -> list[str]:
+    """Return ``KEY: a -> b`` for each key whose values differ, in the order of declaration."""
+    pairs = zip(first.keys_below(), second.keys_below(), strict=True)
+    return [f"{key.path}: {show_value(a)} -> {show_value(b)}" for (key, a), (_, b) in pairs if a != b]
+
+
+def _where_set(key: Key, cfg: CfgNode, config_file: str) -> list[str]:
+    """Return a line for each time that one of the file's layers sets the key; the last one holds."""
+    lines = []
+    cfg = cfg.clone()
+    cfg.defrost()  # what is asked is what would change
+    for source, mapping in read_layers(config_file):
+        for path, value in cfg.changes(mapping, source):
+            if path == key.path:
+                lines.append(f"{source}: {show_value(value)}")
+            elif path.startswith(f"{key.path}."):  # of a free-form section
+                lines.append(f"{source}: {path.removeprefix(f'{key.path}.')} {show_value(value)}")
+    return lines or [f"{config_file}: not set"]
+
+
 def _describe(key: Key, value: object) -> list[str]:
     default = show_value(key.default)
     now = show_value(value)
@@ -44,10 +102,13 @@ def _describe(key: Key, value: object) -> list[str]:
         meaning += f" Choices: {', '.join(map(str, key.choices))}."
     if key.bounds:
         meaning += f" ({key.bounds[0].upper()}{key.bounds[1:]}.)"
-    return [
-        *textwrap.wrap(head, _WIDTH, subsequent_indent="      ", break_on_hyphens=False),
-        *textwrap.wrap(meaning, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False),
-    ]
+    return [*_wrap(head, "", "      "), *_wrap(meaning, "    ", "    ")]
+
+
+def _wrap(text: str, first: str, further: str) -> list[str]:
+    """Return lines that begin with these indents; paths stay in one piece."""
+    indents = {"initial_indent": first, "subsequent_indent": further}
+    return textwrap.wrap(text, _WIDTH, **indents, break_on_hyphens=False, break_long_words=False)
 
 
 def show_value(value: object) -> str:

@@ -55,6 +55,15 @@ class Key:
         return " and ".join([*words, *([f"{self.length} numbers"] if self.length else [])])
 
     @property
+    def expected(self) -> str:
+        """What values are, in words."""
+        if self.is_free_form:
+            return "a section of any keys"
+        if isinstance(self.default, tuple | list):
+            return f"a list of {_EXPECTED_MANY[self.element_type]}"
+        return _EXPECTED[None if self.default is None else type(self.default)]
+
+    @property
     def is_free_form(self) -> bool:
         """Whether the key is a section that takes any key."""
         return isinstance(self.default, Mapping)
@@ -117,16 +126,15 @@ def _converted(key: Key, value: Any) -> Any:
         if isinstance(value, str):
             value = _split(key, value)
         elements = value if isinstance(value, tuple | list) else [value]
-        expected = f"a list of {_EXPECTED_MANY[key.element_type]}"
         return type(key.default)(
             free_value(key.path, element)
             if key.element_type is None
-            else _scalar(key.path, key.element_type, plain(element), expected)
+            else _scalar(key.path, key.element_type, plain(element), key.expected)
             for element in elements
         )
     if key.choices and isinstance(key.default, str):
         return _choice(key, value)
-    converted = _scalar(key.path, type(key.default), value, _EXPECTED[type(key.default)])
+    converted = _scalar(key.path, type(key.default), value, key.expected)
     if key.choices and converted not in key.choices:
         raise _not_among_choices(key, value)
     return converted

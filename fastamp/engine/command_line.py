@@ -4,6 +4,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fastamp.engine.lifeline import Outcome
@@ -39,6 +40,9 @@ def resume_command() -> str:
             starter += ["--nnodes", machines, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
     else:
         starter = ["python"]
+    command = []
+    if (spec is not None and spec.name == "fastamp.__main__") or Path(script).stem == "fastamp":
+        command = [arguments.pop(0)]  # the flag is one of `train`
     if spec is not None:  # python -m package.module
         starter += ["-m", spec.name.removesuffix(".__main__")]
     elif script.endswith(".py") or not os.access(script, os.X_OK):
@@ -48,7 +52,7 @@ def resume_command() -> str:
     else:
         starter += ["--no-python", script]
     resume = [] if "--resume" in arguments else ["--resume"]
-    return shlex.join([*starter, *resume, *arguments])
+    return shlex.join([*starter, *command, *resume, *arguments])
 
 
 def run_command_line(command: Callable[[], Any]) -> int:

@@ -133,7 +133,7 @@ class DefaultTrainer:
             extra = self.checkpointer.load(self.cfg.MODEL.WEIGHTS)
             self.policy.compare(extra.get("policy"), "these weights were trained")
         if resume and last is None:
-            logger.warning("nothing to resume in %s: starting from the beginning", self.cfg.OUTPUT_DIR)
+            logger.warning("nothing to resume in %s: starting from the beginning", self.checkpointer.save_dir)
 
     def train(self) -> dict[str, Any]:
         """Train to the end and return the last evaluation's metrics."""

@@ -18,8 +18,9 @@ from fastamp.evaluation import Protocol
 from fastamp.solver import swa_start
 from fastamp.utils import comm
 from fastamp.utils.env import keep_freed_memory, seed_all
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import ConfigError, UserError, WeightsError
 from fastamp.utils.logger import setup_logger
+from fastamp.utils.weights_file import read_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -27,15 +28,25 @@ logger = logging.getLogger(__name__)
 def default_argument_parser() -> argparse.ArgumentParser:
     """Return the parser of FastReID's command line."""
     parser = argparse.ArgumentParser(description="Train or evaluate a re-identification model.")
-    parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config file")
+    add_training_arguments(parser)
+    return parser
+
+
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of FastReID's command line."""
     parser.add_argument("--resume", action="store_true", help="continue from OUTPUT_DIR/last_checkpoint")
     parser.add_argument("--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS on DATASETS.TESTS")
+    add_process_arguments(parser)
+
+
+def add_process_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add those of them that say with which config, and in which processes."""
+    parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config file")
     parser.add_argument("--num-gpus", type=int, default=1, help="GPUs per machine")
     parser.add_argument("--num-machines", type=int, default=1)
     parser.add_argument("--machine-rank", type=int, default=0, help="this machine's number, from 0")
     parser.add_argument("--dist-url", default=None, help="where the processes meet, e.g. tcp://127.0.0.1:29500")
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and their values")
-    return parser
 
 
 def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
@@ -117,6 +128,27 @@ def read_config(
     cfg.merge_from_list(opts)
     cfg.freeze()
     return cfg
+
+
+def merge_from_checkpoint(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> None:
+    """Merge the config in a checkpoint into ``cfg``.
+
+    Raises:
+        WeightsError: the file cannot be read, or holds no config of this version.
+    """
+    content = read_checkpoint(checkpoint)
+    text = content.get("config") if isinstance(content, dict) else None
+    if not isinstance(text, str):
+        raise WeightsError(
+            f"{checkpoint} holds no config, so that the model is not known.\n"
+            "  fix: python tools/import_checkpoint.py makes a checkpoint with a config of it"
+        )
+    try:
+        cfg.merge_from_other_cfg(CfgNode.load_cfg(text))
+    except UserError as error:
+        raise WeightsError(
+            f"the config in {checkpoint} is not of this version, or of parts of your own: {error}"
+        ) from error
 
 
 def load_parts(path: str, cfg: CfgNode) -> None:

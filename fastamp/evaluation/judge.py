@@ -17,7 +17,7 @@ from fastamp.evaluation.rerank import ReRankedDistances
 from fastamp.evaluation.roc import RocCounter, RocCurve, accept_rate_name, limit_of
 from fastamp.layers.distance import DistanceBlocks, FeatureDistances
 from fastamp.utils import comm
-from fastamp.utils.errors import DataError
+from fastamp.utils.errors import NoMatchError
 from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,8 @@ def judge_features(
 
     Raises:
         ConfigError: query expansion whose weights overflow.
-        DataError: the sets cannot be ranked (see ``check_sets``), or no query has a match.
+        DataError: the sets cannot be ranked (see ``check_sets``).
+        NoMatchError: no query has a match.
     """
     protocol = protocol or Protocol()
     check_sets(query_features, gallery_features, ids, protocol.dtype(torch.float64))
@@ -141,7 +142,7 @@ def judge_features(
     own = ranker.result()
     ranking = RankingResult(*(comm.gather_rows(column) for column in (own.ap, own.inp, own.first_match)))
     if ranking.num_valid == 0:
-        raise DataError(_explain_no_match(len(query_features), protocol))
+        raise NoMatchError(_explain_no_match(len(query_features), protocol))
     num_gallery = len(ranker.matches.groups.pids) if protocol.draws_queries else len(gallery_features)
     curve, details = _curve(roc, protocol), None
     if wanted:

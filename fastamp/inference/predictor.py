@@ -17,6 +17,7 @@ from fastamp.config import CfgNode, get_cfg
 from fastamp.data.decode import read_image, with_channels
 from fastamp.data.transforms import build_transforms
 from fastamp.engine.defaults import DefaultTrainer
+from fastamp.engine.setup import merge_from_checkpoint
 from fastamp.evaluation.evaluator import extract_features
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
@@ -25,8 +26,7 @@ from fastamp.inference.index import GalleryIndex, SearchResult, open_gallery
 from fastamp.inference.similarity import Comparison, pairs_of
 from fastamp.layers.distance import pairwise_distance
 from fastamp.utils.env import available_cores
-from fastamp.utils.errors import ConfigError, DataError, UserError, WeightsError
-from fastamp.utils.weights_file import read_checkpoint
+from fastamp.utils.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -248,20 +248,8 @@ class Predictor:
 
 def _config_of(checkpoint: Path, device: str, opts: Sequence[str]) -> CfgNode:
     """Return the config in a checkpoint, for inference with its weights."""
-    content = read_checkpoint(checkpoint)
-    text = content.get("config") if isinstance(content, dict) else None
-    if not isinstance(text, str):
-        raise WeightsError(
-            f"{checkpoint} holds no config, so that the model is not known.\n"
-            "  fix: python tools/import_checkpoint.py makes a checkpoint with a config of it"
-        )
     cfg = get_cfg()
-    try:
-        cfg.merge_from_other_cfg(CfgNode.load_cfg(text))
-    except UserError as error:
-        raise WeightsError(
-            f"the config in {checkpoint} is not of this version, or of parts of your own: {error}"
-        ) from error
+    merge_from_checkpoint(cfg, checkpoint)
     cfg.merge_from_list(["MODEL.DEVICE", device, "MODEL.HEADS.NUM_CLASSES", "0", "MODEL.COMPILE", "off"])
     cfg.merge_from_list(list(opts))
     cfg.MODEL.WEIGHTS = str(checkpoint)

@@ -87,6 +87,12 @@ class Checkpointer:
         self.notes = notes
         self.checkpointables = checkpointables
 
+    def content(self) -> dict[str, Any]:
+        """Return what a file gets, but for further entries; called on every rank."""
+        if self.check is not None:
+            self.check(self.model)
+        return {"model": self.model.state_dict()} | {key: p.state_dict() for key, p in self.checkpointables.items()}
+
     def save(self, name: str, *, tag: bool = True, **extra: Any) -> Path:
         """Write ``save_dir/name.pth`` atomically; called on every rank, of which the main one writes.
 
@@ -98,11 +104,7 @@ class Checkpointer:
         Returns:
             The file's path.
         """
-        if self.check is not None:
-            self.check(self.model)
-        content = {"model": self.model.state_dict()}
-        content |= {key: part.state_dict() for key, part in self.checkpointables.items()}
-        content |= self.notes() | extra
+        content = self.content() | self.notes() | extra
         path = self.save_dir / f"{name}.pth"
         if not comm.is_main_process():
             return path

@@ -26,6 +26,10 @@ class DataError(UserError):
     """A data set is missing, empty, infeasible or has a file that cannot be read."""
 
 
+class NoMatchError(DataError):
+    """No query has a match in the gallery, so that there is nothing to measure."""
+
+
 class WeightsError(UserError):
     """A weights file or checkpoint is missing, damaged, or belongs to another model."""
 

@@ -18,12 +18,11 @@ import torch
 import torchvision
 from tabulate import tabulate
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.amp.machine import inspect_machine
 from fastamp.config import get_cfg
+from fastamp.engine.dry_run import multiply_adds
 from fastamp.modeling import build_backbone
 
 SIZE = (256, 128)
@@ -111,15 +110,6 @@ def compare(models: list[nn.Module], images: torch.Tensor, rounds: int, bf16: bo
     return [len(images) / min(times) for times in seconds]
 
 
-def multiply_adds(model: nn.Module, image: torch.Tensor) -> float:
-    """Return the multiply-adds of one image, in units of 1e9."""
-    counter = FlopCounterMode(display=False)
-    # A fused attention is not counted.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
-        model(image)
-    return counter.get_total_flops() / 2e9
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -135,7 +125,7 @@ def main() -> None:
     for row in (each for each in ROWS if args.only in each.name):
         made = [row.build(), *([row.make(row.namesake)] if row.namesake else [])]
         made = [model.eval().to(args.device, memory_format=torch.channels_last) for model in made]
-        work = multiply_adds(made[0], images[:1])
+        work = multiply_adds(made[0], images[:1]) / 1e9
         speeds = compare(made, images, args.rounds, args.bf16)
         source = "timm" if row.make is _timm else "torchvision"
         table.append(

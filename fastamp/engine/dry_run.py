@@ -1,0 +1,289 @@
+"""A run tried in short: everything built, two iterations, a small evaluation, and what the whole of it will take."""
+
+import io
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastamp.amp import devices
+from fastamp.config import CfgNode
+from fastamp.data.loader import TestLoader
+from fastamp.data.samplers import InferenceSampler
+from fastamp.engine import hooks
+from fastamp.engine.defaults import DefaultTrainer
+from fastamp.engine.setup import default_setup
+from fastamp.engine.train_loop import HookBase
+from fastamp.utils import comm
+from fastamp.utils.compiled import uncompiled
+from fastamp.utils.env import peak_memory_mb
+from fastamp.utils.errors import ConfigError, NoMatchError
+from fastamp.utils.progress import format_duration
+
+logger = logging.getLogger(__name__)
+
+TRIED = 2
+"""Iterations, and test batches of each process: the first warms up, the last is measured."""
+# What writes, or ends, a run.
+_LEFT_OUT = (hooks.EvalHook, hooks.PeriodicCheckpointer, hooks.PeriodicWriter, hooks.StopOnSignal)
+
+
+def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
+    """Try the run that ``cfg`` describes, and print what it will take.
+
+    Args:
+        cfg: of the run; nothing is written into its ``OUTPUT_DIR``.
+        folder: gets what is written meanwhile; nothing in it is worth keeping.
+        resume: try what is left of the run in ``OUTPUT_DIR``.
+
+    Raises:
+        UserError: what the run itself would raise up to its second iteration, or in an evaluation.
+    """
+    output_dir = Path(cfg.OUTPUT_DIR)
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.OUTPUT_DIR = folder
+    if cfg.TEST.PRECISE_BN.ENABLED:
+        cfg.TEST.PRECISE_BN.NUM_ITER = TRIED
+    cfg.freeze()
+    default_setup(cfg)
+    free = _free_bytes(output_dir)
+    trainer = DefaultTrainer(cfg)
+    trainer.checkpointer.save_dir = output_dir
+    trainer.resume_or_load(resume=resume)
+    trainer.checkpointer.save_dir = Path(folder)
+    trainer.trainer.precautions.folder = None  # a crash file would be gone before anybody could replay it
+    left = cfg.SOLVER.MAX_EPOCH * trainer.trainer.iters_per_epoch - trainer.trainer.start_iter
+    rows = _describe_model(trainer)
+    if left > 0:
+        seconds = _train(trainer)
+        rows.append(["training", _describe_training(trainer, seconds)])
+    loaders = {name: (_Clocked(_part(*each)), *each) for name, each in trainer.test_loaders.items()}
+    rows += _evaluate(trainer, loaders)
+    rows.append(["memory", _describe_memory(next(trainer.model.parameters()).device)])
+    if left > 0:
+        evaluation = sum(len(whole.dataset) / part.images_per_second for part, whole, _ in loaders.values())
+        rows.append(["the whole run", _describe_duration(trainer, left * seconds[-1], evaluation)])
+        rows.append(["checkpoints", _describe_checkpoints(trainer, free)])
+    else:
+        rows.append(["the whole run", "nothing is left to train; a larger SOLVER.MAX_EPOCH would go on"])
+    if comm.is_main_process():
+        print(f"\n{tabulate(rows, ['dry run', ''], tablefmt='github')}\n\n{output_dir} is as it was", flush=True)
+
+
+def multiply_adds(model: nn.Module, inputs: Any) -> float:
+    """Return the multiply-adds of the convolutions and matrix products in ``model(inputs)``."""
+    counter = FlopCounterMode(display=False)
+    # A fused attention is not counted.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        model(inputs)
+    return counter.get_total_flops() / 2
+
+
+# ---- training
+
+
+class _Enough(Exception):
+    """As many iterations were tried as are wanted."""
+
+
+class _Stopwatch(HookBase):
+    """Takes the time of each iteration, and ends the loop after ``TRIED``; register it last."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: list[float] = []
+
+    def before_step(self) -> None:
+        self._start = self._now()
+
+    def after_step(self) -> None:
+        self.seconds.append(self._now() - self._start)
+        if len(self.seconds) == TRIED:
+            raise _Enough
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _train(trainer: DefaultTrainer) -> list[float]:
+    """Run ``TRIED`` iterations, fewer where the run has fewer; return the seconds of each."""
+    loop = trainer.trainer
+    loop._hooks = [hook for hook in loop._hooks if not isinstance(hook, _LEFT_OUT)]
+    stopwatch = _Stopwatch(next(trainer.model.parameters()).device)
+    trainer.register_hooks([stopwatch])
+    trainer.data_loader.start_iter = loop.batches_before(loop.start_iter)
+    with suppress(_Enough):
+        loop.train(loop.start_iter, trainer.cfg.SOLVER.MAX_EPOCH, loop.iters_per_epoch)
+    return stopwatch.seconds
+
+
+# ---- evaluation
+
+
+class _Clocked:
+    """A loader that knows when its batches were asked for.
+
+    Attributes:
+        images: in each batch.
+        times: when each was asked for, and the end.
+    """
+
+    def __init__(self, loader: TestLoader) -> None:
+        self.loader = loader
+        self.images: list[int] = []
+        self.times: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.images, self.times = [], [time.perf_counter()]
+        for batch in self.loader:
+            yield batch
+            self.images.append(len(batch["images"]))
+            self.times.append(time.perf_counter())  # the evaluator has taken the features to the CPU by now
+
+    @property
+    def images_per_second(self) -> float:
+        """The speed at the last batch, of all processes, whose shares are equal."""
+        return comm.get_world_size() * self.images[-1] / (self.times[-1] - self.times[-2])
+
+
+def _part(loader: TestLoader, num_query: int) -> TestLoader:
+    """Return a loader of ``TRIED`` batches a process: some queries, their identities in the gallery, and others."""
+    dataset, size = loader.dataset, loader.batch_sampler.batch_size
+    count = min(len(dataset), TRIED * size * comm.get_world_size())
+    queries = range(min(num_query, max(1, count // 4)) if count < len(dataset) else num_query)
+    wanted = {dataset.labels[index] for index in queries}
+    gallery = sorted(range(num_query, len(dataset)), key=lambda index: dataset.labels[index] not in wanted)
+    chosen = [*queries, *gallery[: count - len(queries)]]
+    sampler = InferenceSampler(
+        size=len(chosen), batch_size=size, rank=comm.get_rank(), world_size=comm.get_world_size()
+    )
+    sampler.indices = [chosen[place] for place in sampler.indices]
+    return TestLoader(dataset, sampler, num_workers=loader.num_workers, device=loader.device)
+
+
+def _evaluate(trainer: DefaultTrainer, loaders: dict[str, tuple[_Clocked, TestLoader, int]]) -> list[list[str]]:
+    """Evaluate on the parts; return a row for each set."""
+    rows = []
+    logger.info("evaluating on a part of each test set: the metrics say nothing about the model")
+    with trainer.evaluated_weights():
+        for name, (part, whole, num_query) in loaders.items():
+            indices = {index for each in comm.gather_objects(part.loader.batch_sampler.indices) for index in each}
+            queries = sum(index < num_query for index in indices)
+            trainer.test_loaders = {name: (part, queries)}
+            text = f"{len(indices)} of {len(whole.dataset)} images, {queries} of {num_query} queries"
+            try:
+                trainer.evaluate()
+            except NoMatchError:
+                text += " without a match among them, so that ranking was not tried"
+            warm = "the last batch" if len(part) > 1 else "with what warms up"
+            rows.append([f"evaluation on {name}", f"{text}; {part.images_per_second:.0f} images/s ({warm})"])
+    return rows
+
+
+# ---- the report
+
+
+def _describe_model(trainer: DefaultTrainer) -> list[list[str]]:
+    parameters = list(trainer.model.parameters())
+    total, trainable = (sum(p.numel() for p in parameters if p.requires_grad or kind == "all") for kind in ("all", ""))
+    loader, _ = next(iter(trainer.test_loaders.values()))
+    batch = loader.dataset.__getitems__([(0, 0, 0)])
+    batch["images"] = batch["images"].to(next(trainer.model.parameters()).device)
+    trainer.model.eval()  # the loop puts it into training mode
+    with uncompiled(trainer.model):
+        work = multiply_adds(trainer.model, batch)
+    return [
+        ["precision", trainer.policy.describe()],
+        ["parameters", f"{total:,}, of which {trainable:,} are trained"],
+        ["multiply-adds", f"{work / 1e9:.3g} G an image, in evaluation"],
+    ]
+
+
+def _describe_training(trainer: DefaultTrainer, seconds: list[float]) -> str:
+    cfg, loop = trainer.cfg, trainer.trainer
+    end = loop.start_iter + len(seconds)
+    images = cfg.SOLVER.IMS_PER_BATCH * (loop.batches_before(end) - loop.batches_before(end - 1))
+    text = f"{images / seconds[-1]:.0f} images/s: {seconds[-1]:.3f} s for the iteration that was measured"
+    if len(seconds) > 1:
+        text += f"; {seconds[0]:.3f} s for the one before, which warms up"
+    if cfg.MODEL.FREEZE_LAYERS and end <= cfg.SOLVER.FREEZE_ITERS:
+        text += "; longer when MODEL.FREEZE_LAYERS are trained too"
+    return text
+
+
+def _describe_memory(device: torch.device) -> str:
+    where = str(device) if device.type == "cuda" else "the system"
+    _, total = devices.memory(device)
+    of_total = f", of {total / 2**30:.1f} GiB of {where}" if total else ""
+    each = " by each process" if comm.get_world_size() > 1 else ""
+    return f"{peak_memory_mb(device):.0f} MiB at the peak{each}{of_total}"
+
+
+def _describe_duration(trainer: DefaultTrainer, training: float, evaluation: float) -> str:
+    cfg = trainer.cfg
+    period, last = cfg.TEST.EVAL_PERIOD, cfg.SOLVER.MAX_EPOCH
+    count = sum(epoch % period == 0 or epoch == last for epoch in _epochs_left(trainer))
+    without = ["ranking", *(["precise batch norm"] if cfg.TEST.PRECISE_BN.ENABLED else []), "saving"]
+    iterations = last * trainer.trainer.iters_per_epoch - trainer.trainer.start_iter
+    return (
+        f"{format_duration(training + count * evaluation)}: {iterations} iterations {format_duration(training)}, "
+        f"{count} evaluations {format_duration(count * evaluation)} (without {', '.join(without)})"
+    )
+
+
+def _describe_checkpoints(trainer: DefaultTrainer, free: int) -> str:
+    size = _Size()
+    torch.save(trainer.checkpointer.content(), size)
+    period, last = trainer.cfg.SOLVER.CHECKPOINT_PERIOD, trainer.cfg.SOLVER.MAX_EPOCH
+    periodic = sum(epoch % period == 0 and epoch < last for epoch in _epochs_left(trainer))
+    need = size.bytes * (periodic + 2)
+    short = "" if need <= free else "; that is too little"
+    return (
+        f"{need / 2**20:.0f} MiB: {periodic} by SOLVER.CHECKPOINT_PERIOD, the best and the last, "
+        f"{size.bytes / 2**20:.1f} MiB each; {free / 2**30:.1f} GiB are free{short}"
+    )
+
+
+class _Size(io.RawIOBase):
+    """A file that only counts what is written to it."""
+
+    bytes = 0
+
+    def write(self, content: Any) -> int:
+        """Take bytes."""
+        self.bytes += len(content)
+        return len(content)
+
+
+def _epochs_left(trainer: DefaultTrainer) -> range:
+    """Return the numbers, from 1, of the epochs that end yet."""
+    return range(trainer.trainer.start_iter // trainer.trainer.iters_per_epoch + 1, trainer.cfg.SOLVER.MAX_EPOCH + 1)
+
+
+def _free_bytes(output_dir: Path) -> int:
+    """Return the bytes that are free where ``output_dir`` is, or would be.
+
+    Raises:
+        ConfigError: it cannot be written to.
+    """
+    absolute = output_dir.expanduser().absolute()
+    there = next(path for path in (absolute, *absolute.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"OUTPUT_DIR {str(output_dir)!r} cannot be written to")
+    return shutil.disk_usage(there).free

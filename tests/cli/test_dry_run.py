@@ -1,0 +1,177 @@
+"""fastamp train --dry-run: what it says, that it leaves nothing, and that it fails as the run itself would."""
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from fastamp.cli import main
+from fastamp.engine.dry_run import _Size
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def dry_run(demo, tmp_path, monkeypatch, capfd):
+    """Try the tiny run and return exit code, stdout and stderr, after a look that nothing was left or changed."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+
+    def run(*opts, output=tmp_path / "run", flags=()):
+        before = content(Path(output))
+        code = main(["train", "--dry-run", *flags, *tiny.tiny_options(output, *map(str, opts))])
+        out, err = capfd.readouterr()
+        assert not list(scratch.iterdir()) and content(Path(output)) == before
+        return code, out, err
+
+    return run
+
+
+def content(folder):
+    """Return the bytes of each file of a folder; nothing where there is none."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} if folder.is_dir() else None
+
+
+def rows(out):
+    """Return the rows of the report, the last table that was printed."""
+    lines = [line for line in out[out.index("| dry run") :].splitlines() if line.startswith("|")][2:]
+    return dict([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+
+
+def test_what_it_says(dry_run, tmp_path):
+    code, out, err = dry_run("SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True", "TEST.IMS_PER_BATCH", "4")
+    assert code == 0, err
+    report = rows(out)
+    assert report["precision"].startswith("bf16 on cpu")
+    # two convolutions, their norms, the neck whose bias does not learn, and 16 classes of 16 values
+    assert report["parameters"] == "3,856, of which 3,840 are trained"
+    # (5 x 5 x 3 + 3 x 3 x 16 / 4) x 16 channels x 16 x 8 places, by hand
+    assert report["multiply-adds"] == f"{(75 * 128 + 144 * 32) * 16 / 1e9:.3g} G an image, in evaluation"
+    assert "pre-flight passed" in out and "images/s" in report["training"] and "warms up" in report["training"]
+    assert report["evaluation on Demo"].startswith("8 of 30 images, 2 of 8 queries; ")
+    assert "MiB at the peak" in report["memory"]
+    assert ": 24 iterations " in report["the whole run"] and ", 2 evaluations " in report["the whole run"]
+    assert "3 by SOLVER.CHECKPOINT_PERIOD, the best and the last" in report["checkpoints"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_everything_that_a_run_may_have(dry_run):
+    options = ("SOLVER.ACCUM_STEPS", "2", "SOLVER.SWA.ENABLED", "True", "TEST.PRECISE_BN.ENABLED", "True")
+    options += ("TEST.PRECISE_BN.DATASET", "Demo", "TEST.FLIP", "True", "TEST.RERANK", "on", "TEST.ROC", "on")
+    options += ("MODEL.FREEZE_LAYERS", "backbone", "SOLVER.FREEZE_ITERS", "5", "TEST.PER_QUERY", "True")
+    code, out, err = dry_run(*options)
+    assert code == 0, err
+    report = rows(out)
+    assert ": 12 iterations " in report["the whole run"] and "precise batch norm" in report["the whole run"]
+    assert "longer when MODEL.FREEZE_LAYERS are trained too" in report["training"]
+
+
+def test_a_run_of_one_iteration(dry_run):
+    code, out, err = dry_run("SOLVER.MAX_EPOCH", "1", "SOLVER.IMS_PER_BATCH", "64", "SOLVER.STEPS", "()")
+    assert code == 0, err
+    assert "warms up" not in rows(out)["training"] and ": 1 iterations" in rows(out)["the whole run"]
+
+
+def test_an_earlier_run_stays_as_it_is_and_can_be_resumed(dry_run, run_folder, tmp_path):
+    shutil.copytree(run_folder, tmp_path / "run")
+    options = ("SOLVER.AMP", "bf16")
+    assert ": 24 iterations " in rows(dry_run(*options)[1])["the whole run"]
+    code, out, err = dry_run(*options, flags=["--resume"])
+    assert code == 0, err
+    assert "resuming from" in out and ": 18 iterations " in rows(out)["the whole run"]
+    report = rows(dry_run(*options, "SOLVER.MAX_EPOCH", "1", flags=["--resume"])[1])
+    assert report["the whole run"].startswith("nothing is left to train") and "training" not in report
+
+
+@pytest.mark.parametrize("folder, name", [("bounding_box_train", "Demo"), ("query", "Demo"), ("", "Market1501")])
+def test_wrong_data_is_said_as_by_the_run(dry_run, demo_root, tmp_path, monkeypatch, capfd, folder, name):
+    root = tmp_path / "datasets"
+    shutil.copytree(demo_root, root)
+    for path in root.glob(f"*/{folder}/*.jpg"):
+        path.write_bytes(b"no image")
+    monkeypatch.setenv("FASTAMP_DATASETS", str(root))
+    options = ("SOLVER.MAX_EPOCH", "1", "DATASETS.NAMES", name)
+    code, _, err = dry_run(*options)
+    assert code == 2 and err.startswith("error: ")
+    assert main(["train", *tiny.tiny_options(tmp_path / "real", *options)]) == 2
+    assert capfd.readouterr().err == err
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("OUTPUT_DIR", "/dev/null/x"), "OUTPUT_DIR '/dev/null/x' cannot be written to"),
+        (("MODEL.WEIGHTS", "/nowhere.pth"), "/nowhere.pth does not exist"),
+        (("SOLVER.OPT", "Adamm"), "SOLVER.OPT"),
+    ],
+)
+def test_wrong_values(dry_run, options, message):
+    code, _, err = dry_run(*options)
+    assert code == 2 and message in err and "Traceback" not in err
+
+
+def test_a_model_that_is_broken(dry_run, tmp_path):
+    torch.save({"model": {"backbone.0.weight": torch.full((16, 3, 5, 5), float("nan"))}}, tmp_path / "nan.pth")
+    options = ("MODEL.WEIGHTS", tmp_path / "nan.pth", "MODEL.WEIGHTS_MIN_MATCH", "0")
+    code, _, err = dry_run(*options)
+    assert code == 2 and "pre-flight" in err
+    assert "amp_replay" not in err  # there is no file of it to replay
+
+
+def test_it_is_of_a_training(dry_run):
+    code, _, err = dry_run(flags=["--eval-only"])
+    assert code == 2 and "--dry-run" in err and "--eval-only" in err
+
+
+def test_a_part_without_a_match(dry_run, demo_root, tmp_path):
+    """The first query has no match in the gallery, and no other one is in the part."""
+    (folder,) = demo_root.iterdir()
+    lines = ["path,pid,camid,split"]
+    lines += [
+        f"{path},{path.name[:4]},{path.name[6]},train" for path in sorted(folder.glob("bounding_box_train/*.jpg"))
+    ]
+    images = sorted(folder.glob("bounding_box_test/*.jpg"))[:4]
+    places = [(9001, 1, "query"), (9002, 1, "query"), (9002, 2, "gallery"), (9003, 2, "gallery")]
+    lines += [f"{image},{pid},{cam},{split}" for image, (pid, cam, split) in zip(images, places, strict=True)]
+    (tmp_path / "own.csv").write_text("\n".join(lines))
+    name = f"csv:{tmp_path / 'own.csv'}"
+    options = ("DATASETS.NAMES", name, "DATASETS.TESTS", name, "TEST.IMS_PER_BATCH", "1")
+    code, out, err = dry_run(*options)
+    assert code == 0, err
+    assert "without a match among them, so that ranking was not tried" in rows(out)[f"evaluation on {name}"]
+
+
+def test_the_size_is_that_of_the_file():
+    state, file, size = {"weights": torch.zeros(1000), "text": "x"}, io.BytesIO(), _Size()
+    torch.save(state, file)
+    torch.save(state, size)
+    assert size.bytes == len(file.getvalue())
+
+
+@pytest.mark.slow
+def test_two_processes_as_a_module(demo_root, tmp_path):
+    """python -m fastamp starts processes that find its function; rank 0 alone reports; no folder is left behind."""
+    (tmp_path / "scratch").mkdir()
+    options = tiny.tiny_options(tmp_path / "run", "SOLVER.AMP", "bf16", "TEST.IMS_PER_BATCH", "8")
+    command = [sys.executable, "-m", "fastamp", "train", "--dry-run", "--num-gpus", "2"]
+    done = subprocess.run(
+        [*command, "--parts", "tests/helpers/tiny.py", *options],
+        env={**os.environ, "FASTAMP_DATASETS": str(demo_root), "TMPDIR": str(tmp_path / "scratch")},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("| dry run") == 1
+    report = rows(done.stdout)
+    assert report["evaluation on Demo"].startswith("16 of 30 images, 4 of 8 queries; ")
+    assert "by each process" in report["memory"]
+    assert not (tmp_path / "run").exists() and not list((tmp_path / "scratch").glob("fastamp*"))

@@ -1,0 +1,82 @@
+"""The console script: its commands, its help, versions, and words that are no command."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+from fastamp.cli import COMMANDS, main
+from fastamp.engine.command_line import resume_command
+
+ROOT = Path(__file__).parents[2]
+HERE = [command for command in COMMANDS if (ROOT / f"fastamp/cli/{command.replace('-', '_')}.py").exists()]
+
+
+def test_help_and_unknown_commands_need_no_torch():
+    code = (
+        "import sys; from fastamp.cli import main\n"
+        "codes = [main(['--help']), main([]), main(['trian'])]\n"
+        "print(codes, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "[0, 2, 2] False"
+    assert all(f"  {command} " in done.stdout for command in COMMANDS)
+    assert "'trian' is no command. Did you mean 'train'?" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_versions(capsys):
+    assert main(["--version"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{name} " in f"\n{out}" for name in ("fastamp", "Python", "torch", "torchvision")) and "GPU" in out
+
+
+@pytest.mark.parametrize("command", HERE)
+def test_help_of_each_command(command, capsys):
+    module = importlib.import_module(f"fastamp.cli.{command.replace('-', '_')}")
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and f"usage: fastamp {command}" in out
+    assert module.__doc__.splitlines()[0] in out
+
+
+def test_the_exit_code_is_the_commands(demo, tmp_path, capsys):
+    assert main(["check-data", "Demo", "--output", str(tmp_path)]) == 0
+    assert main(["check-data", "Domo"]) == 2
+    assert "error: " in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--no-such-option"])
+    assert end.value.code == 2
+
+
+def test_train_and_eval(demo, tmp_path):
+    options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1")
+    assert main(["train", *options]) == 0
+    assert main(["eval", *options, "MODEL.WEIGHTS", str(tmp_path / "model_final.pth")]) == 0
+    assert main(["eval", *options]) == 2
+    assert main(["train", "--eval-only", *options]) == 2
+
+
+@pytest.mark.parametrize("torchrun", [False, True])
+@pytest.mark.parametrize(
+    "argv, expected",
+    [
+        (["/usr/bin/fastamp", "train", "--config-file", "a b.yml"], "fastamp train --resume --config-file 'a b.yml'"),
+        (["/lib/fastamp/__main__.py", "train", "X", "1"], "python -m fastamp train --resume X 1"),
+        (["tools/train_net.py", "X", "1"], "python tools/train_net.py --resume X 1"),
+        (["/usr/bin/fastamp", "train", "--resume", "X", "1"], "fastamp train --resume X 1"),
+    ],
+)
+def test_the_command_that_resumes(monkeypatch, argv, expected, torchrun):
+    monkeypatch.setattr(sys, "argv", argv)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        module = "-m fastamp " if expected.startswith("fastamp ") else ""
+        expected = f"torchrun --nproc-per-node 2 {module}{expected.removeprefix('python ').removeprefix('fastamp ')}"
+    else:
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert resume_command() == expected
