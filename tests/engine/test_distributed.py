@@ -85,12 +85,11 @@ def test_resumed_with_another_number_of_processes(demo_root, demo, tmp_path, bef
     ],
 )
 def test_an_error_ends_all_and_is_said_once(demo_root, tmp_path, fault, message):
-    start = time.monotonic()
+    # A collective's timeout is half an hour, beyond that of the subprocess.
     process = run(demo_root, tmp_path, 2, *FLOAT32, flags=("--fault", fault))
     assert process.returncode == 2
     assert process.stderr.count("error") == 1 and message in process.stderr, process.stderr
     assert "Traceback" not in process.stderr
-    assert time.monotonic() - start < 60  # it did not wait for a collective's timeout, which is half an hour
 
 
 def test_a_signal_to_the_first_process(demo_root, tmp_path):
