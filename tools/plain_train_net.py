@@ -45,6 +45,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     loader = DefaultTrainer.build_train_loader(cfg)
     cfg = DefaultTrainer.auto_scale_hyperparams(cfg, loader.dataset.num_classes)
     model = DefaultTrainer.build_model(cfg)
+    comm.broadcast([*model.parameters(), *model.buffers()])  # drawn by each rank for itself
     optimizers, schedule = build_optimizers(cfg, model), build_lr_schedule(cfg, loader.iters_per_epoch)
     groups = [group for each in optimizers.values() for group in each.param_groups if group.get("scheduled", True)]
     policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
@@ -66,8 +67,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
         checkpointer.resume(last)
     elif cfg.MODEL.WEIGHTS:
         checkpointer.load(cfg.MODEL.WEIGHTS)
-
-    results: dict[str, Any] = {}
+    results: dict[str, Any] | None = None  # empty on ranks other than 0
     parallel_model = comm.data_parallel(model)  # DDP among several processes, else the model itself
     model.train()
     loader.start_iter = progress["iteration"]
@@ -98,7 +98,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
             logger.info("saved %s", checkpointer.save("model_final"))
         elif within == 0 and epochs_done % cfg.SOLVER.CHECKPOINT_PERIOD == 0:
             logger.info("saved %s", checkpointer.save(f"model_{epoch:04d}"))
-    return results or DefaultTrainer.test(cfg, model)  # a run that was at its end already
+    return DefaultTrainer.test(cfg, model) if results is None else results  # None: it was at its end already
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:

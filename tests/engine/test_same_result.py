@@ -11,7 +11,7 @@ import pytest
 import same_result
 import torch
 
-HELPERS = Path(__file__).parents[1] / "helpers"
+HELPERS, TOOLS = Path(__file__).parents[1] / "helpers", Path(__file__).parents[2] / "tools"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def folders(demo_root, made_once):
 
 def train_both(demo_root, one, two):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(HELPERS), str(TOOLS), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"FASTAMP_DATASETS": str(demo_root), "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen([*command, same_result.__file__, str(two)], env=env, **pipes)
@@ -34,7 +34,7 @@ def train_both(demo_root, one, two):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("FASTAMP_DATASETS", str(demo_root))
             same_result.main(str(one))
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=200)
     finally:
         process.kill()
     assert process.returncode == 0, output
@@ -138,3 +138,12 @@ def test_the_pre_flight_finds_what_one_rank_alone_has(folders):
     assert messages[0] == messages[1] and "broken in float32 already" in messages[0]
     assert "pre-flight: on rank 1: " in messages[0] and "batch not finite" in messages[0]
     assert "amp_crash/iteration_0_rank_1.pth" in messages[0]
+
+
+def test_the_open_loop_is_the_same_among_two(folders):
+    """With MoCo, whose key encoder DDP does not send from rank to rank."""
+    first, second = (
+        torch.load(folders[1] / name / "model_final.pth", weights_only=True) for name in ("hooks", "open_loop")
+    )
+    assert first["model"].keys() == second["model"].keys()
+    assert all(torch.equal(value, second["model"][name]) for name, value in first["model"].items())

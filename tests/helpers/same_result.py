@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import moco_ranks
+import plain_train_net
 import tiny
 import torch
 from ranks import Fault, RecordSteps
@@ -50,6 +51,7 @@ AMONG_TWO = {
     "broken": ("infinite images on rank 1 from the first on", ("SOLVER.AMP", "bf16", *ONE_EPOCH)),
 }
 """Ways of several processes alone, with what happens in them."""
+OPEN_LOOP = ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "40", *ONE_EPOCH)
 MOCO = (*tiny.PLAIN, "MODEL.QUEUE_SIZE", "20", "MODEL.MOCO.MOMENTUM", "0.5")
 
 IMAGES, CLASSES, WIDTH = 8, 4, tiny.WIDTH
@@ -155,6 +157,10 @@ def main(folder: str) -> None:
         for name, (fault, options) in AMONG_TWO.items():
             kind = StillTrainer if name == "apart" else DefaultTrainer
             train(kind, Path(folder) / name, options, fault)
+        train(DefaultTrainer, Path(folder) / "hooks", OPEN_LOOP)
+        cfg = tiny.tiny_config(Path(folder) / "open_loop", *OPEN_LOOP)
+        default_setup(cfg)
+        plain_train_net.train(cfg, resume=False)
     (Path(folder) / "moco").mkdir(parents=True, exist_ok=True)
     moco_ranks.main(f"{folder}/moco", MOCO)
     gradients = {

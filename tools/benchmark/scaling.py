@@ -1,0 +1,276 @@
+#!/usr/bin/env python
+"""Measure a training step in two processes against one on this machine, and compute how it would scale to many GPUs.
+
+The global batch is the same and the threads are divided: one process with 2 threads against two with 1. The two take
+turns, so that a machine whose speed drifts favours neither. The all-reduce of as many bytes as the gradients have is
+measured by itself. Images are random and in memory: no input pipeline. What --predict prints is computed, not measured.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+
+from fastamp.amp import resolve_device
+from fastamp.amp.machine import inspect_machine
+from fastamp.config import CfgNode
+from fastamp.engine import TRAINER_REGISTRY, launch
+from fastamp.engine.setup import read_config
+from fastamp.modeling import build_model
+from fastamp.solver import build_optimizer
+from fastamp.utils import comm
+from fastamp.utils.env import available_cores, keep_freed_memory
+
+QUICKSTART = Path(__file__).parents[2] / "configs/Demo/quickstart.yml"
+NUM_CLASSES = 751
+BUCKET = 25 * 2**20
+"""Bytes that DistributedDataParallel sends at once."""
+BACKWARD = 2 / 3
+"""Share of a step that is its backward pass, behind which gradients can travel: twice the work of the forward pass."""
+REACHED = 0.8
+"""Share of a link's nominal speed that is reached."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What joins GPUs, eight to a machine.
+
+    Attributes:
+        name: in the table.
+        inside: bytes/s in one direction, of a GPU to its neighbour in the machine.
+        between: bytes/s in one direction, of a machine to another; as many rings as it has cards share them.
+        latency: seconds of one hop.
+    """
+
+    name: str
+    inside: float
+    between: float
+    latency: float
+
+
+LINKS = (
+    Links("NVLink 4 (450 GB/s), 8 x 400 Gb/s InfiniBand", 450e9, 8 * 50e9, 5e-6),
+    Links("PCIe 4.0 x16 (32 GB/s), 100 Gb/s Ethernet", 32e9, 12.5e9, 30e-6),
+    Links("PCIe 4.0 x16 (32 GB/s), 25 Gb/s Ethernet", 32e9, 3.125e9, 30e-6),
+)
+
+
+def all_reduce_seconds(size: int, gpus: int, links: Links) -> float:
+    """Return how long a ring takes to all-reduce gradients: 2 (N - 1) / N x bytes / bandwidth, and its hops.
+
+    Args:
+        size: bytes of the gradients.
+        gpus: N; beyond 8 the ring also passes between machines, and its slowest link counts.
+        links: of the machines.
+    """
+    bandwidth = REACHED * (links.inside if gpus <= 8 else min(links.inside, links.between))
+    hops = 2 * (gpus - 1) * math.ceil(size / BUCKET)
+    return 2 * (gpus - 1) / gpus * size / bandwidth + hops * links.latency
+
+
+def efficiencies(step: float, communication: float) -> tuple[float, float]:
+    """Return a GPU's share of its speed alone: with nothing of the communication behind the backward pass, and all."""
+    exposed = max(0.0, communication - BACKWARD * step)
+    return step / (step + communication), step / (step + exposed)
+
+
+def predict(cfg: CfgNode, step: float, size: int, origin: str) -> None:
+    """Print how training should scale, and from what that is computed.
+
+    Args:
+        cfg: of the model.
+        step: seconds of a GPU's step alone, with ``SOLVER.IMS_PER_BATCH`` images.
+        size: bytes of the gradients.
+        origin: where ``step`` is from.
+    """
+    batch = cfg.SOLVER.IMS_PER_BATCH
+    print(
+        f"computed, not measured: {batch} images and {step:g} s a step on each GPU ({origin}), gradients "
+        f"{size / 2**20:.1f} MiB;\nrings with {100 * REACHED:.0f} % of each link's nominal speed, 8 GPUs a machine, "
+        "buckets of 25 MiB; from no overlap with the backward\npass (two thirds of a step) to a full one; the input "
+        "pipeline keeps up"
+    )
+    print(prediction(step, size, batch))
+
+
+def prediction(step: float, size: int, batch: int) -> str:
+    """Return the computed table.
+
+    Args:
+        step: seconds of a GPU's step alone.
+        size: bytes of the gradients.
+        batch: images of a GPU's step; as many on each, so that the global batch grows with the GPUs.
+    """
+    rows = []
+    for links in LINKS:
+        for gpus in (8, 64):
+            seconds = all_reduce_seconds(size, gpus, links)
+            shares = efficiencies(step, seconds)
+            speeds = " to ".join(f"{gpus * batch / step * share:.0f}" for share in shares)
+            per_cent = " to ".join(f"{100 * share:.1f}" for share in shares)
+            rows.append((links.name, gpus, f"{1e3 * seconds:.1f}", speeds, f"{per_cent} %"))
+    headers = ["links", "GPUs", "all-reduce, ms", "images/s", "of linear scaling"]
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def batches(cfg: CfgNode) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield this process's share of the same random batch without end."""
+    size, generator = cfg.SOLVER.IMS_PER_BATCH, torch.Generator().manual_seed(0)
+    share = slice(*comm.own_share(size))
+    images = torch.randint(
+        256, (size, cfg.INPUT.CHANNELS, *cfg.INPUT.SIZE_TRAIN), dtype=torch.uint8, generator=generator
+    )
+    batch = {"images": images[share], "targets": (torch.arange(size) // 4)[share]}
+    batch |= {name: torch.zeros_like(batch["targets"]) for name in ("camids", "viewids")}
+    while True:
+        yield batch
+
+
+def config(args: argparse.Namespace) -> CfgNode:
+    """Return the config with random weights."""
+    given = ["MODEL.DEVICE", "auto", "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.HEADS.NUM_CLASSES", str(NUM_CLASSES)]
+    given += ["SOLVER.AMP.PREFLIGHT", "off"]  # of a run, not of a step
+    return read_config(args.config_file, [*given, *args.opts])
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Return the bytes that the ranks exchange each step."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Time steps and all-reduces in this process and those beside it, and write the medians as JSON."""
+    cfg = config(args)
+    device = resolve_device(cfg.MODEL.DEVICE)
+    if device.type == "cpu":
+        keep_freed_memory()  # as default_setup does
+    torch.manual_seed(0)
+    model = build_model(cfg).train()
+    trainer = TRAINER_REGISTRY.build(
+        "AMPTrainer" if cfg.SOLVER.AMP.ENABLED else "SimpleTrainer",
+        cfg,
+        model=model,
+        data_loader=batches(cfg),
+        optimizers=[build_optimizer(cfg, model)],
+    )
+
+    def step() -> None:
+        trainer.run_step()
+        trainer.iter += 1  # only the first iteration looks for low precision
+
+    size = gradient_bytes(model)
+    found = {"step": timed(step, args.warmup, args.steps, device), "bytes": size, "all_reduce": 0.0}
+    if comm.is_distributed():
+        gradients = torch.zeros(size, dtype=torch.uint8, device=device).view(torch.float32).split(BUCKET // 4)
+
+        def all_reduce() -> None:
+            for bucket in gradients:
+                dist.all_reduce(bucket)
+
+        found["all_reduce"] = timed(all_reduce, 1, args.steps, device)
+    if comm.is_main_process():
+        Path(args.output).write_text(json.dumps(found))
+
+
+def timed(function: Any, warmup: int, count: int, device: torch.device) -> float:
+    """Return the median seconds of ``count`` calls."""
+    times = []
+    for number in range(warmup + count):
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if number >= warmup:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def compare(args: argparse.Namespace, counts: tuple[int, ...]) -> dict[int, dict[str, float]]:
+    """Measure each number of processes in turns, and return the medians over the rounds."""
+    results: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "measured.json"
+        for round_number in range(args.rounds):
+            for count in counts:
+                threads = max(1, args.threads // count)
+                print(f"round {round_number + 1} of {args.rounds}: {count} processes", file=sys.stderr)
+                subprocess.run(
+                    [sys.executable, __file__, "--measure", str(count), "--output", str(output), *sys.argv[1:]],
+                    check=True,
+                    stdout=sys.stderr,
+                    env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+                )
+                results[count].append(json.loads(output.read_text()))
+    return {
+        count: {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+        for count, rounds in results.items()
+    }
+
+
+def main() -> None:
+    """Measure, print the table, and where it is asked for what is computed from it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config-file", default=str(QUICKSTART))
+    parser.add_argument("--processes", type=int, default=2, help="processes to compare with one")
+    parser.add_argument("--threads", type=int, default=available_cores(), help="threads of all processes together")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--predict", action="store_true", help="also compute how it should scale to 8 and 64 GPUs")
+    parser.add_argument(
+        "--step-seconds", type=float, help="compute it from this time of a GPU's step, and measure nothing"
+    )
+    parser.add_argument("--measure", type=int, help="measure this many processes alone, into --output")
+    parser.add_argument("--output")
+    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE")
+    args = parser.parse_args()
+    if args.measure:
+        launch(measure, args.measure, args=(args,))
+        return
+    cfg = config(args)
+    if args.step_seconds:
+        predict(cfg, args.step_seconds, gradient_bytes(build_model(cfg)), "given")
+        return
+    device = resolve_device(cfg.MODEL.DEVICE)
+    print(*inspect_machine(device, asked=cfg.MODEL.DEVICE).lines(), sep="\n", file=sys.stderr)
+    found = compare(args, (1, args.processes))
+    batch, alone = cfg.SOLVER.IMS_PER_BATCH, found[1]["step"]
+    precision = "AMP" if cfg.SOLVER.AMP.ENABLED else "float32"
+    size, mib = "x".join(map(str, cfg.INPUT.SIZE_TRAIN)), found[1]["bytes"] / 2**20
+    print(
+        f"measured: {Path(args.config_file).stem}, {size}, {precision}, global batch {batch}, gradients {mib:.1f} MiB"
+    )
+    rows = [
+        (
+            f"{count} x {max(1, args.threads // count)}",
+            f"{each['step']:.3f}",
+            f"{batch / each['step']:.1f}",
+            f"{alone / each['step']:.2f}",
+            f"{1e3 * each['all_reduce']:.1f}",
+            f"{100 * each['all_reduce'] / each['step']:.1f} %",
+        )
+        for count, each in found.items()
+    ]
+    headers = ["processes x threads", "s/step", "images/s", "x one process", "all-reduce alone, ms", "of the step"]
+    print(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True))
+    if args.predict:
+        print()
+        predict(cfg, alone, int(found[1]["bytes"]), "measured here, in one process")
+
+
+if __name__ == "__main__":
+    main()
