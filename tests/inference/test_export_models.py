@@ -32,7 +32,7 @@ def every_export():
         for suffix in (".onnx", ".pt2"):
             for precision in ("float32", "fp16"):
                 chosen = (model, suffix, precision)
-                yield pytest.param(*chosen, marks=[] if chosen in FAST else pytest.mark.slow)
+                yield pytest.param(*chosen, marks=[] if chosen in FAST else pytest.mark.export)
 
 
 @pytest.mark.parametrize("model, suffix, precision", [*every_export()])
