@@ -33,6 +33,10 @@ class OptimizerState:
         """Return the optimizer's state dict and its class's name."""
         return {"name": type(self.optimizer).__name__, **self.optimizer.state_dict()}
 
+    def form(self) -> dict[str, Any]:
+        """Return what every optimizer's state is like; options may differ, and values are looked at one by one."""
+        return {"name": "", "state": {}, "param_groups": [{"params": [0]}]}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state`` with this optimizer's own options; log those that differ.
 

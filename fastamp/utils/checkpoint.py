@@ -67,7 +67,8 @@ class Checkpointer:
         min_match: see ``load_model_state``.
         check: is called with the model before each save, and raises where that is not worth saving.
         notes: returns further entries of each file, which ``resume`` does not need.
-        checkpointables: name -> object with ``state_dict()`` and ``load_state_dict(state)``.
+        checkpointables: name -> object with ``state_dict()`` and ``load_state_dict(state)``; and ``form()`` where what
+            is loaded need not have the form of the former, see ``unlike``.
     """
 
     def __init__(
@@ -252,7 +253,8 @@ class Checkpointer:
             odd = [key for key, value in content["model"].items() if not is_weight(value) or not isinstance(key, str)]
             wrong = f"model: expected tensors by name, which {odd[0]!r} is not" if odd else ""
         for key, part in self.checkpointables.items():
-            wrong = wrong or unlike(part.state_dict(), content[key], key)
+            own = part.form() if hasattr(part, "form") else part.state_dict()
+            wrong = wrong or unlike(own, content[key], key)
         if wrong:
             raise WeightsError(
                 f"cannot resume from {path}: it holds what no such run writes, or is damaged.\n  {wrong}\n"

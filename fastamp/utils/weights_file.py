@@ -115,7 +115,7 @@ def _check_archive(path: Path) -> None:
     """Raise WeightsError for a tar archive, which PyTorch would unpack on the disk, and for one that was compressed,
     which ``torch.save`` never does: a few bytes could fill the memory.
     """
-    if not zipfile.is_zipfile(path):
+    if not _is_zip(path):
         if tarfile.is_tarfile(path):
             raise WeightsError(
                 f"weights file {path} is a tar archive, or damaged.\n"
@@ -131,6 +131,13 @@ def _check_archive(path: Path) -> None:
         )
 
 
+def _is_zip(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # of an end that says that the rest is elsewhere
+        return False
+
+
 def _foreign_object(error: Exception) -> str:
     """Return the name of what PyTorch would not load, '' if it stopped for another reason; its advice is left out."""
     found = re.search(r"GLOBAL (\S+)|but got <class '([^']+)'>", str(error))
@@ -143,7 +150,7 @@ def _cause(path: Path) -> str:
         return "it is empty"
     with path.open("rb") as file:
         is_archive = file.read(2) == b"PK"
-    if is_archive and not zipfile.is_zipfile(path):
+    if is_archive and not _is_zip(path):
         return "it is truncated: the end of the archive is missing"
     return "it is no file that torch.save wrote"
 

@@ -19,7 +19,7 @@ from PIL import Image
 
 from fastamp.config.defaults import KEYS
 
-SECONDS = 60
+SECONDS = 300
 MEMORY = 6 * 2**30
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.truncate", "os.chmod")

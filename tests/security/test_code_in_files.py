@@ -142,6 +142,17 @@ def test_a_compressed_checkpoint_is_not_unpacked(tmp_path):
         read_checkpoint(path)
 
 
+def test_an_archive_whose_rest_is_said_to_be_elsewhere(tmp_path):
+    stream = io.BytesIO()
+    torch.save({"model": {"a": torch.ones(2)}}, stream)
+    content = stream.getvalue()
+    end = content.rindex(b"PK\x05\x06")
+    elsewhere = struct.pack("<4sLQL", b"PK\x06\x07", 0, 0, 2)
+    (tmp_path / "split.pth").write_bytes(content[:200] + elsewhere + content[end:])
+    with pytest.raises(WeightsError, match=r"split\.pth"):
+        read_checkpoint(tmp_path / "split.pth")
+
+
 def test_arrays_that_would_run_code(here, capfd):
     arrays = {name: np.array([Evil()], dtype=object) for name in ("query_features", "gallery_features", "query_pids")}
     np.savez(here / "evil.npz", **arrays)
