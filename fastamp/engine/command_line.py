@@ -31,26 +31,28 @@ class TrainingInterrupted(Exception):
 def resume_command() -> str:
     """Return the command that continues the run that this process is; under torchrun that of every machine."""
     script, *arguments = sys.argv
+    path, command = Path(script), []
+    is_console_script = path.name in ("fastamp", "fastamp.exe")
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if is_console_script or path.parts[-2:] == ("fastamp", "__main__.py"):
+        program, command = ["-m", "fastamp"], [arguments.pop(0)]  # the flag is one of `train`
+    elif spec is not None:  # python -m package.module
+        program = ["-m", spec.name.removesuffix(".__main__")]
+    elif script.endswith(".py") or not os.access(script, os.X_OK):
+        program = [script]
+    else:  # a console script of a project's
+        program = ["--no-python", script]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         machines = os.environ.get("GROUP_WORLD_SIZE", "1")
         starter = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1")]
         if machines != "1":
             endpoint = f"{os.environ['MASTER_ADDR']}:{_RENDEZVOUS_PORT}"
             starter += ["--nnodes", machines, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+        starter += program
+    elif is_console_script:
+        starter = ["fastamp"]
     else:
-        starter = ["python"]
-    command = []
-    if (spec is not None and spec.name == "fastamp.__main__") or Path(script).stem == "fastamp":
-        command = [arguments.pop(0)]  # the flag is one of `train`
-    if spec is not None:  # python -m package.module
-        starter += ["-m", spec.name.removesuffix(".__main__")]
-    elif script.endswith(".py") or not os.access(script, os.X_OK):
-        starter += [script]
-    elif starter == ["python"]:  # a console script
-        starter = [script]
-    else:
-        starter += ["--no-python", script]
+        starter = [script] if program[0] == "--no-python" else ["python", *program]
     resume = [] if "--resume" in arguments else ["--resume"]
     return shlex.join([*starter, *command, *resume, *arguments])
 

@@ -183,7 +183,7 @@ def _evaluate(trainer: DefaultTrainer, loaders: dict[str, tuple[_Clocked, TestLo
     logger.info("evaluating on a part of each test set: the metrics say nothing about the model")
     with trainer.evaluated_weights():
         for name, (part, whole, num_query) in loaders.items():
-            indices = {index for each in comm.gather_objects(part.loader.batch_sampler.indices) for index in each}
+            indices = set(comm.gather_rows(torch.tensor(part.loader.batch_sampler.indices)).tolist())
             queries = sum(index < num_query for index in indices)
             trainer.test_loaders = {name: (part, queries)}
             text = f"{len(indices)} of {len(whole.dataset)} images, {queries} of {num_query} queries"

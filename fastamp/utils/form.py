@@ -9,8 +9,8 @@ import torch
 def unlike(own: Any, saved: Any, name: str = "") -> str:
     """Say where ``saved`` has another form than ``own``; "" where it has the same.
 
-    What only one of them has is no matter here, nor are tensors' values. ``None`` in ``own`` stands for anything plain.
-    Whole numbers are counts, so that none is negative.
+    What only one of them has is no matter here, nor are tensors' values. ``None`` in ``own`` stands for anything plain,
+    and in the place of a dict for a part that the run did not have. Whole numbers are counts: none is negative.
 
     Args:
         own: a state that this run would write: tensors and plain values in dicts, lists and tuples.
@@ -18,6 +18,8 @@ def unlike(own: Any, saved: Any, name: str = "") -> str:
         name: of the place, for the message.
     """
     if isinstance(own, Mapping):
+        if saved is None:
+            return ""
         if not isinstance(saved, Mapping):
             return _expected(name, "a dict", saved)
         inner = ((own[key], saved[key], f"{name}.{key}" if name else str(key)) for key in own if key in saved)

@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ def test_train_and_eval(demo, tmp_path):
 )
 def test_the_command_that_resumes(monkeypatch, argv, expected, torchrun):
     monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # pytest's may be run by -m
     if torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
