@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--effort",
         type=int,
         metavar="N",
-        help=f"lists looked into (ivf; default: {100 * PROBED:g} %% of them), candidates kept (hnsw; default: {EF_SEARCH}); "
+        help=f"lists looked into (ivf; default: {100 * PROBED:g} %%), candidates kept (hnsw; default: {EF_SEARCH}); "
         "more find more, and take longer",
     )
     parser.add_argument("--exact", action="store_true", help="compare with all images")
