@@ -10,7 +10,7 @@ from tabulate import tabulate
 from fastamp.cli.model_arguments import add_model_arguments, predictor_of
 from fastamp.data.datasets.own import image_files
 from fastamp.inference.features_file import check_same_model
-from fastamp.inference.index import EF_SEARCH, KINDS, NPROBE, SearchResult, open_gallery
+from fastamp.inference.index import EF_SEARCH, KINDS, PROBED, SearchResult, open_gallery
 from fastamp.utils.errors import DataError
 
 
@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--effort",
         type=int,
         metavar="N",
-        help=f"lists looked into (ivf: {NPROBE}), candidates kept (hnsw: {EF_SEARCH}); more find more and take longer",
+        help=f"lists looked into (ivf; default: {100 * PROBED:g} %%), candidates kept (hnsw; default: {EF_SEARCH}); "
+        "more find more, and take longer",
     )
     parser.add_argument("--exact", action="store_true", help="compare with all images")
     parser.add_argument("--json", action="store_true", help="print JSON: for each query the images found")

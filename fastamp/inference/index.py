@@ -1,6 +1,7 @@
 """Search among the features of a gallery: a faiss index in one file, which is mapped into memory."""
 
 import logging
+import math
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -31,10 +32,10 @@ KINDS = ("flat", "ivf", "hnsw")
 # Up to so many features every one is compared with a query; beyond, a share of them.
 FLAT_UP_TO = 50_000
 HNSW_UP_TO = 200_000
-# Lists that an IVF search looks into, and candidates that an HNSW search keeps; see README.md for what they find.
-NPROBE, EF_SEARCH = 64, 128
+# The share of its lists that an IVF search looks into, and candidates that an HNSW search keeps; see README.md for what
+# they find.
+PROBED, EF_SEARCH = 0.2, 128
 _NEIGHBOURS, _EF_CONSTRUCTION = 16, 40
-_LISTS = 4.0  # times the root of the number of features, to the nearest power of 2
 _TRAINED_ON = 40  # features for each list
 _BLOCK = 16_384
 # Features that are compared at once: they and their copy stay in the cache.
@@ -140,7 +141,7 @@ class GalleryIndex:
         import faiss
 
         if self.kind == "ivf":
-            parameters = faiss.SearchParametersIVF(nprobe=min(effort or NPROBE, index.nlist))
+            parameters = faiss.SearchParametersIVF(nprobe=min(effort or math.ceil(PROBED * index.nlist), index.nlist))
         else:
             parameters = faiss.SearchParametersHNSW(efSearch=max(effort or EF_SEARCH, k))
         values, rows = index.search(features, k, params=parameters)
@@ -299,7 +300,8 @@ def _trained(kind: str, extraction: Extraction) -> Any:
         index = faiss.IndexHNSWFlat(width, _NEIGHBOURS, metric)
         index.hnsw.efConstruction = _EF_CONSTRUCTION
         return index
-    lists = min(2 ** round(np.log2(_LISTS * count**0.5)), count)
+    # The nearest power of 2 to the root. Twice as many would take four times as long to train.
+    lists = 2 ** round(math.log2(count) / 2)
     index = faiss.index_factory(width, f"IVF{lists},Flat", metric)
     index.cp.spherical = extraction.metric == "cosine"
     index.cp.min_points_per_centroid = 1
