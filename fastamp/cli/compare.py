@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from fastamp.cli.model_arguments import add_model_arguments, predictor_of
+from fastamp.cli.model_arguments import add_model_arguments, add_place_arguments, predictor_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,12 +15,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.npz",
         help="an extraction of images with identities, whose pairs are taken (default: those in the checkpoint)",
     )
+    add_place_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON; the shares are of pairs that are less alike")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print."""
-    comparison = predictor_of(args).compare(*args.images, reference=args.reference)
+    comparison = predictor_of(args).compare(
+        *args.images, reference=args.reference, camids=args.camids, viewids=args.viewids
+    )
     if args.json:
         names = ("score", "metric", "genuine_share", "impostor_share", "source")
         print(json.dumps({name: getattr(comparison, name) for name in names}))

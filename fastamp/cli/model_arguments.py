@@ -13,6 +13,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="over the checkpoint's config")
 
 
+def add_place_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --camids and --viewids."""
+    for name in ("camids", "viewids"):
+        help_ = f"one for each image, for a model with embeddings of {name}"
+        parser.add_argument(f"--{name}", type=int, nargs="+", metavar="N", help=help_)
+
+
 def predictor_of(args: argparse.Namespace) -> Predictor:
     """Return the model that these arguments name.
 

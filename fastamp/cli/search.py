@@ -7,7 +7,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from fastamp.cli.model_arguments import add_model_arguments, predictor_of
+from fastamp.cli.model_arguments import add_model_arguments, add_place_arguments, predictor_of
 from fastamp.data.datasets.own import image_files
 from fastamp.inference.features_file import check_same_model
 from fastamp.inference.index import EF_SEARCH, KINDS, PROBED, SearchResult, open_gallery
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"lists looked into (ivf; default: {100 * PROBED:g} %%), candidates kept (hnsw; default: {EF_SEARCH}); "
         "more find more, and take longer",
     )
+    add_place_arguments(parser)
     parser.add_argument("--exact", action="store_true", help="compare with all images")
     parser.add_argument("--json", action="store_true", help="print JSON: for each query the images found")
 
@@ -51,7 +52,15 @@ def run(args: argparse.Namespace) -> int:
         if not images:
             raise DataError(f"no image is in the folder {query}")
         queries += images
-    result = predictor.search(queries, gallery, args.top, effort=args.effort, exact=args.exact)
+    result = predictor.search(
+        queries,
+        gallery,
+        args.top,
+        effort=args.effort,
+        exact=args.exact,
+        camids=args.camids,
+        viewids=args.viewids,
+    )
     found = [_rows(result, number) for number in range(len(queries))]
     if args.json:
         print(json.dumps([{"query": query, "found": rows} for query, rows in zip(queries, found, strict=True)]))

@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from os import PathLike
@@ -145,6 +145,7 @@ def extract(
         rows = np.concatenate([parts.read(path, "rows") for path in parts.paths])
         left_out = [str(line) for path in parts.paths for line in parts.read(path, "unreadable")]
         if not len(rows):
+            parts.remove()  # which would say so again when they have been mended
             raise DataError(f"none of {len(listing.items)} images can be read; {left_out[0]}")
         width = parts.read(parts.paths[0], "features").shape[1]
         columns = listing.columns(rows) | {
@@ -173,6 +174,8 @@ def _compute(
 ) -> None:
     """Compute what is not in ``parts`` yet, and write it there."""
     cfg, total = predictor.cfg, len(listing.items)
+    if parts.done == total:
+        return
     if parts.done:
         logger.info("%d of %d images are done already; going on", parts.done, total)
     images = _Images(listing.items[parts.done :], build_transforms(cfg, is_train=False), skip_corrupt, first=parts.done)
@@ -186,25 +189,22 @@ def _compute(
     bar = ProgressBar(total, "extracting", done=parts.done)
     held, since, done = [], time.monotonic(), parts.done
     try:
-        for batch in _inferring(loader) if len(images) else ():
-            features = predictor.features_of_batch(batch).cpu()
-            held.append((features, batch["indices"], batch["unreadable"]))
-            done += len(features)
-            bar.update(done)
-            size = sum(each.nbytes for each, *_ in held)
-            if done == total or time.monotonic() - since > _PART_SECONDS or size > _PART_BYTES:
+        with torch.inference_mode():
+            for batch in loader:
+                features = predictor.features_of_batch(batch).cpu()
+                held.append((features, batch["indices"], batch["unreadable"]))
+                done += len(features)
+                bar.update(done)
+                size = sum(each.nbytes for each, *_ in held)
+                if done < total and time.monotonic() - since <= _PART_SECONDS and size <= _PART_BYTES:
+                    continue
                 with writing(out):
                     parts.write(done, held)
                 held, since = [], time.monotonic()
-                left = format_duration(bar.seconds_left())
-                logger.info("%d of %d images%s", done, total, f", {left} left" if done < total else "")
+                left = f", {format_duration(bar.seconds_left())} left" if done < total else ""
+                logger.info("%d of %d images%s", done, total, left)
     finally:
         bar.close()
-
-
-def _inferring(loader: TestLoader) -> Iterator[dict[str, Any]]:
-    with torch.inference_mode():
-        yield from loader
 
 
 class _Images(ReidDataset):

@@ -140,6 +140,7 @@ def test_what_is_no_image(predictor, images, tmp_path, capsys, checkpoint):
         image.write_text("not an image")
     with pytest.raises(DataError, match="none of 12 images"):
         extract(predictor, images, tmp_path / "none.npz", skip_corrupt=True)
+    assert not (tmp_path / "none.npz.parts").exists()
 
 
 def test_what_cannot_be_extracted(predictor, images, tmp_path):
