@@ -102,6 +102,19 @@ class Run:
         pointer = self.folder / "last_checkpoint"
         return self.folder / pointer.read_text().strip() if pointer.exists() else None
 
+    def newest_time(self) -> int:
+        """Return when that file was written, 0 when there is none."""
+        path = self.newest()
+        return path.stat().st_mtime_ns if path and path.exists() else 0
+
+    def is_whole(self) -> bool:
+        """Return whether there is a newest checkpoint, and it can be loaded."""
+        try:
+            torch.load(self.newest(), weights_only=True)
+        except (OSError, RuntimeError, AttributeError):  # the last where there is none
+            return False
+        return True
+
     def truncate(self) -> str:
         """Cut the newest checkpoint in half; return its name."""
         path = self.newest()
@@ -135,9 +148,12 @@ class Run:
         finally:
             ballast.unlink(missing_ok=True)
         said = self.said()
-        if code != 2 or "Traceback" in said:
-            raise ConfigError(f"with a full disk the training ended with exit code {code}:\n{said[-3000:]}")
-        torch.load(self.newest(), weights_only=True)
+        if code != 2 or "Traceback" in said or not self.is_whole():
+            whole = "whole" if self.is_whole() else "broken"
+            raise ConfigError(
+                f"with a full disk the training ended with exit code {code}; its newest checkpoint is {whole}:\n"
+                f"{said[-3000:]}"
+            )
         return how
 
 
@@ -183,24 +199,26 @@ def soak(args: argparse.Namespace, consoles: Path) -> bool:
     lasted = time.monotonic() - began
     print(f"undisturbed: {format_duration(lasted)}", flush=True)
     dice = random.Random(args.seed)
-    # So that the last kill comes before the end, whatever is done again after each.
+    # Of a run's time between two kills half is lost, so that the last one comes before the end.
     longest = 1.5 * lasted / args.kills
     moments: Counter[str] = Counter()
     truncated = full = ""
     began = time.monotonic()
     while moments.total() < args.kills:
         starting = dice.random() < 0.1
+        before = war.newest_time()
         doing = war.kill(war.start(), dice.uniform(0, 5 if starting else longest), starting=starting)
         if doing == "ended":
             break
         moments[doing] += 1
-        there = war.newest() is not None
+        if war.newest_time() == before and not starting:
+            longest *= 1.2  # it must come as far as its next checkpoint at times
         left = format_duration((time.monotonic() - began) / moments.total() * (args.kills - moments.total()))
         print(f"kill {moments.total()} of {args.kills}, while {doing}; about {left} left", flush=True)
-        if not truncated and there and 3 * moments.total() >= args.kills:
+        if not truncated and 3 * moments.total() >= args.kills and war.is_whole():
             truncated = war.truncate()
             print(f"cut {truncated} in half", flush=True)
-        if not full and there and 3 * moments.total() >= 2 * args.kills:
+        if not full and 3 * moments.total() >= 2 * args.kills and war.is_whole():
             full = war.fill_disk()
             print(f"a full disk ({full}): ended with a message, the newest checkpoint is whole", flush=True)
     war.wait(war.start())
