@@ -124,6 +124,7 @@ def _onnx_content(program: ExportedProgram, metadata: dict[str, Any], opset: int
         )
         model = exported.model_proto
     _name_batch(model)
+    _forget_source(model)
     for key, value in metadata.items():
         entry = model.metadata_props.add()
         entry.key, entry.value = key, value if isinstance(value, str) else json.dumps(value)
@@ -137,6 +138,18 @@ def _name_batch(model: Any) -> None:
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param:
                 dim.dim_param = re.sub(rf"\b{re.escape(symbol)}\b", "batch", dim.dim_param)
+
+
+def _forget_source(model: Any) -> None:
+    """Take away where in the source each node is from: paths of this machine, and more bytes than a small model has."""
+    graphs = [model.graph, *model.functions]
+    for graph in graphs:
+        parts = [graph, *graph.node, *graph.value_info]
+        if graph is model.graph:
+            parts += [*graph.input, *graph.output, *graph.initializer]
+        for part in parts:
+            part.ClearField("metadata_props")
+            part.ClearField("doc_string")
 
 
 def _onnx_runner(content: bytes) -> Run:

@@ -98,6 +98,7 @@ def test_the_file_is_the_model_and_runs_as_the_guide_says(
     assert re.search(r"mAP: ([\d.]+) in PyTorch, \1 exported, difference [+-]0.00", out) and "Demo, 30 images" in out
     assert all(f"random, batch of {size} " in out for size in (1, 3, 32)) and "[torch.onnx]" not in out + err
     assert err == ""
+    assert str(Path(fastamp.__file__).parent).encode() not in path.read_bytes()  # it tells nothing of this machine
     _, metadata = loaded(path)
     assert metadata == {
         "fastamp_version": fastamp.__version__,
