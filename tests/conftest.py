@@ -68,8 +68,9 @@ def checkpoint(run_folder):
 def fresh_state():
     """Each test starts from the same random state and leaves no log handlers behind."""
     torch.manual_seed(0)
-    yield
     logger = logging.getLogger("fastamp")
+    logger.setLevel(logging.INFO)
+    yield
     logger.propagate = True
     for handler in list(logger.handlers):
         logger.removeHandler(handler)

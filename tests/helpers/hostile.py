@@ -15,6 +15,7 @@ from fastamp.report import EvaluatedSet, Run, read_history
 
 SCRIPT = "<script>console.error('broken out')</script>"
 HOSTILE = f"\"'>{SCRIPT}<img src=http://127.0.0.1:9/x onerror=console.error(1)>\x00\ud800\u202e&amp;"
+IN_CONFIG = HOSTILE.replace("\x00", "").replace("\ud800", "")  # which a config refuses
 
 
 def hostile_run(folder, *, sets=2, **protocol):
@@ -29,8 +30,8 @@ def hostile_run(folder, *, sets=2, **protocol):
     items[30] = items[30]._replace(path=str(folder / f"gone{SCRIPT}.jpg"))
     metrics = judgement.metrics() | {"floors": {HOSTILE: {"mAP": 1.0, "Rank-1": 2.0}}}
     cfg = get_cfg()
-    cfg.OUTPUT_DIR = f"logs/{HOSTILE}"
-    cfg.DATASETS.TESTS = (HOSTILE,)
+    cfg.OUTPUT_DIR = f"logs/{IN_CONFIG}"
+    cfg.DATASETS.TESTS = (IN_CONFIG,)
     lines = [
         {
             "iteration": step,

@@ -63,7 +63,7 @@ def test_a_run_its_files_and_its_evaluation(demo, tmp_path, capfd):
     assert evaluated[-1]["Demo/mAP low"] <= evaluated[-1]["Demo/mAP"] <= evaluated[-1]["Demo/mAP high"]
     assert not (output / "evaluation").exists()
     content = torch.load(output / "model_final.pth", weights_only=True)
-    assert {"model", "optimizer", "trainer", "random", "policy", "config"} == set(content)
+    assert {"model", "optimizer", "trainer", "random", "policy", "config", "pairs"} == set(content)
     assert content["policy"]["dtype"] == "bfloat16"
     assert yaml.safe_load(content["config"])["SOLVER"]["MAX_EPOCH"] == 4
     saved = yaml.safe_load((output / "config.yaml").read_text())
