@@ -169,6 +169,9 @@ def _onnx_runner(content: bytes) -> Run:
 
 def _pt2_content(program: ExportedProgram, metadata: dict[str, Any], opset: int | None) -> bytes:
     file = io.BytesIO()
+    for part in program.graph_module.modules():
+        for node in getattr(part, "graph", torch.fx.Graph()).nodes:
+            node.meta.pop("stack_trace", None)  # paths of this machine
     with quiet("the model cannot be saved by torch.export"):
         torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata, indent=2)})
     return file.getvalue()
