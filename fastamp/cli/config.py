@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from fastamp.cli.options import add_parts
-from fastamp.config import CfgNode, describe_config, differences, explain_key
+from fastamp.config import CfgNode, describe_changes, describe_config, explain_key
 from fastamp.engine.setup import merge_from_checkpoint, read_config
 from fastamp.utils.errors import ConfigError
 
@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     elif args.action == "explain":
         print(explain_key(args.key, read_config("", [], parts=args.parts), args.config_file))
     else:
-        found = differences(config_of(args.first, args.parts), config_of(args.second, args.parts))
+        first, second = (config_of(source, args.parts) for source in (args.first, args.second))
+        found = describe_changes(second, first.dump(), args.first)
         print("\n".join(found) or "no difference")
     return 0
 

@@ -3,7 +3,7 @@
 from fastamp.config.changes import describe_changes
 from fastamp.config.channels import per_channel
 from fastamp.config.config import CfgNode, FrozenConfigError, get_cfg
-from fastamp.config.describe import describe_config, differences, explain_key
+from fastamp.config.describe import describe_config, explain_key
 from fastamp.config.key import Key
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "Key",
     "describe_changes",
     "describe_config",
-    "differences",
     "explain_key",
     "get_cfg",
     "per_channel",

@@ -73,12 +73,6 @@ def explain_key(name: str, cfg: CfgNode | None = None, config_file: str = "") ->
     return "\n".join(lines)
 
 
-def differences(first: CfgNode, second: CfgNode) -> list[str]:
-    """Return ``KEY: a -> b`` for each key whose values differ, in the order of declaration."""
-    pairs = zip(first.keys_below(), second.keys_below(), strict=True)
-    return [f"{key.path}: {show_value(a)} -> {show_value(b)}" for (key, a), (_, b) in pairs if a != b]
-
-
 def _where_set(key: Key, cfg: CfgNode, config_file: str) -> list[str]:
     """Return a line for each time that one of the file's layers sets the key; the last one holds."""
     lines = []
