@@ -104,3 +104,15 @@ def test_the_model_is_loaded_as_eval_only_does(demo, checkpoint):
     model, _ = DefaultTrainer.load_model(predictor.cfg)
     own = predictor.model.state_dict()
     assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_classifier_that_evaluates_is_as_the_checkpoints(demo, tmp_path):
+    options = ("MODEL.HEADS.NAME", "ClasHead")
+    tiny.train(tmp_path, *options)
+    best = tmp_path / "model_best.pth"
+    cfg = tiny.tiny_config(tmp_path / "eval", *options, "MODEL.WEIGHTS", str(best))  # NUM_CLASSES 0, as in training
+    found = DefaultTrainer.test_weights(cfg)
+    assert found["metric"] == pytest.approx(torch.load(best, weights_only=True)["best"]["value"])
+    predictor = fastamp.Predictor(best, device="cpu")
+    features, batch = evaluated(predictor)
+    assert features.shape[1] == 16 and torch.equal(predictor.features(batch["img_paths"]), features)
