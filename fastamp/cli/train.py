@@ -1,7 +1,12 @@
 """Train the model that a config file describes, or evaluate it."""
 
 import argparse
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any
 
 from fastamp.cli.options import add_parts
@@ -71,6 +76,24 @@ def run(args: argparse.Namespace) -> int:
         launch(main, *processes, args=(args,))
         return 0
     # Made here: a process of several that fails is ended with no time to clear up.
-    with TemporaryDirectory(prefix="fastamp_dry_run_", ignore_cleanup_errors=True) as folder:
+    with _clearing_up(), TemporaryDirectory(prefix="fastamp_dry_run_", ignore_cleanup_errors=True) as folder:
         launch(try_out, *processes, args=(args, folder))
     return 0
+
+
+@contextmanager
+def _clearing_up() -> Iterator[None]:
+    """Let the signals that would end this process at once raise SystemExit inside, with the same exit code."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # where Python cannot handle signals
+        yield
+        return
+    former = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

@@ -3,6 +3,7 @@
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -147,6 +148,16 @@ def test_a_part_without_a_match(dry_run, demo_root, tmp_path):
     code, out, err = dry_run(*options)
     assert code == 0, err
     assert "without a match among them, so that ranking was not tried" in rows(out)[f"evaluation on {name}"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_leaves_nothing(dry_run, monkeypatch, tmp_path, number):
+    monkeypatch.setattr("fastamp.engine.dry_run._train", lambda trainer: os.kill(os.getpid(), number))
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as stopped:
+        dry_run()
+    assert stopped.value.code == 128 + number and signal.getsignal(number) is before
+    assert content(tmp_path / "scratch") == {} and not (tmp_path / "run").exists()
 
 
 def test_the_size_is_that_of_the_file():
