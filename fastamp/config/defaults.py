@@ -672,7 +672,8 @@ define("TEST.BOOTSTRAP", 1000, "Resamples of the queries for 95 % intervals of m
 define(
     "TEST.REPORT",
     False,
-    "Write OUTPUT_DIR/report.html after each evaluation: results, curves, rank lists, mixed precision, in one file.",
+    "Write OUTPUT_DIR/report.html after each evaluation: results, curves, rank lists, mixed precision, in one file; "
+    "--eval-only in a training's folder writes report_eval.html instead.",
 )
 define("TEST.PER_QUERY", False, "Keep each query's AP, INP and first match in OUTPUT_DIR/evaluation/<set>.")
 define("TEST.MEMORY_BUDGET_MB", 256, "MiB of distances held at once; with less, evaluation takes longer.", low=1)

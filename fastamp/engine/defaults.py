@@ -18,12 +18,12 @@ from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.loader import lost_workers_explained
 from fastamp.engine import hooks
 from fastamp.engine.command_line import resume_command
-from fastamp.engine.reporting import ReportHook, evaluated_set, history_of, items_of, report
+from fastamp.engine.reporting import ReportHook, evaluated_set, history_of, items_of, report, report_of_weights
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase
 from fastamp.evaluation import Protocol, ReidEvaluator, inference_on_dataset, print_results, update_bn_statistics
 from fastamp.evaluation.evaluator import DatasetEvaluator
 from fastamp.modeling import build_model
-from fastamp.report import EvaluatedSet, Run, write_report
+from fastamp.report import EvaluatedSet, Run
 from fastamp.solver import (
     OptimizerState,
     WeightAverage,
@@ -210,7 +210,7 @@ class DefaultTrainer:
             device=next(self.model.parameters()).device,
             sets=sets,
             train=items_of(self.data_loader),
-            history=history_of(cfg),
+            history=history_of(cfg.OUTPUT_DIR),
         )
 
     def _pair_scores(self) -> dict[str, Any]:
@@ -378,9 +378,9 @@ class DefaultTrainer:
                 policy=policy,
                 device=next(model.parameters()).device,
                 sets=evaluated,
-                history=history_of(cfg),
+                history=history_of(Path(cfg.MODEL.WEIGHTS).parent if cfg.MODEL.WEIGHTS else cfg.OUTPUT_DIR),
             )
-            logger.info("wrote %s", write_report(run, Path(cfg.OUTPUT_DIR)))
+            logger.info("wrote %s", report_of_weights(run))
         return _flat(results)
 
     @classmethod

@@ -2,10 +2,10 @@
 
 import logging
 from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fastamp.config import CfgNode
 from fastamp.data.datasets.base import ImageItem
 from fastamp.engine.train_loop import HookBase
 from fastamp.evaluation.evaluator import DatasetEvaluator
@@ -58,9 +58,20 @@ def items_of(loader: Any) -> list[ImageItem]:
     return getattr(getattr(loader, "dataset", None), "items", [])
 
 
-def history_of(cfg: CfgNode) -> History | None:
-    """Return the history of the training in ``OUTPUT_DIR``; None where there is none."""
+def report_of_weights(run: Run) -> Path:
+    """Write the report of an evaluation of weights, on rank 0, beside that of a training in the same folder; return it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    folder = Path(run.cfg.OUTPUT_DIR)
+    name = "report.html" if history_of(folder) is None else "report_eval.html"
+    return write_report(run, folder, name=name)
+
+
+def history_of(folder: str | PathLike[str]) -> History | None:
+    """Return the history of the training whose folder this is; None where there was none."""
     try:
-        return read_history(Path(cfg.OUTPUT_DIR) / "metrics.json")
+        return read_history(Path(folder).expanduser() / "metrics.json")
     except DataError:
         return None

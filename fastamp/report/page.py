@@ -19,16 +19,14 @@ from fastamp.report.style import STYLE
 from fastamp.utils.checkpoint import write_atomically
 from fastamp.utils.errors import writing
 
-NAME = "report.html"
 
-
-def write_report(run: Run, folder: Path) -> Path:
-    """Write the report of a run to ``report.html`` in a folder, which is made when missing; return its path.
+def write_report(run: Run, folder: Path, *, name: str = "report.html") -> Path:
+    """Write the report of a run to a file in a folder, which is made when missing; return its path.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    path = folder / NAME
+    path = folder / name
     content = page(run).encode()
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)

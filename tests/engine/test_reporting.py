@@ -1,6 +1,7 @@
 """TEST.REPORT in a run: written after evaluations, and never in the way of the results."""
 
 import logging
+import shutil
 
 import pytest
 import tiny
@@ -17,15 +18,26 @@ def test_training_and_evaluation_write_it(demo, tmp_path, capfd):
     # The curves have the last evaluation, and the counts the training images.
     for words in ("after epoch 2 of 2", "Demo: from", "<td>train</td><td>96</td><td>16</td>", "TEST.REPORT", "Losses"):
         assert words in text, words
-    (tmp_path / "report.html").unlink()
     weights = str(tmp_path / "model_best.pth")
-    metrics = DefaultTrainer.test_weights(tiny.tiny_config(tmp_path, *options, "MODEL.WEIGHTS", weights))
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert weights in text and f"{metrics['mAP']:.1f}" in text and "Losses" in text
+    training = {path: path.read_bytes() for path in tmp_path.glob("*.*") if path.name != "log.txt"}
+    other = tmp_path / "other"
+    for folder, name in ((tmp_path, "report_eval.html"), (other, "report.html")):
+        metrics = DefaultTrainer.test_weights(tiny.tiny_config(folder, *options, "MODEL.WEIGHTS", weights))
+        text = (folder / name).read_text(encoding="utf-8")
+        assert weights in text and f"{metrics['mAP']:.1f}" in text and "Losses" in text, folder
+    assert all(path.read_bytes() == content for path, content in training.items())
+    assert [path.name for path in other.glob("*.*")] == ["report.html"]
+    # Weights of another place have not been trained as the curves of this folder say.
+    strange = tmp_path / "other" / "model.pth"
+    shutil.copy(weights, strange)
+    DefaultTrainer.test_weights(tiny.tiny_config(tmp_path, *options, "MODEL.WEIGHTS", str(strange)))
+    text = (tmp_path / "report_eval.html").read_text(encoding="utf-8")
+    assert str(strange) in text and "Losses" not in text
 
 
 def test_what_cannot_be_written_costs_no_result(demo, tmp_path, caplog):
-    (tmp_path / "report.html" / "in_the_way").mkdir(parents=True)
+    for name in ("report.html", "report_eval.html"):
+        (tmp_path / name / "in_the_way").mkdir(parents=True)
     cfg = tiny.tiny_config(tmp_path, "TEST.REPORT", "True", "SOLVER.MAX_EPOCH", "1")
     with caplog.at_level(logging.INFO, "fastamp"):
         metrics = DefaultTrainer(cfg).train()
@@ -33,7 +45,7 @@ def test_what_cannot_be_written_costs_no_result(demo, tmp_path, caplog):
         assert "no report: " in caplog.text and "report.html cannot be written" in caplog.text
         caplog.clear()
         cfg.MODEL.WEIGHTS = str(tmp_path / "model_final.pth")
-        with pytest.raises(ConfigError, match=r"report.html cannot be written"):
+        with pytest.raises(ConfigError, match=r"report_eval.html cannot be written"):
             DefaultTrainer.test_weights(cfg)
     assert "evaluation results in percent" in caplog.text
 
