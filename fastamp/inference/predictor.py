@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -271,10 +271,11 @@ def _trained_policy(cfg: CfgNode, trained: dict[str, Any] | None, opts: Sequence
 
 def _as_list(images: Image | Sequence[Image]) -> list[Image]:
     """Return one or several images as a list."""
-    if isinstance(images, (str, os.PathLike)):
-        return [images]
-    if isinstance(images, (np.ndarray, Tensor)):
-        return list(images) if images.ndim == 4 else [images]
+    texts = isinstance(images, np.ndarray) and images.dtype.kind == "U"
+    if isinstance(images, (np.ndarray, Tensor)) and not texts:
+        images = images if images.ndim == 4 else [images]
+    elif isinstance(images, (str, os.PathLike)) or not isinstance(images, Iterable):
+        images = [images]
     images = list(images)
     if not images:
         raise DataError("there are no images to compute features of")
@@ -292,7 +293,8 @@ def _one(image: Image) -> list[Image]:
 def _as_tensor(image: np.ndarray | Tensor) -> Tensor:
     """Return (C, H, W) uint8 of an array (H, W[, C]) or a tensor (C, H, W)."""
     if not isinstance(image, (np.ndarray, Tensor)):
-        raise DataError(f"an image is a path, an array or a tensor, not {type(image).__name__}")
+        hint = "; numpy.asarray(image) makes an array of it" if hasattr(image, "__array_interface__") else ""
+        raise DataError(f"an image is a path, an array or a tensor, not {type(image).__name__}{hint}")
     tensor = image if isinstance(image, Tensor) else torch.from_numpy(np.ascontiguousarray(image))
     if not isinstance(image, Tensor):
         tensor = tensor[None] if tensor.ndim == 2 else tensor.movedim(-1, 0)

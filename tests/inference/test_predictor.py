@@ -1,6 +1,7 @@
 """A predictor's features are those of the evaluation."""
 
 import numpy as np
+import PIL.Image
 import pytest
 import tiny
 import torch
@@ -41,7 +42,8 @@ def test_paths_arrays_and_tensors_are_alike(demo, checkpoint):
     array = tensor.permute(1, 2, 0).numpy()
     expected = predictor.features(path)
     assert expected.shape == (1, 16)
-    for image in (tensor, array, [path], [tensor], tensor[None], array[None], np.flip(np.flip(array, 1), 1)):
+    one_path = np.array([path])  # as an extraction holds them
+    for image in (tensor, array, [path], one_path, [tensor], tensor[None], array[None], np.flip(np.flip(array, 1), 1)):
         assert torch.equal(predictor.features(image), expected)
     grey = array[:, :, 0]
     assert torch.equal(predictor.features(grey), predictor.features(np.stack([grey] * 3, -1)))
@@ -55,6 +57,9 @@ def test_paths_arrays_and_tensors_are_alike(demo, checkpoint):
         (torch.zeros(5, 4, 3, dtype=torch.uint8), r"\(C, H, W\) with 1, 3 or 4"),
         ([3], "not int"),
         ([], "no images"),
+        (np.zeros((0, 4, 4, 3), np.uint8), "no images"),
+        (None, "not NoneType"),
+        (PIL.Image.new("RGB", (4, 4)), r"not Image; numpy\.asarray\(image\)"),
         ("nowhere.jpg", "nowhere.jpg"),
     ],
 )
