@@ -29,7 +29,7 @@ from fastamp.data.transforms import build_transforms
 from fastamp.inference.features_file import DAMAGE, Extraction, read_array, read_extraction, write_arrays
 from fastamp.inference.predictor import Predictor
 from fastamp.utils.checkpoint import write_atomically
-from fastamp.utils.errors import ConfigError, DataError, check_choice, writing
+from fastamp.utils.errors import ConfigError, DataError, check_choice, did_you_mean, writing
 from fastamp.utils.progress import ProgressBar, format_duration
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,9 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
             return Listing(items, np.full(len(items), -1))
         if name.endswith(".csv"):
             name = f"csv:{name}"
-        elif "/" in name:
-            raise DataError(f"{name} is no folder and no CSV file; expected one, or a data set as in DATASETS.NAMES")
+        else:
+            near = "" if "/" in name else did_you_mean(name, DATASET_REGISTRY)
+            raise DataError(f"{name} is no folder, no CSV file and no data set as in DATASETS.NAMES.{near}")
     dataset = build_dataset(name, cfg)
     parts = {split: getattr(dataset, split) for split in SPLITS if split in splits}
     items = [item for part in parts.values() for item in part]

@@ -265,6 +265,11 @@ def open_gallery(
         ConfigError: the index cannot be written.
     """
     path = Path(gallery).expanduser()
+    if path.is_dir():
+        raise DataError(
+            f"{path} is a folder; a gallery is a file of features.\n"
+            f"  fix: fastamp extract {of.checkpoint if of else 'CHECKPOINT'} {path} -o gallery.npz"
+        )
     if path.suffix != ".npz":
         return load_index(path)
     extraction = read_extraction(path)

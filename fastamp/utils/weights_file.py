@@ -156,7 +156,8 @@ def _cause(path: Path) -> str:
 
 
 def _damaged(path: Path, cause: str, error: Exception | None = None) -> WeightsError:
-    detail = f"\n  found: {str(error).splitlines()[0] if str(error) else type(error).__name__}" if error else ""
+    found = str(error).partition("\n")[0].partition(". In PyTorch 2.6")[0]  # without advice to run what is in it
+    detail = f"\n  found: {found or type(error).__name__}" if error else ""
     return WeightsError(
         f"weights file {path} ({path.stat().st_size} bytes) cannot be loaded: {cause}.{detail}\n"
         "  fix: copy or download it again, or use an earlier checkpoint"

@@ -148,8 +148,8 @@ def test_what_cannot_be_extracted(predictor, images, tmp_path):
     (tmp_path / "file").write_text("")
     for source, out, error in (
         (tmp_path / "empty", "out.npz", "no image is in the folder"),
-        (tmp_path / "nowhere", "out.npz", "no folder and no CSV file"),
-        ("Demoo", "out.npz", "Did you mean 'Demo'"),
+        (tmp_path / "nowhere", "out.npz", "no folder, no CSV file"),
+        ("Demoo", "out.npz", "no folder, no CSV file and no data set.*Did you mean 'Demo'"),
         (images, "out.txt", r"ends in \.npz"),
         (images, "missing/out.npz", "folder that exists"),
     ):

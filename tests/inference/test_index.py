@@ -115,6 +115,8 @@ def test_damaged_files_are_refused(gallery, tmp_path):
         load_index(tmp_path / "nowhere.index")
     with pytest.raises(DataError, match="damaged, truncated or no index"):
         load_index(gallery.path)
+    with pytest.raises(DataError, match=r"is a folder(?s:.*)fix: fastamp extract"):
+        open_gallery(tmp_path)
 
 
 def test_what_cannot_be_written_leaves_nothing(gallery, tmp_path, monkeypatch):
