@@ -107,6 +107,7 @@ def test_broken_files_are_named(tmp_path):
         "empty.pth": (b"", "it is empty"),
         "truncated.pth": (good[: len(good) // 2], "truncated"),
         "text.pth": (b"these are no weights\n" * 50, "no file that torch.save wrote"),
+        "image.pth": (b"\xff\xd8\xff\xe0" * 50, "no file that torch.save wrote"),
     }
     for name, (content, message) in cases.items():
         (tmp_path / name).write_bytes(content)
