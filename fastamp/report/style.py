@@ -86,7 +86,11 @@ span.correct{color:var(--good);font-weight:600}
 span.wrong{color:var(--bad);font-weight:600}
 @media (max-width:600px){body{padding:18px 12px 40px}section{padding:16px 14px;border-radius:10px}
 h1{font-size:1.35rem}.facts div{grid-template-columns:1fr;gap:0}.tiles{grid-template-columns:repeat(2,1fr)}
-th,td{padding-right:10px}.matrix th,.matrix td{min-width:38px;padding:6px 5px}}
+th,td{padding-right:10px}
+#config table,#config thead,#config tbody{display:block}#config tr{display:grid;grid-template-columns:1fr 1fr}
+#config th:first-child,#config td:first-child{grid-column:1/-1;padding-bottom:0;border-bottom:0}
+#config code,#config small{min-width:0;max-width:none;white-space:normal}
+.matrix th,.matrix td{min-width:38px;padding:6px 5px}}
 @media print{body{background:none}section{break-inside:avoid}}
 """
     + "".join(

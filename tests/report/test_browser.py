@@ -11,6 +11,7 @@ pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium or
 # Elements that stick out of the page, other than inside boxes that scroll by themselves.
 STICK_OUT = """[...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll > *')
     && e.getBoundingClientRect().right > document.documentElement.clientWidth + 1).map(e => e.outerHTML.slice(0, 80))"""
+CONFIG_IS_WIDER = "(box => box.scrollWidth > box.clientWidth)(document.querySelector('#config .scroll'))"
 LOADED = "[...document.images].every(i => i.complete && i.naturalWidth > 0)"
 # The lowest contrast (WCAG 2) of the text of some elements with what is behind it.
 CONTRAST = """(selector => {
@@ -39,6 +40,7 @@ def test_the_report(tmp_path):
             browser.open(path, width=width, dark=dark)
             assert browser.value("document.documentElement.scrollWidth") == width
             assert browser.value(STICK_OUT) == []
+            assert not browser.value(CONFIG_IS_WIDER)
             assert browser.value(LOADED) and browser.value("document.images.length") > 100
             backgrounds.add(browser.value("getComputedStyle(document.body).backgroundColor"))
             for selector in TEXTS if width == 1280 else ():
