@@ -32,13 +32,16 @@ def run(root, output, processes, *words, flags=()):
 
 def test_a_resumed_run_of_two_equals_straight_through(demo_root, tmp_path):
     """With batch norm, dropout that differs between the ranks, a triplet loss, mixed precision and an average."""
-    options = ("SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True", "SOLVER.MAX_EPOCH", "1")
+    options = ("SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True", "SOLVER.MAX_EPOCH", "1", "TEST.REPORT", "True")
     assert run(demo_root, tmp_path / "straight", 2, *options).returncode == 0
     stopped = run(demo_root, tmp_path / "resumed", 2, *options, flags=("--fault", "signal on rank 1"))
     assert stopped.returncode == 128 + 15
     assert stopped.stderr.count("resume with:") == 1 and "model_interrupted.pth" in stopped.stderr
     resumed = run(demo_root, tmp_path / "resumed", 2, *options, flags=("--resume",))
     assert resumed.returncode == 0 and "at iteration 3" in resumed.stdout, resumed.stderr
+    report = (tmp_path / "resumed" / "report.html").read_text(encoding="utf-8")
+    for words in ("<td>train</td><td>96</td>", "<td>query</td><td>8</td>", "Losses", "Worst queries"):
+        assert words in report, words
     first, second = (tmp_path / f"{which}/model_final.pth" for which in ("straight", "resumed"))
     first, second = (torch.load(path, weights_only=True) for path in (first, second))
     for part in (first["model"], second["model"]), (first["average"]["model"], second["average"]["model"]):
