@@ -35,7 +35,7 @@ from fastamp.solver import (
 from fastamp.utils import comm
 from fastamp.utils.checkpoint import Checkpointer, write_atomically
 from fastamp.utils.env import RandomState
-from fastamp.utils.errors import ConfigError, UserError, WriteError
+from fastamp.utils.errors import ConfigError, UserError, WeightsError, WriteError
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
 from fastamp.utils.files import folder_name
 from fastamp.utils.load_state import load_model_state
@@ -174,7 +174,11 @@ class DefaultTrainer:
 
     def _what_is_whole(self) -> str:
         """Return what to do when a file could not be written."""
-        last = self.checkpointer.last_checkpoint()
+        try:
+            with comm.alone():  # the other ranks, which could write, are somewhere else
+                last = self.checkpointer.last_checkpoint()
+        except WeightsError as error:
+            return f"  {error}"
         if last is None:
             return (
                 f"  nothing was saved before\n  fix: make room, or choose another OUTPUT_DIR than {self.cfg.OUTPUT_DIR}"

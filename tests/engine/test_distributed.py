@@ -79,7 +79,10 @@ def test_resumed_with_another_number_of_processes(demo_root, demo, tmp_path, bef
 @pytest.mark.parametrize(
     "fault, message",
     [
-        ("error on rank 0", "error: the image of rank 0"),
+        (
+            "full disk on rank 0",
+            "error: model_0000.pth cannot be written\n  nothing was saved before\n  fix: make room",
+        ),
         ("error on rank 1", "rank 1: error: the image of rank 1"),
         ("error on all ranks", "error: no rank"),
     ],
