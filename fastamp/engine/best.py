@@ -46,8 +46,10 @@ class BestMetric:
         known = [metrics for metrics in reported.values() if metrics is not None]
         common = [metric for metric in known[0] if all(metric in metrics for metrics in known)]
         alone = [f"{dataset}/{metric}" for dataset, metrics in reported.items() for metric in metrics or ()]
+        unreported = " It is reported under TEST.ROC on, at TEST.ROC.FAR." if "TAR@FAR=" in name else ""
         raise ConfigError(
-            f"SOLVER.BEST_METRIC: no evaluation reports {name!r}.{did_you_mean(name, [*common, *alone])}\n"
+            f"SOLVER.BEST_METRIC: no evaluation reports {name!r}."
+            f"{unreported or did_you_mean(name, [*common, *alone])}\n"
             f"  choices: {', '.join(common)}; or that of one test set, e.g. {alone[0]}"
         )
 

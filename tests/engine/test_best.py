@@ -43,6 +43,7 @@ def test_a_name_that_nothing_reports(name, near):
     with pytest.raises(ConfigError, match="SOLVER.BEST_METRIC: no evaluation reports") as error:
         BestMetric.by_name(name, REPORTED)
     assert f"Did you mean {near!r}?" in str(error.value) if near else True
+    assert ("It is reported under TEST.ROC on, at TEST.ROC.FAR." in str(error.value)) == ("FAR" in name)
     assert "choices: Rank-1, mAP, metric; or that of one test set, e.g. A/Rank-1" in str(error.value)
 
 
