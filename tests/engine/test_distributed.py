@@ -91,7 +91,7 @@ def test_an_error_ends_all_and_is_said_once(demo_root, tmp_path, fault, message)
     # A collective's timeout is half an hour, beyond that of the subprocess.
     process = run(demo_root, tmp_path, 2, *FLOAT32, flags=("--fault", fault))
     assert process.returncode == 2
-    assert process.stderr.count("error") == 1 and message in process.stderr, process.stderr
+    assert process.stderr.count("error: ") == 1 and message in process.stderr, process.stderr
     assert "Traceback" not in process.stderr
 
 
