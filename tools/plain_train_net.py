@@ -15,7 +15,7 @@ from train_net import argument_parser, setup
 from fastamp.amp import LossScaler, OptimizationStep, Precautions, PrecisionPolicy
 from fastamp.amp.health import check_finite
 from fastamp.config import CfgNode
-from fastamp.engine import DefaultTrainer, launch, run_command_line
+from fastamp.engine import ConfigText, DefaultTrainer, launch, run_command_line
 from fastamp.solver import OptimizerState, build_gradient_clipping, build_lr_schedule, build_optimizers
 from fastamp.utils import comm
 from fastamp.utils.checkpoint import Checkpointer
@@ -56,7 +56,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     precautions = Precautions.from_config(cfg)
     progress = Progress(iteration=0, steps_taken=0, iters_per_epoch=loader.iters_per_epoch)
     parts = {name: OptimizerState(each) for name, each in optimizers.items()} | {"random": RandomState()}
-    parts |= {"step": step, "progress": progress}
+    parts |= {"step": step, "progress": progress, "config": ConfigText(cfg)}
     checkpointer = Checkpointer(
         model, cfg.OUTPUT_DIR, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH, policy=policy, check=check_finite, **parts
     )

@@ -2,7 +2,7 @@
 
 from fastamp.engine import hooks
 from fastamp.engine.command_line import run_command_line
-from fastamp.engine.defaults import DefaultTrainer
+from fastamp.engine.defaults import ConfigText, DefaultTrainer
 from fastamp.engine.launch import launch
 from fastamp.engine.setup import default_argument_parser, default_setup
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer, HookBase, SimpleTrainer, TrainerBase
@@ -10,6 +10,7 @@ from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer, HookBase, Si
 __all__ = [
     "TRAINER_REGISTRY",
     "AMPTrainer",
+    "ConfigText",
     "DefaultTrainer",
     "HookBase",
     "SimpleTrainer",

@@ -1,6 +1,7 @@
 """Evaluation during a training, and the best model by one of its numbers."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -46,8 +47,10 @@ class BestMetric:
         known = [metrics for metrics in reported.values() if metrics is not None]
         common = [metric for metric in known[0] if all(metric in metrics for metrics in known)]
         alone = [f"{dataset}/{metric}" for dataset, metrics in reported.items() for metric in metrics or ()]
+        unreported = " It is reported under TEST.ROC on, at TEST.ROC.FAR." if "TAR@FAR=" in name else ""
         raise ConfigError(
-            f"SOLVER.BEST_METRIC: no evaluation reports {name!r}.{did_you_mean(name, [*common, *alone])}\n"
+            f"SOLVER.BEST_METRIC: no evaluation reports {name!r}."
+            f"{unreported or did_you_mean(name, [*common, *alone])}\n"
             f"  choices: {', '.join(common)}; or that of one test set, e.g. {alone[0]}"
         )
 
@@ -71,7 +74,7 @@ class BestMetric:
                     f"SOLVER.BEST_METRIC: the evaluation of {dataset} reported no {self.metric!r}.\n"
                     f"  it reported: {', '.join(results[dataset])}"
                 )
-        return sum(results[dataset][self.metric] for dataset in self.datasets) / len(self.datasets)
+        return float(sum(results[dataset][self.metric] for dataset in self.datasets) / len(self.datasets))
 
 
 class EvalHook(HookBase):
@@ -126,7 +129,7 @@ class EvalHook(HookBase):
         for writer in self.writers:
             writer.write(self.trainer.iter, {"epoch": self.trainer.epoch, **row})
         score = comm.from_main_process(self.metric.of(self.results) if self.results else 0.0)
-        if self.best is None or score > self.best:
+        if self.best is None or math.isnan(self.best) or score > self.best:
             self.best = score
             judged = {"metric": str(self.metric), "value": score, "iteration": self.trainer.iter + 1}
             path = self.checkpointer.save("model_best", tag=False, best=judged)

@@ -35,7 +35,7 @@ from fastamp.solver import (
 from fastamp.utils import comm
 from fastamp.utils.checkpoint import Checkpointer, write_atomically
 from fastamp.utils.env import RandomState
-from fastamp.utils.errors import ConfigError, UserError, WriteError
+from fastamp.utils.errors import ConfigError, UserError, WeightsError, WriteError
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
 from fastamp.utils.files import folder_name
 from fastamp.utils.load_state import load_model_state
@@ -96,9 +96,10 @@ class DefaultTrainer:
             trainer=self.trainer,
             random=RandomState(),
             policy=_PolicyOf(self.trainer),
-            config=_ConfigText(cfg),
+            config=ConfigText(cfg),
         )
         self._pairs: tuple[int, dict[str, Any]] = (-1, {})
+        self._resumed: Path | None = None
         self.stop = hooks.StopOnSignal(self.checkpointer)
         self.writers: list[Any] = []
         self._evaluated: list[EvaluatedSet] = []
@@ -123,7 +124,7 @@ class DefaultTrainer:
         Raises:
             WeightsError: no checkpoint is whole, or it is of another model; the weights are missing or damaged.
         """
-        last = self.checkpointer.last_checkpoint() if resume else None
+        self._resumed = last = self.checkpointer.last_checkpoint() if resume else None
         if last is not None:
             extra = self.checkpointer.resume(last)
             if "average" in extra:
@@ -155,26 +156,47 @@ class DefaultTrainer:
         )
         if start >= cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch:
             logger.info("nothing is left to train, a larger SOLVER.MAX_EPOCH would go on; evaluating")
-            self.trainer.epoch = cfg.SOLVER.MAX_EPOCH - 1
-            with self.evaluated_weights():
-                results = self.evaluate()
-            if self._evaluated:
-                report(self._run())
-            return _flat(results)
+            try:
+                return _flat(self._evaluate_the_end(start))
+            finally:
+                self._close_writers()
         try:
             with self.stop.watching(), lost_workers_explained():
                 self.trainer.train(start, cfg.SOLVER.MAX_EPOCH, self.trainer.iters_per_epoch)
         except WriteError as error:
             raise WriteError(f"{error}\n{self._what_is_whole()}") from error
         finally:
-            for writer in self.writers:
-                writer.close()
-            self.writers.clear()
+            self._close_writers()
         return _flat(self.eval_hook.results)
+
+    def _evaluate_the_end(self, start: int) -> dict[str, dict[str, Any]]:
+        """Return the results of a run that is trained to its end; save what its last evaluation did not come to."""
+        trainer, epochs = self.trainer, self.cfg.SOLVER.MAX_EPOCH
+        trainer.epoch = epochs - 1
+        if start > epochs * trainer.iters_per_epoch or self._resumed is None or self._resumed.stem == "model_final":
+            with self.evaluated_weights():
+                results = self.evaluate()
+        else:
+            trainer.iter, trainer.max_epoch = start - 1, epochs
+            self.eval_hook.after_epoch()
+            results = self.eval_hook.results
+            logger.info("saved %s", self.checkpointer.save("model_final"))
+        if self._evaluated:
+            report(self._run())
+        return results
+
+    def _close_writers(self) -> None:
+        for writer in self.writers:
+            writer.close()
+        self.writers.clear()
 
     def _what_is_whole(self) -> str:
         """Return what to do when a file could not be written."""
-        last = self.checkpointer.last_checkpoint()
+        try:
+            with comm.alone():  # the other ranks, which could write, are somewhere else
+                last = self.checkpointer.last_checkpoint()
+        except WeightsError as error:
+            return f"  {error}"
         if last is None:
             return (
                 f"  nothing was saved before\n  fix: make room, or choose another OUTPUT_DIR than {self.cfg.OUTPUT_DIR}"
@@ -475,8 +497,8 @@ class _PolicyOf:
         self.trainer.policy.compare(state, "this run was trained so far")
 
 
-class _ConfigText:
-    """The config as text in every checkpoint; on a resume this run's own counts, and what differs is logged."""
+class ConfigText:
+    """The config as text, a part of every checkpoint; on a resume this run's own counts, and what differs is logged."""
 
     def __init__(self, cfg: CfgNode) -> None:
         self.cfg, self.text = cfg, cfg.dump()

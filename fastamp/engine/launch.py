@@ -263,10 +263,19 @@ def _worker(
     # A terminal's Ctrl-C goes to the first process alone, which passes it on as it does a scheduler's signal.
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     pipe.send(_READY)
     outcome = _outcome_of_all(lambda: _run_in_group(main_func, args, local_rank, local_size, pipe.send, **group))
     pipe.send([replace(outcome, rank=group["rank"])])
     sys.exit(outcome.code)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone, e.g. killed, and could neither stop nor signal it."""
+    multiprocessing.parent_process().join()
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(1)
 
 
 @contextmanager

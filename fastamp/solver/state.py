@@ -1,8 +1,8 @@
 """An optimizer's part of a checkpoint: its state continues, its options are those of the config."""
 
 import copy
-import itertools
 import logging
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -69,19 +69,30 @@ class OptimizerState:
 
     def _check_values(self, values: Any, groups: list[dict[str, Any]]) -> None:
         """Raise ValueError where a parameter's state is not of the form that a step of this optimizer leaves."""
-        twin = copy.deepcopy(self.optimizer)
-        for parameter in itertools.chain.from_iterable(group["params"] for group in twin.param_groups):
-            parameter.grad = torch.zeros_like(parameter)
-        twin.step()
-        expected = twin.state_dict()
-        numbers, own_numbers = (
-            [number for group in side for number in group["params"]] for side in (groups, expected["param_groups"])
-        )
-        for number, own_number in zip(numbers, own_numbers, strict=True):
-            own = expected["state"].get(own_number, {})
+        numbers = [number for group in groups for number in group["params"]]
+        own = [(group, parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
+        for number, (group, parameter) in zip(numbers, own, strict=True):
             saved = values.get(number)
             if not saved:  # never stepped, e.g. frozen
                 continue
-            wrong = unlike(own, saved, f"state {number}") or ", ".join(str(each) for each in own.keys() - saved.keys())
+            expected = self._state_after_a_step(group, parameter)
+            wrong = unlike(expected, saved, f"state {number}")
+            wrong = wrong or ", ".join(str(each) for each in expected.keys() - saved.keys())
             if wrong:
                 raise ValueError(f"what it has accumulated is wrong or missing: {wrong}")
+
+    def _state_after_a_step(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+        """Return the state that a step leaves of a parameter of a group.
+
+        The twin that steps has no other parameter: one of the whole model would take its memory once more.
+        """
+        clone = parameter.detach().clone()
+        clone.grad = torch.zeros_like(clone)
+        options = {key: value for key, value in group.items() if key != "params"}
+        twin = copy.copy(self.optimizer)
+        twin.param_groups = [copy.deepcopy(options) | {"params": [clone]}]
+        twin.state = defaultdict(dict)
+        if parameter in self.optimizer.state:
+            twin.state[clone] = copy.deepcopy(self.optimizer.state[parameter])
+        twin.step()
+        return dict(twin.state[clone])

@@ -79,11 +79,12 @@ class JSONWriter:
 def _lines_before(path: Path, start_iter: int) -> list[str]:
     """Return the whole lines of ``path`` whose iteration is below ``start_iter``."""
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.splitlines(keepends=True):
         try:
             before = json.loads(line)["iteration"] < start_iter
         except (ValueError, KeyError, TypeError):
-            continue  # a line that a kill cut short
+            continue  # a line that a kill cut short, or a crash of the machine garbled
         if before and line.endswith("\n"):
             kept.append(line)
     return kept

@@ -43,6 +43,7 @@ def test_a_name_that_nothing_reports(name, near):
     with pytest.raises(ConfigError, match="SOLVER.BEST_METRIC: no evaluation reports") as error:
         BestMetric.by_name(name, REPORTED)
     assert f"Did you mean {near!r}?" in str(error.value) if near else True
+    assert ("It is reported under TEST.ROC on, at TEST.ROC.FAR." in str(error.value)) == ("FAR" in name)
     assert "choices: Rank-1, mAP, metric; or that of one test set, e.g. A/Rank-1" in str(error.value)
 
 
@@ -81,6 +82,19 @@ def test_the_best_file_says_what_it_is_the_best_by(tmp_path, caplog):
     hook.trainer.train(0, 3, 2)
     assert best_in(tmp_path) == {"metric": "mAP on A", "value": 30.0, "iteration": 4}
     assert "best so far: 30.00, mAP on A; saved" in caplog.text and "20.00" not in caplog.text
+
+
+def test_what_is_no_number_is_never_the_best(tmp_path):
+    hook = hook_for(tmp_path, "mAP", [float("nan"), 10.0, float("nan"), 20.0, float("nan")])
+    hook.trainer.train(0, 5, 2)
+    assert best_in(tmp_path) == {"metric": "mAP on A", "value": 20.0, "iteration": 8}
+
+
+def test_the_best_is_a_number_that_a_checkpoint_can_hold(tmp_path):
+    hook = hook_for(tmp_path, "mAP", [torch.tensor(30.0)])
+    hook.trainer.train(0, 1, 2)
+    hook.load_state_dict(hook.state_dict())
+    assert type(hook.best) is float
 
 
 def test_a_resume_goes_on_judging_by_the_same_metric_and_anew_by_another(tmp_path, caplog):

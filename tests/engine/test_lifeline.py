@@ -1,15 +1,18 @@
 """A process that fails ends all of them, on every machine, with its error first."""
 
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from fastamp.engine.launch import _READY, _worker
 from fastamp.engine.lifeline import Outcome, causes_among, is_consequence
 
 SCRIPT = str(Path(__file__).parents[1] / "helpers/failing_launch.py")
@@ -50,6 +53,32 @@ def test_a_bug_under_torchrun_ends_the_other_machine_that_waits_for_something_el
         ours = each[each.index("rank 1: ") : each.index("torch/distributed/elastic")]
         assert ours.startswith("rank 1: Traceback") and ours.count("AssertionError: a bug") == 1, each
         assert "Connection" not in each and "exitcode  : 1" in each
+
+
+def _start_and_be_killed(meeting, started):
+    group = {"init_method": f"file://{meeting}", "world_size": 1, "rank": 0}
+    wait = (_say_and_wait, 0, 1, group, sys.argv, (started,), started)
+    multiprocessing.get_context("fork").Process(target=_worker, args=wait).start()
+    time.sleep(60)
+
+
+def _say_and_wait(started):
+    started.send(os.getpid())
+    time.sleep(60)
+
+
+def test_a_process_ends_with_the_one_that_started_it(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    starter = fork.Process(target=_start_and_be_killed, args=(tmp_path / "meeting", sender))
+    starter.start()
+    sender.close()
+    assert receiver.recv() == _READY
+    receiver.recv()
+    starter.kill()
+    assert receiver.poll(20)
+    with pytest.raises(EOFError):  # of a pipe that the process had open
+        receiver.recv()
 
 
 def test_what_is_said():

@@ -13,6 +13,7 @@ import torch
 
 from fastamp.engine import DefaultTrainer, HookBase
 from fastamp.engine.command_line import TrainingInterrupted
+from fastamp.utils.errors import DataError
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
@@ -241,6 +242,29 @@ def test_resuming_a_finished_run_changes_nothing(demo, tmp_path):
     run(cfg, resume=True)
     after = tiny.weights(tmp_path / "model_final.pth")
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_what_a_failed_last_evaluation_left_is_done_by_a_resume(demo, tmp_path):
+    straight, cfg = (tiny.tiny_config(tmp_path / name, "SOLVER.MAX_EPOCH", "1") for name in ("straight", "failed"))
+    trainer, results = run(straight)
+    torch.manual_seed(0)
+    failed = DefaultTrainer(cfg)
+
+    def evaluate():
+        raise DataError("a test image is gone")
+
+    failed.eval_hook.evaluate = evaluate
+    with pytest.raises(DataError):
+        failed.train()
+    assert not list((tmp_path / "failed").glob("model_[bf]*"))
+    resumed, again = run(cfg, resume=True)
+    assert again["mAP"] == results["mAP"] and resumed.eval_hook.best == trainer.eval_hook.best
+    assert (tmp_path / "failed/last_checkpoint").read_text() == "model_final.pth"
+    assert '"Demo/mAP"' in (tmp_path / "failed/metrics.json").read_text()
+    for name in ("model_best.pth", "model_final.pth"):
+        one, two = (torch.load(tmp_path / folder / name, weights_only=True) for folder in ("straight", "failed"))
+        assert all(torch.equal(value, two["model"][key]) for key, value in one["model"].items())
+        assert one["trainer"] == two["trainer"]
 
 
 def killable(output_dir, moment, root):

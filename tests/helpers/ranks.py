@@ -12,7 +12,7 @@ import torch
 
 from fastamp.engine import DefaultTrainer, HookBase, default_setup, launch, run_command_line
 from fastamp.utils import comm
-from fastamp.utils.errors import DataError
+from fastamp.utils.errors import DataError, WriteError
 
 
 class RecordSteps(HookBase):
@@ -44,6 +44,8 @@ class Fault(HookBase):
             return
         if self.name == f"error on rank {comm.get_rank()}":
             raise DataError(f"the image of rank {comm.get_rank()} cannot be read")
+        if self.name == f"full disk on rank {comm.get_rank()}":
+            raise WriteError("model_0000.pth cannot be written")
         if self.name == "error on all ranks":
             raise DataError("no rank can read its image")
         if self.name == "infinite loss on rank 1" and comm.get_rank() == 1:

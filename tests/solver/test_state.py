@@ -44,3 +44,21 @@ def test_what_is_missing():
     del saved["state"][1]["exp_avg_sq"]
     with pytest.raises(ValueError, match="wrong or missing: exp_avg_sq"):
         stepped(torch.optim.Adam).load_state_dict(saved)
+
+
+def test_the_check_needs_no_second_model():
+    class Counted(torch.optim.SGD):
+        largest = 0
+
+        def step(self):
+            Counted.largest = max(Counted.largest, sum(p.numel() for g in self.param_groups for p in g["params"]))
+            super().step()
+
+    saved = stepped(Counted, momentum=0.9).state_dict()
+    other, Counted.largest = stepped(Counted, momentum=0.9), 0
+    other.load_state_dict(saved)
+    assert 0 < Counted.largest <= 12
+    assert all(
+        torch.equal(p, torch.full_like(p, 0.9 if i < 2 else 1))
+        for i, p in enumerate(p for g in other.optimizer.param_groups for p in g["params"])
+    )

@@ -12,6 +12,7 @@ import torch
 import train_net
 
 from fastamp.engine import default_argument_parser, run_command_line
+from fastamp.inference import Predictor
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +43,8 @@ def test_resumed_and_evaluated(demo, tmp_path):
     run(*tiny.tiny_options(tmp_path / "straight", *options))
     run(*tiny.tiny_options(tmp_path / "resumed", *options, "SOLVER.MAX_EPOCH", "1"))
     assert run("--resume", *tiny.tiny_options(tmp_path / "resumed", *options))[0] == 0
+    assert "checkpoint's: SOLVER.MAX_EPOCH: 1 -> 2" in (tmp_path / "resumed/log.txt").read_text()
+    assert Predictor(tmp_path / "resumed/model_final.pth").cfg.SOLVER.MAX_EPOCH == 2
     first, second = (tiny.weights(tmp_path / f"{which}/model_final.pth") for which in ("straight", "resumed"))
     assert all(torch.equal(first[name], second[name]) for name in first)
     weights = ("MODEL.WEIGHTS", str(tmp_path / "straight/model_final.pth"))

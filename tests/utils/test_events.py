@@ -49,7 +49,8 @@ def test_a_resumed_run_has_each_iteration_once(tmp_path):
     for iteration in range(5):
         writer.write(iteration, {"x": iteration})
     writer.close()
-    path.write_text(path.read_text() + '{"iteration": 5, "x"')  # a kill in the middle of a line
+    with path.open("ab") as file:
+        file.write(b"\xff\0\xfe\n" + b'{"iteration": 5, "x"')  # a crash of the machine, a kill in the middle of a line
     writer = JSONWriter(path, start_iter=3)
     writer.write(3, {"x": 30})
     writer.close()
