@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -188,7 +189,7 @@ def lost_workers_explained(*, fetching: bool = False) -> Iterator[None]:
                 found = str(error.__cause__).strip()
         else:
             lost = fetching and not found.startswith("Caught ")  # that one was raised in the worker
-            found = f"{type(error).__name__} while a batch was taken from it"
+            found = (lost and _word_of_its_end()) or f"{type(error).__name__} while a batch was taken from it"
         if not lost:
             raise
         cause, fix = "it crashed, or was killed, e.g. for want of memory", "DATALOADER.NUM_WORKERS 0 shows where"
@@ -201,6 +202,15 @@ def lost_workers_explained(*, fetching: bool = False) -> Iterator[None]:
         raise DataError(
             f"a process that loads data has ended.\n  found: {found}\n  cause: {cause}\n  fix:   {fix}"
         ) from error
+
+
+def _word_of_its_end() -> str:
+    """Return PyTorch's word on a worker whose connection broke, which a signal brings a moment later; else nothing."""
+    try:
+        time.sleep(1)
+    except RuntimeError as word:
+        return str(word).strip()
+    return ""
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -303,6 +303,7 @@ def test_workers_leave_signals_to_the_main_process(market):
 def test_a_worker_that_is_killed_is_an_error_of_the_data(market):
     run = subprocess.run([sys.executable, "-c", SIGNALLED + KILLED], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0 and "a process that loads data has ended." in run.stdout, run.stderr
+    assert "is killed by signal: Killed" in run.stdout, run.stdout
 
 
 @pytest.mark.parametrize(

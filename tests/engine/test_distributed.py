@@ -26,7 +26,7 @@ FLOAT32 = (*tiny.PLAIN, "SOLVER.AMP", "off", "SOLVER.MAX_EPOCH", "1", "SOLVER.BA
 def run(root, output, processes, *words, flags=()):
     """Run ranks.py and return the finished process."""
     command = [sys.executable, str(HELPERS / "ranks.py"), *flags, str(output), str(processes), *words]
-    env = os.environ | {"FASTAMP_DATASETS": str(root), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HELPERS)}
+    env = os.environ | {"FASTAMP_DATASETS": str(root), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
 
 
@@ -99,8 +99,9 @@ def test_an_error_ends_all_and_is_said_once(demo_root, tmp_path, fault, message)
 
 
 def test_a_signal_to_the_first_process(demo_root, tmp_path):
-    command = [sys.executable, str(HELPERS / "ranks.py"), str(tmp_path), "2", *FLOAT32, "SOLVER.MAX_EPOCH", "10000"]
-    env = os.environ | {"FASTAMP_DATASETS": str(demo_root), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HELPERS)}
+    command = [sys.executable, str(HELPERS / "ranks.py"), "--spawn", str(tmp_path), "2", *FLOAT32]
+    command += ["SOLVER.MAX_EPOCH", "10000"]
+    env = os.environ | {"FASTAMP_DATASETS": str(demo_root), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env) as process:
         log = tmp_path / "log.txt"
         deadline = time.monotonic() + 200

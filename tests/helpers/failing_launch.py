@@ -9,14 +9,16 @@ import signal
 import sys
 import time
 
-from fastamp.engine import launch, run_command_line
+from forked import launch_forked
+
+from fastamp.engine import run_command_line
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError
 
 
 def main(fault: str, failing: int) -> None:
     # Like a worker that loads data it holds what its parent has open, also when that is dead.
-    multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,), daemon=True).start()
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(8,), daemon=True).start()
     for step in range(10000):
         if step == 5 and comm.get_rank() == failing:
             if fault == "killed":
@@ -32,4 +34,4 @@ def main(fault: str, failing: int) -> None:
 if __name__ == "__main__":
     fault, failing, processes, *machines = sys.argv[1:]
     numbers = (int(machines[0]), int(machines[1]), machines[2]) if machines else ()
-    sys.exit(run_command_line(lambda: launch(main, int(processes), *numbers, args=(fault, int(failing)))))
+    sys.exit(run_command_line(lambda: launch_forked(main, int(processes), *numbers, args=(fault, int(failing)))))

@@ -1,12 +1,23 @@
 """Processes of a group without an import for each: forked from one that has imported, and computed nothing yet."""
 
+import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
+
+from fastamp.engine import launch
+
+
+def launch_forked(main: Callable[..., Any], *numbers: Any, args: tuple[Any, ...]) -> None:
+    """Do what ``launch`` does with processes that are forked from this one."""
+    fork = multiprocessing.get_context("fork")
+    with mock.patch("multiprocessing.get_context", lambda method: fork):
+        launch(main, *numbers, args=args)
 
 
 def run_forked(function: Callable[..., Any], processes: int, folder: Path, *args: Any, backend: str = "gloo") -> None:

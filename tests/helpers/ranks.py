@@ -1,6 +1,7 @@
-"""Train the tiny config in one process or several: ranks.py OUTPUT_DIR PROCESSES [--fault NAME] [--resume] KEY VALUE ..
+"""Train the tiny config in one process or several: ranks.py [FLAGS] OUTPUT_DIR PROCESSES KEY VALUE ..
 
-Under torchrun PROCESSES is of no consequence. OUTPUT_DIR/steps.pth gets the parameters after each step.
+Several are forked from this one, which is quicker; ``--spawn`` starts them as a user's are. Under torchrun PROCESSES is
+of no consequence. OUTPUT_DIR/steps.pth gets the parameters after each step.
 """
 
 import argparse
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import tiny
 import torch
+from forked import launch_forked
 
 from fastamp.engine import DefaultTrainer, HookBase, default_setup, launch, run_command_line
 from fastamp.utils import comm
@@ -84,7 +86,9 @@ if __name__ == "__main__":
     parser.add_argument("processes", type=int)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--fault", default="")
+    parser.add_argument("--spawn", action="store_true")
     parser.add_argument("options", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     command = (args.output_dir, args.resume, args.fault, args.options)
-    sys.exit(run_command_line(lambda: launch(main, args.processes, args=command)))
+    start = launch if args.spawn else launch_forked
+    sys.exit(run_command_line(lambda: start(main, args.processes, args=command)))

@@ -9,6 +9,8 @@ from fastamp.modeling import BACKBONE_REGISTRY, build_backbone, build_model
 from fastamp.modeling.recognize import FAMILIES
 
 # Options change few layers, and a compilation takes many seconds.
+FAST = {"resnet 18x", "resnext 50x", "shufflenetv2 0.5x", "mobilenetv3 Small", "vit deit_small"}
+"""Those that are traced on every run of the tests, which takes seconds each; the others with ``-m export``."""
 ONE_OF_A_KIND = list({each.split(" ")[0]: each for each in reversed(BACKBONES)}.values())
 
 
@@ -39,7 +41,9 @@ def test_it_overfits_a_batch_in_bfloat16(backbone):
     assert values[-1] < 0.2 * values[0], values
 
 
-@pytest.mark.parametrize("backbone", ONE_OF_A_KIND)
+@pytest.mark.parametrize(
+    "backbone", [pytest.param(each, marks=[] if each in FAST else pytest.mark.export) for each in ONE_OF_A_KIND]
+)
 def test_it_is_exported_and_compiled_without_a_change(backbone):
     torch.manual_seed(0)
     model = build_backbone(config(backbone)).eval()

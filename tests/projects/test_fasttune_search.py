@@ -103,9 +103,9 @@ def test_searches_run_to_the_end(demo, tmp_path, capfd, flags):
 
 
 def test_a_trial_that_fails_or_crashes_does_not_end_the_others(demo, tmp_path, capfd):
-    space = "SOLVER.BASE_LR: {choice: [1e-2, 1e+30, 0.5]}"
+    space = "SOLVER.BASE_LR: {choice: [1e-2, 1e+30, 0.5, 1e-2]}"
     options = ["SOLVER.WARMUP_ITERS", "0", "MODEL.BACKBONE.NAME", "build_fragile_backbone"]
-    flags = ["--srch-algo", "random", "--scheduler", "none", "--seed", "0"]
+    flags = ["--srch-algo", "grid", "--scheduler", "none"]
     code, output, captured = run(tmp_path, capfd, *flags, space=space, opts=options)
     assert code == 0, captured.err
     rows = trials(output)
@@ -113,8 +113,8 @@ def test_a_trial_that_fails_or_crashes_does_not_end_the_others(demo, tmp_path, c
         "good" if not row["failure"] else "crash" if "this part is broken" in row["failure"] else "failure"
         for row in rows
     )
-    assert sum(kinds.values()) == 6 and set(kinds) == {"good", "crash", "failure"}
-    assert f"{kinds['crash'] + kinds['failure']} of 6 trials failed" in captured.out
+    assert kinds == {"good": 2, "crash": 1, "failure": 1}
+    assert "2 of 4 trials failed" in captured.out
     good = [row for row in rows if not row["failure"]]
     assert rows[: len(good)] == good  # those that failed are the worst
     # Trials of the same values are the same training, whatever failed beside them.
@@ -154,11 +154,11 @@ def test_population_based_training_exploits_and_loses_none(demo, tmp_path, capfd
 
 
 def test_refines_and_compares_the_winner_with_the_recipe(demo, tmp_path, capfd):
-    flags = ["--num-trials", "3", "--then-refine", "2", "--train-best", "--seeds", "2"]
+    flags = ["--num-trials", "2", "--then-refine", "1", "--train-best", "--seeds", "2"]
     code, output, captured = run(tmp_path, capfd, *flags, opts=["SEED", "5"])
     assert code == 0, captured.err
     rows = trials(output)
-    assert Counter(row["stage"] for row in rows) == {"search": 3, "refine": 2}
+    assert Counter(row["stage"] for row in rows) == {"search": 2, "refine": 1}
     wide = max((row for row in rows if row["stage"] == "search"), key=lambda row: float(row["score"]))
     for row in rows:
         if row["stage"] == "refine":
@@ -187,7 +187,7 @@ def test_refines_and_compares_the_winner_with_the_recipe(demo, tmp_path, capfd):
     assert code == 0 and "mAP mean" in captured.out and "trial 1 of" not in captured.err
     for changed, message in (
         (["--resume", "--seed", "7"], "--seed was 0 and is 7"),
-        (["--resume", "--num-trials", "4"], "--num-trials was 3 and is 4"),
+        (["--resume", "--num-trials", "4"], "--num-trials was 2 and is 4"),
         ([], "holds a search already"),
     ):
         code, _, captured = run(tmp_path, capfd, *flags, *changed, opts=["SEED", "5"])
