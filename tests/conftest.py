@@ -13,13 +13,6 @@ import pytest
 import tiny
 import torch
 
-from fastamp.utils.env import available_cores
-
-
-def pytest_xdist_auto_num_workers(config):
-    """One process more than there are cores: some tests wait for others' processes most of their time."""
-    return available_cores() + 1
-
 
 @pytest.fixture(scope="session")
 def demo_root(tmp_path_factory):

@@ -129,7 +129,8 @@ class GalleryIndex:
             features = _normalized(features)
         k = min(k, len(self))
         values, rows = self._found(features, k, effort, exact)
-        scores = values if self.metric == "cosine" else np.sqrt(values.clip(min=0))
+        # Rounding may take the similarity of equal features beyond 1, and a squared distance below 0.
+        scores = values.clip(-1, 1) if self.metric == "cosine" else np.sqrt(values.clip(min=0))
         columns = {name: None if column is None else column[rows] for name, column in self._columns.items()}
         return SearchResult(scores=scores, rows=rows, metric=self.metric, **columns)
 

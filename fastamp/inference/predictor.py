@@ -167,7 +167,9 @@ class Predictor:
             pairs = None
         first, second = self.features([*_one(a), *_one(b)], camids=camids, viewids=viewids).split(1)
         distance = pairwise_distance(first, second, metric).item()
-        return Comparison(1 - distance if metric == "cosine" else distance, metric, pairs, source)
+        # Rounding may take the similarity of equal images beyond 1.
+        score = min(max(1 - distance, -1.0), 1.0) if metric == "cosine" else distance
+        return Comparison(score, metric, pairs, source)
 
     def search(
         self,

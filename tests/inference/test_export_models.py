@@ -24,7 +24,7 @@ MODELS = {backbone: (backbone, ()) for backbone in BACKBONES} | {
     "grey": ("resnet 18x", ("INPUT.CHANNELS", "1")),
     "mirrored": ("resnet 18x", ("TEST.FLIP.ENABLED", "True")),
 }
-FAST = {("resnet 18x WITH_IBN", ".onnx", "fp16"), ("repvgg A0", ".pt2", "float32")}
+FAST = {("repvgg A0", ".pt2", "float32")}
 
 
 def every_export():
