@@ -76,10 +76,11 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
             needs code to be loaded.
     """
     path = expand(path)
-    if path.is_dir():
+    # Not the path's own methods, which raise for a name that is too long or a folder that may not be entered.
+    if os.path.isdir(path):
         raise WeightsError(f"{path} is a folder, not a weights file; name the .pth file in it")
-    if not path.exists():
-        near = sorted(p.name for p in path.parent.glob("*.pth")) if path.parent.is_dir() else []
+    if not os.path.exists(path):
+        near = sorted(p.name for p in path.parent.glob("*.pth")) if os.path.isdir(path.parent) else []
         found = f"\n  that folder has: {', '.join(near)}" if near else ""
         raise WeightsError(f"weights file {path} does not exist{found}")
     try:

@@ -118,6 +118,8 @@ def test_broken_files_are_named(tmp_path):
         read_checkpoint(tmp_path / "god.pth")
     with pytest.raises(WeightsError, match="is a folder"):
         read_checkpoint(tmp_path)
+    with pytest.raises(WeightsError, match="does not exist"):
+        read_checkpoint(f"{'x' * 5000}.pth")
 
 
 @pytest.mark.parametrize("seed", range(30))
