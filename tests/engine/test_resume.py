@@ -117,14 +117,10 @@ OPTIONS = {
     **{name: ("SOLVER.OPT", name) for name in ("AdamW", "SGD", "RAdam", "NAdam", "LAMB")},
     **{name: ("SOLVER.SCHED", name) for name in ("CosineAnnealingLR", "ConstantLR", "OneCycleLR")},
 }  # fmt: skip
-# What has a part in the optimizer's step, which the loss scaler may skip.
-STEPPED = {
-    "freezing", "freezing that is over", "accumulation", "short windows", "clipping by value", "clipping by norm",
-    "clipping by global norm", "EMA", "SWA", "precise batch norm", "center loss", "MoCo", "Distiller", "LAMB",
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("precision, name", [("fp16" if name in STEPPED else "off", name) for name in OPTIONS])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("precision", ["off", "fp16"])
 def test_resumed_equals_straight_through_under_each_option(demo, tmp_path, name, precision):
     if name == "LAMB":
         pytest.importorskip("timm")
