@@ -1,5 +1,6 @@
 """What a command line says at its end: an exit code that means something, and a message without a traceback."""
 
+import errno
 import os
 import shlex
 import sys
@@ -60,7 +61,8 @@ def resume_command() -> str:
 def run_command_line(command: Callable[[], Any]) -> int:
     """Run ``command`` and return the process's exit code.
 
-    0: done. 2: the user's input was wrong; the message stands on stderr, without a traceback. 128 + the signal's
+    0: done. 2: the user's input was wrong, or a file that it names cannot be reached; the message stands on stderr,
+    without a traceback. 128 + the signal's
     number: interrupted, with the command that resumes. Any other exception is a bug and passes through. What fails
     inside ``launch`` among several processes ends there, with the same codes and messages, and 1 for a bug.
     """
@@ -83,6 +85,17 @@ def outcome_of(command: Callable[[], Any]) -> Outcome:
         return Outcome(130, "interrupted")
     except BrokenPipeError:  # whoever reads the output, e.g. head, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        # Names come from keys and flags, and any look at one of these may fail so.
+        if error.errno not in (errno.ENAMETOOLONG, errno.EACCES) or not isinstance(error.filename, str):
+            raise
+        name = error.filename if len(error.filename) <= 200 else f"{error.filename[:200]}..."
+        return Outcome(
+            USER_ERROR_EXIT_CODE,
+            f"error: a file cannot be reached: {error.strerror}.\n"
+            f"  found: {name} ({len(error.filename)} characters)\n"
+            "  fix:   change the key or the flag that names it, or who may read it",
+        )
     return Outcome(0)
 
 

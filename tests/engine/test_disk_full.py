@@ -1,8 +1,10 @@
 """A full disk: one message, nothing half-written, and a run that can be resumed."""
 
+import errno
 import logging
 import resource
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import tiny
@@ -94,3 +96,19 @@ def test_a_log_that_has_no_room_is_no_traceback(tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.count("log.txt cannot be written: File too large") == 1 == said.count("\n")
     assert (tmp_path / "log.txt").read_text().startswith("[") and "first" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "y" * 300])
+def test_a_name_that_is_too_long(capsys, name):
+    assert run_command_line(lambda: Path(name).exists()) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error: a file cannot be reached: File name too long.\n  found: ")
+    assert f"({len(name)} characters)" in stderr and len(stderr) < 500
+
+
+def test_other_errors_of_the_system_are_bugs():
+    def fail():
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    with pytest.raises(OSError, match="Bad file"):
+        run_command_line(fail)
