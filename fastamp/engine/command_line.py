@@ -62,8 +62,9 @@ def run_command_line(command: Callable[[], Any]) -> int:
     """Run ``command`` and return the process's exit code.
 
     0: done. 2: the user's input was wrong, or a file that it names cannot be reached; the message stands on stderr,
-    without a traceback. 128 + the signal's number: interrupted, with the command that resumes. Any other exception is a bug and passes through. What fails
-    inside ``launch`` among several processes ends there, with the same codes and messages, and 1 for a bug.
+    without a traceback. 128 + the signal's number: interrupted, with the command that resumes. Any other exception is a
+    bug and passes through. What fails inside ``launch`` among several processes ends there, with the same codes and
+    messages, and 1 for a bug.
     """
     outcome = outcome_of(command)
     say(outcome)
