@@ -2,6 +2,9 @@
 
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,7 @@ except ImportError:
 _LUMA_SHARES = (19595 / 2**16, 38470 / 2**16, 7471 / 2**16)
 _JPEG = b"\xff\xd8"
 _START_OF_FRAME = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+_PIL_LOCK = Lock()
 # Above this PIL itself refuses: a file of some bytes could claim to be an image that fills the memory.
 _MAX_PIXELS = 178_956_970
 # Of PIL's formats those of pixels: others run programs of theirs, such as Ghostscript for PostScript.
@@ -137,20 +141,53 @@ def open_with_pil(source: str | os.PathLike[str] | Any) -> Image.Image:
     return Image.open(source, formats=[name for name in _FORMATS if name in Image.OPEN])
 
 
+def image_from_pil(image: Image.Image, channels: int = 3) -> Tensor:
+    """Convert a PIL image to a tensor, with the pixels that ``read_image`` returns for its file.
+
+    Only of a CMYK JPEG file, which torchvision decodes in ``read_image``, may values differ, by up to 3.
+
+    Args:
+        image: of any mode except F (32-bit floats); turned upright by its EXIF orientation.
+        channels: 1 for gray, 3 for RGB, 4 for RGBA.
+
+    Returns:
+        (channels, H, W) uint8.
+
+    Raises:
+        DataError: the mode is F, or the image was opened from a file that cannot be decoded.
+    """
+    name = getattr(image, "filename", "") or "(a PIL image)"
+    # PIL decodes an opened file, and reads its EXIF data, at the first use: not safe in two threads at once.
+    with _PIL_LOCK, _pil_errors(os.fsdecode(name)):
+        pixels = _pil_pixels(image, "RGBA" if channels == 4 else "RGB")
+    return _luma(pixels) if channels == 1 else pixels
+
+
 def _read_with_pil(path: str, mode: str) -> Tensor:
+    with _pil_errors(path), open_with_pil(path) as image:
+        return _pil_pixels(image, mode)
+
+
+@contextmanager
+def _pil_errors(path: str) -> Iterator[None]:
+    """Raise DataError where PIL cannot decode the image ``path``."""
     try:
-        with open_with_pil(path) as image:
-            if image.mode == "F":
-                raise DataError(
-                    f"cannot read the image {path}: its pixels are fractions, of a range that it does not say"
-                )
-            pixels = np.asarray(_convert(ImageOps.exif_transpose(image), mode))
-    except DataError:
-        raise
+        yield
     # On damaged files PIL's plugins raise nearly anything (OSError, SyntaxError, struct.error, ...).
     except Exception as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(f"cannot read the image {path}: {cause}") from error
+
+
+def _pil_pixels(image: Image.Image, mode: str) -> Tensor:
+    """Return the (C, H, W) uint8 pixels of an upright image in ``mode``.
+
+    Raises:
+        ValueError: the image has mode F.
+    """
+    if image.mode == "F":
+        raise ValueError("its pixels are floats (mode F) of unknown range")
+    pixels = np.asarray(_convert(ImageOps.exif_transpose(image), mode))
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
 
 

@@ -5,16 +5,18 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import torch
 from torch import Tensor
 
 from fastamp.amp import PrecisionPolicy, resolve_device
 from fastamp.config import CfgNode, get_cfg
-from fastamp.data.decode import read_image, with_channels
+from fastamp.data.decode import image_from_pil, read_image, with_channels
 from fastamp.data.transforms import build_transforms
 from fastamp.engine.defaults import DefaultTrainer
 from fastamp.engine.setup import merge_from_checkpoint
@@ -26,11 +28,13 @@ from fastamp.inference.index import GalleryIndex, SearchResult, open_gallery
 from fastamp.inference.similarity import Comparison, pairs_of
 from fastamp.layers.distance import pairwise_distance
 from fastamp.utils.env import available_cores
-from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.errors import ConfigError, DataError, check_choice
 
 logger = logging.getLogger(__name__)
 
-Image = str | os.PathLike[str] | np.ndarray | Tensor
+Image = str | os.PathLike[str] | PIL.Image.Image | np.ndarray | Tensor
+COLORS = ("rgb", "bgr")
+_LISTED = 20
 # What features depend on, besides the weights.
 _KEYS_OF_FEATURES = ("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE", "MODEL.HEADS", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD")
 _KEYS_OF_FEATURES += ("INPUT.SIZE_TEST", "INPUT.CHANNELS", "TEST.FLIP")
@@ -102,34 +106,70 @@ class Predictor:
         self,
         images: Image | Sequence[Image],
         *,
+        boxes: Sequence[Sequence[float]] | np.ndarray | Tensor | None = None,
+        color: str = "rgb",
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return the features of images.
+        """Return the features of images, or of the boxes of one frame.
+
+        An image without pixels, such as a box outside the frame, does not stop the others: its row is NaN, and a
+        warning lists the indices.
 
         Args:
-            images: one or several, each a path, a uint8 array (H, W) or (H, W, C), or a uint8 tensor (C, H, W), grey,
-                RGB or RGBA; or a batch of arrays (N, H, W, C) or tensors (N, C, H, W).
-            camids, viewids: of each image, for a model with camera or view embeddings.
+            images: one or several, each a path, a PIL image, a uint8 array (H, W) or (H, W, C), or a uint8 tensor
+                (C, H, W), gray, RGB or RGBA; or a batch of arrays (N, H, W, C) or tensors (N, C, H, W). With
+                ``boxes``, one frame.
+            boxes: (N, 4) left, top, right and bottom in pixels of the frame, the last two not included. They are
+                rounded and clipped to the frame. None takes whole images.
+            color: channel order of arrays and tensors: ``rgb``, or ``bgr`` as OpenCV has it (also BGRA). Paths and
+                PIL images state their own.
+            camids, viewids: of each image or box, for a model with camera or view embeddings.
 
         Returns:
-            (N, D) float32 on the CPU, not normalized.
+            (N, D) float32 on the CPU, not normalized; row i is image or box i.
 
         Raises:
-            DataError: an image cannot be read, or is of another shape or dtype.
-            ConfigError: the model needs ``camids``.
+            DataError: an image cannot be read, or an image or ``boxes`` has a wrong shape or dtype.
+            ConfigError: the model needs ``camids``, or ``color`` is unknown.
         """
-        images = _as_list(images)
+        check_choice("color", color, COLORS)
+        if boxes is not None:
+            images, color = self._crops(images, boxes, color), "rgb"
+        else:
+            images = _as_list(images)
         places = self.places(len(images), camids=camids, viewids=viewids)
-        size = self.cfg.TEST.IMS_PER_BATCH
-        features = []
+        size, features, kept = self.cfg.TEST.IMS_PER_BATCH, [], []
+
+        def load(number: int) -> Tensor | None:
+            try:
+                pixels = self._decode(images[number], color)
+            except DataError as error:
+                raise DataError(f"image {number}: {error}" if len(images) > 1 else str(error)) from error
+            return self._transforms.resize(pixels) if pixels.numel() else None
+
         with torch.inference_mode(), ThreadPoolExecutor(available_cores()) as pool:
             for start in range(0, len(images), size):
-                chosen = slice(start, start + size)
-                batch = {name: ids[chosen] for name, ids in places.items()}
-                batch["images"] = torch.stack(list(pool.map(self.preprocess, images[chosen])))
-                features.append(self.features_of_batch(batch).cpu())
-        return torch.cat(features)
+                loaded = dict(enumerate(pool.map(load, range(start, min(start + size, len(images)))), start=start))
+                rows = [number for number, image in loaded.items() if image is not None]
+                if rows:
+                    batch = {name: ids[rows] for name, ids in places.items()}
+                    batch["images"] = torch.stack([loaded[number] for number in rows])
+                    features.append(self.features_of_batch(batch).cpu())
+                    kept += rows
+        if features and len(kept) == len(images):
+            return torch.cat(features)
+        found = torch.full((len(images), features[0].shape[1] if features else self._feature_dim), torch.nan)
+        if features:
+            found[kept] = torch.cat(features)
+        empty = sorted(set(range(len(images))) - set(kept))
+        if empty:
+            listed = ", ".join(map(str, empty[:_LISTED])) + ", ..." * (len(empty) > _LISTED)
+            what = "images" if boxes is None else "boxes"
+            logger.warning(
+                "%d of %d %s have no pixels, their features are NaN: %s", len(empty), len(found), what, listed
+            )
+        return found
 
     def compare(
         self,
@@ -137,6 +177,7 @@ class Predictor:
         b: Image,
         *,
         reference: PairScores | str | os.PathLike[str] | None = None,
+        color: str = "rgb",
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
     ) -> Comparison:
@@ -146,6 +187,7 @@ class Predictor:
             a, b: see ``features``.
             reference: pairs to hold it against: an extraction of images with identities, or ``pairs_of`` one; None is
                 the first test set of the model's training, as its checkpoint has it.
+            color: see ``features``.
             camids, viewids: of the two, see ``features``.
 
         Raises:
@@ -165,7 +207,8 @@ class Predictor:
             source = str(reference)
         if pairs is not None and pairs.metric != metric:  # TEST.METRIC was set to another
             pairs = None
-        first, second = self.features([*_one(a), *_one(b)], camids=camids, viewids=viewids).split(1)
+        features = self._features_of_all([*_one(a), *_one(b)], color=color, camids=camids, viewids=viewids)
+        first, second = features.split(1)
         distance = pairwise_distance(first, second, metric).item()
         # Rounding may take the similarity of equal images beyond 1.
         score = min(max(1 - distance, -1.0), 1.0) if metric == "cosine" else distance
@@ -179,6 +222,7 @@ class Predictor:
         *,
         effort: int | None = None,
         exact: bool = False,
+        color: str = "rgb",
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
     ) -> SearchResult:
@@ -189,6 +233,7 @@ class Predictor:
             index: ``open_gallery`` of one, or its file; of an extraction an index is made, and written beside it.
             k: how many; no more than there are.
             effort, exact: see ``GalleryIndex.search``.
+            color: see ``features``.
             camids, viewids: of the queries, see ``features``.
 
         Raises:
@@ -197,19 +242,61 @@ class Predictor:
         """
         gallery = index if isinstance(index, GalleryIndex) else open_gallery(index, of=self)
         check_same_model(gallery, self.config_hash, self.checkpoint)
-        features = self.features(query, camids=camids, viewids=viewids)
+        features = self._features_of_all(query, color=color, camids=camids, viewids=viewids)
         return gallery.search(features, k, effort=effort, exact=exact)
 
-    def preprocess(self, image: Image) -> Tensor:
+    def preprocess(self, image: Image, *, color: str = "rgb") -> Tensor:
         """Return an image as the model gets it, (C, H, W) uint8 at ``INPUT.SIZE_TEST``.
 
+        Args:
+            image, color: see ``features``.
+
         Raises:
-            DataError: see ``features``.
+            DataError: see ``features``; or the image has no pixels.
         """
+        check_choice("color", color, COLORS)
+        pixels = self._decode(image, color)
+        if not pixels.numel():
+            raise DataError(f"an image of {pixels.shape[2]} x {pixels.shape[1]} pixels has no pixels")
+        return self._transforms.resize(pixels)
+
+    def _decode(self, image: Image, color: str) -> Tensor:
+        """Return (C, H, W) uint8 with the model's channels."""
         channels = self._transforms.channels
         if isinstance(image, (str, os.PathLike)):
-            return self._transforms.resize(read_image(os.fspath(image), channels))
-        return self._transforms.resize(with_channels(_as_tensor(image), channels))
+            return read_image(os.fspath(image), channels)
+        if isinstance(image, PIL.Image.Image):
+            return image_from_pil(image, channels)
+        return with_channels(_as_tensor(image, color), channels)
+
+    def _crops(self, images: Image | Sequence[Image], boxes: Any, color: str) -> list[Tensor]:
+        """Return the (C, H, W) uint8 boxes of a frame; one without pixels where a box has no part in the frame."""
+        frames, corners = _as_list(images), _as_boxes(boxes)
+        if len(frames) != 1:
+            raise DataError(f"boxes need one image, the frame that they are in; found {len(frames)}")
+        frame = self._decode(frames[0], color)
+        height, width = frame.shape[1:]
+        corners = np.clip(np.rint(corners), 0, (width, height, width, height))
+        corners = np.where(np.isnan(corners).any(axis=1, keepdims=True), 0, corners).astype(np.int64)
+        return [frame[:, top:bottom, left:right] for left, top, right, bottom in corners.tolist()]
+
+    def _features_of_all(self, images: Image | Sequence[Image], **options: Any) -> Tensor:
+        """Return ``features``; raise DataError where an image has no pixels."""
+        features = self.features(images, **options)
+        empty = features.isnan().any(dim=1).nonzero()[:, 0].tolist()
+        if empty:
+            raise DataError(f"image {empty[0]} has no pixels")
+        return features
+
+    @cached_property
+    def _feature_dim(self) -> int:
+        """The width D of the features."""
+        batch = self.places(1, camids=[0], viewids=[0])
+        batch["images"] = self._transforms.resize(torch.zeros(self._transforms.channels, 256, 128, dtype=torch.uint8))[
+            None
+        ]
+        with torch.inference_mode():
+            return self.features_of_batch(batch).shape[1]
 
     def features_of_batch(self, batch: dict[str, Any]) -> Tensor:
         """Return (B, D) float32 features, on the model's device.
@@ -292,18 +379,34 @@ def _one(image: Image) -> list[Image]:
     return images
 
 
-def _as_tensor(image: np.ndarray | Tensor) -> Tensor:
-    """Return (C, H, W) uint8 of an array (H, W[, C]) or a tensor (C, H, W)."""
+def _as_boxes(boxes: Any) -> np.ndarray:
+    """Return (N, 4) float64 of boxes in any form."""
+    try:
+        corners = np.asarray(boxes.cpu() if isinstance(boxes, Tensor) else boxes, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"boxes are not (N, 4) numbers: {error}") from error
+    if corners.size == 0:
+        return corners.reshape(0, 4)
+    if corners.ndim != 2 or corners.shape[1] != 4:
+        raise DataError(f"boxes of shape {corners.shape}; expected (N, 4): left, top, right, bottom")
+    return corners
+
+
+def _as_tensor(image: np.ndarray | Tensor, color: str) -> Tensor:
+    """Return (C, H, W) uint8, gray, RGB or RGBA, of an array (H, W[, C]) or a tensor (C, H, W)."""
     if not isinstance(image, (np.ndarray, Tensor)):
         hint = "; numpy.asarray(image) makes an array of it" if hasattr(image, "__array_interface__") else ""
-        raise DataError(f"an image is a path, an array or a tensor, not {type(image).__name__}{hint}")
+        raise DataError(f"an image is a path, a PIL image, an array or a tensor, not {type(image).__name__}{hint}")
     tensor = image if isinstance(image, Tensor) else torch.from_numpy(np.ascontiguousarray(image))
     if not isinstance(image, Tensor):
         tensor = tensor[None] if tensor.ndim == 2 else tensor.movedim(-1, 0)
-    if tensor.dtype != torch.uint8 or tensor.ndim != 3 or len(tensor) not in (1, 3, 4) or 0 in tensor.shape:
+    if tensor.dtype != torch.uint8 or tensor.ndim != 3 or len(tensor) not in (1, 3, 4):
         layout = "(C, H, W)" if isinstance(image, Tensor) else "(H, W) or (H, W, C)"
         raise DataError(
             f"an image of shape {tuple(image.shape)} and dtype {str(image.dtype).removeprefix('torch.')}; expected "
             f"uint8 {layout} with 1, 3 or 4 channels"
         )
-    return tensor.cpu()
+    tensor = tensor.cpu()
+    if color == "bgr" and len(tensor) > 1:
+        tensor = torch.cat((tensor[:3].flip(0), tensor[3:]))
+    return tensor

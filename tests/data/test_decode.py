@@ -4,7 +4,7 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from fastamp.data.decode import read_image
+from fastamp.data.decode import image_from_pil, read_image
 from fastamp.utils.errors import DataError
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -40,6 +40,28 @@ def test_jpegs_are_what_pil_reads(tmp_path, write_image, mode, channels):
     image = read_image(str(path), channels)
     assert image.shape == (channels, 64, 32)
     assert (image.int() - pil(path, channels).int()).abs().max() <= (3 if mode == "CMYK" else 0)
+
+
+@every_channels
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [("1", "a.png"), ("L", "a.png"), ("LA", "a.png"), ("P", "a.png"), ("PA", "a.png"), ("RGBA", "a.png"),
+     ("I;16", "a.png"), ("CMYK", "a.tif"), ("YCbCr", "a.tif"), ("RGB", "a.jpg"), ("L", "a.jpg"), ("CMYK", "a.jpg")],
+)  # fmt: skip
+def test_a_pil_image_has_the_pixels_of_its_file(tmp_path, mode, name, channels):
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 40, 4), dtype=np.uint8)
+    if mode == "I;16":
+        image = Image.fromarray(pixels[:, :, 0].astype(np.uint16) * 257)
+    elif mode == "PA":
+        image = Image.fromarray(pixels).quantize(16)  # a palette with transparency
+    else:
+        image = Image.fromarray(pixels if mode in ("LA", "RGBA") else pixels[:, :, :3]).convert(mode)
+    image.save(tmp_path / name)
+    expected = read_image(str(tmp_path / name), channels)
+    with Image.open(tmp_path / name) as opened:
+        found = image_from_pil(opened, channels)
+    assert found.shape == (channels, 24, 40) and found.dtype == torch.uint8
+    assert (found.int() - expected.int()).abs().max() <= (3 if (mode, name) == ("CMYK", "a.jpg") else 0)
 
 
 @every_channels

@@ -59,7 +59,8 @@ def test_paths_arrays_and_tensors_are_alike(demo, checkpoint):
         ([], "no images"),
         (np.zeros((0, 4, 4, 3), np.uint8), "no images"),
         (None, "not NoneType"),
-        (PIL.Image.new("RGB", (4, 4)), r"not Image; numpy\.asarray\(image\)"),
+        (PIL.Image.new("F", (4, 4)), "mode F"),
+        ([np.zeros((4, 4, 3), np.uint8), np.zeros((4, 4, 3), np.int32)], "image 1: .* int32"),
         ("nowhere.jpg", "nowhere.jpg"),
     ],
 )
@@ -121,3 +122,105 @@ def test_a_classifier_that_evaluates_is_as_the_checkpoints(demo, tmp_path):
     predictor = fastamp.Predictor(best, device="cpu")
     features, batch = evaluated(predictor)
     assert features.shape[1] == 16 and torch.equal(predictor.features(batch["img_paths"]), features)
+
+
+def test_a_pil_image_is_turned_upright(checkpoint, tmp_path):
+    predictor = fastamp.Predictor(checkpoint, device="cpu")
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 24, 3), dtype=np.uint8)
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # the camera was held upright: rotate by 90 degrees to show the image
+    PIL.Image.fromarray(pixels).save(tmp_path / "turned.png", exif=exif)
+    with PIL.Image.open(tmp_path / "turned.png") as opened:
+        found = predictor.features([opened, opened])  # read lazily; one object twice
+    assert torch.equal(found[:1], predictor.features(tmp_path / "turned.png"))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[:1], predictor.features(np.ascontiguousarray(np.rot90(pixels, -1))))
+
+
+def test_a_pil_image_that_cannot_be_decoded(checkpoint, tmp_path):
+    PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(tmp_path / "a.png")
+    (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:3000])
+    with PIL.Image.open(tmp_path / "a.png") as opened, pytest.raises(DataError, match=r"a\.png"):
+        fastamp.Predictor(checkpoint, device="cpu").features([opened])
+
+
+def test_bgr_arrays_are_those_of_opencv(demo, checkpoint):
+    predictor = fastamp.Predictor(checkpoint, device="cpu")
+    _, batch = evaluated(predictor)
+    path = batch["img_paths"][0]
+    expected = predictor.features(path)
+    rgb = read_image(path).permute(1, 2, 0).numpy()
+    bgr = rgb[:, :, ::-1]
+    alpha = np.full_like(bgr[:, :, :1], 7)
+    assert not torch.allclose(predictor.features(bgr), expected)  # the test could fail
+    for image in (bgr, np.dstack((bgr, alpha)), torch.from_numpy(bgr.copy()).movedim(-1, 0), [bgr], bgr[None]):
+        assert torch.equal(predictor.features(image, color="bgr"), expected)
+    # Files and PIL images state their channels; a gray array has no order.
+    assert torch.equal(predictor.features(path, color="bgr"), expected)
+    assert torch.equal(predictor.features(PIL.Image.fromarray(rgb), color="bgr"), expected)
+    gray = rgb[:, :, 0]
+    assert torch.equal(predictor.features(gray, color="bgr"), predictor.features(gray))
+    assert predictor.compare(bgr, path, color="bgr").score == pytest.approx(1)
+    with pytest.raises(ConfigError, match="color.*'brg'.*rgb, bgr"):
+        predictor.features(bgr, color="brg")
+
+
+def test_boxes_of_a_frame(checkpoint, monkeypatch):
+    predictor = fastamp.Predictor(checkpoint, device="cpu", opts=["TEST.IMS_PER_BATCH", "4"])
+    frame = np.random.default_rng(0).integers(0, 256, (120, 160, 3), dtype=np.uint8)
+    boxes = np.array([[0, 0, 30, 60], [100, 20, 160, 120], [5.4, 5.6, 40.4, 80.6], [-20, -9, 30, 200], [1, 2, 33, 66]])
+    crops = [frame[0:60, 0:30], frame[20:120, 100:160], frame[6:81, 5:40], frame[:, 0:30], frame[2:66, 1:33]]
+    expected = predictor.features(crops)
+    batches = []
+    features_of_batch = predictor.features_of_batch
+    monkeypatch.setattr(
+        predictor, "features_of_batch", lambda batch: batches.append(len(batch["images"])) or features_of_batch(batch)
+    )
+    for given in (boxes, boxes.tolist(), torch.from_numpy(boxes)):
+        assert torch.equal(predictor.features(frame, boxes=given), expected)
+    assert batches == [4, 1] * 3
+    assert torch.equal(predictor.features(frame[:, :, ::-1], boxes=boxes, color="bgr"), expected)
+    assert torch.equal(predictor.features(PIL.Image.fromarray(frame), boxes=boxes), expected)
+    assert torch.equal(predictor.features([frame], boxes=boxes), expected)
+    none = predictor.features(frame, boxes=np.zeros((0, 4)))
+    assert none.shape == (0, 16) and none.dtype == torch.float32
+    assert predictor.features(frame, boxes=[]).shape == (0, 16)
+
+
+@pytest.mark.parametrize(
+    "images, boxes, message",
+    [
+        (np.zeros((8, 8, 3), np.uint8), np.zeros((2, 5)), r"\(2, 5\)"),
+        (np.zeros((8, 8, 3), np.uint8), [1, 2, 3, 4], r"\(4,\)"),
+        (np.zeros((8, 8, 3), np.uint8), [["a", 2, 3, 4]], "numbers"),
+        (np.zeros((8, 8, 3), np.uint8), [[1, 2, 3, 4], [1, 2]], "numbers"),
+        (np.zeros((2, 8, 8, 3), np.uint8), [[1, 2, 3, 4]], "one image.* 2"),
+    ],
+)
+def test_wrong_boxes(checkpoint, images, boxes, message):
+    with pytest.raises(DataError, match=message):
+        fastamp.Predictor(checkpoint, device="cpu").features(images, boxes=boxes)
+
+
+def test_an_empty_crop_is_reported_by_index(checkpoint, caplog):
+    """A tracker's box that has left the frame costs its own feature, not those of the other boxes."""
+    predictor = fastamp.Predictor(checkpoint, device="cpu")
+    frame = np.random.default_rng(0).integers(0, 256, (120, 160, 3), dtype=np.uint8)
+    nan = float("nan")
+    good, bad = (
+        [10, 10, 40, 90],
+        ([160, 0, 190, 60], [30, 30, 30, 60], [40, 50, 20, 60], [-9, 0, 0, 60], [nan, 0, 9, 9]),
+    )
+    expected = predictor.features(frame[10:90, 10:40])
+    found = predictor.features(frame, boxes=[good, *bad, good])
+    assert found.shape == (7, 16)
+    assert found.isnan().all(dim=1).tolist() == [False, *[True] * 5, False]
+    assert torch.allclose(found[[0, 6]], expected.expand(2, -1), atol=1e-5)
+    assert "1, 2, 3, 4, 5" in caplog.text and "NaN" in caplog.text
+    caplog.clear()
+    empty = frame[200:260, 10:40]
+    crops = predictor.features([frame[10:90, 10:40], empty, torch.zeros(3, 5, 0, dtype=torch.uint8)])
+    assert crops.isnan().all(dim=1).tolist() == [False, True, True] and "1, 2" in caplog.text
+    assert predictor.features(frame, boxes=bad).isnan().all()
+    with pytest.raises(DataError, match="image 1 has no pixels"):
+        predictor.compare(frame, empty)
