@@ -238,6 +238,13 @@ define(
     "Triplet loss: the hardest positive and negative of each anchor; off weighs "
     "all of them by the softmax of their distances.",
 )
+define(
+    "MODEL.LOSSES.TRI.WEIGHTING",
+    "softmax",
+    "Triplet loss without HARD_MINING: a softmax over the distances (Ye et al. 2020, arXiv:2001.04193), or FastReID's "
+    "form of it, whose weighted negative distance is wrong beyond distances of about 14 and falls to 0.",
+    choices=("softmax", "fastreid"),
+)
 define("MODEL.LOSSES.TRI.SCALE", 1.0, "Triplet loss: weight in the sum.", low=0)
 define("MODEL.LOSSES.CIRCLE.MARGIN", 0.25, "Circle loss: relaxation of the cosine similarities.", low=0)
 define("MODEL.LOSSES.CIRCLE.GAMMA", 128, "Circle loss: factor on the similarities.", above=0)

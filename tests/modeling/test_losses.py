@@ -1,7 +1,9 @@
 """Losses against naive loops, at two dtypes and in the degenerate cases."""
 
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,7 +55,7 @@ def test_cross_entropy_of_one_class_or_one_image_is_finite(epsilon):
         assert torch.isfinite(loss) and torch.isfinite(logits.grad).all()
 
 
-def naive_triplet(features, targets, margin, normalize, hard):
+def naive_triplet(features, targets, margin, normalize, hard, weighting="softmax"):
     if normalize:
         features = F.normalize(features, dim=1)
     n = len(targets)
@@ -67,34 +69,75 @@ def naive_triplet(features, targets, margin, normalize, hard):
         if hard:
             ap, an = max(positives), min(negatives)
         else:
+            fastreid = weighting == "fastreid"
             wp = [math.exp(v - max(positives)) for v in positives]
-            wn = [math.exp(-v) for v in negatives]
-            ap = sum(w * v for w, v in zip(wp, positives, strict=True)) / (sum(wp) + 1e-6)
-            an = sum(w * v for w, v in zip(wn, negatives, strict=True)) / (sum(wn) + 1e-6)
-        losses.append(max(0.0, ap - an + margin) if margin > 0 else math.log1p(math.exp(ap - an)))
+            wn = [math.exp(-v if fastreid else min(negatives) - v) for v in negatives]
+            ap = sum(w * v for w, v in zip(wp, positives, strict=True)) / (sum(wp) + fastreid * 1e-6)
+            an = sum(w * v for w, v in zip(wn, negatives, strict=True)) / (sum(wn) + fastreid * 1e-6)
+        losses.append(max(0.0, ap - an + margin) if margin > 0 else np.logaddexp(0, ap - an))
     return sum(losses) / n
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("margin", [0.3, 0.0])
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("hard", [True, False])
-def test_triplet_equals_a_naive_loop(dtype, margin, normalize, hard):
+@pytest.mark.parametrize(("hard", "weighting"), [(True, "softmax"), (False, "softmax"), (False, "fastreid")])
+def test_triplet_equals_a_naive_loop(dtype, margin, normalize, hard, weighting):
     torch.manual_seed(0)
     features, targets = torch.randn(8, 6, dtype=dtype), torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
-    loss = triplet_loss(features, targets, margin=margin, normalize=normalize, hard_mining=hard)
-    expected = naive_triplet(features.double(), targets, margin, normalize, hard)
+    loss = triplet_loss(features, targets, margin=margin, normalize=normalize, hard_mining=hard, weighting=weighting)
+    expected = naive_triplet(features.double(), targets, margin, normalize, hard, weighting)
     assert loss.item() == pytest.approx(expected, rel=2e-3 if dtype == torch.float32 else 1e-5)
 
 
+@pytest.mark.parametrize("weighting", ["softmax", "fastreid"])
 @pytest.mark.parametrize("targets", [[0, 0, 0, 0], [0, 1, 2, 3], [0]])
 @pytest.mark.parametrize("hard", [True, False])
 @pytest.mark.parametrize("margin", [0.3, 0.0])
-def test_triplet_without_negatives_or_positives_is_finite(targets, hard, margin):
+def test_triplet_without_negatives_or_positives_is_finite(targets, hard, margin, weighting):
     features = torch.randn(len(targets), 4, requires_grad=True)
-    loss = triplet_loss(features, torch.tensor(targets), margin=margin, hard_mining=hard)
+    loss = triplet_loss(features, torch.tensor(targets), margin=margin, hard_mining=hard, weighting=weighting)
     loss.backward()
     assert torch.isfinite(loss) and torch.isfinite(features.grad).all()
+
+
+WRT = np.load(Path(__file__).parents[1] / "reference" / "methods" / "vi_losses1.npz")
+
+
+@pytest.mark.parametrize(("factor", "name"), [(1, "wrt"), (4, "wrt_features_x4")])
+def test_fastreids_weighting_equals_agws_program(factor, name):
+    features = torch.tensor(WRT["features"], requires_grad=True)
+    targets = torch.tensor(WRT["labels"])
+    loss = triplet_loss(factor * features, targets, margin=0.0, hard_mining=False, weighting="fastreid")
+    loss.backward()
+    assert loss.item() == pytest.approx(float(WRT[f"{name}_loss"]), rel=1e-5)
+    torch.testing.assert_close(features.grad, torch.tensor(WRT[f"{name}_grad"]), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1.0, 4.0, 1e3])
+def test_weighted_triplet_is_a_masked_softmax_at_any_scale(factor):
+    features, targets = factor * torch.tensor(WRT["features"]), torch.tensor(WRT["labels"])
+    loss = triplet_loss(features, targets, margin=0.0, hard_mining=False)
+    expected = naive_triplet(features.double(), targets, 0.0, False, False)
+    assert loss.item() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_fastreids_weighting_is_wrong_beyond_distances_of_about_14():
+    """At a median distance of 42, where the weighted negative distance that it computes is 0."""
+    features, targets = 4 * torch.tensor(WRT["features"]), torch.tensor(WRT["labels"])
+    right, fastreid = (
+        triplet_loss(features, targets, margin=0.0, hard_mining=False, weighting=form)
+        for form in ("softmax", "fastreid")
+    )
+    assert right.item() < 0.5 and fastreid.item() > 30
+
+
+def test_an_anchor_without_negatives_costs_nothing():
+    features = torch.tensor([[0.0], [1.0], [3.0]], requires_grad=True)
+    for hard in (True, False):
+        loss = triplet_loss(features, torch.tensor([0, 0, 0]), margin=0.0, hard_mining=hard)
+        loss.backward()
+        assert loss.item() == 0 and torch.equal(features.grad, torch.zeros(3, 1))
 
 
 def test_soft_margin_does_not_overflow():

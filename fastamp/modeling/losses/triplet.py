@@ -9,21 +9,45 @@ from torch import nn
 from fastamp.amp import force_fp32
 from fastamp.layers.distance import pairwise_distance, squared_euclidean_distance
 from fastamp.modeling.losses.build import LOSS_REGISTRY
+from fastamp.utils.errors import check_choice
+
+WEIGHTINGS = ("softmax", "fastreid")
+# Distance of the negatives of an anchor that has none: beyond every margin, so that its loss is 0.
+_NO_NEGATIVE = 1e9
 
 
 def _hardest(distances: torch.Tensor, positive: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each anchor's farthest positive and nearest negative: (B,), (B,)."""
     farthest = distances.masked_fill(~positive, 0).amax(1)
-    # An anchor without any negative gets a distance beyond every margin, so that its loss is 0.
-    nearest = (distances + positive * 1e9).amin(1)
+    nearest = distances.masked_fill(positive, _NO_NEGATIVE).amin(1)
     return farthest, nearest
 
 
 def _softmax_weighted(distances: torch.Tensor, positive: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each anchor's softmax-weighted positive and negative distance: (B,), (B,) (Ristani & Tomasi 2018)."""
+    """Return each anchor's softmax-weighted positive and negative distance: (B,), (B,).
+
+    The weights are a softmax of d over the positives and of -d over the negatives (Ye et al. 2020, arXiv:2001.04193,
+    weighted regularization triplet). An anchor is one of its own positives, at distance 0.
+    """
 
     def weighted(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        # Subtracting the largest masked value keeps exp() finite; the 1e-6 is FastReID's.
+        # Not minus infinity: a row without any True would become NaN.
+        weights = logits.masked_fill(~mask, torch.finfo(logits.dtype).min / 2).softmax(1)
+        return (distances * weights * mask).sum(1)
+
+    to_negative = weighted(-distances, ~positive)
+    return weighted(distances, positive), to_negative.masked_fill(positive.all(1), _NO_NEGATIVE)
+
+
+def _fastreid_weighted(distances: torch.Tensor, positive: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what FastReID computes instead of ``_softmax_weighted``: (B,), (B,).
+
+    Its largest value is taken over products with the mask, whose zeros exceed every -d, so nothing is subtracted for
+    negatives, and 1e-6 is added to the divisor. Beyond distances of about 14 (exp(-14) = 8e-7) the weights no longer
+    sum to 1, and the weighted negative distance falls to 0 as the distances grow.
+    """
+
+    def weighted(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         largest = (logits * mask).amax(1, keepdim=True)
         exponentials = (logits - largest).exp() * mask
         return (distances * exponentials / (exponentials.sum(1, keepdim=True) + 1e-6)).sum(1)
@@ -39,6 +63,7 @@ def triplet_loss(
     margin: float = 0.3,
     normalize: bool = False,
     hard_mining: bool = True,
+    weighting: str = "softmax",
 ) -> torch.Tensor:
     """Return the mean triplet loss over all anchors of a batch (Hermans et al. 2017, arXiv:1703.07737, eq. 5).
 
@@ -50,17 +75,26 @@ def triplet_loss(
             distance of the features as they are.
         hard_mining: the farthest positive and the nearest negative; otherwise all positives and all negatives,
             weighted by a softmax over their distances.
+        weighting: without hard mining, ``"softmax"``, or ``"fastreid"`` for FastReID's form of it, which is wrong
+            for distances beyond about 14 (see ``_fastreid_weighted``). Default ``"softmax"``.
 
     Returns:
         () float32.
+
+    Raises:
+        ConfigError: another weighting.
     """
+    check_choice("MODEL.LOSSES.TRI.WEIGHTING", weighting, WEIGHTINGS)
     if normalize:
         unit = F.normalize(features, dim=1)
         distances = squared_euclidean_distance(unit, unit)
     else:
         distances = pairwise_distance(features, features)
     positive = targets[:, None] == targets[None, :]
-    mine = _hardest if hard_mining else _softmax_weighted
+    if hard_mining:
+        mine = _hardest
+    else:
+        mine = _softmax_weighted if weighting == "softmax" else _fastreid_weighted
     to_positive, to_negative = mine(distances, positive)
     if margin > 0:
         return F.relu(to_positive - to_negative + margin).mean()
@@ -72,7 +106,7 @@ class TripletLoss(nn.Module):
     """``triplet_loss`` of a head's ``features``.
 
     Args:
-        margin, normalize, hard_mining: see ``triplet_loss``.
+        margin, normalize, hard_mining, weighting: see ``triplet_loss``.
         scale: weight of this loss in the sum.
     """
 
@@ -80,16 +114,29 @@ class TripletLoss(nn.Module):
     over_pairs = True
 
     def __init__(
-        self, *, margin: float = 0.3, normalize: bool = False, hard_mining: bool = True, scale: float = 1.0
+        self,
+        *,
+        margin: float = 0.3,
+        normalize: bool = False,
+        hard_mining: bool = True,
+        weighting: str = "softmax",
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.margin, self.normalize, self.hard_mining, self.scale = margin, normalize, hard_mining, scale
+        self.margin, self.normalize, self.hard_mining = margin, normalize, hard_mining
+        self.weighting, self.scale = weighting, scale
 
     @classmethod
     def from_config(cls, cfg: Any) -> "TripletLoss":
         """Return the loss of ``MODEL.LOSSES.TRI``."""
         tri = cfg.MODEL.LOSSES.TRI
-        return cls(margin=tri.MARGIN, normalize=tri.NORM_FEAT, hard_mining=tri.HARD_MINING, scale=tri.SCALE)
+        return cls(
+            margin=tri.MARGIN,
+            normalize=tri.NORM_FEAT,
+            hard_mining=tri.HARD_MINING,
+            weighting=tri.WEIGHTING,
+            scale=tri.SCALE,
+        )
 
     def forward(self, outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
         return self.scale * triplet_loss(
@@ -98,4 +145,5 @@ class TripletLoss(nn.Module):
             margin=self.margin,
             normalize=self.normalize,
             hard_mining=self.hard_mining,
+            weighting=self.weighting,
         )
