@@ -16,6 +16,7 @@ COMMANDS = {
     "compare": "say how similar two images are",
     "visualize": "draw rank lists, curves and what a model looks at",
     "export": "write a model as ONNX or torch.export",
+    "strip": "write a checkpoint without its training state",
     "doctor": "examine the mixed precision of a machine and a model",
     "check-data": "look for what is wrong with a data set",
     "config": "list and explain config keys, compare configs",

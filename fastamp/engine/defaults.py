@@ -33,7 +33,7 @@ from fastamp.solver import (
     swa_start,
 )
 from fastamp.utils import comm
-from fastamp.utils.checkpoint import Checkpointer, write_atomically
+from fastamp.utils.checkpoint import STRIPPED, Checkpointer, write_atomically
 from fastamp.utils.env import RandomState
 from fastamp.utils.errors import ConfigError, UserError, WeightsError, WriteError
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
@@ -438,15 +438,25 @@ class DefaultTrainer:
         cfg.freeze()
         model = cls.build_model(cfg)
         extra = Checkpointer(model, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH).load(cfg.MODEL.WEIGHTS)
-        cls._take_average(cfg, model, extra.get("average"))
+        cls._take_average(cfg, model, extra)
         return model, extra
 
     @classmethod
-    def _take_average(cls, cfg: CfgNode, model: nn.Module, state: dict[str, Any] | None) -> None:
-        """Give the model the average in a checkpoint, where the config has such an average evaluated."""
+    def _take_average(cls, cfg: CfgNode, model: nn.Module, extra: dict[str, Any]) -> None:
+        """Give the model the average in a checkpoint's further entries, where the config evaluates such an average."""
         wanted = cls.build_weight_average(cfg, model)
-        if wanted is None or (wanted.kind == "ema" and not cfg.SOLVER.EMA.EVALUATE):
+        if wanted is not None and wanted.kind == "ema" and not cfg.SOLVER.EMA.EVALUATE:
+            wanted = None
+        if STRIPPED in extra:
+            held = extra[STRIPPED]
+            if held != (wanted.kind if wanted else "model"):
+                logger.warning(
+                    "%s was stripped and holds the %s weights alone: evaluating these", cfg.MODEL.WEIGHTS, held
+                )
             return
+        if wanted is None:
+            return
+        state = extra.get("average")
         if not isinstance(state, dict) or state.get("kind") != wanted.kind or not state.get("updates"):
             logger.warning("%s holds no %s of the weights: evaluating the weights", cfg.MODEL.WEIGHTS, wanted.kind)
             return

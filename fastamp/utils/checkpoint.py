@@ -19,6 +19,9 @@ from fastamp.utils.weights_file import read_checkpoint, state_dict_in
 
 logger = logging.getLogger(__name__)
 
+STRIPPED = "stripped"
+"""The entry that marks a checkpoint without training state, see ``fastamp.inference.strip``."""
+
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[Any], None]) -> None:
     """Let ``write(file)`` fill a temporary neighbour of ``path``, then rename it: readers see all of it or nothing.
@@ -179,6 +182,8 @@ class Checkpointer:
                     why = "\n  ".join(problems or ["there is no last_checkpoint"])
                     logger.warning("%s\n  taking %s instead, the newest checkpoint that is whole", why, path)
                 return path
+            if isinstance(content, dict) and STRIPPED in content:
+                problems.append(f"{path.name} was stripped of its training state")
         if not problems:
             return None
         found = "\n  ".join(problems)
@@ -217,6 +222,12 @@ class Checkpointer:
         content = read_checkpoint(path)
         if missing := self._missing(content):
             cause = "it is no checkpoint of such a run"
+            if isinstance(content, dict) and STRIPPED in content:
+                raise WeightsError(
+                    f"cannot resume from {path}: it was stripped of its training state ({', '.join(missing)}).\n"
+                    "  fix: resume from the checkpoint that it was made of; or, to start a new run from its weights, "
+                    "give it as MODEL.WEIGHTS without --resume"
+                )
             if len(missing) == 1:
                 cause = "this run's config asks for more than it holds"
             raise WeightsError(
