@@ -24,9 +24,9 @@ from fastamp.utils.errors import ConfigError
 
 logger = logging.getLogger("fastamp.plain_train_net")
 
-LEFT_OUT = ["SOLVER.TRAINER", "SOLVER.ACCUM_STEPS", "SOLVER.FREEZE_ITERS", "SOLVER.EMA", "SOLVER.SWA"]
-LEFT_OUT += ["SOLVER.AMP.ON_FAILURE", "SOLVER.AMP.PREFLIGHT fallback", "LOG_ACTIVATIONS", "TEST.PRECISE_BN"]
-LEFT_OUT += ["SOLVER.BEST_METRIC", *(f"SOLVER.CHECKPOINT_{name}" for name in ("ITERS", "MINUTES", "KEEP"))]
+LEFT_OUT = [f"SOLVER.{name}" for name in ("TRAINER", "ACCUM_STEPS", "EMA", "SWA", "BEST_METRIC", "AMP.ON_FAILURE")]
+LEFT_OUT += [f"SOLVER.FREEZE_{unit}" for unit in ("ITERS", "EPOCHS", "FC_ITERS")] + ["SOLVER.AMP.PREFLIGHT fallback"]
+LEFT_OUT += ["LOG_ACTIVATIONS", "TEST.PRECISE_BN", *(f"SOLVER.CHECKPOINT_{n}" for n in ("ITERS", "MINUTES", "KEEP"))]
 
 
 class Progress(dict):

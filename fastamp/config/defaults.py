@@ -503,9 +503,18 @@ define(
 define("SOLVER.STEPS", (30, 55), "MultiStepLR: epochs after which the rate is multiplied by GAMMA.", low=0)
 define("SOLVER.GAMMA", 0.1, "MultiStepLR: factor on the rate at each step.", low=0)
 define(
+    "SOLVER.LR_UPDATE",
+    "mixed",
+    "When the learning rate changes: mixed is each iteration during the warm-up and each epoch after it, as FastReID; "
+    "iteration is each iteration, as FastReID v0.1.1; epoch is once an epoch, as FastReID v1.0.0, whose decay under "
+    "EPOCH_SCHEDULE after_warmup counts from epoch max(warm-up + 1, DELAY_EPOCHS) on.",
+    choices=("mixed", "iteration", "epoch"),
+)
+define(
     "SOLVER.DELAY_EPOCHS",
     0,
-    "Epochs at the full rate before the decay starts, where EPOCH_SCHEDULE is after_warmup.",
+    "Epochs at the full rate before the decay starts, where EPOCH_SCHEDULE is after_warmup; where it is absolute, "
+    "they delay only the cosine, and only under LR_UPDATE iteration.",
     low=0,
 )
 define("SOLVER.ETA_MIN_LR", 1e-7, "CosineAnnealingLR: rate at the end.", low=0)
@@ -516,6 +525,7 @@ define(
     choices=("linear", "constant", "exp"),
 )
 define("SOLVER.WARMUP_ITERS", 1000, "Length of the warm-up, in iterations; 0 is none.", low=0)
+define("SOLVER.WARMUP_EPOCHS", 0, "Length of the warm-up, in epochs; above 0 it replaces WARMUP_ITERS.", low=0)
 define("SOLVER.WARMUP_FACTOR", 0.1, "Share of the rate that warm-up starts from.", low=0)
 define("SOLVER.ONE_CYCLE.PCT_START", 0.3, "OneCycleLR: share of the steps until BASE_LR.", above=0, high=0.99)
 define("SOLVER.ONE_CYCLE.DIV_FACTOR", 25.0, "OneCycleLR: the first rate is BASE_LR divided by this.", low=1)
@@ -525,6 +535,13 @@ define(
     0,
     "Iterations at the start during which MODEL.FREEZE_LAYERS are frozen: no gradients, and normalization as in "
     "evaluation.",
+    low=0,
+)
+define("SOLVER.FREEZE_EPOCHS", 0, "The same, in epochs; above 0 it replaces FREEZE_ITERS.", low=0)
+define(
+    "SOLVER.FREEZE_FC_ITERS",
+    0,
+    "Iterations at the end of the training during which the classifier's weights are frozen; 0 is none.",
     low=0,
 )
 define("SOLVER.EMA.ENABLED", False, "Keep an exponential moving average of the weights, in float32.")

@@ -18,6 +18,7 @@ from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.loader import lost_workers_explained
 from fastamp.engine import hooks
 from fastamp.engine.command_line import resume_command
+from fastamp.engine.freezing import freeze_length
 from fastamp.engine.reporting import ReportHook, evaluated_set, history_of, items_of, report, report_of_weights
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase
 from fastamp.evaluation import Protocol, ReidEvaluator, inference_on_dataset, print_results, update_bn_statistics
@@ -273,10 +274,17 @@ class DefaultTrainer:
         cfg, iters_per_epoch = self.cfg, self.trainer.iters_per_epoch
         batches_per_iteration = self.trainer.batches_before(iters_per_epoch) / iters_per_epoch
         build: list[HookBase] = [hooks.LRScheduler(build_lr_schedule(cfg, iters_per_epoch))]
-        if bool(cfg.MODEL.FREEZE_LAYERS) != bool(cfg.SOLVER.FREEZE_ITERS):
+        for name in ("WARMUP", "FREEZE"):
+            epochs, iterations = cfg.SOLVER[f"{name}_EPOCHS"], cfg.SOLVER[f"{name}_ITERS"]
+            if epochs and iterations:
+                logger.warning("SOLVER.%s_ITERS %d has no effect: %s_EPOCHS is %d", name, iterations, name, epochs)
+        freezing = freeze_length(cfg, iters_per_epoch)
+        if bool(cfg.MODEL.FREEZE_LAYERS) != bool(freezing):
             logger.warning("nothing is frozen: that takes MODEL.FREEZE_LAYERS and SOLVER.FREEZE_ITERS together")
         if cfg.MODEL.FREEZE_LAYERS:
-            build.append(hooks.FreezeLayers(self.model, cfg.MODEL.FREEZE_LAYERS, cfg.SOLVER.FREEZE_ITERS))
+            build.append(hooks.FreezeLayers(self.model, cfg.MODEL.FREEZE_LAYERS, freezing))
+        if cfg.SOLVER.FREEZE_FC_ITERS:
+            build.append(hooks.FreezeClassifier(self.model, cfg.SOLVER.FREEZE_FC_ITERS))
         if cfg.SOLVER.EMA.ENABLED:
             build.append(hooks.EMA(self.average, cfg.SOLVER.EMA.DECAY))
         if cfg.SOLVER.SWA.ENABLED:

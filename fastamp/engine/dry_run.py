@@ -22,6 +22,7 @@ from fastamp.data.loader import TestLoader
 from fastamp.data.samplers import InferenceSampler
 from fastamp.engine import hooks
 from fastamp.engine.defaults import DefaultTrainer
+from fastamp.engine.freezing import freeze_length
 from fastamp.engine.setup import default_setup
 from fastamp.engine.train_loop import HookBase
 from fastamp.utils import comm
@@ -222,7 +223,7 @@ def _describe_training(trainer: DefaultTrainer, seconds: list[float]) -> str:
     text = f"{images / seconds[-1]:.0f} images/s: {seconds[-1]:.3f} s for the iteration that was measured"
     if len(seconds) > 1:
         text += f"; {seconds[0]:.3f} s for the one before, which warms up"
-    if cfg.MODEL.FREEZE_LAYERS and end <= cfg.SOLVER.FREEZE_ITERS:
+    if cfg.MODEL.FREEZE_LAYERS and end <= freeze_length(cfg, loop.iters_per_epoch):
         text += "; longer when MODEL.FREEZE_LAYERS are trained too"
     return text
 

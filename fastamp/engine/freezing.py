@@ -1,14 +1,20 @@
-"""Keep parts of the model still at the start of the training."""
+"""Keep parts of the model still at the start of the training, and the classifier at its end."""
 
 import logging
 from collections.abc import Sequence
 
 from torch import nn
 
+from fastamp.config import CfgNode
 from fastamp.engine.train_loop import HookBase
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
+
+
+def freeze_length(cfg: CfgNode, iters_per_epoch: int) -> int:
+    """Return how many iterations ``MODEL.FREEZE_LAYERS`` are frozen: ``SOLVER.FREEZE_EPOCHS`` or ``FREEZE_ITERS``."""
+    return cfg.SOLVER.FREEZE_EPOCHS * iters_per_epoch or cfg.SOLVER.FREEZE_ITERS
 
 
 class FreezeLayers(HookBase):
@@ -59,3 +65,40 @@ class FreezeLayers(HookBase):
         self.trainer.step.frozen = self.names if frozen else ()
         verb = f"frozen until iteration {self.iterations}" if frozen else "trained from here on"
         logger.info("%s: %s", ", ".join(self.names), verb)
+
+
+class FreezeClassifier(HookBase):
+    """Freeze the weights of the heads' classifiers during the last iterations, as FastReID's FREEZE_FC_ITERS.
+
+    Whether they are frozen depends on the iteration alone, so that a resumed run continues the same way.
+
+    Args:
+        model: the names of its classifiers' parameters are the ``classifiers`` of its heads.
+        iterations (int): number of iterations at the end of the training.
+
+    Raises:
+        ConfigError: no head of the model names its classifier.
+    """
+
+    def __init__(self, model: nn.Module, iterations: int) -> None:
+        self._parameters = [
+            module.get_parameter(parameter)
+            for name, module in model.named_modules()
+            if not name.startswith("losses")  # whose weights, e.g. centers, are also shaped by the number of classes
+            for parameter in getattr(module, "classifiers", ())
+        ]
+        if not self._parameters:
+            raise ConfigError(
+                f"SOLVER.FREEZE_FC_ITERS is {iterations}, but no head of this model names a classifier.\n"
+                "  fix: SOLVER.FREEZE_FC_ITERS 0"
+            )
+        self.iterations = iterations
+        self._frozen = False
+
+    def before_step(self) -> None:
+        if self._frozen or self.trainer.iter < self.trainer.max_iter - self.iterations:
+            return
+        self._frozen = True
+        for parameter in self._parameters:
+            parameter.requires_grad_(False)
+        logger.info("the classifier: frozen for the last %d iterations", self.iterations)

@@ -16,7 +16,7 @@ import torch
 from fastamp.engine.averaging import EMA, SWA
 from fastamp.engine.best import BestMetric, EvalHook
 from fastamp.engine.command_line import TrainingInterrupted
-from fastamp.engine.freezing import FreezeLayers
+from fastamp.engine.freezing import FreezeClassifier, FreezeLayers
 from fastamp.engine.monitors import ActivationMonitor
 from fastamp.engine.saving import PeriodicCheckpointer
 from fastamp.engine.train_loop import HookBase
@@ -34,6 +34,7 @@ __all__ = [
     "ActivationMonitor",
     "BestMetric",
     "EvalHook",
+    "FreezeClassifier",
     "FreezeLayers",
     "HookBase",
     "LRScheduler",

@@ -1,7 +1,7 @@
 """Optimizers with their parameter groups, gradient clipping, learning-rate schedules, and averages of the weights."""
 
 from fastamp.solver.build import build_gradient_clipping, build_optimizer, build_optimizers, build_own_optimizers
-from fastamp.solver.lr_schedule import LearningRateSchedule, build_lr_schedule, swa_start
+from fastamp.solver.lr_schedule import LearningRateSchedule, build_lr_schedule, swa_start, warmup_length
 from fastamp.solver.state import OptimizerState
 from fastamp.solver.weight_average import WeightAverage
 
@@ -15,4 +15,5 @@ __all__ = [
     "build_optimizers",
     "build_own_optimizers",
     "swa_start",
+    "warmup_length",
 ]

@@ -51,55 +51,78 @@ def warmup_factor(method: str, steps_taken: int, *, length: int, start: float) -
     return {"linear": start * (1 - share) + share, "constant": start, "exp": start ** (1 - share)}[method]
 
 
+def warmup_length(cfg: Any, iters_per_epoch: int) -> int:
+    """Return the length of the warm-up in iterations: ``SOLVER.WARMUP_EPOCHS``, or where that is 0 ``WARMUP_ITERS``."""
+    return cfg.SOLVER.WARMUP_EPOCHS * iters_per_epoch or cfg.SOLVER.WARMUP_ITERS
+
+
 @dataclass(frozen=True)
 class EpochSchedule:
-    """Warm-up by steps, then a decay by epochs.
+    """A warm-up, then a decay over epochs.
 
     With ``after_warmup``, FastReID's meaning, the decay counts only the epochs at whose end the warm-up iterations are
     done and the delay is over: a step at 40 with ten epochs of warm-up is taken at epoch 49. Otherwise it counts
     all epochs.
 
     Attributes:
-        decay: ``decay(base_lr, epochs) -> lr`` after so many epochs of the decay.
+        decay: ``decay(base_lr, epochs) -> lr`` after so many epochs of the decay, a fraction where ``update`` is
+            "iteration".
         iters_per_epoch: iterations in an epoch.
         warmup_method, warmup_iters, warmup_start: see ``warmup_factor``.
         delay_epochs: the decay does not begin before these are over (``after_warmup`` only).
         after_warmup: see above.
+        update: "mixed", "iteration" or "epoch", see ``SOLVER.LR_UPDATE``.
     """
 
-    decay: Callable[[float, int], float]
+    decay: Callable[[float, float], float]
     iters_per_epoch: int
     warmup_method: str = "linear"
     warmup_iters: int = 0
     warmup_start: float = 0.1
     delay_epochs: int = 0
     after_warmup: bool = True
+    update: str = "mixed"
 
     @classmethod
-    def from_config(cls, cfg: Any, decay: Callable[[float, int], float], iters_per_epoch: int) -> "EpochSchedule":
+    def from_config(cls, cfg: Any, decay: Callable[[float, float], float], iters_per_epoch: int) -> "EpochSchedule":
         """Return ``decay`` behind the warm-up of ``SOLVER``."""
         solver = cfg.SOLVER
         return cls(
             decay=decay,
             iters_per_epoch=iters_per_epoch,
             warmup_method=solver.WARMUP_METHOD,
-            warmup_iters=solver.WARMUP_ITERS,
+            warmup_iters=warmup_length(cfg, iters_per_epoch),
             warmup_start=solver.WARMUP_FACTOR,
             delay_epochs=solver.DELAY_EPOCHS,
             after_warmup=solver.EPOCH_SCHEDULE == "after_warmup",
+            update=solver.LR_UPDATE,
         )
 
-    def epochs_of_decay(self, epoch: int) -> int:
-        """Return how many epochs the decay has advanced when epoch ``epoch`` (from 0) begins."""
+    @property
+    def warmup_epochs(self) -> int:
+        """Epochs until the warm-up is over."""
+        return math.ceil(self.warmup_iters / self.iters_per_epoch)
+
+    @property
+    def epochs_before_decay(self) -> float:
+        """Epochs that the decay does not count."""
         if not self.after_warmup:
-            return epoch
-        first = max(math.ceil(self.warmup_iters / self.iters_per_epoch), self.delay_epochs + 1, 1)
-        return max(0, epoch - first + 1)
+            return 0
+        return {
+            "mixed": max(self.warmup_epochs, self.delay_epochs + 1, 1) - 1,
+            "iteration": max(self.warmup_iters / self.iters_per_epoch, self.delay_epochs),
+            "epoch": max(self.warmup_epochs + 1, self.delay_epochs) - 1,
+        }[self.update]
 
     def learning_rate(self, base_lr: float, *, epoch: int, steps_taken: int) -> float:
         """Return the learning rate of the next step; see ``LearningRateSchedule``."""
-        factor = warmup_factor(self.warmup_method, steps_taken, length=self.warmup_iters, start=self.warmup_start)
-        return factor * self.decay(base_lr, self.epochs_of_decay(epoch))
+        passed, warmed, length = epoch, steps_taken, self.warmup_iters
+        if self.update == "iteration":
+            passed = steps_taken / self.iters_per_epoch
+        elif self.update == "epoch":
+            warmed, length = epoch, self.warmup_epochs
+        factor = warmup_factor(self.warmup_method, warmed, length=length, start=self.warmup_start)
+        return factor * self.decay(base_lr, max(0, passed - self.epochs_before_decay))
 
 
 @SCHEDULE_REGISTRY.register("MultiStepLR")
@@ -117,13 +140,18 @@ def build_cosine(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
 
     It ends with the training, and with a training that is shorter than warm-up and delay it never begins.
     """
-    solver, before = cfg.SOLVER, 0
+    solver, before, delay = cfg.SOLVER, 0, 0
+    warmup = warmup_length(cfg, iters_per_epoch) / iters_per_epoch
     if solver.EPOCH_SCHEDULE == "after_warmup":
-        before = max(math.ceil(solver.WARMUP_ITERS / iters_per_epoch), solver.DELAY_EPOCHS)
+        # Once an epoch, as FastReID v1.0.0, the last epoch has ETA_MIN_LR; otherwise the end of the last one would.
+        warmup = {"mixed": math.ceil(warmup), "iteration": warmup, "epoch": math.ceil(warmup) + 1}[solver.LR_UPDATE]
+        before = max(warmup, solver.DELAY_EPOCHS)
+    elif solver.LR_UPDATE == "iteration":
+        before = delay = solver.DELAY_EPOCHS
     length, eta_min = max(solver.MAX_EPOCH - before, 1), solver.ETA_MIN_LR * learning_rate_factor(cfg)
 
-    def decay(base_lr: float, epochs: int) -> float:
-        share, lowest = min(epochs / length, 1.0), min(eta_min, base_lr)  # a group's rate never rises
+    def decay(base_lr: float, epochs: float) -> float:
+        share, lowest = min(max(epochs - delay, 0) / length, 1.0), min(eta_min, base_lr)  # a group's rate never rises
         return lowest + (base_lr - lowest) * (1 + math.cos(math.pi * share)) / 2
 
     return EpochSchedule.from_config(cfg, decay, iters_per_epoch)

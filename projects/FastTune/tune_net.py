@@ -110,8 +110,13 @@ def check_data(cfg: CfgNode, space: Space, training: list[ImageItem]) -> None:
 def grace_epochs(cfg: CfgNode, space: Space, images: int) -> int:
     """Return after how many epochs warm-up and freezing have ended, whatever is drawn, on a number of images."""
     fewest = max(1, images // int(largest_batch(cfg, space) * most(cfg, space, "SOLVER.ACCUM_STEPS")))
-    freezing = most(cfg, space, "SOLVER.FREEZE_ITERS") if cfg.MODEL.FREEZE_LAYERS else 0
-    return math.ceil(max(most(cfg, space, "SOLVER.WARMUP_ITERS"), freezing) / fewest)
+    lengths = [0.0]
+    for name in ("WARMUP", *(["FREEZE"] if cfg.MODEL.FREEZE_LAYERS else [])):
+        epochs, iterations = f"SOLVER.{name}_EPOCHS", most(cfg, space, f"SOLVER.{name}_ITERS") / fewest
+        lengths.append(most(cfg, space, epochs))
+        if epochs in space.parameters or not lengths[-1]:  # a draw of 0 epochs takes the iterations
+            lengths.append(iterations)
+    return math.ceil(max(lengths))
 
 
 def gpus_of_a_trial(cfg: CfgNode, args: argparse.Namespace) -> float:

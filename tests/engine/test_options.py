@@ -133,6 +133,24 @@ def test_freezing_leaves_exactly_those_unmoved(demo, tmp_path, layers):
     assert moved == set(record.start) - released
 
 
+def test_freezing_for_epochs(demo, tmp_path, caplog):
+    options = ("MODEL.FREEZE_LAYERS", "backbone", "SOLVER.FREEZE_EPOCHS", "1", "SOLVER.FREEZE_ITERS", "2")
+    record = Record()
+    run(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "2", *options), record)
+    name = "backbone.0.weight"
+    moved = [not torch.equal(state[name], record.start[name]) for state in record.states]
+    assert moved == [False] * 6 + [True] * 6  # 6 iterations an epoch
+    assert "SOLVER.FREEZE_ITERS 2 has no effect: FREEZE_EPOCHS is 1" in caplog.text
+
+
+def test_the_classifier_is_frozen_for_the_last_iterations(demo, tmp_path):
+    record = Record()
+    run(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "2", "SOLVER.FREEZE_FC_ITERS", "4"), record)
+    pairs = list(zip([record.start, *record.states], record.states, strict=False))
+    assert [not torch.equal(*(state["heads.weight"] for state in pair)) for pair in pairs] == [True] * 8 + [False] * 4
+    assert not torch.equal(*(state["backbone.0.weight"] for state in pairs[-1]))
+
+
 def test_freezing_what_is_not_there(demo, tmp_path):
     cfg = tiny.tiny_config(tmp_path, "MODEL.FREEZE_LAYERS", "backbon", "SOLVER.FREEZE_ITERS", "8")
     with pytest.raises(ConfigError, match="no part 'backbon'.*'backbone'"):

@@ -18,6 +18,9 @@ MARGIN = Parameter("MODEL.LOSSES.TRI.MARGIN", "uniform", (0.0, 0.5))
         ([MARGIN], ["SOLVER.FREEZE_ITERS", 51], 4),
         ([MARGIN], ["SOLVER.FREEZE_ITERS", 51, "MODEL.FREEZE_LAYERS", ("backbone",)], 6),
         ([Parameter("SOLVER.WARMUP_ITERS", "quniform", (0, 60, 20))], [], 6),
+        ([MARGIN], ["SOLVER.WARMUP_EPOCHS", 2], 2),
+        ([Parameter("SOLVER.WARMUP_EPOCHS", "randint", (0, 3))], [], 4),  # a draw of 0 takes the iterations
+        ([MARGIN], ["SOLVER.FREEZE_EPOCHS", 9, "MODEL.FREEZE_LAYERS", ("backbone",)], 9),
         ([Parameter(IDENTITIES, "randint", (2, 6))], [], 7),  # at most 5 x 4 images
         ([Parameter(IDENTITIES, "randint", (2, 6)), Parameter("DATALOADER.NUM_INSTANCE", "choice", (2, 8))], [], 18),
         ([Parameter("SOLVER.IMS_PER_BATCH", "choice", (8, 46))], [], 18),

@@ -1,6 +1,7 @@
 """The schedule against FastReID's curves, and its own meanings."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,78 @@ def test_scaling_by_another_reference_and_with_factors_of_the_parts():
     cfg = config(LR_SCALING="linear", REFERENCE_BATCH=32, BASE_LR=0.01, BIAS_LR_FACTOR=2.0)
     rates = sorted(group["lr"] for group in build_optimizer(cfg, torch.nn.Linear(2, 2)).param_groups)
     assert rates == pytest.approx([0.02, 0.04])
+
+
+def rates_of(cfg, iters_per_epoch, base_lr=1.0):
+    schedule = build_lr_schedule(cfg, iters_per_epoch)
+    return [
+        schedule.learning_rate(base_lr, epoch=iteration // iters_per_epoch, steps_taken=iteration)
+        for iteration in range(cfg.SOLVER.MAX_EPOCH * iters_per_epoch)
+    ]
+
+
+def test_warm_up_in_epochs_replaces_iterations():
+    in_iterations = rates_of(config(WARMUP_ITERS=21, STEPS=[4], MAX_EPOCH=9), 7)
+    assert rates_of(config(WARMUP_EPOCHS=3, WARMUP_ITERS=5, STEPS=[4], MAX_EPOCH=9), 7) == in_iterations
+    assert rates_of(config(WARMUP_ITERS=5, STEPS=[4], MAX_EPOCH=9), 7) != in_iterations
+
+
+def release_0_1_1(schedule, *, epochs, warmup, factor, delay, steps, gamma, eta_min, iters_per_epoch):
+    """Return the rate of each iteration by the rules of FastReID v0.1.1, whose lengths are epochs made iterations."""
+    rates = []
+    for iteration in range(epochs * iters_per_epoch):
+        rate, start, end = 1.0, delay * iters_per_epoch, epochs * iters_per_epoch
+        if schedule == "MultiStepLR":
+            for step in steps:
+                if iteration >= step * iters_per_epoch:
+                    rate *= gamma
+        elif iteration > start:
+            rate = eta_min + (1 - eta_min) * (1 + math.cos(math.pi * (iteration - start) / (end - start))) / 2
+        if iteration < warmup * iters_per_epoch:
+            rate *= factor + (1 - factor) * iteration / (warmup * iters_per_epoch)
+        rates.append(rate)
+    return rates
+
+
+def release_1_0_0(schedule, *, epochs, warmup, factor, delay, steps, gamma, eta_min, iters_per_epoch):
+    """Return the rate of each iteration by the rules of FastReID v1.0.0: once an epoch one of two schedulers steps."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    length = epochs - max(warmup + 1, delay)
+    scheduler = {
+        "MultiStepLR": lambda: torch.optim.lr_scheduler.MultiStepLR(optimizer, steps, gamma),
+        "CosineAnnealingLR": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length, eta_min),
+    }[schedule]()
+    group, rates = optimizer.param_groups[0], []
+    group["lr"] = factor if warmup else 1.0
+    optimizer.step()
+    for epoch in range(epochs):
+        rates += [group["lr"]] * iters_per_epoch
+        if epoch + 1 <= warmup:
+            group["lr"] = factor + (1 - factor) * (epoch + 1) / warmup
+        elif epoch + 1 >= delay:
+            scheduler.step()
+    return rates
+
+
+RELEASES = [(release_0_1_1, "iteration", "absolute"), (release_1_0_0, "epoch", "after_warmup")]
+
+
+@pytest.mark.parametrize("release, update, counting, schedule, warmup, delay", [
+    (release, update, counting, schedule, warmup, delay)
+    for release, update, counting in RELEASES
+    for schedule in ("MultiStepLR", "CosineAnnealingLR")
+    for warmup, delay in [(3, 0), (3, 4), (3, 8), (2, 3), (0, 0), (0, 5), (1, 1)]
+    # v0.1.1 refused a cosine that begins before the warm-up ends.
+    if delay >= warmup or release is release_1_0_0 or schedule == "MultiStepLR"
+])  # fmt: skip
+def test_curves_of_fastreids_releases(release, update, counting, schedule, warmup, delay):
+    """The schedules of v0.1.1 and v1.0.0, re-derived step by step; the present rule gives another curve."""
+    expected = release(
+        schedule, epochs=16, warmup=warmup, factor=0.01, delay=delay, steps=[5, 9], gamma=0.1, eta_min=1e-3,
+        iters_per_epoch=7,
+    )  # fmt: skip
+    solver = {"SCHED": schedule, "MAX_EPOCH": 16, "WARMUP_EPOCHS": warmup, "WARMUP_ITERS": 0, "WARMUP_FACTOR": 0.01}
+    solver |= {"DELAY_EPOCHS": delay, "STEPS": [5, 9], "ETA_MIN_LR": 1e-3, "EPOCH_SCHEDULE": counting}
+    assert rates_of(config(**solver, LR_UPDATE=update), 7) == pytest.approx(expected, rel=1e-9)
+    if warmup:  # without one, and without a delay, some of the rules coincide
+        assert rates_of(config(**solver | {"EPOCH_SCHEDULE": "after_warmup"}), 7) != pytest.approx(expected, rel=1e-6)

@@ -64,7 +64,8 @@ def test_resumed_with_another_batch_or_at_its_end(demo, tmp_path, capfd):
 
 @pytest.mark.parametrize("name", plain_train_net.LEFT_OUT)
 def test_what_is_left_out_is_refused(demo, tmp_path, capfd, name):
-    values = {"SOLVER.FREEZE_ITERS": "3", "SOLVER.ACCUM_STEPS": "2", "SOLVER.TRAINER": "AMPTrainer"}
+    values = {"SOLVER.ACCUM_STEPS": "2", "SOLVER.TRAINER": "AMPTrainer"}
+    values |= {f"SOLVER.FREEZE_{unit}": "3" for unit in ("ITERS", "EPOCHS", "FC_ITERS")}
     values |= {f"SOLVER.CHECKPOINT_{unit}": "3" for unit in ("ITERS", "MINUTES", "KEEP")}
     values["SOLVER.AMP.ON_FAILURE"] = "float32"
     key, _, value = name.partition(" ")
