@@ -1,0 +1,61 @@
+"""Files that an earlier version wrote still load, with the same features and search results.
+
+``tests/reference/previous_version`` holds a checkpoint, an extraction of 30 images and an index of each kind, and what
+that version returned for them. Never write them again with a later version: they are what users have on disk.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from fastamp import Predictor
+from fastamp.inference.features_file import read_extraction
+from fastamp.inference.index import KINDS, load_index, open_gallery
+from fastamp.utils.weights_file import read_checkpoint
+
+FILES = Path(__file__).parents[1] / "reference/previous_version"
+EXPECTED = json.loads((FILES / "expected.json").read_text())
+IMAGES = torch.arange(2 * 3 * 64 * 32).reshape(2, 3, 64, 32).remainder(251).to(torch.uint8)
+QUERIES = np.stack([np.linspace(-1, 1, tiny.WIDTH), np.linspace(1, -1, tiny.WIDTH)]).astype(np.float32)
+
+
+def test_a_checkpoint_gives_the_same_features():
+    features = Predictor(FILES / "model_final.pth", device="cpu").features(list(IMAGES))
+    torch.testing.assert_close(features, torch.tensor(EXPECTED["features"]), rtol=1e-3, atol=1e-4)
+
+
+def test_a_checkpoint_holds_what_a_run_resumes_from():
+    content = read_checkpoint(FILES / "model_final.pth")
+    assert {"model", "optimizer", "trainer", "random", "config"} <= content.keys()
+    assert content["trainer"]["iteration"] > 0
+
+
+def test_an_extraction_is_read():
+    extraction = read_extraction(FILES / "gallery.npz")
+    np.testing.assert_allclose(extraction.features.astype(float).sum(0), EXPECTED["extraction_sum"], atol=1e-6)
+    assert extraction.pids.tolist() == EXPECTED["pids"] and len(extraction.paths) == 30
+    assert set(extraction.split.tolist()) == {"query", "gallery"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_index_finds_the_same(kind):
+    index = load_index(FILES / f"{kind}.index")
+    found = index.search(QUERIES, 3)
+    assert (index.kind, len(index), index.width) == (kind, 30, tiny.WIDTH)
+    assert found.rows.tolist() == EXPECTED[kind]["rows"] and found.paths.tolist() == EXPECTED[kind]["paths"]
+    np.testing.assert_allclose(found.scores, EXPECTED[kind]["scores"], atol=1e-5)
+
+
+def test_a_model_searches_its_earlier_gallery(tmp_path):
+    """The gallery is recognized as the model's, and its index as the gallery's: neither is computed again."""
+    shutil.copy(FILES / "gallery.npz", tmp_path / "gallery.npz")
+    shutil.copy(FILES / "flat.index", tmp_path / "gallery.index")
+    before = (tmp_path / "gallery.index").read_bytes()
+    model = Predictor(FILES / "model_final.pth", device="cpu")
+    found = model.search(list(IMAGES), open_gallery(tmp_path / "gallery.npz", of=model), k=3)
+    assert found.rows.shape == (2, 3) and (tmp_path / "gallery.index").read_bytes() == before
