@@ -14,7 +14,7 @@ import sys
 from fastamp.engine import run_command_line
 from fastamp.engine.setup import read_config
 from fastamp.modeling import build_model
-from fastamp.modeling.recognize import recognize
+from fastamp.modeling.recognize import interpolation_keys, recognize
 from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.errors import ConfigError, WeightsError, writing
 from fastamp.utils.files import expand
@@ -63,6 +63,10 @@ def import_checkpoint(source: str, target: str, *, config_file: str, opts: list[
             model = build_model(cfg)
     report = load_model_state(model, state, source=source, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH)
     print(printable(str(report)))
+    found = cfg.INPUT.INTERPOLATION if cfg.INPUT.INTERPOLATION_TEST == "same" else cfg.INPUT.INTERPOLATION_TEST
+    for key, value in interpolation_keys(state).items():
+        if found != value:
+            print(f"note: test images are resized by {found}, but the weights were tested with {key} {value}")
     bad = [name for name, value in model.state_dict().items() if not value.isfinite().all()]
     if bad:
         raise WeightsError(

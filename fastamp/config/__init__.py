@@ -5,14 +5,19 @@ from fastamp.config.channels import per_channel
 from fastamp.config.config import CfgNode, FrozenConfigError, get_cfg
 from fastamp.config.describe import describe_config, explain_key
 from fastamp.config.key import Key
+from fastamp.config.sizes import crop_size, fixed_input_size, input_size, size_key
 
 __all__ = [
     "CfgNode",
     "FrozenConfigError",
     "Key",
+    "crop_size",
     "describe_changes",
     "describe_config",
     "explain_key",
+    "fixed_input_size",
     "get_cfg",
+    "input_size",
     "per_channel",
+    "size_key",
 ]

@@ -278,8 +278,38 @@ define("KD.EMA.ENABLED", False, "Distiller: also learn from a moving average of 
 define("KD.EMA.MOMENTUM", 0.999, "Distiller: share of that average that each iteration keeps.", low=0, high=1)
 
 # ---- input
-define("INPUT.SIZE_TRAIN", (256, 128), "Height and width of a training image, in pixels.", low=1, high=8192, length=2)
-define("INPUT.SIZE_TEST", (256, 128), "Height and width of a test image, in pixels.", low=1, high=8192, length=2)
+define(
+    "INPUT.SIZE_TRAIN",
+    (256, 128),
+    "Size that training images are resized to, in pixels: (height, width); (shorter_side,) keeps the aspect ratio; "
+    "(0,) does not resize. One number needs INPUT.CROP, or images of one size.",
+    low=0,
+    high=8192,
+    forms="(height, width), (shorter_side,) or (0,)",
+)
+define(
+    "INPUT.SIZE_TEST",
+    (256, 128),
+    "Size that test images are resized to, in pixels, given as SIZE_TRAIN; with INPUT.CROP their center is then cut "
+    "out.",
+    low=0,
+    high=8192,
+    forms="(height, width), (shorter_side,) or (0,)",
+)
+define(
+    "INPUT.INTERPOLATION",
+    "bicubic",
+    "Interpolation by which images are resized, as by Pillow: bicubic and bilinear are antialiased. FastReID uses "
+    "bicubic, torchreid bilinear.",
+    choices=("bicubic", "bilinear", "nearest"),
+)
+define(
+    "INPUT.INTERPOLATION_TEST",
+    "same",
+    "Interpolation of test images, in evaluation, extraction and export: same is INPUT.INTERPOLATION. TransReID trains "
+    "with bicubic and tests with bilinear.",
+    choices=("same", "bicubic", "bilinear", "nearest"),
+)
 define(
     "INPUT.CHANNELS",
     3,
@@ -297,12 +327,24 @@ define(
     choices=("constant", "edge", "reflect", "symmetric"),
 )
 define("INPUT.PADDING.SIZE", 10, "Padding on each side, in pixels.", low=0, high=8192)
-define("INPUT.CROP.ENABLED", False, "Cut a random part out of training images and resize it.")
-define("INPUT.CROP.SIZE", (224, 224), "Height and width after the cut, in pixels.", low=1, high=8192, length=2)
+define(
+    "INPUT.CROP.ENABLED",
+    False,
+    "Crop images to CROP.SIZE, after resizing to SIZE_TRAIN or SIZE_TEST: a random part, resized, in training; the "
+    "center, not resized, in evaluation, extraction and export.",
+)
+define(
+    "INPUT.CROP.SIZE",
+    (224, 224),
+    "Size of the crop in pixels: (height, width), or (side,) of a square.",
+    low=1,
+    high=8192,
+    forms="(height, width) or (side,)",
+)
 define(
     "INPUT.CROP.SCALE",
     (0.16, 1),
-    "Smallest and largest share of the image's area that is kept.",
+    "Smallest and largest fraction of the image's area that a random crop covers.",
     above=0,
     high=1,
     length=2,
@@ -310,7 +352,7 @@ define(
 define(
     "INPUT.CROP.RATIO",
     (0.75, 1.3333333333333333),
-    "Smallest and largest width / height of the part.",
+    "Smallest and largest width / height of a random crop.",
     above=0,
     length=2,
 )

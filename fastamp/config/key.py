@@ -32,6 +32,8 @@ class Key:
         of: the type of the elements of a sequence; needed where the default is empty.
         low, above, high: bounds of a number, or of each in a sequence: at least, more than, at most.
         length: how many elements a sequence has; None for any number.
+        forms: the forms of an image size in words, e.g. ``(height, width) or (side,)``: one or two positive numbers
+            up to ``high``, or ``(0,)`` where ``low`` is 0. Empty for keys that are no image size.
         nested: a free-form section takes sections as values, ``{a: {b: 1}}``, and keeps them as ``{a.b: 1}``.
     """
 
@@ -45,11 +47,14 @@ class Key:
     above: float | None = None
     high: float | None = None
     length: int | None = None
+    forms: str = ""
     nested: bool = False
 
     @property
     def bounds(self) -> str:
         """The bounds in words, empty when there are none."""
+        if self.forms:
+            return f"{self.forms}, each at most {self.high:g}"
         parts = [(self.low, "at least"), (self.above, "more than"), (self.high, "at most")]
         words = [f"{word} {bound:g}" for bound, word in parts if bound is not None]
         return " and ".join([*words, *([f"{self.length} numbers"] if self.length else [])])
@@ -101,6 +106,11 @@ def convert(key: Key, value: Any) -> Any:
     """
     converted = _converted(key, value)
     elements = converted if isinstance(converted, tuple | list) else [converted]
+    if key.forms:
+        sides = len(elements) in (1, 2) and all(1 <= element <= key.high for element in elements)
+        if not sides and not (key.low == 0 and tuple(elements) == (0,)):
+            raise ConfigError(f"{key.path} needs {key.bounds}; got {brief(converted)}")
+        return converted
     wrong_length = key.length is not None and len(elements) != key.length
     if wrong_length or any(_out_of_bounds(key, element) for element in elements):
         raise ConfigError(f"{key.path} is {brief(converted)}; it must be {key.bounds}")

@@ -101,7 +101,7 @@ def build_reid_test_loader(
     """Build the loader of a test set: its query images, then its gallery images, in order.
 
     Args:
-        cfg: reads INPUT.SIZE_TEST, INPUT.CHANNELS, TEST.IMS_PER_BATCH (of all ranks together) and the worker counts.
+        cfg: reads INPUT, TEST.IMS_PER_BATCH (of all ranks together) and the worker counts.
         dataset_name: a registered data set.
         rank, world_size: this process among how many, each of which gets a contiguous part; None asks
             torch.distributed.
@@ -219,15 +219,23 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
 
 def _use_store(dataset: ReidDataset, cfg: Any) -> None:
     """Let a data set read from a cache, if the config asks for one."""
-    if cfg.DATALOADER.CACHE != "none":
-        dataset.store = ImageStore(
-            dataset.items,
-            (dataset.transforms.channels, *dataset.transforms.resize.size),
-            dataset.read,
-            where=cfg.DATALOADER.CACHE,
-            folder=cfg.DATALOADER.CACHE_DIR,
-            kind="skip" if dataset.skip_corrupt else "",
+    if cfg.DATALOADER.CACHE == "none":
+        return
+    transforms = dataset.transforms
+    if transforms.resize.output_size is None:
+        raise ConfigError(
+            f"DATALOADER.CACHE {cfg.DATALOADER.CACHE} needs images of one size, and {transforms.size_key} "
+            f"{transforms.resize.size} keeps their aspect ratios.\n"
+            f"  fix: {transforms.size_key} (height, width), or DATALOADER.CACHE none"
         )
+    dataset.store = ImageStore(
+        dataset.items,
+        (transforms.channels, *transforms.resize.output_size),
+        dataset.read,
+        where=cfg.DATALOADER.CACHE,
+        folder=cfg.DATALOADER.CACHE_DIR,
+        kind=f"{transforms.resize}{' skip' if dataset.skip_corrupt else ''}",
+    )
 
 
 def _device(cfg: Any) -> torch.device:

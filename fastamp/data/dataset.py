@@ -86,19 +86,21 @@ class ReidDataset(Dataset):
             ``Transforms.augment``.
 
         Raises:
-            DataError: an image cannot be read.
+            DataError: an image cannot be read, or the images have different sizes.
         """
         epochs, positions, indices = zip(*keys, strict=True)
         items = [self.items[index] for index in indices]
-        size = self.transforms.resize.size
+        size = self.transforms.resize.output_size
         if self.store is not None:
             images = self.store.images.index_select(0, torch.tensor(indices))  # 20 times as fast as indexing
-        else:
+        elif size is not None:
             images = torch.empty(len(items), self.transforms.channels, *size, dtype=torch.uint8)
             for image, index in zip(images, indices, strict=True):
                 image.copy_(self.read(index))
+        else:
+            images = self.transforms.stack([self._augmented(key) for key in keys])
         augment = self.transforms.augment
-        parameters = augment.draw(epochs, positions, size)
+        parameters = augment.draw(epochs, positions, tuple(images.shape[-2:]))
         batch = {
             "images": augment.apply(images, parameters) if self.augment else images,
             "targets": torch.tensor([self.labels[index] for index in indices]),
@@ -129,6 +131,12 @@ class ReidDataset(Dataset):
         raise DataError(
             f"DATALOADER.ON_CORRUPT is skip, but no image of the identity of {self.items[index].path} can be read"
         )
+
+    def _augmented(self, key: SampleKey) -> Tensor:
+        """Return (C, H, W) uint8, the resized image of a key after ``augment_each``."""
+        epoch, position, index = key
+        augment, image = self.transforms.augment_each, self.read(index)[None]
+        return augment.apply(image, augment.draw([epoch], [position], tuple(image.shape[-2:])))[0]
 
     def _read(self, index: int) -> Tensor:
         item = self.items[index]

@@ -27,7 +27,7 @@ from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 _SUFFIX, _UNFINISHED = ".images", ".unfinished"
 _CHUNK = 64
 _SHARED_MEMORY = Path("/dev/shm")
@@ -48,7 +48,7 @@ class ImageStore:
         where: ``"disk"`` or ``"ram"``.
         folder: that holds the store; empty is ``.fastamp-cache`` in the data root, or ``~/.cache/fastamp`` where the
             root cannot be written to; of no effect in memory.
-        kind: what else the images depend on.
+        kind: what else the images depend on: their resizing, cropping and interpolation.
 
     Attributes:
         images: (N, C, H, W) uint8, memory-mapped; not to be written to.

@@ -18,6 +18,7 @@ from torch.export import Dim, ExportedProgram
 import fastamp
 from fastamp.amp import PrecisionPolicy, force_fp32
 from fastamp.amp.half import to_float16
+from fastamp.config import fixed_input_size, input_size
 from fastamp.evaluation.evaluator import extract_features
 from fastamp.inference.export_formats import FORMATS, ExportError, Format, Run, quiet
 from fastamp.inference.parity import Comparison, Features, RankedImages, compare, on_random_images
@@ -90,10 +91,10 @@ def export(
 ) -> ExportReport:
     """Write a model to an ONNX or a torch.export file, once its features are found to be the model's.
 
-    The file's model takes ``images``: (B, C, H, W) float32 at ``INPUT.SIZE_TEST``, for any B, and, with camera or
-    view embeddings, ``camids`` and ``viewids``: (B,) int64. It returns ``features``: (B, D) float32, with the mirror
-    image's in them where ``TEST.FLIP`` says so. Compared is with PyTorch in float32, on random images in batches of 1,
-    3 and 32 and on a test set.
+    The file's model takes ``images``: (B, C, H, W) float32 for any B, at ``INPUT.SIZE_TEST``, or ``INPUT.CROP.SIZE``
+    where ``INPUT.CROP`` is on, and, with camera or view embeddings, ``camids`` and ``viewids``: (B,) int64. It returns
+    ``features``: (B, D) float32, with the mirror image's in them where ``TEST.FLIP`` says so. Compared is with PyTorch
+    in float32, on random images in batches of 1, 3 and 32 and on a test set.
 
     Args:
         predictor: the model.
@@ -108,12 +109,14 @@ def export(
         opset: of ONNX; None leaves the choice to PyTorch.
 
     Raises:
-        ConfigError: an argument is wrong, a package is missing, or the file cannot be written.
+        ConfigError: an argument is wrong, a package is missing, the file cannot be written, or the size of test images
+            is not fixed.
         DataError: ``data`` is missing.
         ExportError: the model cannot be traced, or what was exported is not good enough; no file is left then.
     """
     path = Path(path).expanduser()
     format = _checked(path, precision, opset, tolerance)
+    fixed_input_size(predictor.cfg, is_train=False, needed_by="an exported model")
     images = _ranked_images(predictor, data, max_images)
     extractor = _FeatureExtractor(predictor, precision=precision, normalization=normalization, l2=l2)
     program = _traced(extractor, predictor)
@@ -185,7 +188,7 @@ def _traced(extractor: _FeatureExtractor, predictor: Predictor) -> ExportedProgr
     """Return the program, for any batch size."""
     cfg = predictor.cfg
     # Two images: one would be taken for the only number there is.
-    inputs = {"images": torch.zeros(2, cfg.INPUT.CHANNELS, *cfg.INPUT.SIZE_TEST)}
+    inputs = {"images": torch.zeros(2, cfg.INPUT.CHANNELS, *input_size(cfg, is_train=False))}
     inputs |= {name: torch.zeros(2, dtype=torch.int64) for name in predictor.place_counts}
     batch = Dim("batch", min=1)
     with quiet("the model cannot be traced by torch.export"), torch.no_grad():
@@ -231,10 +234,16 @@ def _ranked_images(predictor: Predictor, data: str | None, max_images: int) -> R
 def _metadata(predictor: Predictor, *, precision: str, normalization: bool, l2: bool) -> dict[str, Any]:
     """Return what a file says of itself."""
     cfg, model = predictor.cfg, predictor.model
+    resize = predictor.resize
     return {
         "fastamp_version": fastamp.__version__,
         "config_hash": predictor.config_hash,
-        "input_size": list(cfg.INPUT.SIZE_TEST),
+        "input_size": list(input_size(cfg, is_train=False)),
+        "resize": list(resize.size),
+        "aspect": "stretched" if len(resize.size) == 2 else "kept",
+        "interpolation": resize.interpolation,
+        "antialias": resize.interpolation != "nearest",
+        "center_crop": None if resize.crop is None else list(resize.crop),
         "channels": cfg.INPUT.CHANNELS,
         "colour_order": _COLOURS.get(cfg.INPUT.CHANNELS, ""),
         "normalization": "inside" if normalization else "outside",

@@ -235,7 +235,8 @@ class _Images(ReidDataset):
                     f"{error}\n  fix: mend or remove it, or leave such images out: --skip-corrupt"
                 ) from error
             self._unreadable[index + self.first] = str(error)
-            return torch.zeros(self.transforms.channels, *self.transforms.resize.size, dtype=torch.uint8)
+            black = torch.zeros(self.transforms.channels, 256, 128, dtype=torch.uint8)
+            return self.transforms.resize(black)
 
 
 class _Parts:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastamp.config import input_size
 from fastamp.data import build_reid_test_loader
 from fastamp.engine.doctor import ranked_part
 from fastamp.evaluation import ReidEvaluator
@@ -56,7 +57,7 @@ def on_random_images(predictor: Predictor, expected: Features, found: Features) 
     cfg, generator = predictor.cfg, torch.Generator().manual_seed(0)
     comparisons = []
     for size in BATCH_SIZES:
-        shape = (size, cfg.INPUT.CHANNELS, *cfg.INPUT.SIZE_TEST)
+        shape = (size, cfg.INPUT.CHANNELS, *input_size(cfg, is_train=False))
         batch = {"images": torch.randint(256, shape, dtype=torch.uint8, generator=generator)}
         for name in ("camids", "viewids"):
             batch[name] = torch.randint(predictor.place_counts.get(name, 1), (size,), generator=generator)

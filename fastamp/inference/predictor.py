@@ -17,7 +17,7 @@ from torch import Tensor
 from fastamp.amp import PrecisionPolicy, resolve_device
 from fastamp.config import CfgNode, get_cfg
 from fastamp.data.decode import image_from_pil, read_image, with_channels
-from fastamp.data.transforms import build_transforms
+from fastamp.data.transforms import Resize, build_transforms
 from fastamp.engine.defaults import DefaultTrainer
 from fastamp.engine.setup import merge_from_checkpoint
 from fastamp.evaluation.evaluator import extract_features
@@ -38,6 +38,8 @@ _LISTED = 20
 # What features depend on, besides the weights.
 _KEYS_OF_FEATURES = ("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE", "MODEL.HEADS", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD")
 _KEYS_OF_FEATURES += ("INPUT.SIZE_TEST", "INPUT.CHANNELS", "TEST.FLIP")
+# Later keys, which change features only where they differ from this: hashes of earlier versions stay valid.
+_LATER_KEYS = {"crop": None, "interpolation": "bicubic"}
 
 
 class Predictor:
@@ -79,6 +81,11 @@ class Predictor:
         return next(self.model.parameters()).device
 
     @property
+    def resize(self) -> Resize:
+        """How images are resized and cropped."""
+        return self._transforms.resize
+
+    @property
     def place_counts(self) -> dict[str, int]:
         """How many cameras (``camids``) and views (``viewids``) the model has embeddings of; without any, empty."""
         if not getattr(getattr(self.model, "backbone", None), "takes_cameras", False):
@@ -95,6 +102,9 @@ class Predictor:
             values = {key.path: value for key, value in self.cfg.keys_below() if key.path.startswith(_KEYS_OF_FEATURES)}
             for key in ("MODEL.BACKBONE.PRETRAIN", "MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.HEADS.NUM_CLASSES"):
                 values.pop(key)
+            for name, value in _LATER_KEYS.items():
+                if getattr(self.resize, name) != value:
+                    values[name] = getattr(self.resize, name)
             digest.update(repr(sorted(values.items())).encode())
             for name, tensor in sorted(self.model.state_dict().items()):
                 digest.update(name.encode())
@@ -130,7 +140,8 @@ class Predictor:
             (N, D) float32 on the CPU, not normalized; row i is image or box i.
 
         Raises:
-            DataError: an image cannot be read, or an image or ``boxes`` has a wrong shape or dtype.
+            DataError: an image cannot be read, an image or ``boxes`` has a wrong shape or dtype, or the images of a
+                batch have different sizes (INPUT.SIZE_TEST of one number without INPUT.CROP).
             ConfigError: the model needs ``camids``, or ``color`` is unknown.
         """
         check_choice("color", color, COLORS)
@@ -154,7 +165,7 @@ class Predictor:
                 rows = [number for number, image in loaded.items() if image is not None]
                 if rows:
                     batch = {name: ids[rows] for name, ids in places.items()}
-                    batch["images"] = torch.stack([loaded[number] for number in rows])
+                    batch["images"] = self._transforms.stack([loaded[number] for number in rows])
                     features.append(self.features_of_batch(batch).cpu())
                     kept += rows
         if features and len(kept) == len(images):
@@ -246,7 +257,7 @@ class Predictor:
         return gallery.search(features, k, effort=effort, exact=exact)
 
     def preprocess(self, image: Image, *, color: str = "rgb") -> Tensor:
-        """Return an image as the model gets it, (C, H, W) uint8 at ``INPUT.SIZE_TEST``.
+        """Return an image as the model gets it: (C, H, W) uint8, resized to INPUT.SIZE_TEST, cropped by INPUT.CROP.
 
         Args:
             image, color: see ``features``.

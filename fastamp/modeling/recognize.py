@@ -80,7 +80,19 @@ def recognize(state: State, source: str) -> dict[str, str]:
         trunk |= {"norm.weight": state["b1.1.weight"], "norm.bias": state["b1.1.bias"]}
     keys, width = _backbone(trunk, source)
     keys |= {"MODEL.BACKBONE.FEAT_DIM": str(width), "MODEL.META_ARCHITECTURE": "MGN" if of_mgn else "Baseline"}
-    return keys | _of_vit(trunk) | _head(state, of_mgn=of_mgn, transreid=transreid)
+    return keys | _of_vit(trunk) | _head(state, of_mgn=of_mgn, transreid=transreid) | interpolation_keys(state)
+
+
+def interpolation_keys(state: State) -> dict[str, str]:
+    """Return the config keys of the interpolation with which the program that wrote ``state`` resizes images.
+
+    torchreid resizes bilinearly, TransReID bicubically in training and bilinearly in tests; both are recognized by their
+    names. For other files the result is empty.
+    """
+    if any(name.startswith("base.") for name in state):
+        return {"INPUT.INTERPOLATION_TEST": "bilinear"}
+    prefixed = any(name.startswith(("backbone.", "heads.")) for name in state)
+    return {} if prefixed or "classifier.weight" not in state else {"INPUT.INTERPOLATION": "bilinear"}
 
 
 def _resnet_of_mgn(state: State) -> State:

@@ -80,6 +80,7 @@ def loaded(path):
 
         metadata = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
         texts = ("fastamp_version", "config_hash", "colour_order", "normalization", "metric", "precision")
+        texts += ("aspect", "interpolation")
         metadata = {key: value if key in texts else json.loads(value) for key, value in metadata.items()}
     else:
         files = {"metadata.json": ""}
@@ -104,6 +105,11 @@ def test_the_file_is_the_model_and_runs_as_the_guide_says(
         "fastamp_version": fastamp.__version__,
         "config_hash": predictor.config_hash,
         "input_size": [64, 32],
+        "resize": [64, 32],
+        "aspect": "stretched",
+        "interpolation": "bicubic",
+        "antialias": True,
+        "center_crop": None,
         "channels": 3,
         "colour_order": "RGB",
         "normalization": "inside",

@@ -194,6 +194,11 @@ def test_images_that_a_model_cannot_take():
     cfg.INPUT.SIZE_TEST = (128, 64)
     with pytest.raises(ConfigError, match=r"INPUT.SIZE_TEST is \(128, 64\), but timm's mixer"):
         build_backbone(cfg)
+    cfg.INPUT.SIZE_TEST, cfg.INPUT.CROP.SIZE, cfg.INPUT.CROP.ENABLED = (300,), (64, 32), True
+    build_backbone(cfg)
+    cfg.INPUT.CROP.ENABLED, cfg.INPUT.SIZE_TRAIN = False, (0,)
+    with pytest.raises(ConfigError, match=r"mixer_s32_224 needs images of one size, and INPUT.SIZE_TRAIN \(0,\)"):
+        build_backbone(cfg)
 
 
 def test_without_timm(monkeypatch):

@@ -113,6 +113,8 @@ def test_recipes_have_transreids_settings(name, iters, cameras, kind):
         "SOLVER.MAX_EPOCH": 120,
         "INPUT.SIZE_TRAIN": (256, 256) if vehicles else (256, 128),
         "INPUT.SIZE_TEST": (256, 256) if vehicles else (256, 128),
+        "INPUT.INTERPOLATION": "bicubic",
+        "INPUT.INTERPOLATION_TEST": "bilinear",
         "MODEL.BACKBONE.STRIDE_SIZE": (12, 12) if full else (16, 16),
         "MODEL.BACKBONE.SIE_CAMERAS": cameras if full else 0,
         "MODEL.BACKBONE.SIE_VIEWS": 8 if full and vehicles else 0,

@@ -281,6 +281,22 @@ def test_errors(caplog):
         config("MODEL.BACKBONE.STRIDE_SIZE", "(0, 12)")
 
 
+def test_positions_are_those_of_cropped_images(tiny_base):
+    cropped = ("INPUT.CROP", "True", "INPUT.CROP.SIZE", "(48,)")
+    backbone = build_backbone(tiny_base(*cropped)).eval()
+    assert backbone.grid == (3, 3)
+    assert build_backbone(tiny_base(*cropped, "INPUT.SIZE_TRAIN", "(0,)")).grid == (3, 3)
+    with pytest.raises(ConfigError, match=r"INPUT\.CROP\.SIZE is \(8, 8\); a ViT"):
+        build_backbone(tiny_base("INPUT.CROP", "True", "INPUT.CROP.SIZE", "(8,)"))
+    with pytest.raises(
+        ConfigError, match=r"build_vit_backbone needs images of one size, and INPUT\.SIZE_TRAIN \(64,\)"
+    ):
+        build_backbone(tiny_base("INPUT.SIZE_TRAIN", "(64,)"))
+    backbone = build_backbone(tiny_base("INPUT.SIZE_TEST", "(32,)")).eval()
+    with torch.no_grad():
+        assert all(backbone(torch.randn(1, 3, *size)).shape == (1, 32, 1, 1) for size in ((32, 70), (50, 32)))
+
+
 def test_handing_the_last_block_over():
     backbone = tiny().eval()
     images = torch.randn(2, 3, 64, 32)

@@ -108,7 +108,10 @@ def test_torchreids_osnet_with_its_layer_behind_the_pooling(tmp_path, capsys):
     state = {name.removeprefix("backbone.").removeprefix("heads."): value for name, value in state.items()}
     state["classifier.bias"] = torch.zeros(5)
     assert run(tmp_path, {"state_dict": state}) == 0
-    assert "dropped  1 (0%) of the file's (heads.classifier.bias)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "dropped  1 (0%) of the file's (heads.classifier.bias)" in out and "note: test images" not in out
+    config = torch.load(tmp_path / "out.pth", weights_only=True)["config"]
+    assert "INTERPOLATION: bilinear" in config and "INTERPOLATION_TEST: same" in config
     other = model(*opts, seed=1)
     Checkpointer(other).load(tmp_path / "out.pth")
     assert torch.equal(features(other), features(original))
@@ -120,6 +123,9 @@ def test_torchreids_osnet_with_its_layer_behind_the_pooling(tmp_path, capsys):
     # With another head they are another function, which is said.
     assert run(tmp_path, state, "MODEL.HEADS.NAME", "EmbeddingHead", "MODEL.HEADS.EMBEDDING_DIM", "0") == 0
     assert "set MODEL.HEADS.NAME FCHead" in capsys.readouterr().out
+    # An interpolation that the user asks for counts, and is said to differ.
+    assert run(tmp_path, state, "INPUT.INTERPOLATION", "bicubic") == 0
+    assert "note: test images are resized by bicubic, but the weights were" in capsys.readouterr().out
 
 
 def test_a_repvgg_in_its_form_for_inference(tmp_path):

@@ -246,7 +246,7 @@ def test_wrong_weights(assert_refused, tmp_path):
         ("SOLVER.AMP", "fp17", ["SOLVER.AMP", "fp17"]),
         ("SOLVER.BASE_LR", "-1", ["SOLVER.BASE_LR is -1.0", "at least 0"]),
         ("SOLVER.AMP.BACKOFF_FACTOR", "2", ["SOLVER.AMP.BACKOFF_FACTOR is 2.0"]),
-        ("INPUT.SIZE_TRAIN", "(32,)", ["INPUT.SIZE_TRAIN is (32,)", "2 numbers"]),
+        ("INPUT.SIZE_TRAIN", "(64, 32, 3)", ["INPUT.SIZE_TRAIN needs (height, width)", "got (64, 32, 3)"]),
         ("INPUT.REA.PROB", "1.5", ["INPUT.REA.PROB is 1.5", "at most 1"]),
         ("MODEL.PIXEL_STD", "(0, 0, 0)", ["MODEL.PIXEL_STD", "more than 0"]),
         ("MODEL.PIXEL_MEAN", "(1.0, 2.0)", ["MODEL.PIXEL_MEAN has 2 values", "INPUT.CHANNELS is 3", "fix: write 3"]),

@@ -35,13 +35,25 @@ class BatchTransform:
 
     A subclass says how many uniform numbers an image needs (``draws``), turns them into parameters, and applies
     those. Both methods are pure functions, so that the same parameters can be applied in a worker or on the device.
+
+    Attributes:
+        draws: uniform numbers that an image needs.
+        size: height and width of the output in pixels, for images of any size; None keeps the size of the input.
     """
 
     draws: int
+    size: tuple[int, int] | None = None
 
     def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the height and width that images of ``size`` have afterwards."""
-        return size
+        return self.size or size
+
+    def check_size(self, size: tuple[int, int]) -> None:
+        """Check that images of this height and width can be transformed.
+
+        Raises:
+            ConfigError: they cannot.
+        """
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Return the parameters of each image.
@@ -96,10 +108,14 @@ class Augmentation:
             epochs: (B,) epoch of each image.
             positions: (B,) place of each image in its epoch's stream.
             size: height and width of the images.
+
+        Raises:
+            ConfigError: an operation cannot transform images of this size.
         """
         keys = {"epochs": np.asarray(epochs, dtype=np.uint64), "positions": np.asarray(positions, dtype=np.uint64)}
         parameters = []
         for transform, stream in zip(self.transforms, self._streams, strict=True):
+            transform.check_size(size)
             uniforms = keyed_uniform(seed=self.seed, stream=stream, count=transform.draws, **keys)
             parameters.append(transform.parameters(uniforms, size))
             size = transform.output_size(size)

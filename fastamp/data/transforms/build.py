@@ -1,9 +1,13 @@
 """Build the image pipelines that INPUT describes."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fastamp.config import per_channel
+import torch
+from torch import Tensor
+
+from fastamp.config import crop_size, input_size, per_channel
 from fastamp.data.transforms.base import Augmentation, BatchTransform
 from fastamp.data.transforms.colour import ColorJitter, GaussianBlur, RandomGrayscale
 from fastamp.data.transforms.erasing import LocalGrayscale, RandomErasing, RandomPatch
@@ -15,36 +19,85 @@ from fastamp.data.transforms.geometry import (
     Resize,
 )
 from fastamp.data.transforms.torchvision_ops import AugMix, AutoAugment, RandAugment, RandomAffine
-from fastamp.utils.errors import ConfigError, did_you_mean
+from fastamp.utils.errors import ConfigError, DataError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
 
 class Transforms(NamedTuple):
-    """What happens to an image: read with ``channels``, ``resize`` on each one by itself, ``augment`` on batches."""
+    """The image pipeline.
+
+    Attributes:
+        channels: that images are read with: 1, 3 or 4.
+        resize: of one image.
+        augment_each: applied to one image at a time, while images still have different sizes; usually empty.
+        augment: applied to a batch.
+        size_key: the config key that ``resize`` follows, for messages.
+    """
 
     channels: int
     resize: Resize
+    augment_each: Augmentation
     augment: Augmentation
+    size_key: str
+
+    def stack(self, images: Sequence[Tensor]) -> Tensor:
+        """Return (B, C, H, W) of B images.
+
+        Args:
+            images: (C, H, W) each, resized.
+
+        Raises:
+            DataError: they have different sizes.
+        """
+        sizes = list(dict.fromkeys(tuple(image.shape[-2:]) for image in images))
+        if len(sizes) > 1:
+            raise DataError(
+                f"{self.size_key} {self.resize.size} keeps the images' aspect ratios, so that images of one batch have "
+                f"different sizes: {sizes[0]} and {sizes[1]} (height, width).\n"
+                f"  fix: {self.size_key} (height, width), INPUT.CROP.ENABLED True, or batches of one image"
+            )
+        return torch.stack(list(images))
 
 
 def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
-    """Build the training or the test pipeline, in FastReID's order but for AutoAugment, which comes before its resize.
+    """Build the training or the test pipeline, in FastReID's order.
 
     Training: resize, AutoAugment, RandAugment, resized crop, pad and crop, flip, colour jitter, grey-scale, blur,
-    AugMix, affine, random erasing, local grey-scale, random patch. Test: resize.
+    affine, AugMix, random erasing, local grey-scale, random patch. Test: resize, center crop. Differs from FastReID:
+    AutoAugment comes after the resizing.
 
     Raises:
         ConfigError: a padding that the mode cannot make, or an augmentation that cannot work on INPUT.CHANNELS.
     """
     settings = cfg.INPUT
-    size = tuple(settings.SIZE_TRAIN if is_train else settings.SIZE_TEST)
-    augmentations = _train_augmentations(settings, size) if is_train else []
-    augment = Augmentation(transforms=augmentations, seed=cfg.SEED)
-    return Transforms(channels=settings.CHANNELS, resize=Resize(size=size), augment=augment)
+    if is_train:
+        resize = Resize(size=tuple(settings.SIZE_TRAIN), interpolation=settings.INTERPOLATION)
+        augmentations = _train_augmentations(cfg)
+    else:
+        interpolation = settings.INTERPOLATION_TEST
+        if interpolation == "same":
+            interpolation = settings.INTERPOLATION
+        resize = Resize(size=tuple(settings.SIZE_TEST), crop=crop_size(cfg), interpolation=interpolation)
+        augmentations = []
+    size, first = resize.output_size, 0
+    for number, transform in enumerate(augmentations, start=1):
+        if size is not None:
+            transform.check_size(size)
+            size = transform.output_size(size)
+        elif transform.size is not None:
+            size, first = transform.size, number
+    return Transforms(
+        channels=settings.CHANNELS,
+        resize=resize,
+        augment_each=Augmentation(transforms=augmentations[:first], seed=cfg.SEED),
+        augment=Augmentation(transforms=augmentations[first:], seed=cfg.SEED),
+        size_key="INPUT.SIZE_TRAIN" if is_train else "INPUT.SIZE_TEST",
+    )
 
 
-def _train_augmentations(settings: Any, size: tuple[int, int]) -> list[BatchTransform]:
+def _train_augmentations(cfg: Any) -> list[BatchTransform]:
+    settings = cfg.INPUT
     augmentations: list[BatchTransform] = []
     for name in ("AUTOAUG", "RANDAUG", "AUGMIX"):
         if settings[name].ENABLED and settings.CHANNELS == 4:
@@ -60,10 +113,9 @@ def _train_augmentations(settings: Any, size: tuple[int, int]) -> list[BatchTran
         strength = {"num_ops": settings.RANDAUG.NUM_OPS, "magnitude": settings.RANDAUG.MAGNITUDE}
         augmentations.append(RandAugment(prob=settings.RANDAUG.PROB, **strength))
     if settings.CROP.ENABLED:
-        augmentations.append(_build_resized_crop(settings.CROP))
-        size = augmentations[-1].output_size(size)
+        augmentations.append(_build_resized_crop(cfg))
     if settings.PADDING.ENABLED:
-        augmentations.append(_build_pad_and_crop(settings.PADDING, size))
+        augmentations.append(_build_pad_and_crop(cfg))
     if settings.FLIP.ENABLED:
         augmentations.append(RandomHorizontalFlip(prob=settings.FLIP.PROB))
     if settings.CJ.ENABLED:
@@ -72,11 +124,11 @@ def _train_augmentations(settings: Any, size: tuple[int, int]) -> list[BatchTran
     if settings.GREY.ENABLED:
         augmentations.append(RandomGrayscale(prob=settings.GREY.PROB))
     if settings.BLUR.ENABLED:
-        augmentations.append(_build_blur(settings.BLUR, size))
-    if settings.AUGMIX.ENABLED:
-        augmentations.append(AugMix(prob=settings.AUGMIX.PROB))
+        augmentations.append(_build_blur(settings.BLUR))
     if settings.AFFINE.ENABLED:
         augmentations.append(RandomAffine())
+    if settings.AUGMIX.ENABLED:
+        augmentations.append(AugMix(prob=settings.AUGMIX.PROB))
     if settings.REA.ENABLED:
         value = per_channel("INPUT.REA.VALUE", settings.REA.VALUE, channels=settings.CHANNELS)
         augmentations.append(RandomErasing(prob=settings.REA.PROB, value=value))
@@ -87,35 +139,29 @@ def _train_augmentations(settings: Any, size: tuple[int, int]) -> list[BatchTran
     return augmentations
 
 
-def _build_resized_crop(settings: Any) -> RandomResizedCrop:
+def _build_resized_crop(cfg: Any) -> RandomResizedCrop:
+    settings = cfg.INPUT.CROP
     for name in ("SCALE", "RATIO"):
         low, high = settings[name]
         if low > high:
             raise ConfigError(f"INPUT.CROP.{name} is {settings[name]}; the smallest comes first")
-    return RandomResizedCrop(size=settings.SIZE, scale=settings.SCALE, ratio=settings.RATIO)
+    return RandomResizedCrop(
+        size=crop_size(cfg), scale=settings.SCALE, ratio=settings.RATIO, interpolation=cfg.INPUT.INTERPOLATION
+    )
 
 
-def _build_blur(settings: Any, size: tuple[int, int]) -> GaussianBlur:
-    if settings.KERNEL_SIZE % 2 == 0 or min(size) <= settings.KERNEL_SIZE // 2:
-        raise ConfigError(
-            f"INPUT.BLUR.KERNEL_SIZE is {settings.KERNEL_SIZE}; expected an odd number, at most "
-            f"{2 * min(size) - 1} for images of {list(size)}"
-        )
+def _build_blur(settings: Any) -> GaussianBlur:
+    if settings.KERNEL_SIZE % 2 == 0:
+        raise ConfigError(f"INPUT.BLUR.KERNEL_SIZE is {settings.KERNEL_SIZE}; expected an odd number")
     if settings.SIGMA[0] > settings.SIGMA[1]:
         raise ConfigError(f"INPUT.BLUR.SIGMA is {settings.SIGMA}; the smallest comes first")
     return GaussianBlur(prob=settings.PROB, kernel_size=settings.KERNEL_SIZE, sigma=settings.SIGMA)
 
 
-def _build_pad_and_crop(settings: Any, size: tuple[int, int]) -> PadAndRandomCrop:
-    padding, mode = settings.SIZE, settings.MODE
+def _build_pad_and_crop(cfg: Any) -> PadAndRandomCrop:
+    padding, mode = cfg.INPUT.PADDING.SIZE, cfg.INPUT.PADDING.MODE
     if mode not in PADDING_MODES:
         raise ConfigError(
             f"INPUT.PADDING.MODE is {mode!r}; choices: {', '.join(PADDING_MODES)}.{did_you_mean(mode, PADDING_MODES)}"
         )
-    # A mirror image can be no larger than the image; a reflection leaves out the edge itself.
-    largest = {"reflect": min(size) - 1, "symmetric": min(size)}.get(mode)
-    if largest is not None and padding > largest:
-        raise ConfigError(
-            f"INPUT.PADDING.SIZE is {padding}; expected 0..{largest} for mode {mode!r} and images of {list(size)}"
-        )
-    return PadAndRandomCrop(padding=padding, mode=mode)
+    return PadAndRandomCrop(padding=padding, mode=mode, size=input_size(cfg, is_train=True))

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from fastamp.data.transforms.base import BatchTransform, Parameters, bits, choose
+from fastamp.utils.errors import ConfigError
 
 _WHITE = 255
 # So many images at a time keep the float copies in a core's cache: 3 to 10 times as fast as a batch of 32 (measured).
@@ -101,6 +102,14 @@ class GaussianBlur(BatchTransform):
         self.prob = prob
         self.kernel_size = kernel_size
         self.sigma = sigma
+
+    def check_size(self, size: tuple[int, int]) -> None:
+        """Check that the mirrored edge is no larger than images of this height and width."""
+        if min(size) <= self.kernel_size // 2:
+            raise ConfigError(
+                f"INPUT.BLUR.KERNEL_SIZE is {self.kernel_size}; expected an odd number, at most {2 * min(size) - 1} "
+                f"for images of {list(size)}"
+            )
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Return ``blur``: (B,) bool, and ``kernel``: (B, kernel_size) float32 whose sum is 1."""

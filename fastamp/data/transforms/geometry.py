@@ -1,4 +1,4 @@
-"""Where pixels go: resizing, mirroring, and padding with a random crop."""
+"""Resizing, cropping, mirroring and padding."""
 
 import numpy as np
 import torch
@@ -7,26 +7,50 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 from fastamp.data.transforms.base import BatchTransform, Parameters
+from fastamp.utils.errors import ConfigError
 
 _ATTEMPTS = 10
 PADDING_MODES = ("constant", "edge", "reflect", "symmetric")
+_MODES = {
+    "bicubic": InterpolationMode.BICUBIC,
+    "bilinear": InterpolationMode.BILINEAR,
+    # torchvision's NEAREST takes another pixel than PIL's, which samples at the centers of the pixels.
+    "nearest": InterpolationMode.NEAREST_EXACT,
+}
 
 
 class Resize:
-    """Antialiased bicubic resizing of one image, equal to PIL's within rounding.
+    """Resize one image, then crop its center.
+
+    The result equals PIL's within rounding. As in torchvision, a center crop larger than the image is padded with
+    black.
 
     Args:
-        size: height and width in pixels.
+        size: (height, width) in pixels; (shorter_side,), which keeps the aspect ratio; or (0,), which does not resize.
+        crop: height and width of the center crop in pixels; None for no crop.
+        interpolation: ``bicubic`` or ``bilinear``, both antialiased, or ``nearest``.
     """
 
-    def __init__(self, *, size: tuple[int, int]) -> None:
+    def __init__(
+        self, *, size: tuple[int, ...], crop: tuple[int, int] | None = None, interpolation: str = "bicubic"
+    ) -> None:
         self.size = size
+        self.crop = crop
+        self.interpolation = interpolation
+
+    @property
+    def output_size(self) -> tuple[int, int] | None:
+        """Height and width of the result in pixels; None where they depend on the image."""
+        return self.crop or (self.size if len(self.size) == 2 else None)
 
     def __call__(self, image: Tensor) -> Tensor:
-        """Return a (C, H, W) uint8 ``image`` at ``size``."""
-        if tuple(image.shape[-2:]) == self.size:
-            return image
-        return functional.resize(image, list(self.size), interpolation=InterpolationMode.BICUBIC, antialias=True)
+        """Return a (C, H, W) uint8 ``image`` resized and cropped."""
+        if self.size not in ((0,), tuple(image.shape[-2:])):
+            image = functional.resize(image, list(self.size), interpolation=_MODES[self.interpolation], antialias=True)
+        return image if self.crop is None else functional.center_crop(image, list(self.crop))
+
+    def __repr__(self) -> str:
+        return f"Resize(size={self.size}, crop={self.crop}, interpolation={self.interpolation!r})"
 
 
 class RandomHorizontalFlip(BatchTransform):
@@ -51,31 +75,45 @@ class RandomHorizontalFlip(BatchTransform):
 
 
 class PadAndRandomCrop(BatchTransform):
-    """Pad each side, then cut the original size out at a random place.
+    """Pad each side, then crop at a random place.
 
     Args:
         padding: pixels on each side.
         mode: ``constant`` (black), ``edge``, ``reflect`` or ``symmetric``, as torchvision's ``Pad``.
+        size: height and width of the crop in pixels, no larger than a padded image; None is the size of the input.
     """
 
     draws = 2
 
-    def __init__(self, *, padding: int, mode: str) -> None:
+    def __init__(self, *, padding: int, mode: str, size: tuple[int, int] | None = None) -> None:
         self.padding = padding
         self.mode = mode
+        self.size = size
+
+    def check_size(self, size: tuple[int, int]) -> None:
+        """Check that a mirror image of ``padding`` pixels can be made of images of this height and width."""
+        # A mirror image can be no larger than the image; a reflection does not repeat the edge itself.
+        largest = {"reflect": min(size) - 1, "symmetric": min(size)}.get(self.mode)
+        if largest is not None and self.padding > largest:
+            raise ConfigError(
+                f"INPUT.PADDING.SIZE is {self.padding}; expected 0..{largest} for mode {self.mode!r} and images of "
+                f"{list(size)}"
+            )
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Return ``top`` and ``left``: (B,) int64 in 0..2 * padding, in the padded image."""
-        corners = torch.from_numpy((uniforms * (2 * self.padding + 1)).astype(np.int64))
+        """Return ``top`` and ``left``: (B,) int64, the corner of each crop in the padded image."""
+        spare = [side + 2 * self.padding - cut for side, cut in zip(size, self.output_size(size), strict=True)]
+        corners = torch.from_numpy((uniforms * (np.array(spare) + 1)).astype(np.int64))
         return {"top": corners[:, 0], "left": corners[:, 1]}
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return the crops, as large as ``images``.
+        """Return the crops, (B, C, H, W) uint8.
 
         A crop is copied row by row: a (rows, W) view of the padded batch holds W pixels from every offset on, so
         that one index a row is enough (measured: 10 to 80 times the speed of an index a pixel).
         """
-        batch, channels, height, width = images.shape
+        batch, channels = images.shape[:2]
+        height, width = self.output_size(tuple(images.shape[-2:]))
         padded = self._pad(images)
         padded_height, padded_width = padded.shape[-2:]
         device = images.device
@@ -83,7 +121,9 @@ class PadAndRandomCrop(BatchTransform):
         top, left = (parameters[name].to(device).view(batch, 1, 1) for name in ("top", "left"))
         rows = top + torch.arange(height, device=device)
         offsets = (planes * padded_height + rows) * padded_width + left
-        return padded.flatten().unfold(0, width, 1).index_select(0, offsets.flatten()).view(images.shape)
+        return (
+            padded.flatten().unfold(0, width, 1).index_select(0, offsets.flatten()).view(batch, channels, height, width)
+        )
 
     def _pad(self, images: Tensor) -> Tensor:
         """Return (B, C, H + 2 padding, W + 2 padding) uint8."""
@@ -113,7 +153,7 @@ class PadAndRandomCrop(BatchTransform):
 
 
 class RandomResizedCrop(BatchTransform):
-    """Cut out a random part of an image and resize it, bicubic with antialiasing.
+    """Cut out a random part of an image and resize it, antialiased unless by nearest neighbor.
 
     The part is drawn as torchvision draws it: its share of the area uniformly from ``scale``, its width / height
     log-uniformly from ``ratio``, ten times at most until it fits, then its place; where none fits, the largest part
@@ -123,18 +163,23 @@ class RandomResizedCrop(BatchTransform):
         size: height and width afterwards.
         scale: smallest and largest share of the image's area.
         ratio: smallest and largest width / height.
+        interpolation: ``bicubic``, ``bilinear`` or ``nearest``.
     """
 
     draws = 2 + 2 * _ATTEMPTS
 
-    def __init__(self, *, size: tuple[int, int], scale: tuple[float, float], ratio: tuple[float, float]) -> None:
+    def __init__(
+        self,
+        *,
+        size: tuple[int, int],
+        scale: tuple[float, float],
+        ratio: tuple[float, float],
+        interpolation: str = "bicubic",
+    ) -> None:
         self.size = size
         self.scale = scale
         self.ratio = ratio
-
-    def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return ``size`` of the constructor."""
-        return self.size
+        self.interpolation = interpolation
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Return ``top``, ``left``, ``height`` and ``width`` of each part: (B,) int64."""
@@ -157,8 +202,8 @@ class RandomResizedCrop(BatchTransform):
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
         """Return (B, C, *size) uint8."""
         places = {name: value.to(images.device) for name, value in parameters.items()}
-        across = resampling(places["left"], places["width"], images.shape[-1], self.size[1])
-        down = resampling(places["top"], places["height"], images.shape[-2], self.size[0])
+        across = resampling(places["left"], places["width"], images.shape[-1], self.size[1], self.interpolation)
+        down = resampling(places["top"], places["height"], images.shape[-2], self.size[0], self.interpolation)
         # As torchvision on bytes: rounded after each of the two passes.
         narrowed = _rounded(images.float() @ across.transpose(1, 2)[:, None])
         return _rounded(down[:, None] @ narrowed).to(torch.uint8)
@@ -170,23 +215,29 @@ class RandomResizedCrop(BatchTransform):
         return (height, max(1, round(height * self.ratio[1]))) if width / height > self.ratio[1] else (height, width)
 
 
-def resampling(start: Tensor, length: Tensor, size: int, output: int) -> Tensor:
-    """Return (B, output, size) float32 weights that resize a part of each row by antialiased bicubic interpolation.
+def resampling(start: Tensor, length: Tensor, size: int, output: int, interpolation: str = "bicubic") -> Tensor:
+    """Return (B, output, size) float32 weights that resize a part of each row.
 
     Args:
         start, length: (B,) int64, the part of each image.
         size: pixels of a row.
         output: pixels afterwards.
+        interpolation: ``bicubic`` or ``bilinear``, both antialiased, or ``nearest``.
     """
     scale = (length / output)[:, None, None]
     stretch = scale.clamp(min=1)
     pixel = torch.arange(size, device=start.device) + 0.5
     centre = start[:, None, None] + scale * (torch.arange(output, device=start.device)[:, None] + 0.5)
+    if interpolation == "nearest":
+        return (pixel - 0.5 == centre.floor()).float()
     distance = ((pixel - centre) / stretch).abs()
-    # Keys 1981 with a = -1/2.
-    near = (1.5 * distance - 2.5) * distance * distance + 1
-    far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
-    weights = torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))
+    if interpolation == "bilinear":
+        weights = (1 - distance).clamp(min=0)
+    else:
+        # Keys 1981 with a = -1/2.
+        near = (1.5 * distance - 2.5) * distance * distance + 1
+        far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
+        weights = torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))
     inside = (pixel > start[:, None, None]) & (pixel < (start + length)[:, None, None])
     weights = weights * inside
     return weights / weights.sum(dim=2, keepdim=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.config import fixed_input_size, input_size, size_key
 from fastamp.modeling.backbones.options import warn_of_ignored_keys
 from fastamp.modeling.weights import load_pretrained_backbone
 from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean
@@ -58,7 +59,7 @@ class TimmBackbone(nn.Module):
 def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone:
     """Return timm's model ``name``, also with a tag, for ``INPUT.CHANNELS``; with pretrained weights if ``PRETRAIN``.
 
-    Models that work at one image size get that of ``INPUT.SIZE_TRAIN``, and may see others where timm can resize their
+    Models that work at one image size get that of the training images, and may see others where timm can resize their
     position embeddings or windows. With LAST_STRIDE 1, the map is that of stride 16 in models which can have it;
     timm dilates the convolutions after it for that. Everything else about the model is as timm has it.
 
@@ -72,12 +73,16 @@ def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone:
     warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     if backbone.NORM != "BN":
         logger.warning("MODEL.BACKBONE.NORM does nothing: %s has the normalization that timm gave it", name)
-    model, arguments = _create(timm, name, cfg.INPUT.CHANNELS, tuple(cfg.INPUT.SIZE_TRAIN), backbone.LAST_STRIDE)
+    size = fixed_input_size(cfg, is_train=True, needed_by=f"MODEL.BACKBONE.NAME {backbone.NAME}")
+    key = size_key(cfg, is_train=True)
+    model, arguments = _create(timm, name, cfg.INPUT.CHANNELS, key, size, backbone.LAST_STRIDE)
     if backbone.PRETRAIN and not backbone.PRETRAIN_PATH:
         model = _create_pretrained(timm, name, arguments)
     wrapped = TimmBackbone(model)
-    for key in ("SIZE_TRAIN", "SIZE_TEST"):
-        _check_size(wrapped, name, f"INPUT.{key}", (1, cfg.INPUT.CHANNELS, *cfg.INPUT[key]))
+    _check_size(wrapped, name, key, (1, cfg.INPUT.CHANNELS, *size))
+    test_size = input_size(cfg, is_train=False)
+    if test_size is not None:
+        _check_size(wrapped, name, size_key(cfg, is_train=False), (1, cfg.INPUT.CHANNELS, *test_size))
     if backbone.PRETRAIN and backbone.PRETRAIN_PATH:
         load_pretrained_backbone(wrapped, path=backbone.PRETRAIN_PATH, online=None)
     return wrapped
@@ -103,7 +108,7 @@ def _check_name(timm: ModuleType, name: str) -> None:
 
 
 def _create(
-    timm: ModuleType, name: str, channels: int, size: tuple[int, int], last_stride: int
+    timm: ModuleType, name: str, channels: int, size_key: str, size: tuple[int, int], last_stride: int
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model and the arguments that it took: the first that it does, since timm tells in no other way."""
     options: list[dict[str, Any]] = [{"output_stride": 16}] if last_stride == 1 else []
@@ -122,7 +127,7 @@ def _create(
                 logger.info("MODEL.BACKBONE.LAST_STRIDE 1 does nothing: timm's %s has one stride", name)
             return model, arguments
     raise ConfigError(
-        f"MODEL.BACKBONE.NAME: timm's {name} cannot be a backbone for INPUT.SIZE_TRAIN {size} and INPUT.CHANNELS "
+        f"MODEL.BACKBONE.NAME: timm's {name} cannot be a backbone for {size_key} {size} and INPUT.CHANNELS "
         f"{channels} ({str(refusal) or type(refusal).__name__})"
     ) from refusal
 

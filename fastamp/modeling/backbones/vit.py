@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
+from fastamp.config import fixed_input_size, input_size, size_key
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 from fastamp.modeling.weights import Download
@@ -323,22 +324,27 @@ def grid_of(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
 
 @BACKBONE_REGISTRY.register()
 def build_vit_backbone(cfg: Any) -> VisionTransformer:
-    """Return the ViT of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS`` and ``SIZE_TRAIN``, pretrained if ``PRETRAIN`` is on.
+    """Return the ViT of ``MODEL.BACKBONE`` for ``INPUT``, pretrained if ``PRETRAIN`` is on.
+
+    It has a position embedding for each patch of a training image, at INPUT.CROP.SIZE where INPUT.CROP is on, else at
+    SIZE_TRAIN.
 
     Raises:
-        ConfigError: unknown ``DEPTH``, images smaller than a patch, or a ``STRIDE_SIZE`` that is not two positive
-            numbers.
+        ConfigError: unknown ``DEPTH``, images smaller than a patch, training images of different sizes, or a
+            ``STRIDE_SIZE`` that is not two positive numbers.
         WeightsError: the pretrained weights cannot be had or do not fit.
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
     warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
-    for key, size in (("SIZE_TRAIN", cfg.INPUT.SIZE_TRAIN), ("SIZE_TEST", cfg.INPUT.SIZE_TEST)):
-        if min(size) < PATCH:
-            raise ConfigError(f"INPUT.{key} is {tuple(size)}; a ViT cuts images into patches of {PATCH} x {PATCH}")
+    image_size = fixed_input_size(cfg, is_train=True, needed_by=f"MODEL.BACKBONE.NAME {backbone.NAME}")
+    for is_train, size in ((True, image_size), (False, input_size(cfg, is_train=False))):
+        if size is not None and min(size) < PATCH:
+            key = size_key(cfg, is_train=is_train)
+            raise ConfigError(f"{key} is {size}; a ViT cuts images into patches of {PATCH} x {PATCH}")
     model = VisionTransformer(
         depth=depth,
-        image_size=tuple(cfg.INPUT.SIZE_TRAIN),
+        image_size=image_size,
         in_channels=cfg.INPUT.CHANNELS,
         stride=tuple(backbone.STRIDE_SIZE),
         dropout=backbone.DROP_RATIO,

@@ -1,0 +1,59 @@
+"""Size of the images that a model sees, from the INPUT keys."""
+
+from typing import Any
+
+from fastamp.utils.errors import ConfigError
+
+
+def crop_size(cfg: Any) -> tuple[int, int] | None:
+    """Return (height, width) of INPUT.CROP in pixels, None where it is off."""
+    if not cfg.INPUT.CROP.ENABLED:
+        return None
+    size = tuple(cfg.INPUT.CROP.SIZE)
+    return size * 2 if len(size) == 1 else size
+
+
+def input_size(cfg: Any, *, is_train: bool) -> tuple[int, int] | None:
+    """Return (height, width) of the model's input in pixels, None where it depends on the image.
+
+    INPUT.CROP.SIZE where INPUT.CROP is on, else SIZE_TRAIN or SIZE_TEST. Padding and cropping training images of
+    SIZE_TRAIN ``(side,)`` makes them squares of that side, as in FastReID.
+
+    Args:
+        cfg: reads INPUT.
+        is_train: for training images, else for test images.
+    """
+    crop = crop_size(cfg)
+    if crop is not None:
+        return crop
+    size = tuple(cfg.INPUT.SIZE_TRAIN if is_train else cfg.INPUT.SIZE_TEST)
+    if len(size) == 2:
+        return size
+    return size * 2 if is_train and cfg.INPUT.PADDING.ENABLED and size != (0,) else None
+
+
+def size_key(cfg: Any, *, is_train: bool) -> str:
+    """Return the config key that ``input_size`` follows."""
+    if cfg.INPUT.CROP.ENABLED:
+        return "INPUT.CROP.SIZE"
+    return "INPUT.SIZE_TRAIN" if is_train else "INPUT.SIZE_TEST"
+
+
+def fixed_input_size(cfg: Any, *, is_train: bool, needed_by: str) -> tuple[int, int]:
+    """Return ``input_size`` where it is needed.
+
+    Args:
+        cfg, is_train: see ``input_size``.
+        needed_by: what needs images of one size, for the message.
+
+    Raises:
+        ConfigError: the size depends on the image.
+    """
+    size = input_size(cfg, is_train=is_train)
+    if size is None:
+        key = size_key(cfg, is_train=is_train)
+        raise ConfigError(
+            f"{needed_by} needs images of one size, and {key} {tuple(cfg.INPUT[key.removeprefix('INPUT.')])} keeps "
+            f"their aspect ratios.\n  fix: {key} (height, width), or INPUT.CROP.ENABLED True"
+        )
+    return size

@@ -1,0 +1,58 @@
+"""Image sizes: their forms, and the size of the model's input that follows from them."""
+
+import pytest
+
+from fastamp.config import fixed_input_size, get_cfg, input_size, size_key
+from fastamp.utils.errors import ConfigError
+
+
+def config(*opts):
+    cfg = get_cfg()
+    cfg.merge_from_list(list(opts))
+    return cfg
+
+
+@pytest.mark.parametrize("key", ["INPUT.SIZE_TRAIN", "INPUT.SIZE_TEST", "INPUT.CROP.SIZE"])
+@pytest.mark.parametrize("text", ["(64, 32, 3)", "()", "(0, 32)", "(0, 0)", "-1", "(9000,)", "(64, 9000)"])
+def test_a_wrong_size_names_the_forms(key, text):
+    forms = "(height, width) or (side,)" if "CROP" in key else "(height, width), (shorter_side,) or (0,)"
+    with pytest.raises(ConfigError) as raised:
+        config(key, text)
+    assert f"{key} needs {forms}, each at most 8192; got (" in str(raised.value)
+
+
+@pytest.mark.parametrize("text, size", [("(0,)", (0,)), ("[256,]", (256,)), ("256", (256,)), ("(64, 32)", (64, 32))])
+def test_the_forms_of_a_size(text, size):
+    cfg = config("INPUT.SIZE_TRAIN", text, "INPUT.SIZE_TEST", text)
+    assert cfg.INPUT.SIZE_TRAIN == cfg.INPUT.SIZE_TEST == size
+
+
+def test_a_crop_of_0_pixels_is_refused():
+    with pytest.raises(ConfigError, match=r"INPUT\.CROP\.SIZE needs \(height, width\) or \(side,\)"):
+        config("INPUT.CROP.SIZE", "(0,)")
+
+
+@pytest.mark.parametrize(
+    "opts, train, test",
+    [
+        ((), (256, 128), (256, 128)),
+        (("INPUT.CROP", "True"), (224, 224), (224, 224)),
+        (("INPUT.CROP", "True", "INPUT.CROP.SIZE", "(96,)"), (96, 96), (96, 96)),
+        (("INPUT.SIZE_TRAIN", "(64,)", "INPUT.SIZE_TEST", "(0,)"), None, None),
+        (("INPUT.SIZE_TRAIN", "(64,)", "INPUT.SIZE_TEST", "(64,)", "INPUT.PADDING", "True"), (64, 64), None),
+        (("INPUT.SIZE_TRAIN", "(0,)", "INPUT.PADDING", "True"), None, (256, 128)),
+        (("INPUT.SIZE_TRAIN", "(0,)", "INPUT.SIZE_TEST", "(64,)", "INPUT.CROP", "True"), (224, 224), (224, 224)),
+    ],
+)
+def test_the_size_of_the_input(opts, train, test):
+    cfg = config(*opts)
+    assert (input_size(cfg, is_train=True), input_size(cfg, is_train=False)) == (train, test)
+    assert size_key(cfg, is_train=False) == ("INPUT.CROP.SIZE" if "INPUT.CROP" in opts else "INPUT.SIZE_TEST")
+
+
+def test_a_size_that_depends_on_the_image_is_refused_where_it_must_be_fixed():
+    cfg = config("INPUT.SIZE_TEST", "(64,)")
+    assert fixed_input_size(cfg, is_train=True, needed_by="X") == (256, 128)
+    with pytest.raises(ConfigError, match=r"X needs images of one size, and INPUT\.SIZE_TEST \(64,\) keeps") as raised:
+        fixed_input_size(cfg, is_train=False, needed_by="X")
+    assert "fix: INPUT.SIZE_TEST (height, width), or INPUT.CROP.ENABLED True" in str(raised.value)
