@@ -86,8 +86,8 @@ def recognize(state: State, source: str) -> dict[str, str]:
 def interpolation_keys(state: State) -> dict[str, str]:
     """Return the config keys of the interpolation with which the program that wrote ``state`` resizes images.
 
-    torchreid resizes bilinearly, TransReID bicubically in training and bilinearly in tests; both are recognized by their
-    names. For other files the result is empty.
+    torchreid resizes bilinearly, TransReID bicubically in training and bilinearly in tests; both are recognized by
+    their tensor names. For other files the result is empty.
     """
     if any(name.startswith("base.") for name in state):
         return {"INPUT.INTERPOLATION_TEST": "bilinear"}
