@@ -55,7 +55,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     step = OptimizationStep(model, list(optimizers.values()), scaler=scaler, clip=clip, **limits)
     precautions = Precautions.from_config(cfg)
     progress = Progress(iteration=0, steps_taken=0, iters_per_epoch=loader.iters_per_epoch)
-    parts = {name: OptimizerState(each) for name, each in optimizers.items()} | {"random": RandomState()}
+    parts = {name: OptimizerState(each, model) for name, each in optimizers.items()} | {"random": RandomState()}
     parts |= {"step": step, "progress": progress, "config": ConfigText(cfg)}
     checkpointer = Checkpointer(
         model, cfg.OUTPUT_DIR, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH, policy=policy, check=check_finite, **parts

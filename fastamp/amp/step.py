@@ -1,7 +1,7 @@
 """The optimizer step: backward, loss scaling, the verdict on its gradients, clipping, step or skip."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,6 +174,7 @@ class OptimizationStep:
         self.frozen: Sequence[str] = ()
         """Modules that are frozen on purpose: while there are any, some losses may reach no parameter, but not all."""
         self._losses_finite: torch.Tensor | None = None
+        self._positions = {id(p): number for number, p in enumerate(model.parameters())}
         self._first_steps = FirstSteps(self.optimizers)
 
     def begin(self) -> None:
@@ -215,8 +216,9 @@ class OptimizationStep:
         active = [opt for opt in self.optimizers if any(p.grad is not None for p in _parameters(opt))]
         if not active:
             raise TrainingError(explain_no_gradient(self.model, self.optimizers))
+        held = [p for opt in active for group in groups_by_value(opt, self._positions) for p in group]
         # One that two optimizers hold is still unscaled once.
-        parameters = list({id(p): p for opt in active for p in _parameters(opt) if p.grad is not None}.values())
+        parameters = list({id(p): p for p in held if p.grad is not None}.values())
         gradients = [p.grad for p in parameters]
         scale = self.scaler.scale if self.scaler else 1.0
         with torch.no_grad():
@@ -320,6 +322,25 @@ class OptimizationStep:
                 f"  found: {found}; loss scale {verdict.loss_scale:g}"
             )
             raise PrecisionFailure(f"{headline}\n  cause: {cause}\n  fix:   {fix}", verdict, headline)
+
+
+def groups_by_value(optimizer: Optimizer, positions: Mapping[int, int]) -> list[list[nn.Parameter]]:
+    """Return an optimizer's parameters, grouped by equal learning rate and weight decay instead of by role.
+
+    Checkpoints of earlier versions have their parameters in this order. Gradient norms are summed in it, so that
+    their rounding, and with it clipping by the global norm, does not depend on the number of roles.
+
+    Args:
+        optimizer: groups without a ``role``, which other code has built, are returned as they are.
+        positions: id of a parameter -> position in the model.
+    """
+    if not all("role" in group for group in optimizer.param_groups):
+        return [group["params"] for group in optimizer.param_groups]
+    held = [(p, (group["base_lr"], group["weight_decay"])) for group in optimizer.param_groups for p in group["params"]]
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for parameter, values in sorted(held, key=lambda each: positions.get(id(each[0]), len(positions))):
+        groups.setdefault(values, []).append(parameter)
+    return list(groups.values())
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

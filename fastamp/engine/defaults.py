@@ -93,7 +93,7 @@ class DefaultTrainer:
             check=check_finite,
             notes=self._pair_scores,
             **({"average": self.average} if self.average else {}),
-            **{name: OptimizerState(optimizer) for name, optimizer in optimizers.items()},
+            **{name: OptimizerState(optimizer, self.model) for name, optimizer in optimizers.items()},
             trainer=self.trainer,
             random=RandomState(),
             policy=_PolicyOf(self.trainer),

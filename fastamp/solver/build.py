@@ -30,44 +30,54 @@ _NORM_LAYERS = (
 
 
 def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
-    """Return the trainable parameters, merged into one group for each learning-rate factor and weight decay.
+    """Return the trainable parameters, one group for each role.
+
+    A role is the part of the model (``heads``, or the first component of the module's name), the kind (``weight``,
+    ``norm`` or ``bias``), and the globs of ``LR_FACTORS`` that match. It does not depend on the values of learning
+    rates and weight decays, so the groups stay the same when these change, e.g. in population based training.
 
     Norm layers decay by ``WEIGHT_DECAY_NORM`` and biases, those of norm layers too, by ``WEIGHT_DECAY_BIAS``; biases'
     learning rate is times ``BIAS_LR_FACTOR``, that of everything in the heads times ``HEADS_LR_FACTOR``, and that of
     the parameters whose names match a glob of ``LR_FACTORS`` times its factor; all that apply are multiplied, and with
-    what ``LR_SCALING`` makes of the batch size. Those of modules with an optimizer of their own are left out.
+    what ``LR_SCALING`` makes of the batch size. Parameters of modules with an optimizer of their own are excluded.
 
     Returns:
-        Groups with ``params``, ``weight_decay``, ``lr`` and ``base_lr``; the schedule sets ``lr`` from ``base_lr``.
+        Groups with ``role``, ``params``, ``weight_decay``, ``lr`` and ``base_lr``; the schedule sets ``lr`` from
+        ``base_lr``.
 
     Raises:
-        ConfigError: a glob of ``LR_FACTORS`` that matches no parameter, or a factor that is no number from 0 up.
+        ConfigError: a glob of ``LR_FACTORS`` that matches no parameter, or a factor that is not a number from 0 up.
     """
     solver = cfg.SOLVER
     elsewhere = {id(p) for _, module in _with_own_optimizer(model) for p in module.parameters()}
     base_lr = solver.BASE_LR * learning_rate_factor(cfg)
     factors = _learning_rate_factors(solver.LR_FACTORS, [name for name, _ in model.named_parameters()])
-    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
     seen: set[int] = set()
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad or id(parameter) in seen or id(parameter) in elsewhere:
                 continue
             seen.add(id(parameter))
-            lr, weight_decay = base_lr, solver.WEIGHT_DECAY
+            lr, weight_decay, kind = base_lr, solver.WEIGHT_DECAY, "weight"
             if isinstance(module, _NORM_LAYERS):
-                weight_decay = solver.WEIGHT_DECAY_NORM
+                weight_decay, kind = solver.WEIGHT_DECAY_NORM, "norm"
             if name == "bias":
                 lr *= solver.BIAS_LR_FACTOR
-                weight_decay = solver.WEIGHT_DECAY_BIAS
+                weight_decay, kind = solver.WEIGHT_DECAY_BIAS, "bias"
+            part = module_name.partition(".")[0]
             if "heads" in module_name:
                 lr *= solver.HEADS_LR_FACTOR
+                part = "heads"
             full_name = f"{module_name}.{name}" if module_name else name
+            words = [part, kind]
             for pattern, factor in factors.items():
                 if fnmatchcase(full_name, pattern):
                     lr *= factor
+                    words.append(pattern)
+            role = " ".join(words).strip()
             group = groups.setdefault(
-                (lr, weight_decay), {"params": [], "lr": lr, "base_lr": lr, "weight_decay": weight_decay}
+                role, {"role": role, "params": [], "lr": lr, "base_lr": lr, "weight_decay": weight_decay}
             )
             group["params"].append(parameter)
     return list(groups.values())

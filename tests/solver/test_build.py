@@ -48,8 +48,17 @@ def test_groups_follow_fastreids_rules():
     }
 
 
-def test_equal_settings_make_one_group():
-    assert len(build_optimizer(get_cfg(), Model()).param_groups) == 1
+@pytest.mark.parametrize("decay", ["0.0005", "0.0", "0.1"])
+def test_groups_are_roles_whatever_their_values_are(decay):
+    optimizer = build_optimizer(config("SOLVER.WEIGHT_DECAY", decay, "SOLVER.LR_FACTORS", "{'*.reduce.*': 1}"), Model())
+    assert {group["role"]: len(group["params"]) for group in optimizer.param_groups} == {
+        "backbone weight": 1,
+        "backbone bias": 2,
+        "backbone norm": 1,
+        "heads norm": 1,
+        "heads weight *.reduce.*": 1,
+        "heads bias *.reduce.*": 1,
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,17 @@
 """An optimizer goes on only with what a step of its own could have left."""
 
+import signal
+from pathlib import Path
+
 import pytest
+import tiny
 import torch
 
+from fastamp.engine import DefaultTrainer, HookBase
+from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.solver import OptimizerState
+
+DATA = Path(__file__).parent / "data"
 
 
 def stepped(optimizer, **options):
@@ -62,3 +70,122 @@ def test_the_check_needs_no_second_model():
         torch.equal(p, torch.full_like(p, 0.9 if i < 2 else 1))
         for i, p in enumerate(p for g in other.optimizer.param_groups for p in g["params"])
     )
+
+
+# The stored checkpoint's: weights of the heads and biases of the backbone share a group there, and clipping sums over
+# all gradients.
+PREVIOUS = (
+    "SOLVER.MAX_EPOCH", "2", "SOLVER.BIAS_LR_FACTOR", "2.0", "SOLVER.HEADS_LR_FACTOR", "2.0",
+    "SOLVER.LR_FACTORS", "{'backbone.4.*': 0.5}", "SOLVER.CLIP_GRADIENTS", "True",
+    "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "global_norm", "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", "1.0",
+)  # fmt: skip
+
+
+class Interrupt(HookBase):
+    def before_step(self):
+        if self.trainer.iter == 7:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def train(folder, *hooks, resume=False, opts=()):
+    torch.manual_seed(0)
+    trainer = DefaultTrainer(tiny.tiny_config(folder, *PREVIOUS, *opts))
+    trainer.resume_or_load(resume=resume)
+    trainer.trainer.register_hooks(hooks)
+    trainer.train()
+
+
+def resumed(folder, content, opts=()):
+    folder.mkdir()
+    torch.save(content, folder / "model_interrupted.pth")
+    (folder / "last_checkpoint").write_text("model_interrupted.pth")
+    train(folder, resume=True, opts=opts)
+    return torch.load(folder / "model_final.pth", weights_only=True)
+
+
+def in_previous_layout(content):
+    """Return a checkpoint as earlier versions wrote it: a group for each pair of values, and no names."""
+    state, order = content["optimizer"], list(content["model"])
+    held = [
+        (name, number, group)
+        for group in state["param_groups"]
+        for name, number in zip(group["param_names"], group["params"], strict=True)
+    ]
+    merged, names = {}, []
+    for name, number, group in sorted(held, key=lambda each: order.index(each[0])):
+        merged.setdefault((group["base_lr"], group["weight_decay"]), (group, []))[1].append((name, number))
+    groups, values = [], {}
+    for group, members in merged.values():
+        start = len(names)
+        names += [name for name, _ in members]
+        values |= {start + n: state["state"][number] for n, (_, number) in enumerate(members)}
+        options = {key: value for key, value in group.items() if key not in ("role", "param_names")}
+        groups.append(options | {"params": list(range(start, len(names)))})
+    return content | {"optimizer": {"name": state["name"], "state": values, "param_groups": groups}}, names
+
+
+def test_a_checkpoint_of_the_previous_layout_resumes_bit_identically(demo, tmp_path):
+    train(tmp_path / "straight")
+    with pytest.raises(TrainingInterrupted):
+        train(tmp_path / "interrupted", Interrupt())
+    content = torch.load(tmp_path / "interrupted/model_interrupted.pth", weights_only=True)
+    previous, names = in_previous_layout(content)
+    stored = torch.load(DATA / "previous_layout.pth", weights_only=True)
+    end = torch.load(DATA / "previous_layout_end.pth", weights_only=True)
+    # What this test writes has the layout of the stored file.
+    assert names == end["names"]
+    for ours, theirs in zip(previous["optimizer"]["param_groups"], stored["optimizer"]["param_groups"], strict=True):
+        assert ours == theirs
+    straight = tiny.weights(tmp_path / "straight/model_final.pth")
+    again = resumed(tmp_path / "again", previous)["model"]
+    assert all(torch.equal(again[name], straight[name]) for name in straight)
+    # Other CPUs round differently, so the stored end is close to what its checkpoint leads to here.
+    last = resumed(tmp_path / "stored", stored)
+    for name, tensor in end["model"].items():
+        torch.testing.assert_close(last["model"][name], tensor, rtol=1e-2, atol=1e-4)
+    # The same under names: what the positions of the stored file stand for is known.
+    state = stored["optimizer"]
+    group = {key: value for key, value in state["param_groups"][0].items() if key != "params"}
+    by_name = {"params": list(range(len(names))), "param_names": names}
+    named = stored | {"optimizer": state | {"param_groups": [group | by_name]}}
+    other = resumed(tmp_path / "named", named)
+    assert all(torch.equal(other["model"][name], last["model"][name]) for name in straight)
+
+
+def test_other_weight_decays_resume_with_the_new_values(demo, tmp_path):
+    with pytest.raises(TrainingInterrupted):
+        train(tmp_path / "interrupted", Interrupt())
+    content = torch.load(tmp_path / "interrupted/model_interrupted.pth", weights_only=True)
+    changed = ("SOLVER.WEIGHT_DECAY", "0.25", "SOLVER.BASE_LR", "0.5", "SOLVER.HEADS_LR_FACTOR", "1.0")
+    groups = resumed(tmp_path / "other", content, changed)["optimizer"]["param_groups"]
+    assert {(group["role"], group["base_lr"], group["weight_decay"]) for group in groups} == {
+        ("backbone weight", 0.5, 0.25),
+        ("backbone weight backbone.4.*", 0.25, 0.25),
+        ("backbone norm", 0.5, 0.0005),
+        ("backbone bias", 1.0, 0.0005),
+        ("heads weight", 0.5, 0.25),
+        ("heads norm", 0.5, 0.0005),
+    }
+
+
+def test_parameters_are_known_by_their_names():
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+
+    def state(*groups):
+        parameters = [{"params": [model.get_parameter(name) for name in names]} for names in groups]
+        return OptimizerState(torch.optim.Adam(parameters, lr=0.1), model)
+
+    first, second = state(["a.weight", "b.weight"], ["a.bias"]), state(["a.bias"], ["b.weight"], ["a.weight"])
+    for number, name in enumerate(("a.weight", "b.weight", "a.bias")):
+        parameter = model.get_parameter(name)
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    first.optimizer.step()
+    saved = first.state_dict()
+    assert [group["param_names"] for group in saved["param_groups"]] == [["a.weight", "b.weight"], ["a.bias"]]
+    second.load_state_dict(saved)
+    for name in ("a.weight", "b.weight", "a.bias"):
+        parameter = model.get_parameter(name)
+        ours, theirs = second.optimizer.state[parameter], first.optimizer.state[parameter]
+        assert torch.equal(ours["exp_avg"], theirs["exp_avg"]) and ours["exp_avg"].flatten()[0] > 0
+    with pytest.raises(ValueError, match=r"1 of its parameters differ \(b.bias\)"):
+        state(["a.bias", "b.bias"], ["b.weight"], ["a.weight"]).load_state_dict(saved)
