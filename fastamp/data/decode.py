@@ -1,5 +1,6 @@
 """Decode image files to uint8 tensors: grey, RGB or RGBA."""
 
+import errno
 import os
 import struct
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ def read_image(path: str, channels: int = 3, *, box: tuple[int, int, int, int] |
 
     Raises:
         DataError: the file is missing, cannot be read, is damaged, or has no such part; names the file and the cause.
+        OSError: too many files are open.
     """
     image = _read_whole(path, channels)
     if box is None:
@@ -73,6 +75,8 @@ def _read_whole(path: str, channels: int) -> Tensor:
         with open(path, "rb", buffering=0) as file:
             content = bytearray(file.read())
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise  # no fault of the image, which must not be skipped
         raise DataError(f"cannot read the image {path}: {error.strerror or error}") from error
     except ValueError as error:  # a name that no file can have
         raise DataError(f"cannot read the image {path!r}: {error}") from error

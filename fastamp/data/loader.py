@@ -1,18 +1,24 @@
 """Batches from worker processes, which leave signals and errors to the trainer's process."""
 
+import errno
 import logging
+import multiprocessing
 import os
 import re
+import resource
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.samplers import EpochBatchSampler, InferenceSampler, SampleKey
@@ -20,6 +26,10 @@ from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError, UserError
 
 logger = logging.getLogger(__name__)
+
+_SHARED_MEMORY = "/dev/shm"
+# File descriptors that stay free in a worker: for an image file, for the socket that hands descriptors over, for a log.
+_SPARE_DESCRIPTORS = 6
 
 
 class _Failure:
@@ -30,15 +40,59 @@ class _Failure:
         self.message = str(error)
 
 
+class _PackedBatch:
+    """A batch that a worker has pickled, its tensors in shared memory.
+
+    Left to PyTorch, a batch is pickled in a thread of the worker that prints an error and drops the batch, e.g. when
+    shared memory is full, and the main process waits for that batch forever. Pickled here, in the worker's main
+    thread, the error reaches the main process instead of the batch.
+
+    Args:
+        batch: tensors, and what can be pickled.
+
+    Raises:
+        OSError, RuntimeError: no shared memory, or too many open files.
+    """
+
+    def __init__(self, batch: dict[str, Any]) -> None:
+        # Each tensor needs one descriptor for its memory and one to hand over. Checked first: without a spare one the
+        # thread that hands them over could not answer the main process, which would wait for it.
+        _check_descriptors(2 * _count_tensors(batch) + _SPARE_DESCRIPTORS)
+        self._pickled = bytes(ForkingPickler.dumps(batch))
+        self._error: Exception | None = None
+
+    def unpack(self) -> dict[str, Any]:
+        """Return the batch; once.
+
+        Raises:
+            OSError, EOFError, RuntimeError: the worker is gone, or too many files are open.
+        """
+        if self._error is not None:
+            raise self._error
+        return ForkingPickler.loads(self._pickled)
+
+    def pin_memory(self) -> "dict[str, Any] | _PackedBatch":
+        """Return the batch in pinned memory; PyTorch calls this in a thread."""
+        try:
+            return pin_memory(self.unpack())
+        except Exception as error:
+            self._error = error  # raised in the main thread, which explains it
+            return self
+
+
 class _Batches(Dataset):
     """The data set as workers fetch from it: a batch, or why there is none."""
 
     def __init__(self, dataset: ReidDataset) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, keys: Sequence[SampleKey]) -> dict[str, Any] | _Failure:
+    def __getitems__(self, keys: Sequence[SampleKey]) -> dict[str, Any] | _PackedBatch | _Failure:
         try:
-            return self.dataset.__getitems__(keys)
+            batch = self.dataset.__getitems__(keys)
+            if get_worker_info() is None:
+                return batch
+            with exhausted_resources_explained():
+                return _PackedBatch(batch)
         except UserError as error:
             return _Failure(error)
 
@@ -81,15 +135,22 @@ class _Loader:
         """Yield the batches.
 
         Raises:
-            DataError: an image cannot be read, or a worker was killed.
+            DataError: an image cannot be read, a worker was killed, or shared memory, open files or processes ran out.
         """
-        batches = self._ahead() if self.device.type == "cuda" else map(self._finished, self._loader)
-        while True:
-            with lost_workers_explained(fetching=True):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
+        with exhausted_resources_explained():
+            if self.num_workers:
+                _check_workers_can_start(self.num_workers, self._loader.multiprocessing_context or multiprocessing)
+            batches = self._ahead() if self.device.type == "cuda" else map(self._finished, self._loader)
+        explained = exhausted_resources_explained if self.num_workers else nullcontext
+        try:
+            while True:
+                with lost_workers_explained(fetching=True), explained():
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                yield batch
+        finally:
+            del batches  # ends the workers, also while the traceback of an error holds this frame
 
     def _ahead(self) -> Iterator[dict[str, Any]]:
         """Yield the batches, each when the work on the next has been handed to the device."""
@@ -110,10 +171,12 @@ class _Loader:
         batch["images"].record_stream(present)
         return batch
 
-    def _finished(self, batch: dict[str, Any] | _Failure) -> dict[str, Any]:
+    def _finished(self, batch: dict[str, Any] | _PackedBatch | _Failure) -> dict[str, Any]:
         """Return the batch with its images on the device, and augmented."""
         if isinstance(batch, _Failure):
             raise batch.error_class(batch.message)
+        if isinstance(batch, _PackedBatch):
+            batch = batch.unpack()
         batch["images"] = batch["images"].to(self.device, non_blocking=True)
         parameters = batch.pop("augmentation", None)
         if parameters is not None:
@@ -202,6 +265,75 @@ def lost_workers_explained(*, fetching: bool = False) -> Iterator[None]:
         raise DataError(
             f"a process that loads data has ended.\n  found: {found}\n  cause: {cause}\n  fix:   {fix}"
         ) from error
+
+
+@contextmanager
+def exhausted_resources_explained() -> Iterator[None]:
+    """Turn errors about shared memory, open files and processes, which workers need, into a DataError."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        number = getattr(error, "errno", None)
+        found = getattr(error, "strerror", None) or str(error).strip()
+        if found.startswith("Caught "):  # raised in the worker; its traceback follows
+            found = found.splitlines()[-1]
+        workers = "fewer workers (DATALOADER.NUM_WORKERS, TEST.NUM_WORKERS; 0 loads in the main process)"
+        if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in found or "ancdata" in found:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            cause = f"too many files are open; the limit is {limit} for each process (ulimit -n)"
+            fix = f"a higher limit (ulimit -n 4096, docker run --ulimit nofile=4096), or {workers}"
+        elif number == errno.ENOSPC or re.match("unable to (open|resize|allocate|mmap)", found):  # PyTorch's words
+            cause = f"the shared memory in which workers hand batches over, {_SHARED_MEMORY}, is full{_room()}"
+            fix = f"a larger one (docker run --shm-size 8g, or --ipc host), or {workers}"
+        elif number in (errno.EAGAIN, errno.ENOMEM):
+            cause, fix = "the system cannot start another process: too many run, or memory is full", workers
+        else:
+            raise
+        raise DataError(f"loading data failed.\n  found: {found}\n  cause: {cause}\n  fix:   {fix}") from error
+
+
+def _room() -> str:
+    """Return how large shared memory is, and how much of it is free."""
+    try:
+        usage = shutil.disk_usage(_SHARED_MEMORY)
+    except OSError:
+        return ""
+    return f" ({usage.free / 2**20:.1f} of {usage.total / 2**20:.1f} MiB are free)"
+
+
+def _check_descriptors(count: int) -> None:
+    """Raise OSError unless this process may open ``count`` more files."""
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for each in opened:
+            os.close(each)
+
+
+def _check_workers_can_start(count: int, context: Any) -> None:
+    """Raise OSError unless there is room for the queues and the pipes of ``count`` workers.
+
+    PyTorch's loader does not clean up after an error among these.
+    """
+    queues = []
+    try:
+        for _ in range(count + 1):
+            queues.append(context.Queue())
+        _check_descriptors(4 * count + _SPARE_DESCRIPTORS)
+    finally:
+        for queue in queues:
+            queue.close()
+
+
+def _count_tensors(value: Any) -> int:
+    """Return how many tensors are in nested dictionaries and sequences."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return int(isinstance(value, torch.Tensor))
+    return sum(map(_count_tensors, value))
 
 
 def _word_of_its_end() -> str:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import shlex
 import sys
 from collections.abc import Callable
@@ -86,6 +87,14 @@ def outcome_of(command: Callable[[], Any]) -> Outcome:
     except BrokenPipeError:  # whoever reads the output, e.g. head, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return Outcome(
+                USER_ERROR_EXIT_CODE,
+                f"error: too many files are open{f' to open {error.filename}' if error.filename else ''}.\n"
+                f"  found: the limit is {limit} for each process (ulimit -n)\n"
+                "  fix:   a higher limit (ulimit -n 4096, docker run --ulimit nofile=4096)",
+            )
         # Names come from keys and flags, and any look at one of these may fail so.
         if error.errno not in (errno.ENAMETOOLONG, errno.EACCES) or not isinstance(error.filename, str):
             raise

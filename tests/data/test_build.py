@@ -274,7 +274,7 @@ cfg = get_cfg()
 cfg.INPUT.SIZE_TRAIN, cfg.DATALOADER.NUM_WORKERS, cfg.SOLVER.IMS_PER_BATCH = (32, 16), 2, 8
 signal.signal(signal.SIGTERM, lambda *_: None)
 batches = iter(build_reid_train_loader(cfg))
-next(batches)
+next(batches), next(batches)  # one of each worker, so that both are ready for signals
 workers = [process.pid for process in multiprocessing.active_children()]
 os.system("kill -TERM %s; kill -INT %s; kill -USR1 %s" % ((" ".join(map(str, workers)),) * 3))
 for _ in range(20):

@@ -106,6 +106,15 @@ def test_a_name_that_is_too_long(capsys, name):
     assert f"({len(name)} characters)" in stderr and len(stderr) < 500
 
 
+def test_too_many_open_files(capsys):
+    def fail():
+        raise OSError(errno.EMFILE, "Too many open files", "metrics.json")
+
+    assert run_command_line(fail) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error: too many files are open to open metrics.json") and "ulimit -n" in stderr
+
+
 def test_other_errors_of_the_system_are_bugs():
     def fail():
         raise OSError(errno.EBADF, "Bad file descriptor")
