@@ -179,17 +179,20 @@ def training_items(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
 def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = False) -> list[list[ImageItem]]:
     """Return the training images of several data sets, whose identities and cameras are kept apart.
 
-    The cameras of a single one stay as they are: they are the test images' too.
+    Data sets of one ``family``, such as VehicleID and SmallVehicleID, share identities and cameras, and an image of
+    several of them is used once. The cameras of a single data set stay as they are: they are the test images' too.
 
     Args:
         datasets: one or more.
         combine_all: take the query and gallery images too, except for distractors (identity 0 or less).
 
     Raises:
-        DataError: one has no training images, or two have the same ``dataset_name``.
+        DataError: one has no training images, two have the same ``dataset_name``, or two have an image under different
+            identities.
     """
     classes: dict[str, type] = {}
     parts: list[list[ImageItem]] = []
+    owners: dict[Any, tuple[ImageDataset, int | str]] = {}  # of each image: its data set and identity
     for dataset in datasets:
         if not dataset.train:
             raise DataError(f"the data set {dataset.title} has no training images")
@@ -202,19 +205,61 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
             )
         if len(datasets) == 1 and not combine_all:
             return [dataset.train]
-        camid_prefix = dataset.name if len(datasets) > 1 else None
-        parts.append([_named(item, dataset.name, camid_prefix) for item in dataset.train])
+        pid_prefix, camid_prefix = dataset.name, None
+        if len(datasets) > 1:
+            pid_prefix = camid_prefix = dataset.family
+        part = [
+            _named(item._replace(pid=dataset.identity(item.pid)), pid_prefix, camid_prefix) for item in dataset.train
+        ]
         if combine_all:
             # Query and gallery number their identities by themselves, but the cameras are those of training. An image
             # may be in several splits, as all of SenseReID's are.
             known = {(item.path, item.box) for item in dataset.train}
             tested = {(item.path, item.box): item for item in dataset.query + dataset.gallery}
-            parts[-1] += [
-                _named(item, f"{dataset.name}_test", camid_prefix)
+            part += [
+                _named(item, f"{pid_prefix}_test", camid_prefix)
                 for image, item in tested.items()
                 if image not in known and (isinstance(item.pid, str) or item.pid > 0)
             ]
+        parts.append(_without_shared(part, dataset, owners) if len(datasets) > 1 else part)
     return parts
+
+
+def _without_shared(
+    part: list[ImageItem], dataset: ImageDataset, owners: dict[Any, tuple[ImageDataset, int | str]]
+) -> list[ImageItem]:
+    """Return the images of a data set that no earlier one has, and enter them in ``owners``.
+
+    Args:
+        part: the images, named.
+        dataset: the data set that they are from.
+        owners: data set and identity of each (path, box) of the earlier ones.
+
+    Raises:
+        DataError: an earlier data set has an image under another identity.
+    """
+    shared = [item for item in part if (item.path, item.box) in owners]
+    wrong = [item for item in shared if owners[item.path, item.box][1] != item.pid]
+    if wrong:
+        other = owners[wrong[0].path, wrong[0].box][0]
+        images = "1 image" if len(wrong) == 1 else f"{len(wrong)} images"
+        raise DataError(
+            f"{images} of {dataset.title} would have two identities in training; the first is {wrong[0].path}, which "
+            f"is also in {other.title}.\n"
+            "  fix: name one of the two data sets, or remove the images from one"
+        )
+    if shared:
+        first = owners[shared[0].path, shared[0].box][0]
+        logger.warning(
+            "%s: %d of %d training images are those of %s, and are used once",
+            dataset.title,
+            len(shared),
+            len(part),
+            first.title,
+        )
+        part = [item for item in part if (item.path, item.box) not in owners]
+    owners.update(((item.path, item.box), (dataset, item.pid)) for item in part)
+    return part
 
 
 def _use_store(dataset: ReidDataset, cfg: Any) -> None:

@@ -93,10 +93,10 @@ TREES = {
     "AirportALERT": alone(
         "AirportALERT",
         {
-            "filepath.txt": "cam4\\9\\a b.jpg\ncam10\\10000\\c.jpg\ncam10\\11001\\d.jpg\n",
-            **dict.fromkeys(("cam4/9/a b.jpg", "cam10/10000/c.jpg", "cam10/11001/d.jpg"), ""),
+            "filepath.txt": "cam4\\11001\\a b.jpg\ncam10\\12000\\c.jpg\ncam10\\11000\\d.jpg\n",
+            **dict.fromkeys(("cam4/11001/a b.jpg", "cam10/12000/c.jpg", "cam10/11000/d.jpg"), ""),
         },
-        [(9, 1), (10000, 0)],
+        [(11001, 1), (12000, 0)],
     ),
     "CAVIARa": alone("CAVIARa", ["1001001.jpg", "1001002.jpg", "1002.jpg"], [(1001, 0), (1001, 0), (1002, 0)]),
     "cuhkSYSU": alone("cuhk_sysu/cropped_images", ["p11422_s16929_1.jpg", "p-1_s1_1.jpg"], [(11422, 0)]),

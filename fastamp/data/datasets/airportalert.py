@@ -10,7 +10,7 @@ from fastamp.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-_FIRST_TEST_IDENTITY = 11001
+_FIRST_IDENTITY = 11001
 
 
 @DATASET_REGISTRY.register()
@@ -18,8 +18,8 @@ class AirportALERT(ImageDataset):
     r"""Karanam et al. 2019, "A systematic evaluation and benchmark for person re-identification: features, metrics, and
     datasets" (IEEE TPAMI).
 
-    Training images alone: those of ``filepath.txt``, whose lines are ``camera\pid\file``, of identities below 11001.
-    The others are for testing, and left out.
+    Training images only: those of ``filepath.txt``, whose lines are ``camera\pid\file``, of identities from 11001 on.
+    The others are excluded, as in FastReID.
 
     Args:
         root: data root; the list and the cameras' folders are in ``root/AirportALERT``.
@@ -43,10 +43,10 @@ class AirportALERT(ImageDataset):
         wrong = next((row[0] for row in rows if len(row) != 4 or not isinstance(as_number(row[2]), int)), None)
         if wrong is not None:
             raise DataError(f"AirportALERT: expected camera\\pid\\file on each line of {self._list}, found {wrong!r}")
-        kept = [fields for _, *fields in rows if int(fields[1]) < _FIRST_TEST_IDENTITY]
-        logger.info("AirportALERT: %d images are of test identities and left out", len(rows) - len(kept))
+        kept = [fields for _, *fields in rows if int(fields[1]) >= _FIRST_IDENTITY]
+        logger.info("AirportALERT: excluded %d images of identities below %d", len(rows) - len(kept), _FIRST_IDENTITY)
         if not kept:
-            raise DataError(f"AirportALERT: {self._list} lists no identity below {_FIRST_TEST_IDENTITY}")
+            raise DataError(f"AirportALERT: {self._list} lists no identity from {_FIRST_IDENTITY} on")
         numbers = number_cameras(as_number(camera) for camera, _, _ in kept)
         items = [
             ImageItem(str(self._place.joinpath(*fields)), int(fields[1]), numbers[as_number(fields[0])])

@@ -44,9 +44,15 @@ class ImageDataset:
     A subclass registers itself with ``DATASET_REGISTRY``, sets ``dataset_name``, and is built as ``cls(root=...)``
     with the data root; it passes on three lists of (path, pid, camid[, viewid]), or functions that return them, which
     are then called when the split is first needed.
+
+    Attributes:
+        dataset_name: put before identities and cameras of training images.
+        identities_of: ``dataset_name`` of the data set whose images and identity numbers this one shares, such as the
+            largest of several test sets; "" for none.
     """
 
     dataset_name = ""
+    identities_of = ""
 
     def __init__(self, train: Items, query: Items, gallery: Items) -> None:
         self._splits: dict[str, Items] = {"train": train, "query": query, "gallery": gallery}
@@ -61,6 +67,11 @@ class ImageDataset:
     def name(self) -> str:
         """``dataset_name``, or the name of the class if it has none."""
         return self.dataset_name or type(self).__name__.lower()
+
+    @property
+    def family(self) -> str:
+        """``identities_of``, or else ``name``: equal for data sets that share images and identity numbers."""
+        return self.identities_of or self.name
 
     @property
     def title(self) -> str:

@@ -1,6 +1,7 @@
 """SenseReID."""
 
 import logging
+from pathlib import Path
 
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem
 from fastamp.data.datasets.named import NamedImages
@@ -13,9 +14,9 @@ class SenseReID(NamedImages):
     """Zhao et al. 2017, "Spindle Net: person re-identification with human body region guided feature decomposition and
     fusion" (CVPR).
 
-    The authors test on it: query is ``test_probe``, gallery ``test_gallery``. As in FastReID its training images are
-    those of both folders; a model that was trained on them cannot be tested on SenseReID. ``00012_0.jpg`` is identity
-    12 of camera 0.
+    The authors test on it: query is ``test_probe``, or ``test_prob`` as in FastReID, gallery ``test_gallery``. As in
+    FastReID its training images are those of both folders; a model that was trained on them cannot be tested on
+    SenseReID. ``00012_0.jpg`` is identity 12 of camera 0.
 
     Args:
         root: data root; the two folders are in ``root/SenseReID``.
@@ -26,10 +27,16 @@ class SenseReID(NamedImages):
 
     dataset_name = "sensereid"
     folder = "SenseReID"
-    tree = "{test_probe,test_gallery}/{pid}_{camera}.jpg"
+    tree = "{test_probe or test_prob,test_gallery}/{pid}_{camera}.jpg"
     train_folders, query_folders, gallery_folders = (), ("test_probe",), ("test_gallery",)
     layout = (r"^(?P<pid>\d+)_(?P<camera>\d+)",)
     example = "00012_0.jpg (identity 12, camera 0)"
+
+    def __init__(self, root: str | Path = "datasets") -> None:
+        place = Path(root) / self.folder
+        if not (place / "test_probe").is_dir() and (place / "test_prob").is_dir():
+            self.query_folders = ("test_prob",)
+        super().__init__(root)
 
     def _load(self, split: str) -> list[ImageItem]:
         if split != "train":

@@ -32,7 +32,7 @@ class VehicleID(ImageDataset):
             not there (when the split is first needed).
     """
 
-    dataset_name = "vehicleid"
+    dataset_name = identities_of = "vehicleid"
     folder = "vehicleid"
     test_identities = 13164
 

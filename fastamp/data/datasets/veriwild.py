@@ -23,7 +23,7 @@ class VeRiWild(ImageDataset):
             first of a list is not there (when the split is first needed).
     """
 
-    dataset_name = "veriwild"
+    dataset_name = identities_of = "veriwild"
     folder = "VERI-Wild"
     test_identities = 10000
 

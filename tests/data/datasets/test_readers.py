@@ -10,7 +10,7 @@ from dataset_trees import TREES, msmt, write
 
 from fastamp.config import get_cfg
 from fastamp.config.defaults import KEYS
-from fastamp.data.build import build_dataset, training_items
+from fastamp.data.build import build_dataset, training_items, training_parts
 from fastamp.data.datasets import DATASET_REGISTRY, ImageDataset, NamedImages
 from fastamp.utils.errors import ConfigError, DataError
 
@@ -231,7 +231,7 @@ def test_names_that_do_not_match_are_left_out(name, stray, root, caplog):
             "no camera for 00001/000009",
         ),
         ("AirportALERT", "AirportALERT/filepath.txt", "9\\a.jpg\n", "expected camera\\pid\\file"),
-        ("AirportALERT", "AirportALERT/filepath.txt", "1\\11001\\a.jpg\n", "lists no identity below 11001"),
+        ("AirportALERT", "AirportALERT/filepath.txt", "1\\11000\\a.jpg\n", "lists no identity from 11001 on"),
     ],
 )
 def test_lists_that_are_wrong(name, file, text, part, root):
@@ -353,6 +353,58 @@ def test_sensereid_trains_on_what_it_tests(root, caplog):
     # No image becomes two, with two identities.
     items = training_items([dataset], combine_all=True)
     assert [item.pid for item in items] == ["sensereid_12", "sensereid_12", "sensereid_99"]
+
+
+@pytest.mark.parametrize("query", ["test_probe", "test_prob"])
+def test_sensereids_folder_in_both_spellings(root, query):
+    write(root, {f"SenseReID/{name}": "" for name in (f"{query}/00012_0.jpg", "test_gallery/00012_1.jpg")})
+    dataset = build_dataset("SenseReID")
+    assert seen(dataset.query) == [(12, 0)] and seen(dataset.gallery) == [(12, 1)] and len(dataset.train) == 2
+
+
+def test_sensereid_without_queries_names_both_spellings(root):
+    write(root, {"SenseReID/test_gallery/00012_1.jpg": ""})
+    assert "test_probe" in (text := message(lambda: build_dataset("SenseReID"))) and "test_prob," in text
+
+
+VARIANTS = [("VehicleID", "SmallVehicleID"), ("SmallVehicleID", "VehicleID", "LargeVehicleID"),
+            ("VeRiWild", "MediumVeRiWild")]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", VARIANTS)
+def test_variants_of_one_data_set_share_identities_and_images(names, root, caplog):
+    datasets = [build(name, root) for name in names]
+    alone, found = training_parts([datasets[0]])[0], training_parts(datasets)
+    assert [item.path for item in found[0]] == [item.path for item in alone] and not any(found[1:])
+    assert {item.pid for item in found[0]} == {
+        f"{datasets[0].family}_{datasets[0].identity(item.pid)}" for item in alone
+    }
+    count = len(alone)
+    assert f"{names[1]}: {count} of {count} training images are those of {names[0]}, and are used once" in caplog.text
+
+
+@pytest.mark.parametrize("names", VARIANTS)
+def test_variants_trained_on_with_their_test_images_share_those_too(names, root):
+    for name in names:
+        write(root, TREES[name][0])
+    lists = [*root.rglob("vehicleid/train_test_split/test_list_*.txt")]
+    for file in lists:  # as in the data set, where an image has one identity in all lists
+        file.write_text(lists[0].read_text())
+    datasets = [build_dataset(name) for name in names]
+    items = training_items(datasets, combine_all=True)
+    paths = {item.path for each in datasets for item in each.train + each.query + each.gallery}
+    assert sorted(item.path for item in items) == sorted(paths)
+    # An identity has one name, whichever variant an image is from.
+    assert all(item.pid.startswith(f"{datasets[0].family}_") for item in items)
+
+
+def test_an_image_of_two_data_sets_is_refused(root, tmp_path):
+    market = build("Market1501", root)
+    lines = ["path,pid", f"{market.train[1].path},5", "other.jpg,5", "another.jpg,6"]
+    (tmp_path / "more.csv").write_text("\n".join(lines))
+    datasets = [market, build_dataset(f"csv:{tmp_path / 'more.csv'}")]
+    text = message(lambda: training_items(datasets))
+    assert "1 image" in text and market.train[1].path in text and "Market1501" in text and "more.csv" in text
 
 
 def test_cameras_have_one_number_in_all_splits(root):
