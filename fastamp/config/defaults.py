@@ -108,7 +108,13 @@ define(
     "ResNeXt and ResNeSt always pad.",
     choices=("ceil", "padded"),
 )
-define("MODEL.BACKBONE.FEAT_DIM", 2048, "Channels of the backbone's last feature map.", low=1)
+define(
+    "MODEL.BACKBONE.FEAT_DIM",
+    2048,
+    "Channels of the backbone's last feature map. With MODEL.HEADS.POOL_LAYER Flatten the width of the flattened map, "
+    "channels x height x width, is accepted too, as in FastReID; the model is the same.",
+    low=1,
+)
 define(
     "MODEL.BACKBONE.NORM",
     "BN",

@@ -41,7 +41,7 @@ def test_errors():
     x, targets = torch.randn(2, 8, 4, 2), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ConfigError, match="POOL_LAYER Identity leaves a map of 4 x 2"):
         make(pool_layer="Identity")(x, targets)
-    with pytest.raises(ConfigError, match="POOL_LAYER Flatten makes 64 values of a map of 8 x 4 x 2; .* for 8"):
+    with pytest.raises(ConfigError, match="POOL_LAYER Flatten makes 64 values of a map of 8 x 4 x 2; .* for 8 values"):
         make(pool_layer="Flatten")(x, targets)
     with pytest.raises(ConfigError, match="NUM_CLASSES is 0"):
         make(num_classes=0)(x, targets)

@@ -19,7 +19,7 @@ class EmbeddingHead(nn.Module):
     output is what distances are made of.
 
     Args:
-        feat_dim: channels of the feature map.
+        feat_dim: channels of the feature map; with ``Flatten`` its channels x height x width.
         embedding_dim: width after a 1x1 convolution; 0 for none.
         num_classes: identities in the training set; 0 gives a head for evaluation alone.
         neck_feat: which feature the metric losses get: "before" or "after" the neck.
@@ -147,7 +147,7 @@ class EmbeddingHead(nn.Module):
             raise ConfigError(
                 f"MODEL.HEADS.POOL_LAYER {type(self.pool_layer).__name__} makes {pooled.shape[1]} values of a map of "
                 f"{' x '.join(map(str, features.shape[1:]))}; the head was built for {self.pooled_dim} "
-                "(MODEL.BACKBONE.FEAT_DIM)"
+                "values, those of the images that the config describes"
             )
         if pooled.shape[2:] != (1, 1):
             size = " x ".join(map(str, pooled.shape[2:]))

@@ -1,0 +1,71 @@
+"""POOL_LAYER Flatten: the head is as wide as the flattened map, whichever of the two widths FEAT_DIM is."""
+
+import pytest
+import tiny
+import torch
+
+from fastamp.config import get_cfg
+from fastamp.engine import DefaultTrainer
+from fastamp.modeling import build_model
+from fastamp.utils.errors import ConfigError
+
+MAP = 16 * 8 * 4  # of the tiny backbone at 64 x 32
+SMALL = ("MODEL.BACKBONE.DEPTH", "18x", "INPUT.SIZE_TRAIN", "(64, 32)", "INPUT.SIZE_TEST", "(64, 32)")
+
+
+def config(*opts):
+    cfg = get_cfg()
+    opts = ("MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "3", "MODEL.HEADS.POOL_LAYER", "Flatten", *opts)
+    cfg.merge_from_list(list(opts))
+    return cfg
+
+
+@pytest.mark.parametrize("feat_dim", [512, 512 * 4 * 2], ids=["the backbone's", "FastReID's: the flattened map's"])
+def test_both_widths_make_the_same_model(feat_dim):
+    model = build_model(config(*SMALL, "MODEL.BACKBONE.FEAT_DIM", str(feat_dim), "MODEL.HEADS.WITH_BNNECK", "True"))
+    assert model.heads.weight.shape == (3, 4096) and model.heads.bottleneck[0].weight.shape == (4096,)
+    images = torch.randint(256, (2, 3, 64, 32), dtype=torch.uint8)
+    with torch.no_grad():
+        maps = model.eval().backbone(model.preprocess(images.float()))
+        expected = model.heads.bottleneck(maps.flatten(1)[..., None, None]).flatten(1)
+        torch.testing.assert_close(model({"images": images}), expected)
+    assert model.train().training and model.backbone.training
+
+
+@pytest.mark.parametrize("head, width", [("EmbeddingHead", 8), ("FCHead", 8), ("ClasHead", 3)])
+def test_every_pooling_head_flattens(head, width):
+    opts = (*SMALL, "MODEL.BACKBONE.FEAT_DIM", "512", "MODEL.HEADS.NAME", head, "MODEL.HEADS.EMBEDDING_DIM", "8")
+    model = build_model(config(*opts)).eval()
+    with torch.no_grad():
+        assert model({"images": torch.zeros(2, 3, 64, 32)}).shape == (2, width)
+
+
+def test_a_wrong_width_names_both_that_are_right():
+    for wrong in ("511", "1024"):
+        with pytest.raises(ConfigError, match=f"FEAT_DIM is {wrong}.*512") as raised:
+            build_model(config(*SMALL, "MODEL.BACKBONE.FEAT_DIM", wrong))
+        assert "4096" in str(raised.value) or wrong == "511"
+    with pytest.raises(ConfigError, match="FEAT_DIM is 4096, .* is 512 wide"):
+        build_model(config(*SMALL, "MODEL.BACKBONE.FEAT_DIM", "4096", "MODEL.HEADS.POOL_LAYER", "GlobalAvgPool"))
+
+
+def test_images_must_have_one_size():
+    width = ("MODEL.BACKBONE.FEAT_DIM", "512")
+    with pytest.raises(ConfigError, match=r"Flatten needs maps of one size.*INPUT\.SIZE_TEST.*512 x 8 x 4"):
+        build_model(config(*SMALL, *width, "INPUT.SIZE_TEST", "(128, 64)"))
+    with pytest.raises(ConfigError, match=r"Flatten needs images of one size, and INPUT\.SIZE_TEST \(64,\)"):
+        build_model(config(*SMALL, *width, "INPUT.SIZE_TEST", "(64,)"))
+    cropped = build_model(config(*SMALL, *width, "INPUT.CROP", "True", "INPUT.CROP.SIZE", "(32,)"))
+    assert cropped.heads.weight.shape == (3, 512 * 2 * 2)
+
+
+def test_a_model_with_a_flattened_map_trains_resumes_and_is_evaluated(demo, tmp_path):
+    opts = ("MODEL.HEADS.POOL_LAYER", "Flatten")
+    losses = ("MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'TripletLoss', 'CenterLoss')")
+    tiny.train(tmp_path, *opts, *losses)
+    trained = tiny.weights(tmp_path / "model_final.pth")
+    assert trained["heads.weight"].shape == (16, MAP)
+    trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *opts, *losses, "SOLVER.MAX_EPOCH", "2"))
+    trainer.resume_or_load(resume=True)
+    trainer.train()
+    assert not torch.equal(tiny.weights(tmp_path / "model_final.pth")["heads.weight"], trained["heads.weight"])
