@@ -4,10 +4,10 @@ import hashlib
 import json
 import logging
 import re
-import shutil
 import time
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral
 from os import PathLike
@@ -30,6 +30,7 @@ from fastamp.inference.features_file import DAMAGE, Extraction, read_array, read
 from fastamp.inference.predictor import Predictor
 from fastamp.utils.checkpoint import write_atomically
 from fastamp.utils.errors import ConfigError, DataError, check_choice, did_you_mean, writing
+from fastamp.utils.lock import LOCK_FILE, lock_folder, unlock_folder
 from fastamp.utils.progress import ProgressBar, format_duration
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ SPLITS = ("query", "gallery", "train")
 # A part is written when this much time has passed since the last, or this much is held.
 _PART_SECONDS, _PART_BYTES = 30.0, 2**26
 _STAMP = "of.json"
+_PART = re.compile(r"[0-9]{12}\.npz")
+_UNFINISHED = re.compile(rf"\.({re.escape(_STAMP)}|{_PART.pattern})\..*\.tmp")
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,8 @@ def extract(
 ) -> tuple[Extraction, list[str]]:
     """Write the features of all images of ``source`` to ``out``.
 
-    What is done is kept in the folder ``OUT.parts``; a second call with the same model and images goes on from there,
-    and the result is the same, bit for bit. It is removed at the end.
+    What is done is kept in the folder ``OUT.parts``; a second call with the same model and images resumes from there,
+    and the result is the same, bit for bit. Its files are removed at the end, and it too unless other files are in it.
 
     Args:
         predictor: the model.
@@ -130,7 +133,8 @@ def extract(
         The extraction, and why each image that was left out cannot be read.
 
     Raises:
-        ConfigError: ``out`` cannot be written, or a name is wrong.
+        ConfigError: ``out`` cannot be written, or a name is wrong; ``OUT.parts`` is a link or belongs to something
+            else; or another extraction writes to ``out``.
         DataError: there are no images, or one cannot be read.
     """
     out = Path(out).expanduser()
@@ -158,7 +162,7 @@ def extract(
         with writing(out):
             write_atomically(out, lambda file: write_arrays(file, columns, blocks, (len(rows), width)))
     except BaseException:
-        parts.remove_if_empty()
+        parts.close()
         raise
     parts.remove()
     logger.info("wrote %s: %d features of %d", out, len(rows), width)
@@ -249,26 +253,70 @@ class _Parts:
     Attributes:
         paths: of the files, in order.
         done: images that they cover.
+
+    Raises:
+        ConfigError: the folder is a link, holds files but not the marker of an extraction, or is in use.
     """
 
     def __init__(self, folder: Path, stamp: dict[str, Any]) -> None:
         self.folder = folder
         self.paths: list[Path] = []
         self.done = 0
-        folder.mkdir(exist_ok=True)
-        mark = folder / _STAMP
+        self._check_own()
+        lock_folder(folder, "--output")
         try:
-            found = json.loads(mark.read_text(encoding="utf-8"))
+            self._open(stamp)
+        except BaseException:
+            unlock_folder(folder)
+            raise
+
+    def _check_own(self) -> None:
+        """Raise ConfigError unless the folder is missing, empty, or of an extraction.
+
+        What a killed extraction may leave before its marker, a temporary file and a lock, counts as empty.
+        """
+        problem = ""
+        if self.folder.is_symlink():
+            problem = f"it is a link to {self.folder.resolve()}"
+        elif self.folder.exists() and not self.folder.is_dir():
+            problem = "it is a file"
+        elif self.folder.is_dir() and not _is_stamp(self._read_stamp()):
+            names = [path.name for path in self.folder.iterdir() if path.name != LOCK_FILE]
+            others = [name for name in names if not _UNFINISHED.fullmatch(name)]
+            problem = f"it holds {others[0]}, but not the marker of an extraction ({_STAMP})" if others else ""
+        if problem:
+            raise ConfigError(
+                f"{self.folder}: an extraction keeps its parts there, but {problem}.\n"
+                "  fix: another --output, or move that away"
+            )
+
+    def _read_stamp(self) -> Any:
+        """Return the content of the marker; None if there is none."""
+        mark = self.folder / _STAMP
+        try:
+            return None if mark.is_symlink() else json.loads(mark.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            found = None
+            return None
+
+    def _own_parts(self) -> list[Path]:
+        """Return the files of parts in the folder, in order."""
+        paths = sorted(path for path in self.folder.iterdir() if _PART.fullmatch(path.name))
+        return [path for path in paths if path.is_file() and not path.is_symlink()]
+
+    def _open(self, stamp: dict[str, Any]) -> None:
+        """Find what is done of the extraction, and remove what is of another one."""
+        self._check_own()  # as it is now that no other extraction changes it
+        mark, found = self.folder / _STAMP, self._read_stamp()
         if found != stamp:
             if found is not None:
-                differ = [name for name in stamp if not isinstance(found, dict) or found.get(name) != stamp[name]]
-                logger.warning("%s is of another extraction (%s differ): beginning anew", folder, ", ".join(differ))
-            for path in folder.glob("*.npz"):
+                differ = [name for name in stamp if found.get(name) != stamp[name]]
+                logger.warning(
+                    "%s is of another extraction (%s differ): starting again", self.folder, ", ".join(differ)
+                )
+            for path in self._own_parts():
                 path.unlink()
             write_atomically(mark, lambda file: file.write(json.dumps(stamp).encode()))
-        for path in sorted(folder.glob("*.npz")):
+        for path in self._own_parts():
             try:
                 first, stop = self.read(path, "span").tolist()
                 self.read(path, "features")
@@ -303,13 +351,26 @@ class _Parts:
             return read_array(archive, name)
 
     def remove(self) -> None:
-        """Remove all files."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the extraction's own files, and the folder unless there are others in it."""
+        with suppress(OSError):
+            own = [path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name)]
+            for path in (*self._own_parts(), *own, self.folder / _STAMP):
+                path.unlink(missing_ok=True)
+        unlock_folder(self.folder)
+        with suppress(OSError):  # other files are in it, or the next extraction has begun
+            self.folder.rmdir()
 
-    def remove_if_empty(self) -> None:
-        """Remove the folder unless something is done."""
-        if not self.paths:
+    def close(self) -> None:
+        """Keep what is done for the next call; remove the folder if that is nothing."""
+        if self.paths:
+            unlock_folder(self.folder)
+        else:
             self.remove()
+
+
+def _is_stamp(content: Any) -> bool:
+    """Return whether the content of a marker is what an extraction writes; of any version."""
+    return isinstance(content, dict) and {"model", "images"} <= content.keys()
 
 
 def _stamp(predictor: Predictor, listing: Listing, skip_corrupt: bool) -> dict[str, Any]:

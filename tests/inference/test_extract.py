@@ -1,7 +1,9 @@
 """An extraction holds the evaluator's features, whose they are, and the same bytes however often it was killed."""
 
 import json
+import multiprocessing
 import shutil
+import signal
 
 import evaluate_features
 import numpy as np
@@ -16,6 +18,7 @@ from fastamp.data.build import build_dataset
 from fastamp.inference import extract as module
 from fastamp.inference.extract import extract, list_images
 from fastamp.inference.features_file import read_extraction
+from fastamp.utils import lock
 from fastamp.utils.errors import ConfigError, DataError, UserError
 
 
@@ -122,6 +125,99 @@ def test_killed_it_goes_on_with_the_same_result(predictor, images, tmp_path, mon
     next(images.rglob("3.jpg")).unlink()
     found, _ = extract(predictor, images, out)
     assert len(found.paths) == 10 and "of another extraction (images differ)" in caplog.text
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"notes.txt": "mine"},
+        {"000000000000.npz": "mine"},
+        {"of.json": "{}"},
+        {"of.json": "mine"},
+        {"of.json": '["model", "images"]', "a/b": ""},
+    ],
+)
+def test_a_folder_of_the_users_is_left_as_it_is(predictor, images, tmp_path, files):
+    parts = tmp_path / "out.npz.parts"
+    for name, text in files.items():
+        (parts / name).parent.mkdir(parents=True, exist_ok=True)
+        (parts / name).write_text(text)
+    before = contents(parts)
+    with pytest.raises(ConfigError, match=r"(?s)out\.npz\.parts.*but it holds .*fix: "):
+        extract(predictor, images, tmp_path / "out.npz")
+    assert contents(parts) == before and not (tmp_path / "out.npz").exists()
+
+
+@pytest.mark.parametrize("target", ["a file", "a folder", "an extraction's folder", "nothing"])
+def test_a_link_in_the_place_of_the_parts_is_not_followed(predictor, images, tmp_path, monkeypatch, target):
+    elsewhere = tmp_path / "elsewhere"
+    if target == "a file":
+        elsewhere.write_text("mine")
+    elif target == "a folder":
+        elsewhere.mkdir()
+    elif target == "an extraction's folder":
+        with monkeypatch.context() as patch:
+            killed_after(1, patch)
+            with pytest.raises(KeyboardInterrupt):
+                extract(predictor, images, tmp_path / "first.npz")
+        (tmp_path / "first.npz.parts").rename(elsewhere)
+    (tmp_path / "out.npz.parts").symlink_to(elsewhere)
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match="it is a link to .*elsewhere"):
+        extract(predictor, images, tmp_path / "out.npz")
+    assert contents(tmp_path) == before and (tmp_path / "out.npz.parts").is_symlink()
+
+
+def test_files_that_others_put_among_the_parts_stay(predictor, images, tmp_path, monkeypatch):
+    out, parts = tmp_path / "out.npz", tmp_path / "out.npz.parts"
+    with monkeypatch.context() as patch:
+        killed_after(1, patch)
+        with pytest.raises(KeyboardInterrupt):
+            extract(predictor, images, out)
+    assert sorted(path.name for path in parts.iterdir()) == ["000000000000.npz", "of.json"]  # as earlier versions
+    (parts / "features.npz").write_text("mine")
+    (parts / ".000000000008.npz.abc.tmp").write_text("a killed extraction's")
+    elsewhere = tmp_path / "elsewhere.npz"
+    elsewhere.write_text("mine")
+    (parts / "000000000008.npz").symlink_to(elsewhere)
+    next(images.rglob("3.jpg")).unlink()  # so that the parts are of another extraction
+    assert len(extract(predictor, images, out)[0].paths) == 10
+    assert sorted(path.name for path in parts.iterdir()) == ["000000000008.npz", "features.npz"]
+    assert (parts / "features.npz").read_text() == elsewhere.read_text() == "mine"
+
+
+def test_two_extractions_to_one_file(predictor, images, tmp_path, monkeypatch):
+    """The second is refused; when the first was killed, it resumes."""
+    monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.0)
+    out, fork = tmp_path / "out.npz", multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+
+    def first():
+        write = module._Parts.write
+
+        def writing(self, *args):
+            write(self, *args)
+            sender.send("started")
+            signal.pause()
+
+        module._Parts.write, module._PART_SECONDS = writing, -1.0
+        extract(predictor, images, out)
+
+    process = fork.Process(target=first, daemon=True)
+    process.start()
+    assert receiver.poll(60) and receiver.recv() == "started"
+    with pytest.raises(ConfigError, match=rf"another process writes into it(.|\n)*process {process.pid} on"):
+        extract(predictor, images, out)
+    process.kill()
+    process.join()
+    computed = []
+    compute = predictor.features_of_batch
+    monkeypatch.setattr(predictor, "features_of_batch", lambda batch: computed.append(batch) or compute(batch))
+    assert len(extract(predictor, images, out)[0].paths) == 11 and len(computed) == 1
 
 
 def test_what_is_no_image(predictor, images, tmp_path, capsys, checkpoint):
