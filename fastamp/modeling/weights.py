@@ -1,9 +1,12 @@
 """The one loader of pretrained backbones: a local file, torchvision's ImageNet weights, or a download."""
 
 import logging
+import re
 from dataclasses import dataclass
-from pickle import UnpicklingError
+from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.error import URLError
+from urllib.parse import urlparse
 
 import torch
 from torch import nn
@@ -116,20 +119,26 @@ def _fit_channels(state: dict[str, torch.Tensor], backbone: nn.Module, source: s
     return state | fitted
 
 
-def _download(online: TorchvisionWeights | Download) -> dict[str, torch.Tensor]:
+def _download(online: TorchvisionWeights | Download) -> Any:
+    """Return the content of a weights file that is downloaded unless it is in PyTorch's cache.
+
+    Raises:
+        WeightsError: the download failed, or what came is damaged or not a weights file.
+    """
+    name = getattr(online, "file_name", "") or PurePosixPath(urlparse(online.url).path).name
+    path = Path(torch.hub.get_dir()) / "checkpoints" / name
+    # torchvision's file names end with their checksum; what others' names end with is nowhere promised.
+    checksum = re.search(r"-([0-9a-f]+)\.", name) if isinstance(online, TorchvisionWeights) else None
     try:
-        return torch.hub.load_state_dict_from_url(
-            online.url,
-            map_location="cpu",
-            progress=True,
-            # torchvision's file names end with their checksum; what others' names end with is nowhere promised.
-            check_hash=isinstance(online, TorchvisionWeights),
-            file_name=getattr(online, "file_name", "") or None,
-            weights_only=True,
-        )
-    except (URLError, OSError, RuntimeError, UnpicklingError) as error:  # the last: a web page came, not the file
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            logger.info("downloading %s to %s", online.url, path)
+            torch.hub.download_url_to_file(online.url, str(path), checksum[1] if checksum else None)
+        return read_checkpoint(path)
+    except (URLError, OSError, RuntimeError, WeightsError) as error:  # the last: a web page came, not the file
+        again = f"delete {path} to download it again, " if path.exists() else ""
         raise WeightsError(
             f"MODEL.BACKBONE.PRETRAIN is on, but the weights could not be downloaded from {online.url} ({error}).\n"
-            "  fix: download that file elsewhere and name it in MODEL.BACKBONE.PRETRAIN_PATH, "
+            f"  fix: {again}download that file elsewhere and name it in MODEL.BACKBONE.PRETRAIN_PATH, "
             "or start from random weights with MODEL.BACKBONE.PRETRAIN False"
         ) from error

@@ -1,5 +1,6 @@
 """Weights files: read without ever running code from them, and every damage to one said."""
 
+import contextlib
 import os
 import pickle
 import re
@@ -13,7 +14,11 @@ import torch
 
 from fastamp.utils.errors import WeightsError
 from fastamp.utils.files import check_no_device, expand
+from fastamp.utils.pickle_limits import PickleLimitError, check_pickle
 
+_ZIP = b"PK\x03\x04"  # by which torch tells the formats apart
+# Of the format before torch 1.6: magic number, version, machine, content, and the list of its storages.
+_LEGACY_PICKLES = 5
 _CHUNK = 2**20  # bytes that are checked at a time: a file need not fit into memory
 
 
@@ -45,7 +50,7 @@ def damaged_record(path: str | os.PathLike[str]) -> str:
         zipfile.BadZipFile, EOFError, OSError and others of ``zipfile``'s: the archive itself is damaged.
     """
     with open(path, "rb") as file:
-        if file.read(4) != b"PK\x03\x04":  # by which torch tells the formats apart
+        if file.read(4) != _ZIP:
             return ""
     with zipfile.ZipFile(path) as archive:
         for record in archive.infolist():
@@ -88,10 +93,17 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
         _check_archive(path)
         if record := damaged_record(path):
             raise _DamagedRecord(f"its record {record} is not what was written, by the checksum that is stored with it")
+        _check_pickles(path)
         with torch.serialization.safe_globals(_numpy_scalars()):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except _DamagedRecord as error:
         raise _damaged(path, str(error)) from error
+    except PickleLimitError as error:
+        raise WeightsError(
+            f"weights file {path} ({path.stat().st_size} bytes) is made so that reading it would take forever, or "
+            f"exhaust the memory.\n  found: {error}\n"
+            "  fix: do not use it; torch.save(model.state_dict(), path) does not write such a file"
+        ) from error
     except pickle.UnpicklingError as error:
         found = _foreign_object(error)
         if found:
@@ -130,6 +142,22 @@ def _check_archive(path: Path) -> None:
             f"weights file {path} holds {size} bytes in {path.stat().st_size}: it was compressed, or is damaged.\n"
             "  fix: unpack it, if that is what it is for, or load and save it again with torch.save"
         )
+
+
+def _check_pickles(path: Path) -> None:
+    """Check the pickles that ``torch.load`` will read, see ``check_pickle``; damaged ones are left to it.
+
+    Raises:
+        PickleLimitError: loading would take far more time or memory than the file's size explains.
+    """
+    with open(path, "rb") as file, contextlib.suppress(ValueError, LookupError, OverflowError):
+        if file.read(4) == _ZIP:
+            # PyTorch's own reader: another one may find another record in an archive that is made for that.
+            check_pickle(torch._C.PyTorchFileReader(os.fspath(path)).get_record("data.pkl"))
+            return
+        file.seek(0)
+        for number in range(_LEGACY_PICKLES):
+            check_pickle(file, hash_items=number == _LEGACY_PICKLES - 1)
 
 
 def _is_zip(path: Path) -> bool:

@@ -1,5 +1,6 @@
 """OSNet and OSNet-AIN: their sizes, their functions against plain ones, and torchreid's files."""
 
+from pathlib import Path
 from urllib.error import URLError
 
 import pytest
@@ -146,15 +147,16 @@ def test_the_file_of_another_variant_is_refused(variant, other):
             load_model_state(backbone, state, source="other", backbone_prefix="")
 
 
-def test_every_download_has_a_file_of_its_own(monkeypatch):
+def test_every_download_has_a_file_of_its_own(monkeypatch, tmp_path):
     """Their addresses all end alike; the cache goes by the name."""
     asked = []
 
-    def offline(url, file_name, **options):
-        asked.append((url, file_name))
+    def offline(url, path, checksum):
+        asked.append((url, Path(path).name))
         raise URLError("no network")
 
-    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", offline)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
     variants = [(OSNET, *key) for key in osnet.PRETRAINED] + [(AIN, key, False) for key in osnet_ain.PRETRAINED]
     for name, depth, ibn in variants:
         opts = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.WITH_IBN", str(ibn))
@@ -165,10 +167,12 @@ def test_every_download_has_a_file_of_its_own(monkeypatch):
 
 
 def test_a_page_in_place_of_a_file(monkeypatch, tmp_path):
-    page = tmp_path / "page.pth"
-    page.write_text("<html>Quota exceeded</html>")
-    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *_, **__: torch.load(page, weights_only=True))
-    with pytest.raises(WeightsError, match=r"could not be downloaded(.|\n)*PRETRAIN_PATH"):
+    def download(url, path, checksum):
+        Path(path).write_text("<html>Quota exceeded</html>")
+
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    with pytest.raises(WeightsError, match=rf"could not be downloaded(.|\n)*delete {tmp_path}.*PRETRAIN_PATH"):
         build_backbone(config(OSNET, "x0_25", 128, "MODEL.BACKBONE.PRETRAIN", "True"))
 
 

@@ -260,11 +260,15 @@ def test_a_file_with_camera_embeddings_for_a_model_without(caplog):
         load_model_state(tiny(cameras=5), tiny(cameras=6).state_dict(), source="x", backbone_prefix="")
 
 
-def test_a_download_is_of_the_depth(tiny_base, monkeypatch):
+def test_a_download_is_of_the_depth(tiny_base, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(
-        torch.hub, "load_state_dict_from_url", lambda url, **options: asked.append(url) or of_timm().state_dict()
-    )
+
+    def download(url, path, checksum):
+        asked.append(url)
+        torch.save(of_timm().state_dict(), path)
+
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
     build_backbone(tiny_base("MODEL.BACKBONE.PRETRAIN", "True"))
     assert asked == [DEPTHS["base"].pretrained.url]
 

@@ -1,7 +1,9 @@
 """Pretrained backbones: from a local file in torchvision's form, or a message that says what to do."""
 
+from pathlib import Path
 from urllib.error import URLError
 
+import hostile_pickles
 import pytest
 import torch
 import torchvision
@@ -104,10 +106,33 @@ def test_weights_for_other_channels_than_rgb_are_refused(tmp_path):
         pretrained(tmp_path / "grey.pth", "INPUT.CHANNELS", "4")
 
 
-def test_a_download_is_fitted_too(monkeypatch, resnet18):
-    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *args, **options: resnet18.state_dict())
-    backbone = build_backbone(config("MODEL.BACKBONE.PRETRAIN", "True", "INPUT.CHANNELS", "1"))
-    assert torch.equal(backbone.conv1.weight, resnet18.conv1.weight.sum(dim=1, keepdim=True))
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    """PyTorch's cache of downloads is an empty folder."""
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    return tmp_path / "hub/checkpoints"
+
+
+def test_a_download_is_cached_and_fitted_too(monkeypatch, resnet18, empty_cache):
+    asked = []
+
+    def download(url, path, checksum):
+        asked.append((url, checksum))
+        torch.save(resnet18.state_dict(), path)
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
+    for _ in range(2):
+        backbone = build_backbone(config("MODEL.BACKBONE.PRETRAIN", "True", "INPUT.CHANNELS", "1"))
+        assert torch.equal(backbone.conv1.weight, resnet18.conv1.weight.sum(dim=1, keepdim=True))
+    assert asked == [("https://download.pytorch.org/models/resnet18-f37072fd.pth", "f37072fd")]
+    assert [path.name for path in empty_cache.iterdir()] == ["resnet18-f37072fd.pth"]
+
+
+def test_a_hostile_download_is_not_loaded(monkeypatch, empty_cache):
+    code = hostile_pickles.PICKLES["a key of shared tuples"]
+    monkeypatch.setattr(torch.hub, "download_url_to_file", lambda url, path, _: hostile_pickles.write(code, Path(path)))
+    with pytest.raises(WeightsError, match=rf"would take forever|delete {empty_cache}"):
+        build_backbone(config("MODEL.BACKBONE.PRETRAIN", "True"))
 
 
 def test_a_grey_model_computes_what_the_rgb_model_does_under_one_normalization(resnet18_file):
@@ -136,12 +161,12 @@ def test_another_depth_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("ibn, url", [("False", "pytorch.org/models/resnet18"), ("True", "IBN-Net/releases")])
-def test_a_download_that_fails_says_what_to_do(monkeypatch, ibn, url):
-    def offline(*args, **options):
-        assert options["weights_only"] and options["check_hash"] is (ibn == "False")
+def test_a_download_that_fails_says_what_to_do(monkeypatch, empty_cache, ibn, url):
+    def offline(url, path, checksum):
+        assert (checksum is not None) == (ibn == "False")
         raise URLError("no network")
 
-    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", offline)
+    monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
     with pytest.raises(WeightsError, match=url) as error:
         build_backbone(config("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.WITH_IBN", ibn))
     assert "MODEL.BACKBONE.PRETRAIN_PATH" in str(error.value)

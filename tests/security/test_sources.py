@@ -13,6 +13,8 @@ FORBIDDEN = {
     "tarfile.open": "may write anywhere", "shutil.unpack_archive": "may write anywhere",
 }  # fmt: skip
 REQUIRED = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
+# torch.load alone can be occupied forever by a small file; these read what fastamp itself has just written.
+READERS = ("fastamp/utils/weights_file.py", "fastamp/utils/env.py", "tools/soak.py")
 ALLOWED = {"projects/FastTune/autotuner/algorithms.py": "__import__"}  # of names that stand there
 
 
@@ -26,8 +28,8 @@ def faults(path):
             yield f"{path}:{node.lineno}: {name} {FORBIDDEN[name]}"
         if name in REQUIRED and words.get(REQUIRED[name][0]) != str(REQUIRED[name][1]):
             yield f"{path}:{node.lineno}: {name} without {REQUIRED[name][0]}={REQUIRED[name][1]}"
-        if name.endswith("load_state_dict_from_url") and words.get("weights_only") != "True":
-            yield f"{path}:{node.lineno}: {name} without weights_only=True"
+        if name.endswith("load_state_dict_from_url"):
+            yield f"{path}:{node.lineno}: {name} does not check the file, which read_checkpoint does"
         if words.get("shell", "False") != "False":
             yield f"{path}:{node.lineno}: {name} with a shell"
         if name == "yaml.load" and words.get("Loader") not in ("_Loader", "yaml.SafeLoader"):
@@ -43,6 +45,12 @@ def test_no_source_runs_what_is_in_a_file():
     allowed = [f"{ROOT / path}:" for path in ALLOWED]
     left = [fault for fault in found if not fault.startswith(tuple(allowed)) or "__import__" not in fault]
     assert [fault for fault in left if "tools/benchmark" not in fault] == []
+
+
+def test_every_checkpoint_is_read_in_one_place():
+    sources = [path for folder in ("fastamp", "tools", "projects") for path in (ROOT / folder).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)) for path in sources if "torch.load(" in path.read_text(encoding="utf-8")}
+    assert found == set(READERS)
 
 
 def test_that_check_can_fail(tmp_path):

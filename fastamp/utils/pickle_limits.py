@@ -1,0 +1,222 @@
+"""Refuse pickles that take far more time or memory to read than their size explains.
+
+PyTorch's restricted unpickler runs no code, but a few bytes can occupy it forever: a dictionary key of tuples that
+share their parts has exponentially many leaves, all of which are hashed, in C, where no signal is handled; keys with
+equal hashes make a dictionary quadratic; tuples that are nested deeply overflow the stack. So the opcodes are counted
+first, without building anything.
+"""
+
+import pickletools
+from typing import IO
+
+from fastamp.utils.errors import UserError
+
+LARGEST_DEPTH = 500
+"""Containers inside each other; model and optimizer states have about ten."""
+WORK = 10**8
+"""Objects that may be hashed or compared while a file is read: seconds."""
+SIZE, SIZE_PER_BYTE = 10**6, 10
+"""Objects that a pickle may stand for, shared ones counted at each of their places: so many, and more for each byte."""
+_HASH_IS_CHOSEN = 2**60  # from here on two integers of the same hash are easily found; those of texts are salted
+
+
+class PickleLimitError(UserError):
+    """A pickle takes far more time or memory to read than its size explains."""
+
+
+class _Object:
+    """An object that a pickle builds, by what matters here.
+
+    Attributes:
+        size: of the tree that it is when nothing is shared.
+        depth: of that tree.
+        chosen: number of parts whose hash the file's author can choose.
+        shared: it was taken from the memo, so that others may hold it.
+    """
+
+    __slots__ = ("chosen", "depth", "shared", "size")
+
+    def __init__(self, size: int = 1, depth: int = 0, chosen: int = 0) -> None:
+        self.size, self.depth, self.chosen, self.shared = size, depth, chosen, False
+
+
+# What is pushed for every plain value, for one whose hash can be chosen, for a function that makes tensors, and for
+# one that does not hash what it is called with.
+_LEAF, _CHOSEN, _MAKES_TENSORS, _HASHES_NOTHING = _Object(), _Object(chosen=1), _Object(), _Object()
+_SHARED_BY_ALL = (_LEAF, _CHOSEN, _MAKES_TENSORS, _HASHES_NOTHING)
+_MARK = object()
+_EMPTY = {"EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"}
+_PUT, _GET = {"PUT", "BINPUT", "LONG_BINPUT"}, {"GET", "BINGET", "LONG_BINGET"}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_NUMBERS = {"INT", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"}
+_NAMED = {*_PUT, *_GET, *_EMPTY, *_TUPLES, *_NUMBERS, "MARK", "GLOBAL", "DUP", "MEMOIZE"}
+_PLAIN = {
+    each.name
+    for each in pickletools.opcodes
+    if each.name not in _NAMED and (each.stack_before, len(each.stack_after)) == ([], 1)
+}
+
+
+def check_pickle(file: IO[bytes] | bytes, *, hash_items: bool = False) -> None:
+    """Read one pickle's opcodes and check that loading it ends soon.
+
+    Args:
+        file: with the pickle at its position, behind which it stands afterwards; or the pickle.
+        hash_items: the reader will hash the parts of the result.
+
+    Raises:
+        PickleLimitError: loading would take longer or build more than the limits of this module allow, or an object
+            holds itself.
+        ValueError, LookupError and others of ``pickletools``: it is damaged at a place where loading fails, too.
+    """
+    _Machine(file).run(hash_items)
+
+
+class _Machine:
+    """The unpickler's stack and memo, of ``_Object``."""
+
+    def __init__(self, file: IO[bytes] | bytes) -> None:
+        self._opcodes = pickletools.genops(file)
+        self._stack: list = []
+        self._memo: dict[int, _Object] = {}
+        self._work = self._keys = self._read = 0
+
+    def run(self, hash_items: bool) -> None:
+        """Follow all opcodes; see ``check_pickle``."""
+        stack, start = self._stack, None
+        for opcode, argument, position in self._opcodes:
+            start = position if start is None else start
+            self._read = position - start
+            name = opcode.name
+            if name in _PLAIN:
+                stack.append(_LEAF)
+            elif name in _PUT or name == "MEMOIZE":
+                self._memo[len(self._memo) if name == "MEMOIZE" else int(argument)] = self._top()
+            elif name in _GET or name == "DUP":
+                found = self._memo[int(argument)] if name in _GET else self._top()
+                found.shared = True
+                self._spend(found.size)
+                stack.append(found)
+            elif name == "MARK":
+                stack.append(_MARK)
+            elif name in _TUPLES:
+                items = [self._pop() for _ in range(_TUPLES[name])]
+                self._tuple(items)
+            elif name == "TUPLE":
+                self._tuple(self._pop_mark())
+            elif name in _EMPTY:
+                stack.append(_Object())
+            elif name in _NUMBERS:
+                small = isinstance(argument, int) and abs(argument) < _HASH_IS_CHOSEN
+                stack.append(_LEAF if small else _CHOSEN)
+            elif name in ("APPEND", "APPENDS"):
+                items = [self._pop()] if name == "APPEND" else self._pop_mark()
+                self._extend(items)
+            elif name in ("SETITEM", "SETITEMS"):
+                items = [self._pop(), self._pop()][::-1] if name == "SETITEM" else self._pop_mark()
+                for key in items[::2]:
+                    self._hash(key)
+                self._extend(items)
+            elif name == "ADDITEMS":
+                items = self._pop_mark()
+                for key in items:
+                    self._hash(key)
+                self._extend(items)
+            elif name == "GLOBAL":
+                stack.append(_function(argument))
+            elif name == "BUILD":
+                state = self._pop()
+                self._hash(state)
+                self._extend([state])
+            elif name == "BINPERSID":
+                self._hash(self._pop(), items_only=True)
+                stack.append(_Object())
+            elif name in ("REDUCE", "NEWOBJ"):
+                arguments, function = self._pop(), self._pop()
+                if function not in (_MAKES_TENSORS, _HASHES_NOTHING):
+                    self._hash(arguments, items_only=True)
+                stack.append(_Object(arguments.size + 1, arguments.depth + 1, chosen=function is not _MAKES_TENSORS))
+                self._limit(stack[-1])
+            elif name == "STOP":
+                if hash_items:
+                    self._hash(self._pop())
+            else:
+                self._other(opcode)
+
+    def _other(self, opcode: pickletools.OpcodeInfo) -> None:
+        """Follow an opcode that PyTorch does not load, by its description."""
+        items: list[_Object] = []
+        for kind in reversed(opcode.stack_before):
+            if kind is pickletools.stackslice:
+                items += self._pop_mark()
+            elif kind is not pickletools.markobject:
+                items.append(self._pop())
+        for item in items:
+            self._hash(item)
+        for _ in opcode.stack_after:
+            self._tuple(items)
+
+    def _top(self) -> _Object:
+        if self._stack[-1] is _MARK:
+            raise ValueError("the stack is empty")
+        return self._stack[-1]
+
+    def _pop(self) -> _Object:
+        top = self._top()
+        self._stack.pop()
+        return top
+
+    def _pop_mark(self) -> list[_Object]:
+        items: list[_Object] = []
+        while self._stack[-1] is not _MARK:
+            items.append(self._stack.pop())
+        self._stack.pop()
+        return items[::-1]
+
+    def _tuple(self, items: list[_Object]) -> None:
+        made = _Object()
+        self._stack.append(made)
+        self._extend(items)
+        made.chosen += 1
+        self._spend(made.size)
+
+    def _extend(self, items: list[_Object]) -> None:
+        """Put items into the container on the top of the stack."""
+        target = self._top()
+        if target in _SHARED_BY_ALL:
+            raise ValueError("it is not a container")
+        if target.shared:  # its size is counted in those that hold it, and they may be among the items
+            raise PickleLimitError("an object is changed after others hold it")
+        target.size += sum(item.size for item in items)
+        target.chosen += sum(item.chosen for item in items)
+        target.depth = max([target.depth, *(item.depth + 1 for item in items)])
+        self._limit(target)
+
+    def _hash(self, key: _Object, *, items_only: bool = False) -> None:
+        """Count the time to hash an object and all that is in it, and to compare them with all others so far.
+
+        Args:
+            key: the object.
+            items_only: it is a tuple, which is not hashed itself.
+        """
+        chosen = max(key.chosen - items_only, 0)
+        self._keys += chosen
+        self._spend(key.size + chosen * self._keys)
+
+    def _spend(self, work: int) -> None:
+        self._work += work
+        if self._work > WORK:
+            raise PickleLimitError("it takes too long: parts that are used again and again, or keys with equal hashes")
+
+    def _limit(self, made: _Object) -> None:
+        if made.depth > LARGEST_DEPTH:
+            raise PickleLimitError(f"more than {LARGEST_DEPTH} containers inside each other")
+        if made.size > SIZE + SIZE_PER_BYTE * self._read:
+            raise PickleLimitError(f"parts that are used again and again: {self._read} bytes for {made.size} objects")
+
+
+def _function(name: str) -> _Object:
+    """Return what stands for a function or class of the name ``module attribute``."""
+    if name.startswith("torch._"):
+        return _MAKES_TENSORS
+    return _HASHES_NOTHING if name.startswith(("torch", "numpy")) else _LEAF
