@@ -70,6 +70,9 @@ def fresh_state():
     torch.manual_seed(0)
     logger = logging.getLogger("fastamp")
     logger.setLevel(logging.INFO)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("fastamp."):  # a tool silences some of them for the rest of its process
+            logging.getLogger(name).setLevel(logging.NOTSET)
     yield
     logger.propagate = True
     for handler in list(logger.handlers):
