@@ -3,10 +3,12 @@
 import ast
 import dataclasses
 import json
+import math
 import re
 import shlex
 from pathlib import Path
 
+import old_configs
 import pytest
 import torch
 import train_net
@@ -128,6 +130,30 @@ def test_recipes_run_end_to_end_at_a_small_size(demo, tmp_path, recipe, monkeypa
     assert any("Demo/mAP" in row for row in rows)
     state = torch.load(tmp_path / "model_final.pth", weights_only=True)["model"]
     assert all(torch.isfinite(tensor).all() for tensor in state.values())
+
+
+def test_a_recipe_of_an_old_release_trains_and_logs_its_translation(demo, tmp_path, monkeypatch):
+    """Under its release's schedule: the rate changes each iteration from the start of the warm-up on."""
+    monkeypatch.setattr(DefaultTrainer, "build_train_loader", with_fewer_batches(DefaultTrainer.build_train_loader))
+    old = old_configs.write(tmp_path) / "v0.1.1/configs/Market1501/sbs_R50-ibn.yml"
+    code = train_net.cli([
+        "--config-file", str(old), "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.PRETRAIN", "False",
+        "MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM", "512", "DATASETS.NAMES", "Demo", "DATASETS.TESTS",
+        "Demo", "DATALOADER.NUM_INSTANCE", "4", "DATALOADER.NUM_WORKERS", "0", "INPUT.SIZE_TRAIN", "(64, 32)",
+        "INPUT.SIZE_TEST", "(64, 32)", "SOLVER.IMS_PER_BATCH", "8", "SOLVER.MAX_EPOCH", "2", "SOLVER.WARMUP_EPOCHS",
+        "1", "SOLVER.DELAY_EPOCHS", "1", "SOLVER.FREEZE_EPOCHS", "1", "LOG_PERIOD", "1", "OUTPUT_DIR",
+        str(tmp_path / "run"),
+    ])  # fmt: skip
+    assert code == 0
+    log = (tmp_path / "run/log.txt").read_text()
+    assert "recognized as a config of FastReID v0.1.1" in log
+    assert "Base-bagtricks.yml: INPUT.DO_PAD True -> INPUT.PADDING.ENABLED True" in log
+    assert "backbone: frozen until iteration 4" in log
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.json").read_text().splitlines()]
+    base, end = 3.5e-4, 7.7e-7
+    rates = [base * (0.01 + 0.99 * step / 4) for step in range(4)]
+    rates += [end + (base - end) * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(4)]
+    assert [row["lr"] for row in rows if "total_loss" in row] == pytest.approx(rates)
 
 
 def with_fewer_batches(build):

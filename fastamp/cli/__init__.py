@@ -19,7 +19,7 @@ COMMANDS = {
     "strip": "write a checkpoint without its training state",
     "doctor": "examine the mixed precision of a machine and a model",
     "check-data": "look for what is wrong with a data set",
-    "config": "list and explain config keys, compare configs",
+    "config": "list and explain config keys, compare and convert configs",
 }
 
 

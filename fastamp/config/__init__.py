@@ -1,16 +1,19 @@
 """The config: FastReID's keys and more, each with a default and a meaning."""
 
-from fastamp.config.changes import describe_changes
+from fastamp.config.changes import changed_values, describe_changes
 from fastamp.config.channels import per_channel
 from fastamp.config.config import CfgNode, FrozenConfigError, get_cfg
 from fastamp.config.describe import describe_config, explain_key
 from fastamp.config.key import Key
+from fastamp.config.releases import RELEASES
 from fastamp.config.sizes import crop_size, fixed_input_size, input_size, size_key
 
 __all__ = [
+    "RELEASES",
     "CfgNode",
     "FrozenConfigError",
     "Key",
+    "changed_values",
     "crop_size",
     "describe_changes",
     "describe_config",

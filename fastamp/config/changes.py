@@ -1,10 +1,10 @@
-"""What differs between a config and one that was written down before."""
+"""What differs between a config and one that was written down before, or the defaults."""
 
 from typing import Any
 
 from fastamp.config.config import CfgNode
-from fastamp.config.describe import show_value
 from fastamp.config.files import parse_yaml
+from fastamp.config.key import show_value
 
 
 def describe_changes(cfg: CfgNode, before: str, source: str) -> list[str]:
@@ -26,6 +26,21 @@ def describe_changes(cfg: CfgNode, before: str, source: str) -> list[str]:
         if old != new:
             lines.append(f"{key.path}: {show_value(old)} -> {show_value(new)}")
     return lines
+
+
+def changed_values(cfg: CfgNode) -> dict[str, Any]:
+    """Return the nested values that differ from their defaults; merged into the defaults they give ``cfg`` again."""
+    values, changed = parse_yaml(cfg.dump(), "this config"), {}
+    for key, _ in cfg.keys_below():
+        default = list(key.default) if isinstance(key.default, tuple) else key.default
+        value = _at(values, key.path, default)
+        if value != default:
+            *sections, name = key.path.split(".")
+            node = changed
+            for section in sections:
+                node = node.setdefault(section, {})
+            node[name] = value
+    return changed
 
 
 def _at(mapping: Any, path: str, default: Any) -> Any:

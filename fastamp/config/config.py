@@ -1,6 +1,7 @@
 """The config tree: FastReID's yacs nodes, with forgiving conversions, strict keys and messages that help."""
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -10,10 +11,13 @@ import yaml
 from yacs.config import CfgNode as YacsCfgNode
 
 from fastamp.config.defaults import KEYS, RENAMED, SHORTHANDS
-from fastamp.config.files import parse_yaml, read_layers
+from fastamp.config.files import parse_yaml
 from fastamp.config.key import Key, brief, convert, free_value, parse_bool, parse_literal, plain
+from fastamp.config.releases import hint, read_recipe
 from fastamp.config.suggest import unknown_key
 from fastamp.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 COMMAND_LINE, ASSIGNMENT = "command line", "assignment"
 _NO_MEANING = "Added by code, which gives no meaning."
@@ -88,15 +92,32 @@ class CfgNode(YacsCfgNode):
 
     __setitem__ = __setattr__
 
-    def merge_from_file(self, cfg_filename: Any) -> None:
+    def merge_from_file(self, cfg_filename: Any, release: str = "") -> None:
         """Merge a YAML file, after the files that its ``_BASE_`` names.
 
+        Files of FastReID v0.1.1 and v1.0.0 are recognized: their release's defaults are merged first, and all is
+        translated to the present keys. The log says what was translated, and what has no counterpart.
+
+        Args:
+            cfg_filename: path.
+            release: "v0.1.1" or "v1.0.0" where the release is known; "" detects it from the keys. Default "".
+
         Raises:
-            ConfigError: a file cannot be read, or has an unknown key or a wrong value; the message names that file.
+            ConfigError: a file cannot be read, has an unknown key or a wrong value, or is of an old release and merged
+                with one of the present keys; the message names that file.
         """
         self._refuse_if_frozen()
-        layers = read_layers(cfg_filename)
-        _apply(edit for source, mapping in layers for edit in self._mapping_edits(mapping, source))
+        recipe = read_recipe(cfg_filename, known={key.path for key, _ in self.keys_below()}, release=release)
+        _apply(edit for source, mapping in recipe.layers for edit in self._mapping_edits(mapping, source))
+        self.__dict__["_notes"] = [*self.translation_notes(), *recipe.notes()]
+        for line in recipe.lines:
+            logger.info("%s", line)
+        for line in recipe.missing:
+            logger.warning("no counterpart: %s", line)
+
+    def translation_notes(self) -> list[str]:
+        """Return one line for each old key that ``merge_from_file`` translated, or found no counterpart for."""
+        return self.__dict__.get("_notes", [])
 
     def merge_from_other_cfg(self, cfg_other: Mapping[str, Any]) -> None:
         """Merge another config or a nested dict.
@@ -255,7 +276,8 @@ class CfgNode(YacsCfgNode):
             accepts = "a section" + (", or true or false" if "ENABLED" in self else "")
             example = next((f"; a key of it is {self._full(name)}" for name in self), "")
             got = "nothing (null)" if value is None else f"{brief(value)} ({type(value).__name__})"
-            raise ConfigError(f"{source}: {self._path}: expected {accepts}, got {got}{example}")
+            old = f"\n  {text}" if (text := hint(self._path)) else ""
+            raise ConfigError(f"{source}: {self._path}: expected {accepts}, got {got}{example}{old}")
 
     def _set(self, name: str, value: Any, source: str) -> Edit:
         """Return the edit that gives the key ``name`` of this node ``value``, converted."""
@@ -277,6 +299,8 @@ class CfgNode(YacsCfgNode):
         head, _, rest = name.partition(".")
         if rest and head in self:
             return f"{self._full(head)} is a value, not a section, so there is no {self._full(name)}"
+        if old := hint(self._full(name)):
+            return old
         return unknown_key(self._full(name), self._path, self, {*KEYS, *(key.path for key, _ in self.keys_below())})
 
     def _is_section(self, name: str) -> bool:

@@ -4,8 +4,8 @@ import textwrap
 
 from fastamp.config.config import CfgNode, get_cfg
 from fastamp.config.defaults import RENAMED, SHORTHANDS
-from fastamp.config.files import read_layers
-from fastamp.config.key import Key
+from fastamp.config.key import Key, show_value
+from fastamp.config.releases import present_names, read_recipe
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 _WIDTH = 100
@@ -50,7 +50,8 @@ def explain_key(name: str, cfg: CfgNode | None = None, config_file: str = "") ->
     """
     cfg = get_cfg() if cfg is None else cfg
     wanted = name.strip().strip(".").lower()
-    wanted = {old.lower(): new.lower() for old, new in RENAMED.items()}.get(wanted, wanted)
+    spellings = present_names() | RENAMED
+    wanted = {old.lower(): new.lower() for old, new in spellings.items()}.get(wanted, wanted)
     key = next((key for key, _ in cfg.keys_below() if key.path.lower() == wanted), None)
     if key is None:
         return describe_config(name, cfg)
@@ -60,7 +61,7 @@ def explain_key(name: str, cfg: CfgNode | None = None, config_file: str = "") ->
         facts.append(f"choices: {', '.join(map(str, key.choices))}")
     if key.aliases:
         facts.append(f"also spelled: {', '.join(f'{alias} ({choice})' for alias, choice in key.aliases.items())}")
-    facts += [f"FastReID's spelling: {old}" for old, new in RENAMED.items() if new == key.path]
+    facts += [f"FastReID's spelling: {old}" for old, new in spellings.items() if new == key.path]
     if SHORTHANDS.get(section) == last:
         facts.append(f"in short: `{section} VALUE`, which also makes {section}.ENABLED True")
     if last == "ENABLED":
@@ -78,7 +79,7 @@ def _where_set(key: Key, cfg: CfgNode, config_file: str) -> list[str]:
     lines = []
     cfg = cfg.clone()
     cfg.defrost()  # what is asked is what would change
-    for source, mapping in read_layers(config_file):
+    for source, mapping in read_recipe(config_file, known={each.path for each, _ in cfg.keys_below()}).layers:
         for path, value in cfg.changes(mapping, source):
             if path == key.path:
                 lines.append(f"{source}: {show_value(value)}")
@@ -103,14 +104,3 @@ def _wrap(text: str, first: str, further: str) -> list[str]:
     """Return lines that begin with these indents; paths stay in one piece."""
     indents = {"initial_indent": first, "subsequent_indent": further}
     return textwrap.wrap(text, _WIDTH, **indents, break_on_hyphens=False, break_long_words=False)
-
-
-def show_value(value: object) -> str:
-    """Return a config's value as it would be written in YAML."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {show_value(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(show_value(item) for item in value)}]"
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
-        return f"{value:.1f}"
-    return value if isinstance(value, str) and value else repr(value)

@@ -125,7 +125,10 @@ def _read_text(path: str, chain: tuple[str, ...]) -> str:
             content = file.read(LARGEST + 1)
         return content.decode("utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"{path}{named_by}: there is no such config file{_neighbours(path)}") from None
+        hint = ""
+        if Path(path).name == "Base-Strongerbaseline.yml":
+            hint = "\n  fix: it is one of FastReID v0.1.1's base files; copy configs/Base-*.yml of that release there"
+        raise ConfigError(f"{path}{named_by}: there is no such config file{_neighbours(path)}{hint}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}{named_by}: this is a folder, not a config file") from None
     except UnicodeDecodeError as error:

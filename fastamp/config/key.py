@@ -196,6 +196,17 @@ def plain(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def show_value(value: Any) -> str:
+    """Return a config's value as it would be written in YAML."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {show_value(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(show_value(item) for item in value)}]"
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return f"{value:.1f}"
+    return value if isinstance(value, str) and value else repr(value)
+
+
 def brief(value: Any) -> str:
     """Return ``repr(value)``, cut where it would fill the terminal."""
     try:

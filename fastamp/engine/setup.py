@@ -69,6 +69,8 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
         logger.warning("%s", problem)
     if args is not None:
         logger.info("arguments: %s", args)
+    for line in cfg.translation_notes():
+        logger.info("config file: %s", line)
     logger.info("config:\n%s", cfg.dump())
     if device.type == "cpu":
         keep_freed_memory()

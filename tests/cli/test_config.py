@@ -1,9 +1,12 @@
-"""fastamp config: list, explain and diff."""
+"""fastamp config: list, explain, diff and convert."""
 
+import old_configs
 import pytest
 import tiny
+import yaml
 
 from fastamp.cli import main
+from fastamp.config import get_cfg
 
 
 @pytest.fixture
@@ -99,3 +102,38 @@ def test_keys_of_a_projects_own(config, tmp_path):
     files = (tmp_path / "default.yml", tmp_path / "mine.yml")
     assert config("diff", *files, "--parts", parts) == (0, ["MODEL.MINE: 1 -> 2"])
     assert config("diff", *files)[0] == 2
+
+
+def test_convert_a_config_of_an_old_release(tmp_path, capsys):
+    root = old_configs.write(tmp_path / "old")
+    old, new = root / "v0.1.1/configs/Market1501/AGW_R50.yml", tmp_path / "new.yml"
+    assert main(["config", "convert", str(old), "-o", str(new)]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"wrote {new}\n" and f"{old}: recognized as a config of FastReID v0.1.1 by " in err
+    assert "Base-bagtricks.yml: INPUT.DO_PAD True -> INPUT.PADDING.ENABLED True\n" in err
+    converted, loaded = get_cfg(), get_cfg()
+    converted.merge_from_file(new)
+    loaded.merge_from_file(old)
+    assert converted == loaded and converted.MODEL.BACKBONE.STEM_POOL == "padded"
+
+    assert main(["config", "convert", str(new)]) == 0  # its own keys are the present ones
+    out, err = capsys.readouterr()
+    assert "nothing to translate" in err and yaml.safe_load(out) == yaml.safe_load(new.read_text())
+    assert main(["config", "convert", str(old), "-o", str(old)]) == 2
+    assert main(["config", "convert", str(tmp_path / "missing.yml")]) == 2
+    assert old.exists() and "is the file to convert" in capsys.readouterr().err
+
+
+def test_convert_names_what_has_no_counterpart_and_takes_a_release(tmp_path, capsys):
+    old = tmp_path / "old.yml"
+    old.write_text("MODEL: {HEADS: {NAME: ReductionHead, POOL_LAYER: gempool}}\n")
+    assert main(["config", "convert", str(old)]) == 0
+    out, err = capsys.readouterr()
+    assert "no counterpart: MODEL.HEADS.NAME ReductionHead" not in out.split("# Other")[1]
+    assert out.count("# no counterpart: MODEL.HEADS.NAME ReductionHead") == 1 and err.count("ReductionHead: its") == 1
+    old.write_text("INPUT: {DO_PAD: True}\nMODEL: {HEADS: {POOL_LAYER: gempool}}\n")
+    pools = []
+    for words in ([], ["--release", "v0.1.1"]):
+        assert main(["config", "convert", str(old), *words]) == 0
+        pools.append(yaml.safe_load(capsys.readouterr().out)["MODEL"]["HEADS"]["POOL_LAYER"])
+    assert pools == ["GeneralizedMeanPooling", "GeneralizedMeanPoolingP"]

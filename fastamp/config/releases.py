@@ -1,0 +1,389 @@
+"""Config files of FastReID v0.1.1 and v1.0.0, translated to the present keys.
+
+A file of an old release means that release's defaults, then the file. Both are translated together, because some keys
+depend on others: the margin of a ``linear`` classifier, for one, was never used.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastamp.config.defaults import KEYS
+from fastamp.config.defaults import RENAMED as OTHER_SPELLINGS
+from fastamp.config.files import read_layers
+from fastamp.config.key import Key, convert, parse_bool, show_value
+from fastamp.config.release_tables import FIRST_VALUES, RELEASE_DEFAULTS, RENAMED, REPLACED, VALUES
+from fastamp.utils.errors import ConfigError, check_choice, did_you_mean
+
+RELEASES = tuple(RELEASE_DEFAULTS)
+Layers = list[tuple[str, dict[str, Any]]]
+
+_ALL_OLD = {key for defaults in RELEASE_DEFAULTS.values() for key in defaults}
+_OLD_ONLY = {key for key in (*_ALL_OLD, *RENAMED, *REPLACED) if key not in KEYS}
+_FIRST_ONLY = set(RELEASE_DEFAULTS["v0.1.1"]) - set(RELEASE_DEFAULTS["v1.0.0"])
+_LAST_ONLY = set(RELEASE_DEFAULTS["v1.0.0"]) - set(RELEASE_DEFAULTS["v0.1.1"])
+_TYPES = {RENAMED.get(key, key): value for each in RELEASE_DEFAULTS.values() for key, value in each.items()}
+# How many losses of each kind MGN has, and the section of its keys.
+_MGN_LOSSES = {
+    "CrossEntropyLoss": ("CE", 8),
+    "FocalLoss": ("FL", 8),
+    "TripletLoss": ("TRI", 5),
+    "CircleLoss": ("CIRCLE", 5),
+}
+
+
+@dataclass
+class Recipe:
+    """A config file with its bases, in the present keys.
+
+    Attributes:
+        layers: source and mapping of each file in the order of merging; for an old release one, translated.
+        release: "v0.1.1", "v1.0.0", or "" for a file of the present keys.
+        lines: what was detected, and one line for each key that was translated.
+        missing: one line for each key that has no counterpart.
+    """
+
+    layers: Layers
+    release: str = ""
+    lines: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def notes(self) -> list[str]:
+        """Return all of ``lines`` and ``missing``, for a log."""
+        return [*self.lines, *(f"no counterpart: {line}" for line in self.missing)]
+
+
+def read_recipe(path: str | os.PathLike[str], *, known: Iterable[str] = KEYS, release: str = "") -> Recipe:
+    """Read a config file and its ``_BASE_`` files, and translate them if they are of an old release of FastReID.
+
+    Args:
+        path: a YAML file.
+        known: the paths of all keys, those of projects included.
+        release: "v0.1.1" or "v1.0.0" where the release is known; "" detects it from the keys of all files.
+
+    Raises:
+        ConfigError: a file cannot be read, an unknown ``release``, a value of the wrong type, or files of an old
+            release and files of the present keys are mixed.
+    """
+    if release:
+        check_choice("release", release, RELEASES)
+    layers, known = read_layers(path), set(known)
+    flat = [(source, dict(_flat(mapping))) for source, mapping in layers]
+    found, lines = release, [f"read as a config of FastReID {release}, as stated"]
+    if not release:
+        found, lines = detect(flat, known)
+    if not found:
+        return Recipe(layers)
+    translation, lines[0] = _Translation(found, flat, known), f"{os.fspath(path)}: {lines[0]}"
+    return Recipe([(os.fspath(path), translation.new)], found, [*lines, *translation.lines], translation.missing)
+
+
+def present_names() -> dict[str, str]:
+    """Return the present key of each old one that has another name."""
+    return {old: new for old, new in (RENAMED | REPLACED).items() if new and old in _OLD_ONLY}
+
+
+def hint(path: str) -> str:
+    """Return what an old key is called now, or an empty string if it is not a key of an old release."""
+    if path not in _OLD_ONLY:
+        return ""
+    new = RENAMED.get(path) or REPLACED.get(path)
+    return f"{path!r} is a key of old releases of FastReID; " + (
+        f"it is {new} now." if new else "it has no counterpart."
+    )
+
+
+def detect(layers: Layers, known: set[str]) -> tuple[str, list[str]]:
+    """Return the release that config files were written for ("" for the present keys), and why.
+
+    Args:
+        layers: source and mapping, by dotted keys, of each file.
+        known: the paths of the present keys.
+
+    Raises:
+        ConfigError: one file has keys that only an old release had, and another keys that only the present one has.
+    """
+    old = {source: _old_marks(mapping) for source, mapping in layers}
+    present = {source: _present_marks(mapping, known) for source, mapping in layers}
+    if not any(old.values()):
+        return "", []
+    of_old = next(source for source, marks in old.items() if marks)
+    of_new = next((source for source, keys in present.items() if keys and not old[source]), None)
+    if of_new:
+        raise ConfigError(
+            f"{of_old} is of an old release of FastReID ({_some(old[of_old])}), and {of_new}, which is merged with it, "
+            f"has the present keys ({_some(present[of_new])}): together they mean neither recipe.\n"
+            "  fix: put the base files of the same release next to it (configs/Base-*.yml of its tag), then load it or "
+            "run `fastamp config convert`"
+        )
+    given = {key for _, mapping in layers for key in mapping}
+    by_value = [f"{key} {mapping[key]}" for _, mapping in layers for key in FIRST_VALUES if _is_old_value(mapping, key)]
+    first = [*sorted(given & _FIRST_ONLY, key=lambda key: (key in KEYS, key)), *dict.fromkeys(by_value)]
+    last = sorted(given & _LAST_ONLY, key=lambda key: (key in KEYS, key))
+    release, reasons = ("v0.1.1", first) if len(first) > len(last) else ("v1.0.0", last)
+    lines = [f"recognized as a config of FastReID {release} by {_some(reasons)}"]
+    if not reasons:
+        marks = [mark for each in old.values() for mark in each]
+        lines = [
+            f"recognized as a config of FastReID v0.1.1 or v1.0.0 by {_some(marks)}; read as v1.0.0's (if it is "
+            "v0.1.1's: fastamp config convert --release v0.1.1)"
+        ]
+    elif first and last:
+        others = last if release == "v0.1.1" else first
+        lines.append(f"FastReID {release} did not have {_some(others)}: translated as in the release that had it")
+    return release, lines
+
+
+def _old_marks(mapping: Mapping[str, Any]) -> list[str]:
+    """Return the keys and values that only old releases had."""
+    keys = [key for key in mapping if key in _OLD_ONLY and not isinstance(mapping[key], Mapping)]
+    return keys + [f"{key} {mapping[key]}" for key in VALUES if _is_old_value(mapping, key)]
+
+
+def _present_marks(mapping: Mapping[str, Any], known: set[str]) -> list[str]:
+    """Return the keys that no old release had."""
+    return [key for key in mapping if key not in _ALL_OLD and key not in OTHER_SPELLINGS and _is_known(key, known)]
+
+
+def _is_old_value(mapping: Mapping[str, Any], key: str) -> bool:
+    value = mapping.get(key)
+    return isinstance(value, str) and value in VALUES[key]
+
+
+def _is_known(key: str, known: set[str]) -> bool:
+    """Whether ``key`` is a present key, below a free-form one, or a section that takes a value in its place."""
+    if key in known or key in OTHER_SPELLINGS or f"{key}.ENABLED" in known:
+        return True
+    return any(KEYS[parent].is_free_form for parent in _parents(key) if parent in KEYS)
+
+
+def _parents(key: str) -> list[str]:
+    return [key[:dot] for dot, letter in enumerate(key) if letter == "."]
+
+
+def _flat(mapping: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Yield dotted key and value of each leaf; a section of any keys is one value.
+
+    INPUT.PADDING is a number of pixels in an old file, and short for INPUT.PADDING.ENABLED in a present one.
+    """
+    for name, value in mapping.items():
+        path = f"{prefix}{name}"
+        if f"{path}.ENABLED" in KEYS and parse_bool(value) is not None:
+            path = f"{path}.ENABLED"
+        free_form = path in KEYS and KEYS[path].is_free_form
+        if isinstance(value, Mapping) and not free_form:
+            yield from _flat(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _some(marks: list[str]) -> str:
+    """Return the first few, separated by commas."""
+    return ", ".join(marks[:5]) + (", ..." if len(marks) > 5 else "")
+
+
+@dataclass(frozen=True)
+class _Setting:
+    name: str  # as the file or the release calls the key
+    value: Any
+    source: str  # file; "" for the release's default
+
+
+class _Translation:
+    """The present keys and values of an old release's files.
+
+    Args:
+        release: whose defaults and rules hold.
+        layers: source and mapping, by dotted keys, of each file.
+        known: the paths of the present keys.
+
+    Attributes:
+        new: present key -> value.
+        lines, missing: see ``Recipe``.
+    """
+
+    def __init__(self, release: str, layers: Layers, known: set[str]) -> None:
+        self.release, self.new, self.lines, self.missing = release, {}, [], []
+        self._settings: dict[str, _Setting] = {}
+        self._translated: set[str] = set()
+        for name, value in RELEASE_DEFAULTS[release].items():
+            self._read(name, value, "")
+        for source, mapping in layers:
+            for name, value in mapping.items():
+                if name in _OLD_ONLY or name in _ALL_OLD or _is_known(name, known):
+                    self._read(name, value, source)
+                else:
+                    near = did_you_mean(name, [*known, *_ALL_OLD])
+                    self.missing.append(f"{_file(source)}: {name} {show_value(value)}: not a key of any release.{near}")
+        self._rates()
+        self._model()
+        self._input()
+        for key in self._settings:
+            if key not in self._translated:
+                self._put({key: self[key]}, key)
+
+    def __getitem__(self, key: str) -> Any:
+        setting = self._settings.get(key)
+        return setting.value if setting else None
+
+    def _read(self, name: str, value: Any, source: str) -> None:
+        key = RENAMED.get(name, name)
+        if key in _TYPES:
+            try:
+                value = convert(Key(name, _TYPES[key], ""), value)
+            except ConfigError as error:
+                raise ConfigError(f"{source}: {error}") from None
+        self._settings[key] = _Setting(name, value, source)
+
+    def _put(self, values: Mapping[str, Any], *keys: str, why: str = "") -> None:
+        """Set present keys, in place of the old ``keys``, and write it down unless nothing changed."""
+        self.new |= values
+        self._translated |= set(keys)
+        settings = [self._settings[key] for key in keys if key in self._settings]
+        before, after = _listed((each.name, each.value) for each in settings), _listed(values.items())
+        sources = list(dict.fromkeys(_file(each.source) for each in settings if each.source))
+        differs = any(
+            show_value(value) != show_value(KEYS[key].default) for key, value in values.items() if key in KEYS
+        )
+        why = f" ({why})" if why else ""
+        if sources and before != after:
+            self.lines.append(f"{', '.join(sources)}: {before} -> {after}{why}")
+        elif not sources and differs:
+            arrow = f"{before} -> {after}" if settings and before != after else after
+            self.lines.append(f"{'default' if settings else 'rule'} of {self.release}: {arrow}{why}")
+
+    def _drop(self, *keys: str, why: str, matters: bool = True) -> None:
+        """Set nothing in place of the old ``keys``, and write down those that a file sets."""
+        self._translated |= set(keys)
+        for setting in (self._settings[key] for key in keys if key in self._settings):
+            if setting.source:
+                lines = self.missing if matters else self.lines
+                lines.append(f"{_file(setting.source)}: {setting.name} {show_value(setting.value)}: {why}")
+
+    def _rates(self) -> None:
+        """Translate learning rates, lengths and periods."""
+        first = self.release == "v0.1.1"
+        if first:
+            rule = {"SOLVER.EPOCH_SCHEDULE": "absolute", "SOLVER.LR_UPDATE": "iteration"}
+            why = "the rate changed each iteration, and epochs counted from the start"
+        else:
+            rule = {"SOLVER.EPOCH_SCHEDULE": "after_warmup", "SOLVER.LR_UPDATE": "epoch"}
+            why = "the rate changed once an epoch, and epochs counted after the warm-up"
+        self._put(rule | {"SOLVER.WARMUP_ITERS": 0}, why=why)
+        self._put({"SOLVER.SCHED": _value("SOLVER.SCHED", self["SOLVER.SCHED"])}, "SOLVER.SCHED")
+        decay = self["SOLVER.WEIGHT_DECAY"]
+        if self["SOLVER.WEIGHT_DECAY_NORM"] is None:
+            self._put({"SOLVER.WEIGHT_DECAY": decay, "SOLVER.WEIGHT_DECAY_NORM": decay}, "SOLVER.WEIGHT_DECAY")
+        if first and self["SOLVER.FREEZE_EPOCHS"] is None:
+            epochs = {"SOLVER.FREEZE_EPOCHS": self["SOLVER.FREEZE_ITERS"], "SOLVER.FREEZE_ITERS": 0}
+            self._put(epochs, "SOLVER.FREEZE_ITERS", why="epochs in that release")
+        layers = tuple(name for name in self["MODEL.FREEZE_LAYERS"] if name)
+        self._put({"MODEL.FREEZE_LAYERS": layers}, "MODEL.FREEZE_LAYERS")
+        for period in ("SOLVER.CHECKPOINT_PERIOD", "TEST.EVAL_PERIOD"):
+            if self[period] < 1:
+                self._put({period: self["SOLVER.MAX_EPOCH"]}, period, why="0 was none before the end")
+        if self["SOLVER.NESTEROV"] and not self["SOLVER.MOMENTUM"]:
+            self._put({"SOLVER.NESTEROV": False}, "SOLVER.NESTEROV", why="it had no effect without momentum")
+        self._average(self["SOLVER.MAX_EPOCH"])
+
+    def _average(self, epochs: int) -> None:
+        """Translate stochastic weight averaging, for which v0.1.1 added epochs at the end."""
+        keys = [f"SOLVER.SWA.{name}" for name in ("ITER", "PERIOD", "LR_FACTOR", "ETA_MIN_LR", "LR_SCHED")]
+        iterations, period, _, _, cyclic = (self[key] for key in keys)
+        if iterations is None:  # not of v1.0.0
+            return
+        if not self["SOLVER.SWA.ENABLED"]:
+            self._drop(*keys, why="no effect, since SOLVER.SWA.ENABLED is False", matters=False)
+            return
+        lengths = {"SOLVER.MAX_EPOCH": epochs + iterations, "SOLVER.SWA.START_EPOCH": epochs}
+        self._put(lengths, "SOLVER.MAX_EPOCH", "SOLVER.SWA.ITER", why="the averaging came after MAX_ITER epochs")
+        self._put({"SOLVER.SWA.PERIOD": period or 1}, "SOLVER.SWA.PERIOD")
+        if cyclic:
+            self._drop(*keys[2:], why="no counterpart: the rate went through a cosine in each period of the averaging")
+        self._drop(*keys[2:], why="no effect, since SOLVER.SWA.LR_SCHED is False", matters=False)
+        self.new["SOLVER.SWA.LR_FACTOR"] = 0.0
+        if "Cosine" in self["SOLVER.SCHED"]:
+            self.missing.append(
+                f"SOLVER.SCHED {self['SOLVER.SCHED']} with SOLVER.SWA: the cosine ended where the averaging begins; "
+                "now it ends with the training"
+            )
+
+    def _model(self) -> None:
+        """Translate backbone, head and losses."""
+        first, mgn = self.release == "v0.1.1", self["MODEL.META_ARCHITECTURE"] == "MGN"
+        if first:
+            self._put({"MODEL.BACKBONE.STEM_POOL": "padded"}, why="how the stem pooled until 2020-08-14")
+        self._head(mgn)
+        pool = self["MODEL.HEADS.POOL_LAYER"]
+        pools = {"gempool": "GeneralizedMeanPoolingP"} if first else {}
+        self._put(
+            {"MODEL.HEADS.POOL_LAYER": pools.get(pool) or _value("MODEL.HEADS.POOL_LAYER", pool)},
+            "MODEL.HEADS.POOL_LAYER",
+        )
+        classifier = _value("MODEL.HEADS.CLS_LAYER", self["MODEL.HEADS.CLS_LAYER"])
+        self._put({"MODEL.HEADS.CLS_LAYER": classifier}, "MODEL.HEADS.CLS_LAYER")
+        if classifier == "Linear":
+            for key, value in (("MODEL.HEADS.SCALE", 1), ("MODEL.HEADS.MARGIN", 0.0)):
+                self._put({key: value}, key, why="linear did not use it")
+        for part in ("BACKBONE", "HEADS"):
+            splits = self[f"MODEL.{part}.NORM_SPLIT"] or 1
+            ghost = self[f"MODEL.{part}.NORM"] == "GhostBN" and splits > 1
+            why = "no counterpart: GhostBN normalizes the whole batch" if ghost else "no effect"
+            self._drop(f"MODEL.{part}.NORM_SPLIT", why=why, matters=ghost)
+        if not self["MODEL.LOSSES.TRI.HARD_MINING"] and self["MODEL.LOSSES.TRI.WEIGHTING"] is None:
+            self._put({"MODEL.LOSSES.TRI.WEIGHTING": "fastreid"}, why="the form of the loss without HARD_MINING")
+        if first and mgn:
+            for name, (section, count) in _MGN_LOSSES.items():
+                key = f"MODEL.LOSSES.{section}.SCALE"
+                if name in self["MODEL.LOSSES.NAME"]:
+                    self._put({key: self[key] * count}, key, why=f"MGN itself divides by its {count} losses now")
+
+    def _head(self, mgn: bool) -> None:
+        name, width, reduced = (self[f"MODEL.HEADS.{key}"] for key in ("NAME", "IN_FEAT", "REDUCTION_DIM"))
+        if _is_old_value({"MODEL.HEADS.NAME": name}, "MODEL.HEADS.NAME"):
+            values = {"MODEL.HEADS.NAME": "EmbeddingHead", "MODEL.HEADS.WITH_BNNECK": name != "LinearHead"}
+            self._put(values, "MODEL.HEADS.NAME")
+        elif self["MODEL.HEADS.WITH_BNNECK"] is None:
+            self._put({"MODEL.HEADS.WITH_BNNECK": True})
+        if width is not None:
+            target = "MODEL.HEADS.EMBEDDING_DIM" if mgn else "MODEL.BACKBONE.FEAT_DIM"
+            self._put({target: width}, "MODEL.HEADS.IN_FEAT")
+        if name == "ReductionHead":
+            self._put({"MODEL.HEADS.EMBEDDING_DIM": reduced}, "MODEL.HEADS.REDUCTION_DIM")
+            self.missing.append(
+                "MODEL.HEADS.NAME ReductionHead: its batch norm and leaky ReLU between the reduction and the neck"
+            )
+        self._drop("MODEL.HEADS.REDUCTION_DIM", why="no effect without ReductionHead", matters=False)
+
+    def _input(self) -> None:
+        """Translate augmentation and sampling."""
+        identities, naive = self["DATALOADER.PK_SAMPLER"], self["DATALOADER.NAIVE_WAY"]
+        sampler = ("NaiveIdentitySampler" if naive else "BalancedIdentitySampler") if identities else "TrainingSampler"
+        self._put({"DATALOADER.SAMPLER_TRAIN": sampler}, "DATALOADER.PK_SAMPLER", "DATALOADER.NAIVE_WAY")
+        if self.release != "v0.1.1":
+            return
+        if self["INPUT.CJ.ENABLED"]:
+            self._put({"INPUT.CJ.ENABLED": False}, "INPUT.CJ.ENABLED", why="color jitter never ran in that release")
+        if self["INPUT.AUTOAUG.ENABLED"] and self["INPUT.AUTOAUG.PROB"] is None:
+            self._put(
+                {"INPUT.AUTOAUG.ENABLED": True, "INPUT.AUTOAUG.PROB": 0.0},
+                "INPUT.AUTOAUG.ENABLED",
+                why="its probability fell from 1 to 0 within the first few hundred images of each worker",
+            )
+        if self["INPUT.AUGMIX.ENABLED"] and self["INPUT.AUGMIX.PROB"] is None:
+            values = {"INPUT.AUGMIX.ENABLED": True, "INPUT.AUGMIX.PROB": 1.0}
+            self._put(values, "INPUT.AUGMIX.ENABLED", why="of every image")
+
+
+def _value(key: str, value: Any) -> Any:
+    """Return the present spelling of an old value."""
+    return VALUES[key].get(value, value)
+
+
+def _listed(pairs: Iterable[tuple[str, Any]]) -> str:
+    return ", ".join(f"{key} {show_value(value)}" for key, value in pairs)
+
+
+def _file(source: str) -> str:
+    return os.path.basename(source)
