@@ -1,28 +1,48 @@
 """Folders that are built aside and renamed when they are done, so that one that exists is whole."""
 
+import os
+import re
 import shutil
+import socket
 import time
 import uuid
 from pathlib import Path
 
-# A build folder in which nothing was written for so many seconds belongs to a process that was killed.
+# A build folder of a process on another machine, or of an earlier version, in which nothing was written for so many
+# seconds belongs to a process that was killed.
 _ABANDONED_SECONDS = 120
 
 
 def aside(folder: Path) -> Path:
     """Return a new, hidden name beside ``folder`` under which to build it; nothing is made."""
-    return folder.with_name(f"{_prefix(folder)}{uuid.uuid4().hex}")
+    return folder.with_name(f"{_prefix(folder)}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}")
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove build folders that killed runs left beside ``folder``."""
+    """Remove build folders that killed processes left beside ``folder``."""
     for build in folder.parent.glob(f"{_prefix(folder)}*"):
+        if build.is_symlink() or not build.is_dir():
+            continue  # not made here
         try:
             last_write = max(path.stat().st_mtime for path in (build, *build.iterdir()))
         except OSError:
             continue
-        if time.time() - last_write > _ABANDONED_SECONDS:
+        if _is_of_dead_process(build, folder) or time.time() - last_write > _ABANDONED_SECONDS:
             shutil.rmtree(build, ignore_errors=True)
+
+
+def _is_of_dead_process(build: Path, folder: Path) -> bool:
+    """Return whether the process that named the build folder ran on this machine and has ended."""
+    found = re.fullmatch(r"(.+)-([0-9]+)-[0-9a-f]{32}", build.name.removeprefix(_prefix(folder)))
+    if found is None or found[1] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(found[2]), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
 
 
 def _prefix(folder: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastamp.engine.lifeline import Outcome
 from fastamp.utils.errors import USER_ERROR_EXIT_CODE, UserError
+from fastamp.utils.lock import unlock_all
 from fastamp.utils.printable import printable
 
 _RENDEZVOUS_PORT = 29400  # torchrun's own choice
@@ -67,7 +68,10 @@ def run_command_line(command: Callable[[], Any]) -> int:
     bug and passes through. What fails inside ``launch`` among several processes ends there, with the same codes and
     messages, and 1 for a bug.
     """
-    outcome = outcome_of(command)
+    try:
+        outcome = outcome_of(command)
+    finally:
+        unlock_all()
     say(outcome)
     return outcome.code
 

@@ -40,7 +40,8 @@ from fastamp.utils.errors import ConfigError, UserError, WeightsError, WriteErro
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
 from fastamp.utils.files import folder_name
 from fastamp.utils.load_state import load_model_state
-from fastamp.utils.weights_file import state_dict_in
+from fastamp.utils.lock import lock_folder, unlock_folder
+from fastamp.utils.weights_file import read_checkpoint, state_dict_in
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,20 @@ class DefaultTrainer:
             logger.warning("nothing to resume in %s: starting from the beginning", self.checkpointer.save_dir)
 
     def train(self) -> dict[str, Any]:
-        """Train to the end and return the last evaluation's metrics."""
+        """Train to the end and return the last evaluation's metrics; rank 0 has the lock of OUTPUT_DIR meanwhile.
+
+        Raises:
+            UserError: another process writes into OUTPUT_DIR, a file cannot be written, or training fails.
+        """
+        output_dir = self.cfg.OUTPUT_DIR
+        if comm.is_main_process():
+            lock_folder(output_dir, "OUTPUT_DIR")
+        try:
+            return self._train()
+        finally:
+            unlock_folder(output_dir)
+
+    def _train(self) -> dict[str, Any]:
         cfg, start = self.cfg, self.trainer.start_iter
         output_dir = Path(cfg.OUTPUT_DIR)
         self.data_loader.start_iter = self.trainer.batches_before(start)
@@ -198,11 +212,25 @@ class DefaultTrainer:
                 last = self.checkpointer.last_checkpoint()
         except WeightsError as error:
             return f"  {error}"
+        best = self._whole_best()
         if last is None:
             return (
-                f"  nothing was saved before\n  fix: make room, or choose another OUTPUT_DIR than {self.cfg.OUTPUT_DIR}"
+                f"  {best or 'nothing was saved before'}\n"
+                f"  fix: make room, or choose another OUTPUT_DIR than {self.cfg.OUTPUT_DIR}"
             )
-        return f"  the checkpoint before is whole: {last}\n  fix: make room, then resume with:\n  {resume_command()}"
+        best = f"  {best}\n" if best else ""
+        return (
+            f"  the checkpoint before is whole: {last}\n{best}  fix: make room, then resume with:\n  {resume_command()}"
+        )
+
+    def _whole_best(self) -> str:
+        """Return a sentence about this run's ``model_best.pth``; empty if it has none that is whole."""
+        path = Path(self.cfg.OUTPUT_DIR) / "model_best.pth"
+        try:
+            best = read_checkpoint(path, lazily=True)["best"] if self.eval_hook.best is not None else None
+            return f"the best model is whole: {path} ({best['metric']} {best['value']:.2f})" if best else ""
+        except (WeightsError, KeyError, TypeError, ValueError):
+            return ""
 
     def register_hooks(self, hooks_: Iterable[HookBase]) -> None:
         """Add hooks after those of ``build_hooks``."""

@@ -19,6 +19,7 @@ from fastamp.solver import swa_start
 from fastamp.utils import comm
 from fastamp.utils.env import keep_freed_memory, seed_all
 from fastamp.utils.errors import ConfigError, UserError, WeightsError
+from fastamp.utils.lock import describe_lock_holder, lock_folder
 from fastamp.utils.logger import setup_logger
 from fastamp.utils.weights_file import read_checkpoint
 
@@ -52,8 +53,12 @@ def add_process_arguments(parser: argparse.ArgumentParser) -> None:
 def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
     """Check the config, start the log, seed the random generators, and choose deterministic computation or not.
 
+    With the arguments of a training (``args.eval_only`` is False), rank 0 also takes the lock of OUTPUT_DIR, which
+    ``DefaultTrainer.train`` releases at its end, and the system when the process ends. An evaluation takes no lock.
+
     Raises:
-        ConfigError: a value that cannot work, a part that this version does not have, or a device that is not there.
+        ConfigError: a value that cannot work, a part that this version does not have, a device that is not there, or
+            another training writes into OUTPUT_DIR.
     """
     check_config(cfg)
     device = resolve_device(cfg.MODEL.DEVICE)
@@ -63,6 +68,15 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
         setup_logger(cfg.OUTPUT_DIR, rank=rank)
     except OSError as error:
         raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} cannot be written to: {error.strerror}") from error
+    evaluates = getattr(args, "eval_only", None)
+    if evaluates is False and rank == 0:
+        lock_folder(cfg.OUTPUT_DIR, "OUTPUT_DIR")
+    if evaluates and (training := describe_lock_holder(cfg.OUTPUT_DIR)):
+        logger.warning(
+            "a training writes into OUTPUT_DIR %s (%s): this evaluation adds to its log.txt and replaces its report",
+            cfg.OUTPUT_DIR,
+            training,
+        )
     machine = inspect_machine(device, asked=cfg.MODEL.DEVICE)
     logger.info("%s", "\n".join(machine.lines()))
     for problem in machine.problems:

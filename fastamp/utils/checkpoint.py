@@ -125,9 +125,9 @@ class Checkpointer:
                 (self.save_dir / f"{name}.pth").unlink(missing_ok=True)
 
     def remove_leftovers(self) -> None:
-        """Delete the unfinished files of a process that was killed while it saved."""
+        """Delete the unfinished files of a training that was killed while it wrote."""
         if comm.is_main_process():
-            for name in ("model_*.pth", "last_checkpoint"):
+            for name in ("model_*.pth", "last_checkpoint", "config.yaml", "metrics.json", "report.html"):
                 for file in self.save_dir.glob(f".{name}.*.tmp"):
                     file.unlink(missing_ok=True)
 

@@ -1,5 +1,6 @@
 """A lock on a folder into which one process at a time writes; the system releases it when that process ends."""
 
+import atexit
 import errno
 import fcntl
 import json
@@ -84,6 +85,8 @@ def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
         file.truncate(0)
         file.write(json.dumps(holder).encode())
         file.flush()
+    if not _held:
+        atexit.register(unlock_all)
     _held[name] = (os.getpid(), file)
 
 
@@ -97,6 +100,12 @@ def unlock_folder(folder: str | os.PathLike[str]) -> None:
             os.unlink(Path(folder) / LOCK_FILE)
     with suppress(OSError):
         file.close()
+
+
+def unlock_all() -> None:
+    """Release all locks that this process has, at the end of a command."""
+    for folder in list(_held):
+        unlock_folder(folder)
 
 
 def describe_lock_holder(folder: str | os.PathLike[str]) -> str:

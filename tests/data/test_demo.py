@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fastamp.data.datasets.demo import Demo
 from fastamp.data.demo import contact_sheet, generate_demo, is_complete
 from fastamp.data.demo.picture import draw_picture
 from fastamp.data.demo.wardrobe import (
@@ -67,6 +69,31 @@ def pictures(folder, split):
         assert match, f"{path.name} is not named as in Market-1501"
         found.append((int(match[1]), int(match[2])))
     return found
+
+
+def test_what_a_killed_process_leaves_goes_at_the_next_start(small, tmp_path):
+    """Also when the set is there by now; what a process of this machine is building stays."""
+    root = tmp_path / "root"
+    folder = root / Demo.folder
+    shutil.copytree(small, folder)
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        pass
+    host = socket.gethostname()
+    builds = {
+        f"{host}-{dead.pid}-{'0' * 32}": False,
+        f"{host}-{os.getpid()}-{'0' * 32}": True,
+        f"{host}.other-{dead.pid}-{'0' * 32}": True,
+        "0" * 32: True,  # of an earlier version, new
+        "1" * 32: False,  # of an earlier version, old
+    }
+    for name in builds:
+        (root / f".{folder.name}.building-{name}" / "query").mkdir(parents=True)
+    old = root / f".{folder.name}.building-{'1' * 32}"
+    for path in (old / "query", old):
+        os.utime(path, (0, 0))
+    Demo(root)
+    left = {path.name.split("building-")[1] for path in build_folders(folder)}
+    assert left == {name for name, stays in builds.items() if stays}
 
 
 @pytest.mark.parametrize("workers", [1, 3, None])

@@ -40,6 +40,25 @@ class FillDisk(HookBase):
                 self.checkpointer.save("model_0001")
 
 
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_the_message_names_a_best_model_that_is_whole(demo, tmp_path, capsys, evaluated):
+    """Also where no checkpoint to resume from was written."""
+    options = ["TEST.EVAL_PERIOD", "1" if evaluated else "4", "SOLVER.CHECKPOINT_PERIOD", "2"]
+    if not evaluated:
+        (tmp_path / "model_best.pth").write_bytes(b"of an earlier run")
+
+    def train():
+        trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options))
+        trainer.register_hooks([FillDisk(trainer.checkpointer)])
+        trainer.trainer._hooks.sort(key=lambda hook: type(hook).__name__ == "PeriodicCheckpointer")
+        trainer.train()
+
+    assert run_command_line(train) == 2
+    said = capsys.readouterr().err
+    assert (f"the best model is whole: {tmp_path}/model_best.pth (" in said) == evaluated, said
+    assert ("nothing was saved before" in said) == (not evaluated)
+
+
 def test_a_checkpoint_that_has_no_room(demo, tmp_path, capsys):
     cfg = tiny.tiny_config(tmp_path, "TEST.EVAL_PERIOD", "4")
 

@@ -360,7 +360,8 @@ def test_deleting_leaves_what_last_checkpoint_names(tmp_path):
 
 def test_leftovers_of_a_killed_save_are_removed(tmp_path):
     checkpointer = make_run(tmp_path, "model_0000")
-    for name in (".model_0001.pth.abc.tmp", ".last_checkpoint.abc.tmp", ".other.tmp", "model_x.tmp"):
+    left = ("model_0001.pth", "last_checkpoint", "config.yaml", "metrics.json", "report.html")
+    for name in (*(f".{each}.abc.tmp" for each in left), ".other.tmp", "model_x.tmp"):
         (tmp_path / name).write_text("")
     checkpointer.remove_leftovers()
     names = {path.name for path in tmp_path.iterdir()}

@@ -124,11 +124,11 @@ class CUHK03(ImageDataset):
                 f"CUHK03: {self._images.absolute()} is there, but no splits_*_{self._kind}.json beside it, so it may "
                 "be half of what it should be\n  fix: delete it, to have it written anew"
             )
+        remove_abandoned(self._images)
         try:
             if has_images:
                 self._write_splits(self._images, mat, config)
                 return
-            remove_abandoned(self._images)
             build = aside(self._images)
             try:
                 build.mkdir()

@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 
+from fastamp.data.aside import remove_abandoned
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.named import MarketImages
 from fastamp.data.demo import DEMO_VERSION, generate_demo, is_complete
@@ -30,6 +31,7 @@ class Demo(MarketImages):
     def __init__(self, root: str | Path = "datasets") -> None:
         folder = Path(root) / self.folder
         with comm.main_process_first():
+            remove_abandoned(folder)
             if not is_complete(folder):
                 self._generate(folder)
         super().__init__(root)

@@ -1,0 +1,96 @@
+"""One training at a time writes into OUTPUT_DIR; evaluations, dry runs and a resume after a kill are not kept out."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+from fastamp.cli import main
+from fastamp.engine import DefaultTrainer
+from fastamp.utils import lock
+from fastamp.utils.errors import ConfigError
+from fastamp.utils.lock import describe_lock_holder, lock_folder
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+
+
+def hold(folder, pipe):
+    lock_folder(folder, "OUTPUT_DIR")
+    pipe.send("locked")
+    signal.pause()
+
+
+@pytest.fixture
+def running(demo, tmp_path, monkeypatch):
+    """A training's folder, and the process that writes into it."""
+    monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.0)
+    folder, fork = tmp_path / "run", multiprocessing.get_context("fork")
+    tiny.train(folder)
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=hold, args=(folder, sender), daemon=True)
+    process.start()
+    receiver.recv()
+    yield folder, process
+    process.kill()
+    process.join()
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_second_training_changes_nothing_and_names_the_first(running, capsys):
+    folder, process = running
+    before = content(folder)
+    assert main(["train", *tiny.tiny_options(folder, "SOLVER.MAX_EPOCH", "1")]) == 2
+    stderr = capsys.readouterr().err
+    assert f"error: OUTPUT_DIR {folder}: another process writes into it" in stderr and "Traceback" not in stderr
+    assert f"process {process.pid} on " in stderr and "since 20" in stderr and "fix: " in stderr
+    assert content(folder) == before | {"log.txt": b""}
+    with pytest.raises(ConfigError, match=f"process {process.pid}"):  # as a script without default_setup
+        DefaultTrainer(tiny.tiny_config(folder)).train()
+
+
+def test_a_killed_training_is_resumed(running):
+    folder, process = running
+    process.kill()
+    process.join()
+    assert main(["train", "--resume", *tiny.tiny_options(folder, "SOLVER.MAX_EPOCH", "2")]) == 0
+    assert "resuming from" in (folder / "log.txt").read_text() and not (folder / lock.LOCK_FILE).exists()
+
+
+def test_an_evaluation_and_a_dry_run_go_ahead(running, capsys):
+    folder, process = running
+    before = content(folder)
+    assert main(["train", "--dry-run", *tiny.tiny_options(folder)]) == 0
+    assert content(folder) == before
+    options = tiny.tiny_options(folder, "MODEL.WEIGHTS", str(folder / "model_best.pth"))
+    assert main(["eval", *options]) == 0
+    assert "a training writes into OUTPUT_DIR" in capsys.readouterr().out
+    assert str(process.pid) in describe_lock_holder(folder)
+
+
+def test_a_failed_training_gives_its_lock_back(demo, tmp_path, monkeypatch):
+    trainer = DefaultTrainer(tiny.tiny_config(tmp_path))
+    monkeypatch.setattr(trainer.trainer, "train", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert not (tmp_path / lock.LOCK_FILE).exists()
+
+
+def test_of_several_processes_the_first_has_the_lock(running, demo_root):
+    folder, process = running
+    command = [sys.executable, str(HELPERS / "ranks.py"), str(folder), "2", "SOLVER.AMP", "off"]
+    env = os.environ | {"FASTAMP_DATASETS": str(demo_root), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
+    assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
+    assert run.stderr.count("another process writes into it") == 1 and f"process {process.pid}" in run.stderr
+    process.kill()
+    process.join()
+    run = subprocess.run([*command, "SOLVER.MAX_EPOCH", "1"], capture_output=True, text=True, timeout=200, env=env)
+    assert run.returncode == 0, run.stderr
