@@ -59,8 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report and write the contact sheet; 1 when something would make results wrong, else 0."""
-    dataset = build_dataset(args.name, read_config("", args.opts, parts=args.parts))
-    report = check_dataset(dataset)
+    cfg = read_config("", args.opts, parts=args.parts)
+    dataset = build_dataset(args.name, cfg)
+    report = check_dataset(dataset, max_pixels=cfg.INPUT.MAX_PIXELS)
     print(printable(f"{args.name}\n\n{text(report)}\n"), flush=True)
     sheet = Path(args.output) / "contact_sheet.png"
     with writing(sheet):

@@ -303,6 +303,13 @@ define(
     forms="(height, width), (shorter_side,) or (0,)",
 )
 define(
+    "INPUT.MAX_PIXELS",
+    100_000_000,
+    "Largest image that is decoded, width x height; a larger one is an error. Decoding takes up to 15 bytes a pixel.",
+    low=1,
+    high=178_956_970,
+)
+define(
     "INPUT.INTERPOLATION",
     "bicubic",
     "Interpolation by which images are resized, as by Pillow: bicubic and bilinear are antialiased. FastReID uses "

@@ -56,7 +56,11 @@ class Key:
         if self.forms:
             return f"{self.forms}, each at most {self.high:g}"
         parts = [(self.low, "at least"), (self.above, "more than"), (self.high, "at most")]
-        words = [f"{word} {bound:g}" for bound, word in parts if bound is not None]
+        words = [
+            f"{word} {bound if isinstance(bound, int) else format(bound, 'g')}"
+            for bound, word in parts
+            if bound is not None
+        ]
         return " and ".join([*words, *([f"{self.length} numbers"] if self.length else [])])
 
     @property

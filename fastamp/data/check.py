@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import faiss
@@ -13,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
 from fastamp.data.datasets.base import ImageDataset, ImageItem
-from fastamp.data.decode import open_with_pil, read_image
+from fastamp.data.decode import LARGEST_PIXELS, MAX_PIXELS, check_pixels, open_with_pil, read_image
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError
 from fastamp.utils.files import check_no_device
@@ -73,11 +74,12 @@ class _Facts:
     looks: np.ndarray | None = None
 
 
-def check_dataset(dataset: ImageDataset) -> Report:
+def check_dataset(dataset: ImageDataset, *, max_pixels: int = MAX_PIXELS) -> Report:
     """Look at every image of a data set, and at what its splits have in common.
 
     Args:
         dataset: any.
+        max_pixels: width x height of the largest image that training reads.
 
     Raises:
         DataError: a split cannot be listed.
@@ -91,7 +93,7 @@ def check_dataset(dataset: ImageDataset) -> Report:
     )
     images = {(item.path, item.box): item for items in splits.values() for item in items}
     with ThreadPoolExecutor(available_cores()) as pool:
-        looked = track(pool.map(_look, images.values()), len(images), "reading images")
+        looked = track(pool.map(partial(_look, max_pixels=max_pixels), images.values()), len(images), "reading images")
         facts = dict(zip(images, looked, strict=True))
     report.sizes.update(each.size for each in facts.values() if not each.fault)
     report.findings += [
@@ -133,7 +135,8 @@ def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, col
         draw.text((gap, gap + row * step), title, fill="black")
         for column, item in enumerate(items):
             try:
-                pixels = read_image(item.path, box=item.box).permute(1, 2, 0).numpy()
+                pixels = read_image(item.path, box=item.box, max_pixels=LARGEST_PIXELS, least_side=2 * height)
+                pixels = pixels.permute(1, 2, 0).numpy()
             except DataError:
                 continue  # among the findings
             corner = (gap + column * (width + gap), gap + line + row * step)
@@ -153,11 +156,12 @@ def _by_identity(items: Sequence[ImageItem]) -> dict[int | str, list[ImageItem]]
     return groups
 
 
-def _look(item: ImageItem) -> _Facts:
+def _look(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _Facts:
     try:
         check_no_device(item.path)
         content = Path(item.path).read_bytes()
         with open_with_pil(io.BytesIO(content)) as image:
+            check_pixels(item.path, *image.size, max_pixels)
             image.load()  # all of it: PIL, unlike other decoders, does not make up the rest of a truncated file
             upright = ImageOps.exif_transpose(image)
     except Exception as error:  # PIL's plugins raise nearly anything on damaged files

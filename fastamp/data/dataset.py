@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastamp.data.datasets.base import ImageItem
-from fastamp.data.decode import read_image
 from fastamp.data.samplers import SampleKey
 from fastamp.data.store import ImageStore
 from fastamp.data.transforms import Transforms
@@ -140,7 +139,7 @@ class ReidDataset(Dataset):
 
     def _read(self, index: int) -> Tensor:
         item = self.items[index]
-        return self.transforms.resize(read_image(item.path, self.transforms.channels, box=item.box))
+        return self.transforms.read(item.path, box=item.box)
 
     def _tell(self, message: str) -> None:
         if message not in self._told:

@@ -3,6 +3,7 @@
 import errno
 import os
 import struct
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
@@ -27,14 +28,26 @@ except ImportError:
 _LUMA_SHARES = (19595 / 2**16, 38470 / 2**16, 7471 / 2**16)
 _JPEG = b"\xff\xd8"
 _START_OF_FRAME = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-_PIL_LOCK = Lock()
-# Above this PIL itself refuses: a file of some bytes could claim to be an image that fills the memory.
-_MAX_PIXELS = 178_956_970
+_PIL_LOCK, _WARNINGS_LOCK = Lock(), Lock()
+# A file of a few bytes may declare an image that fills the memory.
+MAX_PIXELS = 100_000_000
+"""Default of INPUT.MAX_PIXELS: width x height of the largest image that is decoded."""
+LARGEST_PIXELS = 178_956_970
+"""The most that PIL decodes."""
+# JPEG files of more pixels, about 16.8 million, are decoded at a fraction of their size where much less is needed.
+_REDUCED_ABOVE = 2**24
 # Of PIL's formats those of pixels: others run programs of theirs, such as Ghostscript for PostScript.
 _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "MPO", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 
 
-def read_image(path: str, channels: int = 3, *, box: tuple[int, int, int, int] | None = None) -> Tensor:
+def read_image(
+    path: str,
+    channels: int = 3,
+    *,
+    box: tuple[int, int, int, int] | None = None,
+    max_pixels: int = MAX_PIXELS,
+    least_side: int | None = None,
+) -> Tensor:
     """Read an image, upright as its EXIF orientation says.
 
     Grey files become RGB and RGB files grey as asked. A fourth channel is kept or dropped, never blended, and is 255
@@ -48,15 +61,20 @@ def read_image(path: str, channels: int = 3, *, box: tuple[int, int, int, int] |
         channels: 1 for grey, 3 for RGB, 4 for RGBA.
         box: left, top, right and bottom of the part that is taken, in pixels of the upright image, the last two not
             included; None is all of it.
+        max_pixels: width x height of the largest image that is decoded, up to ``LARGEST_PIXELS``.
+        least_side: height and width that are enough. A JPEG file of more than 2**24 pixels is then decoded at 1/2, 1/4
+            or 1/8 of its size, by libjpeg's scaled DCT, as long as both sides keep this many pixels. None, or a
+            ``box``, decodes at full size.
 
     Returns:
         (channels, H, W) uint8.
 
     Raises:
-        DataError: the file is missing, cannot be read, is damaged, or has no such part; names the file and the cause.
+        DataError: the file is missing, cannot be read, is damaged, too large, or has no such part; names the file and
+            the cause.
         OSError: too many files are open.
     """
-    image = _read_whole(path, channels)
+    image = _read_whole(path, channels, max_pixels, least_side if box is None else None)
     if box is None:
         return image
     left, top, right, bottom = box
@@ -69,7 +87,7 @@ def read_image(path: str, channels: int = 3, *, box: tuple[int, int, int, int] |
     return image[:, top:bottom, left:right]
 
 
-def _read_whole(path: str, channels: int) -> Tensor:
+def _read_whole(path: str, channels: int, max_pixels: int, least_side: int | None) -> Tensor:
     try:
         check_no_device(path)
         with open(path, "rb", buffering=0) as file:
@@ -82,37 +100,48 @@ def _read_whole(path: str, channels: int) -> Tensor:
         raise DataError(f"cannot read the image {path!r}: {error}") from error
     if not content:
         raise DataError(f"cannot read the image {path}: the file is empty")
-    if channels == 4:
-        return _read_with_pil(path, "RGBA")
-    image = _read_rgb(path, content)
+    is_jpeg = content[:2] == _JPEG
+    width, height = _declared_size(content) if is_jpeg else (0, 0)
+    check_pixels(path, width, height, max_pixels)
+    if width * height <= _REDUCED_ABOVE or least_side is None or min(width, height) < 2 * least_side:
+        least_side = None
+    # torchvision (0.29) ends the process at damaged PNG files, does not turn WebP files upright, and decodes all
+    # pictures of an animation; it has no scaled decoding.
+    if torchvision_decode is None or not is_jpeg or channels == 4 or least_side is not None:
+        image = _read_with_pil(path, "RGBA" if channels == 4 else "RGB", max_pixels, least_side)
+    else:
+        try:
+            encoded = torch.frombuffer(content, dtype=torch.uint8)
+            image = torchvision_decode(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
+        except RuntimeError:
+            image = _read_with_pil(path, "RGB", max_pixels)
     return _luma(image) if channels == 1 else image
 
 
-def _read_rgb(path: str, content: bytearray) -> Tensor:
-    """Return (3, H, W) uint8 of a file's content."""
-    # torchvision (0.29) ends the process at damaged PNG files, does not turn WebP files upright, and decodes all
-    # pictures of an animation.
-    if torchvision_decode is None or content[:2] != _JPEG:
-        return _read_with_pil(path, "RGB")
-    if _declared_pixels(content) > _MAX_PIXELS:
-        raise DataError(f"cannot read the image {path}: it claims to have more than {_MAX_PIXELS} pixels")
-    encoded = torch.frombuffer(content, dtype=torch.uint8)
-    try:
-        return torchvision_decode(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
-    except RuntimeError:
-        return _read_with_pil(path, "RGB")
+def check_pixels(path: str, width: int, height: int, max_pixels: int) -> None:
+    """Check that an image is not too large to be decoded.
+
+    Raises:
+        DataError: it has more than ``max_pixels`` pixels.
+    """
+    if width * height > max_pixels:
+        raised = f"INPUT.MAX_PIXELS {width * height}, or " if width * height <= LARGEST_PIXELS else ""
+        raise DataError(
+            f"the image {path} has {width} x {height} pixels, more than INPUT.MAX_PIXELS {max_pixels}\n"
+            f"  fix: {raised}a smaller copy of the image"
+        )
 
 
-def _declared_pixels(content: bytearray) -> int:
-    """Return how many pixels a JPEG file says that it has, 0 where that is not found."""
+def _declared_size(content: bytearray) -> tuple[int, int]:
+    """Return the width and height that a JPEG file declares, zeros where that is not found."""
     place = 2
     while place + 9 <= len(content) and content[place] == 0xFF:
         marker, length = content[place + 1], int.from_bytes(content[place + 2 : place + 4], "big")
         if marker in _START_OF_FRAME:
             height, width = struct.unpack_from(">HH", content, place + 5)
-            return width * height
+            return width, height
         place += 1 if marker == 0xFF else 2 + length
-    return 0
+    return 0, 0
 
 
 def _luma(image: Tensor) -> Tensor:
@@ -140,9 +169,15 @@ def with_channels(image: Tensor, channels: int) -> Tensor:
 
 
 def open_with_pil(source: str | os.PathLike[str] | Any) -> Image.Image:
-    """Return PIL's image of a file, given by name or open, if it is one of pixels, which runs no program."""
+    """Return PIL's image of a file, given by name or open, if it is one of pixels, which runs no program.
+
+    PIL's warning of large images is suppressed: ``check_pixels`` limits them.
+    """
     Image.init()  # knows formats only afterwards
-    return Image.open(source, formats=[name for name in _FORMATS if name in Image.OPEN])
+    # The filters are the process's: two threads must not replace and restore them at once.
+    with _WARNINGS_LOCK, warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        return Image.open(source, formats=[name for name in _FORMATS if name in Image.OPEN])
 
 
 def image_from_pil(image: Image.Image, channels: int = 3) -> Tensor:
@@ -167,8 +202,11 @@ def image_from_pil(image: Image.Image, channels: int = 3) -> Tensor:
     return _luma(pixels) if channels == 1 else pixels
 
 
-def _read_with_pil(path: str, mode: str) -> Tensor:
+def _read_with_pil(path: str, mode: str, max_pixels: int, least_side: int | None = None) -> Tensor:
     with _pil_errors(path), open_with_pil(path) as image:
+        check_pixels(path, *image.size, max_pixels)
+        if least_side is not None:
+            image.draft(None, (least_side, least_side))
         return _pil_pixels(image, mode)
 
 
@@ -177,6 +215,12 @@ def _pil_errors(path: str) -> Iterator[None]:
     """Raise DataError where PIL cannot decode the image ``path``."""
     try:
         yield
+    except DataError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise DataError(
+            f"the image {path} has more than {LARGEST_PIXELS} pixels\n  fix: a smaller copy of the image"
+        ) from error
     # On damaged files PIL's plugins raise nearly anything (OSError, SyntaxError, struct.error, ...).
     except Exception as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]

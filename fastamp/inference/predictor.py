@@ -154,7 +154,7 @@ class Predictor:
 
         def load(number: int) -> Tensor | None:
             try:
-                pixels = self._decode(images[number], color)
+                pixels = self._decode(images[number], color, self.resize.least_side)
             except DataError as error:
                 raise DataError(f"image {number}: {error}" if len(images) > 1 else str(error)) from error
             return self._transforms.resize(pixels) if pixels.numel() else None
@@ -266,16 +266,16 @@ class Predictor:
             DataError: see ``features``; or the image has no pixels.
         """
         check_choice("color", color, COLORS)
-        pixels = self._decode(image, color)
+        pixels = self._decode(image, color, self.resize.least_side)
         if not pixels.numel():
             raise DataError(f"an image of {pixels.shape[2]} x {pixels.shape[1]} pixels has no pixels")
         return self._transforms.resize(pixels)
 
-    def _decode(self, image: Image, color: str) -> Tensor:
-        """Return (C, H, W) uint8 with the model's channels."""
-        channels = self._transforms.channels
+    def _decode(self, image: Image, color: str, least_side: int | None = None) -> Tensor:
+        """Return (C, H, W) uint8 with the model's channels; for ``least_side`` see ``read_image``."""
+        channels, max_pixels = self._transforms.channels, self._transforms.max_pixels
         if isinstance(image, (str, os.PathLike)):
-            return read_image(os.fspath(image), channels)
+            return read_image(os.fspath(image), channels, max_pixels=max_pixels, least_side=least_side)
         if isinstance(image, PIL.Image.Image):
             return image_from_pil(image, channels)
         return with_channels(_as_tensor(image, color), channels)

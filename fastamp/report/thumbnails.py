@@ -6,7 +6,7 @@ import io
 from PIL import Image, ImageOps
 
 from fastamp.data.datasets.base import ImageItem
-from fastamp.data.decode import read_image
+from fastamp.data.decode import LARGEST_PIXELS, read_image
 from fastamp.utils.errors import DataError
 
 SIZE = (72, 144)
@@ -16,7 +16,8 @@ _QUALITY = 78
 def thumbnail(item: ImageItem, size: tuple[int, int] = SIZE) -> Image.Image | None:
     """Return an image as RGB within a width and a height, in its own proportions; None when it cannot be read."""
     try:
-        pixels = read_image(item.path, box=item.box).permute(1, 2, 0).numpy()
+        pixels = read_image(item.path, box=item.box, max_pixels=LARGEST_PIXELS, least_side=2 * max(size))
+        pixels = pixels.permute(1, 2, 0).numpy()
     except DataError:
         return None
     return ImageOps.contain(Image.fromarray(pixels), size)

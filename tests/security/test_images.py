@@ -98,7 +98,7 @@ SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"
     "content, told",
     [
         (png(60_000, 60_000), "pixels"),
-        (jpeg(65_000, 65_000), "178956970 pixels"),
+        (jpeg(65_000, 65_000), "65000 x 65000 pixels, more than INPUT.MAX_PIXELS"),
         (bmp(2**20, 2**20), "pixels"),
         (EPS, "cannot identify"),
         (SVG, "cannot identify"),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastamp.config import crop_size, input_size, per_channel
+from fastamp.data.decode import read_image
 from fastamp.data.transforms.base import Augmentation, BatchTransform
 from fastamp.data.transforms.colour import ColorJitter, GaussianBlur, RandomGrayscale
 from fastamp.data.transforms.erasing import LocalGrayscale, RandomErasing, RandomPatch
@@ -29,6 +30,7 @@ class Transforms(NamedTuple):
 
     Attributes:
         channels: that images are read with: 1, 3 or 4.
+        max_pixels: width x height of the largest image that is read.
         resize: of one image.
         augment_each: applied to one image at a time, while images still have different sizes; usually empty.
         augment: applied to a batch.
@@ -36,10 +38,20 @@ class Transforms(NamedTuple):
     """
 
     channels: int
+    max_pixels: int
     resize: Resize
     augment_each: Augmentation
     augment: Augmentation
     size_key: str
+
+    def read(self, path: str, *, box: tuple[int, int, int, int] | None = None) -> Tensor:
+        """Return (C, H, W) uint8 of an image file, or of a ``box`` in it, resized; see ``read_image``.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        image = read_image(path, self.channels, box=box, max_pixels=self.max_pixels, least_side=self.resize.least_side)
+        return self.resize(image)
 
     def stack(self, images: Sequence[Tensor]) -> Tensor:
         """Return (B, C, H, W) of B images.
@@ -89,6 +101,7 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
             size, first = transform.size, number
     return Transforms(
         channels=settings.CHANNELS,
+        max_pixels=settings.MAX_PIXELS,
         resize=resize,
         augment_each=Augmentation(transforms=augmentations[:first], seed=cfg.SEED),
         augment=Augmentation(transforms=augmentations[first:], seed=cfg.SEED),

@@ -43,6 +43,11 @@ class Resize:
         """Height and width of the result in pixels; None where they depend on the image."""
         return self.crop or (self.size if len(self.size) == 2 else None)
 
+    @property
+    def least_side(self) -> int | None:
+        """Height and width of an image that are enough for a good result; None without resizing."""
+        return None if self.size == (0,) else 2 * max(self.size)
+
     def __call__(self, image: Tensor) -> Tensor:
         """Return a (C, H, W) uint8 ``image`` resized and cropped."""
         if self.size not in ((0,), tuple(image.shape[-2:])):

@@ -1,0 +1,133 @@
+"""Large images: a limit with a message, no warning of PIL's, and JPEG files decoded at a fraction of their size."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import fastamp
+from fastamp.config import get_cfg
+from fastamp.data import decode
+from fastamp.data.check import check_dataset
+from fastamp.data.datasets.base import ImageDataset
+from fastamp.data.decode import LARGEST_PIXELS, MAX_PIXELS, read_image
+from fastamp.data.transforms import build_transforms
+from fastamp.utils.errors import ConfigError, DataError
+
+NAMES = ["a.jpg", "a.png", "a.bmp"]
+
+
+def smooth(height, width):
+    noise = np.random.default_rng(0).integers(0, 256, (height // 16, width // 16, 3), dtype=np.uint8)
+    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def transforms(*opts):
+    cfg = get_cfg()
+    cfg.merge_from_list(list(opts))
+    return build_transforms(cfg, is_train=False)
+
+
+@pytest.fixture
+def large(tmp_path, monkeypatch):
+    """A JPEG file of more pixels than are decoded at full size where less is enough, with a lower limit."""
+    assert decode._REDUCED_ABOVE == 2**24
+    monkeypatch.setattr(decode, "_REDUCED_ABOVE", 2**20)
+    smooth(1024, 1040).save(tmp_path / "large.jpg", quality=90)
+    return str(tmp_path / "large.jpg")
+
+
+@pytest.fixture
+def decoded_sizes(monkeypatch):
+    """The sizes that PIL decodes images at."""
+    sizes, plain = [], decode._pil_pixels
+    monkeypatch.setattr(decode, "_pil_pixels", lambda image, mode: sizes.append(image.size) or plain(image, mode))
+    return sizes
+
+
+def test_the_default_is_the_keys():
+    assert get_cfg().INPUT.MAX_PIXELS == MAX_PIXELS
+    with pytest.raises(ConfigError, match=f"INPUT.MAX_PIXELS is 200000000; it must be .* at most {LARGEST_PIXELS}"):
+        transforms("INPUT.MAX_PIXELS", "200000000")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_a_larger_image_names_itself_its_size_and_the_key(tmp_path, name, channels):
+    smooth(64, 48).save(tmp_path / name)
+    path = str(tmp_path / name)
+    read = transforms("INPUT.CHANNELS", str(channels), "INPUT.MAX_PIXELS", "3071").read
+    with pytest.raises(DataError) as raised:
+        read(path)
+    assert str(raised.value) == (
+        f"the image {path} has 48 x 64 pixels, more than INPUT.MAX_PIXELS 3071\n"
+        "  fix: INPUT.MAX_PIXELS 3072, or a smaller copy of the image"
+    )
+    assert transforms("INPUT.CHANNELS", str(channels), "INPUT.MAX_PIXELS", "3072").read(path).shape[0] == channels
+
+
+def test_the_key_holds_for_the_predictor_and_the_check(tmp_path, checkpoint):
+    smooth(64, 48).save(tmp_path / "a.png")
+    path = str(tmp_path / "a.png")
+    predictor = fastamp.Predictor(checkpoint, device="cpu", opts=["INPUT.MAX_PIXELS", "3000"])
+    with pytest.raises(DataError, match="48 x 64 pixels, more than INPUT.MAX_PIXELS 3000"):
+        predictor.features(path)
+    dataset = ImageDataset([(path, "x_1", 0)], [], [])
+    assert any(
+        "48 x 64 pixels" in text for each in check_dataset(dataset, max_pixels=3000).findings for text in each.examples
+    )
+    assert not any("pixels" in text for each in check_dataset(dataset).findings for text in each.examples)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pil_does_not_warn(tmp_path, monkeypatch, name):
+    smooth(64, 48).save(tmp_path / name)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)  # warns above, refuses above twice as many
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_image(str(tmp_path / name), channels=4).shape == (4, 64, 48)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(DataError, match=rf"{name} has more than {LARGEST_PIXELS} pixels\n  fix: a smaller copy"):
+        read_image(str(tmp_path / name), channels=4)
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(large, decoded_sizes, channels, orientation):
+    with Image.open(large) as image:
+        exif = image.getexif()
+        exif[0x0112] = orientation
+        image.save(large, quality=90, exif=exif)
+    pipeline = transforms("INPUT.CHANNELS", str(channels), "INPUT.SIZE_TEST", "(64, 32)")
+    found = pipeline.read(large)
+    assert decoded_sizes == [(130, 128)]  # 1/8, at least twice the larger side of the result
+    exact = pipeline.resize(read_image(large, channels))
+    assert found.shape == exact.shape == (channels, 64, 32)
+    difference = (found.int() - exact.int()).abs()
+    assert difference.float().mean() < 2 and difference.max() < 16 and not torch.equal(found, exact)
+
+
+@pytest.mark.parametrize(
+    "opts, size",
+    [
+        (("INPUT.SIZE_TEST", "(128, 75)"), (260, 256)),
+        (("INPUT.SIZE_TEST", "(256,)"), (520, 512)),
+        (("INPUT.SIZE_TEST", "(257,)"), None),
+        (("INPUT.SIZE_TEST", "(0,)"), None),
+    ],
+)
+def test_no_more_is_lost_than_the_result_needs(large, decoded_sizes, opts, size):
+    read = transforms(*opts).read(large)
+    assert decoded_sizes == ([] if size is None else [size]) and max(read.shape) >= 128
+
+
+def test_smaller_images_and_parts_are_decoded_at_full_size(tmp_path, large, decoded_sizes):
+    pipeline = transforms("INPUT.SIZE_TEST", "(64, 32)")
+    smooth(1024, 1024).save(tmp_path / "small.jpg", quality=50)
+    path = str(tmp_path / "small.jpg")
+    assert torch.equal(pipeline.read(path), pipeline.resize(read_image(path)))
+    box = (100, 200, 1000, 800)
+    assert torch.equal(pipeline.read(large, box=box), pipeline.resize(read_image(large)[:, 200:800, 100:1000]))
+    assert decoded_sizes == []
