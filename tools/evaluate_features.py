@@ -12,11 +12,7 @@ import contextlib
 import json
 import logging
 import sys
-import tokenize
-import zlib
-from collections.abc import Mapping
 from pathlib import Path
-from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 import torch
@@ -28,8 +24,8 @@ from fastamp.engine.setup import read_config
 from fastamp.evaluation import Identities, Protocol, judge_features, print_results
 from fastamp.evaluation.reid_evaluator import ranking_device, write_per_query
 from fastamp.evaluation.roc import write_roc
+from fastamp.inference.features_file import open_arrays, read_array
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean, writing
-from fastamp.utils.files import check_no_device
 from fastamp.utils.logger import setup_logger
 
 SIDES = ("query", "gallery")
@@ -42,26 +38,17 @@ def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
     """Return the file's arrays by name; ``cameras`` says whether there must be camera numbers.
 
     Raises:
-        DataError: there is no such file, it is no npz file, or arrays are missing.
+        DataError: there is no such file, it is damaged or not an npz file, or arrays are missing.
     """
-    if Path(path).is_file() and not is_zipfile(path):
-        raise DataError(f"{path} is no npz file; numpy.savez writes one")
     names = [f"{side}_{column}" for column in COLUMNS for side in SIDES]
     needed = [name for name in names if cameras or "camids" not in name]
-    try:
-        check_no_device(path)
-        with np.load(path, allow_pickle=False) as file:
-            found = sorted(file.files)
-            if "split" in file and not any(name in file for name in names):
-                arrays = split_arrays(file)
-            else:
-                arrays = {name: file[name] for name in needed if name in file}
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (BadZipFile, ValueError, EOFError, SyntaxError, tokenize.TokenError, zlib.error, MemoryError) as error:
-        raise DataError(
-            f"{path} is damaged or no npz file of plain arrays ({error}); numpy.savez writes one"
-        ) from error
+    with open_arrays(path, "npz file of plain arrays", fix="numpy.savez writes one") as archive:
+        found = sorted(name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy"))
+        if "split" in found and not any(name in found for name in names):
+            columns = {name: read_array(archive, name) for name in ("split", *COLUMNS) if name in found}
+            arrays = split_arrays(columns)
+        else:
+            arrays = {name: read_array(archive, name) for name in needed if name in found}
     missing = [name for name in needed if name not in arrays]
     if missing:
         text = f"{path} has no {', '.join(missing)}."
@@ -70,17 +57,16 @@ def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
         else:
             text += did_you_mean(missing[0], [name for name in found if name not in names])
         raise DataError(f"{text}\n  found: {', '.join(found) or 'nothing'}\n  expected: {', '.join(needed)}")
-    for name, array in arrays.items():
-        if not isinstance(array, np.ndarray):
-            raise DataError(f"{path}: {name} is no NumPy array; numpy.savez writes them")
     return arrays
 
 
-def split_arrays(file: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def split_arrays(file: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the arrays of an extraction by side and column; views of them where a side's rows are consecutive."""
     split, arrays = file["split"], {}
+    if split.ndim != 1 or split.dtype.kind != "U":
+        raise DataError(f"split: expected (N,) texts, query or gallery; found {split.shape} {split.dtype}")
     for column in COLUMNS:
-        rows = file[column] if column in file else np.empty(0)
+        rows = np.atleast_1d(file.get(column, np.empty(0)))
         for side in SIDES:
             chosen = np.flatnonzero(split == side)
             if not len(chosen) or len(rows) != len(split):

@@ -5,7 +5,6 @@ import json
 import logging
 import re
 import time
-import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from fastamp.data.datasets.own import OWN_DATA, image_files
 from fastamp.data.loader import TestLoader, worker_count
 from fastamp.data.samplers import InferenceSampler
 from fastamp.data.transforms import build_transforms
-from fastamp.inference.features_file import DAMAGE, Extraction, read_array, read_extraction, write_arrays
+from fastamp.inference.features_file import Extraction, open_arrays, read_array, read_extraction, write_arrays
 from fastamp.inference.predictor import Predictor
 from fastamp.utils.checkpoint import write_atomically
 from fastamp.utils.errors import ConfigError, DataError, check_choice, did_you_mean, writing
@@ -320,7 +319,7 @@ class _Parts:
             try:
                 first, stop = self.read(path, "span").tolist()
                 self.read(path, "features")
-            except (OSError, *DAMAGE):
+            except (DataError, ValueError, TypeError):
                 first, stop = -1, -1
             if first != self.done:
                 path.unlink()
@@ -347,7 +346,7 @@ class _Parts:
 
     def read(self, path: Path, name: str) -> np.ndarray:
         """Return an array of a file."""
-        with zipfile.ZipFile(path) as archive:
+        with open_arrays(path, "extraction", fix="delete it; what it holds is computed again") as archive:
             return read_array(archive, name)
 
     def remove(self) -> None:

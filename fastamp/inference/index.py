@@ -2,7 +2,6 @@
 
 import logging
 import math
-import zipfile
 import zlib
 from dataclasses import dataclass
 from os import PathLike
@@ -14,11 +13,13 @@ import torch
 from torch import Tensor
 
 from fastamp.inference.features_file import (
-    DAMAGE,
     Extraction,
+    check_columns,
     check_same_model,
     mapped_array,
+    open_arrays,
     read_extraction,
+    text_of,
     write_arrays,
 )
 from fastamp.layers.distance import squared_norms
@@ -40,6 +41,7 @@ _TRAINED_ON = 40  # features for each list
 _BLOCK = 16_384
 # Features that are compared at once: they and their copy stay in the cache.
 _COMPARED = 4096
+_BUILD_AGAIN = "remove it and build it again"
 _META = (
     "paths",
     "pids",
@@ -228,26 +230,49 @@ def load_index(path: str | PathLike[str], *, verify: bool = True) -> GalleryInde
     import faiss
 
     path = Path(path).expanduser()
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = [name.removesuffix(".npy") for name in archive.namelist()]
-            meta = {name: mapped_array(archive, name) for name in names if name in _META}
-            whole = all(name in meta for name in _META if name != "boxes") and not (verify and archive.testzip())
-        if whole and verify:
-            with open(path, "rb") as file:
-                whole = _checksum(file, int(meta["size"])) == int(meta["crc"])
-        if not whole:
-            raise ValueError("its content is not what was written")
+    with open_arrays(path, "index", fix=_BUILD_AGAIN) as archive:
+        names = [name.removesuffix(".npy") for name in archive.namelist()]
+        missing = [name for name in _META if name != "boxes" and name not in names]
+        if missing:
+            raise ValueError(f"it has no {', '.join(missing)}")
+        if verify and (record := archive.testzip()):
+            raise ValueError(f"{record} is not what was written")
+        meta = {name: mapped_array(archive, name) for name in names if name in _META}
+        size, crc = (_number(path, name, meta[name]) for name in ("size", "crc"))
+        with open(path, "rb") as file:
+            if verify and _checksum(file, size) != crc:
+                raise ValueError("the index in it is not what was written")
         # Older versions of faiss map the lists of an IVF index only, and read the others.
         index = faiss.read_index(str(path), getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP))
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (*DAMAGE, RuntimeError) as error:
-        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(
-            f"{path} is damaged, truncated or no index ({cause}).\n  fix: remove it and build it again"
-        ) from error
+    _check_parts(path, index, meta)
     return GalleryIndex(path, index, meta)
+
+
+def _number(path: Path, name: str, array: np.ndarray) -> int:
+    if array.shape != () or array.dtype.kind not in "iu":
+        raise DataError(f"{path}: {name} is {array.dtype} {array.shape}; expected an integer.\n  fix: {_BUILD_AGAIN}")
+    return int(array)
+
+
+def _check_parts(path: Path, index: Any, meta: dict[str, np.ndarray]) -> None:
+    """Check that faiss's index is the one that the rest of the file describes.
+
+    Raises:
+        DataError: it is of another kind or metric, or of another number of images.
+    """
+    import faiss
+
+    names = ("kind", "metric", "config_hash", "checkpoint", "fingerprint")
+    texts = {name: text_of(path, name, meta[name], fix=_BUILD_AGAIN) for name in names}
+    classes = {"flat": faiss.IndexFlat, "ivf": faiss.IndexIVFFlat, "hnsw": faiss.IndexHNSWFlat}
+    metrics = {"cosine": faiss.METRIC_INNER_PRODUCT, "euclidean": faiss.METRIC_L2}
+    kind, metric = texts["kind"], texts["metric"]
+    if kind not in classes or not isinstance(index, classes[kind]) or index.metric_type != metrics.get(metric):
+        raise DataError(
+            f"{path} should hold an index of kind {kind!r} and metric {metric!r}, and holds a "
+            f"{type(index).__name__} of metric {index.metric_type}.\n  fix: {_BUILD_AGAIN}"
+        )
+    check_columns(path, meta, index.ntotal, fix=_BUILD_AGAIN)
 
 
 def open_gallery(

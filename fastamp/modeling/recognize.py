@@ -50,6 +50,8 @@ _VIT_SIZES = ((256, 128), (384, 128), (256, 256), (224, 224))
 # What a file may have beside a backbone without prefix.
 _OF_HEADS = ("fc.", "classifier.", "heads.", "head.", "pixel_", "bottleneck", "b1.", "b2.", "b1_", "b2_", "b3")
 _NO_WEIGHTS = ("num_batches_tracked", "relative_position_index", "attn_mask")
+# More than twice those of resnest 269x, the largest. The time to try a backbone grows with the number of names.
+_MOST_TENSORS = 5000
 
 
 def recognize(state: State, source: str) -> dict[str, str]:
@@ -115,6 +117,12 @@ def _backbone(trunk: State, source: str) -> tuple[dict[str, str], int]:
 
     Where several do, because a part of them has no weights, the first one counts.
     """
+    count = sum(not name.startswith(_OF_HEADS) and not name.endswith(_NO_WEIGHTS) for name in trunk)
+    if count > _MOST_TENSORS:
+        raise WeightsError(
+            f"{source} is not of a model that is known here: it has {count} tensors in its backbone; the largest has "
+            "about 2000.\n  fix: name the config that it was trained with, by --config-file or as KEY VALUE"
+        )
     best: tuple[float, dict[str, str], int] = (0.0, {}, 0)
     for keys in _candidates(trunk):
         share, width = _agreement(keys, trunk)

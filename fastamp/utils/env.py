@@ -1,11 +1,13 @@
 """What this process has of the machine, cores and memory, and its random state."""
 
+import contextlib
 import ctypes
 import io
 import os
 import random
 import resource
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,41 @@ import torch
 
 from fastamp.utils import comm
 
+# Of a control group, versions 2 and 1: the folder, and the names of its limit, its use, and the cache within that.
+_MEMORY_GROUPS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", ("active_file", "inactive_file")),
+    (
+        "/sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+    ),
+)
+
 
 def available_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def available_memory() -> int | None:
+    """Return the bytes of memory that this process can still take without swapping; None where that is not known.
+
+    On Linux the kernel's estimate, or what is left of the control group's limit (a container's) where that is less.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    for folder, limit, used, cached in _MEMORY_GROUPS:
+        with contextlib.suppress(OSError, ValueError, KeyError):  # ValueError: the limit is "max", none
+            left = int(Path(folder, limit).read_text()) - int(Path(folder, used).read_text())
+            parts = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            free = min(free, max(left + sum(int(parts[name]) for name in cached), 0))
+    return free
 
 
 def peak_memory_mb(device: torch.device) -> float:

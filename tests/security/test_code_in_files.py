@@ -157,7 +157,7 @@ def test_arrays_that_would_run_code(here, capfd):
     arrays = {name: np.array([Evil()], dtype=object) for name in ("query_features", "gallery_features", "query_pids")}
     np.savez(here / "evil.npz", **arrays)
     assert evaluate_features.cli([str(here / "evil.npz")]) == 2
-    assert "evil.npz is damaged or no npz file of plain arrays" in capfd.readouterr().err
+    assert "evil.npz is damaged, or not an npz file of plain arrays" in capfd.readouterr().err
     # A header that claims 10^15 numbers.
     header = np.lib.format.magic(1, 0) + struct.pack("<H", 118)
     text = b"{'descr': '<f8', 'fortran_order': False, 'shape': (10**6,), }".replace(b"10**6", b"1000000000000000")

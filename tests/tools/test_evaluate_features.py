@@ -128,7 +128,7 @@ BAD = {
     "infinite numbers": ({"query_pids": np.full(40, np.inf)}, r"query_pids: expected"),
     "cameras missing": ({"query_camids": None}, r"has no query_camids.\n  fix: where there are no cameras"),
     "too large": ({"query_features": QUERY.astype(float) + 1e200, "gallery_features": np.ones((200, 64))}, "overflow"),
-    "objects": ({"query_pids": np.full(40, None)}, "damaged or no npz file of plain arrays"),
+    "objects": ({"query_pids": np.full(40, None)}, "damaged, or not an npz file of plain arrays"),
     "no match": ({"gallery_pids": np.full(200, 12345)}, "none of the 40 queries has a match"),
 }  # fmt: skip
 
@@ -177,10 +177,10 @@ def test_bad_paths(capsys, tmp_path):
     for path, message in (
         (tmp_path / "none.npz", "cannot be read: No such file"),
         (tmp_path, "cannot be read: Is a directory"),
-        (tmp_path / "text.npz", "is no npz file"),
-        (tmp_path / "cut.npz", "is no npz file"),
-        (tmp_path / "broken.npz", "is damaged or no npz file"),
-        (tmp_path / "members.npz", "query_features is no NumPy array"),
+        (tmp_path / "text.npz", "not an npz file"),
+        (tmp_path / "cut.npz", "not an npz file"),
+        (tmp_path / "broken.npz", "is damaged, or not an npz file"),
+        (tmp_path / "members.npz", "has no query_features"),
     ):
         code, out, err = run(capsys, str(path))
         assert code == 2 and out == "" and message in err

@@ -1,0 +1,207 @@
+"""Damaged, foreign and contradictory extractions and indices: one message, never another exception."""
+
+import io
+import zipfile
+from pathlib import Path
+
+import evaluate_features
+import faiss
+import numpy as np
+import pytest
+
+from fastamp.inference import features_file
+from fastamp.inference.features_file import read_extraction, write_arrays
+from fastamp.inference.index import KINDS, load_index
+from fastamp.utils.errors import DataError
+
+FILES = Path(__file__).parents[1] / "reference/previous_version"
+GALLERY = (FILES / "gallery.npz").read_bytes()
+
+
+def arrays_of(path):
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
+
+
+def write(path, arrays):
+    with path.open("wb") as file:
+        write_arrays(file, {name: array for name, array in arrays.items() if array is not None})
+    return path
+
+
+def entry_field(content, offset_local, offset_central, value):
+    """Return an archive in which a 16-bit field of the header of ``features.npy`` is another, in both places."""
+    data = bytearray(content)
+    local, central = content.index(b"PK\x03\x04"), content.index(b"PK\x01\x02")
+    for place in (local + offset_local, central + offset_central):
+        data[place : place + 2] = value.to_bytes(2, "little")
+    return bytes(data)
+
+
+def with_header(text, version=(1, 0)):
+    """Return an extraction whose features begin with another header of the npy format."""
+    arrays, file = arrays_of(FILES / "gallery.npz"), io.BytesIO()
+    features = arrays.pop("features")
+    write_arrays(file, arrays)
+    header = np.lib.format.magic(*version) + len(text).to_bytes(2, "little") + text.encode()
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("features.npy", header + features.tobytes())
+    return file.getvalue()
+
+
+HEADER = "{'descr': '<f4', 'fortran_order': False, 'shape': (30, 16), }"
+DAMAGED = {
+    "compression method": entry_field(GALLERY, 8, 10, 99),
+    "version": entry_field(GALLERY, 4, 6, 99),
+    "encrypted": entry_field(GALLERY, 6, 8, 1),
+    "patched data": entry_field(GALLERY, 6, 8, 0x20),
+    "version of arrays": with_header(HEADER, version=(7, 0)),
+    "huge shape": with_header(HEADER.replace("30", "3" + "0" * 18)),
+    "larger than any integer": with_header(HEADER.replace("30", "3" + "0" * 40)),
+    "negative shape": with_header(HEADER.replace("30", "-30")),
+    "shape of a boolean": with_header(HEADER.replace("30", "True")),
+    "shape of a text": with_header(HEADER.replace("(30, 16)", "'30'")),
+    "dtype of objects": with_header(HEADER.replace("<f4", "|O")),
+    "unknown dtype": with_header(HEADER.replace("<f4", "<z9")),
+    "huge dtype": with_header(HEADER.replace("<f4", "<U" + "9" * 9)),
+    "nested header": with_header("(" * 900),
+    "header that is code": with_header("__import__('os').getpid()"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_archives_that_cannot_be_read(tmp_path, capsys, name):
+    path = tmp_path / "bad.npz"
+    path.write_bytes(DAMAGED[name])
+    with pytest.raises(DataError, match=r"bad\.npz(.|\n)*fix: fastamp extract"):
+        read_extraction(path)
+    assert evaluate_features.cli([str(path), "MODEL.DEVICE", "cpu"]) == 2
+    assert "bad.npz" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_compressed_archives_are_read_and_their_damage_is_reported(tmp_path, method):
+    path = tmp_path / "packed.npz"
+    with zipfile.ZipFile(FILES / "gallery.npz") as source, zipfile.ZipFile(path, "w", method) as archive:
+        for name in source.namelist():
+            archive.writestr(name, source.read(name))
+    assert np.array_equal(read_extraction(path).features, read_extraction(FILES / "gallery.npz").features)
+    content = path.read_bytes()
+    refused = 0
+    for place in range(40, 400, 9):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0x55]) + content[place + 1 :])
+        try:
+            read_extraction(path)
+        except DataError:
+            refused += 1
+    assert refused > 20
+
+
+def test_any_flipped_bit_gives_a_message_or_an_extraction(tmp_path):
+    path, refused = tmp_path / "flipped.npz", 0
+    for place in range(0, len(GALLERY), 11):
+        path.write_bytes(GALLERY[:place] + bytes([GALLERY[place] ^ 1 << place // 11 % 8]) + GALLERY[place + 1 :])
+        try:
+            read_extraction(path)
+        except DataError as error:
+            refused += 1
+            assert str(path) in str(error)
+    assert refused > 100
+
+
+def test_an_archive_that_unpacks_to_more_than_the_memory(tmp_path, monkeypatch):
+    path = tmp_path / "bomb.npz"
+    np.savez_compressed(path, **arrays_of(FILES / "gallery.npz") | {"features": np.zeros((30, 10_000), np.float32)})
+    assert read_extraction(path).features.shape == (30, 10_000)
+    monkeypatch.setattr(features_file, "available_memory", lambda: 10**6)
+    with pytest.raises(DataError, match=r"bomb\.npz unpacks to 0\.0 GB"):
+        read_extraction(path)
+    read_extraction(FILES / "gallery.npz")  # is mapped
+
+
+WRONG = {
+    "features of one dimension": ({"features": np.zeros(30, np.float32)}, "features are float32"),
+    "features of another dtype": ({"features": np.zeros((30, 16))}, "features are float64"),
+    "no features": ({"features": np.zeros((0, 16), np.float32)}, "has no features"),
+    "features without width": ({"features": np.zeros((30, 0), np.float32)}, "has no features"),
+    "fewer paths": ({"paths": np.array(["a"] * 29)}, "paths are"),
+    "paths that are numbers": ({"paths": np.arange(30)}, "paths are int64"),
+    "pids that are fractions": ({"pids": np.full(30, 0.5)}, "pids are float64"),
+    "pids of two dimensions": ({"pids": np.zeros((30, 1), np.int64)}, "pids are"),
+    "no dimension": ({"camids": np.array(3)}, "camids are"),
+    "cameras that are dates": ({"camids": np.zeros(30, "datetime64[s]")}, "camids are"),
+    "splits that are numbers": ({"split": np.zeros(30, int)}, "split are"),
+    "boxes of three numbers": ({"boxes": np.zeros((30, 3), int)}, "boxes are"),
+    "many hashes": ({"config_hash": np.array(["a", "b"])}, "config_hash is"),
+    "a metric that is a number": ({"metric": np.array(1)}, "metric is"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_columns_that_do_not_fit(tmp_path, name):
+    changes, message = WRONG[name]
+    path = write(tmp_path / "wrong.npz", arrays_of(FILES / "gallery.npz") | changes)
+    with pytest.raises(DataError, match=rf"wrong\.npz:? (.|\n)*{message}|wrong\.npz {message}"):
+        read_extraction(path)
+
+
+def reassembled(path, index, **changes):
+    """Write the faiss index of one file and the description of the flat one, changed, with a valid checksum."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(FILES / "flat.index") as archive:
+        meta = {name.removesuffix(".npy"): features_file.read_array(archive, name[:-4]) for name in archive.namelist()}
+    with zipfile.ZipFile(index) as archive:
+        size, crc = (features_file.read_array(archive, name) for name in ("size", "crc"))
+    file.write(index.read_bytes()[: int(size)])
+    write_arrays(file, meta | {"size": size, "crc": crc} | changes)
+    path.write_bytes(file.getvalue())
+    return path
+
+
+def test_reassembled_as_it_was_an_index_loads(tmp_path):
+    """Negative control of the tests below."""
+    for kind in KINDS:
+        assert len(load_index(reassembled(tmp_path / "a.index", FILES / f"{kind}.index", kind=np.array(kind)))) == 30
+
+
+@pytest.mark.parametrize(
+    "kind, changes, message",
+    [
+        ("ivf", {}, "kind 'flat'(.|\n)*IndexIVFFlat"),
+        ("flat", {"kind": np.array("hnsw")}, "kind 'hnsw'(.|\n)*IndexFlat"),
+        ("flat", {"kind": np.array("other")}, "kind 'other'"),
+        ("flat", {"metric": np.array("euclidean")}, "metric 'euclidean'"),
+        ("flat", {"metric": np.array("other")}, "metric 'other'"),
+        ("flat", {"paths": np.array(["a"] * 29)}, "paths are"),
+        ("flat", {"pids": np.zeros(31, int)}, "pids are"),
+        ("flat", {"camids": np.zeros((30, 2), int)}, "camids are"),
+        ("flat", {"boxes": np.zeros((29, 4), int)}, "boxes are"),
+        ("flat", {"size": np.array([1, 2])}, "size is"),
+        ("flat", {"crc": np.array("a")}, "crc is"),
+        ("flat", {"size": np.array(2**62)}, "not what was written"),
+        ("flat", {"size": np.array(-1)}, "is damaged"),
+        ("flat", {"fingerprint": np.array(3)}, "fingerprint is"),
+        ("flat", {"config_hash": np.zeros(3)}, "config_hash is"),
+    ],
+)
+def test_an_index_whose_parts_do_not_match(tmp_path, kind, changes, message):
+    path = reassembled(tmp_path / "mixed.index", FILES / f"{kind}.index", **changes)
+    with pytest.raises(DataError, match=rf"mixed\.index(.|\n)*{message}(.|\n)*fix: remove it and build it again"):
+        load_index(path)
+
+
+def test_an_index_of_another_program(tmp_path):
+    """faiss's own file with a description behind it: an index of a kind that is not searched here."""
+    path = tmp_path / "pq.index"
+    index = faiss.IndexScalarQuantizer(16, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
+    index.train(np.random.default_rng(0).random((30, 16), dtype=np.float32))
+    index.add(np.random.default_rng(0).random((30, 16), dtype=np.float32))
+    faiss.write_index(index, str(path))
+    content = path.read_bytes()
+    size, crc = np.array(len(content)), np.array(zipfile.crc32(content))
+    file = reassembled(tmp_path / "meta.index", FILES / "flat.index", size=size, crc=crc).read_bytes()
+    with zipfile.ZipFile(FILES / "flat.index") as archive:
+        first = int(features_file.read_array(archive, "size"))
+    path.write_bytes(content + file[first:])
+    with pytest.raises(DataError, match=r"pq\.index(.|\n)*build it again"):
+        load_index(path)
