@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     check_same_model(gallery, predictor.config_hash, predictor.checkpoint)
     queries = []
     for query in args.queries:
-        images = [str(file) for file in image_files(Path(query))] if Path(query).is_dir() else [query]
+        images = image_files(Path(query)) if Path(query).is_dir() else [query]
         if not images:
             raise DataError(f"no image is in the folder {query}")
         queries += images

@@ -2,17 +2,19 @@
 
 import logging
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastamp.amp import resolve_device
 from fastamp.config import get_cfg
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, data_root, log_splits
+from fastamp.data.datasets.items import PackedItems, split_path
 from fastamp.data.datasets.own import OWN_DATA
 from fastamp.data.loader import TestLoader, TrainLoader, worker_count
+from fastamp.data.missing import check_files
 from fastamp.data.samplers import SAMPLER_REGISTRY, EpochBatchSampler, InferenceSampler
 from fastamp.data.store import ImageStore
 from fastamp.data.transforms import build_transforms
@@ -46,13 +48,14 @@ def build_reid_train_loader(
     datasets = [build_dataset(name, cfg) for name in cfg.DATASETS.NAMES]
     parts = training_parts(datasets, combine_all=cfg.DATASETS.COMBINEALL)
     dataset = ReidDataset(
-        [item for part in parts for item in part],
+        PackedItems.concat(parts),
         transforms,
         relabel=True,
         augment=cfg.INPUT.AUGMENT_ON == "worker",
         skip_corrupt=cfg.DATALOADER.ON_CORRUPT == "skip",
     )
     _check_places(cfg, dataset, cfg.DATASETS.NAMES)
+    check_files(dataset.items, datasets, skip=dataset.skip_corrupt)
     batch_size = cfg.SOLVER.IMS_PER_BATCH
     if len(dataset) < batch_size:
         raise DataError(
@@ -68,7 +71,7 @@ def build_reid_train_loader(
         cfg,
         labels=dataset.labels,
         camids=dataset.camids,
-        sets=[number for number, part in enumerate(parts) for _ in part],
+        sets=np.repeat(np.arange(len(parts)), [len(part) for part in parts]),
         world_size=world_size,
     )
     batch_sampler = EpochBatchSampler(
@@ -119,8 +122,10 @@ def build_reid_test_loader(
     for split in ("query", "gallery"):
         if not getattr(source, split):
             raise DataError(f"the data set {dataset_name} has no {split} images, so it cannot be tested on")
-    dataset = ReidDataset(source.query + source.gallery, transforms, relabel=False)
+    items = PackedItems.concat([PackedItems.of(source.query), PackedItems.of(source.gallery)])
+    dataset = ReidDataset(items, transforms, relabel=False)
     _check_places(cfg, dataset, [dataset_name])
+    check_files(dataset.items, [source])
     if len(dataset) < world_size:
         raise DataError(
             f"the data set {dataset_name} has {len(dataset)} test images, fewer than the {world_size} processes.\n"
@@ -173,10 +178,10 @@ def build_dataset(name: str, cfg: Any = None) -> ImageDataset:
 
 def training_items(datasets: Sequence[ImageDataset], *, combine_all: bool = False) -> list[ImageItem]:
     """Return the images of ``training_parts`` in one list."""
-    return [item for part in training_parts(datasets, combine_all=combine_all) for item in part]
+    return list(PackedItems.concat(training_parts(datasets, combine_all=combine_all)))
 
 
-def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = False) -> list[list[ImageItem]]:
+def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = False) -> list[PackedItems]:
     """Return the training images of several data sets, whose identities and cameras are kept apart.
 
     Data sets of one ``family``, such as VehicleID and SmallVehicleID, share identities and cameras, and an image of
@@ -191,8 +196,7 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
             identities.
     """
     classes: dict[str, type] = {}
-    parts: list[list[ImageItem]] = []
-    owners: dict[Any, tuple[ImageDataset, int | str]] = {}  # of each image: its data set and identity
+    parts: list[PackedItems] = []
     for dataset in datasets:
         if not dataset.train:
             raise DataError(f"the data set {dataset.title} has no training images")
@@ -204,42 +208,52 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
                 f"{dataset.name!r}, so their identities cannot be told apart"
             )
         if len(datasets) == 1 and not combine_all:
-            return [dataset.train]
+            return [PackedItems.of(dataset.train)]
         pid_prefix, camid_prefix = dataset.name, None
         if len(datasets) > 1:
             pid_prefix = camid_prefix = dataset.family
-        part = [
-            _named(item._replace(pid=dataset.identity(item.pid)), pid_prefix, camid_prefix) for item in dataset.train
-        ]
+        train = PackedItems.of(dataset.train)
+        part = [_named(train.replace(pids=train.pids.map(dataset.identity)), pid_prefix, camid_prefix)]
         if combine_all:
             # Query and gallery number their identities by themselves, but the cameras are those of training. An image
             # may be in several splits, as all of SenseReID's are.
-            known = {(item.path, item.box) for item in dataset.train}
-            tested = {(item.path, item.box): item for item in dataset.query + dataset.gallery}
-            part += [
-                _named(item, f"{pid_prefix}_test", camid_prefix)
-                for image, item in tested.items()
-                if image not in known and (isinstance(item.pid, str) or item.pid > 0)
-            ]
-        parts.append(_without_shared(part, dataset, owners) if len(datasets) > 1 else part)
+            known = {(item.path, item.box) for item in train}
+            items = PackedItems.concat([PackedItems.of(dataset.query), PackedItems.of(dataset.gallery)])
+            row_of: dict[tuple, int] = {}
+            for row, item in enumerate(items):
+                image = (item.path, item.box)
+                if image not in known:
+                    # In the place where it is first, with the identity that it has last.
+                    row_of[image] = row
+            rows = [row for row in row_of.values() if isinstance(pid := items.pids[row], str) or pid > 0]
+            part.append(_named(items.take(np.array(rows, dtype=np.int64)), f"{pid_prefix}_test", camid_prefix))
+        part = PackedItems.concat(part)
+        parts.append(_without_shared(part, dataset, list(zip(datasets, parts, strict=False))))
     return parts
 
 
 def _without_shared(
-    part: list[ImageItem], dataset: ImageDataset, owners: dict[Any, tuple[ImageDataset, int | str]]
-) -> list[ImageItem]:
-    """Return the images of a data set that no earlier one has, and enter them in ``owners``.
+    part: PackedItems, dataset: ImageDataset, earlier: Sequence[tuple[ImageDataset, PackedItems]]
+) -> PackedItems:
+    """Return the images of a data set that no earlier one has.
 
     Args:
         part: the images, named.
         dataset: the data set that they are from.
-        owners: data set and identity of each (path, box) of the earlier ones.
+        earlier: the data sets before it, and their images.
 
     Raises:
         DataError: an earlier data set has an image under another identity.
     """
-    shared = [item for item in part if (item.path, item.box) in owners]
-    wrong = [item for item in shared if owners[item.path, item.box][1] != item.pid]
+    owners: dict[Any, tuple[ImageDataset, int | str]] = {}  # of images in the same folders: data set and identity
+    for other, items in earlier:
+        for item in (items[row] for row in items.rows_in(set(part.folders)).tolist()):
+            owners[item.path, item.box] = other, item.pid
+    folders = {split_path(path)[0] for path, _ in owners}
+    shared = [row for row in part.rows_in(folders).tolist() if (part[row].path, part[row].box) in owners]
+    if not shared:
+        return part
+    wrong = [item for item in map(part.__getitem__, shared) if owners[item.path, item.box][1] != item.pid]
     if wrong:
         other = owners[wrong[0].path, wrong[0].box][0]
         images = "1 image" if len(wrong) == 1 else f"{len(wrong)} images"
@@ -248,18 +262,15 @@ def _without_shared(
             f"is also in {other.title}.\n"
             "  fix: name one of the two data sets, or remove the images from one"
         )
-    if shared:
-        first = owners[shared[0].path, shared[0].box][0]
-        logger.warning(
-            "%s: %d of %d training images are those of %s, and are used once",
-            dataset.title,
-            len(shared),
-            len(part),
-            first.title,
-        )
-        part = [item for item in part if (item.path, item.box) not in owners]
-    owners.update(((item.path, item.box), (dataset, item.pid)) for item in part)
-    return part
+    first = owners[part[shared[0]].path, part[shared[0]].box][0]
+    logger.warning(
+        "%s: %d of %d training images are those of %s, and are used once",
+        dataset.title,
+        len(shared),
+        len(part),
+        first.title,
+    )
+    return part.take(np.setdiff1d(np.arange(len(part)), shared))
 
 
 def _use_store(dataset: ReidDataset, cfg: Any) -> None:
@@ -298,24 +309,25 @@ def _check_places(cfg: Any, dataset: ReidDataset, names: Sequence[str]) -> None:
         ConfigError: it has embeddings, but too few, or the numbers do not mean one camera each.
     """
     backbone, title = cfg.MODEL.BACKBONE, ", ".join(names)
-    if backbone.SIE_CAMERAS and not all(isinstance(item.camid, Integral) for item in dataset.items):
+    if backbone.SIE_CAMERAS and not dataset.items.camids.is_whole:
         raise ConfigError(
             f"MODEL.BACKBONE.SIE_CAMERAS is {backbone.SIE_CAMERAS}, but in {title} cameras are names, not numbers that "
             "mean the same cameras in training and test.\n"
             "  fix: MODEL.BACKBONE.SIE_CAMERAS 0, or a single training set whose cameras are integers"
         )
-    viewids = [item.viewid for item in dataset.items]
+    viewids = dataset.items.viewids
     for key, number, what, ids in (
         ("SIE_CAMERAS", backbone.SIE_CAMERAS, "cameras", dataset.camids),
         ("SIE_VIEWS", backbone.SIE_VIEWS, "views", viewids),
     ):
-        if number and (min(ids) < 0 or max(ids) >= number):
-            fix = f"\n  fix: MODEL.BACKBONE.{key} {max(ids) + 1}" if min(ids) >= 0 else ""
+        low, high = int(ids.min()), int(ids.max())
+        if number and (low < 0 or high >= number):
+            fix = f"\n  fix: MODEL.BACKBONE.{key} {high + 1}" if low >= 0 else ""
             raise ConfigError(
-                f"MODEL.BACKBONE.{key} is {number}, for {what} 0 to {number - 1}, but {title} has {what} {min(ids)} to "
-                f"{max(ids)}.{fix}"
+                f"MODEL.BACKBONE.{key} is {number}, for {what} 0 to {number - 1}, but {title} has {what} {low} to "
+                f"{high}.{fix}"
             )
-    if backbone.SIE_VIEWS and len(set(viewids)) == 1:
+    if backbone.SIE_VIEWS and (viewids == viewids[0]).all():
         logger.warning(
             "MODEL.BACKBONE.SIE_VIEWS is %d, but all images of %s are of view %d", backbone.SIE_VIEWS, title, viewids[0]
         )
@@ -328,10 +340,10 @@ def _check_places(cfg: Any, dataset: ReidDataset, names: Sequence[str]) -> None:
         )
 
 
-def _named(item: ImageItem, pid_prefix: str, camid_prefix: str | None) -> ImageItem:
-    """Return the item with identity and camera as strings that begin with these names; None leaves the camera."""
-    camid = item.camid if camid_prefix is None else _prefixed(item.camid, camid_prefix)
-    return item._replace(pid=_prefixed(item.pid, pid_prefix), camid=camid)
+def _named(items: PackedItems, pid_prefix: str, camid_prefix: str | None) -> PackedItems:
+    """Return the items with identity and camera as strings that begin with these names; None leaves the cameras."""
+    camids = None if camid_prefix is None else items.camids.map(lambda camid: _prefixed(camid, camid_prefix))
+    return items.replace(pids=items.pids.map(lambda pid: _prefixed(pid, pid_prefix)), camids=camids)
 
 
 def _prefixed(name: int | str, prefix: str) -> str:

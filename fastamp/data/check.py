@@ -13,7 +13,7 @@ import faiss
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
-from fastamp.data.datasets.base import ImageDataset, ImageItem
+from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
 from fastamp.data.decode import LARGEST_PIXELS, MAX_PIXELS, check_pixels, open_with_pil, read_image
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError
@@ -85,12 +85,7 @@ def check_dataset(dataset: ImageDataset, *, max_pixels: int = MAX_PIXELS) -> Rep
         DataError: a split cannot be listed.
     """
     splits = {split: items for split in SPLITS if (items := getattr(dataset, split))}
-    report = Report(
-        [
-            (split, len(items), len({item.pid for item in items}), len({item.camid for item in items}))
-            for split, items in splits.items()
-        ]
-    )
+    report = Report([(split, *count_items(items)) for split, items in splits.items()])
     images = {(item.path, item.box): item for items in splits.values() for item in items}
     with ThreadPoolExecutor(available_cores()) as pool:
         looked = track(pool.map(partial(_look, max_pixels=max_pixels), images.values()), len(images), "reading images")

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastamp.data.datasets.base import ImageItem
+from fastamp.data.datasets.items import Column, ImageItem, PackedItems
 from fastamp.data.samplers import SampleKey
 from fastamp.data.store import ImageStore
 from fastamp.data.transforms import Transforms
@@ -22,7 +23,7 @@ class ReidDataset(Dataset):
     """Images with their identity and camera, fetched by the batch.
 
     Args:
-        items: the images.
+        items: the images; held in arrays.
         transforms: what happens to them.
         augment: do so here; else batches have what is to be done in ``augmentation``, for ``Transforms.augment``.
         skip_corrupt: put another image of the same identity in the place of one that cannot be read.
@@ -31,7 +32,8 @@ class ReidDataset(Dataset):
             integers.
 
     Attributes:
-        labels, camids: one integer for each item.
+        items: the images, a ``PackedItems``.
+        labels, camids: (N,) int64, one for each item.
         num_classes: number of different identities.
         store: a cache with the resized images of all items, or None.
 
@@ -48,26 +50,27 @@ class ReidDataset(Dataset):
         augment: bool = True,
         skip_corrupt: bool = False,
     ) -> None:
-        self.items = list(items)
+        self.items = PackedItems.of(items)
         self.transforms = transforms
         self.augment = augment
         self.skip_corrupt = skip_corrupt
         self.store: ImageStore | None = None
         self._told: set[str] = set()
-        pids, camids = [item.pid for item in self.items], [item.camid for item in self.items]
-        self.num_classes = len(set(pids))
+        pids, camids = self.items.pids, self.items.camids
+        self.num_classes = len(pids.unique()[0])
         if relabel:
             self.labels = _ranks(pids)
-            whole = all(isinstance(camid, Integral) for camid in camids)
-            self.camids = [int(camid) for camid in camids] if whole else _ranks(camids)
+            self.camids = camids.codes if camids.is_whole else _ranks(camids)
             return
-        for item in self.items:
-            if not (isinstance(item.pid, Integral) and isinstance(item.camid, Integral)):
-                raise DataError(
-                    f"query and gallery need integers for identity and camera, but {item.path} has identity "
-                    f"{item.pid!r} and camera {item.camid!r}"
-                )
-        self.labels, self.camids = [int(pid) for pid in pids], [int(camid) for camid in camids]
+        if not (pids.is_whole and camids.is_whole):
+            wrong = next(
+                item for item in self.items if not (isinstance(item.pid, Integral) and isinstance(item.camid, Integral))
+            )
+            raise DataError(
+                f"query and gallery need integers for identity and camera, but {wrong.path} has identity "
+                f"{wrong.pid!r} and camera {wrong.camid!r}"
+            )
+        self.labels, self.camids = pids.codes, camids.codes
 
     def __len__(self) -> int:
         return len(self.items)
@@ -88,12 +91,12 @@ class ReidDataset(Dataset):
             DataError: an image cannot be read, or the images have different sizes.
         """
         epochs, positions, indices = zip(*keys, strict=True)
-        items = [self.items[index] for index in indices]
+        rows = np.array(indices)
         size = self.transforms.resize.output_size
         if self.store is not None:
             images = self.store.images.index_select(0, torch.tensor(indices))  # 20 times as fast as indexing
         elif size is not None:
-            images = torch.empty(len(items), self.transforms.channels, *size, dtype=torch.uint8)
+            images = torch.empty(len(rows), self.transforms.channels, *size, dtype=torch.uint8)
             for image, index in zip(images, indices, strict=True):
                 image.copy_(self.read(index))
         else:
@@ -102,11 +105,11 @@ class ReidDataset(Dataset):
         parameters = augment.draw(epochs, positions, tuple(images.shape[-2:]))
         batch = {
             "images": augment.apply(images, parameters) if self.augment else images,
-            "targets": torch.tensor([self.labels[index] for index in indices]),
-            "camids": torch.tensor([self.camids[index] for index in indices]),
-            "viewids": torch.tensor([item.viewid for item in items]),
+            "targets": torch.from_numpy(self.labels[rows]),
+            "camids": torch.from_numpy(self.camids[rows]),
+            "viewids": torch.from_numpy(self.items.viewids[rows]),
             "indices": torch.tensor(indices),
-            "img_paths": [item.path for item in items],
+            "img_paths": [self.items.path(index) for index in indices],
         }
         if not self.augment:
             batch["augmentation"] = parameters
@@ -120,13 +123,12 @@ class ReidDataset(Dataset):
         """
         if not self.skip_corrupt:
             return self._read(index)
-        count = len(self.items)
-        for number in (place % count for place in range(index, index + count)):
-            if self.labels[number] == self.labels[index]:
-                try:
-                    return self._read(number)
-                except DataError as error:
-                    self._tell(str(error))
+        same = np.flatnonzero(self.labels == self.labels[index])
+        for number in np.roll(same, -np.searchsorted(same, index)).tolist():
+            try:
+                return self._read(number)
+            except DataError as error:
+                self._tell(str(error))
         raise DataError(
             f"DATALOADER.ON_CORRUPT is skip, but no image of the identity of {self.items[index].path} can be read"
         )
@@ -152,8 +154,10 @@ class ReidDataset(Dataset):
             )
 
 
-def _ranks(names: Sequence[int | str]) -> list[int]:
-    """Return each name's place among the different names: numbers first, then strings, which sort as text."""
-    order = sorted(set(names), key=lambda name: (isinstance(name, str), name))
-    rank_of = {name: rank for rank, name in enumerate(order)}
-    return [rank_of[name] for name in names]
+def _ranks(names: Column) -> np.ndarray:
+    """Return (N,) int64, each name's place among the different names: numbers first, then strings, sorted as text."""
+    values, inverse = names.unique()
+    order = sorted(range(len(values)), key=lambda number: (isinstance(values[number], str), values[number]))
+    ranks = np.empty(len(values), dtype=np.int64)
+    ranks[order] = np.arange(len(values))
+    return ranks[inverse]

@@ -123,11 +123,12 @@ class IdentitySampler(EpochSampler):
                 f"SOLVER.IMS_PER_BATCH {batch_size} makes {share} images{ranks}, which DATALOADER.NUM_INSTANCE "
                 f"{num_instances} does not divide.\n  fix: make it a multiple of {num_instances * world_size}"
             )
-        self.images_of: dict[int, list[int]] = defaultdict(list)
-        for index, label in enumerate(labels):
-            self.images_of[label].append(index)
-        self.identities = sorted(self.images_of)
-        self.camids = list(camids)
+        labels = np.asarray(labels)
+        # The images of one identity follow each other in ``_order``, from its entry in ``_starts`` on.
+        self._order = np.argsort(labels, kind="stable")
+        self.identities, self._starts = np.unique(labels[self._order], return_index=True)
+        self._ends = np.append(self._starts[1:], len(labels))
+        self.camids = np.asarray(camids)
         self.identities_per_batch = batch_size // num_instances
         self.num_instances = num_instances
         self.seed = seed
@@ -138,6 +139,10 @@ class IdentitySampler(EpochSampler):
                 f"{num_instances}.\n  fix: a smaller SOLVER.IMS_PER_BATCH, a larger DATALOADER.NUM_INSTANCE, or "
                 f"DATALOADER.SAMPLER_TRAIN TrainingSampler"
             )
+
+    def images_of(self, number: int) -> np.ndarray:
+        """Return the images of ``identities[number]``, in their order: (n,) int64."""
+        return self._order[self._starts[number] : self._ends[number]]
 
     @classmethod
     def from_config(
@@ -167,24 +172,26 @@ class NaiveIdentitySampler(IdentitySampler):
         """Return the endless index stream of ``epoch``."""
         rng = generator(self.seed, epoch)
         while True:
-            chunks = {identity: self._deal(rng, identity) for identity in self.identities}
-            remaining = np.array(self.identities)
+            chunks = [self._deal(rng, number) for number in range(len(self.identities))]
+            left = [len(each) for each in chunks]
+            remaining = np.arange(len(self.identities))
             while len(remaining) >= self.identities_per_batch:
                 places = rng.choice(len(remaining), self.identities_per_batch, replace=False)
                 used_up = []
                 for place in places.tolist():
-                    identity = int(remaining[place])
-                    yield from chunks[identity].pop()
-                    if not chunks[identity]:
+                    number = int(remaining[place])
+                    left[number] -= 1
+                    yield from chunks[number][left[number]].tolist()
+                    if not left[number]:
                         used_up.append(place)
                 remaining = np.delete(remaining, used_up)
 
-    def _deal(self, rng: np.random.Generator, identity: int) -> list[list[int]]:
-        images, size = self.images_of[identity], self.num_instances
+    def _deal(self, rng: np.random.Generator, number: int) -> np.ndarray:
+        """Return (chunks, K) images of an identity."""
+        images, size = self.images_of(number), self.num_instances
         if len(images) < size:
-            return [rng.choice(images, size).tolist()]
-        shuffled = rng.permutation(images).tolist()
-        return [shuffled[start : start + size] for start in range(0, len(shuffled) - size + 1, size)]
+            return rng.choice(images, size)[None]
+        return rng.permutation(images)[: len(images) // size * size].reshape(-1, size)
 
 
 @SAMPLER_REGISTRY.register()
@@ -202,16 +209,17 @@ class BalancedIdentitySampler(IdentitySampler):
         rng = generator(self.seed, epoch)
         whole_batches = len(self.identities) // self.identities_per_batch * self.identities_per_batch
         while True:
-            for place in rng.permutation(len(self.identities))[:whole_batches].tolist():
-                yield from self._draw(rng, self.images_of[self.identities[place]])
+            for number in rng.permutation(len(self.identities))[:whole_batches].tolist():
+                yield from self._draw(rng, self.images_of(number))
 
-    def _draw(self, rng: np.random.Generator, images: list[int]) -> list[int]:
-        anchor, *others = rng.permutation(images).tolist()
+    def _draw(self, rng: np.random.Generator, images: np.ndarray) -> list[int]:
+        shuffled = rng.permutation(images)
+        anchor, *others = shuffled.tolist()
+        own, *cameras = self.camids[shuffled].tolist()
         seen: dict[int, int] = defaultdict(int)
         ranked = []
-        for index in others:
-            camera = self.camids[index]
-            ranked.append((camera == self.camids[anchor], seen[camera], index))
+        for index, camera in zip(others, cameras, strict=True):
+            ranked.append((camera == own, seen[camera], index))
             seen[camera] += 1
         # The sort is stable, so images of equal preference stay in their random order.
         ranked.sort(key=lambda image: image[:2])
@@ -240,14 +248,15 @@ class SetReWeightSampler(BalancedIdentitySampler):
 
     def __init__(self, *, sets: Sequence[int], weights: Sequence[float], **options: Any) -> None:
         super().__init__(**options)
-        count = max(sets) + 1
+        sets = np.asarray(sets)
+        count = int(sets.max()) + 1
         if len(weights) != count or not all(0 < weight < float("inf") for weight in weights):
             raise ConfigError(
                 f"DATALOADER.SET_WEIGHT is {tuple(weights)}; SetReWeightSampler needs a number above 0 for each of the "
                 f"{count} data sets of DATASETS.NAMES"
             )
-        set_of = {identity: sets[images[0]] for identity, images in self.images_of.items()}
-        self._identities = [[each for each in self.identities if set_of[each] == number] for number in range(count)]
+        set_of = sets[self._order[self._starts]]
+        self._identities = [np.flatnonzero(set_of == number) for number in range(count)]
         exact = np.array(weights) / sum(weights) * self.identities_per_batch
         shares = np.floor(exact).astype(int)
         left = self.identities_per_batch - shares.sum()
@@ -287,12 +296,12 @@ class SetReWeightSampler(BalancedIdentitySampler):
         waiting: list[list[int]] = [[] for _ in self.shares]
         while True:
             batch = []
-            for number, share in enumerate(self.shares):
-                if len(waiting[number]) < share:
-                    waiting[number] = rng.permutation(self._identities[number]).tolist()
-                batch += [waiting[number].pop() for _ in range(share)]
-            for identity in rng.permutation(batch).tolist():
-                yield from self._draw(rng, self.images_of[identity])
+            for one_set, share in enumerate(self.shares):
+                if len(waiting[one_set]) < share:
+                    waiting[one_set] = rng.permutation(self._identities[one_set]).tolist()
+                batch += [waiting[one_set].pop() for _ in range(share)]
+            for number in rng.permutation(batch).tolist():
+                yield from self._draw(rng, self.images_of(number))
 
 
 class EpochBatchSampler:

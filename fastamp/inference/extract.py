@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from fastamp.config import CfgNode
 from fastamp.data.build import build_dataset
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem, number_cameras
+from fastamp.data.datasets.items import Column, PackedItems
 from fastamp.data.datasets.own import OWN_DATA, image_files
 from fastamp.data.loader import TestLoader, worker_count
 from fastamp.data.samplers import InferenceSampler
@@ -46,15 +46,15 @@ _UNFINISHED = re.compile(rf"\.({re.escape(_STAMP)}|{_PART.pattern})\..*\.tmp")
 class Listing:
     """N images and whose they are; the columns are those of ``Extraction``."""
 
-    items: list[ImageItem]
+    items: PackedItems
     pids: np.ndarray
     split: np.ndarray | None = None
 
     def columns(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Return the columns of some images."""
-        items = [self.items[row] for row in rows]
-        columns = {"paths": np.array([item.path for item in items]), "pids": self.pids[rows]}
-        columns["camids"] = np.array([item.camid for item in items], dtype=np.int64)
+        items = self.items.take(rows)
+        columns = {"paths": np.array([items.path(row) for row in range(len(items))]), "pids": self.pids[rows]}
+        columns["camids"] = items.camids.codes
         if self.split is not None:
             columns["split"] = self.split[rows]
         if any(item.box for item in items):
@@ -81,29 +81,29 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
     folder = Path(name).expanduser()
     if name not in DATASET_REGISTRY and name.partition(":")[0] not in OWN_DATA:
         if folder.is_dir():
-            items = [ImageItem(str(file), 0, -1) for file in image_files(folder)]
+            items = [ImageItem(file, 0, -1) for file in image_files(folder)]
             if not items:
                 raise DataError(f"no image is in the folder {folder.absolute()}, at any depth")
-            return Listing(items, np.full(len(items), -1))
+            return Listing(PackedItems.of(items), np.full(len(items), -1))
         if name.endswith(".csv"):
             name = f"csv:{name}"
         else:
             near = "" if "/" in name else did_you_mean(name, DATASET_REGISTRY)
             raise DataError(f"{name} is no folder, no CSV file and no data set as in DATASETS.NAMES.{near}")
     dataset = build_dataset(name, cfg)
-    parts = {split: getattr(dataset, split) for split in SPLITS if split in splits}
-    items = [item for part in parts.values() for item in part]
+    parts = {split: PackedItems.of(getattr(dataset, split)) for split in SPLITS if split in splits}
+    items = PackedItems.concat([*parts.values(), PackedItems.of([])])
     if not items:
         raise DataError(f"the data set {name} has no {' or '.join(parts)} images")
-    pids = [dataset.identity(item.pid) for item in items]
+    values, inverse = items.pids.unique()
+    pids = [dataset.identity(pid) for pid in values]
     whole = all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", pid) for pid in pids)
-    cameras = [item.camid for item in items]
-    if not all(isinstance(camid, Integral) for camid in cameras):
-        numbers = number_cameras(cameras)
-        cameras = [numbers[camid] for camid in cameras]
-    items = [item._replace(pid=0, camid=int(camid)) for item, camid in zip(items, cameras, strict=True)]
+    cameras = items.camids
+    if not cameras.is_whole:
+        cameras = cameras.map(number_cameras(cameras.unique()[0]).get)
     split = np.concatenate([np.full(len(part), split) for split, part in parts.items()])
-    return Listing(items, np.array(pids, dtype=np.int64 if whole else None), split)
+    items = items.replace(pids=Column(np.zeros(len(items), dtype=np.int64)), camids=cameras)
+    return Listing(items, np.array(pids, dtype=np.int64 if whole else None)[inverse], split)
 
 
 def extract(
@@ -140,8 +140,8 @@ def extract(
     if out.suffix != ".npz" or out.is_dir() or not out.parent.is_dir():
         raise ConfigError(f"{out}: expected a file in a folder that exists, whose name ends in .npz")
     listing = list_images(source, predictor.cfg, splits)
-    camids, viewids = zip(*((item.camid, item.viewid) for item in listing.items), strict=True)
-    predictor.places(len(listing.items), camids=camids, viewids=viewids)
+    items = listing.items
+    predictor.places(len(items), camids=items.camids.codes, viewids=items.viewids)
     with writing(out):
         parts = _Parts(out.with_name(f"{out.name}.parts"), _stamp(predictor, listing, skip_corrupt))
     try:

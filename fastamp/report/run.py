@@ -10,7 +10,7 @@ import torch
 from fastamp.amp import PrecisionPolicy, devices
 from fastamp.config import CfgNode
 from fastamp.config.describe import show_value
-from fastamp.data.datasets.base import ImageItem
+from fastamp.data.datasets.base import ImageItem, count_items
 from fastamp.evaluation import Judgement
 from fastamp.report.history import History
 from fastamp.utils.env import available_cores
@@ -72,11 +72,7 @@ def data_counts(run: Run) -> list[tuple[str, str, int, int, int]]:
     parts = [(", ".join(run.cfg.DATASETS.NAMES), "train", run.train)]
     for each in run.sets:
         parts += [(each.name, "query", each.query), (each.name, "gallery", each.gallery)]
-    return [
-        (name, split, len(items), len({item.pid for item in items}), len({item.camid for item in items}))
-        for name, split, items in parts
-        if items
-    ]
+    return [(name, split, *count_items(items)) for name, split, items in parts if items]
 
 
 def config_changes(cfg: CfgNode) -> list[tuple[str, str, str, str]]:

@@ -5,10 +5,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tabulate import tabulate
 
+from fastamp.data.datasets.items import ImageItem, PackedItems
 from fastamp.utils.errors import DataError
 from fastamp.utils.files import expand
 from fastamp.utils.registry import Registry
@@ -20,21 +21,6 @@ DATASET_REGISTRY = Registry("DATASETS.NAMES")
 ROOT_VARIABLES = ("FASTAMP_DATASETS", "FASTREID_DATASETS")
 
 
-class ImageItem(NamedTuple):
-    """One image: its file, whom it shows, and which camera took it from which side.
-
-    Training identities are strings with the data set's name in front ("market1501_2"), so that those of several sets
-    stay apart; query and gallery identities are integers. ``box`` is the part of the file that is the image: left, top,
-    right and bottom in pixels, the last two not included; None is all of it.
-    """
-
-    path: str
-    pid: int | str
-    camid: int | str
-    viewid: int = 0
-    box: tuple[int, int, int, int] | None = None
-
-
 Items = Sequence[tuple] | Callable[[], Sequence[tuple]]
 
 
@@ -43,7 +29,7 @@ class ImageDataset:
 
     A subclass registers itself with ``DATASET_REGISTRY``, sets ``dataset_name``, and is built as ``cls(root=...)``
     with the data root; it passes on three lists of (path, pid, camid[, viewid]), or functions that return them, which
-    are then called when the split is first needed.
+    are then called when the split is first needed. A ``PackedItems`` in the place of a list stays one.
 
     Attributes:
         dataset_name: put before identities and cameras of training images.
@@ -56,7 +42,7 @@ class ImageDataset:
 
     def __init__(self, train: Items, query: Items, gallery: Items) -> None:
         self._splits: dict[str, Items] = {"train": train, "query": query, "gallery": gallery}
-        self._items: dict[str, list[ImageItem]] = {}
+        self._items: dict[str, Sequence[ImageItem]] = {}
 
     @classmethod
     def from_config(cls, cfg: Any, root: str) -> "ImageDataset":
@@ -83,19 +69,23 @@ class ImageDataset:
         return str(pid).removeprefix(f"{self.name}_")
 
     @property
-    def train(self) -> list[ImageItem]:
+    def train(self) -> Sequence[ImageItem]:
         """Training images."""
         return self._split("train")
 
     @property
-    def query(self) -> list[ImageItem]:
+    def query(self) -> Sequence[ImageItem]:
         """Query images."""
         return self._split("query")
 
     @property
-    def gallery(self) -> list[ImageItem]:
+    def gallery(self) -> Sequence[ImageItem]:
         """Gallery images, among them distractors, whose identity is 0."""
         return self._split("gallery")
+
+    def origin(self, path: str) -> str:
+        """Return the place that lists an image file, such as the line of a CSV file; empty where there is none."""
+        return ""
 
     def check_before_run(self, required_files: str | Sequence[str]) -> None:
         """Check that files or folders are there, under the name by which FastReID's data sets do it.
@@ -110,10 +100,12 @@ class ImageDataset:
                     f"  fix: put the data there, or set {ROOT_VARIABLES[0]} to the folder that holds it"
                 )
 
-    def _split(self, split: str) -> list[ImageItem]:
+    def _split(self, split: str) -> Sequence[ImageItem]:
         if split not in self._items:
             items = self._splits[split]
-            self._items[split] = [ImageItem(*item) for item in (items() if callable(items) else items)]
+            items = items() if callable(items) else items
+            packed = isinstance(items, PackedItems)
+            self._items[split] = items if packed else [ImageItem(*item) for item in items]
         return self._items[split]
 
     def _for_training(self, items: Iterable[ImageItem]) -> list[ImageItem]:
@@ -138,11 +130,15 @@ def number_cameras(cameras: Iterable[int | str]) -> dict[int | str, int]:
     return {camera: number for number, camera in enumerate(order)}
 
 
+def count_items(items: Sequence[ImageItem]) -> tuple[int, int, int]:
+    """Return the number of images, identities and cameras."""
+    if isinstance(items, PackedItems):
+        return len(items), len(items.pids.unique()[0]), len(items.camids.unique()[0])
+    return len(items), len({item.pid for item in items}), len({item.camid for item in items})
+
+
 def log_splits(dataset: ImageDataset, splits: dict[str, Sequence[ImageItem]]) -> None:
     """Log how many images, identities and cameras were taken."""
-    rows = [
-        [split, len(items), len({item.pid for item in items}), len({item.camid for item in items})]
-        for split, items in splits.items()
-    ]
+    rows = [[split, *count_items(items)] for split, items in splits.items()]
     table = tabulate(rows, headers=["split", "images", "identities", "cameras"], tablefmt="github")
     logger.info("%s:\n%s", dataset.title, table)

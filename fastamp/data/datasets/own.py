@@ -2,13 +2,19 @@
 
 import csv
 import logging
+import os
 import re
+from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fastamp.data.datasets.base import ImageDataset, ImageItem, data_root
+from fastamp.data.datasets.items import Column, PackedItems, PackedText, PathBuilder, split_path
 from fastamp.data.split import hold_out, query_and_gallery
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean
 from fastamp.utils.files import check_no_device, expand
@@ -21,6 +27,7 @@ _COLUMNS = ("path", "pid", "camid", "split", *_BOX)
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
 _JUNK = "-1"
 _LONGEST_HEADER = 2**16
+_LARGEST = 2**31
 _CONTROL = re.compile("[\x00-\x1f\x7f]")
 # What people call the parts of a data set; an identity is not called so.
 _PARTS = {"train", "training", "query", "gallery", "test", "val", "validation", "probe", "bounding_box_train"}
@@ -46,34 +53,45 @@ class CsvDataset(ImageDataset):
     def __init__(self, path: str | Path) -> None:
         self.dataset_name = f"csv:{path}"
         file = _find(self.dataset_name, path)
-        rows = _read_rows(file)
-        junk = sum(row["pid"] == _JUNK for _, row in rows)
-        if junk:
-            logger.info("%s: left out %d images of identity %s, which is nobody", file, junk, _JUNK)
-            rows = [(line, row) for line, row in rows if row["pid"] != _JUNK]
-        if not rows:
+        table = _read_table(file)
+        if table.junk:
+            logger.info("%s: left out %d images of identity %s, which is nobody", file, table.junk, _JUNK)
+        if not len(table.lines):
             raise DataError(f"{file} lists no image; expected lines below its header")
-        if "camid" not in rows[0][1]:
+        if table.camids is None:
             logger.info("%s has no column camid: no image is left out as of the query's camera", file)
-        camids = _numbers({row.get("camid", "") for _, row in rows}, start=0)
-        tested = {row["pid"] for _, row in rows if row.get("split", "train") != "train"}
-        pids = _numbers(tested, start=1)
-        splits: dict[str, list[ImageItem]] = {split: [] for split in SPLITS}
-        for line, row in rows:
-            split = row.get("split", "train")
-            if split not in SPLITS:
-                hint = did_you_mean(split, SPLITS)
-                raise DataError(f"{file}, line {line}: split is {split!r}; choices: {', '.join(SPLITS)}.{hint}")
-            splits[split].append(
-                ImageItem(
-                    str(file.parent / expand(row["path"])),
-                    f"{self.dataset_name}_{row['pid']}" if split == "train" else pids[row["pid"]],
-                    camids[row["camid"]] if "camid" in row else line,
-                    box=_box(row, f"{file}, line {line}"),
+            camids = Column(table.lines)
+        else:
+            numbers = _numbers(set(table.camids.values), start=0)
+            camids = Column(np.array([numbers[camid] for camid in table.camids.values])[table.camids.codes])
+        names, codes = table.pids.values, table.pids.codes
+        tested = _numbers({names[code] for code in np.unique(codes[table.splits > 0]).tolist()}, start=1)
+        numbers_of = np.array([tested.get(name, 0) for name in names], dtype=np.int64)
+        self._names = {number: name for name, number in tested.items()}
+        self._file, self._lines, splits = file, {}, []
+        for number, split in enumerate(SPLITS):
+            rows = np.flatnonzero(table.splits == number)
+            if split == "train":
+                pids = Column.of(codes[rows], [f"{self.dataset_name}_{name}" for name in names])
+            else:
+                pids = Column(numbers_of[codes[rows]])
+            folders, folder_of, files = table.paths
+            boxes = None if table.boxes is None else table.boxes[rows]
+            splits.append(
+                PackedItems(
+                    folders, folder_of[rows], files.take(rows), pids=pids, camids=camids.take(rows), boxes=boxes
                 )
             )
-        self._names = {number: name for name, number in pids.items()}
-        super().__init__(*splits.values())
+            self._lines[split] = table.lines[rows]
+        super().__init__(*splits)
+
+    def origin(self, path: str) -> str:
+        """Return the file and the first line that lists an image."""
+        for split, lines in self._lines.items():
+            index = getattr(self, split).find(path)
+            if index is not None:
+                return f"{self._file}, line {lines[index]}"
+        return ""
 
     @classmethod
     def from_config(cls, cfg: Any, path: str) -> "CsvDataset":
@@ -116,22 +134,21 @@ class FolderDataset(ImageDataset):
                 f"{self.dataset_name}: expected a folder for each identity in {folder.absolute()}, found "
                 f"{', '.join(parts)}.\n  fix: folder:{path}/{parts[0]}, or a csv: file with a column split"
             )
-        files = [file for identity in identities for file in image_files(identity)]
+        files = [(identity.name, file) for identity in identities for file in image_files(identity)]
         if not files:
             raise DataError(
                 f"{self.dataset_name}: no image is in the folders of {folder.absolute()}; expected one folder for each "
                 f"identity, with files that end in {', '.join(_SUFFIXES)}"
             )
         items = []
-        for number, file in enumerate(files):
-            identity = file.relative_to(folder).parts[0]
-            found = pattern.search(file.name) if pattern else None
+        for number, (identity, file) in enumerate(files):
+            found = pattern.search(os.path.basename(file)) if pattern else None
             if pattern and not (found and found.group(1)):
                 raise DataError(
                     f"{self.dataset_name}: the name of {file} does not match DATASETS.FOLDER.CAMERA {camera!r}.\n"
                     "  fix: an expression that finds the camera in all file names; or none, for images without cameras"
                 )
-            items.append(ImageItem(str(file), f"{self.dataset_name}_{identity}", found.group(1) if found else number))
+            items.append(ImageItem(file, f"{self.dataset_name}_{identity}", found.group(1) if found else number))
         if pattern is None:
             logger.info("%s: DATASETS.FOLDER.CAMERA is empty: no cameras, no image is left out as of the query's", path)
         if test_fraction == 0:
@@ -140,8 +157,9 @@ class FolderDataset(ImageDataset):
             splits = ([], *query_and_gallery(items))
         else:
             splits = hold_out(items, test_fraction, seed, key="DATASETS.FOLDER.TEST_FRACTION")
-        self._names = {item.pid: Path(item.path).relative_to(folder).parts[0] for item in [*splits[1], *splits[2]]}
-        super().__init__(*splits)
+        start = len(_prefix(folder))
+        self._names = {item.pid: item.path[start:].partition("/")[0] for item in [*splits[1], *splits[2]]}
+        super().__init__(*map(PackedItems.of, splits))
 
     def identity(self, pid: int | str) -> str:
         """Return the name of an identity's folder."""
@@ -167,21 +185,70 @@ def _find(name: str, path: str | Path) -> Path:
     raise DataError(f"the data set {name} is not there; looked for\n{looked_for}{several}")
 
 
-def image_files(folder: Path) -> list[Path]:
+def image_files(folder: Path) -> list[str]:
     """Return the image files in a folder, at any depth and sorted, but for hidden ones."""
-    return [
-        file
-        for file in sorted(folder.rglob("*"))
-        if file.suffix.lower() in _SUFFIXES and _is_visible(file, folder) and file.is_file()
-    ]
+    found: list[str] = []
+    _add_images(_prefix(folder), found)
+    return found
 
 
-def _is_visible(file: Path, folder: Path) -> bool:
-    return all(part[0] not in ".@" for part in file.relative_to(folder).parts)
+def _add_images(prefix: str, found: list[str]) -> None:
+    """Append the image files whose paths begin with ``prefix``, which ends with a slash or is empty."""
+    try:
+        with os.scandir(prefix or ".") as entries:
+            entries = sorted(entries, key=lambda entry: entry.name)
+    except PermissionError:
+        return
+    for entry in entries:
+        if entry.name[0] in ".@":
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            _add_images(f"{prefix}{entry.name}/", found)
+        elif os.path.splitext(entry.name)[1].lower() in _SUFFIXES and entry.is_file():
+            found.append(prefix + entry.name)
 
 
-def _read_rows(file: Path) -> list[tuple[int, dict[str, str]]]:
-    """Return each line's number and its columns by name."""
+def _prefix(folder: Path) -> str:
+    """Return what the paths of the files in a folder begin with."""
+    return str(folder / "x")[:-1]
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """Texts of which many are equal: ``values[code]`` for each of ``codes``, (N,) int64."""
+
+    values: list[str]
+    codes: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The N images that a CSV file lists.
+
+    Attributes:
+        lines: (N,) int64, where each is listed.
+        paths: see ``PathBuilder.build``.
+        pids, camids: as the file has them; None without such a column.
+        splits: (N,) int8, which of ``SPLITS``.
+        boxes: (N, 4) int64; None without such columns.
+        junk: how many images of ``_JUNK`` it lists in addition.
+    """
+
+    lines: np.ndarray
+    paths: tuple[PackedText, np.ndarray, PackedText]
+    pids: _Texts
+    camids: _Texts | None
+    splits: np.ndarray
+    boxes: np.ndarray | None
+    junk: int
+
+
+def _read_table(file: Path) -> _Table:
+    """Read a CSV file line by line into arrays.
+
+    Raises:
+        DataError: it cannot be read, or a column or a line is wrong.
+    """
     try:
         check_no_device(file)
         with file.open(encoding="utf-8-sig", newline="") as stream:
@@ -193,25 +260,92 @@ def _read_rows(file: Path) -> list[tuple[int, dict[str, str]]]:
             reader = csv.reader(stream, delimiter=delimiter, strict=True)
             names = [name.strip().lower() for name in next(reader, [])]
             _check_header(file, names)
-            lines = [(reader.line_num, [value.strip() for value in line]) for line in reader]
+            return _read_lines(file, reader, names)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(
             f"{file} cannot be read as a CSV file in UTF-8: {error}.\n  fix: save it as CSV with encoding UTF-8"
         ) from error
-    rows = []
-    for number, line in lines:
-        if not any(line):
+
+
+def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
+    """Return the lines below a header with these names; see ``_read_table``."""
+    place = {name: names.index(name) for name in _COLUMNS if name in names}
+    path_at, pid_at, camid_at, split_at = (place.get(name) for name in ("path", "pid", "camid", "split"))
+    lines, splits, boxes, paths = array("q"), array("b"), array("q"), PathBuilder()
+    pids, camids = _Codes(), _Codes()
+    split_of = {split: number for number, split in enumerate(SPLITS)}
+    folders: dict[str, str] = {}
+    junk = 0
+    for line in reader:
+        values = [value.strip() for value in line]
+        if not any(values):
             continue
-        row = {name: value for name, value in zip(names, line, strict=False) if name in _COLUMNS}
-        empty = [name for name in names if name in _COLUMNS and not row.get(name)]
-        if empty or len(line) > len(names):
-            what = f"no value for {', '.join(empty)}" if empty else f"{len(line) - len(names)} values more than columns"
-            raise DataError(f"{file}, line {number}: {what}")
-        unclean = [name for name, value in row.items() if _CONTROL.search(value)]
-        if unclean:
-            raise DataError(f"{file}, line {number}: {unclean[0]} has control characters: {row[unclean[0]]!r:.100}")
-        rows.append((number, row))
-    return rows
+        number = reader.line_num
+        if len(values) != len(names) or "" in values or not "".join(values).isprintable():
+            _check_line(f"{file}, line {number}", names, values)
+        if values[pid_at] == _JUNK:
+            junk += 1
+            continue
+        if split_at is None:
+            splits.append(0)
+        elif values[split_at] in split_of:
+            splits.append(split_of[values[split_at]])
+        else:
+            split = values[split_at]
+            hint = did_you_mean(split, SPLITS)
+            raise DataError(f"{file}, line {number}: split is {split!r}; choices: {', '.join(SPLITS)}.{hint}")
+        if "x0" in place:
+            boxes.extend(_box([values[place[name]] for name in _BOX], f"{file}, line {number}"))
+        folder, name = split_path(values[path_at])
+        if name in ("", ".", "..") or (not folder and name[0] == "~"):
+            folder, name = split_path(str(file.parent / expand(values[path_at])))
+        elif folder in folders:
+            folder = folders[folder]
+        else:  # the path of a file in that folder, without the file
+            folder = folders[folder] = str(file.parent / expand(f"{folder}x"))[:-1]
+        paths.append(folder, name)
+        lines.append(number)
+        pids.append(values[pid_at])
+        if camid_at is not None:
+            camids.append(values[camid_at])
+    return _Table(
+        lines=np.array(lines, dtype=np.int64),
+        paths=paths.build(),
+        pids=pids.build(),
+        camids=None if camid_at is None else camids.build(),
+        splits=np.array(splits, dtype=np.int8),
+        boxes=np.array(boxes, dtype=np.int64).reshape(-1, 4) if "x0" in place else None,
+        junk=junk,
+    )
+
+
+class _Codes:
+    """Collect texts for ``_Texts`` one by one."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._codes = array("q")
+
+    def append(self, text: str) -> None:
+        """Add a text."""
+        self._codes.append(self._numbers.setdefault(text, len(self._numbers)))
+
+    def build(self) -> _Texts:
+        """Return the texts."""
+        return _Texts(list(self._numbers), np.array(self._codes, dtype=np.int64))
+
+
+def _check_line(where: str, names: Sequence[str], values: Sequence[str]) -> None:
+    """Raise DataError where a line has too many values, none in a column that is used, or control characters."""
+    row = {name: value for name, value in zip(names, values, strict=False) if name in _COLUMNS}
+    empty = [name for name in names if name in _COLUMNS and not row.get(name)]
+    if empty or len(values) > len(names):
+        more = len(values) - len(names)
+        what = f"no value for {', '.join(empty)}" if empty else f"{more} values more than columns"
+        raise DataError(f"{where}: {what}")
+    unclean = [name for name, value in row.items() if _CONTROL.search(value)]
+    if unclean:
+        raise DataError(f"{where}: {unclean[0]} has control characters: {row[unclean[0]]!r:.100}")
 
 
 def _check_header(file: Path, names: Sequence[str]) -> None:
@@ -243,14 +377,12 @@ def _numbers(names: set[str], *, start: int) -> dict[str, int]:
     return {name: number for number, name in enumerate(order, start=start)}
 
 
-def _box(row: Mapping[str, str], where: str) -> tuple[int, int, int, int] | None:
-    if "x0" not in row:
-        return None
+def _box(values: Sequence[str], where: str) -> tuple[int, int, int, int]:
     try:
-        x0, y0, x1, y1 = (round(float(row[name])) for name in _BOX)
+        x0, y0, x1, y1 = (round(float(value)) for value in values)
     except (ValueError, OverflowError) as error:
-        raise DataError(f"{where}: x0 y0 x1 y1 are {', '.join(row[name] for name in _BOX)}: not numbers") from error
-    if not (0 <= x0 < x1 and 0 <= y0 < y1):
+        raise DataError(f"{where}: x0 y0 x1 y1 are {', '.join(values)}: not numbers") from error
+    if not (0 <= x0 < x1 < _LARGEST and 0 <= y0 < y1 < _LARGEST):
         raise DataError(f"{where}: x0 y0 x1 y1 are {x0} {y0} {x1} {y1}; expected 0 <= x0 < x1 and 0 <= y0 < y1")
     return x0, y0, x1, y1
 

@@ -1,0 +1,333 @@
+"""An image of a data set, and lists of images packed into arrays."""
+
+import os
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# Any string can be encoded and decoded so, also a file name that is not UTF-8.
+_CODEC = ("utf-8", "surrogatepass")
+_NO_BOX = np.iinfo(np.int64).min
+
+
+class ImageItem(NamedTuple):
+    """One image: its file, whom it shows, and which camera took it from which side.
+
+    Training identities are strings with the data set's name in front ("market1501_2"), so that those of several sets
+    stay apart; query and gallery identities are integers. ``box`` is the part of the file that is the image: left, top,
+    right and bottom in pixels, the last two not included; None is all of it.
+    """
+
+    path: str
+    pid: int | str
+    camid: int | str
+    viewid: int = 0
+    box: tuple[int, int, int, int] | None = None
+
+
+class PackedText(Sequence[str]):
+    """Strings in one byte array, as detectron2 serializes its lists.
+
+    Worker processes share the memory of their parent until one of them writes to it. Taking an object out of a list
+    counts references, which is a write; reading an array is not.
+
+    Args:
+        data: the encoded strings, one after the other.
+        starts, ends: (N,) int64 positions of each string in ``data``.
+    """
+
+    def __init__(self, data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+        self._data, self._starts, self._ends = data, starts, ends
+
+    @classmethod
+    def pack(cls, texts: Iterable[str]) -> "PackedText":
+        """Pack strings."""
+        builder = TextBuilder()
+        for text in texts:
+            builder.append(text)
+        return builder.build()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> str:
+        return self._data[self._starts[index] : self._ends[index]].tobytes().decode(*_CODEC)
+
+    def encoded(self, rows: np.ndarray) -> Iterator[bytes]:
+        """Return some of the strings as ``encode`` returns them."""
+        data = memoryview(self._data)
+        spans = zip(self._starts[rows].tolist(), self._ends[rows].tolist(), strict=True)
+        return (data[start:end].tobytes() for start, end in spans)
+
+    def take(self, rows: np.ndarray | slice) -> "PackedText":
+        """Return some of the strings; the bytes are shared."""
+        return PackedText(self._data, self._starts[rows], self._ends[rows])
+
+    @staticmethod
+    def concat(parts: Sequence["PackedText"]) -> "PackedText":
+        """Return the strings of all parts; bytes that all share are not copied."""
+        if all(part._data is parts[0]._data for part in parts):
+            shifts, data = [0] * len(parts), parts[0]._data
+        else:
+            shifts = np.cumsum([0, *(len(part._data) for part in parts)]).tolist()
+            data = np.concatenate([part._data for part in parts])
+        starts = [part._starts + shift for part, shift in zip(parts, shifts, strict=False)]
+        ends = [part._ends + shift for part, shift in zip(parts, shifts, strict=False)]
+        return PackedText(data, np.concatenate(starts), np.concatenate(ends))
+
+
+class TextBuilder:
+    """Collect strings for a ``PackedText`` one by one."""
+
+    def __init__(self) -> None:
+        self._data, self._ends = bytearray(), array("q")
+
+    def append(self, text: str) -> None:
+        """Add a string."""
+        self._data += encode(text)
+        self._ends.append(len(self._data))
+
+    def build(self) -> PackedText:
+        """Return the strings."""
+        ends = np.array(self._ends, dtype=np.int64)
+        starts = np.concatenate((np.zeros(1, dtype=np.int64), ends))[:-1]
+        return PackedText(np.frombuffer(self._data, dtype=np.uint8), starts, ends)
+
+
+class Column:
+    """A value for each image: whole numbers in an array, or codes into a table of the distinct values.
+
+    Args:
+        codes: (N,) int64 whole numbers, or the row of each value in ``table``.
+        table: the distinct values; None for whole numbers.
+    """
+
+    def __init__(self, codes: np.ndarray, table: Sequence[Any] | None = None) -> None:
+        self.codes, self.table = codes, table
+
+    @classmethod
+    def pack(cls, values: Iterable[Any]) -> "Column":
+        """Pack values: integers, strings, or any that can be the key of a dictionary."""
+        values = list(values)
+        if all(_is_whole(value) for value in values):
+            return cls(np.array(values, dtype=np.int64))
+        numbers: dict[Any, int] = {}
+        codes = np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
+        return cls.of(codes, list(numbers))
+
+    @classmethod
+    def of(cls, codes: np.ndarray, values: Sequence[Any]) -> "Column":
+        """Return ``values[code]`` for each code; ``values`` may be equal to each other."""
+        if all(_is_whole(value) for value in values):
+            return cls(np.array(values, dtype=np.int64)[codes])
+        numbers: dict[Any, int] = {}
+        rows = np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
+        table = list(numbers)
+        return cls(rows[codes], PackedText.pack(table) if all(type(value) is str for value in table) else table)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all values are integers."""
+        return self.table is None
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, index: int) -> Any:
+        code = int(self.codes[index])
+        return code if self.table is None else self.table[code]
+
+    def take(self, rows: np.ndarray | slice) -> "Column":
+        """Return some of the values."""
+        return Column(self.codes[rows], self.table)
+
+    def unique(self) -> tuple[list[Any], np.ndarray]:
+        """Return the distinct values, and (N,) int64 for each image, which of them it has."""
+        found, inverse = np.unique(self.codes, return_inverse=True)
+        return [code if self.table is None else self.table[code] for code in found.tolist()], inverse.reshape(-1)
+
+    def map(self, function: Callable[[Any], Any]) -> "Column":
+        """Return ``function(value)`` for each image; it is called once for each distinct value."""
+        values, inverse = self.unique()
+        return Column.of(inverse, [function(value) for value in values])
+
+    @staticmethod
+    def concat(parts: Sequence["Column"]) -> "Column":
+        """Return the values of all parts."""
+        if all(part.table is parts[0].table for part in parts):
+            return Column(np.concatenate([part.codes for part in parts]), parts[0].table)
+        distinct = [part.unique() for part in parts]
+        starts = np.cumsum([0, *(len(values) for values, _ in distinct)])
+        codes = [inverse + start for (_, inverse), start in zip(distinct, starts, strict=False)]
+        return Column.of(np.concatenate(codes), [value for values, _ in distinct for value in values])
+
+
+def _is_whole(value: Any) -> bool:
+    """Return whether a value is an integer that an int64 can hold."""
+    return isinstance(value, Integral) and -(2**63) <= value < 2**63
+
+
+class PackedItems(Sequence[ImageItem]):
+    """A list of ``ImageItem`` in arrays, which worker processes read without copying memory; see ``PackedText``.
+
+    A path is held as its folder, one of few, and its name.
+
+    Args:
+        folders: what paths have up to and with their last slash; each once.
+        folder_of: (N,) int64, the row of each path's folder in ``folders``.
+        names: N file names.
+        pids, camids: N identities and cameras.
+        viewids: (N,) int64 views; None is 0 for all.
+        boxes: (N, 4) int64 parts of the files, see ``ImageItem``; None where all are whole.
+    """
+
+    def __init__(
+        self,
+        folders: PackedText,
+        folder_of: np.ndarray,
+        names: PackedText,
+        *,
+        pids: Column,
+        camids: Column,
+        viewids: np.ndarray | None = None,
+        boxes: np.ndarray | None = None,
+    ) -> None:
+        self.folders, self.folder_of, self.names = folders, folder_of, names
+        self.pids, self.camids, self.boxes = pids, camids, boxes
+        self.viewids = np.zeros(len(names), dtype=np.int64) if viewids is None else viewids
+
+    @classmethod
+    def of(cls, items: Iterable[tuple]) -> "PackedItems":
+        """Return ``items`` packed: tuples (path, pid, camid[, viewid[, box]]), or what is packed already."""
+        if isinstance(items, PackedItems):
+            return items
+        items = [ImageItem(*item) for item in items]
+        paths = PathBuilder()
+        for item in items:
+            paths.append(*split_path(os.fsdecode(item.path)))
+        boxes = None
+        if any(item.box is not None for item in items):
+            boxes = np.array([(_NO_BOX,) * 4 if item.box is None else item.box for item in items], dtype=np.int64)
+        return cls(
+            *paths.build(),
+            pids=Column.pack(item.pid for item in items),
+            camids=Column.pack(item.camid for item in items),
+            viewids=np.array([item.viewid for item in items], dtype=np.int64),
+            boxes=boxes,
+        )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return self.take(index)
+        box = None if self.boxes is None or self.boxes[index, 0] == _NO_BOX else tuple(self.boxes[index].tolist())
+        return ImageItem(self.path(index), self.pids[index], self.camids[index], int(self.viewids[index]), box)
+
+    def __iter__(self) -> Iterator[ImageItem]:
+        return (self[index] for index in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or len(self) != len(other):
+            return False
+        return all(one == another for one, another in zip(self, other, strict=True))
+
+    __hash__ = None
+
+    def __add__(self, other: Iterable[tuple]) -> "PackedItems":
+        return PackedItems.concat([self, PackedItems.of(other)])
+
+    def path(self, index: int) -> str:
+        """Return the path of an image."""
+        return self.folders[self.folder_of[index]] + self.names[index]
+
+    def take(self, rows: np.ndarray | slice) -> "PackedItems":
+        """Return some of the images."""
+        return PackedItems(
+            self.folders,
+            self.folder_of[rows],
+            self.names.take(rows),
+            pids=self.pids.take(rows),
+            camids=self.camids.take(rows),
+            viewids=self.viewids[rows],
+            boxes=None if self.boxes is None else self.boxes[rows],
+        )
+
+    def replace(self, *, pids: Column | None = None, camids: Column | None = None) -> "PackedItems":
+        """Return the images with other identities or cameras; None keeps them."""
+        return PackedItems(
+            self.folders,
+            self.folder_of,
+            self.names,
+            pids=self.pids if pids is None else pids,
+            camids=self.camids if camids is None else camids,
+            viewids=self.viewids,
+            boxes=self.boxes,
+        )
+
+    def rows_in(self, folders: Collection[str]) -> np.ndarray:
+        """Return the images in some folders, ascending; the folders are as ``split_path`` returns them."""
+        chosen = [number for number, folder in enumerate(self.folders) if folder in folders]
+        return np.flatnonzero(np.isin(self.folder_of, chosen))
+
+    def find(self, path: str) -> int | None:
+        """Return the first image of a file, None if there is none."""
+        folder, name = split_path(path)
+        return next((row for row in self.rows_in({folder}).tolist() if self.names[row] == name), None)
+
+    @staticmethod
+    def concat(parts: Sequence["PackedItems"]) -> "PackedItems":
+        """Return the images of all parts; there must be at least one."""
+        parts = [part for part in parts if len(part)] or [parts[0]]
+        if len(parts) == 1:
+            return parts[0]
+        folders, folder_of = parts[0].folders, [part.folder_of for part in parts]
+        if any(part.folders is not folders for part in parts):
+            starts = np.cumsum([0, *(len(part.folders) for part in parts)])
+            folder_of = [rows + start for rows, start in zip(folder_of, starts, strict=False)]
+            folders = PackedText.concat([part.folders for part in parts])
+        boxes = None
+        if any(part.boxes is not None for part in parts):
+            none = [np.full((len(part), 4), _NO_BOX) if part.boxes is None else part.boxes for part in parts]
+            boxes = np.concatenate(none)
+        return PackedItems(
+            folders,
+            np.concatenate(folder_of),
+            PackedText.concat([part.names for part in parts]),
+            pids=Column.concat([part.pids for part in parts]),
+            camids=Column.concat([part.camids for part in parts]),
+            viewids=np.concatenate([part.viewids for part in parts]),
+            boxes=boxes,
+        )
+
+
+class PathBuilder:
+    """Collect paths for ``PackedItems`` one by one."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, int] = {}
+        self._folder_of, self._names = array("q"), TextBuilder()
+
+    def append(self, folder: str, name: str) -> None:
+        """Add the path ``folder + name``; the folder ends with a slash, or is empty."""
+        self._folder_of.append(self._folders.setdefault(folder, len(self._folders)))
+        self._names.append(name)
+
+    def build(self) -> tuple[PackedText, np.ndarray, PackedText]:
+        """Return folders, the folder of each path, and names; see ``PackedItems``."""
+        return PackedText.pack(self._folders), np.array(self._folder_of, dtype=np.int64), self._names.build()
+
+
+def encode(text: str) -> bytes:
+    """Return a string as a ``PackedText`` holds it."""
+    return text.encode(*_CODEC)
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """Return a path up to and with its last slash, and the rest."""
+    folder, slash, name = path.rpartition("/")
+    return folder + slash, name

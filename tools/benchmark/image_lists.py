@@ -1,0 +1,180 @@
+#!/usr/bin/env python
+"""Measure what a CSV file of a million images costs: CPU time, peak memory, a worker's growing private memory.
+
+Two variants are compared: `plain` holds a list of tuples and lists of labels, as most projects do; `fastamp` is
+`build_reid_train_loader` as it is imported. Each runs in a process of its own, and they take turns. The first number is
+of reading the list and building the loader. Then one worker fetches batches at random; its private memory (USS, from
+/proc/PID/smaps_rollup) is read after the first 20 batches and after the last. A worker shares its parent's memory
+until one of them writes to it, and taking a Python object out of a list is such a write: it counts references.
+
+The images are links to one small file; each is listed many times, with text of its own for each line.
+"""
+
+import argparse
+import csv
+import gc
+import itertools
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tabulate import tabulate
+from torch.utils.data import DataLoader, Dataset
+
+from fastamp.config import get_cfg
+from fastamp.data import build_reid_train_loader
+from fastamp.data.decode import read_image
+
+BATCH, WARM_UP, FILES, CAMERAS, SIZE = 64, 20, 10_000, 20, (32, 16)
+
+
+def write_list(folder: Path, rows: int) -> Path:
+    """Write a CSV file of ``rows`` lines, 20 images an identity, and the images; return the file."""
+    pixels = np.random.default_rng(0).integers(0, 256, (*SIZE, 3), dtype=np.uint8)
+    first = folder / "first.jpg"
+    Image.fromarray(pixels).save(first)
+    names = [f"images/{number // 100:03d}/camera-{number % CAMERAS}-frame-{number:06d}.jpg" for number in range(FILES)]
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        os.link(first, folder / name)
+    file = folder / "list.csv"
+    with file.open("w") as stream:
+        stream.write("path,pid,camid,split\n")
+        for row in range(rows):
+            stream.write(f"{names[row % FILES]},person{row // 20:06d},{row % CAMERAS},train\n")
+    return file
+
+
+class PlainDataset(Dataset):
+    """A list of tuples (path, identity, camera), as most projects have it."""
+
+    def __init__(self, file: Path) -> None:
+        with file.open() as stream:
+            rows = list(csv.DictReader(stream))
+        self.items = [(str(file.parent / row["path"]), row["pid"], int(row["camid"])) for row in rows]
+        rank = {pid: number for number, pid in enumerate(sorted({pid for _, pid, _ in self.items}))}
+        self.labels = [rank[pid] for _, pid, _ in self.items]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        path, _, camid = self.items[index]
+        return {"images": read_image(path), "targets": self.labels[index], "camids": camid, "img_paths": path}
+
+
+class _Endless(torch.utils.data.Sampler):
+    """Batches of random indices without end."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        draw = random.Random(0)
+        while True:
+            yield [draw.randrange(self.size) for _ in range(BATCH)]
+
+
+def plain(file: Path) -> Any:
+    """Return the plain loader."""
+    dataset = PlainDataset(file)
+    return DataLoader(dataset, batch_sampler=_Endless(len(dataset)), num_workers=1, multiprocessing_context="fork")
+
+
+def fastamp(file: Path) -> Any:
+    """Return fastamp's loader."""
+    cfg = get_cfg()
+    options = {
+        "DATASETS.NAMES": f"('csv:{file}',)",
+        "DATALOADER.NUM_WORKERS": 1,
+        "DATALOADER.SAMPLER_TRAIN": "TrainingSampler",
+        "SOLVER.IMS_PER_BATCH": BATCH,
+        "INPUT.SIZE_TRAIN": SIZE,
+        "INPUT.REA.ENABLED": False,
+        "MODEL.DEVICE": "cpu",
+    }
+    cfg.merge_from_list([str(word) for pair in options.items() for word in pair])
+    return build_reid_train_loader(cfg)
+
+
+VARIANTS = {"plain": plain, "fastamp": fastamp}
+
+
+def private_memory_mb(pid: int) -> float:
+    """Return the memory in MB (10^6 bytes) that only this process has (USS)."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / 1e6
+
+
+def children() -> set[int]:
+    """Return the processes that this one has started."""
+    found = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    return {int(pid) for file in found for pid in file.read_text().split()}
+
+
+def peak_mb() -> float:
+    """Return the largest resident set of this process so far, in MB (10^6 bytes)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
+def measure(variant: str, file: Path, batches: int) -> dict[str, float]:
+    """Run one variant in this process."""
+    torch.set_num_threads(1)
+    before, began = peak_mb(), time.process_time()
+    loader = VARIANTS[variant](file)
+    found = {"cpu": time.process_time() - began, "peak": peak_mb() - before}
+    gc.collect()
+    iterator = iter(loader)
+    for number, _ in enumerate(itertools.islice(iterator, batches)):
+        if number == WARM_UP:
+            (worker,) = children()
+            first = private_memory_mb(worker)
+    found["growth"] = private_memory_mb(worker) - first
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="(default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=400, help=f"of {BATCH} images (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--variant", choices=VARIANTS, help="measure this one alone, in this process, as JSON")
+    parser.add_argument("--file", type=Path, help="the list of that")
+    args = parser.parse_args()
+    if args.variant:
+        print(json.dumps(measure(args.variant, args.file, args.batches)))
+        return
+    results: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
+    with TemporaryDirectory() as folder:
+        file = write_list(Path(folder), args.rows)
+        for number in range(args.rounds):
+            for variant in VARIANTS:
+                print(f"round {number + 1} of {args.rounds}: {variant}", file=sys.stderr)
+                command = [sys.executable, __file__, "--variant", variant, "--file", str(file)]
+                command += ["--batches", str(args.batches)]
+                output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+                results[variant].append(json.loads(output.splitlines()[-1]))
+    rows = [
+        [variant, *(f"{statistics.median(each[key] for each in found):.1f}" for key in ("cpu", "peak", "growth"))]
+        for variant, found in results.items()
+    ]
+    headers = ["variant", "build: CPU [s]", "build: peak memory above the imports [MB]"]
+    print(f"{args.rows} lines, medians of {args.rounds} rounds")
+    print(tabulate(rows, [*headers, f"worker: growth in {args.batches} batches [MB]"], tablefmt="github"))
+
+
+if __name__ == "__main__":
+    main()
