@@ -1,15 +1,26 @@
 """Lists of images in arrays: the same items, labels and batches as lists of tuples, and missing files found first."""
 
+import gc
 import hashlib
 import itertools
 import json
+import pickle
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from fastamp.config import get_cfg
 from fastamp.data.build import build_reid_test_loader, build_reid_train_loader
+from fastamp.data.dataset import ReidDataset
+from fastamp.data.datasets.base import ImageDataset
+from fastamp.data.datasets.items import Column, ImageItem, PackedItems
+from fastamp.data.datasets.own import CsvDataset
+from fastamp.data.missing import missing_files
+from fastamp.data.transforms import build_transforms
+from fastamp.utils.errors import DataError
 
 REFERENCE = json.loads((Path(__file__).parent / "batches.json").read_text())
 """Digests of batches, made when images were held in lists of tuples."""
@@ -130,3 +141,160 @@ def test_batches_are_those_of_lists_of_tuples(tmp_path, monkeypatch, case):
     write_sets(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert list(batches_of(case)) == REFERENCE[case]
+
+
+ITEMS = [
+    ("a.jpg", "x_1", 3),
+    ("/data/é 人/b\udcff.png", "x_2", "gate", 2),
+    ("/data/é 人/b.png", "x_1", 3, 0, (1, 2, 30, 40)),
+    ("//odd//c", 7, -(2**40), 5, None),
+    ("/", "", 3),
+]
+
+
+def test_packed_items_are_the_tuples_that_they_are_made_of():
+    expected = [ImageItem(*item) for item in ITEMS]
+    packed = PackedItems.of(ITEMS)
+    assert (
+        list(packed) == expected and packed == expected and packed != expected[:-1] and PackedItems.of(packed) is packed
+    )
+    for index in (0, 3, -1, np.int64(2)):
+        assert packed[index] == expected[index] and isinstance(packed[index], ImageItem)
+    with pytest.raises(IndexError):
+        packed[5]
+    assert packed[1:4] == expected[1:4] and packed.take(np.array([4, 0])) == [expected[4], expected[0]]
+    assert packed[2:] + packed[:2] == expected[2:] + expected[:2] and packed[:1] + ITEMS[1:] == expected
+    assert pickle.loads(pickle.dumps(packed)) == expected
+    assert packed.pids.unique()[0] == ["x_1", "x_2", 7, ""]
+    renamed = packed.replace(pids=packed.pids.map(lambda pid: f"s_{pid}"), camids=packed.camids.map(str))
+    assert [item[:3] for item in renamed] == [(item.path, f"s_{item.pid}", str(item.camid)) for item in expected]
+    assert [packed.find(item.path) for item in expected] == [0, 1, 2, 3, 4] and packed.find("b.png") is None
+    empty = PackedItems.of([])
+    assert not empty and empty == [] and empty + packed == expected and packed + empty == expected
+
+
+def test_whole_numbers_of_any_kind_are_integers():
+    column = Column.pack([np.int32(3), 5, True])
+    assert column.is_whole and [column[index] for index in range(3)] == [3, 5, 1]
+    for values in ([1, "1"], [2**70, 1], [1.5, 2]):
+        column = Column.pack(values)
+        assert not column.is_whole and [column[index] for index in range(2)] == values
+    assert Column.pack([1, "a"]).map(lambda value: 7).is_whole
+
+
+def large_containers(objects, size):
+    """Return the containers with at least ``size`` elements that are reachable from ``objects``."""
+    seen, stack, found = set(), list(objects), []
+    while stack:
+        each = stack.pop()
+        if id(each) in seen or isinstance(each, (type, types.ModuleType)):
+            continue
+        seen.add(id(each))
+        if isinstance(each, (list, tuple, dict, set)) and len(each) >= size:
+            found.append(each)
+        stack += gc.get_referents(each)
+    return found
+
+
+def test_a_worker_shares_the_items_with_its_parent(tmp_path):
+    """No Python object for each image is left, whose count of references a worker would write to."""
+    write_sets(tmp_path)
+    dataset = build_reid_train_loader(config("DATASETS.NAMES", f"('csv:{tmp_path}/mine.csv',)")).dataset
+    held = [dataset.items, dataset.labels, dataset.camids]
+    assert not large_containers(held, len(dataset))
+    assert large_containers([*held, list(dataset.items)], len(dataset))  # the check can fail
+
+
+def test_a_dataset_of_tuples_stays_one(tmp_path):
+    """The lists of FastReID's users are theirs to change."""
+
+    class Mine(ImageDataset):
+        dataset_name = "mine"
+
+        def __init__(self, root):
+            super().__init__([("a.jpg", "mine_1", 0)], lambda: [("b.jpg", 1, 0)], [])
+
+    dataset = Mine(root="")
+    assert dataset.train == [("a.jpg", "mine_1", 0, 0, None)] and isinstance(dataset.train, list)
+    dataset.query.append(ImageItem("c.jpg", 2, 1))
+    assert len(dataset.query) == 2 and dataset.gallery == []
+
+
+def test_paths_of_a_csv_are_joined_to_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    paths = ["a.png", "b/c.png", "b//d.png", "./e.png", "../f.png", "/abs/g.png", "~/h.png", "~", "b/..", "b/", 
+             "b/./i.png", "/j.png", "//k.png", "b/~.png", "~x", ".."]  # fmt: skip
+    for folder in (tmp_path, Path()):
+        (folder / "list.csv").write_text("\n".join(["path,pid", *(f"{path},1" for path in paths)]))
+        found = [item.path for item in CsvDataset(folder / "list.csv").train]
+        assert found == [str(folder / Path(path).expanduser() if path[0] == "~" and path != "~x" else folder / path)
+                         for path in paths]  # fmt: skip
+
+
+def test_missing_files_are_found_before_training(tmp_path):
+    write_sets(tmp_path)
+    name = f"csv:{tmp_path}/mine.csv"
+    options = ["DATASETS.NAMES", f"('{name}', 'folder:{tmp_path}/people')"]
+    build_reid_train_loader(config(*options))
+    lines = (tmp_path / "mine.csv").read_text().splitlines()
+    training = [number for number, line in enumerate(lines, start=1) if ",train," in line and ",-1," not in line]
+    gone = [training[number] for number in (3, 7, 9)]
+    for number in gone:
+        (tmp_path / lines[number - 1].split(",")[0]).unlink()
+    (tmp_path / lines[gone[0] - 1].split(",")[0]).mkdir()  # no file
+    tested = next(number for number, line in enumerate(lines, start=1) if ",query," in line and ",-1," not in line)
+    (tmp_path / lines[tested - 1].split(",")[0]).unlink()
+    with pytest.raises(DataError) as raised:
+        build_reid_train_loader(config(*options))
+    text = str(raised.value)
+    assert f"3 of {len(training) + 25} images" in text and "fix:" in text
+    for number in gone:
+        path = tmp_path / lines[number - 1].split(",")[0]
+        assert f"{path} ({tmp_path}/mine.csv, line {number})" in text
+    with pytest.raises(DataError, match=f"1 of .*\n.*mine.csv, line {tested}"):
+        build_reid_test_loader(config(*options, "DATALOADER.ON_CORRUPT", "skip"), name)
+
+
+def test_missing_files_are_a_warning_where_corrupt_images_are_skipped(tmp_path, caplog):
+    write_sets(tmp_path)
+    Path(
+        build_reid_train_loader(config("DATASETS.NAMES", f"('csv:{tmp_path}/mine.csv',)")).dataset.items[2].path
+    ).unlink()
+    options = ["DATASETS.NAMES", f"('csv:{tmp_path}/mine.csv',)", "DATALOADER.ON_CORRUPT", "skip"]
+    build_reid_train_loader(config(*options))
+    assert "DATALOADER.ON_CORRUPT is skip: 1 of" in caplog.text and "mine.csv, line" in caplog.text
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_missing_files_with_and_without_a_list_of_the_folder(tmp_path, monkeypatch, listed):
+    if not listed:
+        monkeypatch.setattr("fastamp.data.missing._ENTRIES", 0)
+        monkeypatch.setattr("fastamp.data.missing._ENTRIES_PER_FILE", 0)
+    (tmp_path / "a").mkdir()
+    for name in ("a/1.jpg", "a/é.jpg", "2.jpg", "a/\udcff.jpg"):
+        (tmp_path / name).touch()
+    (tmp_path / "a/link.jpg").symlink_to(tmp_path / "2.jpg")
+    (tmp_path / "a/broken.jpg").symlink_to(tmp_path / "gone.jpg")
+    names = ["a/gone.jpg", "a/1.jpg", "2.jpg", "nowhere/1.jpg", "a/é.jpg", "a/link.jpg", "a/broken.jpg", "2.jpg/3.jpg",
+             "a/\udcff.jpg", "a/../2.jpg", "a", "a/gone.jpg"]  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    for folder in (f"{tmp_path}/", ""):
+        items = PackedItems.of([(folder + name, 1, 0) for name in names])
+        expected = [row for row, name in enumerate(names) if not (tmp_path / name).is_file()]
+        assert missing_files(items).tolist() == expected == [0, 3, 6, 7, 10, 11]
+
+
+@pytest.mark.parametrize("skip", [0, 5, 11])
+def test_another_image_of_the_identity_is_the_next_one(tmp_path, skip):
+    """The next in the list, after the last the first again, until one can be read."""
+    for number in range(12):
+        if number in (1, 10):
+            Image.new("RGB", (4, 8), (20 * number, 0, 0)).save(tmp_path / f"{number}.png")
+    items = [(str(tmp_path / f"{number}.png"), f"p{number % 3 == 1}", 0) for number in range(12)]
+    cfg = get_cfg()
+    cfg.INPUT.SIZE_TEST = (8, 4)
+    dataset = ReidDataset(items, build_transforms(cfg, is_train=False), relabel=True, skip_corrupt=True)
+    assert [int(dataset.read(row)[0, 0, 0]) for row in (1, 4, 7, 10)] == [20, 200, 200, 200]
+    with pytest.raises(DataError, match="no image of the identity"):
+        dataset.read(skip)
