@@ -298,12 +298,11 @@ def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
             boxes.extend(_box([values[place[name]] for name in _BOX], f"{file}, line {number}"))
         folder, name = split_path(values[path_at])
         if name in ("", ".", "..") or (not folder and name[0] == "~"):
-            folder, name = split_path(str(file.parent / expand(values[path_at])))
-        elif folder in folders:
-            folder = folders[folder]
-        else:  # the path of a file in that folder, without the file
-            folder = folders[folder] = str(file.parent / expand(f"{folder}x"))[:-1]
-        paths.append(folder, name)
+            paths.append(*split_path(str(file.parent / expand(values[path_at]))))
+        else:
+            if folder not in folders:  # the path of a file in that folder, without the file
+                folders[folder] = str(file.parent / expand(f"{folder}x"))[:-1]
+            paths.append(folders[folder], name)
         lines.append(number)
         pids.append(values[pid_at])
         if camid_at is not None:
