@@ -19,7 +19,15 @@ from fastamp.data.loader import lost_workers_explained
 from fastamp.engine import hooks
 from fastamp.engine.command_line import resume_command
 from fastamp.engine.freezing import freeze_length
-from fastamp.engine.reporting import ReportHook, evaluated_set, history_of, items_of, report, report_of_weights
+from fastamp.engine.reporting import (
+    ReportHook,
+    evaluated_set,
+    history_of,
+    items_of,
+    report,
+    report_of_weights,
+    write_metrics,
+)
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase
 from fastamp.evaluation import Protocol, ReidEvaluator, inference_on_dataset, print_results, update_bn_statistics
 from fastamp.evaluation.evaluator import DatasetEvaluator
@@ -443,20 +451,30 @@ class DefaultTrainer:
 
     @classmethod
     def test_weights(cls, cfg: CfgNode) -> dict[str, Any]:
-        """Evaluate the weights file ``MODEL.WEIGHTS``, as ``--eval-only`` does; returns what ``test`` returns.
+        """Evaluate the weights file ``MODEL.WEIGHTS``, as ``--eval-only`` does, and write ``metrics_eval.json``.
+
+        Returns:
+            What ``test`` returns.
 
         Raises:
-            UserError: no weights were named, or they or the test data are wrong.
+            UserError: no weights were named, they or the test data are wrong, or the metrics cannot be written; the
+                table has been logged then.
         """
         if not cfg.MODEL.WEIGHTS:
             raise ConfigError("--eval-only needs weights: add MODEL.WEIGHTS path/to/model.pth")
         model, extra = cls.load_model(cfg)
         policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
-        policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE).compare(extra.get("policy"), "these weights were trained")
+        evaluation = policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
+        evaluation.compare(extra.get("policy"), "these weights were trained")
         loader = cls.build_precise_bn_loader(cfg)
         if loader is not None:
             update_bn_statistics(model, loader, cfg.TEST.PRECISE_BN.NUM_ITER, policy=policy)
-        return cls.test(cfg, model)
+        results = cls.test(cfg, model)
+        names = dict.fromkeys(cfg.DATASETS.TESTS)
+        by_name = results if len(names) > 1 else dict.fromkeys(names, results)
+        if comm.is_main_process():
+            logger.info("wrote %s", write_metrics(cfg, by_name, protocol=_protocol(cfg, evaluation)))
+        return results
 
     @classmethod
     def load_model(cls, cfg: CfgNode) -> tuple[nn.Module, dict[str, Any]]:

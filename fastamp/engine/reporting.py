@@ -1,16 +1,24 @@
-"""The report of a run, written when it has been evaluated."""
+"""The report of a run, written when it has been evaluated, and the metrics of an evaluation of weights."""
 
+import hashlib
+import json
 import logging
+import math
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from fastamp import __version__
+from fastamp.config import CfgNode
 from fastamp.data.datasets.base import ImageItem
 from fastamp.engine.train_loop import HookBase
 from fastamp.evaluation.evaluator import DatasetEvaluator
 from fastamp.report import EvaluatedSet, History, Run, read_history, write_report
 from fastamp.utils import comm
+from fastamp.utils.checkpoint import write_atomically
 from fastamp.utils.errors import DataError, UserError
 
 logger = logging.getLogger(__name__)
@@ -67,6 +75,44 @@ def report_of_weights(run: Run) -> Path:
     folder = Path(run.cfg.OUTPUT_DIR)
     name = "report.html" if history_of(folder) is None else "report_eval.html"
     return write_report(run, folder, name=name)
+
+
+def write_metrics(cfg: CfgNode, results: dict[str, dict[str, Any]], *, protocol: str) -> Path:
+    """Write ``OUTPUT_DIR/metrics_eval.json`` after an evaluation of weights, and return its path.
+
+    Args:
+        cfg: of the evaluation.
+        results: data set name -> metrics, in percent; what is not finite is written as null.
+        protocol: one line that states how was measured.
+
+    Raises:
+        WriteError: it cannot be written.
+    """
+    path = Path(cfg.OUTPUT_DIR) / "metrics_eval.json"
+    content = {
+        "weights": cfg.MODEL.WEIGHTS,
+        "config_sha256": hashlib.sha256(cfg.dump().encode()).hexdigest(),
+        "protocol": protocol,
+        "fastamp": __version__,
+        "datasets": list(results),
+        "metrics": _to_json(results),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda file: file.write(json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"))
+    return path
+
+
+def _to_json(value: Any) -> Any:
+    """Return what a user's evaluator may return as values that JSON has."""
+    if isinstance(value, dict):
+        return {str(name): _to_json(each) for name, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [_to_json(each) for each in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
 def history_of(folder: str | PathLike[str]) -> History | None:

@@ -152,19 +152,30 @@ def merge_from_checkpoint(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> N
     Raises:
         WeightsError: the file cannot be read, or holds no config of this version.
     """
-    content = read_checkpoint(checkpoint)
-    text = content.get("config") if isinstance(content, dict) else None
-    if not isinstance(text, str):
+    if not merge_if_config(cfg, checkpoint):
         raise WeightsError(
             f"{checkpoint} holds no config, so that the model is not known.\n"
             "  fix: python tools/import_checkpoint.py makes a checkpoint with a config of it"
         )
+
+
+def merge_if_config(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> bool:
+    """Merge the config in a checkpoint into ``cfg``, if it holds one, and return whether it does.
+
+    Raises:
+        WeightsError: the file cannot be read, or its config is not of this version.
+    """
+    content = read_checkpoint(checkpoint)
+    text = content.get("config") if isinstance(content, dict) else None
+    if not isinstance(text, str):
+        return False
     try:
         cfg.merge_from_other_cfg(CfgNode.load_cfg(text))
     except UserError as error:
         raise WeightsError(
             f"the config in {checkpoint} is not of this version, or of parts of your own: {error}"
         ) from error
+    return True
 
 
 def load_parts(path: str, cfg: CfgNode) -> None:

@@ -254,6 +254,17 @@ def test_a_file_of_a_few_keys_has_the_defaults_of_its_release(recipe):
     assert cfg.INPUT.REA.VALUE == (123.675, 116.28, 103.53) and cfg.SOLVER.AMP.ENABLED
 
 
+@pytest.mark.parametrize("release", RELEASE_DEFAULTS)
+def test_a_whole_config_of_a_run_with_the_defaults_changes_nothing(recipe, release):
+    """As a run of that release wrote it, with every key."""
+    whole = {
+        key: list(value) if isinstance(value, tuple) else value for key, value in RELEASE_DEFAULTS[release].items()
+    }
+    cfg = recipe(whole)
+    assert f"FastReID {release} by" in cfg.translation_notes()[0] and cfg == recipe({}, release)
+    assert not any(line.startswith("no counterpart") for line in cfg.translation_notes())
+
+
 @pytest.mark.parametrize("release, old, new", [
     ("v0.1.1", "avgpool", "GlobalAvgPool"), ("v0.1.1", "fastavgpool", "FastGlobalAvgPool"),
     ("v0.1.1", "maxpool", "GlobalMaxPool"), ("v0.1.1", "avgmaxpool", "AdaptiveAvgMaxPool"),

@@ -1,0 +1,76 @@
+"""fastamp eval: the config in a checkpoint, and the metrics as JSON."""
+
+import hashlib
+import json
+
+import pytest
+import tiny
+import torch
+import train_net
+
+from fastamp.cli import main
+from fastamp.cli.eval import evaluation_config
+from fastamp.config import CfgNode, get_cfg
+from fastamp.utils.errors import ConfigError
+
+
+@pytest.fixture
+def weights(run_folder):
+    """A checkpoint of a run in bfloat16 whose model is not the default one."""
+    return run_folder / "model_best.pth"
+
+
+def test_the_checkpoints_own_config_is_used(demo, weights, tmp_path, capsys):
+    words = ["MODEL.WEIGHTS", str(weights), "OUTPUT_DIR", str(tmp_path), "MODEL.DEVICE", "cpu"]
+    before = {path.name: path.read_bytes() for path in weights.parent.iterdir() if path.is_file()}
+    assert main(["eval", *words]) == 0
+    content = json.loads((tmp_path / "metrics_eval.json").read_text())
+    rows = [json.loads(line) for line in (weights.parent / "metrics.json").read_text().splitlines()]
+    trained = next(row["Demo/mAP"] for row in reversed(rows) if "Demo/mAP" in row)
+    assert content["datasets"] == ["Demo"] and content["metrics"]["Demo"]["mAP"] == pytest.approx(trained, abs=1e-3)
+    assert content["weights"] == str(weights) and "bfloat16" in content["protocol"]
+    cfg, source = evaluation_config("", words)
+    assert content["config_sha256"] == hashlib.sha256(cfg.dump().encode()).hexdigest()
+    assert source == f"that in {weights}" and source in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in weights.parent.iterdir() if path.is_file()} == before
+
+
+def test_what_belongs_to_the_machine_is_not_taken_over(weights, tmp_path):
+    content = torch.load(weights, weights_only=True)
+    cfg = CfgNode.load_cfg(content["config"])
+    cfg.OUTPUT_DIR, cfg.MODEL.DEVICE = "/elsewhere", "cuda:3"
+    cfg.DATALOADER.CACHE, cfg.DATALOADER.CACHE_DIR = "disk", "/elsewhere"
+    torch.save(content | {"config": cfg.dump()}, tmp_path / "other.pth")
+    found, _ = evaluation_config("", ["MODEL.WEIGHTS", str(tmp_path / "other.pth"), "TEST.FLIP", "True"])
+    assert (found.OUTPUT_DIR, found.DATALOADER.CACHE, found.DATALOADER.CACHE_DIR) == ("logs/", "none", "")
+    assert found.MODEL.DEVICE == "auto" and found.TEST.FLIP.ENABLED
+    assert list(found.INPUT.SIZE_TEST) == list(cfg.INPUT.SIZE_TEST) != list(get_cfg().INPUT.SIZE_TEST)
+
+
+def test_a_config_file_wins_and_weights_alone_take_the_defaults(weights, tmp_path):
+    (tmp_path / "recipe.yml").write_text("SEED: 5\n")
+    words = ["MODEL.WEIGHTS", str(weights)]
+    cfg, source = evaluation_config(str(tmp_path / "recipe.yml"), words)
+    assert cfg.SEED == 5 and source == str(tmp_path / "recipe.yml")
+    assert cfg.INPUT.SIZE_TEST == get_cfg().INPUT.SIZE_TEST
+    bare = tmp_path / "bare.pth"
+    torch.save(torch.load(weights, weights_only=True)["model"], bare)
+    cfg, source = evaluation_config("", ["MODEL.WEIGHTS", str(bare), "SEED", "6"])
+    assert cfg.SEED == 6 and cfg.INPUT.SIZE_TEST == get_cfg().INPUT.SIZE_TEST
+    assert source == f"the defaults, since {bare} holds no config"
+    with pytest.raises(ConfigError, match="SEDE"):
+        evaluation_config("", [*words, "SEDE", "1"])
+
+
+def test_without_weights_or_with_a_missing_file(capsys):
+    assert main(["eval", "SEED", "1"]) == 2
+    assert "MODEL.WEIGHTS" in capsys.readouterr().err
+    assert main(["eval", "MODEL.WEIGHTS", "/nowhere.pth"]) == 2
+    assert "/nowhere.pth" in capsys.readouterr().err
+
+
+def test_eval_only_writes_the_metrics_of_each_set(demo, weights, tmp_path):
+    options = tiny.tiny_options(tmp_path, "MODEL.WEIGHTS", str(weights))
+    assert train_net.cli(["--eval-only", *options]) == 0
+    content = json.loads((tmp_path / "metrics_eval.json").read_text())
+    assert content["metrics"]["Demo"]["Rank-1"] >= 0 and "intervals" in content["metrics"]["Demo"]
