@@ -244,10 +244,10 @@ def test_a_corrupt_image_is_named_without_a_traceback(market, cfg, workers):
 
 
 def test_a_bug_in_a_worker_is_no_users_error(market, cfg, monkeypatch):
-    def broken(path, channels, box):
+    def broken(path, channels, **options):
         raise ZeroDivisionError("bug")
 
-    monkeypatch.setattr("fastamp.data.dataset.read_image", broken)
+    monkeypatch.setattr("fastamp.data.transforms.build.read_image", broken)
     cfg.DATALOADER.NUM_WORKERS = 1
     with pytest.raises(ZeroDivisionError):
         take(build_reid_train_loader(cfg), 1)
