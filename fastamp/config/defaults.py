@@ -305,7 +305,7 @@ define(
 define(
     "INPUT.MAX_PIXELS",
     100_000_000,
-    "Largest image that is decoded, width x height; a larger one is an error. Decoding takes up to 15 bytes a pixel.",
+    "Largest image that is decoded, width x height; a larger one is an error. Decoding takes up to 17 bytes a pixel.",
     low=1,
     high=178_956_970,
 )

@@ -192,8 +192,7 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
         combine_all: take the query and gallery images too, except for distractors (identity 0 or less).
 
     Raises:
-        DataError: one has no training images, two have the same ``dataset_name``, or two have an image under different
-            identities.
+        DataError: one has no training images, or two have the same ``dataset_name``.
     """
     classes: dict[str, type] = {}
     parts: list[PackedItems] = []
@@ -235,42 +234,35 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
 def _without_shared(
     part: PackedItems, dataset: ImageDataset, earlier: Sequence[tuple[ImageDataset, PackedItems]]
 ) -> PackedItems:
-    """Return the images of a data set that no earlier one has.
+    """Return the images of a data set that no earlier one has under the same identity.
+
+    Images that an earlier one has under another identity are kept, with a warning.
 
     Args:
         part: the images, named.
         dataset: the data set that they are from.
         earlier: the data sets before it, and their images.
-
-    Raises:
-        DataError: an earlier data set has an image under another identity.
     """
     owners: dict[Any, tuple[ImageDataset, int | str]] = {}  # of images in the same folders: data set and identity
     for other, items in earlier:
         for item in (items[row] for row in items.rows_in(set(part.folders)).tolist()):
-            owners[item.path, item.box] = other, item.pid
+            owners.setdefault((item.path, item.box), (other, item.pid))
     folders = {split_path(path)[0] for path, _ in owners}
-    shared = [row for row in part.rows_in(folders).tolist() if (part[row].path, part[row].box) in owners]
-    if not shared:
-        return part
-    wrong = [item for item in map(part.__getitem__, shared) if owners[item.path, item.box][1] != item.pid]
-    if wrong:
-        other = owners[wrong[0].path, wrong[0].box][0]
-        images = "1 image" if len(wrong) == 1 else f"{len(wrong)} images"
-        raise DataError(
-            f"{images} of {dataset.title} would have two identities in training; the first is {wrong[0].path}, which "
-            f"is also in {other.title}.\n"
-            "  fix: name one of the two data sets, or remove the images from one"
-        )
-    first = owners[part[shared[0]].path, part[shared[0]].box][0]
-    logger.warning(
-        "%s: %d of %d training images are those of %s, and are used once",
-        dataset.title,
-        len(shared),
-        len(part),
-        first.title,
-    )
-    return part.take(np.setdiff1d(np.arange(len(part)), shared))
+    same, contradicting = [], []
+    for row in part.rows_in(folders).tolist():
+        item = part[row]
+        _, pid = owners.get((item.path, item.box), (None, None))
+        if pid is not None:
+            (same if pid == item.pid else contradicting).append(row)
+    for rows, consequence in (
+        (same, "and are used once"),
+        (contradicting, "under another identity, and are trained on under both; name one of the two data sets"),
+    ):
+        if rows:
+            first = owners[part[rows[0]].path, part[rows[0]].box][0].title
+            numbers = (dataset.title, len(rows), len(part), first)
+            logger.warning("%s: %d of %d training images are also in %s, %s", *numbers, consequence)
+    return part.take(np.setdiff1d(np.arange(len(part)), same)) if same else part
 
 
 def _use_store(dataset: ReidDataset, cfg: Any) -> None:

@@ -146,8 +146,10 @@ def _declared_size(content: bytearray) -> tuple[int, int]:
 
 def _luma(image: Tensor) -> Tensor:
     """Return (1, H, W) uint8 of (3, H, W) uint8 RGB."""
-    red, green, blue = (share * channel for share, channel in zip(_LUMA_SHARES, image.float(), strict=True))
-    return (red + green + blue + 0.5).to(torch.uint8)[None]
+    total = torch.full(image.shape[1:], 0.5, device=image.device)
+    for share, channel in zip(_LUMA_SHARES, image, strict=True):
+        total += share * channel
+    return total.to(torch.uint8)[None]
 
 
 def with_channels(image: Tensor, channels: int) -> Tensor:
