@@ -224,10 +224,15 @@ def _ranked_images(predictor: Predictor, data: str | None, max_images: int) -> R
         return None
     try:
         return RankedImages(predictor, name, max_images)
-    except DataError as error:
+    except (ConfigError, DataError) as error:
         if data is not None:
             raise
-        logger.warning("random images alone are compared, and no mAP, since %s is not here (%s)", name, error)
+        logger.warning(
+            "random images alone are compared, and no mAP, since %s is not here (%s)\n  fix: --data NAME compares on "
+            "other test images",
+            name,
+            str(error).splitlines()[0],
+        )
         return None
 
 

@@ -7,16 +7,22 @@ Exit code 1 when no trial came to an evaluation.
 """
 
 import argparse
+import logging
 import math
+import os
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from autotuner.disk import check_disk
 from autotuner.final import final_table, train_recipes, write_final
+from autotuner.importance import importances
+from autotuner.picture import draw_trials
 from autotuner.results import table, write_results
 from autotuner.search import (
     ALGORITHMS,
@@ -24,6 +30,7 @@ from autotuner.search import (
     Outcome,
     Search,
     best_first,
+    concurrent_trials,
     is_mutable,
     read_outcomes,
     run_search,
@@ -38,10 +45,13 @@ from fastamp.config import CfgNode, get_cfg
 from fastamp.data.build import build_dataset
 from fastamp.data.datasets.base import ImageItem
 from fastamp.engine import DefaultTrainer, run_command_line
-from fastamp.engine.command_line import TrainingInterrupted
+from fastamp.engine.command_line import TrainingInterrupted, outcome_of, say
 from fastamp.engine.setup import check_config, load_parts, read_config
 from fastamp.utils.errors import ConfigError, DataError, writing
 from fastamp.utils.logger import setup_logger
+
+logger = logging.getLogger("fastamp.fasttune")
+_SECONDS_TO_STOP = 10.0
 
 
 def read_recipe(args: argparse.Namespace) -> tuple[CfgNode, float]:
@@ -64,7 +74,7 @@ def choose_space(args: argparse.Namespace, cfg: CfgNode) -> Space:
     space = read_space(file, cfg)
     if args.scheduler == "pbt":
         space = Space([each for each in space.parameters.values() if is_mutable(each.key)])
-    print(f"search space: {', '.join(space.parameters)} (--space {file})")
+    logger.info("search space: %s (--space %s)", ", ".join(space.parameters), file)
     return space
 
 
@@ -110,13 +120,14 @@ def check_data(cfg: CfgNode, space: Space, training: list[ImageItem]) -> None:
 def grace_epochs(cfg: CfgNode, space: Space, images: int) -> int:
     """Return after how many epochs warm-up and freezing have ended, whatever is drawn, on a number of images."""
     fewest = max(1, images // int(largest_batch(cfg, space) * most(cfg, space, "SOLVER.ACCUM_STEPS")))
-    lengths = [0.0]
-    for name in ("WARMUP", *(["FREEZE"] if cfg.MODEL.FREEZE_LAYERS else [])):
-        epochs, iterations = f"SOLVER.{name}_EPOCHS", most(cfg, space, f"SOLVER.{name}_ITERS") / fewest
-        lengths.append(most(cfg, space, epochs))
-        if epochs in space.parameters or not lengths[-1]:  # a draw of 0 epochs takes the iterations
-            lengths.append(iterations)
-    return math.ceil(max(lengths))
+
+    def epochs(name: str) -> int:
+        in_epochs = most(cfg, space, f"SOLVER.{name}_EPOCHS")
+        if in_epochs and f"SOLVER.{name}_EPOCHS" not in space.parameters:
+            return in_epochs  # it replaces the iterations
+        return max(in_epochs, math.ceil(most(cfg, space, f"SOLVER.{name}_ITERS") / fewest))
+
+    return max(epochs("WARMUP"), epochs("FREEZE") if cfg.MODEL.FREEZE_LAYERS else 0)
 
 
 def gpus_of_a_trial(cfg: CfgNode, args: argparse.Namespace) -> float:
@@ -132,18 +143,63 @@ def gpus_of_a_trial(cfg: CfgNode, args: argparse.Namespace) -> float:
     return float(wants) if args.gpus_per_trial is None else args.gpus_per_trial
 
 
+class SearchInterrupted(Exception):
+    """A signal ended the search.
+
+    Args:
+        signal_number: the signal.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by signal {signal_number}")
+        self.signal_number = signal_number
+
+
 @contextmanager
-def interrupted_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM, by which clusters take machines back, end a search as Ctrl-C does."""
+def stopped_by_signals(finish: Callable[[int], int]) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM, by which clusters take machines back, end a search within seconds.
+
+    Ray waits a minute for its own processes where the signal has ended these as well; then the process ends without
+    it. Nothing is lost: the results are written after each trial, and trials continue from their last evaluation.
+
+    Args:
+        finish: gets the number of the signal where Ray does not stop in time, and returns the exit code.
+
+    Raises:
+        SearchInterrupted: a signal came.
+    """
+    received: list[int] = []
+
+    def end() -> None:
+        code = finish(received[0])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        if received:  # a second one does not wait
+            end()
+        received.append(number)
+        timer = threading.Timer(_SECONDS_TO_STOP, end)
+        timer.daemon = True
+        timer.start()
+        timers.append(timer)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    timers: list[threading.Timer] = []
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+    except BaseException as error:
+        # Ray may raise errors of its own where its processes are gone.
+        if received:
+            raise SearchInterrupted(received[0]) from error
+        raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for timer in timers:
+            timer.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def narrowed(search: Search, outcomes: list[Outcome], *, trials: int, images: int) -> Search:
@@ -164,8 +220,13 @@ def narrowed(search: Search, outcomes: list[Outcome], *, trials: int, images: in
     )
 
 
-def tune(args: argparse.Namespace) -> int:
-    """Search, write the results, evaluate or train the winner; return the exit code."""
+def tune(args: argparse.Namespace, finish: Callable[[int], int]) -> int:
+    """Search, write the results, evaluate or train the winner; return the exit code.
+
+    Args:
+        args: the command line.
+        finish: see ``stopped_by_signals``.
+    """
     cfg, fraction = read_recipe(args)
     output = Path(cfg.OUTPUT_DIR).resolve()
     with writing(cfg.OUTPUT_DIR):
@@ -193,30 +254,41 @@ def tune(args: argparse.Namespace) -> int:
         parts=str(Path(args.parts).resolve()) if args.parts else "",
     )
     start_ray(address=args.address, cpus=args.cpus_per_trial, gpus=gpus)
-    with interrupted_by_sigterm():
-        outcomes = run_search(search, resume=args.resume)
-        if args.then_refine and winner_of(outcomes):
-            refinement = narrowed(search, outcomes, trials=args.then_refine, images=len(training))
-            outcomes = best_first([*outcomes, *run_search(refinement, resume=args.resume)])
-        elif args.resume:
-            outcomes = best_first([*outcomes, *read_outcomes(output / "refine")])
-    print(table(outcomes, space))
-    for path in write_results(outcomes, cfg, space):
-        print(f"wrote {path}")
+    with stopped_by_signals(finish):  # after Ray, which sets a handler too
+        check_disk(search, len({item.pid for item in training}), concurrent=concurrent_trials(search))
+        return run_stages(args, search, images=len(training))
+
+
+def run_stages(args: argparse.Namespace, search: Search, *, images: int) -> int:
+    """Run the search and what follows it, write the results; return the exit code."""
+    cfg, space, output = search.cfg, search.space, search.folder.parent
+    outcomes = run_search(search, resume=args.resume)
+    if args.then_refine and winner_of(outcomes):
+        refinement = narrowed(search, outcomes, trials=args.then_refine, images=images)
+        outcomes = best_first([*outcomes, *run_search(refinement, resume=args.resume)])
+    elif args.resume:
+        outcomes = best_first([*outcomes, *read_outcomes(output / "refine")])
+    logger.info("\n%s", table(outcomes, space))
+    explained = importances([each for each in outcomes if each.score is not None], space)
+    if explained:
+        logger.info("importance of the keys: %s", ", ".join(f"{key} {value:.2f}" for key, value in explained.items()))
+    picture = draw_trials(outcomes, space, output / "trials.png")
+    for path in [*write_results(outcomes, cfg, space, output), *([picture] if picture else [])]:
+        logger.info("wrote %s", path)
     failed = sum(bool(each.failure) for each in outcomes)
     if failed:
-        print(f"{failed} of {len(outcomes)} trials failed: their headlines are in trials.csv")
+        logger.warning("%d of %d trials failed: trials.csv has the headlines", failed, len(outcomes))
     winner = winner_of(outcomes)
     if winner is None:
+        logger.error("no trial came to an evaluation%s", f": {outcomes[0].failure}" if outcomes else "")
         return 1
     best = space.apply(cfg, winner.values)
     if args.train_best:
         # Another winner, after a stage was added, is another training.
         recipes = {"default": ("default", cfg), "best": (f"best_{winner.name}", best)}
-        with interrupted_by_sigterm():
-            results = train_recipes(recipes, args.seeds, search, resume=args.resume)
-        print(final_table(results))
-        print(f"wrote {write_final(results, output / 'final.csv')}")
+        results = train_recipes(recipes, args.seeds, search, resume=args.resume)
+        logger.info("\n%s", final_table(results))
+        logger.info("wrote %s", write_final(results, output / "final.csv"))
         return int(not any(each.metrics for each in results["best"]))
     best = best.clone()
     best.defrost()
@@ -225,7 +297,7 @@ def tune(args: argparse.Namespace) -> int:
     if args.address:
         best.MODEL.DEVICE = "auto"  # this machine may have another device than those that train
     best.freeze()
-    print(f"the winner, {winner.name}, on the test set (trained without the identities held out):")
+    logger.info("the winner, %s, on the test set (trained without the identities held out):", winner.name)
     DefaultTrainer.test_weights(best)
     return 0
 
@@ -265,15 +337,23 @@ def cli(argv: list[str] | None = None) -> int:
     args.scheduler = args.scheduler or ("hyperband" if args.srch_algo == "bohb" else "asha")
     codes: list[int] = []
 
+    def interrupted(number: int) -> None:
+        if args.scheduler == "hyperband":
+            print("interrupted; a search with --scheduler hyperband cannot be resumed", file=sys.stderr)
+            codes.append(128 + number)
+            return
+        raise TrainingInterrupted(number, "the trials, trials.csv and best_config.yaml under OUTPUT_DIR")
+
+    def finish(number: int) -> int:
+        outcome = outcome_of(lambda: interrupted(number))
+        say(outcome)
+        return outcome.code or codes[0]
+
     def command() -> None:
         try:
-            codes.append(tune(args))
-        except KeyboardInterrupt as interrupt:
-            if args.scheduler == "hyperband":
-                print("interrupted; a search with --scheduler hyperband cannot be resumed", file=sys.stderr)
-                codes.append(128 + signal.SIGINT)
-                return
-            raise TrainingInterrupted(signal.SIGINT, "the trials under OUTPUT_DIR") from interrupt
+            codes.append(tune(args, finish))
+        except SearchInterrupted as interruption:
+            interrupted(interruption.signal_number)
 
     return run_command_line(command) or codes[0]
 

@@ -214,6 +214,12 @@ def test_a_fall_of_map_is_refused_and_a_rise_is_none(demo, checkpoint, tmp_path,
     assert run(checkpoint, path, "--tolerance", str(lost + 0.1), "--device", "cpu") == 0 and path.exists()
 
 
+def test_a_test_set_of_another_program_is_none(checkpoint, tmp_path, caplog):
+    opts = ["DATASETS.TESTS", "('validation part of nobody',)"]
+    report = export(fastamp.Predictor(checkpoint, device="cpu", opts=opts), tmp_path / "model.pt2")
+    assert report.map_difference is None and "--data NAME" in caplog.text
+
+
 def test_without_the_test_set_random_images_alone_are_compared(checkpoint, tmp_path, monkeypatch, predictor, caplog):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     monkeypatch.setattr(exporting, "RankedImages", missing)

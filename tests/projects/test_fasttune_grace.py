@@ -17,6 +17,9 @@ MARGIN = Parameter("MODEL.LOSSES.TRI.MARGIN", "uniform", (0.0, 0.5))
         ([MARGIN], ["SOLVER.ACCUM_STEPS", 2], 7),
         ([MARGIN], ["SOLVER.FREEZE_ITERS", 51], 4),
         ([MARGIN], ["SOLVER.FREEZE_ITERS", 51, "MODEL.FREEZE_LAYERS", ("backbone",)], 6),
+        ([MARGIN], ["SOLVER.WARMUP_EPOCHS", 2], 2),  # instead of the iterations
+        ([Parameter("SOLVER.WARMUP_EPOCHS", "choice", (0, 3))], [], 4),
+        ([MARGIN], ["SOLVER.FREEZE_EPOCHS", 7, "MODEL.FREEZE_LAYERS", ("backbone",)], 7),
         ([Parameter("SOLVER.WARMUP_ITERS", "quniform", (0, 60, 20))], [], 6),
         ([MARGIN], ["SOLVER.WARMUP_EPOCHS", 2], 2),
         ([Parameter("SOLVER.WARMUP_EPOCHS", "randint", (0, 3))], [], 4),  # a draw of 0 takes the iterations

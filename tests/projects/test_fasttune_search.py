@@ -3,8 +3,11 @@
 import csv
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +18,8 @@ import train_net
 import tune_net
 
 from fastamp.config import get_cfg
+from fastamp.data.build import build_dataset
+from fastamp.inference import Predictor
 
 pytestmark = pytest.mark.tune
 
@@ -25,14 +30,20 @@ SOLVER.WARMUP_ITERS: {quniform: [0, 12, 4]}
 IDENTITIES: {randint: [2, 4]}
 DATALOADER.NUM_INSTANCE: {choice: [2, 4]}
 """
-# A module that is imported once, here and in each of Ray's processes; and a part that breaks under one value.
+# A module that is imported once, here and in each of Ray's processes; and a part that breaks under one value, and
+# writes down with how many threads it computes.
 PARTS = f"""
+import os
 import sys
+from pathlib import Path
+import torch
 sys.path.append({str(Path(tiny.__file__).parent.resolve())!r})
 import tiny
 from fastamp.modeling import BACKBONE_REGISTRY
 
 def build_fragile_backbone(cfg):
+    with Path(__file__).with_name("threads.txt").open("a") as file:
+        file.write(f"{{os.getpid()}} {{torch.get_num_threads()}}\\n")
     if cfg.SOLVER.BASE_LR == 0.5:
         raise RuntimeError("this part is broken")
     return tiny.build_tiny_backbone(cfg)
@@ -59,6 +70,18 @@ def run(tmp_path, capfd, *flags, opts=(), space=SPACE):
     return code, tmp_path / "search", capfd.readouterr()
 
 
+def own_images(tmp_path):
+    """Return options that name a CSV file of the demo's images, and its name."""
+    demo = build_dataset("Demo")
+    name = f"csv:{tmp_path / 'mine.csv'}"
+    with (tmp_path / "mine.csv").open("w", newline="") as file:
+        lines = csv.writer(file)
+        lines.writerow(["path", "pid", "camid", "split"])
+        for split in ("train", "query", "gallery"):
+            lines.writerows([item.path, item.pid, item.camid, split] for item in getattr(demo, split))
+    return ["DATASETS.NAMES", name, "DATASETS.TESTS", name], name
+
+
 def trials(output):
     with (output / "trials.csv").open() as file:
         return list(csv.DictReader(file))
@@ -75,7 +98,8 @@ def trials(output):
 def test_searches_run_to_the_end(demo, tmp_path, capfd, flags):
     if "bohb" in flags:
         pytest.importorskip("hpbandster", reason="the extra bohb is not installed")
-    code, output, captured = run(tmp_path, capfd, *flags)
+    data, name = own_images(tmp_path)
+    code, output, captured = run(tmp_path, capfd, *flags, opts=data)
     assert code == 0, captured.err
     rows = trials(output)
     assert len(rows) == 6 and all(row["failure"] == "" for row in rows)
@@ -86,19 +110,24 @@ def test_searches_run_to_the_end(demo, tmp_path, capfd, flags):
         assert float(row["images_per_second"]) > 0 and float(row["peak_memory_mb"]) > 0 and row["skipped_steps"]
     # Some were stopped, none before warm-up ends: 78 images make 6 batches of 12 at the fewest, 12 steps are 2 epochs.
     assert max(int(row["epochs"]) for row in rows) == 4 and min(int(row["epochs"]) for row in rows) == 2
-    assert "trial 6 of 6" in captured.err and "best so far" in captured.err and "left" in captured.err
-    assert "| stage" in captured.out and "the winner" in captured.out
+    log = (output / "log.txt").read_text()
+    assert all(text in log for text in ("disk: ", "trial 6 of 6", "best so far", "left", "| stage", "the winner"))
+    # Of the trials' weights the winner's are left, and they know the data under its own name.
+    best = output / "search" / rows[0]["trial"] / "run/model_best.pth"
+    assert list(output.rglob("*.pth")) == [best]
+    predictor = Predictor(best)
+    assert list(predictor.cfg.DATASETS.TESTS) == [name]
     assert (output / "trials.png").read_bytes()[1:4] == b"PNG"
 
     best = get_cfg()
     best.merge_from_file(str(output / "best_config.yaml"))
     assert float(rows[0]["SOLVER.BASE_LR"]) == best.SOLVER.BASE_LR
     assert int(rows[0]["IDENTITIES"]) * best.DATALOADER.NUM_INSTANCE == best.SOLVER.IMS_PER_BATCH
-    assert best.DATASETS.NAMES == best.DATASETS.TESTS == ("Demo",) and best.SOLVER.AMP.DTYPE == "bfloat16"
+    assert best.DATASETS.NAMES == best.DATASETS.TESTS == (name,) and best.SOLVER.AMP.DTYPE == "bfloat16"
 
     if "asha" not in flags:  # as if it had been killed
         (output / "search/outcomes.json").unlink()
-        code, _, captured = run(tmp_path, capfd, *flags, "--resume")
+        code, _, captured = run(tmp_path, capfd, *flags, "--resume", opts=data)
         assert code == 2 and "cannot be resumed" in captured.err
 
 
@@ -135,23 +164,98 @@ def test_when_all_fail_the_exit_code_says_so(demo, tmp_path, capfd):
     assert code == 1 and not (output / "best_config.yaml").exists() and len(trials(output)) == 2
 
 
+# The README's own command, but for its numbers.
 def test_population_based_training_exploits_and_loses_none(demo, tmp_path, capfd):
-    space = "{lr: {loguniform: [1e-5, 1e-1]}, MODEL.LOSSES.TRI.MARGIN: {quniform: [0.0, 0.6, 0.1]}}"
-    code, output, captured = run(tmp_path, capfd, "--pbt", "--num-trials", "4", space=space)
+    space = """
+    lr: {loguniform: [1e-5, 1e-1]}
+    wd: {loguniform: [1e-6, 1e-1]}
+    MODEL.LOSSES.TRI.MARGIN: {quniform: [0.0, 0.6, 0.1]}
+    """
+    data, _ = own_images(tmp_path)
+    flags = ["--pbt", "--num-trials", "4", "--then-refine", "2", "--train-best", "--seeds", "2"]
+    code, output, captured = run(tmp_path, capfd, *flags, space=space, opts=data)
     assert code == 0, captured.err
-    rows = trials(output)
-    assert len(rows) == 4 and all(row["failure"] == "" and int(row["epochs"]) == 4 for row in rows)
-    assert list(output.glob("search/pbt_policy_*.txt")), "no trial went on from another"
+    rows = [row for row in trials(output) if row["stage"] == "search"]
+    assert len(trials(output)) == 6 and all(row["failure"] == "" for row in trials(output))
+    assert len(rows) == 4 and all(int(row["epochs"]) == 4 for row in rows)
+    assert list(output.glob("search/pbt_policy_*.txt")), "no trial continued from another"
     assert all(1e-5 <= float(row["SOLVER.BASE_LR"]) <= 1e-1 for row in rows)
+    log, parents = (output / "log.txt").read_text(), []
     for row in rows:  # four trials on two cores take turns
         told = reports(output / "search" / row["trial"] / "run/reports.jsonl")
         assert [report["epoch"] for report in told] == [1, 2, 3, 4]
         own = [each["score"] for each in told if each["values"]["SOLVER.BASE_LR"] == float(row["SOLVER.BASE_LR"])]
         assert float(row["score"]) == max(own)
+        parents += [report["parent"] for report in told if "parent" in report]
+        # The line of a trial has its own scores, whichever trial's end it took over.
+        line = next(line for line in log.splitlines() if f"({row['trial'].removeprefix('trial_')}): epoch" in line)
+        assert f"last score {told[-1]['score']:.2f}, best with its last values {max(own):.2f}" in line
+    assert parents and all(f"trial_{name}" in {row["trial"] for row in rows} for _, name in parents)
     # The winner's file has the weights that its score is of.
     best = torch.load(output / "search" / rows[0]["trial"] / "run/model_best.pth", weights_only=True)
     bests = [state["best"] for state in best["trainer"]["hooks"].values() if "best" in (state or {})]
     assert bests == [float(rows[0]["score"])]
+    with (output / "final.csv").open() as file:
+        assert [row["failure"] for row in csv.DictReader(file)] == [""] * 4
+    # No trial kept what it needs no more; each of the last trainings keeps its weights.
+    kept = Counter(file.relative_to(output).parts[0] for file in output.rglob("*.pth"))
+    assert kept["search"] == kept["refine"] == 1 and kept["default"] == 2
+
+
+def test_population_based_training_ends_when_all_trials_fail(demo, tmp_path):
+    space = "SOLVER.BASE_LR: {choice: [1e+30]}"
+    flags = ["--pbt", "--num-trials", "3"]
+    words = arguments(tmp_path, *flags, space=space, opts=["SOLVER.WARMUP_ITERS", "0"])
+    done = subprocess.run([sys.executable, str(TUNE_NET), *words], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1, done.stderr
+    assert "no trial came to an evaluation" in done.stdout
+    assert [bool(row["failure"]) for row in trials(tmp_path / "search")] == [True] * 3
+
+
+def test_no_trial_waits_for_one_that_ended(demo, tmp_path):
+    """The population is perturbed without it, when it is the last that the others wait for, and ever after."""
+    tune = pytest.importorskip("ray.tune")
+    from autotuner.algorithms import ray_space, scheduler
+    from autotuner.search import start_ray
+    from autotuner.space import Parameter, Space
+
+    start_ray(address="", cpus=1, gpus=0)
+    space = Space([Parameter("x", "uniform", (0.0, 1.0))])
+
+    def trial(config):
+        context = tune.get_context()
+        number = int(context.get_trial_id().split("_")[1])
+        began = 0
+        if (checkpoint := tune.get_checkpoint()) is not None:
+            with checkpoint.as_directory() as folder:
+                began = int((Path(folder) / "round").read_text())
+        for now in range(began + 1, 5):
+            if number == 2 and now == 2:
+                # The last to arrive: the others have reported their second round.
+                while not all(tmp_path.joinpath(f"{other}-2").exists() for other in (0, 1, 3)):
+                    time.sleep(0.1)
+                time.sleep(1)
+                return
+            folder = tmp_path / f"checkpoint-{number}-{now}"
+            folder.mkdir(exist_ok=True)
+            (folder / "round").write_text(str(now))
+            tmp_path.joinpath(f"{number}-{now}").touch()
+            tune.report({"score": float(number), "round": now}, checkpoint=tune.Checkpoint.from_directory(folder))
+
+    results = tune.Tuner(
+        tune.with_resources(trial, {"cpu": 0.25}),
+        param_space=ray_space(space, "random"),
+        tune_config=tune.TuneConfig(
+            metric="score",
+            mode="max",
+            num_samples=4,
+            scheduler=scheduler("pbt", rounds=4, space=space, algorithm="random", folder=tmp_path),
+        ),
+        run_config=tune.RunConfig(name="search", storage_path=str(tmp_path / "ray"), verbose=0),
+    ).fit()
+    assert [result.error for result in results] == [None] * 4
+    assert sorted(result.metrics["round"] for result in results if result.metrics) == [1, 4, 4, 4]
+    assert list(tmp_path.glob("ray/search/pbt_policy_*.txt")), "no trial continued from another"
 
 
 def test_refines_and_compares_the_winner_with_the_recipe(demo, tmp_path, capfd):
@@ -185,7 +289,7 @@ def test_refines_and_compares_the_winner_with_the_recipe(demo, tmp_path, capfd):
 
     # All of it is there already: nothing is trained again, and another search is refused.
     code, _, captured = run(tmp_path, capfd, *flags, "--resume", opts=["SEED", "5"])
-    assert code == 0 and "mAP mean" in captured.out and "trial 1 of" not in captured.err
+    assert code == 0 and "mAP mean" in captured.out and "trial 1 of" not in captured.out
     for changed, message in (
         (["--resume", "--seed", "7"], "--seed was 0 and is 7"),
         (["--resume", "--num-trials", "4"], "--num-trials was 2 and is 4"),
@@ -195,17 +299,26 @@ def test_refines_and_compares_the_winner_with_the_recipe(demo, tmp_path, capfd):
         assert code == 2 and message in captured.err
 
 
-def test_a_killed_search_goes_on(demo, tmp_path):
-    options = ["SOLVER.MAX_EPOCH", "6", "SOLVER.STEPS", "(5,)"]
+@pytest.mark.parametrize("how", ["killed", "SIGTERM"])
+def test_an_interrupted_search_keeps_its_results_and_continues(demo, tmp_path, how):
+    options = ["SOLVER.MAX_EPOCH", "6", "SOLVER.STEPS", "(5,)", "MODEL.BACKBONE.NAME", "build_fragile_backbone"]
     flags = ["--srch-algo", "optuna", "--seed", "1", "--max-concurrent", "2"]
     words = [sys.executable, str(TUNE_NET), *arguments(tmp_path, *flags, opts=options)]
     output = tmp_path / "search"
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    for line in process.stderr:
-        if line.startswith("trial 2 of 6"):
+    # The signal reaches Ray's processes too, as when a cluster takes a machine back.
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+    )
+    for line in process.stdout:
+        if "trial 2 of 6" in line:
             break
     before = {}
-    while not before:  # killed when a third trial is on its way
+    while not before:  # a third trial is on its way
         before = {
             file.parent.parent.name: reports(file)
             for file in output.glob("search/trial_*/run/reports.jsonl")
@@ -213,10 +326,26 @@ def test_a_killed_search_goes_on(demo, tmp_path):
         }
         before = before if len(before) > 2 else {}
         assert process.poll() is None
-    process.kill()
-    process.communicate()
+    if how == "killed":
+        process.kill()
+    else:
+        os.killpg(process.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == (-signal.SIGKILL if how == "killed" else 128 + signal.SIGTERM), said
+    assert len(trials(output)) >= 2 and all(row["score"] for row in trials(output))
+    best = get_cfg()
+    best.merge_from_file(str(output / "best_config.yaml"))
+    assert float(trials(output)[0]["SOLVER.BASE_LR"]) == best.SOLVER.BASE_LR
+    if how != "killed":
+        return
 
-    again = subprocess.run([*words[:2], "--resume", *words[2:]], capture_output=True, text=True, timeout=240)
+    again = subprocess.run(
+        [*words[:2], "--resume", *words[2:]],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert again.returncode == 0, again.stderr
     rows = trials(output)
     assert len(rows) == 6 and all(row["failure"] == "" for row in rows) and max(int(row["epochs"]) for row in rows) == 6
@@ -224,35 +353,64 @@ def test_a_killed_search_goes_on(demo, tmp_path):
     for row in rows:
         epochs = [report["epoch"] for report in reports(output / "search" / row["trial"] / "run/reports.jsonl")]
         assert epochs == list(range(1, len(epochs) + 1)), "an epoch was repeated or is missing"
-    assert "trial 1 of 6" not in again.stderr and "trial 6 of 6" in again.stderr
+    assert "trial 1 of 6" not in again.stdout and "trial 6 of 6" in again.stdout
+    # A trial has one CPU, whatever the caller's OMP_NUM_THREADS is.
+    threads = dict(line.split() for line in (tmp_path / "threads.txt").read_text().splitlines())
+    assert threads.pop(str(process.pid)) == "2" and len(threads) > 3 and set(threads.values()) == {"1"}
 
 
 def reports(file):
     return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
 
 
-def test_a_running_cluster_takes_the_trials(demo, tmp_path):
+def test_a_running_cluster_takes_the_trials_and_loses_a_node(demo, tmp_path):
     ray = pytest.importorskip("ray")
     ray.shutdown()  # this process's own would be found
     flags = ["--address", "auto", "--num-trials", "2", "--srch-algo", "random", "--scheduler", "none"]
-    options = ["SOLVER.MAX_EPOCH", "3", "SOLVER.STEPS", "(2,)"]
-    words = [sys.executable, str(TUNE_NET), *arguments(tmp_path, *flags, opts=options)]
+    options = ["SOLVER.MAX_EPOCH", "12", "SOLVER.STEPS", "(8,)"]
+    words = [sys.executable, str(TUNE_NET), *arguments(tmp_path, *flags, "--max-failures", "1", opts=options)]
     # A cluster whose processes start elsewhere and know nothing of this one's variables.
     bare = {name: value for name, value in os.environ.items() if name != "FASTAMP_DATASETS"}
-    start = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus", "2"]
-    head = subprocess.Popen(
-        [*start, "--port", "0", "--include-dashboard", "false"], cwd="/", env=bare, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        for line in head.stdout:
+    start = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-cpus", "1"]
+
+    def node(*flags):
+        process = subprocess.Popen(
+            [*start, *flags], cwd="/", env=bare, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
             if "Ray runtime started" in line:
                 break
-        search = subprocess.run(words, capture_output=True, text=True, timeout=240)
+        return process, "".join(lines)
+
+    head, said = node("--head", "--port", "0", "--include-dashboard", "false")
+    second = search = None
+    try:
+        for line in head.stdout:
+            said += line
+            if "--address=" in said:
+                break
+        second, _ = node("--address", re.search(r"--address=\W*([\d.]+:\d+)", said)[1])
+        search = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        trained = []
+        while len(trained) < 2:  # one on each node
+            trained = [file for file in tmp_path.glob("search/search/trial_*/run/reports.jsonl") if reports(file)]
+            assert search.poll() is None, search.communicate()[0]
+        whole = subprocess.run(["ps", "-o", "pid=", "--sid", str(second.pid)], capture_output=True, text=True).stdout
+        for pid in whole.split():
+            os.kill(int(pid), signal.SIGKILL)
+        said, _ = search.communicate(timeout=240)
     finally:
-        head.terminate()
-        head.communicate()
-    assert search.returncode == 0, search.stderr
-    assert [int(row["epochs"]) for row in trials(tmp_path / "search")] == [3, 3]
+        for process in (search, second, head):
+            if process is not None and process.poll() is None:
+                process.terminate()
+                process.communicate()
+    assert search.returncode == 0, said
+    assert [(int(row["epochs"]), row["failure"]) for row in trials(tmp_path / "search")] == [(12, "")] * 2
+    for file in trained:
+        epochs = [report["epoch"] for report in reports(file)]
+        assert epochs == sorted(set(epochs)), "an epoch was trained again"
 
 
 def test_a_share_of_identities_that_leaves_none(demo, tmp_path, capfd):

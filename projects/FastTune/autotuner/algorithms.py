@@ -43,6 +43,44 @@ class ResumedASHA(schedulers.ASHAScheduler):
             super().on_trial_result(tune_controller, trial, result)
 
 
+class PopulationBasedTraining(schedulers.PopulationBasedTraining):
+    """Synchronous population based training in which no trial waits for one that has failed.
+
+    Ray's perturbs the population when the last trial reports a round. A trial that ends early never does, and the
+    others would wait forever; it must not be a member of the population any more.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(synch=True, **options)
+        self._ended: set[Any] = set()
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict) -> str:
+        for each in self._ended:
+            self._trial_state[each].last_score = None
+            self._trial_state[each].last_train_time = self._next_perturbation_sync
+        return super().on_trial_result(tune_controller, trial, result)
+
+    def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict) -> None:
+        super().on_trial_complete(tune_controller, trial, result)
+        self._leave(tune_controller, trial)
+
+    def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
+        super().on_trial_error(tune_controller, trial)
+        self._leave(tune_controller, trial)
+
+    def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
+        super().on_trial_remove(tune_controller, trial)
+        self._leave(tune_controller, trial)
+
+    def _leave(self, tune_controller: Any, trial: Any) -> None:
+        """Exclude a trial; perturb the population where all others have been waiting for it."""
+        self._ended.add(trial)
+        others = [each for each in tune_controller.get_trials() if each not in self._ended and not each.is_finished()]
+        states = [self._trial_state[each] for each in others]
+        if states and all(state.last_train_time >= self._next_perturbation_sync for state in states):
+            self.on_trial_result(tune_controller, others[-1], states[-1].last_result)
+
+
 def ray_space(space: Space, algorithm: str) -> dict[str, Any]:
     """Return Ray's domains; choices and steps go by number, so that any value and any algorithm goes."""
     domains = {}
@@ -117,11 +155,10 @@ def scheduler(name: str, *, rounds: int, space: Space, algorithm: str, folder: P
         kind = schedulers.HyperBandForBOHB if algorithm == "bohb" else schedulers.HyperBandScheduler
         return kind(time_attr=ROUND, max_t=rounds, reduction_factor=3)
     if name == "pbt":
-        return schedulers.PopulationBasedTraining(
+        # Synchronous: otherwise, where trials take turns, one may continue from the same checkpoint again and again.
+        return PopulationBasedTraining(
             time_attr=ROUND,
             perturbation_interval=1,
-            # Otherwise, where trials take turns, one may go on from the same checkpoint again and again.
-            synch=True,
             hyperparam_mutations=_mutations(space),
             custom_explore_fn=_within(space),
         )

@@ -1,97 +1,145 @@
-"""What a search prints as it goes: trials under way, the best so far, the time left."""
+"""Progress of a search: a line for each trial that ends, tables in between, and results so far."""
 
-import sys
+import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ray.tune
 from tabulate import tabulate
 
-from autotuner.results import short, short_keys
-from autotuner.space import Space
-from autotuner.tune_hooks import EPOCH, SCORE
+from autotuner.results import short, short_keys, write_results
+from autotuner.search import EARLIER, Outcome, Search, best_first, outcome_of, prune_losers, read_outcomes
+from autotuner.tune_hooks import EPOCH
+from fastamp.utils.errors import UserError
 from fastamp.utils.progress import format_duration
 
+logger = logging.getLogger("fastamp.fasttune")
 _SECONDS_BETWEEN_TABLES = 60.0
 _ENDED = ("TERMINATED", "ERROR")
 
 
 class Progress(ray.tune.Callback):
-    """Print a line for each trial that ends, and once a minute where something has changed a table of all.
+    """Log a line for each trial that ends, and once a minute a table of all; keep the results so far up to date.
+
+    After each trial that ends, OUTPUT_DIR's ``trials.csv`` and ``best_config.yaml`` have those that have ended, and of
+    these no more than the best keeps its weights.
 
     Args:
-        title: of the search.
-        trials: how many there will be.
-        epochs: of a whole trial.
-        space: what is drawn.
+        search: the search.
     """
 
-    def __init__(self, title: str, *, trials: int, epochs: int, space: Space) -> None:
-        self.title, self.total, self.epochs, self.space = title, trials, epochs, space
-        self.best: dict[str, float] = {}
-        # Share of a whole trial that each has done; those that ended before their time are whole.
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        # Fraction of a whole trial that each has done; those that ended early count as whole.
         self.done: dict[str, float] = {}
+        self.ended: dict[str, Outcome] = {}
 
     def setup(self, **info: Any) -> None:
+        search = self.search
         self.began = self.shown = time.perf_counter()
         self.done_before = sum(self.done.values())
-        _say(f"{self.title}: {self.total} trials of {self.epochs} epochs, of {', '.join(self.space.parameters)}")
+        logger.info(
+            "%s: %d trials of %d epochs, of %s",
+            search.title,
+            search.trials,
+            search.rounds.epochs,
+            ", ".join(search.space.parameters),
+        )
 
     def on_trial_result(self, iteration: int, trials: Sequence[Any], trial: Any, result: dict, **info: Any) -> None:
-        self.done[trial.trial_id] = min(1.0, result[EPOCH] / self.epochs)
-        if "failure" not in result:
-            self.best[trial.trial_id] = max(result[SCORE], self.best.get(trial.trial_id, 0.0))
+        self.done[trial.trial_id] = min(1.0, result[EPOCH] / self.search.rounds.epochs)
         if time.perf_counter() - self.shown > _SECONDS_BETWEEN_TABLES:
             self.shown = time.perf_counter()
-            _say(f"{self._summary()}\n{self._table(trials)}")
+            logger.info("%s\n%s", self._summary(trials), self._table(trials))
 
     def on_trial_complete(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-        result = trial.last_result or {}
-        failure = result.get("failure")
-        text = f"epoch {result.get(EPOCH, 0)} of {self.epochs}, last score {result.get(SCORE, float('nan')):.2f}"
-        self._end(trials, trial, f"failed: {failure}" if failure else text)
+        self._end(trials, trial, None)
 
     def on_trial_error(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-        self._end(trials, trial, f"crashed; its error stands in {trial.path}/error.txt")
+        self._end(trials, trial, trial.get_error())
 
     def get_state(self) -> dict[str, Any]:
-        return {"best": self.best, "done": self.done}
+        return {"done": self.done, "ended": self.ended}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self.best, self.done = state["best"], state["done"]
+        self.done, self.ended = state["done"], state["ended"]
 
-    def _end(self, trials: Sequence[Any], trial: Any, text: str) -> None:
+    def _end(self, trials: Sequence[Any], trial: Any, error: Exception | None) -> None:
         self.done[trial.trial_id] = 1.0
-        # Ray marks a trial as ended after it has told of it.
+        outcome = self._outcome(trial, error)
+        self.ended[trial.trial_id] = outcome
+        text = f"epoch {outcome.epochs} of {self.search.rounds.epochs}"
+        if outcome.history:
+            text += f", last score {outcome.history[-1][1]:.2f}"
+        if outcome.score is not None:
+            text += f", best with its last values {outcome.score:.2f}"
+        if outcome.failure:
+            text += f", failed: {outcome.failure}"
+        if error is not None:
+            text += f" (its error is in {trial.path}/error.txt)"
+        # Ray marks a trial as ended after this call.
         ended = sum(each.status in _ENDED or each is trial for each in trials)
-        _say(f"trial {ended} of {self.total} ({trial.trial_id}): {text}; {self._summary()}")
+        logger.info(
+            "trial %d of %d (%s): %s; %s", ended, self.search.trials, trial.trial_id, text, self._summary(trials)
+        )
+        if self.search.fraction:
+            self._write(Path(trial.path).parent.parent)
 
-    def _summary(self) -> str:
-        done = sum(self.done.values())
+    def _write(self, folder: Path) -> None:
+        """Write the results so far, and delete the files of those that lost."""
+        outcomes = best_first(self.ended.values())
+        if self.search.scheduler != "pbt":  # in which others may still continue from them
+            prune_losers(outcomes, self.search)
+        earlier = EARLIER.get(self.search.title)
+        try:
+            write_results(
+                best_first([*outcomes, *(read_outcomes(folder / earlier) if earlier else [])]),
+                self.search.cfg,
+                self.search.space,
+                folder,
+            )
+        except UserError as error:
+            logger.warning("%s", error)
+
+    def _outcome(self, trial: Any, error: Exception | None = None) -> Outcome:
+        return outcome_of(Path(trial.path), trial.config, error, self.search)
+
+    def _outcomes(self, trials: Sequence[Any]) -> dict[str, Outcome]:
+        """Return what came of each trial that has begun so far."""
+        begun = {each.trial_id: self.ended.get(each.trial_id) or self._outcome(each) for each in trials if each.path}
+        return {name: each for name, each in begun.items() if each.history or each.failure}
+
+    def _summary(self, trials: Sequence[Any]) -> str:
         parts = ["no score yet"]
-        if self.best:
-            name = max(self.best, key=self.best.get)
-            parts = [f"best so far {self.best[name]:.2f} ({name})"]
+        scores = {
+            name: each.score
+            for name, each in self._outcomes(trials).items()
+            if each.score is not None and not each.failure
+        }
+        if scores:
+            name = max(scores, key=scores.__getitem__)
+            parts = [f"best so far {scores[name]:.2f} ({name})"]
+        done = sum(self.done.values())
         if done > self.done_before:
-            seconds = (time.perf_counter() - self.began) / (done - self.done_before) * max(0.0, self.total - done)
+            left = max(0.0, self.search.trials - done)
+            seconds = (time.perf_counter() - self.began) / (done - self.done_before) * left
             parts.append(f"about {format_duration(seconds)} left")
-        return f"{self.title}: {'; '.join(parts)}"
+        return f"{self.search.title}: {'; '.join(parts)}"
 
     def _table(self, trials: Sequence[Any]) -> str:
+        space, outcomes = self.search.space, self._outcomes(trials)
         rows = []
         for each in trials:
-            score, values = self.best.get(each.trial_id), self.space.decoded(each.config)
-            epoch = round(self.done.get(each.trial_id, 0.0) * self.epochs)
+            outcome, values = outcomes.get(each.trial_id), space.decoded(each.config)
+            score = "" if outcome is None or outcome.score is None else f"{outcome.score:.2f}"
+            epoch = round(self.done.get(each.trial_id, 0.0) * self.search.rounds.epochs)
             if each.status in _ENDED:
-                epoch = (each.last_result or {}).get(EPOCH, 0)
+                epoch = outcome.epochs if outcome else 0
             rows.append(
-                [each.trial_id, each.status.lower(), epoch, "" if score is None else f"{score:.2f}"]
-                + [short(values.get(key, "")) for key in self.space.parameters]
+                [each.trial_id, each.status.lower(), epoch, score]
+                + [short(values.get(key, "")) for key in space.parameters]
             )
-        headers = ["trial", "status", "epoch", "best score", *short_keys(self.space)]
+        headers = ["trial", "status", "epoch", "best score", *short_keys(space)]
         return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

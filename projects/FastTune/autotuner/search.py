@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from autotuner.space import Space
-from autotuner.trial import TrialSettings, plain_values, ray_trial, read_reports
+from autotuner.trial import FAILURE, PARENT, TrialSettings, plain_values, prune, ray_trial, read_reports
 from autotuner.tune_hooks import EPOCH, SCORE, VALUES, Rounds
 from fastamp.config import CfgNode
 from fastamp.utils.errors import ConfigError, writing
@@ -32,6 +32,8 @@ MUTABLE = (
     "INPUT.*.PROB",
 )
 _SETTINGS, _OUTCOMES = "search.json", "outcomes.json"
+EARLIER = {"refine": "search"}
+"""Title of a search -> folder of the one before it, whose trials count too."""
 
 
 def is_mutable(key: str) -> bool:
@@ -147,6 +149,8 @@ class Outcome:
         metrics: of the evaluation with the best score, see ``tune_hooks.TuneReportHook``; ``skipped_steps`` in all,
             the greatest ``peak_memory_mb``, the mean of ``images_per_second``.
         history: (epoch, score) of each report.
+        history_values: the values of each report; they change where population based training changes them.
+        parents: (epoch, name) of each trial whose checkpoint it continued from, and the epoch of that checkpoint.
     """
 
     stage: str
@@ -158,6 +162,13 @@ class Outcome:
     folder: Path
     metrics: dict[str, float] = field(default_factory=dict)
     history: list[tuple[int, float]] = field(default_factory=list)
+    history_values: list[dict[str, Any]] = field(default_factory=list)
+    parents: list[tuple[int, str]] = field(default_factory=list)
+
+
+def threads_of(cpus: float) -> int:
+    """Return how many threads a trial with a number of CPUs computes with."""
+    return max(1, int(cpus))
 
 
 def start_ray(*, address: str, cpus: float, gpus: float) -> None:
@@ -187,7 +198,9 @@ def start_ray(*, address: str, cpus: float, gpus: float) -> None:
     if not ray.is_initialized():
         here = Path(__file__).resolve().parent
         roots = {name: os.environ[name] for name in ("FASTAMP_DATASETS", "FASTREID_DATASETS") if name in os.environ}
-        environment = {"env_vars": roots, "py_modules": [str(here)]}
+        # A trial has as many threads as CPUs, whatever this process has.
+        threads = {"OMP_NUM_THREADS": str(threads_of(cpus))}
+        environment = {"env_vars": roots | threads, "py_modules": [str(here)]}
         try:
             ray.init(
                 address=address or "local",
@@ -207,6 +220,15 @@ def start_ray(*, address: str, cpus: float, gpus: float) -> None:
             raise ConfigError(
                 f"{flag} {asked:g} is more than Ray found: {there.get(kind, 0):g} {kind}s; no trial could ever start"
             )
+
+
+def concurrent_trials(search: Search) -> int:
+    """Return how many trials run at once on what Ray has; it must have been started."""
+    import ray
+
+    there = ray.cluster_resources()
+    fit = [there.get(kind, 0) / asked for kind, asked in (("CPU", search.cpus), ("GPU", search.gpus)) if asked]
+    return max(1, min(int(min(fit)), search.max_concurrent or search.trials))
 
 
 def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
@@ -234,7 +256,9 @@ def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
         parts=search.parts,
         here=os.getcwd(),
         folder=str(search.folder),
-        resumed=began and search.scheduler != "pbt",  # where a trial may have to go on from another's
+        population=search.scheduler == "pbt",
+        resumed=began and search.scheduler != "pbt",  # where a trial may have to continue from another's
+        threads=threads_of(search.cpus),
     )
     trainable = tune.with_resources(
         tune.with_parameters(ray_trial, settings=settings), {"cpu": search.cpus, "gpu": search.gpus}
@@ -242,9 +266,23 @@ def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
     random.seed(search.seed)  # from which PBT draws
     np.random.seed(search.seed)
     tuner = tune.Tuner.restore(str(search.folder), trainable) if began else _new_tuner(search, trainable)
-    outcomes = best_first(_outcome(result, search) for result in tuner.fit())
+    results = tuner.fit()
+    outcomes = best_first(outcome_of(Path(each.path), each.config, each.error, search) for each in results)
     _write_outcomes(search.folder, outcomes)
+    prune_losers(outcomes, search)
     return outcomes
+
+
+def prune_losers(outcomes: list[Outcome], search: Search) -> None:
+    """Delete the checkpoints of trials that have ended, and the best weights of all but the winner.
+
+    Args:
+        outcomes: of these trials, the best first.
+        search: where it trains on all identities (``fraction`` 0), no trial is a loser.
+    """
+    winner = winner_of(outcomes)
+    for each in outcomes:
+        prune(each.folder, keep_best=each is winner or not search.fraction)
 
 
 def _new_tuner(search: Search, trainable: Any) -> Any:
@@ -277,10 +315,11 @@ def _new_tuner(search: Search, trainable: Any) -> Any:
         run_config=tune.RunConfig(
             name=search.folder.name,
             storage_path=str(search.folder.parent),
-            # A trial that is paused or copied goes on from its last one; Ray lost trials when two were kept.
+            # A trial that is paused or copied continues from its last one; Ray lost trials when two were kept. They
+            # name files of the trial and are small.
             checkpoint_config=tune.CheckpointConfig(num_to_keep=4),
             failure_config=tune.FailureConfig(max_failures=search.max_failures),
-            callbacks=[Progress(search.title, trials=search.trials, epochs=search.rounds.epochs, space=search.space)],
+            callbacks=[Progress(search)],
             verbose=0,
         ),
     )
@@ -336,18 +375,25 @@ def _check_folder(search: Search, *, resume: bool) -> bool:
     return began
 
 
-def _outcome(result: Any, search: Search) -> Outcome:
-    """Return what came of one of Ray's results."""
-    folder = Path(result.path) / "run"
+def outcome_of(path: Path, sample: dict[str, Any] | None, error: Exception | None, search: Search) -> Outcome:
+    """Return what came of one of Ray's trials so far.
+
+    Args:
+        path: the trial's folder in that of its search.
+        sample: what Ray drew last for it.
+        error: that it crashed with.
+        search: that it is of.
+    """
+    folder = path / "run"
     rows = read_reports(folder)
-    failure = rows[-1].get("failure", "") if rows else ""
-    if result.error is not None:
-        failure = str(result.error).strip().splitlines()[-1]
-    values = search.space.decoded(result.config or {})
+    failure = rows[-1].get(FAILURE, "") if rows else ""
+    if error is not None:
+        failure = str(error).strip().splitlines()[-1]
+    values = search.space.decoded(sample or {})
     if rows and rows[-1][VALUES] != plain_values(values):
         # It took over another trial's end, with other values, and trained no more.
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in rows[-1][VALUES].items()}
-    judged = [row for row in rows if "failure" not in row]
+        values = _with_tuples(rows[-1][VALUES])
+    judged = [row for row in rows if FAILURE not in row]
     # Of a trial that went on with other values, what it reached with them counts.
     reports = [row for row in judged if row[VALUES] == plain_values(values)]
     metrics = {}
@@ -363,7 +409,7 @@ def _outcome(result: Any, search: Search) -> Outcome:
     scores = [float(row[SCORE]) for row in reports]
     return Outcome(
         stage=search.title,
-        name=Path(result.path).name,
+        name=path.name,
         values=values,
         score=max(scores, default=None),
         epochs=max((int(row[EPOCH]) for row in judged), default=0),
@@ -371,7 +417,14 @@ def _outcome(result: Any, search: Search) -> Outcome:
         folder=folder,
         metrics={name: float(value) for name, value in metrics.items()},
         history=[(int(row[EPOCH]), float(row[SCORE])) for row in judged],
+        history_values=[row[VALUES] for row in judged],
+        parents=[(int(row[PARENT][0]), f"trial_{row[PARENT][1]}") for row in judged if PARENT in row],
     )
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values that were written down as they were before."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def _write_outcomes(folder: Path, outcomes: list[Outcome]) -> None:
@@ -391,7 +444,8 @@ def read_outcomes(folder: Path) -> list[Outcome]:
             | {
                 "folder": Path(row["folder"]),
                 "history": [tuple(point) for point in row["history"]],
-                "values": {key: tuple(v) if isinstance(v, list) else v for key, v in row["values"].items()},
+                "parents": [tuple(each) for each in row.get("parents", [])],
+                "values": _with_tuples(row["values"]),
             }
         )
         for row in rows

@@ -39,9 +39,10 @@ def register_split(cfg: CfgNode, fraction: float, seed: int) -> tuple[str, str]:
     """
     training, query, gallery = split_training(cfg, fraction, seed)
     title = "+".join(cfg.DATASETS.NAMES)
+    # The title comes last: a name that begins with csv: or folder: is a path.
     parts = {
-        f"{title}, training part": (training, [], []),
-        f"{title}, validation part": ([], query, gallery),
+        f"training part of {title}": (training, [], []),
+        f"validation part of {title}": ([], query, gallery),
     }
     for name, images in parts.items():
         _register(name, images)

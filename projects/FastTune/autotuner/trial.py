@@ -12,12 +12,17 @@ import torch
 
 from autotuner.space import Space
 from autotuner.split import register_split
-from autotuner.tune_hooks import CHECKPOINT, EPOCH, ROUND, SCORE, VALUES, Report, Rounds, TuneReportHook
+from autotuner.tune_hooks import EPOCH, ROUND, SCORE, VALUES, Report, Rounds, TuneReportHook, checkpoints
 from fastamp.config import CfgNode, get_cfg
-from fastamp.engine import DefaultTrainer, default_setup
+from fastamp.engine import DefaultTrainer, HookBase, default_setup
+from fastamp.engine.defaults import ConfigText
+from fastamp.engine.hooks import PeriodicCheckpointer
 from fastamp.engine.setup import load_parts
+from fastamp.solver import OptimizerState, WeightAverage
+from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.errors import UserError
 
+PARENT, FAILURE = "parent", "failure"
 _REPORTS, _LAST_REPORT = "reports.jsonl", "report.json"
 
 
@@ -34,8 +39,10 @@ class TrialSettings:
         parts: file that registers parts of the user's own; empty is none.
         here: folder that relative paths start from.
         folder: the search's.
+        population: whether trials continue from the checkpoints of others, as in population based training.
         resumed: whether a trial that begins may be one that was killed, which goes on from what it saved last: that
             is later than what Ray knows of.
+        threads: that a trial computes with.
     """
 
     config: str
@@ -46,11 +53,44 @@ class TrialSettings:
     parts: str
     here: str
     folder: str
+    population: bool
     resumed: bool
+    threads: int
+
+
+class TrialTrainer(DefaultTrainer):
+    """Training that keeps the best weights without the optimizer, and no checkpoints but those of its report hook.
+
+    Args:
+        cfg: see ``DefaultTrainer``.
+        recipe: config that checkpoints hold instead of ``cfg``, whose data sets other programs may not know.
+    """
+
+    def __init__(self, cfg: CfgNode, recipe: CfgNode | None = None) -> None:
+        super().__init__(cfg)
+        parts = self.checkpointer.checkpointables
+        if recipe is not None:
+            parts["config"] = ConfigText(recipe)
+        self.eval_hook.checkpointer = Checkpointer(
+            self.model,
+            cfg.OUTPUT_DIR,
+            check=self.checkpointer.check,
+            notes=self.checkpointer.notes,
+            **{key: part for key, part in parts.items() if not isinstance(part, OptimizerState | WeightAverage)},
+        )
+
+    def build_hooks(self) -> list[HookBase]:
+        return [hook for hook in super().build_hooks() if not isinstance(hook, PeriodicCheckpointer)]
 
 
 def run_trial(
-    cfg: CfgNode, report: Report, *, checkpoint: str | Path | None = None, with_other_values: bool = False
+    cfg: CfgNode,
+    report: Report,
+    *,
+    checkpoint: str | Path | None = None,
+    with_other_values: bool = False,
+    recipe: CfgNode | None = None,
+    keep: int = 1,
 ) -> str:
     """Train by a config, from the beginning or on from a trial's checkpoint.
 
@@ -59,6 +99,8 @@ def run_trial(
         report: see ``TuneReportHook``; what it raises ends the trial.
         checkpoint: a file that ``report`` was given, of a trial of the same model; learning rates are those of ``cfg``.
         with_other_values: whether ``cfg`` has other values than the checkpoint's trial: its best is none of this one's.
+        recipe: see ``TrialTrainer``.
+        keep: see ``TuneReportHook``.
 
     Returns:
         The headline of the failure when the config, mixed precision or the training fails in a way that fastamp knows;
@@ -66,8 +108,8 @@ def run_trial(
     """
     try:
         default_setup(cfg)
-        trainer = DefaultTrainer(cfg)
-        trainer.register_hooks([TuneReportHook(trainer, report)])
+        trainer = TrialTrainer(cfg, recipe)
+        trainer.register_hooks([TuneReportHook(trainer, report, keep=keep)])
         if checkpoint is not None:
             trainer.checkpointer.resume(checkpoint)
             if with_other_values:
@@ -85,46 +127,76 @@ def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
     from ray import tune
 
     os.chdir(settings.here)
+    torch.set_num_threads(settings.threads)
     _forget_former_trials()
     cfg = get_cfg()
     if settings.parts:
         load_parts(settings.parts, cfg)
     cfg.merge_from_other_cfg(CfgNode.load_cfg(settings.config))
-    cfg = settings.space.apply(cfg, settings.space.decoded(sample)).clone()
-    cfg.defrost()
+    recipe = settings.space.apply(cfg, settings.space.decoded(sample)).clone()
+    recipe.defrost()
+    trial = tune.get_context().get_trial_id()
+    recipe.OUTPUT_DIR = str(output_dir(settings.folder, trial))
+    recipe.freeze()
+    cfg = recipe
     if settings.fraction:
+        cfg = recipe.clone()
+        cfg.defrost()
         train, validation = register_split(cfg, settings.fraction, settings.seed)
         cfg.DATASETS.NAMES, cfg.DATASETS.TESTS = (train,), (validation,)
         cfg.MODEL.HEADS.NUM_CLASSES = 0
-    cfg.OUTPUT_DIR = str(output_dir(settings.folder, tune.get_context().get_trial_id()))
-    cfg.freeze()
+        cfg.freeze()
 
     values = plain_values(settings.space.decoded(sample))
+    start = _start(settings, cfg.OUTPUT_DIR)
+    if start and settings.resumed:
+        _tell_ray(start)
+    if start and start[EPOCH] >= settings.rounds.epochs:
+        return  # it was killed after its last evaluation, or takes over the end of another: nothing is left to train
+    parent = {}
+    if start and start.get("trial", trial) != trial:
+        parent = {PARENT: [start[EPOCH], start["trial"]]}
 
     def report(metrics: dict[str, Any], file: Path) -> None:
-        metrics = metrics | {ROUND: settings.rounds.at(metrics[EPOCH]), VALUES: values}
+        metrics = metrics | {ROUND: settings.rounds.at(metrics[EPOCH]), VALUES: values, "trial": trial, **parent}
+        parent.clear()
         _write_down(metrics, cfg.OUTPUT_DIR)
-        _tell_ray(metrics, file)
+        _tell_ray(metrics | {"file": str(file)})
 
-    own, reports = Path(cfg.OUTPUT_DIR) / f"{CHECKPOINT}.pth", read_reports(cfg.OUTPUT_DIR)
-    start = tune.get_checkpoint()
-    if settings.resumed and own.is_file() and reports:
-        _tell_ray(reports[-1], own)
-        failure = run_trial(cfg, report, checkpoint=own)
-    elif start is not None:
-        with start.as_directory() as folder:
-            before = json.loads((Path(folder) / _LAST_REPORT).read_text(encoding="utf-8"))
-            if before[EPOCH] >= settings.rounds.epochs:
-                return  # a trial that takes over another's end has nothing left to train
-            failure = run_trial(
-                cfg, report, checkpoint=Path(folder) / own.name, with_other_values=before[VALUES] != values
-            )
-    else:
-        failure = run_trial(cfg, report)
+    failure = run_trial(
+        cfg,
+        report,
+        checkpoint=start["file"] if start else None,
+        with_other_values=bool(start) and start[VALUES] != values,
+        recipe=recipe,
+        # Others may still have to begin with the one before, when a trial has trained on.
+        keep=2 if settings.population else 1,
+    )
     if failure:
-        metrics = {SCORE: 0.0, EPOCH: settings.rounds.epochs, ROUND: settings.rounds.total, "failure": failure}
-        _write_down(metrics | {VALUES: values}, cfg.OUTPUT_DIR)
-        tune.report(metrics)
+        metrics = {SCORE: 0.0, EPOCH: settings.rounds.epochs, ROUND: settings.rounds.total, FAILURE: failure}
+        _write_down(metrics | {VALUES: values, "trial": trial}, cfg.OUTPUT_DIR)
+        if not settings.population:
+            tune.report(metrics)
+
+
+def _start(settings: TrialSettings, folder: str) -> dict[str, Any] | None:
+    """Return the report whose checkpoint, ``file``, a trial continues from; None begins."""
+    from ray import tune
+
+    own = [row for row in read_reports(folder) if FAILURE not in row]
+    files = checkpoints(folder)
+    latest = own[-1] | {"file": str(files[-1])} if own and files else None
+    if settings.resumed and latest:
+        return latest
+    checkpoint = tune.get_checkpoint()
+    if checkpoint is None:
+        return None
+    with checkpoint.as_directory() as content:
+        told = json.loads((Path(content) / _LAST_REPORT).read_text(encoding="utf-8"))
+    if Path(told["file"]).is_file() or told[EPOCH] >= settings.rounds.epochs:
+        return told
+    # After a kill Ray's records may be older than the files that are kept.
+    return latest
 
 
 def plain_values(values: dict[str, Any]) -> dict[str, Any]:
@@ -132,14 +204,14 @@ def plain_values(values: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(values))
 
 
-def _tell_ray(metrics: dict[str, Any], file: Path) -> None:
+def _tell_ray(metrics: dict[str, Any]) -> None:
+    """Report to Ray; its checkpoint holds the report, which names the file, and not the weights once more."""
     from ray import tune
 
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / file.name).write_bytes(file.read_bytes())
         (Path(folder) / _LAST_REPORT).write_text(json.dumps(metrics), encoding="utf-8")
-        metrics = {name: value for name, value in metrics.items() if name != VALUES}
-        tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(folder))
+        told = {name: value for name, value in metrics.items() if name not in (VALUES, "trial", "file", PARENT)}
+        tune.report(told, checkpoint=tune.Checkpoint.from_directory(folder))
 
 
 def output_dir(folder: str | Path, trial_id: str) -> Path:
@@ -153,6 +225,13 @@ def read_reports(output_dir: str | Path) -> list[dict[str, Any]]:
     if not file.is_file():
         return []
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def prune(output_dir: str | Path, *, keep_best: bool) -> None:
+    """Delete the checkpoints of a trial that has ended, and unless ``keep_best`` its best weights."""
+    for file in Path(output_dir).glob("model_*.pth"):
+        if not (keep_best and file.name == "model_best.pth"):
+            file.unlink(missing_ok=True)
 
 
 def _write_down(metrics: dict[str, Any], output_dir: str) -> None:

@@ -48,12 +48,13 @@ class TuneReportHook(HookBase):
         report: takes the metrics and the checkpoint file: ``mAP``, ``Rank-1`` and ``score`` (the mean of both), in
             percent, means over the data sets; ``epoch``, those done; ``skipped_steps`` so far; ``peak_memory_mb`` and
             ``images_per_second`` of training since the last report.
+        keep: checkpoints that are kept, the newest. Above 1 each file has its epoch in its name.
     """
 
     saves = True
 
-    def __init__(self, trainer: DefaultTrainer, report: Report) -> None:
-        self.owner, self.report = trainer, report
+    def __init__(self, trainer: DefaultTrainer, report: Report, *, keep: int = 1) -> None:
+        self.owner, self.report, self.keep = trainer, report, keep
         self._reported = trainer.eval_hook.results
         self._seconds, self._steps = 0.0, 0
 
@@ -80,4 +81,13 @@ class TuneReportHook(HookBase):
             "images_per_second": images / max(self._seconds, 1e-9),
         }
         self._seconds, self._steps = 0.0, 0
-        self.report(metrics, self.owner.checkpointer.save(CHECKPOINT, tag=False))
+        name = CHECKPOINT if self.keep == 1 else f"{CHECKPOINT}_{metrics[EPOCH]:04d}"
+        file = self.owner.checkpointer.save(name, tag=False)
+        older = [each for each in checkpoints(file.parent) if each.stem < name]
+        self.owner.checkpointer.delete(each.stem for each in older[: len(older) + 1 - self.keep])
+        self.report(metrics, file)
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """Return the checkpoints that a trial in a folder can resume from, the oldest first."""
+    return sorted(Path(folder).glob(f"{CHECKPOINT}*.pth"))

@@ -1,0 +1,75 @@
+"""Disk space that a search needs."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import torch
+
+from autotuner.search import Search
+from fastamp.config import CfgNode
+from fastamp.modeling import build_model
+from fastamp.solver import build_optimizer
+from fastamp.utils.errors import ConfigError
+
+logger = logging.getLogger("fastamp.fasttune")
+_GB = 1e9
+
+
+def trial_bytes(cfg: CfgNode, identities: int) -> tuple[int, int]:
+    """Return the size in bytes of a trial's checkpoint, and of its weights alone.
+
+    Args:
+        cfg: of the trial; its model is built once, with random weights.
+        identities: of the training part.
+    """
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.MODEL.HEADS.NUM_CLASSES = identities
+    cfg.MODEL.BACKBONE.PRETRAIN = False
+    cfg.MODEL.DEVICE = "cpu"
+    cfg.freeze()
+    model = build_model(cfg)
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    copies = 1 + _state_per_weight(build_optimizer(cfg, model)) + (cfg.SOLVER.EMA.ENABLED or cfg.SOLVER.SWA.ENABLED)
+    return int(weights * copies), weights
+
+
+def _state_per_weight(optimizer: torch.optim.Optimizer) -> float:
+    """Return how many numbers an optimizer keeps for each weight, e.g. 2 for Adam."""
+    parameter = max((p for group in optimizer.param_groups for p in group["params"]), key=torch.Tensor.numel)
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    state = optimizer.state[parameter].values()
+    return sum(each.numel() for each in state if isinstance(each, torch.Tensor)) / parameter.numel()
+
+
+def check_disk(search: Search, identities: int, *, concurrent: int) -> None:
+    """Log how much space the search will need at most.
+
+    A trial keeps one checkpoint, in population based training two, and its best weights, until it has lost.
+
+    Args:
+        search: not yet begun.
+        identities: of the training part.
+        concurrent: trials at once.
+
+    Raises:
+        ConfigError: there is less space in OUTPUT_DIR.
+    """
+    checkpoint, weights = trial_bytes(search.cfg, identities)
+    waits = search.scheduler in ("pbt", "hyperband")  # paused trials keep their files
+    alive = search.trials if waits else min(concurrent, search.trials)
+    kept = 2 if search.scheduler == "pbt" else 1
+    # A file is written whole before it replaces the one before.
+    needed = alive * (kept * checkpoint + weights) + min(concurrent, search.trials) * checkpoint + weights
+    free = shutil.disk_usage(search.folder.parent).free
+    message = (
+        f"disk: the trials need up to {needed / _GB:.3g} GB at once ({alive} x {kept} checkpoints of "
+        f"{checkpoint / _GB:.3g} GB, and weights); {free / _GB:.3g} GB are free in {Path(search.folder).parent}"
+    )
+    if needed > free:
+        raise ConfigError(
+            f"{message}.\n  fix: set OUTPUT_DIR on another disk, or lower --max-concurrent or --num-trials"
+        )
+    logger.info("%s", message)

@@ -1,0 +1,77 @@
+"""How much of the differences in score each key of a search explains."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autotuner.search import Outcome
+from autotuner.space import Parameter, Space
+
+_FEWEST = 6
+_BINS = 3
+
+
+def importances(outcomes: Sequence[Outcome], space: Space) -> dict[str, float]:
+    """Return each key's importance in 0..1, the most important first; empty for fewer than six scores.
+
+    The importance is epsilon squared (Kelley 1935) of the scores' ranks over groups of the key's values: the fraction
+    of their variance that the groups explain, less what as many groups explain by chance. Groups are the choices of a
+    choice, and thirds of the drawn values of a range. Keys that act only together are underestimated.
+
+    In population based training, where values change as trials train on, the score of each evaluation counts, ranked
+    among the scores of the same epoch.
+
+    Args:
+        outcomes: trials with a score.
+        space: what was drawn.
+    """
+    if any(each.parents for each in outcomes):
+        by_epoch: dict[int, list[tuple[dict, float]]] = {}
+        for each in outcomes:
+            for (epoch, score), values in zip(each.history, each.history_values, strict=True):
+                by_epoch.setdefault(epoch, []).append((values, score))
+        rounds = list(by_epoch.values())
+    else:
+        rounds = [[(each.values, each.score) for each in outcomes if each.score is not None]]
+    # Ranks in 0..1, so that rounds of different sizes are comparable.
+    points = [
+        (values, rank / len(pairs))
+        for pairs in rounds
+        for (values, _), rank in zip(pairs, _ranks([score for _, score in pairs]), strict=True)
+    ]
+    if len(points) < _FEWEST:
+        return {}
+    scores = np.array([score for _, score in points])
+    found = {
+        key: _explained(scores, _groups([values[key] for values, _ in points], parameter))
+        for key, parameter in space.parameters.items()
+    }
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _groups(values: Sequence[object], parameter: Parameter) -> list[object]:
+    """Return the group of each value."""
+    if parameter.kind == "choice":
+        return [repr(list(value) if isinstance(value, tuple) else value) for value in values]
+    ranks = _ranks(values)
+    return [int((rank - 0.5) * _BINS / len(values)) for rank in ranks]
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray:
+    """Return ranks from 1, equal values with the mean of theirs."""
+    _, inverse, counts = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return (last - (counts - 1) / 2)[inverse]
+
+
+def _explained(scores: np.ndarray, groups: Sequence[object]) -> float:
+    """Return epsilon squared of scores over groups, 0 where it is negative."""
+    members: dict[object, list[float]] = {}
+    for score, group in zip(scores.tolist(), groups, strict=True):
+        members.setdefault(group, []).append(score)
+    within = sum(float(np.var(each)) * len(each) for each in members.values())
+    total = float(np.var(scores)) * len(scores)
+    free = len(scores) - len(members)
+    if not total or free <= 0:
+        return 0.0
+    return max(0.0, 1 - within / free / (total / (len(scores) - 1)))

@@ -1,0 +1,120 @@
+"""The picture of a search: scores over the epochs with the lineage of trials, importance of keys, scores by key."""
+
+import itertools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from autotuner.importance import importances
+from autotuner.results import short_keys
+from autotuner.search import Outcome
+from autotuner.space import Parameter, Space
+from fastamp.utils.errors import writing
+
+logger = logging.getLogger(__name__)
+
+
+def draw_trials(outcomes: Sequence[Outcome], space: Space, path: Path) -> Path | None:
+    """Draw the trials to a PNG file; None where matplotlib is not installed.
+
+    Args:
+        outcomes: the best first.
+        space: what was drawn.
+        path: the file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        logger.warning('no picture of the trials: it needs matplotlib (pip install "fastamp[vis]")')
+        return None
+    scored = [each for each in outcomes if each.score is not None]
+    count = len(space.parameters) + 2
+    columns = min(count, 3)
+    figure = Figure(figsize=(5 * columns, 3.4 * -(-count // columns)), layout="constrained")
+    over_time, bars, *others = figure.subplots(-(-count // columns), columns, squeeze=False).flat
+    figure.suptitle("best score of each trial; hollow: stopped before its last epoch", fontsize="medium")
+    _draw_lineage(over_time, scored)
+    _draw_importance(bars, scored, space)
+    for plot, parameter in zip(others, space.parameters.values(), strict=False):
+        _draw_key(plot, scored, parameter)
+    for plot in others[len(space.parameters) :]:
+        plot.remove()
+    if len({each.stage for each in scored}) > 1:
+        others[0].legend()
+    with writing(path):
+        figure.savefig(path, dpi=120)
+    return path
+
+
+def _draw_lineage(plot: Any, scored: Sequence[Outcome]) -> None:
+    """Draw scores over the epochs, and an arrow from the checkpoint that a trial continued from."""
+    scores = {each.name: dict(each.history) for each in scored}
+    copies = 0
+    for number, each in list(enumerate(scored))[::-1]:  # the best on top
+        best = number == 0
+        color = "black" if best else f"C{number % 10}"
+        # A line ends where the trial was replaced by a copy of another.
+        breaks = sorted(epoch for epoch, _ in each.parents)
+        for segment in _split(each.history, breaks):
+            plot.plot(
+                *zip(*segment, strict=True), ".-", color=color, linewidth=2 if best else 0.8, zorder=3 if best else 2
+            )
+        for epoch, parent in each.parents:
+            begin = scores.get(parent, {}).get(epoch)
+            end = next(((e, s) for e, s in each.history if e > epoch), None)
+            if begin is None or end is None:
+                continue
+            copies += 1
+            arrow = {"arrowstyle": "->", "color": color, "linestyle": "dashed", "linewidth": 1.6 if best else 0.9}
+            plot.annotate("", xy=end, xytext=(epoch, begin), arrowprops=arrow)
+    title = "trials over time, the best in black"
+    if copies:
+        title += f"\ndashed: {copies} continued from the checkpoint of another"
+    plot.set(xlabel="epoch", ylabel="score", title=title)
+    plot.title.set_fontsize("small")
+
+
+def _split(history: Sequence[tuple[int, float]], breaks: Sequence[int]) -> list[list[tuple[int, float]]]:
+    """Return the points of a trial up to each break, and those after the last."""
+    edges = [-1, *breaks, float("inf")]
+    parts = [[point for point in history if low < point[0] <= high] for low, high in itertools.pairwise(edges)]
+    return [part for part in parts if part]
+
+
+def _draw_importance(plot: Any, scored: Sequence[Outcome], space: Space) -> None:
+    found = importances(scored, space)
+    plot.set(title="importance of each key (epsilon squared of the ranks)", xlim=(0, 1))
+    plot.title.set_fontsize("small")
+    if not found:
+        plot.text(0.5, 0.5, "too few trials", ha="center", va="center", transform=plot.transAxes)
+        return
+    names = dict(zip(space.parameters, short_keys(space), strict=True))
+    keys = list(found)[::-1]
+    drawn = plot.barh([names[key] for key in keys], [found[key] for key in keys], color="C0")
+    plot.bar_label(drawn, fmt="%.2f", padding=3)
+
+
+def _draw_key(plot: Any, scored: Sequence[Outcome], parameter: Parameter) -> None:
+    """Draw the trials' scores against the values of a key."""
+    key = parameter.key
+    stages = list(dict.fromkeys(each.stage for each in scored))
+    whole = max((each.epochs for each in scored), default=0)
+    # A choice is drawn at its place, so that its values stand in order and no two share a place.
+    places = {value: place for place, value in enumerate(map(str, parameter.values))}
+    for stage in stages:
+        those = [each for each in scored if each.stage == stage]
+        at = [places[str(each.values[key])] if parameter.kind == "choice" else each.values[key] for each in those]
+        color = f"C{stages.index(stage)}"
+        filled = [color if each.epochs == whole else "none" for each in those]
+        plot.scatter(at, [each.score for each in those], c=filled, edgecolors=color, label=stage)
+        if scored[0] in those:
+            plot.plot(at[those.index(scored[0])], scored[0].score, "*", color="black", markersize=12, zorder=3)
+    if parameter.kind == "choice":
+        plot.set_xticks(list(places.values()), list(places))
+    if parameter.kind == "loguniform":
+        plot.set_xscale("log")
+    plot.set(xlabel=key, ylabel="score")
