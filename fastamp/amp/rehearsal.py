@@ -275,7 +275,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("out of memory", "can't allocate memory", "not enough memory")
+        sign in text for sign in ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, apply_force_fp32, resolve_device
+from fastamp.modeling.memory import building_model
 from fastamp.utils.compiled import compile_parts
 from fastamp.utils.registry import Registry
 
@@ -22,17 +23,19 @@ def build_model(cfg: Any) -> nn.Module:
     with ``"targets": (B,)`` added, a dict of losses in training mode.
 
     Raises:
-        ConfigError: an unknown component or a value that does not fit, or the device is not there.
+        ConfigError: an unknown component or a value that does not fit, the device is not there, or the model does not
+            fit into memory.
         WeightsError: pretrained weights cannot be had or do not fit.
     """
     device = resolve_device(cfg.MODEL.DEVICE)
     name = cfg.MODEL.META_ARCHITECTURE
     if (cfg.KD.MODEL_CONFIG or cfg.KD.EMA.ENABLED) and name in ("Baseline", "MGN", "MoCo"):
         logger.warning("KD.* does nothing: MODEL.META_ARCHITECTURE is %s, and it is Distiller that has teachers", name)
-    model = META_ARCH_REGISTRY.build(name, cfg)
-    apply_force_fp32(model, cfg.SOLVER.AMP.FORCE_FP32)
     memory_format = torch.channels_last if _channels_last(cfg, device) else torch.contiguous_format
-    model = model.to(device=device, memory_format=memory_format)
+    with building_model(cfg):
+        model = META_ARCH_REGISTRY.build(name, cfg)
+        apply_force_fp32(model, cfg.SOLVER.AMP.FORCE_FP32)
+        model = model.to(device=device, memory_format=memory_format)
     if cfg.MODEL.COMPILE != "off":
         compile_parts(model, cfg.MODEL.COMPILE)
     return model

@@ -1,0 +1,103 @@
+"""Memory that runs out while a model is built: one message with the config key instead of a killed process."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fastamp.amp.rehearsal import is_out_of_memory
+from fastamp.utils.env import available_memory
+from fastamp.utils.errors import ConfigError
+
+_FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.arange}
+_CHECKED_FROM = 2**26  # bytes of a tensor; smaller ones are not worth a look at the system's memory
+_OVERFLOWS = ("size calculation overflowed", "multiplication overflow")  # of a number of bytes
+_LEAST_SIZE = 1024  # a key below it is not why a tensor is too large
+_SIGNS = (
+    "can't allocate memory",
+    "bad_alloc",
+    "out of memory",
+    "size calculation overflowed",
+    "multiplication overflow",
+)
+
+
+@contextmanager
+def building_model(cfg: Any) -> Iterator[None]:
+    """Raise ConfigError where the model that is built inside does not fit into memory.
+
+    Linux hands out more memory than it has, and kills the process when that is written to. So each large tensor is
+    compared with the available memory before it is made; what came before it has been initialized by then, and counts.
+    A build on the meta device would tell the whole size, but would need every component, those of users included, to
+    support it, and no pretrained weights. Tensors that are made in other ways than by PyTorch's functions are found
+    when the allocator refuses them.
+
+    Args:
+        cfg: the config, whose keys below MODEL the message names.
+
+    Raises:
+        ConfigError: with the key, and the sizes.
+    """
+    try:
+        with _CheckSizes(cfg):
+            yield
+    except (RuntimeError, MemoryError) as error:
+        if not (is_out_of_memory(error) or any(sign in str(error) for sign in _OVERFLOWS)):
+            raise
+        asked = re.search(r"allocate (\d+) bytes", str(error))
+        raise _too_large(cfg, nbytes=int(asked[1]) if asked else None) from error
+
+
+class _CheckSizes(TorchFunctionMode):
+    """Compare each large tensor that is made on the CPU with the available memory first."""
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self._cfg = cfg
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = torch.device(kwargs.get("device") or torch.get_default_device())
+        if func in _FACTORIES and device.type == "cpu" and kwargs.get("out") is None:
+            plain = {name: value for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
+            self._check(func(*args, **plain | {"device": "meta"}))
+        elif func is torch.Tensor.clone and args[0].device.type == "cpu":  # as a copy of a module does
+            self._check(args[0])
+        return func(*args, **kwargs)
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes < _CHECKED_FROM:
+            return
+        free = available_memory()
+        if free is not None and nbytes > free:
+            raise _too_large(self._cfg, shape=tuple(tensor.shape), nbytes=nbytes, free=free)
+
+
+def _too_large(
+    cfg: Any, *, shape: tuple[int, ...] = (), nbytes: int | None = None, free: int | None = None
+) -> ConfigError:
+    """Return the error, which names the integers below MODEL that a dimension of the tensor is a multiple of."""
+    integers = {
+        key.path: value
+        for key, value in cfg.keys_below()
+        if key.path.startswith("MODEL.") and isinstance(value, int) and not isinstance(value, bool)
+    }
+    large = {name: value for name, value in integers.items() if value >= _LEAST_SIZE}
+    fitting = {name: value for name, value in large.items() if any(size and size % value == 0 for size in shape)}
+    chosen = sorted((fitting or large).items(), key=lambda item: -item[1])
+    what = f"a tensor of shape {shape}" if shape else "a tensor"
+    takes = f"{what} takes {_gigabytes(nbytes)}" if nbytes else f"{what} is too large"
+    there = f", and {_gigabytes(free)} are available" if free is not None else ""
+    found = f"\n  found: {', '.join(f'{name} {value}' for name, value in chosen[:3])}" if chosen else ""
+    lower = chosen[0][0] if chosen else "the sizes below MODEL"
+    return ConfigError(f"the model does not fit into memory: {takes}{there}.{found}\n  fix: lower {lower}")
+
+
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.{0 if nbytes >= 1e11 else 1}f} GB"

@@ -1,0 +1,116 @@
+"""A model that does not fit into memory: one message with the key and the size, before anything is written to it."""
+
+import re
+
+import pytest
+import tiny
+import torch
+import train_net
+
+from fastamp.amp.rehearsal import is_out_of_memory
+from fastamp.cli import main
+from fastamp.config import get_cfg
+from fastamp.modeling import BACKBONE_REGISTRY, build_model, memory
+from fastamp.utils import env
+from fastamp.utils.errors import ConfigError
+
+
+@BACKBONE_REGISTRY.register()
+def build_unchecked_backbone(cfg):
+    """Make its weights by a constructor that is not checked beforehand."""
+    return torch.nn.ParameterList([torch.nn.Parameter(torch.Tensor(cfg.MODEL.HEADS.EMBEDDING_DIM, 2048))])
+
+
+def config(*opts):
+    cfg = get_cfg()
+    cfg.merge_from_list(tiny.tiny_options("unused", "MODEL.HEADS.NUM_CLASSES", "7", *opts))
+    return cfg
+
+
+def test_the_key_and_the_size_are_named(monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda: 10**9)
+    with pytest.raises(ConfigError) as error:
+        build_model(config("MODEL.HEADS.EMBEDDING_DIM", "50000000"))
+    text = str(error.value)
+    assert "a tensor of shape (50000000, 16, 1, 1) takes 3.2 GB, and 1.0 GB are available" in text
+    assert "MODEL.HEADS.EMBEDDING_DIM 50000000" in text and "fix: lower MODEL.HEADS.EMBEDDING_DIM" in text
+
+
+def test_what_fits_is_built_and_is_the_same(monkeypatch):
+    states = []
+    for available in (10**9, None):
+        monkeypatch.setattr(memory, "available_memory", lambda available=available: available)
+        torch.manual_seed(0)
+        states.append(build_model(config("MODEL.HEADS.EMBEDDING_DIM", "2048")).state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0] | states[1])
+
+
+@pytest.mark.parametrize(
+    "opts, key",
+    [
+        (("MODEL.HEADS.NUM_CLASSES", "1000000000"), "MODEL.HEADS.NUM_CLASSES"),
+        (("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "1000000000"), "MODEL.QUEUE_SIZE"),
+        (("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.HEADS.EMBEDDING_DIM", "40000000"), "MODEL.HEADS.EMBEDDING_DIM"),
+    ],
+)
+def test_other_keys(monkeypatch, opts, key):
+    monkeypatch.setattr(memory, "available_memory", lambda: 10**9)
+    with pytest.raises(ConfigError, match=f"fix: lower {key}"):
+        build_model(config(*opts))
+
+
+def test_without_a_known_memory_the_allocator_refuses(monkeypatch):
+    """More than the 128 TB that a process can address on x86-64."""
+    monkeypatch.setattr(memory, "available_memory", lambda: None)
+    for name in ("build_tiny_backbone", "build_unchecked_backbone"):
+        opts = ("MODEL.BACKBONE.NAME", name, "MODEL.HEADS.EMBEDDING_DIM", str(10**13))
+        with pytest.raises(ConfigError, match=r"does not fit(.|\n)*GB(.|\n)*lower MODEL\.HEADS\.EMBEDDING_DIM"):
+            build_model(config(*opts))
+
+
+def test_other_errors_pass():
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(RuntimeError("std::bad_alloc"))
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"))
+    assert not is_out_of_memory(RuntimeError("shape mismatch")) and not is_out_of_memory(KeyError("out of memory"))
+    with pytest.raises(RuntimeError, match="mine"), memory.building_model(get_cfg()):
+        raise RuntimeError("mine")
+
+
+def test_training_ends_with_exit_code_2(demo, tmp_path, capfd):
+    options = tiny.tiny_options(tmp_path, "MODEL.HEADS.EMBEDDING_DIM", "1000000000000")
+    assert train_net.cli(options) == 2
+    err = capfd.readouterr().err
+    assert "error: the model does not fit into memory" in err and "Traceback" not in err
+
+
+def test_a_checkpoint_whose_config_asks_for_it(demo, checkpoint, tmp_path, capfd):
+    """By each command that takes the config of a checkpoint."""
+    content = torch.load(checkpoint, weights_only=True)
+    text, count = re.subn(r"EMBEDDING_DIM: 0\b", "EMBEDDING_DIM: 1000000000000", content["config"])
+    assert count == 1
+    path = tmp_path / "hostile.pth"
+    torch.save(content | {"config": text}, path)
+    image = str(next(demo.rglob("*.png"), None) or next(demo.rglob("*.jpg")))
+    for argv in (
+        ["compare", str(path), image, image],
+        ["extract", str(path), "Demo", "-o", str(tmp_path / "out.npz")],
+        ["export", str(path), str(tmp_path / "out.onnx")],
+    ):
+        assert main(argv) == 2, argv
+        err = capfd.readouterr().err
+        assert "the model does not fit into memory" in err and "Traceback" not in err, err
+
+
+def test_the_memory_of_a_container_counts(tmp_path, monkeypatch):
+    whole = env.available_memory()
+    if whole is None:
+        pytest.skip("this system does not say how much memory is available")
+    folder = tmp_path
+    (folder / "limit").write_text("1000000\n")
+    (folder / "used").write_text("900000\n")
+    (folder / "memory.stat").write_text("anon 5\nactive_file 100\ninactive_file 200\n")
+    group = (str(folder), "limit", "used", ("active_file", "inactive_file"))
+    monkeypatch.setattr(env, "_MEMORY_GROUPS", (group,))
+    assert env.available_memory() == 100_300
+    (folder / "limit").write_text("max\n")
+    assert env.available_memory() > 100_300
