@@ -185,7 +185,8 @@ def open_with_pil(source: str | os.PathLike[str] | Any) -> Image.Image:
 def image_from_pil(image: Image.Image, channels: int = 3) -> Tensor:
     """Convert a PIL image to a tensor, with the pixels that ``read_image`` returns for its file.
 
-    Only of a CMYK JPEG file, which torchvision decodes in ``read_image``, may values differ, by up to 3.
+    Values may differ by up to 3 for a CMYK JPEG file, which torchvision decodes in ``read_image``, and more for a JPEG
+    file that ``read_image`` decodes at a fraction of its size: a PIL image is decoded at full size.
 
     Args:
         image: of any mode except F (32-bit floats); turned upright by its EXIF orientation.

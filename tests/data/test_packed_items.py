@@ -164,6 +164,7 @@ def test_packed_items_are_the_tuples_that_they_are_made_of():
         packed[5]
     assert packed[1:4] == expected[1:4] and packed.take(np.array([4, 0])) == [expected[4], expected[0]]
     assert packed[2:] + packed[:2] == expected[2:] + expected[:2] and packed[:1] + ITEMS[1:] == expected
+    assert ITEMS[:2] + packed[2:] == expected
     assert pickle.loads(pickle.dumps(packed)) == expected
     assert packed.pids.unique()[0] == ["x_1", "x_2", 7, ""]
     renamed = packed.replace(pids=packed.pids.map(lambda pid: f"s_{pid}"), camids=packed.camids.map(str))

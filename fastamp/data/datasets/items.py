@@ -241,6 +241,9 @@ class PackedItems(Sequence[ImageItem]):
     def __add__(self, other: Iterable[tuple]) -> "PackedItems":
         return PackedItems.concat([self, PackedItems.of(other)])
 
+    def __radd__(self, other: Iterable[tuple]) -> "PackedItems":
+        return PackedItems.concat([PackedItems.of(other), self])
+
     def path(self, index: int) -> str:
         """Return the path of an image."""
         return self.folders[self.folder_of[index]] + self.names[index]
