@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp.fp32 import apply_force_fp32
+from fastamp.amp.layer_check import LayerError, check_layers, cloned, hooked, leaf_layers, relative_error
 from fastamp.amp.locate import (
     Location,
     all_finite,
@@ -23,7 +24,6 @@ from fastamp.amp.locate import (
 )
 from fastamp.amp.policy import PrecisionPolicy
 from fastamp.amp.rehearsal import Rehearsal
-from fastamp.utils.compiled import uncompiled
 from fastamp.utils.errors import TrainingError
 
 LOWEST_COSINE = 0.99
@@ -81,7 +81,7 @@ def measure_layers(
         LayerReport(
             name=name,
             kind=type(modules[name]).__name__,
-            error=_relative_error(low.samples.get(name), sample),
+            error=relative_error(low.samples.get(name), sample),
             own_error=reference.own_errors[name],
             magnitude=reference.magnitudes[name],
             limit_share=reference.magnitudes[name] / limit,
@@ -104,15 +104,6 @@ def lost_gradients(rehearsal: Rehearsal, policy: PrecisionPolicy, *, scale: floa
     return counts
 
 
-def _relative_error(value: torch.Tensor | None, reference: torch.Tensor) -> float:
-    """Return the L2 norm of the difference over that of the reference; infinity where ``value`` is not finite."""
-    if value is None or value.shape != reference.shape or not torch.isfinite(value).all():
-        return float("inf")
-    norm = float(torch.linalg.vector_norm(reference))
-    difference = float(torch.linalg.vector_norm(value - reference))
-    return difference / norm if norm else float(difference > 0) * float("inf") if difference else 0.0
-
-
 def _sample(output: Any) -> torch.Tensor:
     """Return evenly spread elements of the floating-point tensors in ``output``, as float32."""
     parts = [t.detach().float().reshape(-1) for t in tensors_in(output)]
@@ -130,7 +121,7 @@ class _Outputs:
 
     def __init__(self, model: nn.Module, beside: PrecisionPolicy | None = None) -> None:
         self.model = model
-        self.layers = {m: name for name, m in model.named_modules() if next(m.children(), None) is None}
+        self.layers = leaf_layers(model)
         self.beside = beside
         self.samples: dict[str, torch.Tensor] = {}
         self.magnitudes: dict[str, float] = {}
@@ -140,19 +131,12 @@ class _Outputs:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Have the hooks in place inside."""
-        handles = [layer.register_forward_hook(self._leave, with_kwargs=True) for layer in self.layers]
-        if self.beside:
-            handles += [layer.register_forward_pre_hook(self._enter, with_kwargs=True) for layer in self.layers]
-        try:
-            with uncompiled(self.model):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        enter = self._enter if self.beside else None
+        with hooked(self.model, self.layers, enter=enter, leave=self._leave):
+            yield
 
     def _enter(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        # In-place layers write over their inputs; a copy has them for the second run.
-        self._inputs = tuple(t.clone() if isinstance(t, torch.Tensor) else t for t in args)
+        self._inputs = cloned(args)
 
     def _leave(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         name, sample = self.layers[layer], _sample(output)
@@ -161,7 +145,7 @@ class _Outputs:
         own_error = 0.0
         if self.beside:
             with self.beside.autocast():
-                own_error = _relative_error(_sample(type(layer).forward(layer, *self._inputs, **kwargs)), sample)
+                own_error = relative_error(_sample(type(layer).forward(layer, *self._inputs, **kwargs)), sample)
         self.samples[name] = sample
         self.magnitudes[name] = max(self.magnitudes.get(name, 0.0), magnitude(output))
         self.own_errors[name] = max(self.own_errors.get(name, 0.0), own_error)
@@ -190,11 +174,13 @@ class Soundness:
         location: where it fails; None when losses, gradients (at some loss scale) and features are finite.
         cosine: mean embedding cosine to float32; None where it fails, or features are no (B, D) tensor.
         near: whether that is near enough; always for an untrained model, see ``Rehearsal.untrained``.
+        layers: those that differ from themselves, or from float32 by more than rounding explains.
     """
 
     location: Location | None
     cosine: float | None = None
     near: bool = True
+    layers: tuple[LayerError, ...] = ()
 
     @property
     def finite(self) -> bool:
@@ -204,7 +190,13 @@ class Soundness:
     @property
     def sound(self) -> bool:
         """Whether it is finite, and near enough to float32."""
-        return self.finite and self.near
+        return self.finite and self.near and not self.layers
+
+    def describe(self) -> str:
+        """Return what does not hold."""
+        if self.location:
+            return self.location.describe()
+        return self.layers[0].describe() if self.layers else f"embedding cosine {self.cosine:.3f}"
 
 
 def check_soundness(
@@ -222,13 +214,15 @@ def check_soundness(
     """
     if not rehearsal.train(policy, checked=True).finite:
         return Soundness(locate(rehearsal, policy))
-    low = rehearsal.evaluate(eval_policy)
+    wrong, low = check_layers(rehearsal, policy)
+    if eval_policy.dtype != policy.dtype:
+        low = rehearsal.evaluate(eval_policy)
     if not all_finite(low):
-        return Soundness(locate_in_evaluation(rehearsal, eval_policy))
+        return Soundness(locate_in_evaluation(rehearsal, eval_policy), layers=tuple(wrong))
     if not isinstance(low, torch.Tensor) or low.dim() != 2:
-        return Soundness(None)
+        return Soundness(None, layers=tuple(wrong))
     cosine = float(F.cosine_similarity(low, features, dim=1).mean())
-    return Soundness(None, cosine, near=cosine >= LOWEST_COSINE or rehearsal.untrained)
+    return Soundness(None, cosine, near=cosine >= LOWEST_COSINE or rehearsal.untrained, layers=tuple(wrong))
 
 
 def search_force_fp32(
@@ -280,7 +274,7 @@ def search_force_fp32(
         while not state.sound:
             if count > max(8, len(layers)) or count > 2 * len(candidates):
                 return None
-            report(f"embedding cosine {state.cosine:.4f}: forcing the {count} layers with the largest errors")
+            report(f"{state.describe().splitlines()[0]}; forcing the {count} layers with the largest errors")
             taken, count = candidates[:count], 2 * count
             state = judge(chosen + taken)
             if state is None or not state.finite:

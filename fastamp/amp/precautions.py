@@ -189,6 +189,8 @@ class Precautions:
             message += (
                 "\n  or:    SOLVER.AMP off, or SOLVER.AMP.PREFLIGHT fallback, which goes on in a precision that holds"
             )
+        if report.kernel:  # a replay of the training step would not show it
+            return message
         return self._with_file(
             message,
             step,

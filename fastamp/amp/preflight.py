@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fastamp.amp.layer_check import check_layers
 from fastamp.amp.locate import Location, all_finite, largest_finite_scale, locate, locate_in_evaluation, search
 from fastamp.amp.policy import PrecisionPolicy, dtype_name
 from fastamp.amp.refusal import IN_TRAINING, first_line, refusal, shapes_of
@@ -21,6 +22,13 @@ from fastamp.utils.errors import TrainingError, UserError
 LOWEST_COSINE = 0.9
 """A mean cosine between a trained model's embeddings in the two precisions below this is a failure: ranking would be
 another one."""
+
+_CHECKED_IMAGES = 16
+"""Images on which layers are checked one by one; the training pass that is repeated has all."""
+
+_LARGEST_REPEAT = 0.1
+"""Relative L2 difference between the gradients of two passes in low precision from the same state above this is a
+failure. Sums in another order, as CUDA's atomics have them, stay far below."""
 
 
 @dataclass
@@ -37,6 +45,8 @@ class PreflightReport:
         cosine: (mean, lowest) cosine between the embeddings under the policy and in float32; None when not compared.
         unreached: trainable parameters that no loss reaches.
         images: how many were compared with float32, and how many the batch has.
+        kernel: whether the problem is a layer or a pass that differs from itself, or from float32 on the same input,
+            by more than rounding explains.
     """
 
     policy: PrecisionPolicy
@@ -48,6 +58,7 @@ class PreflightReport:
     cosine: tuple[float, float] | None = None
     unreached: list[str] = field(default_factory=list)
     images: tuple[int, int] = (0, 0)
+    kernel: bool = False
 
     def describe(self) -> str:
         """Return a line or a few for the log."""
@@ -81,8 +92,9 @@ def preflight(
     """Try one batch: in float32 first, then under the policy; in training, then in evaluation.
 
     A model that fails in float32 is reported as that. Under the policy losses and gradients must be finite, the latter
-    at some loss scale, and the embeddings must point where float32's do. Buffers, gradients, modes and random states
-    are afterwards what they were, bit for bit.
+    at some loss scale, and the embeddings must point where float32's do. Each layer must return the same values again
+    for the same input, and those of float32 up to rounding, whether the model is trained or not (see
+    ``check_layers``). Buffers, gradients, modes and random states are afterwards what they were, bit for bit.
 
     Args:
         model: in training mode, with what is frozen frozen.
@@ -108,6 +120,7 @@ def preflight(
     order = report.location.order if report.location else 0
     report.problem = comm.first_text(report.problem, order)
     report.in_float32 = comm.any_rank(report.in_float32)
+    report.kernel = comm.any_rank(report.kernel)
     if report.loss_scale is not None:
         report.loss_scale = -comm.largest(-report.loss_scale)
     return report
@@ -142,6 +155,8 @@ def _try_here(
         )
         return
     if policy.enabled:
+        _check_layers(report, model, part_of(part, min(count, _CHECKED_IMAGES)), frozen)
+    if policy.enabled and not report.problem:
         _try_training(report, model, batch, scaler, frozen)
     if eval_policy.enabled and not report.problem:
         _compare_embeddings(report, model, part, eval_policy, features, frozen)
@@ -174,6 +189,32 @@ def _in_float32(
                     f"in evaluation mode the model returned a {type(features).__name__}, not a tensor of (B, D) "
                     "features.\n  fix: return the features when self.training is False"
                 )
+        count //= 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _check_layers(report: PreflightReport, model: nn.Module, batch: dict[str, Any], frozen: tuple[str, ...]) -> None:
+    """Note the first layer that differs from itself or from float32, on half of the images if memory is short."""
+    policy, count = report.policy, batch_size(batch)
+    while True:
+        with (
+            Rehearsal(model, part_of(batch, count), frozen=frozen) as rehearsal,
+            _Stage(model, dtype_name(policy.dtype)) as stage,
+        ):
+            try:
+                wrong, _ = check_layers(rehearsal, policy)
+            except Exception as error:
+                if not (is_out_of_memory(error) and count >= 2):
+                    stage.explain(error, rehearsal.batch)
+            else:
+                if wrong:
+                    report.kernel = True
+                    others = [error.name for error in wrong[1:]]
+                    report.problem = wrong[0].describe()
+                    if others:
+                        report.problem += f"\n  too:   {', '.join(others[:5])}" + (", ..." if len(others) > 5 else "")
+                return
         count //= 2
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -228,6 +269,9 @@ def _try_training(
     with Rehearsal(model, batch, frozen=frozen) as rehearsal, _Stage(model, dtype_name(policy.dtype)) as stage:
         try:
             low = rehearsal.train(policy, scale=scale, checked=True)
+            if low.finite:
+                report.problem = _not_repeatable(rehearsal, policy, scale, low)
+                report.kernel = bool(report.problem)
             low.gradients.clear()
             found = scale if low.finite else None
             if scaler and not low.finite and not low.bad_losses:
@@ -235,6 +279,8 @@ def _try_training(
         except Exception as error:
             stage.explain(error, rehearsal.batch)
     report.losses = {name: (value, low.losses[name]) for name, (value, _) in report.losses.items()}
+    if report.problem:
+        return
     if found is not None and (low.finite or found >= scaler.min_scale):
         report.loss_scale = found if scaler else None
         return
@@ -244,6 +290,42 @@ def _try_training(
         f"in {dtype_name(policy.dtype)} {_not_finite(low)}{whatever}; in float32 all are.\n"
         f"{_place(report.location, note)}"
     )
+
+
+def _not_repeatable(rehearsal: Rehearsal, policy: PrecisionPolicy, scale: float, first: TrainPass) -> str:
+    """Return what is wrong where a second training pass from the same state has other gradients; empty if nothing.
+
+    A model whose float32 passes differ as well draws random numbers of its own, e.g. with a seed from the clock.
+    """
+    difference, name = _difference(first, rehearsal.train(policy, scale=scale))
+    if difference <= _LARGEST_REPEAT:
+        return ""
+    first.gradients.clear()  # their memory is wanted
+    passes = [rehearsal.train(policy.in_float32()) for _ in range(2)]
+    if _difference(*passes)[0] > _LARGEST_REPEAT:
+        return ""
+    dtype = dtype_name(policy.dtype)
+    return (
+        f"two training passes in {dtype} from the same state have different gradients: relative difference "
+        f"{difference:.2g}, most of it in {name}; in float32 they agree.\n"
+        "  cause: a kernel of this device or PyTorch version returns different values from call to call.\n"
+        f"  fix:   SOLVER.AMP.FORCE_FP32 \"['{name.rpartition('.')[0]}']\", or SOLVER.AMP off, or another version of "
+        "PyTorch"
+    )
+
+
+def _difference(first: TrainPass, second: TrainPass) -> tuple[float, str]:
+    """Return the relative L2 difference of all gradients together, and the parameter that differs most."""
+    if not second.finite:
+        return float("inf"), (second.bad_gradients or second.bad_losses)[0]
+    names = [name for name in first.gradients if name in second.gradients]
+    if not names:
+        return 0.0, ""
+    before, after = ([each.gradients[name] for name in names] for each in (first, second))
+    changes = torch.stack(torch._foreach_norm(torch._foreach_sub(after, before))).double()
+    sizes = torch.stack(torch._foreach_norm(before)).double()
+    total = float(torch.linalg.vector_norm(sizes))
+    return (float(torch.linalg.vector_norm(changes)) / total if total else 0.0), names[int(changes.argmax())]
 
 
 def _not_finite(result: TrainPass) -> str:

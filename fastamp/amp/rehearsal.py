@@ -1,12 +1,14 @@
 """Passes of a model over one batch that leave no trace, so that a run goes on as if they had never been."""
 
 import copy
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -226,11 +228,25 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OF_PYTORCH}
 
 
-def _restorer(value: Any) -> Callable[[], Any] | None:
-    """Return what gives ``value`` the content that it has now; None where it cannot change, or is not looked into."""
+def restore_generator(value: Any) -> Callable[[], Any] | None:
+    """Return what resets a generator of PyTorch, NumPy or Python to its present state; None for any other value."""
     if isinstance(value, torch.Generator):
         state = value.get_state()
         return lambda: value.set_state(state)
+    if isinstance(value, (np.random.Generator, np.random.RandomState)):
+        bits = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator
+        state = copy.deepcopy(bits.state)
+        return lambda: setattr(bits, "state", state)
+    if isinstance(value, random.Random):
+        state = value.getstate()
+        return lambda: value.setstate(state)
+    return None
+
+
+def _restorer(value: Any) -> Callable[[], Any] | None:
+    """Return what gives ``value`` the content that it has now; None where it cannot change, or is not looked into."""
+    if (restore := restore_generator(value)) is not None:
+        return restore
     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
         kept = value.detach().clone()
         return lambda: value.copy_(kept) if not (value.requires_grad or value.is_inference()) else None

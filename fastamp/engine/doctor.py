@@ -129,7 +129,7 @@ def _examine(
             found.failure, found.force_fp32 = str(error), None
             return found
         if not state.sound:
-            found.failure = state.location.describe() if state.location else f"embedding cosine {state.cosine:.3f}"
+            found.failure = state.describe()
             logger.info("%s: %s", found.dtype, found.failure)
         found.force_fp32 = progress(
             f"{found.dtype}: search for modules that must be float32",
