@@ -67,16 +67,18 @@ class Baseline(ImageModel):
         """Return what a subclass takes besides, from a config with the backbone's ``FEAT_DIM``."""
         return {}
 
-    def forward(self, batch: dict[str, Any]) -> torch.Tensor | dict[str, torch.Tensor]:
+    def forward(self, batch: dict[str, Any] | torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         """Compute features, or losses.
 
         Args:
             batch: ``{"images": (B, C, H, W) in 0..255}``, in training mode also ``"targets": (B,) int64``; with camera
-                or view embeddings ``"camids"`` and ``"viewids"``, (B,) int64 from 0.
+                or view embeddings ``"camids"`` and ``"viewids"``, (B,) int64 from 0. In evaluation mode also the
+                images alone.
 
         Returns:
             In evaluation mode (B, D) float32 features; in training mode loss name -> () float32.
         """
+        batch = self.as_batch(batch)
         maps = self.feature_maps(batch)
         if not self.training:
             return self.heads(maps)

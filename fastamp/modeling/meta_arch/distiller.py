@@ -89,8 +89,9 @@ class Distiller(Baseline):
             self.ema.eval()
         return self
 
-    def forward(self, batch: dict[str, Any]) -> torch.Tensor | dict[str, torch.Tensor]:
+    def forward(self, batch: dict[str, Any] | torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         """Compute features, or losses; see ``Baseline.forward``."""
+        batch = self.as_batch(batch)
         if self.training and self.ema is not None:
             self.ema.update(self, statistics=True)
         return super().forward(batch | {"images": batch["images"].to(self.device, non_blocking=True)})

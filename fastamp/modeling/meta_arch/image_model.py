@@ -1,5 +1,6 @@
 """What every meta-architecture does first: normalize images and run the backbone."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -48,6 +49,41 @@ class ImageModel(nn.Module):
         # Pixels travel as they come, e.g. as uint8, a quarter of float32's bytes.
         images = images.to(self.device, non_blocking=True)
         return (images - self.pixel_mean) / self.pixel_std
+
+    def as_batch(self, batch: dict[str, Any] | torch.Tensor) -> dict[str, Any]:
+        """Return what the model was called with as a batch; a tensor of images is one in evaluation mode.
+
+        Args:
+            batch: ``{"images": (B, C, H, W) in 0..255, ...}``, or the images alone, as FastReID's models take them.
+
+        Raises:
+            TypeError: it is neither, or a tensor in training mode, which needs targets.
+            KeyError: there are no images in it.
+            ValueError: the images have another number of dimensions or channels.
+        """
+        if isinstance(batch, torch.Tensor):
+            if self.training:
+                raise TypeError(
+                    f"{type(self).__name__} is in training mode and needs a dict with images and targets; found a "
+                    'tensor.\n  fix: model.eval(), or model({"images": images, "targets": targets})'
+                )
+            batch = {"images": batch}
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f"{type(self).__name__} takes a dict or, in evaluation mode, a tensor of images (B, C, H, W) in "
+                f"0..255; found {type(batch).__name__}.\n"
+                '  fix: model({"images": images}); from files, fastamp.Predictor(checkpoint).features(paths)'
+            )
+        if "images" not in batch:
+            raise KeyError(f'the batch has no "images"; found: {", ".join(map(str, batch))}')
+        images, channels = batch["images"], self.pixel_mean.shape[1]
+        if not isinstance(images, torch.Tensor) or images.dim() != 4 or images.shape[1] != channels:
+            found = tuple(images.shape) if hasattr(images, "shape") else type(images).__name__
+            raise ValueError(
+                f"images are {found}; expected a tensor (B, {channels}, H, W) in 0..255.\n"
+                "  fix: images[None] for a single image, images.permute(0, 3, 1, 2) where the channels come last"
+            )
+        return batch
 
     def feature_maps(self, batch: dict[str, Any], backbone: nn.Module | None = None) -> torch.Tensor:
         """Return what the backbone makes of a batch's images, and of their cameras and views where it takes those.

@@ -97,16 +97,18 @@ class MGN(ImageModel):
             **normalization(cfg),
         )
 
-    def forward(self, batch: dict[str, Any]) -> torch.Tensor | dict[str, torch.Tensor]:
+    def forward(self, batch: dict[str, Any] | torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         """Compute features, or losses.
 
         Args:
-            batch: ``{"images": (B, C, H, W) in 0..255}``, in training mode also ``"targets": (B,) int64``.
+            batch: ``{"images": (B, C, H, W) in 0..255}``, in training mode also ``"targets": (B,) int64``. In
+                evaluation mode also the images alone.
 
         Returns:
             In evaluation mode (B, 8 D) float32 features, in the order of ``HEADS``; in training mode loss name with
             the head's -> () float32.
         """
+        batch = self.as_batch(batch)
         maps = self._head_maps(batch)
         if not self.training:
             return torch.cat([self.get_submodule(f"{name}_head")(maps[name]) for name in HEADS], dim=1)

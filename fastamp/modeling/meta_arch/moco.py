@@ -80,8 +80,9 @@ class MoCo(Baseline):
             "force_fp32": cfg.SOLVER.AMP.FORCE_FP32,
         }
 
-    def forward(self, batch: dict[str, Any]) -> torch.Tensor | dict[str, torch.Tensor]:
+    def forward(self, batch: dict[str, Any] | torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         """Compute features, or losses; see ``Baseline.forward``."""
+        batch = self.as_batch(batch)
         if self.training:
             self.key_encoder.update(self, statistics=False)
         return super().forward(batch)

@@ -1,0 +1,66 @@
+"""What a model may be called with: a batch, and in evaluation mode the images alone, as FastReID's models."""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from fastamp.modeling import build_model
+
+IMAGES = torch.randint(256, (4, 3, 96, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+KINDS = {
+    "Baseline": (),
+    "MoCo": ("MODEL.QUEUE_SIZE", "20"),
+    "Distiller": ("KD.EMA.ENABLED", "True"),
+    "MGN": ("MODEL.BACKBONE.NAME", "build_resnet_backbone", "MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM",
+            "512", "MODEL.HEADS.EMBEDDING_DIM", "8"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request):
+    opts = ("MODEL.META_ARCHITECTURE", request.param, "MODEL.HEADS.NUM_CLASSES", "4", *KINDS[request.param])
+    torch.manual_seed(0)
+    return build_model(tiny.tiny_config("unused", *opts))
+
+
+def test_images_alone_give_the_features_of_the_batch(model):
+    model.eval()
+    with torch.no_grad():
+        expected = model({"images": IMAGES})
+        for images in (IMAGES, IMAGES.float()):
+            assert torch.equal(model(images), expected)
+    assert expected.shape[0] == 4 and expected.dtype == torch.float32
+
+
+def test_training_needs_a_batch_with_targets(model):
+    model.train()
+    with pytest.raises(TypeError, match=rf"{type(model).__name__} is in training mode(.|\n)*model\.eval\(\)"):
+        model(IMAGES)
+    with pytest.raises(KeyError, match=r"targets"):
+        model({"images": IMAGES})
+    assert all(loss.isfinite() for loss in model({"images": IMAGES, "targets": torch.tensor([0, 0, 1, 1])}).values())
+
+
+@pytest.mark.parametrize(
+    "batch, error, message",
+    [
+        (IMAGES.numpy(), TypeError, "found ndarray"),
+        ([IMAGES], TypeError, "found list"),
+        ("a.jpg", TypeError, r"Predictor\(checkpoint\)\.features\(paths\)"),
+        (None, TypeError, "found NoneType"),
+        ({"image": IMAGES}, KeyError, 'no "images"; found: image'),
+        (IMAGES[0], ValueError, r"\(3, 96, 32\); expected a tensor \(B, 3, H, W\)"),
+        (IMAGES.permute(0, 2, 3, 1), ValueError, r"permute\(0, 3, 1, 2\)"),
+        (IMAGES[:, :1], ValueError, r"\(4, 1, 96, 32\)"),
+        ({"images": np.zeros((4, 3, 8, 8))}, ValueError, r"\(4, 3, 8, 8\); expected a tensor"),
+        ({"images": [1]}, ValueError, "images are list"),
+    ],
+)
+def test_other_inputs_are_explained(model, batch, error, message):
+    for mode in (True, False):
+        model.train(mode)
+        if mode and isinstance(batch, torch.Tensor):
+            continue
+        with pytest.raises(error, match=message):
+            model(batch)
