@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from fastamp.engine import torchrun
 from fastamp.engine.command_line import outcome_of, say
 from fastamp.engine.lifeline import GRACE_SECONDS, Lifeline, Outcome, causes_among, connect, is_consequence
 from fastamp.utils import comm
@@ -56,6 +57,8 @@ def launch(
         ConfigError: numbers that do not fit each other, or several machines without a ``dist_url``.
         SystemExit: a process that was started failed, with its exit code. Under torchrun the process itself ends.
     """
+    if torchrun.is_rank():
+        torchrun.end_with_agent()
     if int(os.environ.get("WORLD_SIZE") or 1) > 1 and "RANK" in os.environ:
         local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
@@ -66,7 +69,8 @@ def launch(
                 for cause in causes:
                     say(cause)
 
-        return _run_in_group(main_func, args, local_rank, local_size, tell, init_method="env://")
+        wait = torchrun.wait_for_other_agents if torchrun.is_rank() else _no_wait
+        return _run_in_group(main_func, args, local_rank, local_size, tell, wait, init_method="env://")
     if num_gpus_per_machine < 1 or num_machines < 1 or not 0 <= machine_rank < num_machines:
         raise ConfigError(
             f"--num-gpus {num_gpus_per_machine} --num-machines {num_machines} --machine-rank {machine_rank}: expected "
@@ -82,6 +86,10 @@ def launch(
     return None
 
 
+def _no_wait() -> None:
+    """Let a process end at once."""
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -94,6 +102,7 @@ def _run_in_group(
     local_rank: int,
     local_size: int,
     tell: Callable[[list[Outcome]], None],
+    wait: Callable[[], None] = _no_wait,
     **group: Any,
 ) -> Any:
     """Return what ``main_func(*args)`` returns with the process group up; a failure ends this process and all others.
@@ -101,6 +110,7 @@ def _run_in_group(
     Args:
         local_rank, local_size: which of this machine's processes this is, and how many these are.
         tell: gets the causes before this process ends.
+        wait: returns when it may end after a failure.
         group: of ``init_process_group``. Tensors on the host travel by gloo, those on CUDA devices by NCCL.
 
     Raises:
@@ -113,7 +123,7 @@ def _run_in_group(
     try:
         dist.init_process_group(backend, **group)
         host = urlsplit(group["init_method"]).hostname or os.environ.get("MASTER_ADDR")
-        lifeline = Lifeline(connect("127.0.0.1" if dist.get_world_size() == local_size else host), tell)
+        lifeline = Lifeline(connect("127.0.0.1" if dist.get_world_size() == local_size else host), tell, wait)
     except (ValueError, RuntimeError, OSError) as error:
         raise ConfigError(
             f"the processes of the training could not meet ({str(error).splitlines()[0]}).\n"

@@ -76,12 +76,16 @@ class Lifeline:
     Args:
         links: rank -> connection, see ``connect``.
         tell: is called once with the causes, before the process ends.
+        wait: is called after that, when all processes are told, and returns when this one may end.
     """
 
-    def __init__(self, links: dict[int, "_Link"], tell: Callable[[list[Outcome]], None]) -> None:
+    def __init__(
+        self, links: dict[int, "_Link"], tell: Callable[[list[Outcome]], None], wait: Callable[[], None] = lambda: None
+    ) -> None:
         self.rank, self.size = comm.get_rank(), comm.get_world_size()
         self._links = links
         self._tell = tell
+        self._wait = wait
         self._own: Outcome | None = None
         self._outcomes: dict[int, Outcome] = {}
         self._closed: set[int] = set()
@@ -171,6 +175,10 @@ class Lifeline:
                 for listener in self._listeners:  # they must have read it before the connections break
                     if listener is not threading.current_thread():
                         listener.join(GRACE_SECONDS / self.size)
+            for link in self._links.values():  # rank 0 does not wait for what follows
+                with suppress(OSError):
+                    link.socket.shutdown(socket.SHUT_WR)
+            self._wait()
             for child in multiprocessing.active_children():
                 child.kill()
         finally:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fastamp.engine.launch import _READY, _worker
 from fastamp.engine.lifeline import Outcome, causes_among, is_consequence
+from fastamp.engine.torchrun import count_store_users
 
 SCRIPT = str(Path(__file__).parents[1] / "helpers/failing_launch.py")
 DIED = "the process of rank 1 ended without a word"
@@ -53,6 +54,62 @@ def test_a_bug_under_torchrun_ends_the_other_machine_that_waits_for_something_el
         ours = each[each.index("rank 1: ") : each.index("torch/distributed/elastic")]
         assert ours.startswith("rank 1: Traceback") and ours.count("AssertionError: a bug") == 1, each
         assert "Connection" not in each and "exitcode  : 1" in each
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_agents_that_use_a_store_are_counted(monkeypatch):
+    code = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); s.recv(1)"
+    with socket.create_server(("127.0.0.1", 0)) as store, socket.create_server(("127.0.0.1", 0)) as ranks:
+        port = store.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(ranks.getsockname()[1]))
+        assert count_store_users(os.getpid()) == 0
+        with socket.create_connection(("127.0.0.1", port)), store.accept()[0]:
+            assert count_store_users(os.getpid()) == 0  # the agent's own
+            with (
+                subprocess.Popen([sys.executable, "-c", code, str(port)]) as other,
+                subprocess.Popen([sys.executable, "-c", code, str(ranks.getsockname()[1])]) as rank,
+                store.accept()[0],
+                ranks.accept()[0],
+            ):
+                assert count_store_users(os.getpid()) == 1
+                assert count_store_users(other.pid) == 0  # which hosts none
+                other.kill()
+                other.wait()
+                deadline = time.monotonic() + 20
+                while count_store_users(os.getpid()) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                assert count_store_users(os.getpid()) == 0
+                rank.kill()
+
+
+def test_the_ranks_of_a_killed_agent_end(tmp_path):
+    """Those of one machine, and with them those of the other."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, SCRIPT, str(tmp_path / "pid"), "1", "1"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    agents = [subprocess.Popen(torchrun, stderr=subprocess.DEVNULL, env=env) for _ in range(2)]
+    try:
+        deadline = time.monotonic() + 120
+        while len(ranks := [int(path.suffix[1:]) for path in tmp_path.glob("pid.*")]) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        agents[0].kill()
+        while any(_is_running(pid) for pid in ranks):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert agents[1].wait(60) == 1
+    finally:
+        for each in agents:
+            each.kill()
+            each.wait()
+
+
+def _is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _start_and_be_killed(meeting, started):

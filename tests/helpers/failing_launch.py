@@ -1,5 +1,6 @@
 """Processes that meet again and again until one fails: failing_launch.py FAULT RANK PROCESSES [MACHINES MACHINE URL].
 
+A FAULT that is a path is none: each process makes a file of this name, with its process number as suffix, and waits.
 Under torchrun PROCESSES and what follows are of no consequence.
 """
 
@@ -8,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from forked import launch_forked
 
@@ -19,6 +21,9 @@ from fastamp.utils.errors import DataError
 def main(fault: str, failing: int) -> None:
     # Like a worker that loads data it holds what its parent has open, also when that is dead.
     multiprocessing.get_context("fork").Process(target=time.sleep, args=(8,), daemon=True).start()
+    if "/" in fault:
+        Path(f"{fault}.{os.getpid()}").touch()
+        time.sleep(1000)
     for step in range(10000):
         if step == 5 and comm.get_rank() == failing:
             if fault == "killed":
