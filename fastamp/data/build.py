@@ -113,7 +113,7 @@ def build_reid_test_loader(
         The loader, whose batches have the place of each image in ``indices``, and the number of query images.
 
     Raises:
-        DataError: the data set is missing or empty.
+        DataError: the data set is missing or empty, or the images of the first batch have different sizes.
         ConfigError: a value is out of range, or a name unknown.
     """
     rank, world_size = _place(rank, world_size)
@@ -143,6 +143,9 @@ def build_reid_test_loader(
     if asked == -1:
         key, asked = "DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS
     _use_store(dataset, cfg)
+    if transforms.resize.output_size is None:
+        # Images of different sizes fail here, before a training, and not at its first evaluation.
+        dataset.__getitems__(next(iter(batch_sampler)))
     loader = TestLoader(dataset, batch_sampler, num_workers=worker_count(key, asked), device=_device(cfg))
     return loader, len(source.query)
 

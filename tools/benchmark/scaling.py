@@ -27,7 +27,7 @@ from torch import nn
 
 from fastamp.amp import resolve_device
 from fastamp.amp.machine import inspect_machine
-from fastamp.config import CfgNode
+from fastamp.config import CfgNode, fixed_input_size
 from fastamp.engine import TRAINER_REGISTRY, launch
 from fastamp.engine.setup import read_config
 from fastamp.modeling import build_model
@@ -127,13 +127,15 @@ def prediction(step: float, size: int, batch: int) -> str:
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
+def _image_size(cfg: CfgNode) -> tuple[int, int]:
+    return fixed_input_size(cfg, is_train=True, needed_by="this benchmark")
+
+
 def batches(cfg: CfgNode) -> Iterator[dict[str, torch.Tensor]]:
     """Yield this process's share of the same random batch without end."""
     size, generator = cfg.SOLVER.IMS_PER_BATCH, torch.Generator().manual_seed(0)
     share = slice(*comm.own_share(size))
-    images = torch.randint(
-        256, (size, cfg.INPUT.CHANNELS, *cfg.INPUT.SIZE_TRAIN), dtype=torch.uint8, generator=generator
-    )
+    images = torch.randint(256, (size, cfg.INPUT.CHANNELS, *_image_size(cfg)), dtype=torch.uint8, generator=generator)
     batch = {"images": images[share], "targets": (torch.arange(size) // 4)[share]}
     batch |= {name: torch.zeros_like(batch["targets"]) for name in ("camids", "viewids")}
     while True:
@@ -250,7 +252,7 @@ def main() -> None:
     found = compare(args, (1, args.processes))
     batch, alone = cfg.SOLVER.IMS_PER_BATCH, found[1]["step"]
     precision = "AMP" if cfg.SOLVER.AMP.ENABLED else "float32"
-    size, mib = "x".join(map(str, cfg.INPUT.SIZE_TRAIN)), found[1]["bytes"] / 2**20
+    size, mib = "x".join(map(str, _image_size(cfg))), found[1]["bytes"] / 2**20
     print(
         f"measured: {Path(args.config_file).stem}, {size}, {precision}, global batch {batch}, gradients {mib:.1f} MiB"
     )

@@ -279,7 +279,7 @@ class VisionTransformer(nn.Module):
                 found = grid_of(positions.shape[1] - 1, like=self.grid)
                 notes.append(
                     f"its position embedding of {found[0]} x {found[1]} patches was resized to {self.grid[0]} x "
-                    f"{self.grid[1]} (INPUT.SIZE_TRAIN, MODEL.BACKBONE.STRIDE_SIZE)"
+                    f"{self.grid[1]} (INPUT.SIZE_TRAIN or CROP.SIZE, MODEL.BACKBONE.STRIDE_SIZE)"
                 )
                 positions = resize_positions(positions, found, self.grid)
             state["pos_embed"] = positions
