@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from fastamp.engine import torchrun
 from fastamp.engine.command_line import resume_command
 from fastamp.engine.hooks import StopOnSignal
 
@@ -31,6 +32,29 @@ def test_the_second_signal_ends_at_once_but_not_the_first_passed_on(monkeypatch,
             hook._received_at -= hook.SAME_WITHIN
             signal.raise_signal(number)
             assert ended == [(os.getpid(), number)] and signal.getsignal(number) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("before", [None, signal.SIGUSR1])
+def test_a_training_whose_agent_is_gone_stops_as_after_a_signal(monkeypatch, before):
+    """Unless it is stopping already, which a second signal would cut short."""
+    ended, signals, slept = [], [], []
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(torchrun.time, "sleep", slept.append)
+    hook = StopOnSignal(None)
+    with hook.watching():
+        hook.received = before
+        torchrun._watch(agent=-1)
+    assert signals == ([] if before else [(os.getpid(), signal.SIGTERM)])
+    assert slept == [torchrun._STOP_SECONDS] and ended == [1]
+
+
+def test_what_is_no_training_ends_at_once_when_its_agent_is_gone(monkeypatch):
+    ended, signals = [], []
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    torchrun._watch(agent=-1)
+    assert ended == [1] and not signals
 
 
 def resume(monkeypatch, argv, module=None, **environment):
