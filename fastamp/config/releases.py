@@ -89,9 +89,8 @@ def hint(path: str) -> str:
     if path not in _OLD_ONLY:
         return ""
     new = RENAMED.get(path) or REPLACED.get(path)
-    return f"{path!r} is a key of old releases of FastReID; " + (
-        f"it is {new} now." if new else "it has no counterpart."
-    )
+    now = f"it is {new} now." if new else "it has no counterpart."
+    return f"{path!r} is a key of old releases of FastReID; {now}"
 
 
 def detect(layers: Layers, known: set[str]) -> tuple[str, list[str]]:
@@ -132,6 +131,8 @@ def detect(layers: Layers, known: set[str]) -> tuple[str, list[str]]:
     elif first and last:
         others = last if release == "v0.1.1" else first
         lines.append(f"FastReID {release} did not have {_some(others)}: translated as in the release that had it")
+    if both := [key for keys in present.values() for key in keys]:
+        lines.append(f"no old release had {_some(both)}: taken as present keys")
     return release, lines
 
 
@@ -263,14 +264,18 @@ class _Translation:
 
     def _rates(self) -> None:
         """Translate learning rates, lengths and periods."""
-        first = self.release == "v0.1.1"
-        if first:
-            rule = {"SOLVER.EPOCH_SCHEDULE": "absolute", "SOLVER.LR_UPDATE": "iteration"}
-            why = "the rate changed each iteration, and epochs counted from the start"
+        first, warmup = self.release == "v0.1.1", self._settings["SOLVER.WARMUP_EPOCHS"]
+        if not first and warmup.name == "SOLVER.WARMUP_ITERS" and warmup.value > self["SOLVER.MAX_EPOCH"]:
+            # Releases after v1.0.0 had old keys yet, and the present schedule.
+            values = {"SOLVER.WARMUP_ITERS": warmup.value, "SOLVER.WARMUP_EPOCHS": 0}
+            self._put(values, "SOLVER.WARMUP_EPOCHS", why="more than all epochs, so iterations, as after v1.0.0")
         else:
             rule = {"SOLVER.EPOCH_SCHEDULE": "after_warmup", "SOLVER.LR_UPDATE": "epoch"}
             why = "the rate changed once an epoch, and epochs counted after the warm-up"
-        self._put(rule | {"SOLVER.WARMUP_ITERS": 0}, why=why)
+            if first:
+                rule = {"SOLVER.EPOCH_SCHEDULE": "absolute", "SOLVER.LR_UPDATE": "iteration"}
+                why = "the rate changed each iteration, and epochs counted from the start"
+            self._put(rule | {"SOLVER.WARMUP_ITERS": 0}, why=why)
         self._put({"SOLVER.SCHED": _value("SOLVER.SCHED", self["SOLVER.SCHED"])}, "SOLVER.SCHED")
         decay = self["SOLVER.WEIGHT_DECAY"]
         if self["SOLVER.WEIGHT_DECAY_NORM"] is None:

@@ -396,6 +396,14 @@ def test_epochs_that_a_later_file_calls_iterations(recipe):
     assert (cfg.SOLVER.MAX_EPOCH, cfg.SOLVER.WARMUP_EPOCHS, cfg.SOLVER.WARMUP_ITERS) == (60, 5, 0)
 
 
+def test_a_warm_up_longer_than_the_training_is_in_iterations(recipe):
+    """As in the releases after v1.0.0, which had some of the old keys and the present schedule."""
+    cfg = recipe({"INPUT": {"DO_PAD": True}, "SOLVER": {"WARMUP_ITERS": 2000, "MAX_EPOCH": 60, "AMP": True}})
+    assert (cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.WARMUP_EPOCHS, cfg.SOLVER.LR_UPDATE) == (2000, 0, "mixed")
+    assert any("so iterations" in line for line in cfg.translation_notes())
+    assert any("no old release had SOLVER.AMP.ENABLED" in line for line in cfg.translation_notes())
+
+
 def test_keys_of_both_old_releases_are_taken_for_the_later(recipe):
     cfg = recipe({"INPUT": {"DO_PAD": False}})
     assert "v0.1.1 or v1.0.0 by INPUT.DO_PAD" in cfg.translation_notes()[0]
