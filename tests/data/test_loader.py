@@ -12,7 +12,7 @@ import threading
 import pytest
 import torch
 
-from fastamp.data import build_reid_test_loader, build_reid_train_loader
+from fastamp.data import build_reid_test_loader, build_reid_train_loader, loader
 from fastamp.data.loader import exhausted_resources_explained
 from fastamp.utils.errors import DataError
 
@@ -35,10 +35,10 @@ def train_cfg(cfg):
     return cfg
 
 
-def started(loader):
+def started(batches):
     """Return an iterator that has yielded its first batch, and its worker's process number."""
     others = set(multiprocessing.active_children())
-    batches = iter(loader)
+    batches = iter(batches)
     next(batches)
     (worker,) = set(multiprocessing.active_children()) - others
     return batches, worker.pid
@@ -58,12 +58,11 @@ def test_shared_memory_that_is_full(market, train_cfg, test_set):
     train_cfg.INPUT.SIZE_TEST = (256, 128)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     train_cfg.TEST.NUM_WORKERS = 1
-    loader = build_reid_test_loader(train_cfg, "Market1501")[0] if test_set else build_reid_train_loader(train_cfg)
+    batches = build_reid_test_loader(train_cfg, "Market1501")[0] if test_set else build_reid_train_loader(train_cfg)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        batches = iter(loader)
         with pytest.raises(DataError, match=r"(?s)found: .*cause: the shared memory.* free.*fix: .*--shm-size"):
-            next(batches)
+            next(iter(batches))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
 
@@ -86,12 +85,12 @@ def test_open_files_that_run_out_in_a_worker(market, train_cfg, free):
 
 def test_an_image_that_open_files_do_not_suffice_for_is_not_skipped(market, cfg):
     cfg.DATALOADER.ON_CORRUPT = "skip"
-    loader = build_reid_train_loader(cfg)
+    batches = build_reid_train_loader(cfg)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
         with pytest.raises(OSError, match="Too many open files"):
-            next(iter(loader))
+            next(iter(batches))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -101,15 +100,26 @@ def test_open_files_that_run_out_in_the_main_process(market, train_cfg, free):
     """However many are free, there is a batch or a message."""
     train_cfg.DATALOADER.NUM_WORKERS = 2
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    loader = build_reid_train_loader(train_cfg)
+    batches = build_reid_train_loader(train_cfg)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + free, hard))
     held = []
     try:
         with pytest.raises(DataError, match="too many files are open"):
-            for batch in loader:
+            for batch in batches:
                 held.append(batch)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_error_in_the_thread_that_pins_memory_is_raised_in_the_main_thread(monkeypatch):
+    batch = loader._PackedBatch({"images": torch.zeros(2, 3, 4, 4)})
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "pin_memory", lambda batch: 1 / 0)
+        pinned = batch.pin_memory()
+    with pytest.raises(ZeroDivisionError):
+        pinned.unpack()
+    monkeypatch.setattr(loader, "pin_memory", lambda batch: batch | {"pinned": True})
+    assert loader._PackedBatch({"images": torch.zeros(2, 3, 4, 4)}).pin_memory()["pinned"]
 
 
 @pytest.mark.parametrize(
