@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from fastamp.amp import force_fp32
+from fastamp.evaluation.collapse import count_indistinct
 from fastamp.evaluation.details import DetailCounter, Details, Wanted, rank_lists
 from fastamp.evaluation.matches import Identities, check_sets
 from fastamp.evaluation.protocol import Protocol
@@ -37,6 +38,7 @@ class Judgement:
         roc: None when verification was not asked for, or there were no genuine or no impostor pairs.
         num_gallery: gallery images, of one draw where they are drawn.
         details: what a report shows of it; None when nothing was wanted.
+        num_indistinct: images whose feature no distance tells from another identity's; see ``count_indistinct``.
     """
 
     protocol: Protocol
@@ -44,14 +46,16 @@ class Judgement:
     roc: RocCurve | None
     num_gallery: int
     details: Details | None = None
+    num_indistinct: int = 0
 
     def metrics(self) -> dict[str, Any]:
         """Return the numbers to report.
 
         Returns:
             ``Rank-r`` for each rank, ``mAP``, ``mINP``, ``metric`` (the mean of mAP and Rank-1) and, as asked for,
-            ``TAR@FAR=f``, all in percent; the counts ``num_query``, ``num_gallery``, ``num_query_without_match``; and
-            ``intervals``: ``mAP`` and ``Rank-1`` -> the low and high end of 95 %.
+            ``TAR@FAR=f``, all in percent; the counts ``num_query``, ``num_gallery``,
+            ``num_query_without_match`` and, only if there are some, ``num_indistinct``; and ``intervals``: ``mAP`` and
+            ``Rank-1`` -> the low and high end of 95 %.
         """
         ranking = self.ranking
         metrics: dict[str, Any] = {f"Rank-{rank}": 100 * ranking.cmc(rank) for rank in self.protocol.ranks}
@@ -64,6 +68,8 @@ class Judgement:
         if self.protocol.draws_queries:  # those of one draw, which has no query without a match
             draws = ranking.first_match.shape[1]
             metrics["num_query"], metrics["num_query_without_match"] = int(ranking.trials.sum()) // draws, 0
+        if self.num_indistinct:
+            metrics["num_indistinct"] = self.num_indistinct
         if self.protocol.resamples:
             metrics["intervals"] = self.intervals()
         return metrics
@@ -119,6 +125,8 @@ def judge_features(
     """
     protocol = protocol or Protocol()
     check_sets(query_features, gallery_features, ids, protocol.dtype(torch.float64))
+    dtype = protocol.dtype(torch.promote_types(query_features.dtype, gallery_features.dtype))
+    num_indistinct = count_indistinct(query_features, gallery_features, ids, metric=protocol.metric, dtype=dtype)
     if protocol.draws_queries:
         ids = ids.all_images()
         query_features = gallery_features = torch.cat((query_features, gallery_features))
@@ -149,7 +157,7 @@ def judge_features(
         shown = comm.is_main_process()
         lists = rank_lists(ranking, distances, ranker.matches, protocol, wanted) if shown else {}
         details = counter.result(lists, curve)
-    return Judgement(protocol, ranking, curve, num_gallery, details)
+    return Judgement(protocol, ranking, curve, num_gallery, details, num_indistinct)
 
 
 def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:

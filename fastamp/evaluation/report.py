@@ -38,6 +38,8 @@ def _notes(metrics: dict[str, Any]) -> str:
         f"{metrics['num_query']} queries, {metrics['num_gallery']} gallery images, "
         f"{metrics['num_query_without_match']} queries without a match (left out)"
     )
+    if metrics.get("num_indistinct"):
+        text += f", {metrics['num_indistinct']} images with a feature equal to another identity's (see the warning)"
     for name, (low, high) in metrics.get("intervals", {}).items():
         text += f"; {name} {low:.2f} to {high:.2f}"
     return text + (" in 95 % of resamples of the queries" if metrics.get("intervals") else "")

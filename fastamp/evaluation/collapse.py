@@ -1,0 +1,115 @@
+"""Find features that cannot be told apart, whose ranking is the gallery's order."""
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from fastamp.evaluation.matches import Identities
+from fastamp.utils import comm
+
+logger = logging.getLogger(__name__)
+
+# Roundings between the features and a distance: a largest distance below so many steps is noise.
+_STEPS = 4
+# Fraction of the images from which on features that equal another identity's are reported: copies are normal.
+_WARN_FROM = 0.05
+_ROWS = 4096
+
+
+def count_indistinct(
+    queries: torch.Tensor, gallery: torch.Tensor, ids: Identities, *, metric: str, dtype: torch.dtype
+) -> int:
+    """Return how many images have a feature that no distance tells from another identity's, and warn of many.
+
+    All of them, if the largest distance between two features is below the resolution of ``dtype``: it is at most twice
+    the largest distance from the mean, which takes one pass over the features. Otherwise those whose feature equals, bit
+    for bit, one of another identity. Below 5 % of the images, 0: a set may hold copies of an image.
+
+    Args:
+        queries: (Q, D) finite float features.
+        gallery: (G, D) finite float features.
+        ids: of the Q and G images.
+        metric: ``"cosine"`` or ``"euclidean"``.
+        dtype: of the distances.
+
+    Returns:
+        0..Q + G.
+    """
+    pids = torch.cat((ids.query_pids, ids.gallery_pids)).cpu().numpy()
+    if len(np.unique(pids)) < 2:
+        return 0
+    largest, length, resolution = _largest_distance((queries, gallery), metric, dtype)
+    if largest <= resolution:
+        _warn(
+            f"all {len(pids)} features are the same for the {metric} distance: no two are farther apart than "
+            f"{largest:.2g}, and {str(dtype).removeprefix('torch.')} resolves {resolution:.2g} (largest length of a feature: "
+            f"{length:.3g}).",
+            "the model has collapsed to one output, its weights were not loaded or its features are too small",
+        )
+        return len(pids)
+    indistinct = _equal_to_another_identity((queries, gallery), pids)
+    if indistinct < _WARN_FROM * len(pids):
+        return 0
+    _warn(
+        f"{indistinct} of {len(pids)} features equal, bit for bit, the feature of another identity.",
+        "the model has partly collapsed (e.g. all outputs are 0 for some images), or identities share their images",
+    )
+    return indistinct
+
+
+def _warn(found: str, cause: str) -> None:
+    if comm.is_main_process():
+        logger.warning(
+            "%s Equal distances are ranked in the gallery's order: these metrics say nothing of the model.\n"
+            "  cause: %s\n"
+            "  fix:   check MODEL.WEIGHTS and the training's losses; an earlier checkpoint, or a lower SOLVER.BASE_LR",
+            found,
+            cause,
+        )
+
+
+def _blocks(sides: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
+    for side in sides:
+        yield from side.split(_ROWS)
+
+
+def _largest_distance(sides: tuple[torch.Tensor, ...], metric: str, dtype: torch.dtype) -> tuple[float, float, float]:
+    """Return a bound on the largest distance, the largest length of a feature, and the resolution of distances.
+
+    Euclidean distances, as they are ranked, are squared.
+    """
+
+    def prepared() -> Iterator[torch.Tensor]:
+        for block in _blocks(sides):
+            block = block.to(dtype)
+            yield (F.normalize(block, dim=1) if metric == "cosine" else block)
+
+    exact = torch.float32 if sides[0].device.type == "mps" else torch.float64
+    count = sum(len(side) for side in sides)
+    mean = sum(block.sum(0, dtype=exact) for block in prepared()) / count
+    radius = max(float((block - mean).norm(dim=1).max()) for block in prepared())
+    length = max(float(block.to(exact).norm(dim=1).max()) for block in _blocks(sides))
+    info = torch.finfo(dtype)
+    if metric == "cosine":
+        return (2 * radius) ** 2 / 2, length, _STEPS * info.eps
+    return (2 * radius) ** 2, length, _STEPS * (info.eps * length**2 + info.tiny)
+
+
+def _equal_to_another_identity(sides: tuple[torch.Tensor, ...], pids: np.ndarray) -> int:
+    """Return how many rows equal, bit for bit, a row of another identity (by a 64-bit hash of integers)."""
+    integer = torch.int64 if sides[0].dtype == torch.float64 else torch.int32
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (sides[0].shape[1],), generator=generator) * 2 + 1
+    hashes = []
+    for block in _blocks(sides):
+        numbers = block.double() if integer == torch.int64 else block.float()
+        numbers = (numbers.cpu() + 0.0).contiguous()  # -0 is 0
+        hashes.append((numbers.view(integer).long() * factors).sum(1))
+    _, group = np.unique(torch.cat(hashes).numpy(), return_inverse=True)
+    low, high = np.full(group.max() + 1, pids.max()), np.full(group.max() + 1, pids.min())
+    np.minimum.at(low, group, pids)
+    np.maximum.at(high, group, pids)
+    return int((low < high)[group].sum())
