@@ -10,6 +10,7 @@ import sys
 
 from fastamp.engine import run_command_line
 from fastamp.engine.replay import replay
+from fastamp.utils.files import closed_stdout_allowed
 from fastamp.utils.logger import setup_logger
 
 
@@ -27,4 +28,5 @@ def cli(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli())
+    with closed_stdout_allowed():
+        sys.exit(cli())

@@ -17,7 +17,7 @@ from fastamp.modeling import build_model
 from fastamp.modeling.recognize import interpolation_keys, recognize
 from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.errors import ConfigError, WeightsError, writing
-from fastamp.utils.files import expand
+from fastamp.utils.files import closed_stdout_allowed, expand
 from fastamp.utils.load_state import adopt, classifiers, examples, load_model_state
 from fastamp.utils.logger import setup_logger
 from fastamp.utils.printable import printable
@@ -98,4 +98,5 @@ def cli(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli())
+    with closed_stdout_allowed():
+        sys.exit(cli())

@@ -30,6 +30,7 @@ import torch
 from fastamp.engine import run_command_line
 from fastamp.engine.setup import read_config
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.files import closed_stdout_allowed
 from fastamp.utils.progress import format_duration
 
 TRAIN = Path(__file__).with_name("train_net.py")
@@ -246,4 +247,5 @@ def cli(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli())
+    with closed_stdout_allowed():
+        sys.exit(cli())

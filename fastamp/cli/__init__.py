@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from fastamp.utils.errors import USER_ERROR_EXIT_CODE, did_you_mean
+from fastamp.utils.files import closed_stdout_allowed
 
 COMMANDS = {
     "train": "train the model that a config file describes",
@@ -29,7 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words after `fastamp`; None takes those of this process.
     """
-    command, *words = (sys.argv[1:] if argv is None else argv) or [""]
+    with closed_stdout_allowed():
+        return _run(*((sys.argv[1:] if argv is None else argv) or [""]))
+    return 0
+
+
+def _run(command: str, *words: str) -> int:
     if command in ("", "-h", "--help"):
         print(_help())
         return 0 if command else USER_ERROR_EXIT_CODE
@@ -40,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = did_you_mean(command, COMMANDS)
         print(f"error: {command!r} is no command.{near}\n  commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE
-    return run_command(command, words, program=f"fastamp {command}")
+    return run_command(command, list(words), program=f"fastamp {command}")
 
 
 def run_command(command: str, argv: Sequence[str] | None = None, *, program: str | None = None) -> int:
@@ -59,10 +65,11 @@ def run_command(command: str, argv: Sequence[str] | None = None, *, program: str
         prog=program, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.add_arguments(parser)
-    try:
-        args = parser.parse_intermixed_args(argv)  # options may stand before, between and after KEY VALUE pairs
-    except TypeError:  # not where the pairs are all that is left, or there are subcommands
-        args = parser.parse_args(argv)
+    with closed_stdout_allowed():  # of the help
+        try:
+            args = parser.parse_intermixed_args(argv)  # options may stand before, between and after KEY VALUE pairs
+        except TypeError:  # not where the pairs are all that is left, or there are subcommands
+            args = parser.parse_args(argv)
     from fastamp.engine import run_command_line  # imports PyTorch, which the help has no need of
 
     codes = [0]

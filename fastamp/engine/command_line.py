@@ -11,6 +11,7 @@ from typing import Any
 
 from fastamp.engine.lifeline import Outcome
 from fastamp.utils.errors import USER_ERROR_EXIT_CODE, UserError
+from fastamp.utils.files import discard_stdout
 from fastamp.utils.lock import unlock_all
 from fastamp.utils.printable import printable
 
@@ -89,7 +90,7 @@ def outcome_of(command: Callable[[], Any]) -> Outcome:
     except KeyboardInterrupt:
         return Outcome(130, "interrupted")
     except BrokenPipeError:  # whoever reads the output, e.g. head, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -100,7 +101,7 @@ def outcome_of(command: Callable[[], Any]) -> Outcome:
                 "  fix:   a higher limit (ulimit -n 4096, docker run --ulimit nofile=4096)",
             )
         # Names come from keys and flags, and any look at one of these may fail so.
-        if error.errno not in (errno.ENAMETOOLONG, errno.EACCES) or not isinstance(error.filename, str):
+        if error.errno not in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP) or not isinstance(error.filename, str):
             raise
         name = error.filename if len(error.filename) <= 200 else f"{error.filename[:200]}..."
         return Outcome(

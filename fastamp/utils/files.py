@@ -4,6 +4,9 @@ import errno
 import hashlib
 import os
 import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -21,6 +24,25 @@ def check_no_device(path: str | os.PathLike[str]) -> None:
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")
+
+
+@contextmanager
+def closed_stdout_allowed() -> Iterator[None]:
+    """Continue where the reader of stdout, e.g. ``head``, has stopped reading before all was printed."""
+    try:
+        yield
+    except BrokenPipeError:
+        discard_stdout()
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # what ends the process otherwise, e.g. its exit code, stays
+            discard_stdout()
+
+
+def discard_stdout() -> None:
+    """Send what is still printed on stdout, which nobody reads, nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def folder_name(name: str) -> str:

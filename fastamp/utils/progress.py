@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TextIO, TypeVar
 
 from fastamp.utils import comm
+from fastamp.utils.files import discard_stdout
 
 T = TypeVar("T")
 
@@ -98,6 +99,13 @@ class ConsoleHandler(logging.StreamHandler):
         super().emit(record)
         if _active is not None:
             _active.draw()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Go on without the console where its reader has stopped; ``log.txt`` has the lines."""
+        if isinstance(sys.exc_info()[1], BrokenPipeError):
+            discard_stdout()
+        else:
+            super().handleError(record)
 
 
 def track(items: Iterable[T], total: int, title: str) -> Iterator[T]:

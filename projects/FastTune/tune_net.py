@@ -48,6 +48,7 @@ from fastamp.engine import DefaultTrainer, run_command_line
 from fastamp.engine.command_line import TrainingInterrupted, outcome_of, say
 from fastamp.engine.setup import check_config, load_parts, read_config
 from fastamp.utils.errors import ConfigError, DataError, writing
+from fastamp.utils.files import closed_stdout_allowed
 from fastamp.utils.logger import setup_logger
 
 logger = logging.getLogger("fastamp.fasttune")
@@ -381,4 +382,5 @@ def _share(text: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(cli())
+    with closed_stdout_allowed():
+        sys.exit(cli())

@@ -18,6 +18,7 @@ from fastamp.config import CfgNode, get_cfg
 from fastamp.engine import DefaultTrainer, default_setup, run_command_line
 from fastamp.engine.doctor import diagnose
 from fastamp.utils.errors import TrainingError
+from fastamp.utils.files import closed_stdout_allowed
 from fastamp.utils.progress import format_duration
 
 HERE = Path(__file__).parent
@@ -126,8 +127,9 @@ def main(output: Path, seeds: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("logs/planted_overflow"))
-    args = parser.parse_args()
-    sys.exit(run_command_line(lambda: main(args.output, args.seeds)))
+    with closed_stdout_allowed():
+        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--seeds", type=int, default=3)
+        parser.add_argument("--output", type=Path, default=Path("logs/planted_overflow"))
+        args = parser.parse_args()
+        sys.exit(run_command_line(lambda: main(args.output, args.seeds)))

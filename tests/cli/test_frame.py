@@ -1,6 +1,7 @@
 """The console script: its commands, its help, versions, and words that are no command."""
 
 import importlib
+import os
 import subprocess
 import sys
 import types
@@ -26,6 +27,50 @@ def test_help_and_unknown_commands_need_no_torch():
     assert done.stdout.splitlines()[-1] == "[0, 2, 2] False"
     assert all(f"  {command} " in done.stdout for command in COMMANDS)
     assert "'trian' is no command. Did you mean 'train'?" in done.stderr and "Traceback" not in done.stderr
+
+
+def run_with_closed_stdout(*command):
+    """Run a program whose stdout nobody reads; return its exit code and stderr."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, *command], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300
+        )
+    finally:
+        os.close(writing)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    "argv, code",
+    [
+        (["-m", "fastamp", "-h"], 0),
+        (["-m", "fastamp", "--version"], 0),
+        (["-m", "fastamp", "train", "-h"], 0),
+        (["-m", "fastamp", "config", "list"], 0),
+        (["-m", "fastamp", "check-data", "Domo"], 2),
+        (["-m", "fastamp"], 2),
+        *(([f"tools/{name}.py", "-h"], 0) for name in ("train_net", "import_checkpoint", "plain_train_net")),
+    ],
+)
+def test_nobody_reads_the_output(argv, code):
+    """As before ``| head``: no traceback, no complaint at exit, and the exit code stays."""
+    argv = [str(ROOT / word) if word.startswith("tools/") else word for word in argv]
+    found, stderr = run_with_closed_stdout(*argv)
+    assert found == code, stderr
+    assert "Traceback" not in stderr and "BrokenPipe" not in stderr and "Exception ignored" not in stderr, stderr
+
+
+def test_a_log_that_nobody_reads_does_not_end_the_run():
+    """The console's reader may stop in the middle of a training; log.txt has the lines."""
+    code = (
+        "import logging, sys; from fastamp.utils.logger import setup_logger; setup_logger()\n"
+        "for _ in range(3): logging.getLogger('fastamp.x').info('line')\n"
+        "print('end', file=sys.stderr)"
+    )
+    found, stderr = run_with_closed_stdout("-c", code)
+    assert (found, stderr) == (0, "end\n")
 
 
 def test_versions(capsys):
