@@ -592,7 +592,12 @@ define(
     "evaluation.",
     low=0,
 )
-define("SOLVER.FREEZE_EPOCHS", 0, "The same, in epochs; above 0 it replaces FREEZE_ITERS.", low=0)
+define(
+    "SOLVER.FREEZE_EPOCHS",
+    0,
+    "Epochs at the start during which MODEL.FREEZE_LAYERS are frozen; above 0 it replaces FREEZE_ITERS.",
+    low=0,
+)
 define(
     "SOLVER.FREEZE_FC_ITERS",
     0,

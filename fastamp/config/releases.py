@@ -103,9 +103,11 @@ def detect(layers: Layers, known: set[str]) -> tuple[str, list[str]]:
     Raises:
         ConfigError: one file has keys that only an old release had, and another keys that only the present one has.
     """
-    old = {source: _old_marks(mapping) for source, mapping in layers}
+    old_keys = _OLD_ONLY - known  # a project may declare a key of such a name
+    old = {source: _old_marks(mapping, old_keys) for source, mapping in layers}
     present = {source: _present_marks(mapping, known) for source, mapping in layers}
-    if not any(old.values()):
+    # Not by values alone: a user's own head, for one, may be named LinearHead too.
+    if not any(key in old_keys for _, mapping in layers for key in mapping):
         return "", []
     of_old = next(source for source, marks in old.items() if marks)
     of_new = next((source for source, keys in present.items() if keys and not old[source]), None)
@@ -136,9 +138,9 @@ def detect(layers: Layers, known: set[str]) -> tuple[str, list[str]]:
     return release, lines
 
 
-def _old_marks(mapping: Mapping[str, Any]) -> list[str]:
+def _old_marks(mapping: Mapping[str, Any], old_keys: set[str]) -> list[str]:
     """Return the keys and values that only old releases had."""
-    keys = [key for key in mapping if key in _OLD_ONLY and not isinstance(mapping[key], Mapping)]
+    keys = [key for key in mapping if key in old_keys]
     return keys + [f"{key} {mapping[key]}" for key in VALUES if _is_old_value(mapping, key)]
 
 
@@ -334,7 +336,11 @@ class _Translation:
         for part in ("BACKBONE", "HEADS"):
             splits = self[f"MODEL.{part}.NORM_SPLIT"] or 1
             ghost = self[f"MODEL.{part}.NORM"] == "GhostBN" and splits > 1
-            why = "no counterpart: GhostBN normalizes the whole batch" if ghost else "no effect"
+            why = (
+                "no counterpart: GhostBN normalizes the whole batch"
+                if ghost
+                else "no effect: only GhostBN splits batches"
+            )
             self._drop(f"MODEL.{part}.NORM_SPLIT", why=why, matters=ghost)
         if not self["MODEL.LOSSES.TRI.HARD_MINING"] and self["MODEL.LOSSES.TRI.WEIGHTING"] is None:
             self._put({"MODEL.LOSSES.TRI.WEIGHTING": "fastreid"}, why="the form of the loss without HARD_MINING")

@@ -126,7 +126,7 @@ def test_convert_a_config_of_an_old_release(tmp_path, capsys):
 
 def test_convert_names_what_has_no_counterpart_and_takes_a_release(tmp_path, capsys):
     old = tmp_path / "old.yml"
-    old.write_text("MODEL: {HEADS: {NAME: ReductionHead, POOL_LAYER: gempool}}\n")
+    old.write_text("MODEL: {HEADS: {NAME: ReductionHead, IN_FEAT: 512}}\n")
     assert main(["config", "convert", str(old)]) == 0
     out, err = capsys.readouterr()
     assert "no counterpart: MODEL.HEADS.NAME ReductionHead" not in out.split("# Other")[1]

@@ -287,7 +287,7 @@ def test_classifiers(recipe, old, new, scale, margin):
 
 
 def test_a_margin_softmax_has_the_old_defaults(recipe):
-    heads = recipe({"MODEL": {"HEADS": {"CLS_LAYER": "circleSoftmax"}}}).MODEL.HEADS
+    heads = recipe({"MODEL": {"HEADS": {"CLS_LAYER": "circleSoftmax"}}}, "v1.0.0").MODEL.HEADS
     assert (heads.SCALE, heads.MARGIN) == (128, 0.15)
 
 
@@ -418,12 +418,21 @@ def test_keys_of_both_old_releases_are_taken_for_the_later(recipe):
     {},
     {"DATASETS": {"NAMES": '("DukeMTMC",)'}, "OUTPUT_DIR": "logs/x"},
     {"SOLVER": {"WARMUP_ITERS": 2000, "MAX_EPOCH": 60, "FREEZE_ITERS": 1000}, "MODEL": {"HEADS": {"EMBEDDING_DIM": 9}}},
+    {"MODEL": {"HEADS": {"NAME": "LinearHead"}}},  # of a user's own
     {"INPUT": {"PADDING": True}, "SOLVER": {"AMP_ENABLED": True, "SWA": {"ENABLED": True, "PERIOD": 2}}},
 ])  # fmt: skip
 def test_a_file_without_anything_old_is_a_present_one(recipe, mapping):
     cfg, same = recipe(mapping), get_cfg()
     same.merge_from_other_cfg(mapping)
     assert cfg == same and cfg.translation_notes() == []
+
+
+def test_a_projects_key_of_an_old_name_is_not_old(tmp_path):
+    (tmp_path / "project.yml").write_text("MODEL: {HEADS: {IN_FEAT: 3}}\n")
+    cfg = get_cfg()
+    cfg.define("MODEL.HEADS.IN_FEAT", 1, "Width of a project's head.")
+    cfg.merge_from_file(tmp_path / "project.yml")
+    assert cfg.MODEL.HEADS.IN_FEAT == 3 and cfg.translation_notes() == []
 
 
 def test_present_keys_in_an_old_file_stay(recipe):
