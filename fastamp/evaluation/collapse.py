@@ -25,8 +25,8 @@ def count_indistinct(
     """Return how many images have a feature that no distance tells from another identity's, and warn of many.
 
     All of them, if the largest distance between two features is below the resolution of ``dtype``: it is at most twice
-    the largest distance from the mean, which takes one pass over the features. Otherwise those whose feature equals, bit
-    for bit, one of another identity. Below 5 % of the images, 0: a set may hold copies of an image.
+    the largest distance from the mean, so that no pairs are needed. Otherwise those whose feature equals, bit for bit,
+    one of another identity. Below 5 % of the images, 0: a set may hold copies of an image.
 
     Args:
         queries: (Q, D) finite float features.
@@ -45,8 +45,8 @@ def count_indistinct(
     if largest <= resolution:
         _warn(
             f"all {len(pids)} features are the same for the {metric} distance: no two are farther apart than "
-            f"{largest:.2g}, and {str(dtype).removeprefix('torch.')} resolves {resolution:.2g} (largest length of a feature: "
-            f"{length:.3g}).",
+            f"{largest:.2g}, and {str(dtype).removeprefix('torch.')} resolves {resolution:.2g} (largest length of a "
+            f"feature: {length:.3g}).",
             "the model has collapsed to one output, its weights were not loaded or its features are too small",
         )
         return len(pids)

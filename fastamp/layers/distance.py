@@ -35,6 +35,9 @@ def check_metric(metric: str) -> str:
 def squared_euclidean_distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return |x_i - y_j|^2 by one matrix product, not below 0.
 
+    The mean of ``y`` is subtracted from both first: |x|^2 + |y|^2 - 2 x y loses what is small beside |x|^2, and
+    features behind a ReLU or of a model that is not trained yet lie near each other and far from 0.
+
     Args:
         x: (M, D) float.
         y: (N, D) float.
@@ -42,6 +45,8 @@ def squared_euclidean_distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
     Returns:
         (M, N) float32 (float64 for float64 input).
     """
+    center = y.detach().mean(0)
+    x, y = x - center, y - center
     squares = x.square().sum(1, keepdim=True) + y.square().sum(1)
     return torch.addmm(squares, x, y.t(), beta=1, alpha=-2).clamp_min(0)
 

@@ -60,7 +60,8 @@ class GlobalMaxPool(nn.Module):
 class GeneralizedMeanPooling(nn.Module):
     """Generalized mean over the map, (mean of x^p)^(1/p) (Radenovic et al. 2018, arXiv:1711.02512, eq. 3).
 
-    In float16 the cube of an activation above 40.3 overflows, hence float32.
+    In float16 the cube of an activation above 40.3 overflows, hence float32. Each map is divided by its largest value
+    first and the mean multiplied by it, so that no exponent overflows or underflows.
 
     Args:
         p: exponent; 1 is the mean, infinity the maximum.
@@ -74,7 +75,10 @@ class GeneralizedMeanPooling(nn.Module):
 
     @force_fp32
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.adaptive_avg_pool2d(x.clamp(min=self.eps).pow(self.p), 1).pow(1.0 / self.p)
+        x = x.clamp(min=self.eps)
+        # The generalized mean is homogeneous: its gradients are the same whatever constant the map is divided by.
+        largest = x.detach().amax((2, 3), keepdim=True)
+        return largest * F.adaptive_avg_pool2d((x / largest).pow(self.p), 1).pow(1.0 / self.p)
 
 
 @POOL_LAYER_REGISTRY.register()

@@ -49,7 +49,8 @@ def _fastreid_weighted(distances: torch.Tensor, positive: torch.Tensor) -> tuple
 
     def weighted(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         largest = (logits * mask).amax(1, keepdim=True)
-        exponentials = (logits - largest).exp() * mask
+        # Differs: masked before the exponential. FastReID's is NaN where it overflows outside of the mask.
+        exponentials = (logits - largest).masked_fill(~mask, -torch.inf).exp()
         return (distances * exponentials / (exponentials.sum(1, keepdim=True) + 1e-6)).sum(1)
 
     return weighted(distances, positive), weighted(-distances, ~positive)
