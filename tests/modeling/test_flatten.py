@@ -7,6 +7,7 @@ import torch
 from fastamp.config import get_cfg
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import build_model
+from fastamp.modeling.backbones import vit
 from fastamp.utils.errors import ConfigError
 
 MAP = 16 * 8 * 4  # of the tiny backbone at 64 x 32
@@ -38,6 +39,25 @@ def test_every_pooling_head_flattens(head, width):
     model = build_model(config(*opts)).eval()
     with torch.no_grad():
         assert model({"images": torch.zeros(2, 3, 64, 32)}).shape == (2, width)
+
+
+def test_a_vit_with_cameras_has_a_map_of_one_place(monkeypatch):
+    monkeypatch.setitem(vit.DEPTHS, "base", vit.Depth(vit.DEPTHS["base"].pretrained, width=32, blocks=1, heads=2))
+    opts = (
+        "MODEL.BACKBONE.NAME",
+        "build_vit_backbone",
+        "MODEL.BACKBONE.DEPTH",
+        "base",
+        "MODEL.BACKBONE.FEAT_DIM",
+        "32",
+    )
+    model = build_model(config(*SMALL[2:], *opts, "MODEL.BACKBONE.SIE_CAMERAS", "2", "MODEL.BACKBONE.SIE_VIEWS", "3"))
+    assert model.heads.weight.shape == (3, 32)
+
+
+def test_mgn_names_the_key():
+    with pytest.raises(ConfigError, match="POOL_LAYER Flatten needs maps of one size, and MGN"):
+        build_model(config(*SMALL, "MODEL.BACKBONE.FEAT_DIM", "512", "MODEL.META_ARCHITECTURE", "MGN"))
 
 
 def test_a_wrong_width_names_both_that_are_right():

@@ -67,7 +67,8 @@ class Transforms(NamedTuple):
             raise DataError(
                 f"{self.size_key} {self.resize.size} keeps the images' aspect ratios, so that images of one batch have "
                 f"different sizes: {sizes[0]} and {sizes[1]} (height, width).\n"
-                f"  fix: {self.size_key} (height, width), INPUT.CROP.ENABLED True, or batches of one image"
+                f"  fix: {self.size_key} (height, width), INPUT.CROP.ENABLED True"
+                + (", or TEST.IMS_PER_BATCH 1" if self.size_key == "INPUT.SIZE_TEST" else "")
             )
         return torch.stack(list(images))
 

@@ -76,9 +76,14 @@ class MGN(ImageModel):
         """Return the model of ``MODEL``, for images of ``INPUT.CHANNELS``.
 
         Raises:
-            ConfigError: the backbone is no ResNet, or a loss has weights of its own; see also ``normalization``, and
+            ConfigError: the backbone is no ResNet, POOL_LAYER is Flatten, or a loss has weights of its own; see also ``normalization``, and
                 what backbone, heads and losses raise.
         """
+        if cfg.MODEL.HEADS.POOL_LAYER == "Flatten":
+            raise ConfigError(
+                "MODEL.HEADS.POOL_LAYER Flatten needs maps of one size, and MGN's eight heads pool parts of several.\n"
+                "  fix: another POOL_LAYER"
+            )
         backbone = build_backbone(cfg)
         if not isinstance(backbone, ResNet):
             raise ConfigError(
