@@ -76,8 +76,8 @@ class MGN(ImageModel):
         """Return the model of ``MODEL``, for images of ``INPUT.CHANNELS``.
 
         Raises:
-            ConfigError: the backbone is no ResNet, POOL_LAYER is Flatten, or a loss has weights of its own; see also ``normalization``, and
-                what backbone, heads and losses raise.
+            ConfigError: the backbone is no ResNet, POOL_LAYER is Flatten, or a loss has weights of its own; see also
+                ``normalization``, and what backbone, heads and losses raise.
         """
         if cfg.MODEL.HEADS.POOL_LAYER == "Flatten":
             raise ConfigError(
