@@ -8,7 +8,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from judging import naive, random_set
 
+from fastamp.config import get_cfg
+from fastamp.evaluation import Protocol, judge_features
+from fastamp.evaluation.query_expansion import QueryExpansion, expand
+from fastamp.evaluation.rerank import ReRankedDistances, ReRanking
 from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, pairwise_distance
 from fastamp.layers.distance import FeatureDistances, squared_euclidean_distance
 from fastamp.modeling.losses import (
@@ -22,7 +27,7 @@ from fastamp.modeling.losses import (
     triplet_loss,
 )
 from fastamp.modeling.meta_arch.moco import MemoryBank
-from fastamp.solver import WeightAverage
+from fastamp.solver import WeightAverage, build_lr_schedule
 
 RNG = np.random.default_rng(0)
 BASE = RNG.normal(size=(8, 6)).astype(np.float32)
@@ -363,3 +368,104 @@ def test_averages_of_weights(kind, scale):
         average.update(0.01 if kind == "ema" else 1 / (average.updates + 2))
         expected = 0.99 * expected + 0.01 * values if kind == "ema" else np.mean(steps[: number + 1], axis=0)
     np.testing.assert_allclose(average.tensors()["weight"].numpy(), expected, rtol=1e-4, atol=1e-6 * scale)
+
+
+# ---- evaluation
+
+
+def ranked_set(kind, scale):
+    """Return features, with ties among them where ``kind`` says so, and their identities and cameras."""
+    queries, gallery, ids = random_set(0, queries=10, gallery=40)
+    if kind == "ties":  # on a coarse grid, with copies
+        queries, gallery = queries.round(), gallery.round()
+        gallery[::5] = gallery[1].clone()
+    return queries * scale, gallery * scale, ids
+
+
+def exact_distances(queries, gallery, metric):
+    q, g = queries.double().numpy(), gallery.double().numpy()
+    if metric == "cosine":
+        return 1 - unit(q) @ unit(g).T
+    return ((q[:, None] - g[None]) ** 2).sum(2)
+
+
+@pytest.mark.parametrize("scale", [2.0**-10, 1.0, 2.0**10])
+@pytest.mark.parametrize("kind", ["random", "ties"])
+def test_mean_average_precision_minp_cmc_and_accept_rates(kind, scale):
+    """Zheng et al. 2015 (mAP, CMC), Ye et al. 2020, arXiv:2001.04193, eq. 9 (mINP); TAR at FAR by counting pairs."""
+    queries, gallery, ids = ranked_set(kind, scale)
+    # Whole numbers times a power of two: float32's squared distances are exact where there are ties.
+    options = {"resamples": 0, "false_accept_rates": (0.1, 0.5), "metric": "euclidean"}
+    metrics = judge_features(queries, gallery, ids, Protocol(**options)).metrics()
+    distances = exact_distances(queries, gallery, "euclidean")
+    rows = [row for row in naive(distances.tolist(), ids) if row[3]]
+    assert metrics["mAP"] == pytest.approx(100 * np.mean([row[0] for row in rows]), abs=1e-4)
+    assert metrics["mINP"] == pytest.approx(100 * np.mean([row[1] for row in rows]), abs=1e-4)
+    assert metrics["Rank-1"] == pytest.approx(100 * np.mean([row[2] < 1 for row in rows]), abs=1e-4)
+    same = (ids.query_pids[:, None] == ids.gallery_pids[None]).numpy()
+    junk = same & (ids.query_camids[:, None] == ids.gallery_camids[None]).numpy()
+    genuine, impostor = distances[same & ~junk], distances[~same]
+    for rate in (0.1, 0.5):
+        best = max(((genuine <= t).mean() for t in np.unique(distances) if (impostor <= t).mean() <= rate), default=0.0)
+        assert metrics[f"TAR@FAR={rate}"] == pytest.approx(100 * best, abs=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_query_expansion(scale, alpha):
+    """Radenovic et al. 2019, arXiv:1711.02512, section 3.3, over queries and gallery together."""
+    queries, gallery, _ = ranked_set("random", scale)
+    x = torch.cat((queries, gallery)).double().numpy()
+    cosines = unit(x) @ unit(x).T
+    nearest = np.argsort(-cosines, axis=1, kind="stable")[:, :4]
+    expected = []
+    for i, each in enumerate(nearest):
+        weights = cosines[i, each] ** alpha
+        expected.append((weights[:, None] * x[each]).sum(0) / len(each))
+    found = np.concatenate([side.numpy() for side in expand(queries, gallery, QueryExpansion(k=4, alpha=alpha))])
+    # Their directions: cosine distances do not depend on the length.
+    np.testing.assert_allclose(unit(found), unit(expected), atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [2.0**-10, 2.0**10])
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+def test_re_ranking_does_not_depend_on_the_scale(scale, metric):
+    """Zhong et al. 2017, arXiv:1701.08398: distances are divided by the largest of their row. Its values are checked in
+    tests/evaluation/test_rerank.py."""
+    results = []
+    for factor in (1.0, scale):
+        queries, gallery, _ = ranked_set("random", factor)
+        blocks = ReRankedDistances(queries, gallery, metric=metric, options=ReRanking()).blocks()
+        results.append(torch.cat([block.clone() for _, block in blocks]))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["all equal", "one"])
+def test_re_ranking_of_equal_features_is_finite(kind):
+    queries, gallery = torch.ones(3, 4), torch.ones(5 if kind == "all equal" else 1, 4)
+    blocks = ReRankedDistances(queries, gallery, metric="cosine", options=ReRanking()).blocks()
+    assert torch.isfinite(torch.cat([block.clone() for _, block in blocks])).all()
+
+
+# ---- learning rates
+
+
+@pytest.mark.parametrize("base_lr", [1e-6, 1.0, 1e3])
+@pytest.mark.parametrize("sched", ["MultiStepLR", "CosineAnnealingLR"])
+def test_learning_rates(sched, base_lr):
+    """Steps by gamma; the cosine of Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5; times a linear warm-up."""
+    cfg = get_cfg()
+    cfg.merge_from_list([
+        "SOLVER.SCHED", sched, "SOLVER.EPOCH_SCHEDULE", "absolute", "SOLVER.MAX_EPOCH", "10",
+        "SOLVER.STEPS", "[4, 7]", "SOLVER.GAMMA", "0.1", "SOLVER.ETA_MIN_LR", str(1e-3 * base_lr),
+        "SOLVER.WARMUP_ITERS", "8", "SOLVER.WARMUP_FACTOR", "0.1",
+    ])  # fmt: skip
+    schedule = build_lr_schedule(cfg, 4)
+    for epoch in range(10):
+        steps = 4 * epoch
+        rate = schedule.learning_rate(base_lr, epoch=epoch, steps_taken=steps)
+        warmup = min(1.0, 0.1 + 0.9 * steps / 8)
+        decayed = base_lr * 0.1 ** ((epoch >= 4) + (epoch >= 7))
+        if sched == "CosineAnnealingLR":
+            decayed = base_lr * (1e-3 + (1 - 1e-3) * (1 + math.cos(math.pi * epoch / 10)) / 2)
+        assert rate == pytest.approx(warmup * decayed, rel=1e-9)
