@@ -34,9 +34,9 @@ def run_with_closed_stdout(*command):
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        done = subprocess.run(
-            [sys.executable, *command], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300
-        )
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        command = [sys.executable, *command]
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300, env=env)
     finally:
         os.close(writing)
     return done.returncode, done.stderr
