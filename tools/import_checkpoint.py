@@ -17,7 +17,7 @@ from fastamp.modeling import build_model
 from fastamp.modeling.recognize import interpolation_keys, recognize
 from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.errors import ConfigError, WeightsError, writing
-from fastamp.utils.files import closed_stdout_allowed, expand
+from fastamp.utils.files import closed_stdout_allowed, expand, real_path
 from fastamp.utils.load_state import adopt, classifiers, examples, load_model_state
 from fastamp.utils.logger import setup_logger
 from fastamp.utils.printable import printable
@@ -34,7 +34,7 @@ def import_checkpoint(source: str, target: str, *, config_file: str, opts: list[
     out = expand(target)
     if out.suffix != ".pth":
         raise ConfigError(f"{target}: a checkpoint's name ends with .pth")
-    if out.resolve() == expand(source).resolve():
+    if real_path(out) == real_path(expand(source)):
         raise ConfigError(f"{target} is the file that is read; name another one")
     read_config(config_file, opts, parts=parts)  # what is wrong in them is said first
     content = read_checkpoint(source)

@@ -19,6 +19,7 @@ from fastamp.solver import swa_start
 from fastamp.utils import comm
 from fastamp.utils.env import keep_freed_memory, seed_all
 from fastamp.utils.errors import ConfigError, UserError, WeightsError
+from fastamp.utils.files import real_path
 from fastamp.utils.lock import describe_lock_holder, lock_folder
 from fastamp.utils.logger import setup_logger
 from fastamp.utils.weights_file import read_checkpoint
@@ -113,10 +114,10 @@ def _refuse_links_out_of(output_dir: Path) -> None:
     """
     for pattern in ("log.txt*", "amp_crash", "evaluation", "evaluation/*", "evaluation/*/*"):
         for path in output_dir.glob(pattern):
-            if path.is_symlink() and not path.resolve().is_relative_to(output_dir.resolve()):
+            if path.is_symlink() and not real_path(path).is_relative_to(real_path(output_dir)):
                 raise ConfigError(
                     f"OUTPUT_DIR {str(output_dir)!r}: {path.relative_to(output_dir)} in it is a link to "
-                    f"{path.resolve()}; a run writes into its own folder alone.\n  fix: remove the link"
+                    f"{real_path(path)}; a run writes into its own folder alone.\n  fix: remove the link"
                 )
 
 
@@ -184,7 +185,7 @@ def load_parts(path: str, cfg: CfgNode) -> None:
     Raises:
         ConfigError: there is no such file.
     """
-    file = Path(path).resolve()
+    file = real_path(path)
     if not file.is_file():
         raise ConfigError(f"--parts: there is no file {path}")
     name = f"fastamp_parts_{file}"

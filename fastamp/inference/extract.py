@@ -29,6 +29,7 @@ from fastamp.inference.features_file import Extraction, open_arrays, read_array,
 from fastamp.inference.predictor import Predictor
 from fastamp.utils.checkpoint import write_atomically
 from fastamp.utils.errors import ConfigError, DataError, check_choice, did_you_mean, writing
+from fastamp.utils.files import real_path
 from fastamp.utils.lock import LOCK_FILE, lock_folder, unlock_folder
 from fastamp.utils.progress import ProgressBar, format_duration
 
@@ -276,7 +277,7 @@ class _Parts:
         """
         problem = ""
         if self.folder.is_symlink():
-            problem = f"it is a link to {self.folder.resolve()}"
+            problem = f"it is a link to {real_path(self.folder)}"
         elif self.folder.exists() and not self.folder.is_dir():
             problem = "it is a file"
         elif self.folder.is_dir() and not _is_stamp(self._read_stamp()):

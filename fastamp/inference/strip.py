@@ -10,7 +10,7 @@ import torch
 from fastamp.config import CfgNode, get_cfg
 from fastamp.utils.checkpoint import STRIPPED, write_atomically
 from fastamp.utils.errors import ConfigError, WeightsError
-from fastamp.utils.files import expand
+from fastamp.utils.files import expand, real_path
 from fastamp.utils.weights_file import read_checkpoint, state_dict_in
 
 # The entries that evaluation, Predictor, extraction and export read, besides the weights.
@@ -54,7 +54,7 @@ def strip(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str] | None
     target = source.with_name(f"{source.stem}_stripped.pth") if out is None else expand(out)
     if target.suffix != ".pth":
         raise ConfigError(f"{target}: expected a name that ends in .pth")
-    if target.resolve() == source.resolve():
+    if real_path(target) == real_path(source):
         raise ConfigError(f"{target} is the checkpoint itself, whose training state would be lost; name another file")
     content = read_checkpoint(source)
     if not isinstance(content, dict) or not isinstance(content.get("config"), str):

@@ -15,6 +15,14 @@ def expand(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def real_path(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path without links; of links that lead back to themselves, where they begin.
+
+    ``Path.resolve`` raises RuntimeError for the latter.
+    """
+    return Path(os.path.realpath(path))
+
+
 def check_no_device(path: str | os.PathLike[str]) -> None:
     """Refuse what can be read for ever, or not before somebody writes: pipes, sockets, and devices such as /dev/zero.
 

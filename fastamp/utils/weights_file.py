@@ -84,6 +84,8 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
     # Not the path's own methods, which raise for a name that is too long or a folder that may not be entered.
     if os.path.isdir(path):
         raise WeightsError(f"{path} is a folder, not a weights file; name the .pth file in it")
+    if os.path.islink(path) and not os.path.exists(path):
+        raise WeightsError(f"weights file {path} is a link to {os.readlink(path)}, which does not exist or leads back")
     if not os.path.exists(path):
         near = sorted(p.name for p in path.parent.glob("*.pth")) if os.path.isdir(path.parent) else []
         found = f"\n  that folder has: {', '.join(near)}" if near else ""
@@ -149,11 +151,20 @@ def _check_pickles(path: Path) -> None:
 
     Raises:
         PickleLimitError: loading would take far more time or memory than the file's size explains.
+        WeightsError: the file is a TorchScript archive.
     """
     with open(path, "rb") as file, contextlib.suppress(ValueError, LookupError, OverflowError):
         if file.read(4) == _ZIP:
             # PyTorch's own reader: another one may find another record in an archive that is made for that.
-            check_pickle(torch._C.PyTorchFileReader(os.fspath(path)).get_record("data.pkl"))
+            reader = torch._C.PyTorchFileReader(os.fspath(path))
+            if "constants.pkl" in reader.get_all_records():
+                raise WeightsError(
+                    f"weights file {path} is a TorchScript archive, a program with weights in it, which fastamp does "
+                    "not run.\n"
+                    "  fix: if you trust it, write its weights as a state dict: "
+                    f"torch.save(torch.jit.load({str(path)!r}, map_location='cpu').state_dict(), 'weights.pth')"
+                )
+            check_pickle(reader.get_record("data.pkl"))
             return
         file.seek(0)
         for number in range(_LEGACY_PICKLES):

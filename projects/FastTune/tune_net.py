@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 
 from autotuner.disk import check_disk
@@ -48,7 +47,7 @@ from fastamp.engine import DefaultTrainer, run_command_line
 from fastamp.engine.command_line import TrainingInterrupted, outcome_of, say
 from fastamp.engine.setup import check_config, load_parts, read_config
 from fastamp.utils.errors import ConfigError, DataError, writing
-from fastamp.utils.files import closed_stdout_allowed
+from fastamp.utils.files import closed_stdout_allowed, real_path
 from fastamp.utils.logger import setup_logger
 
 logger = logging.getLogger("fastamp.fasttune")
@@ -229,7 +228,7 @@ def tune(args: argparse.Namespace, finish: Callable[[int], int]) -> int:
         finish: see ``stopped_by_signals``.
     """
     cfg, fraction = read_recipe(args)
-    output = Path(cfg.OUTPUT_DIR).resolve()
+    output = real_path(cfg.OUTPUT_DIR)
     with writing(cfg.OUTPUT_DIR):
         setup_logger(cfg.OUTPUT_DIR)
     space = choose_space(args, cfg)
@@ -252,7 +251,7 @@ def tune(args: argparse.Namespace, finish: Callable[[int], int]) -> int:
         gpus=gpus,
         max_concurrent=args.max_concurrent,
         max_failures=args.max_failures,
-        parts=str(Path(args.parts).resolve()) if args.parts else "",
+        parts=str(real_path(args.parts)) if args.parts else "",
     )
     start_ray(address=args.address, cpus=args.cpus_per_trial, gpus=gpus)
     with stopped_by_signals(finish):  # after Ray, which sets a handler too

@@ -61,6 +61,16 @@ def test_a_link_out_of_the_runs_folder(demo, tmp_path, capfd):
     assert precious.read_text() == "mine"
 
 
+def test_an_output_folder_whose_links_lead_back_to_themselves(demo, here, capfd):
+    output = here / "output"
+    (output / "evaluation").mkdir(parents=True)
+    (output / "evaluation/a").symlink_to("b")
+    (output / "evaluation/b").symlink_to("a")
+    (output / "log.txt").symlink_to("log.txt")
+    assert train_net.cli(tiny.tiny_options(output)) == 2
+    assert "Too many levels of symbolic links" in (err := capfd.readouterr().err) and "Traceback" not in err
+
+
 def test_the_cache_in_memory_is_ours_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("fastamp.data.store._SHARED_MEMORY", tmp_path)
     folder = tmp_path / f"fastamp-cache-{os.getuid()}"

@@ -94,6 +94,17 @@ def test_a_file_with_more_tensors_than_any_backbone_is_refused_before_the_search
     assert "tensors in its backbone; the largest has" in capsys.readouterr().err
 
 
+def test_links_that_lead_back_to_themselves(tmp_path, capsys):
+    for name, target in (("a.pth", "b.pth"), ("b.pth", "a.pth")):
+        (tmp_path / name).symlink_to(target)
+    assert import_checkpoint.cli([str(tmp_path / "a.pth"), str(tmp_path / "out.pth")]) == 2
+    assert "a.pth is a link to b.pth" in capsys.readouterr().err
+    # As the target such a link is replaced by the file.
+    assert run(tmp_path, model(*RESNET18).state_dict()) == 0
+    assert import_checkpoint.cli([str(tmp_path / "in.pth"), str(tmp_path / "a.pth")]) == 0
+    assert not (tmp_path / "a.pth").is_symlink()
+
+
 def test_another_normalization_is_said(tmp_path, capsys):
     state = model(*RESNET18).state_dict() | {"pixel_mean": torch.full((1, 3, 1, 1), 127.5)}
     assert run(tmp_path, state) == 0

@@ -3,6 +3,7 @@
 import logging
 import os
 import pickle
+import warnings
 import zipfile
 
 import numpy as np
@@ -366,3 +367,23 @@ def test_leftovers_of_a_killed_save_are_removed(tmp_path):
     checkpointer.remove_leftovers()
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"model_0000.pth", "last_checkpoint", ".other.tmp", "model_x.tmp"}
+
+
+def test_a_link_that_leads_back_or_nowhere(tmp_path):
+    for name, target in (("a.pth", "b.pth"), ("b.pth", "a.pth"), ("c.pth", "nowhere.pth")):
+        (tmp_path / name).symlink_to(target)
+    for name in ("a.pth", "c.pth"):
+        with pytest.raises(WeightsError, match=rf"{name} is a link to (b|nowhere)\.pth, which does not exist"):
+            read_checkpoint(tmp_path / name)
+
+
+def test_a_torchscript_archive_is_named_as_one(tmp_path, recwarn):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)), tmp_path / "model.pt")
+    with pytest.raises(WeightsError, match=r"model\.pt is a TorchScript archive(.|\n)*torch\.jit\.load\("):
+        read_checkpoint(tmp_path / "model.pt")
+    assert not recwarn.list
+    # The advice works.
+    fix = torch.jit.load(str(tmp_path / "model.pt"), map_location="cpu").state_dict()
+    assert read_checkpoint(save(dict(fix), tmp_path / "weights.pth")).keys() == {"weight", "bias"}
