@@ -4,28 +4,45 @@
 The model is that of --config-file and of KEY VALUE pairs; without a file it is recognized from the names and shapes in
 IN, and the KEY VALUE pairs say what leaves no trace there. Prints what was matched, renamed, dropped and missing. With
 MODEL.BACKBONE.DEPLOY True a RepVGG is written in its form for inference. Exit code 2 when the weights are of another
-model.
+model. Files of
+DINO, MoCo, Lightning and others hold several models, or a backbone below a prefix: --prefix teacher.backbone. takes
+what is below it, sub-dictionaries included. Without it the tool lists the prefixes where it finds a backbone.
 """
 
 import argparse
+import contextlib
 import logging
 import sys
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from fastamp.engine import run_command_line
 from fastamp.engine.setup import read_config
 from fastamp.modeling import build_model
-from fastamp.modeling.recognize import interpolation_keys, recognize
+from fastamp.modeling.recognize import backbone_prefixes, interpolation_keys, recognize
 from fastamp.utils.checkpoint import Checkpointer
-from fastamp.utils.errors import ConfigError, WeightsError, writing
+from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean, writing
 from fastamp.utils.files import closed_stdout_allowed, expand, real_path
 from fastamp.utils.load_state import adopt, classifiers, examples, load_model_state
 from fastamp.utils.logger import setup_logger
 from fastamp.utils.printable import printable
-from fastamp.utils.weights_file import read_checkpoint, state_dict_in
+from fastamp.utils.weights_file import read_checkpoint, state_dict_in, tensors_by_path
 
 
-def import_checkpoint(source: str, target: str, *, config_file: str, opts: list[str], parts: str) -> None:
+def import_checkpoint(
+    source: str, target: str, *, config_file: str, opts: list[str], parts: str, prefix: str = ""
+) -> None:
     """Read ``source``, print the report, and write ``target``.
+
+    Args:
+        source: weights file.
+        target: checkpoint, .pth.
+        config_file: config of the model; empty to recognize it.
+        opts: KEY VALUE pairs.
+        parts: Python file with custom components; empty for none.
+        prefix: take what is below it only, see ``tensors_by_path``; empty for the whole file.
 
     Raises:
         ConfigError: ``target`` is ``source`` or cannot be written, or the config is wrong.
@@ -38,7 +55,54 @@ def import_checkpoint(source: str, target: str, *, config_file: str, opts: list[
         raise ConfigError(f"{target} is the file that is read; name another one")
     read_config(config_file, opts, parts=parts)  # what is wrong in them is said first
     content = read_checkpoint(source)
-    state = state_dict_in(content, source)
+    try:
+        state = weights_below(content, prefix, source)
+        write_model(state, source, out, config_file=config_file, opts=opts, parts=parts)
+    except WeightsError as error:
+        hint = "" if prefix else prefix_hint(content)
+        if not hint:
+            raise
+        raise WeightsError(f"{error}\n{hint}") from error
+
+
+def weights_below(content: Any, prefix: str, source: str) -> dict[str, torch.Tensor]:
+    """Return the state dict of a file, or the tensors below ``prefix`` without it.
+
+    Raises:
+        WeightsError: there is no state dict, or nothing below ``prefix``.
+    """
+    if not prefix:
+        return state_dict_in(content, source)
+    tensors = tensors_by_path(content)
+    prefix = prefix.rstrip(".") + "."
+    state = {path.removeprefix(prefix): value for path, value in tensors.items() if path.startswith(prefix)}
+    if not state:
+        raise WeightsError(
+            f"{source} has nothing below --prefix {prefix}.{did_you_mean(prefix, backbone_prefixes(tensors))}\n"
+            f"  found: {', '.join(sorted({path.partition('.')[0] for path in tensors})[:8]) or 'no tensors'}"
+        )
+    return state
+
+
+def prefix_hint(content: Any) -> str:
+    """Return where in a file backbones are, and how to import them; empty if that is not below a prefix."""
+    with contextlib.suppress(WeightsError):
+        if not backbone_prefixes(state_dict_in(content, "")).keys().isdisjoint(("", "backbone.", "base.")):
+            return ""  # where it is looked for
+    found = {prefix: name for prefix, name in backbone_prefixes(tensors_by_path(content)).items() if prefix}
+    if not found:
+        return ""
+    lines = [f"    --prefix {prefix}   ({name})" for prefix, name in found.items()]
+    text = "  this file has a backbone below a prefix; to import it, add one of:\n" + "\n".join(lines[:8])
+    if any("CLIP" in name for name in found.values()):
+        text += "\n  CLIP's vision transformers have other layers: MODEL.BACKBONE.NAME build_timm_backbone has them"
+    return text
+
+
+def write_model(
+    state: dict[str, torch.Tensor], source: str, out: Path, *, config_file: str, opts: list[str], parts: str
+) -> None:
+    """Load ``state`` into the model of the config, or of the recognized one, print the report, and write ``out``."""
     if not config_file:
         keys = recognize(state, source)
         print("recognized:", *(f"{key} {value!r}" if " " in value else f"{key} {value}" for key, value in keys.items()))
@@ -85,6 +149,7 @@ def cli(argv: list[str] | None = None) -> int:
     parser.add_argument("source", metavar="IN", help="weights file of another program, or of an older version")
     parser.add_argument("target", metavar="OUT", help="checkpoint to write, .pth")
     parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config of the model")
+    parser.add_argument("--prefix", default="", help="take the tensors below it, e.g. teacher.backbone.")
     parser.add_argument("--parts", default="", metavar="FILE", help="Python file that registers parts of your own")
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and their values")
     args = parser.parse_intermixed_args(argv)
@@ -92,7 +157,12 @@ def cli(argv: list[str] | None = None) -> int:
     logging.getLogger("fastamp.utils.load_state").setLevel(logging.WARNING)  # the report is printed here
     return run_command_line(
         lambda: import_checkpoint(
-            args.source, args.target, config_file=args.config_file, opts=args.opts, parts=args.parts
+            args.source,
+            args.target,
+            config_file=args.config_file,
+            opts=args.opts,
+            parts=args.parts,
+            prefix=args.prefix,
         )
     )
 

@@ -52,6 +52,8 @@ _OF_HEADS = ("fc.", "classifier.", "heads.", "head.", "pixel_", "bottleneck", "b
 _NO_WEIGHTS = ("num_batches_tracked", "relative_position_index", "attn_mask")
 # More than twice those of resnest 269x, the largest. The time to try a backbone grows with the number of names.
 _MOST_TENSORS = 5000
+# Of a prefix: parts that are tried, and the share of a small backbone's weights that must be found below it.
+_MOST_PARTS, _LEAST_SHARE = 6, 0.6
 
 
 def recognize(state: State, source: str) -> dict[str, str]:
@@ -95,6 +97,37 @@ def interpolation_keys(state: State) -> dict[str, str]:
         return {"INPUT.INTERPOLATION_TEST": "bilinear"}
     prefixed = any(name.startswith(("backbone.", "heads.")) for name in state)
     return {} if prefixed or "classifier.weight" not in state else {"INPUT.INTERPOLATION": "bilinear"}
+
+
+def backbone_prefixes(tensors: State) -> dict[str, str]:
+    """Return the prefixes below which names are those of a backbone, the one with most tensors first.
+
+    Args:
+        tensors: path -> tensor, of a whole file, see ``tensors_by_path``.
+
+    Returns:
+        Prefix, with the dot at its end or empty -> which backbone's names, e.g. ``resnet``; of CLIP's vision
+        transformer, whose names no backbone here has, ``CLIP's image encoder``.
+    """
+    votes: dict[str, tuple[int, str]] = {}
+    for family, (depths, _) in FAMILIES.items():
+        own = _beside(_keys(family, next(iter(depths)), ()), {})[0]
+        # The first block of each stage is the same at every depth; a norm alone is too common a name.
+        wanted = {name for name in own if name.endswith(".weight") and "." in name.removesuffix(".weight")}
+        counts: dict[str, int] = {}
+        for path in tensors:
+            parts = path.split(".")
+            for start in range(min(len(parts) - 1, _MOST_PARTS)):
+                if ".".join(parts[start:]) in wanted:
+                    prefix = ".".join(parts[:start]) + "." * bool(start)
+                    counts[prefix] = counts.get(prefix, 0) + 1
+                    break
+        for prefix, count in counts.items():
+            if count >= _LEAST_SHARE * len(wanted) and count > votes.get(prefix, (0, ""))[0]:
+                votes[prefix] = count, family
+    for prefix in {path.partition("visual.")[0] + "visual." for path in tensors if "visual.transformer." in path}:
+        votes.setdefault(prefix, (0, "CLIP's image encoder"))
+    return {prefix: family for prefix, (_, family) in sorted(votes.items(), key=lambda item: -item[1][0])}
 
 
 def _resnet_of_mgn(state: State) -> State:
@@ -212,7 +245,7 @@ def _head(state: State, *, of_mgn: bool, transreid: bool) -> dict[str, str]:
     classifiers = [head[name] for name in ("weight", "classifier.weight", "branches.0.weight") if name in head]
     if classifiers and classifiers[0].dim() == 2:
         keys["MODEL.HEADS.NUM_CLASSES"] = str(len(classifiers[0]))
-    if "fc.0.weight" in head:
+    if "fc.0.weight" in head and "fc.1.running_mean" in head:  # MoCo's projection has no batch norm there
         return keys | {
             "MODEL.HEADS.NAME": "FCHead",
             "MODEL.HEADS.EMBEDDING_DIM": str(len(head["fc.0.weight"])),

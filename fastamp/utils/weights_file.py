@@ -1,5 +1,6 @@
 """Weights files: read without ever running code from them, and every damage to one said."""
 
+import argparse
 import contextlib
 import os
 import pickle
@@ -22,13 +23,17 @@ _LEGACY_PICKLES = 5
 _CHUNK = 2**20  # bytes that are checked at a time: a file need not fit into memory
 
 
-def _numpy_scalars() -> list[Any]:
-    """Return what a foreign checkpoint's NumPy scalars need to be unpickled, by name and nothing more."""
+def _plain_types() -> list[Any]:
+    """Return what foreign checkpoints' NumPy scalars and arguments of a command line need to be unpickled.
+
+    By name and nothing more; a Namespace holds attributes and runs nothing.
+    """
     kinds = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool_")
     reconstruct = np.float64(0).__reduce__()[0]  # its module has another name in NumPy 1, where the new one is empty
     return [
         (reconstruct, "numpy.core.multiarray.scalar"),
         (reconstruct, "numpy._core.multiarray.scalar"),
+        argparse.Namespace,
         np.dtype,
         *(type(np.dtype(kind)) for kind in kinds),
     ]
@@ -96,7 +101,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
         if record := damaged_record(path):
             raise _DamagedRecord(f"its record {record} is not what was written, by the checksum that is stored with it")
         _check_pickles(path)
-        with torch.serialization.safe_globals(_numpy_scalars()):
+        with torch.serialization.safe_globals(_plain_types()):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except _DamagedRecord as error:
         raise _damaged(path, str(error)) from error
@@ -234,3 +239,20 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
         )
     # A wrapper inside another one, e.g. an average of a distributed model, leaves a prefix each.
     return {re.sub(r"^(module\.)+", "", key): value for key, value in tensors.items()}
+
+
+def tensors_by_path(content: Any) -> dict[str, torch.Tensor]:
+    """Return all tensors in dicts inside dicts of what ``read_checkpoint`` returned, by their keys joined with dots.
+
+    ``{"teacher": {"backbone.conv1.weight": x}}`` gives ``teacher.backbone.conv1.weight``.
+    """
+    found: dict[str, torch.Tensor] = {}
+    open_: list[tuple[str, Any]] = [("", content)]
+    while open_:
+        name, value = open_.pop()
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif isinstance(value, dict):
+            below = [(f"{name}.{key}" if name else key, each) for key, each in value.items() if isinstance(key, str)]
+            open_ += reversed(below)
+    return found

@@ -1,5 +1,6 @@
 """import_checkpoint.py: weights of other programs and of older versions, with the same features afterwards."""
 
+import argparse
 import gzip
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 import torchvision
 
 from fastamp.config import get_cfg
-from fastamp.modeling import build_model
+from fastamp.modeling import build_backbone, build_model
 from fastamp.modeling.recognize import recognize
 from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.errors import WeightsError
@@ -103,6 +104,97 @@ def test_links_that_lead_back_to_themselves(tmp_path, capsys):
     assert run(tmp_path, model(*RESNET18).state_dict()) == 0
     assert import_checkpoint.cli([str(tmp_path / "in.pth"), str(tmp_path / "a.pth")]) == 0
     assert not (tmp_path / "a.pth").is_symlink()
+
+
+def below(prefix, state):
+    return {prefix + name: value for name, value in state.items()}
+
+
+@pytest.fixture(scope="module")
+def resnet18():
+    torch.manual_seed(0)
+    state = torchvision.models.resnet18().state_dict()
+    return {name: value for name, value in state.items() if not name.startswith("fc.")}
+
+
+def foreign_file(kind, backbone):
+    """Return a file as the program writes it, and the prefixes of its backbones."""
+    other = {name: value + 1 for name, value in backbone.items()}
+    head = {"head.mlp.0.weight": torch.zeros(4, 512)}
+    files = {
+        "DINO": (
+            {
+                "student": below("module.", below("backbone.", other) | head),
+                "teacher": below("backbone.", backbone) | head,
+                "epoch": 3,
+                "args": argparse.Namespace(arch="resnet18", lr=0.1),
+            },
+            ["teacher.backbone.", "student.module.backbone."],
+        ),
+        "MoCo v2": (
+            {
+                "epoch": 3,
+                "arch": "resnet18",
+                "state_dict": below("module.encoder_q.", backbone | {"fc.0.weight": torch.zeros(512, 512)})
+                | below("module.encoder_k.", other)
+                | {"module.queue": torch.zeros(128, 64)},
+            },
+            ["state_dict.module.encoder_q.", "state_dict.module.encoder_k."],
+        ),
+        "MoCo v3": (
+            {"state_dict": below("module.base_encoder.", backbone) | below("module.momentum_encoder.", other)},
+            ["state_dict.module.base_encoder.", "state_dict.module.momentum_encoder."],
+        ),
+        "Lightning": (
+            {"state_dict": below("net.", backbone) | {"loss.w": torch.ones(1)}, "pytorch-lightning_version": "2.1"},
+            ["state_dict.net."],
+        ),
+        "CLIP": (below("visual.", backbone) | {"logit_scale": torch.tensor(1.0)}, ["visual."]),
+    }
+    return files[kind]
+
+
+@pytest.mark.parametrize("kind", ["DINO", "MoCo v2", "MoCo v3", "Lightning", "CLIP"])
+def test_the_prefix_of_a_backbone_is_named_and_taken(tmp_path, capsys, resnet18, kind):
+    content, prefixes = foreign_file(kind, resnet18)
+    assert run(tmp_path, content) == 2
+    err = capsys.readouterr().err
+    assert [prefix for prefix in prefixes if f"--prefix {prefix}   (resnet)" in err] == prefixes, err
+    assert run(tmp_path, content, "--prefix", prefixes[0], "MODEL.HEADS.POOL_LAYER", "GlobalAvgPool") == 0
+    assert "100% of the backbone's" in capsys.readouterr().out
+    written = torch.load(tmp_path / "out.pth", weights_only=True)["model"]
+    assert all(torch.equal(written[f"backbone.{name}"], value) for name, value in resnet18.items())
+
+
+def test_no_prefix_is_suggested_where_the_backbone_has_its_place(tmp_path, capsys):
+    state = model(*RESNET18).state_dict()
+    assert run(tmp_path, state, "--config-file", "Market1501/sbs_R50-ibn") == 2
+    assert "--prefix" not in capsys.readouterr().err
+
+
+def test_another_prefix_lists_what_there_is(tmp_path, capsys, resnet18):
+    content, _ = foreign_file("DINO", resnet18)
+    assert run(tmp_path, content, "--prefix", "teacher.backbon") == 2
+    err = capsys.readouterr().err
+    assert "Did you mean 'teacher.backbone.'?" in err and "found: student, teacher" in err
+
+
+def test_clips_vision_transformer(tmp_path, capsys):
+    state = {"visual.transformer.resblocks.0.attn.in_proj_weight": torch.zeros(3, 1), "logit_scale": torch.zeros(())}
+    assert run(tmp_path, state) == 2
+    assert "--prefix visual.   (CLIP's image encoder)" in (err := capsys.readouterr().err) and "timm" in err
+
+
+def test_a_vision_transformer_of_dino(tmp_path, capsys):
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "deit_small"])
+    cfg.merge_from_list(["MODEL.BACKBONE.FEAT_DIM", "384", "INPUT.SIZE_TEST", "(224, 224)"])
+    state = build_backbone(cfg).state_dict()
+    content = {"teacher": below("backbone.", state), "student": below("module.backbone.", state)}
+    assert run(tmp_path, content) == 2
+    assert "--prefix teacher.backbone.   (vit)" in capsys.readouterr().err
+    assert run(tmp_path, content, "--prefix", "teacher.backbone") == 0
+    assert "100% of the backbone's" in capsys.readouterr().out
 
 
 def test_another_normalization_is_said(tmp_path, capsys):
