@@ -11,8 +11,14 @@ import os
 import random
 import re
 import shutil
+import time
+import zipfile
+from pathlib import Path
 
+import evaluate_features
 import fuzz
+import hostile_pickles
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -21,8 +27,11 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from fastamp import Predictor
 from fastamp.config.defaults import KEYS
 from fastamp.engine import setup
+from fastamp.inference import features_file, index
+from fastamp.utils.errors import UserError
 
 EXAMPLES = int(os.environ.get("FASTAMP_FUZZ", "0"))
 fuzzed = settings(
@@ -227,3 +236,109 @@ def test_checkpoints(place, seed, resume):
         flags = rng.choice((("--eval-only",), ()))
         code, stderr = place.run(*flags, opts=("MODEL.WEIGHTS", path))
     assert code == 0 or path.name in stderr or "finite" in stderr, stderr
+
+
+# ---- files of features, indices and checkpoints, read without a run
+
+PREVIOUS = Path(__file__).parent / "reference/previous_version"
+SLOWEST: dict[str, float] = {}
+
+
+@contextlib.contextmanager
+def read_in_time(kind):
+    """Let an input end in a message or in a result; keep the longest time of each kind."""
+    started = time.perf_counter()
+    with fuzz.bounded(), WATCH.over(Path("/nowhere")):
+        try:
+            yield
+        except UserError as error:
+            assert 0 < len(str(error)) < 20_000
+    assert WATCH.seen == [], WATCH.seen
+    SLOWEST[kind] = max(SLOWEST.get(kind, 0), time.perf_counter() - started)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def report_slowest():
+    yield
+    if EXAMPLES:
+        print("\nslowest:", ", ".join(f"{kind} {seconds:.2f} s" for kind, seconds in SLOWEST.items()))
+
+
+def arrays_in(path):
+    with zipfile.ZipFile(path) as archive:
+        return {name.removesuffix(".npy"): features_file.read_array(archive, name[:-4]) for name in archive.namelist()}
+
+
+def nasty_npz(rng, content, arrays, others):
+    """Return an npz file: the bytes of one damaged, or others of its arrays, packed in one of the ways there are."""
+    if rng.random() < 0.5:
+        return fuzz.damage(rng, content, others)
+    file = io.BytesIO()
+    arrays = fuzz.nasty_arrays(rng, arrays)
+    rng.choice((np.savez, np.savez, np.savez_compressed))(file, allow_pickle=False, **arrays)
+    return fuzz.damage(rng, file.getvalue(), others) if rng.random() < 0.2 else file.getvalue()
+
+
+@fuzzed
+@seeds
+def test_extractions(tmp_path_factory, seed):
+    rng, path = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.npz"
+    good = (PREVIOUS / "gallery.npz").read_bytes()
+    path.write_bytes(nasty_npz(rng, good, arrays_in(PREVIOUS / "gallery.npz"), [good, *fuzz.image_files().values()]))
+    with read_in_time("extraction"):
+        extraction = features_file.read_extraction(path)
+        float(extraction.features.sum(dtype=np.float64)), extraction.paths.tolist(), extraction.pids.tolist()
+    with read_in_time("evaluated features"):
+        arrays = evaluate_features.read_arrays(str(path), cameras=rng.random() < 0.5)
+        for column in evaluate_features.COLUMNS[1:]:
+            if f"query_{column}" in arrays:
+                evaluate_features.numbers_of(arrays, column)
+        [evaluate_features.features_of(arrays, side) for side in evaluate_features.SIDES]
+
+
+@fuzzed
+@seeds
+def test_indices(tmp_path_factory, seed):
+    rng, path = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.index"
+    files = {kind: (PREVIOUS / f"{kind}.index").read_bytes() for kind in index.KINDS}
+    kind = rng.choice(index.KINDS)
+    if rng.random() < 0.5:
+        path.write_bytes(fuzz.damage(rng, files[kind], list(files.values())))
+    else:  # with the index itself whole, so that its checksum is right
+        arrays, file = arrays_in(PREVIOUS / f"{kind}.index"), io.BytesIO()
+        file.write(files[kind][: int(arrays["size"])])
+        whole = {name: arrays.pop(name) for name in ("size", "crc")}
+        other = arrays_in(PREVIOUS / f"{rng.choice(index.KINDS)}.index")
+        arrays["kind"] = other["kind"]
+        features_file.write_arrays(file, whole | (fuzz.nasty_arrays(rng, arrays) if rng.random() < 0.7 else arrays))
+        path.write_bytes(file.getvalue())
+    with read_in_time("index"):
+        found = index.load_index(path).search(np.ones((2, tiny.WIDTH), np.float32), 3)
+        assert found.rows.shape == (2, 3)
+
+
+@fuzzed
+@seeds
+def test_checkpoints_of_predictors(tmp_path_factory, seed):
+    rng, path = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.pth"
+    good = (PREVIOUS / "model_final.pth").read_bytes()
+    kind = rng.randrange(4)
+    if kind == 0:
+        path.write_bytes(fuzz.damage(rng, good, [good, *fuzz.image_files().values()]))
+    elif kind == 1:  # the pickle alone is damaged, with a right checksum
+        code = rng.choice((pickle_of(good), *hostile_pickles.PICKLES.values()))
+        code = code if len(code) < 10**5 else code[: rng.choice((10**3, 10**5))]
+        hostile_pickles.write(fuzz.damage(rng, code, [code]), path, legacy=rng.random() < 0.5)
+    else:
+        content = fuzz.nasty_checkpoint(rng, torch.load(io.BytesIO(good), weights_only=True))
+        torch.save(content, path, _use_new_zipfile_serialization=kind == 2)
+    with read_in_time("checkpoint"):
+        predictor = Predictor(path, device="cpu")
+        predictor.features(np.zeros((64, 32, 3), np.uint8))
+
+
+def pickle_of(content):
+    """Return the opcodes of a checkpoint's pickle, without the first and the last."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        return archive.read(name)[2:-1]

@@ -272,11 +272,26 @@ def _another_tensor(value: Any, rng: random.Random) -> Any:
     return rng.choice((value.double(), value.long(), value.flatten(), value[None], value * float("nan"), value.half()))
 
 
+def _shared_many_times(value: Any, rng: random.Random) -> Any:
+    kind = rng.choice((tuple, list))
+    for _ in range(rng.choice((3, 20, 60))):
+        value = kind((value, value))
+    return value
+
+
+def _many_keys(value: Any, rng: random.Random) -> Any:
+    factor = rng.choice((1, 2**61 - 1))
+    extra = {number * factor: 0 for number in range(rng.choice((10, 2000)))}
+    return value | extra if isinstance(value, dict) else extra
+
+
 _CHANGES: list[Callable[[Any, random.Random], Any]] = [
     lambda value, rng: _DROP,
     lambda value, rng: rng.choice(_SCALARS),
     lambda value, rng: rng.choice(_tensors()),
     _another_container,
+    _shared_many_times,
+    _many_keys,
     _another_tensor,
     lambda value, rng: -value if isinstance(value, int | float) else value,
     lambda value, rng: value * 3 if isinstance(value, int | float | str | list | tuple) else value,
@@ -306,3 +321,39 @@ def _changed(value: Any, path: tuple[Any, ...], changes: dict[tuple[Any, ...], A
         elements = [_changed(each, (*path, number), changes, rng) for number, each in enumerate(value)]
         return type(value)(each for each in elements if each is not _DROP)
     return value
+
+
+# ---- arrays in npz files
+
+
+def nasty_arrays(rng: random.Random, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return arrays of which some are missing, or of other shapes or dtypes."""
+    arrays = dict(arrays)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        name = rng.choice(sorted(arrays))
+        arrays[name] = rng.choice(_ARRAY_CHANGES)(arrays[name])
+        if rng.random() < 0.15 and len(arrays) > 1:
+            del arrays[name]
+    return arrays
+
+
+_ARRAY_CHANGES: list[Callable[[np.ndarray], np.ndarray]] = [
+    lambda array: array[:-1] if array.ndim else array[None],
+    lambda array: array[:0] if array.ndim else np.zeros(0),
+    lambda array: array[None],
+    lambda array: array.T,
+    lambda array: array.astype("U"),
+    lambda array: array.astype("S"),
+    lambda array: np.zeros(array.shape, np.float16) + np.float16("nan"),
+    lambda array: np.full(array.shape, 2**63, np.uint64),
+    lambda array: np.full(array.shape, -(2**63)),
+    lambda array: np.zeros(array.shape, bool),
+    lambda array: np.zeros(array.shape, "datetime64[s]"),
+    lambda array: np.zeros(array.shape, [("a", "<i4"), ("b", "<U3", 2)]),
+    lambda array: np.zeros(array.shape, complex),
+    lambda array: np.zeros(array.shape, ">f8"),
+    lambda array: np.array(1e30),
+    lambda array: np.array(""),
+    lambda array: np.zeros((1,) * 32),
+    lambda array: np.zeros((0, 10**9, 3)),
+]
