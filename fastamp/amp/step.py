@@ -175,6 +175,7 @@ class OptimizationStep:
         """Modules that are frozen on purpose: while there are any, some losses may reach no parameter, but not all."""
         self._losses_finite: torch.Tensor | None = None
         self._positions = {id(p): number for number, p in enumerate(model.parameters())}
+        self._orders: dict[int, tuple[list[int], list[nn.Parameter]]] = {}
         self._first_steps = FirstSteps(self.optimizers)
 
     def begin(self) -> None:
@@ -216,7 +217,7 @@ class OptimizationStep:
         active = [opt for opt in self.optimizers if any(p.grad is not None for p in _parameters(opt))]
         if not active:
             raise TrainingError(explain_no_gradient(self.model, self.optimizers))
-        held = [p for opt in active for group in groups_by_value(opt, self._positions) for p in group]
+        held = [p for opt in active for p in self._in_order(opt)]
         # One that two optimizers hold is still unscaled once.
         parameters = list({id(p): p for p in held if p.grad is not None}.values())
         gradients = [p.grad for p in parameters]
@@ -286,6 +287,15 @@ class OptimizationStep:
             logger.info("the checkpoint was trained without loss scaling: starting with scale %g", self.scaler.scale)
         elif state["scaler"]:
             logger.info("the checkpoint's loss scale (%g) is not needed here", state["scaler"]["scale"])
+
+    def _in_order(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Return an optimizer's parameters as ``groups_by_value`` orders them; sorted again only if they changed."""
+        ids = [id(p) for p in _parameters(optimizer)]
+        known, order = self._orders.get(id(optimizer), (None, []))
+        if ids != known:
+            order = [p for group in groups_by_value(optimizer, self._positions) for p in group]
+            self._orders[id(optimizer)] = ids, order
+        return order
 
     def _non_finite_names(self, parameters: list[nn.Parameter], norms: torch.Tensor) -> list[str]:
         names = {id(p): name for name, p in self.model.named_parameters()}

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import LossScaler, OptimizationStep
+from fastamp.amp import step as amp_step
 from fastamp.amp.health import check_optimizers
 from fastamp.utils.errors import TrainingError
 
@@ -111,3 +112,31 @@ def test_a_parameter_that_two_optimizers_hold():
         step.backward(loss_of(model))
         norms.append(step.finish().grad_norm)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_parameters_that_an_optimizer_gets_later_are_unscaled_too():
+    """The order of the parameters is kept from step to step, but not beyond a change of the groups."""
+    model, step = make(scaler=LossScaler(init_scale=1024.0))
+    model.bias.requires_grad_(False)
+    step.optimizers[0].param_groups[0]["params"] = [model.weight]
+    norms = []
+    for _ in range(2):
+        step.backward(loss_of(model))
+        norms.append(step.finish().grad_norm)
+        if len(norms) == 1:
+            model.bias.requires_grad_(True)
+            step.optimizers[0].add_param_group({"params": [model.bias]})
+            before = [p.detach().clone() for p in model.parameters()]
+    changes = torch.cat([(b - p.detach()).flatten() / 0.1 for b, p in zip(before, model.parameters(), strict=True)])
+    assert changes[-1] != 0 and norms[1] == pytest.approx(changes.norm().item(), rel=1e-5)
+
+
+def test_the_order_of_the_parameters_is_computed_once(monkeypatch):
+    calls = []
+    sort = amp_step.groups_by_value
+    monkeypatch.setattr(amp_step, "groups_by_value", lambda *given: calls.append(1) or sort(*given))
+    model, step = make()
+    for _ in range(3):
+        step.backward(loss_of(model))
+        step.finish()
+    assert len(calls) == 1
