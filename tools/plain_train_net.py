@@ -21,7 +21,6 @@ from fastamp.utils import comm
 from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.env import RandomState
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.files import closed_stdout_allowed
 
 logger = logging.getLogger("fastamp.plain_train_net")
 
@@ -116,7 +115,6 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with closed_stdout_allowed():
-        args = argument_parser().parse_args()
-        numbers = (args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
-        sys.exit(run_command_line(lambda: launch(main, *numbers, args=(args,))))
+    args = argument_parser().parse_args()
+    numbers = (args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
+    sys.exit(run_command_line(lambda: launch(main, *numbers, args=(args,))))

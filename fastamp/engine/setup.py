@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from fastamp.solver import swa_start
 from fastamp.utils import comm
 from fastamp.utils.env import keep_freed_memory, seed_all
 from fastamp.utils.errors import ConfigError, UserError, WeightsError
-from fastamp.utils.files import real_path
+from fastamp.utils.files import closed_stdout_allowed, real_path
 from fastamp.utils.lock import describe_lock_holder, lock_folder
 from fastamp.utils.logger import setup_logger
 from fastamp.utils.weights_file import read_checkpoint
@@ -27,9 +28,17 @@ from fastamp.utils.weights_file import read_checkpoint
 logger = logging.getLogger(__name__)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Prints its help also where the reader of stdout stops early."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        with closed_stdout_allowed():
+            super().exit(status, message)
+
+
 def default_argument_parser() -> argparse.ArgumentParser:
     """Return the parser of FastReID's command line."""
-    parser = argparse.ArgumentParser(description="Train or evaluate a re-identification model.")
+    parser = _Parser(description="Train or evaluate a re-identification model.")
     add_training_arguments(parser)
     return parser
 

@@ -9,7 +9,6 @@ from fastamp.amp import force_fp32
 from fastamp.config import get_cfg
 from fastamp.engine import DefaultTrainer, HookBase, default_argument_parser, default_setup, launch, run_command_line
 from fastamp.modeling import BACKBONE_REGISTRY, LOSS_REGISTRY
-from fastamp.utils.files import closed_stdout_allowed
 
 
 @BACKBONE_REGISTRY.register()
@@ -56,7 +55,6 @@ def main(args):
 
 
 if __name__ == "__main__":
-    with closed_stdout_allowed():
-        args = default_argument_parser().parse_args()
-        processes = (args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
-        sys.exit(run_command_line(lambda: launch(main, *processes, args=(args,))))
+    args = default_argument_parser().parse_args()
+    processes = (args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
+    sys.exit(run_command_line(lambda: launch(main, *processes, args=(args,))))
