@@ -19,6 +19,12 @@ from fastamp.utils.env import random_state, set_random_state
 _PRODUCTS = (nn.modules.conv._ConvNd, nn.Linear)
 """Layers whose inputs and weights autocast rounds to the low precision."""
 
+_ROUND_ONCE = ("conv", "linear", "batchnorm", "instancenorm", "normalization", "pooling", "activation")
+"""Modules of ``torch.nn.modules`` whose layers round their result alone, and so can be compared with float32."""
+
+_ROUND_MORE = (nn.Tanhshrink, nn.LocalResponseNorm, nn.LPPool1d, nn.LPPool2d, nn.LPPool3d)
+"""Layers among these that are several operations."""
+
 _ROUNDINGS = 6
 """Allowed relative L2 difference to float32, in unit roundoffs. Rounding the output once gives 0.3 to 1."""
 
@@ -65,7 +71,7 @@ def check_layers(rehearsal: Rehearsal, policy: PrecisionPolicy) -> tuple[list[La
     """Compare layers in low precision with themselves and with float32, in evaluation mode.
 
     Each layer (module without modules in it) is called a second time with the input that it gets under ``policy`` and
-    the same random state. PyTorch's own layers are called in float32 as well, from the same input and weights as
+    the same random state. PyTorch's layers that round once are called in float32 as well, from the same input and weights as
     rounded by autocast, so that what is left is the rounding of the output and the order of summation: independent of
     depth, of how well the model is trained, and of its input. At last the model as a whole runs a second time.
 
@@ -269,8 +275,10 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def _is_pytorchs(layer: nn.Module) -> bool:
-    """Return whether a layer is one of PyTorch's, or a convolution or linear layer derived from it."""
-    return isinstance(layer, _PRODUCTS) or type(layer).__module__.startswith("torch.nn.")
+    """Return whether a layer is one of PyTorch's that rounds once, or a convolution or linear layer derived from it."""
+    package, _, module = type(layer).__module__.rpartition(".")
+    known = package == "torch.nn.modules" and module in _ROUND_ONCE and not isinstance(layer, _ROUND_MORE)
+    return isinstance(layer, _PRODUCTS) or known
 
 
 def _draws(before: dict[str, Any], after: dict[str, Any]) -> bool:

@@ -139,7 +139,8 @@ def test_an_overflow_is_left_to_the_locator():
     "layer",
     [
         nn.InstanceNorm2d(8), nn.GroupNorm(2, 8), nn.GELU(), nn.Softmax(1), nn.Hardswish(), nn.ReLU(inplace=True),
-        nn.AvgPool2d(2), nn.Conv2d(8, 8, 3, stride=2, groups=8), nn.ConvTranspose2d(8, 8, 2), nn.PReLU(),
+        nn.AvgPool2d(2), nn.Tanhshrink(), nn.LocalResponseNorm(2), nn.LPPool2d(3, 2), nn.SiLU(),
+        nn.Conv2d(8, 8, 3, stride=2, groups=8), nn.ConvTranspose2d(8, 8, 2), nn.PReLU(),
     ],
     ids=lambda layer: type(layer).__name__,
 )  # fmt: skip
@@ -156,6 +157,25 @@ def test_sound_layers_pass_at_any_scale(layer, dtype, scale, constant):
         batch["images"].fill_(255)
     with Rehearsal(model, batch) as rehearsal:
         assert check_layers(rehearsal, policy(dtype))[0] == []
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_recurrent_layer_passes(dtype):
+    """Its steps each round, so that it is compared with itself alone."""
+
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(10, 10, num_layers=3)
+
+        def forward(self, x):
+            return self.lstm(x.flatten(1, 2))[0].reshape(x.shape)
+
+    model = Block(Rows()).train()
+    with torch.no_grad():
+        for p in model.layer.parameters():
+            p.mul_(10)
+    assert wrong_layers(model, dtype, (12, 12)) == []
 
 
 # ---- against themselves
