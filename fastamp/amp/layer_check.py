@@ -71,9 +71,10 @@ def check_layers(rehearsal: Rehearsal, policy: PrecisionPolicy) -> tuple[list[La
     """Compare layers in low precision with themselves and with float32, in evaluation mode.
 
     Each layer (module without modules in it) is called a second time with the input that it gets under ``policy`` and
-    the same random state. PyTorch's layers that round once are called in float32 as well, from the same input and weights as
-    rounded by autocast, so that what is left is the rounding of the output and the order of summation: independent of
-    depth, of how well the model is trained, and of its input. At last the model as a whole runs a second time.
+    the same random state. PyTorch's layers that round once are called in float32 as well, from the same input and
+    weights as rounded by autocast, so that what is left is the rounding of the output and the order of summation:
+    independent of depth, of how well the model is trained, and of its input. At last the model as a whole runs a second
+    time.
 
     Args:
         rehearsal: model and batch.
