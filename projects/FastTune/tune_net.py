@@ -33,6 +33,7 @@ from autotuner.search import (
     is_mutable,
     read_outcomes,
     run_search,
+    shut_down_ray,
     start_ray,
     winner_of,
 )
@@ -191,10 +192,11 @@ def stopped_by_signals(finish: Callable[[int], int]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # Ray may raise errors of its own where its processes are gone.
-        if received:
-            raise SearchInterrupted(received[0]) from error
-        raise
+        if not received:
+            raise
+        # Here rather than at the end of the process, where nothing would end its waiting.
+        shut_down_ray()
+        raise SearchInterrupted(received[0]) from error
     finally:
         for timer in timers:
             timer.cancel()

@@ -9,7 +9,7 @@ from autotuner import disk
 from autotuner.disk import check_disk, trial_bytes
 from autotuner.importance import importances
 from autotuner.picture import _draw_lineage, draw_trials
-from autotuner.search import Outcome, Search
+from autotuner.search import Outcome, Search, best_first
 from autotuner.space import Parameter, Space
 
 from fastamp.engine import DefaultTrainer
@@ -94,6 +94,12 @@ def test_the_picture_shows_the_lineage(tmp_path):
     # The copy's line is interrupted where it took over the other's weights.
     assert sorted(len(line.get_xdata()) for line in plot.lines) == [1, 2, 3, 3, 3]
     assert draw_trials(outcomes, SPACE, tmp_path / "trials.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_of_equal_trials_the_same_wins_in_any_order():
+    """Otherwise the winner's weights may have been deleted as a loser's."""
+    equal = [outcome(name, draw(np.random.default_rng(0)), [(4, 7.0)]) for name in ("trial_1", "trial_0", "trial_2")]
+    assert best_first(equal)[0].name == best_first(equal[::-1])[0].name == "trial_0"
 
 
 def config(output, *opts):

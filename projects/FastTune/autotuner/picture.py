@@ -115,6 +115,8 @@ def _draw_key(plot: Any, scored: Sequence[Outcome], parameter: Parameter) -> Non
             plot.plot(at[those.index(scored[0])], scored[0].score, "*", color="black", markersize=12, zorder=3)
     if parameter.kind == "choice":
         plot.set_xticks(list(places.values()), list(places))
-    if parameter.kind == "loguniform":
+    elif parameter.kind == "loguniform":
         plot.set_xscale("log")
+    else:
+        plot.locator_params(axis="x", nbins=6)
     plot.set(xlabel=key, ylabel="score")

@@ -58,7 +58,8 @@ class Progress(ray.tune.Callback):
         self._end(trials, trial, None)
 
     def on_trial_error(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-        self._end(trials, trial, trial.get_error())
+        # Ray has not written the error itself yet.
+        self._end(trials, trial, RuntimeError(f"it crashed; its error is in {trial.path}/error.txt"))
 
     def get_state(self) -> dict[str, Any]:
         return {"done": self.done, "ended": self.ended}
@@ -77,8 +78,6 @@ class Progress(ray.tune.Callback):
             text += f", best with its last values {outcome.score:.2f}"
         if outcome.failure:
             text += f", failed: {outcome.failure}"
-        if error is not None:
-            text += f" (its error is in {trial.path}/error.txt)"
         # Ray marks a trial as ended after this call.
         ended = sum(each.status in _ENDED or each is trial for each in trials)
         logger.info(

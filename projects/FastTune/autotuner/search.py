@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import random
+import signal
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
@@ -201,6 +202,9 @@ def start_ray(*, address: str, cpus: float, gpus: float) -> None:
         # A trial has as many threads as CPUs, whatever this process has.
         threads = {"OMP_NUM_THREADS": str(threads_of(cpus))}
         environment = {"env_vars": roots | threads, "py_modules": [str(here)]}
+        # Ray's processes inherit the mask. One that ended by a signal to the whole group would take this one with it,
+        # before it could say how to resume.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             ray.init(
                 address=address or "local",
@@ -214,12 +218,21 @@ def start_ray(*, address: str, cpus: float, gpus: float) -> None:
                 f"--address {address}: no Ray cluster answers there.\n  fix: ray start --head on one machine and ray "
                 "start --address on the others, or leave --address out to search on this machine alone"
             ) from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     there = ray.cluster_resources()
     for flag, asked, kind in (("--cpus-per-trial", cpus, "CPU"), ("--gpus-per-trial", gpus, "GPU")):
         if asked > there.get(kind, 0):
             raise ConfigError(
                 f"{flag} {asked:g} is more than Ray found: {there.get(kind, 0):g} {kind}s; no trial could ever start"
             )
+
+
+def shut_down_ray() -> None:
+    """End what ``start_ray`` has started, or leave the cluster."""
+    import ray
+
+    ray.shutdown()
 
 
 def concurrent_trials(search: Search) -> int:
@@ -326,9 +339,9 @@ def _new_tuner(search: Search, trainable: Any) -> Any:
 
 
 def best_first(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Return trials by their scores, then those that failed, then those without any evaluation."""
+    """Return trials by their scores, then those that failed, then those without any evaluation; equal ones by name."""
     return sorted(
-        outcomes,
+        sorted(outcomes, key=lambda outcome: outcome.name),
         key=lambda outcome: (outcome.score is not None, not outcome.failure, outcome.score or 0.0),
         reverse=True,
     )

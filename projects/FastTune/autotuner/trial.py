@@ -151,7 +151,7 @@ def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
     start = _start(settings, cfg.OUTPUT_DIR)
     if start and settings.resumed:
         _tell_ray(start)
-    if start and start[EPOCH] >= settings.rounds.epochs:
+    if start and (start[EPOCH] >= settings.rounds.epochs or not start["file"]):
         return  # it was killed after its last evaluation, or takes over the end of another: nothing is left to train
     parent = {}
     if start and start.get("trial", trial) != trial:
@@ -180,12 +180,16 @@ def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
 
 
 def _start(settings: TrialSettings, folder: str) -> dict[str, Any] | None:
-    """Return the report whose checkpoint, ``file``, a trial continues from; None begins."""
+    """Return the report whose checkpoint, ``file``, a trial continues from; None begins.
+
+    The file of a trial that has ended and lost is empty: its checkpoint has been deleted, even where the search was
+    killed before Ray recorded the end.
+    """
     from ray import tune
 
     own = [row for row in read_reports(folder) if FAILURE not in row]
     files = checkpoints(folder)
-    latest = own[-1] | {"file": str(files[-1])} if own and files else None
+    latest = own[-1] | {"file": str(files[-1]) if files else ""} if own else None
     if settings.resumed and latest:
         return latest
     checkpoint = tune.get_checkpoint()
@@ -196,7 +200,7 @@ def _start(settings: TrialSettings, folder: str) -> dict[str, Any] | None:
     if Path(told["file"]).is_file() or told[EPOCH] >= settings.rounds.epochs:
         return told
     # After a kill Ray's records may be older than the files that are kept.
-    return latest
+    return latest if files else None
 
 
 def plain_values(values: dict[str, Any]) -> dict[str, Any]:
