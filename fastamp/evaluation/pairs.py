@@ -45,6 +45,12 @@ class PairScores:
         """Return plain values and tensors, of which ``PairScores(**state)`` is the same again."""
         return asdict(self)
 
+    @staticmethod
+    def form() -> dict[str, Any]:
+        """Return a state of this form, see ``unlike``."""
+        quantiles = torch.zeros(_QUANTILES)
+        return PairScores("cosine", quantiles, quantiles, 0, 0).state_dict()
+
 
 @torch.no_grad()
 def sample_pairs(

@@ -28,7 +28,8 @@ from fastamp.inference.index import GalleryIndex, SearchResult, open_gallery
 from fastamp.inference.similarity import Comparison, pairs_of
 from fastamp.layers.distance import pairwise_distance
 from fastamp.utils.env import available_cores
-from fastamp.utils.errors import ConfigError, DataError, check_choice
+from fastamp.utils.errors import ConfigError, DataError, WeightsError, check_choice
+from fastamp.utils.form import unlike
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Predictor:
         self.checkpoint = Path(checkpoint).expanduser()
         self.cfg = _config_of(self.checkpoint, device, opts)
         self.model, self.extra = DefaultTrainer.load_model(self.cfg)
+        _check_entries(self.extra, self.checkpoint)
         self.model.eval()
         self.policy = _trained_policy(self.cfg, self.extra.get("policy"), opts)
         self.policy.check_model(self.model)
@@ -356,6 +358,25 @@ def _config_of(checkpoint: Path, device: str, opts: Sequence[str]) -> CfgNode:
     cfg.freeze()
     resolve_device(cfg.MODEL.DEVICE)
     return cfg
+
+
+def _check_entries(extra: dict[str, Any], checkpoint: Path) -> None:
+    """Raise WeightsError where entries of a checkpoint have another form than what a run writes."""
+    policy, pairs, form = extra.get("policy"), extra.get("pairs", {}), PairScores.form()
+    wrong = unlike({"dtype": ""}, policy, "policy")
+    if not wrong and policy and "dtype" not in policy:
+        wrong = "policy: expected a dtype"
+    if not wrong and not isinstance(pairs, dict):
+        wrong = f"pairs: expected a dict, found {type(pairs).__name__}"
+    for name, each in pairs.items() if not wrong else ():
+        if each and not wrong:
+            wrong = unlike(form, each, f"pairs.{name}")
+            wrong = wrong or ("" if each.keys() == form.keys() else f"pairs.{name}: expected {', '.join(form)}")
+    if wrong:
+        raise WeightsError(
+            f"{checkpoint} holds what no run writes, or is damaged.\n  {wrong}\n"
+            "  fix: use another checkpoint of the run, or import its weights with tools/import_checkpoint.py"
+        )
 
 
 def _trained_policy(cfg: CfgNode, trained: dict[str, Any] | None, opts: Sequence[str]) -> PrecisionPolicy:

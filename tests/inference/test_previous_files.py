@@ -16,6 +16,7 @@ import torch
 from fastamp import Predictor
 from fastamp.inference.features_file import read_extraction
 from fastamp.inference.index import KINDS, load_index, open_gallery
+from fastamp.utils.errors import WeightsError
 from fastamp.utils.weights_file import read_checkpoint
 
 FILES = Path(__file__).parents[1] / "reference/previous_version"
@@ -59,3 +60,19 @@ def test_a_model_searches_its_earlier_gallery(tmp_path):
     model = Predictor(FILES / "model_final.pth", device="cpu")
     found = model.search(list(IMAGES), open_gallery(tmp_path / "gallery.npz", of=model), k=3)
     assert found.rows.shape == (2, 3) and (tmp_path / "gallery.index").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"policy": []},
+        {"policy": {"dtype": 3}},
+        {"policy": {"a": 1}},
+        {"pairs": [1]},
+        {"pairs": {"Demo": {"metric": 1}}},
+    ],
+)
+def test_entries_of_another_form_are_refused(tmp_path, changes):
+    torch.save(read_checkpoint(FILES / "model_final.pth") | changes, tmp_path / "changed.pth")
+    with pytest.raises(WeightsError, match=rf"changed\.pth holds(.|\n)*{next(iter(changes))}"):
+        Predictor(tmp_path / "changed.pth", device="cpu")
