@@ -369,9 +369,9 @@ def _check_entries(extra: dict[str, Any], checkpoint: Path) -> None:
     if not wrong and not isinstance(pairs, dict):
         wrong = f"pairs: expected a dict, found {type(pairs).__name__}"
     for name, each in pairs.items() if not wrong else ():
-        if each and not wrong:
-            wrong = unlike(form, each, f"pairs.{name}")
-            wrong = wrong or ("" if each.keys() == form.keys() else f"pairs.{name}: expected {', '.join(form)}")
+        wrong = wrong or unlike(form, each, f"pairs.{name}")
+        if not wrong and each and each.keys() != form.keys():
+            wrong = f"pairs.{name}: expected {', '.join(form)}"
     if wrong:
         raise WeightsError(
             f"{checkpoint} holds what no run writes, or is damaged.\n  {wrong}\n"
