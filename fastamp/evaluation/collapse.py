@@ -1,6 +1,7 @@
 """Find features that cannot be told apart, whose ranking is the gallery's order."""
 
 import logging
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,6 +18,8 @@ _STEPS = 4
 # Fraction of the images from which on features that equal another identity's are reported: copies are normal.
 _WARN_FROM = 0.05
 _ROWS = 4096
+# Features and columns that are looked at first: of most models these tell enough.
+_FEW = 64
 
 
 def count_indistinct(
@@ -25,7 +28,7 @@ def count_indistinct(
     """Return how many images have a feature that no distance tells from another identity's, and warn of many.
 
     All of them, if the largest distance between two features is below the resolution of ``dtype``: it is at most twice
-    the largest distance from the mean, so that no pairs are needed. Otherwise those whose feature equals, bit for bit,
+    the largest distance from the mean, so no pairs are needed. Otherwise those whose feature equals, bit for bit,
     one of another identity. Below 5 % of the images, 0: a set may hold copies of an image.
 
     Args:
@@ -79,37 +82,61 @@ def _blocks(sides: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
 def _largest_distance(sides: tuple[torch.Tensor, ...], metric: str, dtype: torch.dtype) -> tuple[float, float, float]:
     """Return a bound on the largest distance, the largest length of a feature, and the resolution of distances.
 
-    Euclidean distances, as they are ranked, are squared.
+    The bound is from the mean of all features; where a few are already farther apart than the resolution, from theirs
+    alone. Euclidean distances, as they are ranked, are squared.
     """
-
-    def prepared() -> Iterator[torch.Tensor]:
-        for block in _blocks(sides):
-            block = block.to(dtype)
-            yield (F.normalize(block, dim=1) if metric == "cosine" else block)
-
     exact = torch.float32 if sides[0].device.type == "mps" else torch.float64
-    count = sum(len(side) for side in sides)
-    mean = sum(block.sum(0, dtype=exact) for block in prepared()) / count
-    radius = max(float((block - mean).norm(dim=1).max()) for block in prepared())
-    length = max(float(block.to(exact).norm(dim=1).max()) for block in _blocks(sides))
+    length = max(float(block.to(dtype).norm(dim=1).max()) for block in _blocks(sides))
+    if math.isinf(length) or length**2 < torch.finfo(dtype).tiny:
+        length = max(float(block.to(exact).norm(dim=1).max()) for block in _blocks(sides))
     info = torch.finfo(dtype)
-    if metric == "cosine":
-        return (2 * radius) ** 2 / 2, length, _STEPS * info.eps
-    return (2 * radius) ** 2, length, _STEPS * (info.eps * length**2 + info.tiny)
+    resolution = _STEPS * (info.eps if metric == "cosine" else info.eps * length**2 + info.tiny)
+
+    def bound(sides: tuple[torch.Tensor, ...]) -> float:
+        def prepared() -> Iterator[torch.Tensor]:
+            for block in _blocks(sides):
+                block = block.to(dtype)
+                yield F.normalize(block, dim=1) if metric == "cosine" else block
+
+        mean = sum(block.sum(0, dtype=exact) for block in prepared()) / sum(len(side) for side in sides)
+        radius = max(float((block - mean).norm(dim=1).max()) for block in prepared())
+        return (2 * radius) ** 2 / (2 if metric == "cosine" else 1)
+
+    few = bound(tuple(side[:_FEW] for side in sides))
+    # Their farthest pair is at least half as far apart as their bound, of squares a quarter.
+    return few if few > 4 * resolution else bound(sides), length, resolution
 
 
 def _equal_to_another_identity(sides: tuple[torch.Tensor, ...], pids: np.ndarray) -> int:
-    """Return how many rows equal, bit for bit, a row of another identity (by a 64-bit hash of integers)."""
+    """Return how many rows equal, bit for bit, a row of another identity (by a 64-bit hash of integers).
+
+    Some columns are compared first, and all of them only of the rows that are equal in these.
+    """
+    rows, width = torch.arange(len(pids)), sides[0].shape[1]
+    for step in dict.fromkeys((max(1, width // _FEW), 1)):
+        _, group = np.unique(_hashes(sides, rows, step), return_inverse=True)
+        own = pids[rows.numpy()]
+        low, high = np.full(group.max() + 1, own.max()), np.full(group.max() + 1, own.min())
+        np.minimum.at(low, group, own)
+        np.maximum.at(high, group, own)
+        rows = rows[torch.from_numpy((low < high)[group])]
+        if not len(rows):
+            break
+    return len(rows)
+
+
+def _hashes(sides: tuple[torch.Tensor, ...], rows: torch.Tensor, step: int) -> np.ndarray:
+    """Return a hash of each of ``rows`` (sorted, numbered through all sides), of every ``step``-th column: (R,)."""
     integer = torch.int64 if sides[0].dtype == torch.float64 else torch.int32
     generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, (sides[0].shape[1],), generator=generator) * 2 + 1
-    hashes = []
-    for block in _blocks(sides):
-        numbers = block.double() if integer == torch.int64 else block.float()
-        numbers = (numbers.cpu() + 0.0).contiguous()  # -0 is 0
-        hashes.append((numbers.view(integer).long() * factors).sum(1))
-    _, group = np.unique(torch.cat(hashes).numpy(), return_inverse=True)
-    low, high = np.full(group.max() + 1, pids.max()), np.full(group.max() + 1, pids.min())
-    np.minimum.at(low, group, pids)
-    np.maximum.at(high, group, pids)
-    return int((low < high)[group].sum())
+    factors = torch.randint(-(2**62), 2**62, (len(range(0, sides[0].shape[1], step)),), generator=generator) * 2 + 1
+    hashes, start = [], 0
+    for side in sides:
+        own = rows[(rows >= start) & (rows < start + len(side))] - start
+        start += len(side)
+        for part in own.split(_ROWS):
+            numbers = side[part.to(side.device), ::step]
+            numbers = numbers.double() if integer == torch.int64 else numbers.float()
+            numbers = (numbers.cpu() + 0.0).contiguous()  # -0 is 0
+            hashes.append((numbers.view(integer).long() * factors).sum(1))
+    return torch.cat(hashes).numpy()

@@ -16,13 +16,6 @@ _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torc
 _CHECKED_FROM = 2**26  # bytes of a tensor; smaller ones are not worth a look at the system's memory
 _OVERFLOWS = ("size calculation overflowed", "multiplication overflow")  # of a number of bytes
 _LEAST_SIZE = 1024  # a key below it is not why a tensor is too large
-_SIGNS = (
-    "can't allocate memory",
-    "bad_alloc",
-    "out of memory",
-    "size calculation overflowed",
-    "multiplication overflow",
-)
 
 
 @contextmanager

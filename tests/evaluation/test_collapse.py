@@ -4,7 +4,7 @@ import pytest
 import torch
 from judging import random_set
 
-from fastamp.evaluation import Identities, Protocol, judge_features, print_results
+from fastamp.evaluation import Identities, Protocol, collapse, judge_features, print_results
 from fastamp.layers.distance import FeatureDistances
 
 METRICS = ["cosine", "euclidean"]
@@ -80,11 +80,42 @@ def test_tiny_sets_and_copies_are_not_reported(caplog):
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_the_bound_holds_for_every_pair(metric, caplog):
-    """What is reported has indeed no distance above the resolution; the negative control has."""
+@pytest.mark.parametrize("factor", [1e-6, 1e-1, 10.0])
+def test_the_bound_holds_for_every_pair(metric, factor, monkeypatch):
+    """No pair is farther apart than the bound says, and the farthest is at least half as far."""
+    monkeypatch.setattr(collapse, "_FEW", 1000)
     queries, gallery, _ = random_set(0)
-    for factor, collapsed in ((1e-6, True), (1e-1, False)):
-        distances = FeatureDistances(1 + factor * queries, 1 + factor * gallery, metric=metric)
-        block = next(distances.blocks())[1]
-        resolution = 4 * torch.finfo(torch.float32).eps * (1 if metric == "cosine" else float(queries.shape[1]))
-        assert (float(block.max() - block.min()) <= 4 * resolution) is collapsed
+    sides = 1 + factor * queries.double(), 1 + factor * gallery.double()
+    features = torch.cat(sides)
+    farthest = max(float(block.max()) for _, block in FeatureDistances(features, features, metric=metric).blocks())
+    bound, *_ = collapse._largest_distance(sides, metric, torch.float64)
+    assert farthest <= bound * (1 + 1e-6) and bound <= 4 * farthest * (1 + 1e-6)  # of squares
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_look_at_a_few_features_changes_no_verdict(metric, monkeypatch):
+    queries, gallery, _ = random_set(0)
+    verdicts = {}
+    for few in (1, 3, 1000):
+        monkeypatch.setattr(collapse, "_FEW", few)
+        verdicts[few] = []
+        for exponent in torch.arange(-9, -1, 0.25).tolist():
+            sides = 1 + 10**exponent * queries, 1 + 10**exponent * gallery
+            bound, _, resolution = collapse._largest_distance(sides, metric, torch.float32)
+            verdicts[few].append(bound <= resolution)
+    assert verdicts[1] == verdicts[3] == verdicts[1000] and set(verdicts[1]) == {True, False}
+
+
+@pytest.mark.parametrize("few", [1, 5, 1000])
+def test_rows_that_are_equal_in_the_columns_looked_at_first(few, monkeypatch):
+    monkeypatch.setattr(collapse, "_FEW", few)
+    queries, gallery, ids = random_set(0)
+    width = gallery.shape[1]
+    gallery[:10, :: max(1, width // few)] = 0  # all but these differ
+    gallery[10:14] = gallery[20]
+    gallery[10:14, 0] = -0.0
+    gallery[20, 0] = 0.0
+    pids = torch.cat((ids.query_pids, ids.gallery_pids)).numpy()
+    rows = torch.cat((queries, gallery)).numpy()
+    equal = (rows[:, None] == rows).all(2) & (pids[:, None] != pids)
+    assert collapse._equal_to_another_identity((queries, gallery), pids) == equal.any(1).sum() > 0
