@@ -15,7 +15,7 @@ _ABANDONED_SECONDS = 120
 
 def aside(folder: Path) -> Path:
     """Return a new, hidden name beside ``folder`` under which to build it; nothing is made."""
-    return folder.with_name(f"{_prefix(folder)}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}")
+    return folder.with_name(f"{_prefix(folder)}{_machine()}-{os.getpid()}-{uuid.uuid4().hex}")
 
 
 def remove_abandoned(folder: Path) -> None:
@@ -32,9 +32,9 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def _is_of_dead_process(build: Path, folder: Path) -> bool:
-    """Return whether the process that named the build folder ran on this machine and has ended."""
+    """Return whether the process that named the build folder ran on this machine, in this container, and has ended."""
     found = re.fullmatch(r"(.+)-([0-9]+)-[0-9a-f]{32}", build.name.removeprefix(_prefix(folder)))
-    if found is None or found[1] != socket.gethostname():
+    if found is None or found[1] != _machine():
         return False
     try:
         os.kill(int(found[2]), 0)
@@ -43,6 +43,14 @@ def _is_of_dead_process(build: Path, folder: Path) -> bool:
     except (OSError, OverflowError):
         return False
     return False
+
+
+def _machine() -> str:
+    """Return the name of the machine and of the container, which may have the machine's name but not its processes."""
+    try:
+        return f"{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
 
 
 def _prefix(folder: Path) -> str:
