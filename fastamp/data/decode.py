@@ -28,6 +28,7 @@ except ImportError:
 _LUMA_SHARES = (19595 / 2**16, 38470 / 2**16, 7471 / 2**16)
 _JPEG = b"\xff\xd8"
 _START_OF_FRAME = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+_WITHOUT_LENGTH = {0x00, 0x01, *range(0xD0, 0xD9)}  # markers that no length follows
 _PIL_LOCK, _WARNINGS_LOCK = Lock(), Lock()
 # A file of a few bytes may declare an image that fills the memory.
 MAX_PIXELS = 100_000_000
@@ -106,8 +107,8 @@ def _read_whole(path: str, channels: int, max_pixels: int, least_side: int | Non
     if width * height <= _REDUCED_ABOVE or least_side is None or min(width, height) < 2 * least_side:
         least_side = None
     # torchvision (0.29) ends the process at damaged PNG files, does not turn WebP files upright, and decodes all
-    # pictures of an animation; it has no scaled decoding.
-    if torchvision_decode is None or not is_jpeg or channels == 4 or least_side is not None:
+    # pictures of an animation; it has no scaled decoding, and no limit where the size was not found.
+    if torchvision_decode is None or not width * height or channels == 4 or least_side is not None:
         image = _read_with_pil(path, "RGBA" if channels == 4 else "RGB", max_pixels, least_side)
     else:
         try:
@@ -133,14 +134,20 @@ def check_pixels(path: str, width: int, height: int, max_pixels: int) -> None:
 
 
 def _declared_size(content: bytearray) -> tuple[int, int]:
-    """Return the width and height that a JPEG file declares, zeros where that is not found."""
-    place = 2
-    while place + 9 <= len(content) and content[place] == 0xFF:
+    """Return the width and height that a JPEG file declares, zeros where that is not found.
+
+    Looks for markers as libjpeg does, which skips bytes that are not part of a segment.
+    """
+    place = content.find(b"\xff", 2)
+    while 0 < place <= len(content) - 9:
         marker, length = content[place + 1], int.from_bytes(content[place + 2 : place + 4], "big")
         if marker in _START_OF_FRAME:
             height, width = struct.unpack_from(">HH", content, place + 5)
             return width, height
-        place += 1 if marker == 0xFF else 2 + length
+        if marker == 0xFF:
+            place += 1
+        else:
+            place = content.find(b"\xff", place + 2 + (0 if marker in _WITHOUT_LENGTH else length))
     return 0, 0
 
 

@@ -68,6 +68,19 @@ def test_a_larger_image_names_itself_its_size_and_the_key(tmp_path, name, channe
     assert transforms("INPUT.CHANNELS", str(channels), "INPUT.MAX_PIXELS", "3072").read(path).shape[0] == channels
 
 
+@pytest.mark.parametrize(
+    "bytes_before", [b"\xff\x01", b"\xff\xd0", b"\xff\xff\xff", b"\xff\xd7\xff\x01", b"\xff\xfe\x00\x04ab\x00\x12"]
+)
+def test_bytes_that_libjpeg_skips_do_not_hide_the_size(tmp_path, bytes_before):
+    smooth(64, 48).save(tmp_path / "a.jpg")
+    content = (tmp_path / "a.jpg").read_bytes()
+    (tmp_path / "a.jpg").write_bytes(content[:2] + bytes_before + content[2:])
+    path = str(tmp_path / "a.jpg")
+    assert read_image(path, max_pixels=3072).shape == (3, 64, 48)
+    with pytest.raises(DataError, match="48 x 64 pixels, more than INPUT.MAX_PIXELS 3071"):
+        read_image(path, max_pixels=3071)
+
+
 def test_the_key_holds_for_the_predictor_and_the_check(tmp_path, checkpoint):
     smooth(64, 48).save(tmp_path / "a.png")
     path = str(tmp_path / "a.png")
