@@ -121,10 +121,14 @@ class ReidDataset(Dataset):
         Raises:
             DataError: it cannot be read, and neither, where ``skip_corrupt`` asks for it, can another of its identity.
         """
-        if not self.skip_corrupt:
+        try:
             return self._read(index)
+        except DataError as error:
+            if not self.skip_corrupt:
+                raise
+            self._tell(str(error))
         same = np.flatnonzero(self.labels == self.labels[index])
-        for number in np.roll(same, -np.searchsorted(same, index)).tolist():
+        for number in np.roll(same, -np.searchsorted(same, index)).tolist()[1:]:
             try:
                 return self._read(number)
             except DataError as error:

@@ -299,3 +299,5 @@ def test_another_image_of_the_identity_is_the_next_one(tmp_path, skip):
     assert [int(dataset.read(row)[0, 0, 0]) for row in (1, 4, 7, 10)] == [20, 200, 200, 200]
     with pytest.raises(DataError, match="no image of the identity"):
         dataset.read(skip)
+    dataset.labels = None  # of the others, which take a search through the whole list
+    assert int(dataset.read(1)[0, 0, 0]) == 20
