@@ -132,8 +132,11 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
 
 
 def _check_archive(path: Path) -> None:
-    """Raise WeightsError for a tar archive, which PyTorch would unpack on the disk, and for one that was compressed,
-    which ``torch.save`` never does: a few bytes could fill the memory.
+    """Check which kind of archive a file is.
+
+    Raises:
+        WeightsError: it is a tar archive, which PyTorch would unpack on the disk; a TorchScript archive; or compressed,
+            which ``torch.save`` never does: a few bytes could fill the memory.
     """
     if not _is_zip(path):
         if tarfile.is_tarfile(path):
@@ -143,7 +146,14 @@ def _check_archive(path: Path) -> None:
             )
         return
     with zipfile.ZipFile(path) as archive:
-        size = sum(entry.file_size for entry in archive.infolist())
+        entries = archive.infolist()
+    if any(entry.filename.partition("/")[2] == "constants.pkl" for entry in entries):
+        raise WeightsError(
+            f"weights file {path} is a TorchScript archive, a program with weights in it, which fastamp does not run.\n"
+            "  fix: if you trust it, write its weights as a state dict: "
+            f"torch.save(torch.jit.load({str(path)!r}, map_location='cpu').state_dict(), 'weights.pth')"
+        )
+    size = sum(entry.file_size for entry in entries)
     if size > path.stat().st_size:
         raise WeightsError(
             f"weights file {path} holds {size} bytes in {path.stat().st_size}: it was compressed, or is damaged.\n"
@@ -156,20 +166,11 @@ def _check_pickles(path: Path) -> None:
 
     Raises:
         PickleLimitError: loading would take far more time or memory than the file's size explains.
-        WeightsError: the file is a TorchScript archive.
     """
     with open(path, "rb") as file, contextlib.suppress(ValueError, LookupError, OverflowError):
         if file.read(4) == _ZIP:
             # PyTorch's own reader: another one may find another record in an archive that is made for that.
-            reader = torch._C.PyTorchFileReader(os.fspath(path))
-            if "constants.pkl" in reader.get_all_records():
-                raise WeightsError(
-                    f"weights file {path} is a TorchScript archive, a program with weights in it, which fastamp does "
-                    "not run.\n"
-                    "  fix: if you trust it, write its weights as a state dict: "
-                    f"torch.save(torch.jit.load({str(path)!r}, map_location='cpu').state_dict(), 'weights.pth')"
-                )
-            check_pickle(reader.get_record("data.pkl"))
+            check_pickle(torch._C.PyTorchFileReader(os.fspath(path)).get_record("data.pkl"))
             return
         file.seek(0)
         for number in range(_LEGACY_PICKLES):
