@@ -11,7 +11,7 @@ from typing import Any
 
 from fastamp.engine.lifeline import Outcome
 from fastamp.utils.errors import USER_ERROR_EXIT_CODE, UserError
-from fastamp.utils.files import discard_stdout
+from fastamp.utils.files import discard_stdout, stdout_has_no_reader
 from fastamp.utils.lock import unlock_all
 from fastamp.utils.printable import printable
 
@@ -89,8 +89,10 @@ def outcome_of(command: Callable[[], Any]) -> Outcome:
         return Outcome(128 + interruption.signal_number, message)
     except KeyboardInterrupt:
         return Outcome(130, "interrupted")
-    except BrokenPipeError:  # whoever reads the output, e.g. head, has had enough
-        discard_stdout()
+    except BrokenPipeError:
+        if not stdout_has_no_reader():
+            raise
+        discard_stdout()  # its reader, e.g. head, has stopped
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import select
 import stat
 import sys
 from collections.abc import Iterator
@@ -36,16 +37,29 @@ def check_no_device(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def closed_stdout_allowed() -> Iterator[None]:
-    """Continue where the reader of stdout, e.g. ``head``, has stopped reading before all was printed."""
+    """Continue where the reader of stdout, e.g. ``head``, has stopped reading before all was printed.
+
+    Raises:
+        BrokenPipeError: of another pipe or socket.
+    """
     try:
         yield
     except BrokenPipeError:
+        if not stdout_has_no_reader():
+            raise
         discard_stdout()
     finally:
         try:
             sys.stdout.flush()
         except BrokenPipeError:  # what ends the process otherwise, e.g. its exit code, stays
             discard_stdout()
+
+
+def stdout_has_no_reader() -> bool:
+    """Return whether stdout is a pipe or a socket whose other end is closed."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def discard_stdout() -> None:

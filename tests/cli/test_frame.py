@@ -62,6 +62,23 @@ def test_nobody_reads_the_output(argv, code):
     assert "Traceback" not in stderr and "BrokenPipe" not in stderr and "Exception ignored" not in stderr, stderr
 
 
+@pytest.mark.parametrize("read", [True, False])
+def test_a_broken_pipe_that_is_not_stdout_is_a_bug(read):
+    code = (
+        "import os, sys; from fastamp.engine import run_command_line\n"
+        "def command():\n"
+        "    reading, writing = os.pipe()\n"
+        "    os.close(reading)\n"
+        "    os.write(writing if int(sys.argv[1]) else 1, b'x')\n"
+        "sys.exit(run_command_line(command))"
+    )
+    if read:
+        done = subprocess.run([sys.executable, "-c", code, "1"], capture_output=True, text=True)
+        assert done.returncode == 1 and "Traceback" in done.stderr and "BrokenPipeError" in done.stderr
+    else:
+        assert run_with_closed_stdout("-c", code, "0") == (0, "")
+
+
 def test_a_log_that_nobody_reads_does_not_end_the_run():
     """The console's reader may stop in the middle of a training; log.txt has the lines."""
     code = (
