@@ -31,29 +31,6 @@ def policy(dtype):
     return PrecisionPolicy("cpu", dtype, "test")
 
 
-@pytest.fixture(autouse=True)
-def native_kernels():
-    """PyTorch's own kernels: those of oneDNN really are wrong for some convolutions on some CPUs."""
-    with torch.backends.mkldnn.flags(enabled=False):
-        yield
-
-
-def assert_no_alarm(model, dtype, batch):
-    """Assert that no layer is reported, with oneDNN either, unless a kernel of this CPU is wrong."""
-
-    def check():
-        with Rehearsal(model, batch) as rehearsal:
-            return check_layers(rehearsal, policy(dtype))[0]
-
-    assert check() == []
-    with torch.backends.mkldnn.flags(enabled=True):
-        found = check()
-    # Wrong by far, and right without oneDNN.
-    if found and all(layer.repeated > 0.05 or not layer.error < 0.05 for layer in found):
-        pytest.skip(f"oneDNN of this CPU: {found[0].describe()}")
-    assert found == []
-
-
 def images(count, size, seed=0):
     generator = torch.Generator().manual_seed(seed)
     batch = {"images": torch.randint(256, (count, 3, *size), dtype=torch.uint8, generator=generator)}
@@ -178,7 +155,8 @@ def test_sound_layers_pass_at_any_scale(layer, dtype, scale, constant):
     batch = images(4, (12, 12))
     if constant:
         batch["images"].fill_(255)
-    assert_no_alarm(model, dtype, batch)
+    with Rehearsal(model, batch) as rehearsal:
+        assert check_layers(rehearsal, policy(dtype))[0] == []
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -360,7 +338,7 @@ def check_backbone(name):
     torch.manual_seed(0)
     model = build_model(every_backbone.config(name, "MODEL.BACKBONE.PRETRAIN", "False")).train()
     for dtype in LOW:
-        assert_no_alarm(model, dtype, images(4, every_backbone.SIZE))
+        assert wrong_layers(model, dtype) == []
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -380,8 +358,5 @@ def test_every_reference_model_passes_at_initialization(name):
     torch.manual_seed(0)
     model = reference.reference_model(name).train()
     batch = images(4, reference.MODELS[name]["input_size"])
-    with torch.backends.mkldnn.flags(enabled=True):
-        report = preflight(model, batch, policy=policy(torch.bfloat16))
-    if report.kernel:
-        assert_no_alarm(model, torch.bfloat16, batch)
+    report = preflight(model, batch, policy=policy(torch.bfloat16))
     assert report.problem == ""
