@@ -49,9 +49,12 @@ def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
     while True:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = _open(path)
-        if file is None:
-            continue
+            try:
+                file = _open(path)
+            except FileNotFoundError:  # its former holder has just removed the folder; or no file can be made in it
+                if time.monotonic() > deadline:
+                    raise
+                continue
         try:
             locked = _try_lock(file)
         except OSError as error:
@@ -120,16 +123,13 @@ def describe_lock_holder(folder: str | os.PathLike[str]) -> str:
         return ""
 
 
-def _open(path: Path) -> BinaryIO | None:
-    """Return the lock file, open for writing; None if its former holder has just removed the folder.
+def _open(path: Path) -> BinaryIO:
+    """Return the lock file, open for writing.
 
     Raises:
         OSError: it cannot be written, or is a link, by which this process would write elsewhere.
     """
-    try:
-        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+b")
-    except FileNotFoundError:
-        return None
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+b")
 
 
 def _try_lock(file: BinaryIO) -> bool:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits the reso
 @pytest.fixture(autouse=True)
 def end_a_hang():
     """End the test process when a loader waits forever for a batch."""
-    timer = threading.Timer(60, os._exit, (99,))
+    timer = threading.Timer(300, os._exit, (99,))
     timer.start()
     yield
     timer.cancel()
@@ -173,7 +173,7 @@ def test_training_with_a_small_dev_shm(demo_root, tmp_path, size):
         [*MOUNT, command, "sh", sys.executable, "-c", script, str(tmp_path), *options],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         env=os.environ
         | {
             "FASTAMP_DATASETS": str(demo_root),

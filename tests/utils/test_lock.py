@@ -104,6 +104,17 @@ def test_a_link_is_not_followed(tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_a_folder_in_which_no_file_can_be_made(tmp_path, monkeypatch):
+    """As in /proc, where the system says that there is no such file; this does not wait forever."""
+
+    def open_(*args):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(lock.os, "open", open_)
+    with pytest.raises(WriteError, match=r"\.lock cannot be written: No such file"):
+        lock_folder(tmp_path, "OUTPUT_DIR")
+
+
 def contend(folder, pipe, rounds):
     """Take and release the lock again and again; report every overlap with another process."""
     overlaps = 0
