@@ -20,7 +20,7 @@ _PRODUCTS = (nn.modules.conv._ConvNd, nn.Linear)
 """Layers whose inputs and weights autocast rounds to the low precision."""
 
 _ROUND_ONCE = ("conv", "linear", "batchnorm", "instancenorm", "normalization", "pooling", "activation")
-"""Modules of ``torch.nn.modules`` whose layers round their result alone, and so can be compared with float32."""
+"""Modules of ``torch.nn.modules`` whose layers round only their result, and so can be compared with float32."""
 
 _ROUND_MORE = (nn.Tanhshrink, nn.LocalResponseNorm, nn.LPPool1d, nn.LPPool2d, nn.LPPool3d)
 """Layers among these that are several operations."""
@@ -71,10 +71,9 @@ def check_layers(rehearsal: Rehearsal, policy: PrecisionPolicy) -> tuple[list[La
     """Compare layers in low precision with themselves and with float32, in evaluation mode.
 
     Each layer (module without modules in it) is called a second time with the input that it gets under ``policy`` and
-    the same random state. PyTorch's layers that round once are called in float32 as well, from the same input and
-    weights as rounded by autocast, so that what is left is the rounding of the output and the order of summation:
-    independent of depth, of how well the model is trained, and of its input. At last the model as a whole runs a second
-    time.
+    the same random state. PyTorch's layers that round once are also called in float32, from the same input and weights
+    as rounded by autocast. What remains is the rounding of the output and the order of summation, whatever the depth,
+    the training and the input of the model. Finally, the whole model runs a second time.
 
     Args:
         rehearsal: model and batch.
@@ -248,7 +247,7 @@ class _LayerCheck:
                     return 0.0
                 error = min(error, relative_error(low_output, reference))
                 if limit < error < math.inf and reference.device.type != "mps":
-                    # Of what float32 cannot resolve itself, e.g. a difference of equals, nothing is asked.
+                    # Below float32's own rounding error, e.g. of a difference of equals, nothing can be said.
                     exact = _flat(_in_float64(layer, rounded, kwargs), torch.float64)
                     noise = float(torch.linalg.vector_norm(reference - exact))
                     # Tiny outputs: half a step of the smallest numbers, of each element.

@@ -295,12 +295,12 @@ def _try_training(
 def _not_repeatable(rehearsal: Rehearsal, policy: PrecisionPolicy, scale: float, first: TrainPass) -> str:
     """Return what is wrong where a second training pass from the same state has other gradients; empty if nothing.
 
-    A model whose float32 passes differ as well draws random numbers of its own, e.g. with a seed from the clock.
+    A model whose float32 passes differ as well draws other random numbers each time, e.g. with a seed from the clock.
     """
     difference, name = _difference(first, rehearsal.train(policy, scale=scale))
     if difference <= _LARGEST_REPEAT:
         return ""
-    first.gradients.clear()  # their memory is wanted
+    first.gradients.clear()  # frees their memory
     passes = [rehearsal.train(policy.in_float32()) for _ in range(2)]
     if _difference(*passes)[0] > _LARGEST_REPEAT:
         return ""

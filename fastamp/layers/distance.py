@@ -35,8 +35,8 @@ def check_metric(metric: str) -> str:
 def squared_euclidean_distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return |x_i - y_j|^2 by one matrix product, not below 0.
 
-    The mean of ``y`` is subtracted from both first: |x|^2 + |y|^2 - 2 x y loses what is small beside |x|^2, and
-    features behind a ReLU or of a model that is not trained yet lie near each other and far from 0.
+    The mean of ``y`` is subtracted from both first: |x|^2 + |y|^2 - 2 x y loses distances that are small compared with
+    |x|, and features after a ReLU or of an untrained model are near each other and far from 0.
 
     Args:
         x: (M, D) float.
