@@ -148,7 +148,7 @@ class Predictor:
         """
         check_choice("color", color, COLORS)
         if boxes is not None:
-            images, color = self._crops(images, boxes, color), "rgb"
+            images, color = self._crops(images, boxes, color)
         else:
             images = _as_list(images)
         places = self.places(len(images), camids=camids, viewids=viewids)
@@ -282,19 +282,33 @@ class Predictor:
             return image_from_pil(image, channels)
         return with_channels(_as_tensor(image, color), channels)
 
-    def _crops(self, images: Image | Sequence[Image], boxes: Any, color: str) -> list[Tensor]:
-        """Return the (C, H, W) uint8 boxes of a frame; one without pixels where a box has no part in the frame."""
+    def _crops(
+        self, images: Image | Sequence[Image], boxes: Any, color: str
+    ) -> tuple[list[np.ndarray] | list[Tensor], str]:
+        """Return the boxes of a frame, without pixels where a box has no part in it, and their channel order.
+
+        Arrays and tensors stay as they are, so that not the whole frame is converted, but each box.
+        """
         frames, corners = _as_list(images), _as_boxes(boxes)
         if len(frames) != 1:
             raise DataError(f"boxes need one image, the frame that they are in; found {len(frames)}")
-        frame = self._decode(frames[0], color)
-        height, width = frame.shape[1:]
+        frame = frames[0]
+        if isinstance(frame, (str, os.PathLike, PIL.Image.Image)):
+            frame, color = self._decode(frame, color), "rgb"
+        _check_layout(frame)
+        if isinstance(frame, Tensor):
+            frame = frame.movedim(0, -1)
+        height, width = frame.shape[:2]
         corners = np.clip(np.rint(corners), 0, (width, height, width, height))
         corners = np.where(np.isnan(corners).any(axis=1, keepdims=True), 0, corners).astype(np.int64)
-        return [frame[:, top:bottom, left:right] for left, top, right, bottom in corners.tolist()]
+        crops = [frame[top:bottom, left:right] for left, top, right, bottom in corners.tolist()]
+        return [crop.movedim(-1, 0) if isinstance(crop, Tensor) else crop for crop in crops], color
 
     def _features_of_all(self, images: Image | Sequence[Image], **options: Any) -> Tensor:
-        """Return ``features``; raise DataError where an image has no pixels."""
+        """Return ``features``; raise DataError where an image has no pixels.
+
+        Nothing else gives NaN: features of the model that are not finite are an error of ``features_of_batch``.
+        """
         features = self.features(images, **options)
         empty = features.isnan().any(dim=1).nonzero()[:, 0].tolist()
         if empty:
@@ -424,21 +438,31 @@ def _as_boxes(boxes: Any) -> np.ndarray:
     return corners
 
 
-def _as_tensor(image: np.ndarray | Tensor, color: str) -> Tensor:
-    """Return (C, H, W) uint8, gray, RGB or RGBA, of an array (H, W[, C]) or a tensor (C, H, W)."""
+def _check_layout(image: Any) -> None:
+    """Check that an image is a uint8 array (H, W[, C]) or tensor (C, H, W), gray, RGB or RGBA.
+
+    Raises:
+        DataError: it is not.
+    """
     if not isinstance(image, (np.ndarray, Tensor)):
         hint = "; numpy.asarray(image) makes an array of it" if hasattr(image, "__array_interface__") else ""
         raise DataError(f"an image is a path, a PIL image, an array or a tensor, not {type(image).__name__}{hint}")
-    tensor = image if isinstance(image, Tensor) else torch.from_numpy(np.ascontiguousarray(image))
-    if not isinstance(image, Tensor):
-        tensor = tensor[None] if tensor.ndim == 2 else tensor.movedim(-1, 0)
-    if tensor.dtype != torch.uint8 or tensor.ndim != 3 or len(tensor) not in (1, 3, 4):
+    dtype, shape = str(image.dtype).removeprefix("torch."), tuple(image.shape)
+    channels = shape[0 if isinstance(image, Tensor) else -1] if len(shape) == 3 else 0
+    gray = len(shape) == 2 and not isinstance(image, Tensor)
+    if dtype != "uint8" or not (gray or channels in (1, 3, 4)):
         layout = "(C, H, W)" if isinstance(image, Tensor) else "(H, W) or (H, W, C)"
-        raise DataError(
-            f"an image of shape {tuple(image.shape)} and dtype {str(image.dtype).removeprefix('torch.')}; expected "
-            f"uint8 {layout} with 1, 3 or 4 channels"
-        )
-    tensor = tensor.cpu()
+        raise DataError(f"an image of shape {shape} and dtype {dtype}; expected uint8 {layout} with 1, 3 or 4 channels")
+
+
+def _as_tensor(image: np.ndarray | Tensor, color: str) -> Tensor:
+    """Return (C, H, W) uint8, gray, RGB or RGBA, of an array (H, W[, C]) or a tensor (C, H, W)."""
+    _check_layout(image)
+    if isinstance(image, Tensor):
+        tensor = image.cpu()
+    else:
+        tensor = torch.from_numpy(np.ascontiguousarray(image))
+        tensor = tensor[None] if tensor.ndim == 2 else tensor.movedim(-1, 0)
     if color == "bgr" and len(tensor) > 1:
         tensor = torch.cat((tensor[:3].flip(0), tensor[3:]))
     return tensor

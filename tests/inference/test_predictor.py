@@ -11,6 +11,7 @@ from fastamp.data import build_reid_test_loader
 from fastamp.data.decode import read_image
 from fastamp.engine import DefaultTrainer
 from fastamp.evaluation.evaluator import extract_features
+from fastamp.inference import predictor as module
 from fastamp.utils.errors import ConfigError, DataError, WeightsError
 
 
@@ -182,6 +183,8 @@ def test_boxes_of_a_frame(checkpoint, monkeypatch):
     assert torch.equal(predictor.features(frame[:, :, ::-1], boxes=boxes, color="bgr"), expected)
     assert torch.equal(predictor.features(PIL.Image.fromarray(frame), boxes=boxes), expected)
     assert torch.equal(predictor.features([frame], boxes=boxes), expected)
+    for gray in (frame[:, :, 0], torch.from_numpy(frame[:, :, 0].copy())[None]):
+        assert torch.equal(predictor.features(gray, boxes=boxes), predictor.features([crop[:, :, 0] for crop in crops]))
     none = predictor.features(frame, boxes=np.zeros((0, 4)))
     assert none.shape == (0, 16) and none.dtype == torch.float32
     assert predictor.features(frame, boxes=[]).shape == (0, 16)
@@ -195,11 +198,24 @@ def test_boxes_of_a_frame(checkpoint, monkeypatch):
         (np.zeros((8, 8, 3), np.uint8), [["a", 2, 3, 4]], "numbers"),
         (np.zeros((8, 8, 3), np.uint8), [[1, 2, 3, 4], [1, 2]], "numbers"),
         (np.zeros((2, 8, 8, 3), np.uint8), [[1, 2, 3, 4]], "one image.* 2"),
+        (np.zeros((8, 8, 3), np.int32), [[1, 2, 3, 4]], r"\(8, 8, 3\) and dtype int32"),
+        (torch.zeros(8, 8, dtype=torch.uint8), [], r"\(8, 8\) and dtype uint8"),
     ],
 )
 def test_wrong_boxes(checkpoint, images, boxes, message):
     with pytest.raises(DataError, match=message):
         fastamp.Predictor(checkpoint, device="cpu").features(images, boxes=boxes)
+
+
+def test_boxes_alone_are_converted_not_the_whole_frame(checkpoint, monkeypatch):
+    """A frame of a camera has many times the pixels of its boxes."""
+    predictor = fastamp.Predictor(checkpoint, device="cpu")
+    sizes, with_channels = [], module.with_channels
+    monkeypatch.setattr(
+        module, "with_channels", lambda image, n: sizes.append(image.shape[1:]) or with_channels(image, n)
+    )
+    predictor.features(np.zeros((1080, 1920, 3), np.uint8), boxes=[[0, 0, 30, 60], [9, 9, 19, 29]], color="bgr")
+    assert sorted(map(tuple, sizes)) == [(20, 10), (60, 30)]
 
 
 def test_an_empty_crop_is_reported_by_index(checkpoint, caplog):
