@@ -344,7 +344,12 @@ class _Translation:
             self._drop(f"MODEL.{part}.NORM_SPLIT", why=why, matters=ghost)
         if not self["MODEL.LOSSES.TRI.HARD_MINING"] and self["MODEL.LOSSES.TRI.WEIGHTING"] is None:
             self._put({"MODEL.LOSSES.TRI.WEIGHTING": "fastreid"}, why="the form of the loss without HARD_MINING")
+        if first and self["MODEL.LOSSES.TRI.NORM_FEAT"]:
+            self.missing.append("MODEL.LOSSES.TRI.NORM_FEAT True: distances were Euclidean; now they are squared")
         if first and mgn:
+            self.missing.append(
+                "MODEL.META_ARCHITECTURE MGN: batch norm and ReLU after each reduction, and one pooling for all heads"
+            )
             for name, (section, count) in _MGN_LOSSES.items():
                 key = f"MODEL.LOSSES.{section}.SCALE"
                 if name in self["MODEL.LOSSES.NAME"]:

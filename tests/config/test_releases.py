@@ -340,10 +340,22 @@ def test_losses_of_mgn(recipe):
     """v0.1.1 applied the scales of its file once; the present model divides by the number of losses itself."""
     losses = {"NAME": BOTH_LOSSES, "CE": {"SCALE": 0.25}, "TRI": {"SCALE": 0.2}}
     mapping = {"MODEL": {"META_ARCHITECTURE": "MGN", "LOSSES": losses}}
-    found = recipe(mapping, "v0.1.1").MODEL.LOSSES
+    cfg = recipe(mapping, "v0.1.1")
+    assert sum("no counterpart: MODEL.META_ARCHITECTURE MGN" in line for line in cfg.translation_notes()) == 1
+    found = cfg.MODEL.LOSSES
     assert (found.CE.SCALE, found.TRI.SCALE, found.CIRCLE.SCALE) == (2.0, 1.0, 1.0)
-    found = recipe(mapping, "v1.0.0").MODEL.LOSSES
+    cfg = recipe(mapping, "v1.0.0")
+    assert not any("no counterpart" in line for line in cfg.translation_notes())
+    found = cfg.MODEL.LOSSES
     assert (found.CE.SCALE, found.TRI.SCALE) == (0.25, 0.2)
+
+
+@pytest.mark.parametrize("release, euclidean", [("v0.1.1", True), ("v1.0.0", False)])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_triplets_of_normalized_features(recipe, release, euclidean, normalize):
+    cfg = recipe({"MODEL": {"LOSSES": {"TRI": {"NORM_FEAT": normalize}}}}, release)
+    named = any("no counterpart: MODEL.LOSSES.TRI.NORM_FEAT" in line for line in cfg.translation_notes())
+    assert cfg.MODEL.LOSSES.TRI.NORM_FEAT is normalize and named == (euclidean and normalize)
 
 
 def test_weight_decay_of_norms_was_that_of_weights(recipe):
