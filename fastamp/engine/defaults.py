@@ -316,7 +316,7 @@ class DefaultTrainer:
                 logger.warning("SOLVER.%s_ITERS %d has no effect: %s_EPOCHS is %d", name, iterations, name, epochs)
         freezing = freeze_length(cfg, iters_per_epoch)
         if bool(cfg.MODEL.FREEZE_LAYERS) != bool(freezing):
-            logger.warning("nothing is frozen: that takes both MODEL.FREEZE_LAYERS and SOLVER.FREEZE_ITERS or FREEZE_EPOCHS")
+            logger.warning("nothing is frozen: set MODEL.FREEZE_LAYERS and SOLVER.FREEZE_ITERS or FREEZE_EPOCHS")
         if cfg.MODEL.FREEZE_LAYERS:
             build.append(hooks.FreezeLayers(self.model, cfg.MODEL.FREEZE_LAYERS, freezing))
         if cfg.SOLVER.FREEZE_FC_ITERS:
