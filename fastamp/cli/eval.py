@@ -64,7 +64,14 @@ def evaluation_config(config_file: str, opts: Sequence[str], *, parts: str = "")
     cfg = defaults.clone()
     cfg.defrost()
     if not merge_if_config(cfg, weights):
-        return given, f"the defaults, since {weights} holds no config"
+        others = {"MODEL.WEIGHTS", "MODEL.DEVICE"}
+        if not any(key.startswith("MODEL.") and key not in others for key in opts[::2]):
+            raise ConfigError(
+                f"{weights} holds no config, so that the model is not known.\n"
+                "  fix: add --config-file X.yml, the config that it was trained with; or `python "
+                "tools/import_checkpoint.py`, which recognizes many models, makes a checkpoint with a config of it"
+            )
+        return given, f"the defaults and the command line, since {weights} holds no config"
     values = {key.path: value for key, value in defaults.keys_below() if key.path in _OF_THE_MACHINE}
     values |= {"MODEL.DEVICE": "auto", "MODEL.COMPILE": "off", "MODEL.HEADS.NUM_CLASSES": 0}
     cfg.merge_from_other_cfg(values)

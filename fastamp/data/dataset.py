@@ -54,6 +54,7 @@ class ReidDataset(Dataset):
         self.transforms = transforms
         self.augment = augment
         self.skip_corrupt = skip_corrupt
+        self.relabel = relabel
         self.store: ImageStore | None = None
         self._told: set[str] = set()
         pids, camids = self.items.pids, self.items.camids
@@ -125,7 +126,11 @@ class ReidDataset(Dataset):
             return self._read(index)
         except DataError as error:
             if not self.skip_corrupt:
-                raise
+                if not self.relabel or "fix:" in str(error):
+                    raise
+                raise DataError(
+                    f"{error}\n  fix: restore the file or remove it from the data set; or DATALOADER.ON_CORRUPT skip"
+                ) from error
             self._tell(str(error))
         same = np.flatnonzero(self.labels == self.labels[index])
         for number in np.roll(same, -np.searchsorted(same, index)).tolist()[1:]:

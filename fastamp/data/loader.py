@@ -283,7 +283,8 @@ def exhausted_resources_explained() -> Iterator[None]:
             cause = f"too many files are open; the limit is {limit} for each process (ulimit -n)"
             fix = f"a higher limit (ulimit -n 4096, docker run --ulimit nofile=4096), or {workers}"
         elif number == errno.ENOSPC or re.match("unable to (open|resize|allocate|mmap)", found):  # PyTorch's words
-            cause = f"the shared memory in which workers hand batches over, {_SHARED_MEMORY}, is full{_room()}"
+            where = f"the shared memory in which workers hand batches over, {_SHARED_MEMORY}"
+            cause = f"{where}, is full or too small for a batch{_room()}"
             fix = f"a larger one (docker run --shm-size 8g, or --ipc host), or {workers}"
         elif number in (errno.EAGAIN, errno.ENOMEM):
             cause, fix = "the system cannot start another process: too many run, or memory is full", workers

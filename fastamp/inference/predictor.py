@@ -461,7 +461,8 @@ def _as_tensor(image: np.ndarray | Tensor, color: str) -> Tensor:
     if isinstance(image, Tensor):
         tensor = image.cpu()
     else:
-        tensor = torch.from_numpy(np.ascontiguousarray(image))
+        # A read-only array, as numpy.asarray(picture) returns, is copied: PyTorch warns of sharing its memory.
+        tensor = torch.from_numpy(np.require(image, requirements=("C", "W")))
         tensor = tensor[None] if tensor.ndim == 2 else tensor.movedim(-1, 0)
     if color == "bgr" and len(tensor) > 1:
         tensor = torch.cat((tensor[:3].flip(0), tensor[3:]))

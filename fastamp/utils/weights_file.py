@@ -203,6 +203,10 @@ def _cause(path: Path) -> str:
 
 def _damaged(path: Path, cause: str, error: Exception | None = None) -> WeightsError:
     found = str(error).partition("\n")[0].partition(". In PyTorch 2.6")[0]  # without advice to run what is in it
+    with path.open("rb") as file:
+        start = file.read(24)
+    if start[:2] not in (b"PK", b"\x80\x02"):  # neither an archive nor a pickle: PyTorch's error does not say more
+        found = f"a file that begins with {start!r}" if start else ""
     detail = f"\n  found: {found or type(error).__name__}" if error else ""
     return WeightsError(
         f"weights file {path} ({path.stat().st_size} bytes) cannot be loaded: {cause}.{detail}\n"

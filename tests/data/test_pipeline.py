@@ -99,7 +99,9 @@ def test_a_corrupt_image_is_an_error_that_names_it(root, tmp_path, cache, worker
     victim = sorted(root.rglob("bounding_box_train/*.jpg"))[7]
     victim.write_bytes(b"no image")
     options = ["DATALOADER.CACHE", cache, "DATALOADER.NUM_WORKERS", workers]
-    with pytest.raises(DataError, match=f"cannot read the image .*{victim.name}"):
+    with pytest.raises(
+        DataError, match=f"cannot read the image .*{victim.name}.*\n.*fix: .*DATALOADER.ON_CORRUPT skip"
+    ):
         batches(config(tmp_path, *options), count=30)
 
 

@@ -217,3 +217,20 @@ def test_a_cache_needs_images_of_one_size(mixed, tmp_path):
     cfg = config(tmp_path, "INPUT.SIZE_TRAIN", "(0,)", "INPUT.CROP", "True", "DATALOADER.CACHE", "ram")
     with pytest.raises(ConfigError, match=r"DATALOADER\.CACHE ram needs images of one size, and INPUT\.SIZE_TRAIN"):
         build_reid_train_loader(cfg)
+
+
+@pytest.mark.parametrize(
+    ("size", "crop", "is_reported"),
+    [
+        ("(64, 32)", "(64, 40)", True),
+        ("(40,)", "(48,)", True),
+        ("(64, 32)", "(64, 32)", False),
+        ("(40,)", "(40,)", False),
+        ("(0,)", "(40,)", False),
+    ],
+)
+def test_a_crop_larger_than_the_test_images_is_reported(caplog, size, crop, is_reported):
+    cfg = get_cfg()
+    cfg.merge_from_list(["INPUT.SIZE_TEST", size, "INPUT.CROP", "True", "INPUT.CROP.SIZE", crop])
+    build_transforms(cfg, is_train=False)
+    assert ("black borders" in caplog.text) == is_reported

@@ -1,5 +1,7 @@
 """A predictor's features are those of the evaluation."""
 
+import warnings
+
 import numpy as np
 import PIL.Image
 import pytest
@@ -164,6 +166,21 @@ def test_bgr_arrays_are_those_of_opencv(demo, checkpoint):
     assert predictor.compare(bgr, path, color="bgr").score == pytest.approx(1)
     with pytest.raises(ConfigError, match="color.*'brg'.*rgb, bgr"):
         predictor.features(bgr, color="brg")
+
+
+def test_a_read_only_array_gives_no_warning(checkpoint):
+    predictor = fastamp.Predictor(checkpoint, device="cpu")
+    array = np.asarray(PIL.Image.new("RGB", (16, 32), (50, 100, 150)))
+    assert not array.flags.writeable
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = predictor.features(array)
+    finally:
+        torch.set_warn_always(before)
+    assert torch.equal(found, predictor.features(array.copy()))
 
 
 def test_boxes_of_a_frame(checkpoint, monkeypatch):

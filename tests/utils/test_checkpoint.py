@@ -109,6 +109,9 @@ def test_broken_files_are_named(tmp_path):
         "truncated.pth": (good[: len(good) // 2], "truncated"),
         "text.pth": (b"these are no weights\n" * 50, "no file that torch.save wrote"),
         "image.pth": (b"\xff\xd8\xff\xe0" * 50, "no file that torch.save wrote"),
+        "hello.pth": (b"hello\n", r"found: a file that begins with b'hello"),
+        "pointer.pth": (b"version https://git-lfs.github.com/spec/v1\n", r"begins with b'version https://git-lfs"),
+        "pickle.pth": (b"\x80\x02}", "no file that torch.save wrote"),
     }
     for name, (content, message) in cases.items():
         (tmp_path / name).write_bytes(content)

@@ -67,8 +67,8 @@ class Transforms(NamedTuple):
             raise DataError(
                 f"{self.size_key} {self.resize.size} keeps the images' aspect ratios, so that images of one batch have "
                 f"different sizes: {sizes[0]} and {sizes[1]} (height, width).\n"
-                f"  fix: {self.size_key} (height, width), INPUT.CROP.ENABLED True"
-                + (", or TEST.IMS_PER_BATCH 1" if self.size_key == "INPUT.SIZE_TEST" else "")
+                f"  fix: {self.size_key} (height, width), INPUT.CROP.ENABLED True, or "
+                + ("TEST.IMS_PER_BATCH 1" if self.size_key == "INPUT.SIZE_TEST" else "INPUT.PADDING.ENABLED True")
             )
         return torch.stack(list(images))
 
@@ -92,6 +92,15 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
         if interpolation == "same":
             interpolation = settings.INTERPOLATION
         resize = Resize(size=tuple(settings.SIZE_TEST), crop=crop_size(cfg), interpolation=interpolation)
+        if resize.crop and any(
+            0 < side < crop for side, crop in zip(_least_size(resize.size), resize.crop, strict=True)
+        ):
+            logger.warning(
+                "INPUT.CROP.SIZE %s is larger than INPUT.SIZE_TEST %s: test images get black borders (as in FastReID)\n"
+                "  fix: an INPUT.SIZE_TEST at least as large as INPUT.CROP.SIZE",
+                resize.crop,
+                resize.size,
+            )
         augmentations = []
     size, first = resize.output_size, 0
     for number, transform in enumerate(augmentations, start=1):
@@ -108,6 +117,11 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
         augment=Augmentation(transforms=augmentations[first:], seed=cfg.SEED),
         size_key="INPUT.SIZE_TRAIN" if is_train else "INPUT.SIZE_TEST",
     )
+
+
+def _least_size(size: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the smallest (height, width) that images resized to ``size`` have; 0 where it is not known."""
+    return size if len(size) == 2 else size * 2
 
 
 def _train_augmentations(cfg: Any) -> list[BatchTransform]:
