@@ -58,7 +58,7 @@ class Listing:
         columns["camids"] = items.camids.codes
         if self.split is not None:
             columns["split"] = self.split[rows]
-        if any(item.box for item in items):
+        if items.boxes is not None and any(item.box for item in items):
             columns["boxes"] = np.array([item.box or (-1, -1, -1, -1) for item in items], dtype=np.int64)
         return columns
 
