@@ -108,7 +108,7 @@ def open_arrays(path: str | PathLike[str], expected: str, *, fix: str) -> Iterat
             if free is not None and size > free:
                 raise DataError(f"{path} unpacks to {size / 1e9:.1f} GB; {free / 1e9:.1f} GB of memory are available")
             yield archive
-    except UserError:
+    except (UserError, AssertionError, AttributeError, ImportError, NameError):  # all but the first are bugs
         raise
     except OSError as error:
         if error.strerror is None:  # not the system's, but about the content, e.g. of bz2
@@ -209,15 +209,20 @@ def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     """Return an array of an npz file.
 
     Raises:
-        ValueError: it claims to be larger than the part of the file that holds it.
+        ValueError: its shape and dtype need more or fewer bytes than the file holds of it.
     """
     entry = archive.getinfo(f"{name}.npy")
     with archive.open(entry) as stream:
         shape, _, dtype = _read_header(stream)
-    if math.prod(shape) * dtype.itemsize > entry.file_size:
-        raise ValueError(f"{name} claims to be {shape} {dtype}, more than its {entry.file_size} bytes")
+        _check_bytes(name, shape, dtype, entry.file_size - stream.tell())
     with archive.open(entry) as stream:
         return np.lib.format.read_array(stream, allow_pickle=False)
+
+
+def _check_bytes(name: str, shape: tuple[int, ...], dtype: np.dtype, found: int) -> None:
+    """Raise ValueError unless an array of this shape and dtype has as many bytes as were found."""
+    if math.prod(shape) * dtype.itemsize != found:
+        raise ValueError(f"{name} claims to be {shape} {dtype}, but has {found} bytes")
 
 
 def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
@@ -230,15 +235,20 @@ def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def mapped_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """Return an array of an npz file as it lies there, of which only what is used is in memory; else it is read."""
+    """Return an array of an npz file as it lies there, of which only what is used is in memory; else it is read.
+
+    Raises:
+        ValueError: see ``read_array``.
+    """
     entry = archive.getinfo(f"{name}.npy")
     if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & _NOT_PLAIN:
         return read_array(archive, name)
     with open(archive.filename, "rb") as file:
         file.seek(entry.header_offset)
         header = file.read(_LOCAL_HEADER)
-        file.seek(sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28)), 1)
+        start = file.seek(sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28)), 1)
         shape, fortran_order, dtype = _read_header(file)
+        _check_bytes(name, shape, dtype, entry.file_size - (file.tell() - start))
         if fortran_order or dtype.hasobject or not shape or 0 in shape:
             return read_array(archive, name)
         return np.memmap(file, dtype=dtype, mode="r", offset=file.tell(), shape=shape)

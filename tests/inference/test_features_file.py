@@ -109,6 +109,29 @@ def test_any_flipped_bit_gives_a_message_or_an_extraction(tmp_path):
     assert refused > 100
 
 
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("width", [7, 9, 10**18])
+def test_a_shape_that_the_bytes_do_not_make(tmp_path, width, compressed):
+    """Of an array that is mapped, a larger one would go on into the next array."""
+    header = {"descr": "<f4", "fortran_order": False, "shape": (5, width)}
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(stream, header)
+    stream.write(np.zeros((5, 8), dtype="<f4").tobytes())
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        method = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
+        archive.writestr("features.npy", stream.getvalue(), compress_type=method)
+        archive.writestr("more.npy", b"x" * 1000)
+    expected = pytest.raises(DataError, match=rf"features claims to be \(5, {width}\) float32, but has 160 bytes")
+    with expected, features_file.open_arrays(tmp_path / "a.npz", "extraction", fix="none") as archive:
+        features_file.mapped_array(archive, "features")
+
+
+@pytest.mark.parametrize("error", [AttributeError, NameError, AssertionError])
+def test_a_bug_while_a_file_is_open_is_not_a_damaged_file(error):
+    with pytest.raises(error), features_file.open_arrays(FILES / "gallery.npz", "extraction", fix="none"):
+        raise error
+
+
 def test_an_archive_that_unpacks_to_more_than_the_memory(tmp_path, monkeypatch):
     path = tmp_path / "bomb.npz"
     np.savez_compressed(path, **arrays_of(FILES / "gallery.npz") | {"features": np.zeros((30, 10_000), np.float32)})
