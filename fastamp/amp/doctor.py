@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp.fp32 import apply_force_fp32
-from fastamp.amp.layer_check import LayerError, check_layers, cloned, hooked, leaf_layers, relative_error
+from fastamp.amp.layer_check import (
+    LayerError,
+    check_layers,
+    cloned,
+    embedding_cosine,
+    hooked,
+    leaf_layers,
+    relative_error,
+)
 from fastamp.amp.locate import (
     Location,
     all_finite,
@@ -221,7 +228,7 @@ def check_soundness(
         return Soundness(locate_in_evaluation(rehearsal, eval_policy), layers=tuple(wrong))
     if not isinstance(low, torch.Tensor) or low.dim() != 2:
         return Soundness(None, layers=tuple(wrong))
-    cosine = float(F.cosine_similarity(low, features, dim=1).mean())
+    cosine = float(embedding_cosine(low, features).mean())
     return Soundness(None, cosine, near=cosine >= LOWEST_COSINE or rehearsal.untrained, layers=tuple(wrong))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp.fp32 import force_fp32
@@ -108,6 +109,18 @@ def relative_error(value: torch.Tensor | None, reference: torch.Tensor) -> float
     if not math.isfinite(difference):
         return math.inf
     return difference / norm if norm else math.inf if difference else 0.0
+
+
+def embedding_cosine(low: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return the cosine similarity of each embedding to its reference: (B,), -1 to 1.
+
+    It is 1 where both are all zero: the model has collapsed, which no precision changes.
+
+    Args:
+        low, reference: (B, D), of the same images in two precisions.
+    """
+    both_zero = ~(low.any(dim=1) | reference.any(dim=1))
+    return F.cosine_similarity(low, reference, dim=1).masked_fill(both_zero, 1)
 
 
 @contextmanager

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from fastamp.amp.layer_check import check_layers
+from fastamp.amp.layer_check import check_layers, embedding_cosine
 from fastamp.amp.locate import Location, all_finite, largest_finite_scale, locate, locate_in_evaluation, search
 from fastamp.amp.policy import PrecisionPolicy, dtype_name
 from fastamp.amp.refusal import IN_TRAINING, first_line, refusal, shapes_of
@@ -244,7 +243,7 @@ def _compare_embeddings(
             "  or:    SOLVER.AMP.EVAL_DTYPE float32, to evaluate in float32"
         )
     elif low.dim() == 2:
-        cosine = F.cosine_similarity(low, features, dim=1)
+        cosine = embedding_cosine(low, features)
         report.cosine = (float(cosine.mean()), float(cosine.min()))
         vanished = bool((~low.any(dim=1) & features.any(dim=1)).any())
         if vanished or (report.cosine[0] < LOWEST_COSINE and not untrained):

@@ -12,7 +12,9 @@ from torch import nn
 from fastamp.amp import LossScaler, Precautions, PrecisionFailure, PrecisionPolicy
 from fastamp.amp import preflight as preflight_module
 from fastamp.amp.crash import Crash
+from fastamp.amp.doctor import check_soundness
 from fastamp.amp.preflight import preflight
+from fastamp.amp.rehearsal import Rehearsal
 from fastamp.engine import DefaultTrainer, SimpleTrainer
 from fastamp.modeling import BACKBONE_REGISTRY, META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch import Baseline
@@ -365,3 +367,17 @@ def test_out_of_memory_is_recognized():
     ]
     assert all(preflight_module.is_out_of_memory(error) for error in yes)
     assert not preflight_module.is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_model_whose_embeddings_are_zero_in_float32_too_is_not_blamed_on_the_precision(dtype):
+    model, batch = Net(3), make_batch()
+    model(batch)  # statistics of a model that is trained
+    torch.nn.init.zeros_(model.body[3].weight)
+    torch.nn.init.zeros_(model.body[3].bias)
+    report = preflight(model, batch, policy=policy(dtype), scaler=LossScaler())
+    assert report.problem == "" and report.cosine == (1, 1)
+    with Rehearsal(model, batch) as rehearsal:
+        features = rehearsal.evaluate(policy(torch.float32))
+        assert not features.any()
+        assert check_soundness(rehearsal, policy(dtype), policy(dtype), features=features).sound
