@@ -4,9 +4,10 @@
 The model is that of --config-file and of KEY VALUE pairs; without a file it is recognized from the names and shapes in
 IN, and the KEY VALUE pairs say what leaves no trace there. Prints what was matched, renamed, dropped and missing. With
 MODEL.BACKBONE.DEPLOY True a RepVGG is written in its form for inference. Exit code 2 when the weights are of another
-model. Files of
-DINO, MoCo, Lightning and others hold several models, or a backbone below a prefix: --prefix teacher.backbone. takes
-what is below it, sub-dictionaries included. Without it the tool lists the prefixes where it finds a backbone.
+model.
+
+Files of DINO, MoCo, Lightning and others hold several models, or a backbone below a prefix: --prefix teacher.backbone.
+takes what is below it, sub-dictionaries included. Without it the tool lists the prefixes where it finds a backbone.
 """
 
 import argparse
