@@ -317,7 +317,6 @@ def test_flags_behind_the_pairs(demo, tmp_path, capfd):
     [
         (("SOLVER.OPT", "SGD"), "trained with Adam, SOLVER.OPT is SGD"),
         (("SOLVER.IMS_PER_BATCH", "32"), "an epoch had 6 iterations and has 3 now"),
-        (("SOLVER.BIAS_LR_FACTOR", "2"), "its parameter groups are others"),
         (("SOLVER.OPT_ARGS.amsgrad", "True"), "amsgrad False -> True"),
     ],
 )
