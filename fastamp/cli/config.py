@@ -61,11 +61,11 @@ def convert(source: str, output: str = "", *, release: str = "", parts: str = ""
         parts: see ``read_config``.
 
     Raises:
-        ConfigError: the file cannot be read or translated, or ``output`` is the file itself.
+        ConfigError: the file cannot be read or translated, or ``output`` exists already.
         WriteError: ``output`` cannot be written.
     """
-    if output and Path(output).exists() and Path(output).samefile(Path(source).expanduser()):
-        raise ConfigError(f"--output {output} is the file to convert.\n  fix: choose another name")
+    if output and Path(output).exists():
+        raise ConfigError(f"--output {output} exists already.\n  fix: choose another name, or remove the file")
     cfg = read_config("", [], parts=parts).clone()
     cfg.defrost()
     log, console = logging.getLogger("fastamp"), logging.StreamHandler(sys.stderr)

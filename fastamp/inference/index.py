@@ -41,7 +41,7 @@ _TRAINED_ON = 40  # features for each list
 _BLOCK = 16_384
 # Features that are compared at once: they and their copy stay in the cache.
 _COMPARED = 4096
-_BUILD_AGAIN = "remove it and build it again"
+_BUILD_AGAIN = "name another file, or remove this one and build the index again"
 _META = (
     "paths",
     "pids",

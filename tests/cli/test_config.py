@@ -119,9 +119,11 @@ def test_convert_a_config_of_an_old_release(tmp_path, capsys):
     assert main(["config", "convert", str(new)]) == 0  # its own keys are the present ones
     out, err = capsys.readouterr()
     assert "nothing to translate" in err and yaml.safe_load(out) == yaml.safe_load(new.read_text())
-    assert main(["config", "convert", str(old), "-o", str(old)]) == 2
     assert main(["config", "convert", str(tmp_path / "missing.yml")]) == 2
-    assert old.exists() and "is the file to convert" in capsys.readouterr().err
+    for existing in (old, new):
+        before = existing.read_bytes()
+        assert main(["config", "convert", str(old), "-o", str(existing)]) == 2
+        assert existing.read_bytes() == before and "exists already" in capsys.readouterr().err
 
 
 def test_convert_names_what_has_no_counterpart_and_takes_a_release(tmp_path, capsys):

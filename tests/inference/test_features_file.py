@@ -209,7 +209,9 @@ def test_reassembled_as_it_was_an_index_loads(tmp_path):
 )
 def test_an_index_whose_parts_do_not_match(tmp_path, kind, changes, message):
     path = reassembled(tmp_path / "mixed.index", FILES / f"{kind}.index", **changes)
-    with pytest.raises(DataError, match=rf"mixed\.index(.|\n)*{message}(.|\n)*fix: remove it and build it again"):
+    with pytest.raises(
+        DataError, match=rf"mixed\.index(.|\n)*{message}(.|\n)*fix: name another file, or remove this one"
+    ):
         load_index(path)
 
 
@@ -226,5 +228,5 @@ def test_an_index_of_another_program(tmp_path):
     with zipfile.ZipFile(FILES / "flat.index") as archive:
         first = int(features_file.read_array(archive, "size"))
     path.write_bytes(content + file[first:])
-    with pytest.raises(DataError, match=r"pq\.index(.|\n)*build it again"):
+    with pytest.raises(DataError, match=r"pq\.index(.|\n)*build the index again"):
         load_index(path)

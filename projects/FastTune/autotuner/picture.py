@@ -75,6 +75,7 @@ def _draw_lineage(plot: Any, scored: Sequence[Outcome]) -> None:
     if copies:
         title += f"\ndashed: {copies} continued from the checkpoint of another"
     plot.set(xlabel="epoch", ylabel="score", title=title)
+    plot.locator_params(axis="x", integer=True)
     plot.title.set_fontsize("small")
 
 
@@ -98,6 +99,16 @@ def _draw_importance(plot: Any, scored: Sequence[Outcome], space: Space) -> None
     plot.bar_label(drawn, fmt="%.2f", padding=3)
 
 
+def _log_axis(plot: Any, values: Sequence[float]) -> None:
+    """Make the x axis logarithmic, with labels that do not overlap for values of one decade or of many."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    plot.set_xscale("log")
+    plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(values) < 30 * min(values) else (1,)))
+    plot.xaxis.set_major_formatter("{x:g}")
+    plot.xaxis.set_minor_formatter(NullFormatter())
+
+
 def _draw_key(plot: Any, scored: Sequence[Outcome], parameter: Parameter) -> None:
     """Draw the trials' scores against the values of a key."""
     key = parameter.key
@@ -116,7 +127,7 @@ def _draw_key(plot: Any, scored: Sequence[Outcome], parameter: Parameter) -> Non
     if parameter.kind == "choice":
         plot.set_xticks(list(places.values()), list(places))
     elif parameter.kind == "loguniform":
-        plot.set_xscale("log")
+        _log_axis(plot, [each.values[key] for each in scored])
     else:
         plot.locator_params(axis="x", nbins=6)
     plot.set(xlabel=key, ylabel="score")
