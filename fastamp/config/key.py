@@ -33,7 +33,7 @@ class Key:
         low, above, high: bounds of a number, or of each in a sequence: at least, more than, at most.
         length: how many elements a sequence has; None for any number.
         forms: the forms of an image size in words, e.g. ``(height, width) or (side,)``: one or two positive numbers
-            up to ``high``, or ``(0,)`` where ``low`` is 0. Empty for keys that are no image size.
+            up to ``high``, or ``(0,)`` where ``low`` is 0. Empty for keys that are not an image size.
         nested: a free-form section takes sections as values, ``{a: {b: 1}}``, and keeps them as ``{a.b: 1}``.
     """
 

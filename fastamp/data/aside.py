@@ -19,7 +19,7 @@ def aside(folder: Path) -> Path:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove build folders that killed processes left beside ``folder``."""
+    """Remove build folders that killed processes left next to ``folder``."""
     for build in folder.parent.glob(f"{_prefix(folder)}*"):
         if build.is_symlink() or not build.is_dir():
             continue  # not made here

@@ -63,7 +63,7 @@ def stdout_has_no_reader() -> bool:
 
 
 def discard_stdout() -> None:
-    """Send what is still printed on stdout, which nobody reads, nowhere."""
+    """Discard further output on stdout after its reader has closed."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

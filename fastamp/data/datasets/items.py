@@ -14,7 +14,7 @@ _NO_BOX = np.iinfo(np.int64).min
 
 
 class ImageItem(NamedTuple):
-    """One image: its file, whom it shows, and which camera took it from which side.
+    """Path, identity, camera and viewpoint of an image.
 
     Training identities are strings with the data set's name in front ("market1501_2"), so that those of several sets
     stay apart; query and gallery identities are integers. ``box`` is the part of the file that is the image: left, top,

@@ -55,7 +55,7 @@ class CsvDataset(ImageDataset):
         file = _find(self.dataset_name, path)
         table = _read_table(file)
         if table.junk:
-            logger.info("%s: left out %d images of identity %s, which is nobody", file, table.junk, _JUNK)
+            logger.info("%s: excluded %d images of identity %s (junk)", file, table.junk, _JUNK)
         if not len(table.lines):
             raise DataError(f"{file} lists no image; expected lines below its header")
         if table.camids is None:
