@@ -346,13 +346,13 @@ def test_sound_backbones_pass(name):
     check_backbone(name)
 
 
-@pytest.mark.slow
+@pytest.mark.export
 @pytest.mark.parametrize("name", [name for name in every_backbone.BACKBONES if name not in QUICK])
 def test_every_sound_backbone_passes(name):
     check_backbone(name)
 
 
-@pytest.mark.slow
+@pytest.mark.export
 @pytest.mark.parametrize("name", reference.MODELS)
 def test_every_reference_model_passes_at_initialization(name):
     torch.manual_seed(0)
