@@ -410,7 +410,8 @@ def test_a_running_cluster_takes_the_trials_and_loses_a_node(demo, tmp_path):
     assert [(int(row["epochs"]), row["failure"]) for row in trials(tmp_path / "search")] == [(12, "")] * 2
     for file in trained:
         epochs = [report["epoch"] for report in reports(file)]
-        assert epochs == sorted(set(epochs)), "an epoch was trained again"
+        # The driver may not have noted the last report of the killed node; that epoch alone is trained again.
+        assert epochs == sorted(epochs) and len(epochs) - len(set(epochs)) <= 1, "epochs were trained again"
 
 
 def test_a_share_of_identities_that_leaves_none(demo, tmp_path, capfd):
