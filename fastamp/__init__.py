@@ -2,8 +2,12 @@
 
 from typing import Any
 
+from fastamp.utils import moved
+
 __version__ = "0.1.0"
 __all__ = ["Predictor", "__version__"]
+
+moved.install()
 
 
 def __getattr__(name: str) -> Any:

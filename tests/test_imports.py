@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LEVEL = {"utils": 0, "config": 1, "amp": 2, "layers": 3, "data": 4, "modeling": 4, "solver": 4, "evaluation": 4}
-LEVEL |= {"report": 5, "engine": 6, "inference": 7, "cli": 8}
+FLOORS = ["utils", "config", "amp", "layers", "checkpoint", "demo", "data modeling solver evaluation", "diagnostics"]
+FLOORS += ["report", "engine", "inference", "cli"]
+LEVEL = {name: number for number, floor in enumerate(FLOORS) for name in floor.split()}
 
 
 def violations(root):

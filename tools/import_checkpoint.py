@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 
+from fastamp.checkpoint.checkpointer import Checkpointer
+from fastamp.checkpoint.load_state import adopt, classifiers, examples, load_model_state
+from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, tensors_by_path
 from fastamp.engine import run_command_line
 from fastamp.engine.setup import read_config
 from fastamp.modeling import build_model
 from fastamp.modeling.recognize import backbone_prefixes, interpolation_keys, recognize
-from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean, writing
 from fastamp.utils.files import closed_stdout_allowed, expand, real_path
-from fastamp.utils.load_state import adopt, classifiers, examples, load_model_state
 from fastamp.utils.logger import setup_logger
 from fastamp.utils.printable import printable
-from fastamp.utils.weights_file import read_checkpoint, state_dict_in, tensors_by_path
 
 
 def import_checkpoint(
@@ -155,7 +155,7 @@ def cli(argv: list[str] | None = None) -> int:
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and their values")
     args = parser.parse_intermixed_args(argv)
     setup_logger()
-    logging.getLogger("fastamp.utils.load_state").setLevel(logging.WARNING)  # the report is printed here
+    logging.getLogger("fastamp.checkpoint.load_state").setLevel(logging.WARNING)  # the report is printed here
     return run_command_line(
         lambda: import_checkpoint(
             args.source,

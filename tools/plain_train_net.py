@@ -12,13 +12,14 @@ from typing import Any
 
 from train_net import argument_parser, setup
 
-from fastamp.amp import LossScaler, OptimizationStep, Precautions, PrecisionPolicy
+from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
 from fastamp.amp.health import check_finite
+from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import CfgNode
+from fastamp.diagnostics.precautions import Precautions
 from fastamp.engine import ConfigText, DefaultTrainer, launch, run_command_line
 from fastamp.solver import OptimizerState, build_gradient_clipping, build_lr_schedule, build_optimizers
 from fastamp.utils import comm
-from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.env import RandomState
 from fastamp.utils.errors import ConfigError
 

@@ -2,13 +2,12 @@
 
 from fastamp.amp.fp32 import apply_force_fp32, force_fp32, to_float32
 from fastamp.amp.policy import PrecisionPolicy, resolve_device
-from fastamp.amp.precautions import Precautions
 from fastamp.amp.step import LossScaler, OptimizationStep, PrecisionFailure, StepVerdict
+from fastamp.utils.moved import moved_names
 
 __all__ = [
     "LossScaler",
     "OptimizationStep",
-    "Precautions",
     "PrecisionFailure",
     "PrecisionPolicy",
     "StepVerdict",
@@ -17,3 +16,5 @@ __all__ = [
     "resolve_device",
     "to_float32",
 ]
+
+__getattr__ = moved_names(__name__, {"Precautions": "fastamp.diagnostics.precautions.Precautions"})

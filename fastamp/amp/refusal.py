@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from fastamp.amp.policy import dtype_name
-from fastamp.amp.rehearsal import is_out_of_memory
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
 
@@ -66,6 +65,16 @@ def refusal(error: Exception, place: str, batch: dict[str, Any], smaller: str) -
             "  fix:   DETERMINISTIC False, or a part of the model, a loss or an augmentation without it"
         )
     return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether ``error`` says that the memory of a device or of the machine is used up."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
+    )
 
 
 def first_line(error: Exception) -> str:

@@ -95,7 +95,7 @@ def _help() -> str:
 
 def _versions() -> str:
     """Return the versions of fastamp and of what it stands on, and whether there is a GPU."""
-    from fastamp.amp import devices
+    from fastamp.diagnostics import devices
 
     cuda = devices.cuda_error()
     return "\n".join(

@@ -10,8 +10,8 @@ import yaml
 from fastamp.cli.options import add_parts
 from fastamp.config import RELEASES, CfgNode, changed_values, describe_changes, describe_config, explain_key
 from fastamp.engine.setup import merge_from_checkpoint, read_config
-from fastamp.utils.checkpoint import write_atomically
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.files import write_atomically
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from fastamp.amp import resolve_device
-from fastamp.amp.machine import inspect_machine
 from fastamp.cli.options import add_parts
+from fastamp.diagnostics.machine import inspect_machine
 from fastamp.engine import default_setup
 from fastamp.engine.diagnosis import FOLDER, write_diagnosis
 from fastamp.engine.doctor import diagnose

@@ -2,7 +2,7 @@
 
 import argparse
 
-from fastamp.inference.strip import strip
+from fastamp.checkpoint.strip import strip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fastamp.data import build_reid_test_loader
+from fastamp.diagnostics.locate import describe_evaluation
 from fastamp.engine.reporting import EvaluatedSet, evaluated_set
 from fastamp.evaluation import ReidEvaluator, Wanted, inference_on_dataset
 from fastamp.inference import Predictor
@@ -84,7 +85,14 @@ def _draw_set(predictor: Predictor, name: str, kinds: set[str], wanted: Wanted, 
     cfg = predictor.cfg
     loader, num_query = build_reid_test_loader(cfg, name)
     evaluator = ReidEvaluator(cfg, num_query, wanted=wanted)
-    metrics = inference_on_dataset(predictor.model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=predictor.policy)
+    metrics = inference_on_dataset(
+        predictor.model,
+        loader,
+        evaluator,
+        cfg.TEST.FLIP.ENABLED,
+        policy=predictor.policy,
+        locate=describe_evaluation,
+    )
     each = evaluated_set(name, metrics, evaluator, loader, num_query)
     judgement, details, protocol = each.judgement, each.judgement.details, each.judgement.protocol
     print(f"{name}: mAP {metrics['mAP']:.2f}, Rank-1 {metrics['Rank-1']:.2f}")

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.engine.train_loop import HookBase
 from fastamp.utils import comm
-from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,13 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.amp.health import check_finite
+from fastamp.checkpoint.checkpointer import STRIPPED, Checkpointer
+from fastamp.checkpoint.load_state import load_model_state
+from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
 from fastamp.config import CfgNode, describe_changes
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.loader import lost_workers_explained
+from fastamp.diagnostics.locate import describe_evaluation
 from fastamp.engine import hooks
 from fastamp.engine.command_line import resume_command
 from fastamp.engine.freezing import freeze_length
@@ -42,14 +46,11 @@ from fastamp.solver import (
     swa_start,
 )
 from fastamp.utils import comm
-from fastamp.utils.checkpoint import STRIPPED, Checkpointer, write_atomically
 from fastamp.utils.env import RandomState
 from fastamp.utils.errors import ConfigError, UserError, WeightsError, WriteError
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
-from fastamp.utils.files import folder_name
-from fastamp.utils.load_state import load_model_state
+from fastamp.utils.files import folder_name, write_atomically
 from fastamp.utils.lock import lock_folder, unlock_folder
-from fastamp.utils.weights_file import read_checkpoint, state_dict_in
 
 logger = logging.getLogger(__name__)
 
@@ -531,7 +532,9 @@ class DefaultTrainer:
             logger.info("evaluating on %s", name)
             folder = Path(cfg.OUTPUT_DIR) / "evaluation" / folder_name(name)
             evaluator = cls.build_evaluator(cfg, num_query, str(folder))
-            metrics = inference_on_dataset(model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy)
+            metrics = inference_on_dataset(
+                model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy, locate=describe_evaluation
+            )
             if metrics:
                 results[name] = metrics
                 evaluated.append(evaluated_set(name, metrics, evaluator, loader, num_query))

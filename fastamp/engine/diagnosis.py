@@ -13,10 +13,10 @@ import yaml
 from tabulate import tabulate
 
 from fastamp.amp import PrecisionPolicy
-from fastamp.amp.doctor import Cost, LayerReport
 from fastamp.amp.policy import dtype_name
-from fastamp.utils.checkpoint import write_atomically
+from fastamp.diagnostics.doctor import Cost, LayerReport
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.files import write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
-from fastamp.amp.doctor import (
+from fastamp.amp.policy import dtype_name
+from fastamp.checkpoint.checkpointer import Checkpointer
+from fastamp.config import CfgNode
+from fastamp.diagnostics.doctor import (
     check_soundness,
     forced,
     lost_gradients,
@@ -18,15 +21,13 @@ from fastamp.amp.doctor import (
     safe_loss_scale,
     search_force_fp32,
 )
-from fastamp.amp.machine import inspect_machine
-from fastamp.amp.policy import dtype_name
-from fastamp.amp.preflight import preflight
-from fastamp.amp.rehearsal import Rehearsal
-from fastamp.config import CfgNode
+from fastamp.diagnostics.locate import describe_evaluation
+from fastamp.diagnostics.machine import inspect_machine
+from fastamp.diagnostics.preflight import preflight
+from fastamp.diagnostics.rehearsal import Rehearsal
 from fastamp.engine.defaults import DefaultTrainer
 from fastamp.engine.diagnosis import Diagnosis, Examination
 from fastamp.evaluation import ReidEvaluator, inference_on_dataset
-from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.errors import TrainingError
 from fastamp.utils.progress import ProgressBar, format_duration
 
@@ -92,7 +93,9 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
     def rank(precision: PrecisionPolicy) -> dict[str, float]:
         # Copies, for a model that writes into what it is given.
         copies = [{key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in each.items()} for each in batches]
-        metrics = inference_on_dataset(model, copies, ReidEvaluator(cfg, queries), policy=precision)
+        metrics = inference_on_dataset(
+            model, copies, ReidEvaluator(cfg, queries), policy=precision, locate=describe_evaluation
+        )
         return {key: metrics[key] for key in ("mAP", "Rank-1")}
 
     diagnosis.float32.metrics = progress("float32: ranking", lambda: rank(policy.in_float32()))

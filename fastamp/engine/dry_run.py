@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastamp.amp import devices
 from fastamp.config import CfgNode
 from fastamp.data.loader import TestLoader
 from fastamp.data.samplers import InferenceSampler
+from fastamp.diagnostics import devices
 from fastamp.engine import hooks
 from fastamp.engine.defaults import DefaultTrainer
 from fastamp.engine.freezing import freeze_length

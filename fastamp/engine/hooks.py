@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.engine.averaging import EMA, SWA
 from fastamp.engine.best import BestMetric, EvalHook
 from fastamp.engine.command_line import TrainingInterrupted
@@ -22,7 +23,6 @@ from fastamp.engine.saving import PeriodicCheckpointer
 from fastamp.engine.train_loop import HookBase
 from fastamp.solver import LearningRateSchedule
 from fastamp.utils import comm
-from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.env import peak_memory_mb
 from fastamp.utils.progress import ProgressBar, format_duration
 

@@ -18,8 +18,8 @@ from fastamp.engine.train_loop import HookBase
 from fastamp.evaluation.evaluator import DatasetEvaluator
 from fastamp.report import EvaluatedSet, History, Run, read_history, write_report
 from fastamp.utils import comm
-from fastamp.utils.checkpoint import write_atomically
 from fastamp.utils.errors import DataError, UserError
+from fastamp.utils.files import write_atomically
 
 logger = logging.getLogger(__name__)
 

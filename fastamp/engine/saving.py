@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.engine.train_loop import HookBase
 from fastamp.utils import comm
-from fastamp.utils.checkpoint import Checkpointer
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from fastamp.amp import resolve_device
-from fastamp.amp.machine import inspect_machine
+from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.config import CfgNode, get_cfg, per_channel
+from fastamp.diagnostics.machine import inspect_machine
 from fastamp.evaluation import Protocol
 from fastamp.solver import swa_start
 from fastamp.utils import comm
@@ -23,7 +24,6 @@ from fastamp.utils.errors import ConfigError, UserError, WeightsError
 from fastamp.utils.files import closed_stdout_allowed, real_path
 from fastamp.utils.lock import describe_lock_holder, lock_folder
 from fastamp.utils.logger import setup_logger
-from fastamp.utils.weights_file import read_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fastamp.amp import LossScaler, OptimizationStep, Precautions, PrecisionFailure, PrecisionPolicy, StepVerdict
+from fastamp.amp import LossScaler, OptimizationStep, PrecisionFailure, PrecisionPolicy, StepVerdict
 from fastamp.amp.health import check_communication
 from fastamp.amp.policy import dtype_name
 from fastamp.amp.refusal import IN_TRAINING, Refusals
 from fastamp.amp.step import Clip
+from fastamp.diagnostics.precautions import Precautions
 from fastamp.solver import build_gradient_clipping
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError

@@ -3,17 +3,15 @@
 import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, to_float32
-from fastamp.amp.locate import locate_in_evaluation
 from fastamp.amp.policy import dtype_name
 from fastamp.amp.refusal import IN_EVALUATION, Refusals
-from fastamp.amp.rehearsal import Rehearsal
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
 from fastamp.utils.progress import format_duration, track
@@ -47,6 +45,7 @@ def inference_on_dataset(
     flip_test: bool = False,
     *,
     policy: PrecisionPolicy | None = None,
+    locate: Callable[[nn.Module, dict[str, Any], PrecisionPolicy], str] | None = None,
 ) -> dict[str, Any]:
     """Evaluate a model; it is in evaluation mode meanwhile, and back in its former mode afterwards.
 
@@ -56,12 +55,14 @@ def inference_on_dataset(
         evaluator: gets each batch with its features.
         flip_test: use the mean of the features of each image and of its mirror image.
         policy: the trainer's precision policy; None computes in float32.
+        locate: is given the model, the first batch whose features are not finite, and the policy, and returns text for
+            the error message, e.g. ``fastamp.diagnostics.locate.describe_evaluation``; None adds nothing.
 
     Returns:
         The evaluator's metrics; an empty dict on ranks other than 0.
 
     Raises:
-        TrainingError: features are not finite, with the layer where that began; or memory ran out.
+        TrainingError: features are not finite, with what ``locate`` returned; or memory ran out.
     """
     policy = policy or PrecisionPolicy(next(model.parameters()).device.type, torch.float32, "no policy given")
     was_training = {module: module.training for module in model.modules()}
@@ -81,7 +82,7 @@ def inference_on_dataset(
         flags = torch.stack(finite).tolist() if finite else []
         bad = flags.index(False) if False in flags else None
         if comm.any_rank(bad is not None):
-            raise TrainingError(_explain_not_finite(model, data_loader, bad, policy))
+            raise TrainingError(_explain_not_finite(model, data_loader, bad, policy, locate))
     finally:
         for module, mode in was_training.items():
             module.training = mode
@@ -115,7 +116,11 @@ def extract_features(
 
 
 def _explain_not_finite(
-    model: nn.Module, data_loader: Iterable[dict[str, Any]], number: int | None, policy: PrecisionPolicy
+    model: nn.Module,
+    data_loader: Iterable[dict[str, Any]],
+    number: int | None,
+    policy: PrecisionPolicy,
+    locate: Callable[[nn.Module, dict[str, Any], PrecisionPolicy], str] | None,
 ) -> str:
     """Return the message about batch ``number``, the first whose features are not finite; None has none."""
     text = ""
@@ -124,10 +129,8 @@ def _explain_not_finite(
         where = f"test batch {number}" + (
             f", which begins with {batch['img_paths'][0]}" if "img_paths" in batch else ""
         )
-        with comm.alone(), Rehearsal(model, batch) as rehearsal:
-            location = locate_in_evaluation(rehearsal, policy)
         text = f"the features that the model returned in {dtype_name(policy.dtype)} are not all finite ({where})"
-        text += f".\n{location.describe()}" if location else ""
-        if location and location.kind == "forward overflow":
-            text += "\n  or:    SOLVER.AMP.EVAL_DTYPE float32, to evaluate in float32"
+        with comm.alone():
+            found = locate(model, batch, policy) if locate else ""
+        text += f".\n{found}" if found else ""
     return comm.first_text(text)

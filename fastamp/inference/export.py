@@ -24,8 +24,8 @@ from fastamp.inference.export_formats import FORMATS, ExportError, Format, Run, 
 from fastamp.inference.parity import Comparison, Features, RankedImages, compare, on_random_images
 from fastamp.inference.predictor import Predictor
 from fastamp.modeling.meta_arch.image_model import ImageModel
-from fastamp.utils.checkpoint import write_atomically
 from fastamp.utils.errors import ConfigError, DataError, check_choice, writing
+from fastamp.utils.files import write_atomically
 
 logger = logging.getLogger(__name__)
 

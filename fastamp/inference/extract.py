@@ -27,9 +27,8 @@ from fastamp.data.samplers import InferenceSampler
 from fastamp.data.transforms import build_transforms
 from fastamp.inference.features_file import Extraction, open_arrays, read_array, read_extraction, write_arrays
 from fastamp.inference.predictor import Predictor
-from fastamp.utils.checkpoint import write_atomically
 from fastamp.utils.errors import ConfigError, DataError, check_choice, did_you_mean, writing
-from fastamp.utils.files import real_path
+from fastamp.utils.files import real_path, write_atomically
 from fastamp.utils.lock import LOCK_FILE, lock_folder, unlock_folder
 from fastamp.utils.progress import ProgressBar, format_duration
 

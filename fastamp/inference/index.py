@@ -23,8 +23,8 @@ from fastamp.inference.features_file import (
     write_arrays,
 )
 from fastamp.layers.distance import squared_norms
-from fastamp.utils.checkpoint import write_atomically
 from fastamp.utils.errors import ConfigError, DataError, check_choice, writing
+from fastamp.utils.files import write_atomically
 from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)

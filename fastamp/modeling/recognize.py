@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
+from fastamp.checkpoint.load_state import State, adopt
 from fastamp.config import get_cfg
 from fastamp.modeling.backbones import (
     BACKBONE_REGISTRY,
@@ -24,7 +25,6 @@ from fastamp.modeling.backbones import (
     vit,
 )
 from fastamp.utils.errors import WeightsError
-from fastamp.utils.load_state import State, adopt
 
 logger = logging.getLogger(__name__)
 

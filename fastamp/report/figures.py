@@ -14,8 +14,8 @@ from fastamp.report.curves import score_name, scores
 from fastamp.report.panel import Panel
 from fastamp.report.similarity_map import SimilarityMap
 from fastamp.report.thumbnails import thumbnail
-from fastamp.utils.checkpoint import write_atomically
 from fastamp.utils.errors import ConfigError, writing
+from fastamp.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,8 +16,8 @@ from fastamp.report.sections import (
     training_section,
 )
 from fastamp.report.style import STYLE
-from fastamp.utils.checkpoint import write_atomically
 from fastamp.utils.errors import writing
+from fastamp.utils.files import write_atomically
 
 
 def write_report(run: Run, folder: Path, *, name: str = "report.html") -> Path:

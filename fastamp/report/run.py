@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from fastamp.amp import PrecisionPolicy, devices
+from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
 from fastamp.config.describe import show_value
 from fastamp.data.datasets.base import ImageItem, count_items
+from fastamp.diagnostics import devices
 from fastamp.evaluation import Judgement
 from fastamp.report.history import History
 from fastamp.utils.env import available_cores

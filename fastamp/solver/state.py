@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fastamp.amp.step import groups_by_value
+from fastamp.checkpoint.load_state import examples
 from fastamp.utils.form import unlike
-from fastamp.utils.load_state import examples
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fastamp.utils.checkpoint import write_atomically
 from fastamp.utils.errors import writing
+from fastamp.utils.files import write_atomically
 
 
 class MetricStore:

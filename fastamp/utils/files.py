@@ -1,14 +1,19 @@
-"""What a name that a user or a file gave may stand for on this machine."""
+"""Names of files that a user or a file gave, and files written whole or not at all."""
 
+import contextlib
 import errno
 import hashlib
 import os
 import select
 import stat
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from fastamp.utils.errors import writing
 
 
 def expand(path: str | os.PathLike[str]) -> Path:
@@ -81,3 +86,41 @@ def folder_name(name: str) -> str:
         return quoted
     digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
     return f"{digest}-{os.fsdecode(raw[-150:])}"
+
+
+def write_atomically(path: str | os.PathLike[str], write: Callable[[Any], None]) -> None:
+    """Let ``write(file)`` fill a temporary neighbour of ``path``, then rename it: readers see all of it or nothing.
+
+    Raises:
+        WriteError: it cannot be written; nothing is left behind, and what ``path`` was before is still there.
+    """
+    path = Path(path)
+    with writing(path):
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            # mkstemp makes files private to the user; give it what a plain open() would have.
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+        except BaseException as error:
+            Path(temporary).unlink(missing_ok=True)
+            # PyTorch's writer complains about its place in the file, while the disk's error is handled.
+            if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Write down the folder itself, so that a power failure cannot take back the renaming of a file in it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot, and the file is whole all the same
+            os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -10,12 +10,12 @@ import train_net
 from loops import make_batch, make_net, sgd
 
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy, resolve_device
-from fastamp.amp.doctor import measure_cost, measure_layers
 from fastamp.amp.health import FIRST_STEPS
-from fastamp.amp.locate import locate
 from fastamp.amp.policy import auto_dtype
-from fastamp.amp.preflight import preflight
-from fastamp.amp.rehearsal import Rehearsal
+from fastamp.diagnostics.doctor import measure_cost, measure_layers
+from fastamp.diagnostics.locate import locate
+from fastamp.diagnostics.preflight import preflight
+from fastamp.diagnostics.rehearsal import Rehearsal
 
 pytestmark = [
     pytest.mark.cuda,

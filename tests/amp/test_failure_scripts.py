@@ -67,14 +67,14 @@ SAYS = {
 CONTROLS = """
 import json, runpy, sys
 from unittest import mock
-from fastamp.amp.preflight import PreflightReport
+from fastamp.diagnostics.preflight import PreflightReport
 
 passes = lambda model, batch, *, policy, **_: PreflightReport(policy, loss_scale=1.0)
 missing = {
-    "no_inf_checks": ("fastamp.amp.precautions.check_optimizers", lambda *_: None),
+    "no_inf_checks": ("fastamp.diagnostics.precautions.check_optimizers", lambda *_: None),
     "device_type": ("fastamp.amp.PrecisionPolicy.check_model", lambda *_: None),
-    "one_channel": ("fastamp.amp.preflight.preflight", passes),
-    "nan_at_test_time": ("fastamp.amp.preflight.preflight", passes),
+    "one_channel": ("fastamp.diagnostics.preflight.preflight", passes),
+    "nan_at_test_time": ("fastamp.diagnostics.preflight.preflight", passes),
     "learns_nothing": ("fastamp.amp.health.FirstSteps.judge", lambda *_: None),
 }
 codes = {}

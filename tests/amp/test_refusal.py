@@ -11,7 +11,7 @@ import torch
 from loops import Net, make_batch, make_net, make_trainer, sgd
 
 from fastamp.amp import PrecisionPolicy
-from fastamp.amp.preflight import preflight
+from fastamp.diagnostics.preflight import preflight
 from fastamp.engine import default_setup
 from fastamp.evaluation import inference_on_dataset
 from fastamp.evaluation.evaluator import DatasetEvaluator

@@ -8,9 +8,9 @@ import tiny
 import torch
 from torch import nn
 
+from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.engine import DefaultTrainer, TrainerBase
 from fastamp.engine.best import BestMetric, EvalHook
-from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.errors import ConfigError
 
 METRICS = ["Rank-1", "mAP", "metric"]

@@ -11,9 +11,9 @@ import tiny
 import torch
 
 from fastamp.engine import DefaultTrainer, HookBase, default_setup, run_command_line
-from fastamp.utils.checkpoint import write_atomically
 from fastamp.utils.errors import WriteError
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
+from fastamp.utils.files import write_atomically
 from fastamp.utils.logger import setup_logger
 
 

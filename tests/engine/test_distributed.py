@@ -12,7 +12,7 @@ import ranks
 import tiny
 import torch
 
-from fastamp.amp.crash import Crash
+from fastamp.diagnostics.crash import Crash
 from fastamp.engine import launch
 from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.engine.setup import check_config

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.engine import HookBase, TrainerBase
 from fastamp.engine.saving import PeriodicCheckpointer
-from fastamp.utils.checkpoint import Checkpointer
 
 EPOCH = 4  # iterations
 

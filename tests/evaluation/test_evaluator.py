@@ -8,6 +8,7 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import get_cfg
+from fastamp.diagnostics.locate import describe_evaluation
 from fastamp.evaluation import ReidEvaluator, inference_on_dataset
 from fastamp.evaluation.evaluator import DatasetEvaluator
 from fastamp.utils.errors import DataError, TrainingError
@@ -155,7 +156,7 @@ def test_features_that_are_not_finite_name_the_layer(dtype):
         assert inference_on_dataset(model, [good, batch], Ignoring(), policy=policy) == {"mAP": 1.0}
         return
     with pytest.raises(TrainingError) as error:
-        inference_on_dataset(model.train(), [good, batch], Ignoring(), policy=policy)
+        inference_on_dataset(model.train(), [good, batch], Ignoring(), policy=policy, locate=describe_evaluation)
     text = str(error.value)
     assert "not all finite (test batch 1, which begins with a.jpg)" in text
     assert "forward overflow in part.linear (Linear)" in text and "SOLVER.AMP.EVAL_DTYPE float32" in text

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy, apply_force_fp32
-from fastamp.amp.preflight import preflight
+from fastamp.diagnostics.preflight import preflight
 
 
 class Scan(nn.Module):

@@ -8,8 +8,9 @@ import sys
 import torch
 from torch import nn
 
-from fastamp.amp import Precautions, PrecisionPolicy
-from fastamp.amp.preflight import preflight
+from fastamp.amp import PrecisionPolicy
+from fastamp.diagnostics.precautions import Precautions
+from fastamp.diagnostics.preflight import preflight
 from fastamp.engine import SimpleTrainer
 from fastamp.utils.errors import TrainingError
 

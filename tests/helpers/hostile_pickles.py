@@ -95,8 +95,8 @@ def legacy_keys(path):
 
 
 def main():
+    from fastamp.checkpoint.weights_file import read_checkpoint
     from fastamp.utils.errors import WeightsError
-    from fastamp.utils.weights_file import read_checkpoint
 
     for path in sys.argv[1:]:
         started = time.perf_counter()

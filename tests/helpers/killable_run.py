@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tiny
 
-import fastamp.utils.checkpoint as checkpoint
+import fastamp.checkpoint.checkpointer as checkpoint
 from fastamp.engine import DefaultTrainer, HookBase, default_setup
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fastamp.config import CfgNode, get_cfg
-from fastamp.data.demo import DEMO_VERSION, generate_demo
+from fastamp.demo import DEMO_VERSION, generate_demo
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import BACKBONE_REGISTRY
 

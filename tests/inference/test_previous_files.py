@@ -14,10 +14,10 @@ import tiny
 import torch
 
 from fastamp import Predictor
+from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.inference.features_file import read_extraction
 from fastamp.inference.index import KINDS, load_index, open_gallery
 from fastamp.utils.errors import WeightsError
-from fastamp.utils.weights_file import read_checkpoint
 
 FILES = Path(__file__).parents[1] / "reference/previous_version"
 EXPECTED = json.loads((FILES / "expected.json").read_text())

@@ -4,12 +4,12 @@ import pytest
 import tiny
 import torch
 
+from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import build_model
 from fastamp.modeling.losses import CenterLoss, center_loss
 from fastamp.solver import build_optimizer, build_own_optimizers
-from fastamp.utils.load_state import load_model_state
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

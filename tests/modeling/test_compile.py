@@ -7,7 +7,7 @@ import tiny
 import torch
 
 from fastamp.amp import PrecisionPolicy
-from fastamp.amp.locate import locate, search
+from fastamp.diagnostics.locate import locate, search
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import build_model
 from fastamp.utils.compiled import compile_parts, uncompiled

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from loops import make_trainer
 from torch import nn
 
+from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.engine import DefaultTrainer, HookBase
 from fastamp.modeling import META_ARCH_REGISTRY, build_model
@@ -17,7 +18,6 @@ from fastamp.modeling.losses import distillation_loss
 from fastamp.modeling.meta_arch.mgn import HEADS
 from fastamp.solver import build_optimizer
 from fastamp.utils.errors import ConfigError, WeightsError
-from fastamp.utils.load_state import load_model_state
 
 BATCH = {"images": torch.arange(8 * 3 * 64 * 32).view(8, 3, 64, 32) * 37 % 251, "targets": torch.arange(8) // 2}
 CLASSES = ("MODEL.HEADS.NUM_CLASSES", "4")

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torchvision
 
+from fastamp.checkpoint.pretrained import load_pretrained_backbone
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone
 from fastamp.modeling.backbones.efficientnet import DEPTHS
-from fastamp.modeling.weights import load_pretrained_backbone
 from fastamp.utils.errors import ConfigError, WeightsError
 
 

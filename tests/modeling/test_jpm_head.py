@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone, build_heads, build_losses, build_model
 from fastamp.modeling.backbones.vit import DEPTHS, Depth
@@ -11,7 +12,6 @@ from fastamp.modeling.heads import EmbeddingHead, JPMHead
 from fastamp.modeling.heads.jpm_head import shuffled
 from fastamp.modeling.losses.compute import compute_losses
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.load_state import load_model_state
 
 TARGETS = torch.tensor([0, 0, 1, 1])
 

@@ -4,12 +4,12 @@ import pytest
 import tiny
 import torch
 
+from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.modeling import build_model
 from fastamp.modeling.losses import cross_entropy_loss, triplet_loss
 from fastamp.modeling.meta_arch.mgn import HEADS
 from fastamp.utils.errors import ConfigError, WeightsError
-from fastamp.utils.load_state import load_model_state
 
 TARGETS = torch.tensor([0, 0, 1, 1])
 

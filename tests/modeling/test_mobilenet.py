@@ -5,9 +5,9 @@ import torch
 import torchvision
 from small_networks import Layers, build, config, count_parameters
 
+from fastamp.checkpoint.load_state import load_model_state
 from fastamp.modeling import build_backbone
 from fastamp.utils.errors import ConfigError, WeightsError
-from fastamp.utils.load_state import load_model_state
 
 V2, V3 = "build_mobilenetv2_backbone", "build_mobilenetv3_backbone"
 

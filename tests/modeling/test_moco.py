@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from loops import make_trainer
 
 from fastamp.amp.fp32 import forced_modules
-from fastamp.amp.rehearsal import Rehearsal
+from fastamp.checkpoint.load_state import load_model_state
+from fastamp.diagnostics.rehearsal import Rehearsal
 from fastamp.engine import DefaultTrainer, HookBase
 from fastamp.engine.freezing import FreezeLayers
 from fastamp.evaluation import update_bn_statistics
@@ -18,7 +19,6 @@ from fastamp.modeling import build_model
 from fastamp.modeling.meta_arch.moco import MemoryBank
 from fastamp.solver import WeightAverage, build_optimizer
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.load_state import load_model_state
 
 BATCH = {"images": torch.arange(8 * 3 * 64 * 32).view(8, 3, 64, 32) * 37 % 251, "targets": torch.arange(8) // 2}
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from small_networks import Layers, build, config, count_parameters
 
+from fastamp.checkpoint.load_state import load_model_state
 from fastamp.modeling import build_backbone, build_model
 from fastamp.modeling.backbones import osnet, osnet_ain
 from fastamp.utils.errors import ConfigError, WeightsError
-from fastamp.utils.load_state import load_model_state
 
 OSNET, AIN = "build_osnet_backbone", "build_osnet_ain_backbone"
 IBN = ("MODEL.BACKBONE.WITH_IBN", "True")

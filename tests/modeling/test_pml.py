@@ -7,13 +7,13 @@ import pytest
 import tiny
 import torch
 
+from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.modeling import build_model
 from fastamp.modeling.losses import build_losses
 from fastamp.modeling.losses.pml import _NOT_FOR_A_CONFIG
 from fastamp.solver import build_optimizer
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.load_state import load_model_state
 
 losses = pytest.importorskip("pytorch_metric_learning.losses")
 miners = pytest.importorskip("pytorch_metric_learning.miners")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.modeling import build_model
-from fastamp.utils.load_state import load_model_state
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 MODELS = json.loads(gzip.decompress((REFERENCE / "fastreid_models.json.gz").read_bytes()))

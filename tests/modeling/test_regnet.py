@@ -6,10 +6,10 @@ import pytest
 import torch
 import torchvision
 
+from fastamp.checkpoint.pretrained import load_pretrained_backbone
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone
 from fastamp.modeling.backbones.regnet import DEPTHS, stages_of
-from fastamp.modeling.weights import load_pretrained_backbone
 from fastamp.utils.errors import ConfigError, WeightsError
 
 # Figures 13 and 15 of the paper, in part.

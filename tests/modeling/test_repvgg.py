@@ -6,13 +6,13 @@ import pytest
 import timm
 import torch
 
+from fastamp.checkpoint.load_state import adopt, load_model_state
+from fastamp.checkpoint.pretrained import load_pretrained_backbone
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone
 from fastamp.modeling.backbones import RepVGG
 from fastamp.modeling.backbones.repvgg import DEPTHS, RepVGGBlock
-from fastamp.modeling.weights import load_pretrained_backbone
 from fastamp.utils.errors import ConfigError, WeightsError
-from fastamp.utils.load_state import adopt, load_model_state
 
 WIDTHS = {"A0": 1280, "A1": 1280, "A2": 1408, "B0": 1280, "B1": 2048, "B2": 2560, "B3": 2560}
 SMALL = {"blocks": (2, 2, 3, 1), "widths": (0.25, 0.25, 0.25, 0.25), "groups": 4}

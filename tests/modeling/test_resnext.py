@@ -4,11 +4,11 @@ import pytest
 import torch
 import torchvision
 
+from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone
 from fastamp.modeling.backbones.resnext import DEPTHS
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.load_state import load_model_state
 
 
 def build(depth, *opts):

@@ -5,12 +5,12 @@ import torch
 import torchvision
 from torchvision.ops import StochasticDepth
 
+from fastamp.checkpoint.load_state import load_model_state
+from fastamp.checkpoint.pretrained import load_pretrained_backbone
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone
 from fastamp.modeling.backbones.swin import DEPTHS, Swin
-from fastamp.modeling.weights import load_pretrained_backbone
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.load_state import load_model_state
 
 WIDTHS = {"tiny": 768, "small": 768, "base": 1024}
 SMALL = {"width": 12, "blocks": (2, 2, 2, 2), "heads": (1, 2, 3, 4)}

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.modeling import build_model
 from fastamp.solver import build_lr_schedule
-from fastamp.utils.load_state import load_model_state
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "tests/reference"

@@ -7,11 +7,11 @@ import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer as TimmTransformer
 
+from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone, build_heads
 from fastamp.modeling.backbones.vit import DEPTHS, Depth, VisionTransformer, grid_of, resize_positions
 from fastamp.utils.errors import ConfigError, WeightsError
-from fastamp.utils.load_state import load_model_state
 
 TINY = Depth(pretrained=None, width=32, blocks=3, heads=4)
 URLS = {

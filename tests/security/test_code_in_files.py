@@ -17,12 +17,12 @@ import torch
 import train_net
 from PIL import Image
 
+from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.data.datasets.base import ImageItem
 from fastamp.data.datasets.cuhk03_files import new_split
 from fastamp.data.decode import read_image
 from fastamp.data.store import ImageStore
 from fastamp.utils.errors import DataError, WeightsError
-from fastamp.utils.weights_file import read_checkpoint
 
 
 class Evil:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.data.check import _look
 from fastamp.data.datasets.base import ImageItem
 from fastamp.data.datasets.own import CsvDataset
 from fastamp.data.decode import read_image
 from fastamp.utils.errors import DataError, UserError, WeightsError
-from fastamp.utils.weights_file import read_checkpoint
 
 
 def csv_set(folder, text, name="a.csv"):

@@ -14,7 +14,7 @@ FORBIDDEN = {
 }  # fmt: skip
 REQUIRED = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
 # torch.load alone can be occupied forever by a small file; these read what fastamp itself has just written.
-READERS = ("fastamp/utils/weights_file.py", "fastamp/utils/env.py", "tools/soak.py")
+READERS = ("fastamp/checkpoint/weights_file.py", "fastamp/utils/env.py", "tools/soak.py")
 ALLOWED = {"projects/FastTune/autotuner/algorithms.py": "__import__"}  # of names that stand there
 
 

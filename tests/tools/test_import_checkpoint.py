@@ -11,10 +11,10 @@ import pytest
 import torch
 import torchvision
 
+from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone, build_model
 from fastamp.modeling.recognize import recognize
-from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.errors import WeightsError
 
 IMAGES = torch.randint(256, (3, 3, 64, 32), dtype=torch.uint8)

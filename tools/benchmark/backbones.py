@@ -20,8 +20,8 @@ from tabulate import tabulate
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
-from fastamp.amp.machine import inspect_machine
 from fastamp.config import get_cfg
+from fastamp.diagnostics.machine import inspect_machine
 from fastamp.engine.dry_run import multiply_adds
 from fastamp.modeling import build_backbone
 

@@ -17,7 +17,7 @@ from statistics import mean
 
 from tabulate import tabulate
 
-from fastamp.data.demo import DEMO_VERSION, generate_demo
+from fastamp.demo import DEMO_VERSION, generate_demo
 
 TUNE_NET = Path(__file__).resolve().parents[2] / "projects/FastTune/tune_net.py"
 PARTS = """

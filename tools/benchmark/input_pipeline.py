@@ -22,14 +22,14 @@ from tabulate import tabulate
 from torch import Tensor
 from torchvision import transforms as v1
 
-from fastamp.amp.machine import inspect_machine
 from fastamp.config import get_cfg
 from fastamp.data.build import build_reid_train_loader
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import ImageItem
-from fastamp.data.demo import generate_demo
 from fastamp.data.store import ImageStore
 from fastamp.data.transforms import build_transforms
+from fastamp.demo import generate_demo
+from fastamp.diagnostics.machine import inspect_machine
 from fastamp.engine import DefaultTrainer
 from fastamp.utils.env import keep_freed_memory
 

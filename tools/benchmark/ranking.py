@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
-from fastamp.amp.machine import inspect_machine
+from fastamp.diagnostics.machine import inspect_machine
 from fastamp.evaluation import Identities, Protocol, judge_features
 from fastamp.evaluation.neighbours import nearest_neighbours
 from fastamp.evaluation.rerank import ReRanking

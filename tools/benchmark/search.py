@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
-from fastamp.amp.machine import inspect_machine
+from fastamp.diagnostics.machine import inspect_machine
 from fastamp.inference.features_file import read_extraction, write_arrays
 from fastamp.inference.index import KINDS, build_index, load_index
 from fastamp.utils.env import peak_memory_mb

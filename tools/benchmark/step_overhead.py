@@ -16,7 +16,7 @@ import torch
 from train_step import batches, config
 
 from fastamp.amp import PrecisionPolicy, resolve_device
-from fastamp.amp.machine import inspect_machine
+from fastamp.diagnostics.machine import inspect_machine
 from fastamp.engine import TRAINER_REGISTRY
 from fastamp.modeling import build_model
 from fastamp.solver import build_optimizer

@@ -20,8 +20,8 @@ from tabulate import tabulate
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, resolve_device
-from fastamp.amp.machine import inspect_machine
 from fastamp.config import get_cfg
+from fastamp.diagnostics.machine import inspect_machine
 from fastamp.engine import TRAINER_REGISTRY
 from fastamp.modeling import build_model
 from fastamp.solver import build_optimizer

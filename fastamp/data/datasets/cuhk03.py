@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from fastamp.data.aside import aside, remove_abandoned
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.cuhk03_files import classic_splits, new_split, write_images
 from fastamp.data.datasets.tree import check_tree
 from fastamp.utils import comm
-from fastamp.utils.checkpoint import write_atomically
+from fastamp.utils.aside import aside, remove_abandoned
 from fastamp.utils.errors import ConfigError, DataError, WriteError
+from fastamp.utils.files import write_atomically
 
 logger = logging.getLogger(__name__)
 

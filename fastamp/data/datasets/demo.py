@@ -3,11 +3,11 @@
 import logging
 from pathlib import Path
 
-from fastamp.data.aside import remove_abandoned
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.named import MarketImages
-from fastamp.data.demo import DEMO_VERSION, generate_demo, is_complete
+from fastamp.demo import DEMO_VERSION, generate_demo, is_complete
 from fastamp.utils import comm
+from fastamp.utils.aside import remove_abandoned
 from fastamp.utils.errors import DataError
 from fastamp.utils.progress import ProgressBar
 

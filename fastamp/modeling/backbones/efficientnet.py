@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.checkpoint.pretrained import Download
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
 from fastamp.modeling.backbones.init import init_convolutions
 from fastamp.modeling.backbones.names import rename_modules
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 from fastamp.modeling.backbones.pycls import PYCLS, SqueezeExcite, Stem
-from fastamp.modeling.weights import Download
 
 # Of the seven stages of every EfficientNet.
 EXPANSIONS = (1, 6, 6, 6, 6, 6, 6)

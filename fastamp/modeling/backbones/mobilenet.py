@@ -11,10 +11,10 @@ import torch
 import torchvision
 from torch import nn
 
+from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
-from fastamp.modeling.weights import Download, TorchvisionWeights
 
 WIDTHS = {"1.0x": 1.0, "0.75x": 0.75, "0.5x": 0.5, "0.35x": 0.35, "0.25x": 0.25, "0.1x": 0.1}
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fastamp.modeling.weights import Download, TorchvisionWeights, load_pretrained_backbone
+from fastamp.checkpoint.pretrained import Download, TorchvisionWeights, load_pretrained_backbone
 from fastamp.utils.errors import check_choice
 
 logger = logging.getLogger(__name__)

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.checkpoint.pretrained import Download
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
-from fastamp.modeling.weights import Download
 
 # Width of the stem and of the three stages.
 CHANNELS = {

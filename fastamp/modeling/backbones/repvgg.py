@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from fastamp.checkpoint.load_state import State
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 from fastamp.utils.errors import ConfigError, WeightsError
-from fastamp.utils.load_state import State
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.checkpoint.pretrained import Download
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
 from fastamp.modeling.backbones.init import init_convolutions
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
-from fastamp.modeling.weights import Download
 
 EXPANSION = 4
 

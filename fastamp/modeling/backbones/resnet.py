@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
 from fastamp.layers import IBN, NonLocal, SELayer, build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
 from fastamp.modeling.backbones.init import init_convolutions
 from fastamp.modeling.backbones.options import with_pretrained_weights
-from fastamp.modeling.weights import Download, TorchvisionWeights
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 from fastamp.modeling.backbones.resnet import Bottleneck, Depth, ResNet
-from fastamp.modeling.weights import Download, TorchvisionWeights
 
 DEPTHS = {
     "50x": Depth(Bottleneck, (3, 4, 6, 3), (0, 2, 3, 0)),

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTransformer
 
+from fastamp.checkpoint.pretrained import TorchvisionWeights
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
 from fastamp.modeling.backbones.names import rename_modules
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
-from fastamp.modeling.weights import TorchvisionWeights
 
 PATCH = 4
 WINDOW = 7

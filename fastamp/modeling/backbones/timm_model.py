@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.checkpoint.pretrained import load_pretrained_backbone
 from fastamp.config import fixed_input_size, input_size, size_key
 from fastamp.modeling.backbones.options import warn_of_ignored_keys
-from fastamp.modeling.weights import load_pretrained_backbone
 from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
+from fastamp.checkpoint.pretrained import Download
 from fastamp.config import fixed_input_size, input_size, size_key
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
-from fastamp.modeling.weights import Download
 from fastamp.utils.errors import ConfigError
 
 PATCH = 16

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from fastamp.amp import force_fp32
+from fastamp.checkpoint.load_state import is_weight
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.embedding_head import EmbeddingHead
-from fastamp.utils.load_state import is_weight
 
 
 @HEADS_REGISTRY.register()

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp import apply_force_fp32, force_fp32
+from fastamp.checkpoint.load_state import adopt, classifiers
 from fastamp.modeling.losses.build import feature_dim
 from fastamp.modeling.losses.compute import Outputs, main_outputs
 from fastamp.modeling.losses.pairwise_cosine import log_sum_exp_loss
@@ -16,7 +17,6 @@ from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.momentum import MomentumCopy
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.load_state import adopt, classifiers
 
 _EMPTY = -1
 

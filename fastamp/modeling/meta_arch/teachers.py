@@ -4,12 +4,12 @@ from typing import Any
 
 from torch import nn
 
+from fastamp.checkpoint.load_state import load_model_state
+from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
 from fastamp.config import get_cfg
 from fastamp.config.defaults import KEYS
 from fastamp.modeling.meta_arch.build import build_model
 from fastamp.utils.errors import ConfigError, UserError, WeightsError
-from fastamp.utils.load_state import load_model_state
-from fastamp.utils.weights_file import read_checkpoint, state_dict_in
 
 # What these add to Baseline is for their own training.
 _BASELINES = ("Distiller", "MoCo")

@@ -10,8 +10,8 @@ from tabulate import tabulate
 from autotuner.search import Outcome, winner_of
 from autotuner.space import Space
 from fastamp.config import CfgNode
-from fastamp.utils.checkpoint import write_atomically
 from fastamp.utils.errors import writing
+from fastamp.utils.files import write_atomically
 
 _METRICS = ("mAP", "Rank-1", "skipped_steps", "peak_memory_mb", "images_per_second")
 

@@ -13,13 +13,13 @@ import torch
 from autotuner.space import Space
 from autotuner.split import register_split
 from autotuner.tune_hooks import EPOCH, ROUND, SCORE, VALUES, Report, Rounds, TuneReportHook, checkpoints
+from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import CfgNode, get_cfg
 from fastamp.engine import DefaultTrainer, HookBase, default_setup
 from fastamp.engine.defaults import ConfigText
 from fastamp.engine.hooks import PeriodicCheckpointer
 from fastamp.engine.setup import load_parts
 from fastamp.solver import OptimizerState, WeightAverage
-from fastamp.utils.checkpoint import Checkpointer
 from fastamp.utils.errors import UserError
 
 PARENT, FAILURE = "parent", "failure"

@@ -1,0 +1,279 @@
+"""Writes the demo data set: a Market-1501 look-alike of drawn pedestrians, made on first use.
+
+The set is built in a hidden folder beside its place and renamed when its manifest is written, so a folder that
+exists is whole, whoever was killed or came second.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fastamp.demo.camera import make_camera
+from fastamp.demo.picture import draw_picture
+from fastamp.demo.wardrobe import Appearance, draw_appearance, draw_lookalike, draw_people
+from fastamp.utils.aside import aside, remove_abandoned
+from fastamp.utils.errors import DataError
+
+# Names the default folder: change it with every change that alters a picture.
+DEMO_VERSION = "1"
+MANIFEST = "demo.json"
+SPLITS = ("bounding_box_train", "query", "bounding_box_test")
+
+_QUERIES_PER_IDENTITY = 2
+_LOOKALIKES = 2
+_LOOKALIKE_SHARE = 0.34
+# First entry of each random stream's key after the seed; 0 and 1 belong to the cameras.
+_TRAIN, _TEST, _DISTRACTOR, _JUNK = 10, 11, 12, 13
+
+
+@dataclass(frozen=True)
+class _Shot:
+    """One picture to be drawn: where it goes, who is in it, and the key of its random stream."""
+
+    path: str
+    key: tuple[int, ...]
+    person: Appearance | None
+    camera: int
+    sequence: int
+    bad_box: bool = False
+
+
+def generate_demo(
+    folder: str | Path,
+    *,
+    train_identities: int = 180,
+    test_identities: int = 50,
+    images_per_identity: int = 10,
+    distractors: int = 160,
+    cameras: int = 6,
+    image_size: tuple[int, int] = (128, 64),
+    seed: int = 0,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write the demo data set to ``folder``, unless it is there already.
+
+    The same arguments give the same bytes, whatever ``workers`` is (for one version of NumPy and Pillow). A run that
+    is killed leaves nothing that counts as a data set; of two at once, one wins and the other throws its work away.
+
+    Args:
+        folder: the data set's own folder; parents are made.
+        train_identities: people in ``bounding_box_train``, at least 1; a third has lookalikes.
+        test_identities: people in ``query`` and ``bounding_box_test``, at least 1, all others than in training.
+        images_per_identity: pictures of each person, at least 4; two of a test person's are queries.
+        distractors: gallery pictures of strangers and of nobody (pid 0); a tenth as many junk boxes (pid -1) are added.
+        cameras: number of cameras, at least 2; each person passes up to half as many as there are pictures of it.
+        image_size: height and width in pixels; at least (32, 16).
+        seed: decides everything, 0 or above.
+        workers: drawing threads; None takes one per processor, up to 4.
+        progress: called as ``progress(pictures written, pictures in all)`` in the calling thread.
+
+    Raises:
+        ValueError: an argument is out of its range.
+        DataError: ``folder`` holds something else: files that are no demo set, or one made with other arguments.
+    """
+    _check_least(
+        train_identities=(train_identities, 1),
+        test_identities=(test_identities, 1),
+        images_per_identity=(images_per_identity, 4),
+        distractors=(distractors, 0),
+        cameras=(cameras, 2),
+        image_height=(image_size[0], 32),
+        image_width=(image_size[1], 16),
+        seed=(seed, 0),
+        workers=(1 if workers is None else workers, 1),
+    )
+    folder = Path(folder).absolute()
+    settings = {
+        "version": DEMO_VERSION,
+        "seed": seed,
+        "image_size": list(image_size),
+        "train_identities": train_identities,
+        "test_identities": test_identities,
+        "images_per_identity": images_per_identity,
+        "distractors": distractors,
+        "cameras": cameras,
+    }
+    _check_place(folder, settings)
+    if is_complete(folder):
+        return
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(folder)
+    build = aside(folder)
+    try:
+        for split in SPLITS:
+            (build / split).mkdir(parents=True)
+        shots = _plan(settings)
+        _draw_all(shots, build, seed, image_size, workers, progress)
+        counts = {split: sum(shot.path.startswith(split) for shot in shots) for split in SPLITS}
+        (build / MANIFEST).write_text(json.dumps({**settings, "images": counts}, indent=2) + "\n", encoding="utf-8")
+        _move_into_place(build, folder)
+    finally:
+        shutil.rmtree(build, ignore_errors=True)
+
+
+def is_complete(folder: str | Path) -> bool:
+    """Return whether ``folder`` holds a whole demo set of this version: a manifest, and as many files as it says."""
+    folder = Path(folder)
+    manifest = _read_manifest(folder)
+    if manifest is None or manifest.get("version") != DEMO_VERSION:
+        return False
+    counts = manifest.get("images")
+    return isinstance(counts, dict) and all(
+        sum(1 for _ in (folder / split).glob("*.jpg")) == counts.get(split) for split in SPLITS
+    )
+
+
+# -- what is drawn ---------------------------------------------------------------------------------------------------
+
+
+def _plan(settings: dict) -> list[_Shot]:
+    """Return every picture of the set, in the order of their names within each split."""
+    seed, cameras = settings["seed"], settings["cameras"]
+    per_identity = settings["images_per_identity"]
+    shots = []
+    train_people = _people(seed, _TRAIN, settings["train_identities"])
+    test_people = _people(seed, _TEST, settings["test_identities"])
+    for index, person in enumerate(train_people):
+        shots += _identity_shots(seed, _TRAIN, index, index + 1, person, per_identity, cameras)
+    for index, person in enumerate(test_people):
+        pid = len(train_people) + index + 1
+        shots += _identity_shots(seed, _TEST, index, pid, person, per_identity, cameras)
+
+    for index in range(settings["distractors"]):
+        rng = np.random.default_rng([seed, _DISTRACTOR, index])
+        kind, person = rng.random(), None
+        if kind < 0.1:
+            person = draw_lookalike(rng, test_people[rng.integers(len(test_people))])
+        elif kind < 0.85:
+            person = draw_appearance(rng)
+        shots.append(_stray_shot(rng, (_DISTRACTOR, index), "0000", person, cameras))
+    for index in range(settings["distractors"] // 10):
+        rng = np.random.default_rng([seed, _JUNK, index])
+        person = test_people[rng.integers(len(test_people))]
+        shots.append(_stray_shot(rng, (_JUNK, index), "-1", person, cameras))
+    return shots
+
+
+def _people(seed: int, split: int, count: int) -> list[Appearance]:
+    """Return the identities of one split, lookalikes next to each other."""
+    return draw_people(np.random.default_rng([seed, split]), count, _LOOKALIKES, _LOOKALIKE_SHARE)
+
+
+def _identity_shots(
+    seed: int, split: int, index: int, pid: int, person: Appearance, count: int, cameras: int
+) -> list[_Shot]:
+    """Return the pictures of one person: each camera passed takes at least two, so that a query always has a match.
+
+    The first two pictures, of two cameras, are the queries of a test person; every camera's next one is in the gallery.
+    """
+    rng = np.random.default_rng([seed, split, index])
+    passed = rng.permutation(cameras)[: min(cameras, count // 2)]
+    shots = []
+    for image in range(count):
+        camera, sequence = int(passed[image % len(passed)]), image // len(passed) % 3 + 1
+        frame = int(rng.integers(1, 4000)) * 25 + 1
+        folder = "bounding_box_train"
+        if split == _TEST:
+            folder = "query" if image < _QUERIES_PER_IDENTITY else "bounding_box_test"
+        name = f"{pid:04d}_c{camera + 1}s{sequence}_{frame:06d}_{image + 1:02d}.jpg"
+        shots.append(_Shot(f"{folder}/{name}", (split, index, image), person, camera, sequence))
+    return shots
+
+
+def _stray_shot(
+    rng: np.random.Generator, key: tuple[int, int], pid: str, person: Appearance | None, cameras: int
+) -> _Shot:
+    """Return a gallery picture that matches no query; a numbered frame keeps the names apart."""
+    camera, sequence = int(rng.integers(cameras)), int(rng.integers(1, 4))
+    name = f"{pid}_c{camera + 1}s{sequence}_{key[1] * 25 + 1:06d}_00.jpg"
+    return _Shot(f"bounding_box_test/{name}", (*key, 0), person, camera, sequence, bad_box=pid == "-1")
+
+
+def _draw_all(
+    shots: list[_Shot],
+    build: Path,
+    seed: int,
+    image_size: tuple[int, int],
+    workers: int | None,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Draw and save all pictures.
+
+    Threads, since NumPy and Pillow release the lock in a third of the work, and a process would spend on its start
+    what it saves.
+    """
+
+    def draw(shot: _Shot) -> None:
+        rng = np.random.default_rng([seed, *shot.key])
+        picture = draw_picture(
+            rng, shot.person, shot.camera, shot.sequence, seed=seed, image_size=image_size, bad_box=shot.bad_box
+        )
+        low, high = make_camera(shot.camera, seed).jpeg
+        picture.save(build / shot.path, quality=int(rng.integers(low, high)))
+
+    pool = ThreadPoolExecutor(workers or min(4, os.cpu_count() or 1))
+    try:
+        for done, _ in enumerate(pool.map(draw, shots), start=1):
+            if progress is not None:
+                progress(done, len(shots))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# -- where it is put -------------------------------------------------------------------------------------------------
+
+
+def _check_least(**named: tuple[int, int]) -> None:
+    """Raise ValueError naming the first argument whose value is below its minimum."""
+    for name, (value, least) in named.items():
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def _read_manifest(folder: Path) -> dict | None:
+    """Return the manifest of a demo set, or None if there is none that can be read."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) else None
+
+
+def _check_place(folder: Path, settings: dict) -> None:
+    """Raise DataError if writing to ``folder`` would destroy more than a damaged or outdated copy of this set."""
+    if not folder.exists():
+        return
+    if not folder.is_dir() or (not (folder / MANIFEST).is_file() and any(folder.iterdir())):
+        raise DataError(
+            f"{folder} exists and is no demo data set (no {MANIFEST} in it); move it away or choose another folder."
+        )
+    manifest = _read_manifest(folder) or {}
+    other = [name for name, value in settings.items() if name != "version" and manifest.get(name, value) != value]
+    if other:
+        differences = ", ".join(f"{name} {manifest[name]} (asked for: {settings[name]})" for name in other)
+        raise DataError(f"{folder} holds a demo data set with {differences}; delete it or choose another folder.")
+
+
+def _move_into_place(build: Path, folder: Path) -> None:
+    """Rename ``build`` to ``folder``; do nothing if another process has put a whole set there meanwhile.
+
+    Raises:
+        OSError: the rename failed and no whole set is there.
+    """
+    if (folder / MANIFEST).exists() and not is_complete(folder):
+        damaged = aside(folder)
+        folder.rename(damaged)
+        shutil.rmtree(damaged, ignore_errors=True)
+    try:
+        build.rename(folder)
+    except OSError:
+        if not is_complete(folder):
+            raise

@@ -1,0 +1,188 @@
+"""Questions to the machine: NVIDIA driver, PyTorch's build, device, memory, and the precisions a device computes in."""
+
+import ctypes
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from fastamp import __version__
+from fastamp.amp.policy import cpu_flags, native_bfloat16
+from fastamp.diagnostics.ten_steps import first_line
+
+# asimdhp is Linux's name for what PyTorch calls fp16_arith.
+_CPU_FP16_FLAGS = ("avx512_fp16", "asimdhp", "fp16_arith")
+
+
+@dataclass(frozen=True)
+class Support:
+    """How a device computes in one precision.
+
+    Attributes:
+        state: ``"native"``, ``"slow"`` (emulated) or ``"no"``.
+        reason: in words.
+    """
+
+    state: str
+    reason: str
+
+
+def versions() -> dict[str, str]:
+    """Return package -> version, Python's among them."""
+    found = {"fastamp": __version__, "Python": platform.python_version(), "torch": torch.__version__}
+    for package in ("torchvision", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "unknown"
+    return found
+
+
+def build() -> str:
+    """Return what PyTorch was built for: ``"CUDA 13.2"``, ``"ROCm 6.3"``, or nothing for the CPU alone."""
+    if torch.version.cuda:
+        return f"CUDA {torch.version.cuda}"
+    return f"ROCm {torch.version.hip}" if torch.version.hip else ""
+
+
+def cuda_error() -> str:
+    """Return PyTorch's own words on why it cannot use a GPU; empty when it can."""
+    if torch.cuda.is_available():
+        return ""
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return first_line(error)
+    return "torch.cuda.is_available() is False"
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """Return the newest CUDA that the NVIDIA driver supports; None without one. It answers without a usable GPU too.
+
+    Raises:
+        RuntimeError: the library is there and refuses to answer, e.g. the stub that the CUDA toolkit links with.
+    """
+    try:
+        library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    except OSError:
+        return None
+    number = ctypes.c_int()
+    status = library.cuDriverGetVersion(ctypes.byref(number))
+    if status != 0:
+        raise RuntimeError(f"cuDriverGetVersion returned error {status}")
+    return (number.value // 1000, number.value % 1000 // 10) if number.value else None
+
+
+def driver_version() -> str | None:
+    """Return the driver's version as nvidia-smi has it; None where that program is not there.
+
+    Raises:
+        RuntimeError: it found no GPU or failed, with what it said.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    answer, *_ = (done.stdout.strip() or done.stderr.strip() or "nothing").splitlines()
+    if done.returncode != 0 or not done.stdout.strip():
+        raise RuntimeError(f"nvidia-smi said: {answer}")
+    return answer
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA device; None of one of ROCm's."""
+    return torch.cuda.get_device_capability(device) if torch.version.cuda else None
+
+
+def runs_on(arch: str, capability: tuple[int, int]) -> bool:
+    """Return whether code that was built for ``arch`` runs on a device.
+
+    Machine code (``sm_86``) runs on the same major version from its minor version up, PTX (``compute_80``) on all that
+    came later; with the suffix f both run on the same major version, and with a only on what they name.
+
+    Args:
+        arch: an entry of ``torch.cuda.get_arch_list()``.
+        capability: the device's compute capability.
+    """
+    parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
+    if not parts:
+        return False
+    kind, suffix, built = parts[1], parts[4], (int(parts[2]), int(parts[3]))
+    if suffix == "a":
+        return built == capability
+    if kind == "compute" and not suffix:
+        return built <= capability
+    return built[0] == capability[0] and built <= capability
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or of the CPU; empty when the system has none for it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def memory(device: torch.device) -> tuple[int | None, int | None]:
+    """Return the free and the total memory in bytes, of a CUDA device or else of the system; None is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    try:
+        with open("/proc/meminfo", encoding="utf-8") as file:
+            sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in file)}
+    except OSError:
+        return None, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return sizes.get("MemAvailable"), sizes.get("MemTotal")
+
+
+def supported(device: torch.device) -> dict[str, Support]:
+    """Return precision -> how ``device`` computes in it: float32, bfloat16, float16, and of CUDA's devices tf32."""
+    found = {"float32": Support("native", "every device computes in it")}
+    if device.type == "cuda" and torch.version.cuda:
+        found["tf32"] = _tf32(device)
+    native, reason = native_bfloat16(device)
+    found["bfloat16"] = Support("native" if native else _without_native_bfloat16(device), reason)
+    found["float16"] = _float16(device)
+    return found
+
+
+def _tf32(device: torch.device) -> Support:
+    name = torch.cuda.get_device_name(device)
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        return Support("native", f"{name} has TF32; SOLVER.TF32 allows it")
+    return Support("no", f"{name} has no TF32; SOLVER.TF32 changes nothing")
+
+
+def _without_native_bfloat16(device: torch.device) -> str:
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return "slow" if torch.cuda.is_bf16_supported() else "no"
+    return "no" if device.type == "mps" else "slow"
+
+
+def _float16(device: torch.device) -> Support:
+    if device.type == "mps":
+        return Support("native", "MPS has native float16")
+    if device.type == "cuda":
+        name, version = torch.cuda.get_device_name(device), capability(device)
+        # 5.3, 6.0 and 6.2 compute it twice as fast as float32, 6.1 at 1/64 of its speed; tensor cores came with 7.0.
+        if version is None or version >= (7, 0) or version in ((5, 3), (6, 0), (6, 2)):
+            return Support("native", f"{name} has native float16")
+        return Support("slow", f"{name} has no native float16, or a slow one")
+    flags = cpu_flags()
+    found = [flag for flag in _CPU_FP16_FLAGS if flag in flags]
+    if found:
+        return Support("native", f"this CPU has native float16 ({', '.join(found)})")
+    return Support("slow", "this CPU has no native float16 instructions (avx512_fp16 or Arm fp16)")

@@ -1,0 +1,89 @@
+"""Old names of modules and of what they define: they still import, with a DeprecationWarning."""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+from typing import Any
+
+MODULES = {
+    "fastamp.amp.crash": "fastamp.diagnostics.crash",
+    "fastamp.amp.devices": "fastamp.diagnostics.devices",
+    "fastamp.amp.doctor": "fastamp.diagnostics.doctor",
+    "fastamp.amp.layer_check": "fastamp.diagnostics.layer_check",
+    "fastamp.amp.locate": "fastamp.diagnostics.locate",
+    "fastamp.amp.machine": "fastamp.diagnostics.machine",
+    "fastamp.amp.precautions": "fastamp.diagnostics.precautions",
+    "fastamp.amp.preflight": "fastamp.diagnostics.preflight",
+    "fastamp.amp.rehearsal": "fastamp.diagnostics.rehearsal",
+    "fastamp.amp.ten_steps": "fastamp.diagnostics.ten_steps",
+    "fastamp.data.aside": "fastamp.utils.aside",
+    "fastamp.data.demo": "fastamp.demo",
+    "fastamp.inference.strip": "fastamp.checkpoint.strip",
+    "fastamp.modeling.weights": "fastamp.checkpoint.pretrained",
+    "fastamp.utils.checkpoint": "fastamp.checkpoint.checkpointer",
+    "fastamp.utils.load_state": "fastamp.checkpoint.load_state",
+    "fastamp.utils.pickle_limits": "fastamp.checkpoint.pickle_limits",
+    "fastamp.utils.weights_file": "fastamp.checkpoint.weights_file",
+}
+"""Old name of a module or package -> the present one. Submodules of a package need no entry of their own."""
+
+
+class _MovedFinder(MetaPathFinder, Loader):
+    """Import the present module under its old name, as one and the same object."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return spec_from_loader(fullname, self) if new_module_name(fullname) else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        new = new_module_name(spec.name)
+        assert new is not None
+        warnings.warn(f"{spec.name} is now {new}", DeprecationWarning, stacklevel=2)
+        module = importlib.import_module(new)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        if spec is not None and spec.loader is self:
+            module.__spec__ = spec.loader_state  # the import system has written the old name's into it
+
+
+def new_module_name(old: str) -> str | None:
+    """Return the present name of the module ``old``; None where it was not moved."""
+    if not old.startswith("fastamp."):
+        return None
+    for name, new in MODULES.items():
+        if old == name or old.startswith(name + "."):
+            return new + old[len(name) :]
+    return None
+
+
+def moved_names(module: str, new: dict[str, str]) -> Callable[[str], Any]:
+    """Return a module's ``__getattr__`` for names that are now defined elsewhere.
+
+    Args:
+        module: its ``__name__``.
+        new: old name -> ``"package.module.name"`` of the present one.
+    """
+
+    def getattr_(name: str) -> Any:
+        if name not in new:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"{module}.{name} is now {new[name]}", DeprecationWarning, stacklevel=2)
+        where, _, attribute = new[name].rpartition(".")
+        return getattr(importlib.import_module(where), attribute)
+
+    return getattr_
+
+
+def install() -> None:
+    """Let the old names of modules import."""
+    if not any(isinstance(finder, _MovedFinder) for finder in sys.meta_path):
+        sys.meta_path.append(_MovedFinder())

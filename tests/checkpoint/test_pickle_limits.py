@@ -1,0 +1,113 @@
+"""A small checkpoint cannot occupy the reader; what programs really save is read as before."""
+
+import collections
+import contextlib
+import functools
+import pickle
+import random
+import subprocess
+import sys
+
+import hostile_pickles
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastamp.checkpoint.pickle_limits import PickleLimitError, check_pickle
+from fastamp.checkpoint.weights_file import read_checkpoint
+from fastamp.utils.errors import WeightsError
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_hostile_checkpoints_are_refused(tmp_path, legacy):
+    """In a process of its own: without the check it hangs where no signal is handled, or overflows the stack."""
+    paths = [
+        hostile_pickles.write(code, tmp_path / f"{number}.pth", legacy=legacy)
+        for number, code in enumerate(hostile_pickles.PICKLES.values())
+    ]
+    if legacy:
+        paths.append(hostile_pickles.legacy_keys(tmp_path / "keys.pth"))
+    command = [sys.executable, hostile_pickles.__file__, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and len(lines) == len(paths), done.stderr
+    assert all("is made so that reading it would take forever" in line for line in lines), lines
+
+
+def test_a_few_bytes_are_enough(tmp_path):
+    code = b"}" + hostile_pickles.shared_tuples(30) + b"K\x00s"
+    path = hostile_pickles.write(code, tmp_path / "small.pth", legacy=True)
+    with pytest.raises(WeightsError, match=r"small\.pth \(\d{3} bytes\) is made so"):
+        read_checkpoint(path)
+
+
+def ordered_dict_of_python_2(pairs):
+    """Return the pickle of an OrderedDict as Python 2 wrote it: a call with a list of pairs."""
+    body = pickle.dumps(([list(pair) for pair in pairs],), 2)[2:-1]
+    return hostile_pickles.PROTO + hostile_pickles.ORDERED_DICT + body + b"R."
+
+
+def test_what_programs_save_is_read(tmp_path):
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(300)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    shape, shared = (2, 2), {str(number): number for number in range(500)}
+    content = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "random": random.getstate(),
+        "losses": np.random.default_rng(0).random(50_000).tolist(),
+        "scalars": [np.float64(number) for number in range(5_000)],
+        "by float": {number / 7: number for number in range(5_000)},
+        "by pair": {(number, "a", (number,)): number for number in range(3_000)},
+        "by large number": {2**62 + number: number for number in range(3_000)},
+        "shapes": [shape] * 30_000,
+        "shared": [shared] * 500,
+        "parameters": [torch.nn.Parameter(torch.zeros(1)) for _ in range(3_000)],
+        "counts": collections.Counter("abracadabra"),
+        "deep": functools.reduce(lambda inner, _: [inner], range(100), 0),
+    }
+    for legacy in (False, True):
+        torch.save(content, tmp_path / "a.pth", _use_new_zipfile_serialization=not legacy)
+        found = read_checkpoint(tmp_path / "a.pth")
+        plain = found.keys() - {"model", "optimizer", "parameters"}
+        assert found.keys() == content.keys() and all(found[key] == content[key] for key in plain)
+    check_pickle(ordered_dict_of_python_2((f"layer{number}.weight", 0.5) for number in range(5_000)))
+
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+keys = st.recursive(st.integers() | st.text() | st.floats(), lambda inner: st.tuples(inner, inner), max_leaves=8)
+plain = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner) | st.tuples(inner, inner, inner, inner) | st.dictionaries(keys, inner),
+    max_leaves=40,
+)
+
+
+@given(plain, st.sampled_from([0, 1, 2, 3, 4, 5]))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_any_plain_value_passes(value, protocol):
+    """Whatever the protocol is, so that a PyTorch that loads more of them is no surprise."""
+    check_pickle(pickle.dumps([value, value], protocol))
+
+
+@given(st.binary(max_size=200), st.integers(0, 10**6))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_damaged_pickles_end_in_a_known_error_and_leave_nothing_behind(noise, place):
+    content = bytearray(pickle.dumps({"a": [1, (2.5, None)], ("b", 3): {"c": [[]] * 3}}, 2))
+    content[place % len(content) : place % len(content) + len(noise) // 20] = noise
+    with contextlib.suppress(PickleLimitError, ValueError, LookupError, OverflowError):
+        check_pickle(bytes(content))
+    check_pickle(pickle.dumps({"a": [[1], (2.5, None)]}, 2))
+
+
+def test_the_limit_counts_shared_objects_at_each_place():
+    row = [0] * 1000
+    check_pickle(pickle.dumps([row] * 900, 2))
+    with pytest.raises(PickleLimitError, match="used again and again"):
+        check_pickle(pickle.dumps([row] * 1300, 2))
+    check_pickle(pickle.dumps([[0] * 1000 for _ in range(1300)], 2))  # as many objects, in as many bytes

@@ -1,0 +1,216 @@
+"""The doctor's measurements, and the modules that it would force to float32."""
+
+import pytest
+import torch
+from torch import nn
+
+from fastamp.amp import PrecisionPolicy
+from fastamp.diagnostics.doctor import (
+    check_soundness,
+    forced,
+    lost_gradients,
+    measure_cost,
+    measure_layers,
+    safe_loss_scale,
+    search_force_fp32,
+)
+from fastamp.diagnostics.rehearsal import Rehearsal
+
+FLOAT32, BFLOAT16, FLOAT16 = (
+    PrecisionPolicy("cpu", dtype, "test") for dtype in (torch.float32, torch.bfloat16, torch.float16)
+)
+
+
+class Net(nn.Module):
+    """Four linear layers with batch norm between them; ``gains`` are multiplied into their weights."""
+
+    def __init__(self, gains=(1, 1, 1, 1), function=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in gains)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(16) for _ in gains)
+        self.relu, self.head = nn.ReLU(inplace=True), nn.Linear(16, 4)
+        self.function = function
+        with torch.no_grad():
+            for layer, gain in zip(self.layers, gains, strict=True):
+                layer.weight.mul_(gain)
+
+    def forward(self, batch):
+        x = batch["x"]
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = self.relu(norm(layer(x)))
+        if self.function:
+            x = self.function(x)
+        if not self.training:
+            return x
+        return {"loss": nn.functional.cross_entropy(self.head(x).float(), batch["targets"])}
+
+
+BATCH = {"x": torch.randn(32, 16, generator=torch.Generator().manual_seed(0)), "targets": torch.arange(32) % 4}
+
+
+def search(model, policy):
+    told = []
+    with Rehearsal(model, BATCH) as rehearsal:
+        features = rehearsal.evaluate(FLOAT32)
+        state = check_soundness(rehearsal, policy, policy, features=features)
+        return search_force_fp32(rehearsal, policy, policy, features=features, state=state, report=told.append), told
+
+
+def sound(model, policy, names=()):
+    with forced(model, names), Rehearsal(model, BATCH) as rehearsal:
+        return check_soundness(rehearsal, policy, policy, features=rehearsal.evaluate(FLOAT32)).sound
+
+
+def test_a_healthy_model_needs_nothing():
+    assert search(Net(), FLOAT16) == ([], []) and search(Net(), BFLOAT16) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "gains, names",
+    [((1, 1e6, 1, 1), ["layers.1"]), ((1e6, 1, 1, 1e6), ["layers.0", "layers.3"])],
+)
+def test_planted_overflows_are_found_and_nothing_else(gains, names):
+    found, told = search(Net(gains), FLOAT16)
+    assert found == names and all(any(name in text for text in told) for name in names)
+    assert not sound(Net(gains), FLOAT16) and sound(Net(gains), FLOAT16, names)
+    for name in names:  # none can be left out
+        assert not sound(Net(gains), FLOAT16, [each for each in names if each != name])
+    assert search(Net(gains), BFLOAT16)[0] == []
+
+
+def test_a_function_between_layers():
+    """It has no name; its neighbours do."""
+    model = Net(function=lambda x: x * 1e6 / 1e6)
+    found, _ = search(model, FLOAT16)
+    assert found == ["relu"] and sound(model, FLOAT16, found)
+    # Without the division all gradients are a million times larger, and nothing is left that float16 could do.
+    assert search(Net(function=lambda x: x * 1e6), FLOAT16)[0] is None
+
+
+def test_layers_that_lose_too_much_precision():
+    """A difference of large numbers: nothing overflows, and the features are noise."""
+
+    class Cancelling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            with torch.no_grad():
+                self.linear.bias.fill_(2000.0)
+
+        def forward(self, x):
+            return self.linear(x) - 2000.0
+
+    class Model(Net):
+        def __init__(self):
+            super().__init__()
+            self.cancelling = Cancelling()
+            for norm in self.norms:
+                norm.num_batches_tracked += 1  # a trained model, whose embeddings count
+
+        def forward(self, batch):
+            out = super().forward(batch)
+            return out if self.training else self.cancelling(out)
+
+    found, told = search(Model(), BFLOAT16)
+    assert any(name.startswith("cancelling") for name in found) and any("embedding cosine" in text for text in told)
+    assert sound(Model(), BFLOAT16, found) and not sound(Model(), BFLOAT16)
+
+
+def test_no_short_list_helps():
+    """Every layer overflows."""
+
+    class Loud(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(20))
+            for layer in self.layers:
+                nn.init.constant_(layer.weight, 1e6)
+
+        def forward(self, batch):
+            x = batch["x"].abs()
+            for layer in self.layers:
+                x = layer(x) / 1e7
+            return {"loss": x.float().mean()} if self.training else x
+
+    assert search(Loud(), FLOAT16)[0] is None and search(Loud(), BFLOAT16)[0] == []
+
+
+def test_forced_ends_with_its_context():
+    model = Net((1, 1e6, 1, 1))
+    classes = [type(module) for module in model.modules()]
+    with forced(model, ["layers.1"]):
+        assert [type(module) for module in model.modules()] != classes
+    assert [type(module) for module in model.modules()] == classes
+    model.head.forward = original = model.head.forward
+    with forced(model, ["head"]):
+        assert model.head.forward is not original
+    assert model.head.forward is original
+
+
+def test_layers_are_measured():
+    model = Net((1, 300, 1, 1))
+    with Rehearsal(model, BATCH) as rehearsal:
+        low, half = (measure_layers(rehearsal, policy) for policy in (BFLOAT16, FLOAT16))
+    assert [layer.name for layer in low if layer.kind == "Linear"] == [f"layers.{n}" for n in range(4)]
+    by_name = {layer.name: layer for layer in low}
+    assert 1e-3 < by_name["layers.0"].own_error < 1e-2 and by_name["layers.0"].error == by_name["layers.0"].own_error
+    assert by_name["layers.3"].error > by_name["layers.0"].error  # errors add up
+    assert by_name["norms.0"].own_error == 0.0  # autocast leaves it alone
+    halves = {layer.name: layer for layer in half}
+    assert halves["layers.0"].own_error < by_name["layers.0"].own_error / 4  # three bits more
+    assert halves["layers.1"].magnitude == by_name["layers.1"].magnitude > 100
+    assert halves["layers.1"].limit_share == halves["layers.1"].magnitude / 65504
+
+
+def test_magnitude_and_error_are_those_of_a_plain_computation():
+    model = Net()
+    with Rehearsal(model, BATCH) as rehearsal:
+        layer = measure_layers(rehearsal, BFLOAT16)[0]
+    plain = model.layers[0](BATCH["x"])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = model.layers[0](BATCH["x"]).float()
+    assert layer.magnitude == plain.abs().max().item()
+    assert layer.own_error == pytest.approx(((low - plain).norm() / plain.norm()).item())
+
+
+def test_lost_gradients_grow_as_the_scale_falls():
+    def lost(model, scale):
+        with Rehearsal(model, BATCH) as rehearsal:
+            counts = lost_gradients(rehearsal, FLOAT16, scale=scale)
+        return sum(n for n, _ in counts.values()), sum(total for _, total in counts.values())
+
+    class Quiet(Net):
+        def forward(self, batch):
+            out = super().forward(batch)
+            return {"loss": out["loss"] * 1e-6} if self.training else out
+
+    few, total = lost(Quiet(), 2.0**20)
+    many, _ = lost(Quiet(), 1.0)
+    assert many > total / 2 and few < total / 50
+    assert total == sum(p.numel() for p in Quiet().parameters())
+    with Rehearsal(Quiet(), BATCH) as rehearsal:
+        counts = lost_gradients(rehearsal, FLOAT16, scale=1.0)
+        layers = {layer.name: layer for layer in measure_layers(rehearsal, FLOAT16, lost=counts)}
+    assert layers["layers.0"].zero_gradients == counts["layers.0"][0] / counts["layers.0"][1] > 0
+    assert layers["relu"].zero_gradients is None
+
+
+def test_the_safe_scale():
+    with Rehearsal(Net(), BATCH) as rehearsal:
+        scale = safe_loss_scale(rehearsal, FLOAT16, up_to=2.0**24)
+        assert rehearsal.train(FLOAT16, scale=scale).finite and not rehearsal.train(FLOAT16, scale=2 * scale).finite
+        assert safe_loss_scale(rehearsal, BFLOAT16, up_to=2.0**24) is None
+
+
+def test_the_cost_of_a_pass():
+    with Rehearsal(Net(), BATCH) as rehearsal:
+        full, low = measure_cost(rehearsal, FLOAT32), measure_cost(rehearsal, BFLOAT16)
+    assert full.seconds > 0 and full.memory > 0 and low.memory > 0 and low.relative > 0
+
+
+def test_a_forward_that_was_put_into_a_module_can_be_forced():
+    """The rehearsal gives attributes back, and a forced forward is not one of them."""
+    model = Net((1, 1e6, 1, 1))
+    model.layers[1].forward = model.layers[1].forward
+    assert search(model, FLOAT16)[0] == ["layers.1"]

@@ -1,0 +1,363 @@
+"""Layers in low precision against themselves and against float32: planted faults are named, sound models pass."""
+
+import importlib.util
+import itertools
+from pathlib import Path
+
+import every_backbone
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
+from fastamp.diagnostics.doctor import check_soundness, search_force_fp32
+from fastamp.diagnostics.layer_check import check_layers
+from fastamp.diagnostics.precautions import Precautions
+from fastamp.diagnostics.preflight import preflight
+from fastamp.diagnostics.rehearsal import Rehearsal
+from fastamp.modeling import build_model
+from fastamp.utils.errors import TrainingError
+
+LOW = [torch.bfloat16, torch.float16]
+ROOT = Path(__file__).parents[2]
+
+spec = importlib.util.spec_from_file_location("reference_models", ROOT / "tests/modeling/test_reference.py")
+reference = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(reference)
+
+
+def policy(dtype):
+    return PrecisionPolicy("cpu", dtype, "test")
+
+
+def images(count, size, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    batch = {"images": torch.randint(256, (count, 3, *size), dtype=torch.uint8, generator=generator)}
+    batch |= {"targets": torch.arange(count) // 2, "camids": torch.arange(count) % 2}
+    return batch | {"viewids": torch.zeros(count, dtype=torch.int64)}
+
+
+def small_resnet():
+    torch.manual_seed(0)
+    return build_model(every_backbone.config("resnet 18x", "MODEL.BACKBONE.PRETRAIN", "False")).train()
+
+
+def wrong_layers(model, dtype, size=every_backbone.SIZE):
+    with Rehearsal(model, images(4, size)) as rehearsal:
+        return check_layers(rehearsal, policy(dtype))[0]
+
+
+class Block(nn.Module):
+    """A convolution, then ``layer``, then a batch norm."""
+
+    def __init__(self, layer):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.layer, self.norm = nn.Conv2d(3, 8, 3), layer, nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, batch):
+        x = self.norm(self.layer(self.conv(batch["images"].float() / 255))).mean((2, 3))
+        return {"loss_cls": F.cross_entropy(self.head(x).float(), batch["targets"])} if self.training else x
+
+
+def is_low(x):
+    return x.dtype in LOW
+
+
+# ---- against float32
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_an_error_of_5_percent_in_any_convolution_is_named(monkeypatch, dtype):
+    """Of a model that is not trained, in whose embeddings it would not show."""
+    model, original = small_resnet(), nn.Conv2d.forward
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    planted, error = None, 0.05
+
+    def forward(layer, x):
+        out = original(layer, x)
+        return out * (1 + error) if layer is planted and is_low(out) else out
+
+    monkeypatch.setattr(nn.Conv2d, "forward", forward)
+    with Rehearsal(model, images(2, every_backbone.SIZE)) as rehearsal:
+        assert check_layers(rehearsal, policy(dtype))[0] == []
+        for planted in convolutions:
+            error = -error
+            (found,) = check_layers(rehearsal, policy(dtype))[0]
+            assert model.get_submodule(found.name) is planted
+    assert len(convolutions) == 20
+
+
+class NoisyLinear(nn.Linear):
+    def forward(self, x):
+        out = super().forward(x)
+        return out + 0.05 * out.std() * torch.ones_like(out) if is_low(out) else out
+
+
+def test_an_error_in_a_subclass_of_a_linear_layer_is_named():
+    class Net(Block):
+        def __init__(self):
+            super().__init__(nn.Identity())
+            self.embed = NoisyLinear(8, 16)
+
+        def forward(self, batch):
+            x = self.embed(self.norm(self.conv(batch["images"].float() / 255)).mean((2, 3)))
+            return {"loss_cls": F.cross_entropy(x.float(), batch["targets"])} if self.training else x
+
+    (found,) = wrong_layers(Net().train(), torch.bfloat16)
+    assert found.name == "embed" and found.error > found.limit and not found.repeated
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_in_low_precision_alone(monkeypatch, wrong):
+    original = nn.Conv2d.forward
+
+    def forward(layer, x):
+        out = original(layer, x)
+        if is_low(out):
+            out[0, 0, 0, 0] = wrong
+        return out
+
+    monkeypatch.setattr(nn.Conv2d, "forward", forward)
+    found = wrong_layers(Block(nn.Identity()).train(), torch.bfloat16)
+    assert [layer.name for layer in found] == ["conv"] and "not finite" in found[0].describe()
+
+
+def test_an_overflow_is_left_to_the_locator():
+    model = Block(nn.Conv2d(8, 8, 1)).train()
+    with torch.no_grad():
+        model.layer.weight.mul_(1e7)
+    assert wrong_layers(model, torch.float16) == []
+    report = preflight(model, images(4, (12, 12)), policy=policy(torch.float16), scaler=LossScaler())
+    assert report.location.module == "layer" and not report.kernel
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.InstanceNorm2d(8), nn.GroupNorm(2, 8), nn.GELU(), nn.Softmax(1), nn.Hardswish(), nn.ReLU(inplace=True),
+        nn.AvgPool2d(2), nn.Tanhshrink(), nn.LocalResponseNorm(2), nn.LPPool2d(3, 2), nn.SiLU(),
+        nn.Conv2d(8, 8, 3, stride=2, groups=8), nn.ConvTranspose2d(8, 8, 2), nn.PReLU(),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)  # fmt: skip
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
+@pytest.mark.parametrize("constant", [False, True])
+def test_sound_layers_pass_at_any_scale(layer, dtype, scale, constant):
+    """Also where a norm subtracts equals, of which float32 itself resolves nothing."""
+    model = Block(layer).train()
+    with torch.no_grad():
+        model.conv.weight.mul_(scale)
+        model.conv.bias.mul_(scale)
+    batch = images(4, (12, 12))
+    if constant:
+        batch["images"].fill_(255)
+    with Rehearsal(model, batch) as rehearsal:
+        assert check_layers(rehearsal, policy(dtype))[0] == []
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_recurrent_layer_passes(dtype):
+    """Its steps each round, so that it is compared with itself alone."""
+
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(10, 10, num_layers=3)
+
+        def forward(self, x):
+            return self.lstm(x.flatten(1, 2))[0].reshape(x.shape)
+
+    model = Block(Rows()).train()
+    with torch.no_grad():
+        for p in model.layer.parameters():
+            p.mul_(10)
+    assert wrong_layers(model, dtype, (12, 12)) == []
+
+
+# ---- against themselves
+
+
+class OtherOnItsSecondCall(nn.Module):
+    """Its values differ by a factor, from the second call on."""
+
+    def __init__(self, factor, low_alone):
+        super().__init__()
+        self.factor, self.low_alone, self.calls = factor, low_alone, itertools.count()
+
+    def forward(self, x):
+        if self.low_alone and not is_low(x):
+            return x
+        return x * self.factor if next(self.calls) % 2 else x
+
+
+@pytest.mark.parametrize("low_alone", [False, True])
+@pytest.mark.parametrize("factor", [1.05, 0.0, float("nan")])
+def test_a_layer_that_returns_other_values_on_its_second_call_is_named(factor, low_alone):
+    (found,) = wrong_layers(Block(OtherOnItsSecondCall(factor, low_alone)).train(), torch.bfloat16)
+    assert (found.name, found.kind) == ("layer", "OtherOnItsSecondCall") and found.repeated > found.limit
+    assert "returns different values for the same input in bfloat16" in found.describe()
+
+
+def test_a_counter_in_an_attribute_does_not_hide_it():
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x * self.calls
+
+    assert [layer.name for layer in wrong_layers(Block(Counting()).train(), torch.bfloat16)] == ["layer"]
+
+
+def test_what_a_module_computes_between_its_layers_is_checked_by_a_second_pass():
+    class Between(Block):
+        passes = itertools.count()
+
+        def forward(self, batch):
+            out = super().forward(batch)
+            return out if self.training else out + next(self.passes)
+
+    (found,) = wrong_layers(Between(nn.Identity()).train(), torch.bfloat16)
+    assert found.name == "" and found.kind == "Between"
+
+
+class AlwaysDropout(nn.Module):
+    def forward(self, x):
+        return F.dropout(x, 0.5, training=True)
+
+
+class Noise(nn.Module):
+    """Noise of a generator of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0) if kind == "torch" else np.random.default_rng(0)
+
+    def forward(self, x):
+        if isinstance(self.generator, torch.Generator):
+            return x + torch.randn(x.shape, generator=self.generator).to(x.dtype)
+        return x + torch.from_numpy(self.generator.standard_normal(x.shape)).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "layer", [AlwaysDropout(), nn.Dropout(0.5), nn.RReLU(), Noise("torch"), Noise("numpy")], ids=str
+)
+def test_layers_that_draw_random_numbers_pass(layer):
+    model = Block(layer).train()
+    report = preflight(model, images(4, (12, 12)), policy=policy(torch.bfloat16))
+    assert report.problem == ""
+
+
+class RandomGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, generator):
+        ctx.low, ctx.generator = is_low(x), generator
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        noise = torch.randn(gradient.shape, generator=ctx.generator).to(gradient.dtype)
+        return (gradient * noise if ctx.low else gradient), None
+
+
+class RandomBackward(nn.Module):
+    """Its backward pass draws from a generator that nobody can rewind, in low precision alone or always."""
+
+    def __init__(self, low_alone):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.function = lambda x: RandomGradient.apply(x if low_alone else x.to(torch.bfloat16), generator)
+
+    def forward(self, x):
+        return self.function(x).to(x.dtype)
+
+
+def test_gradients_that_differ_between_two_passes_in_low_precision_alone():
+    report = preflight(Block(RandomBackward(True)).train(), images(4, (12, 12)), policy=policy(torch.bfloat16))
+    assert report.kernel and "have different gradients" in report.problem and "conv." in report.problem
+    # A model whose gradients are random in float32 too is not the precision's fault.
+    report = preflight(Block(RandomBackward(False)).train(), images(4, (12, 12)), policy=policy(torch.bfloat16))
+    assert report.problem == ""
+
+
+# ---- what becomes of it
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """A ResNet-18 one of whose convolutions is wrong in bfloat16."""
+    model, original = small_resnet(), nn.Conv2d.forward
+    planted = model.get_submodule("backbone.layer2.0.conv1")
+
+    def forward(layer, x):
+        out = original(layer, x)
+        return out * 1.05 if layer is planted and out.dtype == torch.bfloat16 else out
+
+    monkeypatch.setattr(nn.Conv2d, "forward", forward)
+    return model
+
+
+@pytest.mark.parametrize("choice", ["error", "warn", "fallback"])
+def test_preflight_stops_warns_or_falls_back(broken, choice, caplog, tmp_path):
+    precautions = Precautions(preflight=choice, locate=True, folder=tmp_path)
+    step = OptimizationStep(broken, [torch.optim.SGD(broken.parameters(), 0.1)])
+    batch = images(4, every_backbone.SIZE)
+    asked = policy(torch.bfloat16)
+    if choice == "error":
+        with pytest.raises(TrainingError, match=r"backbone.layer2.0.conv1 \(Conv2d\) in bfloat16 differs") as error:
+            precautions.before_first_step(step, batch, asked)
+        assert "SOLVER.AMP.FORCE_FP32 \"['backbone.layer2.0.conv1']\"" in str(error.value)
+        assert "amp_replay" not in str(error.value)  # it could not show it
+        return
+    taken = precautions.before_first_step(step, batch, asked)
+    assert taken.dtype == (torch.bfloat16 if choice == "warn" else torch.float32)
+    assert "backbone.layer2.0.conv1 (Conv2d) in bfloat16 differs from float32" in caplog.text
+
+
+def test_the_doctor_forces_the_layer(broken):
+    low, told = policy(torch.bfloat16), []
+    with Rehearsal(broken, images(4, every_backbone.SIZE)) as rehearsal:
+        features = rehearsal.evaluate(low.in_float32())
+        state = check_soundness(rehearsal, low, low, features=features)
+        assert not state.sound and state.layers[0].name == "backbone.layer2.0.conv1"
+        found = search_force_fp32(rehearsal, low, low, features=features, state=state, report=told.append)
+    assert found == ["backbone.layer2.0.conv1"]
+
+
+# ---- no false alarm
+
+
+QUICK = ["resnet 18x", "osnet x0_25", "vit deit_small"]
+
+
+def check_backbone(name):
+    torch.manual_seed(0)
+    model = build_model(every_backbone.config(name, "MODEL.BACKBONE.PRETRAIN", "False")).train()
+    for dtype in LOW:
+        assert wrong_layers(model, dtype) == []
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_sound_backbones_pass(name):
+    check_backbone(name)
+
+
+@pytest.mark.export
+@pytest.mark.parametrize("name", [name for name in every_backbone.BACKBONES if name not in QUICK])
+def test_every_sound_backbone_passes(name):
+    check_backbone(name)
+
+
+@pytest.mark.export
+@pytest.mark.parametrize("name", reference.MODELS)
+def test_every_reference_model_passes_at_initialization(name):
+    torch.manual_seed(0)
+    model = reference.reference_model(name).train()
+    batch = images(4, reference.MODELS[name]["input_size"])
+    report = preflight(model, batch, policy=policy(torch.bfloat16))
+    assert report.problem == ""

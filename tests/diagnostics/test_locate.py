@@ -1,0 +1,245 @@
+"""Where the first value that is not finite was made: forward, backward, loss scale, or float32 itself."""
+
+import pytest
+import torch
+from torch import nn
+
+from fastamp.amp import PrecisionPolicy, apply_force_fp32
+from fastamp.diagnostics.locate import largest_finite_scale, locate, locate_in_evaluation, search
+from fastamp.diagnostics.rehearsal import Rehearsal
+
+
+def policy(dtype):
+    return PrecisionPolicy("cpu", dtype, "test")
+
+
+class Loss(nn.Module):
+    def forward(self, logits, targets):
+        return nn.functional.cross_entropy(logits.float(), targets)
+
+
+class Net(nn.Module):
+    """Two convolutions with one fault, of which only float16 knows."""
+
+    def __init__(self, fault=""):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fault = fault
+        self.conv1, self.norm1 = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace=True)  # on whose inputs module backward hooks would fail
+        self.conv2, self.norm2 = nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+        self.linear, self.loss = nn.Linear(8, 4), Loss()
+        if fault == "weight":
+            with torch.no_grad():
+                self.conv2.weight.mul_(1e5)
+
+    def forward(self, batch):
+        x = self.relu(self.norm1(self.conv1(batch["images"])))
+        if self.fault == "function":
+            x = x * 1e6
+        if self.fault == "mask":
+            x = torch.where(x > 1e9, x, x + 0)
+        x = self.norm2(self.conv2(x)).mean((2, 3))
+        logits = self.linear(x)
+        if not self.training:
+            return logits
+        loss = self.loss(logits, batch["targets"])
+        factor = {"backward": 1e7, "scale": 30.0, "nan": float("nan"), "inf": float("inf")}.get(self.fault, 1.0)
+        return {"loss": loss * factor}
+
+
+def batch(value=None, channels=3):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(8, channels, 12, 12, generator=generator)
+    if value is not None:
+        images[0, 0, 0, 0] = value
+    return {"images": images, "targets": torch.arange(8) % 4}
+
+
+def find(fault, dtype, scale=1.0, **kwargs):
+    with Rehearsal(Net(fault), batch(**kwargs)) as rehearsal:
+        return locate(rehearsal, policy(dtype), scale=scale)
+
+
+@pytest.mark.parametrize(
+    "fault, kind, module, part",
+    [
+        ("weight", "forward overflow", "conv2", "output"),
+        ("function", "forward overflow", "", "between its parts, before conv2"),
+        ("backward", "backward overflow", "loss", "gradient of its input"),
+        ("scale", "loss-scale overflow", "loss", "gradient of its input"),
+    ],
+)
+def test_names_the_module_and_the_kind(fault, kind, module, part):
+    found = find(fault, torch.float16, scale=65536.0)
+    assert (found.kind, found.module, found.part) == (kind, module, part)
+    assert found.dtype == "float16" and found.inputs_finite
+    text = found.describe()
+    assert text.startswith(f"{kind} in ") and "fix:" in text and "float16 ends at 6.55e+04" in text
+    # bfloat16 has float32's range: the same model, and nothing is found.
+    assert find(fault, torch.bfloat16) is None
+
+
+def test_magnitudes_say_why():
+    found = find("weight", torch.float16)
+    assert found.float32_magnitude > 65504 and 1 < found.input_magnitude < 100
+    assert found.parameter_magnitude < 65504  # the products are too large, not the weights
+
+
+def test_a_loss_scale_that_would_do():
+    found = find("scale", torch.float16, scale=65536.0)
+    with Rehearsal(Net("scale"), batch()) as rehearsal:
+        assert rehearsal.train(policy(torch.float16), scale=found.safe_scale).finite
+        assert not rehearsal.train(policy(torch.float16), scale=2 * found.safe_scale).finite
+        assert largest_finite_scale(rehearsal, policy(torch.float16), 2.0**24) == found.safe_scale
+        assert largest_finite_scale(rehearsal, policy(torch.float16), 3.0) == 3.0
+    assert f"SOLVER.AMP.INIT_SCALE {found.safe_scale:g}" in found.fix()
+
+
+@pytest.mark.parametrize("fault", ["nan", "inf"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_model_broken_in_float32_is_not_blamed_on_the_precision(fault, dtype):
+    found = find(fault, dtype)
+    assert found.kind == "not finite in float32" and "mixed precision is not the cause" in found.describe()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_batch_that_is_not_finite(value):
+    assert find("", torch.float16, value=value).kind == "batch not finite"
+
+
+def test_a_healthy_model():
+    assert find("", torch.float16, scale=1024.0) is None
+    assert find("", torch.float32) is None
+
+
+def test_infinities_that_float32_has_too_do_not_count():
+    """An attention mask of minus infinity is nobody's overflow."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mask, self.linear = nn.Identity(), nn.Linear(4, 4)
+            self.big = nn.Linear(4, 4)
+            with torch.no_grad():
+                self.big.weight.fill_(6e4)
+
+        def forward(self, batch):
+            scores = self.mask(self.linear(batch["x"]).masked_fill(torch.eye(4, dtype=torch.bool), float("-inf")))
+            return {"loss": self.big(scores.softmax(1) + 1).float().mean()}
+
+    with Rehearsal(Masked(), {"x": torch.ones(4, 4)}) as rehearsal:
+        found = locate(rehearsal, policy(torch.float16))
+    assert found.module == "big"
+
+
+def test_in_evaluation():
+    with Rehearsal(Net("weight"), batch()) as rehearsal:
+        found = locate_in_evaluation(rehearsal, policy(torch.float16))
+        assert (found.kind, found.module) == ("forward overflow", "conv2")
+        assert locate_in_evaluation(rehearsal, policy(torch.bfloat16)) is None
+    with Rehearsal(Net(), batch(value=float("nan"))) as rehearsal:
+        assert locate_in_evaluation(rehearsal, policy(torch.float16)).kind == "batch not finite"
+
+
+def test_the_module_that_it_names_is_the_one_to_force():
+    model = Net("weight")
+    with Rehearsal(model, batch()) as rehearsal:
+        name = locate(rehearsal, policy(torch.float16)).module
+    apply_force_fp32(model, [name])
+    with Rehearsal(model, batch()) as rehearsal:
+        assert locate(rehearsal, policy(torch.float16), scale=1024.0) is None
+
+
+def test_the_gradients_are_those_without_the_hooks():
+    """The observer gives each module a view of its inputs; nothing else may change."""
+    model = Net("function")
+    with Rehearsal(model, batch()) as rehearsal:
+        before = rehearsal.train(policy(torch.bfloat16)).gradients
+        locate(rehearsal, policy(torch.float16))
+        after = rehearsal.train(policy(torch.bfloat16)).gradients
+    assert before.keys() == after.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
+class Cached(nn.Module):
+    """Takes a list that it writes into, a dict of its own kind, and a keyword."""
+
+    class Table(dict):
+        def first(self):
+            return self["x"]
+
+    class Part(nn.Module):
+        def __init__(self, gain):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            with torch.no_grad():
+                self.linear.weight.fill_(gain)
+
+        def forward(self, table, cache, *, bias):
+            cache.append(self.linear(table.first()))
+            return (cache[-1] + bias,)
+
+    def __init__(self, gain):
+        super().__init__()
+        self.part = self.Part(gain)
+
+    def forward(self, batch):
+        cache = []
+        (out,) = self.part(self.Table(x=batch["x"]), cache, bias=0.5)
+        return {"loss": (out.float() * 1e-9 + cache[0].float() * 0).mean()}
+
+
+def test_what_modules_are_given_stays_theirs():
+    with Rehearsal(Cached(6e4), {"x": torch.ones(2, 4)}) as rehearsal:
+        assert locate(rehearsal, policy(torch.float16)).module == "part.linear"
+    model = Cached(6e4)
+    apply_force_fp32(model, ["part"])
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.isfinite(model({"x": torch.ones(2, 4)})["loss"])
+
+
+def test_the_fix_names_what_is_forced_already_and_the_neighbours():
+    model = Net("function")
+    apply_force_fp32(model, ["linear"])
+    with Rehearsal(model, batch()) as rehearsal:
+        found = locate(rehearsal, policy(torch.float16))
+    assert found.neighbours == ("relu", "conv2")
+    assert "SOLVER.AMP.FORCE_FP32 \"['linear', 'relu', 'conv2']\"" in found.fix()
+    apply_force_fp32(model, ["relu", "conv2"])
+    with Rehearsal(model, batch()) as rehearsal:
+        assert locate(rehearsal, policy(torch.float16), scale=1024.0) is None
+
+
+class Hungry(Net):
+    """Float32 does not fit into memory with more than four images."""
+
+    def forward(self, batch):
+        if len(batch["images"]) > 4 and not torch.is_autocast_enabled("cpu"):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(batch)
+
+
+class Broken(Net):
+    """Cannot be watched: it raises an error in float32."""
+
+    def forward(self, batch):
+        if not torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("not in float32")
+        return super().forward(batch)
+
+
+def test_a_search_that_fails_is_said_and_replaces_nothing():
+    find = lambda rehearsal: locate(rehearsal, policy(torch.float16))  # noqa: E731
+    found, note = search(Hungry("weight"), batch(), find)
+    assert found.module == "conv2" and note == ""  # on half of the batch
+    found, note = search(Broken("weight"), batch(), find)
+    assert found is None and note == "(the place could not be searched: RuntimeError: not in float32)"
+
+
+def test_the_cause_comes_first_among_several_finds():
+    order = [find(fault, torch.float16, scale=65536.0).order for fault in ("weight", "backward", "scale")]
+    assert order == sorted(order) and len(set(order)) == 3
+    assert find("", torch.float16, value=float("nan")).order < order[0]

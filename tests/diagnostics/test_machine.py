@@ -1,0 +1,362 @@
+"""The check of the machine: what it finds, what it calls a problem, and that it leaves no trace."""
+
+import ctypes
+import json
+import logging
+import random
+import warnings
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import train_net
+
+from fastamp.amp import PrecisionPolicy
+from fastamp.diagnostics import devices, machine, ten_steps
+from fastamp.diagnostics.devices import runs_on
+from fastamp.diagnostics.machine import inspect_machine
+from fastamp.diagnostics.ten_steps import LoopResult
+from fastamp.engine import default_setup
+from fastamp.utils import comm
+from fastamp.utils.env import random_state
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def policy(dtype, device_type="cpu"):
+    return PrecisionPolicy(device_type, dtype, "of a test")
+
+
+def raising(error):
+    """Return a function that raises ``error`` whatever it is called with."""
+
+    def function(*args, **kwargs):
+        raise error
+
+    return function
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """Make the machine one without GPU and driver, and its PyTorch one for CUDA 13.2."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError("in PyTorch's words\nmore")))
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(devices, "driver_cuda", lambda: None)
+    monkeypatch.setattr(devices, "driver_version", lambda: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return monkeypatch
+
+
+@pytest.fixture
+def gpu(no_gpu):
+    """Make the machine one with a GPU of compute capability 8.6, and its PyTorch one for that."""
+    no_gpu.setattr(torch.cuda, "is_available", lambda: True)
+    no_gpu.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    no_gpu.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    no_gpu.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
+    no_gpu.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**30, 4 * 2**30))
+    no_gpu.setattr(devices, "native_bfloat16", lambda device: (True, "Some GPU has native bfloat16"))
+    no_gpu.setattr(machine, "auto_dtype", lambda device: (torch.bfloat16, "Some GPU has native bfloat16"))
+    no_gpu.setattr(machine, "ten_steps", lambda policy, device: LoopResult(10, 0, 1.5, 0.5))
+    no_gpu.setattr(devices, "driver_cuda", lambda: (13, 0))
+    no_gpu.setattr(devices, "driver_version", lambda: "580.65.06")
+    return no_gpu
+
+
+def test_this_cpu():
+    report = inspect_machine(CPU, asked="cpu")
+    assert report.problems == [] and report.unknown == {}
+    assert {"fastamp", "Python", "torch", "torchvision", "numpy"} == set(report.versions)
+    assert {"float32", "bfloat16", "float16"} == set(report.support) == set(report.loops)
+    for loop in report.loops.values():
+        assert loop.taken + loop.skipped == ten_steps.STEPS and loop.taken > 0 and not loop.error
+        assert loop.last_loss < 0.5 * loop.first_loss
+    assert 0 < report.free_memory <= report.total_memory
+    lines = report.lines()
+    assert len(lines) == 4
+    assert f"torch {torch.__version__}" in lines[0] and "device cpu" in lines[1]
+    assert f"auto is {report.auto[0]}" in lines[2] and f"in {report.auto[0]} work: loss" in lines[3]
+    assert json.loads(json.dumps(report.as_dict()))["loops"]["float16"]["error"] == ""
+    table = report.table()
+    assert [cell.strip() for cell in table.splitlines()[0].split("|")] == ["", "check", "found", "verdict", ""]
+    assert "ten steps in float16" in table and "problem" not in table
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_this_gpu():
+    before = torch.cuda.get_rng_state()
+    report = inspect_machine(CUDA)
+    assert report.problems == [] and report.driver_fits and report.capability_fits
+    assert {"float32", "bfloat16", "float16"} <= set(report.loops)
+    assert torch.equal(before, torch.cuda.get_rng_state())
+
+
+def test_no_trace_is_left(caplog):
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    np.random.standard_normal()  # its generator keeps the second of each pair
+    before = random_state()
+    flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    with warnings.catch_warnings(record=True) as warned, caplog.at_level(logging.DEBUG), torch.no_grad():
+        warnings.simplefilter("always")
+        report = inspect_machine(CPU, asked="cpu")
+        assert report.problems == [] and not torch.is_grad_enabled()
+        # A device type that is not there makes PyTorch warn.
+        ten_steps.ten_steps(policy(torch.bfloat16, "cuda"), CPU)
+    assert warned == [] and caplog.text == ""
+    after = random_state()
+    assert set(before) == set(after)
+    for name, state in before.items():
+        same = all(np.array_equal(a, b) for a, b in zip(state, after[name], strict=True))
+        assert same, name
+    assert flags == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+
+
+def test_the_result_does_not_depend_on_what_a_program_has_set():
+    expected = ten_steps.ten_steps(policy(torch.bfloat16), CPU)
+    try:
+        torch.manual_seed(5)
+        torch.set_default_dtype(torch.float64)
+        assert ten_steps.ten_steps(policy(torch.bfloat16), CPU) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_no_collective_among_several_processes(monkeypatch):
+    monkeypatch.setattr(comm.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(comm.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(comm.dist, "all_reduce", raising(AssertionError("a collective")))
+    with pytest.raises(AssertionError, match="a collective"):
+        comm.all_reduce_min(torch.ones(1))
+    assert ten_steps.ten_steps(policy(torch.float32), CPU).error == ""
+
+
+def test_low_precision_that_does_not_run_is_found():
+    loop = ten_steps.ten_steps(policy(torch.bfloat16, "cuda"), CPU)
+    assert "low precision did not run" in loop.error and "bfloat16 under autocast for cuda" in loop.error
+
+
+def test_an_overflow_that_the_loss_scale_cures_is_no_failure(monkeypatch, caplog):
+    monkeypatch.setattr(ten_steps, "LossScaler", lambda: ten_steps.step.LossScaler(init_scale=2.0**20))
+    loop = ten_steps.ten_steps(policy(torch.float16), CPU)
+    assert loop.skipped > 0 and loop.taken > 0 and loop.error == "" and caplog.text == ""
+
+
+def test_steps_that_cannot_be_taken_are_found(monkeypatch, caplog):
+    monkeypatch.setattr(ten_steps.F, "cross_entropy", lambda logits, targets: logits.sum() * float("inf"))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        loop = ten_steps.ten_steps(policy(dtype), CPU)
+        assert loop.taken == 0 and "10 of 10 steps were skipped" in loop.error
+    assert caplog.text == ""
+
+
+def test_a_loss_that_does_not_fall_is_found(monkeypatch, caplog):
+    sgd = torch.optim.SGD
+    monkeypatch.setattr(torch.optim, "SGD", lambda parameters, lr: sgd(parameters, lr=0.0))
+    assert "the loss did not fall in 10 steps" in ten_steps.ten_steps(policy(torch.float32), CPU).error
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    "broken, parts",
+    [
+        (("float16",), ["in float16 on cpu", "fix: SOLVER.AMP.DTYPE bfloat16 or SOLVER.AMP off"]),
+        (("bfloat16", "float16"), ["in bfloat16 on cpu", "fix: SOLVER.AMP off"]),
+        (("float32", "bfloat16", "float16"), ["not even in float32", "the precision is not to blame"]),
+    ],
+)
+def test_a_loop_that_fails_is_a_problem(no_gpu, broken, parts):
+    convolve = torch.nn.functional.conv2d
+
+    def conv2d(images, *args, **kwargs):
+        out = convolve(images, *args, **kwargs)
+        if str(out.dtype).removeprefix("torch.") in broken:
+            raise RuntimeError("not implemented\nfor this device")
+        return out
+
+    no_gpu.setattr(ten_steps.F, "conv2d", conv2d)
+    report = inspect_machine(CPU)
+    assert len(report.problems) == (1 if "float32" in broken else len(broken))
+    for part in (*parts, "found: RuntimeError: not implemented\n"):
+        assert part in report.problems[0]
+    assert report.table().count("| problem") == len(broken)
+    failed = report.auto[0] in broken
+    assert (f"in {report.auto[0]} do not work: RuntimeError" in report.lines()[3]) is failed
+
+
+def test_no_gpu_is_no_problem(no_gpu):
+    report = inspect_machine(CPU)
+    assert report.problems == []
+    assert "PyTorch built for CUDA 13.2, no NVIDIA driver" in report.lines()[1]
+
+
+def test_a_gpu_that_is_well(gpu):
+    report = inspect_machine(CUDA)
+    assert report.problems == [] and report.driver_fits is True and report.capability_fits is True
+    assert report.lines()[1].endswith(
+        "device cuda (Some GPU, compute capability 8.6), 3.0 of 4.0 GiB free; PyTorch built for CUDA 13.2, "
+        "NVIDIA driver 580.65.06 for CUDA 13.0"
+    )
+    assert {name: support.state for name, support in report.support.items()} == dict.fromkeys(
+        ("float32", "tf32", "bfloat16", "float16"), "native"
+    )
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_a_build_without_cuda_beside_a_driver(no_gpu, device):
+    no_gpu.setattr(torch.version, "cuda", None)
+    no_gpu.setattr(devices, "driver_cuda", lambda: (12, 4))
+    report = inspect_machine(device)
+    (problem,) = report.problems
+    for part in ("was built without CUDA", "NVIDIA driver for CUDA 12.4", "found: RuntimeError: in PyTorch's words\n"):
+        assert part in problem
+    assert "fix: a PyTorch built for CUDA 12 " in problem
+    assert "PyTorch built for the CPU alone, NVIDIA driver for CUDA 12.4" in report.lines()[1]
+    assert "| problem" in report.table()
+    # Who asks for the CPU does not miss the GPU.
+    assert inspect_machine(CPU, asked="cpu").problems == []
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_a_driver_that_is_too_old(no_gpu, device):
+    no_gpu.setattr(devices, "driver_cuda", lambda: (12, 4))
+    no_gpu.setattr(devices, "driver_version", lambda: "550.54.15")
+    report = inspect_machine(device)
+    (problem,) = report.problems
+    assert "the NVIDIA driver 550.54.15 for CUDA 12.4 is too old" in problem and "built for CUDA 13.2" in problem
+    assert "fix: a driver for CUDA 13, a PyTorch built for CUDA 12" in problem
+    assert report.driver_fits is False
+
+
+def test_cuda_asked_for_without_a_driver(no_gpu):
+    report = inspect_machine(CUDA, asked="cuda")
+    (problem,) = report.problems
+    assert "MODEL.DEVICE is cuda" in problem and "no NVIDIA driver" in problem and "fix: MODEL.DEVICE auto" in problem
+    assert report.loops == {} and report.support == {} and report.auto is None
+    assert len(report.lines()) == 2
+    # The same where the rest of the machine is looked at, as there is no such device.
+    report = inspect_machine(CPU, asked="cuda:1")
+    assert "MODEL.DEVICE is cuda:1" in report.problems[0] and report.loops["float32"].error == ""
+
+
+def test_the_table_stays_narrow(no_gpu):
+    no_gpu.setattr(torch.cuda, "init", raising(RuntimeError("many words " * 20)))
+    table = inspect_machine(CUDA).table()
+    assert table.count("many words") == 20 and table.count("| problem") == 1
+    assert {len(line) for line in table.splitlines()} == {len(table.splitlines()[0])} and "\n|  " in table
+    assert len(table.splitlines()[0]) < 130
+
+
+def test_a_gpu_that_does_not_answer(no_gpu):
+    no_gpu.setattr(devices, "driver_cuda", lambda: (13, 0))
+    # A driver's library alone, as on a login node, is no GPU.
+    assert inspect_machine(CPU).problems == []
+    no_gpu.setattr(devices, "driver_version", lambda: "580.65.06")
+    assert "no GPU answers" in inspect_machine(CPU).problems[0]
+    no_gpu.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert inspect_machine(CPU).problems == []
+    assert "CUDA_VISIBLE_DEVICES is ''" in inspect_machine(CUDA).problems[0]
+
+
+def test_a_gpu_that_the_build_has_no_code_for(gpu):
+    gpu.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    gpu.setattr(machine, "ten_steps", lambda policy, device: LoopResult(error="no kernel image is available"))
+    report = inspect_machine(CUDA)
+    (problem,) = report.problems
+    assert "has no code for Some GPU" in problem and "compute capability 6.1; the build has sm_80 sm_90" in problem
+    assert "fix: a PyTorch built for sm_61" in problem
+    assert "bfloat16 do not work: no kernel image" in report.lines()[3]
+    assert report.support["tf32"].state == "no" and report.support["float16"].state == "slow"
+
+
+@pytest.mark.parametrize(
+    "arch, yes, no",
+    [
+        ("sm_80", [(8, 0), (8, 6), (8, 9)], [(7, 5), (9, 0)]),
+        ("sm_86", [(8, 6), (8, 9)], [(8, 0)]),
+        ("compute_80", [(8, 0), (9, 0), (12, 0)], [(7, 5)]),
+        ("sm_90a", [(9, 0)], [(10, 0)]),
+        ("sm_100a", [(10, 0)], [(10, 3)]),
+        ("compute_90a", [(9, 0)], [(10, 0)]),
+        ("compute_100f", [(10, 0), (10, 3)], [(12, 0)]),
+        ("sm_120", [(12, 0), (12, 1)], [(10, 0), (13, 0)]),
+        ("gfx90a", [], [(9, 0)]),
+    ],
+)
+def test_which_code_runs_on_which_gpu(arch, yes, no):
+    assert all(runs_on(arch, capability) for capability in yes)
+    assert not any(runs_on(arch, capability) for capability in no)
+
+
+@pytest.mark.parametrize(
+    "flags, state", [({"avx512_fp16"}, "native"), ({"asimdhp", "fphp"}, "native"), ({"avx512f", "f16c"}, "slow")]
+)
+def test_float16_on_a_cpu(monkeypatch, flags, state):
+    monkeypatch.setattr(devices, "cpu_flags", lambda: flags)
+    assert devices.supported(CPU)["float16"].state == state
+
+
+class Library:
+    """The NVIDIA driver's library, as far as it is asked."""
+
+    def __init__(self, status, number):
+        self.answer = status, number
+
+    def cuDriverGetVersion(self, pointer):
+        pointer._obj.value = self.answer[1]
+        return self.answer[0]
+
+
+def test_the_driver_is_asked_for_its_cuda(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library(0, 12040))
+    assert devices.driver_cuda() == (12, 4)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library(34, 0))
+    with pytest.raises(RuntimeError, match="error 34"):
+        devices.driver_cuda()
+    monkeypatch.setattr(ctypes, "CDLL", raising(OSError("no such library")))
+    assert devices.driver_cuda() is None
+
+
+def test_nvidia_smi_is_asked_for_the_drivers_version(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert devices.driver_version() is None
+    program.write_text("#!/bin/sh\necho 535.104.05\necho 535.104.05\n")
+    program.chmod(0o755)
+    assert devices.driver_version() == "535.104.05"
+    program.write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
+    with pytest.raises(RuntimeError, match="No devices were found"):
+        devices.driver_version()
+
+
+def test_a_question_that_fails_is_reported_and_ends_nothing(no_gpu):
+    fail = raising(OSError("cannot be read\nat all"))
+    no_gpu.setattr(devices, "driver_cuda", lambda: (13, 0))
+    for name in ("driver_version", "memory", "supported", "versions", "device_name"):
+        no_gpu.setattr(devices, name, fail)
+    no_gpu.setattr(torch.cuda, "get_arch_list", fail)
+    report = inspect_machine(CPU)
+    lines = report.lines()
+    assert "unknown: memory (OSError: cannot be read)" in lines and "memory unknown" in lines[1]
+    assert len(lines) == 4 + 6 == 4 + len(report.unknown)
+    assert report.table().count("| unknown") == 6
+    assert report.problems == [] and report.loops["float32"].error == ""
+
+
+def test_the_log_of_a_training_begins_with_it(demo, tmp_path, capfd):
+    assert train_net.cli(tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1")) == 0
+    log = (tmp_path / "log.txt").read_text()
+    lines = inspect_machine(CPU, asked="cpu").lines()
+    assert lines[0] in log.splitlines()[0]
+    assert log.splitlines()[2:4] == lines[2:4]
+    assert "fix:" not in log.partition("config:")[0]
+
+
+def test_the_log_of_a_training_warns_of_problems(no_gpu, demo, tmp_path):
+    no_gpu.setattr(devices, "driver_cuda", lambda: (12, 4))
+    default_setup(tiny.tiny_config(tmp_path, "MODEL.DEVICE", "auto"))
+    log = (tmp_path / "log.txt").read_text()
+    assert "WARNING: PyTorch cannot use a GPU, and MODEL.DEVICE auto stands for the CPU." in log
