@@ -86,4 +86,5 @@ def moved_names(module: str, new: dict[str, str]) -> Callable[[str], Any]:
 def install() -> None:
     """Let the old names of modules import."""
     if not any(isinstance(finder, _MovedFinder) for finder in sys.meta_path):
-        sys.meta_path.append(_MovedFinder())
+        # Before the others: they would find a submodule through its package's path, and import it a second time.
+        sys.meta_path.insert(0, _MovedFinder())
