@@ -148,6 +148,21 @@ class CfgNode(YacsCfgNode):
         pairs = zip(cfg_list[::2], cfg_list[1::2], strict=True)
         _apply(edit for name, value in pairs for edit in self._edits(name, value, COMMAND_LINE))
 
+    def with_values(self, values: Mapping[str, Any]) -> "CfgNode":
+        """Return a frozen copy with other values; this config, which may be frozen, stays as it is.
+
+        Args:
+            values: dotted key -> value, e.g. ``{"SOLVER.AMP.ENABLED": True}``.
+
+        Raises:
+            ConfigError: a key is unknown or a value is wrong.
+        """
+        twin = self.clone()
+        twin.defrost()
+        _apply(edit for name, value in values.items() for edit in twin._edits(name, value, ASSIGNMENT))
+        twin.freeze()
+        return twin
+
     def changes(self, mapping: Mapping[Any, Any], source: str) -> list[tuple[str, Any]]:
         """Return path and converted value of each key that merging ``mapping`` would set, without doing it.
 

@@ -369,11 +369,7 @@ class DefaultTrainer:
                 f"MODEL.HEADS.NUM_CLASSES is {asked}, but the training data ({', '.join(cfg.DATASETS.NAMES)}) has "
                 f"{num_classes} identities.\n  fix: leave it at 0, so that it is taken from the data"
             )
-        cfg = cfg.clone()
-        cfg.defrost()
-        cfg.MODEL.HEADS.NUM_CLASSES = num_classes
-        cfg.freeze()
-        return cfg
+        return cfg.with_values({"MODEL.HEADS.NUM_CLASSES": num_classes})
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
@@ -404,10 +400,7 @@ class DefaultTrainer:
         """Return the loader of ``TEST.PRECISE_BN.DATASET``'s training images; None when precise batch norm is off."""
         if not cfg.TEST.PRECISE_BN.ENABLED:
             return None
-        cfg = cfg.clone()
-        cfg.defrost()
-        cfg.DATASETS.NAMES = (cfg.TEST.PRECISE_BN.DATASET,)
-        cfg.freeze()
+        cfg = cfg.with_values({"DATASETS.NAMES": (cfg.TEST.PRECISE_BN.DATASET,)})
         try:
             return cls.build_train_loader(cfg)
         except UserError as error:
@@ -487,10 +480,7 @@ class DefaultTrainer:
         Raises:
             UserError: the weights are missing, damaged, or of another model.
         """
-        cfg = cfg.clone()
-        cfg.defrost()
-        cfg.MODEL.BACKBONE.PRETRAIN = False  # would be overwritten at once
-        cfg.freeze()
+        cfg = cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False})  # would be overwritten at once
         model = cls.build_model(cfg)
         extra = Checkpointer(model, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH).load(cfg.MODEL.WEIGHTS)
         cls._take_average(cfg, model, extra)

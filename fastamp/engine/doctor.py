@@ -57,7 +57,7 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
     model.train()
     device = next(model.parameters()).device
     asked = bool(cfg.SOLVER.AMP.ENABLED)
-    policy = PrecisionPolicy.from_config(_enabled(cfg), device)
+    policy = PrecisionPolicy.from_config(cfg.with_values({"SOLVER.AMP.ENABLED": True}), device)
     policy.check_model(model)
     if policy.enabled and policy.dtype not in dtypes:
         dtypes = [policy.dtype, *dtypes]  # the one that the verdict is about
@@ -158,15 +158,6 @@ def _examine(
                 found.failure, found.force_fp32 = str(error), None
                 logger.info("%s: %s", found.dtype, found.failure)
     return found
-
-
-def _enabled(cfg: CfgNode) -> CfgNode:
-    """Return the config with AMP on."""
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.SOLVER.AMP.ENABLED = True
-    cfg.freeze()
-    return cfg
 
 
 def ranked_part(

@@ -51,12 +51,8 @@ def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
         UserError: what the run itself would raise up to its second iteration, or in an evaluation.
     """
     output_dir = Path(cfg.OUTPUT_DIR)
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.OUTPUT_DIR = folder
-    if cfg.TEST.PRECISE_BN.ENABLED:
-        cfg.TEST.PRECISE_BN.NUM_ITER = TRIED
-    cfg.freeze()
+    tried = {"TEST.PRECISE_BN.NUM_ITER": TRIED} if cfg.TEST.PRECISE_BN.ENABLED else {}
+    cfg = cfg.with_values({"OUTPUT_DIR": folder, **tried})
     default_setup(cfg)
     free = _free_bytes(output_dir)
     trainer = DefaultTrainer(cfg)

@@ -396,10 +396,7 @@ def _check_entries(extra: dict[str, Any], checkpoint: Path) -> None:
 def _trained_policy(cfg: CfgNode, trained: dict[str, Any] | None, opts: Sequence[str]) -> PrecisionPolicy:
     """Return the precision that the model was trained in, or that ``opts`` ask for, on the device of ``cfg``."""
     if trained and not any(key.startswith("SOLVER.AMP") and key != "SOLVER.AMP.EVAL_DTYPE" for key in opts[::2]):
-        cfg = cfg.clone()
-        cfg.defrost()
-        cfg.SOLVER.AMP = "off" if trained["dtype"] == "float32" else trained["dtype"]
-        cfg.freeze()
+        cfg = cfg.with_values({"SOLVER.AMP": "off" if trained["dtype"] == "float32" else trained["dtype"]})
     policy = PrecisionPolicy.from_config(cfg, resolve_device(cfg.MODEL.DEVICE))
     return policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
 

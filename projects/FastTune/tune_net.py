@@ -292,13 +292,10 @@ def run_stages(args: argparse.Namespace, search: Search, *, images: int) -> int:
         logger.info("\n%s", final_table(results))
         logger.info("wrote %s", write_final(results, output / "final.csv"))
         return int(not any(each.metrics for each in results["best"]))
-    best = best.clone()
-    best.defrost()
-    best.MODEL.WEIGHTS = str(winner.folder / "model_best.pth")
-    best.OUTPUT_DIR = str(output / "winner")
+    values = {"MODEL.WEIGHTS": str(winner.folder / "model_best.pth"), "OUTPUT_DIR": str(output / "winner")}
     if args.address:
-        best.MODEL.DEVICE = "auto"  # this machine may have another device than those that train
-    best.freeze()
+        values["MODEL.DEVICE"] = "auto"  # this machine may have another device than those that train
+    best = best.with_values(values)
     logger.info("the winner, %s, on the test set (trained without the identities held out):", winner.name)
     DefaultTrainer.test_weights(best)
     return 0

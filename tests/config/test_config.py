@@ -462,6 +462,17 @@ def test_a_frozen_config_refuses_changes(cfg):
     assert cfg.SEED == 1
 
 
+def test_a_copy_with_other_values(cfg):
+    cfg.freeze()
+    twin = cfg.with_values({"SOLVER.AMP": "fp16", "SOLVER.BASE_LR": "1e-3", "DATASETS.TESTS": ("a",)})
+    assert twin.is_frozen() and twin.SOLVER.is_frozen()
+    assert (twin.SOLVER.AMP.ENABLED, twin.SOLVER.AMP.DTYPE) == (True, "float16")
+    assert (twin.SOLVER.BASE_LR, twin.DATASETS.TESTS) == (1e-3, ("a",))
+    assert cfg == get_cfg() and cfg.is_frozen()
+    with pytest.raises(ConfigError, match=r"SOLVER.BASE_LRR"):
+        cfg.with_values({"SOLVER.BASE_LRR": 1})
+
+
 def test_the_machinery_is_no_key(cfg):
     with pytest.raises(ConfigError, match="machinery"):
         cfg._path = "x"

@@ -52,11 +52,7 @@ def with_feature_dim(cfg: Any, backbone: nn.Module) -> Any:
     width = backbone.feature_dim if timm else cfg.MODEL.BACKBONE.FEAT_DIM
     if _flattens(cfg):
         width = _flattened_width(cfg, backbone)
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.MODEL.BACKBONE.FEAT_DIM = width
-    cfg.freeze()
-    return cfg
+    return cfg.with_values({"MODEL.BACKBONE.FEAT_DIM": width})
 
 
 def _flattens(cfg: Any) -> bool:

@@ -68,9 +68,7 @@ class JPMHead(nn.Module):
                 f"{cfg.MODEL.BACKBONE.NAME} is none.\n  fix: MODEL.BACKBONE.NAME build_vit_backbone"
             )
         jpm = cfg.MODEL.HEADS.JPM
-        cfg = cfg.clone()
-        cfg.defrost()
-        cfg.MODEL.HEADS.POOL_LAYER = "Identity"  # a token is a vector already
+        cfg = cfg.with_values({"MODEL.HEADS.POOL_LAYER": "Identity"})  # a token is a vector already
         return cls(
             last_block=backbone.hand_over_last_block(),
             branches=[EmbeddingHead.from_config(cfg) for _ in range(1 + jpm.PARTS)],

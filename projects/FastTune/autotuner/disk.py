@@ -23,12 +23,9 @@ def trial_bytes(cfg: CfgNode, identities: int) -> tuple[int, int]:
         cfg: of the trial; its model is built once, with random weights.
         identities: of the training part.
     """
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.MODEL.HEADS.NUM_CLASSES = identities
-    cfg.MODEL.BACKBONE.PRETRAIN = False
-    cfg.MODEL.DEVICE = "cpu"
-    cfg.freeze()
+    cfg = cfg.with_values(
+        {"MODEL.HEADS.NUM_CLASSES": identities, "MODEL.BACKBONE.PRETRAIN": False, "MODEL.DEVICE": "cpu"}
+    )
     model = build_model(cfg)
     weights = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     copies = 1 + _state_per_weight(build_optimizer(cfg, model)) + (cfg.SOLVER.EMA.ENABLED or cfg.SOLVER.SWA.ENABLED)

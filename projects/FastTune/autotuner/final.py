@@ -32,10 +32,7 @@ def train_recipes(
     """
     results = {}
     for name, (folder, cfg) in recipes.items():
-        once = cfg.clone()
-        once.defrost()
-        once.TEST.EVAL_PERIOD = once.SOLVER.MAX_EPOCH
-        once.freeze()
+        once = cfg.with_values({"TEST.EVAL_PERIOD": cfg.SOLVER.MAX_EPOCH})
         repeats = replace(
             search,
             title=f"training {name}",

@@ -46,9 +46,8 @@ def write_results(outcomes: Sequence[Outcome], cfg: CfgNode, space: Space, folde
     content = {"trials.csv": text.getvalue()}
     winner = winner_of(list(outcomes))
     if winner:
-        best = space.apply(cfg, winner.values).clone()
-        best.defrost()
-        best.OUTPUT_DIR = str(folder / "trained")  # not among the search's files
+        # Not among the search's files.
+        best = space.apply(cfg, winner.values).with_values({"OUTPUT_DIR": str(folder / "trained")})
         content["best_config.yaml"] = best.dump()
     for name, value in content.items():
         write_atomically(folder / name, lambda file, value=value: file.write(value.encode()))

@@ -146,11 +146,7 @@ class Space:
         Raises:
             ConfigError: the config refuses a value.
         """
-        changed = cfg.clone()
-        changed.defrost()
-        changed.merge_from_list([word for pair in self.overrides(cfg, values).items() for word in pair])
-        changed.freeze()
-        return changed
+        return cfg.with_values(self.overrides(cfg, values))
 
     def sample_of(self, cfg: CfgNode) -> dict[str, Any] | None:
         """Return the sample that stands for a config's own values, None where one is none of its key's choices."""
@@ -212,7 +208,7 @@ class Space:
                 try:
                     self.apply(cfg, {parameter.key: value})
                 except ConfigError as error:
-                    raise ConfigError(f"search space: {str(error).removeprefix('command line: ')}") from error
+                    raise ConfigError(f"search space: {str(error).removeprefix('assignment: ')}") from error
 
 
 def default_space(config_file: str) -> Path:

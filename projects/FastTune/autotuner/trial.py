@@ -133,19 +133,14 @@ def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
     if settings.parts:
         load_parts(settings.parts, cfg)
     cfg.merge_from_other_cfg(CfgNode.load_cfg(settings.config))
-    recipe = settings.space.apply(cfg, settings.space.decoded(sample)).clone()
-    recipe.defrost()
     trial = tune.get_context().get_trial_id()
-    recipe.OUTPUT_DIR = str(output_dir(settings.folder, trial))
-    recipe.freeze()
-    cfg = recipe
+    recipe = settings.space.apply(cfg, settings.space.decoded(sample))
+    cfg = recipe = recipe.with_values({"OUTPUT_DIR": str(output_dir(settings.folder, trial))})
     if settings.fraction:
-        cfg = recipe.clone()
-        cfg.defrost()
-        train, validation = register_split(cfg, settings.fraction, settings.seed)
-        cfg.DATASETS.NAMES, cfg.DATASETS.TESTS = (train,), (validation,)
-        cfg.MODEL.HEADS.NUM_CLASSES = 0
-        cfg.freeze()
+        train, validation = register_split(recipe, settings.fraction, settings.seed)
+        cfg = recipe.with_values(
+            {"DATASETS.NAMES": (train,), "DATASETS.TESTS": (validation,), "MODEL.HEADS.NUM_CLASSES": 0}
+        )
 
     values = plain_values(settings.space.decoded(sample))
     start = _start(settings, cfg.OUTPUT_DIR)
