@@ -3,6 +3,7 @@
 import pytest
 import torch
 from every_backbone import BACKBONES, SIZE, config
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastamp.amp import OptimizationStep, PrecisionPolicy
 from fastamp.modeling import BACKBONE_REGISTRY, build_backbone, build_model
@@ -39,6 +40,40 @@ def test_it_overfits_a_batch_in_bfloat16(backbone):
             break
         assert step.finish().ok
     assert values[-1] < 0.2 * values[0], values
+
+
+class _Convolutions(TorchDispatchMode):
+    """Collects (kernel size, strides, input channels) of the convolutions inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.convolution.default:
+            images, weight, _, stride = args[:4]
+            self.seen.add((tuple(weight.shape[2:]), tuple(stride), images.shape[1]))
+        return function(*args, **(kwargs or {}))
+
+
+def _of_the_faulty_kernel(seen):
+    return [each for each in seen if each[0] == (1, 1) and max(each[1]) > 1 and each[2] < 16]
+
+
+@pytest.mark.parametrize("backbone", [each for each in ONE_OF_A_KIND if "DEPLOY" not in each])
+def test_none_trains_on_the_cpu_by_a_kernel_that_writes_outside_its_memory(backbone):
+    """oneDNN's weight gradient of strided 1x1 convolutions of few channels, see RepVGG's _PointwiseConv2d."""
+    model = build_backbone(config(backbone)).train()
+    with _Convolutions() as convolutions, torch.no_grad():
+        model(torch.randn(2, 3, *SIZE))
+    assert convolutions.seen or "swin" in backbone or "vit" in backbone
+    assert _of_the_faulty_kernel(convolutions.seen) == []
+
+
+def test_that_kernel_is_seen():
+    with _Convolutions() as convolutions, torch.no_grad():
+        torch.nn.Conv2d(3, 8, 1, 2)(torch.randn(1, 3, 8, 8))
+    assert len(_of_the_faulty_kernel(convolutions.seen)) == 1
 
 
 @pytest.mark.parametrize(

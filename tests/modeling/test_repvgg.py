@@ -182,3 +182,16 @@ def test_what_is_said(caplog):
         build_backbone(config("A0x"))
     with pytest.raises(ConfigError, match="PRETRAIN_PATH"):
         build_meta("A0", "MODEL.BACKBONE.PRETRAIN", "True")
+
+
+def test_the_pointwise_branch_is_the_same_function_in_training():
+    torch.manual_seed(0)
+    block = RepVGGBlock(3, 8, stride=2, norm="BN", deploy=False)
+    convolution, images = block.rbr_1x1.conv, torch.randn(2, 3, 9, 7)
+    images = images.contiguous(memory_format=torch.channels_last)
+    expected = convolution.eval()(images)
+    out = convolution.train()(images)
+    torch.testing.assert_close(out, expected)
+    (out * expected.detach()).sum().backward()
+    gradient = torch.einsum("bohw,bihw->oi", expected.detach(), images[:, :, ::2, ::2])
+    torch.testing.assert_close(convolution.weight.grad[:, :, 0, 0], gradient)

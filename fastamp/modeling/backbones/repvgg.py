@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import pad
 
@@ -26,6 +27,21 @@ _FUSED_NAMES = {
 _TIMM_BRANCHES = {"conv_kxk": "rbr_dense", "conv_1x1": "rbr_1x1", "identity": "rbr_identity"}
 _OF_A_NORM = ("weight", "bias", "running_mean", "running_var")
 _BATCH_NORM_EPS = 1e-5  # PyTorch's default, which RepVGGs of all programs have
+
+
+class _PointwiseConv2d(nn.Conv2d):
+    """A 1x1 convolution; where it is strided and of few channels, a CPU trains it by the equal form of stride 1.
+
+    oneDNN's weight gradient of the strided form writes outside its memory where a channels-last input has fewer
+    channels than its block, 16 at most (https://github.com/uxlfoundation/oneDNN/issues/6035, PyTorch 2.15).
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, in_channels, H, W) float to (B, out_channels, ceil(H/stride), ceil(W/stride))."""
+        if self.training and x.device.type == "cpu" and self.stride[0] > 1 and self.in_channels < 16:
+            rows, columns = self.stride
+            return F.conv2d(x[:, :, ::rows, ::columns], self.weight, self.bias, groups=self.groups)
+        return super().forward(x)
 
 
 class RepVGGBlock(nn.Module):
@@ -58,7 +74,8 @@ class RepVGGBlock(nn.Module):
             branch.add_module("bn", build_norm(norm, channels))
 
     def _convolution(self, kernel_size: int, *, bias: bool) -> nn.Conv2d:
-        return nn.Conv2d(
+        kind = nn.Conv2d if kernel_size > 1 else _PointwiseConv2d
+        return kind(
             self.in_channels,
             self.channels,
             kernel_size,
