@@ -40,6 +40,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["fastamp", "fastamp.*"]),
+    package_data={"fastamp.report": ["templates/*"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6",
@@ -50,6 +51,7 @@ setup(
         "faiss-cpu>=1.9",
         "tabulate>=0.9",
         "tensorboard>=2.21",
+        "jinja2>=3.1",
     ],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["fastamp = fastamp.cli:main"]},

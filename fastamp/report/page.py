@@ -1,23 +1,27 @@
-"""The report: one page in one file, that asks nobody for anything."""
+"""The report: one self-contained HTML file, drawn by the templates next to this module."""
 
 import base64
 import hashlib
+import re
 import time
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from fastamp.report.markup import Markup, tag
-from fastamp.report.run import Run
-from fastamp.report.sections import (
-    config_section,
-    data_section,
-    environment_section,
-    health_section,
-    results_section,
-    training_section,
-)
-from fastamp.report.style import STYLE
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from fastamp.report.curves import health_panels, training_panels
+from fastamp.report.history import History
+from fastamp.report.run import Run, config_changes, environment
+from fastamp.report.sections import data_rows, precision_facts, results
+from fastamp.report.svg import FRAME, draw_panels
 from fastamp.utils.errors import writing
 from fastamp.utils.files import write_atomically
+
+_TEMPLATES = Path(__file__).parent / "templates"
+# Not allowed in XML and HTML, lone surrogates of undecodable file names, and marks that change the direction of text.
+_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 
 
 def write_report(run: Run, folder: Path, *, name: str = "report.html") -> Path:
@@ -36,41 +40,41 @@ def write_report(run: Run, folder: Path, *, name: str = "report.html") -> Path:
 
 def page(run: Run) -> str:
     """Return the report of a run as HTML."""
-    sections: list[tuple[str, str, Markup]] = []
-    for number, each in enumerate(run.sets, start=1):
-        sections.append((f"set-{number}", each.name, results_section(each, number, len(run.sets))))
-    if run.history is not None:
-        sections.append(("training", "Training", training_section(run.history)))
-    sections.append(("precision", "Mixed precision", health_section(run)))
-    sections.append(("data", "Data", data_section(run)))
-    sections.append(("config", "Config", config_section(run)))
-    sections.append(("environment", "Environment", environment_section(run)))
-    links = (tag("li", tag("a", title, href=f"#{anchor}")) for anchor, title, _ in sections)
-    header = tag(
-        "header",
-        tag("p", "fastamp report", class_="kind"),
-        tag("h1", run.cfg.OUTPUT_DIR),
-        tag("p", f"{run.weights}; written {time.strftime('%Y-%m-%d %H:%M')}", class_="note"),
-        tag("p", tag("strong", "How it was measured: "), run.protocol, class_="protocol"),
-        tag("nav", tag("ul", *links), aria_label="Sections"),
+    style = (_TEMPLATES / "report.css").read_text(encoding="utf-8")
+    return (
+        templates()
+        .get_template("report.html")
+        .render(
+            run=run,
+            written=time.strftime("%Y-%m-%d %H:%M"),
+            style=Markup(style),
+            style_digest=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
+            results=[results(each, len(run.sets)) for each in run.sets],
+            training=None if run.history is None else draw_panels(training_panels(run.history)),
+            precision={"facts": precision_facts(run), "charts": draw_panels(health_panels(run.history or History()))},
+            data=data_rows(run),
+            config=config_changes(run.cfg),
+            environment=environment(run),
+        )
     )
-    body = tag("body", header, tag("main", *(section for _, _, section in sections)))
-    title = f"{run.cfg.OUTPUT_DIR} \u2013 fastamp report"
-    return "<!doctype html>\n" + tag("html", _head(title), "\n", body, lang="en") + "\n"
 
 
-def _head(title: str) -> Markup:
-    """Return the head: nothing may be loaded, and no style but the page's own is followed."""
-    digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
-    allowed = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
-    return tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        Markup(f'<meta http-equiv="Content-Security-Policy" content="{allowed}">'),
-        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name_="color-scheme", content="light dark"),
-        tag("meta", name_="referrer", content="no-referrer"),
-        tag("link", rel="icon", href="data:,"),
-        tag("title", title),
-        Markup(f"<style>{STYLE}</style>"),
+@cache
+def templates() -> Environment:
+    """Return the templates of ``report/templates``, in which every value is escaped."""
+    found = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_displayable,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
+    found.globals["frame"] = FRAME
+    return found
+
+
+def _displayable(value: Any) -> Any:
+    """Replace characters that a page cannot hold, before ``value`` is escaped."""
+    return value if isinstance(value, Markup) else _FORBIDDEN.sub("\ufffd", str(value))

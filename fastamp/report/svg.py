@@ -1,93 +1,109 @@
-"""Charts as SVG inside a page, whose colours are the page's, light or dark."""
+"""Geometry of the charts that a page draws as SVG."""
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from fastamp.report.markup import Markup, join, tag
 from fastamp.report.panel import Line, Panel, thinned, tick_text, ticks
 
-WIDTH, HEIGHT = 380, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 12, 10, 38
-COLOURS = 8
+
+@dataclass(frozen=True)
+class Frame:
+    """Size of a chart and the edges of its plotting area, in pixels from the top left, and the number of colors."""
+
+    width: int = 380
+    height: int = 240
+    left: int = 60
+    right: int = 368
+    top: int = 10
+    bottom: int = 202
+    colors: int = 8
 
 
-def chart(panel: Panel) -> Markup:
-    """Return a panel as a figure: title, SVG, legend and note; a sentence where there is nothing to draw."""
-    title = tag("figcaption", panel.title)
+FRAME = Frame()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A stretch of a line without gaps.
+
+    Attributes:
+        color: number of the color.
+        path: ``d`` of the line.
+        area: ``d`` of the area below it; empty where that is not filled.
+        dots: x, y and description of each point that is marked.
+    """
+
+    color: int
+    path: str
+    area: str
+    dots: list[tuple[str, str, str]]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A panel and where its parts are.
+
+    Attributes:
+        panel: the panel.
+        x_ticks: position and text.
+        y_ticks: position, position of the text, and text.
+        shapes: of all lines.
+        words: description of the lines, for screen readers.
+    """
+
+    panel: Panel
+    x_ticks: Sequence[tuple[str, str]] = ()
+    y_ticks: Sequence[tuple[str, str, str]] = ()
+    shapes: Sequence[Shape] = ()
+    words: str = ""
+
+
+def draw_panels(panels: Sequence[Panel]) -> list[Drawing]:
+    """Return the drawings of several panels; see ``draw``."""
+    return [draw(panel) for panel in panels]
+
+
+def draw(panel: Panel) -> Drawing:
+    """Return where the parts of a panel are; of an empty one none."""
     if panel.empty:
-        return tag("figure", title, tag("p", "There is nothing to draw.", class_="note"), class_="chart")
-    legend = ()
-    if len(panel.lines) > 1:
-        entries = [tag("li", _swatch(number), line.name) for number, line in enumerate(panel.lines)]
-        legend = (tag("ul", *entries, class_="legend"),)
-    note = (tag("p", panel.note, class_="note"),) if panel.note else ()
-    return tag("figure", title, drawing(panel), *legend, *note, class_="chart")
-
-
-def drawing(panel: Panel) -> Markup:
-    """Return the SVG element of a panel that is not empty."""
+        return Drawing(panel)
     (x_low, x_high), (y_low, y_high) = panel.bounds()
-    place_x = _scale(x_low, x_high, _LEFT, WIDTH - _RIGHT, log=panel.x_log)
-    place_y = _scale(y_low, y_high, HEIGHT - _BOTTOM, _TOP, log=panel.y_log)
-    parts: list[Markup] = []
-    for mark in ticks(y_low, y_high, log=panel.y_log):
-        y = place_y(mark)
-        parts.append(tag("line", x1=_LEFT, x2=WIDTH - _RIGHT, y1=_number(y), y2=_number(y), class_="grid"))
-        parts.append(tag("text", tick_text(mark), x=_LEFT - 6, y=_number(y + 4), text_anchor="end"))
-    for mark in ticks(x_low, x_high, log=panel.x_log):
-        x = place_x(mark)
-        bottom = HEIGHT - _BOTTOM
-        parts.append(tag("line", x1=_number(x), x2=_number(x), y1=bottom, y2=bottom + 4, class_="axis"))
-        parts.append(tag("text", tick_text(mark), x=_number(x), y=bottom + 17, text_anchor="middle"))
-    bottom = HEIGHT - _BOTTOM
-    parts.append(tag("line", x1=_LEFT, x2=WIDTH - _RIGHT, y1=bottom, y2=bottom, class_="axis"))
-    middle = (_LEFT + WIDTH - _RIGHT) / 2
-    parts.append(tag("text", panel.x_label, x=middle, y=HEIGHT - 5, text_anchor="middle", class_="label"))
-    turned = f"translate(11 {(_TOP + HEIGHT - _BOTTOM) / 2}) rotate(-90)"
-    parts.append(tag("text", panel.y_label, transform=turned, text_anchor="middle", class_="label"))
-    inside = tag(
-        "svg",
-        *(_line(panel, thinned(line), number, place_x, place_y) for number, line in enumerate(panel.lines)),
-        x=_LEFT, y=_TOP - 4, width=WIDTH - _LEFT - _RIGHT + 4, height=HEIGHT - _TOP - _BOTTOM + 6,
-        viewBox=f"{_LEFT} {_TOP - 4} {WIDTH - _LEFT - _RIGHT + 4} {HEIGHT - _TOP - _BOTTOM + 6}",
-    )  # fmt: skip
-    return tag(
-        "svg",
-        tag("title", f"{panel.title}: {panel.y_label} over {panel.x_label}"),
-        tag("desc", _in_words(panel)),
-        *parts,
-        inside,
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        role="img",
-        class_="drawing",
+    place_x = _scale(x_low, x_high, FRAME.left, FRAME.right, log=panel.x_log)
+    place_y = _scale(y_low, y_high, FRAME.bottom, FRAME.top, log=panel.y_log)
+    y_ticks = [(place_y(mark), tick_text(mark)) for mark in ticks(y_low, y_high, log=panel.y_log)]
+    return Drawing(
+        panel,
+        x_ticks=[(_number(place_x(mark)), tick_text(mark)) for mark in ticks(x_low, x_high, log=panel.x_log)],
+        y_ticks=[(_number(y), _number(y + 4), text) for y, text in y_ticks],
+        shapes=[
+            shape
+            for number, line in enumerate(panel.lines)
+            for shape in _shapes(panel, thinned(line), number, place_x, place_y)
+        ],
+        words=_in_words(panel),
     )
 
 
-def _line(
+def _shapes(
     panel: Panel, line: Line, number: int, place_x: Callable[[float], float], place_y: Callable[[float], float]
-) -> Markup:
-    """Return the paths and dots of one line."""
-    shapes: list[Markup] = []
-    style = f"c{number % COLOURS}"
+) -> Iterator[Shape]:
+    """Yield the stretches of one line."""
     for run in _runs(panel.drawable(line)):
         x, y = line.x[run], line.y[run]
         points = [(place_x(a), place_y(b)) for a, b in zip(x, y, strict=True)]
         if line.steps:
             points = [points[0], *(p for a, b in itertools.pairwise(points) for p in ((b[0], a[1]), b))]
         path = "M" + "L".join(f"{_number(a)} {_number(b)}" for a, b in points)
-        if line.filled:
-            bottom = HEIGHT - _BOTTOM
-            area = f"{path}L{_number(points[-1][0])} {bottom}L{_number(points[0][0])} {bottom}Z"
-            shapes.append(tag("path", d=area, class_=f"area {style}"))
-        shapes.append(tag("path", d=path, class_=f"line {style}"))
+        ends = f"L{_number(points[-1][0])} {FRAME.bottom}L{_number(points[0][0])} {FRAME.bottom}Z"
+        dots = []
         if line.dots or len(points) == 1:
             for (a, b), value_x, value_y in zip(points, x, y, strict=False):
-                tip = tag("title", f"{line.name}: {value_y:.4g} at {value_x:.6g}")
-                shapes.append(tag("circle", tip, cx=_number(a), cy=_number(b), r=3, class_=f"dot {style}"))
-    return join(shapes)
+                dots.append((_number(a), _number(b), f"{line.name}: {value_y:.4g} at {value_x:.6g}"))
+        yield Shape(number % FRAME.colors, path, f"{path}{ends}" if line.filled else "", dots)
 
 
 def _runs(fits: np.ndarray) -> Iterator[slice]:
@@ -103,11 +119,6 @@ def _scale(low: float, high: float, begin: float, end: float, *, log: bool) -> C
     first, last = measure(low), measure(high)
     # Far outside of what is drawn, coordinates need not grow.
     return lambda value: begin + (end - begin) * min(3.0, max(-2.0, (measure(value) - first) / (last - first)))
-
-
-def _swatch(number: int) -> Markup:
-    line = tag("path", d="M0 5L22 5", class_=f"line c{number % COLOURS}")
-    return tag("svg", line, viewBox="0 0 22 10", width=22, height=10, aria_hidden="true")
 
 
 def _number(value: float) -> str:

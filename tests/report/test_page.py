@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 
 import pytest
 from hostile import SCRIPT, hostile_run
+from jinja2 import UndefinedError
 
 from fastamp.evaluation.rerank import ReRanking
 from fastamp.report import write_report
-from fastamp.report.markup import Markup, escape, tag
-from fastamp.report.page import page
+from fastamp.report.page import page, templates
 from fastamp.utils.errors import ConfigError
 
 MIB = 2**20
@@ -126,6 +126,13 @@ def test_it_is_written_whole_or_not_at_all(run, tmp_path):
         write_report(run, tmp_path / "report.html" / "in_the_way")
 
 
-def test_markup_is_escaped_once():
-    assert tag("p", "<&>", Markup("<b>"), class_='a"b', aria_label=None) == '<p class="a&quot;b">&lt;&amp;&gt;<b></p>'
-    assert escape(escape("<")) == "&lt;"
+def test_values_are_escaped_once_and_markup_is_not():
+    template = templates().from_string(
+        "{% macro p(text) %}<p title='{{ text }}'>{{ text }}</p>{% endmacro %}{{ p(x) }}"
+    )
+    assert (
+        template.render(x="'<&>\x00\ud800")
+        == "<p title='&#39;&lt;&amp;&gt;\ufffd\ufffd'>&#39;&lt;&amp;&gt;\ufffd\ufffd</p>"
+    )
+    with pytest.raises(UndefinedError):  # a value that a template misses is an error, not an empty place
+        template.render()

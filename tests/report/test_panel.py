@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastamp.report.history import read_history
+from fastamp.report.page import templates
 from fastamp.report.panel import Line, Panel, thinned, tick_text, ticks
-from fastamp.report.svg import chart
+from fastamp.report.svg import draw
 from fastamp.utils.errors import DataError
 
 
@@ -48,7 +49,7 @@ def test_a_thinned_line_keeps_its_peaks():
 @pytest.mark.parametrize("log", [False, True])
 def test_any_values_make_a_chart(y, log):
     panel = Panel("t", "x", "y", [Line("a", np.arange(len(y)) + 1.0, np.array(y))], y_log=log)
-    text = chart(panel)
+    text = templates().get_template("macros.html").module.chart(draw(panel))
     assert "nan" not in text and "inf" not in text
     assert ("There is nothing to draw" in text) == (log and not any(value > 0 for value in y))
 
