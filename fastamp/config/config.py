@@ -201,6 +201,11 @@ class CfgNode(YacsCfgNode):
         """
         self._define(Key(path, default, meaning, tuple(choices), dict(aliases or {}), of))
 
+    def add_keys(self, keys: Iterable[Key]) -> None:
+        """Declare the ``KEYS`` of a component, see ``define``, which says what is raised; paths are below this node."""
+        for key in keys:
+            self._define(key)
+
     def _define(self, key: Key) -> None:
         """Declare ``key``, whose path is dotted and below this node."""
         *sections, name = key.path.split(".")
@@ -386,8 +391,7 @@ class CfgNode(YacsCfgNode):
 def _defaults() -> CfgNode:
     cfg = CfgNode()
     cfg.__dict__["_declares"] = False
-    for key in KEYS.values():
-        cfg._define(key)
+    cfg.add_keys(KEYS.values())
     return cfg
 
 

@@ -189,7 +189,9 @@ def merge_if_config(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> bool:
 
 
 def load_parts(path: str, cfg: CfgNode) -> None:
-    """Run a Python file of the user's that registers parts, and its ``add_config(cfg)``, if it has one.
+    """Run a Python file of the user's that registers parts, and declare its config keys.
+
+    These are the file's ``KEYS``, declared as in a component of fastamp, and those of its ``add_config(cfg)``.
 
     Raises:
         ConfigError: there is no such file.
@@ -202,6 +204,7 @@ def load_parts(path: str, cfg: CfgNode) -> None:
         spec = importlib.util.spec_from_file_location(name, file)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
+    cfg.add_keys(getattr(sys.modules[name], "KEYS", ()))
     if hasattr(sys.modules[name], "add_config"):
         sys.modules[name].add_config(cfg)
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from fastamp.config import Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.cuhk03_files import classic_splits, new_split, write_images
 from fastamp.data.datasets.tree import check_tree
@@ -16,6 +17,19 @@ from fastamp.utils.errors import ConfigError, DataError, WriteError
 from fastamp.utils.files import write_atomically
 
 logger = logging.getLogger(__name__)
+
+KEYS = (
+    Key("DATASETS.CUHK03.LABELED", False, "CUHK03: people cut out by hand; off takes those that a detector found."),
+    Key(
+        "DATASETS.CUHK03.CLASSIC",
+        False,
+        "CUHK03: the 20 classic splits, with 100 test identities each; off is the new protocol, 767 and 700 "
+        "identities.",
+    ),
+    Key(
+        "DATASETS.CUHK03.SPLIT", 0, "CUHK03: which of the classic splits; the new protocol has one, 0.", low=0, high=19
+    ),
+)
 
 
 @DATASET_REGISTRY.register()

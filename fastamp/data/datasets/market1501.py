@@ -4,11 +4,16 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from fastamp.config import Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem
 from fastamp.data.datasets.named import MarketImages
 from fastamp.data.datasets.tree import check_tree, list_files
 
 logger = logging.getLogger(__name__)
+
+KEYS = (
+    Key("DATASETS.MARKET1501_500K", False, "Market1501: add the 500k distractors of its folder images to the gallery."),
+)
 
 _DISTRACTOR = 0
 

@@ -4,11 +4,26 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from fastamp.config import Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.tree import check_listed, check_tree, read_pairs
 from fastamp.utils.errors import DataError, check_choice
 
 logger = logging.getLogger(__name__)
+
+KEYS = (
+    Key(
+        "DATASETS.MSMT17.VERSION",
+        "auto",
+        "MSMT17: V1, V2 (faces masked), or auto: V1 where both are.",
+        choices=("auto", "V1", "V2"),
+    ),
+    Key(
+        "DATASETS.MSMT17.VALIDATION",
+        False,
+        "MSMT17: train on list_val.txt too, as TransReID; FastReID does so under COMBINEALL alone, which always does.",
+    ),
+)
 
 # The folder of each version, and in it those of the training and of the test images.
 VERSIONS = {"V1": ("MSMT17_V1", "train", "test"), "V2": ("MSMT17_V2", "mask_train_v2", "mask_test_v2")}

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fastamp.config import Key
 from fastamp.data.datasets.base import ImageDataset, ImageItem, data_root
 from fastamp.data.datasets.items import Column, PackedItems, PackedText, PathBuilder, split_path
 from fastamp.data.split import hold_out, query_and_gallery
@@ -20,6 +21,22 @@ from fastamp.utils.errors import ConfigError, DataError, did_you_mean
 from fastamp.utils.files import check_no_device, expand
 
 logger = logging.getLogger(__name__)
+
+KEYS = (
+    Key(
+        "DATASETS.FOLDER.CAMERA",
+        "",
+        "For folder: data sets, a regular expression whose first group is the camera in a file's name; empty for none.",
+    ),
+    Key(
+        "DATASETS.FOLDER.TEST_FRACTION",
+        0.5,
+        "For folder: data sets, the share of identities for testing.",
+        low=0,
+        high=1,
+    ),
+    Key("DATASETS.FOLDER.SEED", 0, "For folder: data sets, the seed by which identities are divided.", low=0),
+)
 
 SPLITS = ("train", "query", "gallery")
 _BOX = ("x0", "y0", "x1", "y1")

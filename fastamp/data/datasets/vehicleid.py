@@ -8,11 +8,22 @@ from typing import Any
 
 import numpy as np
 
+from fastamp.config import Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.tree import check_listed, check_tree, read_pairs
 from fastamp.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
+
+KEYS = (
+    Key(
+        "DATASETS.VEHICLEID.SEED",
+        0,
+        "VehicleID: seed of the gallery, one drawn image of each test identity.",
+        low=0,
+        high=2**32 - 1,
+    ),
+)
 
 
 @DATASET_REGISTRY.register()

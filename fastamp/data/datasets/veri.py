@@ -6,12 +6,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fastamp.config import Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem
 from fastamp.data.datasets.named import NamedImages
 from fastamp.data.datasets.tree import check_tree, read_lines
 from fastamp.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
+
+KEYS = (
+    Key(
+        "DATASETS.VERI.VIEWS",
+        False,
+        "VeRi: read the views of keypoint_{train,test}.txt, for MODEL.BACKBONE.SIE_VIEWS 8; images that are not listed "
+        "there are left out, as TransReID does.",
+    ),
+)
 
 VIEW_LISTS = ("keypoint_train.txt", "keypoint_test.txt")
 _VIEW = re.compile(r"(.*/)?(?P<name>[^/]+\.jpg) (.* )?(?P<view>\d+)", re.IGNORECASE)

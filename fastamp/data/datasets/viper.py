@@ -6,11 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from fastamp.config import Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem
 from fastamp.data.datasets.named import NamedImages
 from fastamp.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+KEYS = (
+    Key("DATASETS.VIPER.SPLIT", 0, "VIPeR: which of the ten random halves of the identities trains.", low=0, high=9),
+)
 
 SPLITS = 10
 

@@ -4,8 +4,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastamp.config import Key
 from fastamp.data.transforms.base import BatchTransform, Parameters, bits, choose
 from fastamp.utils.errors import ConfigError
+
+KEYS = (
+    Key("INPUT.CJ.ENABLED", False, "Colour jitter on training images; a fourth channel is left alone."),
+    Key("INPUT.CJ.PROB", 0.5, "Probability of jittering an image.", low=0, high=1),
+    Key("INPUT.CJ.BRIGHTNESS", 0.15, "Largest relative change of brightness.", low=0),
+    Key("INPUT.CJ.CONTRAST", 0.15, "Largest relative change of contrast.", low=0),
+    Key("INPUT.CJ.SATURATION", 0.1, "Largest relative change of saturation.", low=0),
+    Key("INPUT.CJ.HUE", 0.1, "Largest turn of the hue, as a share of the colour circle.", low=0, high=0.5),
+    Key("INPUT.GREY.ENABLED", False, "Take the colour out of training images at random."),
+    Key("INPUT.GREY.PROB", 0.1, "Probability of a grey image.", low=0, high=1),
+    Key("INPUT.BLUR.ENABLED", False, "Blur training images by a Gaussian at random."),
+    Key("INPUT.BLUR.PROB", 0.5, "Probability of blurring an image.", low=0, high=1),
+    Key("INPUT.BLUR.KERNEL_SIZE", 5, "Size of the kernel in pixels, odd.", low=1),
+    Key("INPUT.BLUR.SIGMA", (0.1, 2.0), "Smallest and largest standard deviation in pixels.", above=0, length=2),
+)
 
 _WHITE = 255
 # So many images at a time keep the float copies in a core's cache: 3 to 10 times as fast as a batch of 32 (measured).

@@ -6,8 +6,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastamp.config import Key
 from fastamp.data.transforms.base import BatchTransform, Parameters, bits, choose
 from fastamp.data.transforms.colour import grey
+
+KEYS = (
+    Key("INPUT.REA.ENABLED", False, "Random erasing: paint over a random rectangle of training images."),
+    Key("INPUT.REA.PROB", 0.5, "Probability of erasing in an image.", low=0, high=1),
+    Key(
+        "INPUT.REA.VALUE",
+        (123.675, 116.28, 103.53),
+        "Colour of the rectangle, in 0..255: INPUT.CHANNELS values, or three of RGB, which for grey images become "
+        "their luma.",
+        low=0,
+        high=255,
+    ),
+    Key("INPUT.RPT.ENABLED", False, "Random patch: paste a part of another image of the batch over a training image."),
+    Key("INPUT.RPT.PROB", 0.5, "Probability of pasting into an image.", low=0, high=1),
+    Key("INPUT.LOCAL_GREY.ENABLED", False, "Take the colour out of a random rectangle of training images."),
+    Key("INPUT.LOCAL_GREY.PROB", 0.4, "Probability of a rectangle in an image.", low=0, high=1),
+)
 
 _ATTEMPTS = 10
 

@@ -6,8 +6,51 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
+from fastamp.config import Key
 from fastamp.data.transforms.base import BatchTransform, Parameters
 from fastamp.utils.errors import ConfigError
+
+KEYS = (
+    Key("INPUT.FLIP.ENABLED", False, "Mirror training images left to right at random."),
+    Key("INPUT.FLIP.PROB", 0.5, "Probability of mirroring an image.", low=0, high=1),
+    Key("INPUT.PADDING.ENABLED", False, "Pad training images, then cut them back to their size at random."),
+    Key(
+        "INPUT.PADDING.MODE",
+        "constant",
+        "What the padding holds: black, the edge repeated, or a mirror image.",
+        choices=("constant", "edge", "reflect", "symmetric"),
+    ),
+    Key("INPUT.PADDING.SIZE", 10, "Padding on each side, in pixels.", low=0, high=8192),
+    Key(
+        "INPUT.CROP.ENABLED",
+        False,
+        "Crop images to CROP.SIZE, after resizing to SIZE_TRAIN or SIZE_TEST: a random part, resized, in training; the "
+        "center, not resized, in evaluation, extraction and export.",
+    ),
+    Key(
+        "INPUT.CROP.SIZE",
+        (224, 224),
+        "Size of the crop in pixels: (height, width), or (side,) of a square.",
+        low=1,
+        high=8192,
+        forms="(height, width) or (side,)",
+    ),
+    Key(
+        "INPUT.CROP.SCALE",
+        (0.16, 1),
+        "Smallest and largest fraction of the image's area that a random crop covers.",
+        above=0,
+        high=1,
+        length=2,
+    ),
+    Key(
+        "INPUT.CROP.RATIO",
+        (0.75, 1.3333333333333333),
+        "Smallest and largest width / height of a random crop.",
+        above=0,
+        length=2,
+    ),
+)
 
 _ATTEMPTS = 10
 PADDING_MODES = ("constant", "edge", "reflect", "symmetric")

@@ -8,7 +8,20 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
+from fastamp.config import Key
 from fastamp.data.transforms.base import BatchTransform, Parameters
+
+KEYS = (
+    Key("INPUT.AFFINE.ENABLED", False, "Random small rotation, shift, scaling and shear of training images."),
+    Key("INPUT.AUTOAUG.ENABLED", False, "AutoAugment with the ImageNet policy, for grey and RGB images."),
+    Key("INPUT.AUTOAUG.PROB", 0.0, "Probability of applying AutoAugment to an image.", low=0, high=1),
+    Key("INPUT.AUGMIX.ENABLED", False, "AugMix: mix an image with augmented copies of it."),
+    Key("INPUT.AUGMIX.PROB", 0.0, "Probability of applying AugMix to an image.", low=0, high=1),
+    Key("INPUT.RANDAUG.ENABLED", False, "RandAugment: random operations of one strength, for grey and RGB images."),
+    Key("INPUT.RANDAUG.PROB", 1.0, "Probability of applying RandAugment to an image.", low=0, high=1),
+    Key("INPUT.RANDAUG.NUM_OPS", 2, "Operations on an image, one after the other.", low=1),
+    Key("INPUT.RANDAUG.MAGNITUDE", 9, "Strength of the operations, of 30 at most.", low=0, high=30),
+)
 
 
 class TorchvisionTransform(BatchTransform):

@@ -10,12 +10,21 @@ from torch import nn
 from torch.nn.functional import pad
 
 from fastamp.checkpoint.load_state import State
+from fastamp.config import Key
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 from fastamp.utils.errors import ConfigError, WeightsError
 
 logger = logging.getLogger(__name__)
+
+KEYS = (
+    Key(
+        "MODEL.BACKBONE.DEPLOY",
+        False,
+        "RepVGG: one convolution a block, for inference; see tools/import_checkpoint.py.",
+    ),
+)
 
 # Other programs' names of the one convolution: FastReID's deploy form, and timm's.
 _FUSED_NAMES = {

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
+from fastamp.config import Key
 from fastamp.layers import IBN, NonLocal, SELayer, build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
 from fastamp.modeling.backbones.init import init_convolutions
@@ -15,6 +16,17 @@ from fastamp.modeling.backbones.options import with_pretrained_weights
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
+
+KEYS = (
+    Key(
+        "MODEL.BACKBONE.STEM_POOL",
+        "ceil",
+        "Max pooling of the ResNet stem: ceil rounds the size up without padding, "
+        "as FastReID since 2020-08-14; padded pads by 1, as torchvision and FastReID's published v0.1.1 models. "
+        "ResNeXt and ResNeSt always pad.",
+        choices=("ceil", "padded"),
+    ),
+)
 
 STEM_POOLS = {
     # FastReID's since 2020-08-14; a 128-wide image gives 32 columns either way, other sizes may differ by one.

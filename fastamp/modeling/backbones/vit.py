@@ -11,10 +11,42 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
 from fastamp.checkpoint.pretrained import Download
-from fastamp.config import fixed_input_size, input_size, size_key
+from fastamp.config import Key, fixed_input_size, input_size, size_key
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 from fastamp.utils.errors import ConfigError
+
+KEYS = (
+    Key(
+        "MODEL.BACKBONE.STRIDE_SIZE",
+        (16, 16),
+        "ViT: step between two patches, down and across, in pixels; below 16 patches overlap.",
+        low=1,
+        length=2,
+    ),
+    Key(
+        "MODEL.BACKBONE.SIE_CAMERAS",
+        0,
+        "ViT: cameras, numbered from 0, that have an embedding of their own (TransReID's SIE); 0 is none.",
+        low=0,
+    ),
+    Key("MODEL.BACKBONE.SIE_VIEWS", 0, "ViT: views, numbered from 0, that have one, alone or per camera.", low=0),
+    Key("MODEL.BACKBONE.SIE_COE", 3.0, "ViT: weight of the camera and view embedding that is added to the tokens."),
+    Key(
+        "MODEL.BACKBONE.CHECKPOINTING",
+        False,
+        "ViT: keep no block's activations, and compute them again for the gradient: less memory, a third slower.",
+    ),
+    Key(
+        "MODEL.BACKBONE.DROP_PATH_RATIO",
+        0.1,
+        "ViT: probability of skipping a block (stochastic depth) at the last one; it grows from 0 at the first.",
+        low=0,
+        high=0.99,
+    ),
+    Key("MODEL.BACKBONE.DROP_RATIO", 0.0, "ViT: dropout probability of tokens and MLPs.", low=0, high=0.99),
+    Key("MODEL.BACKBONE.ATT_DROP_RATE", 0.0, "ViT: dropout probability of attention weights.", low=0, high=0.99),
+)
 
 PATCH = 16
 _EPS = 1e-6  # of every layer norm, as in the weights' own program

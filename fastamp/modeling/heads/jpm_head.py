@@ -7,9 +7,26 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fastamp.config import Key
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.embedding_head import EmbeddingHead
 from fastamp.utils.errors import ConfigError
+
+KEYS = (
+    Key("MODEL.HEADS.JPM.PARTS", 4, "JPMHead: parts of the patches with a feature of their own.", low=1),
+    Key(
+        "MODEL.HEADS.JPM.REARRANGE",
+        True,
+        "JPMHead: shift and shuffle the patches first; off makes the parts bands of rows.",
+    ),
+    Key(
+        "MODEL.HEADS.JPM.SHIFT",
+        5,
+        "JPMHead: patches that the rest moves before, counted as TransReID does: from 1, which moves nothing.",
+        low=1,
+    ),
+    Key("MODEL.HEADS.JPM.GROUPS", 2, "JPMHead: runs of patches that are shuffled, taking one of each in turn.", low=1),
+)
 
 
 @HEADS_REGISTRY.register()

@@ -6,7 +6,18 @@ import torch
 from torch import nn
 
 from fastamp.amp import force_fp32
+from fastamp.config import Key
 from fastamp.modeling.losses.build import LOSS_REGISTRY, feature_dim
+
+KEYS = (
+    Key("MODEL.LOSSES.CENTER.SCALE", 0.0005, "Center loss: weight in the sum.", low=0),
+    Key(
+        "MODEL.LOSSES.CENTER.LR",
+        0.5,
+        "Center loss: learning rate of the centers, which have an SGD of their own.",
+        low=0,
+    ),
+)
 
 
 @force_fp32

@@ -7,7 +7,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp import force_fp32
+from fastamp.config import Key
 from fastamp.modeling.losses.build import LOSS_REGISTRY
+
+KEYS = (
+    Key(
+        "MODEL.LOSSES.CE.EPSILON",
+        0.0,
+        "Cross entropy: label smoothing, the probability spread over the wrong classes; "
+        "below 0 it follows the model's confidence (see ALPHA).",
+        high=1,
+    ),
+    Key(
+        "MODEL.LOSSES.CE.ALPHA", 0.2, "Cross entropy: adaptive smoothing is ALPHA times the right class's probability."
+    ),
+    Key("MODEL.LOSSES.CE.SCALE", 1.0, "Cross entropy: weight in the sum.", low=0),
+)
 
 
 @force_fp32

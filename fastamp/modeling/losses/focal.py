@@ -7,7 +7,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp import force_fp32
+from fastamp.config import Key
 from fastamp.modeling.losses.build import LOSS_REGISTRY
+
+KEYS = (
+    Key("MODEL.LOSSES.FL.ALPHA", 0.25, "Focal loss: factor that balances the classes.", above=0),
+    Key("MODEL.LOSSES.FL.GAMMA", 2, "Focal loss: exponent that turns the weight away from easy samples.", low=0),
+    Key("MODEL.LOSSES.FL.SCALE", 1.0, "Focal loss: weight in the sum.", low=0),
+)
 
 
 @force_fp32

@@ -7,7 +7,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp import force_fp32
+from fastamp.config import Key
 from fastamp.modeling.losses.build import LOSS_REGISTRY
+
+KEYS = (
+    Key("MODEL.LOSSES.CIRCLE.MARGIN", 0.25, "Circle loss: relaxation of the cosine similarities.", low=0),
+    Key("MODEL.LOSSES.CIRCLE.GAMMA", 128, "Circle loss: factor on the similarities.", above=0),
+    Key("MODEL.LOSSES.CIRCLE.SCALE", 1.0, "Circle loss: weight in the sum.", low=0),
+    Key("MODEL.LOSSES.COSFACE.MARGIN", 0.25, "Pairwise CosFace: margin on the cosine similarities.", low=0),
+    Key("MODEL.LOSSES.COSFACE.GAMMA", 128, "Pairwise CosFace: factor on the similarities.", above=0),
+    Key("MODEL.LOSSES.COSFACE.SCALE", 1.0, "Pairwise CosFace: weight in the sum.", low=0),
+)
 
 _EXCLUDED = -1e8
 

@@ -10,7 +10,20 @@ import torch
 from torch import nn
 
 from fastamp.amp import force_fp32
+from fastamp.config import Key
 from fastamp.utils.errors import ConfigError, did_you_mean
+
+KEYS = (
+    Key(
+        "MODEL.LOSSES.PML.ARGS",
+        {},
+        "Losses of pytorch-metric-learning: arguments by the name of the loss or miner, e.g. "
+        "{TripletMarginLoss: {margin: 0.1}}.",
+        nested=True,
+    ),
+    Key("MODEL.LOSSES.PML.MINER", "", "Losses of pytorch-metric-learning: its miner that chooses pairs; '' is none."),
+    Key("MODEL.LOSSES.PML.SCALE", 1.0, "Losses of pytorch-metric-learning: weight in the sum of each.", low=0),
+)
 
 PML = "pml/"
 

@@ -7,7 +7,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp import force_fp32
+from fastamp.config import Key
 from fastamp.modeling.losses.build import LOSS_REGISTRY
+
+KEYS = (
+    Key("MODEL.LOSSES.SUPCON.TEMPERATURE", 0.1, "Supervised contrastive loss: cosines are divided by it.", above=0),
+    Key("MODEL.LOSSES.SUPCON.SCALE", 1.0, "Supervised contrastive loss: weight in the sum.", low=0),
+)
 
 
 @force_fp32

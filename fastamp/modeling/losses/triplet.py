@@ -7,9 +7,34 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp import force_fp32
+from fastamp.config import Key
 from fastamp.layers.distance import pairwise_distance, squared_euclidean_distance
 from fastamp.modeling.losses.build import LOSS_REGISTRY
 from fastamp.utils.errors import check_choice
+
+KEYS = (
+    Key(
+        "MODEL.LOSSES.TRI.MARGIN",
+        0.3,
+        "Triplet loss: distance by which a negative must be farther; 0 is a soft margin.",
+        low=0,
+    ),
+    Key("MODEL.LOSSES.TRI.NORM_FEAT", False, "Triplet loss: on L2-normalized features."),
+    Key(
+        "MODEL.LOSSES.TRI.HARD_MINING",
+        False,
+        "Triplet loss: the hardest positive and negative of each anchor; off weighs "
+        "all of them by the softmax of their distances.",
+    ),
+    Key(
+        "MODEL.LOSSES.TRI.WEIGHTING",
+        "softmax",
+        "Triplet loss without HARD_MINING: a softmax over the distances (Ye et al. 2020, arXiv:2001.04193), or "
+        "FastReID's form of it, whose weighted negative distance is wrong beyond distances of about 14 and falls to 0.",
+        choices=("softmax", "fastreid"),
+    ),
+    Key("MODEL.LOSSES.TRI.SCALE", 1.0, "Triplet loss: weight in the sum.", low=0),
+)
 
 WEIGHTINGS = ("softmax", "fastreid")
 # Distance of the negatives of an anchor that has none: beyond every margin, so that its loss is 0.

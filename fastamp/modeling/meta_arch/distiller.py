@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import apply_force_fp32
+from fastamp.config import Key
 from fastamp.modeling.losses.compute import Outputs, main_outputs
 from fastamp.modeling.losses.distillation import distillation_loss
 from fastamp.modeling.meta_arch.baseline import Baseline
@@ -14,6 +15,13 @@ from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.momentum import MomentumCopy
 from fastamp.modeling.meta_arch.teachers import build_teachers
 from fastamp.utils.errors import ConfigError
+
+KEYS = (
+    Key("KD.MODEL_CONFIG", (), "Distiller: config files of the teachers.", of=str),
+    Key("KD.MODEL_WEIGHTS", (), "Distiller: weight files of the teachers, in the order of MODEL_CONFIG.", of=str),
+    Key("KD.EMA.ENABLED", False, "Distiller: also learn from a moving average of the student itself."),
+    Key("KD.EMA.MOMENTUM", 0.999, "Distiller: share of that average that each iteration keeps.", low=0, high=1),
+)
 
 
 @META_ARCH_REGISTRY.register()

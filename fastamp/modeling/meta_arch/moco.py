@@ -9,6 +9,7 @@ from torch import nn
 
 from fastamp.amp import apply_force_fp32, force_fp32
 from fastamp.checkpoint.load_state import adopt, classifiers
+from fastamp.config import Key
 from fastamp.modeling.losses.build import feature_dim
 from fastamp.modeling.losses.compute import Outputs, main_outputs
 from fastamp.modeling.losses.pairwise_cosine import log_sum_exp_loss
@@ -17,6 +18,21 @@ from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.momentum import MomentumCopy
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
+
+KEYS = (
+    Key("MODEL.QUEUE_SIZE", 8192, "Features kept in the memory bank of the MoCo architecture.", low=1),
+    Key(
+        "MODEL.MOCO.MOMENTUM",
+        0.999,
+        "MoCo: share of the key encoder's weights that each iteration keeps, the rest being the model's; 0 stores the "
+        "model's own features, as FastReID does.",
+        low=0,
+        high=1,
+    ),
+    Key("MODEL.MOCO.MARGIN", 0.25, "MoCo: margin on the cosine similarities with the memory bank.", low=0),
+    Key("MODEL.MOCO.GAMMA", 32.0, "MoCo: factor on them.", above=0),
+    Key("MODEL.MOCO.SCALE", 1.0, "MoCo: weight of the loss over the memory bank in the sum.", low=0),
+)
 
 _EMPTY = -1
 

@@ -1,0 +1,59 @@
+"""Keys that components declare in their own files."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastamp.config import get_cfg
+from fastamp.config.component_keys import component_keys, declared_keys
+from fastamp.config.defaults import KEYS
+from fastamp.config.key import Key
+
+ROOT = Path(__file__).parents[2]
+DECLARING = [path for path in sorted((ROOT / "fastamp").glob("*/**/*.py")) if "\nKEYS" in path.read_text()]
+DECLARING = [path for path in DECLARING if path.parts[-2] != "config" and path.parts[-3] != "config"]
+
+
+def test_what_is_read_is_what_the_module_has():
+    assert len(DECLARING) > 20
+    for path in DECLARING:
+        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        assert declared_keys(path) == module.KEYS, path
+        assert all(isinstance(key, Key) and KEYS[key.path] == key for key in module.KEYS), path
+
+
+def test_the_config_is_read_without_torch():
+    code = "import sys; from fastamp.config import get_cfg; get_cfg(); print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert out.split() == ["False"]
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A folder with two components, whose files cannot be imported."""
+    losses = tmp_path / "modeling/losses"
+    losses.mkdir(parents=True)
+    for name in ("b", "a"):
+        (losses / f"{name}.py").write_text(
+            f'"""A loss."""\n\nimport nothing_of_this_name\n\nKEYS = (\n    Key("MODEL.LOSSES.{name.upper()}", 1.0, '
+            '"Weight.",  low=0),\n)\n\nraise SystemExit\n'
+        )
+    (losses / "none.py").write_text("OTHER_KEYS = ()\n")
+    return tmp_path
+
+
+def test_keys_are_found_in_the_order_of_the_files(package):
+    keys = component_keys(package)
+    assert list(keys) == ["MODEL.LOSSES.A", "MODEL.LOSSES.B"]
+    cfg = get_cfg()
+    cfg.add_keys(keys.values())
+    assert list(cfg.MODEL.LOSSES)[-2:] == ["A", "B"] and cfg.MODEL.LOSSES.A == 1.0
+
+
+def test_a_key_has_one_owner(package):
+    (package / "modeling/losses/c.py").write_text('\nKEYS = (Key("MODEL.LOSSES.B", 1.0, "Weight."),)\n')
+    with pytest.raises(ValueError, match=r"c\.py.*MODEL\.LOSSES\.B"):
+        component_keys(package)
