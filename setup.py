@@ -52,6 +52,7 @@ setup(
         "tabulate>=0.9",
         "tensorboard>=2.21",
         "jinja2>=3.1",
+        "tqdm>=4.66",
     ],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["fastamp = fastamp.cli:main"]},

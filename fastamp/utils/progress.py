@@ -1,18 +1,25 @@
-"""Progress with the time left: a bar on a terminal, nothing elsewhere (the log's lines are the progress there)."""
+"""Progress with the time left: a tqdm bar on a terminal, nothing elsewhere (the log's lines are the progress there)."""
 
 import logging
-import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import TextIO, TypeVar
+
+from tqdm import tqdm
 
 from fastamp.utils import comm
 from fastamp.utils.files import discard_stdout
 
 T = TypeVar("T")
 
-_active: "ProgressBar | None" = None
+
+class _Bar(tqdm):
+    """A bar that needs no thread and no lock among processes."""
+
+    monitor_interval = 0
+    _lock = threading.RLock()
 
 
 def format_duration(seconds: float) -> str:
@@ -23,25 +30,29 @@ def format_duration(seconds: float) -> str:
 
 
 class ProgressBar:
-    """One line that is redrawn a few times a second while a terminal shows it.
+    """A bar that is drawn only on a terminal, by the main process; it measures the time left everywhere.
 
     Args:
         total: steps in all.
         title: shown before the bar.
         done: steps done before, e.g. before a resume; they do not count for the time left.
-        stream: where to draw; only when it is a terminal, and by the main process.
+        stream: where to draw; None is stdout.
     """
 
-    _INTERVAL = 0.2
-
     def __init__(self, total: int, title: str, *, done: int = 0, stream: TextIO | None = None) -> None:
-        self.stream = stream or sys.stdout
-        self.total, self.title, self.done = total, title, done
-        self.note = ""
-        self.visible = self.stream.isatty() and comm.is_main_process()
+        stream = stream or sys.stdout
+        self.total, self.done = total, done
         self._first = done
         self._start = time.perf_counter()
-        self._drawn = 0.0
+        self._bar = _Bar(
+            total=total,
+            desc=title,
+            initial=done,
+            file=stream,
+            leave=False,
+            dynamic_ncols=True,
+            disable=not (stream.isatty() and comm.is_main_process()),
+        )
 
     def seconds_left(self) -> float:
         """Return the expected time to the end at the mean speed so far; infinity before the first step."""
@@ -50,55 +61,22 @@ class ProgressBar:
             return float("inf")
         return (time.perf_counter() - self._start) / steps * (self.total - self.done)
 
-    def update(self, done: int, note: str | None = None) -> None:
-        """Set the number of steps done, and what stands behind the bar."""
-        global _active
+    def update(self, done: int) -> None:
+        """Set the number of steps done."""
+        self._bar.update(done - self.done)
         self.done = done
-        if note is not None:
-            self.note = note
-        if not self.visible:
-            return
-        _active = self
-        now = time.perf_counter()
-        if now - self._drawn > self._INTERVAL or done == self.total:
-            self._drawn = now
-            self.draw()
-
-    def draw(self) -> None:
-        """Draw the line anew."""
-        share = self.done / self.total if self.total else 1.0
-        left = self.seconds_left()
-        eta = "" if left == float("inf") else f" {format_duration(left)} left"
-        head = f"{self.title} {self.done}/{self.total}{eta}"
-        width = min(24, max(0, shutil.get_terminal_size().columns - len(head) - len(self.note) - 6))
-        bar = f" [{'#' * round(share * width):<{width}}]" if width >= 6 else ""
-        line = f"{head}{bar} {self.note}"
-        self.stream.write("\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1])
-        self.stream.flush()
-
-    def clear(self) -> None:
-        """Take the line away, so that something else can be printed."""
-        if self.visible:
-            self.stream.write("\r\x1b[K")
-            self.stream.flush()
 
     def close(self) -> None:
-        """Take the line away for good."""
-        global _active
-        if _active is self:
-            self.clear()
-            _active = None
+        """Remove the bar."""
+        self._bar.close()
 
 
 class ConsoleHandler(logging.StreamHandler):
-    """Prints log lines above the progress bar instead of through it."""
+    """Prints log lines above the progress bars instead of through them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if _active is not None:
-            _active.clear()
-        super().emit(record)
-        if _active is not None:
-            _active.draw()
+        with _Bar.external_write_mode(self.stream):
+            super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Go on without the console where its reader has stopped; ``log.txt`` has the lines."""

@@ -1,8 +1,10 @@
 """The bar is for terminals; files get nothing of it."""
 
 import io
+import logging
+import re
 
-from fastamp.utils.progress import ProgressBar, format_duration, track
+from fastamp.utils.progress import ConsoleHandler, ProgressBar, format_duration, track
 
 
 class Terminal(io.StringIO):
@@ -18,12 +20,27 @@ def test_durations():
 
 def test_bar_on_a_terminal_shows_steps_and_time_left():
     stream = Terminal()
-    bar = ProgressBar(4, "training", stream=stream)
-    bar.update(2, "loss 1.0")
+    bar = ProgressBar(4, "training", done=1, stream=stream)
+    bar._bar.mininterval = 0
+    bar.update(2)
     bar.update(4)
     bar.close()
-    assert "training 4/4" in stream.getvalue()
-    assert "left" in stream.getvalue()
+    bar.close()
+    assert re.search(r"training: +50%\|.*\| 2/4 \[00:00<00:00", stream.getvalue())
+    assert "4/4" in stream.getvalue() and stream.getvalue().endswith("\r")
+
+
+def test_log_lines_stand_above_the_bar():
+    stream = Terminal()
+    handler = ConsoleHandler(stream)
+    bar = ProgressBar(4, "training", stream=stream)
+    bar.update(2)
+    stream.truncate(0)
+    handler.emit(logging.makeLogRecord({"msg": "a line"}))
+    bar.close()
+    before, after = re.fullmatch(r"\0*(.*)a line\n(.*)", stream.getvalue(), re.DOTALL).groups()
+    assert before.strip("\r ") == "" and before.endswith("\r")  # taken away
+    assert "training:" in after  # and drawn again
 
 
 def test_nothing_is_drawn_into_a_file():
