@@ -22,9 +22,9 @@ from fastamp.data.loader import lost_workers_explained
 from fastamp.diagnostics.locate import describe_evaluation
 from fastamp.engine import hooks
 from fastamp.engine.command_line import resume_command
-from fastamp.engine.freezing import freeze_length
+from fastamp.engine.hooks.freeze import freeze_length
+from fastamp.engine.hooks.report import ReportHook
 from fastamp.engine.reporting import (
-    ReportHook,
     evaluated_set,
     history_of,
     items_of,

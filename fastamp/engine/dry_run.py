@@ -22,7 +22,7 @@ from fastamp.data.samplers import InferenceSampler
 from fastamp.diagnostics import devices
 from fastamp.engine import hooks
 from fastamp.engine.defaults import DefaultTrainer
-from fastamp.engine.freezing import freeze_length
+from fastamp.engine.hooks.freeze import freeze_length
 from fastamp.engine.setup import default_setup
 from fastamp.engine.train_loop import HookBase
 from fastamp.utils import comm

@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,32 +13,16 @@ import numpy as np
 from fastamp import __version__
 from fastamp.config import CfgNode
 from fastamp.data.datasets.base import ImageItem
-from fastamp.engine.train_loop import HookBase
 from fastamp.evaluation.evaluator import DatasetEvaluator
 from fastamp.report import EvaluatedSet, History, Run, read_history, write_report
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, UserError
 from fastamp.utils.files import write_atomically
+from fastamp.utils.moved import moved_names
 
 logger = logging.getLogger(__name__)
 
-
-class ReportHook(HookBase):
-    """Write the report after each evaluation, behind the checkpoint; register it behind what saves that.
-
-    Args:
-        run: returns what was evaluated last, None when that has been written already.
-    """
-
-    saves = True
-
-    def __init__(self, run: Callable[[], Run | None]) -> None:
-        self.run = run
-
-    def after_epoch(self) -> None:
-        run = self.run()
-        if run is not None:
-            report(run)
+__getattr__ = moved_names(__name__, {"ReportHook": "fastamp.engine.hooks.report.ReportHook"})
 
 
 def report(run: Run) -> None:

@@ -17,6 +17,7 @@ from fastamp.amp.policy import dtype_name
 from fastamp.amp.refusal import IN_TRAINING, Refusals
 from fastamp.amp.step import Clip
 from fastamp.diagnostics.precautions import Precautions
+from fastamp.engine.hooks.base import HookBase
 from fastamp.solver import build_gradient_clipping
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
@@ -26,53 +27,6 @@ from fastamp.utils.registry import Registry
 logger = logging.getLogger(__name__)
 
 TRAINER_REGISTRY = Registry("SOLVER.TRAINER")
-
-
-class HookBase:
-    """Something that happens at one of six moments of training; ``self.trainer`` is the trainer that calls it.
-
-    ::
-
-        before_train()
-        for each epoch:
-            before_epoch()
-            for each iteration: before_step(), trainer.run_step(), after_step()
-            after_epoch()
-        after_train()
-
-    After a resume in the middle of an epoch, that epoch's ``before_epoch`` is called again.
-
-    Attributes:
-        saves: whether it saves the run. Such a hook has its turn after all others, whose states it saves too.
-    """
-
-    trainer: "TrainerBase"
-    saves = False
-
-    def before_train(self) -> None:
-        """Before the first iteration."""
-
-    def after_train(self) -> None:
-        """After the last iteration; not after an error or an interruption."""
-
-    def before_epoch(self) -> None:
-        """Before the first iteration of an epoch."""
-
-    def after_epoch(self) -> None:
-        """After the last iteration of an epoch."""
-
-    def before_step(self) -> None:
-        """Before each iteration."""
-
-    def after_step(self) -> None:
-        """After each iteration."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the hook needs to continue after a resume, as tensors and plain values."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``."""
 
 
 class TrainerBase:

@@ -30,7 +30,7 @@ from torch import nn
 from fastamp.amp import LossScaler, OptimizationStep
 from fastamp.amp.health import check_finite
 from fastamp.engine import DefaultTrainer
-from fastamp.engine.averaging import EMA
+from fastamp.engine.hooks.averaging import EMA
 from fastamp.engine.train_loop import HookBase
 from fastamp.solver import WeightAverage
 from fastamp.utils.errors import TrainingError

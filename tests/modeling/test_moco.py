@@ -13,7 +13,7 @@ from fastamp.amp.fp32 import forced_modules
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.diagnostics.rehearsal import Rehearsal
 from fastamp.engine import DefaultTrainer, HookBase
-from fastamp.engine.freezing import FreezeLayers
+from fastamp.engine.hooks.freeze import FreezeLayers
 from fastamp.evaluation import update_bn_statistics
 from fastamp.modeling import build_model
 from fastamp.modeling.meta_arch.moco import MemoryBank

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastamp.engine.train_loop import HookBase
+from fastamp.engine.hooks.base import HookBase
 from fastamp.utils.compiled import uncompiled
 
 

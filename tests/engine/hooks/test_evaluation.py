@@ -10,7 +10,7 @@ from torch import nn
 
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.engine import DefaultTrainer, TrainerBase
-from fastamp.engine.best import BestMetric, EvalHook
+from fastamp.engine.hooks.evaluation import BestMetric, EvalHook
 from fastamp.utils.errors import ConfigError
 
 METRICS = ["Rank-1", "mAP", "metric"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from fastamp.config import CfgNode
-from fastamp.engine.train_loop import HookBase
+from fastamp.engine.hooks.base import HookBase
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)

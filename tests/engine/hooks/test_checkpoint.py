@@ -6,7 +6,7 @@ from torch import nn
 
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.engine import HookBase, TrainerBase
-from fastamp.engine.saving import PeriodicCheckpointer
+from fastamp.engine.hooks.checkpoint import PeriodicCheckpointer
 
 EPOCH = 4  # iterations
 

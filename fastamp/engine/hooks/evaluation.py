@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastamp.checkpoint.checkpointer import Checkpointer
-from fastamp.engine.train_loop import HookBase
+from fastamp.engine.hooks.base import HookBase
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, did_you_mean
 

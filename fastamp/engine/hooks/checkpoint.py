@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastamp.checkpoint.checkpointer import Checkpointer
-from fastamp.engine.train_loop import HookBase
+from fastamp.engine.hooks.base import HookBase
 from fastamp.utils import comm
 
 logger = logging.getLogger(__name__)

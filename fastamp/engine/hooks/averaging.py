@@ -1,6 +1,6 @@
 """Hooks that average the weights over the training."""
 
-from fastamp.engine.train_loop import HookBase
+from fastamp.engine.hooks.base import HookBase
 from fastamp.solver import WeightAverage
 
 

@@ -1,0 +1,29 @@
+"""The hooks of a training: what happens around its steps."""
+
+from fastamp.engine.hooks.activations import ActivationMonitor
+from fastamp.engine.hooks.averaging import EMA, SWA
+from fastamp.engine.hooks.base import HookBase
+from fastamp.engine.hooks.checkpoint import PeriodicCheckpointer
+from fastamp.engine.hooks.evaluation import BestMetric, EvalHook
+from fastamp.engine.hooks.freeze import FreezeClassifier, FreezeLayers
+from fastamp.engine.hooks.learning_rate import LRScheduler
+from fastamp.engine.hooks.report import ReportHook
+from fastamp.engine.hooks.signals import StopOnSignal
+from fastamp.engine.hooks.writer import PeriodicWriter, console_line
+
+__all__ = [
+    "EMA",
+    "SWA",
+    "ActivationMonitor",
+    "BestMetric",
+    "EvalHook",
+    "FreezeClassifier",
+    "FreezeLayers",
+    "HookBase",
+    "LRScheduler",
+    "PeriodicCheckpointer",
+    "PeriodicWriter",
+    "ReportHook",
+    "StopOnSignal",
+    "console_line",
+]

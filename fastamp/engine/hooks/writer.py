@@ -1,0 +1,101 @@
+"""Metrics of each log period: written, logged, and shown as progress."""
+
+import logging
+import math
+from typing import Any
+
+import torch
+
+from fastamp.engine.hooks.base import HookBase
+from fastamp.utils import comm
+from fastamp.utils.env import peak_memory_mb
+from fastamp.utils.progress import ProgressBar, format_duration
+
+logger = logging.getLogger(__name__)
+
+
+class PeriodicWriter(HookBase):
+    """Write metrics every ``period`` iterations and at the end of the run, and show progress in between.
+
+    Args:
+        period: in iterations.
+        writers: each has ``write(iteration, metrics)`` and ``close()``.
+        images_per_iteration: for the images/s.
+        device: for the peak memory.
+    """
+
+    def __init__(self, period: int, writers: list[Any], *, images_per_iteration: int, device: torch.device) -> None:
+        self.period = period
+        self.writers = writers
+        self.images_per_iteration = images_per_iteration
+        self.device = device
+
+    def before_train(self) -> None:
+        self._bar = ProgressBar(self.trainer.max_iter, "training", done=self.trainer.start_iter)
+        self._busy = 0.0
+        self._written = self.trainer.start_iter
+
+    def after_step(self) -> None:
+        trainer = self.trainer
+        done = trainer.iter + 1
+        self._bar.update(done)
+        if done % self.period and done != trainer.max_iter:
+            return
+        metrics = _mean_losses(trainer.metrics.flush())
+        steps = done - trainer.start_iter
+        metrics["images_per_second"] = self.images_per_iteration / metrics["time"]
+        # Of the steps alone: evaluations come on top.
+        self._busy += metrics["time"] * (done - self._written)
+        self._written = done
+        metrics["eta_seconds"] = self._busy / steps * (trainer.max_iter - done)
+        metrics["peak_memory_mb"] = peak_memory_mb(self.device)
+        metrics["epoch"] = trainer.epoch
+        for writer in self.writers:
+            writer.write(trainer.iter, metrics)
+        logger.info("%s", console_line(done, trainer.max_iter, metrics))
+
+    def after_train(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the writers and take the progress bar away; safe to call twice."""
+        if hasattr(self, "_bar"):
+            self._bar.close()
+        for writer in self.writers:
+            writer.close()
+
+
+def _mean_losses(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return ``metrics`` with the mean of each loss over all ranks, whose steps are taken or skipped together."""
+    names = _losses(metrics)
+    sums = comm.sum_over_ranks([metrics[name] for name in names])
+    return metrics | {name: total / comm.get_world_size() for name, total in zip(names, sums, strict=True)}
+
+
+def _losses(metrics: dict[str, Any]) -> list[str]:
+    """Return the names of the losses among ``metrics``, in their order."""
+    return [name for name in metrics if name == "total_loss" or (name.startswith("loss_") and name != "loss_scale")]
+
+
+def console_line(done: int, total: int, metrics: dict[str, Any]) -> str:
+    """Return the one line that reports a log period."""
+    parts = [f"epoch {metrics['epoch']} iter {done}/{total}"]
+    parts += [f"{name} {metrics[name]:.4g}" for name in _losses(metrics)]
+    if "grad_norm" in metrics:
+        parts.append(f"grad_norm {metrics['grad_norm']:.3g}")
+    if "clip_coefficient" in metrics:
+        parts.append(f"clip {metrics['clip_coefficient']:.2f}")
+    parts.append(f"scale {metrics['loss_scale']:g}")
+    if "zero_gradients" in metrics:
+        parts.append(f"zero gradients {100 * metrics['zero_gradients']:.3g} %")
+    if "largest_activation" in metrics:
+        share = f"{100 * metrics['activation_limit_share']:.2g} % of the limit"
+        parts.append(f"activation {metrics['largest_activation']:.3g} ({share}, {metrics['largest_activation_layer']})")
+    skipped = f"skipped {metrics['skipped_total']}"
+    parts.append(f"{skipped} ({metrics['skipped_in_a_row']} in a row)" if metrics["skipped_in_a_row"] else skipped)
+    parts.append(f"lr {metrics['lr']:.2e}")
+    parts.append(f"{metrics['images_per_second']:.0f} images/s (data {metrics['data_time']:.3f} s)")
+    parts.append(f"mem {metrics['peak_memory_mb']:.0f} MiB")
+    if math.isfinite(metrics["eta_seconds"]):
+        parts.append(f"eta {format_duration(metrics['eta_seconds'])}")
+    return "  ".join(parts)
