@@ -10,9 +10,11 @@ from torchvision.transforms import v2
 
 from fastamp.config import get_cfg
 from fastamp.data.transforms import (
+    TRANSFORM_REGISTRY,
     Augmentation,
     AugMix,
     AutoAugment,
+    BatchTransform,
     ColorJitter,
     GaussianBlur,
     LocalGrayscale,
@@ -27,6 +29,7 @@ from fastamp.data.transforms import (
     Resize,
     build_transforms,
 )
+from fastamp.data.transforms.build import ORDER
 from fastamp.utils.errors import ConfigError
 
 SIZE = (40, 24)
@@ -533,3 +536,51 @@ def test_what_the_new_keys_refuse(cfg, key, value, message):
     cfg.merge_from_list([f"INPUT.{key.split('.')[0]}", True, f"INPUT.{key}", value])
     with pytest.raises(ConfigError, match=message):
         build_transforms(cfg)
+
+
+# ---- the registry
+
+
+def test_every_transform_has_a_place_and_a_switch():
+    assert sorted(ORDER) == list(TRANSFORM_REGISTRY)
+    for name in ORDER:
+        assert get_cfg().INPUT[name].ENABLED is False
+
+
+@pytest.fixture
+def project_transform(monkeypatch):
+    """Register a transform that is not in ORDER, and return its class and a config with its section."""
+    monkeypatch.setattr(TRANSFORM_REGISTRY, "_components", dict(TRANSFORM_REGISTRY._components))
+
+    @TRANSFORM_REGISTRY.register("DARKEN")
+    class Darken(BatchTransform):
+        draws = 1
+
+        @classmethod
+        def from_config(cls, cfg):
+            return cls()
+
+    cfg = get_cfg()
+    cfg.define("INPUT.DARKEN.ENABLED", False, "Darken training images.")
+    cfg.merge_from_list(["INPUT.FLIP", "True", "INPUT.REA", "True", "INPUT.RPT", "True"])
+    return Darken, cfg
+
+
+@pytest.mark.parametrize(("before", "place"), [("", 3), ("REA", 1), ("AUTOAUG", 0)])
+def test_a_projects_transform_comes_where_it_says(project_transform, before, place):
+    transform, cfg = project_transform
+    transform.before = before
+    others = ["RandomHorizontalFlip", "RandomErasing", "RandomPatch"]
+    names = [type(each).__name__ for each in build_transforms(cfg).augment.transforms]
+    assert names == others
+    cfg.INPUT.DARKEN.ENABLED = True
+    names = [type(each).__name__ for each in build_transforms(cfg).augment.transforms]
+    assert names == [*others[:place], "Darken", *others[place:]]
+    assert build_transforms(cfg, is_train=False).augment.transforms == []
+
+
+def test_a_projects_transform_without_keys_is_not_used(project_transform):
+    assert build_transforms(get_cfg()).augment.transforms == []
+    project_transform[0].before = "REAA"
+    with pytest.raises(ConfigError, match=r"Darken\.before: 'REAA'.*Did you mean 'REA'"):
+        build_transforms(get_cfg())

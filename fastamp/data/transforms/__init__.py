@@ -1,6 +1,6 @@
 """Image pipelines on uint8 tensors."""
 
-from fastamp.data.transforms.base import Augmentation, BatchTransform
+from fastamp.data.transforms.base import TRANSFORM_REGISTRY, Augmentation, BatchTransform
 from fastamp.data.transforms.build import Transforms, build_transforms
 from fastamp.data.transforms.colour import ColorJitter, GaussianBlur, RandomGrayscale
 from fastamp.data.transforms.erasing import LocalGrayscale, RandomErasing, RandomPatch
@@ -14,6 +14,7 @@ from fastamp.data.transforms.torchvision_ops import (
 )
 
 __all__ = [
+    "TRANSFORM_REGISTRY",
     "AugMix",
     "Augmentation",
     "AutoAugment",

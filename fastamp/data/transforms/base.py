@@ -2,12 +2,16 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fastamp.data.keyed_random import keyed_uniform
+from fastamp.utils.registry import Registry
+
+TRANSFORM_REGISTRY = Registry("INPUT")
 
 Parameters = dict[str, Tensor]
 
@@ -36,13 +40,27 @@ class BatchTransform:
     A subclass says how many uniform numbers an image needs (``draws``), turns them into parameters, and applies
     those. Both methods are pure functions, so that the same parameters can be applied in a worker or on the device.
 
+    It registers with ``TRANSFORM_REGISTRY`` under the name of its section of INPUT, e.g. ``FLIP``, and is built from
+    the config where that section's ``ENABLED`` is true. ``build.ORDER`` lists the sections in their order.
+
     Attributes:
         draws: uniform numbers that an image needs.
         size: height and width of the output in pixels, for images of any size; None keeps the size of the input.
+        before: the section in ``build.ORDER`` that a project's transform is applied before; "" applies it last.
     """
 
     draws: int
     size: tuple[int, int] | None = None
+    before: str = ""
+
+    @classmethod
+    def from_config(cls, cfg: Any) -> "BatchTransform":
+        """Return the transform of its section of INPUT.
+
+        Raises:
+            ConfigError: its values do not go together.
+        """
+        raise NotImplementedError
 
     def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the height and width that images of ``size`` have afterwards."""

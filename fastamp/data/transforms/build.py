@@ -7,22 +7,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastamp.config import crop_size, input_size, per_channel
+from fastamp.config import crop_size
 from fastamp.data.decode import read_image
-from fastamp.data.transforms.base import Augmentation, BatchTransform
-from fastamp.data.transforms.colour import ColorJitter, GaussianBlur, RandomGrayscale
-from fastamp.data.transforms.erasing import LocalGrayscale, RandomErasing, RandomPatch
-from fastamp.data.transforms.geometry import (
-    PADDING_MODES,
-    PadAndRandomCrop,
-    RandomHorizontalFlip,
-    RandomResizedCrop,
-    Resize,
-)
-from fastamp.data.transforms.torchvision_ops import AugMix, AutoAugment, RandAugment, RandomAffine
-from fastamp.utils.errors import ConfigError, DataError, did_you_mean
+from fastamp.data.transforms.base import TRANSFORM_REGISTRY, Augmentation, BatchTransform
+from fastamp.data.transforms.geometry import Resize
+from fastamp.utils.errors import DataError, check_choice
 
 logger = logging.getLogger(__name__)
+
+ORDER = (
+    "AUTOAUG",  # AutoAugment
+    "RANDAUG",  # RandAugment
+    "CROP",  # RandomResizedCrop
+    "PADDING",  # PadAndRandomCrop
+    "FLIP",  # RandomHorizontalFlip
+    "CJ",  # ColorJitter
+    "GREY",  # RandomGrayscale
+    "BLUR",  # GaussianBlur
+    "AFFINE",  # RandomAffine
+    "AUGMIX",  # AugMix
+    "REA",  # RandomErasing
+    "LOCAL_GREY",  # LocalGrayscale
+    "RPT",  # RandomPatch
+)
+"""The sections of INPUT in the order in which their transforms are applied to training images."""
 
 
 class Transforms(NamedTuple):
@@ -74,14 +82,13 @@ class Transforms(NamedTuple):
 
 
 def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
-    """Build the training or the test pipeline, in FastReID's order.
+    """Build the training or the test pipeline.
 
-    Training: resize, AutoAugment, RandAugment, resized crop, pad and crop, flip, colour jitter, grey-scale, blur,
-    affine, AugMix, random erasing, local grey-scale, random patch. Test: resize, center crop. Differs from FastReID:
-    AutoAugment comes after the resizing.
+    Training: resize, then the transforms that are enabled, in ``ORDER``, which is FastReID's, other than that
+    AutoAugment comes after the resizing. Test: resize, center crop.
 
     Raises:
-        ConfigError: a padding that the mode cannot make, or an augmentation that cannot work on INPUT.CHANNELS.
+        ConfigError: a transform's settings do not go together, or with INPUT.CHANNELS or the size of the images.
     """
     settings = cfg.INPUT
     if is_train:
@@ -125,71 +132,22 @@ def _least_size(size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _train_augmentations(cfg: Any) -> list[BatchTransform]:
-    settings = cfg.INPUT
-    augmentations: list[BatchTransform] = []
-    for name in ("AUTOAUG", "RANDAUG", "AUGMIX"):
-        if settings[name].ENABLED and settings.CHANNELS == 4:
-            raise ConfigError(
-                f"INPUT.{name}.ENABLED is on, but works on grey and RGB images, and INPUT.CHANNELS is 4.\n"
-                f"  fix: INPUT.{name}.ENABLED False"
-            )
-        if settings[name].ENABLED and settings[name].PROB == 0:
-            logger.warning("INPUT.%s is enabled and has no effect: INPUT.%s.PROB is 0", name, name)
-    if settings.AUTOAUG.ENABLED:
-        augmentations.append(AutoAugment(prob=settings.AUTOAUG.PROB))
-    if settings.RANDAUG.ENABLED:
-        strength = {"num_ops": settings.RANDAUG.NUM_OPS, "magnitude": settings.RANDAUG.MAGNITUDE}
-        augmentations.append(RandAugment(prob=settings.RANDAUG.PROB, **strength))
-    if settings.CROP.ENABLED:
-        augmentations.append(_build_resized_crop(cfg))
-    if settings.PADDING.ENABLED:
-        augmentations.append(_build_pad_and_crop(cfg))
-    if settings.FLIP.ENABLED:
-        augmentations.append(RandomHorizontalFlip(prob=settings.FLIP.PROB))
-    if settings.CJ.ENABLED:
-        strengths = {name: settings.CJ[name.upper()] for name in ("brightness", "contrast", "saturation", "hue")}
-        augmentations.append(ColorJitter(prob=settings.CJ.PROB, **strengths))
-    if settings.GREY.ENABLED:
-        augmentations.append(RandomGrayscale(prob=settings.GREY.PROB))
-    if settings.BLUR.ENABLED:
-        augmentations.append(_build_blur(settings.BLUR))
-    if settings.AFFINE.ENABLED:
-        augmentations.append(RandomAffine())
-    if settings.AUGMIX.ENABLED:
-        augmentations.append(AugMix(prob=settings.AUGMIX.PROB))
-    if settings.REA.ENABLED:
-        value = per_channel("INPUT.REA.VALUE", settings.REA.VALUE, channels=settings.CHANNELS)
-        augmentations.append(RandomErasing(prob=settings.REA.PROB, value=value))
-    if settings.LOCAL_GREY.ENABLED:
-        augmentations.append(LocalGrayscale(prob=settings.LOCAL_GREY.PROB))
-    if settings.RPT.ENABLED:
-        augmentations.append(RandomPatch(prob=settings.RPT.PROB))
-    return augmentations
+    """Return the transforms whose sections of INPUT are enabled, in their order."""
+    return [TRANSFORM_REGISTRY.build(name, cfg) for name in transform_order() if cfg.INPUT.get(name)]
 
 
-def _build_resized_crop(cfg: Any) -> RandomResizedCrop:
-    settings = cfg.INPUT.CROP
-    for name in ("SCALE", "RATIO"):
-        low, high = settings[name]
-        if low > high:
-            raise ConfigError(f"INPUT.CROP.{name} is {settings[name]}; the smallest comes first")
-    return RandomResizedCrop(
-        size=crop_size(cfg), scale=settings.SCALE, ratio=settings.RATIO, interpolation=cfg.INPUT.INTERPOLATION
-    )
+def transform_order() -> list[str]:
+    """Return ``ORDER`` with a project's transforms at their places: each before the section that it names, or last.
 
-
-def _build_blur(settings: Any) -> GaussianBlur:
-    if settings.KERNEL_SIZE % 2 == 0:
-        raise ConfigError(f"INPUT.BLUR.KERNEL_SIZE is {settings.KERNEL_SIZE}; expected an odd number")
-    if settings.SIGMA[0] > settings.SIGMA[1]:
-        raise ConfigError(f"INPUT.BLUR.SIGMA is {settings.SIGMA}; the smallest comes first")
-    return GaussianBlur(prob=settings.PROB, kernel_size=settings.KERNEL_SIZE, sigma=settings.SIGMA)
-
-
-def _build_pad_and_crop(cfg: Any) -> PadAndRandomCrop:
-    padding, mode = cfg.INPUT.PADDING.SIZE, cfg.INPUT.PADDING.MODE
-    if mode not in PADDING_MODES:
-        raise ConfigError(
-            f"INPUT.PADDING.MODE is {mode!r}; choices: {', '.join(PADDING_MODES)}.{did_you_mean(mode, PADDING_MODES)}"
-        )
-    return PadAndRandomCrop(padding=padding, mode=mode, size=input_size(cfg, is_train=True))
+    Raises:
+        ConfigError: a transform's ``before`` is not in ``ORDER``.
+    """
+    order = [*ORDER]
+    for name in TRANSFORM_REGISTRY:
+        transform = TRANSFORM_REGISTRY.get(name)
+        if name in ORDER:
+            continue
+        if transform.before:
+            check_choice(f"{transform.__name__}.before", transform.before, ORDER)
+        order.insert(order.index(transform.before) if transform.before else len(order), name)
+    return order

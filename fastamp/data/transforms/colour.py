@@ -1,11 +1,13 @@
 """What becomes of colours: jitter of brightness, contrast, saturation and hue, grey-scale, and blur."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from fastamp.config import Key
-from fastamp.data.transforms.base import BatchTransform, Parameters, bits, choose
+from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters, bits, choose
 from fastamp.utils.errors import ConfigError
 
 KEYS = (
@@ -28,6 +30,7 @@ _WHITE = 255
 _CACHED_IMAGES = 4
 
 
+@TRANSFORM_REGISTRY.register("CJ")
 class ColorJitter(BatchTransform):
     """Change brightness, contrast, saturation and hue, in an order of each image's own.
 
@@ -46,6 +49,18 @@ class ColorJitter(BatchTransform):
         self.prob = prob
         self._low = np.array([max(0, 1 - brightness), max(0, 1 - contrast), max(0, 1 - saturation), -hue])
         self._high = np.array([1 + brightness, 1 + contrast, 1 + saturation, hue])
+
+    @classmethod
+    def from_config(cls, cfg: Any) -> "ColorJitter":
+        """Return the jitter of INPUT.CJ."""
+        jitter = cfg.INPUT.CJ
+        return cls(
+            prob=jitter.PROB,
+            brightness=jitter.BRIGHTNESS,
+            contrast=jitter.CONTRAST,
+            saturation=jitter.SATURATION,
+            hue=jitter.HUE,
+        )
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Return the jitter of each image.
@@ -82,6 +97,7 @@ class ColorJitter(BatchTransform):
         return jittered
 
 
+@TRANSFORM_REGISTRY.register("GREY")
 class RandomGrayscale(BatchTransform):
     """Take the colour out of an image, as torchvision's ``rgb_to_grayscale``; a fourth channel stays.
 
@@ -94,6 +110,11 @@ class RandomGrayscale(BatchTransform):
     def __init__(self, *, prob: float) -> None:
         self.prob = prob
 
+    @classmethod
+    def from_config(cls, cfg: Any) -> "RandomGrayscale":
+        """Return the transform of INPUT.GREY."""
+        return cls(prob=cfg.INPUT.GREY.PROB)
+
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Return ``grey``: (B,) bool."""
         return {"grey": torch.from_numpy(uniforms[:, 0] < self.prob)}
@@ -103,6 +124,7 @@ class RandomGrayscale(BatchTransform):
         return choose(bits(parameters["grey"]).to(images.device).view(-1, 1, 1, 1), grey(images), images)
 
 
+@TRANSFORM_REGISTRY.register("BLUR")
 class GaussianBlur(BatchTransform):
     """Blur an image by a Gaussian, with the edge mirrored, as torchvision's ``gaussian_blur``.
 
@@ -118,6 +140,20 @@ class GaussianBlur(BatchTransform):
         self.prob = prob
         self.kernel_size = kernel_size
         self.sigma = sigma
+
+    @classmethod
+    def from_config(cls, cfg: Any) -> "GaussianBlur":
+        """Return the blur of INPUT.BLUR.
+
+        Raises:
+            ConfigError: the size of the kernel is even, or the largest deviation smaller than the smallest.
+        """
+        blur = cfg.INPUT.BLUR
+        if blur.KERNEL_SIZE % 2 == 0:
+            raise ConfigError(f"INPUT.BLUR.KERNEL_SIZE is {blur.KERNEL_SIZE}; expected an odd number")
+        if blur.SIGMA[0] > blur.SIGMA[1]:
+            raise ConfigError(f"INPUT.BLUR.SIGMA is {blur.SIGMA}; the smallest comes first")
+        return cls(prob=blur.PROB, kernel_size=blur.KERNEL_SIZE, sigma=blur.SIGMA)
 
     def check_size(self, size: tuple[int, int]) -> None:
         """Check that the mirrored edge is no larger than images of this height and width."""

@@ -1,13 +1,14 @@
 """What happens in a random rectangle: it is painted over, loses its colour, or shows another image."""
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.config import Key
-from fastamp.data.transforms.base import BatchTransform, Parameters, bits, choose
+from fastamp.config import Key, per_channel
+from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters, bits, choose
 from fastamp.data.transforms.colour import grey
 
 KEYS = (
@@ -73,6 +74,7 @@ class RandomRectangle(BatchTransform):
         return rows[:, None, :, None] & columns[:, None, None, :]
 
 
+@TRANSFORM_REGISTRY.register("REA")
 class RandomErasing(RandomRectangle):
     """Paint over one rectangle of an image (Zhong et al. 2017, arXiv:1708.04896).
 
@@ -92,6 +94,16 @@ class RandomErasing(RandomRectangle):
         super().__init__(prob=prob, scale=scale, ratio=ratio)
         self.value = tuple(round(channel) for channel in value)
 
+    @classmethod
+    def from_config(cls, cfg: Any) -> "RandomErasing":
+        """Return the erasing of INPUT.REA.
+
+        Raises:
+            ConfigError: see ``per_channel``.
+        """
+        value = per_channel("INPUT.REA.VALUE", cfg.INPUT.REA.VALUE, channels=cfg.INPUT.CHANNELS)
+        return cls(prob=cfg.INPUT.REA.PROB, value=value)
+
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
         """Return the images with their rectangles in the colour ``value``."""
         value = torch.tensor(self.value, dtype=torch.uint8, device=images.device).view(-1, 1, 1)
@@ -105,6 +117,7 @@ class RandomErasing(RandomRectangle):
         return erased
 
 
+@TRANSFORM_REGISTRY.register("LOCAL_GREY")
 class LocalGrayscale(RandomRectangle):
     """Take the colour out of one rectangle of an image (Gong et al. 2021).
 
@@ -115,11 +128,17 @@ class LocalGrayscale(RandomRectangle):
     def __init__(self, *, prob: float) -> None:
         super().__init__(prob=prob, scale=(0.02, 0.4), ratio=(0.3, 1 / 0.3))
 
+    @classmethod
+    def from_config(cls, cfg: Any) -> "LocalGrayscale":
+        """Return the transform of INPUT.LOCAL_GREY."""
+        return cls(prob=cfg.INPUT.LOCAL_GREY.PROB)
+
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
         """Return the images with their rectangles without colour."""
         return choose(self.inside(images, parameters), grey(images), images)
 
 
+@TRANSFORM_REGISTRY.register("RPT")
 class RandomPatch(RandomRectangle):
     """Paste a part of another image of the batch, mirrored or not, over an image (Zhou et al. 2019, arXiv:1905.00953).
 
@@ -135,6 +154,11 @@ class RandomPatch(RandomRectangle):
 
     def __init__(self, *, prob: float) -> None:
         super().__init__(prob=prob, scale=(0.01, 0.5), ratio=(0.1, 10.0))
+
+    @classmethod
+    def from_config(cls, cfg: Any) -> "RandomPatch":
+        """Return the transform of INPUT.RPT."""
+        return cls(prob=cfg.INPUT.RPT.PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Return the rectangle and, of the other image, ``other``: (B,) int64 place in the batch, ``from_top`` and

@@ -1,13 +1,15 @@
 """Resizing, cropping, mirroring and padding."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from fastamp.config import Key
-from fastamp.data.transforms.base import BatchTransform, Parameters
+from fastamp.config import Key, crop_size, input_size
+from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters
 from fastamp.utils.errors import ConfigError
 
 KEYS = (
@@ -53,7 +55,6 @@ KEYS = (
 )
 
 _ATTEMPTS = 10
-PADDING_MODES = ("constant", "edge", "reflect", "symmetric")
 _MODES = {
     "bicubic": InterpolationMode.BICUBIC,
     "bilinear": InterpolationMode.BILINEAR,
@@ -101,6 +102,7 @@ class Resize:
         return f"Resize(size={self.size}, crop={self.crop}, interpolation={self.interpolation!r})"
 
 
+@TRANSFORM_REGISTRY.register("FLIP")
 class RandomHorizontalFlip(BatchTransform):
     """Mirror an image left to right with probability ``prob``."""
 
@@ -108,6 +110,11 @@ class RandomHorizontalFlip(BatchTransform):
 
     def __init__(self, *, prob: float) -> None:
         self.prob = prob
+
+    @classmethod
+    def from_config(cls, cfg: Any) -> "RandomHorizontalFlip":
+        """Return the mirroring of INPUT.FLIP."""
+        return cls(prob=cfg.INPUT.FLIP.PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Return ``flip``: (B,) bool."""
@@ -122,6 +129,7 @@ class RandomHorizontalFlip(BatchTransform):
         return mirrored
 
 
+@TRANSFORM_REGISTRY.register("PADDING")
 class PadAndRandomCrop(BatchTransform):
     """Pad each side, then crop at a random place.
 
@@ -137,6 +145,12 @@ class PadAndRandomCrop(BatchTransform):
         self.padding = padding
         self.mode = mode
         self.size = size
+
+    @classmethod
+    def from_config(cls, cfg: Any) -> "PadAndRandomCrop":
+        """Return the padding of INPUT.PADDING."""
+        padding = cfg.INPUT.PADDING
+        return cls(padding=padding.SIZE, mode=padding.MODE, size=input_size(cfg, is_train=True))
 
     def check_size(self, size: tuple[int, int]) -> None:
         """Check that a mirror image of ``padding`` pixels can be made of images of this height and width."""
@@ -200,6 +214,7 @@ class PadAndRandomCrop(BatchTransform):
         return distance.flip(0), length - 1 - distance
 
 
+@TRANSFORM_REGISTRY.register("CROP")
 class RandomResizedCrop(BatchTransform):
     """Cut out a random part of an image and resize it, antialiased unless by nearest neighbor.
 
@@ -228,6 +243,20 @@ class RandomResizedCrop(BatchTransform):
         self.scale = scale
         self.ratio = ratio
         self.interpolation = interpolation
+
+    @classmethod
+    def from_config(cls, cfg: Any) -> "RandomResizedCrop":
+        """Return the crop of INPUT.CROP.
+
+        Raises:
+            ConfigError: a largest value is smaller than the smallest.
+        """
+        crop = cfg.INPUT.CROP
+        for name in ("SCALE", "RATIO"):
+            low, high = crop[name]
+            if low > high:
+                raise ConfigError(f"INPUT.CROP.{name} is {crop[name]}; the smallest comes first")
+        return cls(size=crop_size(cfg), scale=crop.SCALE, ratio=crop.RATIO, interpolation=cfg.INPUT.INTERPOLATION)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Return ``top``, ``left``, ``height`` and ``width`` of each part: (B,) int64."""

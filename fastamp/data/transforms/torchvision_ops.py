@@ -1,7 +1,9 @@
 """torchvision's random transforms as operations on a batch, with random numbers that are the image's own."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +11,10 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from fastamp.config import Key
-from fastamp.data.transforms.base import BatchTransform, Parameters
+from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters
+from fastamp.utils.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 KEYS = (
     Key("INPUT.AFFINE.ENABLED", False, "Random small rotation, shift, scaling and shear of training images."),
@@ -62,20 +67,41 @@ class TorchvisionTransform(BatchTransform):
         return changed
 
 
+@TRANSFORM_REGISTRY.register("AUTOAUG")
 class AutoAugment(TorchvisionTransform):
     """Two operations of AutoAugment's ImageNet policy (Cubuk et al. 2019, arXiv:1805.09501), on 1 or 3 channels."""
 
     def __init__(self, *, prob: float) -> None:
         super().__init__(transform=v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET), prob=prob)
 
+    @classmethod
+    def from_config(cls, cfg: Any) -> "AutoAugment":
+        """Return the transform of INPUT.AUTOAUG.
 
+        Raises:
+            ConfigError: images have four channels.
+        """
+        return cls(prob=_section(cfg, "AUTOAUG").PROB)
+
+
+@TRANSFORM_REGISTRY.register("AUGMIX")
 class AugMix(TorchvisionTransform):
     """Mix an image with chains of operations on it (Hendrycks et al. 2020, arXiv:1912.02781), on 1 or 3 channels."""
 
     def __init__(self, *, prob: float) -> None:
         super().__init__(transform=v2.AugMix(), prob=prob)
 
+    @classmethod
+    def from_config(cls, cfg: Any) -> "AugMix":
+        """Return the transform of INPUT.AUGMIX.
 
+        Raises:
+            ConfigError: images have four channels.
+        """
+        return cls(prob=_section(cfg, "AUGMIX").PROB)
+
+
+@TRANSFORM_REGISTRY.register("RANDAUG")
 class RandAugment(TorchvisionTransform):
     """Random operations of one strength (Cubuk et al. 2020, arXiv:1909.13719), on 1 or 3 channels.
 
@@ -88,12 +114,41 @@ class RandAugment(TorchvisionTransform):
     def __init__(self, *, prob: float, num_ops: int, magnitude: int) -> None:
         super().__init__(transform=v2.RandAugment(num_ops=num_ops, magnitude=magnitude), prob=prob)
 
+    @classmethod
+    def from_config(cls, cfg: Any) -> "RandAugment":
+        """Return the transform of INPUT.RANDAUG.
 
+        Raises:
+            ConfigError: images have four channels.
+        """
+        section = _section(cfg, "RANDAUG")
+        return cls(prob=section.PROB, num_ops=section.NUM_OPS, magnitude=section.MAGNITUDE)
+
+
+@TRANSFORM_REGISTRY.register("AFFINE")
 class RandomAffine(TorchvisionTransform):
     """Rotate by up to 10 degrees, scale by 0.9 to 1.1 and shear by up to 0.1 degrees, as FastReID; black outside."""
 
     def __init__(self) -> None:
         super().__init__(transform=v2.RandomAffine(degrees=10, scale=(0.9, 1.1), shear=0.1), prob=1.0)
+
+    @classmethod
+    def from_config(cls, cfg: Any) -> "RandomAffine":
+        """Return the transform of INPUT.AFFINE, which has no settings."""
+        return cls()
+
+
+def _section(cfg: Any, name: str) -> Any:
+    """Return a section of INPUT whose transform works on grey and RGB images."""
+    section = cfg.INPUT[name]
+    if cfg.INPUT.CHANNELS == 4:
+        raise ConfigError(
+            f"INPUT.{name}.ENABLED is on, but works on grey and RGB images, and INPUT.CHANNELS is 4.\n"
+            f"  fix: INPUT.{name}.ENABLED False"
+        )
+    if section.PROB == 0:
+        logger.warning("INPUT.%s is enabled and has no effect: INPUT.%s.PROB is 0", name, name)
+    return section
 
 
 @contextmanager
