@@ -1,0 +1,376 @@
+"""Files of an earlier version load and resume with identical results, and its names and keys are still there.
+
+``tests/reference/recorded`` holds them and says how they were written.
+"""
+
+import copy
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import amp_replay
+import numpy as np
+import pytest
+import recorded
+import tiny
+import torch
+import tune_net
+from autotuner.search import read_outcomes
+from autotuner.trial import run_trial
+from recorded import FILES, RUNS, STOP
+
+import fastamp
+from fastamp import Predictor
+from fastamp.amp.crash import Crash
+from fastamp.config import CfgNode, get_cfg
+from fastamp.engine import DefaultTrainer
+from fastamp.inference.features_file import read_extraction
+from fastamp.inference.index import KINDS, load_index
+from fastamp.utils.errors import ConfigError
+
+HELPERS = Path(__file__).parent / "helpers"
+FACTS = json.loads((FILES / "recorded.json").read_text())
+EXPECTED = FACTS["expected"]
+LARGEST_DISTANCE = 0.03
+"""Difference of weights relative to how far they moved since the interruption, where the machine is another one.
+
+With other instruction sets or threads it was 0.0075 at most; without an average, moments, a queue or a teacher it was
+0.088 at least. Other states show in counters, which are compared exactly everywhere.
+"""
+
+
+def same_machine():
+    return recorded.machine() == FACTS["machine"]
+
+
+def read(path):
+    return torch.load(path, weights_only=True)
+
+
+def stored(name):
+    return read(FILES / name / "model_interrupted.pth")
+
+
+def resumable(folder, name, content=None):
+    """Return a copy of a stored run folder, with other content of its checkpoint where that is given."""
+    shutil.copytree(FILES / name, folder / name)
+    if content is not None:
+        torch.save(content, folder / name / "model_interrupted.pth")
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def straight(demo_root, tmp_path_factory):
+    """Return a function of a run's name: what its uninterrupted training holds at the stop and at the end."""
+    found = {}
+
+    def train(name):
+        if name not in found:
+            kept, folder = recorded.KeepWeights(), tmp_path_factory.mktemp(name)
+            recorded.train(recorded.config(folder, name), kept)
+            found[name] = kept.weights, read(folder / "model_final.pth")
+        return found[name]
+
+    return train
+
+
+def assert_same_end(start, first, second, *, exact):
+    """Check that two trainings, which were alike at ``start``, end alike in everything that a checkpoint holds."""
+    parts = [key for key in first if key not in ("config", "policy", "pairs", "random")]
+    ours, theirs = (dict(recorded.flat({key: content[key] for key in parts})) for content in (first, second))
+    assert ours.keys() == theirs.keys()
+    tensors = {key for key, value in ours.items() if isinstance(value, torch.Tensor)}
+    hooks = {key for key in ours if key.startswith("trainer/hooks/")}
+    assert {key: ours[key] for key in ours.keys() - tensors - hooks} == {
+        key: theirs[key] for key in theirs.keys() - tensors - hooks
+    }
+    if exact:
+        assert [key for key in sorted(tensors) if not torch.equal(ours[key], theirs[key])] == []
+        return
+    for part in {"model", "average"} & first.keys():
+        prefix = "average/model/" if part == "average" else "model/"
+        names = [key for key in sorted(tensors) if key.startswith(prefix) and ours[key].is_floating_point()]
+        moved = sum((ours[key] - start[key.removeprefix(prefix)]).square().sum() for key in names).sqrt()
+        apart = sum((ours[key] - theirs[key]).square().sum() for key in names).sqrt()
+        assert apart <= LARGEST_DISTANCE * moved, part
+
+
+def resume_and_compare(straight, name, folder):
+    start, end = straight(name)
+    exact = same_machine()
+    if exact:
+        weights = stored(name)["model"]
+        assert [key for key, value in start.items() if not torch.equal(value, weights[key])] == []
+    recorded.train(recorded.config(folder, name), resume=True)
+    assert_same_end(start, end, read(folder / "model_final.pth"), exact=exact)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_resumes_to_the_end_of_an_uninterrupted_one(demo, tmp_path, straight, name):
+    """Bit-identical on the machine that wrote the file; elsewhere rounding differs, and a lost state differs more."""
+    content = stored(name)
+    assert content["trainer"]["iteration"] == STOP and STOP % content["trainer"]["iters_per_epoch"]
+    folder = resumable(tmp_path, name)
+    resume_and_compare(straight, name, folder)
+    rows = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
+    assert [row["iteration"] for row in rows if "lr" in row] == [1, 3, 5, 7, 9, 11]
+
+
+def lose_average(content):
+    content["average"]["model"] = {key: content["model"][key] for key in content["average"]["model"]}
+
+
+def lose_updates(content):
+    content["average"]["updates"] = 0
+
+
+def lose_scale(content):
+    content["trainer"]["step"]["scaler"] = {"scale": 65536.0, "good_steps": 0}
+
+
+def lose_moments(content):
+    for state in content["optimizer"]["state"].values():
+        state["exp_avg"].zero_()
+        state["exp_avg_sq"].zero_()
+
+
+def lose_buffers(content):
+    for key, value in content["model"].items():
+        if key.startswith(("memory", "ema", "key_encoder", "average")):
+            value.zero_()
+
+
+def lose_steps(content):
+    content["trainer"]["steps_taken"] = 0
+
+
+@pytest.mark.parametrize(
+    "name, lose",
+    [
+        ("ema", lose_average),
+        ("swa", lose_updates),
+        ("fp16", lose_scale),
+        ("accumulation", lose_moments),
+        ("accumulation", lose_steps),
+        ("moco", lose_buffers),
+        ("distiller", lose_buffers),
+    ],
+)
+def test_a_lost_state_is_found(demo, tmp_path, straight, name, lose):
+    """The negative control."""
+    content = stored(name)
+    before = copy.deepcopy(content)
+    lose(content)
+    changed = dict(recorded.flat(content))
+    assert any(
+        not torch.equal(value, changed[key]) if isinstance(value, torch.Tensor) else value != changed[key]
+        for key, value in recorded.flat(before)
+    )
+    with pytest.raises(AssertionError):
+        resume_and_compare(straight, name, resumable(tmp_path, name, content))
+
+
+# ---- hooks: their states are stored by name, and one that no hook asks for would be dropped without a message
+
+
+def assert_hooks_continue(content, cfg):
+    """Check that each stored state, none of which is a new hook's, is that of a hook after the resume."""
+    new = DefaultTrainer(cfg).trainer.state_dict()["hooks"]
+    trainer = DefaultTrainer(cfg)
+    trainer.resume_or_load(resume=True)
+    found = list(trainer.trainer.state_dict()["hooks"].values())
+    states = {name: state for name, state in content["trainer"]["hooks"].items() if state}
+    assert states and [name for name, state in states.items() if state not in found] == []
+    assert all(state not in new.values() for state in states.values())
+    return states
+
+
+def config_of(name, folder):
+    return recorded.config(folder, name) if name in RUNS else tiny.tiny_config(folder, *recorded.TWO_RANKS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_hook_gets_its_state_back(demo, tmp_path, name):
+    states = assert_hooks_continue(stored(name), config_of(name, resumable(tmp_path, name)))
+    assert len(states) == 2  # of the best metric, and of the names of periodic checkpoints
+
+
+@pytest.mark.parametrize("name", ["EvalHook", "PeriodicCheckpointer"])
+def test_a_hook_of_another_name_is_found(demo, tmp_path, name):
+    """The negative control: what renaming a hook's class would do."""
+    content = stored("ema")
+    content["trainer"]["hooks"][f"{name}Renamed"] = content["trainer"]["hooks"].pop(name)
+    with pytest.raises(AssertionError, match=f"{name}Renamed"):
+        assert_hooks_continue(content, config_of("ema", resumable(tmp_path, "ema", content)))
+
+
+def test_two_ranks_resume_to_the_end_of_an_uninterrupted_run(demo_root, demo, tmp_path):
+    def run(folder, *flags):
+        command = [sys.executable, str(HELPERS / "ranks.py"), *flags, str(folder), "2", *recorded.TWO_RANKS]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+
+    folder, content = resumable(tmp_path, "two_ranks"), stored("two_ranks")
+    run(tmp_path / "straight")
+    run(folder, "--resume")
+    steps = torch.load(tmp_path / "straight/steps.pth", weights_only=True)
+    start = content["model"] | steps[content["trainer"]["iteration"] - 1]
+    first, second = (read(path / "model_final.pth") for path in (tmp_path / "straight", folder))
+    assert len(first["random"]["others"]) == content["trainer"]["processes"] - 1 == 1
+    if same_machine():
+        assert all(torch.equal(value, content["model"][key]) for key, value in start.items())
+    assert_same_end(start, first, second, exact=same_machine())
+
+
+# ---- other files
+
+
+def test_a_crash_file_replays(capfd):
+    crash = Crash.read(FILES / "amp_crash")
+    assert crash.location["module"] == "backbone.4" and crash.iteration == 2
+    assert amp_replay.cli([str(FILES / "amp_crash")]) == 1
+    said = capfd.readouterr().out
+    assert "reproduced" in said and "NOT" not in said and "backbone.4" in said
+    recorded_losses, now = ([row[n] for row in re.findall(r"^loss_\w+ +(\S+) +(\S+)", said, re.M)] for n in (0, 1))
+    assert recorded_losses and (not same_machine() or recorded_losses == now)
+    assert amp_replay.cli([str(FILES / "amp_crash"), "SOLVER.AMP", "bf16"]) == 0
+
+
+def test_an_extraction_reads_and_indexes_find_the_same():
+    extraction = read_extraction(FILES / "inference/gallery.npz")
+    assert extraction.features.astype(float).sum(0).tolist() == EXPECTED["extraction_sum"]
+    assert list(map(str, extraction.paths)) == EXPECTED["paths"]
+    queries = np.array(EXPECTED["features"], dtype=np.float32)
+    for kind in KINDS:
+        found = load_index(FILES / f"inference/{kind}.index").search(queries, 3)
+        assert found.rows.tolist() == EXPECTED[kind]["rows"], kind
+        np.testing.assert_allclose(found.scores, EXPECTED[kind]["scores"], atol=0 if same_machine() else 1e-5)
+
+
+def test_averaged_weights_give_the_same_features_and_gallery(monkeypatch):
+    model = Predictor(FILES / "ema/model_best.pth", device="cpu")
+    features, expected = model.features(list(recorded.IMAGES)), torch.tensor(EXPECTED["features"])
+    if same_machine():
+        assert torch.equal(features, expected)
+    torch.testing.assert_close(features, expected, rtol=1e-2, atol=1e-2)  # in bfloat16
+    assert model.config_hash == read_extraction(FILES / "inference/gallery.npz").config_hash
+
+
+# ---- FastTune
+
+
+def test_a_trial_continues_from_its_checkpoint(demo, tmp_path):
+    (path,) = (FILES / "search/search").glob("trial_*/run/model_tune.pth")
+    content, before = read(path), rows(path.with_name("reports.jsonl"))
+    done = content["trainer"]["iteration"] // content["trainer"]["iters_per_epoch"]
+    ends = {}
+    for name, checkpoint in (("straight", None), ("resumed", path)):
+        scores = ends[name] = {}
+        cfg = get_cfg()
+        cfg.merge_from_other_cfg(CfgNode.load_cfg(content["config"]))
+        cfg.merge_from_list(["OUTPUT_DIR", str(tmp_path / name)])
+        cfg = with_the_search_split(cfg)
+        failure = run_trial(
+            cfg,
+            lambda metrics, file, scores=scores: scores.update({metrics["epoch"]: metrics["score"]}),
+            checkpoint=checkpoint,
+        )
+        assert failure == ""
+    assert list(ends["resumed"]) == list(range(done + 1, cfg.SOLVER.MAX_EPOCH + 1))
+    if same_machine():
+        assert (
+            ends["straight"] == {row["epoch"]: row["score"] for row in before if row["epoch"] <= done} | ends["resumed"]
+        )
+
+
+def with_the_search_split(cfg):
+    """Return ``cfg`` with the data sets that trials of the stored search have."""
+    from autotuner.split import register_split
+
+    facts = json.loads((FILES / "search/search/search.json").read_text())
+    train, validation = register_split(cfg, facts["TUNE.VAL_FRACTION"], facts["--seed"])
+    cfg.merge_from_list(["DATASETS.NAMES", train, "DATASETS.TESTS", validation, "MODEL.HEADS.NUM_CLASSES", "0"])
+    return cfg
+
+
+@pytest.mark.tune
+def test_a_killed_search_continues(demo, tmp_path, monkeypatch, capfd):
+    ray = pytest.importorskip("ray")
+    if FACTS["ray"] != ray.__version__ or FACTS["python"].split(".")[:2] != sys.version.split(".")[:2]:
+        pytest.skip(f"Ray pickles by its own version and Python's: {FACTS['ray']}, {FACTS['python']}")
+    ray.shutdown()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), str(Path(fastamp.__file__).parents[1])]))
+    shutil.copytree(FILES / "search", "search")
+    facts = json.loads(Path("search/search/search.json").read_text())
+    facts["--parts"] = str(tmp_path / "parts.py")
+    Path("search/search/search.json").write_text(json.dumps(facts))
+    before = {path.parent.parent.name: rows(path) for path in Path("search/search").glob("trial_*/run/reports.jsonl")}
+    assert len(before) == 2
+    assert tune_net.cli(["--resume", *recorded.search_arguments(Path("search"))]) == 0, capfd.readouterr()
+    outcomes = read_outcomes(Path("search/search"))
+    assert len(outcomes) == 3 and all(not each.failure and each.score for each in outcomes)
+    for name, reports in before.items():
+        after = rows(Path(f"search/search/{name}/run/reports.jsonl"))
+        assert (len(after) > len(reports)) == (FILES / f"search/search/{name}/run/model_tune.pth").is_file()
+        assert after[: len(reports)] == reports and [row["epoch"] for row in after] == list(range(1, len(after) + 1))
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ---- names and keys
+
+
+def test_every_public_name_is_there():
+    """Names that moved may warn of it."""
+    missing = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for module, names in json.loads((FILES / "names.json").read_text())["modules"].items():
+            try:
+                imported = importlib.import_module(module)
+            except ImportError as error:
+                missing.append(f"{module}: {error}")
+                continue
+            missing += [f"{module}.{name}" for name in names if not hasattr(imported, name)]
+    assert missing == []
+
+
+def test_every_command_is_there():
+    there = recorded.commands()
+    stored_names = json.loads((FILES / "names.json").read_text())["commands"]
+    assert {where: [name for name in names if name not in there[where]] for where, names in stored_names.items()} == {
+        where: [] for where in stored_names
+    }
+
+
+def test_every_key_is_there_with_its_default():
+    before, now = json.loads((FILES / "keys.json").read_text()), recorded.keys()
+    changed = [
+        f"{table}: {key}: {value} -> {now[table].get(key)}"
+        for table, values in before.items()
+        for key, value in values.items()
+        if now[table].get(key) != value
+    ]
+    assert changed == []
+
+
+def test_other_spellings_of_keys_are_understood():
+    spellings, cfg = json.loads((FILES / "keys.json").read_text()), get_cfg()
+    for old, new in spellings["renamed"].items():
+        cfg.merge_from_list([old, "True"])
+        assert {key.path: value for key, value in cfg.keys_below()}[new] is True
+    for section, key in spellings["shorthands"].items():
+        cfg.merge_from_list([section, "fp16"])
+        assert cfg[section.split(".")[0]][section.split(".")[1]][key] == "float16"
+    for old, new in spellings["old releases"].items():
+        with pytest.raises(ConfigError, match=re.escape(new)):
+            get_cfg().merge_from_list([old, "1"])
