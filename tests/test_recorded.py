@@ -17,6 +17,7 @@ from pathlib import Path
 import amp_replay
 import numpy as np
 import pytest
+import record
 import recorded
 import tiny
 import torch
@@ -27,8 +28,8 @@ from recorded import FILES, RUNS, STOP
 
 import fastamp
 from fastamp import Predictor
-from fastamp.amp.crash import Crash
 from fastamp.config import CfgNode, get_cfg
+from fastamp.diagnostics.crash import Crash
 from fastamp.engine import DefaultTrainer
 from fastamp.inference.features_file import read_extraction
 from fastamp.inference.index import KINDS, load_index
@@ -43,6 +44,20 @@ LARGEST_DISTANCE = 0.03
 With other instruction sets or threads it was 0.0075 at most; without an average, moments, a queue or a teacher it was
 0.088 at least. Other states show in counters, which are compared exactly everywhere.
 """
+
+
+REMOVED = {
+    "fastamp.amp.rehearsal.is_out_of_memory",
+    "fastamp.config.defaults.define",
+    "fastamp.report.markup",
+    "fastamp.report.style",
+    *(
+        f"fastamp.report.sections.{name}_section"
+        for name in ["config", "data", "environment", "health", "results", "training"]
+    ),
+    *(f"fastamp.report.svg.{name}" for name in ("COLOURS", "chart", "drawing")),
+}
+"""Names without a successor, which no documentation had. Documented names never come here: they get an old name."""
 
 
 def same_machine():
@@ -337,11 +352,11 @@ def test_every_public_name_is_there():
         for module, names in json.loads((FILES / "names.json").read_text())["modules"].items():
             try:
                 imported = importlib.import_module(module)
-            except ImportError as error:
-                missing.append(f"{module}: {error}")
+            except ModuleNotFoundError as error:
+                missing.append(error.name)
                 continue
             missing += [f"{module}.{name}" for name in names if not hasattr(imported, name)]
-    assert missing == []
+    assert sorted(missing) == sorted(REMOVED)
 
 
 def test_every_command_is_there():
@@ -374,3 +389,16 @@ def test_other_spellings_of_keys_are_understood():
     for old, new in spellings["old releases"].items():
         with pytest.raises(ConfigError, match=re.escape(new)):
             get_cfg().merge_from_list([old, "1"])
+
+
+def test_a_difference_in_one_bit_is_found(tmp_path, capsys):
+    one = {"weights": torch.tensor([1.0, float("nan")]), "loss": 0.1}
+    changed = {"weights": one["weights"].clone(), "loss": np.nextafter(0.1, 1).item(), "mAP": 1.0}
+    changed["weights"][0] = 1.0 + 2**-23
+    for folder, values in (("a", one), ("b", one), ("c", changed)):
+        (tmp_path / folder).mkdir()
+        torch.save(values, tmp_path / folder / "run.pth")
+    assert record.compare(tmp_path / "a", tmp_path / "b") == 0
+    assert record.compare(tmp_path / "a", tmp_path / "c") == 1
+    said = capsys.readouterr().out
+    assert all(f"run: {key}: " in said for key in changed)
