@@ -4,6 +4,7 @@ import ast
 import hashlib
 import importlib
 import json
+import os
 import pkgutil
 import platform
 import signal
@@ -112,7 +113,7 @@ def machine() -> str:
     lines = cpu.read_text().splitlines() if cpu.is_file() else [platform.processor()]
     facts = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU"))}) or lines
     facts += [torch.__version__, torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads())]
-    facts += [numpy.__version__, PIL.__version__, platform.python_version()]
+    facts += [numpy.__version__, PIL.__version__, platform.python_version(), os.environ.get("DNNL_MAX_CPU_ISA", "")]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
