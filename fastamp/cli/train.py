@@ -2,7 +2,6 @@
 
 import argparse
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
@@ -15,6 +14,7 @@ from fastamp.engine import DefaultTrainer, default_argument_parser, default_setu
 from fastamp.engine.dry_run import dry_run
 from fastamp.engine.setup import add_training_arguments, read_config
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.signals import handling
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -88,12 +88,5 @@ def _clearing_up() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():  # where Python cannot handle signals
+    with handling(stop, (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)):
         yield
-        return
-    former = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)

@@ -24,6 +24,7 @@ from fastamp.data.dataset import ReidDataset
 from fastamp.data.samplers import EpochBatchSampler, InferenceSampler, SampleKey
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError, UserError
+from fastamp.utils.signals import set_handler
 
 logger = logging.getLogger(__name__)
 
@@ -355,8 +356,7 @@ def _as_it_is(batch: Any) -> Any:
 def _start_worker(worker: int) -> None:
     """Leave signals, which reach whole process groups, to the main process, and compute on one core."""
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    set_handler(signal.SIG_IGN, (signal.SIGINT, signal.SIGUSR1))
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_when_parent_says, daemon=True).start()

@@ -24,10 +24,10 @@ from fastamp.engine.lifeline import GRACE_SECONDS, Lifeline, Outcome, causes_amo
 from fastamp.utils import comm
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.signals import handling, set_handler
 
 _READY = "ready"
 _POLL_SECONDS = 0.5
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def launch(
@@ -169,7 +169,12 @@ def _spawn(
     # What PyTorch shares among cores, the processes have to share.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // local_size))
     ranks: list[_Rank] = []
-    with _environment(OMP_NUM_THREADS=threads), _signals_forwarded(ranks):
+
+    def forward(number: int, frame: Any) -> None:
+        for rank in ranks:
+            rank.signal(number)
+
+    with _environment(OMP_NUM_THREADS=threads), handling(forward):
         for local_rank in range(local_size):
             rank = machine_rank * local_size + local_rank
             group = {"init_method": dist_url, "world_size": num_machines * local_size, "rank": rank}
@@ -177,7 +182,8 @@ def _spawn(
             process = context.Process(
                 target=_worker, args=(main_func, local_rank, local_size, group, sys.argv, args, sender)
             )
-            with _sigint_ignored():
+            # A process that starts would print a traceback for a Ctrl-C while it imports.
+            with handling(signal.SIG_IGN, [signal.SIGINT]):
                 process.start()
             sender.close()  # so that the end of the process ends the pipe
             ranks.append(_Rank(rank, process, receiver))
@@ -272,7 +278,7 @@ def _worker(
     sys.argv = argv
     # A terminal's Ctrl-C goes to the first process alone, which passes it on as it does a scheduler's signal.
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    set_handler(signal.SIG_DFL, [signal.SIGINT])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     pipe.send(_READY)
     outcome = _outcome_of_all(lambda: _run_in_group(main_func, args, local_rank, local_size, pipe.send, **group))
@@ -289,19 +295,6 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def _sigint_ignored() -> Iterator[None]:
-    """For a process that starts inside, which would otherwise print a traceback for a Ctrl-C while it imports."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, former)
-
-
-@contextmanager
 def _environment(**variables: str) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -313,22 +306,3 @@ def _environment(**variables: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _signals_forwarded(ranks: list["_Rank"]) -> Iterator[None]:
-    """Pass signals on to the processes, and leave it to them what these do."""
-
-    def forward(number: int, frame: Any) -> None:
-        for rank in ranks:
-            rank.signal(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    former = {number: signal.signal(number, forward) for number in _FORWARDED}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)

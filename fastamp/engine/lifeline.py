@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from fastamp.utils import comm
+from fastamp.utils.signals import set_handler
 
 GRACE_SECONDS = 2.0
 """How long the other processes of a failed training have to say what they know."""
@@ -106,9 +107,7 @@ class Lifeline:
 
     def fail(self, outcome: Outcome) -> None:
         """Report this process's outcome and end it, as soon as the cause is clear; does not return."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # it ends in a moment, with its own code
-                signal.signal(number, signal.SIG_IGN)
+        set_handler(signal.SIG_IGN)  # it ends in a moment, with its own code
         with suppress(OSError, ValueError):
             sys.stdout.flush()
         self._own = outcome = replace(outcome, rank=self.rank)

@@ -50,6 +50,7 @@ from fastamp.engine.setup import check_config, load_parts, read_config
 from fastamp.utils.errors import ConfigError, DataError, writing
 from fastamp.utils.files import closed_stdout_allowed, real_path
 from fastamp.utils.logger import setup_logger
+from fastamp.utils.signals import handling
 
 logger = logging.getLogger("fastamp.fasttune")
 _SECONDS_TO_STOP = 10.0
@@ -188,20 +189,18 @@ def stopped_by_signals(finish: Callable[[int], int]) -> Iterator[None]:
         raise KeyboardInterrupt
 
     timers: list[threading.Timer] = []
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    except BaseException as error:
-        if not received:
-            raise
-        # Here rather than at the end of the process, where nothing would end its waiting.
-        shut_down_ray()
-        raise SearchInterrupted(received[0]) from error
-    finally:
-        for timer in timers:
-            timer.cancel()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handling(interrupt, (signal.SIGINT, signal.SIGTERM)):
+        try:
+            yield
+        except BaseException as error:
+            if not received:
+                raise
+            # Here rather than at the end of the process, where nothing would end its waiting.
+            shut_down_ray()
+            raise SearchInterrupted(received[0]) from error
+        finally:
+            for timer in timers:
+                timer.cancel()
 
 
 def narrowed(search: Search, outcomes: list[Outcome], *, trials: int, images: int) -> Search:

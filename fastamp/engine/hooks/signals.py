@@ -3,16 +3,15 @@
 import logging
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import FrameType
 
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.engine.hooks.base import HookBase
 from fastamp.utils import comm
+from fastamp.utils.signals import STOP_SIGNALS, handling, set_handler
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ class StopOnSignal(HookBase):
     """
 
     saves = True
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    SIGNALS = STOP_SIGNALS
     SAME_WITHIN = 1.0  # seconds
 
     def __init__(self, checkpointer: Checkpointer) -> None:
@@ -36,33 +35,24 @@ class StopOnSignal(HookBase):
         self.received: int | None = None
         self._received_at = 0.0
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Handle the signals inside, and give them back to their former handlers afterwards.
 
         Outside the main thread, where Python cannot handle signals, they stay with whoever has them.
         """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        former = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in former.items():
-                signal.signal(number, handler)
+        return handling(self._receive, self.SIGNALS)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         passed_on = comm.is_distributed() or "TORCHELASTIC_RUN_ID" in os.environ
         if self.received is not None:
             if number == self.received and time.monotonic() - self._received_at < self.SAME_WITHIN:
                 return
-            signal.signal(number, signal.SIG_DFL)
+            set_handler(signal.SIG_DFL, [number])
             os.kill(os.getpid(), number)
             return
         self.received, self._received_at = number, time.monotonic()
-        for each in () if passed_on else self.SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
+        if not passed_on:
+            set_handler(signal.SIG_DFL, self.SIGNALS)
         logger.warning(
             "%s: stopping after this step, or after the evaluation that follows it; a second one stops at once",
             signal.Signals(number).name,

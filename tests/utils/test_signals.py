@@ -1,0 +1,35 @@
+"""Signal handlers come and go in one place."""
+
+import signal
+import threading
+
+import pytest
+
+from fastamp.utils.signals import STOP_SIGNALS, handling, set_handler
+
+
+def test_former_handlers_come_back():
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    received = []
+    with pytest.raises(ValueError), handling(lambda number, frame: received.append(number)):
+        for number in STOP_SIGNALS:
+            signal.raise_signal(number)
+        with handling(signal.SIG_IGN, [signal.SIGUSR1]):
+            signal.raise_signal(signal.SIGUSR1)
+        raise ValueError
+    assert received == list(STOP_SIGNALS)
+    assert before == {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+
+def test_nothing_is_set_outside_the_main_thread():
+    found = []
+
+    def run():
+        with handling(signal.SIG_IGN):
+            found.append(set_handler(signal.SIG_IGN))
+
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [{}] and before == [signal.getsignal(number) for number in STOP_SIGNALS]
