@@ -49,6 +49,7 @@ With other instruction sets or threads it was 0.0075 at most; without an average
 REMOVED = {
     "fastamp.amp.rehearsal.is_out_of_memory",
     "fastamp.config.defaults.define",
+    "fastamp.data.transforms.geometry.PADDING_MODES",
     "fastamp.report.markup",
     "fastamp.report.style",
     *(
