@@ -11,7 +11,7 @@ import torch
 from judging import naive, random_set
 
 from fastamp.config import get_cfg
-from fastamp.evaluation import Protocol, judge_features
+from fastamp.evaluation import Protocol, compute_metrics
 from fastamp.evaluation.query_expansion import QueryExpansion, expand
 from fastamp.evaluation.rerank import ReRankedDistances, ReRanking
 from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, pairwise_distance
@@ -396,7 +396,7 @@ def test_mean_average_precision_minp_cmc_and_accept_rates(kind, scale):
     queries, gallery, ids = ranked_set(kind, scale)
     # Whole numbers times a power of two: float32's squared distances are exact where there are ties.
     options = {"resamples": 0, "false_accept_rates": (0.1, 0.5), "metric": "euclidean"}
-    metrics = judge_features(queries, gallery, ids, Protocol(**options)).metrics()
+    metrics = compute_metrics(queries, gallery, ids, Protocol(**options)).metrics()
     distances = exact_distances(queries, gallery, "euclidean")
     rows = [row for row in naive(distances.tolist(), ids) if row[3]]
     assert metrics["mAP"] == pytest.approx(100 * np.mean([row[0] for row in rows]), abs=1e-4)

@@ -21,8 +21,8 @@ from fastamp.amp import resolve_device
 from fastamp.config import CfgNode
 from fastamp.engine import run_command_line
 from fastamp.engine.setup import read_config
-from fastamp.evaluation import Identities, Protocol, judge_features, print_results
-from fastamp.evaluation.reid_evaluator import ranking_device, write_per_query
+from fastamp.evaluation import Identities, Protocol, compute_metrics, print_results
+from fastamp.evaluation.evaluator import ranking_device, write_per_query
 from fastamp.evaluation.roc import write_roc
 from fastamp.inference.features_file import open_arrays, read_array
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean, writing
@@ -134,16 +134,16 @@ def evaluate(args: argparse.Namespace, cfg: CfgNode) -> None:
     device = ranking_device(features[1], protocol, resolve_device(cfg.MODEL.DEVICE))
     # A bar of progress has no place among what is read from stdout.
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
-        judgement = judge_features(*(side.to(device) for side in features), ids, protocol)
-    metrics = judgement.metrics()
+        result = compute_metrics(*(side.to(device) for side in features), ids, protocol)
+    metrics = result.metrics()
     name, written = Path(args.features).stem, []
     if args.per_query is not None:
         written.append(Path(args.per_query))
-        write_per_query(judgement, written[0])
-    if judgement.roc is not None:
-        written += write_roc(judgement.roc, protocol.false_accept_rates, Path(cfg.OUTPUT_DIR) / "evaluation" / name)
+        write_per_query(result, written[0])
+    if result.roc is not None:
+        written += write_roc(result.roc, protocol.false_accept_rates, Path(cfg.OUTPUT_DIR) / "evaluation" / name)
     if args.json:
-        counted = {"num_valid_queries": judgement.ranking.num_valid}
+        counted = {"num_valid_queries": result.ranking.num_valid}
         print(json.dumps({name: metrics[name] for name in ("mAP", "mINP", "Rank-1")} | counted))
         return
     widest = torch.promote_types(*(side.dtype for side in features))

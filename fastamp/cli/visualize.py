@@ -94,7 +94,7 @@ def _draw_set(predictor: Predictor, name: str, kinds: set[str], wanted: Wanted, 
         locate=describe_evaluation,
     )
     each = evaluated_set(name, metrics, evaluator, loader, num_query)
-    judgement, details, protocol = each.judgement, each.judgement.details, each.judgement.protocol
+    result, details, protocol = each.result, each.result.details, each.result.protocol
     print(f"{name}: mAP {metrics['mAP']:.2f}, Rank-1 {metrics['Rank-1']:.2f}")
     if "rank-lists" in kinds:
         queries, gallery = _sides(each)
@@ -104,7 +104,7 @@ def _draw_set(predictor: Predictor, name: str, kinds: set[str], wanted: Wanted, 
                 figure = rank_list_figure(lists, queries, gallery, protocol, title=title)
                 _write(figure, folder / f"rank_list_{kind}.png")
     panels: dict[str, Callable[[], Panel | None]] = {
-        "cmc": lambda: cmc_panel(judgement),
+        "cmc": lambda: cmc_panel(result),
         "roc": lambda: roc_panel(details),
         "histogram": lambda: score_panel(details, protocol),
     }
@@ -121,9 +121,9 @@ def _draw_set(predictor: Predictor, name: str, kinds: set[str], wanted: Wanted, 
 
 def _similar_pairs(predictor: Predictor, each: EvaluatedSet, dataset: Any) -> list[tuple]:
     """Return random queries and the nearest gallery image of each, with their maps."""
-    protocol, pairs = each.judgement.protocol, []
+    protocol, pairs = each.result.protocol, []
     offset = 0 if protocol.draws_queries else len(each.query)
-    for one in each.judgement.details.lists["random"]:
+    for one in each.result.details.lists["random"]:
         if len(one.gallery):
             numbers = one.query, offset + int(one.gallery[0])
             batch = dataset.__getitems__([(0, place, number) for place, number in enumerate(numbers)])
@@ -135,7 +135,7 @@ def _similar_pairs(predictor: Predictor, each: EvaluatedSet, dataset: Any) -> li
 
 def _sides(each: EvaluatedSet) -> tuple[list, list]:
     """Return what the numbers of rank lists stand for."""
-    if each.judgement.protocol.draws_queries:
+    if each.result.protocol.draws_queries:
         return each.images, each.images
     return list(each.query), list(each.gallery)
 

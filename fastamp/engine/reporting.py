@@ -13,7 +13,7 @@ import numpy as np
 from fastamp import __version__
 from fastamp.config import CfgNode
 from fastamp.data.datasets.base import ImageItem
-from fastamp.evaluation.evaluator import DatasetEvaluator
+from fastamp.evaluation import DatasetEvaluator, EvaluationResult
 from fastamp.report import EvaluatedSet, History, Run, read_history, write_report
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, UserError
@@ -40,8 +40,9 @@ def evaluated_set(
 ) -> EvaluatedSet:
     """Return what a report shows of a test set, as far as evaluator and loader, which may be the user's own, know."""
     items = items_of(loader)
-    judgement = getattr(evaluator, "judgement", None)
-    return EvaluatedSet(name, metrics, judgement, items[:num_query], items[num_query:])
+    result = getattr(evaluator, "result", None)
+    result = result if isinstance(result, EvaluationResult) else None
+    return EvaluatedSet(name, metrics, result, items[:num_query], items[num_query:])
 
 
 def items_of(loader: Any) -> list[ImageItem]:

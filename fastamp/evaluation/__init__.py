@@ -1,28 +1,41 @@
-"""Evaluation: features of a test set, their ranking, and the numbers that the field reports."""
+"""Evaluation: from features of a test set to the metrics of the field.
 
+The way of the features: ``evaluator`` collects them, ``metrics`` computes distances in blocks, ``protocol`` says which
+gallery images count for which query, ``rank`` computes AP, INP and CMC.
+"""
+
+from fastamp.evaluation import single_shot  # noqa: F401  adds rules
 from fastamp.evaluation.details import Details, RankList, Wanted
-from fastamp.evaluation.evaluator import inference_on_dataset
-from fastamp.evaluation.judge import Judgement, judge_features
-from fastamp.evaluation.matches import Identities
+from fastamp.evaluation.evaluator import DatasetEvaluator, ReidEvaluator, inference_on_dataset
+from fastamp.evaluation.metrics import EvaluationResult, compute_metrics, rank_distances, rank_features
 from fastamp.evaluation.precise_bn import update_bn_statistics
-from fastamp.evaluation.protocol import Protocol
-from fastamp.evaluation.rank import RankingResult, rank_distances, rank_features
-from fastamp.evaluation.reid_evaluator import ReidEvaluator
-from fastamp.evaluation.report import print_results
+from fastamp.evaluation.protocol import Identities, Protocol
+from fastamp.evaluation.rank import RankingResult
+from fastamp.evaluation.results_table import print_results
+from fastamp.utils.moved import moved_names
 
 __all__ = [
+    "DatasetEvaluator",
     "Details",
+    "EvaluationResult",
     "Identities",
-    "Judgement",
     "Protocol",
     "RankList",
     "RankingResult",
     "ReidEvaluator",
     "Wanted",
+    "compute_metrics",
     "inference_on_dataset",
-    "judge_features",
     "print_results",
     "rank_distances",
     "rank_features",
     "update_bn_statistics",
 ]
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "Judgement": "fastamp.evaluation.metrics.EvaluationResult",
+        "judge_features": "fastamp.evaluation.metrics.compute_metrics",
+    },
+)

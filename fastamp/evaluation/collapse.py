@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastamp.evaluation.matches import Identities
+from fastamp.evaluation.protocol import Identities
 from fastamp.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,12 @@ _FEW = 64
 
 
 def count_indistinct(
-    queries: torch.Tensor, gallery: torch.Tensor, ids: Identities, *, metric: str, dtype: torch.dtype
+    query_features: torch.Tensor,
+    gallery_features: torch.Tensor,
+    identities: Identities,
+    *,
+    metric: str,
+    dtype: torch.dtype,
 ) -> int:
     """Return how many images have a feature that no distance tells from another identity's, and warn of many.
 
@@ -32,19 +37,19 @@ def count_indistinct(
     one of another identity. Below 5 % of the images, 0: a set may hold copies of an image.
 
     Args:
-        queries: (Q, D) finite float features.
-        gallery: (G, D) finite float features.
-        ids: of the Q and G images.
+        query_features: (Q, D) finite float features.
+        gallery_features: (G, D) finite float features.
+        identities: of the Q and G images.
         metric: ``"cosine"`` or ``"euclidean"``.
         dtype: of the distances.
 
     Returns:
         0..Q + G.
     """
-    pids = torch.cat((ids.query_pids, ids.gallery_pids)).cpu().numpy()
+    pids = torch.cat((identities.query_pids, identities.gallery_pids)).cpu().numpy()
     if len(np.unique(pids)) < 2:
         return 0
-    largest, length, resolution = _largest_distance((queries, gallery), metric, dtype)
+    largest, length, resolution = _largest_distance((query_features, gallery_features), metric, dtype)
     if largest <= resolution:
         _warn(
             f"all {len(pids)} features are the same for the {metric} distance: no two are farther apart than "
@@ -53,7 +58,7 @@ def count_indistinct(
             "the model has collapsed to one output, its weights were not loaded or its features are too small",
         )
         return len(pids)
-    indistinct = _equal_to_another_identity((queries, gallery), pids)
+    indistinct = _equal_to_another_identity((query_features, gallery_features), pids)
     if indistinct < _WARN_FROM * len(pids):
         return 0
     _warn(

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fastamp.evaluation.matches import JUNK_PID, Identities, Matches
-from fastamp.evaluation.protocol import Protocol
-from fastamp.evaluation.rank import Ranker, RankingResult
-from fastamp.evaluation.roc import RocCounter, RocCurve
+from fastamp.evaluation.protocol import JUNK_PID, Identities, Matches, Protocol, Ranker
+from fastamp.evaluation.rank import RankingResult
+from fastamp.evaluation.roc import RocCounter, RocCurve, summed_over_ranks
 from fastamp.layers.distance import DistanceBlocks
-from fastamp.utils import comm
 
 # Queries of a block that are looked at at once, which takes a copy of their distances.
 _ROWS = 128
@@ -105,20 +103,20 @@ class DetailCounter:
     """Takes blocks of distances one by one, and counts accept rates and the precision of each pair of cameras.
 
     Args:
-        ids: of Q queries and G gallery images.
-        protocol: how they are judged.
+        identities: of Q queries and G gallery images.
+        protocol: how they are evaluated.
         wanted: how much is to be shown.
         limit: see ``RocCounter``; None counts no accept rates.
     """
 
-    def __init__(self, ids: Identities, protocol: Protocol, wanted: Wanted, *, limit: float | None) -> None:
-        self.protocol, self.wanted, self.queries = protocol, wanted, len(ids.query_pids)
-        count = min(self.queries, max(1, wanted.pairs // len(ids.gallery_pids)))
+    def __init__(self, identities: Identities, protocol: Protocol, wanted: Wanted, *, limit: float | None) -> None:
+        self.protocol, self.wanted, self.queries = protocol, wanted, len(identities.query_pids)
+        count = min(self.queries, max(1, wanted.pairs // len(identities.gallery_pids)))
         chosen = np.random.default_rng(wanted.seed).permutation(self.queries)[:count]
         self._sample = np.sort(chosen) if count < self.queries else np.arange(self.queries)
         rows = torch.from_numpy(self._sample)
-        query_pids, query_camids = ids.query_pids.cpu()[rows], ids.query_camids.cpu()[rows]
-        gallery_pids, gallery_camids = ids.gallery_pids.cpu(), ids.gallery_camids.cpu()
+        query_pids, query_camids = identities.query_pids.cpu()[rows], identities.query_camids.cpu()[rows]
+        gallery_pids, gallery_camids = identities.gallery_pids.cpu(), identities.gallery_camids.cpu()
         self._roc = None
         if limit is not None:
             sampled = Identities(query_pids, gallery_pids, query_camids, gallery_camids)
@@ -138,17 +136,19 @@ class DetailCounter:
             self._rankers.append(ranker)
         self._first = len(self._sample)
 
-    def add(self, start: int, block: torch.Tensor) -> None:
-        """Count the queries of the sample from ``start`` on in a (B, G) block of distances, which stays as it is."""
+    def add(self, start: int, distances: torch.Tensor) -> None:
+        """Count the queries of the sample from ``start`` on by their (B, G) distances, which stay as they are."""
         if self._roc is None and not self._rankers:
             return
-        first, last = np.searchsorted(self._sample, (start, start + len(block))).tolist()
+        first, last = np.searchsorted(self._sample, (start, start + len(distances))).tolist()
         self._first = min(self._first, first)
         for begin in range(first, last, _ROWS):
             rows = self._sample[begin : min(begin + _ROWS, last)] - start
-            # Without a sample they are a part of the block, and need no copy.
+            # Without a sample they are a part of the distances, and need no copy.
             whole = rows[-1] - rows[0] == len(rows) - 1
-            part = block[rows[0] : rows[-1] + 1] if whole else block[torch.from_numpy(rows).to(block.device)]
+            part = (
+                distances[rows[0] : rows[-1] + 1] if whole else distances[torch.from_numpy(rows).to(distances.device)]
+            )
             if self._roc is not None:
                 self._roc.add(begin, part)
             for ranker, columns in zip(self._rankers, self._columns, strict=True):
@@ -163,7 +163,6 @@ class DetailCounter:
         """
         of_all = roc is not None
         if self._roc is not None:
-            self._roc.counts = _sum(self._roc.counts)
             roc = self._roc.result()
         return Details(lists, roc, of_all, self._camera_matrix(), len(self._sample), self.queries)
 
@@ -177,21 +176,21 @@ class DetailCounter:
             for row, camera in enumerate(self._query_cameras):
                 chosen = torch.from_numpy(camids == camera) & ranking.valid
                 sums[:, row, column] = torch.stack((ranking.ap[chosen].sum(), chosen.sum().double()))
-        total, count = _sum(sums).numpy()
+        total, count = summed_over_ranks(sums).numpy()
         mean_ap = np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
         return CameraMatrix(self._query_cameras, self._gallery_cameras, mean_ap, count.astype(np.int64), self._left_out)
 
 
 def rank_lists(
-    ranking: RankingResult, distances: DistanceBlocks, matches: Matches, protocol: Protocol, wanted: Wanted
+    ranking: RankingResult, blocks: DistanceBlocks, matches: Matches, protocol: Protocol, wanted: Wanted
 ) -> dict[str, list[RankList]]:
     """Return the rank lists that are wanted, each of its row of distances, computed once more.
 
     The best and the worst queries show as many identities as there are; no query is in both.
 
     Args:
-        ranking: of the queries of ``distances``.
-        distances: of the queries to the gallery.
+        ranking: of the queries of ``blocks``.
+        blocks: distances of the queries to the gallery.
         matches: of the same.
         protocol: by which ``ranking`` was made.
         wanted: how many of which kinds.
@@ -205,7 +204,7 @@ def rank_lists(
     for kind in wanted.kinds:
         chosen[kind] = _of_many_identities(orders[kind], matches.query_pids, wanted.lists)
     return {
-        kind: [_rank_list(query, ranking, distances, matches, protocol, wanted.length) for query in queries]
+        kind: [_rank_list(query, ranking, blocks, matches, protocol, wanted.length) for query in queries]
         for kind, queries in chosen.items()
     }
 
@@ -223,13 +222,13 @@ def _of_many_identities(queries: Sequence[int], pids: np.ndarray, count: int) ->
 def _rank_list(
     query: int,
     ranking: RankingResult,
-    distances: DistanceBlocks,
+    blocks: DistanceBlocks,
     matches: Matches,
     protocol: Protocol,
     length: int,
 ) -> RankList:
-    row = torch.empty(1, distances.shape[1], dtype=distances.dtype, device=distances.device)
-    distances.rows(query, query + 1, row)
+    row = torch.empty(1, blocks.shape[1], dtype=blocks.dtype, device=blocks.device)
+    blocks.rows(query, query + 1, row)
     own = row[0].cpu().numpy()
     pairs = matches.of(query, query + 1)
     left_out = np.zeros(len(own), dtype=bool)
@@ -255,8 +254,3 @@ def _most_frequent(camids: torch.Tensor, count: int) -> tuple[list[int], int]:
     cameras, images = camids.unique(return_counts=True)
     kept = cameras[images.argsort(descending=True, stable=True)[:count]]
     return sorted(kept.tolist()), len(cameras) - len(kept)
-
-
-def _sum(counts: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all ranks, on the CPU."""
-    return comm.all_reduce_sum(counts.to(comm.transport_device())).cpu() if comm.is_distributed() else counts

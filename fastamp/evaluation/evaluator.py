@@ -1,19 +1,28 @@
-"""Run a model over a test set under one precision policy."""
+"""Run a model over a test set, collect its features, and compute the metrics from them."""
 
 import itertools
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, to_float32
 from fastamp.amp.policy import dtype_name
 from fastamp.amp.refusal import IN_EVALUATION, Refusals
+from fastamp.evaluation.details import Wanted
+from fastamp.evaluation.floors import colour_histogram, raw_pixels
+from fastamp.evaluation.metrics import EvaluationResult, compute_metrics
+from fastamp.evaluation.pairs import PairScores, sample_pairs
+from fastamp.evaluation.protocol import Identities, Protocol
+from fastamp.evaluation.roc import write_roc
 from fastamp.utils import comm
-from fastamp.utils.errors import TrainingError
+from fastamp.utils.errors import DataError, TrainingError, writing
 from fastamp.utils.progress import format_duration, track
 
 logger = logging.getLogger(__name__)
@@ -134,3 +143,169 @@ def _explain_not_finite(
             found = locate(model, batch, policy) if locate else ""
         text += f".\n{found}" if found else ""
     return comm.first_text(text)
+
+
+class ReidEvaluator(DatasetEvaluator):
+    """CMC, mAP, mINP and verification of one test set: query images first, then the gallery.
+
+    Args:
+        cfg: ``TEST`` is read.
+        num_query: number of query images.
+        output_dir: folder for the files that ``TEST.PER_QUERY`` and ``TEST.ROC`` write; None writes none.
+        wanted: how much is to be shown of the ranking; None is what a report shows under ``TEST.REPORT``, else nothing.
+
+    Attributes:
+        result: of the last evaluation, if its ranking is to be shown.
+        pairs: after ``evaluate``, on the main process: the scores of a sample of genuine and impostor pairs; None where
+            there are none.
+    """
+
+    pairs: PairScores | None = None
+
+    def __init__(
+        self, cfg: Any, num_query: int, output_dir: str | None = None, *, wanted: Wanted | None = None
+    ) -> None:
+        self.protocol = Protocol.from_config(cfg)
+        self.per_query = cfg.TEST.PER_QUERY
+        self.floors = {"raw pixels": raw_pixels, "colour histogram": colour_histogram} if cfg.TEST.FLOORS else {}
+        self.num_query = num_query
+        self.output_dir = output_dir
+        self.wanted = wanted or (Wanted() if cfg.TEST.REPORT else None)
+        self.result: EvaluationResult | None = None
+        self.reset()
+
+    def metric_names(self) -> list[str]:
+        """Return the names of the metrics in percent."""
+        return self.protocol.metric_names()
+
+    @property
+    def judgement(self) -> EvaluationResult | None:
+        """Old name of ``result``."""
+        warnings.warn("ReidEvaluator.judgement is now result", DeprecationWarning, stacklevel=2)
+        return self.result
+
+    def reset(self) -> None:
+        """Forget all features."""
+        self._batches: dict[str, list[torch.Tensor]] = {}
+        self._num_images = 0
+        self._device = torch.device("cpu")
+
+    def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
+        """Take one batch.
+
+        Args:
+            inputs: the batch, with ``targets``, ``camids`` and, unless the batches come in the order of the test set
+                and in one process, ``indices``: (B,) int64 each.
+            outputs: (B, D) features, any precision; kept on the CPU as float32, float64 as it is.
+        """
+        self._device = outputs.device
+        batch = {"features": to_float32(outputs.detach()).cpu()}
+        batch |= {name: inputs[name].cpu() for name in ("targets", "camids")}
+        in_order = torch.arange(self._num_images, self._num_images + len(outputs))
+        batch["indices"] = inputs["indices"].cpu() if "indices" in inputs else in_order
+        batch |= {name: floor(inputs["images"].cpu()) for name, floor in self.floors.items()}
+        self._num_images += len(outputs)
+        for name, column in batch.items():
+            self._batches.setdefault(name, []).append(column)
+
+    def evaluate(self) -> dict[str, Any] | None:
+        """Compute the metrics, on the model's device if the features fit there, and forget the features.
+
+        Returns:
+            What ``EvaluationResult.metrics`` returns, percentages as floats; with ``TEST.FLOORS`` also ``floors``: name
+            -> the same of that floor. None on ranks other than 0.
+
+        Raises:
+            ConfigError: a file cannot be written, or query expansion overflows.
+            DataError: a feature is not finite, or no query has a match.
+        """
+        if not self._batches:
+            raise DataError("no image was evaluated: the test set, or this process's share of it, is empty")
+        columns, n, protocol = self._gather(), self.num_query, self.protocol
+        pids, camids = columns["targets"], columns["camids"]
+        identities = Identities(pids[:n], pids[n:], camids[:n], camids[n:])
+        features = columns.pop("features")
+        features = features.to(ranking_device(features, protocol, self._device))
+        result = compute_metrics(features[:n], features[n:], identities, protocol, self.wanted)
+        plain = protocol.plain()
+        floors = {
+            name: compute_metrics(columns[name][:n], columns[name][n:], identities, plain) for name in self.floors
+        }
+        self.result = result if self.wanted else None
+        if not comm.is_main_process():
+            return None
+        self._write(result)
+        self.pairs = sample_pairs(
+            *((features, features) if protocol.draws_queries else (features[:n], features[n:])),
+            identities.all_images() if protocol.draws_queries else identities,
+            metric=protocol.metric,
+            cross_camera=protocol.cross_camera,
+            same_images=protocol.draws_queries,
+            seed=protocol.seed,
+        )
+        metrics = result.metrics()
+        if floors:
+            metrics["floors"] = {name: floor.metrics() for name, floor in floors.items()}
+        return metrics
+
+    def _gather(self) -> dict[str, torch.Tensor]:
+        """Return the columns of all ranks in the order of ``indices``, and let go of the batches."""
+        indices = comm.gather_rows(torch.cat(self._batches.pop("indices")))
+        rows = indices.argsort().argsort()
+        columns = {}
+        for name in list(self._batches):
+            parts = self._batches.pop(name)
+            if comm.is_distributed():
+                parts = [comm.gather_rows(torch.cat(parts))]
+            ordered = parts[0].new_empty(len(indices), *parts[0].shape[1:])
+            begin = 0
+            # Batch by batch, each freed at once: two copies of all features need not fit into memory.
+            while parts:
+                part = parts.pop(0)
+                ordered[rows[begin : begin + len(part)]] = part
+                begin += len(part)
+            columns[name] = ordered
+        return columns
+
+    def _write(self, result: EvaluationResult) -> None:
+        if self.output_dir is None:
+            return
+        folder = Path(self.output_dir)
+        paths = []
+        if self.per_query:
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            paths.append(folder / "per_query.npz")
+            write_per_query(result, paths[0])
+        if result.roc is not None:
+            paths += write_roc(result.roc, self.protocol.false_accept_rates, folder)
+        for path in paths:
+            logger.info("wrote %s", path)
+
+
+def write_per_query(result: EvaluationResult, path: Path) -> None:
+    """Write ``ap``, ``inp``, ``valid``: (Q,), and ``first_match``: (Q, R), see ``RankingResult``, to an npz file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    ranking = result.ranking
+    columns = {name: getattr(ranking, name).numpy() for name in ("ap", "inp", "valid", "first_match")}
+    with writing(path), path.open("wb") as file:  # NumPy would add .npz to another name
+        np.savez_compressed(file, **columns)
+
+
+def ranking_device(features: torch.Tensor, protocol: Protocol, device: torch.device) -> torch.device:
+    """Return where to rank (N, D) features: ``device`` if it is CUDA and has room on every rank, else the CPU."""
+    if device.type != "cuda":
+        return torch.device("cpu")
+    copies = 1 + 4 * (protocol.expansion is not None) + 2 * (protocol.re_ranking is not None)
+    needed = copies * features.nbytes + 4 * protocol.memory_budget_mb * 2**20
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + kept
+    if not comm.any_rank(needed > free):
+        return device
+    logger.info(
+        "ranking on the CPU: it needs %.1f GiB, and %.1f GiB are free on %s", needed / 2**30, free / 2**30, device
+    )
+    return torch.device("cpu")

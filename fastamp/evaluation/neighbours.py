@@ -115,7 +115,7 @@ def _torch_candidates(distances: FeatureDistances, wanted: int, start: int, stop
 def _faiss_candidates(distances: FeatureDistances, wanted: int, start: int, stop: int) -> Iterator[_Candidates]:
     import faiss
 
-    queries, gallery = distances.queries.cpu().numpy(), distances.gallery.cpu().numpy()
+    queries, gallery = distances.query_features.cpu().numpy(), distances.gallery_features.cpu().numpy()
     # |q - g|^2 is largest where the product of (-2q, 1) and (g, |g|^2) is.
     extended = np.concatenate((gallery, distances.gallery_squares.cpu().numpy()[:, None]), axis=1)
     for first in range(start, stop, _FAISS_ROWS):
@@ -132,8 +132,8 @@ def _settle(distances: FeatureDistances, block: _Candidates, k: int) -> torch.Te
     """Return the (B, k) nearest of the candidates, in the order of float64 and of the gallery."""
     found, values = block.found, block.values
     # How far two products may be rounded apart, by the norms of what is near: a far feature may have any norm.
-    norms = squared_norms(distances.queries[block.queries]) + distances.gallery_squares[found].amax(1)
-    tolerance = torch.finfo(torch.float32).eps * math.sqrt(distances.queries.shape[1]) * 2 * norms
+    norms = squared_norms(distances.query_features[block.queries]) + distances.gallery_squares[found].amax(1)
+    tolerance = torch.finfo(torch.float32).eps * math.sqrt(distances.query_features.shape[1]) * 2 * norms
     close = values[:, 1:] - values[:, :-1] <= tolerance[:, None]
     # Where even the last candidate is as near as the k-th, others may be too.
     open_end = (values[:, -1] - values[:, k - 1] <= tolerance) & (found.shape[1] < distances.shape[1])
@@ -165,5 +165,7 @@ def _row(distances: FeatureDistances, query: int) -> torch.Tensor:
 def _exact_distances(distances: FeatureDistances, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Return the (n, c) squared distances of n queries to c gallery features each, in float64."""
     rows = rows.repeat_interleave(columns.shape[1])
-    exact = pair_distances(distances.queries, distances.gallery, rows, columns.reshape(-1), dtype=torch.float64)
+    exact = pair_distances(
+        distances.query_features, distances.gallery_features, rows, columns.reshape(-1), dtype=torch.float64
+    )
     return exact.view(columns.shape)

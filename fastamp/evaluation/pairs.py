@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.evaluation.matches import JUNK_PID, GalleryGroups, Identities
+from fastamp.evaluation.protocol import JUNK_PID, GalleryGroups, Identities
 from fastamp.layers.distance import pairwise_distance
 
 _QUANTILES = 1001
@@ -56,7 +56,7 @@ class PairScores:
 def sample_pairs(
     query_features: Features,
     gallery_features: Features,
-    ids: Identities,
+    identities: Identities,
     *,
     metric: str,
     cross_camera: bool = True,
@@ -71,7 +71,7 @@ def sample_pairs(
     Args:
         query_features: (Q, D) float; only rows of the sample are taken.
         gallery_features: (G, D) float.
-        ids: of the Q and G images.
+        identities: of the Q and G images.
         metric: ``cosine`` or ``euclidean``.
         cross_camera: leave out pairs of one identity that are from one camera.
         same_images: queries and gallery are the same images, none of which makes a pair with itself.
@@ -82,7 +82,13 @@ def sample_pairs(
     """
     random = np.random.default_rng(seed)
     query_pids, gallery_pids, query_camids, gallery_camids = (
-        each.cpu().numpy() for each in (ids.query_pids, ids.gallery_pids, ids.query_camids, ids.gallery_camids)
+        each.cpu().numpy()
+        for each in (
+            identities.query_pids,
+            identities.gallery_pids,
+            identities.query_camids,
+            identities.gallery_camids,
+        )
     )
     groups = GalleryGroups(gallery_pids)
     columns, queries = [], []

@@ -1,25 +1,172 @@
-"""What is measured and how, as one value that a config is read into and a report states in one line."""
+"""Protocols: which gallery images count for which query, and all that an evaluation is configured by.
 
-from collections.abc import Callable
+``RULES`` maps each ``TEST.PROTOCOL`` to its rule. ``Matches`` tells a query's matches from junk, and a ``Ranker`` ranks
+by that. Rules that draw a gallery are in ``single_shot``.
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from fastamp.evaluation.matches import Identities
 from fastamp.evaluation.neighbours import BACKENDS
 from fastamp.evaluation.query_expansion import QueryExpansion
-from fastamp.evaluation.rank import Ranker
+from fastamp.evaluation.rank import RankingResult, query_scores, ranks_of_matches
 from fastamp.evaluation.rerank import ReRanking
-from fastamp.evaluation.roc import accept_rate_name
-from fastamp.evaluation.single_shot import OneGalleryImageRanker, SingleGalleryShotRanker
 from fastamp.layers.distance import check_metric
 from fastamp.utils.errors import ConfigError, check_choice
+from fastamp.utils.moved import moved_names
+
+# The identity that the first Market-1501 evaluation code excludes from the gallery.
+JUNK_PID = -1
+# Pairs that are held at once, in some 60 bytes each.
+_MOST_PAIRS = 2**19
+
+__getattr__ = moved_names(__name__, {"check_sets": "fastamp.evaluation.metrics.check_features"})
+
+
+@dataclass(frozen=True)
+class Identities:
+    """Identities and cameras of the query and gallery images: (Q,), (G,), (Q,), (G,) int64."""
+
+    query_pids: torch.Tensor
+    gallery_pids: torch.Tensor
+    query_camids: torch.Tensor
+    gallery_camids: torch.Tensor
+
+    def all_images(self) -> "Identities":
+        """Return the queries and the gallery together as both sides."""
+        pids = torch.cat((self.query_pids, self.gallery_pids))
+        camids = torch.cat((self.query_camids, self.gallery_camids))
+        return Identities(pids, pids, camids, camids)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Matches and junk of B queries in a row, as the entries of their (B, G) distances: int64, sorted by row."""
+
+    rows: np.ndarray
+    columns: np.ndarray
+    junk_rows: np.ndarray
+    junk_columns: np.ndarray
+
+
+class GalleryGroups:
+    """The gallery images of each identity.
+
+    Attributes:
+        order: (G,) int64, the gallery images sorted by identity, those of one in the gallery's order.
+        pids: (P,) int64, the gallery's identities, ascending.
+        starts: (P,) int64, where an identity's images begin in ``order``.
+        counts: (P,) int64, how many it has.
+    """
+
+    def __init__(self, gallery_pids: np.ndarray) -> None:
+        self.order = np.argsort(gallery_pids, kind="stable")
+        self.pids, self.starts, self.counts = np.unique(gallery_pids[self.order], return_index=True, return_counts=True)
+
+    def of(self, pids: np.ndarray) -> np.ndarray:
+        """Return the group of each of (B,) identities, -1 where the gallery has none."""
+        place = np.searchsorted(self.pids, pids).clip(max=len(self.pids) - 1)
+        return np.where(self.pids[place] == pids, place, -1)
+
+
+class Matches:
+    """The matches and the junk of queries.
+
+    A gallery image of the query's identity is a match, unless it is junk: under ``cross_camera``, when it is also from
+    the query's own camera (Zheng et al. 2015, "Scalable person re-identification: a benchmark").
+
+    Args:
+        identities: of Q queries and G gallery images.
+        cross_camera: whether images of the query's own camera are junk.
+        unmatched_pid: an identity that matches nothing; None is none.
+    """
+
+    def __init__(self, identities: Identities, *, cross_camera: bool, unmatched_pid: int | None = None) -> None:
+        self.query_pids, self.gallery_pids = identities.query_pids.cpu().numpy(), identities.gallery_pids.cpu().numpy()
+        self.query_camids = identities.query_camids.cpu().numpy()
+        self.gallery_camids = identities.gallery_camids.cpu().numpy()
+        self.cross_camera, self.unmatched_pid = cross_camera, unmatched_pid
+        self.groups = GalleryGroups(self.gallery_pids)
+
+    def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges of the queries from ``start`` to ``stop`` whose pairs take little memory, one query at least."""
+        group = self.groups.of(self.query_pids[start:stop])
+        pairs = np.cumsum(np.where(group >= 0, self.groups.counts[group], 0))
+        first = 0
+        while first < len(group):
+            done = pairs[first - 1] if first else 0
+            last = max(first + 1, int(np.searchsorted(pairs, done + _MOST_PAIRS, side="right")))
+            yield start + first, start + last
+            first = last
+
+    def of(self, start: int, stop: int) -> Pairs:
+        """Return the pairs of the queries from ``start`` up to, not including, ``stop``."""
+        pids = self.query_pids[start:stop]
+        group = np.where(pids == self.unmatched_pid, -1, self.groups.of(pids))
+        counts = np.where(group >= 0, self.groups.counts[group], 0)
+        rows = np.repeat(np.arange(len(group)), counts)
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        columns = self.groups.order[self.groups.starts[group[rows]] + within]
+        junk = np.zeros(len(rows), dtype=bool)
+        if self.cross_camera:
+            junk = self.query_camids[start:stop][rows] == self.gallery_camids[columns]
+        return Pairs(rows[~junk], columns[~junk], rows[junk], columns[junk])
+
+
+class Ranker:
+    """Ranks the queries of one block of distances after the other, in any order: Market-1501's rule.
+
+    Args:
+        identities: of Q queries and G gallery images.
+        cross_camera: gallery images of the query's identity from the query's own camera are junk.
+        trapezoid: the AP of the first Market-1501 evaluation code: the area under the precision-recall curve by the
+            trapezoidal rule, gallery images of identity -1 excluded. Without, the mean of the precisions at the
+            matches, as everybody reports it today.
+
+    Attributes:
+        draws: of the gallery, R.
+    """
+
+    draws = 1
+
+    def __init__(self, identities: Identities, *, cross_camera: bool = True, trapezoid: bool = False) -> None:
+        unmatched = JUNK_PID if trapezoid else None
+        self.matches = Matches(identities, cross_camera=cross_camera, unmatched_pid=unmatched)
+        self.trapezoid = trapezoid
+        self._excluded = (identities.gallery_pids == JUNK_PID).nonzero().flatten() if trapezoid else None
+        self._parts: dict[int, tuple[np.ndarray, ...]] = {}
+
+    def add(self, start: int, distances: torch.Tensor) -> None:
+        """Rank the gallery for the queries from ``start`` on by (B, G) distances; the junk's are overwritten."""
+        for first, last in self.matches.spans(start, start + len(distances)):
+            self._parts[first] = self.rank(first, distances[first - start : last - start])
+
+    def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
+        """Return the (B,) AP, (B,) INP and (B, R) first match of the queries from ``start`` on."""
+        pairs = self.matches.of(start, start + len(distances))
+        # NaN is neither closer nor farther than anything.
+        junk = (torch.from_numpy(side).to(distances.device) for side in (pairs.junk_rows, pairs.junk_columns))
+        distances[tuple(junk)] = torch.nan
+        if self._excluded is not None:
+            distances[:, self._excluded.to(distances.device)] = torch.nan
+        ranks = ranks_of_matches(distances, pairs.rows, pairs.columns)
+        ap, inp, first_match = query_scores(ranks, pairs.rows, len(distances), trapezoid=self.trapezoid)
+        return ap, inp, first_match[:, None]
+
+    def result(self) -> RankingResult:
+        """Return the results of the queries seen, on the CPU, in their order."""
+        none = np.empty(0), np.empty(0), np.empty((0, self.draws), dtype=np.int64)
+        parts = [none, *(self._parts[start] for start in sorted(self._parts))]
+        return RankingResult(*(torch.from_numpy(np.concatenate(columns)) for columns in zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Who is ranked against whom.
+    """Which queries are ranked against which gallery images.
 
     Attributes:
         text: the rule in words, with the protocol's ``repeats`` and ``seed``.
@@ -37,33 +184,26 @@ class Rule:
 RULES = {
     "market1501": Rule(
         text="Market-1501 (images of the query's identity from its own camera are junk)",
-        build=lambda ids, protocol: Ranker(ids, trapezoid=protocol.trapezoid),
+        build=lambda identities, protocol: Ranker(identities, trapezoid=protocol.trapezoid),
         cross_camera=True,
     ),
     "no_camera": Rule(
         text="no cameras (no junk)",
-        build=lambda ids, protocol: Ranker(ids, cross_camera=False, trapezoid=protocol.trapezoid),
+        build=lambda identities, protocol: Ranker(identities, cross_camera=False, trapezoid=protocol.trapezoid),
         cross_camera=False,
-    ),
-    "cuhk03": Rule(
-        text="CUHK03 single gallery shot (own camera is junk; CMC over {0.repeats} draws, seed {0.seed})",
-        build=lambda ids, protocol: SingleGalleryShotRanker(
-            ids, repeats=protocol.repeats, seed=protocol.seed, trapezoid=protocol.trapezoid
-        ),
-        cross_camera=True,
-    ),
-    "vehicleid": Rule(
-        text="VehicleID (one gallery image of each identity, all others are queries; {0.repeats} draws, seed {0.seed})",
-        build=lambda ids, protocol: OneGalleryImageRanker(ids, repeats=protocol.repeats, seed=protocol.seed),
-        cross_camera=False,
-        draws_queries=True,
     ),
 }
+"""``TEST.PROTOCOL`` -> its rule; ``single_shot`` adds those that draw a gallery."""
+
+
+def accept_rate_name(rate: float) -> str:
+    """Return the name of the true accept rate at a false accept rate in 0..1."""
+    return f"TAR@FAR={rate:.10g}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """How features are judged.
+    """How features are evaluated.
 
     Attributes:
         metric: ``"cosine"`` or ``"euclidean"``.
@@ -122,14 +262,6 @@ class Protocol:
             ConfigError: parts that do not go together.
         """
         test = cfg.TEST
-        expansion = re_ranking = None
-        if test.AQE.ENABLED:
-            expansion = QueryExpansion(
-                k=test.AQE.QE_K, alpha=test.AQE.ALPHA, times=test.AQE.QE_TIME, sides=test.AQE.SIDES
-            )
-        if test.RERANK.ENABLED:
-            keys = test.RERANK
-            re_ranking = ReRanking(k1=keys.K1, k2=keys.K2, share=keys.LAMBDA, form=keys.FORM)
         return cls(
             metric=test.METRIC,
             rule=test.PROTOCOL,
@@ -139,18 +271,18 @@ class Protocol:
             ranks=tuple(sorted({1, 5, 10, *test.RANKS})),
             resamples=test.BOOTSTRAP,
             false_accept_rates=tuple(test.ROC.FAR) if test.ROC.ENABLED else None,
-            expansion=expansion,
-            re_ranking=re_ranking,
+            expansion=QueryExpansion.from_config(cfg) if test.AQE.ENABLED else None,
+            re_ranking=ReRanking.from_config(cfg) if test.RERANK.ENABLED else None,
             backend=test.KNN_BACKEND,
             memory_budget_mb=test.MEMORY_BUDGET_MB,
         )
 
     def plain(self) -> "Protocol":
-        """Return the same rule for cosine distances and nothing else, as floors are judged."""
+        """Return the same rule for cosine distances and nothing else, as for floors."""
         return replace(self, metric="cosine", resamples=0, false_accept_rates=None, expansion=None, re_ranking=None)
 
     def metric_names(self) -> list[str]:
-        """Return the names of the metrics that features are judged by; see ``Judgement.metrics``."""
+        """Return the names of the metrics in percent; see ``EvaluationResult.metrics``."""
         names = [*(f"Rank-{rank}" for rank in self.ranks), "mAP", "mINP", "metric"]
         return names + [accept_rate_name(rate) for rate in self.false_accept_rates or ()]
 
@@ -164,9 +296,9 @@ class Protocol:
         """Whether query and gallery are drawn from all images, which then are ranked against all."""
         return RULES[self.rule].draws_queries
 
-    def ranker(self, ids: Identities) -> Ranker:
-        """Return what ranks under this rule."""
-        return RULES[self.rule].build(ids, self)
+    def ranker(self, identities: Identities) -> Ranker:
+        """Return the ranker of this rule."""
+        return RULES[self.rule].build(identities, self)
 
     def dtype(self, features: torch.dtype) -> torch.dtype:
         """Return the dtype of the distances of features: float64 where those are and nothing else is asked for."""

@@ -1,6 +1,7 @@
 """Query expansion: replace a feature by a weighted mean of its nearest neighbours."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,12 @@ class QueryExpansion:
         if min(self.k, self.times) < 1:
             raise ConfigError(f"TEST.AQE: QE_K {self.k} and QE_TIME {self.times} must be at least 1")
 
+    @classmethod
+    def from_config(cls, cfg: Any) -> "QueryExpansion":
+        """Return what ``cfg.TEST.AQE`` describes."""
+        keys = cfg.TEST.AQE
+        return cls(k=keys.QE_K, alpha=keys.ALPHA, times=keys.QE_TIME, sides=keys.SIDES)
+
     def __str__(self) -> str:
         what = {"both": "queries and gallery", "query": "queries", "gallery": "gallery"}
         return f"expansion of {what[self.sides]} (k {self.k}, alpha {self.alpha:g}, {self.times} x)"
@@ -47,8 +54,8 @@ class QueryExpansion:
 
 @without_tf32()
 def expand(
-    queries: torch.Tensor,
-    gallery: torch.Tensor,
+    query_features: torch.Tensor,
+    gallery_features: torch.Tensor,
     options: QueryExpansion,
     *,
     backend: str = "auto",
@@ -61,8 +68,8 @@ def expand(
     alpha is a whole number from 0 on.
 
     Args:
-        queries: (Q, D) float, any precision; computed in float32.
-        gallery: (G, D) float, on the same device.
+        query_features: (Q, D) float, any precision; computed in float32.
+        gallery_features: (G, D) float, on the same device.
         options: the kind of expansion.
         backend: of the neighbour search, see ``nearest_neighbours``.
         memory_budget_mb: MiB of distances held at once.
@@ -73,20 +80,22 @@ def expand(
     Raises:
         ConfigError: the weights overflow.
     """
-    queries, gallery = queries.float(), gallery.float()
+    query_features, gallery_features = query_features.float(), gallery_features.float()
     search = {"backend": backend, "memory_budget_mb": memory_budget_mb}
     for _ in range(options.times):
         if options.sides == "both":
-            union = torch.cat((queries, gallery))
+            union = torch.cat((query_features, gallery_features))
             expanded = _expand(union, union, options, search)
-            queries, gallery = expanded[: len(queries)], expanded[len(queries) :]
+            query_features, gallery_features = expanded[: len(query_features)], expanded[len(query_features) :]
         elif options.sides == "query":
-            queries = _expand(queries, gallery, options, search, with_itself=True)
+            query_features = _expand(query_features, gallery_features, options, search, with_itself=True)
         else:
-            gallery = _expand(gallery, gallery, options, search)
-        if not all(torch.isfinite(torch.stack(torch.aminmax(side))).all() for side in (queries, gallery)):
+            gallery_features = _expand(gallery_features, gallery_features, options, search)
+        if not all(
+            torch.isfinite(torch.stack(torch.aminmax(side))).all() for side in (query_features, gallery_features)
+        ):
             raise ConfigError(f"TEST.AQE.ALPHA {options.alpha:g}: similarities to this power overflow in float32")
-    return queries, gallery
+    return query_features, gallery_features
 
 
 def _expand(

@@ -6,7 +6,7 @@ tens of members, and are rows of sparse matrices.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -57,6 +57,12 @@ class ReRanking:
                 f"TEST.RERANK: K1 {self.k1} and K2 {self.k2} must be at least 1, LAMBDA {self.share} in 0..1"
             )
 
+    @classmethod
+    def from_config(cls, cfg: Any) -> "ReRanking":
+        """Return what ``cfg.TEST.RERANK`` describes."""
+        keys = cfg.TEST.RERANK
+        return cls(k1=keys.K1, k2=keys.K2, share=keys.LAMBDA, form=keys.FORM)
+
     def __str__(self) -> str:
         return f"re-ranking ({self.form}, k1 {self.k1}, k2 {self.k2}, lambda {self.share:g})"
 
@@ -65,8 +71,8 @@ class ReRankedDistances(DistanceBlocks):
     """The final distances of re-ranking, of queries to the gallery.
 
     Args:
-        queries: (Q, D) float features, any precision; computed in float32.
-        gallery: (G, D) float features, on the same device.
+        query_features: (Q, D) float features, any precision; computed in float32.
+        gallery_features: (G, D) float features, on the same device.
         metric: ``"cosine"`` normalizes the features first; ``"euclidean"`` takes them as they are.
         options: the kind of re-ranking.
         backend: of the neighbour search, see ``nearest_neighbours``.
@@ -78,8 +84,8 @@ class ReRankedDistances(DistanceBlocks):
 
     def __init__(
         self,
-        queries: torch.Tensor,
-        gallery: torch.Tensor,
+        query_features: torch.Tensor,
+        gallery_features: torch.Tensor,
         *,
         metric: str,
         options: ReRanking,
@@ -87,24 +93,28 @@ class ReRankedDistances(DistanceBlocks):
         memory_budget_mb: float = 256,
     ) -> None:
         self.options, self.memory_budget_mb = options, memory_budget_mb
-        self.shape = (len(queries), len(gallery))
-        self.dtype, self.device = torch.float32, gallery.device
-        features = torch.cat((queries.detach().float(), gallery.detach().float()))
+        self.shape = (len(query_features), len(gallery_features))
+        self.dtype, self.device = torch.float32, gallery_features.device
+        features = torch.cat((query_features.detach().float(), gallery_features.detach().float()))
         if check_metric(metric) == "cosine":
             F.normalize(features, dim=1, out=features)
         # Distances stay as they are, and what products round is relative to the spread instead of the offset.
         features -= features.mean(0)
-        queries, gallery = features[: len(queries)], features[len(queries) :]
-        self._original = FeatureDistances(queries, gallery, metric="euclidean", memory_budget_mb=memory_budget_mb)
+        self._original = FeatureDistances(
+            features[: len(query_features)],
+            features[len(query_features) :],
+            metric="euclidean",
+            memory_budget_mb=memory_budget_mb,
+        )
         # FastReID mixes in the distance of the metric: 1 - cosine is half the squared distance of unit vectors.
         self._scale = 0.5 if options.form == "fastreid" and metric == "cosine" else 1.0
         search = {"backend": backend, "memory_budget_mb": memory_budget_mb}
         count = max(options.num_neighbours, options.k2)
         neighbours = nearest_neighbours(features, features, count, **search)
         weights = _weights(features, neighbours.indices, neighbours.farthest, options)
-        self._farthest = torch.from_numpy(neighbours.farthest[: len(queries)]).to(self.device)
-        self._query_weights = weights[: len(queries)]
-        self._gallery_weights = weights[len(queries) :].tocsc()
+        self._farthest = torch.from_numpy(neighbours.farthest[: len(query_features)]).to(self.device)
+        self._query_weights = weights[: len(query_features)]
+        self._gallery_weights = weights[len(query_features) :].tocsc()
         self.limit = None if options.form == "fastreid" else 1.0
 
     def rows(self, start: int, stop: int, out: torch.Tensor) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fastamp.evaluation.matches import Identities, Matches, Pairs
+from fastamp.evaluation.protocol import Identities, Matches, Pairs
 from fastamp.layers.distance import DistanceBlocks
+from fastamp.utils import comm
 from fastamp.utils.errors import writing
+from fastamp.utils.moved import moved_names
 
 logger = logging.getLogger(__name__)
 
@@ -23,22 +25,24 @@ _SMALLEST_LIMIT = 1e-30
 # Queries whose distances say where those of a metric without a bound lie.
 _SAMPLED = 64
 
-
-def accept_rate_name(rate: float) -> str:
-    """Return the name of the true accept rate at a false accept rate, a share of 1."""
-    return f"TAR@FAR={rate:.10g}"
+__getattr__ = moved_names(__name__, {"accept_rate_name": "fastamp.evaluation.protocol.accept_rate_name"})
 
 
-def limit_of(distances: DistanceBlocks) -> float:
+def limit_of(blocks: DistanceBlocks) -> float:
     """Return a distance that few pairs lie above: the largest possible, or four times the median of some queries'."""
-    if distances.limit is not None:
-        return distances.limit
-    count, width = distances.shape
-    sample = torch.empty(min(_SAMPLED, count), width, dtype=distances.dtype, device=distances.device)
+    if blocks.limit is not None:
+        return blocks.limit
+    count, width = blocks.shape
+    sample = torch.empty(min(_SAMPLED, count), width, dtype=blocks.dtype, device=blocks.device)
     for number, row in enumerate(sample):
         query = number * count // len(sample)
-        distances.rows(query, query + 1, row[None])
+        blocks.rows(query, query + 1, row[None])
     return 4 * sample.median().item()
+
+
+def summed_over_ranks(counts: torch.Tensor) -> torch.Tensor:
+    """Return the sum over all ranks, on the CPU."""
+    return comm.all_reduce_sum(counts.to(comm.transport_device())).cpu() if comm.is_distributed() else counts
 
 
 @dataclass(frozen=True)
@@ -73,32 +77,33 @@ class RocCounter:
     a true accept rate lacks at most the pairs that share a bin with the threshold.
 
     Args:
-        ids: of Q queries and G gallery images.
+        identities: of Q queries and G gallery images.
         limit: where the last bin begins; distances above are not told apart.
         cross_camera: see ``Matches``; junk is no pair.
 
     Attributes:
-        counts: (2, 2^20) int64, genuine and impostor pairs by distance; those of several counters may be added.
+        counts: (2, 2^20) int64, genuine and impostor pairs by distance.
     """
 
-    def __init__(self, ids: Identities, *, limit: float, cross_camera: bool = True) -> None:
-        self.matches = Matches(ids, cross_camera=cross_camera)
+    def __init__(self, identities: Identities, *, limit: float, cross_camera: bool = True) -> None:
+        self.matches = Matches(identities, cross_camera=cross_camera)
         self._scale = _BINS / max(limit, _SMALLEST_LIMIT)
         self.counts = torch.zeros(2, _BINS, dtype=torch.int64)
 
-    def add(self, start: int, block: torch.Tensor) -> None:
-        """Count the pairs of the queries from ``start`` on in a (B, G) block of distances, which stays as it is."""
-        for first, last in self.matches.spans(start, start + len(block)):
-            self._count(block[first - start : last - start], self.matches.of(first, last))
+    def add(self, start: int, distances: torch.Tensor) -> None:
+        """Count the pairs of the queries from ``start`` on by their (B, G) distances, which stay as they are."""
+        for first, last in self.matches.spans(start, start + len(distances)):
+            self._count(distances[first - start : last - start], self.matches.of(first, last))
 
-    def _count(self, block: torch.Tensor, pairs: Pairs) -> None:
+    def _count(self, distances: torch.Tensor, pairs: Pairs) -> None:
         entries = ((pairs.rows, pairs.columns), (pairs.junk_rows, pairs.junk_columns))
         own, junk = (
-            self._histogram(block[tuple(torch.from_numpy(side).to(block.device) for side in each)]) for each in entries
+            self._histogram(distances[tuple(torch.from_numpy(side).to(distances.device) for side in each)])
+            for each in entries
         )
         genuine, impostor = self.counts
         genuine += own
-        for chunk in block.reshape(-1).split(_CHUNK):
+        for chunk in distances.reshape(-1).split(_CHUNK):
             impostor += self._histogram(chunk)
         impostor -= own + junk
 
@@ -107,8 +112,8 @@ class RocCounter:
         return torch.bincount(bins, minlength=_BINS).cpu()
 
     def result(self) -> RocCurve | None:
-        """Return the curve of the pairs counted; None without genuine or without impostor pairs."""
-        genuine, impostor = self.counts.numpy()
+        """Return the curve of the pairs that all ranks have counted; None without genuine or without impostor pairs."""
+        genuine, impostor = summed_over_ranks(self.counts).numpy()
         if not genuine.any() or not impostor.any():
             return None
         used = np.flatnonzero(genuine + impostor)  # a bin without pairs moves neither rate

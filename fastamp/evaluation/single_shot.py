@@ -1,10 +1,12 @@
-"""Protocols that draw one gallery image of each identity, several times: CUHK03's and VehicleID's."""
+"""Rules that draw one gallery image of each identity, several times: CUHK03's and VehicleID's."""
 
 import numpy as np
 import torch
 
-from fastamp.evaluation.matches import GalleryGroups, Identities, Pairs
-from fastamp.evaluation.rank import Ranker
+from fastamp.evaluation.protocol import RULES, GalleryGroups, Identities, Ranker, Rule
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(__name__, {"OneGalleryImageRanker": "fastamp.evaluation.single_shot.VehicleIDRanker"})
 
 
 class SingleGalleryShotRanker(Ranker):
@@ -14,64 +16,82 @@ class SingleGalleryShotRanker(Ranker):
     for all queries, not anew for each. A query's own image is drawn among its matches.
 
     Args:
-        ids: of Q queries and G gallery images.
+        identities: of Q queries and G gallery images.
         repeats: draws, R.
         seed: of the draws.
         cross_camera, trapezoid: see ``Ranker``.
     """
 
     def __init__(
-        self, ids: Identities, *, repeats: int, seed: int, cross_camera: bool = True, trapezoid: bool = False
+        self, identities: Identities, *, repeats: int, seed: int, cross_camera: bool = True, trapezoid: bool = False
     ) -> None:
-        super().__init__(ids, cross_camera=cross_camera, trapezoid=trapezoid)
+        super().__init__(identities, cross_camera=cross_camera, trapezoid=trapezoid)
         generator = np.random.default_rng(seed)
         self.draws = repeats
         self._drawn = _draw(self.matches.groups, repeats, generator)
         # Which of its matches stands for a query, as a share of their number.
-        self._choice = generator.random((repeats, len(ids.query_pids)))
+        self._choice = generator.random((repeats, len(identities.query_pids)))
 
-    def _judge_pairs(self, start: int, block: torch.Tensor, pairs: Pairs) -> tuple[np.ndarray, ...]:
-        ap, inp, _ = super()._judge_pairs(start, block, pairs)
-        counts = np.bincount(pairs.rows, minlength=len(block))
+    def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
+        """See ``Ranker``."""
+        ap, inp, _ = super().rank(start, distances)
+        pairs = self.matches.of(start, start + len(distances))
+        counts = np.bincount(pairs.rows, minlength=len(distances))
         begins = np.cumsum(counts) - counts
         valid = counts > 0
-        group = self.matches.groups.of(self.matches.query_pids[start : start + len(block)])
-        first = np.full((len(block), len(self._drawn)), -1)
+        group = self.matches.groups.of(self.matches.query_pids[start : start + len(distances)])
+        first_match = np.full((len(distances), self.draws), -1)
         for number, (drawn, choice) in enumerate(zip(self._drawn, self._choice, strict=True)):
-            place = begins + (choice[start : start + len(block)] * counts).astype(np.int64)
+            place = begins + (choice[start : start + len(distances)] * counts).astype(np.int64)
             own = pairs.columns[place[valid]]
-            first[valid, number] = _ranks_among(block, np.flatnonzero(valid), own, drawn, group[valid])
-        return ap, inp, first
+            first_match[valid, number] = _ranks_among(distances, np.flatnonzero(valid), own, drawn, group[valid])
+        return ap, inp, first_match
 
 
-class OneGalleryImageRanker(Ranker):
+class VehicleIDRanker(Ranker):
     """VehicleID's protocol: one drawn image of each identity is the gallery, all the others are the queries.
 
     Liu et al. 2016, "Deep relative distance learning". There are no cameras. AP and INP of an image are the means over
     the draws in which it is a query, and its weight in the means over images is their number.
 
     Args:
-        ids: of N images, the same on both sides.
+        identities: of N images, the same on both sides.
         repeats: draws, R.
         seed: of the draws.
     """
 
-    def __init__(self, ids: Identities, *, repeats: int, seed: int) -> None:
-        super().__init__(ids, cross_camera=False)
+    def __init__(self, identities: Identities, *, repeats: int, seed: int) -> None:
+        super().__init__(identities, cross_camera=False)
         self.draws = repeats
         self._drawn = _draw(self.matches.groups, repeats, np.random.default_rng(seed))
 
-    def _judge(self, start: int, block: torch.Tensor) -> tuple[np.ndarray, ...]:
-        images = np.arange(start, start + len(block))
+    def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
+        """See ``Ranker``."""
+        images = np.arange(start, start + len(distances))
         group = self.matches.groups.of(self.matches.query_pids[images])
-        first = np.full((len(block), len(self._drawn)), -1)
+        first_match = np.full((len(distances), self.draws), -1)
         for number, drawn in enumerate(self._drawn):
             queries = np.flatnonzero(drawn[group] != images)
             own = drawn[group[queries]]
-            first[queries, number] = _ranks_among(block, queries, own, drawn, group[queries])
-        trial = first >= 0
-        precision = np.where(trial, 1 / (first + 1.0 + ~trial), 0).sum(1) / trial.sum(1).clip(1)
-        return precision, precision, first
+            first_match[queries, number] = _ranks_among(distances, queries, own, drawn, group[queries])
+        trial = first_match >= 0
+        precision = np.where(trial, 1 / (first_match + 1.0 + ~trial), 0).sum(1) / trial.sum(1).clip(1)
+        return precision, precision, first_match
+
+
+RULES["cuhk03"] = Rule(
+    text="CUHK03 single gallery shot (own camera is junk; CMC over {0.repeats} draws, seed {0.seed})",
+    build=lambda identities, protocol: SingleGalleryShotRanker(
+        identities, repeats=protocol.repeats, seed=protocol.seed, trapezoid=protocol.trapezoid
+    ),
+    cross_camera=True,
+)
+RULES["vehicleid"] = Rule(
+    text="VehicleID (one gallery image of each identity, all others are queries; {0.repeats} draws, seed {0.seed})",
+    build=lambda identities, protocol: VehicleIDRanker(identities, repeats=protocol.repeats, seed=protocol.seed),
+    cross_camera=False,
+    draws_queries=True,
+)
 
 
 def _draw(groups: GalleryGroups, repeats: int, generator: np.random.Generator) -> np.ndarray:
@@ -81,20 +101,22 @@ def _draw(groups: GalleryGroups, repeats: int, generator: np.random.Generator) -
 
 
 def _ranks_among(
-    block: torch.Tensor, rows: np.ndarray, own: np.ndarray, drawn: np.ndarray, own_group: np.ndarray
+    distances: torch.Tensor, rows: np.ndarray, own: np.ndarray, drawn: np.ndarray, own_group: np.ndarray
 ) -> np.ndarray:
     """Return the rank from 0 of each query's image among the images drawn of the other identities.
 
     Args:
-        block: (B, G) distances.
+        distances: (B, G) float.
         rows: (n,) int64, the queries' rows in it.
         own: (n,) int64, the gallery image that stands for the query's own identity.
         drawn: (P,) int64, the gallery image of each identity.
         own_group: (n,) int64, the query's own identity among the P.
     """
-    rows, own, drawn, own_group = (torch.from_numpy(side).to(block.device) for side in (rows, own, drawn, own_group))
-    others = block[rows[:, None], drawn]
-    others[torch.arange(len(rows), device=block.device), own_group] = torch.nan
-    distance = block[rows, own][:, None]
-    before = (others < distance) | ((others == distance) & (drawn < own[:, None]))
+    rows, own, drawn, own_group = (
+        torch.from_numpy(side).to(distances.device) for side in (rows, own, drawn, own_group)
+    )
+    others = distances[rows[:, None], drawn]
+    others[torch.arange(len(rows), device=distances.device), own_group] = torch.nan
+    own_distance = distances[rows, own][:, None]
+    before = (others < own_distance) | ((others == own_distance) & (drawn < own[:, None]))
     return before.sum(1).cpu().numpy()

@@ -126,8 +126,8 @@ class FeatureDistances(DistanceBlocks):
     norms are ``gallery_squares``: (G,).
 
     Args:
-        queries: (Q, D) float; float16 and bfloat16 are cast to float32.
-        gallery: (G, D) float, on the same device.
+        query_features: (Q, D) float; float16 and bfloat16 are cast to float32.
+        gallery_features: (G, D) float, on the same device.
         metric: ``"cosine"`` or ``"euclidean"``.
         memory_budget_mb: see ``DistanceBlocks``.
 
@@ -136,32 +136,38 @@ class FeatureDistances(DistanceBlocks):
     """
 
     def __init__(
-        self, queries: torch.Tensor, gallery: torch.Tensor, *, metric: str, memory_budget_mb: float = 256
+        self,
+        query_features: torch.Tensor,
+        gallery_features: torch.Tensor,
+        *,
+        metric: str,
+        memory_budget_mb: float = 256,
     ) -> None:
         self.metric, self.memory_budget_mb = check_metric(metric), memory_budget_mb
-        queries, gallery = to_float32((queries, gallery))
-        self.dtype, self.device = torch.promote_types(queries.dtype, gallery.dtype), gallery.device
-        self.queries, self.gallery = queries.to(self.dtype), gallery.to(self.dtype)
-        self.shape = (len(queries), len(gallery))
+        query_features, gallery_features = to_float32((query_features, gallery_features))
+        self.dtype = torch.promote_types(query_features.dtype, gallery_features.dtype)
+        self.device = gallery_features.device
+        self.query_features, self.gallery_features = query_features.to(self.dtype), gallery_features.to(self.dtype)
+        self.shape = (len(query_features), len(gallery_features))
         self._inverse_norms = None
         if metric == "euclidean":
-            self.gallery_squares = squared_norms(self.gallery)
+            self.gallery_squares = squared_norms(self.gallery_features)
             self.limit = None
             return
         self.limit = 2.0
-        if self.gallery.nbytes <= memory_budget_mb * 2**20 / 4:
-            self.gallery = F.normalize(self.gallery, dim=1)
+        if self.gallery_features.nbytes <= memory_budget_mb * 2**20 / 4:
+            self.gallery_features = F.normalize(self.gallery_features, dim=1)
         else:
-            self._inverse_norms = squared_norms(self.gallery).sqrt().clamp_min(_SMALLEST_NORM).reciprocal()
+            self._inverse_norms = squared_norms(self.gallery_features).sqrt().clamp_min(_SMALLEST_NORM).reciprocal()
 
     def rows(self, start: int, stop: int, out: torch.Tensor) -> None:
         """See ``DistanceBlocks``."""
-        queries = self.queries[start:stop]
+        query_features = self.query_features[start:stop]
         if self.metric == "euclidean":
-            matrix_product(queries * -2, self.gallery, out)
-            out.add_(self.gallery_squares).add_(squared_norms(queries)[:, None]).clamp_min_(0)
+            matrix_product(query_features * -2, self.gallery_features, out)
+            out.add_(self.gallery_squares).add_(squared_norms(query_features)[:, None]).clamp_min_(0)
             return
-        matrix_product(F.normalize(queries, dim=1), self.gallery, out)
+        matrix_product(F.normalize(query_features, dim=1), self.gallery_features, out)
         if self._inverse_norms is None:
             torch.sub(1, out, out=out)
         else:

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from fastamp.evaluation import Judgement
+from fastamp.evaluation import EvaluationResult
 from fastamp.evaluation.details import Details
 from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.roc import RocCurve
@@ -29,10 +29,10 @@ def scores(distances: np.ndarray, protocol: Protocol) -> np.ndarray:
     return 1 - distances if score_name(protocol) == "cosine similarity" else distances
 
 
-def cmc_panel(judgement: Judgement) -> Panel:
+def cmc_panel(result: EvaluationResult) -> Panel:
     """Return the share of queries with a match among their first images."""
-    ranking = judgement.ranking
-    last = max(10, min(_RANKS, judgement.num_gallery))
+    ranking = result.ranking
+    last = max(10, min(_RANKS, result.num_gallery))
     ranks = np.arange(1, last + 1)
     values = np.array([100 * ranking.cmc(int(rank)) for rank in ranks])
     low = 10 * math.floor(max(0.0, values.min() - 5) / 10)

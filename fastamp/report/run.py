@@ -12,7 +12,7 @@ from fastamp.config import CfgNode
 from fastamp.config.describe import show_value
 from fastamp.data.datasets.base import ImageItem, count_items
 from fastamp.diagnostics import devices
-from fastamp.evaluation import Judgement
+from fastamp.evaluation import EvaluationResult
 from fastamp.report.history import History
 from fastamp.utils.env import available_cores
 
@@ -27,13 +27,13 @@ class EvaluatedSet:
     Attributes:
         name: as in DATASETS.TESTS.
         metrics: what its evaluator returned.
-        judgement: with details; None where the evaluator, one of the user's own, has none.
+        result: with details; None where the evaluator, one of the user's own, has none.
         query, gallery: its images; empty where they are not known.
     """
 
     name: str
     metrics: dict[str, Any]
-    judgement: Judgement | None
+    result: EvaluationResult | None
     query: Sequence[ImageItem]
     gallery: Sequence[ImageItem]
 

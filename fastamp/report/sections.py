@@ -23,7 +23,7 @@ Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
 def results(each: EvaluatedSet, count: int) -> dict[str, Any]:
     """Return the section of one of ``count`` test sets."""
-    metrics, judgement = each.metrics, each.judgement
+    metrics, result = each.metrics, each.result
     section = {
         "name": each.name,
         "tiles": _tiles(metrics),
@@ -33,9 +33,9 @@ def results(each: EvaluatedSet, count: int) -> dict[str, Any]:
         "cameras": None,
         "lists": {},
     }
-    if judgement is not None and judgement.details is not None:
-        details, protocol = judgement.details, judgement.protocol
-        panels = [cmc_panel(judgement), roc_panel(details), score_panel(details, protocol)]
+    if result is not None and result.details is not None:
+        details, protocol = result.details, result.protocol
+        panels = [cmc_panel(result), roc_panel(details), score_panel(details, protocol)]
         section["charts"] = draw_panels([panel for panel in panels if panel is not None])
         section["cameras"] = None if details.cameras is None else _camera_matrix(details)
         section["lists"] = _rank_lists(each, details, protocol, most=max(1, _MOST_LISTS // (2 * count)))

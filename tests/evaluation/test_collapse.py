@@ -4,7 +4,7 @@ import pytest
 import torch
 from judging import random_set
 
-from fastamp.evaluation import Identities, Protocol, collapse, judge_features, print_results
+from fastamp.evaluation import Identities, Protocol, collapse, compute_metrics, print_results
 from fastamp.layers.distance import FeatureDistances
 
 METRICS = ["cosine", "euclidean"]
@@ -12,7 +12,7 @@ METRICS = ["cosine", "euclidean"]
 
 def judged(queries, gallery, ids, caplog, **options):
     caplog.clear()
-    metrics = judge_features(queries, gallery, ids, Protocol(resamples=0, **options)).metrics()
+    metrics = compute_metrics(queries, gallery, ids, Protocol(resamples=0, **options)).metrics()
     return metrics, caplog.text
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from judging import naive, random_set
 
-from fastamp.evaluation import Identities, Protocol, Wanted, judge_features
+from fastamp.evaluation import Identities, Protocol, Wanted, compute_metrics
 from fastamp.evaluation.query_expansion import QueryExpansion
 from fastamp.evaluation.rerank import ReRanking
 from fastamp.layers.distance import pairwise_distance
@@ -17,13 +17,13 @@ ALL = Wanted(kinds=("best", "worst", "random"), lists=4, length=7)
 
 def judged(wanted=ALL, **protocol):
     queries, gallery, ids = random_set(3, queries=90, cameras=4)
-    return judge_features(queries, gallery, ids, Protocol(**protocol), wanted), queries, gallery, ids
+    return compute_metrics(queries, gallery, ids, Protocol(**protocol), wanted), queries, gallery, ids
 
 
 @pytest.mark.parametrize("rule", ["market1501", "no_camera"])
 def test_camera_pairs_are_rankings_of_their_images_alone(rule):
-    judgement, queries, gallery, ids = judged(rule=rule, memory_budget_mb=0.01)
-    matrix, distances = judgement.details.cameras, pairwise_distance(queries, gallery, "cosine")
+    result, queries, gallery, ids = judged(rule=rule, memory_budget_mb=0.01)
+    matrix, distances = result.details.cameras, pairwise_distance(queries, gallery, "cosine")
     assert matrix.query_cameras == matrix.gallery_cameras == [0, 1, 2, 3] and matrix.left_out == 0
     for row in range(4):
         for column in range(4):
@@ -40,9 +40,9 @@ def test_camera_pairs_are_rankings_of_their_images_alone(rule):
 
 
 def test_lists_show_the_nearest_images_without_junk():
-    judgement, queries, gallery, ids = judged()
+    result, queries, gallery, ids = judged()
     distances = pairwise_distance(queries, gallery, "cosine").numpy()
-    shown = [one for lists in judgement.details.lists.values() for one in lists]
+    shown = [one for lists in result.details.lists.values() for one in lists]
     assert len(shown) == 12
     for one in shown:
         same = (ids.gallery_pids == ids.query_pids[one.query]).numpy()
@@ -50,24 +50,24 @@ def test_lists_show_the_nearest_images_without_junk():
         order = [g for g in np.argsort(distances[one.query], kind="stable") if not junk[g]]
         assert one.gallery.tolist() == order[:7]
         assert one.matches.tolist() == same[order[:7]].tolist()
-        assert one.ap == judgement.ranking.ap[one.query]
-        assert one.first_match == 1 + int(judgement.ranking.first_match[one.query, 0])
+        assert one.ap == result.ranking.ap[one.query]
+        assert one.first_match == 1 + int(result.ranking.first_match[one.query, 0])
         np.testing.assert_allclose(one.distances, distances[one.query][one.gallery], atol=1e-6)
 
 
 def test_best_and_worst_are_that_and_of_many_identities():
-    judgement, *_, ids = judged(dataclasses.replace(ALL, lists=8))
-    lists, ap = judgement.details.lists, judgement.ranking.ap
+    result, *_, ids = judged(dataclasses.replace(ALL, lists=8))
+    lists, ap = result.details.lists, result.ranking.ap
     best, worst = ([one.query for one in lists[kind]] for kind in ("best", "worst"))
     assert not set(best) & set(worst)
     assert ap[best].min() >= ap.median() >= ap[worst].max()
     assert len(set(ids.query_pids[best].tolist())) > 4
-    assert ap[best[0]] == ap.max() and ap[worst[0]] == ap[judgement.ranking.valid].min()
+    assert ap[best[0]] == ap.max() and ap[worst[0]] == ap[result.ranking.valid].min()
 
 
 def test_few_queries_are_in_one_list_each():
     queries, gallery, ids = random_set(3, queries=3)
-    details = judge_features(queries, gallery, ids, wanted=ALL).details
+    details = compute_metrics(queries, gallery, ids, wanted=ALL).details
     assert [len(details.lists[kind]) for kind in ("best", "worst", "random")] == [2, 1, 3]
 
 
@@ -80,8 +80,8 @@ def test_accept_rates_are_those_of_verification():
 
 
 def test_large_sets_are_sampled():
-    judgement, *_ = judged(dataclasses.replace(ALL, pairs=120 * 40, cameras=2))
-    details = judgement.details
+    result, *_ = judged(dataclasses.replace(ALL, pairs=120 * 40, cameras=2))
+    details = result.details
     assert (details.sampled, details.queries) == (40, 90)
     assert details.roc.num_genuine + details.roc.num_impostor <= 120 * 40
     assert len(details.cameras.query_cameras) == 2 and details.cameras.left_out == 4
@@ -117,5 +117,5 @@ def test_what_is_shown_changes_no_number(protocol):
 def test_one_camera_makes_no_matrix():
     queries, gallery, ids = random_set(3)
     ids = dataclasses.replace(ids, query_camids=ids.query_camids * 0, gallery_camids=ids.gallery_camids * 0)
-    details = judge_features(queries, gallery, ids, Protocol(rule="no_camera"), ALL).details
+    details = compute_metrics(queries, gallery, ids, Protocol(rule="no_camera"), ALL).details
     assert details.cameras is None and details.roc is not None

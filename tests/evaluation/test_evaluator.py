@@ -1,17 +1,27 @@
-"""Evaluation as a whole: modes, flip, precision, and the order of images."""
+"""Evaluation as a whole: modes, flip, precision, the order of images, files, and several processes."""
 
+import json
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
+import judge_ranks
+import numpy as np
 import pytest
 import torch
+from judging import random_set
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import get_cfg
 from fastamp.diagnostics.locate import describe_evaluation
-from fastamp.evaluation import ReidEvaluator, inference_on_dataset
-from fastamp.evaluation.evaluator import DatasetEvaluator
-from fastamp.utils.errors import DataError, TrainingError
+from fastamp.evaluation import DatasetEvaluator, Protocol, ReidEvaluator, compute_metrics, inference_on_dataset
+from fastamp.evaluation.evaluator import ranking_device
+from fastamp.utils.errors import ConfigError, DataError, TrainingError
+
+HELPERS = Path(__file__).parents[1] / "helpers"
 
 
 class Model(nn.Module):
@@ -161,3 +171,75 @@ def test_features_that_are_not_finite_name_the_layer(dtype):
     assert "not all finite (test batch 1, which begins with a.jpg)" in text
     assert "forward overflow in part.linear (Linear)" in text and "SOLVER.AMP.EVAL_DTYPE float32" in text
     assert model.training
+
+
+def evaluator_with(features, cfg, folder=None):
+    queries, gallery, ids = features
+    evaluator = ReidEvaluator(cfg, len(queries), folder)
+    images = torch.cat((queries, gallery))
+    columns = {
+        "targets": torch.cat((ids.query_pids, ids.gallery_pids)),
+        "camids": torch.cat((ids.query_camids, ids.gallery_camids)),
+        "indices": torch.arange(len(images)),
+    }
+    for rows in torch.randperm(len(images), generator=torch.Generator().manual_seed(0)).split(16):
+        evaluator.process({name: column[rows] for name, column in columns.items()}, images[rows])
+    return evaluator
+
+
+def test_a_file_that_cannot_be_written(tmp_path):
+    (tmp_path / "taken").write_text("")
+    cfg = get_cfg()
+    cfg.merge_from_list(["TEST.PER_QUERY", "True"])
+    with pytest.raises(ConfigError, match="taken.*cannot be written: (File exists|Not a directory)"):
+        evaluator_with(random_set(3), cfg, str(tmp_path / "taken")).evaluate()
+
+
+def test_the_evaluator_puts_batches_in_order_and_writes_files(tmp_path):
+    features = random_set(3)
+    cfg = get_cfg()
+    cfg.merge_from_list(["TEST.PER_QUERY", "True", "TEST.ROC", "on"])
+    metrics = evaluator_with(features, cfg, str(tmp_path / "Some")).evaluate()
+    result = compute_metrics(*features, Protocol.from_config(cfg))
+    assert metrics == result.metrics()
+    saved = np.load(tmp_path / "Some/per_query.npz")
+    np.testing.assert_array_equal(saved["ap"], result.ranking.ap)
+    assert saved["valid"].dtype == bool and saved["first_match"].shape == (30, 1)
+    assert sorted(path.name for path in (tmp_path / "Some").iterdir()) == ["per_query.npz", "roc.npz", "roc.png"]
+    plain = evaluator_with(features, get_cfg(), str(tmp_path / "Other"))
+    plain.evaluate()
+    assert not (tmp_path / "Other").exists()
+
+
+def test_a_device_without_room_is_not_ranked_on(monkeypatch):
+    features = torch.zeros(1000, 2048)
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    for free, expected in ((10 * 2**30, "cuda"), (2**30, "cpu")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, free))
+        assert ranking_device(features, Protocol(), device).type == expected
+    assert ranking_device(features, Protocol(), torch.device("mps")).type == "cpu"
+
+
+@pytest.fixture(scope="module")
+def judged(made_once):
+    """The folder with what 1, 2 and 3 processes found."""
+    with made_once("judge_ranks") as (folder, missing):
+        if missing:
+            path = os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")]))
+            env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+            command = [sys.executable, judge_ranks.__file__, str(folder)]
+            subprocess.run(command, check=True, env=env, timeout=300)
+    return folder
+
+
+@pytest.mark.parametrize("way", judge_ranks.WAYS)
+def test_several_processes_find_what_one_finds(judged, way):
+    found = []
+    for processes in (1, 2, 3):
+        folder = judged / str(processes) / way
+        found.append(json.loads((folder / "metrics.json").read_text()))
+        if "TEST.PER_QUERY" in judge_ranks.WAYS[way]:
+            found[-1]["ap"] = np.load(folder / "per_query.npz")["ap"].tolist()
+    assert found[0] == found[1] == found[2] and found[0]["mAP"] > 20

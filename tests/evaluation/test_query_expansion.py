@@ -5,7 +5,7 @@ import pytest
 import torch
 from judging import REFERENCE, load, random_set
 
-from fastamp.evaluation import Protocol, judge_features
+from fastamp.evaluation import Protocol, compute_metrics
 from fastamp.evaluation.query_expansion import QueryExpansion, expand
 from fastamp.utils.errors import ConfigError
 
@@ -67,9 +67,9 @@ def test_what_does_not_exist_and_what_overflows():
         QueryExpansion(k=0)
     queries, gallery, ids = random_set(3)
     with pytest.raises(ConfigError, match="TEST.AQE.ALPHA -12: similarities to this power overflow"):
-        judge_features(queries, gallery, ids, Protocol(expansion=QueryExpansion(alpha=-12, k=60)))
+        compute_metrics(queries, gallery, ids, Protocol(expansion=QueryExpansion(alpha=-12, k=60)))
     for alpha in (1e9, 1e300):
-        result = judge_features(queries, gallery, ids, Protocol(expansion=QueryExpansion(alpha=alpha))).ranking
+        result = compute_metrics(queries, gallery, ids, Protocol(expansion=QueryExpansion(alpha=alpha))).ranking
         assert result.ap.max() <= 1 and result.inp.max() <= 1
 
 
@@ -82,7 +82,7 @@ def test_one_feature_in_the_mean_is_the_feature():
 
 def test_improves_clustered_features():
     queries, gallery, ids = random_set(2, queries=60, gallery=400, pids=20, noise=1.0)
-    plain = judge_features(queries, gallery, ids).ranking.mean_ap
+    plain = compute_metrics(queries, gallery, ids).ranking.mean_ap
     for sides in ("both", "query", "gallery"):
-        better = judge_features(queries, gallery, ids, Protocol(expansion=QueryExpansion(sides=sides))).ranking
+        better = compute_metrics(queries, gallery, ids, Protocol(expansion=QueryExpansion(sides=sides))).ranking
         assert better.mean_ap > plain + 0.02

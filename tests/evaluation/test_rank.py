@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judging import REFERENCE, load, naive, random_set
+from judging import REFERENCE, load, naive, random_distances, random_set, rows_of
 
-from fastamp.evaluation import matches
-from fastamp.evaluation.matches import Identities, Matches
-from fastamp.evaluation.rank import Ranker, _ranks_by_pairs, _ranks_by_rows, rank_distances, rank_features
+from fastamp.evaluation import Identities, rank_distances, rank_features
+from fastamp.evaluation.protocol import Matches
+from fastamp.evaluation.rank import _ranks_on_device, ranks_of_matches
 from fastamp.layers import pairwise_distance
 from fastamp.layers.distance import FeatureDistances
 from fastamp.utils.errors import ConfigError, DataError
@@ -78,24 +78,6 @@ def test_each_query_equals_fastreid_and_the_trapezoid_the_first_evaluation_code(
         )
 
 
-def random_distances(seed, num_query, num_gallery, levels, dtype=np.float32, pids=4):
-    """Few levels make ties, few identities many matches; identity 0 is a distractor."""
-    rng = np.random.default_rng(seed)
-    distances = torch.from_numpy(rng.integers(0, levels, (num_query, num_gallery)).astype(dtype))
-    ids = Identities(
-        torch.from_numpy(rng.integers(1, pids, num_query)),
-        torch.from_numpy(rng.integers(0, pids, num_gallery)),
-        torch.from_numpy(rng.integers(0, 3, num_query)),
-        torch.from_numpy(rng.integers(0, 3, num_gallery)),
-    )
-    return distances, ids
-
-
-def rows_of(result):
-    columns = (result.ap, result.inp, result.first_match[:, 0], result.valid)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 20), st.integers(1, 4))
 def test_equals_a_naive_loop_with_ties_junk_and_distractors(seed, num_query, num_gallery, levels):
@@ -129,7 +111,10 @@ def test_the_way_of_other_devices_counts_the_same(seed, num_gallery, levels):
     distances, ids = random_distances(seed, 5, num_gallery, levels)
     pairs = Matches(ids, cross_camera=True).of(0, 5)
     distances[pairs.junk_rows, pairs.junk_columns] = torch.nan
-    np.testing.assert_array_equal(_ranks_by_pairs(distances, pairs), _ranks_by_rows(distances, pairs))
+    np.testing.assert_array_equal(
+        _ranks_on_device(distances, pairs.rows, pairs.columns),
+        ranks_of_matches(distances, pairs.rows, pairs.columns),
+    )
 
 
 def test_infinite_distances_are_the_last():
@@ -137,14 +122,6 @@ def test_infinite_distances_are_the_last():
     distances = torch.tensor([[torch.inf, torch.inf, torch.inf, 0.5, 1.0]])  # the third is junk
     for ours, expected in zip(rows_of(rank_distances(distances, ids)), naive(distances.tolist(), ids), strict=True):
         assert ours == pytest.approx(expected, abs=1e-12)
-
-
-def test_identity_minus_one_has_no_match_where_it_is_left_out():
-    distances, ids = random_distances(1, 5, 60, 20)
-    ids.gallery_pids[:20], ids.query_pids[:2] = -1, -1
-    result = rank_distances(distances, ids, trapezoid=True)
-    assert result.valid.tolist() == [False, False, True, True, True]
-    assert result.ap.max() <= 1 and result.inp.max() <= 1
 
 
 def test_distances_that_cannot_be_ranked():
@@ -159,25 +136,6 @@ def test_distances_that_cannot_be_ranked():
 def test_distances_of_other_kinds(dtype):
     distances, ids = random_distances(3, 5, 60, 20)
     assert torch.equal(rank_distances(distances.to(dtype), ids).ap, rank_distances(distances, ids).ap)
-
-
-def test_many_matches_are_judged_in_parts(monkeypatch):
-    distances, ids = random_distances(4, 40, 100, 50, pids=3)
-    whole = rank_distances(distances, ids)
-    monkeypatch.setattr(matches, "_MOST_PAIRS", 60)
-    assert len(list(Matches(ids, cross_camera=True).spans(0, 40))) > 20
-    parts = rank_distances(distances, ids)
-    assert torch.equal(whole.ap, parts.ap) and torch.equal(whole.first_match, parts.first_match)
-
-
-def test_without_cameras_nothing_is_junk():
-    distances, ids = random_distances(0, 5, 60, 20)
-    ranker = Ranker(ids, cross_camera=False)
-    ranker.add(0, distances.clone())
-    expected = list(naive(distances.tolist(), ids, cross_camera=False))
-    for ours, row in zip(rows_of(ranker.result()), expected, strict=True):
-        assert ours == pytest.approx(row, abs=1e-12)
-    assert expected != list(naive(distances.tolist(), ids))
 
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judging import REFERENCE, load, random_set
 
-from fastamp.evaluation import Protocol, judge_features
+from fastamp.evaluation import Protocol, compute_metrics
 from fastamp.evaluation.rerank import ReRankedDistances, ReRanking
 from fastamp.utils.errors import ConfigError
 
@@ -84,9 +84,9 @@ def test_equals_the_paper_written_as_loops(seed, form, k1, k2, share):
 
 def test_improves_clustered_features_and_is_the_same_by_either_backend():
     queries, gallery, ids = random_set(0, queries=60, gallery=400, pids=20, noise=1.0)
-    plain = judge_features(queries, gallery, ids).ranking.mean_ap
+    plain = compute_metrics(queries, gallery, ids).ranking.mean_ap
     ranked = [
-        judge_features(queries, gallery, ids, Protocol(re_ranking=ReRanking(), backend=backend)).ranking
+        compute_metrics(queries, gallery, ids, Protocol(re_ranking=ReRanking(), backend=backend)).ranking
         for backend in ("torch", "faiss")
     ]
     assert ranked[0].mean_ap > plain + 0.05

@@ -8,7 +8,7 @@ import pytest
 import torch
 from judging import REFERENCE, load, random_set
 
-from fastamp.evaluation import Protocol, judge_features
+from fastamp.evaluation import Protocol, compute_metrics
 from fastamp.evaluation.roc import write_roc
 from fastamp.layers import pairwise_distance
 from fastamp.utils.errors import ConfigError
@@ -18,7 +18,7 @@ RATES = (1e-4, 1e-3, 1e-2, 0.1, 0.5)
 
 
 def roc_of(queries, gallery, ids, **options):
-    return judge_features(queries, gallery, ids, Protocol(resamples=0, false_accept_rates=RATES, **options)).roc
+    return compute_metrics(queries, gallery, ids, Protocol(resamples=0, false_accept_rates=RATES, **options)).roc
 
 
 # In g7 a genuine and an impostor pair have the same distance but for the last bit.
@@ -116,7 +116,7 @@ def test_a_drawn_gallery_has_no_curve():
 def test_no_impostors_no_curve(caplog):
     queries, gallery, ids = random_set(4, pids=1)
     ids.gallery_pids.fill_(1)
-    judgement = judge_features(queries, gallery, ids, Protocol(false_accept_rates=RATES))
+    result = compute_metrics(queries, gallery, ids, Protocol(false_accept_rates=RATES))
     assert "no genuine or no impostor pairs" in caplog.text
-    assert judgement.roc is None and not any("TAR" in name for name in judgement.metrics())
-    assert torch.isfinite(torch.tensor(judgement.metrics()["mAP"]))
+    assert result.roc is None and not any("TAR" in name for name in result.metrics())
+    assert torch.isfinite(torch.tensor(result.metrics()["mAP"]))

@@ -5,13 +5,12 @@ import pytest
 import torch
 from judging import naive, random_set
 
-from fastamp.evaluation import Identities, Protocol, judge_features
-from fastamp.evaluation.rank import rank_features
+from fastamp.evaluation import Identities, Protocol, compute_metrics, rank_features
 from fastamp.layers import pairwise_distance
 
 
 def judged(features, **options):
-    return judge_features(*features, Protocol(resamples=0, **options))
+    return compute_metrics(*features, Protocol(resamples=0, **options))
 
 
 def place(distances, images, own):

@@ -50,7 +50,7 @@ def evaluate(folder, opts, dtype):
     if metrics is not None:
         folder.mkdir(parents=True, exist_ok=True)
         if cfg.TEST.REPORT:
-            details = evaluator.judgement.details
+            details = evaluator.result.details
             metrics["cameras"] = np.nan_to_num(details.cameras.mean_ap).round(9).tolist()
             metrics["pairs"] = [details.roc.num_genuine, details.roc.num_impostor, float(details.roc.tar.sum())]
             metrics["lists"] = [[one.query, *one.gallery.tolist()] for one in details.lists["worst"]]

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fastamp.evaluation import Identities
+from fastamp.config import get_cfg
+from fastamp.evaluation import Identities, Protocol
 
 REFERENCE = Path(__file__).parents[1] / "reference/ranking"
 
@@ -49,3 +50,29 @@ def naive(distances, ids, *, cross_camera=True):
             continue
         precisions = [(i + 1) / rank for i, rank in enumerate(ranks)]
         yield sum(precisions) / len(ranks), len(ranks) / ranks[-1], ranks[0] - 1, True
+
+
+def random_distances(seed, num_query, num_gallery, levels, dtype=np.float32, pids=4):
+    """Few levels make ties, few identities many matches; identity 0 is a distractor."""
+    rng = np.random.default_rng(seed)
+    distances = torch.from_numpy(rng.integers(0, levels, (num_query, num_gallery)).astype(dtype))
+    ids = Identities(
+        torch.from_numpy(rng.integers(1, pids, num_query)),
+        torch.from_numpy(rng.integers(0, pids, num_gallery)),
+        torch.from_numpy(rng.integers(0, 3, num_query)),
+        torch.from_numpy(rng.integers(0, 3, num_gallery)),
+    )
+    return distances, ids
+
+
+def rows_of(result):
+    """Return (AP, INP, first match, valid) of each query."""
+    columns = (result.ap, result.inp, result.first_match[:, 0], result.valid)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def protocol(*opts):
+    """Return the protocol of the default config with these keys and values."""
+    cfg = get_cfg()
+    cfg.merge_from_list(list(opts))
+    return Protocol.from_config(cfg)

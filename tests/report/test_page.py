@@ -110,7 +110,7 @@ def test_the_size_is_bounded_in_the_number_of_test_sets(run, tmp_path):
 
 
 def test_a_run_of_which_little_is_known(run):
-    bare = dataclasses.replace(run.sets[0], judgement=None, query=[], gallery=[], metrics={"mAP": 1.0, "metric": 2.0})
+    bare = dataclasses.replace(run.sets[0], result=None, query=[], gallery=[], metrics={"mAP": 1.0, "metric": 2.0})
     text = Elements(page(dataclasses.replace(run, sets=[bare], history=None, train=[]))).text
     assert "1.0 %" in text and "Training" not in text
 

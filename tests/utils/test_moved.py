@@ -32,6 +32,27 @@ def test_a_moved_name():
     assert Precautions.__module__ == "fastamp.diagnostics.precautions"
 
 
+@pytest.mark.parametrize(
+    "old, module, new",
+    [
+        ("fastamp.evaluation.Judgement", "fastamp.evaluation.metrics", "EvaluationResult"),
+        ("fastamp.evaluation.judge_features", "fastamp.evaluation.metrics", "compute_metrics"),
+        ("fastamp.evaluation.judge.judge_features", "fastamp.evaluation.metrics", "compute_metrics"),
+        ("fastamp.evaluation.matches.check_sets", "fastamp.evaluation.metrics", "check_features"),
+        ("fastamp.evaluation.rank.Ranker", "fastamp.evaluation.protocol", "Ranker"),
+        ("fastamp.evaluation.rank.rank_distances", "fastamp.evaluation.metrics", "rank_distances"),
+        ("fastamp.evaluation.rank.rank_features", "fastamp.evaluation.metrics", "rank_features"),
+        ("fastamp.evaluation.roc.accept_rate_name", "fastamp.evaluation.protocol", "accept_rate_name"),
+        ("fastamp.evaluation.single_shot.OneGalleryImageRanker", "fastamp.evaluation.single_shot", "VehicleIDRanker"),
+    ],
+)
+def test_old_names_of_the_evaluation(old, module, new):
+    where, _, name = old.rpartition(".")
+    with pytest.warns(DeprecationWarning, match=f"{module}.{new}"):
+        found = getattr(importlib.import_module(where), name)
+    assert found is getattr(importlib.import_module(module), new)
+
+
 def test_an_unknown_name_fails_as_ever():
     with pytest.raises(ImportError):
         importlib.import_module("fastamp.amp.crashes")

@@ -23,7 +23,7 @@ import torch
 from tabulate import tabulate
 
 from fastamp.diagnostics.machine import inspect_machine
-from fastamp.evaluation import Identities, Protocol, judge_features
+from fastamp.evaluation import Identities, Protocol, compute_metrics
 from fastamp.evaluation.neighbours import nearest_neighbours
 from fastamp.evaluation.rerank import ReRanking
 from fastamp.layers.distance import DistanceBlocks, matrix_product
@@ -94,7 +94,7 @@ def product(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> di
 
 def fastamp(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> dict[str, float]:
     """Run the whole evaluation, as ReidEvaluator does, with its defaults."""
-    return judge_features(queries, gallery, ids).metrics()
+    return compute_metrics(queries, gallery, ids).metrics()
 
 
 def argsort(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> dict[str, float]:
@@ -128,7 +128,7 @@ def search(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> dic
 
 def re_ranking(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> dict[str, float]:
     """Run the whole evaluation with re-ranking."""
-    return judge_features(queries, gallery, ids, Protocol(re_ranking=ReRanking())).metrics()
+    return compute_metrics(queries, gallery, ids, Protocol(re_ranking=ReRanking())).metrics()
 
 
 FUNCTIONS: dict[str, Callable[..., dict[str, float]]] = {

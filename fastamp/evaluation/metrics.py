@@ -1,0 +1,324 @@
+"""From features to metrics: expansion, distances in blocks, re-ranking, ranking and verification, in one pass."""
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastamp.amp import force_fp32
+from fastamp.evaluation.collapse import count_indistinct
+from fastamp.evaluation.details import DetailCounter, Details, Wanted, rank_lists
+from fastamp.evaluation.protocol import Identities, Protocol, Ranker, accept_rate_name
+from fastamp.evaluation.query_expansion import expand
+from fastamp.evaluation.rank import RankingResult
+from fastamp.evaluation.rerank import ReRankedDistances
+from fastamp.evaluation.roc import RocCounter, RocCurve, limit_of
+from fastamp.layers.distance import FeatureDistances
+from fastamp.utils import comm
+from fastamp.utils.errors import DataError, NoMatchError
+from fastamp.utils.moved import moved_names
+from fastamp.utils.progress import track
+
+logger = logging.getLogger(__name__)
+
+# Queries drawn at once, of all resamples: they stay in the cache.
+_RESAMPLED = 2**16
+_INTERVAL = (0.025, 0.975)
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "Judgement": "fastamp.evaluation.metrics.EvaluationResult",
+        "judge_features": "fastamp.evaluation.metrics.compute_metrics",
+    },
+)
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Result of evaluating features under a protocol.
+
+    Attributes:
+        protocol: how they were evaluated.
+        ranking: per query; under VehicleID's protocol per image.
+        roc: None when verification was not asked for, or there were no genuine or no impostor pairs.
+        num_gallery: gallery images, of one draw where they are drawn.
+        details: what a report shows of it; None when nothing was wanted.
+        num_indistinct: images whose feature no distance tells from another identity's; see ``count_indistinct``.
+    """
+
+    protocol: Protocol
+    ranking: RankingResult
+    roc: RocCurve | None
+    num_gallery: int
+    details: Details | None = None
+    num_indistinct: int = 0
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the numbers to report.
+
+        Returns:
+            ``Rank-r`` for each rank, ``mAP``, ``mINP``, ``metric`` (the mean of mAP and Rank-1) and, as asked for,
+            ``TAR@FAR=f``, all in percent; the counts ``num_query``, ``num_gallery``,
+            ``num_query_without_match`` and, only if there are some, ``num_indistinct``; and ``intervals``: ``mAP`` and
+            ``Rank-1`` -> the low and high end of 95 %.
+        """
+        ranking = self.ranking
+        metrics: dict[str, Any] = {f"Rank-{rank}": 100 * ranking.cmc(rank) for rank in self.protocol.ranks}
+        metrics |= {"mAP": 100 * ranking.mean_ap, "mINP": 100 * ranking.mean_inp}
+        metrics["metric"] = (metrics["mAP"] + metrics["Rank-1"]) / 2
+        for rate in self.protocol.false_accept_rates if self.roc else ():
+            metrics[accept_rate_name(rate)] = 100 * self.roc.tar_at(rate)
+        metrics["num_query"], metrics["num_query_without_match"] = len(ranking.ap), len(ranking.ap) - ranking.num_valid
+        metrics["num_gallery"] = self.num_gallery
+        if self.protocol.draws_queries:  # those of one draw, which has no query without a match
+            draws = ranking.first_match.shape[1]
+            metrics["num_query"], metrics["num_query_without_match"] = int(ranking.trials.sum()) // draws, 0
+        if self.num_indistinct:
+            metrics["num_indistinct"] = self.num_indistinct
+        if self.protocol.resamples:
+            metrics["intervals"] = self.intervals()
+        return metrics
+
+    def intervals(self) -> dict[str, list[float]]:
+        """Return the 95 % intervals of mAP and Rank-1 in percent, by the bootstrap over queries (percentiles)."""
+        ranking = self.ranking
+        weights = ranking.trials[ranking.valid].numpy()
+        values = {"mAP": ranking.ap, "Rank-1": ranking.hits(1)}
+        weighted = {name: each[ranking.valid].numpy() * weights for name, each in values.items()}
+        generator = np.random.default_rng(self.protocol.seed)
+        means: dict[str, list[np.ndarray]] = {name: [] for name in values}
+        count, left = len(weights), self.protocol.resamples
+        alike = bool((weights == weights[0]).all())
+        while left:
+            size = min(left, max(1, _RESAMPLED // count))
+            chosen = generator.integers(0, count, (size, count), dtype=np.int32)
+            total = count * weights[0] if alike else weights[chosen].sum(1)
+            for name, each in weighted.items():
+                means[name].append(each[chosen].sum(1) / total)
+            left -= size
+        return {
+            name: [100 * float(bound) for bound in np.quantile(np.concatenate(parts), _INTERVAL)]
+            for name, parts in means.items()
+        }
+
+
+@torch.no_grad()
+@force_fp32
+def compute_metrics(
+    query_features: torch.Tensor,
+    gallery_features: torch.Tensor,
+    identities: Identities,
+    protocol: Protocol | None = None,
+    wanted: Wanted | None = None,
+) -> EvaluationResult:
+    """Evaluate the features of queries and gallery; several ranks, which all hold all features, share the work.
+
+    Args:
+        query_features: (Q, D) float, any precision.
+        gallery_features: (G, D) float, on the same device, on which all is computed.
+        identities: of the Q and G images.
+        protocol: None is Market-1501's by cosine distance.
+        wanted: how much is to be shown; None is nothing.
+
+    Returns:
+        The same on every rank, but for the rank lists, which rank 0 alone has.
+
+    Raises:
+        ConfigError: query expansion whose weights overflow.
+        DataError: the sets cannot be ranked (see ``check_features``).
+        NoMatchError: no query has a match.
+    """
+    protocol = protocol or Protocol()
+    check_features(query_features, gallery_features, identities, protocol.dtype(torch.float64))
+    dtype = protocol.dtype(torch.promote_types(query_features.dtype, gallery_features.dtype))
+    num_indistinct = count_indistinct(query_features, gallery_features, identities, metric=protocol.metric, dtype=dtype)
+
+    if protocol.draws_queries:
+        identities = identities.all_images()
+        query_features = gallery_features = torch.cat((query_features, gallery_features))
+    search = {"backend": protocol.backend, "memory_budget_mb": protocol.memory_budget_mb}
+    if protocol.expansion:
+        query_features, gallery_features = expand(query_features, gallery_features, protocol.expansion, **search)
+    if protocol.re_ranking:
+        blocks = ReRankedDistances(
+            query_features, gallery_features, metric=protocol.metric, options=protocol.re_ranking, **search
+        )
+    else:
+        blocks = FeatureDistances(
+            query_features, gallery_features, metric=protocol.metric, memory_budget_mb=protocol.memory_budget_mb
+        )
+
+    roc = shown = limit = None
+    if protocol.false_accept_rates is not None or (wanted and not protocol.draws_queries):
+        limit = comm.from_main_process(limit_of(blocks))
+    if protocol.false_accept_rates is not None:
+        roc = RocCounter(identities, limit=limit, cross_camera=protocol.cross_camera)
+    if wanted:
+        shown = DetailCounter(identities, protocol, wanted, limit=limit if roc is None else None)
+    ranker = protocol.ranker(identities)
+
+    start, stop = comm.own_share(len(query_features), blocks.block_rows)
+    for first, distances in track(blocks.blocks(start, stop), -(-(stop - start) // blocks.block_rows), "ranking"):
+        if roc is not None:
+            roc.add(first, distances)
+        if shown is not None:
+            shown.add(first, distances)
+        ranker.add(first, distances)  # the last: it overwrites the distances of junk
+    part = ranker.result()
+    ranking = RankingResult(*(comm.gather_rows(column) for column in (part.ap, part.inp, part.first_match)))
+    if ranking.num_valid == 0:
+        raise NoMatchError(_explain_no_match(len(query_features), protocol))
+
+    num_gallery = len(ranker.matches.groups.pids) if protocol.draws_queries else len(gallery_features)
+    curve, details = _curve(roc, protocol), None
+    if wanted:
+        lists = rank_lists(ranking, blocks, ranker.matches, protocol, wanted) if comm.is_main_process() else {}
+        details = shown.result(lists, curve)
+    return EvaluationResult(protocol, ranking, curve, num_gallery, details, num_indistinct)
+
+
+def rank_features(
+    query_features: torch.Tensor,
+    gallery_features: torch.Tensor,
+    identities: Identities,
+    *,
+    metric: str = "cosine",
+    memory_budget_mb: float = 256,
+) -> RankingResult:
+    """Rank the gallery for each query by the distance of their features, under the Market-1501 rule.
+
+    Args:
+        query_features: (Q, D) float, any precision.
+        gallery_features: (G, D) float, on the same device.
+        identities: of the Q and G images.
+        metric: ``"cosine"`` or ``"euclidean"``; distances are float32 (float64 for float64 features).
+        memory_budget_mb: MiB of distances held at once.
+
+    Raises:
+        ConfigError: unknown metric.
+        DataError: query or gallery is empty, shapes do not fit, or a feature is not finite.
+    """
+    check_features(query_features, gallery_features, identities)
+    blocks = FeatureDistances(query_features, gallery_features, metric=metric, memory_budget_mb=memory_budget_mb)
+    ranker = Ranker(identities)
+    for start, distances in blocks.blocks():
+        ranker.add(start, distances)
+    return ranker.result()
+
+
+def rank_distances(distances: torch.Tensor, identities: Identities, *, trapezoid: bool = False) -> RankingResult:
+    """Rank the gallery for each query by given distances, under the Market-1501 rule.
+
+    Gallery images of the query's identity from the query's own camera are junk and excluded (Zheng et al. 2015).
+    Equal distances keep the gallery's order, so that the result does not depend on a sort.
+
+    Args:
+        distances: (Q, G) numbers.
+        identities: of Q queries and G gallery images.
+        trapezoid: see ``Ranker``.
+
+    Returns:
+        Per-query results on the CPU.
+
+    Raises:
+        DataError: the shapes do not fit, or a distance is NaN.
+    """
+    num_query, num_gallery = len(identities.query_pids), len(identities.gallery_pids)
+    if distances.shape != (num_query, num_gallery):
+        raise DataError(
+            f"distances are {tuple(distances.shape)}, for {num_query} queries and {num_gallery} gallery images"
+        )
+    if distances.isnan().any():
+        raise DataError(f"{int(distances.isnan().sum())} of {distances.numel()} distances are NaN")
+    ranker = Ranker(identities, trapezoid=trapezoid)
+    exact = distances.dtype if distances.dtype in (torch.float32, torch.float64) else torch.float64
+    ranker.add(0, distances.to(exact, copy=True))
+    return ranker.result()
+
+
+def check_features(
+    query_features: torch.Tensor,
+    gallery_features: torch.Tensor,
+    identities: Identities,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    """Check that two sets of features can be ranked.
+
+    Args:
+        query_features: (Q, D) float.
+        gallery_features: (G, D) float.
+        identities: of the Q and G images.
+        dtype: the widest that they are computed in; that of float32 and narrower features is float32 anyway.
+
+    Raises:
+        DataError: a set is empty, shapes do not fit, or features are not finite or too large for their squares.
+    """
+    for name, features, pids, camids in (
+        ("query", query_features, identities.query_pids, identities.query_camids),
+        ("gallery", gallery_features, identities.gallery_pids, identities.gallery_camids),
+    ):
+        if len(features) == 0:
+            raise DataError(f"the {name} set is empty: there is nothing to rank")
+        if features.dim() != 2 or not len(features) == len(pids) == len(camids):
+            raise DataError(
+                f"{name}: features {tuple(features.shape)}, {len(pids)} identities and {len(camids)} cameras "
+                "do not fit; expected (N, D) features and N of each"
+            )
+        _check_finite(name, features, dtype)
+    if query_features.shape[1] != gallery_features.shape[1]:
+        raise DataError(
+            f"query features are {query_features.shape[1]} wide, gallery features {gallery_features.shape[1]}: "
+            "they are of two models"
+        )
+
+
+def _check_finite(name: str, features: torch.Tensor, dtype: torch.dtype) -> None:
+    if features.numel() == 0:
+        raise DataError(f"the {name} features are 0 wide")
+    low, high = (bound.item() for bound in torch.aminmax(features))
+    largest = max(abs(low), abs(high))
+    if not math.isfinite(largest):
+        bad = (~torch.isfinite(features).all(1)).nonzero().flatten().tolist()
+        raise DataError(
+            f"{len(bad)} of {len(features)} {name} features are NaN or infinite (the first: number "
+            f"{', '.join(map(str, bad[:5]))} of the {name} set, from 0): they cannot be ranked.\n"
+            "  cause: the model's training diverged, its weights or norm buffers are damaged, or float16 overflows\n"
+            "  fix: a lower SOLVER.BASE_LR or an earlier checkpoint; under float16, SOLVER.AMP.EVAL_DTYPE float32"
+        )
+    dtype = torch.float32 if features.dtype != torch.float64 else dtype
+    limit = math.sqrt(torch.finfo(dtype).max / features.shape[1]) / 2
+    if largest > limit:
+        raise DataError(
+            f"{name} features reach {largest:.3g}: the squares of {features.shape[1]} values above {limit:.3g} "
+            f"overflow in {str(dtype).removeprefix('torch.')}, and with them the distances"
+        )
+
+
+def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:
+    """Return the curve of all ranks' pairs; warn of accept rates that it does not have."""
+    if roc is None:
+        return None
+    curve = roc.result()
+    if curve is None:
+        logger.warning("TEST.ROC: there are no genuine or no impostor pairs, and so no accept rates")
+        return None
+    few = [f"{rate:.10g}" for rate in protocol.false_accept_rates if rate * curve.num_impostor < 1]
+    if few:
+        logger.warning("TEST.ROC.FAR %s: of %d impostor pairs none may be accepted", ", ".join(few), curve.num_impostor)
+    return curve
+
+
+def _explain_no_match(count: int, protocol: Protocol) -> str:
+    if protocol.draws_queries:
+        return f"none of the {count} images has a match: no identity has two images"
+    if not protocol.cross_camera:
+        return f"none of the {count} queries has a match in the gallery: they have no identity in common"
+    return (
+        f"none of the {count} queries has a match in the gallery (the same identity from another camera).\n"
+        "  cause: query and gallery have no identity in common, or all images are from one camera\n"
+        "  fix: for images without cameras TEST.PROTOCOL no_camera"
+    )
