@@ -22,6 +22,7 @@ import torch
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.load_state import adopt, classifiers, examples, load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, tensors_by_path
+from fastamp.config import CfgNode
 from fastamp.engine import run_command_line
 from fastamp.engine.setup import read_config
 from fastamp.modeling import build_model
@@ -55,18 +56,19 @@ def import_checkpoint(
     if real_path(out) == real_path(expand(source)):
         raise ConfigError(f"{target} is the file that is read; name another one")
     read_config(config_file, opts, parts=parts)  # what is wrong in them is said first
+    defaults = read_config("", (), parts=parts)
     content = read_checkpoint(source)
     try:
-        state = weights_below(content, prefix, source)
+        state = weights_below(content, prefix, source, defaults)
         write_model(state, source, out, config_file=config_file, opts=opts, parts=parts)
     except WeightsError as error:
-        hint = "" if prefix else prefix_hint(content)
+        hint = "" if prefix else prefix_hint(content, defaults)
         if not hint:
             raise
         raise WeightsError(f"{error}\n{hint}") from error
 
 
-def weights_below(content: Any, prefix: str, source: str) -> dict[str, torch.Tensor]:
+def weights_below(content: Any, prefix: str, source: str, defaults: CfgNode) -> dict[str, torch.Tensor]:
     """Return the state dict of a file, or the tensors below ``prefix`` without it.
 
     Raises:
@@ -78,19 +80,20 @@ def weights_below(content: Any, prefix: str, source: str) -> dict[str, torch.Ten
     prefix = prefix.rstrip(".") + "."
     state = {path.removeprefix(prefix): value for path, value in tensors.items() if path.startswith(prefix)}
     if not state:
+        hint = did_you_mean(prefix, backbone_prefixes(tensors, defaults))
         raise WeightsError(
-            f"{source} has nothing below --prefix {prefix}.{did_you_mean(prefix, backbone_prefixes(tensors))}\n"
+            f"{source} has nothing below --prefix {prefix}.{hint}\n"
             f"  found: {', '.join(sorted({path.partition('.')[0] for path in tensors})[:8]) or 'no tensors'}"
         )
     return state
 
 
-def prefix_hint(content: Any) -> str:
+def prefix_hint(content: Any, defaults: CfgNode) -> str:
     """Return where in a file backbones are, and how to import them; empty if that is not below a prefix."""
     with contextlib.suppress(WeightsError):
-        if not backbone_prefixes(state_dict_in(content, "")).keys().isdisjoint(("", "backbone.", "base.")):
+        if not backbone_prefixes(state_dict_in(content, ""), defaults).keys().isdisjoint(("", "backbone.", "base.")):
             return ""  # where it is looked for
-    found = {prefix: name for prefix, name in backbone_prefixes(tensors_by_path(content)).items() if prefix}
+    found = {prefix: name for prefix, name in backbone_prefixes(tensors_by_path(content), defaults).items() if prefix}
     if not found:
         return ""
     lines = [f"    --prefix {prefix}   ({name})" for prefix, name in found.items()]
@@ -105,7 +108,7 @@ def write_model(
 ) -> None:
     """Load ``state`` into the model of the config, or of the recognized one, print the report, and write ``out``."""
     if not config_file:
-        keys = recognize(state, source)
+        keys = recognize(state, source, read_config("", (), parts=parts))
         print("recognized:", *(f"{key} {value!r}" if " " in value else f"{key} {value}" for key, value in keys.items()))
         print(
             "not told by a file, and as by default unless given as KEY VALUE: MODEL.BACKBONE.STEM_POOL, LAST_STRIDE, "

@@ -2,51 +2,20 @@
 
 import itertools
 import logging
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from fastamp.checkpoint.load_state import State, adopt
-from fastamp.config import get_cfg
-from fastamp.modeling.backbones import (
-    BACKBONE_REGISTRY,
-    efficientnet,
-    mobilenet,
-    osnet,
-    regnet,
-    repvgg,
-    resnest,
-    resnet,
-    resnext,
-    shufflenet,
-    swin,
-    vit,
-)
+from fastamp.config import CfgNode, get_cfg
+from fastamp.modeling.backbones import BACKBONE_REGISTRY, Variants
+from fastamp.modeling.heads import jpm_head
+from fastamp.modeling.meta_arch import mgn
 from fastamp.utils.errors import WeightsError
 
 logger = logging.getLogger(__name__)
 
-# Backbone -> its depths, and the options that change its names.
-FAMILIES: dict[str, tuple[Iterable[str], tuple[str, ...]]] = {
-    "resnet": (resnet.DEPTHS, ("WITH_IBN", "WITH_SE", "WITH_NL")),
-    "resnext": (resnext.DEPTHS, ("WITH_IBN", "WITH_NL")),
-    "resnest": (resnest.DEPTHS, ()),
-    "osnet": (osnet.CHANNELS, ("WITH_IBN",)),
-    "osnet_ain": (osnet.CHANNELS, ()),
-    "repvgg": (repvgg.DEPTHS, ("DEPLOY",)),
-    "mobilenetv2": (mobilenet.WIDTHS, ()),
-    "mobilenetv3": (mobilenet.V3_MODELS, ()),
-    "shufflenetv2": (shufflenet.CHANNELS, ()),
-    "effnet": (efficientnet.DEPTHS, ()),
-    "regnet": (regnet.DEPTHS, ()),
-    "vit": (vit.DEPTHS, ()),
-    "swin": (swin.DEPTHS, ()),
-}
-
-# The images that people train ViTs with, height and width.
-_VIT_SIZES = ((256, 128), (384, 128), (256, 256), (224, 224))
 # What a file may have beside a backbone without prefix.
 _OF_HEADS = ("fc.", "classifier.", "heads.", "head.", "pixel_", "bottleneck", "b1.", "b2.", "b1_", "b2_", "b3")
 _NO_WEIGHTS = ("num_batches_tracked", "relative_position_index", "attn_mask")
@@ -56,7 +25,7 @@ _MOST_TENSORS = 5000
 _MOST_PARTS, _LEAST_SHARE = 6, 0.6
 
 
-def recognize(state: State, source: str) -> dict[str, str]:
+def recognize(state: State, source: str, defaults: CfgNode | None = None) -> dict[str, str]:
     """Return the config keys of the model that ``state`` is of.
 
     What leaves no trace in a file is not among them: the stem's pooling, the last stride, a pooling without weights,
@@ -65,6 +34,7 @@ def recognize(state: State, source: str) -> dict[str, str]:
     Args:
         state: name -> tensor, of a FastReID, torchreid or TransReID model, or of one here.
         source: where it is from, for the message.
+        defaults: the config that the keys are for, with a project's own keys. Default: ``get_cfg()``.
 
     Raises:
         WeightsError: it is none of the models here.
@@ -74,17 +44,16 @@ def recognize(state: State, source: str) -> dict[str, str]:
     prefixes = ("base.", "backbone.")
     trunk = {name.partition(".")[2]: value for name, value in state.items() if name.startswith(prefixes)} or dict(state)
     if of_mgn:
-        trunk = _resnet_of_mgn(state)
+        trunk = mgn.backbone_of(state)
     elif "b1.0.norm1.weight" in state:  # JPM's copies of the last block
         number = sum(name.startswith("blocks.") and name.endswith(".norm1.weight") for name in trunk)
         if transreid:
             number -= 1  # that is still there, though nothing uses it
-        names = {name.removeprefix("b1.0."): value for name, value in state.items() if name.startswith("b1.0.")}
-        trunk |= {f"blocks.{number}.{name}": value for name, value in names.items()}
-        trunk |= {"norm.weight": state["b1.1.weight"], "norm.bias": state["b1.1.bias"]}
-    keys, width = _backbone(trunk, source)
+        trunk |= jpm_head.blocks_in_head(state, number=number)
+    defaults = get_cfg() if defaults is None else defaults
+    keys, width = _backbone(trunk, source, defaults)
     keys |= {"MODEL.BACKBONE.FEAT_DIM": str(width), "MODEL.META_ARCHITECTURE": "MGN" if of_mgn else "Baseline"}
-    return keys | _of_vit(trunk) | _head(state, of_mgn=of_mgn, transreid=transreid) | interpolation_keys(state)
+    return keys | _keys_of(keys, trunk) | _head(state, of_mgn=of_mgn, transreid=transreid) | interpolation_keys(state)
 
 
 def interpolation_keys(state: State) -> dict[str, str]:
@@ -99,19 +68,21 @@ def interpolation_keys(state: State) -> dict[str, str]:
     return {} if prefixed or "classifier.weight" not in state else {"INPUT.INTERPOLATION": "bilinear"}
 
 
-def backbone_prefixes(tensors: State) -> dict[str, str]:
+def backbone_prefixes(tensors: State, defaults: CfgNode | None = None) -> dict[str, str]:
     """Return the prefixes below which names are those of a backbone, the one with most tensors first.
 
     Args:
         tensors: path -> tensor, of a whole file, see ``tensors_by_path``.
+        defaults: see ``recognize``.
 
     Returns:
         Prefix, with the dot at its end or empty -> which backbone's names, e.g. ``resnet``; of CLIP's vision
         transformer, whose names no backbone here has, ``CLIP's image encoder``.
     """
+    defaults = get_cfg() if defaults is None else defaults
     votes: dict[str, tuple[int, str]] = {}
-    for family, (depths, _) in FAMILIES.items():
-        own = _beside(_keys(family, next(iter(depths)), ()), {})[0]
+    for name, variants in _all_variants().items():
+        own = _beside(_keys(name, variants.depths[0]), {}, defaults)[0]
         # The first block of each stage is the same at every depth; a norm alone is too common a name.
         wanted = {name for name in own if name.endswith(".weight") and "." in name.removesuffix(".weight")}
         counts: dict[str, int] = {}
@@ -124,28 +95,19 @@ def backbone_prefixes(tensors: State) -> dict[str, str]:
                     break
         for prefix, count in counts.items():
             if count >= _LEAST_SHARE * len(wanted) and count > votes.get(prefix, (0, ""))[0]:
-                votes[prefix] = count, family
+                votes[prefix] = count, name.removeprefix("build_").removesuffix("_backbone")
     for prefix in {path.partition("visual.")[0] + "visual." for path in tensors if "visual.transformer." in path}:
         votes.setdefault(prefix, (0, "CLIP's image encoder"))
-    return {prefix: family for prefix, (_, family) in sorted(votes.items(), key=lambda item: -item[1][0])}
+    return {prefix: name for prefix, (_, name) in sorted(votes.items(), key=lambda item: -item[1][0])}
 
 
-def _resnet_of_mgn(state: State) -> State:
-    """Return the ResNet that MGN's trunk and first branch are."""
-    stages = {"backbone.0.": "conv1.", "backbone.1.": "bn1.", "backbone.4.": "layer1.", "backbone.5.": "layer2."}
-    stages |= {"backbone.6.": "layer3.0.", "b1.1.": "layer4."}
-    renamed = {}
-    for name, value in state.items():
-        for old, new in stages.items():
-            if name.startswith(old):
-                renamed[new + name.removeprefix(old)] = value
-        if name.startswith("b1.0."):
-            block, _, rest = name.removeprefix("b1.0.").partition(".")
-            renamed[f"layer3.{int(block) + 1}.{rest}"] = value
-    return renamed
+def _all_variants() -> dict[str, Variants]:
+    """Return the variants of each backbone that declares them, by its name in the config."""
+    backbones = {name: BACKBONE_REGISTRY.get(name) for name in BACKBONE_REGISTRY}
+    return {name: backbone.variants for name, backbone in backbones.items() if hasattr(backbone, "variants")}
 
 
-def _backbone(trunk: State, source: str) -> tuple[dict[str, str], int]:
+def _backbone(trunk: State, source: str, defaults: CfgNode) -> tuple[dict[str, str], int]:
     """Return the keys of the backbone that takes all of ``trunk``, and its width.
 
     Where several do, because a part of them has no weights, the first one counts.
@@ -157,8 +119,8 @@ def _backbone(trunk: State, source: str) -> tuple[dict[str, str], int]:
             "about 2000.\n  fix: name the config that it was trained with, by --config-file or as KEY VALUE"
         )
     best: tuple[float, dict[str, str], int] = (0.0, {}, 0)
-    for keys in _candidates(trunk):
-        share, width = _agreement(keys, trunk)
+    for keys in _candidates(trunk, defaults):
+        share, width = _agreement(keys, trunk, defaults)
         if share > best[0]:
             best = (share, keys, width)
         if share == 1.0:
@@ -173,31 +135,33 @@ def _backbone(trunk: State, source: str) -> tuple[dict[str, str], int]:
     return keys, width
 
 
-def _candidates(trunk: State) -> Iterator[dict[str, str]]:
-    """Yield the keys of backbones: of the families whose names are nearest first, and without options first."""
+def _candidates(trunk: State, defaults: CfgNode) -> Iterator[dict[str, str]]:
+    """Yield the keys of backbones: of those whose names are nearest first, and without options first."""
     near: dict[str, float] = {}
-    for family, (depths, _) in FAMILIES.items():
-        own, adopted, _ = _beside(_keys(family, next(iter(depths)), ()), trunk)
-        near[family] = len(own.keys() & adopted.keys()) / len(own)
-    for family in sorted(near, key=near.__getitem__, reverse=True)[:4]:
-        depths, options = FAMILIES[family]
-        for count in range(len(options) + 1):
-            for chosen, depth in itertools.product(itertools.combinations(options, count), depths):
-                yield _keys(family, depth, chosen)
+    all_variants = _all_variants()
+    for name, variants in all_variants.items():
+        own, adopted, _ = _beside(_keys(name, variants.depths[0]), trunk, defaults)
+        near[name] = len(own.keys() & adopted.keys()) / len(own)
+    for name in sorted(near, key=near.__getitem__, reverse=True)[:4]:
+        variants = all_variants[name]
+        for count in range(len(variants.options) + 1):
+            for chosen, depth in itertools.product(itertools.combinations(variants.options, count), variants.depths):
+                yield _keys(name, depth, chosen)
 
 
-def _keys(family: str, depth: str, options: Iterable[str]) -> dict[str, str]:
-    keys = {"MODEL.BACKBONE.NAME": f"build_{family}_backbone", "MODEL.BACKBONE.DEPTH": depth}
+def _keys(name: str, depth: str, options: tuple[str, ...] = ()) -> dict[str, str]:
+    keys = {"MODEL.BACKBONE.NAME": name, "MODEL.BACKBONE.DEPTH": depth}
     return keys | {f"MODEL.BACKBONE.{option}": "True" for option in options}
 
 
-def _beside(keys: Mapping[str, str], trunk: State) -> tuple[State, State, int]:
-    """Return a backbone's tensors, without memory; ``trunk`` under its names, empty if it cannot be; and its width.
+def _keys_of(keys: Mapping[str, str], trunk: State) -> dict[str, str]:
+    """Return what ``trunk`` tells beyond the ``keys`` of its backbone, such as a ViT's number of cameras."""
+    return BACKBONE_REGISTRY.get(keys["MODEL.BACKBONE.NAME"]).variants.keys_of(trunk)
 
-    A ViT has the side information and the positions that ``trunk`` has.
-    """
-    cfg = get_cfg()
-    cfg.merge_from_list([each for pair in (keys | _of_vit(trunk)).items() for each in pair])
+
+def _beside(keys: Mapping[str, str], trunk: State, defaults: CfgNode) -> tuple[State, State, int]:
+    """Return a backbone's tensors, without memory; ``trunk`` under its names, empty if it cannot be; and its width."""
+    cfg = defaults.with_values(keys | _keys_of(keys, trunk))
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # what a candidate lacks is nobody's concern
     try:
@@ -212,28 +176,13 @@ def _beside(keys: Mapping[str, str], trunk: State) -> tuple[State, State, int]:
         return own, {}, backbone.feature_dim
 
 
-def _agreement(keys: dict[str, str], trunk: State) -> tuple[float, int]:
+def _agreement(keys: dict[str, str], trunk: State, defaults: CfgNode) -> tuple[float, int]:
     """Return the share of tensors of the backbone and of ``trunk`` that both have, and the backbone's width."""
-    own, adopted, width = _beside(keys, trunk)
+    own, adopted, width = _beside(keys, trunk, defaults)
     both = sum(name in own and own[name].shape == value.shape for name, value in adopted.items())
     spare = [name for name in adopted if name not in own and not name.startswith(_OF_HEADS)]
     spare = [name for name in spare if not name.endswith(_NO_WEIGHTS)]
     return both / (len(own) + len(spare)), width
-
-
-def _of_vit(trunk: State) -> dict[str, str]:
-    """Return the keys of a ViT's embeddings: how many cameras, and which images and strides make so many patches."""
-    keys = {}
-    if "sie_embed" in trunk:
-        keys["MODEL.BACKBONE.SIE_CAMERAS"] = str(len(trunk["sie_embed"]))
-    positions = trunk.get("pos_embed")
-    if positions is None or positions.dim() != 3:
-        return keys
-    for size, stride in itertools.product(_VIT_SIZES, range(vit.PATCH, vit.PATCH // 2 - 1, -1)):
-        if math.prod((side - vit.PATCH) // stride + 1 for side in size) == positions.shape[1] - 1:
-            keys |= {"MODEL.BACKBONE.STRIDE_SIZE": f"({stride}, {stride})"}
-            return keys | {"INPUT.SIZE_TRAIN": str(size), "INPUT.SIZE_TEST": str(size)}
-    return keys
 
 
 def _head(state: State, *, of_mgn: bool, transreid: bool) -> dict[str, str]:

@@ -89,7 +89,7 @@ def test_fastreid_files_of_every_age(tmp_path, capsys, age):
 
 
 def test_a_file_with_more_tensors_than_any_backbone_is_refused_before_the_search(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("fastamp.modeling.recognize._candidates", lambda trunk: pytest.fail("it was searched"))
+    monkeypatch.setattr("fastamp.modeling.recognize._candidates", lambda *_: pytest.fail("it was searched"))
     extra = {f"backbone.extra.{number}": torch.zeros(1) for number in range(6000)}
     assert run(tmp_path, model(*RESNET18).state_dict() | extra) == 2
     assert "tensors in its backbone; the largest has" in capsys.readouterr().err

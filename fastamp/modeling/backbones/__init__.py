@@ -1,6 +1,6 @@
 """Backbones: (B, C, H, W) normalized images -> (B, D, h, w) feature maps."""
 
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, build_backbone, with_feature_dim
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, Variants, build_backbone, variants, with_feature_dim
 from fastamp.modeling.backbones.efficientnet import EfficientNet
 from fastamp.modeling.backbones.mobilenet import MobileNetV2, MobileNetV3
 from fastamp.modeling.backbones.osnet import OSNet
@@ -27,8 +27,10 @@ __all__ = [
     "ResNet",
     "ShuffleNetV2",
     "Swin",
+    "Variants",
     "VisionTransformer",
     "build_backbone",
     "build_resnext_backbone",
+    "variants",
     "with_feature_dim",
 ]

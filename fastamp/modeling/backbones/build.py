@@ -1,10 +1,13 @@
 """Look up and build the backbone that a config names."""
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from fastamp.checkpoint.load_state import State
 from fastamp.config import fixed_input_size, size_key
 from fastamp.modeling.backbones.timm_model import build_timm_backbone
 from fastamp.utils.errors import ConfigError
@@ -13,6 +16,40 @@ from fastamp.utils.registry import Registry
 BACKBONE_REGISTRY = Registry("MODEL.BACKBONE.NAME")
 
 _TIMM = "timm/"
+
+Backbone = TypeVar("Backbone")
+
+
+@dataclass(frozen=True)
+class Variants:
+    """The models of a backbone, among which the one that a weights file is of is searched; see ``recognize``.
+
+    Attributes:
+        depths: values of ``MODEL.BACKBONE.DEPTH``.
+        options: switches in ``MODEL.BACKBONE`` that change the names of tensors, e.g. ``WITH_IBN``.
+        keys_of: the backbone's tensors in the file, under the file's names -> further config keys that they tell.
+            Default: none.
+    """
+
+    depths: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    keys_of: Callable[[State], dict[str, str]] = lambda state: {}
+
+
+def variants(depths: Iterable[str], **others: Any) -> Callable[[Backbone], Backbone]:
+    """Return a decorator that gives a backbone its ``variants``, so that its weights files are recognized.
+
+    Other programs' names of its tensors are translated by the backbone's ``adopt_state``, see ``load_state.adopt``.
+
+    Args:
+        depths, others: see ``Variants``.
+    """
+
+    def add(backbone: Backbone) -> Backbone:
+        backbone.variants = Variants(tuple(depths), **others)
+        return backbone
+
+    return add
 
 
 def build_backbone(cfg: Any) -> nn.Module:

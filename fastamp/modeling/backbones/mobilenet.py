@@ -13,7 +13,7 @@ from torch import nn
 
 from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
 from fastamp.layers import build_norm
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 
 WIDTHS = {"1.0x": 1.0, "0.75x": 0.75, "0.5x": 0.5, "0.35x": 0.35, "0.25x": 0.25, "0.1x": 0.1}
@@ -118,6 +118,7 @@ def _init_convolution(convolution: nn.Conv2d) -> None:
 
 
 @BACKBONE_REGISTRY.register()
+@variants(WIDTHS)
 def build_mobilenetv2_backbone(cfg: Any) -> MobileNetV2:
     """Return the MobileNetV2 of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, pretrained if ``PRETRAIN`` is on.
 
@@ -133,6 +134,7 @@ def build_mobilenetv2_backbone(cfg: Any) -> MobileNetV2:
 
 
 @BACKBONE_REGISTRY.register()
+@variants(V3_MODELS)
 def build_mobilenetv3_backbone(cfg: Any) -> MobileNetV3:
     """Return the MobileNetV3 of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, pretrained if ``PRETRAIN`` is on.
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from fastamp.checkpoint.pretrained import Download
 from fastamp.layers import build_norm
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 
 # Width of the stem and of the three stages.
@@ -186,6 +186,7 @@ class OSNet(nn.Module):
 
 
 @BACKBONE_REGISTRY.register()
+@variants(CHANNELS, options=("WITH_IBN",))
 def build_osnet_backbone(cfg: Any) -> OSNet:
     """Return the OSNet of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
 

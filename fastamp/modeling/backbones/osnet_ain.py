@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fastamp.layers import build_norm
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 from fastamp.modeling.backbones.osnet import (
     CHANNELS,
@@ -104,6 +104,7 @@ def _stage(in_channels: int, out_channels: int, norm: str, instance_norms: tuple
 
 
 @BACKBONE_REGISTRY.register()
+@variants(CHANNELS)
 def build_osnet_ain_backbone(cfg: Any) -> OSNetAIN:
     """Return the OSNet-AIN of ``MODEL.BACKBONE``, of OSNet's depths, with pretrained weights if ``PRETRAIN`` is on.
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from fastamp.checkpoint.pretrained import Download
 from fastamp.layers import build_norm
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.init import init_convolutions
 from fastamp.modeling.backbones.names import rename_modules
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
@@ -200,6 +200,7 @@ class RegNet(nn.Module):
 
 
 @BACKBONE_REGISTRY.register()
+@variants(DEPTHS)
 def build_regnet_backbone(cfg: Any) -> RegNet:
     """Return the RegNet of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
 

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from fastamp.checkpoint.load_state import State
 from fastamp.config import Key
 from fastamp.layers import build_norm
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 from fastamp.utils.errors import ConfigError, WeightsError
 
@@ -283,6 +283,7 @@ def _name_of_timms(key: str) -> str:
 
 
 @BACKBONE_REGISTRY.register()
+@variants(DEPTHS, options=("DEPLOY",))
 def build_repvgg_backbone(cfg: Any) -> RepVGG:
     """Return the RepVGG of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from fastamp.checkpoint.pretrained import Download
 from fastamp.layers import build_norm
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.init import init_convolutions
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 
@@ -182,6 +182,7 @@ def _stage(
 
 
 @BACKBONE_REGISTRY.register()
+@variants(DEPTHS)
 def build_resnest_backbone(cfg: Any) -> ResNeSt:
     """Return the ResNeSt of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
 

@@ -10,7 +10,7 @@ from torch import nn
 from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
 from fastamp.config import Key
 from fastamp.layers import IBN, NonLocal, SELayer, build_norm
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.init import init_convolutions
 from fastamp.modeling.backbones.options import with_pretrained_weights
 from fastamp.utils.errors import ConfigError, did_you_mean
@@ -241,6 +241,7 @@ def _stage(
 
 
 @BACKBONE_REGISTRY.register()
+@variants(DEPTHS, options=("WITH_IBN", "WITH_SE", "WITH_NL"))
 def build_resnet_backbone(cfg: Any) -> ResNet:
     """Return the ResNet of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 from fastamp.modeling.backbones.resnet import Bottleneck, Depth, ResNet
 
@@ -23,6 +23,7 @@ PRETRAINED = {
 
 
 @BACKBONE_REGISTRY.register()
+@variants(DEPTHS, options=("WITH_IBN", "WITH_NL"))
 def build_resnext_backbone(cfg: Any) -> ResNet:
     """Return the ResNeXt of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
 

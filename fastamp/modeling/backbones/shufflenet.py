@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastamp.layers import build_norm
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 
 # Width of the three stages and of the last convolution.
@@ -112,6 +112,7 @@ class ShuffleNetV2(nn.Module):
 
 
 @BACKBONE_REGISTRY.register()
+@variants(CHANNELS)
 def build_shufflenetv2_backbone(cfg: Any) -> ShuffleNetV2:
     """Return the ShuffleNetV2 of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, pretrained if ``PRETRAIN`` is on.
 

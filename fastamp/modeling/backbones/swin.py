@@ -8,7 +8,7 @@ from torch import nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTransformer
 
 from fastamp.checkpoint.pretrained import TorchvisionWeights
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.names import rename_modules
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 
@@ -110,6 +110,7 @@ class Swin(SwinTransformer):
 
 
 @BACKBONE_REGISTRY.register()
+@variants(DEPTHS)
 def build_swin_backbone(cfg: Any) -> Swin:
     """Return the Swin of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
 

@@ -1,5 +1,6 @@
 """Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) as FastReID's and TransReID's, with timm's names."""
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
+from fastamp.checkpoint.load_state import State
 from fastamp.checkpoint.pretrained import Download
 from fastamp.config import Key, fixed_input_size, input_size, size_key
-from fastamp.modeling.backbones.build import BACKBONE_REGISTRY
+from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 from fastamp.utils.errors import ConfigError
 
@@ -49,6 +51,8 @@ KEYS = (
 )
 
 PATCH = 16
+# The images that people train ViTs with, height and width.
+_USUAL_SIZES = ((256, 128), (384, 128), (256, 256), (224, 224))
 _EPS = 1e-6  # of every layer norm, as in the weights' own program
 
 
@@ -354,7 +358,27 @@ def grid_of(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
     return height, patches // height
 
 
+def keys_of_state(state: State) -> dict[str, str]:
+    """Return the config keys of a ViT's embeddings: the number of cameras, and a size and stride of so many patches.
+
+    Args:
+        state: the tensors of a ViT.
+    """
+    keys = {}
+    if "sie_embed" in state:
+        keys["MODEL.BACKBONE.SIE_CAMERAS"] = str(len(state["sie_embed"]))
+    positions = state.get("pos_embed")
+    if positions is None or positions.dim() != 3:
+        return keys
+    for size, stride in itertools.product(_USUAL_SIZES, range(PATCH, PATCH // 2 - 1, -1)):
+        if math.prod((side - PATCH) // stride + 1 for side in size) == positions.shape[1] - 1:
+            keys |= {"MODEL.BACKBONE.STRIDE_SIZE": f"({stride}, {stride})"}
+            return keys | {"INPUT.SIZE_TRAIN": str(size), "INPUT.SIZE_TEST": str(size)}
+    return keys
+
+
 @BACKBONE_REGISTRY.register()
+@variants(DEPTHS, keys_of=keys_of_state)
 def build_vit_backbone(cfg: Any) -> VisionTransformer:
     """Return the ViT of ``MODEL.BACKBONE`` for ``INPUT``, pretrained if ``PRETRAIN`` is on.
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fastamp.checkpoint.load_state import State
 from fastamp.config import Key
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.embedding_head import EmbeddingHead
@@ -154,6 +155,18 @@ class JPMHead(nn.Module):
                 key = f"branches.{number or 0}.{kind}{dot}{rest}"
             renamed[key] = value
         return renamed
+
+
+def blocks_in_head(state: State, *, number: int) -> State:
+    """Return the backbone's last block and norm, which the head has, under the backbone's names.
+
+    Args:
+        state: of a whole TransReID model.
+        number: of that block, from 0.
+    """
+    block = {name.removeprefix("b1.0."): value for name, value in state.items() if name.startswith("b1.0.")}
+    renamed = {f"blocks.{number}.{name}": value for name, value in block.items()}
+    return renamed | {"norm.weight": state["b1.1.weight"], "norm.bias": state["b1.1.bias"]}
 
 
 def shuffled(patches: torch.Tensor, *, shift: int, groups: int) -> torch.Tensor:

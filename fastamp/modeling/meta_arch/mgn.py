@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.checkpoint.load_state import State
 from fastamp.modeling.backbones import ResNet, build_backbone
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
@@ -152,6 +153,21 @@ class MGN(ImageModel):
                 "INPUT.SIZE_TRAIN and INPUT.SIZE_TEST are too low for it"
             )
         return {f"{branch}{number}": part for number, part in enumerate(parts, start=1)}
+
+
+def backbone_of(state: State) -> State:
+    """Return the ResNet that the trunk and the first branch of an MGN's ``state`` are, under a ResNet's names."""
+    stages = {"backbone.0.": "conv1.", "backbone.1.": "bn1.", "backbone.4.": "layer1.", "backbone.5.": "layer2."}
+    stages |= {"backbone.6.": "layer3.0.", "b1.1.": "layer4."}
+    renamed = {}
+    for name, value in state.items():
+        for old, new in stages.items():
+            if name.startswith(old):
+                renamed[new + name.removeprefix(old)] = value
+        if name.startswith("b1.0."):
+            block, _, rest = name.removeprefix("b1.0.").partition(".")
+            renamed[f"layer3.{int(block) + 1}.{rest}"] = value
+    return renamed
 
 
 def _without_stride(stage: nn.Sequential) -> nn.Sequential:
