@@ -6,18 +6,18 @@ from fastamp.config.sections import SECTIONS
 
 
 def _all_keys() -> dict[str, Key]:
-    """Return the keys of ``SECTIONS`` and of the components, in the order of the former."""
+    """Return the keys of ``SECTIONS`` in their order, those of components where they are marked, the others last."""
     of_components = component_keys()
     keys: dict[str, Key] = {}
     for entry in SECTIONS:
         if isinstance(entry, Key):
-            found = [entry]
+            assert entry.path not in keys | of_components, f"{entry.path} is declared twice"
+            keys[entry.path] = entry
         else:
-            found = [key for path, key in of_components.items() if f"{path}.".startswith(f"{entry}.")]
-            assert found, f"no component declares a key of {entry}"
-        keys |= {key.path: key for key in found}
-    assert sum(isinstance(entry, Key) for entry in SECTIONS) == len(keys.keys() - of_components.keys())
-    return keys | {path: key for path, key in of_components.items() if path not in keys}
+            marked = {path: key for path, key in of_components.items() if f"{path}.".startswith(f"{entry}.")}
+            assert marked, f"no component declares a key of {entry}"
+            keys |= marked
+    return keys | of_components
 
 
 KEYS: dict[str, Key] = _all_keys()
