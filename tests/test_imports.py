@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FLOORS = ["utils", "config", "amp", "layers", "checkpoint", "demo", "data modeling solver evaluation", "diagnostics"]
-FLOORS += ["report", "engine", "inference", "cli"]
+FLOORS += ["report", "engine inference", "cli"]
 LEVEL = {name: number for number, floor in enumerate(FLOORS) for name in floor.split()}
 
 

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from fastamp.amp import resolve_device
-from fastamp.config import CfgNode
+from fastamp.config import CfgNode, read_config
 from fastamp.engine import run_command_line
-from fastamp.engine.setup import read_config
 from fastamp.evaluation import Identities, Protocol, compute_metrics, print_results
 from fastamp.evaluation.evaluator import ranking_device, write_per_query
 from fastamp.evaluation.roc import write_roc

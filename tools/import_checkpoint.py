@@ -22,9 +22,8 @@ import torch
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.load_state import adopt, classifiers, examples, load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, tensors_by_path
-from fastamp.config import CfgNode
+from fastamp.config import CfgNode, read_config
 from fastamp.engine import run_command_line
-from fastamp.engine.setup import read_config
 from fastamp.modeling import build_model
 from fastamp.modeling.recognize import backbone_prefixes, interpolation_keys, recognize
 from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean, writing

@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 
+from fastamp.checkpoint import read_checkpoint
+from fastamp.config import read_config
 from fastamp.engine import run_command_line
-from fastamp.engine.setup import read_config
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import ConfigError, WeightsError
 from fastamp.utils.files import closed_stdout_allowed
 from fastamp.utils.progress import format_duration
 
@@ -110,11 +111,11 @@ class Run:
 
     def is_whole(self) -> bool:
         """Return whether there is a newest checkpoint, and it can be loaded."""
+        path = self.newest()
         try:
-            torch.load(self.newest(), weights_only=True)
-        except (OSError, RuntimeError, AttributeError):  # the last where there is none
+            return path is not None and bool(read_checkpoint(path))
+        except WeightsError:
             return False
-        return True
 
     def truncate(self) -> str:
         """Cut the newest checkpoint in half; return its name."""
@@ -160,7 +161,7 @@ class Run:
 
 def differences(one: Path, other: Path) -> list[str]:
     """Return what is not the same in two runs' last checkpoints and metrics."""
-    first, second = (torch.load(folder / "model_final.pth", weights_only=True) for folder in (one, other))
+    first, second = (read_checkpoint(folder / "model_final.pth") for folder in (one, other))
     found = list(_differing("", first, second))
     lines = [[json.loads(line) for line in (folder / "metrics.json").open()] for folder in (one, other)]
     if [line["iteration"] for line in lines[0]] != [line["iteration"] for line in lines[1]]:

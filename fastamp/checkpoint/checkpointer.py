@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from fastamp.checkpoint.load_state import examples, is_weight, load_model_state
-from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
+from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, write_checkpoint
 from fastamp.utils import comm
 from fastamp.utils.errors import WeightsError
 from fastamp.utils.files import write_atomically
@@ -74,7 +73,7 @@ class Checkpointer:
         if not comm.is_main_process():
             return path
         self.save_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, lambda file: torch.save(content, file))
+        write_checkpoint(path, content)
         if tag:
             write_atomically(self.save_dir / "last_checkpoint", lambda file: file.write(path.name.encode()))
         return path

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fastamp.checkpoint.checkpointer import STRIPPED
-from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
+from fastamp.checkpoint.entries import no_config_error
+from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, write_checkpoint
 from fastamp.config import CfgNode, get_cfg
-from fastamp.utils.errors import ConfigError, WeightsError
-from fastamp.utils.files import expand, real_path, write_atomically
+from fastamp.utils.errors import ConfigError
+from fastamp.utils.files import expand, real_path
 
 # The entries that evaluation, Predictor, extraction and export read, besides the weights.
 _KEPT = ("config", "policy", "pairs", "best", STRIPPED)
@@ -58,17 +57,14 @@ def strip(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str] | None
         raise ConfigError(f"{target} is the checkpoint itself, whose training state would be lost; name another file")
     content = read_checkpoint(source)
     if not isinstance(content, dict) or not isinstance(content.get("config"), str):
-        raise WeightsError(
-            f"{source} holds no config, so that the model is not known.\n"
-            "  fix: python tools/import_checkpoint.py makes a checkpoint with a config of it"
-        )
+        raise no_config_error(source)
     kept = {"model": state_dict_in(content, source)} | {name: content[name] for name in _KEPT if name in content}
     average = content.get("average")
     if isinstance(average, dict) and average.get("updates") and _is_evaluated(average.get("kind"), content["config"]):
         kept["model"] |= state_dict_in(average, f"the {average['kind']} in {source}")
         kept[STRIPPED] = average["kind"]
     kept.setdefault(STRIPPED, "model")
-    write_atomically(target, lambda file: torch.save(kept, file))
+    write_checkpoint(target, kept)
     removed = sorted(content.keys() - kept.keys())
     return StripReport(target, kept[STRIPPED], removed, source.stat().st_size, target.stat().st_size)
 

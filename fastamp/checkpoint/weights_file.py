@@ -1,7 +1,8 @@
-"""Weights files: read without ever running code from them, and every damage to one said."""
+"""Weights files: written atomically, read without running code from them, every damage to one said."""
 
 import argparse
 import contextlib
+import io
 import os
 import pickle
 import re
@@ -15,7 +16,7 @@ import torch
 
 from fastamp.checkpoint.pickle_limits import PickleLimitError, check_pickle
 from fastamp.utils.errors import WeightsError
-from fastamp.utils.files import check_no_device, expand
+from fastamp.utils.files import check_no_device, expand, write_atomically
 
 _ZIP = b"PK\x03\x04"  # by which torch tells the formats apart
 # Of the format before torch 1.6: magic number, version, machine, content, and the list of its storages.
@@ -72,6 +73,37 @@ def damaged_record(path: str | os.PathLike[str]) -> str:
 
 class _DamagedRecord(Exception):
     """A part of a file is not what was written."""
+
+
+def write_checkpoint(path: Path, content: Any) -> None:
+    """Write a checkpoint file atomically.
+
+    Args:
+        path: of the file, in a folder that exists.
+        content: tensors and plain values in dicts and lists.
+
+    Raises:
+        WriteError: it cannot be written.
+    """
+    write_atomically(path, lambda file: torch.save(content, file))
+
+
+def checkpoint_size(content: Any) -> int:
+    """Return how many bytes ``write_checkpoint`` would write."""
+    size = _Size()
+    torch.save(content, size)
+    return size.bytes
+
+
+class _Size(io.RawIOBase):
+    """A file that only counts what is written to it."""
+
+    bytes = 0
+
+    def write(self, content: Any) -> int:
+        """Take bytes."""
+        self.bytes += len(content)
+        return len(content)
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:

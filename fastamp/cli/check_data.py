@@ -11,9 +11,9 @@ from pathlib import Path
 from tabulate import tabulate
 
 from fastamp.cli.options import add_parts
+from fastamp.config import read_config
 from fastamp.data.build import build_dataset
 from fastamp.data.check import Report, check_dataset, contact_sheet
-from fastamp.engine.setup import read_config
 from fastamp.utils.errors import writing
 from fastamp.utils.printable import printable
 

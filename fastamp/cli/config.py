@@ -7,9 +7,17 @@ from pathlib import Path
 
 import yaml
 
+from fastamp.checkpoint.entries import merge_from_checkpoint
 from fastamp.cli.options import add_parts
-from fastamp.config import RELEASES, CfgNode, changed_values, describe_changes, describe_config, explain_key
-from fastamp.engine.setup import merge_from_checkpoint, read_config
+from fastamp.config import (
+    RELEASES,
+    CfgNode,
+    changed_values,
+    describe_changes,
+    describe_config,
+    explain_key,
+    read_config,
+)
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import write_atomically
 

@@ -9,10 +9,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from fastamp.checkpoint.entries import merge_if_config
 from fastamp.cli.options import add_parts
-from fastamp.config import CfgNode
+from fastamp.config import CfgNode, read_config
 from fastamp.engine import DefaultTrainer, default_setup, launch
-from fastamp.engine.setup import add_process_arguments, merge_if_config, read_config
+from fastamp.engine.setup import add_process_arguments
 from fastamp.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)

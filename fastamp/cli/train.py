@@ -9,10 +9,10 @@ from types import FrameType
 from typing import Any
 
 from fastamp.cli.options import add_parts
-from fastamp.config import CfgNode, describe_config
+from fastamp.config import CfgNode, describe_config, read_config
 from fastamp.engine import DefaultTrainer, default_argument_parser, default_setup, launch
 from fastamp.engine.dry_run import dry_run
-from fastamp.engine.setup import add_training_arguments, read_config
+from fastamp.engine.setup import add_training_arguments
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.signals import handling
 

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from fastamp.amp.policy import DTYPES, PrecisionPolicy
-from fastamp.checkpoint.weights_file import read_checkpoint
+from fastamp.checkpoint.weights_file import read_checkpoint, write_checkpoint
 from fastamp.diagnostics.locate import Location, locate, search
 from fastamp.diagnostics.rehearsal import Rehearsal
 from fastamp.utils import comm
 from fastamp.utils.errors import WeightsError
-from fastamp.utils.files import write_atomically
 
 FOLDER = "amp_crash"
 _FORMAT = 1
@@ -72,7 +71,7 @@ class Crash:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"iteration_{self.iteration}_rank_{self.rank}.pth"
         content = vars(self) | {"micro_batch": vars(self.micro_batch), "fastamp_crash": _FORMAT}
-        write_atomically(path, lambda file: torch.save(content, file))
+        write_checkpoint(path, content)
         return path
 
     @classmethod

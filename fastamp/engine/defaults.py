@@ -13,9 +13,9 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.amp.health import check_finite
-from fastamp.checkpoint.checkpointer import STRIPPED, Checkpointer
-from fastamp.checkpoint.load_state import load_model_state
-from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
+from fastamp.checkpoint.checkpointer import Checkpointer
+from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
+from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.config import CfgNode, describe_changes
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.loader import lost_workers_explained
@@ -482,32 +482,10 @@ class DefaultTrainer:
         """
         cfg = cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False})  # would be overwritten at once
         model = cls.build_model(cfg)
-        extra = Checkpointer(model, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH).load(cfg.MODEL.WEIGHTS)
-        cls._take_average(cfg, model, extra)
-        return model, extra
-
-    @classmethod
-    def _take_average(cls, cfg: CfgNode, model: nn.Module, extra: dict[str, Any]) -> None:
-        """Give the model the average in a checkpoint's further entries, where the config evaluates such an average."""
-        wanted = cls.build_weight_average(cfg, model)
-        if wanted is not None and wanted.kind == "ema" and not cfg.SOLVER.EMA.EVALUATE:
-            wanted = None
-        if STRIPPED in extra:
-            held = extra[STRIPPED]
-            if held != (wanted.kind if wanted else "model"):
-                logger.warning(
-                    "%s was stripped and holds the %s weights alone: evaluating these", cfg.MODEL.WEIGHTS, held
-                )
-            return
-        if wanted is None:
-            return
-        state = extra.get("average")
-        if not isinstance(state, dict) or state.get("kind") != wanted.kind or not state.get("updates"):
-            logger.warning("%s holds no %s of the weights: evaluating the weights", cfg.MODEL.WEIGHTS, wanted.kind)
-            return
-        # The classifier, which a model for evaluation alone does not have, is left out.
-        source = f"the {wanted.kind} in {cfg.MODEL.WEIGHTS}"
-        load_model_state(model, state_dict_in(state, source), source=source)
+        average = cls.build_weight_average(cfg, model)
+        kind = None if average is None or (average.kind == "ema" and not cfg.SOLVER.EMA.EVALUATE) else average.kind
+        weights, min_match = cfg.MODEL.WEIGHTS, cfg.MODEL.WEIGHTS_MIN_MATCH
+        return model, load_evaluated_weights(model, weights, average=kind, min_match=min_match)
 
     @classmethod
     def _evaluate(

@@ -12,6 +12,7 @@ from fastamp.amp import PrecisionPolicy
 from fastamp.amp.policy import dtype_name
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import CfgNode
+from fastamp.data.subset import subsample_identities
 from fastamp.diagnostics.doctor import (
     check_soundness,
     forced,
@@ -88,7 +89,9 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
         for buffer, value in statistics:
             if buffer.is_floating_point():
                 buffer.copy_(value)
-    batches, queries, diagnosis.images = ranked_part(test_loader, num_query, max_images, cfg.TEST.IMS_PER_BATCH)
+    batches, queries, diagnosis.images = subsample_identities(
+        test_loader, num_query, max_images, cfg.TEST.IMS_PER_BATCH
+    )
 
     def rank(precision: PrecisionPolicy) -> dict[str, float]:
         # Copies, for a model that writes into what it is given.
@@ -158,28 +161,6 @@ def _examine(
                 found.failure, found.force_fp32 = str(error), None
                 logger.info("%s: %s", found.dtype, found.failure)
     return found
-
-
-def ranked_part(
-    loader: Any, num_query: int, max_images: int, batch_size: int
-) -> tuple[list[dict[str, Any]], int, tuple[int, int]]:
-    """Return batches of whole identities of the test set, the number of queries in them, and (images, of all)."""
-    dataset = loader.dataset
-    total = len(dataset)
-    chosen = list(range(total))
-    if 0 < max_images < total:
-        chosen = []
-        by_identity: dict[int, list[int]] = {}
-        for index, label in enumerate(dataset.labels):
-            by_identity.setdefault(label, []).append(index)
-        for label in dict.fromkeys(dataset.labels[:num_query]):
-            if chosen and len(chosen) + len(by_identity[label]) > max_images:
-                break
-            chosen += by_identity[label]
-        chosen.sort()
-    starts = range(0, len(chosen), batch_size)
-    batches = [dataset.__getitems__([(0, i, i) for i in chosen[start : start + batch_size]]) for start in starts]
-    return batches, sum(index < num_query for index in chosen), (len(chosen), total)
 
 
 class _Progress:

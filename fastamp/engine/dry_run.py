@@ -1,6 +1,5 @@
 """A run tried in short: everything built, two iterations, a small evaluation, and what the whole of it will take."""
 
-import io
 import logging
 import os
 import shutil
@@ -16,6 +15,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from fastamp.checkpoint.weights_file import checkpoint_size
 from fastamp.config import CfgNode
 from fastamp.data.loader import TestLoader
 from fastamp.data.samplers import InferenceSampler
@@ -245,27 +245,15 @@ def _describe_duration(trainer: DefaultTrainer, training: float, evaluation: flo
 
 
 def _describe_checkpoints(trainer: DefaultTrainer, free: int) -> str:
-    size = _Size()
-    torch.save(trainer.checkpointer.content(), size)
+    size = checkpoint_size(trainer.checkpointer.content())
     period, last = trainer.cfg.SOLVER.CHECKPOINT_PERIOD, trainer.cfg.SOLVER.MAX_EPOCH
     periodic = sum(epoch % period == 0 and epoch < last for epoch in _epochs_left(trainer))
-    need = size.bytes * (periodic + 2)
+    need = size * (periodic + 2)
     short = "" if need <= free else "; that is too little"
     return (
         f"{need / 2**20:.0f} MiB: {periodic} by SOLVER.CHECKPOINT_PERIOD, the best and the last, "
-        f"{size.bytes / 2**20:.1f} MiB each; {free / 2**30:.1f} GiB are free{short}"
+        f"{size / 2**20:.1f} MiB each; {free / 2**30:.1f} GiB are free{short}"
     )
-
-
-class _Size(io.RawIOBase):
-    """A file that only counts what is written to it."""
-
-    bytes = 0
-
-    def write(self, content: Any) -> int:
-        """Take bytes."""
-        self.bytes += len(content)
-        return len(content)
 
 
 def _epochs_left(trainer: DefaultTrainer) -> range:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from tabulate import tabulate
 
 from fastamp.amp import PrecisionPolicy, resolve_device
-from fastamp.config import CfgNode, get_cfg
+from fastamp.config import CfgNode, get_cfg, load_parts
+from fastamp.diagnostics.config_check import check_config
 from fastamp.diagnostics.crash import Crash
 from fastamp.diagnostics.locate import all_finite, locate, locate_in_evaluation
 from fastamp.diagnostics.rehearsal import Rehearsal
 from fastamp.engine.defaults import DefaultTrainer
-from fastamp.engine.setup import check_config, load_parts
 from fastamp.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -1,31 +1,36 @@
-"""What comes before a run: command-line arguments, the check of the config, the log, the seeds."""
+"""What comes before a run: command-line arguments, the log, the seeds."""
 
 import argparse
-import importlib.util
 import logging
 import os
-import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
 from fastamp.amp import resolve_device
-from fastamp.checkpoint.weights_file import read_checkpoint
-from fastamp.config import CfgNode, get_cfg, per_channel
+from fastamp.config import CfgNode
+from fastamp.diagnostics.config_check import check_config
 from fastamp.diagnostics.machine import inspect_machine
-from fastamp.evaluation import Protocol
-from fastamp.solver import swa_start
 from fastamp.utils import comm
 from fastamp.utils.env import keep_freed_memory, seed_all
-from fastamp.utils.errors import ConfigError, UserError, WeightsError
+from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import closed_stdout_allowed, real_path
 from fastamp.utils.lock import describe_lock_holder, lock_folder
 from fastamp.utils.logger import setup_logger
+from fastamp.utils.moved import moved_names
 
 logger = logging.getLogger(__name__)
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "read_config": "fastamp.config.read_config",
+        "load_parts": "fastamp.config.load_parts",
+        "merge_from_checkpoint": "fastamp.checkpoint.entries.merge_from_checkpoint",
+        "merge_if_config": "fastamp.checkpoint.entries.merge_if_config",
+    },
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -128,131 +133,3 @@ def _refuse_links_out_of(output_dir: Path) -> None:
                     f"OUTPUT_DIR {str(output_dir)!r}: {path.relative_to(output_dir)} in it is a link to "
                     f"{real_path(path)}; a run writes into its own folder alone.\n  fix: remove the link"
                 )
-
-
-def read_config(
-    config_file: str, opts: Sequence[str], *, parts: str = "", define_keys: Callable[[CfgNode], None] | None = None
-) -> CfgNode:
-    """Return the frozen config of a file and of KEY VALUE pairs over it.
-
-    Args:
-        config_file: path; empty for the defaults.
-        opts: the pairs, one after the other.
-        parts: file that registers the user's own parts first, see ``load_parts``; empty is none.
-        define_keys: declares keys of a project's own.
-
-    Raises:
-        ConfigError: a file, a key or a value is wrong.
-    """
-    cfg = get_cfg()
-    if define_keys:
-        define_keys(cfg)
-    if parts:
-        load_parts(parts, cfg)
-    if config_file:
-        cfg.merge_from_file(config_file)
-    cfg.merge_from_list(opts)
-    cfg.freeze()
-    return cfg
-
-
-def merge_from_checkpoint(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> None:
-    """Merge the config in a checkpoint into ``cfg``.
-
-    Raises:
-        WeightsError: the file cannot be read, or holds no config of this version.
-    """
-    if not merge_if_config(cfg, checkpoint):
-        raise WeightsError(
-            f"{checkpoint} holds no config, so that the model is not known.\n"
-            "  fix: python tools/import_checkpoint.py makes a checkpoint with a config of it"
-        )
-
-
-def merge_if_config(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> bool:
-    """Merge the config in a checkpoint into ``cfg``, if it holds one, and return whether it does.
-
-    Raises:
-        WeightsError: the file cannot be read, or its config is not of this version.
-    """
-    content = read_checkpoint(checkpoint)
-    text = content.get("config") if isinstance(content, dict) else None
-    if not isinstance(text, str):
-        return False
-    try:
-        cfg.merge_from_other_cfg(CfgNode.load_cfg(text))
-    except UserError as error:
-        raise WeightsError(
-            f"the config in {checkpoint} is not of this version, or of parts of your own: {error}"
-        ) from error
-    return True
-
-
-def load_parts(path: str, cfg: CfgNode) -> None:
-    """Run a Python file of the user's that registers parts, and declare its config keys.
-
-    These are the file's ``KEYS``, declared as in a component of fastamp, and those of its ``add_config(cfg)``.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
-    file = real_path(path)
-    if not file.is_file():
-        raise ConfigError(f"--parts: there is no file {path}")
-    name = f"fastamp_parts_{file}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    cfg.add_keys(getattr(sys.modules[name], "KEYS", ()))
-    if hasattr(sys.modules[name], "add_config"):
-        sys.modules[name].add_config(cfg)
-
-
-def check_config(cfg: CfgNode) -> None:
-    """Check what no single component can.
-
-    Raises:
-        ConfigError: with the key, the value and what to change.
-    """
-    if not cfg.MODEL.LOSSES.NAME:
-        raise ConfigError("MODEL.LOSSES.NAME is empty; name at least one loss")
-    if cfg.SOLVER.AMP.MIN_SCALE > cfg.SOLVER.AMP.MAX_SCALE:
-        raise ConfigError("SOLVER.AMP.MIN_SCALE is above SOLVER.AMP.MAX_SCALE")
-    for name in ("PIXEL_MEAN", "PIXEL_STD"):
-        per_channel(f"MODEL.{name}", cfg.MODEL[name], channels=cfg.INPUT.CHANNELS)
-    if not cfg.DATASETS.TESTS:
-        raise ConfigError("DATASETS.TESTS is empty; name at least one data set to evaluate on")
-    Protocol.from_config(cfg)  # raises what the first evaluation would
-    if cfg.SOLVER.EMA.ENABLED and cfg.SOLVER.SWA.ENABLED:
-        raise ConfigError("SOLVER.EMA and SOLVER.SWA are both enabled; one average of the weights can be kept")
-    if cfg.SOLVER.SWA.ENABLED:
-        swa_start(cfg)
-    share = cfg.SOLVER.IMS_PER_BATCH // comm.get_world_size()
-    if share == 1 and cfg.MODEL.HEADS.WITH_BNNECK and cfg.MODEL.HEADS.NORM == "BN":
-        raise ConfigError(
-            f"SOLVER.IMS_PER_BATCH is {cfg.SOLVER.IMS_PER_BATCH}, one image for each process, and the batch norm of "
-            "MODEL.HEADS.WITH_BNNECK needs two at least"
-        )
-    _check_distributed(cfg)
-
-
-def _check_distributed(cfg: CfgNode) -> None:
-    """Check what only several processes ask for."""
-    if comm.get_world_size() == 1:
-        return
-    if ":" in cfg.MODEL.DEVICE:
-        raise ConfigError(
-            f"MODEL.DEVICE is {cfg.MODEL.DEVICE!r}, the same device for all {comm.get_world_size()} processes.\n"
-            "  fix: MODEL.DEVICE cuda, and each process takes its own"
-        )
-    device = resolve_device(cfg.MODEL.DEVICE)
-    if device.type == "cuda" and "nccl" not in dist.get_backend_config():
-        raise ConfigError(
-            f"there are more processes than CUDA devices on this machine ({torch.cuda.device_count()}).\n"
-            "  fix: fewer processes (--num-gpus, --nproc-per-node), or MODEL.DEVICE cpu"
-        )
-    norms = {key: cfg.MODEL[key].NORM for key in ("BACKBONE", "HEADS")}
-    sync = [f"MODEL.{key}.NORM" for key, name in norms.items() if name.lower() == "syncbn"]
-    if sync and device.type != "cuda":
-        raise ConfigError(f"{sync[0]} is syncBN, which PyTorch has for CUDA only.\n  fix: {sync[0]} BN")

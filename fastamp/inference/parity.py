@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastamp.config import input_size
 from fastamp.data import build_reid_test_loader
-from fastamp.engine.doctor import ranked_part
+from fastamp.data.subset import subsample_identities
 from fastamp.evaluation import ReidEvaluator
 from fastamp.inference.predictor import Predictor
 from fastamp.utils.errors import DataError
@@ -83,7 +83,7 @@ class RankedImages:
     def __init__(self, predictor: Predictor, name: str, limit: int) -> None:
         self.cfg = predictor.cfg.with_values({"TEST.FLOORS": False, "TEST.PER_QUERY": False})
         loader, num_query = build_reid_test_loader(self.cfg, name)
-        self.batches, self.num_query, (count, total) = ranked_part(
+        self.batches, self.num_query, (count, total) = subsample_identities(
             loader, num_query, limit, self.cfg.TEST.IMS_PER_BATCH
         )
         self.title = f"{name}, {count} images" if count == total else f"{name}, {count} of {total} images"

@@ -14,12 +14,9 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from fastamp.amp import PrecisionPolicy, resolve_device
-from fastamp.config import CfgNode, get_cfg
+from fastamp.checkpoint.entries import damaged_entry_error
 from fastamp.data.decode import image_from_pil, read_image, with_channels
 from fastamp.data.transforms import Resize, build_transforms
-from fastamp.engine.defaults import DefaultTrainer
-from fastamp.engine.setup import merge_from_checkpoint
 from fastamp.evaluation.evaluator import extract_features
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
@@ -27,8 +24,9 @@ from fastamp.inference.features_file import check_same_model, read_extraction
 from fastamp.inference.index import GalleryIndex, SearchResult, open_gallery
 from fastamp.inference.similarity import Comparison, pairs_of
 from fastamp.layers.distance import pairwise_distance
+from fastamp.modeling import load_model
 from fastamp.utils.env import available_cores
-from fastamp.utils.errors import ConfigError, DataError, WeightsError, check_choice
+from fastamp.utils.errors import ConfigError, DataError, check_choice
 from fastamp.utils.form import unlike
 
 logger = logging.getLogger(__name__)
@@ -68,14 +66,10 @@ class Predictor:
 
     def __init__(self, checkpoint: str | os.PathLike[str], *, device: str = "auto", opts: Sequence[str] = ()) -> None:
         self.checkpoint = Path(checkpoint).expanduser()
-        self.cfg = _config_of(self.checkpoint, device, opts)
-        self.model, self.extra = DefaultTrainer.load_model(self.cfg)
-        _check_entries(self.extra, self.checkpoint)
-        self.model.eval()
-        self.policy = _trained_policy(self.cfg, self.extra.get("policy"), opts)
-        self.policy.check_model(self.model)
+        loaded = load_model(self.checkpoint, device=device, opts=opts)
+        self.cfg, self.model, self.policy, self.extra = loaded.cfg, loaded.model, loaded.policy, loaded.extra
+        _check_pairs(self.extra.get("pairs", {}), self.checkpoint)
         self._transforms = build_transforms(self.cfg, is_train=False)
-        logger.info("%s, precision: %s", self.checkpoint, self.policy.describe())
 
     @property
     def device(self) -> torch.device:
@@ -362,43 +356,16 @@ class Predictor:
         return {"camids": torch.zeros(count, dtype=torch.int64)} | places if places else {}
 
 
-def _config_of(checkpoint: Path, device: str, opts: Sequence[str]) -> CfgNode:
-    """Return the config in a checkpoint, for inference with its weights."""
-    cfg = get_cfg()
-    merge_from_checkpoint(cfg, checkpoint)
-    cfg.merge_from_list(["MODEL.DEVICE", device, "MODEL.HEADS.NUM_CLASSES", "0", "MODEL.COMPILE", "off"])
-    cfg.merge_from_list(list(opts))
-    cfg.MODEL.WEIGHTS = str(checkpoint)
-    cfg.freeze()
-    resolve_device(cfg.MODEL.DEVICE)
-    return cfg
-
-
-def _check_entries(extra: dict[str, Any], checkpoint: Path) -> None:
-    """Raise WeightsError where entries of a checkpoint have another form than what a run writes."""
-    policy, pairs, form = extra.get("policy"), extra.get("pairs", {}), PairScores.form()
-    wrong = unlike({"dtype": ""}, policy, "policy")
-    if not wrong and policy and "dtype" not in policy:
-        wrong = "policy: expected a dtype"
-    if not wrong and not isinstance(pairs, dict):
-        wrong = f"pairs: expected a dict, found {type(pairs).__name__}"
+def _check_pairs(pairs: Any, checkpoint: Path) -> None:
+    """Raise WeightsError where the pairs of a checkpoint have another form than what a run writes."""
+    form = PairScores.form()
+    wrong = "" if isinstance(pairs, dict) else f"pairs: expected a dict, found {type(pairs).__name__}"
     for name, each in pairs.items() if not wrong else ():
         wrong = wrong or unlike(form, each, f"pairs.{name}")
         if not wrong and each and each.keys() != form.keys():
             wrong = f"pairs.{name}: expected {', '.join(form)}"
     if wrong:
-        raise WeightsError(
-            f"{checkpoint} holds what no run writes, or is damaged.\n  {wrong}\n"
-            "  fix: use another checkpoint of the run, or import its weights with tools/import_checkpoint.py"
-        )
-
-
-def _trained_policy(cfg: CfgNode, trained: dict[str, Any] | None, opts: Sequence[str]) -> PrecisionPolicy:
-    """Return the precision that the model was trained in, or that ``opts`` ask for, on the device of ``cfg``."""
-    if trained and not any(key.startswith("SOLVER.AMP") and key != "SOLVER.AMP.EVAL_DTYPE" for key in opts[::2]):
-        cfg = cfg.with_values({"SOLVER.AMP": "off" if trained["dtype"] == "float32" else trained["dtype"]})
-    policy = PrecisionPolicy.from_config(cfg, resolve_device(cfg.MODEL.DEVICE))
-    return policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
+        raise damaged_entry_error(checkpoint, wrong)
 
 
 def _as_list(images: Image | Sequence[Image]) -> list[Image]:

@@ -41,12 +41,12 @@ from autotuner.space import BATCH, IDENTITIES, IMAGES, Space, default_space, rea
 from autotuner.split import VAL_FRACTION, define_keys, split_training
 
 from fastamp.amp import resolve_device
-from fastamp.config import CfgNode, get_cfg
+from fastamp.config import CfgNode, get_cfg, load_parts, read_config
 from fastamp.data.build import build_dataset
 from fastamp.data.datasets.base import ImageItem
+from fastamp.diagnostics.config_check import check_config
 from fastamp.engine import DefaultTrainer, run_command_line
 from fastamp.engine.command_line import TrainingInterrupted, outcome_of, say
-from fastamp.engine.setup import check_config, load_parts, read_config
 from fastamp.utils.errors import ConfigError, DataError, writing
 from fastamp.utils.files import closed_stdout_allowed, real_path
 from fastamp.utils.logger import setup_logger

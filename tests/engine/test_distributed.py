@@ -12,10 +12,10 @@ import ranks
 import tiny
 import torch
 
+from fastamp.diagnostics.config_check import check_config
 from fastamp.diagnostics.crash import Crash
 from fastamp.engine import launch
 from fastamp.engine.command_line import TrainingInterrupted
-from fastamp.engine.setup import check_config
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 

@@ -14,7 +14,7 @@ FORBIDDEN = {
 }  # fmt: skip
 REQUIRED = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
 # torch.load alone can be occupied forever by a small file; these read what fastamp itself has just written.
-READERS = ("fastamp/checkpoint/weights_file.py", "fastamp/utils/env.py", "tools/soak.py")
+READERS = ("fastamp/checkpoint/weights_file.py", "fastamp/utils/env.py")
 ALLOWED = {"projects/FastTune/autotuner/algorithms.py": "__import__"}  # of names that stand there
 
 
@@ -51,6 +51,43 @@ def test_every_checkpoint_is_read_in_one_place():
     sources = [path for folder in ("fastamp", "tools", "projects") for path in (ROOT / folder).rglob("*.py")]
     found = {str(path.relative_to(ROOT)) for path in sources if "torch.load(" in path.read_text(encoding="utf-8")}
     assert found == set(READERS)
+
+
+# Random states travel between processes as bytes; files are the business of fastamp/checkpoint alone.
+WEIGHTS = {"torch.save", "torch.load", "safetensors", "load_state_dict_from_url", "torch.serialization"}
+NO_WEIGHTS = ("fastamp/utils/env.py",)
+
+
+def weights_calls(path):
+    """Yield the calls and imports in a source that read or write weights files."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            if any(name == each or name.startswith(f"{each}.") or name.endswith(f".{each}") for each in WEIGHTS):
+                yield f"{path}:{node.lineno}: {name}"
+
+
+def test_only_the_checkpoint_package_reads_and_writes_weights():
+    sources = [path for folder in ("fastamp", "tools", "projects") for path in (ROOT / folder).rglob("*.py")]
+    allowed = [ROOT / path for path in NO_WEIGHTS]
+    left = [path for path in sources if ROOT / "fastamp/checkpoint" not in path.parents and path not in allowed]
+    assert [call for path in left for call in weights_calls(path)] == []
+    assert any(True for path in sources if path not in left for _ in weights_calls(path))
+
+
+def test_the_check_of_weights_can_fail(tmp_path):
+    source = tmp_path / "a.py"
+    source.write_text(
+        "import safetensors.torch\nfrom torch import save\nfrom torch.hub import load_state_dict_from_url\n"
+        "torch.save(state, p)\nread = torch.load\nread_checkpoint(p)\ntorch.jit.save(m, p)\nnp.load(p)\n"
+    )
+    assert sorted(call.split(":")[1] for call in weights_calls(source)) == ["1", "2", "3", "4", "5"]
 
 
 def test_that_check_can_fail(tmp_path):

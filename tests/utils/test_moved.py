@@ -53,6 +53,14 @@ def test_old_names_of_the_evaluation(old, module, new):
     assert found is getattr(importlib.import_module(module), new)
 
 
+@pytest.mark.parametrize("name", ["read_config", "load_parts", "merge_from_checkpoint", "merge_if_config"])
+def test_names_that_were_in_engine_setup(name):
+    from fastamp.engine import setup
+
+    with pytest.warns(DeprecationWarning, match=name):
+        assert getattr(setup, name).__module__ in ("fastamp.config.read", "fastamp.checkpoint.entries")
+
+
 def test_an_unknown_name_fails_as_ever():
     with pytest.raises(ImportError):
         importlib.import_module("fastamp.amp.crashes")

@@ -26,10 +26,9 @@ from tabulate import tabulate
 from torch import nn
 
 from fastamp.amp import resolve_device
-from fastamp.config import CfgNode, fixed_input_size
+from fastamp.config import CfgNode, fixed_input_size, read_config
 from fastamp.diagnostics.machine import inspect_machine
 from fastamp.engine import TRAINER_REGISTRY, launch
-from fastamp.engine.setup import read_config
 from fastamp.modeling import build_model
 from fastamp.solver import build_optimizer
 from fastamp.utils import comm

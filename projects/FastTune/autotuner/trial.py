@@ -14,11 +14,10 @@ from autotuner.space import Space
 from autotuner.split import register_split
 from autotuner.tune_hooks import EPOCH, ROUND, SCORE, VALUES, Report, Rounds, TuneReportHook, checkpoints
 from fastamp.checkpoint.checkpointer import Checkpointer
-from fastamp.config import CfgNode, get_cfg
+from fastamp.config import CfgNode, get_cfg, load_parts
 from fastamp.engine import DefaultTrainer, HookBase, default_setup
 from fastamp.engine.defaults import ConfigText
 from fastamp.engine.hooks import PeriodicCheckpointer
-from fastamp.engine.setup import load_parts
 from fastamp.solver import OptimizerState, WeightAverage
 from fastamp.utils.errors import UserError
 

@@ -1,0 +1,124 @@
+"""A trained model, ready for inference, from its checkpoint alone or from a config."""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fastamp.amp import PrecisionPolicy, resolve_device
+from fastamp.checkpoint.entries import damaged_entry_error, merge_from_checkpoint
+from fastamp.checkpoint.evaluated_weights import evaluated_average, load_evaluated_weights
+from fastamp.config import CfgNode, get_cfg
+from fastamp.modeling.meta_arch import build_model
+from fastamp.utils.errors import ConfigError
+from fastamp.utils.files import expand
+from fastamp.utils.form import unlike
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A trained model.
+
+    Attributes:
+        model: in evaluation mode, with the averaged weights where the config evaluates them.
+        policy: the precision of its evaluation; run the model inside ``policy.autocast()``.
+        cfg: its config, frozen.
+        extra: the further entries of the checkpoint.
+    """
+
+    model: nn.Module
+    policy: PrecisionPolicy
+    cfg: CfgNode
+    extra: dict[str, Any]
+
+
+def load_model(
+    source: CfgNode | str | os.PathLike[str], *, device: str | None = None, opts: Sequence[str] = ()
+) -> LoadedModel:
+    """Return a trained model in evaluation mode, with the precision in which it is evaluated.
+
+    Args:
+        source: a checkpoint that a run wrote, e.g. ``logs/x/model_best.pth``, which holds its config; or a config
+            with ``MODEL.WEIGHTS``.
+        device: ``auto`` (CUDA, else MPS, else the CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``. None is ``auto`` for
+            a checkpoint and ``MODEL.DEVICE`` for a config.
+        opts: KEY VALUE pairs over the config, e.g. ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
+
+    Returns:
+        The model. That of a checkpoint has the precision that it was trained in unless ``opts`` set ``SOLVER.AMP``;
+        that of a config has the config's.
+
+    Raises:
+        WeightsError: the weights are missing, damaged, or of another model; or a checkpoint holds no config.
+        ConfigError: an option is wrong, a config names no weights, or the device is not there or cannot compute in
+            that precision.
+    """
+    of_config = isinstance(source, CfgNode)
+    cfg = _with_options(source, device, opts) if of_config else _config_of(source, device or "auto", opts)
+    if not cfg.MODEL.WEIGHTS:
+        raise ConfigError("MODEL.WEIGHTS is empty; name the weights to load")
+    resolved = resolve_device(cfg.MODEL.DEVICE)
+    model = build_model(cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False}))  # would be overwritten at once
+    extra = load_evaluated_weights(
+        model, cfg.MODEL.WEIGHTS, average=evaluated_average(cfg), min_match=cfg.MODEL.WEIGHTS_MIN_MATCH
+    )
+    trained = _policy_in(extra, cfg.MODEL.WEIGHTS)
+    if trained and not of_config and not _sets_precision(opts):
+        cfg_of_policy = cfg.with_values({"SOLVER.AMP": "off" if trained["dtype"] == "float32" else trained["dtype"]})
+    else:
+        cfg_of_policy = cfg
+    policy = PrecisionPolicy.from_config(cfg_of_policy, resolved).for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
+    policy.check_model(model)
+    logger.info(
+        "%s: %s, %d parameters, precision: %s",
+        cfg.MODEL.WEIGHTS,
+        cfg.MODEL.META_ARCHITECTURE,
+        sum(p.numel() for p in model.parameters()),
+        policy.describe(),
+    )
+    return LoadedModel(model.eval(), policy, cfg, extra)
+
+
+def _config_of(checkpoint: str | os.PathLike[str], device: str, opts: Sequence[str]) -> CfgNode:
+    """Return the config in a checkpoint, for inference with its weights."""
+    checkpoint = expand(checkpoint)
+    cfg = get_cfg()
+    merge_from_checkpoint(cfg, checkpoint)
+    cfg.merge_from_list(["MODEL.DEVICE", device, "MODEL.HEADS.NUM_CLASSES", "0", "MODEL.COMPILE", "off"])
+    cfg.merge_from_list(list(opts))
+    cfg.MODEL.WEIGHTS = str(checkpoint)
+    cfg.freeze()
+    return cfg
+
+
+def _with_options(cfg: CfgNode, device: str | None, opts: Sequence[str]) -> CfgNode:
+    """Return a frozen copy of a config with a device and KEY VALUE pairs over it."""
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.merge_from_list([*(["MODEL.DEVICE", device] if device else []), *opts])
+    cfg.freeze()
+    return cfg
+
+
+def _policy_in(extra: dict[str, Any], path: str) -> dict[str, Any] | None:
+    """Return the precision in which a checkpoint was trained; None where it holds none.
+
+    Raises:
+        WeightsError: its entry has another form than what a run writes.
+    """
+    policy = extra.get("policy")
+    wrong = unlike({"dtype": ""}, policy, "policy")
+    if not wrong and policy and "dtype" not in policy:
+        wrong = "policy: expected a dtype"
+    if wrong:
+        raise damaged_entry_error(path, wrong)
+    return policy
+
+
+def _sets_precision(opts: Sequence[str]) -> bool:
+    return any(key.startswith("SOLVER.AMP") and key != "SOLVER.AMP.EVAL_DTYPE" for key in opts[::2])

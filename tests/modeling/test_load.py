@@ -1,0 +1,93 @@
+"""A trained model from its checkpoint alone, or from a config."""
+
+import subprocess
+import sys
+
+import pytest
+import tiny
+import torch
+
+from fastamp.config import get_cfg
+from fastamp.data import build_reid_test_loader
+from fastamp.engine import DefaultTrainer
+from fastamp.evaluation.evaluator import extract_features
+from fastamp.modeling import load_model
+from fastamp.utils.errors import ConfigError, WeightsError
+
+
+def features(loaded):
+    loader, _ = build_reid_test_loader(loaded.cfg, "Demo")
+    with torch.inference_mode():
+        return extract_features(loaded.model, next(iter(loader)), loaded.policy, False)
+
+
+def config_of(checkpoint, *opts):
+    cfg = get_cfg()
+    cfg.merge_from_other_cfg(type(cfg).load_cfg(torch.load(checkpoint, weights_only=True)["config"]))
+    cfg.merge_from_list(["MODEL.WEIGHTS", str(checkpoint), *opts])
+    return cfg
+
+
+def test_a_checkpoint_and_its_config_give_the_same_model(demo, checkpoint):
+    """In evaluation mode, in the precision of the training."""
+    alone, of_config = load_model(checkpoint, device="cpu"), load_model(config_of(checkpoint))
+    for loaded in (alone, of_config):
+        assert not loaded.model.training and loaded.policy.dtype == torch.bfloat16 and loaded.cfg.is_frozen()
+        assert loaded.extra["best"]["metric"]
+    assert torch.equal(features(alone), features(of_config))
+
+
+def test_the_precision(checkpoint):
+    assert load_model(checkpoint, device="cpu", opts=["SOLVER.AMP", "off"]).policy.dtype == torch.float32
+    assert not load_model(checkpoint, device="cpu", opts=["SOLVER.AMP.EVAL_DTYPE", "float32"]).policy.enabled
+    # A config has the last word, a checkpoint its training's.
+    assert not load_model(config_of(checkpoint, "SOLVER.AMP", "off")).policy.enabled
+
+
+def test_options_do_not_change_the_config_given(checkpoint):
+    cfg = config_of(checkpoint, "MODEL.DEVICE", "cuda")
+    loaded = load_model(cfg, device="cpu", opts=["TEST.IMS_PER_BATCH", "7"])
+    assert loaded.cfg.TEST.IMS_PER_BATCH == 7 and cfg.TEST.IMS_PER_BATCH != 7 and cfg.MODEL.DEVICE == "cuda"
+    assert not cfg.is_frozen()
+
+
+@pytest.mark.parametrize("options", [("SOLVER.EMA", "True"), ("SOLVER.EMA", "True", "SOLVER.EMA.EVALUATE", "False")])
+def test_the_averaged_weights_are_those_of_an_evaluation(demo, tmp_path, options):
+    tiny.train(tmp_path, *options)
+    loaded = load_model(tmp_path / "model_best.pth", device="cpu")
+    content = torch.load(tmp_path / "model_best.pth", weights_only=True)
+    expected = content["average"]["model"] if len(options) == 2 else content["model"]
+    state = loaded.model.state_dict()
+    assert any(not torch.equal(content["average"]["model"][name], content["model"][name]) for name in state)
+    assert all(torch.equal(value, expected[name]) for name, value in state.items())
+    trainers, _ = DefaultTrainer.load_model(loaded.cfg)
+    assert all(torch.equal(value, state[name]) for name, value in trainers.state_dict().items())
+
+
+def test_what_cannot_be_loaded(checkpoint, tmp_path):
+    with pytest.raises(ConfigError, match="MODEL.WEIGHTS is empty"):
+        load_model(get_cfg(), device="cpu")
+    content = torch.load(checkpoint, weights_only=True)
+    torch.save(content | {"policy": {"dtype": 3}}, tmp_path / "damaged.pth")
+    with pytest.raises(WeightsError, match="policy"):
+        load_model(tmp_path / "damaged.pth", device="cpu")
+    torch.save({"model": content["model"]}, tmp_path / "bare.pth")
+    with pytest.raises(WeightsError, match="holds no config"):
+        load_model(tmp_path / "bare.pth", device="cpu")
+    assert load_model(config_of(checkpoint, "MODEL.WEIGHTS", str(tmp_path / "bare.pth"))).extra == {}
+
+
+def test_an_overridden_build_model_is_the_trainers(demo, checkpoint):
+    class Trainer(DefaultTrainer):
+        @classmethod
+        def build_model(cls, cfg):
+            return super().build_model(cfg).double()
+
+    model, _ = Trainer.load_model(config_of(checkpoint))
+    assert next(model.parameters()).dtype == torch.float64
+
+
+def test_inference_does_not_import_the_trainer():
+    code = "import sys, fastamp.inference, fastamp.inference.export, fastamp.inference.extract\n"
+    code += "print([name for name in sys.modules if name.startswith('fastamp.engine')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
