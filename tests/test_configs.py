@@ -51,10 +51,10 @@ def test_every_config_trains_and_evaluates_a_step(path):
     step = OptimizationStep(model, optimizers, clip=build_gradient_clipping(cfg))
     batch = {"images": torch.randint(256, (4, 3, *SIZE), dtype=torch.uint8), "targets": torch.tensor([0, 0, 1, 1])}
     batch |= {"camids": torch.tensor([0, 1, 2, 3]), "viewids": torch.zeros(4, dtype=torch.int64)}
-    step.begin()
+    step.zero_grad()
     with policy.autocast():
         losses = model.train()(batch)
-    step.backward(losses)
+    step.scale(losses).backward()
     assert step.finish().ok
     with torch.no_grad(), policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE).autocast():
         features = model.eval()(batch)

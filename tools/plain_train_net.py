@@ -12,7 +12,7 @@ from typing import Any
 
 from train_net import argument_parser, setup
 
-from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
+from fastamp.amp import OptimizationStep, PrecisionPolicy
 from fastamp.amp.health import check_finite
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import CfgNode
@@ -51,9 +51,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     groups = [group for each in optimizers.values() for group in each.param_groups if group.get("scheduled", True)]
     policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
     logger.info("precision: %s", policy.describe())
-    scaler, clip = LossScaler.from_config(cfg, policy), build_gradient_clipping(cfg)
-    limits = {"max_consecutive_skips": cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS, "guard_buffers": cfg.SOLVER.AMP.BN_GUARD}
-    step = OptimizationStep(model, list(optimizers.values()), scaler=scaler, clip=clip, **limits)
+    step = OptimizationStep.from_config(cfg, model, list(optimizers.values()), policy, build_gradient_clipping(cfg))
     precautions = Precautions.from_config(cfg)
     progress = Progress(iteration=0, steps_taken=0, iters_per_epoch=loader.iters_per_epoch)
     parts = {name: OptimizerState(each, model) for name, each in optimizers.items()} | {"random": RandomState()}
@@ -80,15 +78,24 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
         if iteration == loader.start_iter:
             precautions.before_first_step(step, batch, policy, iteration=iteration)
         precautions.remember(batch, first=True)
-        step.begin()
+        step.zero_grad()  # also copies the buffers that forward passes write
         with policy.autocast():
             losses = parallel_model(batch)
-        total_loss = step.backward(losses)
-        verdict = precautions.finish(step, policy, iteration=iteration)  # unscale, judge, clip, step or skip, zero
+        step.scale(losses).backward()
+        gradients = step.unscale()
+        verdict = step.check_finite(gradients)  # on all ranks
+        if verdict.ok:
+            step.clip(gradients)
+            step.apply(gradients)
+        else:
+            step.skip()  # restores the buffers
+        step.update_scale(verdict.ok)
+        precautions.check_skips(step, policy, iteration=iteration)
         progress.update(iteration=iteration + 1, steps_taken=progress["steps_taken"] + verdict.ok)
 
         if (iteration + 1) % cfg.LOG_PERIOD == 0:
-            terms = "  ".join(f"{name} {loss.item():.4g}" for name, loss in {"loss": total_loss, **losses}.items())
+            losses = {"loss": sum(losses.values()), **losses}
+            terms = "  ".join(f"{name} {loss.item():.4g}" for name, loss in losses.items())
             norm, skipped = verdict.grad_norm, step.skipped_total
             logger.info("iter %d/%d  %s  grad_norm %.3g  skipped %d", iteration + 1, total, terms, norm, skipped)
         epochs_done, within = divmod(iteration + 1, loader.iters_per_epoch)

@@ -226,14 +226,15 @@ def zero_share(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 class FirstSteps:
     """Looks whether the first steps move the parameters, without waiting for the device.
 
-    How far a step moved them is known on the device when it is done, and is read with the verdict of the next one.
+    It is a part of ``OptimizationStep``, so that every loop has it. How far a step moved them is known on the device
+    when it is done, and is read with the verdict of the next one.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = optimizers
         self.taken = 0
         self.change = 0.0
-        self.pending: torch.Tensor | None = None
+        self.pending: list[torch.Tensor] = []
         self._norms: list[float] = []
         self._rates: list[float] = []
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -241,7 +242,7 @@ class FirstSteps:
     @property
     def over(self) -> bool:
         """Whether there is nothing to look at any more."""
-        return self.taken >= FIRST_STEPS and self.pending is None
+        return self.taken >= FIRST_STEPS and not self.pending
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -266,20 +267,22 @@ class FirstSteps:
         if self._kept:
             changes = torch._foreach_norm([p - before for p, before in self._kept], float("inf"))
             sizes = torch._foreach_norm([before for _, before in self._kept], float("inf"))
-            self.pending = torch.stack(changes).max() / torch.stack(sizes).max().clamp_min(SMALLEST_CHANGE)
+            self.pending = [torch.stack(changes).max() / torch.stack(sizes).max().clamp_min(SMALLEST_CHANGE)]
         elif self.taken == FIRST_STEPS:
             self._speak()
         self._kept = []
 
-    def judge(self, change: float) -> None:
-        """Take the value of ``pending``: the largest change over the largest parameter.
+    def judge(self, *change: float) -> None:
+        """Take the values of ``pending``: one, the largest change over the largest parameter, or none.
 
         Raises:
             TrainingError: no parameter moved in any of the first steps, although there were gradients and a learning
                 rate.
         """
-        self.pending = None
-        self.change = max(self.change, change)
+        if not change:
+            return
+        self.pending = []
+        self.change = max(self.change, *change)
         if self.taken == FIRST_STEPS:
             self._speak()
 

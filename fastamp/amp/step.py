@@ -1,6 +1,8 @@
-"""The optimizer step: backward, loss scaling, the verdict on its gradients, clipping, step or skip."""
+"""The optimizer step: loss scaling, the verdict on its gradients, clipping, step or skip."""
 
+import dataclasses
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +90,10 @@ class LossScaler:
             self.scale = min(self.scale * self.growth_factor, self.max_scale)
             self._good_steps = 0
 
+    def lower_to(self, scale: float) -> None:
+        """Continue with ``scale`` where it is below the present one."""
+        self.scale = min(self.scale, scale)
+
     def state_dict(self) -> dict[str, float]:
         """Return the scale and the count of good steps since it last changed."""
         return {"scale": self.scale, "good_steps": self._good_steps}
@@ -136,12 +142,47 @@ class PrecisionFailure(TrainingError):
         self.headline = headline or message
 
 
-class OptimizationStep:
-    """Run the backward passes of one step and then take it or skip it, as a whole, on all ranks alike.
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of one step, after unscaling.
 
-    The order is: scale, backward, unscale, verdict, clip, step. The verdict is the finiteness of losses and
-    of the unscaled gradient norm: not a change of the scale, which a growing scale fakes and a static one never
-    shows. All optimizers step or none does. The host reads the device once a step, for the verdict.
+    Attributes:
+        optimizers: those that hold a parameter with a gradient; the others take no part in the step.
+        parameters: with a gradient, each once.
+        tensors: their gradients, in the same order.
+        norms: (N,), the L2 norm of each.
+        total_norm: (), the L2 norm of all.
+    """
+
+    optimizers: list[Optimizer]
+    parameters: list[nn.Parameter]
+    tensors: list[torch.Tensor]
+    norms: torch.Tensor
+    total_norm: torch.Tensor
+
+
+class OptimizationStep:
+    """The parts of one optimizer step, which is taken or skipped as a whole, on all ranks alike.
+
+    ::
+
+        step.zero_grad()                       # and copy the buffers that forward passes write
+        with policy.autocast():
+            losses = model(batch)
+        step.scale(losses).backward()
+        gradients = step.unscale()
+        verdict = step.check_finite(gradients)
+        if verdict.ok:
+            step.clip(gradients)
+            step.apply(gradients)
+        else:
+            step.skip()                        # restore the buffers
+        step.update_scale(verdict.ok)
+        step.check_skips()
+
+    The verdict is the finiteness of losses and of the unscaled gradient norm: not a change of the scale, which a
+    growing scale fakes and a static one never shows. All optimizers step or none does. The host reads the device once
+    a step, in ``check_finite``.
 
     Args:
         model: names the parameters in messages.
@@ -149,8 +190,12 @@ class OptimizationStep:
         scaler: the loss scale of float16; None for bfloat16 and float32.
         clip: ``clip(gradients, total_norm) -> coefficient``, applied in place to unscaled gradients.
         max_consecutive_skips: more skipped steps in a row than this end the training.
-        guard_buffers: ``begin`` keeps what forward passes write, see ``ForwardBuffers``, and a step that is skipped
-            gives it back.
+        guard_buffers: ``zero_grad`` copies what forward passes write, see ``ForwardBuffers``, and ``skip`` restores it.
+
+    Attributes:
+        verdict: of the last step; None before the first.
+        skipped_total, skipped_in_a_row: counts of skipped steps.
+        frozen: modules that are frozen on purpose, see ``set_frozen``.
     """
 
     def __init__(
@@ -167,32 +212,52 @@ class OptimizationStep:
         self.buffers = ForwardBuffers(model) if guard_buffers else None
         self.optimizers = list(optimizers)
         self.scaler = scaler
-        self.clip = clip
         self.max_consecutive_skips = max_consecutive_skips
         self.skipped_total = 0
         self.skipped_in_a_row = 0
         self.frozen: Sequence[str] = ()
-        """Modules that are frozen on purpose: while there are any, some losses may reach no parameter, but not all."""
+        self.verdict: StepVerdict | None = None
+        self._clip = clip
         self._losses_finite: torch.Tensor | None = None
         self._positions = {id(p): number for number, p in enumerate(model.parameters())}
         self._orders: dict[int, tuple[list[int], list[nn.Parameter]]] = {}
         self._first_steps = FirstSteps(self.optimizers)
 
-    def begin(self) -> None:
-        """Be called before the forward passes of each step; gradients that something else left behind are dropped."""
+    @classmethod
+    def from_config(
+        cls, cfg: Any, model: nn.Module, optimizers: Sequence[Optimizer], policy: PrecisionPolicy, clip: Clip | None
+    ) -> "OptimizationStep":
+        """Return the step of ``SOLVER.AMP`` under ``policy``."""
+        return cls(
+            model,
+            optimizers,
+            scaler=LossScaler.from_config(cfg, policy),
+            clip=clip,
+            max_consecutive_skips=cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS,
+            guard_buffers=cfg.SOLVER.AMP.BN_GUARD,
+        )
+
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale; 1 without loss scaling."""
+        return self.scaler.scale if self.scaler else 1.0
+
+    def set_frozen(self, modules: Sequence[str]) -> None:
+        """Name the modules that are frozen on purpose: while there are any, some losses may reach no parameter."""
+        self.frozen = modules
+
+    def zero_grad(self) -> None:
+        """Drop all gradients, and copy the buffers that the forward passes of this step will write."""
         self.model.zero_grad(set_to_none=True)
         if self.buffers:
             self.buffers.keep()
 
-    def backward(self, losses: dict[str, torch.Tensor], share: float = 1.0) -> torch.Tensor:
-        """Add the gradients of one micro-batch.
+    def scale(self, losses: dict[str, torch.Tensor], weight: float = 1.0) -> torch.Tensor:
+        """Return the sum of the losses of one micro-batch times ``weight`` and the loss scale, for its backward pass.
 
         Args:
             losses: loss name -> (), float32, as the model returned them.
-            share: this micro-batch's share of the step, 1/k under accumulation over k.
-
-        Returns:
-            (), the sum of the losses, detached.
+            weight: of this micro-batch in the step, 1/k under accumulation over k.
 
         Raises:
             TrainingError: no loss, a loss that is no float32 scalar, or one that no parameter reaches.
@@ -201,68 +266,139 @@ class OptimizationStep:
         total = torch.stack(list(losses.values())).sum()
         finite = torch.isfinite(total.detach())
         self._losses_finite = finite if self._losses_finite is None else self._losses_finite & finite
-        scale = self.scaler.scale if self.scaler else 1.0
-        (total * (share * scale)).backward()
-        return total.detach()
+        return total * (weight * self.loss_scale)
 
-    def finish(self) -> StepVerdict:
-        """Unscale, judge, and step or skip; gradients are gone afterwards.
+    @torch.no_grad()
+    def unscale(self) -> Gradients:
+        """Divide the gradients by the loss scale, in place, and return them with their norms.
 
         Raises:
             TrainingError: no optimizer has a gradient at all.
-            PrecisionFailure: too many steps in a row were skipped.
         """
         if self._losses_finite is None:
-            raise RuntimeError("finish() without a backward() before it")
+            raise RuntimeError("unscale() without a backward pass of scale() before it")
         active = [opt for opt in self.optimizers if any(p.grad is not None for p in _parameters(opt))]
         if not active:
             raise TrainingError(explain_no_gradient(self.model, self.optimizers))
         held = [p for opt in active for p in self._in_order(opt)]
         # One that two optimizers hold is still unscaled once.
         parameters = list({id(p): p for p in held if p.grad is not None}.values())
-        gradients = [p.grad for p in parameters]
-        scale = self.scaler.scale if self.scaler else 1.0
-        with torch.no_grad():
-            if scale != 1.0:
-                torch._foreach_mul_(gradients, 1.0 / scale)
-            norms = torch.stack(torch._foreach_norm(gradients))
-            total_norm = torch.linalg.vector_norm(norms)
-            ok_here = (torch.isfinite(total_norm) & self._losses_finite).float()
-            flags = [comm.all_reduce_min(ok_here), total_norm]
-            if self._first_steps.pending is not None:
-                flags.append(self._first_steps.pending)
-            ok_flag, grad_norm, *change = torch.stack(flags).tolist()
-        if change:
-            self._first_steps.judge(change[0])
-        ok = bool(ok_flag)
+        tensors = [p.grad for p in parameters]
+        if self.loss_scale != 1.0:
+            torch._foreach_mul_(tensors, 1.0 / self.loss_scale)
+        norms = torch.stack(torch._foreach_norm(tensors))
+        return Gradients(active, parameters, tensors, norms, torch.linalg.vector_norm(norms))
+
+    @torch.no_grad()
+    def check_finite(self, gradients: Gradients) -> StepVerdict:
+        """Return whether all losses and gradients are finite on every rank; read the device, once.
+
+        Raises:
+            TrainingError: the first steps did not move any parameter, see ``FirstSteps``.
+        """
+        ok_here = (torch.isfinite(gradients.total_norm) & self._losses_finite).float()
         self._losses_finite = None
-        coefficient = None
-        zeros = None
-        bad_parameters: list[str] = []
-        if ok:
-            if grad_norm < TINY_GRAD_NORM:
-                zeros = zero_share(gradients)
-            coefficient = self.clip(gradients, total_norm) if self.clip else None
-            self._first_steps.keep()
-            for optimizer in active:
-                optimizer.step()
-            self._first_steps.compare(grad_norm)
-            self.skipped_in_a_row = 0
-        else:
-            self.skipped_total += 1
-            self.skipped_in_a_row += 1
-            if self.buffers:
-                self.buffers.restore()
-            bad_parameters = self._non_finite_names(parameters, norms)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        self.model.zero_grad(set_to_none=True)  # those that no optimizer holds would grow for ever
+        scalars = [comm.all_reduce_min(ok_here), gradients.total_norm, *self._first_steps.pending]
+        all_ok, grad_norm, *change = torch.stack(scalars).tolist()
+        self._first_steps.judge(*change)
+        ok = bool(all_ok)
+        self.verdict = StepVerdict(
+            ok,
+            grad_norm,
+            self.loss_scale,
+            bad_parameters=[] if ok else self._non_finite_names(gradients),
+            zero_share=zero_share(gradients.tensors) if ok and grad_norm < TINY_GRAD_NORM else None,
+        )
+        return self.verdict
+
+    def clip(self, gradients: Gradients) -> None:
+        """Clip the gradients in place, by the rule that this step was made with, if any."""
+        if self._clip:
+            coefficient = self._clip(gradients.tensors, gradients.total_norm)
+            self.verdict = dataclasses.replace(self.verdict, clip_coefficient=coefficient)
+
+    def apply(self, gradients: Gradients) -> None:
+        """Step every optimizer that has gradients, and drop them."""
+        self._first_steps.keep()
+        for optimizer in gradients.optimizers:
+            optimizer.step()
+        self._first_steps.compare(self.verdict.grad_norm)
+        self.skipped_in_a_row = 0
+        self._drop_gradients()
+
+    def skip(self) -> None:
+        """Leave the parameters as they are: restore the buffers, drop the gradients, count and log."""
+        self.skipped_total += 1
+        self.skipped_in_a_row += 1
+        if self.buffers:
+            self.buffers.restore()
+        self._drop_gradients()
+        logger.warning(
+            "step skipped (%d in a row, %d in all): %s; loss scale %g",
+            self.skipped_in_a_row,
+            self.skipped_total,
+            self._found(),
+            self.verdict.loss_scale,
+        )
+
+    def update_scale(self, ok: bool) -> None:
+        """Grow or shrink the loss scale, if there is one, after a step that was taken (``ok``) or skipped."""
         if self.scaler:
             self.scaler.update(ok)
-        verdict = StepVerdict(ok, grad_norm, scale, coefficient, bad_parameters, zeros)
-        if not ok:
-            self._report_skip(verdict)
-        return verdict
+
+    def check_skips(self) -> None:
+        """Check that not too many steps in a row were skipped.
+
+        Raises:
+            PrecisionFailure: more than ``max_consecutive_skips``.
+        """
+        if self.skipped_in_a_row <= self.max_consecutive_skips:
+            return
+        at_floor = self.scaler is not None and self.scaler.scale <= self.scaler.min_scale
+        cause = (
+            "the loss scale is at its floor, SOLVER.AMP.MIN_SCALE: float16 cannot hold this model's values."
+            if at_floor
+            else "a loss or its gradient is infinite or NaN, whatever the loss scale."
+            if self.scaler is None
+            else "float16 overflows again and again."
+        )
+        fix = "a lower SOLVER.BASE_LR, SOLVER.CLIP_GRADIENTS, or a look at the data"
+        if self.scaler is not None:
+            fix = f"try SOLVER.AMP.DTYPE bfloat16, or SOLVER.AMP off; when that fails too, {fix}"
+        headline = (
+            f"{self.skipped_in_a_row} optimizer steps in a row were skipped, more than "
+            f"SOLVER.AMP.MAX_CONSECUTIVE_SKIPS ({self.max_consecutive_skips}).\n"
+            f"  found: {self._found()}; loss scale {self.verdict.loss_scale:g}"
+        )
+        raise PrecisionFailure(f"{headline}\n  cause: {cause}\n  fix:   {fix}", self.verdict, headline)
+
+    def finish(self) -> StepVerdict:
+        """Do all that follows the backward passes, in the order shown above, and return the verdict.
+
+        Raises:
+            TrainingError, PrecisionFailure: see the parts.
+        """
+        gradients = self.unscale()
+        ok = self.check_finite(gradients).ok
+        if ok:
+            self.clip(gradients)
+            self.apply(gradients)
+        else:
+            self.skip()
+        self.update_scale(ok)
+        self.check_skips()
+        return self.verdict
+
+    def begin(self) -> None:
+        """Do ``zero_grad``, under its old name."""
+        warnings.warn("OptimizationStep.begin() is now zero_grad()", DeprecationWarning, stacklevel=2)
+        self.zero_grad()
+
+    def backward(self, losses: dict[str, torch.Tensor], share: float = 1.0) -> torch.Tensor:
+        """Do ``scale(losses, weight).backward()``, under its old name; return the sum of the losses, detached."""
+        warnings.warn("OptimizationStep.backward(x) is now scale(x).backward()", DeprecationWarning, stacklevel=2)
+        self.scale(losses, share).backward()
+        return torch.stack([loss.detach() for loss in losses.values()]).sum()
 
     def go_on_without_scaling(self) -> None:
         """Leave loss scaling off and count skipped steps in a row anew, after a change to another dtype."""
@@ -288,6 +424,11 @@ class OptimizationStep:
         elif state["scaler"]:
             logger.info("the checkpoint's loss scale (%g) is not needed here", state["scaler"]["scale"])
 
+    def _drop_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)  # those that no optimizer holds would grow for ever
+
     def _in_order(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return an optimizer's parameters as ``groups_by_value`` orders them; sorted again only if they changed."""
         ids = [id(p) for p in _parameters(optimizer)]
@@ -297,41 +438,18 @@ class OptimizationStep:
             self._orders[id(optimizer)] = ids, order
         return order
 
-    def _non_finite_names(self, parameters: list[nn.Parameter], norms: torch.Tensor) -> list[str]:
+    def _non_finite_names(self, gradients: Gradients) -> list[str]:
         names = {id(p): name for name, p in self.model.named_parameters()}
-        finite = torch.isfinite(norms).tolist()
-        return [names.get(id(p), "(not the model's)") for p, good in zip(parameters, finite, strict=True) if not good]
+        finite = torch.isfinite(gradients.norms).tolist()
+        pairs = zip(gradients.parameters, finite, strict=True)
+        return [names.get(id(p), "(not the model's)") for p, good in pairs if not good]
 
-    def _report_skip(self, verdict: StepVerdict) -> None:
-        bad = verdict.bad_parameters
-        found = "a loss or the total gradient norm is not finite"
+    def _found(self) -> str:
+        """Return what was not finite in the last step."""
+        bad = self.verdict.bad_parameters
         if bad:
-            found = f"{len(bad)} gradients are not finite, e.g. {', '.join(bad[:3])}"
-        logger.warning(
-            "step skipped (%d in a row, %d in all): %s; loss scale %g",
-            self.skipped_in_a_row,
-            self.skipped_total,
-            found,
-            verdict.loss_scale,
-        )
-        if self.skipped_in_a_row > self.max_consecutive_skips:
-            at_floor = self.scaler is not None and self.scaler.scale <= self.scaler.min_scale
-            cause = (
-                "the loss scale is at its floor, SOLVER.AMP.MIN_SCALE: float16 cannot hold this model's values."
-                if at_floor
-                else "a loss or its gradient is infinite or NaN, whatever the loss scale."
-                if self.scaler is None
-                else "float16 overflows again and again."
-            )
-            fix = "a lower SOLVER.BASE_LR, SOLVER.CLIP_GRADIENTS, or a look at the data"
-            if self.scaler is not None:
-                fix = f"try SOLVER.AMP.DTYPE bfloat16, or SOLVER.AMP off; when that fails too, {fix}"
-            headline = (
-                f"{self.skipped_in_a_row} optimizer steps in a row were skipped, more than "
-                f"SOLVER.AMP.MAX_CONSECUTIVE_SKIPS ({self.max_consecutive_skips}).\n"
-                f"  found: {found}; loss scale {verdict.loss_scale:g}"
-            )
-            raise PrecisionFailure(f"{headline}\n  cause: {cause}\n  fix:   {fix}", verdict, headline)
+            return f"{len(bad)} gradients are not finite, e.g. {', '.join(bad[:3])}"
+        return "a loss or the total gradient norm is not finite"
 
 
 def groups_by_value(optimizer: Optimizer, positions: Mapping[int, int]) -> list[list[nn.Parameter]]:

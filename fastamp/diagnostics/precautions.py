@@ -2,6 +2,8 @@
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +115,7 @@ class Precautions:
             return candidate
         if report.loss_scale is not None and report.loss_scale < step.scaler.scale and iteration == 0:
             logger.info("first loss scale %g: above it gradients overflow on the first batch", report.loss_scale)
-            step.scaler.scale = report.loss_scale
+            step.scaler.lower_to(report.loss_scale)
         return policy
 
     def remember(self, batch: dict[str, Any], *, first: bool) -> None:
@@ -129,14 +131,28 @@ class Precautions:
         self._micro_batches.append(MicroBatch(dict(batch), random_state()))
         self._versions += _versions(batch)
 
+    def check_skips(self, step: OptimizationStep, policy: PrecisionPolicy, *, iteration: int) -> None:
+        """Do ``step.check_skips()``; where the precision fails, add to the message the place, and write the crash file.
+
+        Raises:
+            PrecisionFailure: too many steps in a row were skipped.
+        """
+        with self._explained(step, policy, iteration):
+            step.check_skips()
+
     def finish(self, step: OptimizationStep, policy: PrecisionPolicy, *, iteration: int) -> StepVerdict:
-        """Do ``step.finish()``; where the precision fails, add to the message the place, and write the crash file.
+        """Do ``step.finish()`` with what ``check_skips`` adds; return the verdict.
 
         Raises:
             TrainingError, PrecisionFailure: as ``OptimizationStep.finish``.
         """
-        try:
+        with self._explained(step, policy, iteration):
             return step.finish()
+
+    @contextmanager
+    def _explained(self, step: OptimizationStep, policy: PrecisionPolicy, iteration: int) -> Iterator[None]:
+        try:
+            yield
         except PrecisionFailure as failure:
             if not self._micro_batches:
                 raise

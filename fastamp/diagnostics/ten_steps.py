@@ -78,10 +78,10 @@ def ten_steps(policy: PrecisionPolicy, device: torch.device) -> LoopResult:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             optimization = OptimizationStep(model, [optimizer], scaler=scaler)
             for _ in range(STEPS):
-                optimization.begin()
+                optimization.zero_grad()
                 loss = _loss(model, images, targets, policy)
                 losses.append(float(loss.detach()))
-                optimization.backward({"loss_cls": loss})
+                optimization.scale({"loss_cls": loss}).backward()
                 taken += optimization.finish().ok
             losses.append(float(_loss(model, images, targets, policy).detach()))
     except Exception as error:

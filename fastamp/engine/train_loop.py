@@ -1,26 +1,24 @@
-"""The training loop, its hooks, and the one training step."""
+"""The training loop, and the one training step."""
 
 import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fastamp.amp import LossScaler, OptimizationStep, PrecisionFailure, PrecisionPolicy, StepVerdict
-from fastamp.amp.health import check_communication
+from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
 from fastamp.amp.policy import dtype_name
-from fastamp.amp.refusal import IN_TRAINING, Refusals
 from fastamp.amp.step import Clip
 from fastamp.diagnostics.precautions import Precautions
 from fastamp.engine.hooks.base import HookBase
+from fastamp.engine.hooks.precision import DeviceErrors, ParallelChecks, PrecisionHook
 from fastamp.solver import build_gradient_clipping
 from fastamp.utils import comm
-from fastamp.utils.errors import TrainingError
 from fastamp.utils.events import MetricStore
 from fastamp.utils.registry import Registry
 
@@ -37,13 +35,15 @@ class TrainerBase:
         epoch: the current epoch, from 0.
         start_iter, max_iter: the loop runs ``iter`` from the one up to, not including, the other.
         iters_per_epoch: iterations in an epoch.
-        labels_checksum: of the training images' labels, by which a resume knows them again; None knows nothing.
+        labels_checksum: CRC32 of the training labels, verified on resume; None disables the check.
         processes: how many train together.
         metrics: what is written once a log period.
     """
 
     def __init__(self) -> None:
         self._hooks: list[HookBase] = []
+        self._own_hooks: list[HookBase] = []
+        self._hook_seconds = 0.0
         self.iter = self.start_iter = self.max_iter = 0
         self.epoch = self.max_epoch = 0
         self.iters_per_epoch = 1
@@ -58,24 +58,40 @@ class TrainerBase:
             self._hooks.append(hook)
         self._hooks.sort(key=lambda hook: hook.saves)
 
+    def attach_own_hooks(self, *hooks: HookBase) -> None:
+        """Add hooks that belong to the trainer: they are called before all others, and have no state to save."""
+        for hook in hooks:
+            hook.trainer = self
+            self._own_hooks.append(hook)
+
+    def set_data(self, iters_per_epoch: int, labels_checksum: int | None = None) -> None:
+        """Set what a resume compares: the iterations in an epoch, and the checksum of the training labels."""
+        self.iters_per_epoch, self.labels_checksum = iters_per_epoch, labels_checksum
+
+    def move_to(self, iteration: int, max_epoch: int) -> None:
+        """Set ``iter`` and ``epoch`` to those of an iteration of a training of ``max_epoch`` epochs."""
+        self.max_epoch, self.max_iter = max_epoch, max_epoch * self.iters_per_epoch
+        self.iter, self.epoch = iteration, iteration // self.iters_per_epoch
+
     def train(self, start_iter: int, max_epoch: int, iters_per_epoch: int) -> None:
         """Run iterations ``start_iter`` to ``max_epoch * iters_per_epoch - 1``."""
-        self.iter = self.start_iter = start_iter
-        self.max_epoch, self.iters_per_epoch = max_epoch, iters_per_epoch
-        self.max_iter = max_epoch * iters_per_epoch
-        self.epoch = start_iter // iters_per_epoch
-        self._call("before_train")
+        self.start_iter, self.iters_per_epoch = start_iter, iters_per_epoch
+        self.move_to(start_iter, max_epoch)
+        self.call_hooks("before_train")
         for iteration in range(start_iter, self.max_iter):
-            self.iter = iteration
-            self.epoch = self.iter // iters_per_epoch
+            self.move_to(iteration, max_epoch)
             if self.iter == start_iter or self.iter % iters_per_epoch == 0:
-                self._call("before_epoch")
-            self._call("before_step")
-            self.run_step()
-            self._call("after_step")
+                self.call_hooks("before_epoch")
+            self.call_hooks("before_step")
+            try:
+                self.run_step()
+            except Exception as error:
+                self.call_hooks("on_step_error", error)
+                raise
+            self.call_hooks("after_step")
             if (self.iter + 1) % iters_per_epoch == 0:
-                self._call("after_epoch")
-        self._call("after_train")
+                self.call_hooks("after_epoch")
+        self.call_hooks("after_train")
 
     def run_step(self) -> None:
         """Do one iteration."""
@@ -85,9 +101,12 @@ class TrainerBase:
         """Return how many batches of the whole training the iterations before ``iteration`` take: one each."""
         return iteration
 
-    def _call(self, moment: str) -> None:
-        for hook in self._hooks:
-            getattr(hook, moment)()
+    def call_hooks(self, moment: str, *args: Any) -> None:
+        """Call the method ``moment`` of every hook, the trainer's own ones first."""
+        start = time.perf_counter()
+        for hook in (*self._own_hooks, *self._hooks):
+            getattr(hook, moment)(*args)
+        self._hook_seconds += time.perf_counter() - start
 
     def state_dict(self) -> dict[str, Any]:
         """Return the next iteration, the length of an epoch, the number of processes, and the hooks' states."""
@@ -177,13 +196,9 @@ class SimpleTrainer(TrainerBase):
         self.optimizers = list(optimizers)
         self.policy = policy
         self.accum_steps = accum_steps
-        self.on_failure = on_failure
         self.precautions = precautions or Precautions()
-        self._first_dtype = policy.dtype
         self.batches_per_epoch: int | None = getattr(data_loader, "iters_per_epoch", None)
         self.steps_taken = 0
-        self._parallel_model: nn.Module | None = None
-        self._trainable: list[int] = []
         self.step = OptimizationStep(
             model,
             self.optimizers,
@@ -192,7 +207,13 @@ class SimpleTrainer(TrainerBase):
             max_consecutive_skips=max_consecutive_skips,
             guard_buffers=guard_buffers,
         )
+        self.attach_own_hooks(PrecisionHook(self.precautions, on_failure), ParallelChecks(), DeviceErrors())
+        self._first_dtype = policy.dtype
+        self._low_precision_seen = False
+        self._parallel_model: nn.Module | None = None
+        self._trainable: list[int] = []
         self._batches: Iterator[dict[str, Any]] | None = None
+        self._start_clock()
 
     @classmethod
     def from_config(
@@ -221,9 +242,8 @@ class SimpleTrainer(TrainerBase):
 
     def train(self, start_iter: int, max_epoch: int, iters_per_epoch: int) -> None:
         """Run the loop with the model in training mode."""
-        # Here too, since a project's trainer may have a step of its own.
-        self.precautions.check(self.step, self.policy)
         self.model.train()
+        self._low_precision_seen = False
         try:
             super().train(start_iter, max_epoch, iters_per_epoch)
         finally:
@@ -241,38 +261,81 @@ class SimpleTrainer(TrainerBase):
         return epochs * self.batches_per_epoch + min(within * self.accum_steps, self.batches_per_epoch)
 
     def run_step(self) -> None:
-        """Forward and backward of each batch, verdict, and a step that is taken or skipped."""
-        with Refusals(f"iteration {self.iter}", IN_TRAINING) as computing:
-            self._run_step(computing)
-
-    def _run_step(self, computing: Refusals) -> None:
-        start, data_time = time.perf_counter(), 0.0
-        model, is_new = self._parallel()
+        """Train on the batches of one step, which is taken if all losses and gradients are finite."""
+        self._start_clock()
+        model, step, history = self.parallel_model(), self.step, []
         count = self.batches_before(self.iter + 1) - self.batches_before(self.iter)
-        history = []
-        self.step.begin()
+        step.zero_grad()  # also copies the buffers that forward passes write
         for number in range(count):
-            batch, seconds = self._next_batch()
-            data_time += seconds
-            first = self.iter == self.start_iter and number == 0
-            if first:
-                self.policy = self.precautions.before_first_step(self.step, batch, self.policy, iteration=self.iter)
-                start = time.perf_counter() - seconds  # that was no part of the step
-            computing.batch = batch
-            self.precautions.remember(batch, first=number == 0)
-            with nullcontext() if number == count - 1 else comm.no_sync(model):
-                with self.policy.checked_autocast() if first else self.policy.autocast():
+            batch = self.next_batch()
+            self.call_hooks("before_forward", batch)
+            with nullcontext() if number == count - 1 else comm.no_sync(model):  # DDP averages after the last batch
+                with self.autocast():
                     losses = model(batch)
-                total_loss = self.step.backward(losses, share=1 / count)
-            history.append({"total_loss": total_loss} | {name: loss.detach() for name, loss in losses.items()})
-        if is_new:
-            self._check_all_reached()
-        verdict = self._finish()
+                step.scale(losses, weight=1 / count).backward()
+            history.append({name: loss.detach() for name, loss in losses.items()})
+        self.call_hooks("after_backward")
+        gradients = step.unscale()
+        verdict = step.check_finite(gradients)  # on all ranks; the only time that the host waits for the device
         if verdict.ok:
+            step.clip(gradients)
+            step.apply(gradients)
             self.steps_taken += 1
+        else:
+            step.skip()  # restores the buffers
+        step.update_scale(verdict.ok)
+        self.record_metrics(history)
+
+    def next_batch(self) -> dict[str, Any]:
+        """Return the next batch of the loader."""
+        start = time.perf_counter()
+        if self._batches is None:
+            self._batches = iter(self.data_loader)
+        batch = next(self._batches)
+        self._data_seconds += time.perf_counter() - start
+        return batch
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return the policy's context; around the first forward pass it checks that mixed precision has an effect."""
+        if self._low_precision_seen:
+            return self.policy.autocast()
+        self._low_precision_seen = True
+        return self.policy.checked_autocast()
+
+    def parallel_model(self) -> nn.Module:
+        """Return the model as it is called in training: behind DDP among several processes, else itself.
+
+        DDP waits for a gradient of each parameter that was trainable when it was made, so it is made again when others
+        are, after a freeze.
+        """
+        if not comm.is_distributed():
+            return self.model
+        trainable = [id(p) for p in self.model.parameters() if p.requires_grad]
+        if self._parallel_model is None or trainable != self._trainable:
+            self._parallel_model, self._trainable = self.wrap_parallel(self.model), trainable
+        return self._parallel_model
+
+    def wrap_parallel(self, model: nn.Module) -> nn.Module:
+        """Return ``model`` behind DDP; override it to register a communication hook."""
+        return comm.data_parallel(model)
+
+    def set_policy(self, policy: PrecisionPolicy) -> None:
+        """Continue under another policy, without loss scaling."""
+        if policy is not self.policy:
+            self.policy = policy
+            self.step.go_on_without_scaling()
+
+    def record_metrics(self, losses: Sequence[dict[str, torch.Tensor]]) -> None:
+        """Add the figures of the step that ends to the metrics.
+
+        Args:
+            losses: of each of its batches, detached.
+        """
+        step, verdict = self.step, self.step.verdict
+        if verdict.ok:
             # Skipped steps stay out of every average: one infinite norm would make it infinite.
-            for losses in history:
-                self.metrics.average(**losses)
+            for each in losses:
+                self.metrics.average(total_loss=torch.stack(list(each.values())).sum(), **each)
             self.metrics.average(grad_norm=verdict.grad_norm)
             if verdict.clip_coefficient is not None:
                 self.metrics.average(clip_coefficient=verdict.clip_coefficient)
@@ -280,72 +343,16 @@ class SimpleTrainer(TrainerBase):
                 self.metrics.average(zero_gradients=verdict.zero_share)
         self.metrics.average(skip_ratio=float(not verdict.ok))
         self.metrics.latest(
-            loss_scale=verdict.loss_scale,
-            skipped_total=self.step.skipped_total,
-            skipped_in_a_row=self.step.skipped_in_a_row,
+            loss_scale=verdict.loss_scale, skipped_total=step.skipped_total, skipped_in_a_row=step.skipped_in_a_row
         )
-        self.metrics.average(data_time=data_time, time=time.perf_counter() - start)
+        # Without hooks: the pre-flight of the first batch takes many times as long as a step.
+        self.metrics.average(
+            data_time=self._data_seconds, time=time.perf_counter() - self._step_began - self._hook_seconds
+        )
 
-    def _finish(self) -> StepVerdict:
-        """Take or skip the step; fall back to another dtype where the config has one for a precision that fails.
-
-        The steps that were skipped have changed neither weights nor statistics, so that the training goes on from
-        the last good state.
-        """
-        try:
-            return self.precautions.finish(self.step, self.policy, iteration=self.iter)
-        except PrecisionFailure as failure:
-            reason = f"fell back from {dtype_name(self.policy.dtype)} at iteration {self.iter}"
-            fallback = self.policy.fall_back(self.on_failure, reason)
-            if fallback is None:
-                raise
-            logger.warning("%s\nSOLVER.AMP.ON_FAILURE: going on in %s", failure, self.on_failure)
-            self._change_policy(fallback)
-            return failure.verdict
-
-    def _change_policy(self, policy: PrecisionPolicy) -> None:
-        self.policy = policy
-        self.step.go_on_without_scaling()
-
-    def _next_batch(self) -> tuple[dict[str, Any], float]:
-        """Return the next batch and the seconds that it was waited for."""
-        start = time.perf_counter()
-        if self._batches is None:
-            self._batches = iter(self.data_loader)
-        batch = next(self._batches)
-        return batch, time.perf_counter() - start
-
-    def _parallel(self) -> tuple[nn.Module, bool]:
-        """Return the model as it is called in training, and whether that is a new DDP around it.
-
-        DDP waits for a gradient of each parameter that was trainable when it was made, so it is made anew when
-        others are, after a freeze.
-        """
-        if not comm.is_distributed():
-            return self.model, False
-        trainable = [id(p) for p in self.model.parameters() if p.requires_grad]
-        if is_new := self._parallel_model is None or trainable != self._trainable:
-            self._parallel_model, self._trainable = self.wrap_parallel(self.model), trainable
-        check_communication(self._parallel_model, scaled=self.step.scaler is not None)
-        return self._parallel_model, is_new
-
-    def wrap_parallel(self, model: nn.Module) -> nn.Module:
-        """Return ``model`` behind DDP; override it to register a communication hook."""
-        return comm.data_parallel(model)
-
-    def _check_all_reached(self) -> None:
-        """Check that the losses reach every trainable parameter; DDP would wait for the others for ever.
-
-        Raises:
-            TrainingError: they do not.
-        """
-        missing = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
-        if missing:
-            raise TrainingError(
-                f"no loss reaches {len(missing)} trainable parameters, e.g. {', '.join(missing[:3])}, and with several "
-                "processes each must get a gradient.\n"
-                "  fix: name a loss in MODEL.LOSSES.NAME that reaches them, or train in one process"
-            )
+    def _start_clock(self) -> None:
+        self._data_seconds = self._hook_seconds = 0.0
+        self._step_began = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loop's state, the steps taken, the state of the step, and whether the precision was changed."""
@@ -364,7 +371,7 @@ class SimpleTrainer(TrainerBase):
         if fallback and fallback["from"] == dtype_name(self.policy.dtype):
             policy = self.policy.fall_back(fallback["to"], f"fell back from {fallback['from']} before the resume")
             if policy is not None:
-                self._change_policy(policy)
+                self.set_policy(policy)
 
 
 @TRAINER_REGISTRY.register()

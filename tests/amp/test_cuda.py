@@ -44,10 +44,10 @@ def test_a_good_step_waits_for_the_device_once(dtype):
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                step.begin()
+                step.zero_grad()
                 with policy(dtype).autocast():
                     losses = model(batch)
-                step.backward(losses)
+                step.scale(losses).backward()
                 assert step.finish().ok
             finally:
                 torch.cuda.set_sync_debug_mode("default")

@@ -162,7 +162,7 @@ def test_3_everything_that_the_optimizer_holds_is_frozen(dtype):
 def test_3_the_step_alone_says_that_what_is_held_is_frozen():
     model = make_net()
     step = OptimizationStep(model, [sgd(model.head.requires_grad_(False))])
-    step.backward(model(make_batch()))
+    step.scale(model(make_batch())).backward()
     with pytest.raises(TrainingError) as error:
         step.finish()
     assert "frozen" in str(error.value) and "not the model's parameters" not in str(error.value)
@@ -196,8 +196,8 @@ def test_3_gradients_are_cleared_before_the_step(dtype):
         assert same(before, values(model))
 
     trainer = make_trainer(model, [optimizer], [make_batch()], dtype)
-    finish = trainer.step.finish
-    trainer.step.finish = lambda: (optimizer.zero_grad(), finish())[1]
+    unscale = trainer.step.unscale
+    trainer.step.unscale = lambda: (optimizer.zero_grad(), unscale())[1]
     with pytest.raises(TrainingError, match="cause: the gradients were cleared before the step") as error:
         trainer.train(0, 1, 1)
     assert NO_INF_CHECKS in str(error.value) and "call zero_grad() only after the step" in str(error.value)
@@ -272,7 +272,7 @@ def test_4_two_optimizers_are_all_or_nothing():
     for optimizer in optimizers:
         optimizer.zero_grad()
     step = OptimizationStep(nn.ParameterDict({"a": a, "b": b}), optimizers)
-    step.backward({"loss": (a * 2 + b * float("inf")).sum()})
+    step.scale({"loss": (a * 2 + b * float("inf")).sum()}).backward()
     assert not step.finish().ok and a.item() == b.item() == 1.0
-    step.backward({"loss": (a * 2 + b).sum()})
+    step.scale({"loss": (a * 2 + b).sum()}).backward()
     assert step.finish().ok and a.item() == pytest.approx(0.8) and b.item() == pytest.approx(0.9)

@@ -111,7 +111,7 @@ def test_1_the_step_alone_names_it_too(dtype):
     step = OptimizationStep(model, [optimizer])
     with autocast(dtype):
         losses = model(make_batch())
-    step.backward(losses)
+    step.scale(losses).backward()
     with pytest.raises(TrainingError, match="optimizer holds tensors that are not the model's parameters") as error:
         step.finish()
     assert NO_INF_CHECKS in str(error.value)  # the words that users search for

@@ -85,7 +85,7 @@ def test_5_the_coefficient_is_of_unscaled_gradients():
     for scaler in (None, LossScaler(init_scale=1024.0)):
         model = make_net()
         step = OptimizationStep(model, [sgd(model)], clip=clip_norm, scaler=scaler)
-        step.backward(model(GOOD))
+        step.scale(model(GOOD)).backward()
         verdict = step.finish()
         assert verdict.grad_norm > 0.5
         assert verdict.clip_coefficient.item() == pytest.approx(0.5 / verdict.grad_norm, rel=1e-4)

@@ -174,7 +174,7 @@ def test_17_the_share_of_zero_gradients():
     for weight, share in ((1.0, None), (1e-4, 0.05), (0.0, 1.0)):
         model = make_net(Weighted, weight=weight)
         step = OptimizationStep(model, [sgd(model)])
-        step.backward(model(GOOD))
+        step.scale(model(GOOD)).backward()
         zero_share = step.finish().zero_share
         if share is None:
             assert zero_share is None  # nobody asks, where the norm is large
@@ -222,8 +222,8 @@ def test_17_a_warm_up_from_zero_says_nothing(dtype, caplog):
     model = make_net()
     optimizer = sgd(model)
     trainer = make_trainer(model, [optimizer], [GOOD] * 5, dtype)
-    begin = trainer.step.begin
-    trainer.step.begin = lambda: (warm_up_from_zero(optimizer, trainer.iter), begin())
+    zero_grad = trainer.step.zero_grad
+    trainer.step.zero_grad = lambda: (warm_up_from_zero(optimizer, trainer.iter), zero_grad())
     trainer.train(0, 1, 5)
     assert not caplog.text
 
@@ -253,11 +253,11 @@ def test_17_a_good_step_reads_the_device_once(reads, dtype, clipping, weight):
     scaler = LossScaler(init_scale=64.0) if dtype == torch.float16 else None
     step = OptimizationStep(model, [sgd(model)], scaler=scaler, clip=clipping)
     for number in range(6):
-        step.begin()
+        step.zero_grad()
         with autocast(dtype):
             losses = model(GOOD)
         reads.clear()
-        step.backward(losses)
+        step.scale(losses).backward()
         verdict = step.finish()
         assert reads == ["tolist"], f"step {number}"
         assert verdict.ok and (verdict.zero_share is not None) == (weight < 1)
@@ -267,6 +267,6 @@ def test_17_a_skipped_step_reads_it_twice(reads):
     """Which shows that reads are seen: those of a skipped step name its parameters."""
     model = nn.Linear(4, 1)
     step = OptimizationStep(model, [sgd(model)])
-    step.backward({"loss": model(torch.full((2, 4), float("inf"))).sum()})
+    step.scale({"loss": model(torch.full((2, 4), float("inf"))).sum()}).backward()
     reads.clear()
     assert not step.finish().ok and reads == ["tolist", "tolist"]

@@ -378,7 +378,7 @@ def test_13_the_step_itself():
     model, step_scaler = make_net(), LossScaler(init_scale=65536.0)
     step = OptimizationStep(model, [sgd(model)], scaler=step_scaler)
     for batch in WINDOW:
-        step.backward(model(batch), share=1 / 4)
+        step.scale(model(batch), weight=1 / 4).backward()
     assert step.finish().grad_norm == pytest.approx(plain_window(torch.float32, inside=None)[1], rel=1e-5)
     with pytest.raises(RuntimeError, match="without a backward"):
         step.finish()

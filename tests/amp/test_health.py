@@ -114,6 +114,6 @@ def test_a_parameter_without_elements_is_no_obstacle():
     model.empty = nn.Parameter(torch.zeros(0))
     step = OptimizationStep(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
     for _ in range(4):
-        step.begin()
-        step.backward({"loss": model(torch.ones(1, 2)).sum() + model.empty.sum()})
+        step.zero_grad()
+        step.scale({"loss": model(torch.ones(1, 2)).sum() + model.empty.sum()}).backward()
         assert step.finish().ok

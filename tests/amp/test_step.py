@@ -28,7 +28,7 @@ def test_step_equals_plain_pytorch(scale):
     plain, _ = make()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(3):
-        step.backward(loss_of(model))
+        step.scale(loss_of(model)).backward()
         verdict = step.finish()
         optimizer.zero_grad()
         loss_of(plain)["loss"].backward()
@@ -44,7 +44,7 @@ def test_step_equals_plain_pytorch(scale):
 def test_bad_step_is_skipped_as_a_whole_and_named(factor, scaled):
     model, step = make(scaler=LossScaler(init_scale=64.0) if scaled else None)
     before = [p.detach().clone() for p in model.parameters()]
-    step.backward(loss_of(model, factor))
+    step.scale(loss_of(model, factor)).backward()
     verdict = step.finish()
     assert not verdict.ok
     assert verdict.bad_parameters == ["weight", "bias"]
@@ -53,14 +53,14 @@ def test_bad_step_is_skipped_as_a_whole_and_named(factor, scaled):
     assert step.skipped_total == step.skipped_in_a_row == 1
     if scaled:
         assert step.scaler.scale == 32.0
-    step.backward(loss_of(model))
+    step.scale(loss_of(model)).backward()
     assert step.finish().ok and step.skipped_in_a_row == 0 and step.skipped_total == 1
 
 
 def test_infinite_loss_with_finite_gradients_is_bad():
     model, step = make()
     loss = model.weight.sum()
-    step.backward({"loss": loss + torch.tensor(float("inf"))})
+    step.scale({"loss": loss + torch.tensor(float("inf"))}).backward()
     assert not step.finish().ok
 
 
@@ -94,7 +94,7 @@ def test_scale_grows_after_good_steps_in_a_row_and_a_growth_step_is_no_skip():
 def test_losses_that_cannot_train_are_refused(losses, message):
     _, step = make()
     with pytest.raises(TrainingError, match=message):
-        step.backward(losses)
+        step.scale(losses).backward()
 
 
 def test_a_parameter_that_two_optimizers_hold():
@@ -109,7 +109,7 @@ def test_a_parameter_that_two_optimizers_hold():
         except TrainingError:
             return
         step = OptimizationStep(model, optimizers, scaler=scaler)
-        step.backward(loss_of(model))
+        step.scale(loss_of(model)).backward()
         norms.append(step.finish().grad_norm)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
@@ -121,7 +121,7 @@ def test_parameters_that_an_optimizer_gets_later_are_unscaled_too():
     step.optimizers[0].param_groups[0]["params"] = [model.weight]
     norms = []
     for _ in range(2):
-        step.backward(loss_of(model))
+        step.scale(loss_of(model)).backward()
         norms.append(step.finish().grad_norm)
         if len(norms) == 1:
             model.bias.requires_grad_(True)
@@ -137,6 +137,19 @@ def test_the_order_of_the_parameters_is_computed_once(monkeypatch):
     monkeypatch.setattr(amp_step, "groups_by_value", lambda *given: calls.append(1) or sort(*given))
     model, step = make()
     for _ in range(3):
-        step.backward(loss_of(model))
+        step.scale(loss_of(model)).backward()
         step.finish()
     assert len(calls) == 1
+
+
+def test_old_names():
+    model, step = make()
+    with pytest.warns(DeprecationWarning, match="zero_grad"):
+        step.begin()
+    with pytest.warns(DeprecationWarning, match="scale"):
+        total = step.backward(loss_of(model), 0.5)
+    assert total.item() == loss_of(model)["loss"].item() and not total.requires_grad
+    half = step.finish().grad_norm
+    model, step = make()
+    step.scale(loss_of(model)).backward()
+    assert half == pytest.approx(step.finish().grad_norm / 2)

@@ -105,7 +105,7 @@ def test_gradients_that_float16_rounds_to_zero_are_seen():
         step = OptimizationStep(model, [torch.optim.SGD(model.parameters(), 0.1)], scaler=LossScaler(init_scale=scale))
         with torch.autocast("cpu", dtype=torch.float16):
             out = model(torch.randn(4, 8))
-        step.backward({"loss": (out.float() * 1e-8).mean()})
+        step.scale({"loss": (out.float() * 1e-8).mean()}).backward()
         return step.finish().zero_share
 
     assert share(1.0) > 0.5 > 0.2 > share(65536.0)
@@ -149,5 +149,5 @@ def test_the_clip_coefficient_of_a_step():
     model = Controlled()
     clip = lambda gradients, norm: clip_gradients(gradients, norm, clip_type="global_norm", clip_value=1.0)  # noqa: E731
     step = OptimizationStep(model, [torch.optim.SGD(model.parameters(), 0.1)], clip=clip)
-    step.backward(model({"factors": torch.full((4,), 2.0)}))
+    step.scale(model({"factors": torch.full((4,), 2.0)})).backward()
     assert step.finish().clip_coefficient.item() == pytest.approx(0.25, rel=1e-4)

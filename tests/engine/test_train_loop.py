@@ -1,6 +1,7 @@
 """The loop by what it does: hooks in order, a batch overfitted, every parameter moved, skips kept apart."""
 
 import itertools
+import time
 
 import pytest
 import tiny
@@ -34,7 +35,7 @@ class Counting(TrainerBase):
         pass
 
 
-def test_six_moments_in_order():
+def test_moments_in_order():
     trainer, recorder = Counting(), Recorder()
     trainer.register_hooks([recorder])
     trainer.train(start_iter=0, max_epoch=2, iters_per_epoch=2)
@@ -69,6 +70,88 @@ def test_hooks_of_one_class_keep_their_states_apart():
     trainer._hooks[0].value, trainer._hooks[1].value = 1, 2
     other.load_state_dict(trainer.state_dict())
     assert [hook.value for hook in other._hooks] == [1, 2]
+
+
+class Moments(HookBase):
+    """Keeps the names of the moments, and raises in one of them."""
+
+    def __init__(self):
+        self.calls, self.error = [], None
+
+    def before_step(self):
+        self.calls.append("before_step")
+
+    def before_forward(self, batch):
+        self.calls.append(f"before_forward {batch['number']}")
+
+    def after_backward(self):
+        assert all(p.grad is not None for p in self.trainer.model.parameters())
+        self.calls.append("after_backward")
+
+    def after_step(self):
+        assert all(p.grad is None for p in self.trainer.model.parameters())
+        self.calls.append("after_step")
+
+    def on_step_error(self, error):
+        self.error = error
+
+
+def test_moments_within_a_step():
+    moments = Moments()
+    trainer = explosive_trainer([{"number": 0}, {"number": 1}], accum_steps=2)
+    trainer.register_hooks([moments])
+    trainer.train(0, 1, 1)
+    inside = ["before_forward 0", "before_forward 1", "after_backward"]
+    assert moments.calls == ["before_step", *inside, "after_step"] and moments.error is None
+
+
+def test_an_error_in_a_step_is_shown_to_hooks():
+    moments = Moments()
+    trainer = explosive_trainer([{"number": 0}])
+    trainer.register_hooks([moments])
+    with pytest.raises(StopIteration):
+        trainer.train(0, 1, 2)
+    assert isinstance(moments.error, StopIteration) and trainer.iter == 1
+
+
+def test_a_hook_explains_an_error():
+    class Explain(HookBase):
+        def on_step_error(self, error):
+            raise TrainingError("the batches have ended") from error
+
+    trainer = explosive_trainer([])
+    trainer.register_hooks([Explain()])
+    with pytest.raises(TrainingError, match="have ended"):
+        trainer.train(0, 1, 1)
+
+
+def test_the_hooks_of_the_trainer_itself_are_not_in_its_state():
+    """They stand whatever hooks are registered, and checkpoints of earlier versions have no state of them."""
+    trainer = explosive_trainer([{"number": 0}])
+    assert trainer.state_dict()["hooks"] == {}
+    trainer.register_hooks([Moments(), Moments()])
+    assert trainer.state_dict()["hooks"] == {"Moments": {}, "Moments.1": {}}
+
+
+def test_the_time_of_hooks_is_no_part_of_the_step(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    class Slow(HookBase):
+        def before_forward(self, batch):
+            now[0] += 5
+
+    trainer = explosive_trainer([{}])
+    trainer.model.register_forward_hook(lambda *_: now.append(now.pop() + 1))
+    trainer.register_hooks([Slow()])
+    trainer.train(0, 1, 1)
+    assert trainer.metrics.flush()["time"] == 1
+
+
+def explosive_trainer(batches, **options):
+    model = Explosive(bad=set())
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
+    return SimpleTrainer(model, batches, optimizers, policy=FLOAT32, **options)
 
 
 def fixed_batch():

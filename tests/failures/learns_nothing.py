@@ -83,8 +83,10 @@ model = Net()
 step = OptimizationStep(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
 losses = []
 for _ in range(300):  # a loop of your own has the same checks of the first steps, through the step alone
-    step.begin()
-    losses.append(step.backward(model(batch)).item())
+    step.zero_grad()
+    loss = step.scale(model(batch))
+    loss.backward()
+    losses.append(loss.item())
     step.finish()
 print(f"after the fix: loss {losses[0]:.4f} -> {losses[-1]:.4f} in 300 steps")
 check(losses[-1] < 0.5 * losses[0], "that the loss falls after the fix")

@@ -91,10 +91,11 @@ found = preflight(model, batch, policy=policy, scaler=LossScaler())
 print(f"\nwith that fix: {found.describe()}")
 step = OptimizationStep(model, [optimizer], scaler=LossScaler(init_scale=found.loss_scale))
 for _ in range(30):
-    step.begin()
+    step.zero_grad()
     with policy.autocast():
         terms = model(batch)
-    losses.append(step.backward(terms).item())
+    step.scale(terms).backward()
+    losses.append(sum(terms.values()).item())
     norms.append(step.finish().grad_norm)
 bad = report(model, losses, norms, policy.autocast())
 check(bad == 0 and all(map(math.isfinite, norms)), "neither inf nor NaN with the fix")

@@ -71,10 +71,10 @@ check("of both: 0" in said and "fix:" in said and trainer.steps_taken == 0, "the
 step = OptimizationStep(model, [stale], scaler=LossScaler())
 said = ""
 try:
-    step.begin()
+    step.zero_grad()
     with policy.autocast():
         losses = model(batch)
-    step.backward(losses)
+    step.scale(losses).backward()
     step.finish()
 except TrainingError as error:
     said = str(error)

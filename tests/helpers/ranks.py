@@ -39,7 +39,7 @@ class Fault(HookBase):
         self.name = name
 
     def before_step(self) -> None:
-        vars(self.trainer.step).pop("backward", None)
+        vars(self.trainer.step).pop("scale", None)
         if self.name.endswith("from the first on") and self.trainer.iter == 0:
             self.make_infinite()
         if self.trainer.iter != 2:
@@ -52,9 +52,9 @@ class Fault(HookBase):
             raise DataError("no rank can read its image")
         if self.name == "infinite loss on rank 1" and comm.get_rank() == 1:
             step = self.trainer.step
-            backward = step.backward
+            scale = step.scale
             # Its gradients are finite, so that the other rank could not know of it by them.
-            step.backward = lambda losses, share: backward({k: v + float("inf") for k, v in losses.items()}, share)
+            step.scale = lambda losses, weight: scale({k: v + float("inf") for k, v in losses.items()}, weight)
         if self.name == "infinite images on rank 1":
             self.make_infinite()
         if self.name == f"signal on rank {comm.get_rank()}":

@@ -85,8 +85,8 @@ def test_it_trains_resumes_and_is_skipped_with_the_model(demo, tmp_path):
     # A step with an infinite loss leaves weights and centers where they are.
     kept = centers.detach().clone()
     step = first.trainer.step
-    step.begin()
-    step.backward({"loss_bad": centers.sum() * float("inf") + first.model.heads.weight.sum()})
+    step.zero_grad()
+    step.scale({"loss_bad": centers.sum() * float("inf") + first.model.heads.weight.sum()}).backward()
     assert not step.finish().ok
     assert torch.equal(kept, centers.detach())
 

@@ -25,7 +25,7 @@ def run(*argv):
 
 
 def test_about_a_hundred_lines():
-    assert len(Path(plain_train_net.__file__).read_text().splitlines()) <= 120
+    assert len(Path(plain_train_net.__file__).read_text().splitlines()) <= 130
 
 
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])

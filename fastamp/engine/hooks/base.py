@@ -7,18 +7,25 @@ if TYPE_CHECKING:
 
 
 class HookBase:
-    """Something that happens at one of six moments of training; ``self.trainer`` is the trainer that calls it.
+    """Something that happens at certain moments of training; ``self.trainer`` is the trainer that calls it.
 
     ::
 
         before_train()
         for each epoch:
             before_epoch()
-            for each iteration: before_step(), trainer.run_step(), after_step()
+            for each iteration:
+                before_step()
+                trainer.run_step():
+                    for each batch: before_forward(batch), forward and backward pass
+                    after_backward()
+                    optimizer step, or skip
+                after_step()
             after_epoch()
         after_train()
 
-    After a resume in the middle of an epoch, that epoch's ``before_epoch`` is called again.
+    After a resume in the middle of an epoch, that epoch's ``before_epoch`` is called again. A trainer with a
+    ``run_step`` of its own calls ``before_forward`` and ``after_backward`` if it wants to.
 
     Attributes:
         saves: whether it saves the run. Such a hook has its turn after all others, whose states it saves too.
@@ -44,6 +51,15 @@ class HookBase:
 
     def after_step(self) -> None:
         """After each iteration."""
+
+    def before_forward(self, batch: dict[str, Any]) -> None:
+        """Before each forward pass, of which an iteration has several under gradient accumulation."""
+
+    def after_backward(self) -> None:
+        """After the last backward pass of an iteration, before its gradients are unscaled."""
+
+    def on_step_error(self, error: Exception) -> None:
+        """After an exception in ``run_step``; may raise another one that explains it, which is raised instead."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the hook needs to continue after a resume, as tensors and plain values."""

@@ -62,7 +62,7 @@ class FreezeLayers(HookBase):
             parameter.requires_grad_(not frozen)
         for part in self._parts:
             part.training = not frozen
-        self.trainer.step.frozen = self.names if frozen else ()
+        self.trainer.step.set_frozen(self.names if frozen else ())
         verb = f"frozen until iteration {self.iterations}" if frozen else "trained from here on"
         logger.info("%s: %s", ", ".join(self.names), verb)
 
