@@ -97,6 +97,15 @@ def _learning_rate_factors(factors: dict[str, Any], names: list[str]) -> dict[st
     return dict(factors)
 
 
+def optimizer_names() -> list[str]:
+    """Return the optimizers of torch.optim that ``SOLVER.OPT`` takes; `LAMB`, of timm, comes on top."""
+    return [
+        key
+        for key, value in vars(torch.optim).items()
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and key not in _NOT_FOR_THIS_LOOP
+    ]
+
+
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """Return the class that ``SOLVER.OPT`` names.
 
@@ -111,11 +120,7 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
                 f'SOLVER.OPT {name} comes from timm, which is not installed.\n  fix: pip install "fastamp[timm]"'
             ) from error
         return Lamb
-    choices = [
-        key
-        for key, value in vars(torch.optim).items()
-        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and key not in _NOT_FOR_THIS_LOOP
-    ]
+    choices = optimizer_names()
     if name not in choices:
         raise ConfigError(
             f"SOLVER.OPT: {name!r} is no optimizer of torch.optim that trains here."

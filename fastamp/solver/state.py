@@ -1,17 +1,14 @@
 """An optimizer's part of a checkpoint: its state continues, its options are those of the config."""
 
-import copy
 import logging
-from collections import defaultdict
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from fastamp.amp.step import groups_by_value
 from fastamp.checkpoint.load_state import examples
-from fastamp.utils.form import unlike
+from fastamp.solver.state_layout import check_state
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +73,9 @@ class OptimizerState:
             raise ValueError(f"its state has no place for a changed option: {changed[refused[0]]}")
         if changed:
             logger.warning("the optimizer's options differ from the checkpoint's: %s", ", ".join(changed.values()))
-        self._check_values(values, groups)
+        for group, own_group in zip(groups, self.optimizer.param_groups, strict=True):
+            for number, parameter in zip(group["params"], own_group["params"], strict=True):
+                check_state(self.optimizer, group, parameter, values.get(number), f"state {number}")
         self.optimizer.load_state_dict({"state": values, "param_groups": groups})
 
     def _names_by_group(self) -> list[list[str]]:
@@ -116,33 +115,3 @@ class OptimizerState:
             for key, number in zip(group_keys, group["params"], strict=True)
         }
         return [[places[key] for key in group] for group in keys]
-
-    def _check_values(self, values: dict[int, Any], groups: list[dict[str, Any]]) -> None:
-        """Raise ValueError where a parameter's state is not of the form that a step of this optimizer leaves."""
-        numbers = [number for group in groups for number in group["params"]]
-        own = [(group, parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
-        for number, (group, parameter) in zip(numbers, own, strict=True):
-            saved = values.get(number)
-            if not saved:  # never stepped, e.g. frozen
-                continue
-            expected = self._state_after_a_step(group, parameter)
-            wrong = unlike(expected, saved, f"state {number}")
-            wrong = wrong or ", ".join(str(each) for each in expected.keys() - saved.keys())
-            if wrong:
-                raise ValueError(f"what it has accumulated is wrong or missing: {wrong}")
-
-    def _state_after_a_step(self, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-        """Return the state that a step leaves of a parameter of a group.
-
-        The twin that steps has no other parameter: one of the whole model would take its memory once more.
-        """
-        clone = parameter.detach().clone()
-        clone.grad = torch.zeros_like(clone)
-        options = {key: value for key, value in group.items() if key != "params"}
-        twin = copy.copy(self.optimizer)
-        twin.param_groups = [copy.deepcopy(options) | {"params": [clone]}]
-        twin.state = defaultdict(dict)
-        if parameter in self.optimizer.state:
-            twin.state[clone] = copy.deepcopy(self.optimizer.state[parameter])
-        twin.step()
-        return dict(twin.state[clone])

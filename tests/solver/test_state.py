@@ -1,15 +1,19 @@
 """An optimizer goes on only with what a step of its own could have left."""
 
+import inspect
 import signal
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from timm.optim import Lamb
 
 from fastamp.engine import DefaultTrainer, HookBase
 from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.solver import OptimizerState
+from fastamp.solver.build import optimizer_names
+from fastamp.solver.state_layout import expected_state
 
 DATA = Path(__file__).parent / "data"
 
@@ -54,22 +58,50 @@ def test_what_is_missing():
         stepped(torch.optim.Adam).load_state_dict(saved)
 
 
-def test_the_check_needs_no_second_model():
-    class Counted(torch.optim.SGD):
-        largest = 0
+def variants():
+    for name in optimizer_names():
+        optimizer = getattr(torch.optim, name)
+        options = [{}, {"momentum": 0.9}, {"amsgrad": True}, {"centered": True}, {"centered": True, "momentum": 0.9}]
+        for each in options:
+            if each.keys() <= inspect.signature(optimizer).parameters.keys():
+                yield pytest.param(optimizer, each, id=f"{name} {each}")
+    yield pytest.param(Lamb, {}, id="Lamb")
 
-        def step(self):
-            Counted.largest = max(Counted.largest, sum(p.numel() for g in self.param_groups for p in g["params"]))
-            super().step()
 
-    saved = stepped(Counted, momentum=0.9).state_dict()
-    other, Counted.largest = stepped(Counted, momentum=0.9), 0
+@pytest.mark.parametrize("optimizer, options", list(variants()))
+def test_the_state_of_every_optimizer_is_known(optimizer, options):
+    shapes = [(4, 3), (4,), (), (2, 3, 3, 3), (2, 1, 5)]
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    parameters.append(torch.nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16)))
+    made = optimizer(parameters, lr=0.1, **options)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    for parameter in parameters:
+        expected, left = expected_state(made, made.param_groups[0], parameter), made.state[parameter]
+        assert {key: (each.shape, each.dtype) for key, each in expected.items()} == {
+            key: (each.shape, each.dtype) for key, each in left.items()
+        }
+    saved, other = OptimizerState(made).state_dict(), OptimizerState(optimizer(parameters, lr=0.1, **options))
     other.load_state_dict(saved)
-    assert 0 < Counted.largest <= 12
-    assert all(
-        torch.equal(p, torch.full_like(p, 0.9 if i < 2 else 1))
-        for i, p in enumerate(p for g in other.optimizer.param_groups for p in g["params"])
-    )
+    for key in expected:
+        for wrong in (None, torch.ones(4, 3, 2), torch.ones(expected[key].shape, dtype=torch.int64)):
+            state = {**saved, "state": {**saved["state"], 5: {**saved["state"][5], key: wrong}}}
+            with pytest.raises(ValueError, match=f"wrong or missing: state 5.{key}"):
+                other.load_state_dict(state)
+
+
+def test_an_optimizer_of_ones_own_keeps_any_state():
+    class Own(torch.optim.SGD):
+        def step(self):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter] = {"sketch": torch.zeros(7)}
+
+    saved = stepped(Own).state_dict()
+    other = stepped(Own)
+    other.load_state_dict(saved)
+    assert next(iter(other.optimizer.state.values())).keys() == {"sketch"}
 
 
 # The stored checkpoint's: weights of the heads and biases of the backbone share a group there, and clipping sums over
