@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from fastamp.cli import main
+from fastamp.config import read_config
 from fastamp.data.datasets import DATASET_REGISTRY
 from fastamp.data.transforms import TRANSFORM_REGISTRY, build_transforms
-from fastamp.engine.setup import read_config
 from fastamp.modeling import BACKBONE_REGISTRY, HEADS_REGISTRY, LOSS_REGISTRY
 
 LOSS = '''

@@ -48,11 +48,11 @@ def at_least(lowest: int) -> Callable[[str], int]:
 def examine_machine(device: str) -> bool:
     """Print the table of the machine's facts and what is wrong; return whether nothing is."""
     try:
-        machine = inspect_machine(resolve_device(device), asked=device)
+        machine = inspect_machine(resolve_device(device), asked=device, train=True)
     except ConfigError:
         if not device.startswith("cuda"):
             raise
-        machine = inspect_machine(torch.device("cpu"), asked=device)  # whose table says why it is not there
+        machine = inspect_machine(torch.device("cpu"), asked=device, train=True)  # whose table says why it is not there
     print(machine.table())
     for problem in machine.problems:
         print(f"problem: {problem}")

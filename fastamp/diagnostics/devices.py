@@ -95,6 +95,20 @@ def driver_version() -> str | None:
     return answer
 
 
+def loaded_driver_version() -> str | None:
+    """Return the version of the driver's kernel module, on Linux without starting a program; else as nvidia-smi has it.
+
+    Raises:
+        RuntimeError: see ``driver_version``.
+    """
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+            found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", file.read())
+    except OSError:
+        found = None
+    return found[1] if found else driver_version()
+
+
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability of a CUDA device; None of one of ROCm's."""
     return torch.cuda.get_device_capability(device) if torch.version.cuda else None

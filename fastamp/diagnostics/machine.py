@@ -1,7 +1,6 @@
-"""What a machine can do for a training, in the few lines that head its log, as a table, and with what is wrong."""
+"""What a machine can do for a training, as the table that heads its log, and what is wrong with it."""
 
 import os
-import platform
 import textwrap
 import warnings
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from tabulate import tabulate
+from torch.utils import collect_env
 
 from fastamp.amp.policy import DTYPES, PrecisionPolicy, auto_dtype, dtype_name
 from fastamp.diagnostics import devices
@@ -29,7 +29,7 @@ class MachineReport:
 
     Attributes:
         versions: package -> version.
-        platform: system and architecture.
+        platform: operating system and architecture.
         cores: CPU cores that this process may use.
         device, device_name: e.g. ``"cuda:0"``, ``"NVIDIA H200"``.
         asked: ``MODEL.DEVICE`` as the user wrote it.
@@ -43,7 +43,8 @@ class MachineReport:
         free_memory, total_memory: bytes, of the CUDA device, else of the system.
         support: precision -> how the device computes in it; ``"tf32"`` is CUDA's alone.
         auto: the dtype that ``SOLVER.AMP.DTYPE auto`` stands for here, and why.
-        loops: dtype -> what ten training steps in it have shown, for those that the device runs.
+        loops: dtype -> what ten training steps in it have shown, for those that the device runs; empty where none were
+            asked for.
         unknown: question -> why it has no answer.
     """
 
@@ -88,23 +89,8 @@ class MachineReport:
         # Without code for the device every loop fails, for that reason.
         return ([found] if found else []) + (self._loop_problems() if self.capability_fits is not False else [])
 
-    def lines(self) -> list[str]:
-        """Return the lines that head a training log."""
-        lines = [
-            self._versions_text(),
-            f"{self.platform}, {self.cores} cores; device {self._device_text()}, {self._memory_text()}; "
-            f"PyTorch built for {self.build or 'the CPU alone'}, {self._driver_text()}",
-        ]
-        if self.auto:
-            states = ", ".join(f"{name} {support.state}" for name, support in self.support.items())
-            lines.append(f"precision: {states}; auto is {self.auto[0]}: {self.auto[1]}")
-            loop = self.loops[self.auto[0]]
-            verdict = "do not work" if loop.error else "work"
-            lines.append(f"ten steps of a tiny model in {self.auto[0]} {verdict}: {loop.describe()}")
-        return lines + [f"unknown: {question} ({error})" for question, error in self.unknown.items()]
-
     def table(self) -> str:
-        """Return the same and more for people: what was looked at, what was found, and what that means."""
+        """Return what was looked at, what was found, and what that means."""
         rows = [
             ["versions", self._versions_text(), ""],
             ["platform", f"{self.platform}, {self.cores} cores", ""],
@@ -221,13 +207,16 @@ class MachineReport:
         ]
 
 
-def inspect_machine(device: torch.device, *, asked: str = "auto") -> MachineReport:
-    """Look at the machine, and train a tiny model for ten steps in each precision that ``device`` runs.
+def inspect_machine(device: torch.device, *, asked: str = "auto", train: bool = False) -> MachineReport:
+    """Return what a training on ``device`` finds here, in some hundredths of a second without ``train``.
 
-    Random states, TF32 flags and the log stay as they are. What a question fails with is noted, and never raised.
+    Of ``torch.utils.collect_env`` only the name of the system is asked for: ``get_env_info`` lists all packages, which
+    takes a second, and asks nvidia-smi several times, which takes as long where the driver is not kept loaded. Random
+    states, TF32 flags and the log stay as they are. What a question fails with is noted, and never raised.
 
     Args:
         device: that of the training, also one that is not there.
+        train: also train a tiny model for ten steps in each precision that ``device`` runs, which takes seconds.
         asked: ``MODEL.DEVICE``; a GPU that cannot be used is a problem where that is ``"auto"``, and none where it is
             ``"cpu"``.
     """
@@ -243,6 +232,8 @@ def inspect_machine(device: torch.device, *, asked: str = "auto") -> MachineRepo
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's on an old driver, e.g., is a problem of the report
         cuda_error = ask("whether PyTorch can use a GPU", devices.cuda_error, "unknown")
+        # A kernel module that is loaded tells no more than its version; nvidia-smi, which is slow, also finds the GPU.
+        driver_version = devices.driver_version if cuda_error else devices.loaded_driver_version
         there = device.type != "cuda" or not cuda_error
         on_cuda = device.type == "cuda" and there
         capability = ask("compute capability", lambda: devices.capability(device), None) if on_cuda else None
@@ -250,10 +241,10 @@ def inspect_machine(device: torch.device, *, asked: str = "auto") -> MachineRepo
         free, total = ask("memory", lambda: devices.memory(device if there else torch.device("cpu")), (None, None))
         support = ask("precisions", lambda: devices.supported(device), {}) if there else {}
         auto = ask("SOLVER.AMP.DTYPE auto", lambda: auto_dtype(device), None) if there else None
-        tried = [name for name in DTYPES if there and (name not in support or support[name].state != "no")]
+        tried = [name for name in DTYPES if train and there and (name not in support or support[name].state != "no")]
         return MachineReport(
             versions=ask("versions", devices.versions, {"torch": torch.__version__}),
-            platform=f"{platform.system()} {platform.machine()}",
+            platform=ask("system", lambda: collect_env.get_os(collect_env.run), ""),
             cores=available_cores(),
             device=str(device),
             device_name=ask("the device's name", lambda: devices.device_name(device), "") if there else "",
@@ -261,7 +252,7 @@ def inspect_machine(device: torch.device, *, asked: str = "auto") -> MachineRepo
             build=devices.build(),
             arch_list=ask("the build's compute capabilities", torch.cuda.get_arch_list, []),
             capability=capability,
-            driver=ask("the driver's version", devices.driver_version, None) if driver_cuda else None,
+            driver=ask("the driver's version", driver_version, None) if driver_cuda else None,
             driver_cuda=driver_cuda,
             cuda_error=cuda_error,
             cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),

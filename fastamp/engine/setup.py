@@ -93,7 +93,7 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
             training,
         )
     machine = inspect_machine(device, asked=cfg.MODEL.DEVICE)
-    logger.info("%s", "\n".join(machine.lines()))
+    logger.info("the machine:\n%s", machine.table())
     for problem in machine.problems:
         logger.warning("%s", problem)
     if args is not None:

@@ -1,6 +1,7 @@
 """The check of the machine: what it finds, what it calls a problem, and that it leaves no trace."""
 
 import ctypes
+import io
 import json
 import logging
 import random
@@ -50,6 +51,14 @@ def no_gpu(monkeypatch):
     return monkeypatch
 
 
+def row(report, check):
+    """Return what the table says was found by ``check``."""
+    cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in report.table().splitlines()]
+    start = [cell[0] for cell in cells].index(check)
+    end = next((n for n in range(start + 1, len(cells)) if cells[n][0]), len(cells))
+    return " ".join(cell[1] for cell in cells[start:end])
+
+
 @pytest.fixture
 def gpu(no_gpu):
     """Make the machine one with a GPU of compute capability 8.6, and its PyTorch one for that."""
@@ -63,11 +72,12 @@ def gpu(no_gpu):
     no_gpu.setattr(machine, "ten_steps", lambda policy, device: LoopResult(10, 0, 1.5, 0.5))
     no_gpu.setattr(devices, "driver_cuda", lambda: (13, 0))
     no_gpu.setattr(devices, "driver_version", lambda: "580.65.06")
+    no_gpu.setattr(devices, "loaded_driver_version", lambda: "580.65.06")
     return no_gpu
 
 
 def test_this_cpu():
-    report = inspect_machine(CPU, asked="cpu")
+    report = inspect_machine(CPU, asked="cpu", train=True)
     assert report.problems == [] and report.unknown == {}
     assert {"fastamp", "Python", "torch", "torchvision", "numpy"} == set(report.versions)
     assert {"float32", "bfloat16", "float16"} == set(report.support) == set(report.loops)
@@ -75,21 +85,27 @@ def test_this_cpu():
         assert loop.taken + loop.skipped == ten_steps.STEPS and loop.taken > 0 and not loop.error
         assert loop.last_loss < 0.5 * loop.first_loss
     assert 0 < report.free_memory <= report.total_memory
-    lines = report.lines()
-    assert len(lines) == 4
-    assert f"torch {torch.__version__}" in lines[0] and "device cpu" in lines[1]
-    assert f"auto is {report.auto[0]}" in lines[2] and f"in {report.auto[0]} work: loss" in lines[3]
+    assert f"torch {torch.__version__}" in row(report, "versions") and row(report, "device").startswith("cpu")
+    assert report.platform in row(report, "platform") and report.auto[1] in row(report, "SOLVER.AMP.DTYPE auto")
     assert json.loads(json.dumps(report.as_dict()))["loops"]["float16"]["error"] == ""
     table = report.table()
     assert [cell.strip() for cell in table.splitlines()[0].split("|")] == ["", "check", "found", "verdict", ""]
     assert "ten steps in float16" in table and "problem" not in table
 
 
+def test_nothing_is_trained_unless_asked_for(monkeypatch):
+    monkeypatch.setattr(machine, "ten_steps", raising(AssertionError("trained")))
+    report = inspect_machine(CPU, asked="cpu")
+    assert report.loops == {} and report.problems == [] and "ten steps" not in report.table()
+    with pytest.raises(AssertionError, match="trained"):
+        inspect_machine(CPU, train=True)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_this_gpu():
     before = torch.cuda.get_rng_state()
-    report = inspect_machine(CUDA)
+    report = inspect_machine(CUDA, train=True)
     assert report.problems == [] and report.driver_fits and report.capability_fits
     assert {"float32", "bfloat16", "float16"} <= set(report.loops)
     assert torch.equal(before, torch.cuda.get_rng_state())
@@ -102,7 +118,7 @@ def test_no_trace_is_left(caplog):
     flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     with warnings.catch_warnings(record=True) as warned, caplog.at_level(logging.DEBUG), torch.no_grad():
         warnings.simplefilter("always")
-        report = inspect_machine(CPU, asked="cpu")
+        report = inspect_machine(CPU, asked="cpu", train=True)
         assert report.problems == [] and not torch.is_grad_enabled()
         # A device type that is not there makes PyTorch warn.
         ten_steps.ten_steps(policy(torch.bfloat16, "cuda"), CPU)
@@ -178,28 +194,27 @@ def test_a_loop_that_fails_is_a_problem(no_gpu, broken, parts):
         return out
 
     no_gpu.setattr(ten_steps.F, "conv2d", conv2d)
-    report = inspect_machine(CPU)
+    report = inspect_machine(CPU, train=True)
     assert len(report.problems) == (1 if "float32" in broken else len(broken))
     for part in (*parts, "found: RuntimeError: not implemented\n"):
         assert part in report.problems[0]
     assert report.table().count("| problem") == len(broken)
-    failed = report.auto[0] in broken
-    assert (f"in {report.auto[0]} do not work: RuntimeError" in report.lines()[3]) is failed
+    for name in report.loops:
+        assert row(report, f"ten steps in {name}").startswith("RuntimeError") is (name in broken)
 
 
 def test_no_gpu_is_no_problem(no_gpu):
     report = inspect_machine(CPU)
     assert report.problems == []
-    assert "PyTorch built for CUDA 13.2, no NVIDIA driver" in report.lines()[1]
+    assert row(report, "PyTorch built for") == "CUDA 13.2" and row(report, "driver") == "no NVIDIA driver"
 
 
 def test_a_gpu_that_is_well(gpu):
     report = inspect_machine(CUDA)
     assert report.problems == [] and report.driver_fits is True and report.capability_fits is True
-    assert report.lines()[1].endswith(
-        "device cuda (Some GPU, compute capability 8.6), 3.0 of 4.0 GiB free; PyTorch built for CUDA 13.2, "
-        "NVIDIA driver 580.65.06 for CUDA 13.0"
-    )
+    assert row(report, "device") == "cuda (Some GPU, compute capability 8.6)"
+    assert row(report, "memory") == "3.0 of 4.0 GiB free" and row(report, "PyTorch built for") == "CUDA 13.2"
+    assert row(report, "driver") == "NVIDIA driver 580.65.06 for CUDA 13.0"
     assert {name: support.state for name, support in report.support.items()} == dict.fromkeys(
         ("float32", "tf32", "bfloat16", "float16"), "native"
     )
@@ -214,7 +229,8 @@ def test_a_build_without_cuda_beside_a_driver(no_gpu, device):
     for part in ("was built without CUDA", "NVIDIA driver for CUDA 12.4", "found: RuntimeError: in PyTorch's words\n"):
         assert part in problem
     assert "fix: a PyTorch built for CUDA 12 " in problem
-    assert "PyTorch built for the CPU alone, NVIDIA driver for CUDA 12.4" in report.lines()[1]
+    assert row(report, "PyTorch built for") == "the CPU alone"
+    assert row(report, "driver") == "NVIDIA driver for CUDA 12.4"
     assert "| problem" in report.table()
     # Who asks for the CPU does not miss the GPU.
     assert inspect_machine(CPU, asked="cpu").problems == []
@@ -232,13 +248,13 @@ def test_a_driver_that_is_too_old(no_gpu, device):
 
 
 def test_cuda_asked_for_without_a_driver(no_gpu):
-    report = inspect_machine(CUDA, asked="cuda")
+    report = inspect_machine(CUDA, asked="cuda", train=True)
     (problem,) = report.problems
     assert "MODEL.DEVICE is cuda" in problem and "no NVIDIA driver" in problem and "fix: MODEL.DEVICE auto" in problem
     assert report.loops == {} and report.support == {} and report.auto is None
-    assert len(report.lines()) == 2
+    assert "SOLVER.AMP.DTYPE auto" not in report.table()
     # The same where the rest of the machine is looked at, as there is no such device.
-    report = inspect_machine(CPU, asked="cuda:1")
+    report = inspect_machine(CPU, asked="cuda:1", train=True)
     assert "MODEL.DEVICE is cuda:1" in report.problems[0] and report.loops["float32"].error == ""
 
 
@@ -264,11 +280,11 @@ def test_a_gpu_that_does_not_answer(no_gpu):
 def test_a_gpu_that_the_build_has_no_code_for(gpu):
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     gpu.setattr(machine, "ten_steps", lambda policy, device: LoopResult(error="no kernel image is available"))
-    report = inspect_machine(CUDA)
+    report = inspect_machine(CUDA, train=True)
     (problem,) = report.problems
     assert "has no code for Some GPU" in problem and "compute capability 6.1; the build has sm_80 sm_90" in problem
     assert "fix: a PyTorch built for sm_61" in problem
-    assert "bfloat16 do not work: no kernel image" in report.lines()[3]
+    assert row(report, "ten steps in bfloat16") == "no kernel image is available"
     assert report.support["tf32"].state == "no" and report.support["float16"].state == "slow"
 
 
@@ -332,26 +348,47 @@ def test_nvidia_smi_is_asked_for_the_drivers_version(monkeypatch, tmp_path):
         devices.driver_version()
 
 
+@pytest.mark.parametrize(
+    "text, version",
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n", "535.104.05"),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build\n",
+            "570.86.10",
+        ),
+        ("of another form\n", "as nvidia-smi has it"),
+        (None, "as nvidia-smi has it"),
+    ],
+)
+def test_the_version_of_the_driver_that_is_loaded(monkeypatch, text, version):
+    opened = (lambda *_, **__: io.StringIO(text)) if text else raising(FileNotFoundError("no such file"))
+    monkeypatch.setattr(devices, "driver_version", lambda: "as nvidia-smi has it")
+    monkeypatch.setattr(devices, "open", opened, raising=False)
+    assert devices.loaded_driver_version() == version
+
+
 def test_a_question_that_fails_is_reported_and_ends_nothing(no_gpu):
     fail = raising(OSError("cannot be read\nat all"))
     no_gpu.setattr(devices, "driver_cuda", lambda: (13, 0))
     for name in ("driver_version", "memory", "supported", "versions", "device_name"):
         no_gpu.setattr(devices, name, fail)
     no_gpu.setattr(torch.cuda, "get_arch_list", fail)
-    report = inspect_machine(CPU)
-    lines = report.lines()
-    assert "unknown: memory (OSError: cannot be read)" in lines and "memory unknown" in lines[1]
-    assert len(lines) == 4 + 6 == 4 + len(report.unknown)
-    assert report.table().count("| unknown") == 6
+    no_gpu.setattr(machine.collect_env, "get_os", fail)
+    report = inspect_machine(CPU, train=True)
+    assert report.unknown["memory"] == "OSError: cannot be read" and "memory unknown" in report.table()
+    assert len(report.unknown) == 7 and row(report, "system") == "OSError: cannot be read"
+    assert report.table().count("| unknown") == 7
     assert report.problems == [] and report.loops["float32"].error == ""
 
 
-def test_the_log_of_a_training_begins_with_it(demo, tmp_path, capfd):
+def test_the_log_of_a_training_begins_with_it(demo, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(machine, "ten_steps", raising(AssertionError("trained")))
     assert train_net.cli(tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1")) == 0
     log = (tmp_path / "log.txt").read_text()
-    lines = inspect_machine(CPU, asked="cpu").lines()
-    assert lines[0] in log.splitlines()[0]
-    assert log.splitlines()[2:4] == lines[2:4]
+    table = inspect_machine(CPU, asked="cpu").table().splitlines()
+    written = log.splitlines()[1 : 1 + len(table)]
+    assert log.splitlines()[0].endswith("the machine:")
+    assert [line for line in written if "| memory" not in line] == [line for line in table if "| memory" not in line]
     assert "fix:" not in log.partition("config:")[0]
 
 

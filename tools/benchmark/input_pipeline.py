@@ -141,7 +141,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     keep_freed_memory()  # as a training does on a CPU
-    print("\n".join(inspect_machine(device).lines()))
+    print(inspect_machine(device).table())
     if device.type == "cuda":
         rows = []
         with tempfile.TemporaryDirectory() as root:

@@ -242,7 +242,7 @@ def main() -> None:
     if args.variant:
         print(json.dumps(measure(args.variant, Path(args.features), args.runs)))
         return
-    print(*inspect_machine(torch.device("cpu"), asked="cpu").lines(), sep="\n", file=sys.stderr)
+    print(inspect_machine(torch.device("cpu"), asked="cpu").table(), file=sys.stderr)
     for name in args.sizes:
         variants = tuple(each for each in RANKING if not (args.no_argsort and each == "argsort"))
         print(compare(name, SIZES[name], variants, args.rounds, args.runs), flush=True)

@@ -247,7 +247,7 @@ def main() -> None:
         predict(cfg, args.step_seconds, gradient_bytes(build_model(cfg)), "given")
         return
     device = resolve_device(cfg.MODEL.DEVICE)
-    print(*inspect_machine(device, asked=cfg.MODEL.DEVICE).lines(), sep="\n", file=sys.stderr)
+    print(inspect_machine(device, asked=cfg.MODEL.DEVICE).table(), file=sys.stderr)
     found = compare(args, (1, args.processes))
     batch, alone = cfg.SOLVER.IMS_PER_BATCH, found[1]["step"]
     precision = "AMP" if cfg.SOLVER.AMP.ENABLED else "float32"

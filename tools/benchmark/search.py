@@ -156,7 +156,7 @@ def main() -> None:
         folder = Path(args.folder)
         print(json.dumps(build(folder, kind) if step == "build" else search(folder, kind, list(map(int, efforts)))))
         return
-    print(*inspect_machine(torch.device("cpu"), asked="cpu").lines(), sep="\n", file=sys.stderr)
+    print(inspect_machine(torch.device("cpu"), asked="cpu").table(), file=sys.stderr)
     efforts = {"flat": [], "ivf": args.nprobe, "hnsw": args.ef_search}
     with TemporaryDirectory(dir=args.folder) as temporary:
         generate(Path(temporary), args.identities, args.images, args.width, args.queries)

@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=40)
     args = parser.parse_args()
     device = resolve_device(args.device)
-    print(*inspect_machine(device).lines(), sep="\n", file=sys.stderr)
+    print(inspect_machine(device).table(), file=sys.stderr)
     if device.type == "cpu":
         keep_freed_memory()  # as default_setup does
     ours, bare = fastamp_step(args), bare_step(args)

@@ -156,7 +156,7 @@ def main() -> None:
     if args.variant:
         print(json.dumps(measure(args)))
         return
-    print(*inspect_machine(resolve_device(args.device), asked=args.device).lines(), sep="\n", file=sys.stderr)
+    print(inspect_machine(resolve_device(args.device), asked=args.device).table(), file=sys.stderr)
     results: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
     for round_number in range(args.rounds):
         for variant in VARIANTS:
