@@ -5,7 +5,7 @@ import sys
 
 from fastamp.cli import run_command
 from fastamp.cli.train import argument_parser, main, setup
-from fastamp.engine import default_argument_parser
+from fastamp.utils.arguments import default_argument_parser
 
 __all__ = ["argument_parser", "cli", "default_argument_parser", "main", "setup"]
 

@@ -7,20 +7,21 @@ contact sheet. Exit code 1 when something would make results wrong, 2 for a wron
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
 from fastamp.cli.options import add_parts
-from fastamp.config import read_config
-from fastamp.data.build import build_dataset
-from fastamp.data.check import Report, check_dataset, contact_sheet
 from fastamp.utils.errors import writing
 from fastamp.utils.printable import printable
+
+if TYPE_CHECKING:
+    from fastamp.data.check import Report
 
 _BAR = 40
 
 
-def text(report: Report) -> str:
+def text(report: "Report") -> str:
     """Return a report for people."""
     parts = [tabulate(report.rows, ["split", "images", "identities", "cameras"], tablefmt="github")]
     if report.sizes:
@@ -34,7 +35,7 @@ def text(report: Report) -> str:
     return "\n\n".join(parts)
 
 
-def _histogram(report: Report, *, lines: int = 8) -> str:
+def _histogram(report: "Report", *, lines: int = 8) -> str:
     """Return how many images are how large, in bars."""
     total, common = sum(report.sizes.values()), report.sizes.most_common(lines)
     rest = total - sum(count for _, count in common)
@@ -59,6 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report and write the contact sheet; 1 when something would make results wrong, else 0."""
+    from fastamp.config import read_config
+    from fastamp.data.build import build_dataset
+    from fastamp.data.check import check_dataset, contact_sheet
+
     cfg = read_config("", args.opts, parts=args.parts)
     dataset = build_dataset(args.name, cfg)
     report = check_dataset(dataset, max_pixels=cfg.INPUT.MAX_PIXELS)

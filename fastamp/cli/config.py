@@ -7,7 +7,6 @@ from pathlib import Path
 
 import yaml
 
-from fastamp.checkpoint.entries import merge_from_checkpoint
 from fastamp.cli.options import add_parts
 from fastamp.config import (
     RELEASES,
@@ -113,5 +112,7 @@ def config_of(source: str, parts: str = "") -> CfgNode:
         return read_config(str(path), [], parts=parts)
     cfg = read_config("", [], parts=parts).clone()
     cfg.defrost()
+    from fastamp.checkpoint.entries import merge_from_checkpoint
+
     merge_from_checkpoint(cfg, path)
     return cfg

@@ -7,14 +7,14 @@ The metrics are written to OUTPUT_DIR/metrics_eval.json.
 import argparse
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastamp.checkpoint.entries import merge_if_config
 from fastamp.cli.options import add_parts
-from fastamp.config import CfgNode, read_config
-from fastamp.engine import DefaultTrainer, default_setup, launch
-from fastamp.engine.setup import add_process_arguments
+from fastamp.utils.arguments import add_process_arguments
 from fastamp.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastamp.config import CfgNode
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +31,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start the processes that evaluate."""
+    from fastamp.engine import launch
+
     launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
     return 0
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluate, and return the metrics."""
+    from fastamp.engine import DefaultTrainer, default_setup
+
     cfg, source = evaluation_config(args.config_file, args.opts, parts=args.parts)
     default_setup(cfg, args)
     logger.info("config of the evaluation: %s, and the command line", source)
     return DefaultTrainer.test_weights(cfg)
 
 
-def evaluation_config(config_file: str, opts: Sequence[str], *, parts: str = "") -> tuple[CfgNode, str]:
+def evaluation_config(config_file: str, opts: Sequence[str], *, parts: str = "") -> tuple["CfgNode", str]:
     """Return the config of a file, else of the checkpoint that is evaluated, else the defaults; and which it is.
 
     Args:
@@ -55,6 +59,9 @@ def evaluation_config(config_file: str, opts: Sequence[str], *, parts: str = "")
         ConfigError: a file, a key or a value is wrong, or MODEL.WEIGHTS is not set.
         WeightsError: the checkpoint cannot be read, or its config is not of this version.
     """
+    from fastamp.checkpoint.entries import merge_if_config
+    from fastamp.config import read_config
+
     given = read_config(config_file, opts, parts=parts)
     weights = given.MODEL.WEIGHTS
     if not weights:

@@ -2,8 +2,7 @@
 
 import argparse
 
-from fastamp.inference.export import PRECISIONS, export
-from fastamp.inference.predictor import Predictor
+PRECISIONS = ("float32", "fp16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export, and print how near the file is to the model."""
+    from fastamp.inference import Predictor
+    from fastamp.inference.export import export
+
     report = export(
         Predictor(args.checkpoint, device=args.device, opts=args.opts),
         args.output,

@@ -3,7 +3,8 @@
 import argparse
 
 from fastamp.cli.model_arguments import add_model_arguments, predictor_of
-from fastamp.inference.extract import SPLITS, extract
+
+SPLITS = ("query", "gallery", "train")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Extract, and print what was written."""
+    from fastamp.inference.extract import extract
+
     extraction, left_out = extract(
         predictor_of(args),
         args.source,

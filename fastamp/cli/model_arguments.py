@@ -1,9 +1,12 @@
 """The arguments of commands that use a trained model."""
 
 import argparse
+from typing import TYPE_CHECKING
 
-from fastamp.inference import Predictor
 from fastamp.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastamp.inference import Predictor
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,12 +23,14 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, nargs="+", metavar="N", help=help_)
 
 
-def predictor_of(args: argparse.Namespace) -> Predictor:
+def predictor_of(args: argparse.Namespace) -> "Predictor":
     """Return the model that these arguments name.
 
     Raises:
         UserError: see ``Predictor``.
     """
+    from fastamp.inference import Predictor
+
     if len(args.opts) % 2:
         raise ConfigError(f"--opts: a key without a value among {' '.join(args.opts)}")
     return Predictor(args.checkpoint, device=args.device, opts=args.opts)

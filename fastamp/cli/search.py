@@ -3,15 +3,18 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
 from fastamp.cli.model_arguments import add_model_arguments, add_place_arguments, predictor_of
-from fastamp.data.datasets.own import image_files
-from fastamp.inference.features_file import check_same_model
-from fastamp.inference.index import EF_SEARCH, KINDS, PROBED, SearchResult, open_gallery
 from fastamp.utils.errors import DataError
+
+if TYPE_CHECKING:
+    from fastamp.inference.index import SearchResult
+
+KINDS = ("flat", "ivf", "hnsw")
+PROBED, EF_SEARCH = 0.2, 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search, and print what was found."""
+    from fastamp.data.datasets.own import image_files
+    from fastamp.inference.features_file import check_same_model
+    from fastamp.inference.index import open_gallery
+
     predictor = predictor_of(args)
     gallery = open_gallery(args.gallery, of=predictor, index=args.index, kind=args.kind)
     check_same_model(gallery, predictor.config_hash, predictor.checkpoint)
@@ -71,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(result: SearchResult, query: int) -> list[dict[str, Any]]:
+def _rows(result: "SearchResult", query: int) -> list[dict[str, Any]]:
     """Return what was found for a query, in plain values."""
     columns = {"score": result.scores, "path": result.paths, "pid": result.pids, "camid": result.camids}
     if result.boxes is not None:

@@ -2,8 +2,6 @@
 
 import argparse
 
-from fastamp.checkpoint.strip import strip
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
@@ -13,6 +11,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Strip, and print what was written."""
+    from fastamp.checkpoint.strip import strip
+
     report = strip(args.checkpoint, args.output)
     before, after = (f"{size / 1e6:.1f} MB" for size in (report.bytes_before, report.bytes_after))
     print(f"wrote {report.path}: {after}, was {before}; weights: {report.weights}")

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastamp.cli.options import add_parts
-from fastamp.config import CfgNode, describe_config, read_config
-from fastamp.engine import DefaultTrainer, default_argument_parser, default_setup, launch
-from fastamp.engine.dry_run import dry_run
-from fastamp.engine.setup import add_training_arguments
+from fastamp.utils.arguments import add_training_arguments, default_argument_parser
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.signals import handling
+
+if TYPE_CHECKING:
+    from fastamp.config import CfgNode
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -42,8 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def setup(args: argparse.Namespace) -> CfgNode:
+def setup(args: argparse.Namespace) -> "CfgNode":
     """Return the frozen config of the config file and the command line."""
+    from fastamp.config import read_config
+    from fastamp.engine import default_setup
+
     cfg = read_config(args.config_file, args.opts, parts=getattr(args, "parts", ""))
     default_setup(cfg, args)
     return cfg
@@ -51,6 +54,8 @@ def setup(args: argparse.Namespace) -> CfgNode:
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
     """Run what the arguments ask for and return the metrics."""
+    from fastamp.engine import DefaultTrainer
+
     cfg = setup(args)
     if args.eval_only:
         return DefaultTrainer.test_weights(cfg)
@@ -61,16 +66,23 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 def try_out(args: argparse.Namespace, folder: str) -> None:
     """Try the run that the arguments ask for, with ``folder`` for what it writes."""
+    from fastamp.config import read_config
+    from fastamp.engine.dry_run import dry_run
+
     dry_run(read_config(args.config_file, args.opts, parts=args.parts), folder, resume=args.resume)
 
 
 def run(args: argparse.Namespace) -> int:
     """Start the processes that do what the arguments ask for."""
     if args.list_config is not None:
+        from fastamp.config import describe_config
+
         print(describe_config(args.list_config))
         return 0
     if args.dry_run and args.eval_only:
         raise ConfigError("--dry-run tries a training, and --eval-only asks for none.\n  fix: leave one of them out")
+    from fastamp.engine import launch
+
     processes = (args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
     if not args.dry_run:
         launch(main, *processes, args=(args,))

@@ -4,8 +4,9 @@ from fastamp.engine import hooks
 from fastamp.engine.command_line import run_command_line
 from fastamp.engine.defaults import ConfigText, DefaultTrainer
 from fastamp.engine.launch import launch
-from fastamp.engine.setup import default_argument_parser, default_setup
+from fastamp.engine.setup import default_setup
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer, HookBase, SimpleTrainer, TrainerBase
+from fastamp.utils.arguments import default_argument_parser
 
 __all__ = [
     "TRAINER_REGISTRY",

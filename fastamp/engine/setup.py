@@ -4,7 +4,6 @@ import argparse
 import logging
 import os
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
@@ -15,7 +14,7 @@ from fastamp.diagnostics.machine import inspect_machine
 from fastamp.utils import comm
 from fastamp.utils.env import keep_freed_memory, seed_all
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.files import closed_stdout_allowed, real_path
+from fastamp.utils.files import real_path
 from fastamp.utils.lock import describe_lock_holder, lock_folder
 from fastamp.utils.logger import setup_logger
 from fastamp.utils.moved import moved_names
@@ -25,44 +24,15 @@ logger = logging.getLogger(__name__)
 __getattr__ = moved_names(
     __name__,
     {
+        "default_argument_parser": "fastamp.utils.arguments.default_argument_parser",
+        "add_training_arguments": "fastamp.utils.arguments.add_training_arguments",
+        "add_process_arguments": "fastamp.utils.arguments.add_process_arguments",
         "read_config": "fastamp.config.read_config",
         "load_parts": "fastamp.config.load_parts",
         "merge_from_checkpoint": "fastamp.checkpoint.entries.merge_from_checkpoint",
         "merge_if_config": "fastamp.checkpoint.entries.merge_if_config",
     },
 )
-
-
-class _Parser(argparse.ArgumentParser):
-    """Prints its help also where the reader of stdout stops early."""
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        with closed_stdout_allowed():
-            super().exit(status, message)
-
-
-def default_argument_parser() -> argparse.ArgumentParser:
-    """Return the parser of FastReID's command line."""
-    parser = _Parser(description="Train or evaluate a re-identification model.")
-    add_training_arguments(parser)
-    return parser
-
-
-def add_training_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of FastReID's command line."""
-    parser.add_argument("--resume", action="store_true", help="continue from OUTPUT_DIR/last_checkpoint")
-    parser.add_argument("--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS on DATASETS.TESTS")
-    add_process_arguments(parser)
-
-
-def add_process_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those of them that say with which config, and in which processes."""
-    parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config file")
-    parser.add_argument("--num-gpus", type=int, default=1, help="GPUs per machine")
-    parser.add_argument("--num-machines", type=int, default=1)
-    parser.add_argument("--machine-rank", type=int, default=0, help="this machine's number, from 0")
-    parser.add_argument("--dist-url", default=None, help="where the processes meet, e.g. tcp://127.0.0.1:29500")
-    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and their values")
 
 
 def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:

@@ -29,6 +29,35 @@ def test_help_and_unknown_commands_need_no_torch():
     assert "'trian' is no command. Did you mean 'train'?" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_the_help_of_commands_and_wrong_arguments_need_no_torch():
+    code = (
+        "import runpy, sys; from fastamp.cli import main\n"
+        f"words = [[command, '--help'] for command in {sorted({*HERE} - {'doctor'})}]\n"
+        "for argv in [*words, ['search', 'a'], ['train', '--num-gpus', 'x']]:\n"
+        "    try: main(argv)\n"
+        "    except SystemExit as end: print(argv, end.code)\n"
+        "    print(argv, 'torch' in sys.modules, file=sys.stderr)\n"
+        "sys.argv = ['train_net.py', '--help']\n"
+        "try: runpy.run_path('tools/train_net.py', run_name='__main__')\n"
+        "except SystemExit as end: print('train_net', end.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "train_net 0 False"
+    assert "['search', 'a'] 2" in done.stdout and "['train', '--num-gpus', 'x'] 2" in done.stdout
+    told = [line for line in done.stderr.splitlines() if line.startswith("[")]
+    assert len(told) == len(HERE) + 1 and all(line.endswith(" False") for line in told), told
+
+
+def test_choices_that_stand_in_the_command_line_are_those_of_the_functions():
+    from fastamp.cli import export, extract, search
+    from fastamp.inference import export as exporting
+    from fastamp.inference import extract as extracting
+    from fastamp.inference import index
+
+    assert export.PRECISIONS == exporting.PRECISIONS and extract.SPLITS == extracting.SPLITS
+    assert search.KINDS == index.KINDS and (search.PROBED, search.EF_SEARCH) == (index.PROBED, index.EF_SEARCH)
+
+
 def run_with_closed_stdout(*command):
     """Run a program whose stdout nobody reads; return its exit code and stderr."""
     reading, writing = os.pipe()

@@ -1,0 +1,82 @@
+"""Pictures of a model's test sets, for `fastamp visualize`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastamp.data import build_reid_test_loader
+from fastamp.diagnostics.locate import describe_evaluation
+from fastamp.engine.reporting import EvaluatedSet, evaluated_set
+from fastamp.evaluation import ReidEvaluator, Wanted, inference_on_dataset
+from fastamp.inference import Predictor
+from fastamp.report.curves import cmc_panel, roc_panel, score_panel
+from fastamp.report.figures import panel_figure, rank_list_figure, similarity_figure, write_figure
+from fastamp.report.panel import Panel
+from fastamp.report.similarity_map import similarity_map
+
+
+def draw_set(predictor: Predictor, name: str, kinds: set[str], wanted: Wanted, folder: Path) -> None:
+    """Evaluate a test set, and draw what of it was asked for."""
+    cfg = predictor.cfg
+    loader, num_query = build_reid_test_loader(cfg, name)
+    evaluator = ReidEvaluator(cfg, num_query, wanted=wanted)
+    metrics = inference_on_dataset(
+        predictor.model,
+        loader,
+        evaluator,
+        cfg.TEST.FLIP.ENABLED,
+        policy=predictor.policy,
+        locate=describe_evaluation,
+    )
+    each = evaluated_set(name, metrics, evaluator, loader, num_query)
+    result, details, protocol = each.result, each.result.details, each.result.protocol
+    print(f"{name}: mAP {metrics['mAP']:.2f}, Rank-1 {metrics['Rank-1']:.2f}")
+    if "rank-lists" in kinds:
+        queries, gallery = _sides(each)
+        for kind, lists in details.lists.items():
+            if lists:
+                title = f"{kind} queries on {name}"
+                figure = rank_list_figure(lists, queries, gallery, protocol, title=title)
+                write(figure, folder / f"rank_list_{kind}.png")
+    panels: dict[str, Callable[[], Panel | None]] = {
+        "cmc": lambda: cmc_panel(result),
+        "roc": lambda: roc_panel(details),
+        "histogram": lambda: score_panel(details, protocol),
+    }
+    for kind, make in panels.items():
+        if kind in kinds:
+            panel = make()
+            if panel is None:
+                print(f"{name}: no {kind}: there are no genuine or no impostor pairs of a query and a gallery image")
+                continue
+            write(panel_figure([panel]), folder / f"{kind}.png")
+    if "grad-cam" in kinds:
+        write(similarity_figure(_similar_pairs(predictor, each, loader.dataset)), folder / "grad_cam.png")
+
+
+def _similar_pairs(predictor: Predictor, each: EvaluatedSet, dataset: Any) -> list[tuple]:
+    """Return random queries and the nearest gallery image of each, with their maps."""
+    protocol, pairs = each.result.protocol, []
+    offset = 0 if protocol.draws_queries else len(each.query)
+    for one in each.result.details.lists["random"]:
+        if len(one.gallery):
+            numbers = one.query, offset + int(one.gallery[0])
+            batch = dataset.__getitems__([(0, place, number) for place, number in enumerate(numbers)])
+            batch = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+            first, second = (each.images[number] for number in numbers)
+            pairs.append((first, second, similarity_map(predictor.model, batch)))
+    return pairs
+
+
+def _sides(each: EvaluatedSet) -> tuple[list, list]:
+    """Return what the numbers of rank lists stand for."""
+    if each.result.protocol.draws_queries:
+        return each.images, each.images
+    return list(each.query), list(each.gallery)
+
+
+def write(figure: Any, path: Path) -> None:
+    write_figure(figure, path)
+    print(f"wrote {path}", flush=True)

@@ -1,0 +1,38 @@
+"""Arguments of FastReID's command line; parsing needs no PyTorch."""
+
+import argparse
+from typing import NoReturn
+
+from fastamp.utils.files import closed_stdout_allowed
+
+
+class _Parser(argparse.ArgumentParser):
+    """Prints its help also where the reader of stdout stops early."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        with closed_stdout_allowed():
+            super().exit(status, message)
+
+
+def default_argument_parser() -> argparse.ArgumentParser:
+    """Return the parser of FastReID's command line."""
+    parser = _Parser(description="Train or evaluate a re-identification model.")
+    add_training_arguments(parser)
+    return parser
+
+
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of FastReID's command line."""
+    parser.add_argument("--resume", action="store_true", help="continue from OUTPUT_DIR/last_checkpoint")
+    parser.add_argument("--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS on DATASETS.TESTS")
+    add_process_arguments(parser)
+
+
+def add_process_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add those of them that say with which config, and in which processes."""
+    parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config file")
+    parser.add_argument("--num-gpus", type=int, default=1, help="GPUs per machine")
+    parser.add_argument("--num-machines", type=int, default=1)
+    parser.add_argument("--machine-rank", type=int, default=0, help="this machine's number, from 0")
+    parser.add_argument("--dist-url", default=None, help="where the processes meet, e.g. tcp://127.0.0.1:29500")
+    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and their values")
