@@ -141,6 +141,11 @@ def make_camera(index: int, seed: int) -> Camera:
     return replace(camera, cast=cast, gain=rng.uniform(0.7, 1.15), pitch=camera.pitch * rng.uniform(0.7, 1.3))
 
 
+def hour_gain(sequence: int) -> float:
+    """Return how much brighter the hour ``sequence`` (1, 2, ...) of the day is than the first."""
+    return (1.0, 0.9, 1.08)[(sequence - 1) % 3]
+
+
 def expose(rng: np.random.Generator, picture: np.ndarray, camera: Camera, sequence: int) -> Image.Image:
     """Return the picture as the camera records it.
 
@@ -154,7 +159,7 @@ def expose(rng: np.random.Generator, picture: np.ndarray, camera: Camera, sequen
         RGB image of the same size.
     """
     height, width = picture.shape[:2]
-    hour = (1.0, 0.9, 1.08)[(sequence - 1) % 3]
+    hour = hour_gain(sequence)
     cast = np.array(camera.cast, dtype=np.float32) * rng.normal(1, 0.02, 3).astype(np.float32)
     slope = rng.uniform(-0.15, 0.15)
     sunlight = np.linspace(1 - slope, 1 + slope, width, dtype=np.float32)[None, :, None]

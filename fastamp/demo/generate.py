@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fastamp.demo.attributes import ImageAttributes, describe_person, describe_picture, write_csv
 from fastamp.demo.camera import make_camera
-from fastamp.demo.picture import draw_picture
+from fastamp.demo.picture import compose, draw_picture
 from fastamp.demo.wardrobe import Appearance, draw_appearance, draw_lookalike, draw_people
 from fastamp.utils.aside import aside, remove_abandoned
 from fastamp.utils.errors import DataError
@@ -23,6 +24,7 @@ from fastamp.utils.errors import DataError
 # Names the default folder: change it with every change that alters a picture.
 DEMO_VERSION = "1"
 MANIFEST = "demo.json"
+ATTRIBUTES = "attributes.csv"
 SPLITS = ("bounding_box_train", "query", "bounding_box_test")
 
 _QUERIES_PER_IDENTITY = 2
@@ -37,10 +39,12 @@ class _Shot:
     """One picture to be drawn: where it goes, who is in it, and the key of its random stream."""
 
     path: str
+    pid: int
     key: tuple[int, ...]
     person: Appearance | None
     camera: int
     sequence: int
+    kind: str = "identity"
     bad_box: bool = False
 
 
@@ -113,6 +117,7 @@ def generate_demo(
         shots = _plan(settings)
         _draw_all(shots, build, seed, image_size, workers, progress)
         counts = {split: sum(shot.path.startswith(split) for shot in shots) for split in SPLITS}
+        write_csv(_attributes(shots, settings), build / ATTRIBUTES)
         (build / MANIFEST).write_text(json.dumps({**settings, "images": counts}, indent=2) + "\n", encoding="utf-8")
         _move_into_place(build, folder)
     finally:
@@ -129,6 +134,52 @@ def is_complete(folder: str | Path) -> bool:
     return isinstance(counts, dict) and all(
         sum(1 for _ in (folder / split).glob("*.jpg")) == counts.get(split) for split in SPLITS
     )
+
+
+def image_attributes(folder: str | Path) -> list[ImageAttributes]:
+    """Return the attributes of all images of a demo set, as its ``attributes.csv`` has them, without drawing.
+
+    Raises:
+        DataError: ``folder`` holds no whole demo set of this version.
+    """
+    if not is_complete(folder):
+        raise DataError(f"{folder} holds no demo data set of version {DEMO_VERSION}; fix: generate_demo(folder)")
+    settings = _read_manifest(Path(folder)) or {}
+    return _attributes(_plan(settings), settings)
+
+
+def write_attributes(folder: str | Path) -> Path:
+    """Write ``attributes.csv`` of a demo set that was generated before there was one; return its path.
+
+    Raises:
+        DataError: ``folder`` holds no whole demo set of this version.
+    """
+    path = Path(folder) / ATTRIBUTES
+    write_csv(image_attributes(folder), path)
+    return path
+
+
+def _attributes(shots: list[_Shot], settings: dict) -> list[ImageAttributes]:
+    seed, image_size = settings["seed"], tuple(settings["image_size"])
+    splits = dict(zip(SPLITS, ("train", "query", "gallery"), strict=True))
+    rows = []
+    for shot in shots:
+        rng = np.random.default_rng([seed, *shot.key])
+        picture = compose(rng, shot.person, shot.camera, seed=seed, image_size=image_size, bad_box=shot.bad_box)
+        box = "empty" if shot.person is None else "partial" if shot.bad_box else "full"
+        rows.append(
+            ImageAttributes(
+                path=shot.path,
+                pid=shot.pid,
+                camid=shot.camera,
+                split=splits[shot.path.split("/")[0]],
+                person=shot.kind,
+                box=box,
+                **(describe_person(shot.person) if shot.person else {}),
+                **describe_picture(picture, shot.camera, shot.sequence, seed),
+            )
+        )
+    return rows
 
 
 # -- what is drawn ---------------------------------------------------------------------------------------------------
@@ -149,16 +200,16 @@ def _plan(settings: dict) -> list[_Shot]:
 
     for index in range(settings["distractors"]):
         rng = np.random.default_rng([seed, _DISTRACTOR, index])
-        kind, person = rng.random(), None
-        if kind < 0.1:
-            person = draw_lookalike(rng, test_people[rng.integers(len(test_people))])
-        elif kind < 0.85:
-            person = draw_appearance(rng)
-        shots.append(_stray_shot(rng, (_DISTRACTOR, index), "0000", person, cameras))
+        chance, kind, person = rng.random(), "none", None
+        if chance < 0.1:
+            kind, person = "lookalike", draw_lookalike(rng, test_people[rng.integers(len(test_people))])
+        elif chance < 0.85:
+            kind, person = "stranger", draw_appearance(rng)
+        shots.append(_stray_shot(rng, (_DISTRACTOR, index), 0, kind, person, cameras))
     for index in range(settings["distractors"] // 10):
         rng = np.random.default_rng([seed, _JUNK, index])
         person = test_people[rng.integers(len(test_people))]
-        shots.append(_stray_shot(rng, (_JUNK, index), "-1", person, cameras))
+        shots.append(_stray_shot(rng, (_JUNK, index), -1, "identity", person, cameras))
     return shots
 
 
@@ -184,17 +235,17 @@ def _identity_shots(
         if split == _TEST:
             folder = "query" if image < _QUERIES_PER_IDENTITY else "bounding_box_test"
         name = f"{pid:04d}_c{camera + 1}s{sequence}_{frame:06d}_{image + 1:02d}.jpg"
-        shots.append(_Shot(f"{folder}/{name}", (split, index, image), person, camera, sequence))
+        shots.append(_Shot(f"{folder}/{name}", pid, (split, index, image), person, camera, sequence))
     return shots
 
 
 def _stray_shot(
-    rng: np.random.Generator, key: tuple[int, int], pid: str, person: Appearance | None, cameras: int
+    rng: np.random.Generator, key: tuple[int, int], pid: int, kind: str, person: Appearance | None, cameras: int
 ) -> _Shot:
     """Return a gallery picture that matches no query; a numbered frame keeps the names apart."""
     camera, sequence = int(rng.integers(cameras)), int(rng.integers(1, 4))
-    name = f"{pid}_c{camera + 1}s{sequence}_{key[1] * 25 + 1:06d}_00.jpg"
-    return _Shot(f"bounding_box_test/{name}", (*key, 0), person, camera, sequence, bad_box=pid == "-1")
+    name = f"{'0000' if pid == 0 else pid}_c{camera + 1}s{sequence}_{key[1] * 25 + 1:06d}_00.jpg"
+    return _Shot(f"bounding_box_test/{name}", pid, (*key, 0), person, camera, sequence, kind, bad_box=pid == -1)
 
 
 def _draw_all(

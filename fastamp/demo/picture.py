@@ -1,20 +1,24 @@
 """One picture: a person in front of a scene, perhaps behind something, in a box that a detector might have drawn."""
 
 import math
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
 from fastamp.demo.camera import Camera, expose, make_camera
 from fastamp.demo.figure import draw_person
-from fastamp.demo.pose import draw_pose
+from fastamp.demo.pose import Pose, draw_pose
 from fastamp.demo.scene import crop_scene, paint_scene
 from fastamp.demo.wardrobe import Appearance, draw_appearance
 
 # Figures are painted this many times larger and averaged down, which smooths their edges.
 _SUPERSAMPLING = 3
 
+OCCLUDERS = ("stranger", "pole", "bin", "hedge")
 _POLE_COLOURS = ((72, 74, 78), (150, 148, 142), (56, 70, 60), (104, 84, 74), (60, 66, 82))
 
 
@@ -23,6 +27,33 @@ def _camera_and_scene(index: int, seed: int, width: int, height: int) -> tuple[C
     """Return camera ``index`` and its empty scene, painted once per process."""
     camera = make_camera(index, seed)
     return camera, paint_scene(camera, index, seed, width, height)
+
+
+Paint = Callable[[Image.Image], None]
+"""Paints one thing onto a canvas."""
+
+
+@dataclass(frozen=True)
+class Composition:
+    """All that is decided about a picture before light and noise. Lengths are in pixels of the canvas.
+
+    Attributes:
+        background: (H, W, 3) float32, the part of the scene that is seen.
+        foot: (x, y) of the ground point between the feet.
+        tall: from sole to crown of a person of height 1.
+        pose: of the person; None where nobody is meant to be in the box.
+        passer_by: whether a stranger stands behind the person, or half in a box of nobody.
+        occluder: what stands before the person: ``"none"`` or one of ``OCCLUDERS``.
+        layers: all that is painted on the background, from far to near.
+    """
+
+    background: np.ndarray
+    foot: tuple[float, float]
+    tall: float
+    pose: Pose | None
+    passer_by: bool
+    occluder: str
+    layers: tuple[Paint, ...]
 
 
 def draw_picture(
@@ -50,10 +81,32 @@ def draw_picture(
         RGB image of ``image_size``.
     """
     height, width = image_size
+    picture = compose(rng, person, camera_index, seed=seed, image_size=image_size, bad_box=bad_box)
+    canvas = Image.new("RGBA", (width * _SUPERSAMPLING, height * _SUPERSAMPLING))
+    for paint in picture.layers:
+        paint(canvas)
+    foot_x, foot_y = picture.foot
+    ground_shadow = (foot_x / _SUPERSAMPLING, foot_y / _SUPERSAMPLING, picture.tall / _SUPERSAMPLING)
+    return expose(
+        rng, _composed(rng, picture.background, canvas, ground_shadow), make_camera(camera_index, seed), sequence
+    )
+
+
+def compose(
+    rng: np.random.Generator,
+    person: Appearance | None,
+    camera_index: int,
+    *,
+    seed: int,
+    image_size: tuple[int, int],
+    bad_box: bool = False,
+) -> Composition:
+    """Return the composition of a picture without painting it; see ``draw_picture``."""
+    height, width = image_size
     camera, scene = _camera_and_scene(camera_index, seed, width, height)
     background = crop_scene(rng, scene, camera, width, height)
 
-    canvas = Image.new("RGBA", (width * _SUPERSAMPLING, height * _SUPERSAMPLING))
+    canvas_size = (width * _SUPERSAMPLING, height * _SUPERSAMPLING)
     tall = height * _SUPERSAMPLING * camera.person_height * rng.uniform(0.93, 1.07)
     foot_x = width * _SUPERSAMPLING * (0.5 + rng.uniform(-0.07, 0.07))
     foot_y = height * _SUPERSAMPLING * (0.965 + rng.uniform(-0.03, 0.03))
@@ -63,58 +116,74 @@ def draw_picture(
         foot_x += width * _SUPERSAMPLING * rng.choice((-0.45, 0.45))
         foot_y += height * _SUPERSAMPLING * rng.choice((-0.5, 0.4))
 
+    layers: list[Paint] = []
     if rng.random() < 0.09:
-        _passer_by(rng, canvas, camera, foot_x, foot_y - 0.06 * tall, tall * 0.92)
+        layers.append(_passer_by(rng, camera, foot_x, foot_y - 0.06 * tall, tall * 0.92))
+    passer_by, pose, occluder = bool(layers), None, "none"
     if person is not None:
         yaw = rng.choice(camera.yaws) + rng.normal(0, 0.3)
-        draw_person(canvas, person, draw_pose(rng, yaw, camera.pitch), (foot_x, foot_y), tall)
+        pose = draw_pose(rng, yaw, camera.pitch)
+        layers.append(partial(draw_person, person=person, pose=pose, foot=(foot_x, foot_y), height=tall))
     elif rng.random() < 0.75:
-        _passer_by(rng, canvas, camera, foot_x, foot_y, tall)
+        passer_by = True
+        layers.append(_passer_by(rng, camera, foot_x, foot_y, tall))
     if rng.random() < 0.13:
-        _occluder(rng, canvas, camera, foot_x, foot_y, tall)
-
-    ground_shadow = (foot_x / _SUPERSAMPLING, foot_y / _SUPERSAMPLING, tall / _SUPERSAMPLING)
-    picture = _composed(rng, background, canvas, ground_shadow)
-    return expose(rng, picture, camera, sequence)
+        occluder = str(rng.choice(OCCLUDERS))
+        layers += _occluder(rng, occluder, canvas_size, camera, foot_x, foot_y, tall)
+    return Composition(background, (foot_x, foot_y), tall, pose, passer_by, occluder, tuple(layers))
 
 
-def _passer_by(
-    rng: np.random.Generator, canvas: Image.Image, camera: Camera, foot_x: float, foot_y: float, tall: float
-) -> None:
-    """Paint a stranger beside the place where a person stands."""
+def _passer_by(rng: np.random.Generator, camera: Camera, foot_x: float, foot_y: float, tall: float) -> Paint:
+    """Return a stranger beside the place where a person stands."""
     aside = rng.uniform(0.25, 0.38) * rng.choice((-1.0, 1.0)) * tall
     pose = draw_pose(rng, rng.choice(camera.yaws) + rng.normal(0, 0.4), camera.pitch)
-    draw_person(canvas, draw_appearance(rng), pose, (foot_x + aside, foot_y), tall)
+    return partial(draw_person, person=draw_appearance(rng), pose=pose, foot=(foot_x + aside, foot_y), height=tall)
 
 
 def _occluder(
-    rng: np.random.Generator, canvas: Image.Image, camera: Camera, foot_x: float, foot_y: float, tall: float
-) -> None:
-    """Paint something between the camera and the person: a stranger, a pole, a bin or a hedge."""
-    brush = ImageDraw.Draw(canvas)
-    kind = rng.choice(("stranger", "pole", "bin", "hedge"))
+    rng: np.random.Generator,
+    kind: str,
+    canvas_size: tuple[int, int],
+    camera: Camera,
+    foot_x: float,
+    foot_y: float,
+    tall: float,
+) -> list[Paint]:
+    """Return something between the camera and the person: a stranger, a pole, a bin or a hedge."""
+    width, height = canvas_size
     if kind == "stranger":
-        _passer_by(rng, canvas, camera, foot_x, foot_y + 0.07 * tall, tall)
-    elif kind == "pole":
+        return [_passer_by(rng, camera, foot_x, foot_y + 0.07 * tall, tall)]
+    if kind == "pole":
         left = foot_x + rng.uniform(-0.17, 0.13) * tall
         colour = _POLE_COLOURS[rng.integers(len(_POLE_COLOURS))]
         wide = rng.uniform(0.025, 0.05) * tall
-        brush.rectangle((left, 0, left + wide, canvas.height), fill=colour)
         shine = tuple(min(255, value + 40) for value in colour)
-        brush.rectangle((left + wide * 0.25, 0, left + wide * 0.45, canvas.height), fill=shine)
-    elif kind == "bin":
+        return [
+            _shape("rectangle", (left, 0, left + wide, height), fill=colour),
+            _shape("rectangle", (left + wide * 0.25, 0, left + wide * 0.45, height), fill=shine),
+        ]
+    if kind == "bin":
         left, top = foot_x + rng.uniform(-0.22, 0.05) * tall, foot_y - rng.uniform(0.12, 0.25) * tall
         colour = _POLE_COLOURS[rng.integers(len(_POLE_COLOURS))]
-        brush.rounded_rectangle((left, top, left + 0.19 * tall, canvas.height + 20), radius=0.02 * tall, fill=colour)
         dark = tuple(value * 2 // 3 for value in colour)
-        brush.rectangle((left, top, left + 0.19 * tall, top + 0.03 * tall), fill=dark)
-    else:
-        top = foot_y - rng.uniform(0.1, 0.24) * tall
-        for _ in range(60):
-            x, y = rng.uniform(0, canvas.width), top + rng.uniform(0, 0.4) * tall
-            radius, green = rng.uniform(0.025, 0.06) * tall, int(rng.uniform(62, 140))
-            fill = (int(green * 0.7), green, int(green * 0.5))
-            brush.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
+        box = (left, top, left + 0.19 * tall, height + 20)
+        return [
+            _shape("rounded_rectangle", box, radius=0.02 * tall, fill=colour),
+            _shape("rectangle", (left, top, left + 0.19 * tall, top + 0.03 * tall), fill=dark),
+        ]
+    top = foot_y - rng.uniform(0.1, 0.24) * tall
+    leaves = []
+    for _ in range(60):
+        x, y = rng.uniform(0, width), top + rng.uniform(0, 0.4) * tall
+        radius, green = rng.uniform(0.025, 0.06) * tall, int(rng.uniform(62, 140))
+        fill = (int(green * 0.7), green, int(green * 0.5))
+        leaves.append(_shape("ellipse", (x - radius, y - radius, x + radius, y + radius), fill=fill))
+    return leaves
+
+
+def _shape(kind: str, box: tuple[float, float, float, float], **options: Any) -> Paint:
+    """Return a shape that ``PIL.ImageDraw`` has."""
+    return lambda canvas: getattr(ImageDraw.Draw(canvas), kind)(box, **options)
 
 
 def _composed(

@@ -7,36 +7,45 @@ import numpy as np
 Colour = tuple[int, int, int]
 
 SKINS: tuple[Colour, ...] = ((241, 205, 180), (224, 178, 145), (190, 138, 105), (141, 94, 66), (92, 60, 44))
-HAIR_COLOURS: tuple[Colour, ...] = ((28, 24, 24), (66, 44, 30), (122, 84, 48), (196, 160, 96), (150, 146, 142))
+HAIR_COLOR_NAMES: dict[str, Colour] = {
+    "black": (28, 24, 24),
+    "dark_brown": (66, 44, 30),
+    "brown": (122, 84, 48),
+    "blond": (196, 160, 96),
+    "gray": (150, 146, 142),
+}
+HAIR_COLOURS: tuple[Colour, ...] = tuple(HAIR_COLOR_NAMES.values())
 HAIR_STYLES = ("short", "bald", "long", "tail", "bun", "cap", "beanie", "hood")
-FABRICS: tuple[Colour, ...] = (
-    (32, 32, 36),
-    (234, 232, 228),
-    (130, 130, 132),
-    (192, 40, 44),
-    (30, 64, 146),
-    (104, 168, 228),
-    (36, 112, 60),
-    (158, 190, 64),
-    (234, 196, 54),
-    (228, 120, 40),
-    (120, 60, 146),
-    (234, 144, 178),
-    (108, 72, 46),
-)
-TROUSER_COLOURS: tuple[Colour, ...] = (
-    (26, 26, 30),
-    (36, 58, 128),
-    (118, 150, 204),
-    (130, 128, 126),
-    (204, 178, 130),
-    (100, 68, 42),
-    (66, 102, 54),
-    (230, 226, 218),
-    (168, 40, 46),
-    (222, 160, 56),
-    (120, 66, 128),
-)
+FABRIC_NAMES: dict[str, Colour] = {
+    "black": (32, 32, 36),
+    "white": (234, 232, 228),
+    "gray": (130, 130, 132),
+    "red": (192, 40, 44),
+    "blue": (30, 64, 146),
+    "light_blue": (104, 168, 228),
+    "green": (36, 112, 60),
+    "lime": (158, 190, 64),
+    "yellow": (234, 196, 54),
+    "orange": (228, 120, 40),
+    "purple": (120, 60, 146),
+    "pink": (234, 144, 178),
+    "brown": (108, 72, 46),
+}
+FABRICS: tuple[Colour, ...] = tuple(FABRIC_NAMES.values())
+TROUSER_COLOR_NAMES: dict[str, Colour] = {
+    "black": (26, 26, 30),
+    "blue": (36, 58, 128),
+    "light_blue": (118, 150, 204),
+    "gray": (130, 128, 126),
+    "beige": (204, 178, 130),
+    "brown": (100, 68, 42),
+    "green": (66, 102, 54),
+    "white": (230, 226, 218),
+    "red": (168, 40, 46),
+    "yellow": (222, 160, 56),
+    "purple": (120, 66, 128),
+}
+TROUSER_COLOURS: tuple[Colour, ...] = tuple(TROUSER_COLOR_NAMES.values())
 PATTERNS = (
     "plain",
     "stripes",
@@ -55,7 +64,14 @@ SLEEVES = ("short", "long", "none")
 SLEEVE_STYLES = ("same", "contrast")
 UPPER_LENGTHS = (0.49, 0.455, 0.36)
 LOWERS = ("trousers", "shorts", "skirt", "long_skirt", "side_stripe")
-SHOE_COLOURS: tuple[Colour, ...] = ((24, 24, 26), (236, 236, 234), (190, 46, 44), (112, 72, 42), (60, 110, 190))
+SHOE_COLOR_NAMES: dict[str, Colour] = {
+    "black": (24, 24, 26),
+    "white": (236, 236, 234),
+    "red": (190, 46, 44),
+    "brown": (112, 72, 42),
+    "blue": (60, 110, 190),
+}
+SHOE_COLOURS: tuple[Colour, ...] = tuple(SHOE_COLOR_NAMES.values())
 SHOE_STYLES = ("shoe", "boot")
 BAGS = ("none", "backpack", "handbag", "cross_body", "carrier", "big_backpack")
 

@@ -1,0 +1,213 @@
+"""Attributes of the drawn people: what is seen in each image of the demo data set, as data."""
+
+import csv
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from fastamp.demo.camera import hour_gain, make_camera
+from fastamp.demo.picture import OCCLUDERS, Composition
+from fastamp.demo.wardrobe import (
+    BAGS,
+    FABRIC_NAMES,
+    HAIR_COLOR_NAMES,
+    PATTERNS,
+    SHOE_COLOR_NAMES,
+    SHOE_STYLES,
+    SKINS,
+    SLEEVES,
+    TROUSER_COLOR_NAMES,
+    UPPER_LENGTHS,
+    Appearance,
+)
+
+# Wardrobe's hair style -> hair and hat: some hats are drawn in place of a style.
+_HAIR_AND_HAT = {
+    "short": ("short", "none"),
+    "bald": ("bald", "none"),
+    "long": ("long", "none"),
+    "tail": ("ponytail", "none"),
+    "bun": ("bun", "none"),
+    "cap": ("short", "cap"),
+    "beanie": ("short", "beanie"),
+    "hood": ("hidden", "hood"),
+}
+_LENGTHS = dict(zip(UPPER_LENGTHS, ("waist", "hip", "thigh"), strict=True))
+_LOWERS = {name: name for name in ("trousers", "shorts", "skirt", "long_skirt")} | {"side_stripe": "trousers"}
+_VIEWS = ("front", "right", "back", "left")
+_FABRICS, _HAIR_COLORS, _LOWER_COLORS, _SHOE_COLORS = (
+    {color: name for name, color in names.items()}
+    for names in (FABRIC_NAMES, HAIR_COLOR_NAMES, TROUSER_COLOR_NAMES, SHOE_COLOR_NAMES)
+)
+# A stride beyond it, in radians, is a walk.
+_WALK = 0.1
+
+VALUES: dict[str, tuple[str, ...]] = {
+    "split": ("train", "query", "gallery"),
+    "person": ("identity", "lookalike", "stranger", "none"),
+    "box": ("full", "partial", "empty"),
+    "hair": ("short", "long", "ponytail", "bun", "bald", "hidden"),
+    "hair_color": tuple(HAIR_COLOR_NAMES),
+    "hat": ("none", "cap", "beanie", "hood"),
+    "hat_color": tuple(FABRIC_NAMES),
+    "upper_color": tuple(FABRIC_NAMES),
+    "upper_pattern": PATTERNS,
+    "pattern_color": tuple(FABRIC_NAMES),
+    "upper_length": tuple(_LENGTHS.values()),
+    "sleeve": SLEEVES,
+    "sleeve_color": tuple(FABRIC_NAMES),
+    "lower": tuple(dict.fromkeys(_LOWERS.values())),
+    "lower_color": tuple(TROUSER_COLOR_NAMES),
+    "stripe_color": tuple(FABRIC_NAMES),
+    "shoe": SHOE_STYLES,
+    "shoe_color": tuple(SHOE_COLOR_NAMES),
+    "bag": BAGS,
+    "bag_color": tuple(FABRIC_NAMES),
+    "view": _VIEWS,
+    "posture": ("standing", "walking"),
+    "occluder": ("none", *OCCLUDERS),
+    "scene": tuple(make_camera(index, 0).scene for index in range(6)),
+}
+"""Text attribute -> its values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageAttributes:
+    """What one image shows; ``VALUES`` has the values of each text. None is what does not apply, "" in a CSV file.
+
+    Attributes:
+        path: of the image, from the folder of the data set, with ``/``.
+        pid: as in the file name: 0 is a distractor, -1 junk.
+        camid: from 0, as that of ``ImageItem``; the file name counts from 1.
+        split: part of the data set.
+        person: who is in the box: one of the identities, a distractor that resembles one, any stranger, or nobody. All
+            attributes from ``height`` to ``posture`` are of this person, and None for nobody.
+        box: whether the box shows the whole person; most of it is outside in junk images.
+        height: body height, 0.92..1.06 of the mean.
+        breadth: body breadth, 0.84..1.28 of the mean.
+        skin: tone, 1 (lightest) to 5.
+        hair: under a hood it is hidden.
+        hair_color: None if bald or hidden.
+        hat: cap, beanie or hood; a hood is part of the upper garment.
+        hat_color: None without a hat.
+        upper_color: of the upper garment.
+        upper_pattern: its pattern.
+        pattern_color: second color of the pattern; None if plain.
+        upper_length: where the garment ends.
+        sleeve: its length.
+        sleeve_color: ``pattern_color`` or another than ``upper_color`` where sleeves contrast; None without sleeves.
+        lower: lower garment.
+        lower_color: of it.
+        stripe_color: of stripes down the sides of trousers; None without.
+        shoe, shoe_color: footwear.
+        bag: ``carrier`` is a shopping bag in the hand.
+        bag_color: None without a bag.
+        view: side of the person that the camera sees, or where in the image the person faces: front, back, left, right.
+        yaw: direction that the person faces, in degrees in -180..180: 0 to the camera, 90 to the right of the image.
+        posture: whether the person walks.
+        passer_by: whether a stranger is drawn behind the person, or beside the middle of an empty box; it may lie
+            partly or wholly outside the image.
+        occluder: what hides a part of the person.
+        scene: background, one for each of the first six cameras.
+        sequence: hour of the day, 1..3, as in the file name.
+        light: gain of the camera at this hour, 1 is neutral; each image varies by 10 %.
+    """
+
+    path: str
+    pid: int
+    camid: int
+    split: str
+    person: str
+    box: str
+    height: float | None = None
+    breadth: float | None = None
+    skin: int | None = None
+    hair: str | None = None
+    hair_color: str | None = None
+    hat: str | None = None
+    hat_color: str | None = None
+    upper_color: str | None = None
+    upper_pattern: str | None = None
+    pattern_color: str | None = None
+    upper_length: str | None = None
+    sleeve: str | None = None
+    sleeve_color: str | None = None
+    lower: str | None = None
+    lower_color: str | None = None
+    stripe_color: str | None = None
+    shoe: str | None = None
+    shoe_color: str | None = None
+    bag: str | None = None
+    bag_color: str | None = None
+    view: str | None = None
+    yaw: float | None = None
+    posture: str | None = None
+    passer_by: bool
+    occluder: str
+    scene: str
+    sequence: int
+    light: float
+
+
+def describe_person(person: Appearance) -> dict[str, str | int | float | None]:
+    """Return the attributes of a person that are the same in all images, by name."""
+    hair, hat = _HAIR_AND_HAT[person.hair]
+    contrast = person.sleeve_style == "contrast" or person.pattern == "side_panels"
+    return {
+        "height": round(person.height, 4),
+        "breadth": round(person.breadth, 4),
+        "skin": SKINS.index(person.skin) + 1,
+        "hair": hair,
+        "hair_color": None if hair in ("bald", "hidden") else _HAIR_COLORS[person.hair_colour],
+        "hat": hat,
+        "hat_color": None if hat == "none" else _FABRICS[person.upper if hat == "hood" else person.hat_colour],
+        "upper_color": _FABRICS[person.upper],
+        "upper_pattern": person.pattern,
+        "pattern_color": None if person.pattern == "plain" else _FABRICS[person.accent],
+        "upper_length": _LENGTHS[person.upper_hem],
+        "sleeve": person.sleeve,
+        "sleeve_color": None if person.sleeve == "none" else _FABRICS[person.accent if contrast else person.upper],
+        "lower": _LOWERS[person.lower],
+        "lower_color": _LOWER_COLORS[person.lower_colour],
+        "stripe_color": _FABRICS[person.accent] if person.lower == "side_stripe" else None,
+        "shoe": person.shoe,
+        "shoe_color": _SHOE_COLORS[person.shoe_colour],
+        "bag": person.bag,
+        "bag_color": None if person.bag == "none" else _FABRICS[person.bag_colour],
+    }
+
+
+def describe_picture(
+    picture: Composition, camera: int, sequence: int, seed: int
+) -> dict[str, str | int | float | None]:
+    """Return the attributes of one image beside those of the person, by name.
+
+    Args:
+        picture: its composition.
+        camera: number of the camera, from 0.
+        sequence: hour of the day, from 1.
+        seed: of the data set.
+    """
+    seen_by = make_camera(camera, seed)
+    found: dict[str, str | int | float | None] = {
+        "passer_by": picture.passer_by,
+        "occluder": picture.occluder,
+        "scene": seen_by.scene,
+        "sequence": sequence,
+        "light": round(seen_by.gain * hour_gain(sequence), 4),
+    }
+    if picture.pose is not None:
+        yaw = round(math.degrees(math.remainder(picture.pose.yaw, 2 * math.pi)), 1)
+        found |= {"view": _VIEWS[round(yaw / 90) % 4], "yaw": yaw}
+        found["posture"] = "walking" if abs(picture.pose.stride) > _WALK else "standing"
+    return found
+
+
+def write_csv(rows: Iterable[ImageAttributes], path: Path) -> None:
+    """Write a line for each image, with the names of the attributes in the first; truth values are 0 and 1."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(field.name for field in fields(ImageAttributes))
+        for row in rows:
+            writer.writerow(int(value) if isinstance(value, bool) else value for value in asdict(row).values())
