@@ -1,11 +1,9 @@
 """The five failures as scripts: each shows what plain PyTorch and what fastamp do, and fails when it does not."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "failures"
@@ -88,14 +86,9 @@ print(json.dumps(codes))
 """
 
 
-def run(*argv):
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, env=env)
-
-
 @pytest.mark.parametrize("name", SAYS)
 def test_shows_both(name):
-    process = run(FOLDER / f"{name}.py")
+    process = preloaded.run(FOLDER / f"{name}.py")
     assert process.returncode == 0, process.stdout + process.stderr
     before, _, fastamp = process.stdout.partition("== fastamp ==")
     heading, _, plain = before.partition("== plain PyTorch ==")
@@ -104,9 +97,10 @@ def test_shows_both(name):
         assert [words for words in expected if words not in text] == []
 
 
-@pytest.mark.slow
-def test_a_script_fails_when_fastamp_does_not_help():
-    process = run("-c", CONTROLS, FOLDER)
+def test_a_script_fails_when_fastamp_does_not_help(tmp_path):
+    script = tmp_path / "controls.py"
+    script.write_text(CONTROLS)
+    process = preloaded.run(script, FOLDER)
     assert process.returncode == 0, process.stderr
     codes = json.loads(process.stdout.splitlines()[-1])
     assert codes.keys() == SAYS.keys()

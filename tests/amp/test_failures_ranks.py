@@ -1,11 +1,9 @@
 """Failure 9 among several processes, and failures 14 and 15: two processes with gloo, started once for all."""
 
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 from loops import LOW, finite, same
@@ -29,17 +27,9 @@ def ranks(made_once):
 
 
 def start(folder):
-    command = [sys.executable, str(HELPERS / "failing_ranks.py"), str(folder)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [
-        subprocess.Popen([*command, str(rank)], env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes) for rank in (0, 1)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    runs = [preloaded.start(HELPERS / "failing_ranks.py", folder, rank) for rank in (0, 1)]
+    done = [run.finish() for run in runs]
+    assert [each.returncode for each in done] == [0, 0], done
 
 
 def histories(ranks, scenario, whose):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 import tiny
 import torch
@@ -100,18 +101,16 @@ def test_the_key_switches_on_and_off_and_names_what_cannot(demo, tmp_path, free_
 
 def test_two_runs_are_equal_bit_for_bit(demo_root, tmp_path):
     options = ["DETERMINISTIC", "True", "SOLVER.AMP", "bf16", "DATALOADER.NUM_WORKERS", "2", "SOLVER.MAX_EPOCH", "1"]
-    env = os.environ | {"FASTAMP_DATASETS": str(demo_root)}
-    seeds = {"first": "3", "second": "3", "other": "4"}
+    root, names = {"FASTAMP_DATASETS": str(demo_root)}, ("first", "second", "other")
+    # In a new process, whose hash seed is another.
+    command = [sys.executable, str(RANKS), str(tmp_path / "first"), "1", *options, "SEED", "3"]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | root)
     runs = [
-        subprocess.Popen(
-            [sys.executable, str(RANKS), str(tmp_path / name), "1", *options, "SEED", seed],
-            stdout=subprocess.DEVNULL,
-            env=env,
-        )
-        for name, seed in seeds.items()
+        preloaded.start(RANKS, tmp_path / name, "1", *options, "SEED", seed, **root)
+        for name, seed in (("second", "3"), ("other", "4"))
     ]
-    assert [run.wait(timeout=300) for run in runs] == [0, 0, 0]
-    first, second, other = (torch.load(tmp_path / name / "model_final.pth", weights_only=True) for name in seeds)
+    assert [run.finish().returncode for run in runs] == [0, 0] and first.wait(timeout=300) == 0
+    first, second, other = (torch.load(tmp_path / name / "model_final.pth", weights_only=True) for name in names)
     assert first["model"].keys() == second["model"].keys()
     assert all(torch.equal(tensor, second["model"][name]) for name, tensor in first["model"].items())
     assert not all(torch.equal(tensor, other["model"][name]) for name, tensor in first["model"].items())

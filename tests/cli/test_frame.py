@@ -7,6 +7,7 @@ import sys
 import types
 from pathlib import Path
 
+import preloaded
 import pytest
 import tiny
 
@@ -63,9 +64,7 @@ def run_with_closed_stdout(*command):
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-        command = [sys.executable, *command]
-        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300, env=env)
+        done = preloaded.Run([str(word) for word in command], {}, stdout=writing).finish()
     finally:
         os.close(writing)
     return done.returncode, done.stderr
@@ -92,8 +91,9 @@ def test_nobody_reads_the_output(argv, code):
 
 
 @pytest.mark.parametrize("read", [True, False])
-def test_a_broken_pipe_that_is_not_stdout_is_a_bug(read):
-    code = (
+def test_a_broken_pipe_that_is_not_stdout_is_a_bug(read, tmp_path):
+    script = tmp_path / "command.py"
+    script.write_text(
         "import os, sys; from fastamp.engine import run_command_line\n"
         "def command():\n"
         "    reading, writing = os.pipe()\n"
@@ -102,20 +102,21 @@ def test_a_broken_pipe_that_is_not_stdout_is_a_bug(read):
         "sys.exit(run_command_line(command))"
     )
     if read:
-        done = subprocess.run([sys.executable, "-c", code, "1"], capture_output=True, text=True)
+        done = preloaded.run(script, "1")
         assert done.returncode == 1 and "Traceback" in done.stderr and "BrokenPipeError" in done.stderr
     else:
-        assert run_with_closed_stdout("-c", code, "0") == (0, "")
+        assert run_with_closed_stdout(script, "0") == (0, "")
 
 
-def test_a_log_that_nobody_reads_does_not_end_the_run():
+def test_a_log_that_nobody_reads_does_not_end_the_run(tmp_path):
     """The console's reader may stop in the middle of a training; log.txt has the lines."""
-    code = (
+    script = tmp_path / "log.py"
+    script.write_text(
         "import logging, sys; from fastamp.utils.logger import setup_logger; setup_logger()\n"
         "for _ in range(3): logging.getLogger('fastamp.x').info('line')\n"
         "print('end', file=sys.stderr)"
     )
-    found, stderr = run_with_closed_stdout("-c", code)
+    found, stderr = run_with_closed_stdout(script)
     assert (found, stderr) == (0, "end\n")
 
 

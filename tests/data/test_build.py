@@ -8,6 +8,7 @@ import sys
 import time
 
 import numpy as np
+import preloaded
 import pytest
 import torch
 
@@ -288,21 +289,25 @@ os.kill(workers[0], signal.SIGKILL)
 try:
     while True: next(batches)
 except DataError as error:
-    print(error)
+    print(error, flush=True)
     os._exit(0)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are told who sent a signal on Linux alone")
-def test_workers_leave_signals_to_the_main_process(market):
+def test_workers_leave_signals_to_the_main_process(market, tmp_path):
     """They outlive a signal to the process group, and still end with the main process, which does not close them."""
-    run = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=60)
+    script = tmp_path / "signalled.py"
+    script.write_text(SIGNALLED)
+    run = preloaded.run(script)
     assert run.returncode == 0, run.stderr
     assert not any(is_alive(int(pid)) for pid in run.stdout.split())
 
 
-def test_a_worker_that_is_killed_is_an_error_of_the_data(market):
-    run = subprocess.run([sys.executable, "-c", SIGNALLED + KILLED], capture_output=True, text=True, timeout=60)
+def test_a_worker_that_is_killed_is_an_error_of_the_data(market, tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(SIGNALLED + KILLED)
+    run = preloaded.run(script)
     assert run.returncode == 0 and "a process that loads data has ended." in run.stdout, run.stderr
     assert "is killed by signal: Killed" in run.stdout, run.stdout
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 
+import preloaded
 import pytest
 import torch
 
@@ -155,32 +156,31 @@ def can_mount():
         return False
 
 
+SMALL_SHM = """
+import ctypes, subprocess, sys
+from pathlib import Path
+import tiny
+from fastamp.engine import DefaultTrainer, run_command_line
+size, folder, *options = sys.argv[1:]
+assert ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS
+mount = ["mount", "-t", "tmpfs", "-o", "size=" + ("4k" if size == "0k" else size), "tmpfs", "/dev/shm"]
+for command in (["mount", "--make-rprivate", "/"], mount):
+    subprocess.run(command, check=True)
+if size == "0k":
+    Path("/dev/shm/full").write_bytes(bytes(4096))
+cfg = tiny.tiny_config(Path(folder), *options)
+sys.exit(run_command_line(lambda: DefaultTrainer(cfg).train()))
+"""
+
+
 @pytest.mark.skipif(not can_mount(), reason="needs the right to mount file systems")
 @pytest.mark.parametrize("size", ["0k", "64k", "1m"])
 def test_training_with_a_small_dev_shm(demo_root, tmp_path, size):
     """No room for a semaphore, for a batch, for a second batch."""
-    import tiny
-
-    script = (
-        "import sys, tiny; from fastamp.engine import DefaultTrainer, run_command_line; from pathlib import Path\n"
-        "cfg = tiny.tiny_config(Path(sys.argv[1]), *sys.argv[2:])\n"
-        "sys.exit(run_command_line(lambda: DefaultTrainer(cfg).train()))"
-    )
-    fill = "dd if=/dev/zero of=/dev/shm/full bs=4k; " if size == "0k" else ""
-    command = f'mount -t tmpfs -o size={"4k" if size == "0k" else size} tmpfs /dev/shm; {fill}exec "$@"'
+    script = tmp_path / "small_shm.py"
+    script.write_text(SMALL_SHM)
     options = ["INPUT.SIZE_TRAIN", "(384, 192)", "DATALOADER.NUM_WORKERS", "2", "SOLVER.AMP", "off"]
-    run = subprocess.run(
-        [*MOUNT, command, "sh", sys.executable, "-c", script, str(tmp_path), *options],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env=os.environ
-        | {
-            "FASTAMP_DATASETS": str(demo_root),
-            "PYTHONPATH": os.pathsep.join([os.path.dirname(tiny.__file__), *sys.path]),
-            "OMP_NUM_THREADS": "1",
-        },
-    )
+    run = preloaded.run(script, size, tmp_path, *options, FASTAMP_DATASETS=str(demo_root))
     assert run.returncode == 2, run.stderr
     assert "error: loading data failed." in run.stderr and "--shm-size" in run.stderr
     assert "Traceback" not in run.stderr, run.stderr

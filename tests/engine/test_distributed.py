@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import preloaded
 import pytest
 import ranks
 import tiny
@@ -25,9 +26,7 @@ FLOAT32 = (*tiny.PLAIN, "SOLVER.AMP", "off", "SOLVER.MAX_EPOCH", "1", "SOLVER.BA
 
 def run(root, output, processes, *words, flags=()):
     """Run ranks.py and return the finished process."""
-    command = [sys.executable, str(HELPERS / "ranks.py"), *flags, str(output), str(processes), *words]
-    env = os.environ | {"FASTAMP_DATASETS": str(root), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    return preloaded.run(HELPERS / "ranks.py", *flags, output, processes, *words, FASTAMP_DATASETS=str(root))
 
 
 def test_a_resumed_run_of_two_equals_straight_through(demo_root, tmp_path):

@@ -1,12 +1,10 @@
 """One training at a time writes into OUTPUT_DIR; evaluations, dry runs and a resume after a kill are not kept out."""
 
 import multiprocessing
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 import tiny
 
@@ -85,12 +83,11 @@ def test_a_failed_training_gives_its_lock_back(demo, tmp_path, monkeypatch):
 
 def test_of_several_processes_the_first_has_the_lock(running, demo_root):
     folder, process = running
-    command = [sys.executable, str(HELPERS / "ranks.py"), str(folder), "2", "SOLVER.AMP", "off"]
-    env = os.environ | {"FASTAMP_DATASETS": str(demo_root), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
+    words, root = (HELPERS / "ranks.py", folder, "2", "SOLVER.AMP", "off"), {"FASTAMP_DATASETS": str(demo_root)}
+    run = preloaded.run(*words, **root)
     assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
     assert run.stderr.count("another process writes into it") == 1 and f"process {process.pid}" in run.stderr
     process.kill()
     process.join()
-    run = subprocess.run([*command, "SOLVER.MAX_EPOCH", "1"], capture_output=True, text=True, timeout=200, env=env)
+    run = preloaded.run(*words, "SOLVER.MAX_EPOCH", "1", **root)
     assert run.returncode == 0, run.stderr

@@ -2,11 +2,13 @@
 
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 import tiny
 import torch
@@ -268,22 +270,16 @@ def test_what_a_failed_last_evaluation_left_is_done_by_a_resume(demo, tmp_path):
 
 
 def killable(output_dir, moment, root):
-    env = {"FASTAMP_DATASETS": str(root), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(HELPERS / "killable_run.py"), str(output_dir), moment],
-        env=env,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return preloaded.run(HELPERS / "killable_run.py", output_dir, moment, FASTAMP_DATASETS=str(root))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(demo_root, tmp_path_factory):
-    """The folder of a run that nothing disturbed, in a process like those that are killed."""
+    """The folder of a run that nothing disturbed, in a new process: with a hash seed other than that of the killed."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = killable(folder, "never", demo_root)
+    env = os.environ | {"FASTAMP_DATASETS": str(demo_root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HELPERS / "killable_run.py"), str(folder), "never"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return folder
 

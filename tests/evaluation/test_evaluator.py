@@ -1,14 +1,11 @@
 """Evaluation as a whole: modes, flip, precision, the order of images, files, and several processes."""
 
 import json
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import judge_ranks
 import numpy as np
+import preloaded
 import pytest
 import torch
 from judging import random_set
@@ -20,8 +17,6 @@ from fastamp.diagnostics.locate import describe_evaluation
 from fastamp.evaluation import DatasetEvaluator, Protocol, ReidEvaluator, compute_metrics, inference_on_dataset
 from fastamp.evaluation.evaluator import ranking_device
 from fastamp.utils.errors import ConfigError, DataError, TrainingError
-
-HELPERS = Path(__file__).parents[1] / "helpers"
 
 
 class Model(nn.Module):
@@ -227,10 +222,7 @@ def judged(made_once):
     """The folder with what 1, 2 and 3 processes found."""
     with made_once("judge_ranks") as (folder, missing):
         if missing:
-            path = os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")]))
-            env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-            command = [sys.executable, judge_ranks.__file__, str(folder)]
-            subprocess.run(command, check=True, env=env, timeout=300)
+            preloaded.run(judge_ranks.__file__, folder).check_returncode()
     return folder
 
 

@@ -1,10 +1,8 @@
 """The example of a project with parts of its own trains, evaluates and resumes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import tiny
 import torch
 
@@ -22,21 +20,8 @@ def run(root, output, *argv):
     # What the project's own YAML says of the model stays.
     pairs = [(k, v) for k, v in zip(options[::2], options[1::2], strict=True) if not k.startswith("MODEL.")]
     words = [word for pair in pairs for word in pair]
-    return subprocess.run(
-        [
-            sys.executable,
-            FOLDER / "train_net.py",
-            *argv,
-            "--config-file",
-            FOLDER / "demo.yml",
-            "MODEL.DEVICE",
-            "cpu",
-            *words,
-        ],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"FASTAMP_DATASETS": str(root), "OMP_NUM_THREADS": "1"},
-    )
+    words = (*argv, "--config-file", FOLDER / "demo.yml", "MODEL.DEVICE", "cpu", *words)
+    return preloaded.run(FOLDER / "train_net.py", *words, FASTAMP_DATASETS=str(root))
 
 
 def test_it_trains_with_its_parts(demo_root, tmp_path):
