@@ -81,7 +81,7 @@ class Checkpointer:
     def delete(self, names: Iterable[str]) -> None:
         """Delete ``save_dir/name.pth`` for each name, but never what ``last_checkpoint`` names."""
         if comm.is_main_process():
-            for name in set(names) - {Path(self._named() or "").stem}:
+            for name in set(names) - {Path(_named(self.save_dir) or "").stem}:
                 (self.save_dir / f"{name}.pth").unlink(missing_ok=True)
 
     def remove_leftovers(self) -> None:
@@ -91,12 +91,15 @@ class Checkpointer:
                 for file in self.save_dir.glob(f".{name}.*.tmp"):
                     file.unlink(missing_ok=True)
 
-    def last_checkpoint(self) -> Path | None:
+    def last_checkpoint(self, folder: str | os.PathLike[str] | None = None) -> Path | None:
         """Return the checkpoint to resume from, the same on every rank; all ranks call this together.
 
         It is the one that ``last_checkpoint`` names. Where that is missing or damaged, it is the newest whole one,
         by the time of writing, of those that hold all that ``resume`` needs; of ``model_*.pth`` without
         ``model_best``, whose weights may be averaged ones that no training goes on from.
+
+        Args:
+            folder: that is looked into; None is ``save_dir``.
 
         Returns:
             None when there is no ``last_checkpoint`` and no such file.
@@ -104,30 +107,24 @@ class Checkpointer:
         Raises:
             WeightsError: none of them is whole.
         """
+        folder = self.save_dir if folder is None else Path(folder)
         path, problem = None, ""
         if comm.is_main_process():
             try:
-                path = self._newest_whole()
+                path = self._newest_whole(folder)
             except WeightsError as error:
                 problem = str(error)
         if problem := comm.gather_bytes(problem.encode())[0].decode():
             raise WeightsError(problem)
         name = os.fsdecode(comm.gather_bytes(os.fsencode(path.name) if path else b"")[0])
-        return self.save_dir / name if name else None
+        return folder / name if name else None
 
-    def _named(self) -> str | None:
-        """Return the file name in ``last_checkpoint``, whatever that is; None when there is no such file."""
-        pointer = self.save_dir / "last_checkpoint"
-        if not pointer.is_file():
-            return None
-        return Path(pointer.read_bytes().decode(errors="replace").replace("\0", "?").strip()).name
-
-    def _newest_whole(self) -> Path | None:
-        named, problems = self._named(), []
-        files = [path for path in self.save_dir.glob("model_*.pth") if path.name not in (named, "model_best.pth")]
+    def _newest_whole(self, folder: Path) -> Path | None:
+        named, problems = _named(folder), []
+        files = [path for path in folder.glob("model_*.pth") if path.name not in (named, "model_best.pth")]
         files.sort(key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
-        if named is not None and os.path.isfile(self.save_dir / named):
-            files.insert(0, self.save_dir / named)
+        if named is not None and os.path.isfile(folder / named):
+            files.insert(0, folder / named)
         elif named is not None:
             problems.append(f"last_checkpoint names {named[:80]!r}, which is no file in that folder")
         for path in files:
@@ -148,7 +145,7 @@ class Checkpointer:
             return None
         found = "\n  ".join(problems)
         raise WeightsError(
-            f"no checkpoint in {self.save_dir} is whole:\n  {found}\n"
+            f"no checkpoint in {folder} is whole:\n  {found}\n"
             "  fix: start from the beginning, without --resume; the weights of a file that is whole, e.g. "
             "model_best.pth, can be given as MODEL.WEIGHTS then"
         )
@@ -231,3 +228,11 @@ class Checkpointer:
                 f"cannot resume from {path}: it holds what no such run writes, or is damaged.\n  {wrong}\n"
                 "  fix: use an earlier checkpoint, or the config that the run was started with (config.yaml beside it)"
             )
+
+
+def _named(folder: Path) -> str | None:
+    """Return the file name in a folder's ``last_checkpoint``, whatever that is; None when there is no such file."""
+    pointer = folder / "last_checkpoint"
+    if not pointer.is_file():
+        return None
+    return Path(pointer.read_bytes().decode(errors="replace").replace("\0", "?").strip()).name

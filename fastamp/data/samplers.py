@@ -356,13 +356,17 @@ class InferenceSampler:
         size: number of images.
         batch_size: images of this rank's batches; the last one may be smaller.
         rank, world_size: this process among how many.
+        images: places of the ``size`` images in the data set; None is the first ones.
 
     Attributes:
         indices: this rank's images, by their places in the data set.
     """
 
-    def __init__(self, *, size: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
-        self.indices: Sequence[int] = range(rank * size // world_size, (rank + 1) * size // world_size)
+    def __init__(
+        self, *, size: int, batch_size: int, rank: int = 0, world_size: int = 1, images: Sequence[int] | None = None
+    ) -> None:
+        places = range(size) if images is None else images
+        self.indices: Sequence[int] = places[rank * size // world_size : (rank + 1) * size // world_size]
         self.batch_size = batch_size
 
     def __len__(self) -> int:

@@ -65,6 +65,10 @@ class Precautions:
             config=cfg.dump(),
         )
 
+    def write_no_files(self) -> None:
+        """Leave out crash files from now on."""
+        self.folder = None
+
     def check(self, step: OptimizationStep, policy: PrecisionPolicy) -> None:
         """Check that the policy fits the model, and that the optimizers hold the model's own parameters.
 

@@ -1,13 +1,11 @@
 """The ordinary run: the trainer that builds everything from a config."""
 
 import logging
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -15,41 +13,32 @@ from fastamp.amp import PrecisionPolicy
 from fastamp.amp.health import check_finite
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
-from fastamp.checkpoint.weights_file import read_checkpoint
-from fastamp.config import CfgNode, describe_changes
+from fastamp.config import CfgNode
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.loader import lost_workers_explained
-from fastamp.diagnostics.locate import describe_evaluation
 from fastamp.engine import hooks
-from fastamp.engine.command_line import resume_command
-from fastamp.engine.hooks.freeze import freeze_length
-from fastamp.engine.hooks.report import ReportHook
-from fastamp.engine.reporting import (
-    evaluated_set,
-    history_of,
-    items_of,
-    report,
-    report_of_weights,
-    write_metrics,
+from fastamp.engine.evaluation import (
+    Evaluated,
+    describe_protocol,
+    evaluate_sets,
+    evaluation_policy,
+    report_evaluation,
+    without_name,
 )
-from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase
-from fastamp.evaluation import Protocol, ReidEvaluator, inference_on_dataset, print_results, update_bn_statistics
+from fastamp.engine.hooks.build import build_training_hooks
+from fastamp.engine.reporting import history_of, items_of, report, write_metrics
+from fastamp.engine.run_state import ConfigText, TrainerPolicy, labels_checksum, recovery_hint
+from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase, TrainerBase
+from fastamp.evaluation import ReidEvaluator, update_bn_statistics
 from fastamp.evaluation.evaluator import DatasetEvaluator
 from fastamp.modeling import build_model
-from fastamp.report import EvaluatedSet, Run
-from fastamp.solver import (
-    OptimizerState,
-    WeightAverage,
-    build_lr_schedule,
-    build_optimizer,
-    build_own_optimizers,
-    swa_start,
-)
+from fastamp.report import Run
+from fastamp.solver import OptimizerState, WeightAverage, build_optimizer, build_own_optimizers
 from fastamp.utils import comm
 from fastamp.utils.env import RandomState
-from fastamp.utils.errors import ConfigError, UserError, WeightsError, WriteError
+from fastamp.utils.errors import ConfigError, UserError, WriteError
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
-from fastamp.utils.files import folder_name, write_atomically
+from fastamp.utils.files import write_atomically
 from fastamp.utils.lock import lock_folder, unlock_folder
 
 logger = logging.getLogger(__name__)
@@ -75,67 +64,38 @@ class DefaultTrainer:
         # Seeded by rank, so that dropout differs, and the initial weights must not.
         comm.broadcast([*self.model.parameters(), *self.model.buffers()])
         self.optimizer = self.build_optimizer(cfg, self.model)
-        optimizers = {"optimizer": self.optimizer} | build_own_optimizers(self.model)
-        name = cfg.SOLVER.TRAINER
-        if name == "auto":
-            name = "AMPTrainer" if cfg.SOLVER.AMP.ENABLED else "SimpleTrainer"
-        self.trainer = TRAINER_REGISTRY.build(
-            name, cfg, model=self.model, data_loader=self.data_loader, optimizers=list(optimizers.values())
-        )
-        self.trainer.iters_per_epoch = -(-self.data_loader.iters_per_epoch // cfg.SOLVER.ACCUM_STEPS)
-        labels = getattr(self.data_loader.dataset, "labels", None)
-        if labels is not None:
-            self.trainer.labels_checksum = zlib.crc32(np.array(labels, dtype=np.int64).tobytes())
-        logger.info("%s, precision: %s", name, self.policy.describe())
+        self.optimizers = {"optimizer": self.optimizer} | build_own_optimizers(self.model)
+        self.trainer = self.build_trainer()
         # Fails here, before a long training, when a test set is missing.
         self.test_loaders = {name: self.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
-        reported = {
-            name: self.build_evaluator(cfg, num_query).metric_names()
-            for name, (_, num_query) in self.test_loaders.items()
-        }
-        self.best_metric = hooks.BestMetric.by_name(cfg.SOLVER.BEST_METRIC, reported)
+        self.best_metric = self.build_best_metric()
         self.precise_bn_loader = self.build_precise_bn_loader(cfg)
         self.average = self.build_weight_average(cfg, self.model)
-        self.checkpointer = Checkpointer(
-            self.model,
-            cfg.OUTPUT_DIR,
-            min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
-            check=check_finite,
-            notes=self._pair_scores,
-            **({"average": self.average} if self.average else {}),
-            **{name: OptimizerState(optimizer, self.model) for name, optimizer in optimizers.items()},
-            trainer=self.trainer,
-            random=RandomState(),
-            policy=_PolicyOf(self.trainer),
-            config=ConfigText(cfg),
-        )
-        self._pairs: tuple[int, dict[str, Any]] = (-1, {})
-        self._resumed: Path | None = None
-        self.stop = hooks.StopOnSignal(self.checkpointer)
+        self.checkpointer = self.build_checkpointer()
         self.writers: list[Any] = []
-        self._evaluated: list[EvaluatedSet] = []
-        self.eval_hook = hooks.EvalHook(
-            cfg.TEST.EVAL_PERIOD,
-            self.evaluate,
-            self.checkpointer,
-            self.writers,
-            self.best_metric,
-            self.evaluated_weights,
-        )
-        self.trainer.register_hooks(self.build_hooks())
+        self.eval_hook = self.build_eval_hook()
+        self.stop = hooks.StopOnSignal(self.checkpointer)
+        self._last = Evaluated()
+        self._last_iteration = -1
+        self._resumed: Path | None = None
+        self.register_hooks(self.build_hooks())
 
     @property
     def policy(self) -> PrecisionPolicy:
         """The trainer's precision policy."""
         return self.trainer.policy
 
-    def resume_or_load(self, resume: bool = True) -> None:
+    def resume_or_load(self, resume: bool = True, *, folder: str | Path | None = None) -> None:
         """Continue from the newest whole checkpoint when asked to and there is one, else load ``MODEL.WEIGHTS`` if set.
+
+        Args:
+            resume: whether to look for a checkpoint.
+            folder: that is looked into; None is OUTPUT_DIR.
 
         Raises:
             WeightsError: no checkpoint is whole, or it is of another model; the weights are missing or damaged.
         """
-        self._resumed = last = self.checkpointer.last_checkpoint() if resume else None
+        self._resumed = last = self.checkpointer.last_checkpoint(folder) if resume else None
         if last is not None:
             extra = self.checkpointer.resume(last)
             if "average" in extra:
@@ -145,7 +105,7 @@ class DefaultTrainer:
             extra = self.checkpointer.load(self.cfg.MODEL.WEIGHTS)
             self.policy.compare(extra.get("policy"), "these weights were trained")
         if resume and last is None:
-            logger.warning("nothing to resume in %s: starting from the beginning", self.checkpointer.save_dir)
+            logger.warning("nothing to resume in %s: starting from the beginning", folder or self.checkpointer.save_dir)
 
     def train(self) -> dict[str, Any]:
         """Train to the end and return the last evaluation's metrics; rank 0 has the lock of OUTPUT_DIR meanwhile.
@@ -181,32 +141,32 @@ class DefaultTrainer:
         if start >= cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch:
             logger.info("nothing is left to train, a larger SOLVER.MAX_EPOCH would go on; evaluating")
             try:
-                return _flat(self._evaluate_the_end(start))
+                return without_name(self._evaluate_the_end(start))
             finally:
                 self._close_writers()
         try:
             with self.stop.watching(), lost_workers_explained():
                 self.trainer.train(start, cfg.SOLVER.MAX_EPOCH, self.trainer.iters_per_epoch)
         except WriteError as error:
-            raise WriteError(f"{error}\n{self._what_is_whole()}") from error
+            hint = recovery_hint(self.checkpointer, has_best=self.eval_hook.best is not None)
+            raise WriteError(f"{error}\n{hint}") from error
         finally:
             self._close_writers()
-        return _flat(self.eval_hook.results)
+        return without_name(self.eval_hook.results)
 
     def _evaluate_the_end(self, start: int) -> dict[str, dict[str, Any]]:
         """Return the results of a run that is trained to its end; save what its last evaluation did not come to."""
-        trainer, epochs = self.trainer, self.cfg.SOLVER.MAX_EPOCH
-        trainer.epoch = epochs - 1
-        if start > epochs * trainer.iters_per_epoch or self._resumed is None or self._resumed.stem == "model_final":
+        end = self.cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch
+        self.trainer.move_to(end - 1, self.cfg.SOLVER.MAX_EPOCH)
+        if start > end or self._resumed is None or self._resumed.stem == "model_final":
             with self.evaluated_weights():
                 results = self.evaluate()
         else:
-            trainer.iter, trainer.max_epoch = start - 1, epochs
             self.eval_hook.after_epoch()
             results = self.eval_hook.results
             logger.info("saved %s", self.checkpointer.save("model_final"))
-        if self._evaluated:
-            report(self._run())
+        if run := self._take_run():
+            report(run)
         return results
 
     def _close_writers(self) -> None:
@@ -214,58 +174,39 @@ class DefaultTrainer:
             writer.close()
         self.writers.clear()
 
-    def _what_is_whole(self) -> str:
-        """Return what to do when a file could not be written."""
-        try:
-            with comm.alone():  # the other ranks, which could write, are somewhere else
-                last = self.checkpointer.last_checkpoint()
-        except WeightsError as error:
-            return f"  {error}"
-        best = self._whole_best()
-        if last is None:
-            return (
-                f"  {best or 'nothing was saved before'}\n"
-                f"  fix: make room, or choose another OUTPUT_DIR than {self.cfg.OUTPUT_DIR}"
-            )
-        best = f"  {best}\n" if best else ""
-        return (
-            f"  the checkpoint before is whole: {last}\n{best}  fix: make room, then resume with:\n  {resume_command()}"
-        )
-
-    def _whole_best(self) -> str:
-        """Return a sentence about this run's ``model_best.pth``; empty if it has none that is whole."""
-        path = Path(self.cfg.OUTPUT_DIR) / "model_best.pth"
-        try:
-            best = read_checkpoint(path, lazily=True)["best"] if self.eval_hook.best is not None else None
-            return f"the best model is whole: {path} ({best['metric']} {best['value']:.2f})" if best else ""
-        except (WeightsError, KeyError, TypeError, ValueError):
-            return ""
-
     def register_hooks(self, hooks_: Iterable[HookBase]) -> None:
         """Add hooks after those of ``build_hooks``."""
         self.trainer.register_hooks(hooks_)
 
-    def evaluate(self) -> dict[str, dict[str, Any]]:
-        """Evaluate the model as it is on every test set, under the trainer's precision policy."""
+    def evaluate(self, loaders: dict[str, tuple[Any, int]] | None = None) -> dict[str, dict[str, Any]]:
+        """Evaluate the model as it is, under the trainer's precision policy.
+
+        Args:
+            loaders: data set name -> test loader and the number of its query images; None is every test set.
+
+        Returns:
+            Data set name -> metrics; empty on ranks other than 0.
+        """
         policy = self.policy.for_evaluation(self.cfg.SOLVER.AMP.EVAL_DTYPE)
         comm.broadcast(self.model.buffers())  # each rank's last batch has moved them elsewhere
         check_finite(self.model)
-        results, evaluated, pairs = self._evaluate(self.cfg, self.model, policy, self.test_loaders)
-        self._evaluated = evaluated if self.cfg.TEST.REPORT else []
-        self._pairs = (self.trainer.iter, pairs)
+        self._last = evaluate_sets(self.cfg, self.model, policy, loaders or self.test_loaders, self.build_evaluator)
+        self._last_iteration = self.trainer.iter
+        results = self._last.results
+        if not self.cfg.TEST.REPORT:
+            self._last.sets.clear()  # of which a report alone has need
         return results
 
-    def _run(self) -> Run | None:
+    def _take_run(self) -> Run | None:
         """Return what was evaluated last, for a report; None when there is nothing new."""
-        sets, self._evaluated = self._evaluated, []
+        cfg, sets = self.cfg, list(self._last.sets)
+        self._last.sets.clear()
         if not sets:
             return None
-        cfg = self.cfg
-        weights = f"after epoch {self.trainer.epoch + 1} of {cfg.SOLVER.MAX_EPOCH}"
         return Run(
             cfg=cfg,
-            weights=weights,
-            protocol=_protocol(cfg, self.policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)),
+            weights=f"after epoch {self.trainer.epoch + 1} of {cfg.SOLVER.MAX_EPOCH}",
+            protocol=describe_protocol(cfg, self.policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)),
             policy=self.policy,
             device=next(self.model.parameters()).device,
             sets=sets,
@@ -275,8 +216,8 @@ class DefaultTrainer:
 
     def _pair_scores(self) -> dict[str, Any]:
         """Return, for a checkpoint, each test set's ``PairScores``, if the model has not been trained on since."""
-        iteration, pairs = self._pairs
-        return {"pairs": pairs} if pairs and iteration == self.trainer.iter else {}
+        pairs = self._last.pairs
+        return {"pairs": pairs} if pairs and self._last_iteration == self.trainer.iter else {}
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
@@ -310,26 +251,8 @@ class DefaultTrainer:
         """Return the hooks in the order in which they are called."""
         cfg, iters_per_epoch = self.cfg, self.trainer.iters_per_epoch
         batches_per_iteration = self.trainer.batches_before(iters_per_epoch) / iters_per_epoch
-        build: list[HookBase] = [hooks.LRScheduler(build_lr_schedule(cfg, iters_per_epoch))]
-        for name in ("WARMUP", "FREEZE"):
-            epochs, iterations = cfg.SOLVER[f"{name}_EPOCHS"], cfg.SOLVER[f"{name}_ITERS"]
-            if epochs and iterations:
-                logger.warning("SOLVER.%s_ITERS %d has no effect: %s_EPOCHS is %d", name, iterations, name, epochs)
-        freezing = freeze_length(cfg, iters_per_epoch)
-        if bool(cfg.MODEL.FREEZE_LAYERS) != bool(freezing):
-            logger.warning("nothing is frozen: set MODEL.FREEZE_LAYERS and SOLVER.FREEZE_ITERS or FREEZE_EPOCHS")
-        if cfg.MODEL.FREEZE_LAYERS:
-            build.append(hooks.FreezeLayers(self.model, cfg.MODEL.FREEZE_LAYERS, freezing))
-        if cfg.SOLVER.FREEZE_FC_ITERS:
-            build.append(hooks.FreezeClassifier(self.model, cfg.SOLVER.FREEZE_FC_ITERS))
-        if cfg.SOLVER.EMA.ENABLED:
-            build.append(hooks.EMA(self.average, cfg.SOLVER.EMA.DECAY))
-        if cfg.SOLVER.SWA.ENABLED:
-            build.append(hooks.SWA(self.average, start=swa_start(cfg), period=cfg.SOLVER.SWA.PERIOD))
-        if cfg.LOG_ACTIVATIONS:
-            build.append(hooks.ActivationMonitor(self.model, cfg.LOG_PERIOD))
         return [
-            *build,
+            *build_training_hooks(cfg, self.model, self.average, iters_per_epoch),
             hooks.PeriodicWriter(
                 cfg.LOG_PERIOD,
                 self.writers,
@@ -344,9 +267,59 @@ class DefaultTrainer:
                 minutes=cfg.SOLVER.CHECKPOINT_MINUTES,
                 keep=cfg.SOLVER.CHECKPOINT_KEEP,
             ),
-            *([ReportHook(self._run)] if cfg.TEST.REPORT else []),
+            *([hooks.ReportHook(self._take_run)] if cfg.TEST.REPORT else []),
             self.stop,
         ]
+
+    def build_trainer(self) -> TrainerBase:
+        """Return the training loop that ``SOLVER.TRAINER`` names."""
+        cfg, name = self.cfg, self.cfg.SOLVER.TRAINER
+        if name == "auto":
+            name = "AMPTrainer" if cfg.SOLVER.AMP.ENABLED else "SimpleTrainer"
+        parts = {"model": self.model, "data_loader": self.data_loader, "optimizers": list(self.optimizers.values())}
+        trainer = TRAINER_REGISTRY.build(name, cfg, **parts)
+        iters_per_epoch = -(-self.data_loader.iters_per_epoch // cfg.SOLVER.ACCUM_STEPS)
+        trainer.set_data(iters_per_epoch, labels_checksum(self.data_loader))
+        logger.info("%s, precision: %s", name, trainer.policy.describe())
+        return trainer
+
+    def build_best_metric(self) -> hooks.BestMetric:
+        """Return the metric of ``SOLVER.BEST_METRIC``, of those that the evaluators report."""
+        reported = {
+            name: self.build_evaluator(self.cfg, num_query).metric_names()
+            for name, (_, num_query) in self.test_loaders.items()
+        }
+        return hooks.BestMetric.by_name(self.cfg.SOLVER.BEST_METRIC, reported)
+
+    def build_checkpointer(self, parts: dict[str, Any] | None = None) -> Checkpointer:
+        """Return what writes checkpoints with these parts, by default all, into OUTPUT_DIR."""
+        cfg = self.cfg
+        return Checkpointer(
+            self.model,
+            cfg.OUTPUT_DIR,
+            min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
+            check=check_finite,
+            notes=self._pair_scores,
+            **(self.checkpoint_parts() if parts is None else parts),
+        )
+
+    def checkpoint_parts(self) -> dict[str, Any]:
+        """Return what a checkpoint holds besides the model: name -> object with state."""
+        average = {"average": self.average} if self.average else {}
+        optimizers = {name: OptimizerState(each, self.model) for name, each in self.optimizers.items()}
+        run = {"random": RandomState(), "policy": TrainerPolicy(self.trainer), "config": ConfigText(self.cfg)}
+        return average | optimizers | {"trainer": self.trainer} | run
+
+    def build_best_checkpointer(self) -> Checkpointer:
+        """Return what saves the best model."""
+        return self.checkpointer
+
+    def build_eval_hook(self) -> hooks.EvalHook:
+        """Return the hook that evaluates and saves the best model."""
+        period, checkpointer = self.cfg.TEST.EVAL_PERIOD, self.build_best_checkpointer()
+        return hooks.EvalHook(
+            period, self.evaluate, checkpointer, self.writers, self.best_metric, self.evaluated_weights
+        )
 
     def build_writers(self, start_iter: int) -> list[Any]:
         """Return the writers of metrics.json and of the TensorBoard events."""
@@ -426,22 +399,11 @@ class DefaultTrainer:
         Raises:
             ConfigError: the report that ``TEST.REPORT`` asks for cannot be written; the table has been logged.
         """
-        policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
-        policy = policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
+        policy = evaluation_policy(cfg, model)
         loaders = {name: cls.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
-        results, evaluated, _ = cls._evaluate(cfg, model, policy, loaders)
-        if cfg.TEST.REPORT and comm.is_main_process():
-            run = Run(
-                cfg=cfg,
-                weights=cfg.MODEL.WEIGHTS or "the model as it is",
-                protocol=_protocol(cfg, policy),
-                policy=policy,
-                device=next(model.parameters()).device,
-                sets=evaluated,
-                history=history_of(Path(cfg.MODEL.WEIGHTS).parent if cfg.MODEL.WEIGHTS else cfg.OUTPUT_DIR),
-            )
-            logger.info("wrote %s", report_of_weights(run))
-        return _flat(results)
+        found = evaluate_sets(cfg, model, policy, loaders, cls.build_evaluator)
+        report_evaluation(cfg, model, policy, found.sets)
+        return without_name(found.results)
 
     @classmethod
     def test_weights(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -467,7 +429,7 @@ class DefaultTrainer:
         names = dict.fromkeys(cfg.DATASETS.TESTS)
         by_name = results if len(names) > 1 else dict.fromkeys(names, results)
         if comm.is_main_process():
-            logger.info("wrote %s", write_metrics(cfg, by_name, protocol=_protocol(cfg, evaluation)))
+            logger.info("wrote %s", write_metrics(cfg, by_name, protocol=describe_protocol(cfg, evaluation)))
         return results
 
     @classmethod
@@ -486,66 +448,3 @@ class DefaultTrainer:
         kind = None if average is None or (average.kind == "ema" and not cfg.SOLVER.EMA.EVALUATE) else average.kind
         weights, min_match = cfg.MODEL.WEIGHTS, cfg.MODEL.WEIGHTS_MIN_MATCH
         return model, load_evaluated_weights(model, weights, average=kind, min_match=min_match)
-
-    @classmethod
-    def _evaluate(
-        cls, cfg: CfgNode, model: nn.Module, policy: PrecisionPolicy, loaders: dict[str, tuple[Any, int]]
-    ) -> tuple[dict[str, dict[str, Any]], list[EvaluatedSet], dict[str, Any]]:
-        """Return data set name -> metrics, what a report shows of each set, and data set name -> its ``PairScores``.
-
-        Nothing on ranks other than 0.
-        """
-        results, evaluated, pairs = {}, [], {}
-        for name, (loader, num_query) in loaders.items():
-            logger.info("evaluating on %s", name)
-            folder = Path(cfg.OUTPUT_DIR) / "evaluation" / folder_name(name)
-            evaluator = cls.build_evaluator(cfg, num_query, str(folder))
-            metrics = inference_on_dataset(
-                model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy, locate=describe_evaluation
-            )
-            if metrics:
-                results[name] = metrics
-                evaluated.append(evaluated_set(name, metrics, evaluator, loader, num_query))
-            if getattr(evaluator, "pairs", None) is not None:
-                pairs[name] = evaluator.pairs.state_dict()
-        if results:
-            print_results(results, protocol=_protocol(cfg, policy))
-        return results, evaluated, pairs
-
-
-def _protocol(cfg: CfgNode, policy: PrecisionPolicy) -> str:
-    """Return in one line how an evaluation under ``policy`` measures."""
-    flip = "flip test" if cfg.TEST.FLIP.ENABLED else "no flip test"
-    return f"{Protocol.from_config(cfg).describe()}; {flip}; features {policy.describe()}"
-
-
-class _PolicyOf:
-    """The present policy of a trainer, as a part of its checkpoints; that of a checkpoint is compared with it."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.trainer.policy.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.trainer.policy.compare(state, "this run was trained so far")
-
-
-class ConfigText:
-    """The config as text, a part of every checkpoint; on a resume this run's own counts, and what differs is logged."""
-
-    def __init__(self, cfg: CfgNode) -> None:
-        self.cfg, self.text = cfg, cfg.dump()
-
-    def state_dict(self) -> str:
-        return self.text
-
-    def load_state_dict(self, state: str) -> None:
-        for line in describe_changes(self.cfg, state, "the checkpoint's config"):
-            logger.info("the config differs from the checkpoint's: %s", line)
-
-
-def _flat(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the metrics alone when there is one data set, as FastReID does."""
-    return next(iter(results.values())) if len(results) == 1 else results

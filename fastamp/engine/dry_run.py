@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 TRIED = 2
 """Iterations, and test batches of each process: the first warms up, the last is measured."""
-# What writes, or ends, a run.
-_LEFT_OUT = (hooks.EvalHook, hooks.PeriodicCheckpointer, hooks.PeriodicWriter, hooks.StopOnSignal)
 
 
 def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
@@ -55,11 +53,9 @@ def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
     cfg = cfg.with_values({"OUTPUT_DIR": folder, **tried})
     default_setup(cfg)
     free = _free_bytes(output_dir)
-    trainer = DefaultTrainer(cfg)
-    trainer.checkpointer.save_dir = output_dir
-    trainer.resume_or_load(resume=resume)
-    trainer.checkpointer.save_dir = Path(folder)
-    trainer.trainer.precautions.folder = None  # a crash file would be gone before anybody could replay it
+    trainer = _DryRunTrainer(cfg)
+    trainer.resume_or_load(resume=resume, folder=output_dir)
+    trainer.trainer.precautions.write_no_files()  # they would be gone before anybody could replay them
     left = cfg.SOLVER.MAX_EPOCH * trainer.trainer.iters_per_epoch - trainer.trainer.start_iter
     rows = _describe_model(trainer)
     if left > 0:
@@ -90,6 +86,15 @@ def multiply_adds(model: nn.Module, inputs: Any) -> float:
 # ---- training
 
 
+class _DryRunTrainer(DefaultTrainer):
+    """The trainer without the hooks that write, or end, a run."""
+
+    LEFT_OUT = (hooks.EvalHook, hooks.PeriodicCheckpointer, hooks.PeriodicWriter, hooks.StopOnSignal)
+
+    def build_hooks(self) -> list[HookBase]:
+        return [hook for hook in super().build_hooks() if not isinstance(hook, self.LEFT_OUT)]
+
+
 class _Enough(Exception):
     """As many iterations were tried as are wanted."""
 
@@ -118,7 +123,6 @@ class _Stopwatch(HookBase):
 def _train(trainer: DefaultTrainer) -> list[float]:
     """Run ``TRIED`` iterations, fewer where the run has fewer; return the seconds of each."""
     loop = trainer.trainer
-    loop._hooks = [hook for hook in loop._hooks if not isinstance(hook, _LEFT_OUT)]
     stopwatch = _Stopwatch(next(trainer.model.parameters()).device)
     trainer.register_hooks([stopwatch])
     trainer.data_loader.start_iter = loop.batches_before(loop.start_iter)
@@ -167,10 +171,8 @@ def _part(loader: TestLoader, num_query: int) -> TestLoader:
     wanted = {dataset.labels[index] for index in queries}
     gallery = sorted(range(num_query, len(dataset)), key=lambda index: dataset.labels[index] not in wanted)
     chosen = [*queries, *gallery[: count - len(queries)]]
-    sampler = InferenceSampler(
-        size=len(chosen), batch_size=size, rank=comm.get_rank(), world_size=comm.get_world_size()
-    )
-    sampler.indices = [chosen[place] for place in sampler.indices]
+    rank, world_size = comm.get_rank(), comm.get_world_size()
+    sampler = InferenceSampler(size=len(chosen), batch_size=size, rank=rank, world_size=world_size, images=chosen)
     return TestLoader(dataset, sampler, num_workers=loader.num_workers, device=loader.device)
 
 
@@ -182,10 +184,9 @@ def _evaluate(trainer: DefaultTrainer, loaders: dict[str, tuple[_Clocked, TestLo
         for name, (part, whole, num_query) in loaders.items():
             indices = set(comm.gather_rows(torch.tensor(part.loader.batch_sampler.indices)).tolist())
             queries = sum(index < num_query for index in indices)
-            trainer.test_loaders = {name: (part, queries)}
             text = f"{len(indices)} of {len(whole.dataset)} images, {queries} of {num_query} queries"
             try:
-                trainer.evaluate()
+                trainer.evaluate({name: (part, queries)})
             except NoMatchError:
                 text += " without a match among them, so that ranking was not tried"
             warm = "the last batch" if len(part) > 1 else "with what warms up"

@@ -13,7 +13,13 @@ from torch import nn
 
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.load_state import load_model_state
-from fastamp.checkpoint.weights_file import damaged_record, read_checkpoint, state_dict_in
+from fastamp.checkpoint.weights_file import (
+    checkpoint_size,
+    damaged_record,
+    read_checkpoint,
+    state_dict_in,
+    write_checkpoint,
+)
 from fastamp.utils.errors import WeightsError
 
 
@@ -393,3 +399,9 @@ def test_a_torchscript_archive_is_named_as_one(tmp_path, recwarn, parts):
     # The advice works.
     fix = torch.jit.load(str(tmp_path / "model.pt"), map_location="cpu").state_dict()
     assert {"0.weight", "0.bias"} <= read_checkpoint(save(dict(fix), tmp_path / "weights.pth")).keys()
+
+
+def test_the_size_of_a_checkpoint_is_that_of_its_file(tmp_path):
+    content = {"weights": torch.zeros(1000), "text": "x"}
+    write_checkpoint(tmp_path / "x.pth", content)
+    assert checkpoint_size(content) == (tmp_path / "x.pth").stat().st_size

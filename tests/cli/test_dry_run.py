@@ -1,6 +1,5 @@
 """fastamp train --dry-run: what it says, that it leaves nothing, and that it fails as the run itself would."""
 
-import io
 import os
 import shutil
 import signal
@@ -14,7 +13,6 @@ import tiny
 import torch
 
 from fastamp.cli import main
-from fastamp.engine.dry_run import _Size
 
 ROOT = Path(__file__).parents[2]
 
@@ -158,13 +156,6 @@ def test_a_signal_leaves_nothing(dry_run, monkeypatch, tmp_path, number):
         dry_run()
     assert stopped.value.code == 128 + number and signal.getsignal(number) is before
     assert content(tmp_path / "scratch") == {} and not (tmp_path / "run").exists()
-
-
-def test_the_size_is_that_of_the_file():
-    state, file, size = {"weights": torch.zeros(1000), "text": "x"}, io.BytesIO(), _Size()
-    torch.save(state, file)
-    torch.save(state, size)
-    assert size.bytes == len(file.getvalue())
 
 
 @pytest.mark.slow

@@ -107,6 +107,10 @@ class EvalHook(HookBase):
         self.best: float | None = None
         self.results: dict[str, dict[str, Any]] = {}
 
+    def forget_best(self) -> None:
+        """Let the next evaluation be the best so far."""
+        self.best = None
+
     def after_epoch(self) -> None:
         epochs_done = self.trainer.epoch + 1
         if epochs_done % self.period and epochs_done != self.trainer.max_epoch:

@@ -66,17 +66,16 @@ class TrialTrainer(DefaultTrainer):
     """
 
     def __init__(self, cfg: CfgNode, recipe: CfgNode | None = None) -> None:
+        self.recipe = recipe
         super().__init__(cfg)
-        parts = self.checkpointer.checkpointables
-        if recipe is not None:
-            parts["config"] = ConfigText(recipe)
-        self.eval_hook.checkpointer = Checkpointer(
-            self.model,
-            cfg.OUTPUT_DIR,
-            check=self.checkpointer.check,
-            notes=self.checkpointer.notes,
-            **{key: part for key, part in parts.items() if not isinstance(part, OptimizerState | WeightAverage)},
-        )
+
+    def checkpoint_parts(self) -> dict[str, Any]:
+        recipe = {"config": ConfigText(self.recipe)} if self.recipe is not None else {}
+        return super().checkpoint_parts() | recipe
+
+    def build_best_checkpointer(self) -> Checkpointer:
+        parts = self.checkpoint_parts().items()
+        return self.build_checkpointer({k: p for k, p in parts if not isinstance(p, OptimizerState | WeightAverage)})
 
     def build_hooks(self) -> list[HookBase]:
         return [hook for hook in super().build_hooks() if not isinstance(hook, PeriodicCheckpointer)]
@@ -112,7 +111,7 @@ def run_trial(
         if checkpoint is not None:
             trainer.checkpointer.resume(checkpoint)
             if with_other_values:
-                trainer.eval_hook.best = None
+                trainer.eval_hook.forget_best()
         else:
             trainer.resume_or_load(resume=False)
         trainer.train()

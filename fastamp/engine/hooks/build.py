@@ -1,0 +1,50 @@
+"""The hooks that a config asks for, of those that change how the model is trained or watched."""
+
+import logging
+
+from torch import nn
+
+from fastamp.config import CfgNode
+from fastamp.engine.hooks.activations import ActivationMonitor
+from fastamp.engine.hooks.averaging import EMA, SWA
+from fastamp.engine.hooks.base import HookBase
+from fastamp.engine.hooks.freeze import FreezeClassifier, FreezeLayers, freeze_length
+from fastamp.engine.hooks.learning_rate import LRScheduler
+from fastamp.solver import WeightAverage, build_lr_schedule, swa_start
+
+logger = logging.getLogger(__name__)
+
+
+def build_training_hooks(
+    cfg: CfgNode, model: nn.Module, average: WeightAverage | None, iters_per_epoch: int
+) -> list[HookBase]:
+    """Return the hooks of learning rate, freezing, averages of weights and activations, in this order.
+
+    Args:
+        cfg: of the run.
+        model: is trained.
+        average: of ``SOLVER.EMA`` or ``SOLVER.SWA``; None when neither is enabled.
+        iters_per_epoch: iterations in an epoch.
+
+    Raises:
+        ConfigError: the model does not have what is to be frozen.
+    """
+    for name in ("WARMUP", "FREEZE"):
+        epochs, iterations = cfg.SOLVER[f"{name}_EPOCHS"], cfg.SOLVER[f"{name}_ITERS"]
+        if epochs and iterations:
+            logger.warning("SOLVER.%s_ITERS %d has no effect: %s_EPOCHS is %d", name, iterations, name, epochs)
+    freezing = freeze_length(cfg, iters_per_epoch)
+    if bool(cfg.MODEL.FREEZE_LAYERS) != bool(freezing):
+        logger.warning("nothing is frozen: set MODEL.FREEZE_LAYERS and SOLVER.FREEZE_ITERS or FREEZE_EPOCHS")
+    hooks: list[HookBase] = [LRScheduler(build_lr_schedule(cfg, iters_per_epoch))]
+    if cfg.MODEL.FREEZE_LAYERS:
+        hooks.append(FreezeLayers(model, cfg.MODEL.FREEZE_LAYERS, freezing))
+    if cfg.SOLVER.FREEZE_FC_ITERS:
+        hooks.append(FreezeClassifier(model, cfg.SOLVER.FREEZE_FC_ITERS))
+    if cfg.SOLVER.EMA.ENABLED:
+        hooks.append(EMA(average, cfg.SOLVER.EMA.DECAY))
+    if cfg.SOLVER.SWA.ENABLED:
+        hooks.append(SWA(average, start=swa_start(cfg), period=cfg.SOLVER.SWA.PERIOD))
+    if cfg.LOG_ACTIVATIONS:
+        hooks.append(ActivationMonitor(model, cfg.LOG_PERIOD))
+    return hooks
