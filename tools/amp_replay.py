@@ -8,8 +8,8 @@ file or an option is wrong.
 import argparse
 import sys
 
+from fastamp.diagnostics.replay import replay
 from fastamp.engine import run_command_line
-from fastamp.engine.replay import replay
 from fastamp.utils.files import closed_stdout_allowed
 from fastamp.utils.logger import setup_logger
 

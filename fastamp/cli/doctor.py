@@ -14,10 +14,10 @@ import torch
 from fastamp.amp import resolve_device
 from fastamp.cli.options import add_parts
 from fastamp.config import read_config
+from fastamp.diagnostics.doctor import diagnose
+from fastamp.diagnostics.doctor_report import FOLDER, write_diagnosis
 from fastamp.diagnostics.machine import inspect_machine
 from fastamp.engine import default_setup
-from fastamp.engine.diagnosis import FOLDER, write_diagnosis
-from fastamp.engine.doctor import diagnose
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.logger import setup_logger
 

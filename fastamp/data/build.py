@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fastamp.amp import resolve_device
-from fastamp.config import get_cfg
+from fastamp.config import CfgNode, get_cfg
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, data_root, log_splits
 from fastamp.data.datasets.items import PackedItems, split_path
@@ -351,3 +351,18 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
         comm.get_rank() if rank is None else rank,
         comm.get_world_size() if world_size is None else world_size,
     )
+
+
+def with_num_classes(cfg: CfgNode, num_classes: int) -> CfgNode:
+    """Return a frozen copy of ``cfg`` whose ``MODEL.HEADS.NUM_CLASSES`` is the number of training identities.
+
+    Raises:
+        ConfigError: it was set to another number.
+    """
+    asked = cfg.MODEL.HEADS.NUM_CLASSES
+    if asked not in (0, num_classes):
+        raise ConfigError(
+            f"MODEL.HEADS.NUM_CLASSES is {asked}, but the training data ({', '.join(cfg.DATASETS.NAMES)}) has "
+            f"{num_classes} identities.\n  fix: leave it at 0, so that it is taken from the data"
+        )
+    return cfg.with_values({"MODEL.HEADS.NUM_CLASSES": num_classes})

@@ -9,7 +9,8 @@ from torch import nn
 
 from fastamp.amp.policy import DTYPES, PrecisionPolicy
 from fastamp.checkpoint.weights_file import read_checkpoint, write_checkpoint
-from fastamp.diagnostics.locate import Location, locate, search
+from fastamp.diagnostics.locate import locate, search
+from fastamp.diagnostics.location import Location
 from fastamp.diagnostics.rehearsal import Rehearsal
 from fastamp.utils import comm
 from fastamp.utils.errors import WeightsError

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp.fp32 import force_fp32
 from fastamp.amp.policy import PrecisionPolicy, dtype_name
-from fastamp.diagnostics.locate import tensors_in
+from fastamp.diagnostics.layer_hooks import hooked, leaf_layers
 from fastamp.diagnostics.rehearsal import Rehearsal, restore_generator
-from fastamp.utils.compiled import uncompiled
+from fastamp.diagnostics.tensors import cloned, relative_error, tensors_in
 from fastamp.utils.env import random_state, set_random_state
 
 _PRODUCTS = (nn.modules.conv._ConvNd, nn.Linear)
@@ -92,63 +91,6 @@ def check_layers(rehearsal: Rehearsal, policy: PrecisionPolicy) -> tuple[list[La
         error = _first_difference(rehearsal, policy)
         wrong = [error] if error else []
     return wrong, output
-
-
-def leaf_layers(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the modules without modules in them, with their names."""
-    return {module: name for name, module in model.named_modules() if next(module.children(), None) is None}
-
-
-def relative_error(value: torch.Tensor | None, reference: torch.Tensor) -> float:
-    """Return the L2 norm of the difference over that of the reference; infinity where one of them is not finite."""
-    if value is None or value.shape != reference.shape:
-        return math.inf
-    norm, difference = (float(torch.linalg.vector_norm(each)) for each in (reference, value - reference))
-    if not math.isfinite(difference) and value.dtype == torch.float32 and value.device.type != "mps":
-        return relative_error(value.double(), reference.double())  # squares beyond 1e38
-    if not math.isfinite(difference):
-        return math.inf
-    return difference / norm if norm else math.inf if difference else 0.0
-
-
-def embedding_cosine(low: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the cosine similarity of each embedding to its reference: (B,), -1 to 1.
-
-    It is 1 where both are all zero: the model has collapsed, which no precision changes.
-
-    Args:
-        low, reference: (B, D), of the same images in two precisions.
-    """
-    both_zero = ~(low.any(dim=1) | reference.any(dim=1))
-    return F.cosine_similarity(low, reference, dim=1).masked_fill(both_zero, 1)
-
-
-@contextmanager
-def hooked(
-    model: nn.Module,
-    layers: dict[nn.Module, str],
-    *,
-    enter: Callable[..., None] | None = None,
-    leave: Callable[..., None] | None = None,
-) -> Iterator[None]:
-    """Call ``enter(layer, args, kwargs)`` before and ``leave(layer, args, kwargs, output)`` after layers run inside."""
-    handles = []
-    for layer in layers:
-        if enter:
-            handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
-        if leave:
-            handles.append(layer.register_forward_hook(leave, with_kwargs=True))
-    try:
-        with uncompiled(model):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def cloned(args: Any) -> Any:
-    """Return the arguments of a call with copies of its tensors: layers that work in place write over them."""
-    return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
 
 
 def _flat(output: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:

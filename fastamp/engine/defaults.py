@@ -15,6 +15,7 @@ from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
 from fastamp.config import CfgNode
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
+from fastamp.data.build import with_num_classes
 from fastamp.data.loader import lost_workers_explained
 from fastamp.engine import hooks
 from fastamp.engine.evaluation import (
@@ -336,13 +337,7 @@ class DefaultTrainer:
         Raises:
             ConfigError: it was set to another number.
         """
-        asked = cfg.MODEL.HEADS.NUM_CLASSES
-        if asked not in (0, num_classes):
-            raise ConfigError(
-                f"MODEL.HEADS.NUM_CLASSES is {asked}, but the training data ({', '.join(cfg.DATASETS.NAMES)}) has "
-                f"{num_classes} identities.\n  fix: leave it at 0, so that it is taken from the data"
-            )
-        return cfg.with_values({"MODEL.HEADS.NUM_CLASSES": num_classes})
+        return with_num_classes(cfg, num_classes)
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:

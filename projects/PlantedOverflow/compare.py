@@ -15,8 +15,8 @@ from parts import add_config
 from tabulate import tabulate
 
 from fastamp.config import CfgNode, get_cfg
+from fastamp.diagnostics.doctor import diagnose
 from fastamp.engine import DefaultTrainer, default_setup, run_command_line
-from fastamp.engine.doctor import diagnose
 from fastamp.utils.errors import TrainingError
 from fastamp.utils.files import closed_stdout_allowed
 from fastamp.utils.progress import format_duration

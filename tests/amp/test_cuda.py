@@ -12,8 +12,8 @@ from loops import make_batch, make_net, sgd
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy, resolve_device
 from fastamp.amp.health import FIRST_STEPS
 from fastamp.amp.policy import auto_dtype
-from fastamp.diagnostics.doctor import measure_cost, measure_layers
 from fastamp.diagnostics.locate import locate
+from fastamp.diagnostics.measures import measure_cost, measure_layers
 from fastamp.diagnostics.preflight import preflight
 from fastamp.diagnostics.rehearsal import Rehearsal
 

@@ -5,15 +5,9 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
-from fastamp.diagnostics.doctor import (
-    check_soundness,
-    forced,
-    lost_gradients,
-    measure_cost,
-    measure_layers,
-    safe_loss_scale,
-    search_force_fp32,
-)
+from fastamp.diagnostics.fp32_search import forced, search_force_fp32
+from fastamp.diagnostics.measures import lost_gradients, measure_cost, measure_layers, safe_loss_scale
+from fastamp.diagnostics.precision_check import SOUND_COSINE, check_float32, check_precision
 from fastamp.diagnostics.rehearsal import Rehearsal
 
 FLOAT32, BFLOAT16, FLOAT16 = (
@@ -49,17 +43,20 @@ class Net(nn.Module):
 BATCH = {"x": torch.randn(32, 16, generator=torch.Generator().manual_seed(0)), "targets": torch.arange(32) % 4}
 
 
+def checker(model, policy):
+    reference = check_float32(model, BATCH, policy)
+    assert not reference.problem
+    return lambda: check_precision(model, BATCH, policy, reference=reference, lowest_cosine=SOUND_COSINE)
+
+
 def search(model, policy):
-    told = []
-    with Rehearsal(model, BATCH) as rehearsal:
-        features = rehearsal.evaluate(FLOAT32)
-        state = check_soundness(rehearsal, policy, policy, features=features)
-        return search_force_fp32(rehearsal, policy, policy, features=features, state=state, report=told.append), told
+    told, check = [], checker(model, policy)
+    return search_force_fp32(model, BATCH, policy, check=check, found=check(), report=told.append), told
 
 
 def sound(model, policy, names=()):
-    with forced(model, names), Rehearsal(model, BATCH) as rehearsal:
-        return check_soundness(rehearsal, policy, policy, features=rehearsal.evaluate(FLOAT32)).sound
+    with forced(model, names):
+        return not checker(model, policy)().problem
 
 
 def test_a_healthy_model_needs_nothing():
@@ -113,7 +110,9 @@ def test_layers_that_lose_too_much_precision():
             return out if self.training else self.cancelling(out)
 
     found, told = search(Model(), BFLOAT16)
-    assert any(name.startswith("cancelling") for name in found) and any("embedding cosine" in text for text in told)
+    assert any(name.startswith("cancelling") for name in found) and any(
+        "embeddings in bfloat16 are others than float32's" in text for text in told
+    )
     assert sound(Model(), BFLOAT16, found) and not sound(Model(), BFLOAT16)
 
 

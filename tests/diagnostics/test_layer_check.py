@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
-from fastamp.diagnostics.doctor import check_soundness, search_force_fp32
+from fastamp.diagnostics.fp32_search import search_force_fp32
 from fastamp.diagnostics.layer_check import check_layers
 from fastamp.diagnostics.precautions import Precautions
+from fastamp.diagnostics.precision_check import SOUND_COSINE, check_float32, check_precision
 from fastamp.diagnostics.preflight import preflight
 from fastamp.diagnostics.rehearsal import Rehearsal
 from fastamp.modeling import build_model
@@ -320,12 +321,15 @@ def test_preflight_stops_warns_or_falls_back(broken, choice, caplog, tmp_path):
 
 
 def test_the_doctor_forces_the_layer(broken):
-    low, told = policy(torch.bfloat16), []
-    with Rehearsal(broken, images(4, every_backbone.SIZE)) as rehearsal:
-        features = rehearsal.evaluate(low.in_float32())
-        state = check_soundness(rehearsal, low, low, features=features)
-        assert not state.sound and state.layers[0].name == "backbone.layer2.0.conv1"
-        found = search_force_fp32(rehearsal, low, low, features=features, state=state, report=told.append)
+    low, batch = policy(torch.bfloat16), images(4, every_backbone.SIZE)
+    reference = check_float32(broken, batch, low)
+
+    def check():
+        return check_precision(broken, batch, low, reference=reference, lowest_cosine=SOUND_COSINE)
+
+    state = check()
+    assert state.kernel and state.layers[0].name == "backbone.layer2.0.conv1"
+    found = search_force_fp32(broken, batch, low, check=check, found=state)
     assert found == ["backbone.layer2.0.conv1"]
 
 

@@ -5,15 +5,14 @@ import pytest
 import tiny
 import torch
 import train_net
-from torch import nn
+from conv_net import Hungry, Net, make_batch, policy
 
-from fastamp.amp import LossScaler, PrecisionFailure, PrecisionPolicy
-from fastamp.diagnostics import preflight as preflight_module
+from fastamp.amp import LossScaler, PrecisionFailure
+from fastamp.amp.refusal import is_out_of_memory
 from fastamp.diagnostics.crash import Crash
-from fastamp.diagnostics.doctor import check_soundness
 from fastamp.diagnostics.precautions import Precautions
+from fastamp.diagnostics.precision_check import SOUND_COSINE, check_float32, check_precision
 from fastamp.diagnostics.preflight import preflight
-from fastamp.diagnostics.rehearsal import Rehearsal
 from fastamp.engine import DefaultTrainer, SimpleTrainer
 from fastamp.modeling import BACKBONE_REGISTRY, META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch import Baseline
@@ -21,35 +20,6 @@ from fastamp.utils.errors import TrainingError
 
 LOW = [torch.bfloat16, torch.float16]
 SAVED = ("model", "optimizer", "random")
-
-
-def policy(dtype):
-    return PrecisionPolicy("cpu", dtype, "test")
-
-
-class Net(nn.Module):
-    """Two convolutions for images of any number of channels and any size."""
-
-    def __init__(self, channels, gain=1.0):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(
-            nn.Conv2d(channels, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()
-        )
-        self.head, self.unused = nn.Linear(8, 4), nn.Linear(8, 4)
-        self.gain = gain
-        self.unused.requires_grad_(False)
-
-    def forward(self, batch):
-        features = self.body(batch["images"].float()).mean((2, 3))
-        if not self.training:
-            return features
-        logits = self.head(features).float()
-        return {"loss_cls": nn.functional.cross_entropy(logits, batch["targets"]) * self.gain}
-
-
-def make_batch(channels=3, size=(12, 10)):
-    return {"images": torch.rand(8, channels, *size), "targets": torch.arange(8) % 4, "img_paths": ["x"] * 8}
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
@@ -145,20 +115,6 @@ def test_embeddings_that_vanish_without_an_infinity():
 
     report = preflight(Normalizing(3), make_batch(), policy=policy(torch.float16))
     assert "embeddings in float16 are others than float32's" in report.problem
-
-
-class Hungry(Net):
-    """Runs out of memory above so many images, in float32 alone or in both."""
-
-    def __init__(self, most, in_low_too):
-        super().__init__(3)
-        self.most, self.in_low_too = most, in_low_too
-
-    def forward(self, batch):
-        low = torch.is_autocast_enabled("cpu")
-        if len(batch["images"]) > self.most and (self.in_low_too or not low):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-        return super().forward(batch)
 
 
 def test_a_batch_that_fits_into_memory_in_low_precision_alone():
@@ -361,8 +317,8 @@ def test_out_of_memory_is_recognized():
         torch.OutOfMemoryError("x"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
     ]
-    assert all(preflight_module.is_out_of_memory(error) for error in yes)
-    assert not preflight_module.is_out_of_memory(RuntimeError("shapes do not match"))
+    assert all(is_out_of_memory(error) for error in yes)
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -373,7 +329,7 @@ def test_a_model_whose_embeddings_are_zero_in_float32_too_is_not_blamed_on_the_p
     torch.nn.init.zeros_(model.body[3].bias)
     report = preflight(model, batch, policy=policy(dtype), scaler=LossScaler())
     assert report.problem == "" and report.cosine == (1, 1)
-    with Rehearsal(model, batch) as rehearsal:
-        features = rehearsal.evaluate(policy(torch.float32))
-        assert not features.any()
-        assert check_soundness(rehearsal, policy(dtype), policy(dtype), features=features).sound
+    reference = check_float32(model, batch, policy(dtype))
+    assert not reference.features.any()
+    check = check_precision(model, batch, policy(dtype), reference=reference, lowest_cosine=SOUND_COSINE)
+    assert not check.problem

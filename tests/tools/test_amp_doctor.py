@@ -12,8 +12,8 @@ import yaml
 from torch import nn
 
 from fastamp.config import get_cfg
-from fastamp.engine.diagnosis import FOLDER
-from fastamp.engine.doctor import diagnose
+from fastamp.diagnostics.doctor import diagnose
+from fastamp.diagnostics.doctor_report import FOLDER
 from fastamp.modeling import BACKBONE_REGISTRY
 
 

@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.amp.policy import dtype_name
-from fastamp.diagnostics.doctor import Cost, LayerReport
+from fastamp.diagnostics.measures import Cost, LayerReport
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import write_atomically
 

@@ -9,9 +9,10 @@ from fastamp.amp import PrecisionPolicy, resolve_device
 from fastamp.config import CfgNode, get_cfg, load_parts
 from fastamp.diagnostics.config_check import check_config
 from fastamp.diagnostics.crash import Crash
-from fastamp.diagnostics.locate import all_finite, locate, locate_in_evaluation
+from fastamp.diagnostics.locate import locate, locate_in_evaluation
 from fastamp.diagnostics.rehearsal import Rehearsal
-from fastamp.engine.defaults import DefaultTrainer
+from fastamp.diagnostics.tensors import all_finite
+from fastamp.modeling import build_model
 from fastamp.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def replay(path: str, opts: Sequence[str] = (), *, parts: str = "") -> bool:
     check_config(cfg)
     device = resolve_device(cfg.MODEL.DEVICE)
     try:
-        model = DefaultTrainer.build_model(cfg)
+        model = build_model(cfg)
     except ConfigError as error:
         raise ConfigError(f"{error}" + ("" if parts else "\n  for parts of your own: --parts FILE")) from error
     crash.restore(model, exact=not opts)

@@ -1,0 +1,36 @@
+"""Hooks on the layers of a model."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from fastamp.utils.compiled import uncompiled
+
+
+def leaf_layers(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the modules without modules in them, with their names."""
+    return {module: name for name, module in model.named_modules() if next(module.children(), None) is None}
+
+
+@contextmanager
+def hooked(
+    model: nn.Module,
+    layers: dict[nn.Module, str],
+    *,
+    enter: Callable[..., None] | None = None,
+    leave: Callable[..., None] | None = None,
+) -> Iterator[None]:
+    """Call ``enter(layer, args, kwargs)`` before and ``leave(layer, args, kwargs, output)`` after layers run inside."""
+    handles = []
+    for layer in layers:
+        if enter:
+            handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+        if leave:
+            handles.append(layer.register_forward_hook(leave, with_kwargs=True))
+    try:
+        with uncompiled(model):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
