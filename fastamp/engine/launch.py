@@ -1,4 +1,11 @@
-"""Start the processes of a training, and end them together."""
+"""Start the processes of a training, and end them together.
+
+torch.distributed.elastic is not used, since with PyTorch 2.6, the oldest supported version, a run could not save after
+a signal: the agent has no handler for SIGUSR1, which ends it at once with code 138 while the ranks still save, and it
+kills the ranks 30 s after SIGINT or SIGTERM, also where a checkpoint takes 60 s to write. Neither can be configured
+there; later versions have ``signals_to_handle`` and ``shutdown_timeout``. An agent sees the processes of its machine
+alone: a failure on another machine, or under ``RANK`` and ``WORLD_SIZE`` without an agent, needs ``lifeline`` anyway.
+"""
 
 import gc
 import multiprocessing.connection
@@ -69,7 +76,7 @@ def launch(
                 for cause in causes:
                     say(cause)
 
-        wait = torchrun.wait_for_other_agents if torchrun.is_rank() else _no_wait
+        wait = torchrun.wait_for_other_agents if torchrun.is_rank() else None
         return _run_in_group(main_func, args, local_rank, local_size, tell, wait, init_method="env://")
     if num_gpus_per_machine < 1 or num_machines < 1 or not 0 <= machine_rank < num_machines:
         raise ConfigError(
@@ -86,10 +93,6 @@ def launch(
     return None
 
 
-def _no_wait() -> None:
-    """Let a process end at once."""
-
-
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -102,7 +105,7 @@ def _run_in_group(
     local_rank: int,
     local_size: int,
     tell: Callable[[list[Outcome]], None],
-    wait: Callable[[], None] = _no_wait,
+    wait: Callable[[], None] | None = None,
     **group: Any,
 ) -> Any:
     """Return what ``main_func(*args)`` returns with the process group up; a failure ends this process and all others.
@@ -110,7 +113,7 @@ def _run_in_group(
     Args:
         local_rank, local_size: which of this machine's processes this is, and how many these are.
         tell: gets the causes before this process ends.
-        wait: returns when it may end after a failure.
+        wait: returns when it may end after a failure; None ends it at once.
         group: of ``init_process_group``. Tensors on the host travel by gloo, those on CUDA devices by NCCL.
 
     Raises:

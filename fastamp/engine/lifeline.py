@@ -77,11 +77,11 @@ class Lifeline:
     Args:
         links: rank -> connection, see ``connect``.
         tell: is called once with the causes, before the process ends.
-        wait: is called after that, when all processes are told, and returns when this one may end.
+        wait: is called after that, when all processes are told, and returns when this one may end; None: at once.
     """
 
     def __init__(
-        self, links: dict[int, "_Link"], tell: Callable[[list[Outcome]], None], wait: Callable[[], None] = lambda: None
+        self, links: dict[int, "_Link"], tell: Callable[[list[Outcome]], None], wait: Callable[[], None] | None = None
     ) -> None:
         self.rank, self.size = comm.get_rank(), comm.get_world_size()
         self._links = links
@@ -177,7 +177,8 @@ class Lifeline:
             for link in self._links.values():  # rank 0 does not wait for what follows
                 with suppress(OSError):
                     link.socket.shutdown(socket.SHUT_WR)
-            self._wait()
+            if self._wait is not None:
+                self._wait()
             for child in multiprocessing.active_children():
                 child.kill()
         finally:
