@@ -32,9 +32,20 @@ from fastamp.diagnostics.rehearsal import Rehearsal
 from fastamp.evaluation import ReidEvaluator, inference_on_dataset
 from fastamp.modeling import build_model
 from fastamp.utils.errors import TrainingError
+from fastamp.utils.moved import moved_names
 from fastamp.utils.progress import ProgressBar, format_duration
 
 logger = logging.getLogger(__name__)
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "Cost": "fastamp.diagnostics.measures.Cost",
+        "LayerReport": "fastamp.diagnostics.measures.LayerReport",
+        "LOWEST_COSINE": "fastamp.diagnostics.precision_check.SOUND_COSINE",
+        "ranked_part": "fastamp.data.subset.subsample_identities",
+    },
+)
 
 T = TypeVar("T")
 

@@ -15,6 +15,14 @@ from fastamp.diagnostics.layer_hooks import hooked, leaf_layers
 from fastamp.diagnostics.rehearsal import Rehearsal, restore_generator
 from fastamp.diagnostics.tensors import cloned, relative_error, tensors_in
 from fastamp.utils.env import random_state, set_random_state
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "embedding_cosine": "fastamp.diagnostics.tensors.embedding_cosine",
+    },
+)
 
 _PRODUCTS = (nn.modules.conv._ConvNd, nn.Linear)
 """Layers whose inputs and weights autocast rounds to the low precision."""

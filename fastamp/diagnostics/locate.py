@@ -12,6 +12,16 @@ from fastamp.diagnostics.location import Location
 from fastamp.diagnostics.observer import Observer
 from fastamp.diagnostics.rehearsal import Rehearsal, batch_size, part_of
 from fastamp.diagnostics.tensors import all_finite
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "Key": "fastamp.diagnostics.observer.Key",
+        "magnitude": "fastamp.diagnostics.tensors.magnitude",
+        "tensors_in": "fastamp.diagnostics.tensors.tensors_in",
+    },
+)
 
 
 def locate(rehearsal: Rehearsal, policy: PrecisionPolicy, *, scale: float = 1.0) -> Location | None:

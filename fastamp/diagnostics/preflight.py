@@ -13,6 +13,14 @@ from fastamp.diagnostics.precision_check import check_float32, check_precision
 from fastamp.diagnostics.rehearsal import apart, batch_size
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError, UserError
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "LOWEST_COSINE": "fastamp.diagnostics.precision_check.FAILING_COSINE",
+    },
+)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from fastamp.checkpoint.entries import damaged_entry_error
-from fastamp.data.decode import image_from_pil, read_image, with_channels
 from fastamp.data.transforms import Resize, build_transforms
 from fastamp.evaluation.evaluator import extract_features
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
 from fastamp.inference.features_file import check_same_model, read_extraction
+from fastamp.inference.images import COLORS, Image, as_boxes, as_list, as_one, crop_boxes, decode
 from fastamp.inference.index import GalleryIndex, SearchResult, open_gallery
 from fastamp.inference.similarity import Comparison, pairs_of
 from fastamp.layers.distance import pairwise_distance
@@ -31,8 +31,6 @@ from fastamp.utils.form import unlike
 
 logger = logging.getLogger(__name__)
 
-Image = str | os.PathLike[str] | PIL.Image.Image | np.ndarray | Tensor
-COLORS = ("rgb", "bgr")
 _LISTED = 20
 # What features depend on, besides the weights.
 _KEYS_OF_FEATURES = ("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE", "MODEL.HEADS", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD")
@@ -144,7 +142,7 @@ class Predictor:
         if boxes is not None:
             images, color = self._crops(images, boxes, color)
         else:
-            images = _as_list(images)
+            images = as_list(images)
         places = self.places(len(images), camids=camids, viewids=viewids)
         size, features, kept = self.cfg.TEST.IMS_PER_BATCH, [], []
 
@@ -214,7 +212,7 @@ class Predictor:
             source = str(reference)
         if pairs is not None and pairs.metric != metric:  # TEST.METRIC was set to another
             pairs = None
-        features = self._features_of_all([*_one(a), *_one(b)], color=color, camids=camids, viewids=viewids)
+        features = self._features_of_all([*as_one(a), *as_one(b)], color=color, camids=camids, viewids=viewids)
         first, second = features.split(1)
         distance = pairwise_distance(first, second, metric).item()
         # Rounding may take the similarity of equal images beyond 1.
@@ -269,34 +267,20 @@ class Predictor:
 
     def _decode(self, image: Image, color: str, least_side: int | None = None) -> Tensor:
         """Return (C, H, W) uint8 with the model's channels; for ``least_side`` see ``read_image``."""
-        channels, max_pixels = self._transforms.channels, self._transforms.max_pixels
-        if isinstance(image, (str, os.PathLike)):
-            return read_image(os.fspath(image), channels, max_pixels=max_pixels, least_side=least_side)
-        if isinstance(image, PIL.Image.Image):
-            return image_from_pil(image, channels)
-        return with_channels(_as_tensor(image, color), channels)
+        transforms = self._transforms
+        return decode(image, color, transforms.channels, max_pixels=transforms.max_pixels, least_side=least_side)
 
     def _crops(
         self, images: Image | Sequence[Image], boxes: Any, color: str
     ) -> tuple[list[np.ndarray] | list[Tensor], str]:
-        """Return the boxes of a frame, without pixels where a box has no part in it, and their channel order.
-
-        Arrays and tensors stay as they are, so that not the whole frame is converted, but each box.
-        """
-        frames, corners = _as_list(images), _as_boxes(boxes)
+        """Return the boxes of a frame, see ``crop_boxes``, and their channel order."""
+        frames, corners = as_list(images), as_boxes(boxes)
         if len(frames) != 1:
             raise DataError(f"boxes need one image, the frame that they are in; found {len(frames)}")
         frame = frames[0]
         if isinstance(frame, (str, os.PathLike, PIL.Image.Image)):
             frame, color = self._decode(frame, color), "rgb"
-        _check_layout(frame)
-        if isinstance(frame, Tensor):
-            frame = frame.movedim(0, -1)
-        height, width = frame.shape[:2]
-        corners = np.clip(np.rint(corners), 0, (width, height, width, height))
-        corners = np.where(np.isnan(corners).any(axis=1, keepdims=True), 0, corners).astype(np.int64)
-        crops = [frame[top:bottom, left:right] for left, top, right, bottom in corners.tolist()]
-        return [crop.movedim(-1, 0) if isinstance(crop, Tensor) else crop for crop in crops], color
+        return crop_boxes(frame, corners), color
 
     def _features_of_all(self, images: Image | Sequence[Image], **options: Any) -> Tensor:
         """Return ``features``; raise DataError where an image has no pixels.
@@ -366,68 +350,3 @@ def _check_pairs(pairs: Any, checkpoint: Path) -> None:
             wrong = f"pairs.{name}: expected {', '.join(form)}"
     if wrong:
         raise damaged_entry_error(checkpoint, wrong)
-
-
-def _as_list(images: Image | Sequence[Image]) -> list[Image]:
-    """Return one or several images as a list."""
-    texts = isinstance(images, np.ndarray) and images.dtype.kind == "U"
-    if isinstance(images, (np.ndarray, Tensor)) and not texts:
-        images = images if images.ndim == 4 else [images]
-    elif isinstance(images, (str, os.PathLike)) or not isinstance(images, Iterable):
-        images = [images]
-    images = list(images)
-    if not images:
-        raise DataError("there are no images to compute features of")
-    return images
-
-
-def _one(image: Image) -> list[Image]:
-    """Return an image as a list of one."""
-    images = _as_list(image)
-    if len(images) != 1:
-        raise DataError(f"a comparison is of two images; one of the two given is {len(images)} images")
-    return images
-
-
-def _as_boxes(boxes: Any) -> np.ndarray:
-    """Return (N, 4) float64 of boxes in any form."""
-    try:
-        corners = np.asarray(boxes.cpu() if isinstance(boxes, Tensor) else boxes, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"boxes are not (N, 4) numbers: {error}") from error
-    if corners.size == 0:
-        return corners.reshape(0, 4)
-    if corners.ndim != 2 or corners.shape[1] != 4:
-        raise DataError(f"boxes of shape {corners.shape}; expected (N, 4): left, top, right, bottom")
-    return corners
-
-
-def _check_layout(image: Any) -> None:
-    """Check that an image is a uint8 array (H, W[, C]) or tensor (C, H, W), gray, RGB or RGBA.
-
-    Raises:
-        DataError: it is not.
-    """
-    if not isinstance(image, (np.ndarray, Tensor)):
-        hint = "; numpy.asarray(image) makes an array of it" if hasattr(image, "__array_interface__") else ""
-        raise DataError(f"an image is a path, a PIL image, an array or a tensor, not {type(image).__name__}{hint}")
-    dtype, shape = str(image.dtype).removeprefix("torch."), tuple(image.shape)
-    channels = shape[0 if isinstance(image, Tensor) else -1] if len(shape) == 3 else 0
-    gray = len(shape) == 2 and not isinstance(image, Tensor)
-    if dtype != "uint8" or not (gray or channels in (1, 3, 4)):
-        layout = "(C, H, W)" if isinstance(image, Tensor) else "(H, W) or (H, W, C)"
-        raise DataError(f"an image of shape {shape} and dtype {dtype}; expected uint8 {layout} with 1, 3 or 4 channels")
-
-
-def _as_tensor(image: np.ndarray | Tensor, color: str) -> Tensor:
-    """Return (C, H, W) uint8, gray, RGB or RGBA, of an array (H, W[, C]) or a tensor (C, H, W)."""
-    _check_layout(image)
-    if isinstance(image, Tensor):
-        tensor = image.cpu()
-    else:
-        # A read-only array, as numpy.asarray(picture) returns, is copied: PyTorch warns of sharing its memory.
-        tensor = torch.from_numpy(np.require(image, requirements=("C", "W")))
-        tensor = tensor[None] if tensor.ndim == 2 else tensor.movedim(-1, 0)
-    if color == "bgr" and len(tensor) > 1:
-        tensor = torch.cat((tensor[:3].flip(0), tensor[3:]))
-    return tensor

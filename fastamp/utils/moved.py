@@ -52,6 +52,7 @@ MODULES = {
     "fastamp.engine.doctor": "fastamp.diagnostics.doctor",
     "fastamp.engine.replay": "fastamp.diagnostics.replay",
     "fastamp.inference.strip": "fastamp.checkpoint.strip",
+    "fastamp.modeling.meta_arch.origins": "fastamp.checkpoint.state_dict_conversion",
     "fastamp.modeling.weights": "fastamp.checkpoint.pretrained",
     "fastamp.utils.checkpoint": "fastamp.checkpoint.checkpointer",
     "fastamp.utils.load_state": "fastamp.checkpoint.load_state",

@@ -13,7 +13,7 @@ from fastamp.data import build_reid_test_loader
 from fastamp.data.decode import read_image
 from fastamp.engine import DefaultTrainer
 from fastamp.evaluation.evaluator import extract_features
-from fastamp.inference import predictor as module
+from fastamp.inference import images as module
 from fastamp.utils.errors import ConfigError, DataError, WeightsError
 
 

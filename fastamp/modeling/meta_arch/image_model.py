@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.checkpoint.state_dict_conversion import whole_model_names
 from fastamp.config import per_channel
-from fastamp.modeling.meta_arch.origins import whole_model_names
 
 
 class ImageModel(nn.Module):
