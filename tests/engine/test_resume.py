@@ -1,5 +1,6 @@
 """A resumed run is bit-identical to one that was never interrupted, however it ended."""
 
+import importlib.util
 import json
 import logging
 import os
@@ -64,6 +65,16 @@ class Interrupt(HookBase):
             signal.raise_signal(self.number)
 
 
+@pytest.fixture(scope="module")
+def straight_run(demo_root, made_once):
+    """The folder of a run of two epochs that nothing interrupted."""
+    with made_once("straight_run") as (folder, missing), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTAMP_DATASETS", str(demo_root))
+        if missing:
+            run(tiny.tiny_config(folder, "SOLVER.MAX_EPOCH", "2"))
+    return folder
+
+
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
 @pytest.mark.parametrize("sampler", ["NaiveIdentitySampler", "BalancedIdentitySampler", "TrainingSampler"])
 def test_interrupted_in_an_epoch_and_resumed_equals_straight_through(demo, tmp_path, precision, sampler):
@@ -121,16 +132,30 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+# Options that have nothing to do with each other share a run.
+PAIRS = [
+    ("freezing", "clipping by value"), ("freezing that is over", "AdamW"), ("accumulation", "clipping by norm"),
+    ("short windows", "identities equally often"), ("clipping by global norm", "CosineAnnealingLR"),
+    ("EMA", "every augmentation, on the device"), ("SWA", "layer-wise rates"), ("precise batch norm", "RAdam"),
+    ("AutoAugment and affine", "a cache"), ("sets by weight", "SGD"), ("margin softmax and more losses", "NAdam"),
+    ("center loss", "LAMB"), ("MoCo", "ConstantLR"), ("Distiller", "OneCycleLR"),
+]  # fmt: skip
+
+
+def test_every_option_is_in_a_pair():
+    assert sorted(name for pair in PAIRS for name in pair) == sorted(OPTIONS)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 @pytest.mark.parametrize("precision", ["off", "fp16"])
-def test_resumed_equals_straight_through_under_each_option(demo, tmp_path, name, precision):
-    if name == "LAMB":
-        pytest.importorskip("timm")
-    options = ("SOLVER.AMP", precision, "SOLVER.MAX_EPOCH", "2", *OPTIONS[name])
+def test_resumed_equals_straight_through_under_each_option(demo, tmp_path, pair, precision):
+    has_timm = importlib.util.find_spec("timm") is not None
+    names = [name for name in pair if name != "LAMB" or has_timm]
+    options = ("SOLVER.AMP", precision, "SOLVER.MAX_EPOCH", "2", *(word for name in names for word in OPTIONS[name]))
     straight, _ = run(tiny.tiny_config(tmp_path / "straight", *options))
     cfg = tiny.tiny_config(tmp_path / "resumed", *options)
     # Not at an end of an epoch, where the run would be interrupted behind the evaluation.
-    at = {"short windows": 1}.get(name, 7)
+    at = 1 if "short windows" in names else 7
     with pytest.raises(TrainingInterrupted):
         run(cfg, Interrupt(at=at))
     trainer, _ = run(cfg, resume=True)
@@ -178,11 +203,10 @@ def test_killed_behind_a_checkpoint_within_an_epoch(demo, tmp_path, precision):
     assert first["trainer"]["step"] == second["trainer"]["step"]  # the loss scale among others
 
 
-def test_a_damaged_checkpoint_costs_time_and_nothing_else(demo, tmp_path, caplog):
+def test_a_damaged_checkpoint_costs_time_and_nothing_else(demo, tmp_path, caplog, straight_run):
     """The newest one is cut, the one before has a hole; the run goes on from the third."""
     logging.getLogger("fastamp").setLevel(logging.INFO)
     options = ("SOLVER.MAX_EPOCH", "2", "SOLVER.CHECKPOINT_ITERS", "2")
-    run(tiny.tiny_config(tmp_path / "straight", *options))
     with pytest.raises(Killed):
         run(tiny.tiny_config(tmp_path / "resumed", *options), Kill(at=9))
     names = ("model_iter_0000008", "model_0000", "model_iter_0000004")
@@ -199,14 +223,12 @@ def test_a_damaged_checkpoint_costs_time_and_nothing_else(demo, tmp_path, caplog
     assert f"resuming from {third} at iteration 4" in caplog.text
     differ = [line.split("checkpoint's: ")[1] for line in caplog.messages if "config differs" in line]
     assert sorted(differ) == ["LOG_PERIOD: 2 -> 4", "SOLVER.CHECKPOINT_KEEP: 0 -> 1"]
-    assert_same_weights(tmp_path / "straight/model_final.pth", tmp_path / "resumed/model_final.pth")
+    assert_same_weights(straight_run / "model_final.pth", tmp_path / "resumed/model_final.pth")
 
 
-def test_the_check_can_fail(demo, tmp_path):
+def test_the_check_can_fail(demo, tmp_path, straight_run):
     """The negative control: without the random state, the resumed run draws other dropout masks."""
-    options = ("SOLVER.MAX_EPOCH", "2")
-    run(tiny.tiny_config(tmp_path / "straight", *options))
-    cfg = tiny.tiny_config(tmp_path / "resumed", *options)
+    cfg = tiny.tiny_config(tmp_path / "resumed", "SOLVER.MAX_EPOCH", "2")
     with pytest.raises(TrainingInterrupted):
         run(cfg, Interrupt(at=7))
     path = tmp_path / "resumed/model_interrupted.pth"
@@ -215,7 +237,7 @@ def test_the_check_can_fail(demo, tmp_path):
     torch.save(content, path)
     run(cfg, resume=True)
     with pytest.raises(AssertionError):
-        assert_same_weights(tmp_path / "straight/model_final.pth", tmp_path / "resumed/model_final.pth")
+        assert_same_weights(straight_run / "model_final.pth", tmp_path / "resumed/model_final.pth")
 
 
 def test_the_best_metric_survives_a_resume(demo, tmp_path):
@@ -274,13 +296,14 @@ def killable(output_dir, moment, root):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(demo_root, tmp_path_factory):
+def undisturbed(demo_root, made_once):
     """The folder of a run that nothing disturbed, in a new process: with a hash seed other than that of the killed."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    env = os.environ | {"FASTAMP_DATASETS": str(demo_root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HELPERS / "killable_run.py"), str(folder), "never"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    with made_once("undisturbed") as (folder, missing):
+        if missing:
+            env = os.environ | {"FASTAMP_DATASETS": str(demo_root), "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, str(HELPERS / "killable_run.py"), str(folder), "never"]
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stderr
     return folder
 
 
