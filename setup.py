@@ -10,7 +10,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "fastamp/__init__.py").read
 
 EXTRAS = {
     "test": [
-        "pytest>=8.0",
+        "pytest>=9.0",
         "pytest-xdist>=3.5",
         "hypothesis>=6.100",
         "timm",
