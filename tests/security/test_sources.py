@@ -15,7 +15,10 @@ FORBIDDEN = {
 REQUIRED = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
 # torch.load alone can be occupied forever by a small file; these read what fastamp itself has just written.
 READERS = ("fastamp/checkpoint/weights_file.py", "fastamp/utils/env.py")
-ALLOWED = {"projects/FastTune/autotuner/algorithms.py": "__import__"}  # of names that stand there
+ALLOWED = {
+    "projects/FastTune/autotuner/algorithms.py": "__import__",  # of names that stand there
+    "fastamp/config/component_keys.py": "eval",  # of a statement in the sources of this package
+}
 
 
 def faults(path):
@@ -42,8 +45,8 @@ def test_no_source_runs_what_is_in_a_file():
     sources = [path for folder in ("fastamp", "tools", "projects") for path in (ROOT / folder).rglob("*.py")]
     assert len(sources) > 100
     found = [fault for path in sources for fault in faults(path)]
-    allowed = [f"{ROOT / path}:" for path in ALLOWED]
-    left = [fault for fault in found if not fault.startswith(tuple(allowed)) or "__import__" not in fault]
+    allowed = [(f"{ROOT / path}:", f" {name} ") for path, name in ALLOWED.items()]
+    left = [fault for fault in found if not any(fault.startswith(path) and name in fault for path, name in allowed)]
     assert [fault for fault in left if "tools/benchmark" not in fault] == []
 
 
