@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch.distributed as dist
 
@@ -38,7 +39,9 @@ def run_all(*commands):
 def test_a_killed_process_ends_those_of_another_machine():
     """Although its children, like workers that load data, keep open what it had open."""
     url = f"tcp://127.0.0.1:{free_port()}"
-    codes, said = run_all(*([SCRIPT, "killed", "1", "1", "2", machine, url] for machine in "01"))
+    runs = [preloaded.start(SCRIPT, "killed", "1", "1", "2", machine, url) for machine in "01"]
+    done = [run.finish() for run in runs]
+    codes, said = [each.returncode for each in done], [each.stderr for each in done]
     assert codes == [1, 128 + signal.SIGKILL], said
     assert said[0].startswith(DIED) and said[1].startswith(KILLED)
     assert not any("Traceback" in each or "peer" in each for each in said), said
