@@ -49,9 +49,10 @@ With other instruction sets or threads it was 0.0075 at most; without an average
 REMOVED = {
     "fastamp.amp.doctor.Soundness",
     "fastamp.amp.doctor.check_soundness",
-    "fastamp.amp.rehearsal.is_out_of_memory",
     "fastamp.config.defaults.define",
     "fastamp.data.transforms.geometry.PADDING_MODES",
+    "fastamp.evaluation.rank.ranks_of",
+    "fastamp.modeling.recognize.FAMILIES",
     "fastamp.report.markup",
     "fastamp.report.style",
     *(

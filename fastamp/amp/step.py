@@ -23,6 +23,7 @@ TINY_GRAD_NORM = 1e-3
 """Below this gradients may have been rounded to zero: it is looked at how many of them are."""
 
 Clip = Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]
+"""``clip(gradients, total_norm) -> coefficient``: the rule (``fastamp.solver.clip``) that a step applies in place."""
 
 
 class LossScaler:

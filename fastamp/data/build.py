@@ -14,7 +14,7 @@ from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.items import PackedItems, split_path
 from fastamp.data.datasets.own import OWN_DATA
 from fastamp.data.loader import TestLoader, TrainLoader, worker_count
-from fastamp.data.missing import check_files
+from fastamp.data.missing_images import check_files
 from fastamp.data.samplers import SAMPLER_REGISTRY, EpochBatchSampler, InferenceSampler
 from fastamp.data.store import ImageStore
 from fastamp.data.transforms import build_transforms

@@ -1,6 +1,21 @@
-"""Gradient clipping, in place on unscaled gradients and without reading the device."""
+"""The clipping rule of ``SOLVER.CLIP_GRADIENTS``: in place on unscaled gradients, without reading the device."""
 
 import torch
+
+from fastamp.config import Key
+
+KEYS = (
+    Key("SOLVER.CLIP_GRADIENTS.ENABLED", False, "Clip gradients before each step."),
+    Key(
+        "SOLVER.CLIP_GRADIENTS.CLIP_TYPE",
+        "norm",
+        "What is bounded: value each element, norm the norm of each "
+        "parameter's gradient, global_norm the norm of all gradients together.",
+        choices=("value", "norm", "global_norm"),
+    ),
+    Key("SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 5.0, "The bound: largest absolute value, or largest norm.", above=0),
+    Key("SOLVER.CLIP_GRADIENTS.NORM_TYPE", 2.0, "The p of the p-norm; .inf is the largest absolute value.", above=0),
+)
 
 _EPS = 1e-6
 

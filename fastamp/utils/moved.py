@@ -39,6 +39,7 @@ MODULES = {
     "fastamp.data.datasets.thermalworld": "fastamp.data.datasets.catalog",
     "fastamp.data.datasets.wildtrackcrop": "fastamp.data.datasets.catalog",
     "fastamp.data.demo": "fastamp.demo",
+    "fastamp.data.missing": "fastamp.data.missing_images",
     "fastamp.engine.averaging": "fastamp.engine.hooks.averaging",
     "fastamp.engine.best": "fastamp.engine.hooks.evaluation",
     "fastamp.engine.freezing": "fastamp.engine.hooks.freeze",

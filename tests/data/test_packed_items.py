@@ -18,7 +18,7 @@ from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.datasets.items import Column, ImageItem, PackedItems
 from fastamp.data.datasets.own import CsvDataset
-from fastamp.data.missing import missing_files
+from fastamp.data.missing_images import missing_files
 from fastamp.data.transforms import build_transforms
 from fastamp.utils.errors import DataError
 
@@ -270,8 +270,8 @@ def test_missing_files_are_a_warning_where_corrupt_images_are_skipped(tmp_path, 
 @pytest.mark.parametrize("listed", [True, False])
 def test_missing_files_with_and_without_a_list_of_the_folder(tmp_path, monkeypatch, listed):
     if not listed:
-        monkeypatch.setattr("fastamp.data.missing._ENTRIES", 0)
-        monkeypatch.setattr("fastamp.data.missing._ENTRIES_PER_FILE", 0)
+        monkeypatch.setattr("fastamp.data.missing_images._ENTRIES", 0)
+        monkeypatch.setattr("fastamp.data.missing_images._ENTRIES_PER_FILE", 0)
     (tmp_path / "a").mkdir()
     for name in ("a/1.jpg", "a/é.jpg", "2.jpg", "a/\udcff.jpg"):
         (tmp_path / name).touch()

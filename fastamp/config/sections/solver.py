@@ -158,14 +158,5 @@ KEYS = (
         "Let CUDA compute float32 products in TensorFloat-32 (10 bits of mantissa); off means that "
         "what is called float32 is float32.",
     ),
-    Key("SOLVER.CLIP_GRADIENTS.ENABLED", False, "Clip gradients before each step."),
-    Key(
-        "SOLVER.CLIP_GRADIENTS.CLIP_TYPE",
-        "norm",
-        "What is bounded: value each element, norm the norm of each "
-        "parameter's gradient, global_norm the norm of all gradients together.",
-        choices=("value", "norm", "global_norm"),
-    ),
-    Key("SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 5.0, "The bound: largest absolute value, or largest norm.", above=0),
-    Key("SOLVER.CLIP_GRADIENTS.NORM_TYPE", 2.0, "The p of the p-norm; .inf is the largest absolute value.", above=0),
+    "SOLVER.CLIP_GRADIENTS",
 )

@@ -10,7 +10,7 @@ from typing import Any
 from tabulate import tabulate
 
 from fastamp.data.datasets.items import ImageItem, PackedItems
-from fastamp.utils.errors import DataError
+from fastamp.data.datasets.missing_dataset import missing_dataset
 from fastamp.utils.files import expand
 from fastamp.utils.registry import Registry
 
@@ -88,17 +88,16 @@ class ImageDataset:
         return ""
 
     def check_before_run(self, required_files: str | Sequence[str]) -> None:
-        """Check that files or folders are there, under the name by which FastReID's data sets do it.
+        """Check that files or folders are there, for a data set written for FastReID; ours call ``tree.check_tree``.
 
         Raises:
             DataError: one is missing.
         """
-        for path in [required_files] if isinstance(required_files, str) else required_files:
-            if not Path(path).exists():
-                raise DataError(
-                    f"the data set {type(self).__name__} is not there; not found: {Path(path).absolute()}\n"
-                    f"  fix: put the data there, or set {ROOT_VARIABLES[0]} to the folder that holds it"
-                )
+        paths = [required_files] if isinstance(required_files, str) else required_files
+        missing = [Path(path) for path in paths if not Path(path).exists()]
+        if missing:
+            fix = f"put the data there, or set {ROOT_VARIABLES[0]} to the folder that holds it"
+            raise missing_dataset(type(self).__name__, missing, fix=fix)
 
     def _split(self, split: str) -> Sequence[ImageItem]:
         if split not in self._items:

@@ -16,6 +16,7 @@ import numpy as np
 from fastamp.config import Key
 from fastamp.data.datasets.base import ImageDataset, ImageItem, data_root
 from fastamp.data.datasets.items import Column, PackedItems, PackedText, PathBuilder, split_path
+from fastamp.data.datasets.missing_dataset import missing_dataset
 from fastamp.data.split import hold_out, query_and_gallery
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean
 from fastamp.utils.files import check_no_device, expand
@@ -197,9 +198,8 @@ def _find(name: str, path: str | Path) -> Path:
     for place in places:
         if place.exists():
             return place
-    looked_for = "\n".join(f"    {place.absolute()}" for place in dict.fromkeys(places))
-    several = "\n  note: several sets are written \"('csv:a.csv', 'csv:b.csv')\"" if "," in str(path) else ""
-    raise DataError(f"the data set {name} is not there; looked for\n{looked_for}{several}")
+    several = "; several sets are written \"('csv:a.csv', 'csv:b.csv')\"" if "," in str(path) else ""
+    raise missing_dataset(name, places, fix=f"correct the path{several}")
 
 
 def image_files(folder: Path) -> list[str]:

@@ -1,9 +1,10 @@
-"""What is on the disk: files, lists of them, and how to say that a data set's are not there."""
+"""A data set's files on the disk: check that they are there, list folders, read lists of files."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fastamp.data.datasets.base import DATASET_REGISTRY, ROOT_VARIABLES, ImageItem, as_number
+from fastamp.data.datasets.missing_dataset import missing_dataset
 from fastamp.data.datasets.near import near_layout
 from fastamp.utils.errors import DataError
 
@@ -27,21 +28,20 @@ def check_tree(name: str, root: str | Path, needed: Iterable[Path], tree: str, f
     missing = [path for path in needed if not path.exists()]
     if not missing:
         return
-    looked_for = "\n".join(f"    {path.absolute()}" for path in missing)
     near = ""
     if folder and all(path.is_relative_to(root / folder) for path in needed):
         components = (DATASET_REGISTRY.get(each) for each in DATASET_REGISTRY)
         others = {getattr(component, "folder", "") for component in components} - {folder}
         below = [path.relative_to(root / folder) for path in needed]
         near = near_layout(root, folder, below, (name,), others)
-    raise DataError(
-        f"the data set {name} is not there; not found ({len(missing)} of {len(needed)}):\n"
-        f"{looked_for}\n"
-        f"  found there: {describe(missing[0].parent)}\n"
+    expected = "\n".join(f"    {line}" for line in tree.strip().splitlines())
+    raise missing_dataset(
+        name,
+        missing,
+        found=f"  found there: {describe(missing[0].parent)}\n"
         + (f"  near it: {near}\n" if near else "")
-        + f"  expected under the data root {root.absolute()}:\n"
-        + "\n".join(f"    {line}" for line in tree.strip().splitlines())
-        + f"\n  fix: put the data there, or set {ROOT_VARIABLES[0]} to the folder that holds it"
+        + f"  expected under the data root {root.absolute()}:\n{expected}\n",
+        fix=f"put the data there, or set {ROOT_VARIABLES[0]} to the folder that holds it",
     )
 
 

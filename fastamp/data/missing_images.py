@@ -1,4 +1,4 @@
-"""Find missing image files before a training, not in the middle of it."""
+"""Find missing image files of a data set before a training. A data set that is missing: datasets/missing_dataset.py."""
 
 import itertools
 import logging

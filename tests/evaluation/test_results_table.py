@@ -1,0 +1,32 @@
+"""The table of results."""
+
+import logging
+
+from fastamp.evaluation import print_results
+
+METRICS = {"Rank-5": 90.0, "Rank-1": 80.0, "mAP": 70.5, "mINP": 30.0, "metric": 75.25, "num_query": 4}
+METRICS |= {"num_gallery": 20, "num_query_without_match": 1, "TAR@FAR=0.01": 50.0}
+
+
+def columns(caplog, results):
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        print_results(results, protocol="as tested")
+    header = caplog.text.splitlines()[1]
+    return [name.strip() for name in header.strip("|").split("|")][1:], caplog.text
+
+
+def test_columns_are_in_order(caplog):
+    names, text = columns(caplog, {"Demo": METRICS})
+    assert names == ["Rank-1", "Rank-5", "mAP", "mINP", "metric", "TAR@FAR=0.01"]
+    assert "70.50" in text and "4 queries, 20 gallery images, 1 queries without a match" in text
+
+
+def test_metrics_of_another_evaluator(caplog):
+    names, text = columns(caplog, {"Mine": {"accuracy": 12.5, "loss": 0.25, "count": 3}})
+    assert names == ["accuracy", "loss"] and "12.50" in text and "queries" not in text
+
+
+def test_both_in_one_table(caplog):
+    names, _ = columns(caplog, {"Demo": METRICS, "Mine": {"accuracy": 12.5}})
+    assert names == ["Rank-1", "Rank-5", "mAP", "mINP", "metric", "TAR@FAR=0.01", "accuracy"]

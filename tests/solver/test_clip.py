@@ -1,0 +1,47 @@
+"""Gradient clipping."""
+
+import pytest
+import torch
+from torch import nn
+
+from fastamp.config import get_cfg
+from fastamp.solver import build_gradient_clipping
+from fastamp.utils.errors import ConfigError
+
+
+def config(*opts):
+    cfg = get_cfg()
+    cfg.merge_from_list(list(opts))
+    return cfg
+
+
+@pytest.mark.parametrize("clip_type", ["value", "norm", "global_norm"])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_clipping_equals_a_loop(clip_type, norm_type):
+    cfg = config("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", clip_type)
+    cfg.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = 0.5
+    cfg.SOLVER.CLIP_GRADIENTS.NORM_TYPE = norm_type
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    gradients = [p.grad.clone() for p in model.parameters()]
+    before = torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))
+    coefficient = build_gradient_clipping(cfg)(gradients, before)
+    if clip_type == "value":
+        nn.utils.clip_grad_value_(model.parameters(), 0.5)
+    elif clip_type == "global_norm":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
+    else:
+        for parameter in model.parameters():
+            nn.utils.clip_grad_norm_(parameter, 0.5, norm_type)
+    for ours, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, parameter.grad)
+    after = torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))
+    torch.testing.assert_close(coefficient, after / before)
+
+
+def test_clipping_off_and_wrong():
+    assert build_gradient_clipping(get_cfg()) is None
+    with pytest.raises(ConfigError, match="CLIP_VALUE is 0"):
+        build_gradient_clipping(config("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", "0"))
