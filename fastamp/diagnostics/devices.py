@@ -43,6 +43,15 @@ def versions() -> dict[str, str]:
     return found
 
 
+def system() -> str:
+    """Return the operating system and the architecture, e.g. ``"Debian GNU/Linux 12 (bookworm) (x86_64)"``."""
+    try:
+        name = platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        name = f"{platform.system()} {platform.release()}"
+    return f"{name} ({platform.machine()})"
+
+
 def build() -> str:
     """Return what PyTorch was built for: ``"CUDA 13.2"``, ``"ROCm 6.3"``, or nothing for the CPU alone."""
     if torch.version.cuda:

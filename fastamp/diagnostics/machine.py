@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from tabulate import tabulate
-from torch.utils import collect_env
 
 from fastamp.amp.policy import DTYPES, PrecisionPolicy, auto_dtype, dtype_name
 from fastamp.diagnostics import devices
@@ -210,9 +209,9 @@ class MachineReport:
 def inspect_machine(device: torch.device, *, asked: str = "auto", train: bool = False) -> MachineReport:
     """Return what a training on ``device`` finds here, in some hundredths of a second without ``train``.
 
-    Of ``torch.utils.collect_env`` only the name of the system is asked for: ``get_env_info`` lists all packages, which
-    takes a second, and asks nvidia-smi several times, which takes as long where the driver is not kept loaded. Random
-    states, TF32 flags and the log stay as they are. What a question fails with is noted, and never raised.
+    ``torch.utils.collect_env`` is not used: ``get_env_info`` lists all packages, which takes a second, and runs a
+    shell, and nvidia-smi several times. Random states, TF32 flags and the log stay as they are. What a question fails
+    with is noted, and never raised.
 
     Args:
         device: that of the training, also one that is not there.
@@ -244,7 +243,7 @@ def inspect_machine(device: torch.device, *, asked: str = "auto", train: bool = 
         tried = [name for name in DTYPES if train and there and (name not in support or support[name].state != "no")]
         return MachineReport(
             versions=ask("versions", devices.versions, {"torch": torch.__version__}),
-            platform=ask("system", lambda: collect_env.get_os(collect_env.run), ""),
+            platform=ask("system", devices.system, ""),
             cores=available_cores(),
             device=str(device),
             device_name=ask("the device's name", lambda: devices.device_name(device), "") if there else "",

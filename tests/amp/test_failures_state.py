@@ -29,7 +29,7 @@ from torch import nn
 
 from fastamp.amp import LossScaler, OptimizationStep
 from fastamp.amp.health import check_finite
-from fastamp.engine import DefaultTrainer
+from fastamp.engine import DefaultTrainer, defaults
 from fastamp.engine.hooks.averaging import EMA
 from fastamp.engine.train_loop import HookBase
 from fastamp.solver import WeightAverage
@@ -109,9 +109,8 @@ class Poison(HookBase):
 
 @pytest.mark.parametrize("period, evaluations", [("1", 1), ("4", 0)])
 def test_9_what_is_not_finite_is_neither_evaluated_nor_saved(demo, tmp_path, monkeypatch, period, evaluations):
-    evaluated, evaluate = [], DefaultTrainer._evaluate
-    counted = staticmethod(lambda *args: evaluated.append(1) or evaluate(*args))
-    monkeypatch.setattr(DefaultTrainer, "_evaluate", counted)
+    evaluated, evaluate = [], defaults.evaluate_sets
+    monkeypatch.setattr(defaults, "evaluate_sets", lambda *args: evaluated.append(1) or evaluate(*args))
     options = ("SOLVER.MAX_EPOCH", "4", "TEST.EVAL_PERIOD", period, "SOLVER.CHECKPOINT_PERIOD", "1")
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options))
     trainer.register_hooks([Poison(epoch=2)])

@@ -373,7 +373,7 @@ def test_a_question_that_fails_is_reported_and_ends_nothing(no_gpu):
     for name in ("driver_version", "memory", "supported", "versions", "device_name"):
         no_gpu.setattr(devices, name, fail)
     no_gpu.setattr(torch.cuda, "get_arch_list", fail)
-    no_gpu.setattr(machine.collect_env, "get_os", fail)
+    no_gpu.setattr(devices, "system", fail)
     report = inspect_machine(CPU, train=True)
     assert report.unknown["memory"] == "OSError: cannot be read" and "memory unknown" in report.table()
     assert len(report.unknown) == 7 and row(report, "system") == "OSError: cannot be read"

@@ -49,11 +49,16 @@ def register_split(cfg: CfgNode, fraction: float, seed: int) -> tuple[str, str]:
     return tuple(parts)
 
 
+_PARTS: dict[str, tuple[list[ImageItem], list[ImageItem], list[ImageItem]]] = {}
+"""Registered name -> its training, query and gallery images: those of the last search in this process."""
+
+
 def _register(name: str, images: tuple[list[ImageItem], list[ImageItem], list[ImageItem]]) -> None:
     def build(root: str) -> ImageDataset:
-        dataset = ImageDataset(*images)
+        dataset = ImageDataset(*_PARTS[name])
         dataset.dataset_name = name
         return dataset
 
+    _PARTS[name] = images
     if name not in DATASET_REGISTRY:
         DATASET_REGISTRY.register(name)(build)
