@@ -120,7 +120,7 @@ class DetailCounter:
         self._roc = None
         if limit is not None:
             sampled = Identities(query_pids, gallery_pids, query_camids, gallery_camids)
-            self._roc = RocCounter(sampled, limit=limit, cross_camera=protocol.cross_camera)
+            self._roc = RocCounter(sampled, limit=limit, junk=protocol.junk)
         self._query_camids = query_camids.numpy()
         self._query_cameras, here = _most_frequent(query_camids, wanted.cameras)
         self._gallery_cameras, there = _most_frequent(gallery_camids, wanted.cameras)
@@ -132,8 +132,7 @@ class DetailCounter:
             columns = (gallery_camids == camera).nonzero().flatten()
             of_camera = Identities(query_pids, gallery_pids[columns], query_camids, gallery_camids[columns])
             self._columns.append(columns)
-            ranker = Ranker(of_camera, cross_camera=protocol.cross_camera, trapezoid=protocol.trapezoid)
-            self._rankers.append(ranker)
+            self._rankers.append(Ranker(of_camera, junk=protocol.junk, trapezoid=protocol.trapezoid))
         self._first = len(self._sample)
 
     def add(self, start: int, distances: torch.Tensor) -> None:

@@ -239,7 +239,7 @@ class ReidEvaluator(DatasetEvaluator):
             *((features, features) if protocol.draws_queries else (features[:n], features[n:])),
             identities.all_images() if protocol.draws_queries else identities,
             metric=protocol.metric,
-            cross_camera=protocol.cross_camera,
+            junk=protocol.junk,
             same_images=protocol.draws_queries,
             seed=protocol.seed,
         )

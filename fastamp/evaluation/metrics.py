@@ -11,7 +11,7 @@ import torch
 from fastamp.amp import force_fp32
 from fastamp.evaluation.collapse import count_indistinct
 from fastamp.evaluation.details import DetailCounter, Details, Wanted, rank_lists
-from fastamp.evaluation.protocol import Identities, Protocol, Ranker, accept_rate_name
+from fastamp.evaluation.protocol import OWN_CAMERA, Identities, Protocol, Ranker, accept_rate_name
 from fastamp.evaluation.query_expansion import expand
 from fastamp.evaluation.rank import RankingResult
 from fastamp.evaluation.rerank import ReRankedDistances
@@ -156,7 +156,7 @@ def compute_metrics(
     if protocol.false_accept_rates is not None or (wanted and not protocol.draws_queries):
         limit = comm.from_main_process(limit_of(blocks))
     if protocol.false_accept_rates is not None:
-        roc = RocCounter(identities, limit=limit, cross_camera=protocol.cross_camera)
+        roc = RocCounter(identities, limit=limit, junk=protocol.junk)
     if wanted:
         shown = DetailCounter(identities, protocol, wanted, limit=limit if roc is None else None)
     ranker = protocol.ranker(identities)
@@ -204,7 +204,7 @@ def rank_features(
     """
     check_features(query_features, gallery_features, identities)
     blocks = FeatureDistances(query_features, gallery_features, metric=metric, memory_budget_mb=memory_budget_mb)
-    ranker = Ranker(identities)
+    ranker = Ranker(identities, junk=OWN_CAMERA)
     for start, distances in blocks.blocks():
         ranker.add(start, distances)
     return ranker.result()
@@ -234,7 +234,7 @@ def rank_distances(distances: torch.Tensor, identities: Identities, *, trapezoid
         )
     if distances.isnan().any():
         raise DataError(f"{int(distances.isnan().sum())} of {distances.numel()} distances are NaN")
-    ranker = Ranker(identities, trapezoid=trapezoid)
+    ranker = Ranker(identities, junk=OWN_CAMERA, trapezoid=trapezoid)
     exact = distances.dtype if distances.dtype in (torch.float32, torch.float64) else torch.float64
     ranker.add(0, distances.to(exact, copy=True))
     return ranker.result()

@@ -1,5 +1,6 @@
 """How alike images of one and of two identities are to a model: what a single comparison is held against."""
 
+import itertools
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.evaluation.protocol import JUNK_PID, GalleryGroups, Identities
+from fastamp.evaluation.protocol import JUNK_PID, Identities, Junk, Matches
 from fastamp.layers.distance import pairwise_distance
 
 _QUANTILES = 1001
@@ -59,7 +60,7 @@ def sample_pairs(
     identities: Identities,
     *,
     metric: str,
-    cross_camera: bool = True,
+    junk: Junk | None,
     same_images: bool = False,
     seed: int = 0,
 ) -> PairScores | None:
@@ -73,7 +74,7 @@ def sample_pairs(
         gallery_features: (G, D) float.
         identities: of the Q and G images.
         metric: ``cosine`` or ``euclidean``.
-        cross_camera: leave out pairs of one identity that are from one camera.
+        junk: pairs to exclude, see ``Matches``; None is none.
         same_images: queries and gallery are the same images, none of which makes a pair with itself.
         seed: of the draws.
 
@@ -81,37 +82,35 @@ def sample_pairs(
         None if there are no genuine or no impostor pairs.
     """
     random = np.random.default_rng(seed)
-    query_pids, gallery_pids, query_camids, gallery_camids = (
-        each.cpu().numpy()
-        for each in (
-            identities.query_pids,
-            identities.gallery_pids,
-            identities.query_camids,
-            identities.gallery_camids,
-        )
-    )
-    groups = GalleryGroups(gallery_pids)
+    pids, camids = identities.query_pids.cpu(), identities.query_camids.cpu()
+    gallery_pids, gallery_camids = identities.gallery_pids.cpu(), identities.gallery_camids.cpu()
+    order = random.permutation(len(pids))
+    shuffled = Identities(pids[order], gallery_pids, camids[order], gallery_camids)
+    matches = Matches(shuffled, junk=junk, unmatched_pid=JUNK_PID)
     columns, queries = [], []
-    for query in random.permutation(len(query_pids)):
-        group = groups.of(query_pids[query : query + 1])[0]
-        if group < 0 or query_pids[query] == JUNK_PID:
-            continue
-        own = groups.order[groups.starts[group] :][: groups.counts[group]]
-        if cross_camera:
-            own = own[gallery_camids[own] != query_camids[query]]
+    for first, last in matches.spans(0, len(order)):
+        pairs = matches.of(first, last)
+        rows, own = first + pairs.rows, pairs.columns
         if same_images:
-            own = own[own != query]
-        if len(own):
-            columns.append(random.permutation(own)[:_MATCHES])
-            queries.append(query)
-            if len(queries) == _QUERIES:
-                break
+            other = own != order[rows]
+            rows, own = rows[other], own[other]
+        found = np.unique(rows, return_index=True, return_counts=True)
+        for row, start, count in itertools.islice(zip(*found, strict=True), _QUERIES - len(queries)):
+            columns.append(random.permutation(own[start : start + count])[:_MATCHES])
+            queries.append(order[row])
+        if len(queries) == _QUERIES:
+            break
     others = np.flatnonzero(gallery_pids != JUNK_PID)
     others = np.sort(random.permutation(others)[:_GALLERY])
     if not queries or not len(others):
         return None
     chosen = _taken(query_features, np.array(queries))
-    differ = torch.from_numpy(query_pids[queries][:, None] != gallery_pids[others])
+    compared = Identities(pids[queries], gallery_pids[others], camids[queries], gallery_camids[others])
+    differ = compared.query_pids[:, None] != compared.gallery_pids
+    excluded = Matches(compared, junk=junk)
+    for first, last in excluded.spans(0, len(queries)):
+        pairs = excluded.of(first, last)
+        differ[first + pairs.junk_rows, pairs.junk_columns] = False
     impostor = _scores(pairwise_distance(chosen, _taken(gallery_features, others), metric)[differ], metric)
     if not len(impostor):
         return None

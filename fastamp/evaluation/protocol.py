@@ -1,7 +1,8 @@
 """Protocols: which gallery images count for which query, and all that an evaluation is configured by.
 
-``RULES`` maps each ``TEST.PROTOCOL`` to its rule. ``Matches`` tells a query's matches from junk, and a ``Ranker`` ranks
-by that. Rules that draw a gallery are in ``single_shot``.
+``RULES`` maps each ``TEST.PROTOCOL`` to its rule. A rule's ``Junk`` is the one place that says which gallery images are
+excluded for a query; ``Matches`` applies it, for the ranking, verification, the sample of pairs and the report alike.
+Rules that draw a gallery are in ``single_shot``.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastamp.config.key import Key
 from fastamp.evaluation.neighbours import BACKENDS
 from fastamp.evaluation.query_expansion import QueryExpansion
 from fastamp.evaluation.rank import RankingResult, query_scores, ranks_of_matches
@@ -18,6 +20,17 @@ from fastamp.evaluation.rerank import ReRanking
 from fastamp.layers.distance import check_metric
 from fastamp.utils.errors import ConfigError, check_choice
 from fastamp.utils.moved import moved_names
+
+KEYS = (
+    Key(
+        "TEST.PROTOCOL",
+        "market1501",
+        "What counts as a match: market1501 leaves out images of the query's identity from its own camera; no_camera "
+        "leaves out nothing; cuhk03 is market1501 with the CMC over one drawn gallery image of each identity; "
+        "vehicleid draws one gallery image of each identity from all images, and the others are the queries.",
+        choices=("market1501", "no_camera", "cuhk03", "vehicleid"),
+    ),
+)
 
 # The identity that the first Market-1501 evaluation code excludes from the gallery.
 JUNK_PID = -1
@@ -73,29 +86,49 @@ class GalleryGroups:
         return np.where(self.pids[place] == pids, place, -1)
 
 
+@dataclass(frozen=True)
+class Junk:
+    """Which gallery images are excluded for a query: neither matches, nor images of others.
+
+    Attributes:
+        test: takes ``Matches`` and the int64 numbers of queries and of gallery images, two arrays that broadcast;
+            returns for each pair whether it is junk, bool.
+        own_identity: whether images of the query's identity alone can be junk; others then are not tested.
+    """
+
+    test: Callable[["Matches", np.ndarray, np.ndarray], np.ndarray]
+    own_identity: bool = True
+
+
 class Matches:
     """The matches and the junk of queries.
 
-    A gallery image of the query's identity is a match, unless it is junk: under ``cross_camera``, when it is also from
-    the query's own camera (Zheng et al. 2015, "Scalable person re-identification: a benchmark").
+    A gallery image of the query's identity is a match, unless it is junk.
 
     Args:
         identities: of Q queries and G gallery images.
-        cross_camera: whether images of the query's own camera are junk.
+        junk: the rule's; None is no junk.
         unmatched_pid: an identity that matches nothing; None is none.
+
+    Attributes:
+        query_pids, query_camids: (Q,) int64.
+        gallery_pids, gallery_camids: (G,) int64.
     """
 
-    def __init__(self, identities: Identities, *, cross_camera: bool, unmatched_pid: int | None = None) -> None:
+    def __init__(self, identities: Identities, *, junk: Junk | None, unmatched_pid: int | None = None) -> None:
         self.query_pids, self.gallery_pids = identities.query_pids.cpu().numpy(), identities.gallery_pids.cpu().numpy()
         self.query_camids = identities.query_camids.cpu().numpy()
         self.gallery_camids = identities.gallery_camids.cpu().numpy()
-        self.cross_camera, self.unmatched_pid = cross_camera, unmatched_pid
+        self.junk, self.unmatched_pid = junk, unmatched_pid
         self.groups = GalleryGroups(self.gallery_pids)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of the queries from ``start`` to ``stop`` whose pairs take little memory, one query at least."""
         group = self.groups.of(self.query_pids[start:stop])
-        pairs = np.cumsum(np.where(group >= 0, self.groups.counts[group], 0))
+        pairs = np.where(group >= 0, self.groups.counts[group], 0)
+        if self._tests_all:
+            pairs = np.full_like(pairs, len(self.gallery_pids))
+        pairs = np.cumsum(pairs)
         first = 0
         while first < len(group):
             done = pairs[first - 1] if first else 0
@@ -111,18 +144,36 @@ class Matches:
         rows = np.repeat(np.arange(len(group)), counts)
         within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         columns = self.groups.order[self.groups.starts[group[rows]] + within]
-        junk = np.zeros(len(rows), dtype=bool)
-        if self.cross_camera:
-            junk = self.query_camids[start:stop][rows] == self.gallery_camids[columns]
-        return Pairs(rows[~junk], columns[~junk], rows[junk], columns[junk])
+        if self.junk is None:
+            return Pairs(rows, columns, rows[:0], columns[:0])
+        junk = self.junk.test(self, start + rows, columns)
+        junk_rows, junk_columns = rows[junk], columns[junk]
+        if self._tests_all:
+            shape = len(group), len(self.gallery_pids)
+            queries, gallery = np.arange(start, start + shape[0])[:, None], np.arange(shape[1])
+            junk_rows, junk_columns = np.broadcast_to(self.junk.test(self, queries, gallery), shape).nonzero()
+        return Pairs(rows[~junk], columns[~junk], junk_rows, junk_columns)
+
+    @property
+    def _tests_all(self) -> bool:
+        return self.junk is not None and not self.junk.own_identity
+
+
+def same_camera(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
+    """Return whether a gallery image is from the query's camera, for each pair; see ``Junk``."""
+    return matches.query_camids[queries] == matches.gallery_camids[gallery]
+
+
+OWN_CAMERA = Junk(same_camera)
+"""Images of the query's identity from its own camera (Zheng et al. 2015, "Scalable person re-identification")."""
 
 
 class Ranker:
-    """Ranks the queries of one block of distances after the other, in any order: Market-1501's rule.
+    """Ranks the queries of one block of distances after the other, in any order.
 
     Args:
         identities: of Q queries and G gallery images.
-        cross_camera: gallery images of the query's identity from the query's own camera are junk.
+        junk: the rule's; None is no junk.
         trapezoid: the AP of the first Market-1501 evaluation code: the area under the precision-recall curve by the
             trapezoidal rule, gallery images of identity -1 excluded. Without, the mean of the precisions at the
             matches, as everybody reports it today.
@@ -133,9 +184,9 @@ class Ranker:
 
     draws = 1
 
-    def __init__(self, identities: Identities, *, cross_camera: bool = True, trapezoid: bool = False) -> None:
+    def __init__(self, identities: Identities, *, junk: Junk | None, trapezoid: bool = False) -> None:
         unmatched = JUNK_PID if trapezoid else None
-        self.matches = Matches(identities, cross_camera=cross_camera, unmatched_pid=unmatched)
+        self.matches = Matches(identities, junk=junk, unmatched_pid=unmatched)
         self.trapezoid = trapezoid
         self._excluded = (identities.gallery_pids == JUNK_PID).nonzero().flatten() if trapezoid else None
         self._parts: dict[int, tuple[np.ndarray, ...]] = {}
@@ -164,36 +215,37 @@ class Ranker:
         return RankingResult(*(torch.from_numpy(np.concatenate(columns)) for columns in zip(*parts, strict=True)))
 
 
+def _build_ranker(identities: Identities, protocol: "Protocol") -> Ranker:
+    return Ranker(identities, junk=protocol.junk, trapezoid=protocol.trapezoid)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """Which queries are ranked against which gallery images.
 
     Attributes:
         text: the rule in words, with the protocol's ``repeats`` and ``seed``.
-        build: returns its ranker.
-        cross_camera: whether images of the query's identity from its own camera are junk.
+        junk: which gallery images are excluded for a query; None is none, and cameras are not needed.
+        build: returns its ranker, of ``protocol.junk``. Default: a ``Ranker``.
         draws_queries: whether query and gallery are drawn from all images, which then are ranked against all.
     """
 
     text: str
-    build: Callable[[Identities, "Protocol"], Ranker]
-    cross_camera: bool
+    junk: Junk | None
+    build: Callable[[Identities, "Protocol"], Ranker] = _build_ranker
     draws_queries: bool = False
 
 
 RULES = {
     "market1501": Rule(
-        text="Market-1501 (images of the query's identity from its own camera are junk)",
-        build=lambda identities, protocol: Ranker(identities, trapezoid=protocol.trapezoid),
-        cross_camera=True,
+        text="Market-1501 (images of the query's identity from its own camera are junk)", junk=OWN_CAMERA
     ),
-    "no_camera": Rule(
-        text="no cameras (no junk)",
-        build=lambda identities, protocol: Ranker(identities, cross_camera=False, trapezoid=protocol.trapezoid),
-        cross_camera=False,
-    ),
+    "no_camera": Rule(text="no cameras (no junk)", junk=None),
 }
-"""``TEST.PROTOCOL`` -> its rule; ``single_shot`` adds those that draw a gallery."""
+"""``TEST.PROTOCOL`` -> its rule; ``single_shot`` adds those that draw a gallery.
+
+The names stand in the ``choices`` of ``KEYS`` above, too: the config is read without importing this module.
+"""
 
 
 def accept_rate_name(rate: float) -> str:
@@ -207,7 +259,7 @@ class Protocol:
 
     Attributes:
         metric: ``"cosine"`` or ``"euclidean"``.
-        rule: ``"market1501"``, ``"no_camera"``, ``"cuhk03"`` or ``"vehicleid"``.
+        rule: ``"market1501"``, ``"no_camera"``, ``"cuhk03"``, ``"vehicleid"``, or another name in ``RULES``.
         trapezoid: see ``Ranker``.
         repeats: draws of a gallery, under a rule that draws.
         seed: of these draws, and of the bootstrap's.
@@ -287,9 +339,14 @@ class Protocol:
         return names + [accept_rate_name(rate) for rate in self.false_accept_rates or ()]
 
     @property
+    def junk(self) -> Junk | None:
+        """Which gallery images are excluded for a query; None is none."""
+        return RULES[self.rule].junk
+
+    @property
     def cross_camera(self) -> bool:
-        """Whether images of the query's identity from its own camera are junk."""
-        return RULES[self.rule].cross_camera
+        """Whether the rule has junk, for which it needs cameras."""
+        return self.junk is not None
 
     @property
     def draws_queries(self) -> bool:

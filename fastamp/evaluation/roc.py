@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fastamp.evaluation.protocol import Identities, Matches, Pairs
+from fastamp.evaluation.protocol import Identities, Junk, Matches, Pairs
 from fastamp.layers.distance import DistanceBlocks
 from fastamp.utils import comm
 from fastamp.utils.errors import writing
@@ -79,14 +79,14 @@ class RocCounter:
     Args:
         identities: of Q queries and G gallery images.
         limit: where the last bin begins; distances above are not told apart.
-        cross_camera: see ``Matches``; junk is no pair.
+        junk: see ``Matches``; it is neither a genuine nor an impostor pair.
 
     Attributes:
         counts: (2, 2^20) int64, genuine and impostor pairs by distance.
     """
 
-    def __init__(self, identities: Identities, *, limit: float, cross_camera: bool = True) -> None:
-        self.matches = Matches(identities, cross_camera=cross_camera)
+    def __init__(self, identities: Identities, *, limit: float, junk: Junk | None) -> None:
+        self.matches = Matches(identities, junk=junk)
         self._scale = _BINS / max(limit, _SMALLEST_LIMIT)
         self.counts = torch.zeros(2, _BINS, dtype=torch.int64)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from fastamp.evaluation.protocol import RULES, GalleryGroups, Identities, Ranker, Rule
+from fastamp.evaluation.protocol import OWN_CAMERA, RULES, GalleryGroups, Identities, Junk, Ranker, Rule
 from fastamp.utils.moved import moved_names
 
 __getattr__ = moved_names(__name__, {"OneGalleryImageRanker": "fastamp.evaluation.single_shot.VehicleIDRanker"})
@@ -19,13 +19,13 @@ class SingleGalleryShotRanker(Ranker):
         identities: of Q queries and G gallery images.
         repeats: draws, R.
         seed: of the draws.
-        cross_camera, trapezoid: see ``Ranker``.
+        junk, trapezoid: see ``Ranker``.
     """
 
     def __init__(
-        self, identities: Identities, *, repeats: int, seed: int, cross_camera: bool = True, trapezoid: bool = False
+        self, identities: Identities, *, repeats: int, seed: int, junk: Junk | None, trapezoid: bool = False
     ) -> None:
-        super().__init__(identities, cross_camera=cross_camera, trapezoid=trapezoid)
+        super().__init__(identities, junk=junk, trapezoid=trapezoid)
         generator = np.random.default_rng(seed)
         self.draws = repeats
         self._drawn = _draw(self.matches.groups, repeats, generator)
@@ -61,7 +61,7 @@ class VehicleIDRanker(Ranker):
     """
 
     def __init__(self, identities: Identities, *, repeats: int, seed: int) -> None:
-        super().__init__(identities, cross_camera=False)
+        super().__init__(identities, junk=None)
         self.draws = repeats
         self._drawn = _draw(self.matches.groups, repeats, np.random.default_rng(seed))
 
@@ -81,15 +81,15 @@ class VehicleIDRanker(Ranker):
 
 RULES["cuhk03"] = Rule(
     text="CUHK03 single gallery shot (own camera is junk; CMC over {0.repeats} draws, seed {0.seed})",
+    junk=OWN_CAMERA,
     build=lambda identities, protocol: SingleGalleryShotRanker(
-        identities, repeats=protocol.repeats, seed=protocol.seed, trapezoid=protocol.trapezoid
+        identities, repeats=protocol.repeats, seed=protocol.seed, junk=protocol.junk, trapezoid=protocol.trapezoid
     ),
-    cross_camera=True,
 )
 RULES["vehicleid"] = Rule(
     text="VehicleID (one gallery image of each identity, all others are queries; {0.repeats} draws, seed {0.seed})",
+    junk=None,
     build=lambda identities, protocol: VehicleIDRanker(identities, repeats=protocol.repeats, seed=protocol.seed),
-    cross_camera=False,
     draws_queries=True,
 )
 

@@ -208,7 +208,7 @@ class Predictor:
             extraction = read_extraction(reference)
             check_same_model(extraction, self.config_hash, self.checkpoint)
             protocol = Protocol.from_config(self.cfg)
-            pairs = pairs_of(extraction, cross_camera=protocol.cross_camera, seed=protocol.seed)
+            pairs = pairs_of(extraction, junk=protocol.junk, seed=protocol.seed)
             source = str(reference)
         if pairs is not None and pairs.metric != metric:  # TEST.METRIC was set to another
             pairs = None

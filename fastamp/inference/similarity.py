@@ -1,5 +1,6 @@
 """How alike two images are, and whether that is much or little for the model."""
 
+import warnings
 from dataclasses import dataclass
 from os import PathLike
 
@@ -8,6 +9,7 @@ import torch
 
 from fastamp.evaluation import Identities
 from fastamp.evaluation.pairs import PairScores, sample_pairs
+from fastamp.evaluation.protocol import OWN_CAMERA, Junk
 from fastamp.inference.features_file import Extraction, read_extraction
 from fastamp.utils.errors import DataError
 
@@ -59,17 +61,28 @@ class Comparison:
         )
 
 
-def pairs_of(reference: Extraction | str | PathLike[str], *, cross_camera: bool = True, seed: int = 0) -> PairScores:
+def pairs_of(
+    reference: Extraction | str | PathLike[str],
+    *,
+    junk: Junk | None = OWN_CAMERA,
+    seed: int = 0,
+    cross_camera: bool | None = None,
+) -> PairScores:
     """Return the scores of a sample of pairs of an extraction: of its queries and gallery, or else of all its images.
 
     Args:
         reference: with identities.
-        cross_camera: leave out pairs of one identity that are from one camera; so where no camera is known none is.
+        junk: pairs to exclude, e.g. ``Protocol.junk``; None is none, as where no camera is known. Default: pairs of one
+            identity that are from one camera.
         seed: of the draws.
+        cross_camera: deprecated; False is ``junk=None``.
 
     Raises:
         DataError: it cannot be read, or has no two images of one identity, or none of two.
     """
+    if cross_camera is not None:
+        warnings.warn("pairs_of: cross_camera is now junk, OWN_CAMERA or None", DeprecationWarning, stacklevel=2)
+        junk = OWN_CAMERA if cross_camera else None
     extraction = reference if isinstance(reference, Extraction) else read_extraction(reference)
     queries = galleries = np.arange(len(extraction.paths))
     split = extraction.split
@@ -82,7 +95,7 @@ def pairs_of(reference: Extraction | str | PathLike[str], *, cross_camera: bool 
         _Rows(extraction.features, galleries),
         Identities(pids[queries], pids[galleries], camids[queries], camids[galleries]),
         metric=extraction.metric,
-        cross_camera=cross_camera and bool((camids >= 0).any()),
+        junk=junk if (camids >= 0).any() else None,
         same_images=whole,
         seed=seed,
     )

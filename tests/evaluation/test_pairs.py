@@ -8,6 +8,7 @@ import torch
 
 from fastamp.evaluation import Identities, pairs
 from fastamp.evaluation.pairs import PairScores, sample_pairs
+from fastamp.evaluation.protocol import OWN_CAMERA
 
 
 def small_set():
@@ -33,7 +34,7 @@ def test_all_pairs_of_a_small_set(metric, cross_camera):
             impostor.append(score.item())
         elif not cross_camera or ids.query_camids[q] != ids.gallery_camids[g]:
             genuine.append(score.item())
-    found = sample_pairs(queries, gallery, ids, metric=metric, cross_camera=cross_camera)
+    found = sample_pairs(queries, gallery, ids, metric=metric, junk=OWN_CAMERA if cross_camera else None)
     assert (found.num_genuine, found.num_impostor) == (len(genuine), len(impostor))
     for quantiles, scores in ((found.genuine, genuine), (found.impostor, impostor)):
         assert quantiles.shape == (1001,) and quantiles.dtype == torch.float32
@@ -55,12 +56,12 @@ def test_of_a_large_set_a_seeded_sample_is_taken(monkeypatch):
     pids = torch.arange(300).repeat(8)
     features = torch.randn(2400, 4) + torch.randn(300, 4).repeat(8, 1)
     ids = Identities(pids[:600], pids, torch.zeros(600), torch.ones(2400))
-    found = sample_pairs(features[:600], features, ids, metric="cosine")
+    found = sample_pairs(features[:600], features, ids, metric="cosine", junk=OWN_CAMERA)
     assert found.num_genuine == 50 * 6 and 19_800 < found.num_impostor < 20_000
-    again = sample_pairs(features[:600].numpy(), features.numpy(), ids, metric="cosine")
+    again = sample_pairs(features[:600].numpy(), features.numpy(), ids, metric="cosine", junk=OWN_CAMERA)
     assert torch.equal(found.genuine, again.genuine) and torch.equal(found.impostor, again.impostor)
     assert (found.genuine > found.impostor).float().mean() > 0.9
-    other = sample_pairs(features[:600], features, ids, metric="cosine", seed=1)
+    other = sample_pairs(features[:600], features, ids, metric="cosine", junk=OWN_CAMERA, seed=1)
     assert not torch.equal(found.genuine, other.genuine)
 
 
@@ -68,7 +69,7 @@ def test_an_image_makes_no_pair_with_itself():
     pids = torch.tensor([1, 1, 2])
     ids = Identities(pids, pids, torch.zeros(3), torch.zeros(3))
     features = torch.eye(3)
-    found = sample_pairs(features, features, ids, metric="cosine", cross_camera=False, same_images=True)
+    found = sample_pairs(features, features, ids, metric="cosine", junk=None, same_images=True)
     assert found.num_genuine == 2 and found.genuine.max() == 0
     assert PairScores(**found.state_dict()).num_impostor == found.num_impostor == 2
 
@@ -78,4 +79,4 @@ def test_nothing_to_hold_against():
     for each in ([1, 2], [1, 1], [-1, -1]):
         pids = torch.tensor(each)
         ids = Identities(pids, pids, torch.zeros(2), torch.zeros(2))
-        assert sample_pairs(features, features, ids, metric="cosine", cross_camera=False, same_images=True) is None
+        assert sample_pairs(features, features, ids, metric="cosine", junk=None, same_images=True) is None

@@ -1,17 +1,19 @@
 """Protocols: which gallery images count, and the options that go together."""
 
+import numpy as np
 import pytest
 import torch
-from judging import naive, protocol, random_distances, rows_of
+from judging import naive, protocol, random_distances, random_set, rows_of
 
+from fastamp.config import get_cfg
 from fastamp.config.defaults import KEYS
-from fastamp.evaluation import Protocol, rank_distances
+from fastamp.evaluation import Identities, Protocol, ReidEvaluator, Wanted, compute_metrics, rank_distances
 from fastamp.evaluation import protocol as module
 from fastamp.evaluation.neighbours import BACKENDS
-from fastamp.evaluation.protocol import RULES, Matches, Ranker
+from fastamp.evaluation.protocol import OWN_CAMERA, RULES, Junk, Matches, Ranker, Rule, same_camera
 from fastamp.evaluation.query_expansion import SIDES
 from fastamp.evaluation.rerank import FORMS
-from fastamp.layers.distance import METRICS
+from fastamp.layers.distance import METRICS, pairwise_distance
 from fastamp.utils.errors import ConfigError
 
 
@@ -19,19 +21,85 @@ def test_many_matches_are_judged_in_parts(monkeypatch):
     distances, ids = random_distances(4, 40, 100, 50, pids=3)
     whole = rank_distances(distances, ids)
     monkeypatch.setattr(module, "_MOST_PAIRS", 60)
-    assert len(list(Matches(ids, cross_camera=True).spans(0, 40))) > 20
+    assert len(list(Matches(ids, junk=OWN_CAMERA).spans(0, 40))) > 20
     parts = rank_distances(distances, ids)
     assert torch.equal(whole.ap, parts.ap) and torch.equal(whole.first_match, parts.first_match)
 
 
 def test_without_cameras_nothing_is_junk():
     distances, ids = random_distances(0, 5, 60, 20)
-    ranker = Ranker(ids, cross_camera=False)
+    ranker = Ranker(ids, junk=None)
     ranker.add(0, distances.clone())
     expected = list(naive(distances.tolist(), ids, cross_camera=False))
     for ours, row in zip(rows_of(ranker.result()), expected, strict=True):
         assert ours == pytest.approx(row, abs=1e-12)
     assert expected != list(naive(distances.tolist(), ids))
+
+
+@pytest.fixture
+def other_cameras(monkeypatch):
+    """A project's rule: all images of the query's camera are junk, whoever they show."""
+    rule = Rule(text="other cameras alone", junk=Junk(same_camera, own_identity=False))
+    monkeypatch.setitem(RULES, "other_cameras", rule)
+    return rule
+
+
+@pytest.mark.parametrize("most", [2**19, 50])
+def test_all_parts_follow_a_rule_of_a_project(other_cameras, monkeypatch, most):
+    monkeypatch.setattr(module, "_MOST_PAIRS", most)
+    queries, gallery, ids = random_set(3, queries=90, cameras=4)
+    rule = Protocol(rule="other_cameras", false_accept_rates=(0.1,), resamples=0)
+    found = compute_metrics(queries, gallery, ids, rule, Wanted(kinds=("best", "worst"), lists=5, length=60))
+    distances = pairwise_distance(queries, gallery, "cosine")
+    same, allowed = ids.query_pids[:, None] == ids.gallery_pids, ids.query_camids[:, None] != ids.gallery_camids
+    genuine, impostor = distances[same & allowed], distances[~same & allowed]
+
+    expected = list(naive(distances.tolist(), ids, own_identity=False))
+    for ours, row in zip(rows_of(found.ranking), expected, strict=True):
+        assert ours == pytest.approx(row, abs=1e-12)
+    assert found.metrics()["mAP"] == pytest.approx(100 * np.mean([ap for ap, _, _, valid in expected if valid]))
+    assert found.metrics()["mAP"] > compute_metrics(queries, gallery, ids).metrics()["mAP"] + 1  # a negative control
+
+    assert (found.roc.num_genuine, found.roc.num_impostor) == (len(genuine), len(impostor))
+    threshold = impostor.sort().values[len(impostor) // 10 - 1]
+    assert found.roc.tar_at(0.1) == pytest.approx((genuine <= threshold).double().mean().item(), abs=2 / len(genuine))
+
+    details = compute_metrics(queries, gallery, ids, Protocol(rule="other_cameras"), Wanted()).details
+    np.testing.assert_array_equal(details.roc.tar, found.roc.tar)
+    matrix = found.details.cameras
+    assert np.isnan(np.diag(matrix.mean_ap)).all()
+    here, there = ids.query_camids == 0, ids.gallery_camids == 1
+    some = Identities(ids.query_pids[here], ids.gallery_pids[there], ids.query_camids[here], ids.gallery_camids[there])
+    precisions = [ap for ap, _, _, valid in naive(distances[here][:, there].tolist(), some) if valid]
+    assert matrix.mean_ap[0, 1] == pytest.approx(np.mean(precisions), abs=1e-6)
+    for one in [one for lists in found.details.lists.values() for one in lists]:
+        order = [g for g in np.argsort(distances[one.query].numpy(), kind="stable") if allowed[one.query, g]]
+        assert one.gallery.tolist() == order[:60]
+
+    evaluator = ReidEvaluator(get_cfg(), len(queries))
+    evaluator.protocol = rule
+    evaluator.process(
+        {"targets": torch.cat((ids.query_pids, ids.gallery_pids)), "camids": ids.all_images().query_camids},
+        torch.cat((queries, gallery)),
+    )
+    evaluator.evaluate()
+    assert (evaluator.pairs.num_genuine, evaluator.pairs.num_impostor) == (len(genuine), len(impostor))
+    for quantiles, each in ((evaluator.pairs.genuine, genuine), (evaluator.pairs.impostor, impostor)):
+        np.testing.assert_allclose(quantiles[[0, -1]], [1 - each.max(), 1 - each.min()], atol=1e-6)
+
+
+def test_much_junk_is_judged_in_parts(other_cameras, monkeypatch):
+    _, ids = random_distances(4, 40, 100, 50, pids=60)
+    matches = Matches(ids, junk=other_cameras.junk)
+    whole = matches.of(0, 40)
+    monkeypatch.setattr(module, "_MOST_PAIRS", 250)
+    spans = list(matches.spans(0, 40))
+    assert spans == [(first, first + 2) for first in range(0, 40, 2)]
+    parts = [(first, matches.of(first, last)) for first, last in spans]
+    assert all(len(each.rows) + len(each.junk_rows) <= 250 for _, each in parts)
+    np.testing.assert_array_equal(np.concatenate([first + each.junk_rows for first, each in parts]), whole.junk_rows)
+    np.testing.assert_array_equal(np.concatenate([each.junk_columns for _, each in parts]), whole.junk_columns)
+    assert len(list(Matches(ids, junk=OWN_CAMERA).spans(0, 40))) == 1
 
 
 def test_identity_minus_one_has_no_match_where_it_is_left_out():
@@ -74,6 +142,7 @@ def test_choices_of_keys_are_those_of_the_parts():
         "TEST.METRIC": METRICS,
     }
     for key, expected in choices.items():
-        assert set(KEYS[key].choices) == set(expected)
+        where = "KEYS in fastamp/evaluation/protocol.py" if key == "TEST.PROTOCOL" else "config/sections/evaluation.py"
+        assert set(KEYS[key].choices) == set(expected), f"fix: choices of {key} in {where}: {tuple(expected)}"
     with pytest.raises(ConfigError, match="TEST.PROTOCOL: 'market'.*Did you mean 'market1501'"):
         Protocol(rule="market")

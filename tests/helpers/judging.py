@@ -32,19 +32,22 @@ def random_set(seed, queries=30, gallery=120, *, width=16, pids=8, cameras=3, no
     return *features, Identities(*(torch.from_numpy(each) for each in (*sides, *camids)))
 
 
-def naive_rows(distances, ids, *, cross_camera=True):
-    """Yield for each query the ranks (from 1) of its matches in a stable sort, junk left out."""
+def naive_rows(distances, ids, *, cross_camera=True, own_identity=True):
+    """Yield for each query the ranks (from 1) of its matches in a stable sort, junk left out.
+
+    Junk is of the query's camera; without ``own_identity`` images of other identities are junk, too.
+    """
     for q in range(len(distances)):
         order = sorted(range(len(distances[q])), key=lambda g: (distances[q][g], g))
         same = ids.gallery_pids == ids.query_pids[q]
-        junk = same & (ids.gallery_camids == ids.query_camids[q]) & cross_camera
+        junk = (same | (not own_identity)) & (ids.gallery_camids == ids.query_camids[q]) & cross_camera
         kept = [g for g in order if not junk[g]]
         yield [i for i, g in enumerate(kept, start=1) if same[g]]
 
 
-def naive(distances, ids, *, cross_camera=True):
+def naive(distances, ids, **rule):
     """Yield AP, INP, the first match's rank from 0, and whether there is one, for each query."""
-    for ranks in naive_rows(distances, ids, cross_camera=cross_camera):
+    for ranks in naive_rows(distances, ids, **rule):
         if not ranks:
             yield 0.0, 0.0, -1, False
             continue

@@ -67,7 +67,9 @@ def test_an_extraction_has_the_pairs_of_the_evaluation(predictor, checkpoint, tw
     assert bare.compare(*two, reference=found).pairs is found
     # Of training images alone, all pairs are taken.
     train, _ = extract(predictor, "Demo", tmp_path / "train.npz", splits=["train"])
-    assert pairs_of(train, cross_camera=False).num_genuine == 16 * 6 * 5
+    assert pairs_of(train, junk=None).num_genuine == 16 * 6 * 5
+    with pytest.warns(DeprecationWarning, match="junk"):
+        assert pairs_of(train, cross_camera=False).num_genuine == 16 * 6 * 5
 
 
 def test_references_that_say_nothing(predictor, checkpoint, two, tmp_path):

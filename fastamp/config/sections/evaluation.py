@@ -13,14 +13,7 @@ KEYS = (
         False,
         "Also rank by raw pixels and by colour histograms, and print both as floors beside the result.",
     ),
-    Key(
-        "TEST.PROTOCOL",
-        "market1501",
-        "What counts as a match: market1501 leaves out images of the query's identity from its own camera; no_camera "
-        "leaves out nothing; cuhk03 is market1501 with the CMC over one drawn gallery image of each identity; "
-        "vehicleid draws one gallery image of each identity from all images, and the others are the queries.",
-        choices=("market1501", "no_camera", "cuhk03", "vehicleid"),
-    ),
+    "TEST.PROTOCOL",
     Key("TEST.REPEATS", 10, "Draws of the gallery under PROTOCOL cuhk03 and vehicleid.", low=1),
     Key(
         "TEST.SEED", 0, "Seed of the evaluation's draws; SEED has no part in them, so that runs are comparable.", low=0
