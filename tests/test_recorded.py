@@ -9,13 +9,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import amp_replay
 import numpy as np
+import preloaded
 import pytest
 import record
 import recorded
@@ -231,8 +231,7 @@ def test_a_hook_of_another_name_is_found(demo, tmp_path, name):
 
 def test_two_ranks_resume_to_the_end_of_an_uninterrupted_run(demo_root, demo, tmp_path):
     def run(folder, *flags):
-        command = [sys.executable, str(HELPERS / "ranks.py"), *flags, str(folder), "2", *recorded.TWO_RANKS]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = preloaded.run(HELPERS / "ranks.py", *flags, folder, "2", *recorded.TWO_RANKS)
         assert done.returncode == 0, done.stderr
 
     folder, content = resumable(tmp_path, "two_ranks"), stored("two_ranks")
