@@ -1,5 +1,6 @@
 """Config keys that components declare in their own files."""
 
+import ast
 from pathlib import Path
 
 from fastamp.config.key import Key
@@ -30,7 +31,9 @@ def component_keys(package: Path = _PACKAGE) -> dict[str, Key]:
     """
     keys: dict[str, Key] = {}
     for file in sorted(package.glob("*/**/*.py")):
-        if file.is_relative_to(Path(__file__).parent):
+        names = file.relative_to(package).with_suffix("").parts
+        # Editors and systems leave hidden files and copies, which are no modules.
+        if names[0] == Path(__file__).parent.name or not all(name.isidentifier() for name in names):
             continue
         for key in declared_keys(file):
             if key.path in keys:
@@ -42,7 +45,18 @@ def component_keys(package: Path = _PACKAGE) -> dict[str, Key]:
 def declared_keys(file: Path) -> tuple[Key, ...]:
     """Return the ``KEYS`` of a Python file, without importing it; empty if it has none.
 
-    The statement begins a line with ``KEYS = `` and ends at the first blank line.
+    Raises:
+        ValueError: the value is not a tuple of ``Key(...)`` with literals.
     """
-    statement = file.read_text(encoding="utf-8").partition("\nKEYS = ")[2].partition("\n\n")[0]
-    return eval(compile(statement, str(file), "eval"), {"Key": Key}) if statement else ()
+    source = file.read_text(encoding="utf-8")
+    if "\nKEYS" not in source:  # parsing all files takes half a second
+        return ()
+    for statement in ast.parse(source).body:
+        targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "KEYS" for target in targets):
+            try:
+                value = eval(compile(ast.Expression(statement.value), str(file), "eval"), {"Key": Key})
+            except NameError as error:
+                raise ValueError(f"{file}:{statement.lineno}: KEYS needs Key(...) with literals: {error}") from error
+            return value
+    return ()

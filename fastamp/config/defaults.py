@@ -15,7 +15,11 @@ def _all_keys() -> dict[str, Key]:
             keys[entry.path] = entry
         else:
             marked = {path: key for path, key in of_components.items() if f"{path}.".startswith(f"{entry}.")}
-            assert marked, f"no component declares a key of {entry}"
+            if not marked:
+                raise RuntimeError(
+                    f"no component declares a key of {entry}: the sources of the installed package are missing.\n"
+                    "  fix: install fastamp with its .py files, as pip does"
+                )
             keys |= marked
     return keys | of_components
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from fastamp.config.config import CfgNode, get_cfg
+from fastamp.config.key import Key
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import real_path
 
@@ -51,6 +52,11 @@ def load_parts(path: str, cfg: CfgNode) -> None:
         spec = importlib.util.spec_from_file_location(name, file)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
-    cfg.add_keys(getattr(sys.modules[name], "KEYS", ()))
-    if hasattr(sys.modules[name], "add_config"):
-        sys.modules[name].add_config(cfg)
+    parts = sys.modules[name]
+    if hasattr(parts, "add_config"):
+        parts.add_config(cfg)
+    keys = getattr(parts, "KEYS", ())
+    # A project may use that name for something else, or declare its KEYS in add_config itself.
+    if isinstance(keys, (tuple, list)) and all(isinstance(key, Key) for key in keys):
+        known = {key.path for key, _ in cfg.keys_below()}
+        cfg.add_keys(key for key in keys if key.path not in known)

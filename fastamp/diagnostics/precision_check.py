@@ -124,6 +124,8 @@ def check_float32(
             f"in evaluation mode the model returned a {type(features).__name__}, not a tensor of (B, D) "
             "features.\n  fix: return the features when self.training is False"
         )
+    unreached = [name for name, p in model.named_parameters() if p.requires_grad and name not in trained.gradients]
+    trained.gradients.clear()  # frees their memory, which a search needs
     problem, location = "", None
     if not (trained.finite and all_finite(features)):
         find = locate_in_evaluation if trained.finite else locate
@@ -133,7 +135,6 @@ def check_float32(
             "on the first training batch the model is broken in float32 already: an error of the model or of the data, "
             f"not of mixed precision.\n  found: {found}\n{_place(location, note)}"
         )
-    unreached = [name for name, p in model.named_parameters() if p.requires_grad and name not in trained.gradients]
     return Float32Check(problem, location, trained.losses, unreached, features, count)
 
 
@@ -148,6 +149,7 @@ def check_precision(
     frozen: tuple[str, ...] = (),
     lowest_cosine: float = FAILING_COSINE,
     checked_images: int = _CHECKED_IMAGES,
+    first_problem_only: bool = False,
 ) -> PrecisionCheck:
     """Check a low precision on one batch, in training and in evaluation.
 
@@ -164,6 +166,7 @@ def check_precision(
         scaler: the loss scaling; it is not changed. None checks at a loss scale of 1.
         lowest_cosine: of a trained model's embeddings to float32's, their mean.
         checked_images: images of the batch on which layers are compared.
+        first_problem_only: end with the first finding; the passes behind it are not run.
 
     Raises:
         TrainingError: nothing computes in low precision; memory ran out; the model raised an error.
@@ -180,9 +183,14 @@ def check_precision(
         frozen=frozen,
         halve_from=2,
     )
+    if check.layers and first_problem_only:
+        return check
     _check_training(check, model, batch, policy, scaler, frozen)
-    if not check.overflow:
-        _check_embeddings(check, model, part, eval_policy or policy, reference.features, frozen, lowest_cosine)
+    if check.overflow or (check.problem and first_problem_only):
+        return check
+    eval_policy = eval_policy or policy
+    if eval_policy.enabled:
+        _check_embeddings(check, model, part, eval_policy, reference.features, frozen, lowest_cosine)
     return check
 
 

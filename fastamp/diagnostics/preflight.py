@@ -139,7 +139,14 @@ def _try_here(
     if not policy.enabled:
         return
     check = check_precision(
-        model, batch, policy, reference=reference, eval_policy=eval_policy, scaler=scaler, frozen=frozen
+        model,
+        batch,
+        policy,
+        reference=reference,
+        eval_policy=eval_policy,
+        scaler=scaler,
+        frozen=frozen,
+        first_problem_only=True,
     )
     report.problem, report.kernel = check.problem, check.kernel
     if check.imprecise and check.problem == check.imprecise:
@@ -147,5 +154,5 @@ def _try_here(
             "\n  fix:   tools/amp_doctor.py shows which ones, and the SOLVER.AMP.FORCE_FP32 that they need"
         )
     report.location = None if check.kernel else check.location
-    report.losses = {name: (value, check.losses[name]) for name, value in reference.losses.items()}
+    report.losses = {name: (value, check.losses.get(name, value)) for name, value in reference.losses.items()}
     report.loss_scale, report.cosine = check.loss_scale, check.cosine

@@ -34,12 +34,13 @@ def expected_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: to
     """Return what a step leaves for a parameter, as tensors without memory; {} for an optimizer of another library.
 
     Args:
-        optimizer: of which only the class matters. A subclass may keep other state, and counts as another library's.
+        optimizer: of which only the class matters. A subclass with a ``step`` of its own may keep other state, and
+            counts as another library's.
         group: options.
         parameter: of the group.
     """
-    name = type(optimizer).__name__
-    if name not in _LIKE_PARAMETER or not type(optimizer).__module__.startswith(("torch.optim", "timm.optim")):
+    name = _layout_of(type(optimizer))
+    if name is None:
         return {}
     names = [*_LIKE_PARAMETER[name], *(key for option, key in _OPTIONAL.items() if group.get(option))]
     shapes = dict.fromkeys(names, tuple(parameter.shape))
@@ -49,6 +50,17 @@ def expected_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: to
         shapes = factored if parameter.ndim > 1 else {"variance": tuple(parameter.shape)}
     expected = {key: torch.empty(shape, dtype=parameter.dtype, device="meta") for key, shape in shapes.items()}
     return expected | {key: torch.empty((), device="meta") for key in _SCALARS.get(name, ("step",))}
+
+
+def _layout_of(kind: type[Optimizer]) -> str | None:
+    """Return the entry of ``_LIKE_PARAMETER`` for a class; a subclass that steps as its base does has the base's."""
+    for base in kind.__mro__:
+        name = base.__name__
+        if getattr(torch.optim, name, None) is base or (name == "Lamb" and base.__module__.startswith("timm.optim")):
+            return name if name in _LIKE_PARAMETER else None
+        if "step" in vars(base):
+            return None
+    return None
 
 
 def check_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, saved: Any, name: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastamp.config import get_cfg
+from fastamp.config import get_cfg, load_parts
 from fastamp.config.component_keys import component_keys, declared_keys
 from fastamp.config.defaults import KEYS
 from fastamp.config.key import Key
@@ -57,3 +57,37 @@ def test_a_key_has_one_owner(package):
     (package / "modeling/losses/c.py").write_text('\nKEYS = (Key("MODEL.LOSSES.B", 1.0, "Weight."),)\n')
     with pytest.raises(ValueError, match=r"c\.py.*MODEL\.LOSSES\.B"):
         component_keys(package)
+
+
+def test_files_that_are_no_modules_are_left_alone(package):
+    losses = package / "modeling/losses"
+    for name in (".a.py", "._b.py", "a-copy.py", ".ipynb_checkpoints/a-checkpoint.py"):
+        (losses / name).parent.mkdir(exist_ok=True)
+        (losses / name).write_bytes(b'\nKEYS = (Key("MODEL.LOSSES.A", 1.0, "\xff"),)\n')
+    (losses / ".#a.py").symlink_to("nobody@nowhere:1")
+    assert list(component_keys(package)) == ["MODEL.LOSSES.A", "MODEL.LOSSES.B"]
+
+
+def test_keys_are_python(tmp_path):
+    file = tmp_path / "c.py"
+    file.write_text('A = 1\nKEYS: tuple = (\n    Key("A.B", 1.0, "One."),\n\n    Key("A.C", 2.0, "Two."),\n)\n')
+    assert [key.path for key in declared_keys(file)] == ["A.B", "A.C"]
+    file.write_text('\nDEFAULT = 1.0\nKEYS = (Key("A.B", DEFAULT, "One."),)\n')
+    with pytest.raises(ValueError, match=r"c\.py:3: .*DEFAULT"):
+        declared_keys(file)
+
+
+@pytest.mark.parametrize(
+    "text, there",
+    [
+        ("KEYS = ['a', 'b']", False),
+        ("KEYS = (Key('MODEL.MINE', 1, 'Mine.'),)", True),
+        ("KEYS = (Key('MODEL.MINE', 1, 'Mine.'),)\ndef add_config(cfg):\n    cfg.add_keys(KEYS)", True),
+    ],
+)
+def test_parts_with_keys(tmp_path, text, there):
+    file = tmp_path / "parts.py"
+    file.write_text(f"from fastamp.config import Key\n{text}\n")
+    cfg = get_cfg()
+    load_parts(str(file), cfg)
+    assert ("MINE" in cfg.MODEL) == there

@@ -129,3 +129,18 @@ def test_a_part_that_does_not_take_the_precision_is_a_verdict(demo, tmp_path, ca
     assert amp_doctor.cli(["--dtypes", "bf16", *tiny.tiny_options(tmp_path, *opts)]) == 1
     out = capfd.readouterr().out
     assert "a part of the model does not take this precision" in out and "backbone.5 (Float32Only)" in out
+
+
+def test_the_pre_flight_ends_with_its_first_finding(monkeypatch):
+    """A layer that is wrong is reported, not an error in the passes behind it."""
+
+    def fail(*args, **kwargs):
+        raise AssertionError("a pass behind the finding")
+
+    found = object()
+    monkeypatch.setattr(precision_check, "check_layers", lambda rehearsal, policy: ([found], 1))
+    monkeypatch.setattr(precision_check, "_check_training", fail)
+    model, batch = Net(3).train(), make_batch()
+    assert check(model, batch, BFLOAT16, first_problem_only=True).layers == [found]
+    with pytest.raises(AssertionError, match="behind the finding"):
+        check(model, batch, BFLOAT16)
