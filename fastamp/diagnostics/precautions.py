@@ -122,14 +122,18 @@ class Precautions:
             step.scaler.lower_to(report.loss_scale)
         return policy
 
-    def remember(self, batch: dict[str, Any], *, first: bool) -> None:
-        """Keep a micro-batch until the step is done, before its forward pass; ``first`` begins a new step."""
+    def begin_recording(self) -> None:
+        """Drop the micro-batches of the step before."""
+        # A model that writes into its batch would leave another one here than it was given.
+        self._copy |= self._versions != [v for each in self._micro_batches for v in _versions(each.batch)]
+        self._micro_batches, self._versions = [], []
+
+    def remember(self, batch: dict[str, Any], *, first: bool = False) -> None:
+        """Keep a micro-batch until the next step, before its forward pass; ``first`` is ``begin_recording`` before."""
+        if first:
+            self.begin_recording()
         if not self.locate:
             return
-        if first:
-            # A model that writes into its batch would leave another one here than it was given.
-            self._copy |= self._versions != [v for each in self._micro_batches for v in _versions(each.batch)]
-            self._micro_batches, self._versions = [], []
         if self._copy:
             batch = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
         self._micro_batches.append(MicroBatch(dict(batch), random_state()))

@@ -4,7 +4,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class TrainerBase:
     def __init__(self) -> None:
         self._hooks: list[HookBase] = []
         self._own_hooks: list[HookBase] = []
-        self._hook_seconds = 0.0
+        self._in_step = False
         self.iter = self.start_iter = self.max_iter = 0
         self.epoch = self.max_epoch = 0
         self.iters_per_epoch = 1
@@ -59,7 +59,11 @@ class TrainerBase:
         self._hooks.sort(key=lambda hook: hook.saves)
 
     def attach_own_hooks(self, *hooks: HookBase) -> None:
-        """Add hooks that belong to the trainer: they are called before all others, and have no state to save."""
+        """Add hooks that belong to the trainer, and have no state to save.
+
+        They are called before all others, but last at ``before_forward``. ``one_step`` calls their ``before_step`` and
+        ``after_step``, so that they act in a ``run_step`` outside ``train`` as well.
+        """
         for hook in hooks:
             hook.trainer = self
             self._own_hooks.append(hook)
@@ -83,11 +87,8 @@ class TrainerBase:
             if self.iter == start_iter or self.iter % iters_per_epoch == 0:
                 self.call_hooks("before_epoch")
             self.call_hooks("before_step")
-            try:
+            with self.one_step():
                 self.run_step()
-            except Exception as error:
-                self.call_hooks("on_step_error", error)
-                raise
             self.call_hooks("after_step")
             if (self.iter + 1) % iters_per_epoch == 0:
                 self.call_hooks("after_epoch")
@@ -102,11 +103,47 @@ class TrainerBase:
         return iteration
 
     def call_hooks(self, moment: str, *args: Any) -> None:
-        """Call the method ``moment`` of every hook, the trainer's own ones first."""
-        start = time.perf_counter()
-        for hook in (*self._own_hooks, *self._hooks):
+        """Call the method ``moment`` of every hook, see ``attach_own_hooks`` for the order."""
+        own = [] if moment in ("before_step", "after_step") else self._own_hooks
+        # Registered hooks may change a batch, and the own ones record what the model is given.
+        order = (*self._hooks, *own) if moment == "before_forward" else (*own, *self._hooks)
+        for hook in order:
             getattr(hook, moment)(*args)
-        self._hook_seconds += time.perf_counter() - start
+
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Let the trainer's own hooks act before and after a step, and show an error in it to all hooks, once.
+
+        Within itself it does nothing: ``train`` and ``run_step`` both use it, because either may be overridden.
+        """
+        if self._in_step:
+            yield
+            return
+        self._in_step = True
+        try:
+            for hook in self._own_hooks:
+                hook.before_step()
+            yield
+            for hook in self._own_hooks:
+                hook.after_step()
+        except Exception as error:
+            self._show_error(error)
+            raise
+        finally:
+            self._in_step = False
+
+    def _show_error(self, error: Exception) -> None:
+        """Call every hook's ``on_step_error``, then raise the first error that one of them raised, if any."""
+        first = None
+        for hook in (*self._own_hooks, *self._hooks):
+            try:
+                hook.on_step_error(error)
+            except Exception as other:
+                if first is not None:
+                    logger.warning("%s.on_step_error raised as well: %s", type(hook).__name__, other)
+                first = first or other
+        if first is not None:
+            raise first
 
     def state_dict(self) -> dict[str, Any]:
         """Return the next iteration, the length of an epoch, the number of processes, and the hooks' states."""
@@ -173,6 +210,10 @@ class SimpleTrainer(TrainerBase):
         on_failure: ``SOLVER.AMP.ON_FAILURE``: the dtype to go on in, once, when the policy's own cannot.
         precautions: the pre-flight, and what is done when a precision fails; None is nothing of that.
         scaler, clip, max_consecutive_skips, guard_buffers: see ``OptimizationStep``.
+
+    Attributes:
+        on_failure, precautions: as above; a later assignment takes effect from the next step.
+        untimed_seconds: time within the present step that the metric ``time`` leaves out: the pre-flight.
     """
 
     def __init__(
@@ -196,6 +237,7 @@ class SimpleTrainer(TrainerBase):
         self.optimizers = list(optimizers)
         self.policy = policy
         self.accum_steps = accum_steps
+        self.on_failure = on_failure
         self.precautions = precautions or Precautions()
         self.batches_per_epoch: int | None = getattr(data_loader, "iters_per_epoch", None)
         self.steps_taken = 0
@@ -207,7 +249,7 @@ class SimpleTrainer(TrainerBase):
             max_consecutive_skips=max_consecutive_skips,
             guard_buffers=guard_buffers,
         )
-        self.attach_own_hooks(PrecisionHook(self.precautions, on_failure), ParallelChecks(), DeviceErrors())
+        self.attach_own_hooks(PrecisionHook(), ParallelChecks(), DeviceErrors())
         self._first_dtype = policy.dtype
         self._low_precision_seen = False
         self._parallel_model: nn.Module | None = None
@@ -261,30 +303,35 @@ class SimpleTrainer(TrainerBase):
         return epochs * self.batches_per_epoch + min(within * self.accum_steps, self.batches_per_epoch)
 
     def run_step(self) -> None:
-        """Train on the batches of one step, which is taken if all losses and gradients are finite."""
-        self._start_clock()
-        model, step, history = self.parallel_model(), self.step, []
-        count = self.batches_before(self.iter + 1) - self.batches_before(self.iter)
-        step.zero_grad()  # also copies the buffers that forward passes write
-        for number in range(count):
-            batch = self.next_batch()
-            self.call_hooks("before_forward", batch)
-            with nullcontext() if number == count - 1 else comm.no_sync(model):  # DDP averages after the last batch
-                with self.autocast():
-                    losses = model(batch)
-                step.scale(losses, weight=1 / count).backward()
-            history.append({name: loss.detach() for name, loss in losses.items()})
-        self.call_hooks("after_backward")
-        gradients = step.unscale()
-        verdict = step.check_finite(gradients)  # on all ranks; the only time that the host waits for the device
-        if verdict.ok:
-            step.clip(gradients)
-            step.apply(gradients)
-            self.steps_taken += 1
-        else:
-            step.skip()  # restores the buffers
-        step.update_scale(verdict.ok)
-        self.record_metrics(history)
+        """Train on the batches of one step, which is taken if all losses and gradients are finite.
+
+        Raises:
+            PrecisionFailure: too many steps in a row were skipped.
+        """
+        with self.one_step():  # explains errors, and ends a training that skips too many steps
+            self._start_clock()
+            model, step, history = self.parallel_model(), self.step, []
+            count = self.batches_before(self.iter + 1) - self.batches_before(self.iter)
+            step.zero_grad()  # also copies the buffers that forward passes write
+            for number in range(count):
+                batch = self.next_batch()
+                self.call_hooks("before_forward", batch)
+                with nullcontext() if number == count - 1 else comm.no_sync(model):  # DDP averages after the last batch
+                    with self.autocast():
+                        losses = model(batch)
+                    step.scale(losses, weight=1 / count).backward()
+                history.append({name: loss.detach() for name, loss in losses.items()})
+            self.call_hooks("after_backward")
+            gradients = step.unscale()
+            verdict = step.check_finite(gradients)  # on all ranks; the only time that the host waits for the device
+            if verdict.ok:
+                step.clip(gradients)
+                step.apply(gradients)
+                self.steps_taken += 1
+            else:
+                step.skip()  # restores the buffers
+            step.update_scale(verdict.ok)
+            self.record_metrics(history)
 
     def next_batch(self) -> dict[str, Any]:
         """Return the next batch of the loader."""
@@ -345,13 +392,12 @@ class SimpleTrainer(TrainerBase):
         self.metrics.latest(
             loss_scale=verdict.loss_scale, skipped_total=step.skipped_total, skipped_in_a_row=step.skipped_in_a_row
         )
-        # Without hooks: the pre-flight of the first batch takes many times as long as a step.
-        self.metrics.average(
-            data_time=self._data_seconds, time=time.perf_counter() - self._step_began - self._hook_seconds
-        )
+        # Without the pre-flight of the first batch, which takes many times as long as a step.
+        seconds = time.perf_counter() - self._step_began - self.untimed_seconds
+        self.metrics.average(data_time=self._data_seconds, time=seconds)
 
     def _start_clock(self) -> None:
-        self._data_seconds = self._hook_seconds = 0.0
+        self._data_seconds = self.untimed_seconds = 0.0
         self._step_began = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import tiny
 import torch
 from torch import nn
 
-from fastamp.amp import LossScaler, PrecisionPolicy
+from fastamp.amp import LossScaler, PrecisionFailure, PrecisionPolicy
+from fastamp.diagnostics.precautions import Precautions
 from fastamp.engine import TRAINER_REGISTRY, HookBase, SimpleTrainer, TrainerBase
 from fastamp.engine.hooks import LRScheduler
 from fastamp.modeling import build_model
@@ -133,7 +134,7 @@ def test_the_hooks_of_the_trainer_itself_are_not_in_its_state():
     assert trainer.state_dict()["hooks"] == {"Moments": {}, "Moments.1": {}}
 
 
-def test_the_time_of_hooks_is_no_part_of_the_step(monkeypatch):
+def test_the_time_of_a_step_has_that_of_hooks_and_not_the_pre_flight(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
@@ -141,11 +142,116 @@ def test_the_time_of_hooks_is_no_part_of_the_step(monkeypatch):
         def before_forward(self, batch):
             now[0] += 5
 
-    trainer = explosive_trainer([{}])
+    class SlowPreflight(Precautions):
+        def before_first_step(self, step, batch, policy, *, iteration=0):
+            now[0] += 100
+            return policy
+
+    trainer = explosive_trainer([{}], precautions=SlowPreflight())
     trainer.model.register_forward_hook(lambda *_: now.append(now.pop() + 1))
     trainer.register_hooks([Slow()])
     trainer.train(0, 1, 1)
-    assert trainer.metrics.flush()["time"] == 1
+    assert trainer.metrics.flush()["time"] == 6
+
+
+class OutOfMemory(HookBase):
+    def after_backward(self):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("loop", ["train", "run_step"])
+def test_every_hook_is_shown_an_error_once_and_the_first_explanation_is_raised(loop):
+    class Count(HookBase):
+        errors = ()
+
+        def on_step_error(self, error):
+            self.errors += (error,)
+            raise TrainingError("another explanation")
+
+    trainer, count = explosive_trainer([{"images": torch.zeros(2, 3, 4, 4)}]), Count()
+    trainer.register_hooks([OutOfMemory(), count])
+    with pytest.raises(TrainingError, match="memory") as raised:
+        trainer.train(0, 1, 1) if loop == "train" else trainer.run_step()
+    assert [type(error) for error in count.errors] == [torch.OutOfMemoryError]
+    assert raised.value.__cause__ is count.errors[0]
+
+
+def bad_trainer(**options):
+    model = Explosive(bad=set(range(100)))
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
+    return SimpleTrainer(model, itertools.repeat({}), optimizers, policy=FLOAT32, max_consecutive_skips=3, **options)
+
+
+def test_a_loop_of_run_step_ends_after_too_many_skipped_steps():
+    trainer = bad_trainer()
+    for _ in range(3):
+        trainer.run_step()
+    with pytest.raises(PrecisionFailure, match="4 optimizer steps in a row"):
+        trainer.run_step()
+
+
+def test_a_run_step_of_ones_own_ends_as_well():
+    class Own(SimpleTrainer):
+        def run_step(self):
+            self.step.zero_grad()
+            self.step.scale(self.model({})).backward()
+            gradients = self.step.unscale()
+            self.step.check_finite(gradients)
+            self.step.skip()
+
+    model = Explosive(bad=set(range(100)))
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
+    trainer = Own(model, [], optimizers, policy=FLOAT32, max_consecutive_skips=3)
+    with pytest.raises(PrecisionFailure):
+        trainer.train(0, 1, 9)
+    assert trainer.iter == 3
+
+
+def test_precautions_and_on_failure_may_be_set_later():
+    trainer = bad_trainer()
+    assert trainer.on_failure == "error"
+    checked = []
+
+    class Own(Precautions):
+        def check_skips(self, step, policy, *, iteration):
+            checked.append(iteration)
+
+    trainer.precautions = Own()
+    trainer.train(0, 1, 2)
+    assert checked == [0, 1]
+    trainer = bad_trainer()
+    trainer.policy, trainer.on_failure = PrecisionPolicy("cpu", torch.bfloat16, "test"), "float32"
+    trainer._low_precision_seen = True
+    for _ in range(4):
+        trainer.run_step()
+    assert trainer.policy.dtype == torch.float32 and trainer.step.skipped_in_a_row == 0
+
+
+def test_only_the_batches_of_the_present_step_are_recorded():
+    """Also where nobody moves ``iter``, and in a second training."""
+    precautions = Precautions(locate=True)
+    model = Explosive(bad=set())
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
+    trainer = SimpleTrainer(
+        model, itertools.repeat({}), optimizers, policy=FLOAT32, accum_steps=2, precautions=precautions
+    )
+    for _ in range(3):
+        trainer.run_step()
+        assert len(precautions._micro_batches) == 2
+    for _ in range(2):
+        trainer.train(0, 1, 1)
+        assert len(precautions._micro_batches) == 2
+
+
+def test_the_recorded_batch_is_what_the_model_is_given():
+    class Replace(HookBase):
+        def before_forward(self, batch):
+            batch["number"] = 7
+
+    trainer = explosive_trainer([{"number": 0}], precautions=Precautions(locate=True))
+    trainer.register_hooks([Replace()])
+    trainer.train(0, 1, 1)
+    assert [each.batch for each in trainer.precautions._micro_batches] == [{"number": 7}]
 
 
 def explosive_trainer(batches, **options):

@@ -25,7 +25,8 @@ class HookBase:
         after_train()
 
     After a resume in the middle of an epoch, that epoch's ``before_epoch`` is called again. A trainer with a
-    ``run_step`` of its own calls ``before_forward`` and ``after_backward`` if it wants to.
+    ``run_step`` of its own calls ``before_forward`` and ``after_backward`` if it wants to. A call of ``run_step``
+    outside ``train`` has the moments within it, and ``on_step_error``.
 
     Attributes:
         saves: whether it saves the run. Such a hook has its turn after all others, whose states it saves too.
@@ -59,7 +60,10 @@ class HookBase:
         """After the last backward pass of an iteration, before its gradients are unscaled."""
 
     def on_step_error(self, error: Exception) -> None:
-        """After an exception in ``run_step``; may raise another one that explains it, which is raised instead."""
+        """After an exception in ``run_step``; may raise another one that explains it, which is raised instead.
+
+        Every hook is called with the original error; where several raise, the first one's is raised.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the hook needs to continue after a resume, as tensors and plain values."""

@@ -1,6 +1,7 @@
 """What guards each step of a training: hooks that the trainer attaches by itself, whatever others it is given."""
 
 import logging
+import time
 import weakref
 from typing import Any
 
@@ -10,7 +11,6 @@ from fastamp.amp import PrecisionFailure
 from fastamp.amp.health import check_communication
 from fastamp.amp.policy import dtype_name
 from fastamp.amp.refusal import IN_TRAINING, refusal
-from fastamp.diagnostics.precautions import Precautions
 from fastamp.engine.hooks.base import HookBase
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
@@ -21,30 +21,32 @@ logger = logging.getLogger(__name__)
 class PrecisionHook(HookBase):
     """The pre-flight on the first batch, the recording of batches, and the crash file or fallback when steps fail.
 
-    Args:
-        precautions: what does it.
-        on_failure: ``SOLVER.AMP.ON_FAILURE``: the dtype to continue in, once, after too many skipped steps in a row.
+    The trainer's ``precautions`` do it. Its ``on_failure`` is the dtype to continue in, once, after too many skipped
+    steps in a row.
     """
 
-    def __init__(self, precautions: Precautions, on_failure: str) -> None:
-        self.precautions = precautions
-        self.on_failure = on_failure
+    def __init__(self) -> None:
         self._tried = False
-        self._recorded = -1
 
     def before_train(self) -> None:
         # Checked here as well because subclasses may override run_step.
-        self.precautions.check(self.trainer.step, self.trainer.policy)
+        self.trainer.precautions.check(self.trainer.step, self.trainer.policy)
+        self.trainer.precautions.begin_recording()
         self._tried = False
+
+    def before_step(self) -> None:
+        self.trainer.precautions.begin_recording()
 
     def before_forward(self, batch: dict[str, Any]) -> None:
         trainer = self.trainer
         if not self._tried:
             self._tried = True
-            policy = self.precautions.before_first_step(trainer.step, batch, trainer.policy, iteration=trainer.iter)
+            start = time.perf_counter()
+            precautions = trainer.precautions
+            policy = precautions.before_first_step(trainer.step, batch, trainer.policy, iteration=trainer.iter)
             trainer.set_policy(policy)
-        self.precautions.remember(batch, first=trainer.iter != self._recorded)
-        self._recorded = trainer.iter
+            trainer.untimed_seconds += time.perf_counter() - start
+        trainer.precautions.remember(batch)
 
     def after_step(self) -> None:
         """Continue in another dtype where the config has one, and too many steps were skipped.
@@ -53,13 +55,13 @@ class PrecisionHook(HookBase):
         """
         trainer = self.trainer
         try:
-            self.precautions.check_skips(trainer.step, trainer.policy, iteration=trainer.iter)
+            trainer.precautions.check_skips(trainer.step, trainer.policy, iteration=trainer.iter)
         except PrecisionFailure as failure:
             reason = f"fell back from {dtype_name(trainer.policy.dtype)} at iteration {trainer.iter}"
-            fallback = trainer.policy.fall_back(self.on_failure, reason)
+            fallback = trainer.policy.fall_back(trainer.on_failure, reason)
             if fallback is None:
                 raise
-            logger.warning("%s\nSOLVER.AMP.ON_FAILURE: going on in %s", failure, self.on_failure)
+            logger.warning("%s\nSOLVER.AMP.ON_FAILURE: going on in %s", failure, trainer.on_failure)
             trainer.set_policy(fallback)
             trainer.metrics.latest(skipped_in_a_row=0)
 
@@ -110,6 +112,7 @@ class DeviceErrors(HookBase):
         self._batch = {}  # its memory is wanted
 
     def on_step_error(self, error: Exception) -> None:
-        explained = refusal(error, f"iteration {self.trainer.iter}", self._batch, IN_TRAINING)
+        batch, self._batch = self._batch, {}
+        explained = refusal(error, f"iteration {self.trainer.iter}", batch, IN_TRAINING)
         if explained is not None:
             raise explained from error
