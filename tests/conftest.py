@@ -4,8 +4,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import sys
-import tempfile
 
 # Each of several test processes has a core; set before torch counts them.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -67,24 +65,6 @@ def run_folder(demo_root, tmp_path_factory):
 def checkpoint(run_folder):
     """The ``model_best.pth`` of that run."""
     return run_folder / "model_best.pth"
-
-
-@pytest.fixture(scope="session")
-def ray_folder():
-    """A folder for Ray, whose sockets have short paths: test processes do not find each other's clusters in it."""
-    folder = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
-    with folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", folder.name)
-        yield
-        if "ray" in sys.modules:
-            sys.modules["ray"].shutdown()
-
-
-@pytest.fixture(autouse=True)
-def own_ray(request):
-    """Give a test that starts Ray that folder."""
-    if request.node.get_closest_marker("tune"):
-        request.getfixturevalue("ray_folder")
 
 
 @pytest.fixture(autouse=True)
