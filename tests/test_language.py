@@ -1,0 +1,42 @@
+"""The language check: what it finds, and that the repository's text passes it."""
+
+import pytest
+from language import banned_words, check_text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""What a run does before its first step."""',
+        'def share(x):\n    """Return whether x is finite."""',
+        "x = 1  # nobody reads it",
+        "raise ValueError(f'{key} is no key')",
+        '"""Mirror the behaviour of PyTorch."""',
+        "def neighbour_ids(): ...",
+        "def test_what_it_cannot_be_made_of(): ...",
+        "print('some images are left out')",
+    ],
+)
+def test_check_finds_planted_violations(source):
+    assert len(check_text(source, "planted.py")) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Check the loss for NaN; there is no synchronization."""',
+        "import torch\nx = torch.floor(y)  # ``TEST.FLOORS`` is the old spelling",
+        "cfg['TEST.FLOORS'] = 'TEST.FLOORS is an alias'",
+        "def test_whole_batch_is_padded(): ...",
+    ],
+)
+def test_check_accepts_code_spans_and_keys(source):
+    assert check_text(source, "planted.py") == []
+
+
+def test_check_reads_markdown_outside_code():
+    assert len(check_text("# What it does\n```sh\ncolour\n```\nIn one colour, `colour`.", "planted.md")) == 2
+
+
+def test_glossary_bans_words():
+    assert banned_words()["floor"] == "baseline"
