@@ -1,5 +1,6 @@
-"""Old names of modules and of what they define: they still import, with a DeprecationWarning."""
+"""Old names of modules, functions, keyword arguments and attributes: they still work, with a DeprecationWarning."""
 
+import functools
 import importlib
 import sys
 import warnings
@@ -8,7 +9,9 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 MODULES = {
     "fastamp.amp.crash": "fastamp.diagnostics.crash",
@@ -111,6 +114,63 @@ def moved_names(module: str, new: dict[str, str]) -> Callable[[str], Any]:
         return getattr(importlib.import_module(where), attribute)
 
     return getattr_
+
+
+def renamed_arguments(**new: str | tuple[str, Callable[[Any], Any]]) -> Callable[[Decorated], Decorated]:
+    """Accept old names of keyword arguments, with a DeprecationWarning; they are removed in the next release.
+
+    It decorates a function, a method or a class, e.g. a dataclass.
+
+    Args:
+        new: old name -> new name, or (new name, function that converts the old value).
+
+    Raises:
+        TypeError: on a call with both names of an argument.
+    """
+
+    def decorate(function: Decorated) -> Decorated:
+        if isinstance(function, type):
+            function.__init__ = decorate(function.__init__)
+            return function
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for old in kwargs.keys() & new.keys():
+                name, convert = (new[old], None) if isinstance(new[old], str) else new[old]
+                if name in kwargs:
+                    raise TypeError(f"{function.__qualname__}() got both {name!r} and its old name {old!r}")
+                text = f"argument {old!r} of {function.__qualname__}() is now {name!r}"
+                warnings.warn(text, DeprecationWarning, stacklevel=2)
+                value = kwargs.pop(old)
+                kwargs[name] = convert(value) if convert else value
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def renamed_attribute(old: str, new: str) -> Any:
+    """Return a property that reads and writes the attribute ``new`` under its old name, with a DeprecationWarning.
+
+    Args:
+        old: name that the property is assigned to in the class body.
+        new: present name.
+    """
+
+    def warn(owner: object) -> None:
+        name = type(owner).__name__
+        warnings.warn(f"{name}.{old} is now {name}.{new}", DeprecationWarning, stacklevel=3)
+
+    def read(self: object) -> Any:
+        warn(self)
+        return getattr(self, new)
+
+    def write(self: object, value: Any) -> None:
+        warn(self)
+        setattr(self, new, value)
+
+    return property(read, write, doc=f"Old name of ``{new}``.")
 
 
 def install() -> None:

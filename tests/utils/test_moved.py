@@ -2,6 +2,8 @@
 
 import importlib
 import sys
+import warnings
+from dataclasses import dataclass
 
 import pytest
 
@@ -66,3 +68,63 @@ def test_an_unknown_name_fails_as_ever():
         importlib.import_module("fastamp.amp.crashes")
     with pytest.raises(AttributeError):
         moved.moved_names("fastamp.amp", {})("Unknown")
+
+
+@moved.renamed_arguments(size="length", cross=("junk", lambda value: "own" if value else None))
+def described(start, *, length=1, junk=None):
+    """Docstring of the function."""
+    return start, length, junk
+
+
+@moved.renamed_arguments(judgement="result")
+@dataclass(frozen=True)
+class Evaluated:
+    """Docstring of the class."""
+
+    name: str
+    result: int
+    judgement = moved.renamed_attribute("judgement", "result")
+
+
+class Holder:
+    result = None
+    judgement = moved.renamed_attribute("judgement", "result")
+
+
+def test_old_argument_names_warn_and_are_converted():
+    with pytest.warns(DeprecationWarning, match=r"'size' of described\(\) is now 'length'"):
+        assert described(0, size=2) == (0, 2, None)
+    with pytest.warns(DeprecationWarning, match="'cross'.*'junk'"):
+        assert described(start=0, cross=True) == (0, 1, "own")
+    with pytest.warns(DeprecationWarning):
+        assert described(0, cross=False, length=3) == (0, 3, None)
+    assert described.__doc__ == "Docstring of the function."
+
+
+def test_present_argument_names_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert described(0, length=2, junk="own") == (0, 2, "own")
+        assert Evaluated("a", 1).result == Evaluated("a", result=1).result == 1
+
+
+def test_both_names_of_an_argument_are_refused():
+    with pytest.raises(TypeError, match="'length'.*'size'"):
+        described(0, length=1, size=2)
+    with pytest.raises(TypeError, match="unknown"):
+        described(0, unknown=1)
+
+
+def test_old_argument_and_attribute_of_a_dataclass():
+    with pytest.warns(DeprecationWarning, match="'judgement'.*'result'"):
+        each = Evaluated("a", judgement=1)
+    assert each == Evaluated("a", 1)
+    with pytest.warns(DeprecationWarning, match="Evaluated.judgement is now Evaluated.result"):
+        assert each.judgement == 1
+
+
+def test_an_old_attribute_can_be_set():
+    holder = Holder()
+    with pytest.warns(DeprecationWarning):
+        holder.judgement = 3
+    assert holder.result == 3
