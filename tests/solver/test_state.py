@@ -35,7 +35,11 @@ def stepped(optimizer, **options):
 def test_what_was_saved_goes_on(name):
     optimizer = getattr(torch.optim, name)
     saved, other = stepped(optimizer).state_dict(), stepped(optimizer)
+    parameters = [parameter for group in other.optimizer.param_groups for parameter in group["params"]]
+    values = [parameter.detach().clone() for parameter in parameters]
+    other.optimizer.step = None  # loading takes no step
     other.load_state_dict(saved)
+    assert all(map(torch.equal, parameters, values))
     before, after = saved["state"], other.state_dict()["state"]
     assert before.keys() == after.keys()
     assert all(
