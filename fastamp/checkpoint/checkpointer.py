@@ -81,7 +81,7 @@ class Checkpointer:
     def delete(self, names: Iterable[str]) -> None:
         """Delete ``save_dir/name.pth`` for each name, but never what ``last_checkpoint`` names."""
         if comm.is_main_process():
-            for name in set(names) - {Path(_named(self.save_dir) or "").stem}:
+            for name in set(names) - {Path(_tagged_name(self.save_dir) or "").stem}:
                 (self.save_dir / f"{name}.pth").unlink(missing_ok=True)
 
     def remove_leftovers(self) -> None:
@@ -111,7 +111,7 @@ class Checkpointer:
         path, problem = None, ""
         if comm.is_main_process():
             try:
-                path = self._newest_whole(folder)
+                path = self._newest_readable(folder)
             except WeightsError as error:
                 problem = str(error)
         if problem := comm.gather_bytes(problem.encode())[0].decode():
@@ -119,8 +119,8 @@ class Checkpointer:
         name = os.fsdecode(comm.gather_bytes(os.fsencode(path.name) if path else b"")[0])
         return folder / name if name else None
 
-    def _newest_whole(self, folder: Path) -> Path | None:
-        named, problems = _named(folder), []
+    def _newest_readable(self, folder: Path) -> Path | None:
+        named, problems = _tagged_name(folder), []
         files = [path for path in folder.glob("model_*.pth") if path.name not in (named, "model_best.pth")]
         files.sort(key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
         if named is not None and os.path.isfile(folder / named):
@@ -134,7 +134,7 @@ class Checkpointer:
                 problems.append(str(error).splitlines()[0])
                 continue
             # What was asked for by name is taken, or refused by resume, which says why.
-            if path.name == named or self._missing(content) == []:
+            if path.name == named or self._missing_entries(content) == []:
                 if path.name != named:
                     why = "\n  ".join(problems or ["there is no last_checkpoint"])
                     logger.warning("%s\n  taking %s instead, the newest checkpoint that is whole", why, path)
@@ -150,7 +150,7 @@ class Checkpointer:
             "model_best.pth, can be given as MODEL.WEIGHTS then"
         )
 
-    def _missing(self, content: Any) -> list[str]:
+    def _missing_entries(self, content: Any) -> list[str]:
         """Return what is not in a file's content and would be needed to continue."""
         return [key for key in ("model", *self.checkpointables) if not isinstance(content, dict) or key not in content]
 
@@ -177,7 +177,7 @@ class Checkpointer:
             WeightsError: the file is damaged, is no training checkpoint, or is of another model.
         """
         content = read_checkpoint(path)
-        if missing := self._missing(content):
+        if missing := self._missing_entries(content):
             cause = "it is no checkpoint of such a run"
             if isinstance(content, dict) and STRIPPED in content:
                 raise WeightsError(
@@ -193,7 +193,7 @@ class Checkpointer:
                 "to start a new run from its weights, give it as MODEL.WEIGHTS without --resume"
             )
         own = self.model.state_dict()
-        self._check_form(content, path)
+        self._check_structure(content, path)
         state = content.pop("model")
         differ = [key for key in own.keys() | state.keys() if key not in own or key not in state]
         differ += [key for key in own.keys() & state.keys() if own[key].shape != state[key].shape]
@@ -214,7 +214,7 @@ class Checkpointer:
                 ) from error
         return content
 
-    def _check_form(self, content: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    def _check_structure(self, content: dict[str, Any], path: str | os.PathLike[str]) -> None:
         """Raise WeightsError where an entry of a file has another form than what this run would write."""
         wrong = "" if isinstance(content["model"], dict) else "model: expected a dict"
         if not wrong:
@@ -230,7 +230,7 @@ class Checkpointer:
             )
 
 
-def _named(folder: Path) -> str | None:
+def _tagged_name(folder: Path) -> str | None:
     """Return the file name in a folder's ``last_checkpoint``, whatever that is; None when there is no such file."""
     pointer = folder / "last_checkpoint"
     if not pointer.is_file():

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from fastamp.utils.errors import WeightsError
+from fastamp.utils.moved import renamed_arguments, renamed_attribute
 
 logger = logging.getLogger(__name__)
 
 State = dict[str, torch.Tensor]
 
 
+@renamed_arguments(backbone_share="backbone_fraction")
 @dataclass
 class ImportReport:
     """What became of the tensors of a file.
@@ -26,7 +28,7 @@ class ImportReport:
         dropped: the file's tensors that the model has no place for.
         missing: the model's tensors that the file does not have.
         other_shape: classifiers that were left as they are, because they are of other identities.
-        backbone_share: the share of the backbone's tensors that matched, in 0..1.
+        backbone_fraction: the share of the backbone's tensors that matched, in 0..1.
         notes: what must be known about such a file.
     """
 
@@ -36,17 +38,20 @@ class ImportReport:
     dropped: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     other_shape: list[str] = field(default_factory=list)
-    backbone_share: float = 0.0
+    backbone_fraction: float = 0.0
     notes: list[str] = field(default_factory=list)
+
+    backbone_share = renamed_attribute("backbone_share", "backbone_fraction")
 
     def __str__(self) -> str:
         own = len(self.matched) + len(self.missing) + len(self.other_shape)
         in_file = len(self.matched) + len(self.dropped) + len(self.other_shape)
+        backbone = f"{self.backbone_fraction:.0%} of the backbone's"
         lines = [
-            f"matched  {_share(self.matched, own)} of the model's tensors, {self.backbone_share:.0%} of the backbone's",
-            f"renamed  {_share(self.renamed, own)}{examples(self.renamed)}",
-            f"dropped  {_share(self.dropped, in_file)} of the file's{examples(self.dropped)}",
-            f"missing  {_share(self.missing, own)} of the model's{examples(self.missing)}",
+            f"matched  {_count(self.matched, own)} of the model's tensors, {backbone}",
+            f"renamed  {_count(self.renamed, own)}{examples(self.renamed)}",
+            f"dropped  {_count(self.dropped, in_file)} of the file's{examples(self.dropped)}",
+            f"missing  {_count(self.missing, own)} of the model's{examples(self.missing)}",
         ]
         if self.other_shape:
             lines.append(f"of other identities  {', '.join(self.other_shape)}")
@@ -54,7 +59,7 @@ class ImportReport:
         return "\n".join(f"  {line}" for line in lines)
 
 
-def _share(names: list[str], whole: int) -> str:
+def _count(names: list[str], whole: int) -> str:
     return f"{len(names)} ({len(names) / max(whole, 1):.0%})"
 
 
@@ -110,11 +115,11 @@ def load_model_state(
     report = _compare(model, own, adopted, source, backbone_prefix=backbone_prefix, without=without)
     report.renamed = [key for key in report.matched if key not in state]
     report.notes = notes
-    _refuse_what_is_no_weight(own, adopted, report)
-    _refuse_another_model(own, adopted, report, min_match)
+    _check_weight_tensors(own, adopted, report)
+    _check_model_match(own, adopted, report, min_match)
     model.load_state_dict({key: adopted[key] for key in report.matched}, strict=False)
     logger.info("loaded weights from %s\n%s", source, report)
-    _warn(own, adopted, report, backbone_prefix)
+    _log_mismatches(own, adopted, report, backbone_prefix)
     return report
 
 
@@ -127,20 +132,20 @@ def _compare(
     missing = [key for key in own if key not in adopted and not key.endswith("num_batches_tracked")]
     backbone = [key for key in own if key.startswith(backbone_prefix) and not key.endswith("num_batches_tracked")]
     backbone = [key for key in backbone if not any(fnmatchcase(key, pattern) for pattern in without)]
-    found, of_identities = set(matched), classifiers(model)
+    found, classifier_keys = set(matched), classifiers(model)
     return ImportReport(
         source,
         matched=matched,
         dropped=[key for key in adopted if key not in own],
         missing=[key for key in missing if own[key].numel() > 0],
-        other_shape=[key for key in adopted if key in of_identities and key in own and key not in found],
-        backbone_share=sum(key in found for key in backbone) / max(len(backbone), 1),
+        other_shape=[key for key in adopted if key in classifier_keys and key in own and key not in found],
+        backbone_fraction=sum(key in found for key in backbone) / max(len(backbone), 1),
     )
 
 
-def _refuse_what_is_no_weight(own: State, adopted: State, report: ImportReport) -> None:
+def _check_weight_tensors(own: State, adopted: State, report: ImportReport) -> None:
     """Raise WeightsError where a tensor cannot be copied into a parameter without a change of its meaning."""
-    wrong = [key for key in report.matched if own[key].is_floating_point() and not _has_weights(adopted[key])]
+    wrong = [key for key in report.matched if own[key].is_floating_point() and not _is_float_weight(adopted[key])]
     if wrong:
         first = adopted[wrong[0]]
         raise WeightsError(
@@ -150,7 +155,7 @@ def _refuse_what_is_no_weight(own: State, adopted: State, report: ImportReport) 
         )
 
 
-def _has_weights(tensor: torch.Tensor) -> bool:
+def _is_float_weight(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and is_weight(tensor)
 
 
@@ -159,7 +164,7 @@ def is_weight(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
 
 
-def _refuse_another_model(own: State, adopted: State, report: ImportReport, min_match: float) -> None:
+def _check_model_match(own: State, adopted: State, report: ImportReport, min_match: float) -> None:
     """Raise WeightsError where a shape differs other than a classifier's, or too little of the backbone matched."""
     placed = {*report.matched, *report.dropped, *report.other_shape}
     wrong = [key for key in adopted if key not in placed]
@@ -172,7 +177,7 @@ def _refuse_another_model(own: State, adopted: State, report: ImportReport, min_
             "  fix: use the config that the weights were trained with (MODEL.BACKBONE.DEPTH, MODEL.HEADS.*, "
             "INPUT.CHANNELS)"
         )
-    if report.backbone_share < min_match:
+    if report.backbone_fraction < min_match:
         raise WeightsError(
             f"weights from {report.source} do not fit the model's backbone\n{report}\n"
             "  fix: use the config that the weights were trained with, or, if so little is meant to be loaded, "
@@ -180,18 +185,18 @@ def _refuse_another_model(own: State, adopted: State, report: ImportReport, min_
         )
 
 
-def _warn(own: State, adopted: State, report: ImportReport, backbone_prefix: str) -> None:
+def _log_mismatches(own: State, adopted: State, report: ImportReport, backbone_prefix: str) -> None:
     """Log what of the model is not as in the file."""
     # An ImageNet classifier beside the backbone, as TransReID has it, is of no use in any case.
     imagenet = tuple(f"{backbone_prefix}{name}." for name in ("fc", "head", "classifier"))
-    spare = [key for key in report.dropped if key.startswith(backbone_prefix) and not key.startswith(imagenet)]
-    if spare and backbone_prefix:
+    unexpected = [key for key in report.dropped if key.startswith(backbone_prefix) and not key.startswith(imagenet)]
+    if unexpected and backbone_prefix:
         logger.warning(
             "the backbone in %s has %d tensors that the model's does not have%s: it computes another function, unless "
             "they are unused there (see MODEL.BACKBONE.WITH_NL, WITH_SE, DEPTH)",
             report.source,
-            len(spare),
-            examples(spare),
+            len(unexpected),
+            examples(unexpected),
         )
     if report.missing:
         logger.warning(

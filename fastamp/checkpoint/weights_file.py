@@ -24,7 +24,7 @@ _LEGACY_PICKLES = 5
 _CHUNK = 2**20  # bytes that are checked at a time: a file need not fit into memory
 
 
-def _plain_types() -> list[Any]:
+def _allowed_types() -> list[Any]:
     """Return what foreign checkpoints' NumPy scalars and arguments of a command line need to be unpickled.
 
     By name and nothing more; a Namespace holds attributes and runs nothing.
@@ -133,10 +133,10 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
         if record := damaged_record(path):
             raise _DamagedRecord(f"its record {record} is not what was written, by the checksum that is stored with it")
         _check_pickles(path)
-        with torch.serialization.safe_globals(_plain_types()):
+        with torch.serialization.safe_globals(_allowed_types()):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except _DamagedRecord as error:
-        raise _damaged(path, str(error)) from error
+        raise _damaged_file_error(path, str(error)) from error
     except PickleLimitError as error:
         raise WeightsError(
             f"weights file {path} ({path.stat().st_size} bytes) is made so that reading it would take forever, or "
@@ -144,7 +144,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
             "  fix: do not use it; torch.save(model.state_dict(), path) does not write such a file"
         ) from error
     except pickle.UnpicklingError as error:
-        found = _foreign_object(error)
+        found = _unsupported_object(error)
         if found:
             raise WeightsError(
                 f"weights file {path} holds objects other than tensors and plain values, which fastamp never loads, "
@@ -152,15 +152,15 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
                 f"  found: {found}\n"
                 "  fix: save it again as a state dict: torch.save(model.state_dict(), path)"
             ) from error
-        raise _damaged(path, _cause(path), error) from error
+        raise _damaged_file_error(path, _describe_damage(path), error) from error
     except WeightsError:
         raise
     except OSError as error:
         if error.strerror is None:  # of PyTorch's own, about the content
-            raise _damaged(path, _cause(path), error) from error
+            raise _damaged_file_error(path, _describe_damage(path), error) from error
         raise WeightsError(f"weights file {path} cannot be read: {error.strerror}") from error
     except Exception as error:  # damaged bytes make PyTorch raise nearly anything
-        raise _damaged(path, _cause(path), error) from error
+        raise _damaged_file_error(path, _describe_damage(path), error) from error
 
 
 def _check_archive(path: Path) -> None:
@@ -216,13 +216,13 @@ def _is_zip(path: Path) -> bool:
         return False
 
 
-def _foreign_object(error: Exception) -> str:
+def _unsupported_object(error: Exception) -> str:
     """Return the name of what PyTorch would not load, '' if it stopped for another reason; its advice is left out."""
     found = re.search(r"GLOBAL (\S+)|but got <class '([^']+)'>", str(error))
     return (found[1] or found[2]) if found else ""
 
 
-def _cause(path: Path) -> str:
+def _describe_damage(path: Path) -> str:
     """Return in which way a file cannot be read."""
     if path.stat().st_size == 0:
         return "it is empty"
@@ -233,7 +233,7 @@ def _cause(path: Path) -> str:
     return "it is no file that torch.save wrote"
 
 
-def _damaged(path: Path, cause: str, error: Exception | None = None) -> WeightsError:
+def _damaged_file_error(path: Path, cause: str, error: Exception | None = None) -> WeightsError:
     found = str(error).partition("\n")[0].partition(". In PyTorch 2.6")[0]  # without advice to run what is in it
     with path.open("rb") as file:
         start = file.read(24)

@@ -12,10 +12,10 @@ from fastamp.utils.errors import ConfigError, did_you_mean
 
 METRICS = ("euclidean", "cosine")
 # Rows of a block beyond which the matrix product gains nothing.
-_MOST_ROWS = 1024
-_SMALLEST_NORM = 1e-12  # as torch.nn.functional.normalize has it
+_MAX_BLOCK_ROWS = 1024
+_MIN_NORM = 1e-12  # as torch.nn.functional.normalize has it
 # Pairs whose difference is held at once: it stays in the cache.
-_PAIRS = 256
+_PAIRS_PER_CHUNK = 256
 
 
 def check_metric(metric: str) -> str:
@@ -97,7 +97,7 @@ class DistanceBlocks:
     def block_rows(self) -> int:
         """How many queries make a block."""
         fitting = int(self.memory_budget_mb * 2**20 / (self.shape[1] * self.dtype.itemsize))
-        return max(1, min(fitting // 64 * 64 or fitting, _MOST_ROWS))
+        return max(1, min(fitting // 64 * 64 or fitting, _MAX_BLOCK_ROWS))
 
     def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the number of the first query and the (B, G) distances of each block, all in the same memory.
@@ -158,7 +158,7 @@ class FeatureDistances(DistanceBlocks):
         if self.gallery_features.nbytes <= memory_budget_mb * 2**20 / 4:
             self.gallery_features = F.normalize(self.gallery_features, dim=1)
         else:
-            self._inverse_norms = squared_norms(self.gallery_features).sqrt().clamp_min(_SMALLEST_NORM).reciprocal()
+            self._inverse_norms = squared_norms(self.gallery_features).sqrt().clamp_min(_MIN_NORM).reciprocal()
 
     def rows(self, start: int, stop: int, out: torch.Tensor) -> None:
         """See ``DistanceBlocks``."""
@@ -198,15 +198,15 @@ def pair_distances(
         (P,) of ``dtype``.
     """
     # New memory for each part would cost as much as the arithmetic.
-    size = min(_PAIRS, len(rows))
-    some_x, some_y = x.new_empty(size, x.shape[1]), y.new_empty(size, y.shape[1])
+    size = min(_PAIRS_PER_CHUNK, len(rows))
+    x_chunk, y_chunk = x.new_empty(size, x.shape[1]), y.new_empty(size, y.shape[1])
     result = torch.empty(len(rows), dtype=dtype, device=x.device)
-    for first in range(0, len(rows), _PAIRS):
-        part = slice(first, min(first + _PAIRS, len(rows)))
+    for first in range(0, len(rows), _PAIRS_PER_CHUNK):
+        part = slice(first, min(first + _PAIRS_PER_CHUNK, len(rows)))
         count = part.stop - first
-        torch.index_select(x, 0, rows[part], out=some_x[:count])
-        torch.index_select(y, 0, columns[part], out=some_y[:count])
-        result[part] = squared_norms(some_x[:count].to(dtype).sub_(some_y[:count]))
+        torch.index_select(x, 0, rows[part], out=x_chunk[:count])
+        torch.index_select(y, 0, columns[part], out=y_chunk[:count])
+        result[part] = squared_norms(x_chunk[:count].to(dtype).sub_(y_chunk[:count]))
     return result
 
 

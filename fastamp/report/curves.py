@@ -14,7 +14,7 @@ from fastamp.report.panel import Line, Panel
 _RANKS = 50
 _BINS = 60
 # Losses that are drawn; MGN alone has 13.
-_MOST_LINES = 6
+_MAX_LINES = 6
 
 
 def score_name(protocol: Protocol) -> str:
@@ -72,16 +72,16 @@ def score_panel(details: Details, protocol: Protocol) -> Panel | None:
     curve = details.roc
     if curve is None:
         return None
-    low, high = _central(curve)
+    low, high = _central_range(curve)
     edges = np.linspace(low, high, _BINS + 1)
     lines = []
     for name, rates in (("genuine pairs", curve.tar), ("impostor pairs", curve.far)):
-        share = 100 * np.diff(rates[np.searchsorted(curve.thresholds, edges, side="right") - 1])
-        places = scores(np.append(edges[:-1], edges[-1]), protocol)
-        values = np.append(share, share[-1])
-        if places[0] > places[-1]:
-            places, values = scores(edges[::-1], protocol), np.append(share[::-1], share[0])
-        lines.append(Line(name, places, values, steps=True, filled=True))
+        fraction = 100 * np.diff(rates[np.searchsorted(curve.thresholds, edges, side="right") - 1])
+        positions = scores(np.append(edges[:-1], edges[-1]), protocol)
+        values = np.append(fraction, fraction[-1])
+        if positions[0] > positions[-1]:
+            positions, values = scores(edges[::-1], protocol), np.append(fraction[::-1], fraction[0])
+        lines.append(Line(name, positions, values, steps=True, filled=True))
     return Panel(
         "Scores of genuine and impostor pairs",
         score_name(protocol),
@@ -102,7 +102,7 @@ def pairs_note(details: Details) -> str:
     return f"{pairs}, of {details.sampled:,} of the {details.queries:,} queries, drawn at random"
 
 
-def _central(curve: RocCurve) -> tuple[float, float]:
+def _central_range(curve: RocCurve) -> tuple[float, float]:
     """Return the distances between which nearly all pairs lie."""
     finite = np.isfinite(curve.thresholds)
     low = high = None
@@ -117,10 +117,10 @@ def training_panels(history: History) -> list[Panel]:
     """Return losses, learning rate and scores over the iterations, as far as they were written."""
     names = history.names(prefix="loss_")
     losses = [name for name in ("total_loss", *names) if name in history.series and name != "loss_scale"]
-    panels = [_over_iterations(history, "Losses", "loss", losses[:_MOST_LINES])]
+    panels = [_over_iterations(history, "Losses", "loss", losses[:_MAX_LINES])]
     for title, suffix in (("mAP on the test sets", "/mAP"), ("Rank-1 on the test sets", "/Rank-1")):
         names = [name for name in history.names(suffix=suffix) if "/floor " not in name]
-        titles = {name: name.removesuffix(suffix) for name in names[:_MOST_LINES]}
+        titles = {name: name.removesuffix(suffix) for name in names[:_MAX_LINES]}
         panels.append(_over_iterations(history, title, "%", list(titles), titles=titles, dots=True))
     panels.append(_over_iterations(history, "Learning rate", "rate", ["lr"]))
     panels.append(_over_iterations(history, "Speed", "images/s", ["images_per_second"]))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_GREEN, _RED, _GREY = "#1a7f37", "#cf222e", "#57606a"
+_GREEN, _RED, _GRAY = "#1a7f37", "#cf222e", "#57606a"
 _IMAGE = (128, 256)
 
 
@@ -109,14 +109,14 @@ def rank_list_figure(
     """
     columns = 1 + max(len(one.gallery) for one in lists)
     figure = new_figure(1.15 * columns, 2.7 * len(lists) + 0.5)
-    places = figure.subplots(len(lists), columns, squeeze=False)
-    for row, one in zip(places, lists, strict=True):
+    grid = figure.subplots(len(lists), columns, squeeze=False)
+    for row, rank_list in zip(grid, lists, strict=True):
         for axes in row:
             axes.set_axis_off()
-        query = queries[one.query]
-        _show(row[0], query, _GREY, f"query {query.pid}\ncam {query.camid}\nAP {100 * one.ap:.1f} %")
-        values = scores(one.distances, protocol)
-        for axes, number, value, match in zip(row[1:], one.gallery, values, one.matches, strict=False):
+        query = queries[rank_list.query]
+        _show(row[0], query, _GRAY, f"query {query.pid}\ncam {query.camid}\nAP {100 * rank_list.ap:.1f} %")
+        values = scores(rank_list.distances, protocol)
+        for axes, number, value, match in zip(row[1:], rank_list.gallery, values, rank_list.matches, strict=False):
             item = gallery[int(number)]
             text = f"{value:.2f}\ncam {item.camid}\n{item.pid}"
             _show(axes, item, _GREEN if match else _RED, text)
@@ -124,7 +124,7 @@ def rank_list_figure(
     return figure
 
 
-def _show(axes: "Axes", item: ImageItem, colour: str, text: str) -> None:
+def _show(axes: "Axes", item: ImageItem, color: str, text: str) -> None:
     picture = thumbnail(item, _IMAGE)
     axes.set_axis_on()
     axes.set(xticks=[], yticks=[])
@@ -133,8 +133,8 @@ def _show(axes: "Axes", item: ImageItem, colour: str, text: str) -> None:
     else:
         axes.imshow(np.asarray(picture))
     for side in axes.spines.values():
-        side.set(color=colour, linewidth=3.5)
-    axes.set_xlabel(_plain(text), fontsize=8, color=colour)
+        side.set(color=color, linewidth=3.5)
+    axes.set_xlabel(_plain(text), fontsize=8, color=color)
 
 
 def similarity_figure(pairs: Sequence[tuple[ImageItem, ImageItem, SimilarityMap]]) -> "Figure":
@@ -144,8 +144,8 @@ def similarity_figure(pairs: Sequence[tuple[ImageItem, ImageItem, SimilarityMap]
         ConfigError: matplotlib is not installed.
     """
     figure = new_figure(6.5, 3.1 * len(pairs) + 0.4)
-    places = figure.subplots(len(pairs), 4, squeeze=False)
-    for row, (first, second, found) in zip(places, pairs, strict=True):
+    grid = figure.subplots(len(pairs), 4, squeeze=False)
+    for row, (first, second, found) in zip(grid, pairs, strict=True):
         for number, item in enumerate((first, second)):
             image = found.images[number]
             plain, mapped = row[2 * number], row[2 * number + 1]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 # Points of a line that are drawn.
-_MOST_POINTS = 300
+_MAX_POINTS = 300
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class Panel:
         points = [(line.x[fits], line.y[fits]) for line in self.lines for fits in [self.drawable(line)]]
         x, y = (np.concatenate(side) for side in zip(*points, strict=True))
         return (
-            self.x_range or _wide(x.min(), x.max(), log=self.x_log, margin=0.0),
-            self.y_range or _wide(y.min(), y.max(), log=self.y_log, margin=0.06),
+            self.x_range or _non_empty_range(x.min(), x.max(), log=self.x_log, margin=0.0),
+            self.y_range or _non_empty_range(y.min(), y.max(), log=self.y_log, margin=0.06),
         )
 
 
-def thinned(line: Line, most: int = _MOST_POINTS) -> Line:
+def thinned(line: Line, most: int = _MAX_POINTS) -> Line:
     """Return a line of few points that looks the same: of each part its first, lowest, highest and last point."""
     if len(line.x) <= most:
         return line
@@ -124,7 +124,7 @@ def tick_text(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _wide(low: float, high: float, *, log: bool, margin: float) -> tuple[float, float]:
+def _non_empty_range(low: float, high: float, *, log: bool, margin: float) -> tuple[float, float]:
     """Return a range around ``low``..``high`` that is not empty."""
     low, high = float(low), float(high)
     if log:

@@ -17,7 +17,7 @@ from fastamp.report.history import History
 from fastamp.utils.env import available_cores
 
 # Characters of a config's value that are shown.
-_LONGEST = 160
+_MAX_VALUE_LENGTH = 160
 
 
 @dataclass(frozen=True)
@@ -98,4 +98,4 @@ def environment(run: Run) -> dict[str, str]:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 3]}..."

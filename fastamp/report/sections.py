@@ -15,7 +15,7 @@ from fastamp.report.svg import draw_panels
 from fastamp.report.thumbnails import data_address, thumbnail
 
 # Pictures of all test sets together weigh some 2.5 KB each.
-_MOST_LISTS = 48
+_MAX_LISTS = 48
 _SHADES = 10
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 """Title, headers and rows."""
@@ -38,7 +38,7 @@ def results(each: EvaluatedSet, count: int) -> dict[str, Any]:
         panels = [cmc_panel(result), roc_panel(details), score_panel(details, protocol)]
         section["charts"] = draw_panels([panel for panel in panels if panel is not None])
         section["cameras"] = None if details.cameras is None else _camera_matrix(details)
-        section["lists"] = _rank_lists(each, details, protocol, most=max(1, _MOST_LISTS // (2 * count)))
+        section["lists"] = _rank_lists(each, details, protocol, most=max(1, _MAX_LISTS // (2 * count)))
         section["score_name"] = score_name(protocol)
     return section
 
@@ -109,20 +109,26 @@ def _rank_lists(each: EvaluatedSet, details: Details, protocol: Protocol, *, mos
     if not gallery:
         return {}
     return {
-        kind: [_rank_list(one, queries, gallery, protocol) for one in lists[:most]]
+        kind: [_rank_list(rank_list, queries, gallery, protocol) for rank_list in lists[:most]]
         for kind, lists in details.lists.items()
         if lists
     }
 
 
 def _rank_list(
-    one: RankList, queries: Sequence[ImageItem], gallery: Sequence[ImageItem], protocol: Protocol
+    rank_list: RankList, queries: Sequence[ImageItem], gallery: Sequence[ImageItem], protocol: Protocol
 ) -> dict[str, Any]:
-    query = queries[one.query]
-    title = f"identity {query.pid}: AP {100 * one.ap:.1f} %, first match at rank {one.first_match}"
+    query = queries[rank_list.query]
+    title = f"identity {query.pid}: AP {100 * rank_list.ap:.1f} %, first match at rank {rank_list.first_match}"
     pictures = [_picture(query, f"query, identity {query.pid}, camera {query.camid}", "query")]
     for rank, (number, score, match) in enumerate(
-        zip(one.gallery.tolist(), scores(one.distances, protocol).tolist(), one.matches.tolist(), strict=True), start=1
+        zip(
+            rank_list.gallery.tolist(),
+            scores(rank_list.distances, protocol).tolist(),
+            rank_list.matches.tolist(),
+            strict=True,
+        ),
+        start=1,
     ):
         item = gallery[number]
         kind = "correct" if match else "wrong"

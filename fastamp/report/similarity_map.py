@@ -47,16 +47,18 @@ def similarity_map(model: nn.Module, batch: dict[str, Any]) -> SimilarityMap:
     backbone = getattr(model, "backbone", None)
     if backbone is None:
         raise ConfigError(f"{type(model).__name__} has no backbone whose feature maps could be shown")
-    with torch.inference_mode(False), torch.enable_grad(), _kept_maps(backbone) as kept:
+    with torch.inference_mode(False), torch.enable_grad(), _recorded_maps(backbone) as recorded:
         features = model(batch).float()
         lengths = features.detach().norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
         similarity = (features[0] @ features[1]) / lengths.prod()
-        if not kept or len(kept[-1]) != 2:
+        if not recorded or len(recorded[-1]) != 2:
             raise ConfigError(f"the feature maps of {type(backbone).__name__} could not be seen")
-        (gradient,) = torch.autograd.grad(similarity, kept[-1], allow_unused=True)
+        (gradient,) = torch.autograd.grad(similarity, recorded[-1], allow_unused=True)
     if gradient is None:
         raise ConfigError(f"the embedding does not depend on the feature maps of {type(backbone).__name__}")
-    maps, gradient = (_as_maps(each, backbone, batch["images"].shape[2:]) for each in (kept[-1].detach(), gradient))
+    maps, gradient = (
+        _to_feature_maps(each, backbone, batch["images"].shape[2:]) for each in (recorded[-1].detach(), gradient)
+    )
     weights = gradient.float().mean((2, 3), keepdim=True)
     heat = (weights * maps.float()).sum(1).clamp_min(0)
     heat = heat / heat.amax((1, 2), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
@@ -66,25 +68,25 @@ def similarity_map(model: nn.Module, batch: dict[str, Any]) -> SimilarityMap:
 
 
 @contextmanager
-def _kept_maps(backbone: nn.Module) -> Iterator[list[Tensor]]:
+def _recorded_maps(backbone: nn.Module) -> Iterator[list[Tensor]]:
     """Keep the maps that a backbone computes inside; the gradient begins at them."""
-    kept: list[Tensor] = []
+    recorded: list[Tensor] = []
 
     def keep(maps: Tensor) -> Tensor:
-        kept.append(maps.detach().requires_grad_())
-        return kept[-1]
+        recorded.append(maps.detach().requires_grad_())
+        return recorded[-1]
 
     if isinstance(backbone, VisionTransformer) and backbone.norm is not None:
         handle = backbone.blocks[-1].register_forward_pre_hook(lambda _, inputs: (keep(inputs[0]), *inputs[1:]))
     else:  # with all tokens, where the head has the last block
         handle = backbone.register_forward_hook(lambda _, __, output: keep(output))
     try:
-        yield kept
+        yield recorded
     finally:
         handle.remove()
 
 
-def _as_maps(values: Tensor, backbone: nn.Module, size: torch.Size) -> Tensor:
+def _to_feature_maps(values: Tensor, backbone: nn.Module, size: torch.Size) -> Tensor:
     """Return (2, C, h, w) of a backbone's maps or, for a Vision Transformer, of its tokens, the class token left out.
 
     Raises:

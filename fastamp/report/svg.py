@@ -72,29 +72,29 @@ def draw(panel: Panel) -> Drawing:
     if panel.empty:
         return Drawing(panel)
     (x_low, x_high), (y_low, y_high) = panel.bounds()
-    place_x = _scale(x_low, x_high, FRAME.left, FRAME.right, log=panel.x_log)
-    place_y = _scale(y_low, y_high, FRAME.bottom, FRAME.top, log=panel.y_log)
-    y_ticks = [(place_y(mark), tick_text(mark)) for mark in ticks(y_low, y_high, log=panel.y_log)]
+    to_x = _scale(x_low, x_high, FRAME.left, FRAME.right, log=panel.x_log)
+    to_y = _scale(y_low, y_high, FRAME.bottom, FRAME.top, log=panel.y_log)
+    y_ticks = [(to_y(mark), tick_text(mark)) for mark in ticks(y_low, y_high, log=panel.y_log)]
     return Drawing(
         panel,
-        x_ticks=[(_number(place_x(mark)), tick_text(mark)) for mark in ticks(x_low, x_high, log=panel.x_log)],
+        x_ticks=[(_number(to_x(mark)), tick_text(mark)) for mark in ticks(x_low, x_high, log=panel.x_log)],
         y_ticks=[(_number(y), _number(y + 4), text) for y, text in y_ticks],
         shapes=[
             shape
             for number, line in enumerate(panel.lines)
-            for shape in _shapes(panel, thinned(line), number, place_x, place_y)
+            for shape in _shapes(panel, thinned(line), number, to_x, to_y)
         ],
-        words=_in_words(panel),
+        words=_describe_lines(panel),
     )
 
 
 def _shapes(
-    panel: Panel, line: Line, number: int, place_x: Callable[[float], float], place_y: Callable[[float], float]
+    panel: Panel, line: Line, number: int, to_x: Callable[[float], float], to_y: Callable[[float], float]
 ) -> Iterator[Shape]:
     """Yield the stretches of one line."""
     for run in _runs(panel.drawable(line)):
         x, y = line.x[run], line.y[run]
-        points = [(place_x(a), place_y(b)) for a, b in zip(x, y, strict=True)]
+        points = [(to_x(a), to_y(b)) for a, b in zip(x, y, strict=True)]
         if line.steps:
             points = [points[0], *(p for a, b in itertools.pairwise(points) for p in ((b[0], a[1]), b))]
         path = "M" + "L".join(f"{_number(a)} {_number(b)}" for a, b in points)
@@ -125,7 +125,7 @@ def _number(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def _in_words(panel: Panel) -> str:
+def _describe_lines(panel: Panel) -> str:
     """Return what the lines do, for who cannot see them."""
     words = []
     for line in panel.lines:

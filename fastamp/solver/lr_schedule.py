@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.moved import moved_names
 from fastamp.utils.registry import Registry
 
 SCHEDULE_REGISTRY = Registry("SOLVER.SCHED")
+
+__getattr__ = moved_names(__name__, {"HeldSchedule": "fastamp.solver.lr_schedule.ConstantTailSchedule"})
 
 
 class LearningRateSchedule(Protocol):
@@ -47,8 +50,8 @@ def warmup_factor(method: str, steps_taken: int, *, length: int, start: float) -
     """
     if steps_taken >= length:
         return 1.0
-    share = steps_taken / length
-    return {"linear": start * (1 - share) + share, "constant": start, "exp": start ** (1 - share)}[method]
+    fraction = steps_taken / length
+    return {"linear": start * (1 - fraction) + fraction, "constant": start, "exp": start ** (1 - fraction)}[method]
 
 
 def warmup_length(cfg: Any, iters_per_epoch: int) -> int:
@@ -151,8 +154,11 @@ def build_cosine(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
     length, eta_min = max(solver.MAX_EPOCH - before, 1), solver.ETA_MIN_LR * learning_rate_factor(cfg)
 
     def decay(base_lr: float, epochs: float) -> float:
-        share, lowest = min(max(epochs - delay, 0) / length, 1.0), min(eta_min, base_lr)  # a group's rate never rises
-        return lowest + (base_lr - lowest) * (1 + math.cos(math.pi * share)) / 2
+        fraction, lowest = (
+            min(max(epochs - delay, 0) / length, 1.0),
+            min(eta_min, base_lr),
+        )  # a group's rate never rises
+        return lowest + (base_lr - lowest) * (1 + math.cos(math.pi * fraction)) / 2
 
     return EpochSchedule.from_config(cfg, decay, iters_per_epoch)
 
@@ -185,10 +191,10 @@ class OneCycleSchedule:
         """Return the learning rate of the next step; see ``LearningRateSchedule``."""
         peak, last = self.rise * self.total_steps - 1, self.total_steps - 1
         if steps_taken <= peak:
-            share, low = steps_taken / peak if peak > 0 else 1.0, self.start
+            fraction, low = steps_taken / peak if peak > 0 else 1.0, self.start
         else:
-            share, low = max(last - steps_taken, 0) / (last - peak), self.end
-        return base_lr * (low + (1 - low) * (1 - math.cos(math.pi * share)) / 2)
+            fraction, low = max(last - steps_taken, 0) / (last - peak), self.end
+        return base_lr * (low + (1 - low) * (1 - math.cos(math.pi * fraction)) / 2)
 
 
 @SCHEDULE_REGISTRY.register("OneCycleLR")
@@ -204,7 +210,7 @@ def build_one_cycle(cfg: Any, *, iters_per_epoch: int) -> OneCycleSchedule:
 
 
 @dataclass(frozen=True)
-class HeldSchedule:
+class ConstantTailSchedule:
     """Another schedule up to some epoch, a constant rate from there on, as weight averaging wants it.
 
     Attributes:
@@ -254,5 +260,5 @@ def build_lr_schedule(cfg: Any, iters_per_epoch: int) -> LearningRateSchedule:
     schedule = SCHEDULE_REGISTRY.build(cfg.SOLVER.SCHED, cfg, iters_per_epoch=iters_per_epoch)
     swa = cfg.SOLVER.SWA
     if swa.ENABLED and swa.LR_FACTOR > 0:
-        return HeldSchedule(schedule, swa_start(cfg), swa.LR_FACTOR)
+        return ConstantTailSchedule(schedule, swa_start(cfg), swa.LR_FACTOR)
     return schedule

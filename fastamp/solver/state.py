@@ -109,9 +109,9 @@ class OptimizerState:
                 "factors of learning rates and weight decays that it was trained with (SOLVER.BIAS_*, HEADS_LR_FACTOR, "
                 "LR_FACTORS, WEIGHT_DECAY_*)"
             )
-        places = {
+        saved_positions = {
             key: (group, number)
             for group, group_keys in zip(saved, layout, strict=True)
             for key, number in zip(group_keys, group["params"], strict=True)
         }
-        return [[places[key] for key in group] for group in keys]
+        return [[saved_positions[key] for key in group] for group in keys]

@@ -26,7 +26,7 @@ class WeightAverage:
         saved = model.state_dict().keys()
         named = itertools.chain(model.named_parameters(), model.named_buffers())
         self._live = {name: tensor.detach() for name, tensor in named if name in saved}
-        self._other = {name: tensor.clone() for name, tensor in self._live.items()}
+        self._stored = {name: tensor.clone() for name, tensor in self._live.items()}
         self._floating = [name for name, tensor in self._live.items() if tensor.is_floating_point()]
         self._applied = False
 
@@ -34,16 +34,16 @@ class WeightAverage:
     def restart(self) -> None:
         """Start anew from the model's present values."""
         for name, live in self._live.items():
-            self._other[name].copy_(live)
+            self._stored[name].copy_(live)
         self.updates = 0
 
     @torch.no_grad()
     def update(self, weight: float) -> None:
         """Move the average by ``weight`` (0..1) of its difference to the model."""
-        average = [self._other[name] for name in self._floating]
+        average = [self._stored[name] for name in self._floating]
         torch._foreach_lerp_(average, [self._live[name] for name in self._floating], weight)
         for name in self._live.keys() - set(self._floating):
-            self._other[name].copy_(self._live[name])
+            self._stored[name].copy_(self._live[name])
         self.updates += 1
 
     @contextmanager
@@ -62,13 +62,13 @@ class WeightAverage:
     def _swap(self) -> None:
         for name, live in self._live.items():
             values = live.clone()
-            live.copy_(self._other[name])
-            self._other[name].copy_(values)
+            live.copy_(self._stored[name])
+            self._stored[name].copy_(values)
         self._applied = not self._applied
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the averaged tensors by the names of the model's state dict."""
-        return dict(self._live if self._applied else self._other)
+        return dict(self._live if self._applied else self._stored)
 
     def state_dict(self) -> dict[str, Any]:
         """Return kind, number of updates and the averaged tensors."""

@@ -127,7 +127,7 @@ def test_a_whole_model_of_torchreids(variant):
     origin = build(name, "x0_25", 128, *opts)
     model = build_model(config(name, "x0_25", 128, *opts, "MODEL.HEADS.NUM_CLASSES", "3")).eval().double()
     report = load_model_state(model, torchreids_file(origin), source="torchreid")
-    assert report.backbone_share == 1
+    assert report.backbone_fraction == 1
     assert "STEM_POOL" not in str(report.notes)  # FastReID pools the stem as torchreid does
     images = torch.randn(2, 3, 64, 32).double()
     torch.testing.assert_close(model.backbone(images), origin(images))

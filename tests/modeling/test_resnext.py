@@ -64,7 +64,7 @@ def test_weights_without_instance_norm_in_the_last_stage_are_enough():
     state = {name: torch.zeros(()).expand(value.shape) for name, value in state.items()}  # of no size in memory
     report = load_model_state(backbone, state, source="a file", backbone_prefix="")
     assert len(report.missing) == 3 * 6
-    assert report.backbone_share > 0.95
+    assert report.backbone_fraction > 0.95
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
