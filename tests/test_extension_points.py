@@ -121,11 +121,11 @@ def build_patchnet_backbone(cfg):
 DATASET = '''
 """Cows, two cameras."""
 
-from fastamp.data.datasets import DATASET_REGISTRY, NamedImages
+from fastamp.data.datasets import DATASET_REGISTRY, FilenameDataset
 
 
 @DATASET_REGISTRY.register()
-class Cows(NamedImages):
+class Cows(FilenameDataset):
     dataset_name = "cows"
     folder = "cows"
     tree = "{train,query,gallery}/{pid}/{camera}_*.png"

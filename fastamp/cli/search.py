@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search, and print what was found."""
-    from fastamp.data.datasets.own import image_files
+    from fastamp.data.datasets.custom import image_files
     from fastamp.inference.features_file import check_same_model
     from fastamp.inference.index import open_gallery
 

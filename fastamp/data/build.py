@@ -9,14 +9,14 @@ import torch
 
 from fastamp.amp import resolve_device
 from fastamp.config import CfgNode, get_cfg
+from fastamp.data.cache import ImageCache
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, data_root, log_splits
+from fastamp.data.datasets.custom import PATH_DATASETS
 from fastamp.data.datasets.items import PackedItems, split_path
-from fastamp.data.datasets.own import OWN_DATA
 from fastamp.data.loader import TestLoader, TrainLoader, worker_count
 from fastamp.data.missing_images import check_files
 from fastamp.data.samplers import SAMPLER_REGISTRY, EpochBatchSampler, InferenceSampler
-from fastamp.data.store import ImageStore
 from fastamp.data.transforms import build_transforms
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean
@@ -41,7 +41,7 @@ def build_reid_train_loader(
         DataError: a data set is missing or empty, or has too few images or identities for a batch.
         ConfigError: a value is out of range, a name unknown, or a batch cannot be made up as asked.
     """
-    rank, world_size = _place(rank, world_size)
+    rank, world_size = _rank_and_world_size(rank, world_size)
     transforms = build_transforms(cfg, is_train=True)
     if not cfg.DATASETS.NAMES:
         raise ConfigError("DATASETS.NAMES is empty; name at least one data set to train on")
@@ -54,7 +54,7 @@ def build_reid_train_loader(
         augment=cfg.INPUT.AUGMENT_ON == "worker",
         skip_corrupt=cfg.DATALOADER.ON_CORRUPT == "skip",
     )
-    _check_places(cfg, dataset, cfg.DATASETS.NAMES)
+    _check_camera_view_ids(cfg, dataset, cfg.DATASETS.NAMES)
     check_files(dataset.items, datasets, skip=dataset.skip_corrupt)
     batch_size = cfg.SOLVER.IMS_PER_BATCH
     if len(dataset) < batch_size:
@@ -94,7 +94,7 @@ def build_reid_train_loader(
             batch_size,
         )
     num_workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
-    _use_store(dataset, cfg)
+    _attach_cache(dataset, cfg)
     return TrainLoader(dataset, batch_sampler, num_workers=num_workers, device=_device(cfg))
 
 
@@ -116,7 +116,7 @@ def build_reid_test_loader(
         DataError: the data set is missing or empty, or the images of the first batch have different sizes.
         ConfigError: a value is out of range, or a name unknown.
     """
-    rank, world_size = _place(rank, world_size)
+    rank, world_size = _rank_and_world_size(rank, world_size)
     transforms = build_transforms(cfg, is_train=False)
     source = build_dataset(dataset_name, cfg)
     for split in ("query", "gallery"):
@@ -124,7 +124,7 @@ def build_reid_test_loader(
             raise DataError(f"the data set {dataset_name} has no {split} images, so it cannot be tested on")
     items = PackedItems.concat([PackedItems.of(source.query), PackedItems.of(source.gallery)])
     dataset = ReidDataset(items, transforms, relabel=False)
-    _check_places(cfg, dataset, [dataset_name])
+    _check_camera_view_ids(cfg, dataset, [dataset_name])
     check_files(dataset.items, [source])
     if len(dataset) < world_size:
         raise DataError(
@@ -139,14 +139,14 @@ def build_reid_test_loader(
     )
     if rank == 0:
         log_splits(source, {"query": source.query, "gallery": source.gallery})
-    key, asked = "TEST.NUM_WORKERS", cfg.TEST.NUM_WORKERS
-    if asked == -1:
-        key, asked = "DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS
-    _use_store(dataset, cfg)
+    key, requested = "TEST.NUM_WORKERS", cfg.TEST.NUM_WORKERS
+    if requested == -1:
+        key, requested = "DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS
+    _attach_cache(dataset, cfg)
     if transforms.resize.output_size is None:
         # Images of different sizes fail here, before a training, and not at its first evaluation.
         dataset.__getitems__(next(iter(batch_sampler)))
-    loader = TestLoader(dataset, batch_sampler, num_workers=worker_count(key, asked), device=_device(cfg))
+    loader = TestLoader(dataset, batch_sampler, num_workers=worker_count(key, requested), device=_device(cfg))
     return loader, len(source.query)
 
 
@@ -163,12 +163,12 @@ def build_dataset(name: str, cfg: Any = None) -> ImageDataset:
     """
     cfg = get_cfg() if cfg is None else cfg
     kind, colon, path = name.partition(":")
-    if colon and kind in OWN_DATA:
-        return OWN_DATA[kind].from_config(cfg, path)
+    if colon and kind in PATH_DATASETS:
+        return PATH_DATASETS[kind].from_config(cfg, path)
     if colon and name not in DATASET_REGISTRY:
         raise ConfigError(
-            f"DATASETS.NAMES: {name!r} is of no kind that is known; kinds: {', '.join(OWN_DATA)}."
-            f"{did_you_mean(kind, OWN_DATA)}"
+            f"DATASETS.NAMES: {name!r} is of no kind that is known; kinds: {', '.join(PATH_DATASETS)}."
+            f"{did_you_mean(kind, PATH_DATASETS)}"
         )
     if name not in DATASET_REGISTRY and (name.endswith(".csv") or "/" in name):
         kind = "csv" if name.endswith(".csv") else "folder"
@@ -215,7 +215,7 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
         if len(datasets) > 1:
             pid_prefix = camid_prefix = dataset.family
         train = PackedItems.of(dataset.train)
-        part = [_named(train.replace(pids=train.pids.map(dataset.identity)), pid_prefix, camid_prefix)]
+        part = [_add_prefixes(train.replace(pids=train.pids.map(dataset.identity)), pid_prefix, camid_prefix)]
         if combine_all:
             # Query and gallery number their identities by themselves, but the cameras are those of training. An image
             # may be in several splits, as all of SenseReID's are.
@@ -228,13 +228,13 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
                     # In the place where it is first, with the identity that it has last.
                     row_of[image] = row
             rows = [row for row in row_of.values() if isinstance(pid := items.pids[row], str) or pid > 0]
-            part.append(_named(items.take(np.array(rows, dtype=np.int64)), f"{pid_prefix}_test", camid_prefix))
+            part.append(_add_prefixes(items.take(np.array(rows, dtype=np.int64)), f"{pid_prefix}_test", camid_prefix))
         part = PackedItems.concat(part)
-        parts.append(_without_shared(part, dataset, list(zip(datasets, parts, strict=False))))
+        parts.append(_drop_shared_images(part, dataset, list(zip(datasets, parts, strict=False))))
     return parts
 
 
-def _without_shared(
+def _drop_shared_images(
     part: PackedItems, dataset: ImageDataset, earlier: Sequence[tuple[ImageDataset, PackedItems]]
 ) -> PackedItems:
     """Return the images of a data set that no earlier one has under the same identity.
@@ -246,15 +246,15 @@ def _without_shared(
         dataset: the data set that they are from.
         earlier: the data sets before it, and their images.
     """
-    owners: dict[Any, tuple[ImageDataset, int | str]] = {}  # of images in the same folders: data set and identity
+    seen: dict[Any, tuple[ImageDataset, int | str]] = {}  # of images in the same folders: data set and identity
     for other, items in earlier:
         for item in (items[row] for row in items.rows_in(set(part.folders)).tolist()):
-            owners.setdefault((item.path, item.box), (other, item.pid))
-    folders = {split_path(path)[0] for path, _ in owners}
+            seen.setdefault((item.path, item.box), (other, item.pid))
+    folders = {split_path(path)[0] for path, _ in seen}
     same, contradicting = [], []
     for row in part.rows_in(folders).tolist():
         item = part[row]
-        _, pid = owners.get((item.path, item.box), (None, None))
+        _, pid = seen.get((item.path, item.box), (None, None))
         if pid is not None:
             (same if pid == item.pid else contradicting).append(row)
     for rows, consequence in (
@@ -262,13 +262,13 @@ def _without_shared(
         (contradicting, "under another identity, and are trained on under both; name one of the two data sets"),
     ):
         if rows:
-            first = owners[part[rows[0]].path, part[rows[0]].box][0].title
+            first = seen[part[rows[0]].path, part[rows[0]].box][0].title
             numbers = (dataset.title, len(rows), len(part), first)
             logger.warning("%s: %d of %d training images are also in %s, %s", *numbers, consequence)
     return part.take(np.setdiff1d(np.arange(len(part)), same)) if same else part
 
 
-def _use_store(dataset: ReidDataset, cfg: Any) -> None:
+def _attach_cache(dataset: ReidDataset, cfg: Any) -> None:
     """Let a data set read from a cache, if the config asks for one."""
     if cfg.DATALOADER.CACHE == "none":
         return
@@ -279,7 +279,7 @@ def _use_store(dataset: ReidDataset, cfg: Any) -> None:
             f"{transforms.resize.size} keeps their aspect ratios.\n"
             f"  fix: {transforms.size_key} (height, width), or DATALOADER.CACHE none"
         )
-    dataset.store = ImageStore(
+    dataset.cache = ImageCache(
         dataset.items,
         (transforms.channels, *transforms.resize.output_size),
         dataset.read,
@@ -297,14 +297,14 @@ def _device(cfg: Any) -> torch.device:
         return torch.device("cpu")
 
 
-def _check_places(cfg: Any, dataset: ReidDataset, names: Sequence[str]) -> None:
+def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str]) -> None:
     """Check that the backbone has an embedding for each camera and view of the data sets ``names``.
 
     Raises:
         ConfigError: it has embeddings, but too few, or the numbers do not mean one camera each.
     """
     backbone, title = cfg.MODEL.BACKBONE, ", ".join(names)
-    if backbone.SIE_CAMERAS and not dataset.items.camids.is_whole:
+    if backbone.SIE_CAMERAS and not dataset.items.camids.is_integer:
         raise ConfigError(
             f"MODEL.BACKBONE.SIE_CAMERAS is {backbone.SIE_CAMERAS}, but in {title} cameras are names, not numbers that "
             "mean the same cameras in training and test.\n"
@@ -335,18 +335,18 @@ def _check_places(cfg: Any, dataset: ReidDataset, names: Sequence[str]) -> None:
         )
 
 
-def _named(items: PackedItems, pid_prefix: str, camid_prefix: str | None) -> PackedItems:
+def _add_prefixes(items: PackedItems, pid_prefix: str, camid_prefix: str | None) -> PackedItems:
     """Return the items with identity and camera as strings that begin with these names; None leaves the cameras."""
-    camids = None if camid_prefix is None else items.camids.map(lambda camid: _prefixed(camid, camid_prefix))
-    return items.replace(pids=items.pids.map(lambda pid: _prefixed(pid, pid_prefix)), camids=camids)
+    camids = None if camid_prefix is None else items.camids.map(lambda camid: _add_prefix(camid, camid_prefix))
+    return items.replace(pids=items.pids.map(lambda pid: _add_prefix(pid, pid_prefix)), camids=camids)
 
 
-def _prefixed(name: int | str, prefix: str) -> str:
+def _add_prefix(name: int | str, prefix: str) -> str:
     # FastReID's users put the data set's name in front themselves.
     return name if isinstance(name, str) and name.startswith(f"{prefix}_") else f"{prefix}_{name}"
 
 
-def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return (
         comm.get_rank() if rank is None else rank,
         comm.get_world_size() if world_size is None else world_size,
@@ -359,10 +359,10 @@ def with_num_classes(cfg: CfgNode, num_classes: int) -> CfgNode:
     Raises:
         ConfigError: it was set to another number.
     """
-    asked = cfg.MODEL.HEADS.NUM_CLASSES
-    if asked not in (0, num_classes):
+    requested = cfg.MODEL.HEADS.NUM_CLASSES
+    if requested not in (0, num_classes):
         raise ConfigError(
-            f"MODEL.HEADS.NUM_CLASSES is {asked}, but the training data ({', '.join(cfg.DATASETS.NAMES)}) has "
+            f"MODEL.HEADS.NUM_CLASSES is {requested}, but the training data ({', '.join(cfg.DATASETS.NAMES)}) has "
             f"{num_classes} identities.\n  fix: leave it at 0, so that it is taken from the data"
         )
     return cfg.with_values({"MODEL.HEADS.NUM_CLASSES": num_classes})

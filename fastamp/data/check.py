@@ -23,8 +23,8 @@ from fastamp.utils.progress import track
 SPLITS = ("train", "query", "gallery")
 # Of 256 bits, each of which says whether a cell of 16 x 17 is brighter than its neighbour. On the demo set copies that
 # were resized and compressed again differ in 8 to 27 (medians; 39 at most), different pictures in 49 at least.
-_HASH_SIDE, _NEAR_BITS = 16, 30
-_EXAMPLES = 5
+_HASH_SIDE, _NEAR_DUPLICATE_BITS = 16, 30
+_MAX_EXAMPLES = 5
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class Report:
 
 
 @dataclass(frozen=True)
-class _Facts:
-    """What was seen in an image: why it cannot be read, or its size and what it looks like."""
+class _ImageSummary:
+    """What was seen in an image: why it cannot be read, or its size and a perceptual hash."""
 
     fault: str = ""
     size: tuple[int, int] = (0, 0)
     digest: bytes = b""
-    looks: np.ndarray | None = None
+    hash_bits: np.ndarray | None = None
 
 
 def check_dataset(dataset: ImageDataset, *, max_pixels: int = MAX_PIXELS) -> Report:
@@ -88,16 +88,18 @@ def check_dataset(dataset: ImageDataset, *, max_pixels: int = MAX_PIXELS) -> Rep
     report = Report([(split, *count_items(items)) for split, items in splits.items()])
     images = {(item.path, item.box): item for items in splits.values() for item in items}
     with ThreadPoolExecutor(available_cores()) as pool:
-        looked = track(pool.map(partial(_look, max_pixels=max_pixels), images.values()), len(images), "reading images")
-        facts = dict(zip(images, looked, strict=True))
-    report.sizes.update(each.size for each in facts.values() if not each.fault)
+        inspected = track(
+            pool.map(partial(_inspect_image, max_pixels=max_pixels), images.values()), len(images), "reading images"
+        )
+        summaries = dict(zip(images, inspected, strict=True))
+    report.sizes.update(each.size for each in summaries.values() if not each.fault)
     report.findings += [
-        *_unreadable(facts),
-        *_shared_identities(dataset, splits),
-        *_unmatched(splits.get("query", []), splits.get("gallery", [])),
-        *_copies(splits, facts),
-        *_contradictions(splits, facts),
-        *_lonely(splits.get("train", [])),
+        *_find_unreadable(summaries),
+        *_find_shared_identities(dataset, splits),
+        *_find_unmatched_queries(splits.get("query", []), splits.get("gallery", [])),
+        *_find_duplicates(splits, summaries),
+        *_find_conflicting_labels(splits, summaries),
+        *_find_rare_identities(splits.get("train", [])),
     ]
     report.findings.sort(key=lambda finding: not finding.is_error)
     return report
@@ -151,7 +153,7 @@ def _by_identity(items: Sequence[ImageItem]) -> dict[int | str, list[ImageItem]]
     return groups
 
 
-def _look(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _Facts:
+def _inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _ImageSummary:
     try:
         check_no_device(item.path)
         content = Path(item.path).read_bytes()
@@ -160,101 +162,107 @@ def _look(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _Facts:
             image.load()  # all of it: PIL, unlike other decoders, does not make up the rest of a truncated file
             upright = ImageOps.exif_transpose(image)
     except Exception as error:  # PIL's plugins raise nearly anything on damaged files
-        return _Facts(fault=(str(error).strip() or type(error).__name__).splitlines()[0])
+        return _ImageSummary(fault=(str(error).strip() or type(error).__name__).splitlines()[0])
     if item.box is not None:
         if item.box[2] > upright.width or item.box[3] > upright.height:
-            return _Facts(fault=f"the part {item.box} is not all in it, of {upright.width} x {upright.height} pixels")
+            return _ImageSummary(
+                fault=f"the part {item.box} is not all in it, of {upright.width} x {upright.height} pixels"
+            )
         upright = upright.crop(item.box)
     if upright.mode.startswith(("I", "F")):  # more than 8 bits
         values = np.asarray(upright, dtype=np.float64)
         upright = Image.fromarray((255 * (values - values.min()) / max(np.ptp(values), 1e-9)).astype(np.uint8))
-    grey = np.asarray(upright.convert("L").resize((_HASH_SIDE + 1, _HASH_SIDE), Image.Resampling.BOX))
+    gray = np.asarray(upright.convert("L").resize((_HASH_SIDE + 1, _HASH_SIDE), Image.Resampling.BOX))
     digest = hashlib.blake2b(content + str(item.box).encode(), digest_size=16).digest()
-    return _Facts(size=upright.size, digest=digest, looks=np.packbits(grey[:, 1:] > grey[:, :-1]))
+    return _ImageSummary(size=upright.size, digest=digest, hash_bits=np.packbits(gray[:, 1:] > gray[:, :-1]))
 
 
-def _unreadable(facts: dict) -> Iterable[Finding]:
-    faults = [f"{path}: {each.fault}" for (path, _), each in facts.items() if each.fault]
-    return _finding("images that cannot be read", faults)
+def _find_unreadable(summaries: dict) -> Iterable[Finding]:
+    faults = [f"{path}: {each.fault}" for (path, _), each in summaries.items() if each.fault]
+    return _findings("images that cannot be read", faults)
 
 
-def _shared_identities(dataset: ImageDataset, splits: dict[str, list[ImageItem]]) -> Iterable[Finding]:
+def _find_shared_identities(dataset: ImageDataset, splits: dict[str, list[ImageItem]]) -> Iterable[Finding]:
     names = {split: {dataset.identity(item.pid) for item in items} for split, items in splits.items()}
     tested = names.get("query", set()) | names.get("gallery", set())
-    return _finding(
+    return _findings(
         "identities in both training and test",
         sorted(names.get("train", set()) & (tested - {"0", "-1"})),
     )
 
 
-def _unmatched(query: Sequence[ImageItem], gallery: Sequence[ImageItem]) -> Iterable[Finding]:
+def _find_unmatched_queries(query: Sequence[ImageItem], gallery: Sequence[ImageItem]) -> Iterable[Finding]:
     cameras: dict[int | str, set[int | str]] = defaultdict(set)
     for item in gallery:
         cameras[item.pid].add(item.camid)
-    alone = [item.path for item in query if not cameras[item.pid]]
+    unmatched = [item.path for item in query if not cameras[item.pid]]
     same = [item.path for item in query if cameras[item.pid] and cameras[item.pid] <= {item.camid}]
-    yield from _finding("queries whose identity is not in the gallery", alone)
-    yield from _finding("queries that only images of their own camera match", same)
+    yield from _findings("queries whose identity is not in the gallery", unmatched)
+    yield from _findings("queries that only images of their own camera match", same)
 
 
-def _copies(splits: dict[str, list[ImageItem]], facts: dict) -> Iterable[Finding]:
+def _find_duplicates(splits: dict[str, list[ImageItem]], summaries: dict) -> Iterable[Finding]:
     """Find images that are in two splits, or look alike."""
     for number, first in enumerate(SPLITS):
         for second in SPLITS[number + 1 :]:
-            ones = [item for item in splits.get(first, []) if not facts[item.path, item.box].fault]
-            others = [item for item in splits.get(second, []) if not facts[item.path, item.box].fault]
-            if not ones or not others:
+            first_items = [item for item in splits.get(first, []) if not summaries[item.path, item.box].fault]
+            second_items = [item for item in splits.get(second, []) if not summaries[item.path, item.box].fault]
+            if not first_items or not second_items:
                 continue
-            by_digest = {facts[item.path, item.box].digest: item for item in ones}
+            by_digest = {summaries[item.path, item.box].digest: item for item in first_items}
             same = [
                 f"{by_digest[digest].path} = {item.path}"
-                for item in others
-                if (digest := facts[item.path, item.box].digest) in by_digest
+                for item in second_items
+                if (digest := summaries[item.path, item.box].digest) in by_digest
             ]
-            yield from _finding(f"images in both {first} and {second}", same)
-            yield from _finding(
-                f"images of {first} and {second} that look alike", list(_alike(ones, others, facts)), is_error=False
+            yield from _findings(f"images in both {first} and {second}", same)
+            yield from _findings(
+                f"images of {first} and {second} that look alike",
+                list(_find_near_duplicates(first_items, second_items, summaries)),
+                is_error=False,
             )
 
 
-def _contradictions(splits: dict[str, list[ImageItem]], facts: dict) -> Iterable[Finding]:
+def _find_conflicting_labels(splits: dict[str, list[ImageItem]], summaries: dict) -> Iterable[Finding]:
     """Find the same image under two identities of a split, and listed twice."""
     for split, items in splits.items():
         by_digest: dict[bytes, list[ImageItem]] = defaultdict(list)
         for item in items:
-            each = facts[item.path, item.box]
+            each = summaries[item.path, item.box]
             by_digest[each.digest or f"{item.path}{item.box}".encode()].append(item)
         copies = [same for same in by_digest.values() if len(same) > 1]
         two = [same for same in copies if len({item.pid for item in same}) > 1]
         lines = [" = ".join(f"{item.path} ({item.pid})" for item in same[:3]) for same in two]
-        yield from _finding(f"images of {split} that are there under several identities", lines)
+        yield from _findings(f"images of {split} that are there under several identities", lines)
         rest = [same for same in copies if same not in two]
         lines = [" = ".join(item.path for item in same[:3]) for same in rest]
-        yield from _finding(f"images of {split} that are there more than once", lines, is_error=False)
+        yield from _findings(f"images of {split} that are there more than once", lines, is_error=False)
 
 
-def _alike(ones: Sequence[ImageItem], others: Sequence[ImageItem], facts: dict) -> Iterable[str]:
-    index = faiss.IndexBinaryFlat(8 * len(facts[ones[0].path, ones[0].box].looks))
-    index.add(np.stack([facts[item.path, item.box].looks for item in ones]))
-    distances, nearest = index.search(np.stack([facts[item.path, item.box].looks for item in others]), 1)
-    for item, distance, number in zip(others, distances[:, 0], nearest[:, 0], strict=True):
-        one = ones[number]
-        is_copy = facts[item.path, item.box].digest == facts[one.path, one.box].digest
+def _find_near_duplicates(
+    first_items: Sequence[ImageItem], second_items: Sequence[ImageItem], summaries: dict
+) -> Iterable[str]:
+    index = faiss.IndexBinaryFlat(8 * len(summaries[first_items[0].path, first_items[0].box].hash_bits))
+    index.add(np.stack([summaries[item.path, item.box].hash_bits for item in first_items]))
+    distances, nearest = index.search(np.stack([summaries[item.path, item.box].hash_bits for item in second_items]), 1)
+    for item, distance, number in zip(second_items, distances[:, 0], nearest[:, 0], strict=True):
+        one = first_items[number]
+        is_copy = summaries[item.path, item.box].digest == summaries[one.path, one.box].digest
         # Neighbouring frames of one camera are left out of the evaluation anyway.
         is_junk = one.pid == item.pid and one.camid == item.camid
-        if distance <= _NEAR_BITS and not is_copy and not is_junk:
+        if distance <= _NEAR_DUPLICATE_BITS and not is_copy and not is_junk:
             yield f"{one.path} ~ {item.path}"
 
 
-def _lonely(train: Sequence[ImageItem]) -> Iterable[Finding]:
+def _find_rare_identities(train: Sequence[ImageItem]) -> Iterable[Finding]:
     counts = Counter(item.pid for item in train)
     if train and len(counts) == 1:
-        yield from _finding("a single identity to train on", [str(next(iter(counts)))])
-    yield from _finding(
+        yield from _findings("a single identity to train on", [str(next(iter(counts)))])
+    yield from _findings(
         "identities with one training image", [str(pid) for pid, count in counts.items() if count == 1], is_error=False
     )
 
 
-def _finding(fault: str, examples: list[str], *, is_error: bool = True) -> Iterable[Finding]:
+def _findings(fault: str, examples: list[str], *, is_error: bool = True) -> Iterable[Finding]:
     if examples:
-        yield Finding(fault, examples[:_EXAMPLES], len(examples), is_error)
+        yield Finding(fault, examples[:_MAX_EXAMPLES], len(examples), is_error)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fastamp.data.cache import ImageCache
 from fastamp.data.datasets.items import Column, ImageItem, PackedItems
 from fastamp.data.samplers import SampleKey
-from fastamp.data.store import ImageStore
 from fastamp.data.transforms import Transforms
 from fastamp.utils.errors import DataError
+from fastamp.utils.moved import renamed_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +36,13 @@ class ReidDataset(Dataset):
         items: the images, a ``PackedItems``.
         labels, camids: (N,) int64, one for each item.
         num_classes: number of different identities.
-        store: a cache with the resized images of all items, or None.
+        cache: a cache with the resized images of all items, or None.
 
     Raises:
         DataError: not relabelled, and an identity or camera is no integer.
     """
+
+    store = renamed_attribute("store", "cache")
 
     def __init__(
         self,
@@ -55,15 +58,15 @@ class ReidDataset(Dataset):
         self.augment = augment
         self.skip_corrupt = skip_corrupt
         self.relabel = relabel
-        self.store: ImageStore | None = None
-        self._told: set[str] = set()
+        self.cache: ImageCache | None = None
+        self._warned: set[str] = set()
         pids, camids = self.items.pids, self.items.camids
         self.num_classes = len(pids.unique()[0])
         if relabel:
-            self.labels = _ranks(pids)
-            self.camids = camids.codes if camids.is_whole else _ranks(camids)
+            self.labels = _sorted_ranks(pids)
+            self.camids = camids.codes if camids.is_integer else _sorted_ranks(camids)
             return
-        if not (pids.is_whole and camids.is_whole):
+        if not (pids.is_integer and camids.is_integer):
             wrong = next(
                 item for item in self.items if not (isinstance(item.pid, Integral) and isinstance(item.camid, Integral))
             )
@@ -94,14 +97,14 @@ class ReidDataset(Dataset):
         epochs, positions, indices = zip(*keys, strict=True)
         rows = np.array(indices)
         size = self.transforms.resize.output_size
-        if self.store is not None:
-            images = self.store.images.index_select(0, torch.tensor(indices))  # 20 times as fast as indexing
+        if self.cache is not None:
+            images = self.cache.images.index_select(0, torch.tensor(indices))  # 20 times as fast as indexing
         elif size is not None:
             images = torch.empty(len(rows), self.transforms.channels, *size, dtype=torch.uint8)
             for image, index in zip(images, indices, strict=True):
                 image.copy_(self.read(index))
         else:
-            images = self.transforms.stack([self._augmented(key) for key in keys])
+            images = self.transforms.stack([self._read_augmented(key) for key in keys])
         augment = self.transforms.augment
         parameters = augment.draw(epochs, positions, tuple(images.shape[-2:]))
         batch = {
@@ -131,18 +134,18 @@ class ReidDataset(Dataset):
                 raise DataError(
                     f"{error}\n  fix: restore the file or remove it from the data set; or DATALOADER.ON_CORRUPT skip"
                 ) from error
-            self._tell(str(error))
+            self._warn_once(str(error))
         same = np.flatnonzero(self.labels == self.labels[index])
         for number in np.roll(same, -np.searchsorted(same, index)).tolist()[1:]:
             try:
                 return self._read(number)
             except DataError as error:
-                self._tell(str(error))
+                self._warn_once(str(error))
         raise DataError(
             f"DATALOADER.ON_CORRUPT is skip, but no image of the identity of {self.items[index].path} can be read"
         )
 
-    def _augmented(self, key: SampleKey) -> Tensor:
+    def _read_augmented(self, key: SampleKey) -> Tensor:
         """Return (C, H, W) uint8, the resized image of a key after ``augment_each``."""
         epoch, position, index = key
         augment, image = self.transforms.augment_each, self.read(index)[None]
@@ -152,18 +155,18 @@ class ReidDataset(Dataset):
         item = self.items[index]
         return self.transforms.read(item.path, box=item.box)
 
-    def _tell(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
             logger.warning(
                 "DATALOADER.ON_CORRUPT is skip: %s; another image of its identity takes its place (%d such images so "
                 "far in this process)",
                 message,
-                len(self._told),
+                len(self._warned),
             )
 
 
-def _ranks(names: Column) -> np.ndarray:
+def _sorted_ranks(names: Column) -> np.ndarray:
     """Return (N,) int64, each name's place among the different names: numbers first, then strings, sorted as text."""
     values, inverse = names.unique()
     order = sorted(range(len(values)), key=lambda number: (isinstance(values[number], str), values[number]))

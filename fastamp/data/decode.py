@@ -25,10 +25,10 @@ except ImportError:
     torchvision_decode = None
 
 # PIL's fixed-point luma (ITU-R BT.601): all sums are exact in float32, so that any machine rounds them alike.
-_LUMA_SHARES = (19595 / 2**16, 38470 / 2**16, 7471 / 2**16)
+_LUMA_WEIGHTS = (19595 / 2**16, 38470 / 2**16, 7471 / 2**16)
 _JPEG = b"\xff\xd8"
 _START_OF_FRAME = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-_WITHOUT_LENGTH = {0x00, 0x01, *range(0xD0, 0xD9)}  # markers that no length follows
+_MARKERS_WITHOUT_LENGTH = {0x00, 0x01, *range(0xD0, 0xD9)}  # markers that no length follows
 _PIL_LOCK, _WARNINGS_LOCK = Lock(), Lock()
 # A file of a few bytes may declare an image that fills the memory.
 MAX_PIXELS = 100_000_000
@@ -36,7 +36,7 @@ MAX_PIXELS = 100_000_000
 LARGEST_PIXELS = 178_956_970
 """The most that PIL decodes."""
 # JPEG files of more pixels, about 16.8 million, are decoded at a fraction of their size where much less is needed.
-_REDUCED_ABOVE = 2**24
+_MAX_FULL_SIZE_PIXELS = 2**24
 # Of PIL's formats those of pixels: others run programs of theirs, such as Ghostscript for PostScript.
 _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "MPO", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 
@@ -75,7 +75,7 @@ def read_image(
             the cause.
         OSError: too many files are open.
     """
-    image = _read_whole(path, channels, max_pixels, least_side if box is None else None)
+    image = _read_full_image(path, channels, max_pixels, least_side if box is None else None)
     if box is None:
         return image
     left, top, right, bottom = box
@@ -88,7 +88,7 @@ def read_image(
     return image[:, top:bottom, left:right]
 
 
-def _read_whole(path: str, channels: int, max_pixels: int, least_side: int | None) -> Tensor:
+def _read_full_image(path: str, channels: int, max_pixels: int, least_side: int | None) -> Tensor:
     try:
         check_no_device(path)
         with open(path, "rb", buffering=0) as file:
@@ -104,7 +104,7 @@ def _read_whole(path: str, channels: int, max_pixels: int, least_side: int | Non
     is_jpeg = content[:2] == _JPEG
     width, height = _declared_size(content) if is_jpeg else (0, 0)
     check_pixels(path, width, height, max_pixels)
-    if width * height <= _REDUCED_ABOVE or least_side is None or min(width, height) < 2 * least_side:
+    if width * height <= _MAX_FULL_SIZE_PIXELS or least_side is None or min(width, height) < 2 * least_side:
         least_side = None
     # torchvision (0.29) ends the process at damaged PNG files, does not turn WebP files upright, and decodes all
     # pictures of an animation; it has no scaled decoding, and no limit where the size was not found.
@@ -126,10 +126,10 @@ def check_pixels(path: str, width: int, height: int, max_pixels: int) -> None:
         DataError: it has more than ``max_pixels`` pixels.
     """
     if width * height > max_pixels:
-        raised = f"INPUT.MAX_PIXELS {width * height}, or " if width * height <= LARGEST_PIXELS else ""
+        raise_limit = f"INPUT.MAX_PIXELS {width * height}, or " if width * height <= LARGEST_PIXELS else ""
         raise DataError(
             f"the image {path} has {width} x {height} pixels, more than INPUT.MAX_PIXELS {max_pixels}\n"
-            f"  fix: {raised}a smaller copy of the image"
+            f"  fix: {raise_limit}a smaller copy of the image"
         )
 
 
@@ -138,24 +138,24 @@ def _declared_size(content: bytearray) -> tuple[int, int]:
 
     Looks for markers as libjpeg does, which skips bytes that are not part of a segment.
     """
-    place = content.find(b"\xff", 2)
-    while 0 < place <= len(content) - 9:
-        marker, length = content[place + 1], int.from_bytes(content[place + 2 : place + 4], "big")
+    offset = content.find(b"\xff", 2)
+    while 0 < offset <= len(content) - 9:
+        marker, length = content[offset + 1], int.from_bytes(content[offset + 2 : offset + 4], "big")
         if marker in _START_OF_FRAME:
-            height, width = struct.unpack_from(">HH", content, place + 5)
+            height, width = struct.unpack_from(">HH", content, offset + 5)
             return width, height
         if marker == 0xFF:
-            place += 1
+            offset += 1
         else:
-            place = content.find(b"\xff", place + 2 + (0 if marker in _WITHOUT_LENGTH else length))
+            offset = content.find(b"\xff", offset + 2 + (0 if marker in _MARKERS_WITHOUT_LENGTH else length))
     return 0, 0
 
 
 def _luma(image: Tensor) -> Tensor:
     """Return (1, H, W) uint8 of (3, H, W) uint8 RGB."""
     total = torch.full(image.shape[1:], 0.5, device=image.device)
-    for share, channel in zip(_LUMA_SHARES, image, strict=True):
-        total += share * channel
+    for weight, channel in zip(_LUMA_WEIGHTS, image, strict=True):
+        total += weight * channel
     return total.to(torch.uint8)[None]
 
 
@@ -171,10 +171,10 @@ def with_channels(image: Tensor, channels: int) -> Tensor:
     """
     if len(image) == channels:
         return image
-    colours = image[:3] if len(image) > 1 else image.expand(3, -1, -1)
+    colors = image[:3] if len(image) > 1 else image.expand(3, -1, -1)
     if channels == 1:
-        return _luma(colours)
-    return colours if channels == 3 else torch.cat((colours, torch.full_like(colours[:1], 255)))
+        return _luma(colors)
+    return colors if channels == 3 else torch.cat((colors, torch.full_like(colors[:1], 255)))
 
 
 def open_with_pil(source: str | os.PathLike[str] | Any) -> Image.Image:

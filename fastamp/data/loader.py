@@ -24,16 +24,25 @@ from fastamp.data.dataset import ReidDataset
 from fastamp.data.samplers import EpochBatchSampler, InferenceSampler, SampleKey
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError, UserError
+from fastamp.utils.moved import moved_names
 from fastamp.utils.signals import set_handler
 
 logger = logging.getLogger(__name__)
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "exhausted_resources_explained": "fastamp.data.loader.explain_exhausted_resources",
+        "lost_workers_explained": "fastamp.data.loader.explain_lost_workers",
+    },
+)
 
 _SHARED_MEMORY = "/dev/shm"
 # File descriptors that stay free in a worker: for an image file, for the socket that hands descriptors over, for a log.
 _SPARE_DESCRIPTORS = 6
 
 
-class _Failure:
+class _WorkerError:
     """A user's error on its way from a worker; PyTorch would put the worker's traceback into the message."""
 
     def __init__(self, error: UserError) -> None:
@@ -81,21 +90,21 @@ class _PackedBatch:
             return self
 
 
-class _Batches(Dataset):
+class _BatchDataset(Dataset):
     """The data set as workers fetch from it: a batch, or why there is none."""
 
     def __init__(self, dataset: ReidDataset) -> None:
         self.dataset = dataset
 
-    def __getitems__(self, keys: Sequence[SampleKey]) -> dict[str, Any] | _PackedBatch | _Failure:
+    def __getitems__(self, keys: Sequence[SampleKey]) -> dict[str, Any] | _PackedBatch | _WorkerError:
         try:
             batch = self.dataset.__getitems__(keys)
             if get_worker_info() is None:
                 return batch
-            with exhausted_resources_explained():
+            with explain_exhausted_resources():
                 return _PackedBatch(batch)
         except UserError as error:
-            return _Failure(error)
+            return _WorkerError(error)
 
 
 class _Loader:
@@ -118,10 +127,10 @@ class _Loader:
         self.num_workers = num_workers
         self.device = device
         self._loader = DataLoader(
-            _Batches(dataset),
+            _BatchDataset(dataset),
             batch_sampler=batch_sampler,
             num_workers=num_workers,
-            collate_fn=_as_it_is,
+            collate_fn=_identity_collate,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=persistent and num_workers > 0,
             worker_init_fn=_start_worker,
@@ -138,14 +147,14 @@ class _Loader:
         Raises:
             DataError: an image cannot be read, a worker was killed, or shared memory, open files or processes ran out.
         """
-        with exhausted_resources_explained():
+        with explain_exhausted_resources():
             if self.num_workers:
                 _check_workers_can_start(self.num_workers, self._loader.multiprocessing_context or multiprocessing)
-            batches = self._ahead() if self.device.type == "cuda" else map(self._finished, self._loader)
-        explained = exhausted_resources_explained if self.num_workers else nullcontext
+            batches = self._prefetch() if self.device.type == "cuda" else map(self._to_device, self._loader)
+        explained = explain_exhausted_resources if self.num_workers else nullcontext
         try:
             while True:
-                with lost_workers_explained(fetching=True), explained():
+                with explain_lost_workers(fetching=True), explained():
                     batch = next(batches, None)
                 if batch is None:
                     return
@@ -153,28 +162,28 @@ class _Loader:
         finally:
             del batches  # ends the workers, also while the traceback of an error holds this frame
 
-    def _ahead(self) -> Iterator[dict[str, Any]]:
+    def _prefetch(self) -> Iterator[dict[str, Any]]:
         """Yield the batches, each when the work on the next has been handed to the device."""
         side = torch.cuda.Stream(self.device)
         ready: list[tuple[dict[str, Any], torch.cuda.Event]] = []
         for fetched in self._loader:
             with torch.cuda.stream(side):
-                ready.append((self._finished(fetched), side.record_event()))
+                ready.append((self._to_device(fetched), side.record_event()))
             if len(ready) > 1:
-                yield self._handed_over(*ready.pop(0))
+                yield self._wait_for_copy(*ready.pop(0))
         for batch, done in ready:
-            yield self._handed_over(batch, done)
+            yield self._wait_for_copy(batch, done)
 
-    def _handed_over(self, batch: dict[str, Any], done: "torch.cuda.Event") -> dict[str, Any]:
+    def _wait_for_copy(self, batch: dict[str, Any], done: "torch.cuda.Event") -> dict[str, Any]:
         """Make the present stream wait for the batch, and the batch's memory for the present stream."""
         present = torch.cuda.current_stream(self.device)
         present.wait_event(done)
         batch["images"].record_stream(present)
         return batch
 
-    def _finished(self, batch: dict[str, Any] | _PackedBatch | _Failure) -> dict[str, Any]:
+    def _to_device(self, batch: dict[str, Any] | _PackedBatch | _WorkerError) -> dict[str, Any]:
         """Return the batch with its images on the device, and augmented."""
-        if isinstance(batch, _Failure):
+        if isinstance(batch, _WorkerError):
             raise batch.error_class(batch.message)
         if isinstance(batch, _PackedBatch):
             batch = batch.unpack()
@@ -223,22 +232,22 @@ class TestLoader(_Loader):
         return len(self.batch_sampler)
 
 
-def worker_count(key: str, asked: int) -> int:
-    """Return how many workers to start: as many as asked for, but no more than there are cores to run them.
+def worker_count(key: str, requested: int) -> int:
+    """Return how many workers to start: as many as requested, but no more than there are cores to run them.
 
     Args:
-        key: the config key that asked, for messages.
-        asked: 0 loads in the calling process.
+        key: the config key that requested, for messages.
+        requested: 0 loads in the calling process.
     """
     cores = available_cores()
-    if asked > cores:
-        logger.info("%s is %d; starting %d, as many as there are cores", key, asked, cores)
-    return min(asked, cores)
+    if requested > cores:
+        logger.info("%s is %d; starting %d, as many as there are cores", key, requested, cores)
+    return min(requested, cores)
 
 
 @contextmanager
-def lost_workers_explained(*, fetching: bool = False) -> Iterator[None]:
-    """Turn PyTorch's word that a worker is dead, which reaches the main thread wherever it is, into a DataError.
+def explain_lost_workers(*, fetching: bool = False) -> Iterator[None]:
+    """Turn PyTorch's error that a worker is dead, which reaches the main thread wherever it is, into a DataError.
 
     Args:
         fetching: a batch is being taken from a worker, whose connection may break first.
@@ -253,7 +262,7 @@ def lost_workers_explained(*, fetching: bool = False) -> Iterator[None]:
                 found = str(error.__cause__).strip()
         else:
             lost = fetching and not found.startswith("Caught ")  # that one was raised in the worker
-            found = (lost and _word_of_its_end()) or f"{type(error).__name__} while a batch was taken from it"
+            found = (lost and _dead_worker_message()) or f"{type(error).__name__} while a batch was taken from it"
         if not lost:
             raise
         cause, fix = "it crashed, or was killed, e.g. for want of memory", "DATALOADER.NUM_WORKERS 0 shows where"
@@ -269,7 +278,7 @@ def lost_workers_explained(*, fetching: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def exhausted_resources_explained() -> Iterator[None]:
+def explain_exhausted_resources() -> Iterator[None]:
     """Turn errors about shared memory, open files and processes, which workers need, into a DataError."""
     try:
         yield
@@ -285,7 +294,7 @@ def exhausted_resources_explained() -> Iterator[None]:
             fix = f"a higher limit (ulimit -n 4096, docker run --ulimit nofile=4096), or {workers}"
         elif number == errno.ENOSPC or re.match("unable to (open|resize|allocate|mmap)", found):  # PyTorch's words
             where = f"the shared memory in which workers hand batches over, {_SHARED_MEMORY}"
-            cause = f"{where}, is full or too small for a batch{_room()}"
+            cause = f"{where}, is full or too small for a batch{_shared_memory_usage()}"
             fix = f"a larger one (docker run --shm-size 8g, or --ipc host), or {workers}"
         elif number in (errno.EAGAIN, errno.ENOMEM):
             cause, fix = "the system cannot start another process: too many run, or memory is full", workers
@@ -294,7 +303,7 @@ def exhausted_resources_explained() -> Iterator[None]:
         raise DataError(f"loading data failed.\n  found: {found}\n  cause: {cause}\n  fix:   {fix}") from error
 
 
-def _room() -> str:
+def _shared_memory_usage() -> str:
     """Return how large shared memory is, and how much of it is free."""
     try:
         usage = shutil.disk_usage(_SHARED_MEMORY)
@@ -340,16 +349,16 @@ def _count_tensors(value: Any) -> int:
     return sum(map(_count_tensors, value))
 
 
-def _word_of_its_end() -> str:
-    """Return PyTorch's word on a worker whose connection broke, which a signal brings a moment later; else nothing."""
+def _dead_worker_message() -> str:
+    """Return PyTorch's error on a worker whose connection broke, which a signal brings a moment later; else nothing."""
     try:
         time.sleep(1)
-    except RuntimeError as word:
-        return str(word).strip()
+    except RuntimeError as error:
+        return str(error).strip()
     return ""
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity_collate(batch: Any) -> Any:
     return batch
 
 
@@ -359,10 +368,10 @@ def _start_worker(worker: int) -> None:
     set_handler(signal.SIG_IGN, (signal.SIGINT, signal.SIGUSR1))
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_when_parent_says, daemon=True).start()
+        threading.Thread(target=_exit_on_parent_sigterm, daemon=True).start()
 
 
-def _end_when_parent_says() -> None:
+def _exit_on_parent_sigterm() -> None:
     """End this worker on SIGTERM from its parent, and ignore it from others.
 
     A scheduler that stops a job signals every process in it; the main one needs its workers to finish the step.

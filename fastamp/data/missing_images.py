@@ -13,7 +13,7 @@ from fastamp.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-_LISTED = 10
+_MAX_LISTED = 10
 # A folder is listed unless it has far more entries than are asked for.
 _ENTRIES_PER_FILE, _ENTRIES = 100, 10_000
 
@@ -33,7 +33,7 @@ def check_files(items: PackedItems, datasets: Sequence[ImageDataset], *, skip: b
     if not rows:
         return
     lines = []
-    for path in itertools.islice(dict.fromkeys(map(items.path, rows)), _LISTED):
+    for path in itertools.islice(dict.fromkeys(map(items.path, rows)), _MAX_LISTED):
         origin = next(filter(None, (dataset.origin(path) for dataset in datasets)), "")
         lines.append(f"\n    {path}" + (f" ({origin})" if origin else ""))
     titles = ", ".join(dataset.title for dataset in datasets)
@@ -62,9 +62,11 @@ def missing_files(items: PackedItems) -> np.ndarray:
     missing: list[int] = []
     for folder, rows in zip(folders.tolist(), np.split(order, starts[1:]), strict=True):
         names = _list_files(items.folders[folder], len(rows))
-        absent = [row for row, name in zip(rows.tolist(), items.names.encoded(rows), strict=True) if name not in names]
+        not_listed = [
+            row for row, name in zip(rows.tolist(), items.names.encoded(rows), strict=True) if name not in names
+        ]
         # Asked for again: a name may be spelled in another way, where the file system allows that.
-        missing += [row for row in absent if not os.path.isfile(items.path(row))]
+        missing += [row for row in not_listed if not os.path.isfile(items.path(row))]
     return np.array(sorted(missing), dtype=np.int64)
 
 

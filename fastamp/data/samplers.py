@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.moved import renamed_attribute
 from fastamp.utils.registry import Registry
 
 SAMPLER_REGISTRY = Registry("DATALOADER.SAMPLER_TRAIN")
@@ -172,21 +173,21 @@ class NaiveIdentitySampler(IdentitySampler):
         """Return the endless index stream of ``epoch``."""
         rng = generator(self.seed, epoch)
         while True:
-            chunks = [self._deal(rng, number) for number in range(len(self.identities))]
+            chunks = [self._chunk(rng, number) for number in range(len(self.identities))]
             left = [len(each) for each in chunks]
             remaining = np.arange(len(self.identities))
             while len(remaining) >= self.identities_per_batch:
-                places = rng.choice(len(remaining), self.identities_per_batch, replace=False)
+                candidates = rng.choice(len(remaining), self.identities_per_batch, replace=False)
                 used_up = []
-                for place in places.tolist():
-                    number = int(remaining[place])
+                for candidate in candidates.tolist():
+                    number = int(remaining[candidate])
                     left[number] -= 1
                     yield from chunks[number][left[number]].tolist()
                     if not left[number]:
-                        used_up.append(place)
+                        used_up.append(candidate)
                 remaining = np.delete(remaining, used_up)
 
-    def _deal(self, rng: np.random.Generator, number: int) -> np.ndarray:
+    def _chunk(self, rng: np.random.Generator, number: int) -> np.ndarray:
         """Return (chunks, K) images of an identity."""
         images, size = self.images_of(number), self.num_instances
         if len(images) < size:
@@ -198,7 +199,7 @@ class NaiveIdentitySampler(IdentitySampler):
 class BalancedIdentitySampler(IdentitySampler):
     """Each identity once in random order: a random image of it, and K - 1 others that prefer other cameras.
 
-    The others come from as many different cameras as there are, none of them that of the first image; when those
+    The rest come from as many different cameras as there are, none of them that of the first image; when those
     images do not suffice, from its own camera, and only when all images are in, with replacement. An epoch's last
     identities that make no whole batch are left out. Differs from FastReID, which draws among the images of other
     cameras without regard to which, and repeats them before it takes one of the first image's camera.
@@ -214,18 +215,18 @@ class BalancedIdentitySampler(IdentitySampler):
 
     def _draw(self, rng: np.random.Generator, images: np.ndarray) -> list[int]:
         shuffled = rng.permutation(images)
-        anchor, *others = shuffled.tolist()
-        own, *cameras = self.camids[shuffled].tolist()
+        anchor, *rest = shuffled.tolist()
+        anchor_camera, *cameras = self.camids[shuffled].tolist()
         seen: dict[int, int] = defaultdict(int)
         ranked = []
-        for index, camera in zip(others, cameras, strict=True):
-            ranked.append((camera == own, seen[camera], index))
+        for index, camera in zip(rest, cameras, strict=True):
+            ranked.append((camera == anchor_camera, seen[camera], index))
             seen[camera] += 1
         # The sort is stable, so images of equal preference stay in their random order.
         ranked.sort(key=lambda image: image[:2])
         chosen = [index for _, _, index in ranked[: self.num_instances - 1]]
         missing = self.num_instances - 1 - len(chosen)
-        return [anchor, *chosen, *rng.choice(others or [anchor], missing).tolist()]
+        return [anchor, *chosen, *rng.choice(rest or [anchor], missing).tolist()]
 
 
 @SAMPLER_REGISTRY.register()
@@ -246,6 +247,8 @@ class SetReWeightSampler(BalancedIdentitySampler):
         DataError: a set has fewer identities than its share of a batch.
     """
 
+    shares = renamed_attribute("shares", "identities_per_set")
+
     def __init__(self, *, sets: Sequence[int], weights: Sequence[float], **options: Any) -> None:
         super().__init__(**options)
         sets = np.asarray(sets)
@@ -261,8 +264,8 @@ class SetReWeightSampler(BalancedIdentitySampler):
         shares = np.floor(exact).astype(int)
         left = self.identities_per_batch - shares.sum()
         shares[np.argsort(shares - exact, kind="stable")[:left]] += 1
-        self.shares = shares.tolist()
-        for number, (share, identities) in enumerate(zip(self.shares, self._identities, strict=True)):
+        self.identities_per_set = shares.tolist()
+        for number, (share, identities) in enumerate(zip(self.identities_per_set, self._identities, strict=True)):
             if not share:
                 raise ConfigError(
                     f"DATALOADER.SET_WEIGHT {tuple(weights)} leaves data set {number + 1} no identity among the "
@@ -293,13 +296,13 @@ class SetReWeightSampler(BalancedIdentitySampler):
     def epoch(self, epoch: int) -> Iterator[int]:
         """Return the endless index stream of ``epoch``."""
         rng = generator(self.seed, epoch)
-        waiting: list[list[int]] = [[] for _ in self.shares]
+        queues: list[list[int]] = [[] for _ in self.identities_per_set]
         while True:
             batch = []
-            for one_set, share in enumerate(self.shares):
-                if len(waiting[one_set]) < share:
-                    waiting[one_set] = rng.permutation(self._identities[one_set]).tolist()
-                batch += [waiting[one_set].pop() for _ in range(share)]
+            for set_index, share in enumerate(self.identities_per_set):
+                if len(queues[set_index]) < share:
+                    queues[set_index] = rng.permutation(self._identities[set_index]).tolist()
+                batch += [queues[set_index].pop() for _ in range(share)]
             for number in rng.permutation(batch).tolist():
                 yield from self._draw(rng, self.images_of(number))
 
@@ -356,17 +359,17 @@ class InferenceSampler:
         size: number of images.
         batch_size: images of this rank's batches; the last one may be smaller.
         rank, world_size: this process among how many.
-        images: places of the ``size`` images in the data set; None is the first ones.
+        images: indices of the ``size`` images in the data set; None is the first ones.
 
     Attributes:
-        indices: this rank's images, by their places in the data set.
+        indices: this rank's images, by their indices in the data set.
     """
 
     def __init__(
         self, *, size: int, batch_size: int, rank: int = 0, world_size: int = 1, images: Sequence[int] | None = None
     ) -> None:
-        places = range(size) if images is None else images
-        self.indices: Sequence[int] = places[rank * size // world_size : (rank + 1) * size // world_size]
+        candidates = range(size) if images is None else images
+        self.indices: Sequence[int] = candidates[rank * size // world_size : (rank + 1) * size // world_size]
         self.batch_size = batch_size
 
     def __len__(self) -> int:

@@ -39,9 +39,9 @@ def hold_out(
             f"{key} {fraction:g} of {len(identities)} identities leaves {max(0, len(identities) - count)} to train on; "
             "at least 2 must be left on either side"
         )
-    held = set(np.random.default_rng(seed).permutation(identities)[:count].tolist())
-    training = [item for item in items if str(item.pid) not in held]
-    query, gallery = query_and_gallery([item for item in items if str(item.pid) in held])
+    held_out_ids = set(np.random.default_rng(seed).permutation(identities)[:count].tolist())
+    training = [item for item in items if str(item.pid) not in held_out_ids]
+    query, gallery = query_and_gallery([item for item in items if str(item.pid) in held_out_ids])
     if not query:
         raise DataError(f"none of the {count} identities held out by {key} has two images to match")
     return training, query, gallery
@@ -51,20 +51,20 @@ def query_and_gallery(items: Sequence[ImageItem]) -> tuple[list[ImageItem], list
     """Return images as query and gallery, see ``hold_out``."""
     pids = {pid: number for number, pid in enumerate(sorted({str(item.pid) for item in items}), start=1)}
     camids = {camid: number for number, camid in enumerate(sorted({str(item.camid) for item in items}))}
-    cameras_mean_something = 1 < len(camids) < len(items)
+    has_cameras = 1 < len(camids) < len(items)
     groups: dict[int, dict[int, list[ImageItem]]] = defaultdict(lambda: defaultdict(list))
     for number, item in enumerate(items):
         pid = pids[str(item.pid)]
-        camid = camids[str(item.camid)] if cameras_mean_something else number
-        groups[pid][camid if cameras_mean_something else 0].append(item._replace(pid=pid, camid=camid))
+        camid = camids[str(item.camid)] if has_cameras else number
+        groups[pid][camid if has_cameras else 0].append(item._replace(pid=pid, camid=camid))
     query: list[ImageItem] = []
     gallery: list[ImageItem] = []
     for _, cameras in sorted(groups.items()):
-        matched = len(cameras) > 1 or (not cameras_mean_something and len(cameras[0]) > 1)
+        has_match = len(cameras) > 1 or (not has_cameras and len(cameras[0]) > 1)
         # A camera keeps an image in the gallery, to match the others' queries; where none has two, one is a query.
-        givers = [camid for camid, images in sorted(cameras.items()) if len(images) > 1] or [min(cameras)]
+        query_cameras = [camid for camid, images in sorted(cameras.items()) if len(images) > 1] or [min(cameras)]
         for camid, images in sorted(cameras.items()):
-            taken = int(matched and camid in givers)
-            query += images[:taken]
-            gallery += images[taken:]
+            num_queries = int(has_match and camid in query_cameras)
+            query += images[:num_queries]
+            gallery += images[num_queries:]
     return query, gallery

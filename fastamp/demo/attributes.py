@@ -159,9 +159,9 @@ def describe_person(person: Appearance) -> dict[str, str | int | float | None]:
         "breadth": round(person.breadth, 4),
         "skin": SKINS.index(person.skin) + 1,
         "hair": hair,
-        "hair_color": None if hair in ("bald", "hidden") else _HAIR_COLORS[person.hair_colour],
+        "hair_color": None if hair in ("bald", "hidden") else _HAIR_COLORS[person.hair_color],
         "hat": hat,
-        "hat_color": None if hat == "none" else _FABRICS[person.upper if hat == "hood" else person.hat_colour],
+        "hat_color": None if hat == "none" else _FABRICS[person.upper if hat == "hood" else person.hat_color],
         "upper_color": _FABRICS[person.upper],
         "upper_pattern": person.pattern,
         "pattern_color": None if person.pattern == "plain" else _FABRICS[person.accent],
@@ -169,12 +169,12 @@ def describe_person(person: Appearance) -> dict[str, str | int | float | None]:
         "sleeve": person.sleeve,
         "sleeve_color": None if person.sleeve == "none" else _FABRICS[person.accent if contrast else person.upper],
         "lower": _LOWERS[person.lower],
-        "lower_color": _LOWER_COLORS[person.lower_colour],
+        "lower_color": _LOWER_COLORS[person.lower_color],
         "stripe_color": _FABRICS[person.accent] if person.lower == "side_stripe" else None,
         "shoe": person.shoe,
-        "shoe_color": _SHOE_COLORS[person.shoe_colour],
+        "shoe_color": _SHOE_COLORS[person.shoe_color],
         "bag": person.bag,
-        "bag_color": None if person.bag == "none" else _FABRICS[person.bag_colour],
+        "bag_color": None if person.bag == "none" else _FABRICS[person.bag_color],
     }
 
 

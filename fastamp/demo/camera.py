@@ -8,7 +8,7 @@ from PIL import Image, ImageFilter
 
 @dataclass(frozen=True)
 class Camera:
-    """One camera. Angles are in radians, colours are gains, lengths are in pixels of the final picture.
+    """One camera. Angles are in radians, colors are gains, lengths are in pixels of the final picture.
 
     ``wall_foot`` is where the wall meets the ground, as a share of the box height; ``yaws`` are the directions in
     which people mostly walk past; ``detail`` below 1 is the resolution lost in a distant or cheap camera,
@@ -152,7 +152,7 @@ def expose(rng: np.random.Generator, picture: np.ndarray, camera: Camera, sequen
     Args:
         rng: owned generator of this picture.
         picture: (H, W, 3) float32 in 0..255, the scene in neutral light.
-        camera: whose light, colour cast, blur and noise to apply.
+        camera: whose light, color cast, blur and noise to apply.
         sequence: 1, 2, ...: the hour of the day, which changes the light of one camera.
 
     Returns:
@@ -166,8 +166,8 @@ def expose(rng: np.random.Generator, picture: np.ndarray, camera: Camera, sequen
     sunlight = sunlight * np.linspace(1.06, 0.94, height, dtype=np.float32)[:, None, None]
     if rng.random() < 0.15:
         sunlight = sunlight * _shadow_edge(rng, height, width)
-    grey = picture.mean(axis=2, keepdims=True)
-    light = grey + (picture - grey) * camera.saturation * rng.uniform(0.88, 1.1)
+    gray = picture.mean(axis=2, keepdims=True)
+    light = gray + (picture - gray) * camera.saturation * rng.uniform(0.88, 1.1)
     light = np.clip(light / 255, 0, 1) ** np.float32(camera.gamma * rng.uniform(0.9, 1.1))
     light = light * sunlight * cast * np.float32(camera.gain * hour * rng.uniform(0.9, 1.1))
     haze = np.float32(camera.haze * rng.uniform(0.5, 1.5))

@@ -5,9 +5,9 @@ import math
 import numpy as np
 from PIL import Image, ImageDraw
 
-from fastamp.demo.pattern import accented_at
+from fastamp.demo.pattern import accent_mask
 from fastamp.demo.pose import Pose
-from fastamp.demo.wardrobe import Appearance, Colour
+from fastamp.demo.wardrobe import Appearance, Color
 
 Point = tuple[float, float, float]
 
@@ -15,7 +15,7 @@ Point = tuple[float, float, float]
 _SHOULDER, _HIP, _CHIN = 0.815, 0.525, 0.868
 _THIGH, _SHIN = 0.25, 0.235
 _UPPER_ARM, _FOREARM = 0.165, 0.15
-_HEAD_CENTRE = 0.932
+_HEAD_CENTER = 0.932
 
 
 def draw_person(canvas: Image.Image, person: Appearance, pose: Pose, foot: tuple[float, float], height: float) -> None:
@@ -91,7 +91,7 @@ class _Figure:
         """Return half the visible width of an upright ellipse with these half axes, in body heights."""
         return math.hypot(breadth * self.cos, depth * self.sin)
 
-    def _limb(self, start: Point, end: Point, start_width: float, end_width: float, colour: Colour) -> None:
+    def _limb(self, start: Point, end: Point, start_width: float, end_width: float, color: Color) -> None:
         """Paint a capsule between two body points; widths are radii in body heights."""
         (x0, y0), (x1, y1) = self._at(*start), self._at(*end)
         r0, r1 = start_width * self.unit, end_width * self.unit
@@ -103,24 +103,22 @@ class _Figure:
             (x1 - nx * r1, y1 - ny * r1),
             (x0 - nx * r0, y0 - ny * r0),
         ]
-        self.brush.polygon(corners, fill=colour)
-        self.brush.ellipse((x0 - r0, y0 - r0, x0 + r0, y0 + r0), fill=colour)
-        self.brush.ellipse((x1 - r1, y1 - r1, x1 + r1, y1 + r1), fill=colour)
+        self.brush.polygon(corners, fill=color)
+        self.brush.ellipse((x0 - r0, y0 - r0, x0 + r0, y0 + r0), fill=color)
+        self.brush.ellipse((x1 - r1, y1 - r1, x1 + r1, y1 + r1), fill=color)
 
-    def _oval(self, centre: tuple[float, float], rx: float, ry: float, colour: Colour) -> None:
+    def _oval(self, center: tuple[float, float], rx: float, ry: float, color: Color) -> None:
         """Paint an ellipse around a pixel; radii in body heights."""
-        x, y = centre
-        self.brush.ellipse(
-            (x - rx * self.unit, y - ry * self.unit, x + rx * self.unit, y + ry * self.unit), fill=colour
-        )
+        x, y = center
+        self.brush.ellipse((x - rx * self.unit, y - ry * self.unit, x + rx * self.unit, y + ry * self.unit), fill=color)
 
-    def _box(self, centre: tuple[float, float], rx: float, ry: float, colour: Colour, round_by: float) -> None:
+    def _box(self, center: tuple[float, float], rx: float, ry: float, color: Color, round_by: float) -> None:
         """Paint a rounded rectangle around a pixel; sizes in body heights."""
-        x, y = centre
+        x, y = center
         self.brush.rounded_rectangle(
             (x - rx * self.unit, y - ry * self.unit, x + rx * self.unit, y + ry * self.unit),
             radius=round_by * self.unit,
-            fill=colour,
+            fill=color,
         )
 
     # -- legs ----------------------------------------------------------------------------------------------------
@@ -138,8 +136,8 @@ class _Figure:
     def _leg(self, side: int, light: float) -> None:
         person, breadth = self.person, 0.45 + 0.55 * self.breadth
         hip, knee, ankle = self.legs[side]
-        skin = _lit(person.skin, light)
-        cloth = _lit(person.lower_colour, light)
+        skin = _shade(person.skin, light)
+        cloth = _shade(person.lower_color, light)
         self._shoe(ankle, light)
         if person.lower in ("trousers", "side_stripe"):
             self._limb(knee, ankle, 0.038 * breadth, 0.029, cloth)
@@ -154,23 +152,23 @@ class _Figure:
             self._limb(hip, hem, 0.056 * breadth, 0.05 * breadth, cloth)
         if person.shoe == "boot":
             top = tuple(0.62 * a + 0.38 * b for a, b in zip(ankle, knee, strict=True))
-            self._limb(top, ankle, 0.033, 0.028, _lit(person.shoe_colour, light))
+            self._limb(top, ankle, 0.033, 0.028, _shade(person.shoe_color, light))
 
     def _side_stripe(self, side: int, hip: Point, knee: Point, ankle: Point, light: float) -> None:
         """Paint the stripe along the outer seam, where the camera can see it."""
         if -side * self.sin < -0.45:
             return
         offset = 0.03 * side
-        stripe = _lit(self.person.accent, light)
+        stripe = _shade(self.person.accent, light)
         for start, end in ((hip, knee), (knee, ankle)):
             self._limb((start[0] + offset, *start[1:]), (end[0] + offset * 0.8, *end[1:]), 0.012, 0.011, stripe)
 
     def _shoe(self, ankle: Point, light: float) -> None:
-        colour = _lit(self.person.shoe_colour, light)
+        color = _shade(self.person.shoe_color, light)
         heel = (ankle[0], ankle[1] - 0.018, ankle[2] - 0.012)
         toe = (ankle[0] * 1.15, ankle[1] - 0.022, ankle[2] + 0.065)
-        self._limb(heel, toe, 0.022, 0.017, colour)
-        self._limb(ankle, heel, 0.022, 0.02, colour)
+        self._limb(heel, toe, 0.022, 0.017, color)
+        self._limb(ankle, heel, 0.022, 0.02, color)
 
     def _skirt(self) -> None:
         lengths = {"skirt": 0.34, "long_skirt": 0.13}
@@ -184,12 +182,12 @@ class _Figure:
         x, unit = self.foot_x, self.unit
         self.brush.polygon(
             [(x - top * unit, y0), (x + top * unit, y0), (x + bottom * unit, y1), (x - bottom * unit, y1)],
-            fill=self.person.lower_colour,
+            fill=self.person.lower_color,
         )
-        self._oval((x, y1), bottom, 0.02, self.person.lower_colour)
+        self._oval((x, y1), bottom, 0.02, self.person.lower_color)
         for fold in (-0.5, 0.1, 0.6):
             line = [(x + fold * top * unit, y0), (x + fold * bottom * unit, y1)]
-            self.brush.line(line, fill=_lit(self.person.lower_colour, 0.8), width=max(1, round(0.008 * unit)))
+            self.brush.line(line, fill=_shade(self.person.lower_color, 0.8), width=max(1, round(0.008 * unit)))
 
     # -- torso ---------------------------------------------------------------------------------------------------
 
@@ -220,7 +218,7 @@ class _Figure:
         across = np.clip((np.arange(size[0], dtype=np.float32) + left - self.foot_x) / reach, -0.999, 0.999)
         azimuth = np.arcsin(across)[None, :] - np.float32(self.pose.yaw)
         azimuth = (azimuth + np.pi) % (2 * np.pi) - np.pi
-        accented = np.broadcast_to(accented_at(person.pattern, rows, azimuth), (size[1], size[0]))
+        accented = np.broadcast_to(accent_mask(person.pattern, rows, azimuth), (size[1], size[0]))
         shade = 0.8 + 0.2 * np.cos(np.arcsin(across) - self.pose.light)
         palette = np.array([person.upper, person.accent], dtype=np.float32)
         cloth = palette[accented.astype(np.int64)] * shade[None, :, None]
@@ -233,16 +231,16 @@ class _Figure:
         if "backpack" in person.bag and self.cos > 0.1:
             for side in (-1, 1):
                 top, low = self._at(0.062 * side, 0.83, 0.03), self._at(0.07 * side, 0.66, 0.07)
-                self.brush.line([top, low], fill=person.bag_colour, width=width)
+                self.brush.line([top, low], fill=person.bag_color, width=width)
         if person.bag == "cross_body":
             depth = 0.06 if self.cos > 0 else -0.06
             if abs(self.cos) > 0.3:
                 ends = [self._at(0.06, 0.835, 0.0), self._at(-0.1 * self.breadth, 0.54, depth)]
-                self.brush.line(ends, fill=person.bag_colour, width=width)
+                self.brush.line(ends, fill=person.bag_color, width=width)
             if self.sin > -0.5:
-                centre = self._at(-0.115 * self.breadth, 0.5, 0.01)
-                self._box(centre, 0.045 + 0.025 * abs(self.sin), 0.05, person.bag_colour, 0.012)
-                self._box((centre[0], centre[1] - 0.022 * unit), 0.04, 0.008, _lit(person.bag_colour, 0.7), 0.004)
+                center = self._at(-0.115 * self.breadth, 0.5, 0.01)
+                self._box(center, 0.045 + 0.025 * abs(self.sin), 0.05, person.bag_color, 0.012)
+                self._box((center[0], center[1] - 0.022 * unit), 0.04, 0.008, _shade(person.bag_color, 0.7), 0.004)
 
     def _backpack(self) -> None:
         person = self.person
@@ -252,14 +250,14 @@ class _Figure:
         depth = 0.075 if large else 0.055
         rx = self._half_width(0.105 if large else 0.08, depth)
         ry = 0.165 if large else 0.115
-        centre = self._at(0, 0.7 if large else 0.715, -(0.06 + depth))
-        self._box(centre, rx, ry, person.bag_colour, 0.035)
+        center = self._at(0, 0.7 if large else 0.715, -(0.06 + depth))
+        self._box(center, rx, ry, person.bag_color, 0.035)
         if self.cos < 0.2:
-            pocket = (centre[0], centre[1] + ry * 0.42 * self.unit)
-            self._box(pocket, rx * 0.75, ry * 0.4, _lit(person.bag_colour, 0.72), 0.02)
-            seam = centre[1] - ry * 0.45 * self.unit
-            ends = [(centre[0] - rx * 0.8 * self.unit, seam), (centre[0] + rx * 0.8 * self.unit, seam)]
-            self.brush.line(ends, fill=_lit(person.bag_colour, 0.6), width=max(1, round(0.008 * self.unit)))
+            pocket = (center[0], center[1] + ry * 0.42 * self.unit)
+            self._box(pocket, rx * 0.75, ry * 0.4, _shade(person.bag_color, 0.72), 0.02)
+            seam = center[1] - ry * 0.45 * self.unit
+            ends = [(center[0] - rx * 0.8 * self.unit, seam), (center[0] + rx * 0.8 * self.unit, seam)]
+            self.brush.line(ends, fill=_shade(person.bag_color, 0.6), width=max(1, round(0.008 * self.unit)))
 
     # -- arms ----------------------------------------------------------------------------------------------------
 
@@ -279,9 +277,9 @@ class _Figure:
         wrist = (wrist[0], wrist[1], elbow[2] + _FOREARM * math.sin(angle))
         hand = tuple(b + 0.2 * (b - a) for a, b in zip(elbow, wrist, strict=True))
         if holds:
-            self._carried(wrist)
+            self._hand_bag(wrist)
 
-        skin = _lit(person.skin, light * 0.96)
+        skin = _shade(person.skin, light * 0.96)
         thick = 0.4 + 0.6 * self.breadth
         self._limb(shoulder, elbow, 0.031 * thick, 0.026 * thick, skin)
         self._limb(elbow, wrist, 0.025 * thick, 0.019 * thick, skin)
@@ -295,23 +293,23 @@ class _Figure:
         if person.sleeve == "long":
             parts = [(shoulder, elbow, 0.035 * thick, 0.032 * thick), (elbow, wrist, 0.032 * thick, 0.026 * thick)]
         for start, end, start_width, end_width in parts:
-            self._limb(start, end, start_width * 1.12, end_width * 1.12, _lit(cloth, light * 0.72))
+            self._limb(start, end, start_width * 1.12, end_width * 1.12, _shade(cloth, light * 0.72))
         for start, end, start_width, end_width in parts:
-            self._limb(start, end, start_width, end_width, _lit(cloth, light * 0.95))
+            self._limb(start, end, start_width, end_width, _shade(cloth, light * 0.95))
             if person.pattern in ("stripes", "wide_stripes", "checks") and not contrast:
                 self._bands(start, end, start_width, light, 2 if person.pattern == "wide_stripes" else 3)
 
     def _bands(self, start: Point, end: Point, width: float, light: float, count: int) -> None:
-        """Paint ``count`` rings of the accent colour around a sleeve."""
+        """Paint ``count`` rings of the accent color around a sleeve."""
         for index in range(count):
             a, b = (index + 0.5) / count, (index + 0.95) / count
             first = tuple(p + a * (q - p) for p, q in zip(start, end, strict=True))
             second = tuple(p + b * (q - p) for p, q in zip(start, end, strict=True))
             line = [self._at(*first), self._at(*second)]
-            fill = _lit(self.person.accent, light * 0.95)
+            fill = _shade(self.person.accent, light * 0.95)
             self.brush.line(line, fill=fill, width=max(1, round(1.75 * width * self.unit)))
 
-    def _carried(self, wrist: Point) -> None:
+    def _hand_bag(self, wrist: Point) -> None:
         """Paint a handbag or a carrier bag that hangs from ``wrist``."""
         person, unit = self.person, self.unit
         x, y = self._at(*wrist)
@@ -320,14 +318,14 @@ class _Figure:
                 (x - 0.04 * unit, y - 0.02 * unit, x + 0.04 * unit, y + 0.11 * unit),
                 180,
                 360,
-                fill=_lit(person.bag_colour, 0.7),
+                fill=_shade(person.bag_color, 0.7),
                 width=max(1, round(0.012 * unit)),
             )
-            self._box((x, y + 0.085 * unit), 0.058 + 0.02 * abs(self.sin), 0.048, person.bag_colour, 0.014)
+            self._box((x, y + 0.085 * unit), 0.058 + 0.02 * abs(self.sin), 0.048, person.bag_color, 0.014)
         else:
             corners = ((-0.025, 0.02), (0.025, 0.02), (0.066, 0.075), (0.058, 0.17), (-0.058, 0.17), (-0.066, 0.075))
-            self.brush.polygon([(x + dx * unit, y + dy * unit) for dx, dy in corners], fill=person.bag_colour)
-            self._box((x, y + 0.12 * unit), 0.03, 0.022, _lit(person.bag_colour, 0.75), 0.006)
+            self.brush.polygon([(x + dx * unit, y + dy * unit) for dx, dy in corners], fill=person.bag_color)
+            self._box((x, y + 0.12 * unit), 0.03, 0.022, _shade(person.bag_color, 0.75), 0.006)
 
     # -- head ----------------------------------------------------------------------------------------------------
 
@@ -335,30 +333,30 @@ class _Figure:
         """Paint hair that falls down the back."""
         person = self.person
         if person.hair == "long":
-            top, low = (0, _HEAD_CENTRE, -0.02), (0, 0.8, -0.05)
-            self._limb(top, low, self._half_width(0.052, 0.04), self._half_width(0.062, 0.035), person.hair_colour)
+            top, low = (0, _HEAD_CENTER, -0.02), (0, 0.8, -0.05)
+            self._limb(top, low, self._half_width(0.052, 0.04), self._half_width(0.062, 0.035), person.hair_color)
         elif person.hair == "tail":
-            self._limb((0, _HEAD_CENTRE + 0.015, -0.06), (0, 0.82, -0.075), 0.018, 0.012, person.hair_colour)
+            self._limb((0, _HEAD_CENTER + 0.015, -0.06), (0, 0.82, -0.075), 0.018, 0.012, person.hair_color)
 
     def _head(self) -> None:
         person = self.person
-        dark_skin = _lit(person.skin, 0.82)
+        dark_skin = _shade(person.skin, 0.82)
         self._limb((0, _CHIN + 0.02, 0.0), (0, 0.825, -0.005), 0.026, 0.032, dark_skin)
         if person.hair == "hood":
-            self._oval(self._at(0, _HEAD_CENTRE - 0.008, -0.012), self._half_width(0.062, 0.068), 0.078, person.upper)
+            self._oval(self._at(0, _HEAD_CENTER - 0.008, -0.012), self._half_width(0.062, 0.068), 0.078, person.upper)
         if person.hair == "bun":
-            self._oval(self._at(0, _HEAD_CENTRE + 0.058, -0.045), 0.025, 0.022, person.hair_colour)
+            self._oval(self._at(0, _HEAD_CENTER + 0.058, -0.045), 0.025, 0.022, person.hair_color)
 
-        centre = self._at(0, _HEAD_CENTRE, 0.0)
+        center = self._at(0, _HEAD_CENTER, 0.0)
         skull = self._half_width(0.047, 0.056)
         hairless = person.hair in ("bald", "hood")
-        back_of_head = dark_skin if person.hair == "bald" else person.hair_colour
+        back_of_head = dark_skin if person.hair == "bald" else person.hair_color
         if person.hair == "hood":
             back_of_head = person.upper
         if not hairless:
-            self._oval(self._at(0, _HEAD_CENTRE + 0.008, -0.008), skull + 0.005, 0.07, back_of_head)
+            self._oval(self._at(0, _HEAD_CENTER + 0.008, -0.008), skull + 0.005, 0.07, back_of_head)
         else:
-            self._oval(centre, skull, 0.066, person.skin if self.cos > -0.2 and person.hair != "hood" else back_of_head)
+            self._oval(center, skull, 0.066, person.skin if self.cos > -0.2 and person.hair != "hood" else back_of_head)
         if self.cos > -0.25:
             self._face()
         self._hat()
@@ -366,33 +364,33 @@ class _Figure:
     def _face(self) -> None:
         person = self.person
         narrow = 0.72 + 0.28 * max(self.cos, 0.0)
-        face = self._at(0, _HEAD_CENTRE - 0.014, 0.02)
+        face = self._at(0, _HEAD_CENTER - 0.014, 0.02)
         self._oval(face, 0.042 * narrow, 0.052, person.skin)
-        eye_colour = _lit(person.skin, 0.35)
+        eye_color = _shade(person.skin, 0.35)
         for side in (-1, 1):
             if -side * self.sin > -0.6:
-                self._oval(self._at(0.017 * side, _HEAD_CENTRE - 0.004, 0.05), 0.007, 0.005, eye_colour)
-        mouth = self._at(0, _HEAD_CENTRE - 0.04, 0.05)
-        self._oval(mouth, 0.012 * narrow, 0.004, _lit(person.skin, 0.6))
+                self._oval(self._at(0.017 * side, _HEAD_CENTER - 0.004, 0.05), 0.007, 0.005, eye_color)
+        mouth = self._at(0, _HEAD_CENTER - 0.04, 0.05)
+        self._oval(mouth, 0.012 * narrow, 0.004, _shade(person.skin, 0.6))
 
     def _hat(self) -> None:
         person, unit = self.person, self.unit
         if person.hair not in ("cap", "beanie"):
             return
         rx = self._half_width(0.054, 0.062)
-        x, y = self._at(0, _HEAD_CENTRE + 0.018, -0.004)
+        x, y = self._at(0, _HEAD_CENTER + 0.018, -0.004)
         crown = 0.062 if person.hair == "cap" else 0.074
         box = (x - rx * unit, y - crown * unit, x + rx * unit, y + crown * unit)
-        self.brush.chord(box, 180, 360, fill=person.hat_colour)
+        self.brush.chord(box, 180, 360, fill=person.hat_color)
         if person.hair == "cap":
-            brim_at = self._at(0, _HEAD_CENTRE + 0.016, 0.075)
+            brim_at = self._at(0, _HEAD_CENTER + 0.016, 0.075)
             if self.cos > -0.3:
-                self._oval(brim_at, self._half_width(0.045, 0.04), 0.012, _lit(person.hat_colour, 0.75))
+                self._oval(brim_at, self._half_width(0.045, 0.04), 0.012, _shade(person.hat_color, 0.75))
         else:
-            self._box((x, y - 0.004 * unit), rx * 1.04, 0.014, _lit(person.hat_colour, 0.8), 0.008)
+            self._box((x, y - 0.004 * unit), rx * 1.04, 0.014, _shade(person.hat_color, 0.8), 0.008)
 
 
-def _lit(colour: Colour, light: float) -> Colour:
-    """Return ``colour`` made ``light`` times as bright."""
-    red, green, blue = colour
+def _shade(color: Color, light: float) -> Color:
+    """Return ``color`` made ``light`` times as bright."""
+    red, green, blue = color
     return (min(255, int(red * light)), min(255, int(green * light)), min(255, int(blue * light)))

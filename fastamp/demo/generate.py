@@ -29,7 +29,7 @@ SPLITS = ("bounding_box_train", "query", "bounding_box_test")
 
 _QUERIES_PER_IDENTITY = 2
 _LOOKALIKES = 2
-_LOOKALIKE_SHARE = 0.34
+_LOOKALIKE_FRACTION = 0.34
 # First entry of each random stream's key after the seed; 0 and 1 belong to the cameras.
 _TRAIN, _TEST, _DISTRACTOR, _JUNK = 10, 11, 12, 13
 
@@ -82,7 +82,7 @@ def generate_demo(
         ValueError: an argument is out of its range.
         DataError: ``folder`` holds something else: files that are no demo set, or one made with other arguments.
     """
-    _check_least(
+    _check_minimum(
         train_identities=(train_identities, 1),
         test_identities=(test_identities, 1),
         images_per_identity=(images_per_identity, 4),
@@ -104,7 +104,7 @@ def generate_demo(
         "distractors": distractors,
         "cameras": cameras,
     }
-    _check_place(folder, settings)
+    _check_folder(folder, settings)
     if is_complete(folder):
         return
 
@@ -205,17 +205,17 @@ def _plan(settings: dict) -> list[_Shot]:
             kind, person = "lookalike", draw_lookalike(rng, test_people[rng.integers(len(test_people))])
         elif chance < 0.85:
             kind, person = "stranger", draw_appearance(rng)
-        shots.append(_stray_shot(rng, (_DISTRACTOR, index), 0, kind, person, cameras))
+        shots.append(_distractor_shot(rng, (_DISTRACTOR, index), 0, kind, person, cameras))
     for index in range(settings["distractors"] // 10):
         rng = np.random.default_rng([seed, _JUNK, index])
         person = test_people[rng.integers(len(test_people))]
-        shots.append(_stray_shot(rng, (_JUNK, index), -1, "identity", person, cameras))
+        shots.append(_distractor_shot(rng, (_JUNK, index), -1, "identity", person, cameras))
     return shots
 
 
 def _people(seed: int, split: int, count: int) -> list[Appearance]:
     """Return the identities of one split, lookalikes next to each other."""
-    return draw_people(np.random.default_rng([seed, split]), count, _LOOKALIKES, _LOOKALIKE_SHARE)
+    return draw_people(np.random.default_rng([seed, split]), count, _LOOKALIKES, _LOOKALIKE_FRACTION)
 
 
 def _identity_shots(
@@ -239,7 +239,7 @@ def _identity_shots(
     return shots
 
 
-def _stray_shot(
+def _distractor_shot(
     rng: np.random.Generator, key: tuple[int, int], pid: int, kind: str, person: Appearance | None, cameras: int
 ) -> _Shot:
     """Return a gallery picture that matches no query; a numbered frame keeps the names apart."""
@@ -282,7 +282,7 @@ def _draw_all(
 # -- where it is put -------------------------------------------------------------------------------------------------
 
 
-def _check_least(**named: tuple[int, int]) -> None:
+def _check_minimum(**named: tuple[int, int]) -> None:
     """Raise ValueError naming the first argument whose value is below its minimum."""
     for name, (value, least) in named.items():
         if value < least:
@@ -298,7 +298,7 @@ def _read_manifest(folder: Path) -> dict | None:
     return manifest if isinstance(manifest, dict) else None
 
 
-def _check_place(folder: Path, settings: dict) -> None:
+def _check_folder(folder: Path, settings: dict) -> None:
     """Raise DataError if writing to ``folder`` would destroy more than a damaged or outdated copy of this set."""
     if not folder.exists():
         return

@@ -2,9 +2,13 @@
 
 import numpy as np
 
+from fastamp.utils.moved import moved_names
 
-def accented_at(name: str, down: np.ndarray, azimuth: np.ndarray) -> np.ndarray:
-    """Return where a garment shows its accent colour.
+__getattr__ = moved_names(__name__, {"accented_at": "fastamp.demo.pattern.accent_mask"})
+
+
+def accent_mask(name: str, down: np.ndarray, azimuth: np.ndarray) -> np.ndarray:
+    """Return where a garment shows its accent color.
 
     Args:
         name: one of ``wardrobe.PATTERNS``.

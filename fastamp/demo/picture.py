@@ -19,7 +19,7 @@ from fastamp.demo.wardrobe import Appearance, draw_appearance
 _SUPERSAMPLING = 3
 
 OCCLUDERS = ("stranger", "pole", "bin", "hedge")
-_POLE_COLOURS = ((72, 74, 78), (150, 148, 142), (56, 70, 60), (104, 84, 74), (60, 66, 82))
+_POLE_COLORS = ((72, 74, 78), (150, 148, 142), (56, 70, 60), (104, 84, 74), (60, 66, 82))
 
 
 @lru_cache(maxsize=32)
@@ -88,7 +88,7 @@ def draw_picture(
     foot_x, foot_y = picture.foot
     ground_shadow = (foot_x / _SUPERSAMPLING, foot_y / _SUPERSAMPLING, picture.tall / _SUPERSAMPLING)
     return expose(
-        rng, _composed(rng, picture.background, canvas, ground_shadow), make_camera(camera_index, seed), sequence
+        rng, _composite(rng, picture.background, canvas, ground_shadow), make_camera(camera_index, seed), sequence
     )
 
 
@@ -135,9 +135,9 @@ def compose(
 
 def _passer_by(rng: np.random.Generator, camera: Camera, foot_x: float, foot_y: float, tall: float) -> Paint:
     """Return a stranger beside the place where a person stands."""
-    aside = rng.uniform(0.25, 0.38) * rng.choice((-1.0, 1.0)) * tall
+    offset = rng.uniform(0.25, 0.38) * rng.choice((-1.0, 1.0)) * tall
     pose = draw_pose(rng, rng.choice(camera.yaws) + rng.normal(0, 0.4), camera.pitch)
-    return partial(draw_person, person=draw_appearance(rng), pose=pose, foot=(foot_x + aside, foot_y), height=tall)
+    return partial(draw_person, person=draw_appearance(rng), pose=pose, foot=(foot_x + offset, foot_y), height=tall)
 
 
 def _occluder(
@@ -155,20 +155,20 @@ def _occluder(
         return [_passer_by(rng, camera, foot_x, foot_y + 0.07 * tall, tall)]
     if kind == "pole":
         left = foot_x + rng.uniform(-0.17, 0.13) * tall
-        colour = _POLE_COLOURS[rng.integers(len(_POLE_COLOURS))]
+        color = _POLE_COLORS[rng.integers(len(_POLE_COLORS))]
         wide = rng.uniform(0.025, 0.05) * tall
-        shine = tuple(min(255, value + 40) for value in colour)
+        shine = tuple(min(255, value + 40) for value in color)
         return [
-            _shape("rectangle", (left, 0, left + wide, height), fill=colour),
+            _shape("rectangle", (left, 0, left + wide, height), fill=color),
             _shape("rectangle", (left + wide * 0.25, 0, left + wide * 0.45, height), fill=shine),
         ]
     if kind == "bin":
         left, top = foot_x + rng.uniform(-0.22, 0.05) * tall, foot_y - rng.uniform(0.12, 0.25) * tall
-        colour = _POLE_COLOURS[rng.integers(len(_POLE_COLOURS))]
-        dark = tuple(value * 2 // 3 for value in colour)
+        color = _POLE_COLORS[rng.integers(len(_POLE_COLORS))]
+        dark = tuple(value * 2 // 3 for value in color)
         box = (left, top, left + 0.19 * tall, height + 20)
         return [
-            _shape("rounded_rectangle", box, radius=0.02 * tall, fill=colour),
+            _shape("rounded_rectangle", box, radius=0.02 * tall, fill=color),
             _shape("rectangle", (left, top, left + 0.19 * tall, top + 0.03 * tall), fill=dark),
         ]
     top = foot_y - rng.uniform(0.1, 0.24) * tall
@@ -186,13 +186,13 @@ def _shape(kind: str, box: tuple[float, float, float, float], **options: Any) ->
     return lambda canvas: getattr(ImageDraw.Draw(canvas), kind)(box, **options)
 
 
-def _composed(
+def _composite(
     rng: np.random.Generator, background: np.ndarray, canvas: Image.Image, shadow: tuple[float, float, float]
 ) -> np.ndarray:
     """Return the (H, W, 3) float32 picture: background, shadow on the ground, and the rounded, creased figures."""
     height, width = background.shape[:2]
     layer = np.asarray(canvas.reduce(_SUPERSAMPLING), dtype=np.float32)
-    colour, alpha = layer[:, :, :3], layer[:, :, 3:] / 255
+    color, alpha = layer[:, :, :3], layer[:, :, 3:] / 255
 
     x, y, tall = shadow
     columns = (np.arange(width, dtype=np.float32) - np.float32(x + 0.05 * tall * rng.uniform(-1, 1))) / (0.2 * tall)
@@ -208,4 +208,4 @@ def _composed(
     creases = rng.standard_normal((height // 7, width // 5), dtype=np.float32)
     creases = np.asarray(Image.fromarray(creases).resize((width, height), Image.Resampling.BICUBIC))
     lit = np.clip(lit * (1 + 0.045 * creases), 0.45, 1.35)[:, :, None]
-    return np.clip(colour * lit, 0, 255) * alpha + background * (1 - darkness) * (1 - alpha)
+    return np.clip(color * lit, 0, 255) * alpha + background * (1 - darkness) * (1 - alpha)

@@ -7,8 +7,8 @@ from fastamp.demo.camera import Camera
 
 # A scene is this many boxes wide, and two boxes high with the foot of the wall half-way down.
 _SCENE_BOXES = 8
-# Streets are greyer than clothes: how far scenes are drawn towards grey.
-_SCENE_GREYING = 0.45
+# Streets are grayer than clothes: how far scenes are drawn towards gray.
+_SCENE_DESATURATION = 0.45
 
 
 def paint_scene(camera: Camera, index: int, seed: int, width: int, height: int) -> np.ndarray:
@@ -29,7 +29,7 @@ def paint_scene(camera: Camera, index: int, seed: int, width: int, height: int) 
     image = Image.new("RGB", size, (150, 148, 145))
     _PAINTERS[camera.scene](image, ImageDraw.Draw(image), rng, height)
     image = image.filter(ImageFilter.GaussianBlur(height / 128))
-    image = Image.blend(image, image.convert("L").convert("RGB"), _SCENE_GREYING)
+    image = Image.blend(image, image.convert("L").convert("RGB"), _SCENE_DESATURATION)
     grain = rng.normal(0, 1, (size[1], size[0], 1)).astype(np.float32) * 3 + _clouds(rng, size) * 9
     return np.clip(np.asarray(image, dtype=np.float32) + grain, 0, 255).astype(np.uint8)
 
@@ -54,11 +54,11 @@ def _clouds(rng: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
 # -- scenes: each paints onto an image whose wall meets the ground half-way down; unit is the height of a person ------
 
 
-def _ground(draw: ImageDraw.ImageDraw, size: tuple[int, int], colour: tuple, line: tuple | None, unit: int) -> None:
-    """Paint the ground, and its slabs in perspective if they have a line colour."""
+def _ground(draw: ImageDraw.ImageDraw, size: tuple[int, int], color: tuple, line: tuple | None, unit: int) -> None:
+    """Paint the ground, and its slabs in perspective if they have a line color."""
     width, height = size
     foot = height // 2
-    draw.rectangle((0, foot, width, height), fill=colour)
+    draw.rectangle((0, foot, width, height), fill=color)
     if line is None:
         return
     row, step = foot, unit * 0.05

@@ -22,7 +22,7 @@ def contact_sheet(
 ) -> None:
     """Write one PNG with a row of pictures for each of the first ``identities`` people.
 
-    Lookalikes have neighbouring numbers, so they stand below each other; groups come first. A row goes through the
+    Lookalikes have neighboring numbers, so they stand below each other; groups come first. A row goes through the
     cameras in turn, and then through them again.
 
     Args:
@@ -45,7 +45,7 @@ def contact_sheet(
             match = _NAME.match(picture.name)
             if match and int(match[1]) > 0:
                 by_person[match[1]][int(match[2])].append(picture)
-    rows = [_in_turn(by_person[pid])[:columns] for pid in sorted(by_person)[:identities]]
+    rows = [_interleave_cameras(by_person[pid])[:columns] for pid in sorted(by_person)[:identities]]
     if not rows:
         raise ValueError(f"{folder} holds no picture of a person for split {split!r}")
 
@@ -61,7 +61,7 @@ def contact_sheet(
     sheet.save(path, format="PNG")
 
 
-def _in_turn(by_camera: dict[int, list[Path]]) -> list[Path]:
+def _interleave_cameras(by_camera: dict[int, list[Path]]) -> list[Path]:
     """Return one picture of each camera, then the second of each, and so on."""
     longest = max(map(len, by_camera.values()))
     return [by_camera[c][turn] for turn in range(longest) for c in sorted(by_camera) if turn < len(by_camera[c])]

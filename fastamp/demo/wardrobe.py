@@ -4,19 +4,31 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-Colour = tuple[int, int, int]
+from fastamp.utils.moved import moved_names
 
-SKINS: tuple[Colour, ...] = ((241, 205, 180), (224, 178, 145), (190, 138, 105), (141, 94, 66), (92, 60, 44))
-HAIR_COLOR_NAMES: dict[str, Colour] = {
+__getattr__ = moved_names(
+    __name__,
+    {
+        "Colour": "fastamp.demo.wardrobe.Color",
+        "HAIR_COLOURS": "fastamp.demo.wardrobe.HAIR_COLORS",
+        "SHOE_COLOURS": "fastamp.demo.wardrobe.SHOE_COLORS",
+        "TROUSER_COLOURS": "fastamp.demo.wardrobe.TROUSER_COLORS",
+    },
+)
+
+Color = tuple[int, int, int]
+
+SKINS: tuple[Color, ...] = ((241, 205, 180), (224, 178, 145), (190, 138, 105), (141, 94, 66), (92, 60, 44))
+HAIR_COLOR_NAMES: dict[str, Color] = {
     "black": (28, 24, 24),
     "dark_brown": (66, 44, 30),
     "brown": (122, 84, 48),
     "blond": (196, 160, 96),
     "gray": (150, 146, 142),
 }
-HAIR_COLOURS: tuple[Colour, ...] = tuple(HAIR_COLOR_NAMES.values())
+HAIR_COLORS: tuple[Color, ...] = tuple(HAIR_COLOR_NAMES.values())
 HAIR_STYLES = ("short", "bald", "long", "tail", "bun", "cap", "beanie", "hood")
-FABRIC_NAMES: dict[str, Colour] = {
+FABRIC_NAMES: dict[str, Color] = {
     "black": (32, 32, 36),
     "white": (234, 232, 228),
     "gray": (130, 130, 132),
@@ -31,8 +43,8 @@ FABRIC_NAMES: dict[str, Colour] = {
     "pink": (234, 144, 178),
     "brown": (108, 72, 46),
 }
-FABRICS: tuple[Colour, ...] = tuple(FABRIC_NAMES.values())
-TROUSER_COLOR_NAMES: dict[str, Colour] = {
+FABRICS: tuple[Color, ...] = tuple(FABRIC_NAMES.values())
+TROUSER_COLOR_NAMES: dict[str, Color] = {
     "black": (26, 26, 30),
     "blue": (36, 58, 128),
     "light_blue": (118, 150, 204),
@@ -45,7 +57,7 @@ TROUSER_COLOR_NAMES: dict[str, Colour] = {
     "yellow": (222, 160, 56),
     "purple": (120, 66, 128),
 }
-TROUSER_COLOURS: tuple[Colour, ...] = tuple(TROUSER_COLOR_NAMES.values())
+TROUSER_COLORS: tuple[Color, ...] = tuple(TROUSER_COLOR_NAMES.values())
 PATTERNS = (
     "plain",
     "stripes",
@@ -64,14 +76,14 @@ SLEEVES = ("short", "long", "none")
 SLEEVE_STYLES = ("same", "contrast")
 UPPER_LENGTHS = (0.49, 0.455, 0.36)
 LOWERS = ("trousers", "shorts", "skirt", "long_skirt", "side_stripe")
-SHOE_COLOR_NAMES: dict[str, Colour] = {
+SHOE_COLOR_NAMES: dict[str, Color] = {
     "black": (24, 24, 26),
     "white": (236, 236, 234),
     "red": (190, 46, 44),
     "brown": (112, 72, 42),
     "blue": (60, 110, 190),
 }
-SHOE_COLOURS: tuple[Colour, ...] = tuple(SHOE_COLOR_NAMES.values())
+SHOE_COLORS: tuple[Color, ...] = tuple(SHOE_COLOR_NAMES.values())
 SHOE_STYLES = ("shoe", "boot")
 BAGS = ("none", "backpack", "handbag", "cross_body", "carrier", "big_backpack")
 
@@ -89,25 +101,25 @@ class Appearance:
 
     height: float
     breadth: float
-    skin: Colour
+    skin: Color
     hair: str
-    hair_colour: Colour
-    hat_colour: Colour
+    hair_color: Color
+    hat_color: Color
     pattern: str
-    upper: Colour
-    accent: Colour
+    upper: Color
+    accent: Color
     sleeve: str
     sleeve_style: str
     upper_hem: float
     lower: str
-    lower_colour: Colour
+    lower_color: Color
     shoe: str
-    shoe_colour: Colour
+    shoe_color: Color
     bag: str
-    bag_colour: Colour
+    bag_color: Color
 
 
-_LOOKALIKE_DETAILS = ("pattern", "bag", "lower", "hair", "accent", "lower_colour", "sleeve", "shoe_colour")
+_LOOKALIKE_DETAILS = ("pattern", "bag", "lower", "hair", "accent", "lower_color", "sleeve", "shoe_color")
 
 
 def draw_appearance(rng: np.random.Generator) -> Appearance:
@@ -118,8 +130,8 @@ def draw_appearance(rng: np.random.Generator) -> Appearance:
         breadth=rng.uniform(0.84, 1.28),
         skin=_pick(rng, SKINS),
         hair=_pick(rng, HAIR_STYLES, _HAIR_STYLE_ODDS),
-        hair_colour=_pick(rng, HAIR_COLOURS),
-        hat_colour=_pick(rng, FABRICS),
+        hair_color=_pick(rng, HAIR_COLORS),
+        hat_color=_pick(rng, FABRICS),
         pattern=_pick(rng, PATTERNS, _PATTERN_ODDS),
         upper=upper,
         accent=_contrasting(rng, upper),
@@ -127,11 +139,11 @@ def draw_appearance(rng: np.random.Generator) -> Appearance:
         sleeve_style=_pick(rng, SLEEVE_STYLES, (0.8, 0.2)),
         upper_hem=_pick(rng, UPPER_LENGTHS, (0.45, 0.4, 0.15)),
         lower=_pick(rng, LOWERS, _LOWER_ODDS),
-        lower_colour=_pick(rng, TROUSER_COLOURS),
+        lower_color=_pick(rng, TROUSER_COLORS),
         shoe=_pick(rng, SHOE_STYLES, (0.8, 0.2)),
-        shoe_colour=_pick(rng, SHOE_COLOURS),
+        shoe_color=_pick(rng, SHOE_COLORS),
         bag=_pick(rng, BAGS, _BAG_ODDS),
-        bag_colour=_contrasting(rng, upper),
+        bag_color=_contrasting(rng, upper),
     )
 
 
@@ -168,8 +180,8 @@ def draw_people(rng: np.random.Generator, count: int, group_size: int, grouped: 
 
 
 def _visibly_different(one: Appearance, other: Appearance) -> bool:
-    """Whether two details differ that can be seen from afar: an accent colour shows only on a pattern."""
-    names = ["pattern", "bag", "lower", "hair", "lower_colour"]
+    """Whether two details differ that can be seen from afar: an accent color shows only on a pattern."""
+    names = ["pattern", "bag", "lower", "hair", "lower_color"]
     if one.pattern != "plain" and other.pattern != "plain":
         names.append("accent")
     return sum(getattr(one, name) != getattr(other, name) for name in names) >= 2
@@ -189,9 +201,9 @@ def _with_changed(rng: np.random.Generator, person: Appearance, names: list[str]
     return replace(person, **changes)
 
 
-def _contrasting(rng: np.random.Generator, colour: Colour) -> Colour:
-    """Return a fabric colour that is far from ``colour`` in RGB."""
-    distances = np.abs(np.array(FABRICS) - np.array(colour)).sum(axis=1)
+def _contrasting(rng: np.random.Generator, color: Color) -> Color:
+    """Return a fabric color that is far from ``color`` in RGB."""
+    distances = np.abs(np.array(FABRICS) - np.array(color)).sum(axis=1)
     far = np.flatnonzero(distances > 170)
     return FABRICS[far[rng.integers(len(far))]]
 

@@ -16,7 +16,7 @@ from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
 from fastamp.config import CfgNode
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import with_num_classes
-from fastamp.data.loader import lost_workers_explained
+from fastamp.data.loader import explain_lost_workers
 from fastamp.engine import hooks
 from fastamp.engine.evaluation import (
     Evaluated,
@@ -146,7 +146,7 @@ class DefaultTrainer:
             finally:
                 self._close_writers()
         try:
-            with self.stop.watching(), lost_workers_explained():
+            with self.stop.watching(), explain_lost_workers():
                 self.trainer.train(start, cfg.SOLVER.MAX_EPOCH, self.trainer.iters_per_epoch)
         except WriteError as error:
             hint = recovery_hint(self.checkpointer, has_best=self.eval_hook.best is not None)

@@ -189,7 +189,7 @@ def _traced(extractor: _FeatureExtractor, predictor: Predictor) -> ExportedProgr
     cfg = predictor.cfg
     # Two images: one would be taken for the only number there is.
     inputs = {"images": torch.zeros(2, cfg.INPUT.CHANNELS, *input_size(cfg, is_train=False))}
-    inputs |= {name: torch.zeros(2, dtype=torch.int64) for name in predictor.place_counts}
+    inputs |= {name: torch.zeros(2, dtype=torch.int64) for name in predictor.camera_view_counts}
     batch = Dim("batch", min=1)
     with quiet("the model cannot be traced by torch.export"), torch.no_grad():
         return torch.export.export(
@@ -270,7 +270,7 @@ def _exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any])
         if metadata["normalization"] == "outside":
             images = (images - mean) / std
         with quiet(f"the exported model does not run on a batch of {len(images)}"):
-            return run({"images": images} | {name: batch[name] for name in predictor.place_counts})
+            return run({"images": images} | {name: batch[name] for name in predictor.camera_view_counts})
 
     return features
 

@@ -20,8 +20,8 @@ from fastamp.config import CfgNode
 from fastamp.data.build import build_dataset
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem, number_cameras
+from fastamp.data.datasets.custom import PATH_DATASETS, image_files
 from fastamp.data.datasets.items import Column, PackedItems
-from fastamp.data.datasets.own import OWN_DATA, image_files
 from fastamp.data.loader import TestLoader, worker_count
 from fastamp.data.samplers import InferenceSampler
 from fastamp.data.transforms import build_transforms
@@ -79,7 +79,7 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
         check_choice("splits", split, SPLITS)
     name = str(source)
     folder = Path(name).expanduser()
-    if name not in DATASET_REGISTRY and name.partition(":")[0] not in OWN_DATA:
+    if name not in DATASET_REGISTRY and name.partition(":")[0] not in PATH_DATASETS:
         if folder.is_dir():
             items = [ImageItem(file, 0, -1) for file in image_files(folder)]
             if not items:
@@ -99,7 +99,7 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
     pids = [dataset.identity(pid) for pid in values]
     whole = all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", pid) for pid in pids)
     cameras = items.camids
-    if not cameras.is_whole:
+    if not cameras.is_integer:
         cameras = cameras.map(number_cameras(cameras.unique()[0]).get)
     split = np.concatenate([np.full(len(part), split) for split, part in parts.items()])
     items = items.replace(pids=Column(np.zeros(len(items), dtype=np.int64)), camids=cameras)
@@ -141,7 +141,7 @@ def extract(
         raise ConfigError(f"{out}: expected a file in a folder that exists, whose name ends in .npz")
     listing = list_images(source, predictor.cfg, splits)
     items = listing.items
-    predictor.places(len(items), camids=items.camids.codes, viewids=items.viewids)
+    predictor.camera_view_ids(len(items), camids=items.camids.codes, viewids=items.viewids)
     with writing(out):
         parts = _Parts(out.with_name(f"{out.name}.parts"), _stamp(predictor, listing, skip_corrupt))
     try:

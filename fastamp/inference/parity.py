@@ -60,7 +60,7 @@ def on_random_images(predictor: Predictor, expected: Features, found: Features) 
         shape = (size, cfg.INPUT.CHANNELS, *input_size(cfg, is_train=False))
         batch = {"images": torch.randint(256, shape, dtype=torch.uint8, generator=generator)}
         for name in ("camids", "viewids"):
-            batch[name] = torch.randint(predictor.place_counts.get(name, 1), (size,), generator=generator)
+            batch[name] = torch.randint(predictor.camera_view_counts.get(name, 1), (size,), generator=generator)
         comparisons.append(compare(f"random, batch of {size}", expected(batch), found(batch)))
     return comparisons
 

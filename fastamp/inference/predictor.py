@@ -28,6 +28,7 @@ from fastamp.modeling import load_model
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import ConfigError, DataError, check_choice
 from fastamp.utils.form import unlike
+from fastamp.utils.moved import renamed_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Predictor:
         return self._transforms.resize
 
     @property
-    def place_counts(self) -> dict[str, int]:
+    def camera_view_counts(self) -> dict[str, int]:
         """How many cameras (``camids``) and views (``viewids``) the model has embeddings of; without any, empty."""
         if not getattr(getattr(self.model, "backbone", None), "takes_cameras", False):
             return {}
@@ -143,7 +144,7 @@ class Predictor:
             images, color = self._crops(images, boxes, color)
         else:
             images = as_list(images)
-        places = self.places(len(images), camids=camids, viewids=viewids)
+        ids = self.camera_view_ids(len(images), camids=camids, viewids=viewids)
         size, features, kept = self.cfg.TEST.IMS_PER_BATCH, [], []
 
         def load(number: int) -> Tensor | None:
@@ -158,7 +159,7 @@ class Predictor:
                 loaded = dict(enumerate(pool.map(load, range(start, min(start + size, len(images)))), start=start))
                 rows = [number for number, image in loaded.items() if image is not None]
                 if rows:
-                    batch = {name: ids[rows] for name, ids in places.items()}
+                    batch = {name: values[rows] for name, values in ids.items()}
                     batch["images"] = self._transforms.stack([loaded[number] for number in rows])
                     features.append(self.features_of_batch(batch).cpu())
                     kept += rows
@@ -296,7 +297,7 @@ class Predictor:
     @cached_property
     def _feature_dim(self) -> int:
         """The width D of the features."""
-        batch = self.places(1, camids=[0], viewids=[0])
+        batch = self.camera_view_ids(1, camids=[0], viewids=[0])
         batch["images"] = self._transforms.resize(torch.zeros(self._transforms.channels, 256, 128, dtype=torch.uint8))[
             None
         ]
@@ -321,14 +322,17 @@ class Predictor:
             )
         return features
 
-    def places(self, count: int, **given: Sequence[int] | None) -> dict[str, Tensor]:
+    places = renamed_attribute("places", "camera_view_ids")
+    place_counts = renamed_attribute("place_counts", "camera_view_counts")
+
+    def camera_view_ids(self, count: int, **given: Sequence[int] | None) -> dict[str, Tensor]:
         """Return the cameras and views that the model takes, one for each of ``count`` images; see ``features``.
 
         Raises:
             ConfigError: the model needs them, and there are none or others.
         """
-        places = {}
-        for name, limit in self.place_counts.items():
+        batch = {}
+        for name, limit in self.camera_view_counts.items():
             ids = given[name]
             if ids is None or len(ids) != count or not all(0 <= each < limit for each in ids):
                 found = "none" if ids is None else f"{len(ids)}, in {min(ids, default=0)}..{max(ids, default=0)}"
@@ -336,8 +340,8 @@ class Predictor:
                     f"this model has embeddings of its own for {name}: expected one in 0..{limit - 1} for each of "
                     f"{count} images, found {found}"
                 )
-            places[name] = torch.as_tensor(ids, dtype=torch.int64)
-        return {"camids": torch.zeros(count, dtype=torch.int64)} | places if places else {}
+            batch[name] = torch.as_tensor(ids, dtype=torch.int64)
+        return {"camids": torch.zeros(count, dtype=torch.int64)} | batch if batch else {}
 
 
 def _check_pairs(pairs: Any, checkpoint: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
-from fastamp.data.loader import lost_workers_explained, worker_count
+from fastamp.data.loader import explain_lost_workers, worker_count
 from fastamp.utils.errors import ConfigError, DataError
 
 
@@ -324,15 +324,15 @@ def test_a_worker_that_is_killed(found, cause):
     error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
     error.__cause__ = RuntimeError(f"DataLoader worker (pid 7) {found} ")
     message = f"(?s)ended.*found: DataLoader worker .pid 7. {found}\n.*{cause}.*fix: "
-    with pytest.raises(DataError, match=message), lost_workers_explained():
+    with pytest.raises(DataError, match=message), explain_lost_workers():
         raise error
 
 
 def test_other_errors_are_no_lost_worker():
     for error, fetching in ((RuntimeError("a bug"), True), (EOFError("Caught EOFError in"), True), (EOFError(), False)):
-        with pytest.raises(type(error)), lost_workers_explained(fetching=fetching):
+        with pytest.raises(type(error)), explain_lost_workers(fetching=fetching):
             raise error
-    with pytest.raises(DataError, match="found: EOFError while a batch"), lost_workers_explained(fetching=True):
+    with pytest.raises(DataError, match="found: EOFError while a batch"), explain_lost_workers(fetching=True):
         raise EOFError
 
 

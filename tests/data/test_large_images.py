@@ -33,8 +33,8 @@ def transforms(*opts):
 @pytest.fixture
 def large(tmp_path, monkeypatch):
     """A JPEG file of more pixels than are decoded at full size where less is enough, with a lower limit."""
-    assert decode._REDUCED_ABOVE == 2**24
-    monkeypatch.setattr(decode, "_REDUCED_ABOVE", 2**20)
+    assert decode._MAX_FULL_SIZE_PIXELS == 2**24
+    monkeypatch.setattr(decode, "_MAX_FULL_SIZE_PIXELS", 2**20)
     smooth(1024, 1040).save(tmp_path / "large.jpg", quality=90)
     return str(tmp_path / "large.jpg")
 

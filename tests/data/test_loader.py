@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fastamp.data import build_reid_test_loader, build_reid_train_loader, loader
-from fastamp.data.loader import exhausted_resources_explained
+from fastamp.data.loader import explain_exhausted_resources
 from fastamp.utils.errors import DataError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits the resources of a running process")
@@ -135,13 +135,13 @@ def test_an_error_in_the_thread_that_pins_memory_is_raised_in_the_main_thread(mo
     ],
 )
 def test_causes(error, cause):
-    with pytest.raises(DataError, match=f"(?s)cause: .*{cause}.*fix: .*NUM_WORKERS"), exhausted_resources_explained():
+    with pytest.raises(DataError, match=f"(?s)cause: .*{cause}.*fix: .*NUM_WORKERS"), explain_exhausted_resources():
         raise error
 
 
 def test_other_errors_pass():
     for error in (OSError(errno.EBADF, "Bad file descriptor"), RuntimeError("a bug"), ConnectionResetError()):
-        with pytest.raises(type(error)), exhausted_resources_explained():
+        with pytest.raises(type(error)), explain_exhausted_resources():
             raise error
 
 

@@ -16,8 +16,8 @@ from fastamp.config import get_cfg
 from fastamp.data.build import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import ImageDataset
+from fastamp.data.datasets.custom import CsvDataset
 from fastamp.data.datasets.items import Column, ImageItem, PackedItems
-from fastamp.data.datasets.own import CsvDataset
 from fastamp.data.missing_images import missing_files
 from fastamp.data.transforms import build_transforms
 from fastamp.utils.errors import DataError
@@ -176,11 +176,11 @@ def test_packed_items_are_the_tuples_that_they_are_made_of():
 
 def test_whole_numbers_of_any_kind_are_integers():
     column = Column.pack([np.int32(3), 5, True])
-    assert column.is_whole and [column[index] for index in range(3)] == [3, 5, 1]
+    assert column.is_integer and [column[index] for index in range(3)] == [3, 5, 1]
     for values in ([1, "1"], [2**70, 1], [1.5, 2]):
         column = Column.pack(values)
-        assert not column.is_whole and [column[index] for index in range(2)] == values
-    assert Column.pack([1, "a"]).map(lambda value: 7).is_whole
+        assert not column.is_integer and [column[index] for index in range(2)] == values
+    assert Column.pack([1, "a"]).map(lambda value: 7).is_integer
 
 
 def large_containers(objects, size):

@@ -9,7 +9,7 @@ import tiny
 import torch
 
 from fastamp.config import get_cfg
-from fastamp.data import store as store_module
+from fastamp.data import cache as cache_module
 from fastamp.data.build import build_reid_test_loader, build_reid_train_loader
 from fastamp.utils.errors import DataError
 
@@ -27,7 +27,7 @@ def root(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path / "root"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(store_module, "_SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(cache_module, "_SHARED_MEMORY", tmp_path / "shm")
     return tmp_path / "root"
 
 

@@ -244,7 +244,7 @@ def test_each_set_has_its_share_of_a_batch(weights, shares):
     sampler = SetReWeightSampler(
         sets=sets, weights=weights, labels=labels, camids=camids, batch_size=24, num_instances=4, seed=0
     )
-    assert sampler.shares == shares
+    assert sampler.identities_per_set == shares
     seen, first = Counter(), Counter()
     for batch in chunks(take(sampler.epoch(0), 24 * 60), 24):
         assert Counter(sets[index] for index in batch) == {0: 4 * shares[0], 1: 4 * shares[1]}

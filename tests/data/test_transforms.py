@@ -448,7 +448,7 @@ def test_what_comes_after_a_resized_crop_knows_its_size(cfg):
 def test_grey_scale_equals_torchvision(channels):
     images = make_images(channels)
     chosen = torch.arange(len(images)) % 3 == 0
-    changed = RandomGrayscale(prob=0.5).apply(images, {"grey": chosen})
+    changed = RandomGrayscale(prob=0.5).apply(images, {"grayscale": chosen})
     for before, after, grey in zip(images, changed, chosen, strict=True):
         expected = before.clone()
         if grey and channels > 1:

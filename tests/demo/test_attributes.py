@@ -10,8 +10,8 @@ import numpy as np
 import PIL
 import pytest
 
+from fastamp.data.datasets.custom import CsvDataset
 from fastamp.data.datasets.demo import Demo
-from fastamp.data.datasets.own import CsvDataset
 from fastamp.demo import VALUES, ImageAttributes, generate_demo, image_attributes, is_complete, write_attributes
 from fastamp.demo.attributes import describe_person
 from fastamp.demo.wardrobe import draw_appearance

@@ -18,10 +18,10 @@ import train_net
 from PIL import Image
 
 from fastamp.checkpoint.weights_file import read_checkpoint
+from fastamp.data.cache import ImageCache
 from fastamp.data.datasets.base import ImageItem
 from fastamp.data.datasets.cuhk03_files import new_split
 from fastamp.data.decode import read_image
-from fastamp.data.store import ImageStore
 from fastamp.utils.errors import DataError, WeightsError
 
 
@@ -178,10 +178,10 @@ def test_a_mat_file_that_is_a_pickle(here):
 def test_a_pickle_in_the_cache_of_images(here):
     Image.new("RGB", (4, 4), "red").save(here / "a.png")
     items, arguments = [ImageItem(str(here / "a.png"), "a", 0)], {"where": "disk", "folder": str(here / "cache")}
-    store = ImageStore(items, (3, 4, 4), lambda number: read_image(items[number].path), **arguments)
+    store = ImageCache(items, (3, 4, 4), lambda number: read_image(items[number].path), **arguments)
     path = store.path
     store.close()
     del store
     path.write_bytes(pickle.dumps(Evil()))
-    store = ImageStore(items, (3, 4, 4), lambda number: read_image(items[number].path), **arguments)
+    store = ImageCache(items, (3, 4, 4), lambda number: read_image(items[number].path), **arguments)
     assert store.images[0, 0].eq(255).all() and not (here / "marker").exists()

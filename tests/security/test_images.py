@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from fastamp.checkpoint.weights_file import read_checkpoint
-from fastamp.data.check import _look
+from fastamp.data.check import _inspect_image
 from fastamp.data.datasets.base import ImageItem
-from fastamp.data.datasets.own import CsvDataset
+from fastamp.data.datasets.custom import CsvDataset
 from fastamp.data.decode import read_image
 from fastamp.utils.errors import DataError, UserError, WeightsError
 
@@ -54,7 +54,7 @@ def test_devices_and_pipes_and_links_do_not_hang(tmp_path):
             continue  # what runs the tests may give them a file to read
         with pytest.raises(DataError, match="a pipe or a device"):
             read_image(str(path))
-        assert "a pipe or a device" in _look(ImageItem(str(path), 0, 0)).fault
+        assert "a pipe or a device" in _inspect_image(ImageItem(str(path), 0, 0)).fault
         with pytest.raises(DataError, match="a pipe or a device"):
             CsvDataset(path)
         with pytest.raises(WeightsError, match="a pipe or a device"):
@@ -110,7 +110,7 @@ def test_images_that_mean_harm(tmp_path, content, told, channels, recwarn):
     (tmp_path / "a.jpg").write_bytes(content)
     with pytest.raises(DataError, match=told):
         read_image(str(tmp_path / "a.jpg"), channels)
-    assert _look(ImageItem(str(tmp_path / "a.jpg"), 0, 0)).fault
+    assert _inspect_image(ImageItem(str(tmp_path / "a.jpg"), 0, 0)).fault
 
 
 def test_a_damaged_png_does_not_end_the_process(tmp_path):

@@ -8,9 +8,9 @@ import tiny
 import train_net
 from PIL import Image
 
+from fastamp.data.cache import ImageCache
 from fastamp.data.datasets.base import ImageItem
 from fastamp.data.decode import read_image
-from fastamp.data.store import ImageStore
 from fastamp.utils.errors import DataError
 from fastamp.utils.files import folder_name
 from fastamp.utils.logger import setup_logger
@@ -72,19 +72,19 @@ def test_an_output_folder_whose_links_lead_back_to_themselves(demo, here, capfd)
 
 
 def test_the_cache_in_memory_is_ours_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("fastamp.data.store._SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("fastamp.data.cache._SHARED_MEMORY", tmp_path)
     folder = tmp_path / f"fastamp-cache-{os.getuid()}"
     (tmp_path / "elsewhere").mkdir()
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     items = [ImageItem(str(tmp_path / "a.png"), "a", 0)]
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DataError, match="DATALOADER.CACHE ram: .* is another user's"):
-        ImageStore(items, (3, 4, 4), lambda number: read_image(items[0].path), where="ram")
+        ImageCache(items, (3, 4, 4), lambda number: read_image(items[0].path), where="ram")
     folder.unlink()
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(DataError, match="others can write to"):
-        ImageStore(items, (3, 4, 4), lambda number: read_image(items[0].path), where="ram")
+        ImageCache(items, (3, 4, 4), lambda number: read_image(items[0].path), where="ram")
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 

@@ -24,9 +24,9 @@ from torchvision import transforms as v1
 
 from fastamp.config import get_cfg
 from fastamp.data.build import build_reid_train_loader
+from fastamp.data.cache import ImageCache
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import ImageItem
-from fastamp.data.store import ImageStore
 from fastamp.data.transforms import build_transforms
 from fastamp.demo import generate_demo
 from fastamp.diagnostics.machine import inspect_machine
@@ -79,7 +79,7 @@ def compare(source: tuple[int, int], rounds: int, folder: Path) -> list[list[Any
     cfg.merge_from_file(str(RECIPE))
     items = [ImageItem(path, number, 0) for number, path in enumerate(paths)]
     uncached, cached = (ReidDataset(items, build_transforms(cfg), relabel=True) for _ in range(2))
-    cached.store = ImageStore(items, (3, *SIZE), cached.read, where="ram")
+    cached.cache = ImageCache(items, (3, *SIZE), cached.read, where="ram")
     variants = {"PIL, torchvision": reference(paths, cfg), "uncached": ours(uncached), "cached": ours(cached)}
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -91,7 +91,7 @@ def compare(source: tuple[int, int], rounds: int, folder: Path) -> list[list[Any
                 batch(list(range(start, start + BATCH)))
             if number:  # the first round warms the caches
                 seconds[name].append(time.perf_counter() - began)
-    cached.store.close()
+    cached.cache.close()
     images = len(paths) // BATCH * BATCH
     slowest = statistics.median(seconds["PIL, torchvision"])
     return [

@@ -22,14 +22,23 @@ from fastamp.data.datasets.catalog import (
 )
 from fastamp.data.datasets.cuhk03 import CUHK03
 from fastamp.data.datasets.demo import Demo
+from fastamp.data.datasets.filename_dataset import FilenameDataset, MarketStyleDataset
 from fastamp.data.datasets.market1501 import Market1501
 from fastamp.data.datasets.msmt17 import MSMT17
-from fastamp.data.datasets.named import MarketImages, NamedImages
 from fastamp.data.datasets.sensereid import SenseReID
 from fastamp.data.datasets.vehicleid import LargeVehicleID, MediumVehicleID, SmallVehicleID, VehicleID
 from fastamp.data.datasets.veri import VeRi
 from fastamp.data.datasets.veriwild import LargeVeRiWild, MediumVeRiWild, SmallVeRiWild, VeRiWild
 from fastamp.data.datasets.viper import VIPeR
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "MarketImages": "fastamp.data.datasets.filename_dataset.MarketStyleDataset",
+        "NamedImages": "fastamp.data.datasets.filename_dataset.FilenameDataset",
+    },
+)
 
 __all__ = [
     "CUHK03",
@@ -45,15 +54,15 @@ __all__ = [
     "CAVIARa",
     "Demo",
     "DukeMTMC",
+    "FilenameDataset",
     "ImageDataset",
     "ImageItem",
     "LargeVeRiWild",
     "LargeVehicleID",
     "Market1501",
-    "MarketImages",
+    "MarketStyleDataset",
     "MediumVeRiWild",
     "MediumVehicleID",
-    "NamedImages",
     "OccludedDuke",
     "PeS3D",
     "SYSU_mm",

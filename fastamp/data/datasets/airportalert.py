@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, as_number, number_cameras
-from fastamp.data.datasets.tree import check_listed, check_tree, read_lines
+from fastamp.data.datasets.file_utils import check_first_image, check_tree, read_lines
 from fastamp.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ class AirportALERT(ImageDataset):
     folder = "AirportALERT"
 
     def __init__(self, root: str | Path = "datasets") -> None:
-        self._place = Path(root) / self.folder
-        self._list = self._place / "filepath.txt"
+        self.dataset_dir = Path(root) / self.folder
+        self._list = self.dataset_dir / "filepath.txt"
         tree = f"{self.folder}/filepath.txt, whose lines are camera\\pid\\file\n{self.folder}/{{camera}}/{{pid}}/*"
         check_tree(type(self).__name__, root, [self._list], tree, self.folder)
         super().__init__(self._train, [], [])
@@ -49,7 +49,7 @@ class AirportALERT(ImageDataset):
             raise DataError(f"AirportALERT: {self._list} lists no identity from {_FIRST_IDENTITY} on")
         numbers = number_cameras(as_number(camera) for camera, _, _ in kept)
         items = [
-            ImageItem(str(self._place.joinpath(*fields)), int(fields[1]), numbers[as_number(fields[0])])
+            ImageItem(str(self.dataset_dir.joinpath(*fields)), int(fields[1]), numbers[as_number(fields[0])])
             for fields in kept
         ]
-        return self._for_training(check_listed("AirportALERT", self._list, items))
+        return self._add_name_prefix(check_first_image("AirportALERT", self._list, items))

@@ -10,7 +10,7 @@ from typing import Any
 from tabulate import tabulate
 
 from fastamp.data.datasets.items import ImageItem, PackedItems
-from fastamp.data.datasets.missing_dataset import missing_dataset
+from fastamp.data.datasets.missing_dataset import missing_dataset_error
 from fastamp.utils.files import expand
 from fastamp.utils.registry import Registry
 
@@ -97,7 +97,7 @@ class ImageDataset:
         missing = [Path(path) for path in paths if not Path(path).exists()]
         if missing:
             fix = f"put the data there, or set {ROOT_VARIABLES[0]} to the folder that holds it"
-            raise missing_dataset(type(self).__name__, missing, fix=fix)
+            raise missing_dataset_error(type(self).__name__, missing, fix=fix)
 
     def _split(self, split: str) -> Sequence[ImageItem]:
         if split not in self._items:
@@ -107,7 +107,7 @@ class ImageDataset:
             self._items[split] = items if packed else [ImageItem(*item) for item in items]
         return self._items[split]
 
-    def _for_training(self, items: Iterable[ImageItem]) -> list[ImageItem]:
+    def _add_name_prefix(self, items: Iterable[ImageItem]) -> list[ImageItem]:
         """Return the images with the data set's name in front of their identities."""
         return [item._replace(pid=f"{self.name}_{item.pid}") for item in items]
 

@@ -10,7 +10,7 @@ from typing import Any
 from fastamp.config import Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.cuhk03_files import classic_splits, new_split, write_images
-from fastamp.data.datasets.tree import check_tree
+from fastamp.data.datasets.file_utils import check_tree
 from fastamp.utils import comm
 from fastamp.utils.aside import aside, remove_abandoned
 from fastamp.utils.errors import ConfigError, DataError, WriteError
@@ -67,11 +67,11 @@ class CUHK03(ImageDataset):
         cuhk03_classic_split: bool = False,
         split_id: int = 0,
     ) -> None:
-        self._root, self._place = Path(root), Path(root) / self.folder
+        self._root, self.dataset_dir = Path(root), Path(root) / self.folder
         self._kind = "labeled" if cuhk03_labeled else "detected"
         self._protocol = "classic" if cuhk03_classic_split else "new"
-        self._images = self._place / f"images_{self._kind}"
-        self._splits_file = self._place / f"splits_{self._protocol}_{self._kind}.json"
+        self._images = self.dataset_dir / f"images_{self._kind}"
+        self._splits_file = self.dataset_dir / f"splits_{self._protocol}_{self._kind}.json"
         with comm.main_process_first():
             # The folder of images is put in its place when all else is there.
             if not (self._images.is_dir() and self._splits_file.is_file()):
@@ -84,10 +84,12 @@ class CUHK03(ImageDataset):
             )
         logger.info("CUHK03: %s images, split %d of the %s protocol", self._kind, split_id, self._protocol)
         try:
-            train, query, gallery = (self._items(splits[split_id][each]) for each in ("train", "query", "gallery"))
+            train, query, gallery = (
+                self._build_items(splits[split_id][each]) for each in ("train", "query", "gallery")
+            )
         except (KeyError, TypeError, ValueError) as error:
-            raise self._damaged() from error
-        super().__init__(self._for_training(train), query, gallery)
+            raise self._damaged_splits_error() from error
+        super().__init__(self._add_name_prefix(train), query, gallery)
 
     @classmethod
     def from_config(cls, cfg: Any, root: str) -> "CUHK03":
@@ -104,18 +106,18 @@ class CUHK03(ImageDataset):
         try:
             splits = json.loads(self._splits_file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise self._damaged() from error
+            raise self._damaged_splits_error() from error
         if not isinstance(splits, list) or not splits:
-            raise self._damaged()
+            raise self._damaged_splits_error()
         return splits
 
-    def _damaged(self) -> DataError:
+    def _damaged_splits_error(self) -> DataError:
         return DataError(
             f"CUHK03: {self._splits_file.absolute()} cannot be read as splits\n"
             f"  fix: delete it and {self._images.name}, to have both written anew"
         )
 
-    def _items(self, rows: list) -> list[ImageItem]:
+    def _build_items(self, rows: list) -> list[ImageItem]:
         # FastReID's files have the whole path that the image had when they were written.
         names = [(re.split(r"[\\/]", path)[-1], pid, camid) for path, pid, camid in rows]
         return [ImageItem(str(self._images / name), int(pid), int(camid)) for name, pid, camid in names]
@@ -128,12 +130,14 @@ class CUHK03(ImageDataset):
             DataError: a .mat file is missing or damaged, the images are half of what they should be, or the folder
                 cannot be written to.
         """
-        mat, config = (self._place / each for each in ("cuhk03_release/cuhk-03.mat", self._config_name(self._kind)))
+        mat, config = (
+            self.dataset_dir / each for each in ("cuhk03_release/cuhk-03.mat", self._config_name(self._kind))
+        )
         tree = f"{self.folder}/cuhk03_release/cuhk-03.mat\n{self.folder}/{self._config_name('{detected,labeled}')}"
         has_images = self._images.is_dir()
         needed = ([] if has_images else [mat]) + [mat if self._protocol == "classic" else config]
         check_tree("CUHK03", self._root, dict.fromkeys(needed), tree, self.folder)
-        if has_images and not any(self._place.glob(f"splits_*_{self._kind}.json")):
+        if has_images and not any(self.dataset_dir.glob(f"splits_*_{self._kind}.json")):
             raise DataError(
                 f"CUHK03: {self._images.absolute()} is there, but no splits_*_{self._kind}.json beside it, so it may "
                 "be half of what it should be\n  fix: delete it, to have it written anew"
@@ -155,7 +159,7 @@ class CUHK03(ImageDataset):
         except (OSError, WriteError) as error:
             cause = getattr(error, "strerror", None) or error
             raise DataError(
-                f"CUHK03 cannot be written to {self._place.absolute()}: {cause}\n"
+                f"CUHK03 cannot be written to {self.dataset_dir.absolute()}: {cause}\n"
                 "  fix: set FASTAMP_DATASETS to a folder that can be written to"
             ) from error
 

@@ -1,4 +1,4 @@
-"""What is in CUHK03's .mat files: the images, and who is tested on."""
+"""What is in CUHK03's .mat files: the images, and the test splits."""
 
 import logging
 import re
@@ -16,7 +16,7 @@ from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
 
-_IMAGES_OF_A_VIEW = 5
+_IMAGES_PER_VIEW = 5
 Split = dict[str, list[tuple[str, int, int]]]
 
 
@@ -34,8 +34,8 @@ def write_images(mat_file: Path, kind: str, folder: Path) -> None:
         DataError: the file is damaged.
         OSError: an image cannot be written.
     """
-    with _opened(mat_file) as mat:
-        with _reading(mat_file):
+    with _open_mat(mat_file) as mat:
+        with _data_errors(mat_file):
             # HDF5 has MATLAB's arrays the other way round.
             pairs = [mat[reference][()].T for reference in mat[kind][()].ravel()]
         persons = [
@@ -45,18 +45,18 @@ def write_images(mat_file: Path, kind: str, folder: Path) -> None:
         ]
         for done, (pair, person, cells) in enumerate(track(persons, len(persons), f"CUHK03 {kind}"), start=1):
             for number, reference in enumerate(cells):
-                with _reading(mat_file):
+                with _data_errors(mat_file):
                     pixels = mat[reference][()].T if reference else np.empty(0)
                     image = Image.fromarray(np.ascontiguousarray(pixels)) if pixels.ndim == 3 else None
                 if image is not None:
-                    view = 1 + number // _IMAGES_OF_A_VIEW
+                    view = 1 + number // _IMAGES_PER_VIEW
                     image.save(folder / f"{pair}_{person:03d}_{view}_{number + 1:02d}.png")
             if done in (len(persons) // 2, len(persons)):
                 logger.info("CUHK03 %s: images of %d of %d people", kind, done, len(persons))
 
 
 def classic_splits(mat_file: Path, names: Sequence[str]) -> list[Split]:
-    """Return the random splits of ``cuhk-03.mat``: those that it lists are tested, all others trained.
+    """Return the random splits of ``cuhk-03.mat``: the listed people are for testing, all others for training.
 
     Args:
         mat_file: HDF5; ``testsets`` has an array of (pair of cameras, person) for each split, numbers from 1.
@@ -69,16 +69,16 @@ def classic_splits(mat_file: Path, names: Sequence[str]) -> list[Split]:
         ConfigError: h5py is not installed.
         DataError: the file is damaged.
     """
-    with _opened(mat_file) as mat, _reading(mat_file):
-        tested = [{tuple(map(int, row)) for row in mat[each][()].T} for each in mat["testsets"][()].ravel()]
+    with _open_mat(mat_file) as mat, _data_errors(mat_file):
+        test_sets = [{tuple(map(int, row)) for row in mat[each][()].T} for each in mat["testsets"][()].ravel()]
     images: dict[tuple[int, int], list[str]] = defaultdict(list)
     for name in names:
-        pair, person, *_ = _numbers(name)
+        pair, person, *_ = _parse_name(name)
         images[pair, person].append(name)
     splits = []
-    for those in tested:
-        train = _numbered([images[each] for each in sorted(images) if each not in those])
-        test = _numbered([images[each] for each in sorted(images) if each in those])
+    for test_people in test_sets:
+        train = _number_people([images[each] for each in sorted(images) if each not in test_people])
+        test = _number_people([images[each] for each in sorted(images) if each in test_people])
         splits.append({"train": train, "query": test, "gallery": test})
     return splits
 
@@ -99,12 +99,12 @@ def new_split(config_file: Path, names: Sequence[str]) -> Split:
     """
     from scipy.io import loadmat
 
-    with _reading(config_file):
+    with _data_errors(config_file):
         config = loadmat(config_file, squeeze_me=True)
         files, labels = (np.atleast_1d(config[key]) for key in ("filelist", "labels"))
         chosen = {each: np.atleast_1d(config[f"{each}_idx"]).astype(int) - 1 for each in ("train", "query", "gallery")}
         split = {
-            each: [(str(files[i]), int(labels[i]), _numbers(str(files[i]))[2] - 1) for i in indices]
+            each: [(str(files[i]), int(labels[i]), _parse_name(str(files[i]))[2] - 1) for i in indices]
             for each, indices in chosen.items()
         }
     missing = {name for items in split.values() for name, _, _ in items} - set(names)
@@ -115,12 +115,12 @@ def new_split(config_file: Path, names: Sequence[str]) -> Split:
     return split
 
 
-def _numbered(people: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
+def _number_people(people: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
     """Return (name, identity, camera) of each image, where identities are numbered from 1."""
-    return [(name, pid, _numbers(name)[2] - 1) for pid, names in enumerate(people, start=1) for name in names]
+    return [(name, pid, _parse_name(name)[2] - 1) for pid, names in enumerate(people, start=1) for name in names]
 
 
-def _numbers(name: str) -> tuple[int, ...]:
+def _parse_name(name: str) -> tuple[int, ...]:
     """Return pair, person, view and image of a file name."""
     match = re.fullmatch(r"(\d+)_(\d+)_(\d+)_(\d+)\.png", name)
     if match is None:
@@ -129,7 +129,7 @@ def _numbers(name: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def _opened(mat_file: Path) -> Iterator[Any]:
+def _open_mat(mat_file: Path) -> Iterator[Any]:
     """Open a .mat file of version 7.3."""
     try:
         import h5py
@@ -137,14 +137,14 @@ def _opened(mat_file: Path) -> Iterator[Any]:
         raise ConfigError(
             f"CUHK03: {mat_file.absolute()} is read with h5py, which is not installed\n  fix: pip install h5py"
         ) from error
-    with _reading(mat_file):
+    with _data_errors(mat_file):
         file = h5py.File(mat_file)
     with file:
         yield file
 
 
 @contextmanager
-def _reading(file: Path) -> Iterator[None]:
+def _data_errors(file: Path) -> Iterator[None]:
     """Raise DataError where what is inside cannot read ``file``."""
     try:
         yield

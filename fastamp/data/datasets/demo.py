@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from fastamp.data.datasets.base import DATASET_REGISTRY
-from fastamp.data.datasets.named import MarketImages
+from fastamp.data.datasets.filename_dataset import MarketStyleDataset
 from fastamp.demo import DEMO_VERSION, generate_demo, is_complete
 from fastamp.utils import comm
 from fastamp.utils.aside import remove_abandoned
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 @DATASET_REGISTRY.register()
-class Demo(MarketImages):
+class Demo(MarketStyleDataset):
     """Drawn pedestrians in Market-1501's layout, generated on first use.
 
     Args:

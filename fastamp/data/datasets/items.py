@@ -112,7 +112,7 @@ class Column:
     def pack(cls, values: Iterable[Any]) -> "Column":
         """Pack values: integers, strings, or any that can be the key of a dictionary."""
         values = list(values)
-        if all(_is_whole(value) for value in values):
+        if all(_is_int64(value) for value in values):
             return cls(np.array(values, dtype=np.int64))
         numbers: dict[Any, int] = {}
         codes = np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
@@ -121,7 +121,7 @@ class Column:
     @classmethod
     def of(cls, codes: np.ndarray, values: Sequence[Any]) -> "Column":
         """Return ``values[code]`` for each code; ``values`` may be equal to each other."""
-        if all(_is_whole(value) for value in values):
+        if all(_is_int64(value) for value in values):
             return cls(np.array(values, dtype=np.int64)[codes])
         numbers: dict[Any, int] = {}
         rows = np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
@@ -129,7 +129,7 @@ class Column:
         return cls(rows[codes], PackedText.pack(table) if all(type(value) is str for value in table) else table)
 
     @property
-    def is_whole(self) -> bool:
+    def is_integer(self) -> bool:
         """Whether all values are integers."""
         return self.table is None
 
@@ -165,7 +165,7 @@ class Column:
         return Column.of(np.concatenate(codes), [value for values, _ in distinct for value in values])
 
 
-def _is_whole(value: Any) -> bool:
+def _is_int64(value: Any) -> bool:
     """Return whether a value is an integer that an int64 can hold."""
     return isinstance(value, Integral) and -(2**63) <= value < 2**63
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from fastamp.config import Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem
-from fastamp.data.datasets.named import MarketImages
-from fastamp.data.datasets.tree import check_tree, list_files
+from fastamp.data.datasets.file_utils import check_tree, list_files
+from fastamp.data.datasets.filename_dataset import MarketStyleDataset
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _DISTRACTOR = 0
 
 
 @DATASET_REGISTRY.register()
-class Market1501(MarketImages):
+class Market1501(MarketStyleDataset):
     """Zheng et al. 2015, "Scalable person re-identification: a benchmark" (ICCV).
 
     12,936 / 3,368 / 15,913 training, query and gallery images of 751 / 750 identities from 6 cameras. A file name
@@ -37,14 +37,14 @@ class Market1501(MarketImages):
 
     dataset_name = "market1501"
     folder = "Market-1501-v15.09.15"
-    tree = f"{MarketImages.tree}\n(or the three folders in the root itself)"
+    tree = f"{MarketStyleDataset.tree}\n(or the three folders in the root itself)"
 
     def __init__(self, root: str | Path = "datasets", *, market1501_500k: bool = False) -> None:
         super().__init__(root)
         self._distractors: Path | None = None
         if market1501_500k:
-            places = [self.place / "images", self.place.parent / "images"]
-            self._distractors = next((place for place in places if place.is_dir()), places[0])
+            candidates = [self.dataset_dir / "images", self.dataset_dir.parent / "images"]
+            self._distractors = next((candidate for candidate in candidates if candidate.is_dir()), candidates[0])
             check_tree(type(self).__name__, root, [self._distractors], f"{self.folder}/images/*.jpg")
 
     @classmethod
@@ -52,9 +52,9 @@ class Market1501(MarketImages):
         """Build from DATASETS.MARKET1501_500K."""
         return cls(root=root, market1501_500k=True) if cfg.DATASETS.MARKET1501_500K else cls(root=root)
 
-    def _find(self, root: Path) -> Path:
+    def _find_dataset_dir(self, root: Path) -> Path:
         # The tree that the archive unpacks to goes first, and is the one that an error describes.
-        named = super()._find(root)
+        named = super()._find_dataset_dir(root)
         return named if named.is_dir() or not (root / "bounding_box_train").is_dir() else root
 
     def _load(self, split: str) -> list[ImageItem]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from fastamp.utils.errors import DataError
 
 
-def missing_dataset(name: str, looked_for: Iterable[Path], *, found: str = "", fix: str) -> DataError:
+def missing_dataset_error(name: str, looked_for: Iterable[Path], *, found: str = "", fix: str) -> DataError:
     """Return the error of a data set that is missing.
 
     Args:

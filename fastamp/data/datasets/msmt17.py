@@ -6,7 +6,7 @@ from typing import Any
 
 from fastamp.config import Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
-from fastamp.data.datasets.tree import check_listed, check_tree, read_pairs
+from fastamp.data.datasets.file_utils import check_first_image, check_tree, read_pairs
 from fastamp.utils.errors import DataError, check_choice
 
 logger = logging.getLogger(__name__)
@@ -58,17 +58,17 @@ class MSMT17(ImageDataset):
         if version == "auto":
             version = next((each for each in VERSIONS if (Path(root) / VERSIONS[each][0]).is_dir()), "V1")
         folder, train, test = VERSIONS[version]
-        self._place = Path(root) / folder
+        self.dataset_dir = Path(root) / folder
         training = ("train", "val") if validation else ("train",)
         tree = "\n".join(
             f"{each[0]}/{{{each[1]},{each[2]},list_train.txt,list_val.txt,list_query.txt,list_gallery.txt}}"
             for each in VERSIONS.values()
         )
         needed = [train, test, *(f"list_{each}.txt" for each in (*training, "query", "gallery"))]
-        check_tree(type(self).__name__, root, [self._place / each for each in needed], tree, folder)
+        check_tree(type(self).__name__, root, [self.dataset_dir / each for each in needed], tree, folder)
         logger.info("MSMT17: version %s, training on %s", version, " and ".join(f"list_{x}.txt" for x in training))
         super().__init__(
-            lambda: self._for_training(item for each in training for item in self._read(each, train)),
+            lambda: self._add_name_prefix(item for each in training for item in self._read(each, train)),
             lambda: self._read("query", test, offset=self._training_identities()),
             lambda: self._read("gallery", test, offset=self._training_identities()),
         )
@@ -80,11 +80,11 @@ class MSMT17(ImageDataset):
         return cls(root=root, version=settings.VERSION, validation=settings.VALIDATION or cfg.DATASETS.COMBINEALL)
 
     def _training_identities(self) -> int:
-        return len({pid for _, pid in read_pairs("MSMT17", self._place / "list_train.txt")})
+        return len({pid for _, pid in read_pairs("MSMT17", self.dataset_dir / "list_train.txt")})
 
     def _read(self, part: str, folder: str, offset: int = 0) -> list[ImageItem]:
         """Return the images of ``list_<part>.txt``, which are in ``folder``; cameras from 0."""
-        file = self._place / f"list_{part}.txt"
+        file = self.dataset_dir / f"list_{part}.txt"
         items = []
         for path, pid in read_pairs("MSMT17", file):
             camera = [*Path(path).name.split("_"), "", ""][2]
@@ -93,5 +93,5 @@ class MSMT17(ImageDataset):
                     f"MSMT17: {file.absolute()} lists {path}; expected names such as "
                     "0000_000_01_0303morning_0015_0.jpg (camera 1)"
                 )
-            items.append(ImageItem(str(self._place / folder / path), pid + offset, int(camera) - 1))
-        return check_listed("MSMT17", file, items)
+            items.append(ImageItem(str(self.dataset_dir / folder / path), pid + offset, int(camera) - 1))
+        return check_first_image("MSMT17", file, items)

@@ -4,13 +4,13 @@ import logging
 from pathlib import Path
 
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem
-from fastamp.data.datasets.named import NamedImages
+from fastamp.data.datasets.filename_dataset import FilenameDataset
 
 logger = logging.getLogger(__name__)
 
 
 @DATASET_REGISTRY.register()
-class SenseReID(NamedImages):
+class SenseReID(FilenameDataset):
     """Zhao et al. 2017, "Spindle Net: person re-identification with human body region guided feature decomposition and
     fusion" (CVPR).
 
@@ -33,8 +33,8 @@ class SenseReID(NamedImages):
     example = "00012_0.jpg (identity 12, camera 0)"
 
     def __init__(self, root: str | Path = "datasets") -> None:
-        place = Path(root) / self.folder
-        if not (place / "test_probe").is_dir() and (place / "test_prob").is_dir():
+        dataset_dir = Path(root) / self.folder
+        if not (dataset_dir / "test_probe").is_dir() and (dataset_dir / "test_prob").is_dir():
             self.query_folders = ("test_prob",)
         super().__init__(root)
 
@@ -42,4 +42,4 @@ class SenseReID(NamedImages):
         if split != "train":
             return super()._load(split)
         logger.warning("SenseReID: its training images are its query and gallery; a test on it then means nothing")
-        return self._for_training([*self.query, *self.gallery])
+        return self._add_name_prefix([*self.query, *self.gallery])

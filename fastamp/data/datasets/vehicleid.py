@@ -10,7 +10,7 @@ import numpy as np
 
 from fastamp.config import Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
-from fastamp.data.datasets.tree import check_listed, check_tree, read_pairs
+from fastamp.data.datasets.file_utils import check_first_image, check_tree, read_pairs
 from fastamp.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,9 @@ class VehicleID(ImageDataset):
             f"{self.folder}/train_test_split/{{train_list,test_list_{self.test_identities}}}.txt"
         )
         check_tree(type(self).__name__, root, [self._images, train, self._test_list], tree, self.folder)
-        super().__init__(lambda: self._for_training(self._read(train)), lambda: self._drawn[0], lambda: self._drawn[1])
+        super().__init__(
+            lambda: self._add_name_prefix(self._read(train)), lambda: self._drawn[0], lambda: self._drawn[1]
+        )
 
     @classmethod
     def from_config(cls, cfg: Any, root: str) -> "VehicleID":
@@ -89,7 +91,7 @@ class VehicleID(ImageDataset):
         if wrong is not None:
             raise DataError(f"{name}: expected two numbers on each line of {file.absolute()}, found {wrong!r}")
         items = [ImageItem(str(self._images / f"{image}.jpg"), vehicle, int(image)) for image, vehicle in sorted(pairs)]
-        return check_listed(name, file, items)
+        return check_first_image(name, file, items)
 
 
 @DATASET_REGISTRY.register()

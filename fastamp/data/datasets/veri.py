@@ -8,8 +8,8 @@ from typing import Any
 
 from fastamp.config import Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem
-from fastamp.data.datasets.named import NamedImages
-from fastamp.data.datasets.tree import check_tree, read_lines
+from fastamp.data.datasets.file_utils import check_tree, read_lines
+from fastamp.data.datasets.filename_dataset import FilenameDataset
 from fastamp.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _VIEW = re.compile(r"(.*/)?(?P<name>[^/]+\.jpg) (.* )?(?P<view>\d+)", re.IGNOREC
 
 
 @DATASET_REGISTRY.register()
-class VeRi(NamedImages):
+class VeRi(FilenameDataset):
     """Liu et al. 2016, "A deep learning-based approach to progressive vehicle re-identification for urban
     surveillance" (ECCV).
 
@@ -58,7 +58,7 @@ class VeRi(NamedImages):
         self._has_views = views
         if views:
             tree = f"{self.folder}/{self.tree}\n{self.folder}/{{{','.join(VIEW_LISTS)}}} (DATASETS.VERI.VIEWS)"
-            check_tree("VeRi", root, [self.place / name for name in VIEW_LISTS], tree)
+            check_tree("VeRi", root, [self.dataset_dir / name for name in VIEW_LISTS], tree)
 
     @classmethod
     def from_config(cls, cfg: Any, root: str) -> "VeRi":
@@ -70,29 +70,29 @@ class VeRi(NamedImages):
         items = super()._load(split)
         if not self._has_views:
             return items
-        seen = [
+        with_view = [
             item._replace(viewid=self._views[Path(item.path).name])
             for item in items
             if Path(item.path).name in self._views
         ]
-        if not seen:
+        if not with_view:
             raise DataError(
-                f"VeRi: none of the {split} images is in {' or '.join(VIEW_LISTS)} in {self.place.absolute()}"
+                f"VeRi: none of the {split} images is in {' or '.join(VIEW_LISTS)} in {self.dataset_dir.absolute()}"
             )
-        if len(seen) < len(items):
+        if len(with_view) < len(items):
             logger.warning(
                 "VeRi: left out %d of %d %s images, whose views are not listed",
-                len(items) - len(seen),
+                len(items) - len(with_view),
                 len(items),
                 split,
             )
-        return seen
+        return with_view
 
     @cached_property
     def _views(self) -> dict[str, int]:
         """The view of each image, by its name."""
         views = {}
-        for file in (self.place / name for name in VIEW_LISTS):
+        for file in (self.dataset_dir / name for name in VIEW_LISTS):
             for line in read_lines("VeRi", file):
                 match = _VIEW.fullmatch(line)
                 if match is None:

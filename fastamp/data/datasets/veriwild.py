@@ -4,7 +4,7 @@ from functools import cached_property
 from pathlib import Path
 
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, as_number, number_cameras
-from fastamp.data.datasets.tree import check_listed, check_tree, read_lines
+from fastamp.data.datasets.file_utils import check_first_image, check_tree, read_lines
 from fastamp.utils.errors import DataError
 
 
@@ -28,8 +28,8 @@ class VeRiWild(ImageDataset):
     test_identities = 10000
 
     def __init__(self, root: str | Path = "datasets") -> None:
-        place, name = Path(root) / self.folder, type(self).__name__
-        self._images, lists = place / "images", place / "train_test_split"
+        dataset_dir, name = Path(root) / self.folder, type(self).__name__
+        self._images, lists = dataset_dir / "images", dataset_dir / "train_test_split"
         self._info, train = lists / "vehicle_info.txt", lists / "train_list.txt"
         query, gallery = (lists / f"test_{self.test_identities}{ending}.txt" for ending in ("_query", ""))
         tree = (
@@ -38,7 +38,7 @@ class VeRiWild(ImageDataset):
         )
         check_tree(name, root, [self._images, self._info, train, query, gallery], tree, self.folder)
         super().__init__(
-            lambda: self._for_training(self._read(train)), lambda: self._read(query), lambda: self._read(gallery)
+            lambda: self._add_name_prefix(self._read(train)), lambda: self._read(query), lambda: self._read(gallery)
         )
 
     @cached_property
@@ -62,7 +62,7 @@ class VeRiWild(ImageDataset):
             if image not in self._cameras:
                 raise DataError(f"{name}: {self._info.absolute()} has no camera for {image}, which {file} lists")
             items.append(ImageItem(str(self._images / f"{image}.jpg"), int(vehicle), self._cameras[image]))
-        return check_listed(name, file, items)
+        return check_first_image(name, file, items)
 
 
 def _image(name: str) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from fastamp.config import Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem
-from fastamp.data.datasets.named import NamedImages
+from fastamp.data.datasets.filename_dataset import FilenameDataset
 from fastamp.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ SPLITS = 10
 
 
 @DATASET_REGISTRY.register()
-class VIPeR(NamedImages):
+class VIPeR(FilenameDataset):
     """Gray et al. 2007, "Evaluating appearance models for recognition, reacquisition, and tracking" (PETS).
 
     632 identities with one image from each of two cameras. The protocol is ten random halves, whose results are
@@ -64,6 +64,6 @@ class VIPeR(NamedImages):
         # NumPy promises that a RandomState draws the same in every version.
         trained = set(np.random.RandomState(self._number).permutation(pids)[: len(pids) // 2].tolist())
         if split == "train":
-            return self._for_training(item for item in [*query, *gallery] if item.pid in trained)
+            return self._add_name_prefix(item for item in [*query, *gallery] if item.pid in trained)
         tested = query if split == "query" else gallery
         return [item._replace(pid=item.pid + 1) for item in tested if item.pid not in trained]

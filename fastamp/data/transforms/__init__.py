@@ -2,7 +2,7 @@
 
 from fastamp.data.transforms.base import TRANSFORM_REGISTRY, Augmentation, BatchTransform
 from fastamp.data.transforms.build import Transforms, build_transforms
-from fastamp.data.transforms.colour import ColorJitter, GaussianBlur, RandomGrayscale
+from fastamp.data.transforms.color import ColorJitter, GaussianBlur, RandomGrayscale
 from fastamp.data.transforms.erasing import LocalGrayscale, RandomErasing, RandomPatch
 from fastamp.data.transforms.geometry import PadAndRandomCrop, RandomHorizontalFlip, RandomResizedCrop, Resize
 from fastamp.data.transforms.torchvision_ops import (

@@ -9,27 +9,36 @@ import torch
 from torch import Tensor
 
 from fastamp.data.keyed_random import keyed_uniform
+from fastamp.utils.moved import moved_names
 from fastamp.utils.registry import Registry
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "bits": "fastamp.data.transforms.base.byte_mask",
+        "choose": "fastamp.data.transforms.base.bitwise_where",
+    },
+)
 
 TRANSFORM_REGISTRY = Registry("INPUT")
 
 Parameters = dict[str, Tensor]
 
 
-def choose(condition: Tensor, chosen: Tensor, others: Tensor) -> Tensor:
+def bitwise_where(condition: Tensor, chosen: Tensor, others: Tensor) -> Tensor:
     """Return ``chosen`` where ``condition`` holds and ``others`` elsewhere, as ``torch.where``.
 
     On bytes, blending by bits is about six times as fast as ``where`` (measured on a CPU).
 
     Args:
-        condition: uint8 of ``bits``, broadcastable to (B, C, H, W).
+        condition: uint8 of ``byte_mask``, broadcastable to (B, C, H, W).
         chosen: uint8, broadcastable to (B, C, H, W).
         others: (B, C, H, W) uint8.
     """
     return others.bitwise_and(~condition).bitwise_or_(chosen & condition)
 
 
-def bits(condition: Tensor) -> Tensor:
+def byte_mask(condition: Tensor) -> Tensor:
     """Return a bool tensor as uint8 with all bits set where it is true, and none elsewhere."""
     return condition.to(torch.uint8) * 255
 

@@ -1,4 +1,4 @@
-"""What happens in a random rectangle: it is painted over, loses its colour, or shows another image."""
+"""What happens in a random rectangle: it is painted over, loses its color, or shows another image."""
 
 import math
 from typing import Any
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fastamp.config import Key, per_channel
-from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters, bits, choose
-from fastamp.data.transforms.colour import grey
+from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters, bitwise_where, byte_mask
+from fastamp.data.transforms.color import to_grayscale
 
 KEYS = (
     Key("INPUT.REA.ENABLED", False, "Random erasing: paint over a random rectangle of training images."),
@@ -17,14 +17,14 @@ KEYS = (
     Key(
         "INPUT.REA.VALUE",
         (123.675, 116.28, 103.53),
-        "Colour of the rectangle, in 0..255: INPUT.CHANNELS values, or three of RGB, which for grey images become "
+        "Color of the rectangle, in 0..255: INPUT.CHANNELS values, or three of RGB, which for grey images become "
         "their luma.",
         low=0,
         high=255,
     ),
     Key("INPUT.RPT.ENABLED", False, "Random patch: paste a part of another image of the batch over a training image."),
     Key("INPUT.RPT.PROB", 0.5, "Probability of pasting into an image.", low=0, high=1),
-    Key("INPUT.LOCAL_GREY.ENABLED", False, "Take the colour out of a random rectangle of training images."),
+    Key("INPUT.LOCAL_GREY.ENABLED", False, "Take the color out of a random rectangle of training images."),
     Key("INPUT.LOCAL_GREY.PROB", 0.4, "Probability of a rectangle in an image.", low=0, high=1),
 )
 
@@ -35,7 +35,7 @@ class RandomRectangle(BatchTransform):
     """Draw a rectangle in an image, as torchvision's random erasing draws it.
 
     Its share of the area is uniform in ``scale``, its height / width log-uniform in ``ratio``, ten times at most until
-    it fits, then its place uniform; an image in which none fitted has none.
+    it fits, then its position uniform; an image in which none fitted has none.
 
     Args:
         prob: probability of a rectangle in an image.
@@ -53,24 +53,24 @@ class RandomRectangle(BatchTransform):
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Return ``top``, ``left``, ``height`` and ``width``: (B,) int64; no height where there is no rectangle."""
         height, width = size
-        erase, place = uniforms[:, 0] < self.prob, uniforms[:, 1:3]
-        area = height * width * _between(uniforms[:, 3 : 3 + _ATTEMPTS], self.scale)
+        erase, position = uniforms[:, 0] < self.prob, uniforms[:, 1:3]
+        area = height * width * _interpolate(uniforms[:, 3 : 3 + _ATTEMPTS], self.scale)
         aspect = uniforms[:, 3 + _ATTEMPTS : 3 + 2 * _ATTEMPTS]
-        ratio = np.exp(_between(aspect, (math.log(self.ratio[0]), math.log(self.ratio[1]))))
+        ratio = np.exp(_interpolate(aspect, (math.log(self.ratio[0]), math.log(self.ratio[1]))))
         heights, widths = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
         fits = (heights < height) & (widths < width)
         first = (np.arange(len(uniforms)), fits.argmax(axis=1))
         erase = erase & fits.any(axis=1)
         heights, widths = np.where(erase, heights[first], 0), np.where(erase, widths[first], 0)
-        tops, lefts = place[:, 0] * (height - heights + 1), place[:, 1] * (width - widths + 1)
+        tops, lefts = position[:, 0] * (height - heights + 1), position[:, 1] * (width - widths + 1)
         names = {"top": tops, "left": lefts, "height": heights, "width": widths}
         return {name: torch.from_numpy(value.astype(np.int64)) for name, value in names.items()}
 
     def inside(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return (B, 1, H, W) uint8 ``bits`` of the pixels in each image's rectangle."""
+        """Return (B, 1, H, W) uint8 ``byte_mask`` of the pixels in each image's rectangle."""
         height, width = images.shape[-2:]
-        rows = bits(_span(parameters["top"], parameters["height"], height)).to(images.device)
-        columns = bits(_span(parameters["left"], parameters["width"], width)).to(images.device)
+        rows = byte_mask(_interval_mask(parameters["top"], parameters["height"], height)).to(images.device)
+        columns = byte_mask(_interval_mask(parameters["left"], parameters["width"], width)).to(images.device)
         return rows[:, None, :, None] & columns[:, None, None, :]
 
 
@@ -105,13 +105,13 @@ class RandomErasing(RandomRectangle):
         return cls(prob=cfg.INPUT.REA.PROB, value=value)
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return the images with their rectangles in the colour ``value``."""
+        """Return the images with their rectangles in the color ``value``."""
         value = torch.tensor(self.value, dtype=torch.uint8, device=images.device).view(-1, 1, 1)
         erased = images.clone()
         # Image by image: a mask of the whole batch takes ten times as long on a CPU (measured: 2.6 and 0.3 ms for 64
         # images of 256x128).
-        places = torch.stack([parameters[name] for name in ("top", "left", "height", "width")], dim=1).tolist()
-        for image, (top, left, height, width) in zip(erased, places, strict=True):
+        rectangles = torch.stack([parameters[name] for name in ("top", "left", "height", "width")], dim=1).tolist()
+        for image, (top, left, height, width) in zip(erased, rectangles, strict=True):
             if height:
                 image[:, top : top + height, left : left + width] = value
         return erased
@@ -119,7 +119,7 @@ class RandomErasing(RandomRectangle):
 
 @TRANSFORM_REGISTRY.register("LOCAL_GREY")
 class LocalGrayscale(RandomRectangle):
-    """Take the colour out of one rectangle of an image (Gong et al. 2021).
+    """Take the color out of one rectangle of an image (Gong et al. 2021).
 
     Args:
         prob: probability of it.
@@ -134,8 +134,8 @@ class LocalGrayscale(RandomRectangle):
         return cls(prob=cfg.INPUT.LOCAL_GREY.PROB)
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return the images with their rectangles without colour."""
-        return choose(self.inside(images, parameters), grey(images), images)
+        """Return the images with their rectangles without color."""
+        return bitwise_where(self.inside(images, parameters), to_grayscale(images), images)
 
 
 @TRANSFORM_REGISTRY.register("RPT")
@@ -161,15 +161,15 @@ class RandomPatch(RandomRectangle):
         return cls(prob=cfg.INPUT.RPT.PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Return the rectangle and, of the other image, ``other``: (B,) int64 place in the batch, ``from_top`` and
+        """Return the rectangle and, of the other image, ``other``: (B,) int64 position in the batch, ``from_top`` and
         ``from_left``: (B,) int64, and ``flip``: (B,) bool.
         """
         rectangle = super().parameters(uniforms, size)
-        count, (who, row, column, flip) = len(uniforms), uniforms[:, -4:].T
+        count, (source, row, column, flip) = len(uniforms), uniforms[:, -4:].T
         height, width = size
         own = {
             # Any but the image itself.
-            "other": (np.arange(count) + 1 + np.floor(who * max(1, count - 1)).astype(np.int64)) % count,
+            "other": (np.arange(count) + 1 + np.floor(source * max(1, count - 1)).astype(np.int64)) % count,
             "from_top": (row * (height - rectangle["height"].numpy() + 1)).astype(np.int64),
             "from_left": (column * (width - rectangle["width"].numpy() + 1)).astype(np.int64),
             "flip": flip < 0.5,
@@ -186,14 +186,14 @@ class RandomPatch(RandomRectangle):
         rows, columns = rows.clamp(0, height - 1).to(images.device), columns.clamp(0, width - 1).to(images.device)
         other = parameters["other"].to(images.device)[:, None, None]
         parts = images.permute(0, 2, 3, 1)[other, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-        return choose(self.inside(images, parameters), parts, images)
+        return bitwise_where(self.inside(images, parameters), parts, images)
 
 
-def _between(uniforms: np.ndarray, limits: tuple[float, float]) -> np.ndarray:
+def _interpolate(uniforms: np.ndarray, limits: tuple[float, float]) -> np.ndarray:
     return limits[0] + uniforms * (limits[1] - limits[0])
 
 
-def _span(start: Tensor, length: Tensor, size: int) -> Tensor:
-    """Return (B, size) bool, true from ``start`` on for ``length`` places."""
-    place = torch.arange(size)
-    return (place >= start[:, None]) & (place < (start + length)[:, None])
+def _interval_mask(start: Tensor, length: Tensor, size: int) -> Tensor:
+    """Return (B, size) bool, true from ``start`` on for ``length`` positions."""
+    position = torch.arange(size)
+    return (position >= start[:, None]) & (position < (start + length)[:, None])

@@ -11,6 +11,9 @@ from torchvision.transforms.v2 import functional
 from fastamp.config import Key, crop_size, input_size
 from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(__name__, {"resampling": "fastamp.data.transforms.geometry.resampling_weights"})
 
 KEYS = (
     Key("INPUT.FLIP.ENABLED", False, "Mirror training images left to right at random."),
@@ -131,7 +134,7 @@ class RandomHorizontalFlip(BatchTransform):
 
 @TRANSFORM_REGISTRY.register("PADDING")
 class PadAndRandomCrop(BatchTransform):
-    """Pad each side, then crop at a random place.
+    """Pad each side, then crop at a random position.
 
     Args:
         padding: pixels on each side.
@@ -219,7 +222,7 @@ class RandomResizedCrop(BatchTransform):
     """Cut out a random part of an image and resize it, antialiased unless by nearest neighbor.
 
     The part is drawn as torchvision draws it: its share of the area uniformly from ``scale``, its width / height
-    log-uniformly from ``ratio``, ten times at most until it fits, then its place; where none fits, the largest part
+    log-uniformly from ``ratio``, ten times at most until it fits, then its position; where none fits, the largest part
     in the middle whose width / height is allowed.
 
     Args:
@@ -261,38 +264,40 @@ class RandomResizedCrop(BatchTransform):
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Return ``top``, ``left``, ``height`` and ``width`` of each part: (B,) int64."""
         height, width = size
-        place, area, aspect = uniforms[:, :2], uniforms[:, 2 : 2 + _ATTEMPTS], uniforms[:, 2 + _ATTEMPTS :]
+        position, area, aspect = uniforms[:, :2], uniforms[:, 2 : 2 + _ATTEMPTS], uniforms[:, 2 + _ATTEMPTS :]
         area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
         low, high = np.log(self.ratio)
         aspect = np.exp(low + aspect * (high - low))
         widths, heights = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
         fits = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
         first, any_fits = (np.arange(len(uniforms)), fits.argmax(axis=1)), fits.any(axis=1)
-        spare_height, spare_width = self._middle(size)
+        spare_height, spare_width = self._central_size(size)
         heights = np.where(any_fits, heights[first], spare_height)
         widths = np.where(any_fits, widths[first], spare_width)
-        tops = np.where(any_fits, np.floor(place[:, 0] * (height - heights + 1)), (height - heights) // 2)
-        lefts = np.where(any_fits, np.floor(place[:, 1] * (width - widths + 1)), (width - widths) // 2)
+        tops = np.where(any_fits, np.floor(position[:, 0] * (height - heights + 1)), (height - heights) // 2)
+        lefts = np.where(any_fits, np.floor(position[:, 1] * (width - widths + 1)), (width - widths) // 2)
         names = {"top": tops, "left": lefts, "height": heights, "width": widths}
         return {name: torch.from_numpy(value.astype(np.int64)) for name, value in names.items()}
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
         """Return (B, C, *size) uint8."""
-        places = {name: value.to(images.device) for name, value in parameters.items()}
-        across = resampling(places["left"], places["width"], images.shape[-1], self.size[1], self.interpolation)
-        down = resampling(places["top"], places["height"], images.shape[-2], self.size[0], self.interpolation)
+        corners = {name: value.to(images.device) for name, value in parameters.items()}
+        across = resampling_weights(
+            corners["left"], corners["width"], images.shape[-1], self.size[1], self.interpolation
+        )
+        down = resampling_weights(corners["top"], corners["height"], images.shape[-2], self.size[0], self.interpolation)
         # As torchvision on bytes: rounded after each of the two passes.
-        narrowed = _rounded(images.float() @ across.transpose(1, 2)[:, None])
-        return _rounded(down[:, None] @ narrowed).to(torch.uint8)
+        narrowed = _round_to_bytes(images.float() @ across.transpose(1, 2)[:, None])
+        return _round_to_bytes(down[:, None] @ narrowed).to(torch.uint8)
 
-    def _middle(self, size: tuple[int, int]) -> tuple[int, int]:
+    def _central_size(self, size: tuple[int, int]) -> tuple[int, int]:
         height, width = size
         if width / height < self.ratio[0]:
             return max(1, round(width / self.ratio[0])), width
         return (height, max(1, round(height * self.ratio[1]))) if width / height > self.ratio[1] else (height, width)
 
 
-def resampling(start: Tensor, length: Tensor, size: int, output: int, interpolation: str = "bicubic") -> Tensor:
+def resampling_weights(start: Tensor, length: Tensor, size: int, output: int, interpolation: str = "bicubic") -> Tensor:
     """Return (B, output, size) float32 weights that resize a part of each row.
 
     Args:
@@ -304,10 +309,10 @@ def resampling(start: Tensor, length: Tensor, size: int, output: int, interpolat
     scale = (length / output)[:, None, None]
     stretch = scale.clamp(min=1)
     pixel = torch.arange(size, device=start.device) + 0.5
-    centre = start[:, None, None] + scale * (torch.arange(output, device=start.device)[:, None] + 0.5)
+    center = start[:, None, None] + scale * (torch.arange(output, device=start.device)[:, None] + 0.5)
     if interpolation == "nearest":
-        return (pixel - 0.5 == centre.floor()).float()
-    distance = ((pixel - centre) / stretch).abs()
+        return (pixel - 0.5 == center.floor()).float()
+    distance = ((pixel - center) / stretch).abs()
     if interpolation == "bilinear":
         weights = (1 - distance).clamp(min=0)
     else:
@@ -320,5 +325,5 @@ def resampling(start: Tensor, length: Tensor, size: int, output: int, interpolat
     return weights / weights.sum(dim=2, keepdim=True)
 
 
-def _rounded(values: Tensor) -> Tensor:
+def _round_to_bytes(values: Tensor) -> Tensor:
     return values.round_().clamp_(0, 255)

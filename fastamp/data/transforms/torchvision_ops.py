@@ -60,7 +60,7 @@ class TorchvisionTransform(BatchTransform):
         if not chosen:
             return images
         changed = images.clone()
-        with _global_generator_kept():
+        with _preserve_global_rng():
             for number in chosen:
                 torch.default_generator.manual_seed(int(parameters["seed"][number]))
                 changed[number] = self.transform(images[number])
@@ -152,7 +152,7 @@ def _section(cfg: Any, name: str) -> Any:
 
 
 @contextmanager
-def _global_generator_kept() -> Iterator[None]:
+def _preserve_global_rng() -> Iterator[None]:
     state = torch.default_generator.get_state()
     try:
         yield

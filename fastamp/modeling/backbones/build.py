@@ -125,11 +125,11 @@ def _map_shape(cfg: Any, backbone: nn.Module, size: tuple[int, int]) -> torch.Si
     training = backbone.training
     device = next((parameter.device for parameter in backbone.parameters()), None)
     images = torch.zeros(1, cfg.INPUT.CHANNELS, *size, device=device)
-    places = {}
+    camera_view_ids = {}
     if getattr(backbone, "takes_cameras", False):
-        places = dict.fromkeys(("camids", "viewids"), torch.zeros(1, dtype=torch.int64, device=device))
+        camera_view_ids = dict.fromkeys(("camids", "viewids"), torch.zeros(1, dtype=torch.int64, device=device))
     try:
         with torch.no_grad():
-            return backbone.eval()(images, **places).shape[1:]
+            return backbone.eval()(images, **camera_view_ids).shape[1:]
     finally:
         backbone.train(training)

@@ -11,7 +11,7 @@ from dataset_trees import TREES, msmt, write
 from fastamp.config import get_cfg
 from fastamp.config.defaults import KEYS
 from fastamp.data.build import build_dataset, training_items, training_parts
-from fastamp.data.datasets import DATASET_REGISTRY, ImageDataset, NamedImages
+from fastamp.data.datasets import DATASET_REGISTRY, FilenameDataset, ImageDataset
 from fastamp.utils.errors import ConfigError, DataError
 
 NAMES = sorted(TREES)
@@ -84,7 +84,7 @@ def test_files_of_other_programs_are_no_images(name, root):
     assert (before.train, before.query, before.gallery) == (after.train, after.query, after.gallery)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), NamedImages)])
+@pytest.mark.parametrize("name", [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), FilenameDataset)])
 def test_suffixes_in_capitals_and_letters_of_all_kinds(name, root):
     write(root, TREES[name][0])
     before = build_dataset(name)
@@ -97,7 +97,7 @@ def test_suffixes_in_capitals_and_letters_of_all_kinds(name, root):
     assert all("子" in item.path for item in after.train)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), NamedImages)])
+@pytest.mark.parametrize("name", [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), FilenameDataset)])
 def test_the_example_of_the_message_is_named_as_expected(name, root):
     write(root, TREES[name][0])
     component = DATASET_REGISTRY.get(name)
@@ -184,7 +184,7 @@ def test_a_near_name_without_the_tree(root):
     assert f"the nearest name is {root / 'dukemtmc-reid'}, which holds test, train" in text
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), NamedImages)])
+@pytest.mark.parametrize("name", [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), FilenameDataset)])
 def test_no_image_in_its_place(name, root):
     write(root, TREES[name][0])
     for path in TREES[name][0]:
@@ -408,7 +408,7 @@ def test_an_image_of_two_data_sets_is_reported(root, tmp_path, caplog):
 
 
 def test_cameras_have_one_number_in_all_splits(root):
-    class Gates(NamedImages):
+    class Gates(FilenameDataset):
         folder = tree = "gates"
         train_folders, query_folders, gallery_folders = ("a",), ("b",), ("c",)
         layout = (r"(?P<pid>\d+)@(?P<camera>\w+)",)

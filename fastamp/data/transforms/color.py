@@ -1,4 +1,4 @@
-"""What becomes of colours: jitter of brightness, contrast, saturation and hue, grey-scale, and blur."""
+"""What becomes of colors: jitter of brightness, contrast, saturation and hue, grey-scale, and blur."""
 
 from typing import Any
 
@@ -7,17 +7,20 @@ import torch
 from torch import Tensor
 
 from fastamp.config import Key
-from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters, bits, choose
+from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters, bitwise_where, byte_mask
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(__name__, {"grey": "fastamp.data.transforms.color.to_grayscale"})
 
 KEYS = (
-    Key("INPUT.CJ.ENABLED", False, "Colour jitter on training images; a fourth channel is left alone."),
+    Key("INPUT.CJ.ENABLED", False, "Color jitter on training images; a fourth channel is left alone."),
     Key("INPUT.CJ.PROB", 0.5, "Probability of jittering an image.", low=0, high=1),
     Key("INPUT.CJ.BRIGHTNESS", 0.15, "Largest relative change of brightness.", low=0),
     Key("INPUT.CJ.CONTRAST", 0.15, "Largest relative change of contrast.", low=0),
     Key("INPUT.CJ.SATURATION", 0.1, "Largest relative change of saturation.", low=0),
-    Key("INPUT.CJ.HUE", 0.1, "Largest turn of the hue, as a share of the colour circle.", low=0, high=0.5),
-    Key("INPUT.GREY.ENABLED", False, "Take the colour out of training images at random."),
+    Key("INPUT.CJ.HUE", 0.1, "Largest turn of the hue, as a share of the color circle.", low=0, high=0.5),
+    Key("INPUT.GREY.ENABLED", False, "Take the color out of training images at random."),
     Key("INPUT.GREY.PROB", 0.1, "Probability of a grey image.", low=0, high=1),
     Key("INPUT.BLUR.ENABLED", False, "Blur training images by a Gaussian at random."),
     Key("INPUT.BLUR.PROB", 0.5, "Probability of blurring an image.", low=0, high=1),
@@ -35,12 +38,12 @@ class ColorJitter(BatchTransform):
     """Change brightness, contrast, saturation and hue, in an order of each image's own.
 
     Each operation rounds to uint8, and computes what torchvision's ``adjust_*`` functions do on uint8 tensors. So grey
-    images change in brightness and contrast alone. A fourth channel is no colour, and is left as it is.
+    images change in brightness and contrast alone. A fourth channel is no color, and is left as it is.
 
     Args:
         prob: probability of jittering an image at all.
         brightness, contrast, saturation: the factor is uniform in [max(0, 1 - x), 1 + x].
-        hue: the turn is uniform in [-hue, hue], as a share of the colour circle; at most 0.5.
+        hue: the turn is uniform in [-hue, hue], as a share of the color circle; at most 0.5.
     """
 
     draws = 9
@@ -80,9 +83,9 @@ class ColorJitter(BatchTransform):
         """Return the images, those with ``jitter`` changed."""
         jitter, factors, order = (parameters[name] for name in ("jitter", "factors", "order"))
         jittered = images.clone()
-        colours = jittered[:, :3]
+        colors = jittered[:, :3]
         operations = (_adjust_brightness, _adjust_contrast)
-        if colours.shape[1] == 3:
+        if colors.shape[1] == 3:
             operations += (_adjust_saturation, _adjust_hue)
         for step in range(order.shape[1]):
             for number, adjust in enumerate(operations):
@@ -93,13 +96,13 @@ class ColorJitter(BatchTransform):
                 for part in chosen.split(_CACHED_IMAGES if images.device.type == "cpu" else len(images)):
                     factor = factors[part, number].to(images.device).view(-1, 1, 1, 1)
                     part = part.to(images.device)
-                    colours[part] = adjust(colours[part], factor)
+                    colors[part] = adjust(colors[part], factor)
         return jittered
 
 
 @TRANSFORM_REGISTRY.register("GREY")
 class RandomGrayscale(BatchTransform):
-    """Take the colour out of an image, as torchvision's ``rgb_to_grayscale``; a fourth channel stays.
+    """Take the color out of an image, as torchvision's ``rgb_to_grayscale``; a fourth channel stays.
 
     Args:
         prob: probability of it.
@@ -116,12 +119,14 @@ class RandomGrayscale(BatchTransform):
         return cls(prob=cfg.INPUT.GREY.PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Return ``grey``: (B,) bool."""
-        return {"grey": torch.from_numpy(uniforms[:, 0] < self.prob)}
+        """Return ``grayscale``: (B,) bool."""
+        return {"grayscale": torch.from_numpy(uniforms[:, 0] < self.prob)}
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return the images, those with ``grey`` without colour."""
-        return choose(bits(parameters["grey"]).to(images.device).view(-1, 1, 1, 1), grey(images), images)
+        """Return the images, those with ``grayscale`` without color."""
+        return bitwise_where(
+            byte_mask(parameters["grayscale"]).to(images.device).view(-1, 1, 1, 1), to_grayscale(images), images
+        )
 
 
 @TRANSFORM_REGISTRY.register("BLUR")
@@ -183,22 +188,22 @@ class GaussianBlur(BatchTransform):
             part = part.to(images.device)
             values = torch.nn.functional.pad(images[part].float(), [margin] * 4, mode="reflect")
             values = sum(
-                kernel[:, place].view(-1, 1, 1, 1) * values[..., place : place + images.shape[-1]]
-                for place in range(self.kernel_size)
+                kernel[:, tap].view(-1, 1, 1, 1) * values[..., tap : tap + images.shape[-1]]
+                for tap in range(self.kernel_size)
             )
             values = sum(
-                kernel[:, place].view(-1, 1, 1, 1) * values[..., place : place + images.shape[-2], :]
-                for place in range(self.kernel_size)
+                kernel[:, tap].view(-1, 1, 1, 1) * values[..., tap : tap + images.shape[-2], :]
+                for tap in range(self.kernel_size)
             )
             blurred[part] = values.round_().to(torch.uint8)
         return blurred
 
 
-def grey(images: Tensor) -> Tensor:
-    """Return (B, C, H, W) uint8 images without their colour; a fourth channel stays."""
+def to_grayscale(images: Tensor) -> Tensor:
+    """Return (B, C, H, W) uint8 images without their color; a fourth channel stays."""
     if images.shape[1] == 1:
         return images
-    luma = _grey(images[:, :3]).to(torch.uint8).expand(-1, 3, -1, -1)
+    luma = _luma(images[:, :3]).to(torch.uint8).expand(-1, 3, -1, -1)
     return torch.cat((luma, images[:, 3:]), dim=1)
 
 
@@ -207,7 +212,7 @@ def _blend(images: Tensor, others: Tensor | float, share: Tensor) -> Tensor:
     return (share * images + (1 - share) * others).clamp_(0, _WHITE).to(torch.uint8)
 
 
-def _grey(images: Tensor) -> Tensor:
+def _luma(images: Tensor) -> Tensor:
     """Return the (B, 1, H, W) float32 luma, in whole numbers (ITU-R BT.601, with torchvision's digits)."""
     if images.shape[1] == 1:
         return images.float()
@@ -220,20 +225,20 @@ def _adjust_brightness(images: Tensor, factor: Tensor) -> Tensor:
 
 
 def _adjust_contrast(images: Tensor, factor: Tensor) -> Tensor:
-    return _blend(images, _grey(images).mean(dim=(1, 2, 3), keepdim=True), factor)
+    return _blend(images, _luma(images).mean(dim=(1, 2, 3), keepdim=True), factor)
 
 
 def _adjust_saturation(images: Tensor, factor: Tensor) -> Tensor:
-    return _blend(images, _grey(images), factor)
+    return _blend(images, _luma(images), factor)
 
 
 def _adjust_hue(images: Tensor, turn: Tensor) -> Tensor:
-    """Turn the hue by ``turn`` of the colour circle: to HSV and back (Smith 1978)."""
+    """Turn the hue by ``turn`` of the color circle: to HSV and back (Smith 1978)."""
     scaled = images.float() / _WHITE
     red, green, blue = scaled.unbind(dim=1)
     value, least = scaled.amax(dim=1), scaled.amin(dim=1)
     chroma = value - least
-    divisor = chroma.clamp(min=0.5 / _WHITE)  # for grey, which has no hue; half the least chroma of a colour
+    divisor = chroma.clamp(min=0.5 / _WHITE)  # for grey, which has no hue; half the least chroma of a color
     hue = torch.where(
         value == red,
         (green - blue) / divisor,

@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
-from fastamp.data import store as module
+from fastamp.data import cache as module
+from fastamp.data.cache import ImageCache
 from fastamp.data.datasets.base import ImageItem
 from fastamp.data.decode import read_image
-from fastamp.data.store import ImageStore
 from fastamp.data.transforms import Resize
 from fastamp.utils.errors import DataError
 
@@ -61,11 +61,11 @@ def forbidden(number):
 
 @pytest.mark.parametrize("where", ["disk", "ram"])
 def test_holds_what_reading_gives_and_reads_once(items, where):
-    store = ImageStore(items, SHAPE, Read(items), where=where)
+    store = ImageCache(items, SHAPE, Read(items), where=where)
     assert store.images.shape == (150, *SHAPE) and store.images.dtype == torch.uint8
     for number in (0, 63, 64, 149):
         assert torch.equal(store.images[number], Read(items)(number))
-    again = ImageStore(items, SHAPE, forbidden, where=where)
+    again = ImageCache(items, SHAPE, forbidden, where=where)
     assert torch.equal(again.images, store.images) and again.path == store.path
     store.close()
     assert again.path.exists()
@@ -75,7 +75,7 @@ def test_holds_what_reading_gives_and_reads_once(items, where):
 
 @pytest.mark.parametrize("change", ["content", "box", "size", "order", "fewer"])
 def test_is_built_anew_when_something_changes(items, change):
-    first = ImageStore(items, SHAPE, Read(items), where="disk")
+    first = ImageCache(items, SHAPE, Read(items), where="disk")
     first.close()
     shape, changed = SHAPE, list(items)
     if change == "content":
@@ -86,7 +86,7 @@ def test_is_built_anew_when_something_changes(items, change):
         shape = (3, 8, 8)
     else:
         changed = items[::-1] if change == "order" else items[:-1]
-    store = ImageStore(changed, shape, Read(changed, shape[1:]), where="disk")
+    store = ImageCache(changed, shape, Read(changed, shape[1:]), where="disk")
     assert store.path != first.path and len(store.images) == len(changed)
     assert torch.equal(store.images[3], Read(changed, shape[1:])(3))
     # Only a store of the same list whose files have changed takes the place of the old one.
@@ -94,17 +94,17 @@ def test_is_built_anew_when_something_changes(items, change):
 
 
 def test_one_in_use_stays_when_its_files_change(items):
-    first = ImageStore(items, SHAPE, Read(items), where="disk")
+    first = ImageCache(items, SHAPE, Read(items), where="disk")
     before = first.images.clone()
     Image.new("RGB", (10, 20), "red").save(items[3].path)
-    second = ImageStore(items, SHAPE, Read(items), where="disk")
+    second = ImageCache(items, SHAPE, Read(items), where="disk")
     assert first.path.exists() and torch.equal(first.images, before) and not torch.equal(second.images[3], before[3])
 
 
 def test_a_corrupt_image_is_named_and_leaves_nothing(items):
     Path(items[70].path).write_bytes(b"no image")
     with pytest.raises(DataError, match="cannot read the image .*70 ü.png"):
-        ImageStore(items, SHAPE, Read(items), where="disk")
+        ImageCache(items, SHAPE, Read(items), where="disk")
     folder = Path(os.environ["FASTAMP_DATASETS"]) / ".fastamp-cache"
     assert [file.suffix for file in folder.iterdir()] == [".lock"]
 
@@ -112,13 +112,13 @@ def test_a_corrupt_image_is_named_and_leaves_nothing(items):
 def test_a_missing_image_is_named(items):
     os.unlink(items[5].path)
     with pytest.raises(DataError, match="cannot read the image .*/5 ü.png: No such file"):
-        ImageStore(items, SHAPE, Read(items), where="disk")
+        ImageCache(items, SHAPE, Read(items), where="disk")
 
 
 def build(items, results):
     torch.set_num_threads(1)  # a fork has no other threads of the pool that its parent may have
     read = Read(items, seconds=0.02)
-    images = ImageStore(items, SHAPE, read, where="disk").images
+    images = ImageCache(items, SHAPE, read, where="disk").images
     results.put((read.count, int(images.sum())))
 
 
@@ -147,27 +147,27 @@ def test_a_killed_build_leaves_nothing_that_counts(items):
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert not list(folder.glob("*.images"))
-    store = ImageStore(items, SHAPE, Read(items), where="disk")
+    store = ImageCache(items, SHAPE, Read(items), where="disk")
     assert torch.equal(store.images[149], Read(items)(149)) and not list(folder.glob("*.unfinished"))
 
 
 def test_a_root_that_cannot_be_written_to(items, tmp_path, caplog):
     (tmp_path / "root/.fastamp-cache").write_text("no folder")
     caplog.set_level("INFO")
-    store = ImageStore(items, SHAPE, Read(items), where="disk")
+    store = ImageCache(items, SHAPE, Read(items), where="disk")
     assert store.path.parent == tmp_path / "home/fastamp"
     assert "cannot write to" in caplog.text and str(store.path) in caplog.text
 
 
 def test_without_a_data_root(items, tmp_path):
     (tmp_path / "root").rmdir()
-    assert ImageStore(items, SHAPE, Read(items), where="disk").path.parent == tmp_path / "home/fastamp"
+    assert ImageCache(items, SHAPE, Read(items), where="disk").path.parent == tmp_path / "home/fastamp"
 
 
 def test_no_folder_at_all(items, tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(DataError, match="DATALOADER.CACHE has no folder that can be written to: .*file"):
-        ImageStore(items, SHAPE, Read(items), where="disk", folder=str(tmp_path / "file"))
+        ImageCache(items, SHAPE, Read(items), where="disk", folder=str(tmp_path / "file"))
 
 
 def test_a_full_disk(items, monkeypatch):
@@ -176,7 +176,7 @@ def test_a_full_disk(items, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     with pytest.raises(DataError, match=r"(?s)No space left on device; it takes 0.00 GB, and .* GB were free"):
-        ImageStore(items, SHAPE, forbidden, where="disk")
+        ImageCache(items, SHAPE, forbidden, where="disk")
 
 
 def test_what_a_killed_run_left_in_memory_goes(items):
@@ -185,14 +185,14 @@ def test_what_a_killed_run_left_in_memory_goes(items):
     left.write_bytes(b"left")
     half = base / "89ab-cdef.unfinished"
     half.write_bytes(b"left")
-    ImageStore(items, SHAPE, Read(items), where="ram").close()
+    ImageCache(items, SHAPE, Read(items), where="ram").close()
     assert not left.exists() and not half.exists() and not list(base.glob("*.images"))
 
 
 def test_in_memory_it_goes_with_its_last_user(items):
-    store = ImageStore(items, SHAPE, Read(items), where="ram")
+    store = ImageCache(items, SHAPE, Read(items), where="ram")
     path = store.path
-    other = ImageStore(items, SHAPE, forbidden, where="ram")
+    other = ImageCache(items, SHAPE, forbidden, where="ram")
     del store
     assert path.exists()
     del other
@@ -205,17 +205,17 @@ def test_a_file_system_without_locks(items, monkeypatch):
 
     monkeypatch.setattr(module.fcntl, "flock", no_locks)
     with pytest.raises(DataError, match=r"(?s)cannot be locked: No locks available.*DATALOADER.CACHE_DIR"):
-        ImageStore(items, SHAPE, forbidden, where="disk")
+        ImageCache(items, SHAPE, forbidden, where="disk")
 
 
 def test_a_damaged_store_is_built_anew(items):
-    store = ImageStore(items, SHAPE, Read(items), where="disk")
+    store = ImageCache(items, SHAPE, Read(items), where="disk")
     store.close()
     os.truncate(store.path, 1000)
-    again = ImageStore(items, SHAPE, Read(items), where="disk")
+    again = ImageCache(items, SHAPE, Read(items), where="disk")
     assert torch.equal(again.images[149], Read(items)(149))
 
 
 def test_one_larger_than_the_disk_is_not_begun(items):
     with pytest.raises(DataError, match="No space left on device; it takes 4294.97 GB"):
-        ImageStore(items[:64], (4, 2**12, 2**12 * 1000), forbidden, where="disk")
+        ImageCache(items[:64], (4, 2**12, 2**12 * 1000), forbidden, where="disk")

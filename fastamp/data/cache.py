@@ -23,17 +23,20 @@ from fastamp.data.datasets.base import ImageItem, data_root
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError
 from fastamp.utils.files import expand
+from fastamp.utils.moved import moved_names
 from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
 
+__getattr__ = moved_names(__name__, {"ImageStore": "fastamp.data.cache.ImageCache"})
+
 _VERSION = 2
-_SUFFIX, _UNFINISHED = ".images", ".unfinished"
+_SUFFIX, _PARTIAL_SUFFIX = ".images", ".unfinished"
 _CHUNK = 64
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-class ImageStore:
+class ImageCache:
     """Images of one size, decoded once: on disk for all later runs, or in memory for those that run at the time.
 
     The file's name says which images it holds: their paths, sizes and times of change, the parts that are cut out, and
@@ -44,7 +47,7 @@ class ImageStore:
     Args:
         items: the images.
         shape: (C, H, W) of each.
-        read: place of an item -> (C, H, W) uint8, one that several threads call.
+        read: index of an item -> (C, H, W) uint8, one that several threads call.
         where: ``"disk"`` or ``"ram"``.
         folder: that holds the store; empty is ``.fastamp-cache`` in the data root, or ``~/.cache/fastamp`` where the
             root cannot be written to; of no effect in memory.
@@ -76,17 +79,17 @@ class ImageStore:
             _remove_unused(base, "*")
         size = (len(items), *shape)
         file = None
-        with _alone(base / f"{name}.lock", self.path):
+        with _build_lock(base / f"{name}.lock", self.path):
             while file is None:  # another may remove it before it is opened
-                if not self._is_whole(size):
+                if not self._is_complete(size):
                     _remove_unused(base, f"{name}-*")
                     self._build(size, read)
                 file = self._open()
         logger.info("%d images of %s are read from the cache %s", len(items), "x".join(map(str, shape[1:])), self.path)
         self.images = torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="c", shape=size))
-        self._release = weakref.finalize(self, _give_up, file, self.path, in_memory=where == "ram")
+        self._release = weakref.finalize(self, _release_file, file, self.path, in_memory=where == "ram")
 
-    def _is_whole(self, size: tuple[int, ...]) -> bool:
+    def _is_complete(self, size: tuple[int, ...]) -> bool:
         return self.path.exists() and self.path.stat().st_size == np.prod(size)
 
     def _open(self) -> BinaryIO | None:
@@ -105,7 +108,7 @@ class ImageStore:
     def _build(self, size: tuple[int, ...], read: Callable[[int], Tensor]) -> None:
         count = int(np.prod(size))
         logger.info("decoding %d images once into %s (%.2f GB)", size[0], self.path, count / 1e9)
-        unfinished = self.path.with_suffix(_UNFINISHED)
+        unfinished = self.path.with_suffix(_PARTIAL_SUFFIX)
         free = shutil.disk_usage(self.path.parent).free
         try:
             if count > free:
@@ -154,11 +157,11 @@ def _fingerprint(items: Sequence[ImageItem], shape: tuple[int, int, int], kind: 
         line = f"{os.path.abspath(item.path)}\0{item.box}\n".encode(errors="surrogateescape")
         listed.update(line)
         try:
-            facts = os.stat(item.path)
+            status = os.stat(item.path)
         except OSError:
             content.update(line)  # reading it will say what is wrong
         else:
-            content.update(line + f"{facts.st_size} {facts.st_mtime_ns}\n".encode())
+            content.update(line + f"{status.st_size} {status.st_mtime_ns}\n".encode())
     return listed.hexdigest(), content.hexdigest()
 
 
@@ -166,8 +169,8 @@ def _memory_folder() -> Path:
     base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     folder = base / f"fastamp-cache-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    facts = folder.lstat()
-    if folder.is_symlink() or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+    status = folder.lstat()
+    if folder.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o022:
         # Anybody can make it there before us, and would then read the images, or replace them.
         raise DataError(
             f"DATALOADER.CACHE ram: {folder} is another user's, a link, or one that others can write to.\n"
@@ -180,21 +183,21 @@ def _disk_folder(folder: str) -> Path:
     """Return the first folder of those that come into question that can be written to."""
     fallback = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fastamp"
     root = [data_root() / ".fastamp-cache"] if data_root().is_dir() else []
-    places = [expand(folder)] if folder else [*root, fallback]
-    for place in places:
+    candidates = [expand(folder)] if folder else [*root, fallback]
+    for candidate in candidates:
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=place):
+            candidate.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=candidate):
                 pass
         except OSError as error:
-            reason = f"{place.absolute()}: {error.strerror or error}"
+            reason = f"{candidate.absolute()}: {error.strerror or error}"
             logger.info("DATALOADER.CACHE: cannot write to %s", reason)
             continue
-        return place
+        return candidate
     raise DataError(f"DATALOADER.CACHE has no folder that can be written to: {reason}.\n  fix: DATALOADER.CACHE_DIR")
 
 
-def _give_up(file: BinaryIO, path: Path, *, in_memory: bool) -> None:
+def _release_file(file: BinaryIO, path: Path, *, in_memory: bool) -> None:
     fcntl.flock(file, fcntl.LOCK_UN)  # the mapping holds the file, and with it a lock, beyond its closing
     file.close()
     if in_memory:
@@ -202,13 +205,13 @@ def _give_up(file: BinaryIO, path: Path, *, in_memory: bool) -> None:
 
 
 @contextmanager
-def _alone(lock: Path, wanted: Path) -> Iterator[None]:
+def _build_lock(lock: Path, target: Path) -> Iterator[None]:
     """Keep other processes from building the same store."""
     with lock.open("ab") as file:  # so that what a link there leads to is left as it is
         try:
-            if not _locked(file):
-                if not wanted.exists():
-                    logger.info("waiting for another process, which is decoding the images into %s", wanted)
+            if not _try_lock(file):
+                if not target.exists():
+                    logger.info("waiting for another process, which is decoding the images into %s", target)
                 fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             raise DataError(
@@ -218,7 +221,7 @@ def _alone(lock: Path, wanted: Path) -> Iterator[None]:
         yield
 
 
-def _locked(file: BinaryIO) -> bool:
+def _try_lock(file: BinaryIO) -> bool:
     """Return whether this process could take the lock at once."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -230,11 +233,11 @@ def _locked(file: BinaryIO) -> bool:
 def _remove_unused(folder: Path, pattern: str) -> None:
     """Remove stores, and what is left of builds, that no process has open."""
     for path in folder.glob(pattern):
-        if path.suffix not in (_SUFFIX, _UNFINISHED):
+        if path.suffix not in (_SUFFIX, _PARTIAL_SUFFIX):
             continue
         try:
             with path.open("rb") as file:
-                if _locked(file):
+                if _try_lock(file):
                     path.unlink()
         except FileNotFoundError:
             continue

@@ -16,12 +16,15 @@ import numpy as np
 from fastamp.config import Key
 from fastamp.data.datasets.base import ImageDataset, ImageItem, data_root
 from fastamp.data.datasets.items import Column, PackedItems, PackedText, PathBuilder, split_path
-from fastamp.data.datasets.missing_dataset import missing_dataset
+from fastamp.data.datasets.missing_dataset import missing_dataset_error
 from fastamp.data.split import hold_out, query_and_gallery
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean
 from fastamp.utils.files import check_no_device, expand
+from fastamp.utils.moved import moved_names
 
 logger = logging.getLogger(__name__)
+
+__getattr__ = moved_names(__name__, {"OWN_DATA": "fastamp.data.datasets.custom.PATH_DATASETS"})
 
 KEYS = (
     Key(
@@ -44,11 +47,11 @@ _BOX = ("x0", "y0", "x1", "y1")
 _COLUMNS = ("path", "pid", "camid", "split", *_BOX)
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
 _JUNK = "-1"
-_LONGEST_HEADER = 2**16
-_LARGEST = 2**31
-_CONTROL = re.compile("[\x00-\x1f\x7f]")
+_MAX_HEADER = 2**16
+_MAX_COORDINATE = 2**31
+_CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f]")
 # What people call the parts of a data set; an identity is not called so.
-_PARTS = {"train", "training", "query", "gallery", "test", "val", "validation", "probe", "bounding_box_train"}
+_SPLIT_FOLDERS = {"train", "training", "query", "gallery", "test", "val", "validation", "probe", "bounding_box_train"}
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
 
 
@@ -70,7 +73,7 @@ class CsvDataset(ImageDataset):
 
     def __init__(self, path: str | Path) -> None:
         self.dataset_name = f"csv:{path}"
-        file = _find(self.dataset_name, path)
+        file = _resolve_path(self.dataset_name, path)
         table = _read_table(file)
         if table.junk:
             logger.info("%s: excluded %d images of identity %s (junk)", file, table.junk, _JUNK)
@@ -80,12 +83,12 @@ class CsvDataset(ImageDataset):
             logger.info("%s has no column camid: no image is left out as of the query's camera", file)
             camids = Column(table.lines)
         else:
-            numbers = _numbers(set(table.camids.values), start=0)
+            numbers = _number_names(set(table.camids.values), start=0)
             camids = Column(np.array([numbers[camid] for camid in table.camids.values])[table.camids.codes])
         names, codes = table.pids.values, table.pids.codes
-        tested = _numbers({names[code] for code in np.unique(codes[table.splits > 0]).tolist()}, start=1)
-        numbers_of = np.array([tested.get(name, 0) for name in names], dtype=np.int64)
-        self._names = {number: name for name, number in tested.items()}
+        test_ids = _number_names({names[code] for code in np.unique(codes[table.splits > 0]).tolist()}, start=1)
+        numbers_of = np.array([test_ids.get(name, 0) for name in names], dtype=np.int64)
+        self._names = {number: name for name, number in test_ids.items()}
         self._file, self._lines, splits = file, {}, []
         for number, split in enumerate(SPLITS):
             rows = np.flatnonzero(table.splits == number)
@@ -141,12 +144,12 @@ class FolderDataset(ImageDataset):
 
     def __init__(self, path: str | Path, *, camera: str = "", test_fraction: float = 0.5, seed: int = 0) -> None:
         self.dataset_name = f"folder:{path}"
-        folder = _find(self.dataset_name, path)
-        pattern = _pattern(camera)
+        folder = _resolve_path(self.dataset_name, path)
+        pattern = _compile_camera_pattern(camera)
         if not folder.is_dir():
             raise DataError(f"{self.dataset_name}: {folder.absolute()} is no folder")
         identities = sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] not in ".@")
-        parts = [entry.name for entry in identities if entry.name.lower() in _PARTS]
+        parts = [entry.name for entry in identities if entry.name.lower() in _SPLIT_FOLDERS]
         if parts:
             raise DataError(
                 f"{self.dataset_name}: expected a folder for each identity in {folder.absolute()}, found "
@@ -175,7 +178,7 @@ class FolderDataset(ImageDataset):
             splits = ([], *query_and_gallery(items))
         else:
             splits = hold_out(items, test_fraction, seed, key="DATASETS.FOLDER.TEST_FRACTION")
-        start = len(_prefix(folder))
+        start = len(_path_prefix(folder))
         self._names = {item.pid: item.path[start:].partition("/")[0] for item in [*splits[1], *splits[2]]}
         super().__init__(*map(PackedItems.of, splits))
 
@@ -190,22 +193,22 @@ class FolderDataset(ImageDataset):
         return cls(path, camera=settings.CAMERA, test_fraction=settings.TEST_FRACTION, seed=settings.SEED)
 
 
-def _find(name: str, path: str | Path) -> Path:
+def _resolve_path(name: str, path: str | Path) -> Path:
     """Return a path that is there: as it stands, or in the data root."""
     if not str(path):
         raise DataError(f"{name!r} names no file; expected such as {name}/data/mine")
-    places = [expand(path), data_root() / path]
-    for place in places:
-        if place.exists():
-            return place
+    candidates = [expand(path), data_root() / path]
+    for candidate in candidates:
+        if candidate.exists():
+            return candidate
     several = "; several sets are written \"('csv:a.csv', 'csv:b.csv')\"" if "," in str(path) else ""
-    raise missing_dataset(name, places, fix=f"correct the path{several}")
+    raise missing_dataset_error(name, candidates, fix=f"correct the path{several}")
 
 
 def image_files(folder: Path) -> list[str]:
     """Return the image files in a folder, at any depth and sorted, but for hidden ones."""
     found: list[str] = []
-    _add_images(_prefix(folder), found)
+    _add_images(_path_prefix(folder), found)
     return found
 
 
@@ -225,13 +228,13 @@ def _add_images(prefix: str, found: list[str]) -> None:
             found.append(prefix + entry.name)
 
 
-def _prefix(folder: Path) -> str:
+def _path_prefix(folder: Path) -> str:
     """Return what the paths of the files in a folder begin with."""
     return str(folder / "x")[:-1]
 
 
 @dataclass(frozen=True)
-class _Texts:
+class _CategoricalText:
     """Texts of which many are equal: ``values[code]`` for each of ``codes``, (N,) int64."""
 
     values: list[str]
@@ -253,8 +256,8 @@ class _Table:
 
     lines: np.ndarray
     paths: tuple[PackedText, np.ndarray, PackedText]
-    pids: _Texts
-    camids: _Texts | None
+    pids: _CategoricalText
+    camids: _CategoricalText | None
     splits: np.ndarray
     boxes: np.ndarray | None
     junk: int
@@ -269,9 +272,9 @@ def _read_table(file: Path) -> _Table:
     try:
         check_no_device(file)
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            header = stream.readline(_LONGEST_HEADER + 1)
-            if len(header) > _LONGEST_HEADER:
-                raise DataError(f"{file}: the first line has more than {_LONGEST_HEADER} characters; that is no header")
+            header = stream.readline(_MAX_HEADER + 1)
+            if len(header) > _MAX_HEADER:
+                raise DataError(f"{file}: the first line has more than {_MAX_HEADER} characters; that is no header")
             stream.seek(0)
             delimiter = next((each for each in ",;\t" if each in header), ",")
             reader = csv.reader(stream, delimiter=delimiter, strict=True)
@@ -286,10 +289,12 @@ def _read_table(file: Path) -> _Table:
 
 def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
     """Return the lines below a header with these names; see ``_read_table``."""
-    place = {name: names.index(name) for name in _COLUMNS if name in names}
-    path_at, pid_at, camid_at, split_at = (place.get(name) for name in ("path", "pid", "camid", "split"))
+    column_of = {name: names.index(name) for name in _COLUMNS if name in names}
+    path_column, pid_column, camid_column, split_column = (
+        column_of.get(name) for name in ("path", "pid", "camid", "split")
+    )
     lines, splits, boxes, paths = array("q"), array("b"), array("q"), PathBuilder()
-    pids, camids = _Codes(), _Codes()
+    pids, camids = _CategoricalTextBuilder(), _CategoricalTextBuilder()
     split_of = {split: number for number, split in enumerate(SPLITS)}
     folders: dict[str, str] = {}
     junk = 0
@@ -300,55 +305,55 @@ def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
         number = reader.line_num
         if len(values) != len(names) or "" in values or not "".join(values).isprintable():
             _check_line(f"{file}, line {number}", names, values)
-        if values[pid_at] == _JUNK:
+        if values[pid_column] == _JUNK:
             junk += 1
             continue
-        if split_at is None:
+        if split_column is None:
             splits.append(0)
-        elif values[split_at] in split_of:
-            splits.append(split_of[values[split_at]])
+        elif values[split_column] in split_of:
+            splits.append(split_of[values[split_column]])
         else:
-            split = values[split_at]
+            split = values[split_column]
             hint = did_you_mean(split, SPLITS)
             raise DataError(f"{file}, line {number}: split is {split!r}; choices: {', '.join(SPLITS)}.{hint}")
-        if "x0" in place:
-            boxes.extend(_box([values[place[name]] for name in _BOX], f"{file}, line {number}"))
-        folder, name = split_path(values[path_at])
+        if "x0" in column_of:
+            boxes.extend(_parse_box([values[column_of[name]] for name in _BOX], f"{file}, line {number}"))
+        folder, name = split_path(values[path_column])
         if name in ("", ".", "..") or (not folder and name[0] == "~"):
-            paths.append(*split_path(str(file.parent / expand(values[path_at]))))
+            paths.append(*split_path(str(file.parent / expand(values[path_column]))))
         else:
             if folder not in folders:  # the path of a file in that folder, without the file
                 folders[folder] = str(file.parent / expand(f"{folder}x"))[:-1]
             paths.append(folders[folder], name)
         lines.append(number)
-        pids.append(values[pid_at])
-        if camid_at is not None:
-            camids.append(values[camid_at])
+        pids.append(values[pid_column])
+        if camid_column is not None:
+            camids.append(values[camid_column])
     return _Table(
         lines=np.array(lines, dtype=np.int64),
         paths=paths.build(),
         pids=pids.build(),
-        camids=None if camid_at is None else camids.build(),
+        camids=None if camid_column is None else camids.build(),
         splits=np.array(splits, dtype=np.int8),
-        boxes=np.array(boxes, dtype=np.int64).reshape(-1, 4) if "x0" in place else None,
+        boxes=np.array(boxes, dtype=np.int64).reshape(-1, 4) if "x0" in column_of else None,
         junk=junk,
     )
 
 
-class _Codes:
-    """Collect texts for ``_Texts`` one by one."""
+class _CategoricalTextBuilder:
+    """Collect texts for ``_CategoricalText`` one by one."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
+        self._code_of: dict[str, int] = {}
         self._codes = array("q")
 
     def append(self, text: str) -> None:
         """Add a text."""
-        self._codes.append(self._numbers.setdefault(text, len(self._numbers)))
+        self._codes.append(self._code_of.setdefault(text, len(self._code_of)))
 
-    def build(self) -> _Texts:
+    def build(self) -> _CategoricalText:
         """Return the texts."""
-        return _Texts(list(self._numbers), np.array(self._codes, dtype=np.int64))
+        return _CategoricalText(list(self._code_of), np.array(self._codes, dtype=np.int64))
 
 
 def _check_line(where: str, names: Sequence[str], values: Sequence[str]) -> None:
@@ -359,9 +364,9 @@ def _check_line(where: str, names: Sequence[str], values: Sequence[str]) -> None
         more = len(values) - len(names)
         what = f"no value for {', '.join(empty)}" if empty else f"{more} values more than columns"
         raise DataError(f"{where}: {what}")
-    unclean = [name for name, value in row.items() if _CONTROL.search(value)]
-    if unclean:
-        raise DataError(f"{where}: {unclean[0]} has control characters: {row[unclean[0]]!r:.100}")
+    with_control = [name for name, value in row.items() if _CONTROL_CHARACTERS.search(value)]
+    if with_control:
+        raise DataError(f"{where}: {with_control[0]} has control characters: {row[with_control[0]]!r:.100}")
 
 
 def _check_header(file: Path, names: Sequence[str]) -> None:
@@ -374,36 +379,37 @@ def _check_header(file: Path, names: Sequence[str]) -> None:
         hints = [f"{name!r}?{did_you_mean(name, _COLUMNS)}" for name in unknown[:20] if did_you_mean(name, _COLUMNS)]
         fault = f"{', '.join(missing)} missing" if missing else f"{', '.join(sorted(twice))} twice"
         raise DataError(
-            f"{file}: the header is {_cut(','.join(names))}: {_cut(fault)}.{' ' + ' '.join(hints) if hints else ''}\n"
+            f"{file}: the header is {_truncate(','.join(names))}: {_truncate(fault)}."
+            f"{' ' + ' '.join(hints) if hints else ''}\n"
             f"  fix: a first line such as path,pid,camid,split or path,pid,{','.join(_BOX)}"
         )
     if unknown:
         logger.warning(
-            "%s: the columns %s are not used; known: %s", file, _cut(", ".join(unknown)), ", ".join(_COLUMNS)
+            "%s: the columns %s are not used; known: %s", file, _truncate(", ".join(unknown)), ", ".join(_COLUMNS)
         )
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
-def _numbers(names: set[str], *, start: int) -> dict[str, int]:
+def _number_names(names: set[str], *, start: int) -> dict[str, int]:
     """Return a number for each name: numbers in their order first, then text in its own."""
     order = sorted(names, key=lambda name: (0, int(name), "") if _NUMBER.fullmatch(name) else (1, 0, name))
     return {name: number for number, name in enumerate(order, start=start)}
 
 
-def _box(values: Sequence[str], where: str) -> tuple[int, int, int, int]:
+def _parse_box(values: Sequence[str], where: str) -> tuple[int, int, int, int]:
     try:
         x0, y0, x1, y1 = (round(float(value)) for value in values)
     except (ValueError, OverflowError) as error:
         raise DataError(f"{where}: x0 y0 x1 y1 are {', '.join(values)}: not numbers") from error
-    if not (0 <= x0 < x1 < _LARGEST and 0 <= y0 < y1 < _LARGEST):
+    if not (0 <= x0 < x1 < _MAX_COORDINATE and 0 <= y0 < y1 < _MAX_COORDINATE):
         raise DataError(f"{where}: x0 y0 x1 y1 are {x0} {y0} {x1} {y1}; expected 0 <= x0 < x1 and 0 <= y0 < y1")
     return x0, y0, x1, y1
 
 
-def _pattern(camera: str) -> re.Pattern[str] | None:
+def _compile_camera_pattern(camera: str) -> re.Pattern[str] | None:
     if not camera:
         return None
     try:
@@ -415,5 +421,5 @@ def _pattern(camera: str) -> re.Pattern[str] | None:
     return pattern
 
 
-OWN_DATA = {"csv": CsvDataset, "folder": FolderDataset}
+PATH_DATASETS = {"csv": CsvDataset, "folder": FolderDataset}
 """What stands before the colon of a name in DATASETS.NAMES, and what reads what stands behind it."""

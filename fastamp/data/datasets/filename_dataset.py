@@ -2,21 +2,31 @@
 
 import logging
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fastamp.data.datasets.base import ImageDataset, ImageItem, as_number, number_cameras
-from fastamp.data.datasets.tree import check_tree, describe, entries, is_image
+from fastamp.data.datasets.file_utils import check_tree, describe_folder, is_image, list_entries
 from fastamp.utils.errors import DataError
+from fastamp.utils.moved import moved_names, renamed_attribute
 
 logger = logging.getLogger(__name__)
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "MarketImages": "fastamp.data.datasets.filename_dataset.MarketStyleDataset",
+        "NamedImages": "fastamp.data.datasets.filename_dataset.FilenameDataset",
+    },
+)
 
 _Found = tuple[Path, int | str, int | str]
 
 
-class NamedImages(ImageDataset):
+class FilenameDataset(ImageDataset):
     """A data set whose images say by their names, or by the folders they are in, whom they show and from where.
 
     A subclass is made of these attributes, and seldom of more.
@@ -32,7 +42,7 @@ class NamedImages(ImageDataset):
             file's name. Other groups are parts of the identity; without ``camera`` all images are from one.
         suffix: what the images' names end in, in any case.
         first_camera: the number that becomes camera 0; None numbers the cameras in the order of their names.
-        left_out: identities that are nobody in particular.
+        excluded_ids: identities that are nobody in particular.
         example: a name and its meaning, for messages.
 
     Args:
@@ -51,19 +61,26 @@ class NamedImages(ImageDataset):
     layout: ClassVar[Sequence[str]] = ()
     suffix: ClassVar[str] = ".jpg"
     first_camera: ClassVar[int | None] = None
-    left_out: ClassVar[frozenset[int]] = frozenset({-1})
+    excluded_ids: ClassVar[frozenset[int]] = frozenset({-1})
     example: ClassVar[str] = ""
+    place = renamed_attribute("place", "dataset_dir")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "left_out" in vars(cls):
+            warnings.warn(f"{cls.__name__}.left_out is now excluded_ids", DeprecationWarning, stacklevel=2)
+            cls.excluded_ids = cls.left_out
 
     def __init__(self, root: str | Path = "datasets") -> None:
-        self.place = self._find(Path(root))
+        self.dataset_dir = self._find_dataset_dir(Path(root))
         self._folders = {"train": self.train_folders, "query": self.query_folders, "gallery": self.gallery_folders}
         self._found: dict[str, list[_Found]] = {}
         needed = self.needed or [folder for folders in self._folders.values() for folder in folders]
         tree = f"{self.folder}/{self.tree}"
-        check_tree(type(self).__name__, root, [self.place / each for each in needed], tree, self.folder)
+        check_tree(type(self).__name__, root, [self.dataset_dir / each for each in needed], tree, self.folder)
         super().__init__(*(partial(self._load, split) for split in self._folders))
 
-    def _find(self, root: Path) -> Path:
+    def _find_dataset_dir(self, root: Path) -> Path:
         """Return the data set's folder."""
         return root / self.folder
 
@@ -74,7 +91,7 @@ class NamedImages(ImageDataset):
             items = [ImageItem(str(file), pid, self._camera_numbers[camera]) for file, pid, camera in found]
         else:
             items = [ImageItem(str(file), pid, camera - self.first_camera) for file, pid, camera in found]
-        return self._for_training(items) if split == "train" else items
+        return self._add_name_prefix(items) if split == "train" else items
 
     @cached_property
     def _camera_numbers(self) -> dict[int | str, int]:
@@ -84,7 +101,7 @@ class NamedImages(ImageDataset):
     def _find_images(self, split: str) -> list[_Found]:
         """Return file, identity and camera of a split's images, as they are named."""
         if split not in self._found:
-            folders = [self.place / folder for folder in self._folders[split]]
+            folders = [self.dataset_dir / folder for folder in self._folders[split]]
             self._found[split] = self._search(folders) if folders else []
         return self._found[split]
 
@@ -101,15 +118,15 @@ class NamedImages(ImageDataset):
                     f"{name}: {file.absolute()} is of camera {camera}; cameras are numbered from {self.first_camera}"
                 )
             pid = as_number("-".join(fields.values()))
-            if pid in self.left_out:
+            if pid in self.excluded_ids:
                 junk += 1
             else:
                 found.append((file, pid, camera))
         where = ", ".join(str(folder.absolute()) for folder in folders)
         if not (found or unmatched or junk):
-            raise DataError(f"{name}: no *{self.suffix} file is in place in {where}\n{self._what_is_there(folders)}")
+            raise DataError(f"{name}: no *{self.suffix} file is in place in {where}\n{self._describe_content(folders)}")
         if not found:
-            nothing = f"junk alone (identity {', '.join(map(str, self.left_out))})"
+            nothing = f"junk alone (identity {', '.join(map(str, self.excluded_ids))})"
             first = f"{unmatched[0].name} and {len(unmatched) - 1} more" if unmatched else nothing
             raise DataError(f"{name}: no image of use is in {where}: expected {expected}, found {first}")
         if unmatched:
@@ -122,14 +139,15 @@ class NamedImages(ImageDataset):
             )
         return found
 
-    def _what_is_there(self, folders: Sequence[Path]) -> str:
+    def _describe_content(self, folders: Sequence[Path]) -> str:
         deeper = next((file for folder in folders for file in folder.rglob("*") if is_image(file, self.suffix)), None)
-        return f"  expected: {self.folder}/{self.tree.splitlines()[0]}\n  found there: {describe(folders[0])}" + (
-            f"\n  elsewhere below: {deeper.absolute()}" if deeper else ""
+        return (
+            f"  expected: {self.folder}/{self.tree.splitlines()[0]}\n  found there: {describe_folder(folders[0])}"
+            + (f"\n  elsewhere below: {deeper.absolute()}" if deeper else "")
         )
 
 
-class MarketImages(NamedImages):
+class MarketStyleDataset(FilenameDataset):
     """Three folders and file names like those of Market-1501, ``0002_c1s1_000451_03.jpg``.
 
     They begin with identity and camera. Identity -1 is junk and left out; 0 is a distractor, which stays in the
@@ -150,17 +168,17 @@ class MarketImages(NamedImages):
 
 
 def _walk(name: str, folder: Path, layout: Sequence[str], suffix: str) -> Iterator[tuple[Path, dict[str, str] | None]]:
-    """Yield the images of a ``NamedImages`` layout with the groups of their names, None for a name of another kind."""
+    """Yield the images of a ``FilenameDataset`` layout with the groups of their names, or None."""
     pattern, *rest = layout
     if not rest:
-        for file in (entry for entry in entries(name, folder) if is_image(entry, suffix)):
+        for file in (entry for entry in list_entries(name, folder) if is_image(entry, suffix)):
             # Only the file's name is searched: a folder above it may look like one.
             match = re.search(pattern, file.name)
             yield file, match and match.groupdict()
         return
     if pattern == "**":
         yield from _walk(name, folder, rest, suffix)
-    for inner in (entry for entry in entries(name, folder) if entry.is_dir()):
+    for inner in (entry for entry in list_entries(name, folder) if entry.is_dir()):
         if pattern == "**":
             yield from _walk(name, inner, layout, suffix)
         elif match := re.fullmatch(pattern, inner.name):

@@ -4,9 +4,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fastamp.data.datasets.base import DATASET_REGISTRY, ROOT_VARIABLES, ImageItem, as_number
-from fastamp.data.datasets.missing_dataset import missing_dataset
-from fastamp.data.datasets.near import near_layout
+from fastamp.data.datasets.missing_dataset import missing_dataset_error
+from fastamp.data.datasets.path_hints import path_hint
 from fastamp.utils.errors import DataError
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "check_listed": "fastamp.data.datasets.file_utils.check_first_image",
+        "describe": "fastamp.data.datasets.file_utils.describe_folder",
+        "entries": "fastamp.data.datasets.file_utils.list_entries",
+    },
+)
 
 _SHOWN_ENTRIES = 8
 
@@ -19,7 +29,7 @@ def check_tree(name: str, root: str | Path, needed: Iterable[Path], tree: str, f
         root: the data root.
         needed: those that must be there.
         tree: the tree expected under the root, for the message.
-        folder: the data set's folder in the root, to be looked for under near names.
+        folder: the data set's folder in the root, to be looked for under similar names.
 
     Raises:
         DataError: one is missing; says what was looked for, what is there, and how to put it right.
@@ -28,18 +38,18 @@ def check_tree(name: str, root: str | Path, needed: Iterable[Path], tree: str, f
     missing = [path for path in needed if not path.exists()]
     if not missing:
         return
-    near = ""
+    hint = ""
     if folder and all(path.is_relative_to(root / folder) for path in needed):
         components = (DATASET_REGISTRY.get(each) for each in DATASET_REGISTRY)
-        others = {getattr(component, "folder", "") for component in components} - {folder}
+        other_folders = {getattr(component, "folder", "") for component in components} - {folder}
         below = [path.relative_to(root / folder) for path in needed]
-        near = near_layout(root, folder, below, (name,), others)
+        hint = path_hint(root, folder, below, (name,), other_folders)
     expected = "\n".join(f"    {line}" for line in tree.strip().splitlines())
-    raise missing_dataset(
+    raise missing_dataset_error(
         name,
         missing,
-        found=f"  found there: {describe(missing[0].parent)}\n"
-        + (f"  near it: {near}\n" if near else "")
+        found=f"  found there: {describe_folder(missing[0].parent)}\n"
+        + (f"  near it: {hint}\n" if hint else "")
         + f"  expected under the data root {root.absolute()}:\n{expected}\n",
         fix=f"put the data there, or set {ROOT_VARIABLES[0]} to the folder that holds it",
     )
@@ -51,9 +61,11 @@ def list_files(name: str, folder: Path, suffix: str) -> list[Path]:
     Raises:
         DataError: there is none, or the folder cannot be read.
     """
-    files = [entry for entry in entries(name, folder) if is_image(entry, suffix)]
+    files = [entry for entry in list_entries(name, folder) if is_image(entry, suffix)]
     if not files:
-        raise DataError(f"{name}: no *{suffix} file is in {folder.absolute()}\n  found there: {describe(folder)}")
+        raise DataError(
+            f"{name}: no *{suffix} file is in {folder.absolute()}\n  found there: {describe_folder(folder)}"
+        )
     return files
 
 
@@ -89,7 +101,7 @@ def read_pairs(name: str, file: Path) -> list[tuple[str, int]]:
     return pairs
 
 
-def check_listed(name: str, file: Path, items: Sequence[ImageItem]) -> list[ImageItem]:
+def check_first_image(name: str, file: Path, items: Sequence[ImageItem]) -> list[ImageItem]:
     """Return the images that the list ``file`` names, if the first is there.
 
     Raises:
@@ -101,7 +113,7 @@ def check_listed(name: str, file: Path, items: Sequence[ImageItem]) -> list[Imag
     return list(items)
 
 
-def entries(name: str, folder: Path) -> list[Path]:
+def list_entries(name: str, folder: Path) -> list[Path]:
     """Return what is in a folder and not hidden, in the order of the names."""
     try:
         return sorted((entry for entry in folder.iterdir() if entry.name[0] != "."), key=lambda entry: entry.name)
@@ -113,11 +125,11 @@ def is_image(file: Path, suffix: str) -> bool:
     return file.name.lower().endswith(suffix) and not file.name.startswith(".")
 
 
-def describe(folder: Path) -> str:
+def describe_folder(folder: Path) -> str:
     """Return what a folder holds, or the nearest one above it that exists, in a few words."""
     if not folder.is_dir():
         nearest = next(parent for parent in folder.absolute().parents if parent.is_dir())
-        return f"no folder {folder.absolute()}; in {nearest}: {describe(nearest)}"
+        return f"no folder {folder.absolute()}; in {nearest}: {describe_folder(nearest)}"
     names = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir())
     if not names:
         return "nothing, the folder is empty"
