@@ -106,7 +106,7 @@ class PatchNet(nn.Module):
             x = x * self.gate(x).sigmoid()
         return self.mix(x)
 
-    def adopt_state(self, state, notes):
+    def convert_state_dict(self, state, notes):
         """Translate the names of the program that the published weights are from."""
         return {key.replace("embed.", "patches."): value for key, value in state.items()}
 

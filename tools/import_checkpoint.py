@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from fastamp.checkpoint.checkpointer import Checkpointer
-from fastamp.checkpoint.load_state import adopt, classifiers, examples, load_model_state
+from fastamp.checkpoint.load_state import classifiers, convert_state_dict, examples, load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, tensors_by_path
 from fastamp.config import CfgNode, read_config
 from fastamp.engine import run_command_line
 from fastamp.modeling import build_model
-from fastamp.modeling.recognize import backbone_prefixes, interpolation_keys, recognize
+from fastamp.modeling.infer_config import backbone_prefixes, infer_config, interpolation_keys
 from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean, writing
 from fastamp.utils.files import closed_stdout_allowed, expand, real_path
 from fastamp.utils.logger import setup_logger
@@ -107,7 +107,7 @@ def write_model(
 ) -> None:
     """Load ``state`` into the model of the config, or of the recognized one, print the report, and write ``out``."""
     if not config_file:
-        keys = recognize(state, source, read_config("", (), parts=parts))
+        keys = infer_config(state, source, read_config("", (), parts=parts))
         print("recognized:", *(f"{key} {value!r}" if " " in value else f"{key} {value}" for key, value in keys.items()))
         print(
             "not told by a file, and as by default unless given as KEY VALUE: MODEL.BACKBONE.STEM_POOL, LAST_STRIDE, "
@@ -123,8 +123,8 @@ def write_model(
         cfg = read_config(config_file, opts, parts=parts)
     model = build_model(cfg)
     if cfg.MODEL.HEADS.NUM_CLASSES == 0:
-        adopted, _ = adopt(model, state)
-        found = [len(adopted[name]) for name in classifiers(model) if name in adopted]
+        converted, _ = convert_state_dict(model, state)
+        found = [len(converted[name]) for name in classifiers(model) if name in converted]
         if found:
             cfg = read_config(config_file, [*opts, "MODEL.HEADS.NUM_CLASSES", str(found[0])], parts=parts)
             model = build_model(cfg)

@@ -1,6 +1,7 @@
 """Fill a model from a state dict of any origin: translate its names, compare, report, refuse what does not fit."""
 
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -9,7 +10,9 @@ import torch
 from torch import nn
 
 from fastamp.utils.errors import WeightsError
-from fastamp.utils.moved import renamed_arguments, renamed_attribute
+from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
+
+__getattr__ = moved_names(__name__, {"adopt": "fastamp.checkpoint.load_state.convert_state_dict"})
 
 logger = logging.getLogger(__name__)
 
@@ -63,24 +66,39 @@ def _count(names: list[str], whole: int) -> str:
     return f"{len(names)} ({len(names) / max(whole, 1):.0%})"
 
 
-def adopt(model: nn.Module, state: State) -> tuple[State, list[str]]:
-    """Return ``state`` under the names that ``model`` has, and notes for people.
+def convert_state_dict(model: nn.Module, state: State) -> tuple[State, list[str]]:
+    """Convert a state dict to the parameter names of ``model``.
 
-    A module that knows other names for what it holds has a method ``adopt_state(state, notes) -> state``: it gets the
-    tensors below its own name, without that, and returns them as its own state dict would name them; what it does not
-    know stays as it is. Outer modules come first. Neither ``state`` nor its tensors are written into.
+    Modules are visited from the outermost to the innermost. A module that can read other programs' names defines
+    ``convert_state_dict(state, notes) -> state``: it gets the tensors below its own prefix, without that prefix,
+    returns them under the names in its own state dict, and leaves unknown names unchanged. ``state`` is not modified.
+
+    Returns:
+        The converted state dict, and notes for the import report.
 
     Raises:
-        WeightsError: a module refuses what it was given.
+        WeightsError: a module cannot convert its tensors.
     """
     notes: list[str] = []
     for name, module in model.named_modules():
-        if hasattr(module, "adopt_state"):
+        convert = _conversion_method(module)
+        if convert is not None:
             prefix = f"{name}." if name else ""
             below = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             others = {key: value for key, value in state.items() if not key.startswith(prefix)}
-            state = others | {prefix + key: value for key, value in module.adopt_state(below, notes).items()}
-    return state, list(dict.fromkeys(notes))  # of two modules of a kind
+            state = others | {prefix + key: value for key, value in convert(below, notes).items()}
+    return state, list(dict.fromkeys(notes))  # without duplicates from modules of the same class
+
+
+def _conversion_method(module: nn.Module) -> Callable[[State, list[str]], State] | None:
+    """Return the module's ``convert_state_dict``, or ``adopt_state``, its old name, if a subclass overrides that."""
+    for cls in type(module).__mro__:
+        if "convert_state_dict" in vars(cls):
+            return module.convert_state_dict
+        if "adopt_state" in vars(cls):
+            warnings.warn(f"{cls.__name__}.adopt_state is now convert_state_dict", DeprecationWarning, stacklevel=3)
+            return module.adopt_state
+    return None
 
 
 def load_model_state(
@@ -93,7 +111,7 @@ def load_model_state(
     without: tuple[str, ...] = (),
     fit: Callable[[State], State] | None = None,
 ) -> ImportReport:
-    """Copy ``state`` into ``model`` where names, after ``adopt``, and shapes agree; log and return a report.
+    """Convert ``state`` and copy the tensors whose names and shapes match into ``model``.
 
     Args:
         model: filled in place.
@@ -108,46 +126,46 @@ def load_model_state(
         WeightsError: a shape differs other than a classifier's, a tensor is of integers or quantized, sparse or
             without content, or too little of the backbone matched; the model is unchanged then.
     """
-    adopted, notes = adopt(model, state)
+    converted, notes = convert_state_dict(model, state)
     if fit is not None:
-        adopted = fit(adopted)
+        converted = fit(converted)
     own = model.state_dict()
-    report = _compare(model, own, adopted, source, backbone_prefix=backbone_prefix, without=without)
+    report = _compare(model, own, converted, source, backbone_prefix=backbone_prefix, without=without)
     report.renamed = [key for key in report.matched if key not in state]
     report.notes = notes
-    _check_weight_tensors(own, adopted, report)
-    _check_model_match(own, adopted, report, min_match)
-    model.load_state_dict({key: adopted[key] for key in report.matched}, strict=False)
+    _check_weight_tensors(own, converted, report)
+    _check_model_match(own, converted, report, min_match)
+    model.load_state_dict({key: converted[key] for key in report.matched}, strict=False)
     logger.info("loaded weights from %s\n%s", source, report)
-    _log_mismatches(own, adopted, report, backbone_prefix)
+    _log_mismatches(own, converted, report, backbone_prefix)
     return report
 
 
 def _compare(
-    model: nn.Module, own: State, adopted: State, source: str, *, backbone_prefix: str, without: tuple[str, ...]
+    model: nn.Module, own: State, converted: State, source: str, *, backbone_prefix: str, without: tuple[str, ...]
 ) -> ImportReport:
-    """Return what of ``adopted`` has its place in ``own``, the model's tensors."""
-    matched = [key for key in adopted if key in own and own[key].shape == adopted[key].shape]
+    """Return what of ``converted`` has its place in ``own``, the model's tensors."""
+    matched = [key for key in converted if key in own and own[key].shape == converted[key].shape]
     # A counter that old files lack changes nothing, nor does the classifier of a head without classes.
-    missing = [key for key in own if key not in adopted and not key.endswith("num_batches_tracked")]
+    missing = [key for key in own if key not in converted and not key.endswith("num_batches_tracked")]
     backbone = [key for key in own if key.startswith(backbone_prefix) and not key.endswith("num_batches_tracked")]
     backbone = [key for key in backbone if not any(fnmatchcase(key, pattern) for pattern in without)]
     found, classifier_keys = set(matched), classifiers(model)
     return ImportReport(
         source,
         matched=matched,
-        dropped=[key for key in adopted if key not in own],
+        dropped=[key for key in converted if key not in own],
         missing=[key for key in missing if own[key].numel() > 0],
-        other_shape=[key for key in adopted if key in classifier_keys and key in own and key not in found],
+        other_shape=[key for key in converted if key in classifier_keys and key in own and key not in found],
         backbone_fraction=sum(key in found for key in backbone) / max(len(backbone), 1),
     )
 
 
-def _check_weight_tensors(own: State, adopted: State, report: ImportReport) -> None:
+def _check_weight_tensors(own: State, converted: State, report: ImportReport) -> None:
     """Raise WeightsError where a tensor cannot be copied into a parameter without a change of its meaning."""
-    wrong = [key for key in report.matched if own[key].is_floating_point() and not _is_float_weight(adopted[key])]
+    wrong = [key for key in report.matched if own[key].is_floating_point() and not _is_float_weight(converted[key])]
     if wrong:
-        first = adopted[wrong[0]]
+        first = converted[wrong[0]]
         raise WeightsError(
             f"weights from {report.source} are no floating-point numbers: {len(wrong)} tensors{examples(wrong)}, "
             f"the first is {first.dtype}, {first.layout} on {first.device}\n"
@@ -164,13 +182,13 @@ def is_weight(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
 
 
-def _check_model_match(own: State, adopted: State, report: ImportReport, min_match: float) -> None:
+def _check_model_match(own: State, converted: State, report: ImportReport, min_match: float) -> None:
     """Raise WeightsError where a shape differs other than a classifier's, or too little of the backbone matched."""
     placed = {*report.matched, *report.dropped, *report.other_shape}
-    wrong = [key for key in adopted if key not in placed]
+    wrong = [key for key in converted if key not in placed]
     if wrong:
         shapes = "\n".join(
-            f"    {key}: file {tuple(adopted[key].shape)}, model {tuple(own[key].shape)}" for key in wrong[:5]
+            f"    {key}: file {tuple(converted[key].shape)}, model {tuple(own[key].shape)}" for key in wrong[:5]
         )
         raise WeightsError(
             f"weights from {report.source} are of another model: {len(wrong)} tensors have other shapes\n{shapes}\n"
@@ -185,7 +203,7 @@ def _check_model_match(own: State, adopted: State, report: ImportReport, min_mat
         )
 
 
-def _log_mismatches(own: State, adopted: State, report: ImportReport, backbone_prefix: str) -> None:
+def _log_mismatches(own: State, converted: State, report: ImportReport, backbone_prefix: str) -> None:
     """Log what of the model is not as in the file."""
     # An ImageNet classifier beside the backbone, as TransReID has it, is of no use in any case.
     imagenet = tuple(f"{backbone_prefix}{name}." for name in ("fc", "head", "classifier"))
@@ -211,7 +229,7 @@ def _log_mismatches(own: State, adopted: State, report: ImportReport, backbone_p
         logger.warning(
             "%s was left at its initial value: %s in %s, %s in the model (other identities)",
             key,
-            tuple(adopted[key].shape),
+            tuple(converted[key].shape),
             report.source,
             tuple(own[key].shape),
         )

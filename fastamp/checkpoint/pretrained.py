@@ -63,7 +63,7 @@ def load_pretrained_backbone(
     Weights for RGB also fill a backbone for one channel or four, see ``_fit_channels``.
 
     Args:
-        backbone: has the parameter names of the weights, or translates them in its ``adopt_state``.
+        backbone: has the parameter names of the weights, or translates them in its ``convert_state_dict``.
         path: ``MODEL.BACKBONE.PRETRAIN_PATH``; empty for ``online``.
         online: weights of this very network; None where nobody offers them.
         without: globs over the names of tensors that pretrained weights need not have.
@@ -92,7 +92,7 @@ def load_pretrained_backbone(
         source=source,
         backbone_prefix="",
         without=without,
-        fit=lambda adopted: _fit_channels(adopted, backbone, source),
+        fit=lambda converted: _fit_channels(converted, backbone, source),
     )
 
 

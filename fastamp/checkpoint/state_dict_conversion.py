@@ -1,4 +1,6 @@
-"""The names that other programs give the parts of a whole model."""
+"""Conversion of state dicts of other programs to the names used here."""
+
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -7,6 +9,20 @@ _STEM_NOTE = (
     "{who} pool the stem with padding: set MODEL.BACKBONE.STEM_POOL padded for their features (the default, ceil, "
     "is FastReID's since 2020-08-14)"
 )
+
+
+def rename_modules(state: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Rename modules in a state dict.
+
+    Args:
+        state: parameter name -> tensor.
+        names: old module name -> new module name. Tensors of other modules keep their names.
+    """
+    renamed = {}
+    for key, value in state.items():
+        module, _, tensor = key.rpartition(".")
+        renamed[f"{names[module]}.{tensor}" if module in names else key] = value
+    return renamed
 
 
 def whole_model_names(state: dict[str, torch.Tensor], backbone: nn.Module, notes: list[str]) -> dict[str, torch.Tensor]:

@@ -58,8 +58,10 @@ def load_model(
         ConfigError: an option is wrong, a config names no weights, or the device is not there or cannot compute in
             that precision.
     """
-    of_config = isinstance(source, CfgNode)
-    cfg = _with_options(source, device, opts) if of_config else _config_of(source, device or "auto", opts)
+    from_config = isinstance(source, CfgNode)
+    cfg = (
+        _with_options(source, device, opts) if from_config else _config_from_checkpoint(source, device or "auto", opts)
+    )
     if not cfg.MODEL.WEIGHTS:
         raise ConfigError("MODEL.WEIGHTS is empty; name the weights to load")
     resolved = resolve_device(cfg.MODEL.DEVICE)
@@ -67,12 +69,12 @@ def load_model(
     extra = load_evaluated_weights(
         model, cfg.MODEL.WEIGHTS, average=evaluated_average(cfg), min_match=cfg.MODEL.WEIGHTS_MIN_MATCH
     )
-    trained = _policy_in(extra, cfg.MODEL.WEIGHTS)
-    if trained and not of_config and not _sets_precision(opts):
-        cfg_of_policy = cfg.with_values({"SOLVER.AMP": "off" if trained["dtype"] == "float32" else trained["dtype"]})
+    trained = _stored_policy(extra, cfg.MODEL.WEIGHTS)
+    if trained and not from_config and not _sets_precision(opts):
+        policy_cfg = cfg.with_values({"SOLVER.AMP": "off" if trained["dtype"] == "float32" else trained["dtype"]})
     else:
-        cfg_of_policy = cfg
-    policy = PrecisionPolicy.from_config(cfg_of_policy, resolved).for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
+        policy_cfg = cfg
+    policy = PrecisionPolicy.from_config(policy_cfg, resolved).for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
     policy.check_model(model)
     logger.info(
         "%s: %s, %d parameters, precision: %s",
@@ -84,7 +86,7 @@ def load_model(
     return LoadedModel(model.eval(), policy, cfg, extra)
 
 
-def _config_of(checkpoint: str | os.PathLike[str], device: str, opts: Sequence[str]) -> CfgNode:
+def _config_from_checkpoint(checkpoint: str | os.PathLike[str], device: str, opts: Sequence[str]) -> CfgNode:
     """Return the config in a checkpoint, for inference with its weights."""
     checkpoint = expand(checkpoint)
     cfg = get_cfg()
@@ -105,7 +107,7 @@ def _with_options(cfg: CfgNode, device: str | None, opts: Sequence[str]) -> CfgN
     return cfg
 
 
-def _policy_in(extra: dict[str, Any], path: str) -> dict[str, Any] | None:
+def _stored_policy(extra: dict[str, Any], path: str) -> dict[str, Any] | None:
     """Return the precision in which a checkpoint was trained; None where it holds none.
 
     Raises:

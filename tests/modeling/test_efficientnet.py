@@ -37,8 +37,8 @@ def b0():
 def test_every_tensor_is_one_of_torchvisions(depth):
     with torch.device("meta"):
         backbone, theirs = build(depth), torchvisions(depth)
-    adopted = backbone.adopt_state(theirs.state_dict(), [])
-    left = {key: value.shape for key, value in adopted.items() if "classifier" not in key}
+    converted = backbone.convert_state_dict(theirs.state_dict(), [])
+    left = {key: value.shape for key, value in converted.items() if "classifier" not in key}
     assert left == {key: value.shape for key, value in backbone.state_dict().items()}
 
 

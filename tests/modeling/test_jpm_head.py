@@ -9,7 +9,7 @@ from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone, build_heads, build_losses, build_model
 from fastamp.modeling.backbones.vit import DEPTHS, Depth
 from fastamp.modeling.heads import EmbeddingHead, JPMHead
-from fastamp.modeling.heads.jpm_head import shuffled
+from fastamp.modeling.heads.jpm_head import shuffle_patches
 from fastamp.modeling.losses.compute import compute_losses
 from fastamp.utils.errors import ConfigError
 
@@ -49,7 +49,7 @@ def naive_shuffle(patches, shift, groups):
 )
 def test_shuffling(count, shift, groups):
     patches = torch.arange(count).float()[None, :, None].expand(2, -1, 3)
-    found = shuffled(patches, shift=shift, groups=groups)
+    found = shuffle_patches(patches, shift=shift, groups=groups)
     assert torch.equal(found[0], found[1]) and torch.equal(found[..., 0], found[..., 2])
     assert found[0, :, 0].tolist() == naive_shuffle(list(range(count)), shift, groups)
 

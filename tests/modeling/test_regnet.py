@@ -9,7 +9,7 @@ import torchvision
 from fastamp.checkpoint.pretrained import load_pretrained_backbone
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone
-from fastamp.modeling.backbones.regnet import DEPTHS, stages_of
+from fastamp.modeling.backbones.regnet import DEPTHS, compute_stages
 from fastamp.utils.errors import ConfigError, WeightsError
 
 # Figures 13 and 15 of the paper, in part.
@@ -35,7 +35,7 @@ OTHERS = {"400x": "x_400mf", "800y": "y_800mf", "8000y": "y_8gf"}
 def build(depth, *opts):
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.BACKBONE.NAME", "build_regnet_backbone", "MODEL.BACKBONE.DEPTH", depth])
-    width = stages_of(DEPTHS[depth])[-1].width if depth in DEPTHS else 1
+    width = compute_stages(DEPTHS[depth])[-1].width if depth in DEPTHS else 1
     cfg.merge_from_list(["MODEL.BACKBONE.FEAT_DIM", str(width), *opts])
     return build_backbone(cfg)
 
@@ -51,7 +51,7 @@ def torchvisions(depth):
 @pytest.mark.parametrize("depth", PAPER)
 def test_stages_are_the_papers(depth):
     widths, blocks, group_width = PAPER[depth]
-    stages = stages_of(DEPTHS[depth])
+    stages = compute_stages(DEPTHS[depth])
     assert [stage.width for stage in stages] == widths
     assert [stage.blocks for stage in stages] == blocks
     assert {stage.group_width for stage in stages} == {min(group_width, widths[0])}
@@ -87,7 +87,7 @@ def test_stages_are_timms(depth):
     widths, _, groups = regnet.generate_regnet(params.wa, params.w0, params.wm, params.depth, params.group_size)
     blocks = Counter(widths)
     widths, groups = regnet.adjust_widths_groups_comp(list(blocks), [1.0] * len(blocks), groups)
-    stages = [(stage.width, stage.blocks, stage.group_width) for stage in stages_of(DEPTHS[depth])]
+    stages = [(stage.width, stage.blocks, stage.group_width) for stage in compute_stages(DEPTHS[depth])]
     assert stages == list(zip(widths, blocks.values(), groups, strict=True))
 
 
@@ -117,7 +117,7 @@ def test_torchvision_has_the_same_network_but_for_three(depth, monkeypatch):
     monkeypatch.setattr(torchvision.models.regnet, "_regnet", lambda params, *_, **__: params)
     params = torchvisions(depth)
     theirs = list(zip(params.widths, params.depths, params.group_widths, strict=True))
-    own = [(stage.width, stage.blocks, stage.group_width) for stage in stages_of(DEPTHS[depth])]
+    own = [(stage.width, stage.blocks, stage.group_width) for stage in compute_stages(DEPTHS[depth])]
     assert (theirs == own) is (depth in THEIRS)
 
 
@@ -157,7 +157,7 @@ def test_the_weights_are_of_that_network(depth):
 def test_what_is_downloaded(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "fastamp.modeling.backbones.options.load_pretrained_backbone", lambda model, **kwargs: asked.append(kwargs)
+        "fastamp.modeling.backbones.build_utils.load_pretrained_backbone", lambda model, **kwargs: asked.append(kwargs)
     )
     with torch.device("meta"):
         build("800x", "MODEL.BACKBONE.PRETRAIN", "True")

@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 
-from fastamp.checkpoint.load_state import adopt, load_model_state
+from fastamp.checkpoint.load_state import convert_state_dict, load_model_state
 from fastamp.checkpoint.pretrained import load_pretrained_backbone
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone
@@ -61,7 +61,7 @@ def test_names_and_shapes_are_timms_renamed(depth):
     with torch.device("meta"):
         theirs = timm.create_model(f"repvgg_{depth.lower()}", num_classes=0)
     backbone = build_meta(depth)
-    assert shapes(adopt(backbone, theirs.state_dict())[0]) == shapes(backbone.state_dict())
+    assert shapes(convert_state_dict(backbone, theirs.state_dict())[0]) == shapes(backbone.state_dict())
     assert not any(name.startswith("stem") for name in backbone.state_dict())
 
 

@@ -10,7 +10,7 @@ from timm.models.vision_transformer import VisionTransformer as TimmTransformer
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone, build_heads
-from fastamp.modeling.backbones.vit import DEPTHS, Depth, VisionTransformer, grid_of, resize_positions
+from fastamp.modeling.backbones.vit import DEPTHS, Depth, VisionTransformer, infer_grid, resize_positions
 from fastamp.utils.errors import ConfigError, WeightsError
 
 TINY = Depth(pretrained=None, width=32, blocks=3, heads=4)
@@ -125,10 +125,10 @@ def test_positions_are_resized_as_an_image_is():
 
 
 def test_grids_are_square_or_of_the_ratio_of_the_images():
-    assert grid_of(196, like=(16, 8)) == (14, 14)
-    assert grid_of(210, like=(16, 8)) == (21, 10)
-    assert grid_of(128, like=(21, 10)) == (16, 8)
-    assert grid_of(128, like=(8, 16)) == (8, 16)
+    assert infer_grid(196, like=(16, 8)) == (14, 14)
+    assert infer_grid(210, like=(16, 8)) == (21, 10)
+    assert infer_grid(128, like=(21, 10)) == (16, 8)
+    assert infer_grid(128, like=(8, 16)) == (8, 16)
 
 
 def test_stochastic_depth_grows_with_depth():

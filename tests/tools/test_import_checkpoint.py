@@ -14,7 +14,7 @@ import torchvision
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone, build_model
-from fastamp.modeling.recognize import recognize
+from fastamp.modeling.infer_config import infer_config
 from fastamp.utils.errors import WeightsError
 
 IMAGES = torch.randint(256, (3, 3, 64, 32), dtype=torch.uint8)
@@ -89,7 +89,7 @@ def test_fastreid_files_of_every_age(tmp_path, capsys, age):
 
 
 def test_a_file_with_more_tensors_than_any_backbone_is_refused_before_the_search(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("fastamp.modeling.recognize._candidates", lambda *_: pytest.fail("it was searched"))
+    monkeypatch.setattr("fastamp.modeling.infer_config._candidates", lambda *_: pytest.fail("it was searched"))
     extra = {f"backbone.extra.{number}": torch.zeros(1) for number in range(6000)}
     assert run(tmp_path, model(*RESNET18).state_dict() | extra) == 2
     assert "tensors in its backbone; the largest has" in capsys.readouterr().err
@@ -315,16 +315,16 @@ def test_other_models_are_recognized(name):
     for file in ("fastreid_models.json.gz", "transreid_models.json.gz"):
         models |= json.loads(gzip.decompress((REFERENCE / file).read_bytes()))
     state = {key: torch.zeros(shape) for key, shape in models[name]["state_dict"].items()}
-    keys = recognize(state, "x")
+    keys = infer_config(state, "x")
     assert keys.items() >= KEPT[name].items()
     assert keys["MODEL.HEADS.NUM_CLASSES"] == "751"
 
 
 def test_what_is_nobodys(tmp_path):
     with pytest.raises(WeightsError, match="of no model that is known here"):
-        recognize({"encoder.0.weight": torch.zeros(3, 3)}, "x.pth")
+        infer_config({"encoder.0.weight": torch.zeros(3, 3)}, "x.pth")
 
 
 def test_a_classifier_of_no_shape_is_no_count_of_identities():
     state = model(*RESNET18).state_dict() | {"heads.weight": torch.tensor(1.0)}
-    assert "MODEL.HEADS.NUM_CLASSES" not in recognize(state, "x.pth")
+    assert "MODEL.HEADS.NUM_CLASSES" not in infer_config(state, "x.pth")

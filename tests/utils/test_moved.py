@@ -6,7 +6,10 @@ import warnings
 from dataclasses import dataclass
 
 import pytest
+import torch
 
+from fastamp.checkpoint.load_state import convert_state_dict
+from fastamp.modeling.heads import EmbeddingHead
 from fastamp.utils import moved
 
 
@@ -53,6 +56,64 @@ def test_old_names_of_the_evaluation(old, module, new):
     with pytest.warns(DeprecationWarning, match=f"{module}.{new}"):
         found = getattr(importlib.import_module(where), name)
     assert found is getattr(importlib.import_module(module), new)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("fastamp.checkpoint.load_state.adopt", "fastamp.checkpoint.load_state.convert_state_dict"),
+        ("fastamp.modeling.recognize.recognize", "fastamp.modeling.infer_config.infer_config"),
+        ("fastamp.modeling.memory.building_model", "fastamp.modeling.out_of_memory.explain_out_of_memory"),
+        ("fastamp.modeling.backbones.names.rename_modules", "fastamp.checkpoint.state_dict_conversion.rename_modules"),
+        (
+            "fastamp.modeling.backbones.options.warn_of_ignored_keys",
+            "fastamp.modeling.backbones.build_utils.warn_ignored_options",
+        ),
+        ("fastamp.modeling.backbones.osnet.halve", "fastamp.modeling.backbones.osnet.transition"),
+        ("fastamp.modeling.backbones.osnet.torchreids", "fastamp.modeling.backbones.osnet.torchreid_weights"),
+        ("fastamp.modeling.backbones.regnet.stages_of", "fastamp.modeling.backbones.regnet.compute_stages"),
+        ("fastamp.modeling.backbones.vit.grid_of", "fastamp.modeling.backbones.vit.infer_grid"),
+        ("fastamp.modeling.backbones.vit.keys_of_state", "fastamp.modeling.backbones.vit.infer_embedding_keys"),
+        ("fastamp.modeling.heads.jpm_head.shuffled", "fastamp.modeling.heads.jpm_head.shuffle_patches"),
+        ("fastamp.modeling.heads.jpm_head.blocks_in_head", "fastamp.modeling.heads.jpm_head.last_block_state"),
+        ("fastamp.modeling.meta_arch.mgn.backbone_of", "fastamp.modeling.meta_arch.mgn.backbone_state"),
+    ],
+)
+def test_old_modeling_names_are_the_new_objects(old, new, monkeypatch):
+    module, _, name = old.rpartition(".")
+    if module in moved.MODULES:
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.warns(DeprecationWarning):
+        found = getattr(importlib.import_module(module), name)
+    module, _, name = new.rpartition(".")
+    assert found is getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("calls_super", [True, False])
+def test_overridden_adopt_state_is_still_called(calls_super):
+    class Head(EmbeddingHead):
+        def adopt_state(self, state, notes):
+            notes.append("custom")
+            return super().adopt_state(state, notes) if calls_super else state
+
+    state = {"classifier.weight": torch.ones(3, 8)}
+    with pytest.warns(DeprecationWarning, match="Head.adopt_state is now convert_state_dict"):
+        converted, notes = convert_state_dict(Head(feat_dim=8, num_classes=3), state)
+    assert [*converted] == ["weight" if calls_super else "classifier.weight"] and notes == ["custom"]
+
+
+def test_convert_state_dict_takes_precedence_over_adopt_state(recwarn):
+    class Head(EmbeddingHead):
+        def convert_state_dict(self, state, notes):
+            return super().convert_state_dict(state, notes)
+
+        def adopt_state(self, state, notes):
+            raise AssertionError
+
+    assert [*convert_state_dict(Head(feat_dim=8, num_classes=3), {"classifier.weight": torch.ones(3, 8)})[0]] == [
+        "weight"
+    ]
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("name", ["read_config", "load_parts", "merge_from_checkpoint", "merge_if_config"])

@@ -22,7 +22,7 @@ Backbone = TypeVar("Backbone")
 
 @dataclass(frozen=True)
 class Variants:
-    """The models of a backbone, among which the one that a weights file is of is searched; see ``recognize``.
+    """The models of a backbone, among which the one that a weights file is of is searched; see ``infer_config``.
 
     Attributes:
         depths: values of ``MODEL.BACKBONE.DEPTH``.
@@ -39,7 +39,8 @@ class Variants:
 def variants(depths: Iterable[str], **others: Any) -> Callable[[Backbone], Backbone]:
     """Return a decorator that gives a backbone its ``variants``, so that its weights files are recognized.
 
-    Other programs' names of its tensors are translated by the backbone's ``adopt_state``, see ``load_state.adopt``.
+    Parameter names of other programs are translated by the backbone's ``convert_state_dict`` method; see
+    ``fastamp.checkpoint.load_state.convert_state_dict``.
 
     Args:
         depths, others: see ``Variants``.

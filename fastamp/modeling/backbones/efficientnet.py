@@ -7,18 +7,19 @@ import torch
 from torch import nn
 
 from fastamp.checkpoint.pretrained import Download
+from fastamp.checkpoint.state_dict_conversion import rename_modules
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
+from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
 from fastamp.modeling.backbones.init import init_convolutions
-from fastamp.modeling.backbones.names import rename_modules
-from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 from fastamp.modeling.backbones.pycls import PYCLS, SqueezeExcite, Stem
+from fastamp.utils.moved import renamed_attribute
 
 # Of the seven stages of every EfficientNet.
 EXPANSIONS = (1, 6, 6, 6, 6, 6, 6)
 KERNELS = (3, 3, 5, 3, 5, 5, 3)
 STRIDES = (1, 2, 2, 2, 1, 2, 1)
-_STRIDE_16_TO_32 = 5  # the stage whose stride MODEL.BACKBONE.LAST_STRIDE is
+_LAST_STRIDE_STAGE = 5  # the stage whose stride MODEL.BACKBONE.LAST_STRIDE is
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class EfficientNet(nn.Module):
         super().__init__()
         self.stem = Stem(in_channels, stem, norm, nn.SiLU(inplace=True))
         strides = [*STRIDES]
-        strides[_STRIDE_16_TO_32] = last_stride
+        strides[_LAST_STRIDE_STAGE] = last_stride
         channels = stem
         for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
             layers = nn.Sequential()
@@ -151,7 +152,7 @@ class EfficientNet(nn.Module):
             x = part(x)
         return x
 
-    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+    def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Return ``state`` with torchvision's names translated to these.
 
         The networks are the same, but torchvision's B5 was trained with an eps of 1e-3 in its norms, not of 1e-5.
@@ -170,6 +171,8 @@ class EfficientNet(nn.Module):
         names |= {f"features.{last}.0": "head.conv", f"features.{last}.1": "head.conv_bn"}
         return rename_modules(state, names)
 
+    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
+
 
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS)
@@ -182,7 +185,7 @@ def build_effnet_backbone(cfg: Any) -> EfficientNet:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = EfficientNet(
         stem=depth.stem,
         widths=depth.widths,

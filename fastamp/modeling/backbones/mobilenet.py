@@ -12,21 +12,23 @@ import torchvision
 from torch import nn
 
 from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
+from fastamp.checkpoint.state_dict_conversion import rename_modules
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.utils.moved import renamed_attribute
 
 WIDTHS = {"1.0x": 1.0, "0.75x": 0.75, "0.5x": 0.5, "0.35x": 0.35, "0.25x": 0.25, "0.1x": 0.1}
 
 # Of the code that FastReID's is from, and so with FastReID's names.
-_LI = "https://github.com/d-li14/mobilenetv2.pytorch/raw/master/pretrained/"
+_RELEASE = "https://github.com/d-li14/mobilenetv2.pytorch/raw/master/pretrained/"
 PRETRAINED_V2 = {
     "1.0x": TorchvisionWeights("mobilenet_v2"),
-    "0.75x": Download(_LI + "mobilenetv2_0.75-dace9791.pth"),
-    "0.5x": Download(_LI + "mobilenetv2_0.5-eaa6f9ad.pth"),
-    "0.35x": Download(_LI + "mobilenetv2_0.35-b2e15951.pth"),
-    "0.25x": Download(_LI + "mobilenetv2_0.25-b61d2159.pth"),
-    "0.1x": Download(_LI + "mobilenetv2_0.1-7d1d638a.pth"),
+    "0.75x": Download(_RELEASE + "mobilenetv2_0.75-dace9791.pth"),
+    "0.5x": Download(_RELEASE + "mobilenetv2_0.5-eaa6f9ad.pth"),
+    "0.35x": Download(_RELEASE + "mobilenetv2_0.35-b2e15951.pth"),
+    "0.25x": Download(_RELEASE + "mobilenetv2_0.25-b61d2159.pth"),
+    "0.1x": Download(_RELEASE + "mobilenetv2_0.1-7d1d638a.pth"),
 }
 
 V3_MODELS = {"Large": "mobilenet_v3_large", "Small": "mobilenet_v3_small"}
@@ -57,7 +59,7 @@ class MobileNetV2(nn.Module):
         """Map (B, in_channels, H, W) float, normalized, to (B, 1280, ~H/32, ~W/32)."""
         return self.features(x)
 
-    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+    def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Return ``state`` under torchvision's names: FastReID numbers the layers of a block in one row."""
         if "conv.0.weight" not in state:
             return state
@@ -66,11 +68,9 @@ class MobileNetV2(nn.Module):
             layers = (name for name, module in block.conv.named_modules() if not list(module.children()))
             prefix = f"features.{number}.conv"
             names |= {f"{prefix}.{position}": f"{prefix}.{name}" for position, name in enumerate(layers)}
-        renamed = {}
-        for key, value in state.items():
-            module, _, tensor = key.rpartition(".")
-            renamed[f"{names.get(module, module)}.{tensor}"] = value
-        return renamed
+        return rename_modules(state, names)
+
+    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
 
 class MobileNetV3(nn.Module):
@@ -128,7 +128,7 @@ def build_mobilenetv2_backbone(cfg: Any) -> MobileNetV2:
     """
     backbone = cfg.MODEL.BACKBONE
     width = choose_depth(cfg, WIDTHS)
-    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = MobileNetV2(width=width, in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
     return with_pretrained_weights(model, cfg, PRETRAINED_V2[backbone.DEPTH])
 
@@ -145,7 +145,7 @@ def build_mobilenetv3_backbone(cfg: Any) -> MobileNetV3:
     backbone = cfg.MODEL.BACKBONE
     name = choose_depth(cfg, V3_MODELS)
     # It has squeeze and excitation in any case, where the paper has it.
-    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_NL")
+    warn_ignored_options(cfg, "WITH_IBN", "WITH_NL")
     model = MobileNetV3(model=name, in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
     # The last convolution is in no ImageNet weights: it starts from random ones.
     return with_pretrained_weights(model, cfg, TorchvisionWeights(name), without=("conv.*",))

@@ -8,7 +8,16 @@ from torch import nn
 from fastamp.checkpoint.pretrained import Download
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "torchreids": "fastamp.modeling.backbones.osnet.torchreid_weights",
+        "halve": "fastamp.modeling.backbones.osnet.transition",
+    },
+)
 
 # Width of the stem and of the three stages.
 CHANNELS = {
@@ -23,18 +32,18 @@ _BOTTLENECK = 4
 _GATE_REDUCTION = 16
 
 
-def torchreids(name: str, drive_id: str) -> Download:
+def torchreid_weights(name: str, drive_id: str) -> Download:
     """Return torchreid's ImageNet weights of its model ``name``."""
     return Download(f"https://drive.google.com/uc?export=download&id={drive_id}", f"{name}_imagenet.pth")
 
 
 # (depth, with IBN) -> ImageNet weights
 PRETRAINED = {
-    ("x1_0", False): torchreids("osnet_x1_0", "1LaG1EJpHrxdAxKnSCJ_i0u-nbxSAeiFY"),
-    ("x0_75", False): torchreids("osnet_x0_75", "1uwA9fElHOk3ZogwbeY5GkLI6QPTX70Hq"),
-    ("x0_5", False): torchreids("osnet_x0_5", "16DGLbZukvVYgINws8u8deSaOqjybZ83i"),
-    ("x0_25", False): torchreids("osnet_x0_25", "1rb8UN5ZzPKRc_xvtHlyDh-cSz88YX9hs"),
-    ("x1_0", True): torchreids("osnet_ibn_x1_0", "1sr90V6irlYYDd4_4ISU2iruoRG8J__6l"),
+    ("x1_0", False): torchreid_weights("osnet_x1_0", "1LaG1EJpHrxdAxKnSCJ_i0u-nbxSAeiFY"),
+    ("x0_75", False): torchreid_weights("osnet_x0_75", "1uwA9fElHOk3ZogwbeY5GkLI6QPTX70Hq"),
+    ("x0_5", False): torchreid_weights("osnet_x0_5", "16DGLbZukvVYgINws8u8deSaOqjybZ83i"),
+    ("x0_25", False): torchreid_weights("osnet_x0_25", "1rb8UN5ZzPKRc_xvtHlyDh-cSz88YX9hs"),
+    ("x1_0", True): torchreid_weights("osnet_ibn_x1_0", "1sr90V6irlYYDd4_4ISU2iruoRG8J__6l"),
 }
 
 
@@ -132,7 +141,7 @@ def shortcut(in_channels: int, out_channels: int, norm: str) -> nn.Module:
     return ConvNorm(in_channels, out_channels, norm=build_norm(norm, out_channels), linear=True)
 
 
-def halve(channels: int, norm: str) -> nn.Sequential:
+def transition(channels: int, norm: str) -> nn.Sequential:
     """Return the end of a stage: a 1x1 convolution, then half the height and width."""
     return nn.Sequential(ConvNorm(channels, channels, norm=build_norm(norm, channels)), nn.AvgPool2d(2, stride=2))
 
@@ -169,10 +178,10 @@ class OSNet(nn.Module):
         self.conv2 = nn.Sequential(
             OSBlock(stem, first, norm=norm, instance_norm=ibn),
             OSBlock(first, first, norm=norm, instance_norm=ibn),
-            halve(first, norm),
+            transition(first, norm),
         )
         self.conv3 = nn.Sequential(
-            OSBlock(first, second, norm=norm), OSBlock(second, second, norm=norm), halve(second, norm)
+            OSBlock(first, second, norm=norm), OSBlock(second, second, norm=norm), transition(second, norm)
         )
         self.conv4 = nn.Sequential(OSBlock(second, third, norm=norm), OSBlock(third, third, norm=norm))
         self.conv5 = ConvNorm(third, third, norm=build_norm(norm, third))
@@ -196,6 +205,6 @@ def build_osnet_backbone(cfg: Any) -> OSNet:
     """
     backbone = cfg.MODEL.BACKBONE
     channels = choose_depth(cfg, CHANNELS)
-    warn_of_ignored_keys(cfg, "WITH_SE", "WITH_NL")
+    warn_ignored_options(cfg, "WITH_SE", "WITH_NL")
     model = OSNet(channels=channels, in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM, ibn=backbone.WITH_IBN)
     return with_pretrained_weights(model, cfg, PRETRAINED.get((backbone.DEPTH, backbone.WITH_IBN)))

@@ -7,23 +7,23 @@ from torch import nn
 
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
 from fastamp.modeling.backbones.osnet import (
     CHANNELS,
     ChannelGate,
     ConvNorm,
     LightConv3x3,
-    halve,
     init_weights,
     shortcut,
-    torchreids,
+    torchreid_weights,
+    transition,
 )
 
 PRETRAINED = {
-    "x1_0": torchreids("osnet_ain_x1_0", "1-CaioD9NaqbHK_kzSMW8VE4_3KcsRjEo"),
-    "x0_75": torchreids("osnet_ain_x0_75", "1apy0hpsMypqstfencdH-jKIUEFOW4xoM"),
-    "x0_5": torchreids("osnet_ain_x0_5", "1KusKvEYyKGDTUBVRxRiz55G31wkihB6l"),
-    "x0_25": torchreids("osnet_ain_x0_25", "1SxQt2AvmEcgWNhaRb2xC4rP6ZwVDP0Wt"),
+    "x1_0": torchreid_weights("osnet_ain_x1_0", "1-CaioD9NaqbHK_kzSMW8VE4_3KcsRjEo"),
+    "x0_75": torchreid_weights("osnet_ain_x0_75", "1apy0hpsMypqstfencdH-jKIUEFOW4xoM"),
+    "x0_5": torchreid_weights("osnet_ain_x0_5", "1KusKvEYyKGDTUBVRxRiz55G31wkihB6l"),
+    "x0_25": torchreid_weights("osnet_ain_x0_25", "1SxQt2AvmEcgWNhaRb2xC4rP6ZwVDP0Wt"),
 }
 
 
@@ -80,9 +80,9 @@ class OSNetAIN(nn.Module):
         self.conv1 = ConvNorm(in_channels, stem, norm=nn.InstanceNorm2d(stem, affine=True), kernel_size=7, stride=2)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
         self.conv2 = _stage(stem, first, norm, instance_norms=(True, True))
-        self.pool2 = halve(first, norm)
+        self.pool2 = transition(first, norm)
         self.conv3 = _stage(first, second, norm, instance_norms=(False, True))
-        self.pool3 = halve(second, norm)
+        self.pool3 = transition(second, norm)
         self.conv4 = _stage(second, third, norm, instance_norms=(True, False))
         self.conv5 = ConvNorm(third, third, norm=build_norm(norm, third))
         self.feature_dim = third
@@ -114,6 +114,6 @@ def build_osnet_ain_backbone(cfg: Any) -> OSNetAIN:
     """
     backbone = cfg.MODEL.BACKBONE
     channels = choose_depth(cfg, CHANNELS)
-    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = OSNetAIN(channels=channels, in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
     return with_pretrained_weights(model, cfg, PRETRAINED[backbone.DEPTH])

@@ -8,12 +8,15 @@ import torch
 from torch import nn
 
 from fastamp.checkpoint.pretrained import Download
+from fastamp.checkpoint.state_dict_conversion import rename_modules
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
+from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
 from fastamp.modeling.backbones.init import init_convolutions
-from fastamp.modeling.backbones.names import rename_modules
-from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 from fastamp.modeling.backbones.pycls import PYCLS, SqueezeExcite, Stem
+from fastamp.utils.moved import moved_names, renamed_attribute
+
+__getattr__ = moved_names(__name__, {"stages_of": "fastamp.modeling.backbones.regnet.compute_stages"})
 
 STEM_WIDTH = 32
 _STAGES = ("s1", "s2", "s3", "s4")
@@ -79,7 +82,7 @@ class Stage:
     group_width: int
 
 
-def stages_of(depth: Depth) -> list[Stage]:
+def compute_stages(depth: Depth) -> list[Stage]:
     """Return the stages that the parameters of a RegNet stand for (eq. 2 to 4 of the paper).
 
     Block j would be u_j = w_0 + w_a j wide; it gets the nearest w_0 w_m^s, a multiple of 8, and the blocks of one s are
@@ -186,7 +189,7 @@ class RegNet(nn.Module):
             x = part(x)
         return x
 
-    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+    def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Return ``state`` with torchvision's names translated to these."""
         names = {"stem.0": "stem.conv", "stem.1": "stem.bn"}
         parts = {"proj.0": "proj", "proj.1": "bn", "f.se.fc1": "f.se.f_ex.0", "f.se.fc2": "f.se.f_ex.2"}
@@ -197,6 +200,8 @@ class RegNet(nn.Module):
                 theirs, own = f"trunk_output.block{stage}.block{stage}-{number}", f"{name}.b{number + 1}"
                 names |= {f"{theirs}.{part}": f"{own}.{parts[part]}" for part in parts}
         return rename_modules(state, names)
+
+    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
 
 @BACKBONE_REGISTRY.register()
@@ -210,9 +215,9 @@ def build_regnet_backbone(cfg: Any) -> RegNet:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = RegNet(
-        stages=stages_of(depth),
+        stages=compute_stages(depth),
         se=backbone.DEPTH.endswith("y"),
         in_channels=cfg.INPUT.CHANNELS,
         last_stride=backbone.LAST_STRIDE,

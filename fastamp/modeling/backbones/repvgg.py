@@ -13,8 +13,9 @@ from fastamp.checkpoint.load_state import State
 from fastamp.config import Key
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
 from fastamp.utils.errors import ConfigError, WeightsError
+from fastamp.utils.moved import renamed_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +28,14 @@ KEYS = (
 )
 
 # Other programs' names of the one convolution: FastReID's deploy form, and timm's.
-_FUSED_NAMES = {
+_DEPLOY_NAMES = {
     "fused_weight": "rbr_reparam.weight",
     "fused_bias": "rbr_reparam.bias",
     "reparam_conv.weight": "rbr_reparam.weight",
     "reparam_conv.bias": "rbr_reparam.bias",
 }
 _TIMM_BRANCHES = {"conv_kxk": "rbr_dense", "conv_1x1": "rbr_1x1", "identity": "rbr_identity"}
-_OF_A_NORM = ("weight", "bias", "running_mean", "running_var")
+_NORM_TENSORS = ("weight", "bias", "running_mean", "running_var")
 _BATCH_NORM_EPS = 1e-5  # PyTorch's default, which RepVGGs of all programs have
 
 
@@ -116,13 +117,13 @@ class RepVGGBlock(nn.Module):
         del self.rbr_identity, self.rbr_dense, self.rbr_1x1
         self.rbr_reparam, self.deploy = convolution, True
 
-    def adopt_state(self, state: State, notes: list[str]) -> State:
+    def convert_state_dict(self, state: State, notes: list[str]) -> State:
         """Return ``state`` for this block's form: the branches are fused for the deploy form.
 
         Raises:
             WeightsError: ``state`` is of the deploy form, and the block is not.
         """
-        state = {_FUSED_NAMES.get(key, key): value for key, value in state.items()}
+        state = {_DEPLOY_NAMES.get(key, key): value for key, value in state.items()}
         if not self.deploy:
             if "rbr_reparam.weight" in state:
                 raise WeightsError(
@@ -132,7 +133,7 @@ class RepVGGBlock(nn.Module):
                 )
             return state
         norms = ["rbr_dense.bn", "rbr_1x1.bn"] + ["rbr_identity"] * self.with_identity
-        branches = {f"{norm}.{name}" for norm in norms for name in _OF_A_NORM}
+        branches = {f"{norm}.{name}" for norm in norms for name in _NORM_TENSORS}
         branches |= {"rbr_dense.conv.weight", "rbr_1x1.conv.weight"}
         if not branches <= state.keys():
             return state
@@ -140,6 +141,8 @@ class RepVGGBlock(nn.Module):
         others = {key: value for key, value in state.items() if key not in branches | counters}
         fused = self._fuse(state, eps=_BATCH_NORM_EPS)
         return others | {f"rbr_reparam.{key}": value for key, value in fused.items()}
+
+    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
     def _fuse(self, state: State, *, eps: float) -> State:
         """Return the weight and bias of the convolution that equals the branches in evaluation (section 3.3).
@@ -158,7 +161,7 @@ class RepVGGBlock(nn.Module):
             kernels["rbr_identity"] = identity
         weight, bias = 0, 0
         for norm, kernel in kernels.items():
-            scale, shift, mean, variance = (state[f"{norm}.{name}"].double() for name in _OF_A_NORM)
+            scale, shift, mean, variance = (state[f"{norm}.{name}"].double() for name in _NORM_TENSORS)
             factor = scale / (variance + eps).sqrt()
             weight = weight + kernel * factor[:, None, None, None]
             bias = bias + shift - mean * factor
@@ -216,7 +219,7 @@ class RepVGG(nn.Module):
         in_channels: channels of the images.
         last_stride: stride of the last stage.
         norm: name of the normalization layer.
-        deploy: one convolution a block, for inference; a state dict of either form fits it through ``adopt_state``.
+        deploy: one convolution a block, for inference; ``convert_state_dict`` fuses training weights.
     """
 
     def __init__(
@@ -265,14 +268,16 @@ class RepVGG(nn.Module):
             if isinstance(block, RepVGGBlock):
                 block.switch_to_deploy()
 
-    def adopt_state(self, state: State, notes: list[str]) -> State:
+    def convert_state_dict(self, state: State, notes: list[str]) -> State:
         """Return ``state`` with the authors' and FastReID's names instead of timm's."""
         if not any(key.startswith("stem.") for key in state):
             return state
-        return {_name_of_timms(key): value for key, value in state.items()}
+        return {_convert_timm_name(key): value for key, value in state.items()}
+
+    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
 
-def _name_of_timms(key: str) -> str:
+def _convert_timm_name(key: str) -> str:
     """Return the name here of timm's ``key``, e.g. stage1.0.rbr_1x1.bn.bias of stages.0.0.conv_1x1.bn.bias."""
     first, *others = key.split(".")
     if first == "stem":
@@ -293,7 +298,7 @@ def build_repvgg_backbone(cfg: Any) -> RepVGG:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     if backbone.DEPLOY:
         _check_norm(build_norm(backbone.NORM, 64))
         logger.warning("MODEL.BACKBONE.DEPLOY is on: one convolution a block is for inference; train with DEPLOY False")

@@ -9,8 +9,8 @@ from torch import nn
 from fastamp.checkpoint.pretrained import Download
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
+from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
 from fastamp.modeling.backbones.init import init_convolutions
-from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
 
 EXPANSION = 4
 
@@ -192,7 +192,7 @@ def build_resnest_backbone(cfg: Any) -> ResNeSt:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = ResNeSt(
         blocks=depth.blocks,
         stem_width=depth.stem_width,

@@ -11,8 +11,8 @@ from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
 from fastamp.config import Key
 from fastamp.layers import IBN, NonLocal, SELayer, build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
+from fastamp.modeling.backbones.build_utils import with_pretrained_weights
 from fastamp.modeling.backbones.init import init_convolutions
-from fastamp.modeling.backbones.options import with_pretrained_weights
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from typing import Any
 
 from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
 from fastamp.modeling.backbones.resnet import Bottleneck, Depth, ResNet
 
 DEPTHS = {
@@ -35,7 +35,7 @@ def build_resnext_backbone(cfg: Any) -> ResNet:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    warn_of_ignored_keys(cfg, "WITH_SE")
+    warn_ignored_options(cfg, "WITH_SE")
     model = ResNet(
         block=depth.block,
         blocks=depth.blocks,

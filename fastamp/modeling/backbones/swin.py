@@ -8,9 +8,10 @@ from torch import nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTransformer
 
 from fastamp.checkpoint.pretrained import TorchvisionWeights
+from fastamp.checkpoint.state_dict_conversion import rename_modules
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.names import rename_modules
-from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.utils.moved import renamed_attribute
 
 PATCH = 4
 WINDOW = 7
@@ -91,7 +92,7 @@ class Swin(SwinTransformer):
         """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/32, ~W/32), after the last norm."""
         return self.permute(self.norm(self.features(x)))
 
-    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+    def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Return ``state`` with the authors' names, or timm's, translated to torchvision's, and without indices."""
         names = {"patch_embed.proj": "features.0.0", "patch_embed.norm": "features.0.2"}
         parts = {part: part for part in ("norm1", "norm2", "attn", "attn.qkv", "attn.proj")}
@@ -108,6 +109,8 @@ class Swin(SwinTransformer):
         derived = ("relative_position_index", "attn_mask")
         return {key: value for key, value in rename_modules(state, names).items() if not key.endswith(derived)}
 
+    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
+
 
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS)
@@ -120,7 +123,7 @@ def build_swin_backbone(cfg: Any) -> Swin:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = Swin(
         width=depth.width,
         blocks=depth.blocks,

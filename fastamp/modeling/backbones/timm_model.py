@@ -10,14 +10,15 @@ from torch import nn
 
 from fastamp.checkpoint.pretrained import load_pretrained_backbone
 from fastamp.config import fixed_input_size, input_size, size_key
-from fastamp.modeling.backbones.options import warn_of_ignored_keys
+from fastamp.modeling.backbones.build_utils import warn_ignored_options
 from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean
+from fastamp.utils.moved import renamed_attribute
 
 logger = logging.getLogger(__name__)
 
 _PREFIX = "model."
 # What timm's models raise at an argument that they do not know, and at images that do not fit.
-_REFUSALS = (AssertionError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
+_TIMM_ERRORS = (AssertionError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 class TimmBackbone(nn.Module):
@@ -45,7 +46,7 @@ class TimmBackbone(nn.Module):
             x = x[:, 0] if self.has_class_token else x[:, self.prefix_tokens :].mean(dim=1)
         return x[:, :, None, None]
 
-    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+    def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Return a state dict of timm's, or one that timm can convert, under these names and with this image size."""
         if any(key.startswith(_PREFIX) for key in state):
             return state
@@ -54,6 +55,8 @@ class TimmBackbone(nn.Module):
         if convert is not None:
             state = convert(dict(state), self.model)
         return {_PREFIX + key: value for key, value in state.items()}
+
+    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
 
 def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone:
@@ -70,7 +73,7 @@ def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone:
     backbone = cfg.MODEL.BACKBONE
     timm = _import_timm(name)
     _check_name(timm, name)
-    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     if backbone.NORM != "BN":
         logger.warning("MODEL.BACKBONE.NORM does nothing: %s has the normalization that timm gave it", name)
     size = fixed_input_size(cfg, is_train=True, needed_by=f"MODEL.BACKBONE.NAME {backbone.NAME}")
@@ -120,7 +123,7 @@ def _create(
             arguments = {"num_classes": 0, "in_chans": channels} | pooling | option
             try:
                 model = timm.create_model(name, pretrained=False, **arguments)
-            except _REFUSALS as error:
+            except _TIMM_ERRORS as error:
                 refusal = error
                 continue
             if last_stride == 1 and "output_stride" not in option:
@@ -149,7 +152,7 @@ def _check_size(backbone: TimmBackbone, name: str, key: str, shape: tuple[int, i
     try:
         with torch.no_grad():
             backbone.eval()(torch.zeros(shape))
-    except _REFUSALS as error:
+    except _TIMM_ERRORS as error:
         raise ConfigError(
             f"{key} is {shape[2:]}, but timm's {name} cannot take such images ({str(error) or type(error).__name__})"
         ) from error

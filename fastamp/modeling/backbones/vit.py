@@ -15,8 +15,17 @@ from fastamp.checkpoint.load_state import State
 from fastamp.checkpoint.pretrained import Download
 from fastamp.config import Key, fixed_input_size, input_size, size_key
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.options import choose_depth, warn_of_ignored_keys, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.moved import moved_names, renamed_attribute
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "grid_of": "fastamp.modeling.backbones.vit.infer_grid",
+        "keys_of_state": "fastamp.modeling.backbones.vit.infer_embedding_keys",
+    },
+)
 
 KEYS = (
     Key(
@@ -52,7 +61,7 @@ KEYS = (
 
 PATCH = 16
 # The images that people train ViTs with, height and width.
-_USUAL_SIZES = ((256, 128), (384, 128), (256, 256), (224, 224))
+_COMMON_SIZES = ((256, 128), (384, 128), (256, 256), (224, 224))
 _EPS = 1e-6  # of every layer norm, as in the weights' own program
 
 
@@ -265,7 +274,7 @@ class VisionTransformer(nn.Module):
         patches, grid = self.patch_embed(x)
         tokens = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), patches), dim=1) + self._positions(grid)
         if self.takes_cameras:
-            tokens = tokens + self.side_weight * self.sie_embed[self._place(camids, viewids)]
+            tokens = tokens + self.side_weight * self.sie_embed[self._side_index(camids, viewids)]
         tokens = self.pos_drop(tokens)
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
@@ -280,7 +289,7 @@ class VisionTransformer(nn.Module):
         """Return the position embedding of a ``grid`` of patches, (1, 1 + patches, width)."""
         return self.pos_embed if grid == self.grid else resize_positions(self.pos_embed, self.grid, grid)
 
-    def _place(self, camids: torch.Tensor | None, viewids: torch.Tensor | None) -> torch.Tensor:
+    def _side_index(self, camids: torch.Tensor | None, viewids: torch.Tensor | None) -> torch.Tensor:
         """Return the (B,) rows of ``sie_embed`` for images from these cameras and views."""
         for key, number, name, ids in (
             ("SIE_CAMERAS", self.cameras, "camids", camids),
@@ -299,7 +308,7 @@ class VisionTransformer(nn.Module):
         self.norm = None
         return last
 
-    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+    def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Return the tensors of a timm, DeiT, FastReID or TransReID file, with positions for this network's grid."""
         state = dict(state)
         weight = state.get("patch_embed.proj.weight")
@@ -312,7 +321,7 @@ class VisionTransformer(nn.Module):
             if state.pop("dist_token", None) is not None:  # DeiT's second token; its place is behind the class token's
                 positions = torch.cat((positions[:, :1], positions[:, 2:]), dim=1)
             if positions.shape[1] != self.pos_embed.shape[1]:
-                found = grid_of(positions.shape[1] - 1, like=self.grid)
+                found = infer_grid(positions.shape[1] - 1, like=self.grid)
                 notes.append(
                     f"its position embedding of {found[0]} x {found[1]} patches was resized to {self.grid[0]} x "
                     f"{self.grid[1]} (INPUT.SIZE_TRAIN or CROP.SIZE, MODEL.BACKBONE.STRIDE_SIZE)"
@@ -325,6 +334,8 @@ class VisionTransformer(nn.Module):
                 "features set MODEL.BACKBONE.SIE_CAMERAS or SIE_VIEWS"
             )
         return state
+
+    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
 
 def resize_positions(positions: torch.Tensor, old: tuple[int, int], new: tuple[int, int]) -> torch.Tensor:
@@ -344,7 +355,7 @@ def resize_positions(positions: torch.Tensor, old: tuple[int, int], new: tuple[i
     return torch.cat((positions[:, :1], maps.flatten(2).transpose(1, 2)), dim=1)
 
 
-def grid_of(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
+def infer_grid(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
     """Return the rows and columns of so many patches: a square's, or else those whose ratio is nearest to ``like``'s.
 
     A file does not say them. ImageNet's are square; TransReID's 210 are 21 x 10.
@@ -358,7 +369,7 @@ def grid_of(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
     return height, patches // height
 
 
-def keys_of_state(state: State) -> dict[str, str]:
+def infer_embedding_keys(state: State) -> dict[str, str]:
     """Return the config keys of a ViT's embeddings: the number of cameras, and a size and stride of so many patches.
 
     Args:
@@ -370,7 +381,7 @@ def keys_of_state(state: State) -> dict[str, str]:
     positions = state.get("pos_embed")
     if positions is None or positions.dim() != 3:
         return keys
-    for size, stride in itertools.product(_USUAL_SIZES, range(PATCH, PATCH // 2 - 1, -1)):
+    for size, stride in itertools.product(_COMMON_SIZES, range(PATCH, PATCH // 2 - 1, -1)):
         if math.prod((side - PATCH) // stride + 1 for side in size) == positions.shape[1] - 1:
             keys |= {"MODEL.BACKBONE.STRIDE_SIZE": f"({stride}, {stride})"}
             return keys | {"INPUT.SIZE_TRAIN": str(size), "INPUT.SIZE_TEST": str(size)}
@@ -378,7 +389,7 @@ def keys_of_state(state: State) -> dict[str, str]:
 
 
 @BACKBONE_REGISTRY.register()
-@variants(DEPTHS, keys_of=keys_of_state)
+@variants(DEPTHS, keys_of=infer_embedding_keys)
 def build_vit_backbone(cfg: Any) -> VisionTransformer:
     """Return the ViT of ``MODEL.BACKBONE`` for ``INPUT``, pretrained if ``PRETRAIN`` is on.
 
@@ -392,7 +403,7 @@ def build_vit_backbone(cfg: Any) -> VisionTransformer:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    warn_of_ignored_keys(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     image_size = fixed_input_size(cfg, is_train=True, needed_by=f"MODEL.BACKBONE.NAME {backbone.NAME}")
     for is_train, size in ((True, image_size), (False, input_size(cfg, is_train=False))):
         if size is not None and min(size) < PATCH:

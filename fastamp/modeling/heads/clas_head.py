@@ -33,13 +33,13 @@ class ClasHead(EmbeddingHead):
         """Compute class logits: in training mode what ``EmbeddingHead`` returns, in evaluation mode (B, K) float32."""
         return super().forward(features, targets) if self.training else self.logits(features)
 
-    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+    def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Return what ``EmbeddingHead`` does, and make room for the file's classes where there are none.
 
         Raises:
             WeightsError: see there.
         """
-        state = super().adopt_state(state, notes)
+        state = super().convert_state_dict(state, notes)
         classes = state.get("weight")
         # Contiguous: as much memory as the file has, whatever its shape claims.
         fits = is_weight(classes) and classes.is_contiguous() and classes.shape[1:] == self.weight.shape[1:]

@@ -9,6 +9,7 @@ from fastamp.amp import force_fp32
 from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, build_norm
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.utils.errors import ConfigError, WeightsError
+from fastamp.utils.moved import renamed_attribute
 
 
 @HEADS_REGISTRY.register()
@@ -160,7 +161,7 @@ class EmbeddingHead(nn.Module):
         if len(self.weight) == 0:
             raise ConfigError("MODEL.HEADS.NUM_CLASSES is 0: to train, set it to the number of identities")
 
-    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+    def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Return the head of a FastReID file of any age, or of a TransReID one without JPM, under present names.
 
         Raises:
@@ -195,3 +196,5 @@ class EmbeddingHead(nn.Module):
                 key = f"bottleneck.{number}.{key.removeprefix('bottleneck.')}"
             renamed[key] = value
         return renamed
+
+    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")

@@ -46,6 +46,6 @@ class FCHead(EmbeddingHead):
     def _neck(self, pooled: torch.Tensor) -> torch.Tensor:
         return self.fc(pooled.flatten(1))
 
-    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+    def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Return the head of a torchreid file under present names; its classifier has a bias, which is left over."""
         return {"weight" if key == "classifier.weight" else key: value for key, value in state.items()}

@@ -12,6 +12,15 @@ from fastamp.config import Key
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.embedding_head import EmbeddingHead
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.moved import moved_names, renamed_attribute
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "shuffled": "fastamp.modeling.heads.jpm_head.shuffle_patches",
+        "blocks_in_head": "fastamp.modeling.heads.jpm_head.last_block_state",
+    },
+)
 
 KEYS = (
     Key("MODEL.HEADS.JPM.PARTS", 4, "JPMHead: parts of the patches with a feature of their own.", low=1),
@@ -43,8 +52,8 @@ class JPMHead(nn.Module):
     Args:
         last_block: (B, tokens, D) -> (B, tokens, D); it is copied, with its weights.
         branches: the necks and classifiers: of the global feature first, then of each part.
-        shift: see ``shuffled``.
-        groups: see ``shuffled``.
+        shift: see ``shuffle_patches``.
+        groups: see ``shuffle_patches``.
         rearrange: whether to shift and shuffle at all.
         checkpointing: keep no activations of the blocks for the gradient, and compute them again.
     """
@@ -110,7 +119,7 @@ class JPMHead(nn.Module):
             their number. In training mode ``EmbeddingHead``'s outputs of each feature with its weight in the losses:
             the global one counts as much as all local ones together.
         """
-        features = [self._through(self.b1, tokens)[:, 0], *self._local_features(tokens)]
+        features = [self._run_block(self.b1, tokens)[:, 0], *self._local_features(tokens)]
         outputs = [
             branch(feature[:, :, None, None], targets) for branch, feature in zip(self.branches, features, strict=True)
         ]
@@ -121,7 +130,7 @@ class JPMHead(nn.Module):
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return (B, K) float32 class logits of the global feature, in every mode; see ``EmbeddingHead.logits``."""
-        return self.branches[0].logits(self._through(self.b1, tokens)[:, 0, :, None, None])
+        return self.branches[0].logits(self._run_block(self.b1, tokens)[:, 0, :, None, None])
 
     def _local_features(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return (B, D) for each part."""
@@ -132,20 +141,20 @@ class JPMHead(nn.Module):
                 f"MODEL.HEADS.JPM.PARTS is {self.parts}, but images of this size have {patches.shape[1]} patches"
             )
         if self.rearrange:
-            patches = shuffled(patches, shift=self.shift, groups=self.groups)
+            patches = shuffle_patches(patches, shift=self.shift, groups=self.groups)
         # All parts as one batch; what is left over after the last part is dropped, as TransReID does.
         parts = [
             torch.cat((class_token, patches[:, start : start + length]), dim=1)
             for start in range(0, length * self.parts, length)
         ]
-        return self._through(self.b2, torch.cat(parts))[:, 0].unflatten(0, (self.parts, -1)).unbind()
+        return self._run_block(self.b2, torch.cat(parts))[:, 0].unflatten(0, (self.parts, -1)).unbind()
 
-    def _through(self, block: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    def _run_block(self, block: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         if self.checkpointing and torch.is_grad_enabled():
             return checkpoint(block, tokens, use_reentrant=False)
         return block(tokens)
 
-    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+    def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Return TransReID's ``bottleneck_2.*`` and ``classifier_2.*`` as ``branches.2.*``, which knows the rest."""
         renamed = {}
         for key, value in state.items():
@@ -156,8 +165,10 @@ class JPMHead(nn.Module):
             renamed[key] = value
         return renamed
 
+    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
-def blocks_in_head(state: State, *, number: int) -> State:
+
+def last_block_state(state: State, *, number: int) -> State:
     """Return the backbone's last block and norm, which the head has, under the backbone's names.
 
     Args:
@@ -169,7 +180,7 @@ def blocks_in_head(state: State, *, number: int) -> State:
     return renamed | {"norm.weight": state["b1.1.weight"], "norm.bias": state["b1.1.bias"]}
 
 
-def shuffled(patches: torch.Tensor, *, shift: int, groups: int) -> torch.Tensor:
+def shuffle_patches(patches: torch.Tensor, *, shift: int, groups: int) -> torch.Tensor:
     """Return patches so that neighbours come from far apart: moved round, dealt into groups, one of each in turn.
 
     Differs from the paper as TransReID's program does: they move by one less than the shift, and where the groups do

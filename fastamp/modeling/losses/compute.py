@@ -44,12 +44,12 @@ def compute_losses(
     if gather and any(over_pairs(loss) for loss in losses.values()):
         whole = (outputs | {"features": comm.all_gather(outputs["features"])}, comm.all_gather(targets))
     return {
-        name: loss(*whole) if over_pairs(loss) else _of_each_image(loss, outputs, targets, gather=gather)
+        name: loss(*whole) if over_pairs(loss) else _compute_per_image(loss, outputs, targets, gather=gather)
         for name, loss in losses.items()
     }
 
 
-def _of_each_image(loss: nn.Module, outputs: Outputs, targets: torch.Tensor, *, gather: bool) -> torch.Tensor:
+def _compute_per_image(loss: nn.Module, outputs: Outputs, targets: torch.Tensor, *, gather: bool) -> torch.Tensor:
     """Return a loss that looks at each image by itself: this rank's share, whose mean over the ranks is the loss."""
     if not gather or not hasattr(loss, "total_and_count"):
         return loss(outputs, targets)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, apply_force_fp32, resolve_device
-from fastamp.modeling.memory import building_model
+from fastamp.modeling.out_of_memory import explain_out_of_memory
 from fastamp.utils.compiled import compile_parts
 from fastamp.utils.registry import Registry
 
@@ -32,7 +32,7 @@ def build_model(cfg: Any) -> nn.Module:
     if (cfg.KD.MODEL_CONFIG or cfg.KD.EMA.ENABLED) and name in ("Baseline", "MGN", "MoCo"):
         logger.warning("KD.* does nothing: MODEL.META_ARCHITECTURE is %s, and it is Distiller that has teachers", name)
     memory_format = torch.channels_last if _channels_last(cfg, device) else torch.contiguous_format
-    with building_model(cfg):
+    with explain_out_of_memory(cfg):
         model = META_ARCH_REGISTRY.build(name, cfg)
         apply_force_fp32(model, cfg.SOLVER.AMP.FORCE_FP32)
         model = model.to(device=device, memory_format=memory_format)

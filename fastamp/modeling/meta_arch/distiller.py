@@ -110,24 +110,24 @@ class Distiller(Baseline):
         """Return ``Baseline``'s losses, and ``loss_jsdiv``, the mean of the distillation losses of all teachers."""
         losses = super().loss_terms(outputs, targets, batch)
         own = main_outputs(outputs)["pred_class_logits"]
-        terms = [distillation_loss(own, logits, temperature=self.temperature) for logits in self._lessons(batch)]
+        terms = [distillation_loss(own, logits, temperature=self.temperature) for logits in self._teacher_logits(batch)]
         return losses | {"loss_jsdiv": torch.stack(terms).mean()}
 
     @torch.no_grad()
-    def _lessons(self, batch: dict[str, Any]) -> list[torch.Tensor]:
+    def _teacher_logits(self, batch: dict[str, Any]) -> list[torch.Tensor]:
         """Return the class logits of each teacher: (B, K) float32."""
         lessons = [teacher.class_logits(batch) for teacher in self._teachers]
         if self.ema is not None:
             lessons.append(self.ema.heads.logits(self.feature_maps(batch, self.ema.backbone)))
         return lessons
 
-    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+    def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Return the tensors of a file of this or another architecture, as ``Baseline`` does.
 
         Without a moving average in it, the file's model is where that starts.
         """
-        state = super().adopt_state(state, notes)
-        return state if self.ema is None else self.ema.starts_from(state, "ema.")
+        state = super().convert_state_dict(state, notes)
+        return state if self.ema is None else self.ema.fill_from_model(state, "ema.")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Distiller":
         """Take the teachers along to another device."""

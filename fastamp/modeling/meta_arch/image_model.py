@@ -8,6 +8,7 @@ from torch import nn
 
 from fastamp.checkpoint.state_dict_conversion import whole_model_names
 from fastamp.config import per_channel
+from fastamp.utils.moved import renamed_attribute
 
 
 class ImageModel(nn.Module):
@@ -107,7 +108,7 @@ class ImageModel(nn.Module):
             raise KeyError('the model is in training mode, but the batch has no "targets"; call model.eval() first?')
         return batch["targets"].to(self.device, non_blocking=True)
 
-    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+    def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Return the tensors of a FastReID, torchreid or TransReID file under ``backbone.`` and ``heads.``."""
         for name in ("pixel_mean", "pixel_std"):
             if name in state and not torch.allclose(state[name].flatten().float(), getattr(self, name).cpu().flatten()):
@@ -122,6 +123,8 @@ class ImageModel(nn.Module):
                 f"{' not' if of_mgn else ''}"
             )
         return whole_model_names(state, self.backbone, notes)
+
+    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
 
 def normalization(cfg: Any) -> dict[str, Any]:

@@ -16,13 +16,16 @@ from fastamp.modeling.losses.compute import compute_losses, over_pairs
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.image_model import ImageModel, normalization
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(__name__, {"backbone_of": "fastamp.modeling.meta_arch.mgn.backbone_state"})
 
 logger = logging.getLogger(__name__)
 
 # The order in which their features stand side by side.
 HEADS = ("b1", "b2", "b3", "b21", "b22", "b31", "b32", "b33")
 # What the losses that compare images with each other see: the parts of a branch together.
-_PAIRED = {"b1": ("b1",), "b2": ("b2",), "b3": ("b3",), "b22": ("b21", "b22"), "b33": ("b31", "b32", "b33")}
+_PAIR_LOSS_PARTS = {"b1": ("b1",), "b2": ("b2",), "b3": ("b3",), "b22": ("b21", "b22"), "b33": ("b31", "b32", "b33")}
 
 
 @META_ARCH_REGISTRY.register()
@@ -64,7 +67,11 @@ class MGN(ImageModel):
         )
         super().__init__(backbone=trunk, **pixels)
         stage3, stage4 = nn.Sequential(*list(backbone.layer3)[1:]), backbone.layer4
-        for branch, last in (("b1", stage4), ("b2", _without_stride(stage4)), ("b3", _without_stride(stage4))):
+        for branch, last in (
+            ("b1", stage4),
+            ("b2", _copy_without_stride(stage4)),
+            ("b3", _copy_without_stride(stage4)),
+        ):
             self.add_module(branch, nn.Sequential(copy.deepcopy(stage3), copy.deepcopy(last)))
             for name in HEADS:
                 if name.startswith(branch):
@@ -126,10 +133,10 @@ class MGN(ImageModel):
         for head in HEADS:
             values = compute_losses(of_single, outputs[head], targets, gather=self.gather)
             losses |= {f"{name}_{head}": value / len(HEADS) for name, value in values.items()}
-        for head, parts in _PAIRED.items():
+        for head, parts in _PAIR_LOSS_PARTS.items():
             together = outputs[head] | {"features": torch.cat([outputs[part]["features"] for part in parts], dim=1)}
             values = compute_losses(of_pairs, together, targets, gather=self.gather)
-            losses |= {f"{name}_{head}": value / len(_PAIRED) for name, value in values.items()}
+            losses |= {f"{name}_{head}": value / len(_PAIR_LOSS_PARTS) for name, value in values.items()}
         return losses
 
     def class_logits(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -141,10 +148,10 @@ class MGN(ImageModel):
         """Return the feature map of each head."""
         trunk = self.feature_maps(batch)
         maps = {branch: self.get_submodule(branch)(trunk) for branch in ("b1", "b2", "b3")}
-        return maps | self._parts("b2", maps["b2"], 2) | self._parts("b3", maps["b3"], 3)
+        return maps | self._split_height("b2", maps["b2"], 2) | self._split_height("b3", maps["b3"], 3)
 
     @staticmethod
-    def _parts(branch: str, maps: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
+    def _split_height(branch: str, maps: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
         """Return (B, D, h, w) cut into ``count`` parts of its height, from the top: ``b21``, ``b22``, ..."""
         parts = maps.chunk(count, dim=2)
         if len(parts) < count:
@@ -155,7 +162,7 @@ class MGN(ImageModel):
         return {f"{branch}{number}": part for number, part in enumerate(parts, start=1)}
 
 
-def backbone_of(state: State) -> State:
+def backbone_state(state: State) -> State:
     """Return the ResNet that the trunk and the first branch of an MGN's ``state`` are, under a ResNet's names."""
     stages = {"backbone.0.": "conv1.", "backbone.1.": "bn1.", "backbone.4.": "layer1.", "backbone.5.": "layer2."}
     stages |= {"backbone.6.": "layer3.0.", "b1.1.": "layer4."}
@@ -170,7 +177,7 @@ def backbone_of(state: State) -> State:
     return renamed
 
 
-def _without_stride(stage: nn.Sequential) -> nn.Sequential:
+def _copy_without_stride(stage: nn.Sequential) -> nn.Sequential:
     """Return a copy of a ResNet's stage whose convolutions keep the map's size."""
     stage = copy.deepcopy(stage)
     for module in stage.modules():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp import apply_force_fp32, force_fp32
-from fastamp.checkpoint.load_state import adopt, classifiers
+from fastamp.checkpoint.load_state import classifiers, convert_state_dict
 from fastamp.config import Key
 from fastamp.modeling.losses.build import feature_dim
 from fastamp.modeling.losses.compute import Outputs, main_outputs
@@ -108,23 +108,23 @@ class MoCo(Baseline):
     ) -> dict[str, torch.Tensor]:
         """Return ``Baseline``'s losses, and ``loss_mb`` over the memory bank."""
         losses = super().loss_terms(outputs, targets, batch)
-        self.key_encoder.follow_modes(self)
+        self.key_encoder.copy_training_modes(self)
         with torch.no_grad():
             maps = self.feature_maps(batch, self.key_encoder.backbone)
             keys = main_outputs(self.key_encoder.heads(maps, targets))["features"]
         return losses | {"loss_mb": self.scale * self.memory(main_outputs(outputs)["features"], keys, targets)}
 
-    def adopt_state(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+    def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Return the tensors of a file of this or another architecture, as ``Baseline`` does.
 
         Without a key encoder in it, the file's model is where that starts.
         """
-        state = self.key_encoder.starts_from(super().adopt_state(state, notes), "key_encoder.")
+        state = self.key_encoder.fill_from_model(super().convert_state_dict(state, notes), "key_encoder.")
         bank = state.get("memory.queue")
         if bank is None:
             return state
         of_head = {name.removeprefix("heads."): value for name, value in state.items() if name.startswith("heads.")}
-        theirs, own_head = adopt(self.heads, of_head)[0], self.heads.state_dict()
+        theirs, own_head = convert_state_dict(self.heads, of_head)[0], self.heads.state_dict()
         wrong, own = "", self.memory.queue
         if bank.shape != own.shape:
             wrong = f"it is {' x '.join(map(str, bank.shape))}, and here {' x '.join(map(str, own.shape))}"

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from fastamp.utils.moved import renamed_attribute
+
 
 class MomentumCopy(nn.Module):
     """Copies of some parts of a model whose weights are a moving average of those parts' weights, in float32.
@@ -28,7 +30,7 @@ class MomentumCopy(nn.Module):
         for name in parts:
             self.add_module(name, copy.deepcopy(model.get_submodule(name)))
         self.weights = tuple(name for name, _ in self.named_parameters())
-        _turn_into_buffers(self)
+        _parameters_to_buffers(self)
 
     @torch.no_grad()
     def update(self, model: nn.Module, *, statistics: bool) -> None:
@@ -45,7 +47,7 @@ class MomentumCopy(nn.Module):
         for name in live.keys() - set(floating):
             own[name].copy_(live[name])
 
-    def follow_modes(self, model: nn.Module) -> None:
+    def copy_training_modes(self, model: nn.Module) -> None:
         """Be in training and evaluation mode where the model is, part by part: parts of it may be frozen."""
         for part in self._modules:
             pairs = zip(self.get_submodule(part).modules(), model.get_submodule(part).modules(), strict=True)
@@ -56,7 +58,7 @@ class MomentumCopy(nn.Module):
         """Return the buffers that every rank computes alike: the weights, from weights that are the same everywhere."""
         return self.weights
 
-    def starts_from(self, state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    def fill_from_model(self, state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
         """Return ``state`` of a whole model with this module's tensors, taken from the model's where it has none.
 
         Args:
@@ -68,6 +70,9 @@ class MomentumCopy(nn.Module):
         of_parts = tuple(f"{part}." for part in self._modules)
         return state | {prefix + name: value for name, value in state.items() if name.startswith(of_parts)}
 
+    follow_modes = renamed_attribute("follow_modes", "copy_training_modes")
+    starts_from = renamed_attribute("starts_from", "fill_from_model")
+
     def _tensors_of(self, model: nn.Module, *, statistics: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for part in self._modules:
             original = model.get_submodule(part)
@@ -76,7 +81,7 @@ class MomentumCopy(nn.Module):
                 yield from original.named_buffers(part)
 
 
-def _turn_into_buffers(root: nn.Module) -> None:
+def _parameters_to_buffers(root: nn.Module) -> None:
     """Make buffers of all parameters, in place; those that share a tensor go on sharing it."""
     made: dict[nn.Parameter, torch.Tensor] = {}
     for module in root.modules():

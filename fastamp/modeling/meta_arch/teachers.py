@@ -12,7 +12,7 @@ from fastamp.modeling.meta_arch.build import build_model
 from fastamp.utils.errors import ConfigError, UserError, WeightsError
 
 # What these add to Baseline is for their own training.
-_BASELINES = ("Distiller", "MoCo")
+_TEACH_AS_BASELINE = ("Distiller", "MoCo")
 
 
 def build_teachers(cfg: Any) -> list[nn.Module]:
@@ -82,7 +82,7 @@ def _teacher_config(cfg: Any, path: str) -> Any:
     teacher.MODEL.CHANNELS_LAST, teacher.MODEL.COMPILE = cfg.MODEL.CHANNELS_LAST, cfg.MODEL.COMPILE
     teacher.SOLVER.AMP.ENABLED, teacher.SOLVER.AMP.DTYPE = cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE
     teacher.MODEL.BACKBONE.PRETRAIN = False  # would be overwritten at once
-    if teacher.MODEL.META_ARCHITECTURE in _BASELINES:
+    if teacher.MODEL.META_ARCHITECTURE in _TEACH_AS_BASELINE:
         teacher.MODEL.META_ARCHITECTURE = "Baseline"
     teacher.KD = get_cfg().KD  # its own teachers have done their work
     teacher.MODEL.LOSSES.NAME = ()  # as have its losses, whose weights a file need not have

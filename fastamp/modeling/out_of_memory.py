@@ -11,19 +11,22 @@ from torch.overrides import TorchFunctionMode
 from fastamp.amp.refusal import is_out_of_memory
 from fastamp.utils.env import available_memory
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(__name__, {"building_model": "fastamp.modeling.out_of_memory.explain_out_of_memory"})
 
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.arange}
-_CHECKED_FROM = 2**26  # bytes of a tensor; smaller ones are not worth a look at the system's memory
-_OVERFLOWS = ("size calculation overflowed", "multiplication overflow")  # of a number of bytes
-_LEAST_SIZE = 1024  # a key below it is not why a tensor is too large
+_MIN_CHECKED_BYTES = 2**26  # bytes of a tensor; smaller ones are not worth a look at the system's memory
+_OVERFLOW_MESSAGES = ("size calculation overflowed", "multiplication overflow")  # of a number of bytes
+_MIN_SUSPECT_SIZE = 1024  # a key below it is not why a tensor is too large
 
 
 @contextmanager
-def building_model(cfg: Any) -> Iterator[None]:
+def explain_out_of_memory(cfg: Any) -> Iterator[None]:
     """Raise ConfigError where the model that is built inside does not fit into memory.
 
     Linux hands out more memory than it has, and kills the process when that is written to. So each large tensor is
-    compared with the available memory before it is made; what came before it has been initialized by then, and counts.
+    compared with the available memory before it is made; earlier tensors are initialized by then and count.
     A build on the meta device would tell the whole size, but would need every component, those of users included, to
     support it, and no pretrained weights. Tensors that are made in other ways than by PyTorch's functions are found
     when the allocator refuses them.
@@ -35,16 +38,16 @@ def building_model(cfg: Any) -> Iterator[None]:
         ConfigError: with the key, and the sizes.
     """
     try:
-        with _CheckSizes(cfg):
+        with _CheckTensorSizes(cfg):
             yield
     except (RuntimeError, MemoryError) as error:
-        if not (is_out_of_memory(error) or any(sign in str(error) for sign in _OVERFLOWS)):
+        if not (is_out_of_memory(error) or any(sign in str(error) for sign in _OVERFLOW_MESSAGES)):
             raise
-        asked = re.search(r"allocate (\d+) bytes", str(error))
-        raise _too_large(cfg, nbytes=int(asked[1]) if asked else None) from error
+        requested = re.search(r"allocate (\d+) bytes", str(error))
+        raise _out_of_memory_error(cfg, nbytes=int(requested[1]) if requested else None) from error
 
 
-class _CheckSizes(TorchFunctionMode):
+class _CheckTensorSizes(TorchFunctionMode):
     """Compare each large tensor that is made on the CPU with the available memory first."""
 
     def __init__(self, cfg: Any) -> None:
@@ -65,14 +68,14 @@ class _CheckSizes(TorchFunctionMode):
 
     def _check(self, tensor: torch.Tensor) -> None:
         nbytes = tensor.numel() * tensor.element_size()
-        if nbytes < _CHECKED_FROM:
+        if nbytes < _MIN_CHECKED_BYTES:
             return
         free = available_memory()
         if free is not None and nbytes > free:
-            raise _too_large(self._cfg, shape=tuple(tensor.shape), nbytes=nbytes, free=free)
+            raise _out_of_memory_error(self._cfg, shape=tuple(tensor.shape), nbytes=nbytes, free=free)
 
 
-def _too_large(
+def _out_of_memory_error(
     cfg: Any, *, shape: tuple[int, ...] = (), nbytes: int | None = None, free: int | None = None
 ) -> ConfigError:
     """Return the error, which names the integers below MODEL that a dimension of the tensor is a multiple of."""
@@ -81,15 +84,15 @@ def _too_large(
         for key, value in cfg.keys_below()
         if key.path.startswith("MODEL.") and isinstance(value, int) and not isinstance(value, bool)
     }
-    large = {name: value for name, value in integers.items() if value >= _LEAST_SIZE}
+    large = {name: value for name, value in integers.items() if value >= _MIN_SUSPECT_SIZE}
     fitting = {name: value for name, value in large.items() if any(size and size % value == 0 for size in shape)}
     chosen = sorted((fitting or large).items(), key=lambda item: -item[1])
-    what = f"a tensor of shape {shape}" if shape else "a tensor"
-    takes = f"{what} takes {_gigabytes(nbytes)}" if nbytes else f"{what} is too large"
-    there = f", and {_gigabytes(free)} are available" if free is not None else ""
+    tensor = f"a tensor of shape {shape}" if shape else "a tensor"
+    needs = f"{tensor} needs {_gigabytes(nbytes)}" if nbytes else f"{tensor} is too large"
+    available = f", and {_gigabytes(free)} are available" if free is not None else ""
     found = f"\n  found: {', '.join(f'{name} {value}' for name, value in chosen[:3])}" if chosen else ""
     lower = chosen[0][0] if chosen else "the sizes below MODEL"
-    return ConfigError(f"the model does not fit into memory: {takes}{there}.{found}\n  fix: lower {lower}")
+    return ConfigError(f"the model does not fit into memory: {needs}{available}.{found}\n  fix: lower {lower}")
 
 
 def _gigabytes(nbytes: int) -> str:

@@ -7,25 +7,28 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from fastamp.checkpoint.load_state import State, adopt
+from fastamp.checkpoint.load_state import State, convert_state_dict
 from fastamp.config import CfgNode, get_cfg
 from fastamp.modeling.backbones import BACKBONE_REGISTRY, Variants
 from fastamp.modeling.heads import jpm_head
 from fastamp.modeling.meta_arch import mgn
 from fastamp.utils.errors import WeightsError
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(__name__, {"recognize": "fastamp.modeling.infer_config.infer_config"})
 
 logger = logging.getLogger(__name__)
 
 # What a file may have beside a backbone without prefix.
-_OF_HEADS = ("fc.", "classifier.", "heads.", "head.", "pixel_", "bottleneck", "b1.", "b2.", "b1_", "b2_", "b3")
-_NO_WEIGHTS = ("num_batches_tracked", "relative_position_index", "attn_mask")
+_HEAD_PREFIXES = ("fc.", "classifier.", "heads.", "head.", "pixel_", "bottleneck", "b1.", "b2.", "b1_", "b2_", "b3")
+_DERIVED_SUFFIXES = ("num_batches_tracked", "relative_position_index", "attn_mask")
 # More than twice those of resnest 269x, the largest. The time to try a backbone grows with the number of names.
-_MOST_TENSORS = 5000
-# Of a prefix: parts that are tried, and the share of a small backbone's weights that must be found below it.
-_MOST_PARTS, _LEAST_SHARE = 6, 0.6
+_MAX_TENSORS = 5000
+# Of a prefix: parts that are tried, and the fraction of a small backbone's weights that must be found below it.
+_MAX_PREFIX_PARTS, _MIN_PREFIX_FRACTION = 6, 0.6
 
 
-def recognize(state: State, source: str, defaults: CfgNode | None = None) -> dict[str, str]:
+def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> dict[str, str]:
     """Return the config keys of the model that ``state`` is of.
 
     What leaves no trace in a file is not among them: the stem's pooling, the last stride, a pooling without weights,
@@ -44,16 +47,21 @@ def recognize(state: State, source: str, defaults: CfgNode | None = None) -> dic
     prefixes = ("base.", "backbone.")
     trunk = {name.partition(".")[2]: value for name, value in state.items() if name.startswith(prefixes)} or dict(state)
     if of_mgn:
-        trunk = mgn.backbone_of(state)
+        trunk = mgn.backbone_state(state)
     elif "b1.0.norm1.weight" in state:  # JPM's copies of the last block
         number = sum(name.startswith("blocks.") and name.endswith(".norm1.weight") for name in trunk)
         if transreid:
             number -= 1  # that is still there, though nothing uses it
-        trunk |= jpm_head.blocks_in_head(state, number=number)
+        trunk |= jpm_head.last_block_state(state, number=number)
     defaults = get_cfg() if defaults is None else defaults
-    keys, width = _backbone(trunk, source, defaults)
+    keys, width = _find_backbone(trunk, source, defaults)
     keys |= {"MODEL.BACKBONE.FEAT_DIM": str(width), "MODEL.META_ARCHITECTURE": "MGN" if of_mgn else "Baseline"}
-    return keys | _keys_of(keys, trunk) | _head(state, of_mgn=of_mgn, transreid=transreid) | interpolation_keys(state)
+    return (
+        keys
+        | _keys_from_tensors(keys, trunk)
+        | _head_keys(state, of_mgn=of_mgn, transreid=transreid)
+        | interpolation_keys(state)
+    )
 
 
 def interpolation_keys(state: State) -> dict[str, str]:
@@ -73,7 +81,7 @@ def backbone_prefixes(tensors: State, defaults: CfgNode | None = None) -> dict[s
 
     Args:
         tensors: path -> tensor, of a whole file, see ``tensors_by_path``.
-        defaults: see ``recognize``.
+        defaults: see ``infer_config``.
 
     Returns:
         Prefix, with the dot at its end or empty -> which backbone's names, e.g. ``resnet``; of CLIP's vision
@@ -82,19 +90,19 @@ def backbone_prefixes(tensors: State, defaults: CfgNode | None = None) -> dict[s
     defaults = get_cfg() if defaults is None else defaults
     votes: dict[str, tuple[int, str]] = {}
     for name, variants in _all_variants().items():
-        own = _beside(_keys(name, variants.depths[0]), {}, defaults)[0]
+        own = _build_and_convert(_backbone_keys(name, variants.depths[0]), {}, defaults)[0]
         # The first block of each stage is the same at every depth; a norm alone is too common a name.
-        wanted = {name for name in own if name.endswith(".weight") and "." in name.removesuffix(".weight")}
+        expected = {name for name in own if name.endswith(".weight") and "." in name.removesuffix(".weight")}
         counts: dict[str, int] = {}
         for path in tensors:
             parts = path.split(".")
-            for start in range(min(len(parts) - 1, _MOST_PARTS)):
-                if ".".join(parts[start:]) in wanted:
+            for start in range(min(len(parts) - 1, _MAX_PREFIX_PARTS)):
+                if ".".join(parts[start:]) in expected:
                     prefix = ".".join(parts[:start]) + "." * bool(start)
                     counts[prefix] = counts.get(prefix, 0) + 1
                     break
         for prefix, count in counts.items():
-            if count >= _LEAST_SHARE * len(wanted) and count > votes.get(prefix, (0, ""))[0]:
+            if count >= _MIN_PREFIX_FRACTION * len(expected) and count > votes.get(prefix, (0, ""))[0]:
                 votes[prefix] = count, name.removeprefix("build_").removesuffix("_backbone")
     for prefix in {path.partition("visual.")[0] + "visual." for path in tensors if "visual.transformer." in path}:
         votes.setdefault(prefix, (0, "CLIP's image encoder"))
@@ -107,27 +115,27 @@ def _all_variants() -> dict[str, Variants]:
     return {name: backbone.variants for name, backbone in backbones.items() if hasattr(backbone, "variants")}
 
 
-def _backbone(trunk: State, source: str, defaults: CfgNode) -> tuple[dict[str, str], int]:
+def _find_backbone(trunk: State, source: str, defaults: CfgNode) -> tuple[dict[str, str], int]:
     """Return the keys of the backbone that takes all of ``trunk``, and its width.
 
     Where several do, because a part of them has no weights, the first one counts.
     """
-    count = sum(not name.startswith(_OF_HEADS) and not name.endswith(_NO_WEIGHTS) for name in trunk)
-    if count > _MOST_TENSORS:
+    count = sum(not name.startswith(_HEAD_PREFIXES) and not name.endswith(_DERIVED_SUFFIXES) for name in trunk)
+    if count > _MAX_TENSORS:
         raise WeightsError(
             f"{source} is not of a model that is known here: it has {count} tensors in its backbone; the largest has "
             "about 2000.\n  fix: name the config that it was trained with, by --config-file or as KEY VALUE"
         )
     best: tuple[float, dict[str, str], int] = (0.0, {}, 0)
     for keys in _candidates(trunk, defaults):
-        share, width = _agreement(keys, trunk, defaults)
-        if share > best[0]:
-            best = (share, keys, width)
-        if share == 1.0:
+        fraction, width = _match_fraction(keys, trunk, defaults)
+        if fraction > best[0]:
+            best = (fraction, keys, width)
+        if fraction == 1.0:
             break
-    share, keys, width = best
-    if share < 0.9:
-        nearest = f"; nearest is {' '.join(keys.values())}, of which {share:.0%} is in it" if keys else ""
+    fraction, keys, width = best
+    if fraction < 0.9:
+        nearest = f"; nearest is {' '.join(keys.values())}, of which {fraction:.0%} is in it" if keys else ""
         raise WeightsError(
             f"{source} is of no model that is known here{nearest}.\n"
             "  fix: name the config that it was trained with, by --config-file or as KEY VALUE"
@@ -137,31 +145,31 @@ def _backbone(trunk: State, source: str, defaults: CfgNode) -> tuple[dict[str, s
 
 def _candidates(trunk: State, defaults: CfgNode) -> Iterator[dict[str, str]]:
     """Yield the keys of backbones: of those whose names are nearest first, and without options first."""
-    near: dict[str, float] = {}
+    similarity: dict[str, float] = {}
     all_variants = _all_variants()
     for name, variants in all_variants.items():
-        own, adopted, _ = _beside(_keys(name, variants.depths[0]), trunk, defaults)
-        near[name] = len(own.keys() & adopted.keys()) / len(own)
-    for name in sorted(near, key=near.__getitem__, reverse=True)[:4]:
+        own, converted, _ = _build_and_convert(_backbone_keys(name, variants.depths[0]), trunk, defaults)
+        similarity[name] = len(own.keys() & converted.keys()) / len(own)
+    for name in sorted(similarity, key=similarity.__getitem__, reverse=True)[:4]:
         variants = all_variants[name]
         for count in range(len(variants.options) + 1):
             for chosen, depth in itertools.product(itertools.combinations(variants.options, count), variants.depths):
-                yield _keys(name, depth, chosen)
+                yield _backbone_keys(name, depth, chosen)
 
 
-def _keys(name: str, depth: str, options: tuple[str, ...] = ()) -> dict[str, str]:
+def _backbone_keys(name: str, depth: str, options: tuple[str, ...] = ()) -> dict[str, str]:
     keys = {"MODEL.BACKBONE.NAME": name, "MODEL.BACKBONE.DEPTH": depth}
     return keys | {f"MODEL.BACKBONE.{option}": "True" for option in options}
 
 
-def _keys_of(keys: Mapping[str, str], trunk: State) -> dict[str, str]:
+def _keys_from_tensors(keys: Mapping[str, str], trunk: State) -> dict[str, str]:
     """Return what ``trunk`` tells beyond the ``keys`` of its backbone, such as a ViT's number of cameras."""
     return BACKBONE_REGISTRY.get(keys["MODEL.BACKBONE.NAME"]).variants.keys_of(trunk)
 
 
-def _beside(keys: Mapping[str, str], trunk: State, defaults: CfgNode) -> tuple[State, State, int]:
+def _build_and_convert(keys: Mapping[str, str], trunk: State, defaults: CfgNode) -> tuple[State, State, int]:
     """Return a backbone's tensors, without memory; ``trunk`` under its names, empty if it cannot be; and its width."""
-    cfg = defaults.with_values(keys | _keys_of(keys, trunk))
+    cfg = defaults.with_values(keys | _keys_from_tensors(keys, trunk))
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # what a candidate lacks is nobody's concern
     try:
@@ -171,21 +179,21 @@ def _beside(keys: Mapping[str, str], trunk: State, defaults: CfgNode) -> tuple[S
         logging.disable(level)
     own = {name: value for name, value in backbone.state_dict().items() if not name.endswith("num_batches_tracked")}
     try:
-        return own, adopt(backbone, trunk)[0], backbone.feature_dim
+        return own, convert_state_dict(backbone, trunk)[0], backbone.feature_dim
     except (WeightsError, RuntimeError, KeyError, IndexError):  # of another network, its names mean something else
         return own, {}, backbone.feature_dim
 
 
-def _agreement(keys: dict[str, str], trunk: State, defaults: CfgNode) -> tuple[float, int]:
-    """Return the share of tensors of the backbone and of ``trunk`` that both have, and the backbone's width."""
-    own, adopted, width = _beside(keys, trunk, defaults)
-    both = sum(name in own and own[name].shape == value.shape for name, value in adopted.items())
-    spare = [name for name in adopted if name not in own and not name.startswith(_OF_HEADS)]
-    spare = [name for name in spare if not name.endswith(_NO_WEIGHTS)]
-    return both / (len(own) + len(spare)), width
+def _match_fraction(keys: dict[str, str], trunk: State, defaults: CfgNode) -> tuple[float, int]:
+    """Return the fraction of tensors of the backbone and of ``trunk`` that both have, and the backbone's width."""
+    own, converted, width = _build_and_convert(keys, trunk, defaults)
+    matching = sum(name in own and own[name].shape == value.shape for name, value in converted.items())
+    unexpected = [name for name in converted if name not in own and not name.startswith(_HEAD_PREFIXES)]
+    unexpected = [name for name in unexpected if not name.endswith(_DERIVED_SUFFIXES)]
+    return matching / (len(own) + len(unexpected)), width
 
 
-def _head(state: State, *, of_mgn: bool, transreid: bool) -> dict[str, str]:
+def _head_keys(state: State, *, of_mgn: bool, transreid: bool) -> dict[str, str]:
     """Return the keys of the head, and of what goes with it."""
     prefix = "b1_head." if of_mgn else "heads."
     own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

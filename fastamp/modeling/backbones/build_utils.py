@@ -8,6 +8,11 @@ from torch import nn
 
 from fastamp.checkpoint.pretrained import Download, TorchvisionWeights, load_pretrained_backbone
 from fastamp.utils.errors import check_choice
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__, {"warn_of_ignored_keys": "fastamp.modeling.backbones.build_utils.warn_ignored_options"}
+)
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +30,7 @@ def choose_depth(cfg: Any, depths: Mapping[str, Depth]) -> Depth:
     return depths[cfg.MODEL.BACKBONE.DEPTH]
 
 
-def warn_of_ignored_keys(cfg: Any, *names: str) -> None:
+def warn_ignored_options(cfg: Any, *names: str) -> None:
     """Log which of the options ``names``, e.g. WITH_NL, are on in ``MODEL.BACKBONE`` although the backbone has none."""
     for name in names:
         if cfg.MODEL.BACKBONE[name]:
