@@ -1,4 +1,4 @@
-"""Optimizers with their parameter groups, gradient clipping, learning-rate schedules, and averages of the weights."""
+"""Optimizers and parameter groups, gradient clipping, learning-rate schedules and weight averages."""
 
 from fastamp.solver.build import build_gradient_clipping, build_optimizer, build_optimizers, build_own_optimizers
 from fastamp.solver.lr_schedule import LearningRateSchedule, build_lr_schedule, swa_start, warmup_length

@@ -1,4 +1,4 @@
-"""Build the optimizer with its parameter groups, and the gradient clipping, from ``SOLVER``."""
+"""Build optimizers, parameter groups and gradient clipping from ``SOLVER``."""
 
 import functools
 import inspect
@@ -18,7 +18,7 @@ from fastamp.utils.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
-# The base class, one that calls the model several times a step, those for sparse or two-dimensional gradients.
+# The base class; optimizers that need a closure, sparse gradients or two-dimensional parameters.
 _NOT_FOR_THIS_LOOP = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 _NORM_LAYERS = (
     nn.modules.batchnorm._BatchNorm,
@@ -30,23 +30,28 @@ _NORM_LAYERS = (
 
 
 def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
-    """Return the trainable parameters, one group for each role.
+    """Group the trainable parameters by role.
 
-    A role is the part of the model (``heads``, or the first component of the module's name), the kind (``weight``,
-    ``norm`` or ``bias``), and the globs of ``LR_FACTORS`` that match. It does not depend on the values of learning
-    rates and weight decays, so the groups stay the same when these change, e.g. in population based training.
+    A role consists of the part of the model (``heads``, or the first component of the module's name), the kind of
+    parameter (``weight``, ``norm`` or ``bias``), and the matching globs of ``LR_FACTORS``. It does not depend on the
+    values of learning rates and weight decays, so that the groups stay the same when these values change, e.g. in
+    population-based training.
 
-    Norm layers decay by ``WEIGHT_DECAY_NORM`` and biases, those of norm layers too, by ``WEIGHT_DECAY_BIAS``; biases'
-    learning rate is times ``BIAS_LR_FACTOR``, that of everything in the heads times ``HEADS_LR_FACTOR``, and that of
-    the parameters whose names match a glob of ``LR_FACTORS`` times its factor; all that apply are multiplied, and with
-    what ``LR_SCALING`` makes of the batch size. Parameters of modules with an optimizer of their own are excluded.
+    The weight decay is ``WEIGHT_DECAY_NORM`` for norm layers, ``WEIGHT_DECAY_BIAS`` for all biases including those of
+    norm layers, and ``WEIGHT_DECAY`` otherwise. The learning rate is ``BASE_LR`` times ``BIAS_LR_FACTOR`` for biases,
+    ``HEADS_LR_FACTOR`` for the heads, the factor of each matching glob of ``LR_FACTORS``, and the factor that
+    ``LR_SCALING`` derives from the batch size. Parameters of modules with a ``build_optimizer`` method are excluded.
+
+    Args:
+        cfg (CfgNode): config; reads ``SOLVER``.
+        model (nn.Module): model with the parameters.
 
     Returns:
-        Groups with ``role``, ``params``, ``weight_decay``, ``lr`` and ``base_lr``; the schedule sets ``lr`` from
-        ``base_lr``.
+        list[dict]: groups with ``role``, ``params``, ``weight_decay``, ``lr`` and ``base_lr``. The schedule computes
+        ``lr`` from ``base_lr``.
 
     Raises:
-        ConfigError: a glob of ``LR_FACTORS`` that matches no parameter, or a factor that is not a number from 0 up.
+        ConfigError: a glob of ``LR_FACTORS`` matches no parameter, or its factor is not a finite number >= 0.
     """
     solver = cfg.SOLVER
     elsewhere = {id(p) for _, module in _with_own_optimizer(model) for p in module.parameters()}
@@ -84,11 +89,11 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _learning_rate_factors(factors: dict[str, Any], names: list[str]) -> dict[str, float]:
-    """Return ``SOLVER.LR_FACTORS``, checked against the names of the model's parameters."""
+    """Validate ``SOLVER.LR_FACTORS`` against the parameter names."""
     for pattern, factor in factors.items():
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
             raise ConfigError(
-                f"SOLVER.LR_FACTORS: the factor of {pattern!r} is {factor!r}; it must be a number of at least 0"
+                f"SOLVER.LR_FACTORS: the factor of {pattern!r} must be a finite number of at least 0, got {factor!r}"
             )
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
@@ -98,7 +103,7 @@ def _learning_rate_factors(factors: dict[str, Any], names: list[str]) -> dict[st
 
 
 def optimizer_names() -> list[str]:
-    """Return the optimizers of torch.optim that ``SOLVER.OPT`` takes; `LAMB`, of timm, comes on top."""
+    """List the optimizers of ``torch.optim`` that ``SOLVER.OPT`` supports; timm's ``LAMB`` is supported as well."""
     return [
         key
         for key, value in vars(torch.optim).items()
@@ -107,52 +112,59 @@ def optimizer_names() -> list[str]:
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return the class that ``SOLVER.OPT`` names.
+    """Look up the optimizer class of ``SOLVER.OPT``.
 
     Raises:
-        ConfigError: there is none, or it needs timm and that is not installed.
+        ConfigError: the name is unknown, or the optimizer needs timm, which is not installed.
     """
     if name.lower() == "lamb":
         try:
             from timm.optim import Lamb
         except ImportError as error:
             raise ConfigError(
-                f'SOLVER.OPT {name} comes from timm, which is not installed.\n  fix: pip install "fastamp[timm]"'
+                f'SOLVER.OPT {name} needs timm, which is not installed.\n  fix: pip install "fastamp[timm]"'
             ) from error
         return Lamb
     choices = optimizer_names()
     if name not in choices:
         raise ConfigError(
-            f"SOLVER.OPT: {name!r} is no optimizer of torch.optim that trains here."
+            f"SOLVER.OPT: unknown optimizer {name!r}."
             f"{did_you_mean(name, [*choices, 'LAMB'])}\n  choices: {', '.join(choices)}, LAMB"
         )
     return getattr(torch.optim, name)
 
 
 def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that ``SOLVER.OPT`` names, of torch's or timm's LAMB, over the model's parameter groups.
+    """Build the optimizer ``SOLVER.OPT`` over the parameter groups of a model.
 
-    ``SOLVER.OPT_ARGS`` are further keyword arguments of its constructor; MOMENTUM and NESTEROV are SGD's. The fused
-    implementation is used where the optimizer and the device have it, else foreach.
+    ``SOLVER.OPT_ARGS`` are passed to its constructor; ``MOMENTUM`` and ``NESTEROV`` apply to SGD only. The fused
+    implementation is used if the optimizer and the device support it, else the foreach implementation.
+
+    Args:
+        cfg (CfgNode): config; reads ``SOLVER``.
+        model (nn.Module): model to optimize.
+
+    Returns:
+        torch.optim.Optimizer: an optimizer of ``torch.optim``, or timm's LAMB.
 
     Raises:
-        ConfigError: there is no such optimizer, it refuses an argument, or nothing is trainable.
+        ConfigError: the optimizer is unknown, it rejects an argument, or no parameter is trainable.
     """
     solver, base_lr = cfg.SOLVER, cfg.SOLVER.BASE_LR * learning_rate_factor(cfg)
     optimizer_class = _optimizer_class(solver.OPT)
     name = optimizer_class.__name__
     groups = parameter_groups(cfg, model)
     if not groups:
-        raise ConfigError("no parameter of the model is trainable: all of it is frozen (requires_grad)")
+        raise ConfigError("the model has no trainable parameters: all have requires_grad=False")
     defaults: dict[str, Any] = {}
     if name == "SGD":
         defaults = {"momentum": cfg.SOLVER.MOMENTUM, "nesterov": cfg.SOLVER.NESTEROV}
     elif name == "Lamb":
-        defaults = {"max_grad_norm": None}  # clipping comes before the step, by SOLVER.CLIP_GRADIENTS
+        defaults = {"max_grad_norm": None}  # SOLVER.CLIP_GRADIENTS clips before the step
     options = defaults | dict(cfg.SOLVER.OPT_ARGS)
     accepted = inspect.signature(optimizer_class).parameters
     _check_options(name, dict(cfg.SOLVER.OPT_ARGS), accepted)
-    # Fused SGD fails on a group of which some parameters have a momentum already, and others, frozen so far, have none.
+    # Fused SGD fails if some parameters of a group have a momentum buffer and others, frozen until now, do not.
     implementations = [{"foreach": True}, {}] if name == "SGD" else [{"fused": True}, {"foreach": True}, {}]
     for fast in implementations:
         if any(key not in accepted for key in fast) or (
@@ -163,14 +175,14 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
             optimizer = optimizer_class(groups, lr=base_lr, **options, **fast)
         except RuntimeError as error:
             if fast:
-                continue  # this implementation is not for these options or this device
-            raise ConfigError(f"SOLVER.OPT {name} refuses its options: {error} (see SOLVER.OPT_ARGS)") from error
+                continue  # unsupported with these options or on this device
+            raise ConfigError(f"SOLVER.OPT {name} rejects its arguments: {error} (see SOLVER.OPT_ARGS)") from error
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"SOLVER.OPT {name} refuses its options: {error} (see SOLVER.OPT_ARGS)") from error
+            raise ConfigError(f"SOLVER.OPT {name} rejects its arguments: {error} (see SOLVER.OPT_ARGS)") from error
         break
     if solver.LR_SCALING != "none":
         logger.info(
-            "learning rate: SOLVER.BASE_LR %g, meant for %d images a step, is %g for %d x %d (%s)",
+            "learning rate: SOLVER.BASE_LR %g for %d images per step is scaled to %g for %d x %d images (%s)",
             solver.BASE_LR,
             solver.REFERENCE_BATCH,
             base_lr,
@@ -189,16 +201,19 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def build_own_optimizers(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers of the modules that bring their own, under the module's name with ``.optimizer``.
+    """Build the optimizers of modules that define a ``build_optimizer`` method.
 
-    Such a module has a method ``build_optimizer()`` that returns one over its parameters. Parameter groups with
-    ``scheduled`` False keep their learning rate.
+    ``build_optimizer()`` returns an optimizer over the parameters of its module. The learning rate of parameter groups
+    with ``scheduled=False`` is constant.
+
+    Returns:
+        dict[str, torch.optim.Optimizer]: optimizers by ``<module name>.optimizer``.
     """
     return {f"{name}.optimizer": module.build_optimizer() for name, module in _with_own_optimizer(model)}
 
 
 def build_optimizers(cfg: Any, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
-    """Return ``build_optimizer``'s as ``optimizer``, and those of ``build_own_optimizers``."""
+    """Build all optimizers of a model: the main one as ``optimizer``, and those of ``build_own_optimizers``."""
     return {"optimizer": build_optimizer(cfg, model)} | build_own_optimizers(model)
 
 
@@ -210,16 +225,14 @@ def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, in
     """Check ``SOLVER.OPT_ARGS`` against the optimizer's signature.
 
     Raises:
-        ConfigError: an argument that it does not have, that has a key of its own, or a value of another type.
+        ConfigError: an argument is unknown, is set by another key, or has a value of the wrong type.
     """
     for key, value in options.items():
         if key in ("params", "lr", "weight_decay"):
-            raise ConfigError(
-                f"SOLVER.OPT_ARGS: {key} has keys of its own, SOLVER.BASE_LR, WEIGHT_DECAY and their factors"
-            )
+            raise ConfigError(f"SOLVER.OPT_ARGS: {key} is set by SOLVER.BASE_LR, SOLVER.WEIGHT_DECAY and their factors")
         if key not in accepted:
             raise ConfigError(
-                f"SOLVER.OPT_ARGS: {name} has no argument {key!r}.{did_you_mean(key, accepted)}\n"
+                f"SOLVER.OPT_ARGS: unknown argument {key!r} of {name}.{did_you_mean(key, accepted)}\n"
                 f"  choices: {', '.join(key for key in accepted if key not in ('params', 'lr', 'weight_decay'))}"
             )
         default = accepted[key].default
@@ -232,11 +245,13 @@ def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, in
         else:
             continue
         if not fits:
-            raise ConfigError(f"SOLVER.OPT_ARGS: {key} of {name} is {value!r}; its default is {default!r}")
+            raise ConfigError(
+                f"SOLVER.OPT_ARGS: expected a value of {key} of {name} like its default {default!r}, got {value!r}"
+            )
 
 
 def build_gradient_clipping(cfg: Any) -> Clip | None:
-    """Return ``clip(gradients, total_norm)`` for ``SOLVER.CLIP_GRADIENTS``, None when it is off."""
+    """Build ``clip(gradients, total_norm)`` from ``SOLVER.CLIP_GRADIENTS``; None if clipping is disabled."""
     clip = cfg.SOLVER.CLIP_GRADIENTS
     if not clip.ENABLED:
         return None

@@ -1,4 +1,4 @@
-"""The clipping rule of ``SOLVER.CLIP_GRADIENTS``: in place on unscaled gradients, without reading the device."""
+"""Gradient clipping in place on unscaled gradients, without host-device synchronization."""
 
 import torch
 
@@ -9,12 +9,12 @@ KEYS = (
     Key(
         "SOLVER.CLIP_GRADIENTS.CLIP_TYPE",
         "norm",
-        "What is bounded: value each element, norm the norm of each "
+        "Quantity to clip: value clips each element, norm the norm of each "
         "parameter's gradient, global_norm the norm of all gradients together.",
         choices=("value", "norm", "global_norm"),
     ),
-    Key("SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 5.0, "The bound: largest absolute value, or largest norm.", above=0),
-    Key("SOLVER.CLIP_GRADIENTS.NORM_TYPE", 2.0, "The p of the p-norm; .inf is the largest absolute value.", above=0),
+    Key("SOLVER.CLIP_GRADIENTS.CLIP_VALUE", 5.0, "Maximum absolute value or maximum norm.", above=0),
+    Key("SOLVER.CLIP_GRADIENTS.NORM_TYPE", 2.0, "Order p of the norm; .inf is the maximum absolute value.", above=0),
 )
 
 _EPS = 1e-6
@@ -31,15 +31,15 @@ def clip_gradients(
     """Clip ``gradients`` in place.
 
     Args:
-        gradients: of any shapes, unscaled.
-        total_norm: (), their L2 norm.
-        clip_type: ``"value"`` clamps each element, ``"norm"`` bounds the norm of each parameter's gradient,
-            ``"global_norm"`` bounds the norm of all together.
-        clip_value: the bound.
-        norm_type: p of the norm that is bounded.
+        gradients (list[torch.Tensor]): unscaled gradients of any shape.
+        total_norm (torch.Tensor): L2 norm of all gradients, shape ().
+        clip_type (str): ``"value"`` clamps each element, ``"norm"`` clips the norm of each parameter's gradient,
+            ``"global_norm"`` clips the norm of all gradients together.
+        clip_value (float): maximum absolute value or maximum norm.
+        norm_type (float): order p of the clipped norm. Default 2.0.
 
     Returns:
-        (), the L2 norm after clipping over that before, at most 1.
+        torch.Tensor: clip coefficient, shape (): the L2 norm after clipping divided by the norm before, at most 1.
     """
     if clip_type == "value":
         torch._foreach_clamp_min_(gradients, -clip_value)

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the epoch and of the steps taken."""
+"""Learning-rate schedules: pure functions of the epoch and of the number of optimizer steps."""
 
 import bisect
 import math
@@ -16,23 +16,23 @@ __getattr__ = moved_names(__name__, {"HeldSchedule": "fastamp.solver.lr_schedule
 
 
 class LearningRateSchedule(Protocol):
-    """What sets the learning rate; it has no state, so that there is nothing to save."""
+    """Stateless learning-rate schedule."""
 
     def learning_rate(self, base_lr: float, *, epoch: int, steps_taken: int) -> float:
-        """Return the learning rate of the next step.
+        """Compute the learning rate of the next step.
 
         Args:
-            base_lr: of the parameter group.
-            epoch: the current epoch, from 0.
-            steps_taken: optimizer steps taken so far; a skipped step advances nothing that counts steps.
+            base_lr (float): base learning rate of the parameter group.
+            epoch (int): current epoch, from 0.
+            steps_taken (int): optimizer steps taken so far; skipped steps are not counted.
         """
 
 
 def learning_rate_factor(cfg: Any) -> float:
-    """Return by what ``SOLVER.LR_SCALING`` multiplies learning rates, for the images of a step.
+    """Compute the factor of ``SOLVER.LR_SCALING`` for the number of images per step.
 
-    Linear is Goyal et al. 2017, arXiv:1706.02677; the square root, for adaptive optimizers, is Malladi et
-    al. 2022, arXiv:2205.10287 (whose rule changes the other constants of Adam too).
+    ``linear`` follows Goyal et al. 2017, arXiv:1706.02677; ``sqrt``, for adaptive optimizers, follows Malladi et al.
+    2022, arXiv:2205.10287 (their rule also scales the other constants of Adam).
     """
     solver = cfg.SOLVER
     ratio = solver.IMS_PER_BATCH * solver.ACCUM_STEPS / solver.REFERENCE_BATCH
@@ -40,13 +40,13 @@ def learning_rate_factor(cfg: Any) -> float:
 
 
 def warmup_factor(method: str, steps_taken: int, *, length: int, start: float) -> float:
-    """Return the factor on the learning rate during warm-up, 1.0 after it.
+    """Compute the learning-rate factor during warm-up; 1.0 afterwards.
 
     Args:
-        method: ``"linear"``, ``"constant"`` or ``"exp"``.
-        steps_taken: optimizer steps taken so far.
-        length: ``SOLVER.WARMUP_ITERS``, in steps.
-        start: ``SOLVER.WARMUP_FACTOR``, at the first step.
+        method (str): ``"linear"``, ``"constant"`` or ``"exp"``.
+        steps_taken (int): optimizer steps taken so far.
+        length (int): length of the warm-up in steps, ``SOLVER.WARMUP_ITERS``.
+        start (float): factor at the first step, ``SOLVER.WARMUP_FACTOR``.
     """
     if steps_taken >= length:
         return 1.0
@@ -55,26 +55,25 @@ def warmup_factor(method: str, steps_taken: int, *, length: int, start: float) -
 
 
 def warmup_length(cfg: Any, iters_per_epoch: int) -> int:
-    """Return the length of the warm-up in iterations: ``SOLVER.WARMUP_EPOCHS``, or where that is 0 ``WARMUP_ITERS``."""
+    """Compute the length of the warm-up in iterations: ``SOLVER.WARMUP_EPOCHS`` or, if 0, ``SOLVER.WARMUP_ITERS``."""
     return cfg.SOLVER.WARMUP_EPOCHS * iters_per_epoch or cfg.SOLVER.WARMUP_ITERS
 
 
 @dataclass(frozen=True)
 class EpochSchedule:
-    """A warm-up, then a decay over epochs.
+    """Warm-up followed by a decay over epochs.
 
-    With ``after_warmup``, FastReID's meaning, the decay counts only the epochs at whose end the warm-up iterations are
-    done and the delay is over: a step at 40 with ten epochs of warm-up is taken at epoch 49. Otherwise it counts
-    all epochs.
+    With ``after_warmup``, as in FastReID, the decay counts only epochs that end after the warm-up iterations and the
+    delay: with ten epochs of warm-up, a decay step at 40 is applied at epoch 49. Otherwise it counts all epochs.
 
     Attributes:
-        decay: ``decay(base_lr, epochs) -> lr`` after so many epochs of the decay, a fraction where ``update`` is
-            "iteration".
-        iters_per_epoch: iterations in an epoch.
-        warmup_method, warmup_iters, warmup_start: see ``warmup_factor``.
-        delay_epochs: the decay does not begin before these are over (``after_warmup`` only).
-        after_warmup: see above.
-        update: "mixed", "iteration" or "epoch", see ``SOLVER.LR_UPDATE``.
+        decay (Callable): ``decay(base_lr, epochs) -> lr``; ``epochs`` is the number of epochs that the decay counts,
+            fractional if ``update`` is ``"iteration"``.
+        iters_per_epoch (int): iterations per epoch.
+        warmup_method (str), warmup_iters (int), warmup_start (float): see ``warmup_factor``.
+        delay_epochs (int): number of epochs before the decay starts (``after_warmup`` only).
+        after_warmup (bool): count epochs from the end of the warm-up.
+        update (str): ``"mixed"``, ``"iteration"`` or ``"epoch"``, see ``SOLVER.LR_UPDATE``.
     """
 
     decay: Callable[[float, float], float]
@@ -88,7 +87,7 @@ class EpochSchedule:
 
     @classmethod
     def from_config(cls, cfg: Any, decay: Callable[[float, float], float], iters_per_epoch: int) -> "EpochSchedule":
-        """Return ``decay`` behind the warm-up of ``SOLVER``."""
+        """Combine ``decay`` with the warm-up of ``SOLVER``."""
         solver = cfg.SOLVER
         return cls(
             decay=decay,
@@ -103,12 +102,12 @@ class EpochSchedule:
 
     @property
     def warmup_epochs(self) -> int:
-        """Epochs until the warm-up is over."""
+        """Length of the warm-up in epochs, rounded up."""
         return math.ceil(self.warmup_iters / self.iters_per_epoch)
 
     @property
     def epochs_before_decay(self) -> float:
-        """Epochs that the decay does not count."""
+        """Number of epochs that the decay does not count."""
         if not self.after_warmup:
             return 0
         return {
@@ -118,7 +117,7 @@ class EpochSchedule:
         }[self.update]
 
     def learning_rate(self, base_lr: float, *, epoch: int, steps_taken: int) -> float:
-        """Return the learning rate of the next step; see ``LearningRateSchedule``."""
+        """Compute the learning rate of the next step; see ``LearningRateSchedule``."""
         passed, warmed, length = epoch, steps_taken, self.warmup_iters
         if self.update == "iteration":
             passed = steps_taken / self.iters_per_epoch
@@ -130,7 +129,7 @@ class EpochSchedule:
 
 @SCHEDULE_REGISTRY.register("MultiStepLR")
 def build_multi_step(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
-    """Multiply by ``GAMMA`` at each of ``STEPS``, in epochs of the decay."""
+    """Multiply the rate by ``SOLVER.GAMMA`` at each of ``SOLVER.STEPS``, in epochs that the decay counts."""
     ordered, gamma = sorted(cfg.SOLVER.STEPS), cfg.SOLVER.GAMMA
     return EpochSchedule.from_config(
         cfg, lambda base_lr, epochs: base_lr * gamma ** bisect.bisect_right(ordered, epochs), iters_per_epoch
@@ -139,14 +138,15 @@ def build_multi_step(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
 
 @SCHEDULE_REGISTRY.register("CosineAnnealingLR")
 def build_cosine(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
-    """Half a cosine from the base rate to ``ETA_MIN_LR``, both scaled (Loshchilov & Hutter 2017, arXiv:1608.03983).
+    """Anneal from the base rate to ``SOLVER.ETA_MIN_LR`` by half a cosine (Loshchilov & Hutter 2017, arXiv:1608.03983).
 
-    It ends with the training, and with a training that is shorter than warm-up and delay it never begins.
+    Both rates are scaled by ``SOLVER.LR_SCALING``. The annealing ends at the end of training; it does not start if
+    training is shorter than warm-up and delay.
     """
     solver, before, delay = cfg.SOLVER, 0, 0
     warmup = warmup_length(cfg, iters_per_epoch) / iters_per_epoch
     if solver.EPOCH_SCHEDULE == "after_warmup":
-        # Once an epoch, as FastReID v1.0.0, the last epoch has ETA_MIN_LR; otherwise the end of the last one would.
+        # With one update per epoch, as in FastReID v1.0.0, the whole last epoch uses ETA_MIN_LR, not only its end.
         warmup = {"mixed": math.ceil(warmup), "iteration": warmup, "epoch": math.ceil(warmup) + 1}[solver.LR_UPDATE]
         before = max(warmup, solver.DELAY_EPOCHS)
     elif solver.LR_UPDATE == "iteration":
@@ -157,7 +157,7 @@ def build_cosine(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
         fraction, lowest = (
             min(max(epochs - delay, 0) / length, 1.0),
             min(eta_min, base_lr),
-        )  # a group's rate never rises
+        )  # never above a group's base rate
         return lowest + (base_lr - lowest) * (1 + math.cos(math.pi * fraction)) / 2
 
     return EpochSchedule.from_config(cfg, decay, iters_per_epoch)
@@ -165,21 +165,21 @@ def build_cosine(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
 
 @SCHEDULE_REGISTRY.register("ConstantLR")
 def build_constant(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
-    """Stay at the base rate after warm-up."""
+    """Keep the base rate constant after warm-up."""
     return EpochSchedule.from_config(cfg, lambda base_lr, epochs: base_lr, iters_per_epoch)
 
 
 @dataclass(frozen=True)
 class OneCycleSchedule:
-    """Up to the base rate and down again, both by half a cosine over steps (Smith & Topin 2018, arXiv:1708.07120).
+    """1cycle policy with cosine annealing (Smith & Topin 2018, arXiv:1708.07120).
 
-    The rates are those of ``torch.optim.lr_scheduler.OneCycleLR``; momentum stays as it is.
+    The learning rates equal those of ``torch.optim.lr_scheduler.OneCycleLR``; momentum is constant.
 
     Attributes:
-        total_steps: of the whole training.
-        rise: share of the steps until the base rate is reached.
-        start: rate at the first step, as a share of the base rate.
-        end: rate at the last step, as a share of the base rate.
+        total_steps (int): number of training steps.
+        rise (float): fraction of the steps in which the rate increases, in 0..1.
+        start (float): rate at the first step divided by the base rate.
+        end (float): rate at the last step divided by the base rate.
     """
 
     total_steps: int
@@ -188,7 +188,7 @@ class OneCycleSchedule:
     end: float
 
     def learning_rate(self, base_lr: float, *, epoch: int, steps_taken: int) -> float:
-        """Return the learning rate of the next step; see ``LearningRateSchedule``."""
+        """Compute the learning rate of the next step; see ``LearningRateSchedule``."""
         peak, last = self.rise * self.total_steps - 1, self.total_steps - 1
         if steps_taken <= peak:
             fraction, low = steps_taken / peak if peak > 0 else 1.0, self.start
@@ -199,7 +199,7 @@ class OneCycleSchedule:
 
 @SCHEDULE_REGISTRY.register("OneCycleLR")
 def build_one_cycle(cfg: Any, *, iters_per_epoch: int) -> OneCycleSchedule:
-    """Return the schedule of ``SOLVER.ONE_CYCLE``; the warm-up keys have no meaning for it."""
+    """Build the schedule of ``SOLVER.ONE_CYCLE``; it ignores the ``SOLVER.WARMUP_*`` keys."""
     cycle = cfg.SOLVER.ONE_CYCLE
     return OneCycleSchedule(
         total_steps=cfg.SOLVER.MAX_EPOCH * iters_per_epoch,
@@ -211,12 +211,12 @@ def build_one_cycle(cfg: Any, *, iters_per_epoch: int) -> OneCycleSchedule:
 
 @dataclass(frozen=True)
 class ConstantTailSchedule:
-    """Another schedule up to some epoch, a constant rate from there on, as weight averaging wants it.
+    """Schedule with a constant rate from a given epoch on, for stochastic weight averaging.
 
     Attributes:
-        before: the schedule until then.
-        first_epoch: the first epoch, from 0, of the constant rate.
-        factor: the constant rate as a share of the base rate.
+        before (LearningRateSchedule): schedule before ``first_epoch``.
+        first_epoch (int): first epoch with the constant rate, from 0.
+        factor (float): constant rate divided by the base rate.
     """
 
     before: LearningRateSchedule
@@ -224,38 +224,38 @@ class ConstantTailSchedule:
     factor: float
 
     def learning_rate(self, base_lr: float, *, epoch: int, steps_taken: int) -> float:
-        """Return the learning rate of the next step; see ``LearningRateSchedule``."""
+        """Compute the learning rate of the next step; see ``LearningRateSchedule``."""
         if epoch < self.first_epoch:
             return self.before.learning_rate(base_lr, epoch=epoch, steps_taken=steps_taken)
         return base_lr * self.factor
 
 
 def swa_start(cfg: Any) -> int:
-    """Return after how many epochs ``SOLVER.SWA`` begins to average.
+    """Compute the first epoch, from 0, that ``SOLVER.SWA`` averages.
 
     Raises:
-        ConfigError: that is beyond the training's end.
+        ConfigError: training ends before this epoch.
     """
     start, epochs = cfg.SOLVER.SWA.START_EPOCH, cfg.SOLVER.MAX_EPOCH
     if start == -1:
         return epochs * 3 // 4
     if start >= epochs:
         raise ConfigError(
-            f"SOLVER.SWA.START_EPOCH is {start}, but the training ends after {epochs} epochs (SOLVER.MAX_EPOCH): "
-            "nothing would be averaged"
+            f"SOLVER.SWA.START_EPOCH is {start}, but training ends after {epochs} epochs (SOLVER.MAX_EPOCH): "
+            "no weights would be averaged"
         )
     return start
 
 
 def build_lr_schedule(cfg: Any, iters_per_epoch: int) -> LearningRateSchedule:
-    """Return the schedule of ``SOLVER``.
+    """Build the learning-rate schedule ``SOLVER.SCHED``.
 
     Args:
-        cfg: the config.
-        iters_per_epoch: iterations (optimizer steps) of an epoch.
+        cfg (CfgNode): config; reads ``SOLVER``.
+        iters_per_epoch (int): iterations (optimizer steps) per epoch.
 
     Raises:
-        ConfigError: an unknown schedule.
+        ConfigError: the schedule is unknown.
     """
     schedule = SCHEDULE_REGISTRY.build(cfg.SOLVER.SCHED, cfg, iters_per_epoch=iters_per_epoch)
     swa = cfg.SOLVER.SWA

@@ -1,4 +1,4 @@
-"""An optimizer's part of a checkpoint: its state continues, its options are those of the config."""
+"""Optimizer state in checkpoints: the state is restored, the options come from the config."""
 
 import logging
 from typing import Any
@@ -12,20 +12,21 @@ from fastamp.solver.state_layout import check_state
 
 logger = logging.getLogger(__name__)
 
-# Options that decide what the state consists of.
+# Options that change the entries of the state.
 _STRUCTURAL = ("amsgrad", "centered")
 _NOT_COMPARED = ("lr", "params", "fused", "foreach", "role")
 
 
 class OptimizerState:
-    """Save and restore what an optimizer has accumulated, by the names of the parameters.
+    """Save and restore the state of an optimizer by parameter name.
 
-    torch's own ``load_state_dict`` goes by the order of the parameters, and also restores the learning rates and weight
-    decays that were saved, so that a config that was changed before a resume would be ignored without a message.
+    ``torch.optim.Optimizer.load_state_dict`` matches parameters by their order and also restores the saved learning
+    rates and weight decays, so that changes of the config before a resume would be ignored silently.
 
     Args:
-        optimizer: the optimizer.
-        model: names its parameters; None, or a model without some of them, goes by their order.
+        optimizer (torch.optim.Optimizer): optimizer to save and restore.
+        model (nn.Module | None): model with the parameter names. If None, or if the model lacks a parameter of the
+            optimizer, parameters are matched by order.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module | None = None) -> None:
@@ -35,7 +36,7 @@ class OptimizerState:
         self._positions = {id(parameter): number for number, (_, parameter) in enumerate(named)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state dict with the name of its class and the names of each group's parameters."""
+        """Return the optimizer's state dict, extended by its class name and the parameter names of each group."""
         state = self.optimizer.state_dict()
         if names := self._names_by_group():
             pairs = zip(state["param_groups"], names, strict=True)
@@ -43,22 +44,23 @@ class OptimizerState:
         return {"name": type(self.optimizer).__name__, **state}
 
     def form(self) -> dict[str, Any]:
-        """Return what every optimizer's state is like; options may differ, and values are looked at one by one."""
+        """Return a template of the state dict's structure; options and values are checked by ``load_state_dict``."""
         return {"name": "", "state": {}, "param_groups": [{"params": [0], "param_names": [""]}]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state`` with this optimizer's own options; log those that differ.
+        """Restore ``state`` but keep the current options; log options that differ.
 
         Raises:
-            ValueError: ``state`` is of another optimizer, or of other parameters.
+            ValueError: ``state`` belongs to another optimizer class or to other parameters, or an entry is missing or
+                has the wrong shape or dtype.
         """
         name, own = type(self.optimizer).__name__, self.optimizer.state_dict()["param_groups"]
         if state["name"] != name:
-            raise ValueError(f"it was trained with {state['name']}, SOLVER.OPT is {name} now")
+            raise ValueError(f"it was saved with SOLVER.OPT {state['name']}, but SOLVER.OPT is {name}")
         saved = self._saved_by_group(state["param_groups"])
         changed, groups, values = {}, [], {}
         for parameters, now in zip(saved, own, strict=True):
-            # What a group has beyond its options is state that the optimizer keeps there, e.g. LAMB's count of steps.
+            # Further entries of a group are state that the optimizer stores there, e.g. LAMB's step count.
             before = parameters[0][0] if parameters else now
             for option, value in now.items():
                 if option not in _NOT_COMPARED and before.get(option) != value:
@@ -70,23 +72,23 @@ class OptimizerState:
                     values[number] = state["state"][saved_number]
         refused = [option for option in _STRUCTURAL if option in changed]
         if refused:
-            raise ValueError(f"its state has no place for a changed option: {changed[refused[0]]}")
+            raise ValueError(f"the saved state does not support a changed option: {changed[refused[0]]}")
         if changed:
-            logger.warning("the optimizer's options differ from the checkpoint's: %s", ", ".join(changed.values()))
+            logger.warning("optimizer options differ from the checkpoint: %s", ", ".join(changed.values()))
         for group, own_group in zip(groups, self.optimizer.param_groups, strict=True):
             for number, parameter in zip(group["params"], own_group["params"], strict=True):
                 check_state(self.optimizer, group, parameter, values.get(number), f"state {number}")
         self.optimizer.load_state_dict({"state": values, "param_groups": groups})
 
     def _names_by_group(self) -> list[list[str]]:
-        """Return the names of each group's parameters; empty if the model does not name all of them."""
+        """List the parameter names of each group; empty if the model lacks one of the parameters."""
         groups = self.optimizer.param_groups
         if not all(id(parameter) in self._names for group in groups for parameter in group["params"]):
             return []
         return [[self._names[id(parameter)] for parameter in group["params"]] for group in groups]
 
     def _saved_by_group(self, saved: list[dict[str, Any]]) -> list[list[tuple[dict[str, Any], int]]]:
-        """Return, for each parameter of this optimizer's groups, the saved group that has it, and its number there.
+        """Find the saved group and the saved index of each parameter in this optimizer's groups.
 
         Raises:
             ValueError: the parameters differ.
@@ -97,17 +99,17 @@ class OptimizerState:
             layout, keys = [group["param_names"] for group in saved], names
             differ = {name for group in names for name in group} ^ {name for group in layout for name in group}
             if differ:
-                raise ValueError(f"{len(differ)} of its parameters differ{examples(sorted(differ))}")
+                raise ValueError(f"{len(differ)} parameters differ{examples(sorted(differ))}")
         else:
-            # Earlier versions saved no names, and had one group for each learning rate and weight decay.
+            # Earlier versions did not save names, and had one group per pair of learning rate and weight decay.
             values = groups_by_value(self.optimizer, self._positions) if names else None
             layout = [[id(parameter) for parameter in group] for group in values] if values else own
             keys = own
         if [len(group["params"]) for group in saved] != [len(group) for group in layout]:
             raise ValueError(
-                "its parameter groups differ: a checkpoint without the names of the parameters is resumed with the "
-                "factors of learning rates and weight decays that it was trained with (SOLVER.BIAS_*, HEADS_LR_FACTOR, "
-                "LR_FACTORS, WEIGHT_DECAY_*)"
+                "its parameter groups differ: a checkpoint without parameter names can be resumed only with the "
+                "learning-rate factors and weight decays of its training (SOLVER.BIAS_*, HEADS_LR_FACTOR, LR_FACTORS, "
+                "WEIGHT_DECAY_*)"
             )
         saved_positions = {
             key: (group, number)

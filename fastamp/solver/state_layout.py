@@ -1,4 +1,4 @@
-"""Names, shapes and dtypes of the state that an optimizer keeps for each parameter."""
+"""Names, shapes and dtypes of the optimizer state of a parameter."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from fastamp.utils.form import unlike
 
-# Tensors with the parameter's shape and dtype. All of torch.optim that trains here, and timm's Lamb.
+# State tensors with the shape and dtype of the parameter, for all supported optimizers of torch.optim and timm's Lamb.
 _LIKE_PARAMETER = {
     "ASGD": ("ax",),
     "Adadelta": ("square_avg", "acc_delta"),
@@ -24,20 +24,23 @@ _LIKE_PARAMETER = {
     "Rprop": ("prev", "step_size"),
     "SGD": (),
 }
-# Option of a group -> a further one of these where the option is on.
+# Group option -> additional state tensor if the option is set.
 _OPTIONAL = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
-# Scalars in float32.
+# Scalar state in float32; the default is "step".
 _SCALARS = {"ASGD": ("step", "eta", "mu"), "NAdam": ("step", "mu_product"), "Lamb": (), "SGD": ()}
 
 
 def expected_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what a step leaves for a parameter, as tensors without memory; {} for an optimizer of another library.
+    """Create meta tensors with the shapes and dtypes of a parameter's state after a step.
 
     Args:
-        optimizer: of which only the class matters. A subclass with a ``step`` of its own may keep other state, and
-            counts as another library's.
-        group: options.
-        parameter: of the group.
+        optimizer (torch.optim.Optimizer): only its class is used.
+        group (Mapping[str, Any]): options of the parameter group.
+        parameter (torch.Tensor): a parameter of the group.
+
+    Returns:
+        dict[str, torch.Tensor]: expected state; empty for other optimizers, including subclasses that override
+        ``step`` and may store other state.
     """
     name = _layout_of(type(optimizer))
     if name is None:
@@ -53,7 +56,7 @@ def expected_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: to
 
 
 def _layout_of(kind: type[Optimizer]) -> str | None:
-    """Return the entry of ``_LIKE_PARAMETER`` for a class; a subclass that steps as its base does has the base's."""
+    """Find the entry of ``_LIKE_PARAMETER`` for a class; a subclass that inherits ``step`` uses that of its base."""
     for base in kind.__mro__:
         name = base.__name__
         if getattr(torch.optim, name, None) is base or (name == "Lamb" and base.__module__.startswith("timm.optim")):
@@ -64,19 +67,19 @@ def _layout_of(kind: type[Optimizer]) -> str | None:
 
 
 def check_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, saved: Any, name: str) -> None:
-    """Check what a file holds as the state of a parameter; an empty one is that of a parameter that was never updated.
+    """Validate the saved state of a parameter; None and an empty state are valid for a parameter without updates.
 
     Args:
         optimizer, group, parameter: see ``expected_state``.
-        saved: from the file.
-        name: of the place, for the message.
+        saved (Any): state read from a checkpoint.
+        name (str): name of the entry, for the error message.
 
     Raises:
-        ValueError: a value is missing, or has another shape or dtype than a step leaves.
+        ValueError: an entry is missing, or has another shape or dtype than after a step.
     """
     if saved is None or (isinstance(saved, Mapping) and not saved):
         return
     expected = expected_state(optimizer, group, parameter)
-    wrong = unlike(expected, saved, name) or ", ".join(key for key in expected if key not in saved)
+    wrong = unlike(expected, saved, name) or ", ".join(f"missing {name}.{key}" for key in expected if key not in saved)
     if wrong:
-        raise ValueError(f"what it has accumulated is wrong or missing: {wrong}")
+        raise ValueError(f"optimizer state does not match: {wrong}")

@@ -1,4 +1,4 @@
-"""Averages of a model's weights over the training, in float32."""
+"""Averages of model weights over training: EMA and SWA."""
 
 import itertools
 from collections.abc import Iterator
@@ -10,14 +10,15 @@ from torch import nn
 
 
 class WeightAverage:
-    """A running average of a model's parameters and floating-point buffers; other buffers are those of the last update.
+    """Running average of the parameters and floating-point buffers of a model, in the model's dtype (float32).
 
-    An exponential moving average (EMA) is ``update(1 - decay)`` after every step, stochastic weight averaging (SWA,
-    Izmailov et al. 2018, arXiv:1803.05407) is ``update(1 / (updates + 1))`` after every epoch.
+    Other buffers are copied at each update. An exponential moving average (EMA) calls ``update(1 - decay)`` after every
+    step; stochastic weight averaging (SWA, Izmailov et al. 2018, arXiv:1803.05407) calls ``update(1 / (updates + 1))``
+    after every epoch.
 
     Args:
-        model: its present values are where the average starts.
-        kind: what the average is called in a checkpoint, e.g. ``"ema"``.
+        model (nn.Module): model to average; the average starts from its current values.
+        kind (str): name of the average in checkpoints, e.g. ``"ema"``.
     """
 
     def __init__(self, model: nn.Module, kind: str) -> None:
@@ -32,14 +33,14 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Start anew from the model's present values."""
+        """Restart the average from the current values of the model."""
         for name, live in self._live.items():
             self._stored[name].copy_(live)
         self.updates = 0
 
     @torch.no_grad()
     def update(self, weight: float) -> None:
-        """Move the average by ``weight`` (0..1) of its difference to the model."""
+        """Interpolate: average + ``weight`` * (model - average), with ``weight`` in 0..1."""
         average = [self._stored[name] for name in self._floating]
         torch._foreach_lerp_(average, [self._live[name] for name in self._floating], weight)
         for name in self._live.keys() - set(self._floating):
@@ -48,9 +49,9 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the model have the average's values inside, and its own again afterwards.
+        """Context manager that swaps the averaged values into the model, and the model's values back on exit.
 
-        What changes in the model inside, e.g. statistics that are estimated anew, stays with the average.
+        Changes of the model inside the context, e.g. re-estimated batch norm statistics, become part of the average.
         """
         self._swap()
         try:
@@ -67,25 +68,25 @@ class WeightAverage:
         self._applied = not self._applied
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the averaged tensors by the names of the model's state dict."""
+        """Return the averaged tensors by their names in the model's state dict."""
         return dict(self._live if self._applied else self._stored)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return kind, number of updates and the averaged tensors."""
+        """Return the kind, the number of updates and the averaged tensors."""
         return {"kind": self.kind, "updates": self.updates, "model": self.tensors()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``.
+        """Restore the average from ``state``.
 
         Raises:
-            ValueError: it is another kind of average, or of another model.
+            ValueError: ``state`` is another kind of average or belongs to another model.
         """
         if state["kind"] != self.kind:
-            raise ValueError(f"it holds an average of kind {state['kind']!r}, and this run keeps {self.kind!r}")
+            raise ValueError(f"expected an average of kind {self.kind!r}, got {state['kind']!r}")
         own = self.tensors()
         if own.keys() != state["model"].keys():
-            raise ValueError("its averaged weights are of another model")
+            raise ValueError("the averaged weights belong to another model")
         for name, tensor in own.items():
             tensor.copy_(state["model"][name])
         self.updates = state["updates"]

@@ -174,7 +174,7 @@ def test_3_everything_is_frozen_when_the_optimizer_is_built(demo, tmp_path):
         def build_model(cls, cfg):
             return super().build_model(cfg).requires_grad_(False)
 
-    with pytest.raises(ConfigError, match="no parameter of the model is trainable: all of it is frozen"):
+    with pytest.raises(ConfigError, match="requires_grad"):
         Frozen(tiny.tiny_config(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""An optimizer goes on only with what a step of its own could have left."""
+"""Optimizer state in checkpoints: round trip, validation, layouts of earlier versions."""
 
 import inspect
 import signal
@@ -32,7 +32,7 @@ def stepped(optimizer, **options):
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adafactor", "NAdam", "Rprop"])
-def test_what_was_saved_goes_on(name):
+def test_saved_state_is_restored_without_a_step(name):
     optimizer = getattr(torch.optim, name)
     saved, other = stepped(optimizer).state_dict(), stepped(optimizer)
     parameters = [parameter for group in other.optimizer.param_groups for parameter in group["params"]]
@@ -48,17 +48,17 @@ def test_what_was_saved_goes_on(name):
 
 
 @pytest.mark.parametrize("wrong", [[], "x", None, 3, torch.ones(3, 4), torch.tensor(1.0), torch.ones(4, 3).long()])
-def test_what_no_step_leaves(wrong):
+def test_state_of_wrong_type_shape_or_dtype_is_an_error(wrong):
     saved = stepped(torch.optim.Adam).state_dict()
     saved["state"][0]["exp_avg"] = wrong
-    with pytest.raises(ValueError, match="wrong or missing: state 0.exp_avg"):
+    with pytest.raises(ValueError, match="state 0.exp_avg"):
         stepped(torch.optim.Adam).load_state_dict(saved)
 
 
-def test_what_is_missing():
+def test_missing_state_is_an_error():
     saved = stepped(torch.optim.Adam).state_dict()
     del saved["state"][1]["exp_avg_sq"]
-    with pytest.raises(ValueError, match="wrong or missing: exp_avg_sq"):
+    with pytest.raises(ValueError, match="missing state 1.exp_avg_sq"):
         stepped(torch.optim.Adam).load_state_dict(saved)
 
 
@@ -73,7 +73,7 @@ def variants():
 
 
 @pytest.mark.parametrize("optimizer, options", list(variants()))
-def test_the_state_of_every_optimizer_is_known(optimizer, options):
+def test_expected_state_matches_every_optimizer(optimizer, options):
     shapes = [(4, 3), (4,), (), (2, 3, 3, 3), (2, 1, 5)]
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
     parameters.append(torch.nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16)))
@@ -91,11 +91,11 @@ def test_the_state_of_every_optimizer_is_known(optimizer, options):
     for key in expected:
         for wrong in (None, torch.ones(4, 3, 2), torch.ones(expected[key].shape, dtype=torch.int64)):
             state = {**saved, "state": {**saved["state"], 5: {**saved["state"][5], key: wrong}}}
-            with pytest.raises(ValueError, match=f"wrong or missing: state 5.{key}"):
+            with pytest.raises(ValueError, match=f"state 5.{key}"):
                 other.load_state_dict(state)
 
 
-def test_an_optimizer_of_ones_own_keeps_any_state():
+def test_state_of_a_custom_optimizer_is_not_checked():
     class Own(torch.optim.SGD):
         def step(self):
             for group in self.param_groups:
@@ -108,8 +108,8 @@ def test_an_optimizer_of_ones_own_keeps_any_state():
     assert next(iter(other.optimizer.state.values())).keys() == {"sketch"}
 
 
-# The stored checkpoint's: weights of the heads and biases of the backbone share a group there, and clipping sums over
-# all gradients.
+# Options of the stored checkpoint: weights of the heads and biases of the backbone share a group, and clipping sums
+# over all gradients.
 PREVIOUS = (
     "SOLVER.MAX_EPOCH", "2", "SOLVER.BIAS_LR_FACTOR", "2.0", "SOLVER.HEADS_LR_FACTOR", "2.0",
     "SOLVER.LR_FACTORS", "{'backbone.4.*': 0.5}", "SOLVER.CLIP_GRADIENTS", "True",
@@ -140,7 +140,7 @@ def resumed(folder, content, opts=()):
 
 
 def in_previous_layout(content):
-    """Return a checkpoint as earlier versions wrote it: a group for each pair of values, and no names."""
+    """Convert a checkpoint to the layout of earlier versions: one group per pair of values, without names."""
     state, order = content["optimizer"], list(content["model"])
     held = [
         (name, number, group)
@@ -160,7 +160,7 @@ def in_previous_layout(content):
     return content | {"optimizer": {"name": state["name"], "state": values, "param_groups": groups}}, names
 
 
-def test_a_checkpoint_of_the_previous_layout_resumes_bit_identically(demo, tmp_path):
+def test_previous_layout_resumes_bit_identically(demo, tmp_path):
     train(tmp_path / "straight")
     with pytest.raises(TrainingInterrupted):
         train(tmp_path / "interrupted", Interrupt())
@@ -168,18 +168,18 @@ def test_a_checkpoint_of_the_previous_layout_resumes_bit_identically(demo, tmp_p
     previous, names = in_previous_layout(content)
     stored = torch.load(DATA / "previous_layout.pth", weights_only=True)
     end = torch.load(DATA / "previous_layout_end.pth", weights_only=True)
-    # What this test writes has the layout of the stored file.
+    # The layout that this test writes equals that of the stored file.
     assert names == end["names"]
     for ours, theirs in zip(previous["optimizer"]["param_groups"], stored["optimizer"]["param_groups"], strict=True):
         assert ours == theirs
     straight = tiny.weights(tmp_path / "straight/model_final.pth")
     again = resumed(tmp_path / "again", previous)["model"]
     assert all(torch.equal(again[name], straight[name]) for name in straight)
-    # Other CPUs round differently, so the stored end is close to what its checkpoint leads to here.
+    # Other CPUs round differently: the stored final weights are close, but not equal.
     last = resumed(tmp_path / "stored", stored)
     for name, tensor in end["model"].items():
         torch.testing.assert_close(last["model"][name], tensor, rtol=1e-2, atol=1e-4)
-    # The same under names: what the positions of the stored file stand for is known.
+    # The same state with parameter names in place of positions.
     state = stored["optimizer"]
     group = {key: value for key, value in state["param_groups"][0].items() if key != "params"}
     by_name = {"params": list(range(len(names))), "param_names": names}
@@ -188,7 +188,7 @@ def test_a_checkpoint_of_the_previous_layout_resumes_bit_identically(demo, tmp_p
     assert all(torch.equal(other["model"][name], last["model"][name]) for name in straight)
 
 
-def test_other_weight_decays_resume_with_the_new_values(demo, tmp_path):
+def test_resume_uses_the_weight_decays_of_the_config(demo, tmp_path):
     with pytest.raises(TrainingInterrupted):
         train(tmp_path / "interrupted", Interrupt())
     content = torch.load(tmp_path / "interrupted/model_interrupted.pth", weights_only=True)
@@ -204,7 +204,7 @@ def test_other_weight_decays_resume_with_the_new_values(demo, tmp_path):
     }
 
 
-def test_parameters_are_known_by_their_names():
+def test_parameters_are_matched_by_name():
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
 
     def state(*groups):
@@ -223,5 +223,5 @@ def test_parameters_are_known_by_their_names():
         parameter = model.get_parameter(name)
         ours, theirs = second.optimizer.state[parameter], first.optimizer.state[parameter]
         assert torch.equal(ours["exp_avg"], theirs["exp_avg"]) and ours["exp_avg"].flatten()[0] > 0
-    with pytest.raises(ValueError, match=r"1 of its parameters differ \(b.bias\)"):
+    with pytest.raises(ValueError, match=r"1 .*\(b.bias\)"):
         state(["a.bias", "b.bias"], ["b.weight"], ["a.weight"]).load_state_dict(saved)

@@ -1,4 +1,4 @@
-"""Weight averages against their closed forms, and their exchange with the model."""
+"""Weight averages: closed forms, swapping with the model, state."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def make():
 
 
 def change(model, seed):
-    """Give the model other weights and statistics, and return them."""
+    """Randomize the weights and statistics of a model, and return them."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -22,7 +22,7 @@ def change(model, seed):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.9, 0.999, 1.0])
-def test_moving_average_equals_its_closed_form(decay):
+def test_ema_matches_its_closed_form(decay):
     model = make()
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     average = WeightAverage(model, "ema")
@@ -42,11 +42,11 @@ def test_moving_average_equals_its_closed_form(decay):
         assert tensor.dtype == torch.float32
 
 
-def test_equal_weights_give_the_mean():
+def test_swa_is_the_mean_of_all_weights():
     model = make()
     average = WeightAverage(model, "swa")
     history = [change(model, seed) for seed in range(1, 6) if not average.update(1 / (average.updates + 1))]
-    # Each was changed after the update before it, so the last one is missing and the first is the start.
+    # The model changes after each update, so that the first update uses the initial weights.
     average.update(1 / (average.updates + 1))
     start = make().state_dict()
     for name in ("0.weight", "1.running_mean"):
@@ -54,7 +54,7 @@ def test_equal_weights_give_the_mean():
         torch.testing.assert_close(average.tensors()[name], expected)
 
 
-def test_applied_and_taken_back():
+def test_applied_swaps_the_average_and_restores_the_model():
     model = make()
     average = WeightAverage(model, "ema")
     before = change(model, 1)
@@ -66,13 +66,13 @@ def test_applied_and_taken_back():
         assert all(torch.equal(tensor, averaged[name]) for name, tensor in average.state_dict()["model"].items())
         model[1].running_mean.fill_(7.0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert torch.equal(average.tensors()["1.running_mean"], torch.full((4,), 7.0))  # stays with the average
+    assert torch.equal(average.tensors()["1.running_mean"], torch.full((4,), 7.0))  # the change is kept in the average
     with pytest.raises(RuntimeError, match="inside"), average.applied():
         raise RuntimeError("inside")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_saved_and_restored():
+def test_state_dict_round_trip_and_mismatches():
     model, other = make(), make()
     average, again = WeightAverage(model, "ema"), WeightAverage(other, "ema")
     change(model, 3)
@@ -80,7 +80,7 @@ def test_saved_and_restored():
     again.load_state_dict(average.state_dict())
     assert again.updates == 1
     assert all(torch.equal(a, b) for a, b in zip(average.tensors().values(), again.tensors().values(), strict=True))
-    with pytest.raises(ValueError, match="kind 'ema'"):
+    with pytest.raises(ValueError, match="'swa'.*'ema'"):
         WeightAverage(other, "swa").load_state_dict(average.state_dict())
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(ValueError, match="another model"):
         WeightAverage(nn.Linear(2, 2), "ema").load_state_dict(average.state_dict())
