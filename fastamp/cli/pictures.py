@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from fastamp.data import build_reid_test_loader
-from fastamp.diagnostics.locate import describe_evaluation
 from fastamp.engine.reporting import EvaluatedSet, evaluated_set
 from fastamp.evaluation import ReidEvaluator, Wanted, inference_on_dataset
 from fastamp.inference import Predictor
@@ -28,7 +27,6 @@ def draw_set(predictor: Predictor, name: str, kinds: set[str], wanted: Wanted, f
         evaluator,
         cfg.TEST.FLIP.ENABLED,
         policy=predictor.policy,
-        locate=describe_evaluation,
     )
     each = evaluated_set(name, metrics, evaluator, loader, num_query)
     result, details, protocol = each.result, each.result.details, each.result.protocol

@@ -18,7 +18,6 @@ from fastamp.data.build import with_num_classes
 from fastamp.data.subset import subsample_identities
 from fastamp.diagnostics.doctor_report import Diagnosis, Examination
 from fastamp.diagnostics.fp32_search import forced, search_force_fp32
-from fastamp.diagnostics.locate import describe_evaluation
 from fastamp.diagnostics.machine import inspect_machine
 from fastamp.diagnostics.measures import lost_gradients, measure_cost, measure_layers, safe_loss_scale
 from fastamp.diagnostics.precision_check import (
@@ -108,9 +107,7 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
     def rank(precision: PrecisionPolicy) -> dict[str, float]:
         # Copies, for a model that writes into what it is given.
         copies = [{key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in each.items()} for each in batches]
-        metrics = inference_on_dataset(
-            model, copies, ReidEvaluator(cfg, queries), policy=precision, locate=describe_evaluation
-        )
+        metrics = inference_on_dataset(model, copies, ReidEvaluator(cfg, queries), policy=precision)
         return {key: metrics[key] for key in ("mAP", "Rank-1")}
 
     diagnosis.float32.metrics = progress("float32: ranking", lambda: rank(policy.in_float32()))

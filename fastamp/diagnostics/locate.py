@@ -102,17 +102,16 @@ def locate_in_evaluation(rehearsal: Rehearsal, policy: PrecisionPolicy) -> Locat
 
 
 def describe_evaluation(model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy) -> str:
-    """Return where an evaluation of ``batch`` first makes a value that is not finite, and the fix; empty if nowhere.
+    """Describe the first non-finite value in an evaluation of ``batch``, and the fix; empty if all values are finite.
 
     Args:
         model: in evaluation mode.
         batch: its features are not finite.
         policy: the precision of the evaluation.
     """
-    with Rehearsal(model, batch) as rehearsal:
-        location = locate_in_evaluation(rehearsal, policy)
+    location, note = search(model, batch, lambda rehearsal: locate_in_evaluation(rehearsal, policy))
     if location is None:
-        return ""
+        return note
     overflows = location.kind == "forward overflow"
     return location.describe() + "\n  or:    SOLVER.AMP.EVAL_DTYPE float32, to evaluate in float32" * overflows
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
-from fastamp.diagnostics.locate import describe_evaluation
 from fastamp.engine.reporting import evaluated_set, history_of, report_of_weights
 from fastamp.evaluation import DatasetEvaluator, Protocol, inference_on_dataset, print_results
 from fastamp.report import EvaluatedSet, Run
@@ -58,9 +57,7 @@ def evaluate_sets(
         logger.info("evaluating on %s", name)
         folder = Path(cfg.OUTPUT_DIR) / "evaluation" / folder_name(name)
         evaluator = build_evaluator(cfg, num_query, str(folder))
-        metrics = inference_on_dataset(
-            model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy, locate=describe_evaluation
-        )
+        metrics = inference_on_dataset(model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy)
         if metrics:
             found.results[name] = metrics
             found.sets.append(evaluated_set(name, metrics, evaluator, loader, num_query))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from fastamp.evaluation.protocol import Identities
 from fastamp.utils import comm
+from fastamp.utils.moved import renamed_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ _ROWS = 4096
 _FEW = 64
 
 
+@renamed_arguments(queries="query_features", gallery="gallery_features", ids="identities")
 def count_indistinct(
     query_features: torch.Tensor,
     gallery_features: torch.Tensor,

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fastamp.evaluation.protocol import JUNK_PID, Identities, Matches, Protocol, Ranker
+from fastamp.evaluation.protocol import Identities, Matches, Protocol, build_ranker
 from fastamp.evaluation.rank import RankingResult
 from fastamp.evaluation.roc import RocCounter, RocCurve, summed_over_ranks
 from fastamp.layers.distance import DistanceBlocks
+from fastamp.utils.moved import renamed_arguments
 
 # Queries of a block that are looked at at once, which takes a copy of their distances.
 _ROWS = 128
@@ -109,6 +110,7 @@ class DetailCounter:
         limit: see ``RocCounter``; None counts no accept rates.
     """
 
+    @renamed_arguments(ids="identities")
     def __init__(self, identities: Identities, protocol: Protocol, wanted: Wanted, *, limit: float | None) -> None:
         self.protocol, self.wanted, self.queries = protocol, wanted, len(identities.query_pids)
         count = min(self.queries, max(1, wanted.pairs // len(identities.gallery_pids)))
@@ -132,9 +134,10 @@ class DetailCounter:
             columns = (gallery_camids == camera).nonzero().flatten()
             of_camera = Identities(query_pids, gallery_pids[columns], query_camids, gallery_camids[columns])
             self._columns.append(columns)
-            self._rankers.append(Ranker(of_camera, junk=protocol.junk, trapezoid=protocol.trapezoid))
+            self._rankers.append(build_ranker(of_camera, protocol))
         self._first = len(self._sample)
 
+    @renamed_arguments(block="distances")
     def add(self, start: int, distances: torch.Tensor) -> None:
         """Count the queries of the sample from ``start`` on by their (B, G) distances, which stay as they are."""
         if self._roc is None and not self._rankers:
@@ -180,6 +183,7 @@ class DetailCounter:
         return CameraMatrix(self._query_cameras, self._gallery_cameras, mean_ap, count.astype(np.int64), self._left_out)
 
 
+@renamed_arguments(distances="blocks")
 def rank_lists(
     ranking: RankingResult, blocks: DistanceBlocks, matches: Matches, protocol: Protocol, wanted: Wanted
 ) -> dict[str, list[RankList]]:
@@ -234,8 +238,7 @@ def _rank_list(
     left_out[pairs.junk_columns] = True
     if protocol.draws_queries:  # the gallery holds the query itself
         left_out[query] = True
-    if protocol.trapezoid:
-        left_out |= matches.gallery_pids == JUNK_PID
+    left_out[matches.unmatched] = True
     order = np.argsort(np.where(left_out, np.inf, own), kind="stable")[: int((~left_out).sum())]
     is_match = np.isin(order, pairs.columns)
     return RankList(

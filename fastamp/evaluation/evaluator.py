@@ -2,8 +2,8 @@
 
 import itertools
 import logging
+import pkgutil
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,14 @@ from fastamp.evaluation.protocol import Identities, Protocol
 from fastamp.evaluation.roc import write_roc
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, TrainingError, writing
+from fastamp.utils.moved import renamed_arguments, renamed_attribute
 from fastamp.utils.progress import format_duration, track
 
 logger = logging.getLogger(__name__)
+
+Locator = Callable[[nn.Module, dict[str, Any], PrecisionPolicy], str]
+LOCATOR = "fastamp.diagnostics.locate:describe_evaluation"
+"""Default of ``inference_on_dataset``. It is a name because diagnostics builds on evaluation; a failure imports it."""
 
 
 class DatasetEvaluator:
@@ -54,7 +59,7 @@ def inference_on_dataset(
     flip_test: bool = False,
     *,
     policy: PrecisionPolicy | None = None,
-    locate: Callable[[nn.Module, dict[str, Any], PrecisionPolicy], str] | None = None,
+    locate: Locator | str | None = LOCATOR,
 ) -> dict[str, Any]:
     """Evaluate a model; it is in evaluation mode meanwhile, and back in its former mode afterwards.
 
@@ -64,8 +69,9 @@ def inference_on_dataset(
         evaluator: gets each batch with its features.
         flip_test: use the mean of the features of each image and of its mirror image.
         policy: the trainer's precision policy; None computes in float32.
-        locate: is given the model, the first batch whose features are not finite, and the policy, and returns text for
-            the error message, e.g. ``fastamp.diagnostics.locate.describe_evaluation``; None adds nothing.
+        locate: function of the model, the first batch with non-finite features and the policy that returns text for
+            the error message, or its name, ``"module:function"``. Default: names the first module with a non-finite
+            output. None adds nothing.
 
     Returns:
         The evaluator's metrics; an empty dict on ranks other than 0.
@@ -129,7 +135,7 @@ def _explain_not_finite(
     data_loader: Iterable[dict[str, Any]],
     number: int | None,
     policy: PrecisionPolicy,
-    locate: Callable[[nn.Module, dict[str, Any], PrecisionPolicy], str] | None,
+    locate: Locator | str | None,
 ) -> str:
     """Return the message about batch ``number``, the first whose features are not finite; None has none."""
     text = ""
@@ -139,6 +145,7 @@ def _explain_not_finite(
             f", which begins with {batch['img_paths'][0]}" if "img_paths" in batch else ""
         )
         text = f"the features that the model returned in {dtype_name(policy.dtype)} are not all finite ({where})"
+        locate = pkgutil.resolve_name(locate) if isinstance(locate, str) else locate
         with comm.alone():
             found = locate(model, batch, policy) if locate else ""
         text += f".\n{found}" if found else ""
@@ -161,6 +168,7 @@ class ReidEvaluator(DatasetEvaluator):
     """
 
     pairs: PairScores | None = None
+    judgement = renamed_attribute("judgement", "result")
 
     def __init__(
         self, cfg: Any, num_query: int, output_dir: str | None = None, *, wanted: Wanted | None = None
@@ -177,12 +185,6 @@ class ReidEvaluator(DatasetEvaluator):
     def metric_names(self) -> list[str]:
         """Return the names of the metrics in percent."""
         return self.protocol.metric_names()
-
-    @property
-    def judgement(self) -> EvaluationResult | None:
-        """Old name of ``result``."""
-        warnings.warn("ReidEvaluator.judgement is now result", DeprecationWarning, stacklevel=2)
-        return self.result
 
     def reset(self) -> None:
         """Forget all features."""
@@ -283,6 +285,7 @@ class ReidEvaluator(DatasetEvaluator):
             logger.info("wrote %s", path)
 
 
+@renamed_arguments(judgement="result")
 def write_per_query(result: EvaluationResult, path: Path) -> None:
     """Write ``ap``, ``inp``, ``valid``: (Q,), and ``first_match``: (Q, R), see ``RankingResult``, to an npz file.
 

@@ -19,7 +19,7 @@ from fastamp.evaluation.roc import RocCounter, RocCurve, limit_of
 from fastamp.layers.distance import FeatureDistances
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, NoMatchError
-from fastamp.utils.moved import moved_names
+from fastamp.utils.moved import moved_names, renamed_arguments
 from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,9 @@ class EvaluationResult:
 
     def metrics(self) -> dict[str, Any]:
         """Return the numbers to report.
+
+        To add a metric in percent, compute it here and name it in ``Protocol.metric_names``. The log's table shows
+        every float (``results_table``), a report those of ``fastamp.report.sections._tiles``.
 
         Returns:
             ``Rank-r`` for each rank, ``mAP``, ``mINP``, ``metric`` (the mean of mAP and Rank-1) and, as asked for,
@@ -106,6 +109,7 @@ class EvaluationResult:
         }
 
 
+@renamed_arguments(ids="identities")
 @torch.no_grad()
 @force_fp32
 def compute_metrics(
@@ -181,6 +185,7 @@ def compute_metrics(
     return EvaluationResult(protocol, ranking, curve, num_gallery, details, num_indistinct)
 
 
+@renamed_arguments(ids="identities")
 def rank_features(
     query_features: torch.Tensor,
     gallery_features: torch.Tensor,
@@ -210,6 +215,7 @@ def rank_features(
     return ranker.result()
 
 
+@renamed_arguments(ids="identities")
 def rank_distances(distances: torch.Tensor, identities: Identities, *, trapezoid: bool = False) -> RankingResult:
     """Rank the gallery for each query by given distances, under the Market-1501 rule.
 
@@ -240,6 +246,7 @@ def rank_distances(distances: torch.Tensor, identities: Identities, *, trapezoid
     return ranker.result()
 
 
+@renamed_arguments(ids="identities")
 def check_features(
     query_features: torch.Tensor,
     gallery_features: torch.Tensor,

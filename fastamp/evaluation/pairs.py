@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.evaluation.protocol import JUNK_PID, Identities, Junk, Matches
+from fastamp.evaluation.protocol import JUNK_PID, OWN_CAMERA, Identities, Junk, Matches, junk_of
 from fastamp.layers.distance import pairwise_distance
+from fastamp.utils.moved import renamed_arguments
 
 _QUANTILES = 1001
 # A sample of this size costs less than a second, whatever the test set's.
@@ -53,6 +54,7 @@ class PairScores:
         return PairScores("cosine", quantiles, quantiles, 0, 0).state_dict()
 
 
+@renamed_arguments(ids="identities", cross_camera=("junk", junk_of))
 @torch.no_grad()
 def sample_pairs(
     query_features: Features,
@@ -60,7 +62,7 @@ def sample_pairs(
     identities: Identities,
     *,
     metric: str,
-    junk: Junk | None,
+    junk: Junk | None = OWN_CAMERA,
     same_images: bool = False,
     seed: int = 0,
 ) -> PairScores | None:
@@ -100,7 +102,7 @@ def sample_pairs(
             queries.append(order[row])
         if len(queries) == _QUERIES:
             break
-    others = np.flatnonzero(gallery_pids != JUNK_PID)
+    others = np.delete(np.arange(len(gallery_pids)), matches.unmatched)
     others = np.sort(random.permutation(others)[:_GALLERY])
     if not queries or not len(others):
         return None

@@ -2,7 +2,8 @@
 
 ``RULES`` maps each ``TEST.PROTOCOL`` to its rule. A rule's ``Junk`` is the one place that says which gallery images are
 excluded for a query; ``Matches`` applies it, for the ranking, verification, the sample of pairs and the report alike.
-Rules that draw a gallery are in ``single_shot``.
+Apart from the rule, gallery images of identity -1 are excluded for all queries under trapezoid AP and in the sample of
+pairs (``Matches.unmatched``). Rules that draw a gallery are in ``single_shot``.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from fastamp.evaluation.rank import RankingResult, query_scores, ranks_of_matche
 from fastamp.evaluation.rerank import ReRanking
 from fastamp.layers.distance import check_metric
 from fastamp.utils.errors import ConfigError, check_choice
-from fastamp.utils.moved import moved_names
+from fastamp.utils.moved import moved_names, renamed_arguments
 
 KEYS = (
     Key(
@@ -100,6 +101,11 @@ class Junk:
     own_identity: bool = True
 
 
+def junk_of(cross_camera: bool) -> "Junk | None":
+    """Return the junk of the old argument ``cross_camera``."""
+    return OWN_CAMERA if cross_camera else None
+
+
 class Matches:
     """The matches and the junk of queries.
 
@@ -113,14 +119,17 @@ class Matches:
     Attributes:
         query_pids, query_camids: (Q,) int64.
         gallery_pids, gallery_camids: (G,) int64.
+        unmatched: (U,) int64, the gallery images of ``unmatched_pid``.
     """
 
+    @renamed_arguments(ids="identities", cross_camera=("junk", junk_of))
     def __init__(self, identities: Identities, *, junk: Junk | None, unmatched_pid: int | None = None) -> None:
         self.query_pids, self.gallery_pids = identities.query_pids.cpu().numpy(), identities.gallery_pids.cpu().numpy()
         self.query_camids = identities.query_camids.cpu().numpy()
         self.gallery_camids = identities.gallery_camids.cpu().numpy()
         self.junk, self.unmatched_pid = junk, unmatched_pid
         self.groups = GalleryGroups(self.gallery_pids)
+        self.unmatched = np.flatnonzero(self.gallery_pids == unmatched_pid)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of the queries from ``start`` to ``stop`` whose pairs take little memory, one query at least."""
@@ -173,7 +182,7 @@ class Ranker:
 
     Args:
         identities: of Q queries and G gallery images.
-        junk: the rule's; None is no junk.
+        junk: the rule's; None is no junk. Default: Market-1501's.
         trapezoid: the AP of the first Market-1501 evaluation code: the area under the precision-recall curve by the
             trapezoidal rule, gallery images of identity -1 excluded. Without, the mean of the precisions at the
             matches, as everybody reports it today.
@@ -184,13 +193,14 @@ class Ranker:
 
     draws = 1
 
-    def __init__(self, identities: Identities, *, junk: Junk | None, trapezoid: bool = False) -> None:
+    @renamed_arguments(ids="identities", cross_camera=("junk", junk_of))
+    def __init__(self, identities: Identities, *, junk: Junk | None = OWN_CAMERA, trapezoid: bool = False) -> None:
         unmatched = JUNK_PID if trapezoid else None
         self.matches = Matches(identities, junk=junk, unmatched_pid=unmatched)
         self.trapezoid = trapezoid
-        self._excluded = (identities.gallery_pids == JUNK_PID).nonzero().flatten() if trapezoid else None
         self._parts: dict[int, tuple[np.ndarray, ...]] = {}
 
+    @renamed_arguments(block="distances")
     def add(self, start: int, distances: torch.Tensor) -> None:
         """Rank the gallery for the queries from ``start`` on by (B, G) distances; the junk's are overwritten."""
         for first, last in self.matches.spans(start, start + len(distances)):
@@ -202,8 +212,8 @@ class Ranker:
         # NaN is neither closer nor farther than anything.
         junk = (torch.from_numpy(side).to(distances.device) for side in (pairs.junk_rows, pairs.junk_columns))
         distances[tuple(junk)] = torch.nan
-        if self._excluded is not None:
-            distances[:, self._excluded.to(distances.device)] = torch.nan
+        if len(self.matches.unmatched):
+            distances[:, torch.from_numpy(self.matches.unmatched).to(distances.device)] = torch.nan
         ranks = ranks_of_matches(distances, pairs.rows, pairs.columns)
         ap, inp, first_match = query_scores(ranks, pairs.rows, len(distances), trapezoid=self.trapezoid)
         return ap, inp, first_match[:, None]
@@ -215,10 +225,12 @@ class Ranker:
         return RankingResult(*(torch.from_numpy(np.concatenate(columns)) for columns in zip(*parts, strict=True)))
 
 
-def _build_ranker(identities: Identities, protocol: "Protocol") -> Ranker:
+def build_ranker(identities: Identities, protocol: "Protocol") -> Ranker:
+    """Return the ranker of all gallery images under a protocol."""
     return Ranker(identities, junk=protocol.junk, trapezoid=protocol.trapezoid)
 
 
+@renamed_arguments(cross_camera=("junk", junk_of))
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """Which queries are ranked against which gallery images.
@@ -232,7 +244,7 @@ class Rule:
 
     text: str
     junk: Junk | None
-    build: Callable[[Identities, "Protocol"], Ranker] = _build_ranker
+    build: Callable[[Identities, "Protocol"], Ranker] = build_ranker
     draws_queries: bool = False
 
 
@@ -322,7 +334,7 @@ class Protocol:
             seed=test.SEED,
             ranks=tuple(sorted({1, 5, 10, *test.RANKS})),
             resamples=test.BOOTSTRAP,
-            false_accept_rates=tuple(test.ROC.FAR) if test.ROC.ENABLED else None,
+            false_accept_rates=tuple(sorted(test.ROC.FAR)) if test.ROC.ENABLED else None,
             expansion=QueryExpansion.from_config(cfg) if test.AQE.ENABLED else None,
             re_ranking=ReRanking.from_config(cfg) if test.RERANK.ENABLED else None,
             backend=test.KNN_BACKEND,
@@ -334,7 +346,10 @@ class Protocol:
         return replace(self, metric="cosine", resamples=0, false_accept_rates=None, expansion=None, re_ranking=None)
 
     def metric_names(self) -> list[str]:
-        """Return the names of the metrics in percent; see ``EvaluationResult.metrics``."""
+        """Return the names of the metrics in percent, by which models can be compared before there are any results.
+
+        ``EvaluationResult.metrics`` computes them.
+        """
         names = [*(f"Rank-{rank}" for rank in self.ranks), "mAP", "mINP", "metric"]
         return names + [accept_rate_name(rate) for rate in self.false_accept_rates or ()]
 
@@ -353,6 +368,7 @@ class Protocol:
         """Whether query and gallery are drawn from all images, which then are ranked against all."""
         return RULES[self.rule].draws_queries
 
+    @renamed_arguments(ids="identities")
     def ranker(self, identities: Identities) -> Ranker:
         """Return the ranker of this rule."""
         return RULES[self.rule].build(identities, self)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from fastamp.evaluation.neighbours import nearest_neighbours
 from fastamp.layers.distance import without_tf32
 from fastamp.utils.errors import ConfigError, check_choice
+from fastamp.utils.moved import renamed_arguments
 
 SIDES = ("both", "query", "gallery")
 # Features whose neighbours are held at once.
@@ -52,6 +53,7 @@ class QueryExpansion:
         return f"expansion of {what[self.sides]} (k {self.k}, alpha {self.alpha:g}, {self.times} x)"
 
 
+@renamed_arguments(queries="query_features", gallery="gallery_features")
 @without_tf32()
 def expand(
     query_features: torch.Tensor,

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from fastamp.evaluation.neighbours import nearest_neighbours
 from fastamp.layers.distance import DistanceBlocks, FeatureDistances, check_metric, pair_distances
 from fastamp.utils.errors import ConfigError, check_choice
+from fastamp.utils.moved import renamed_arguments
 
 if TYPE_CHECKING:
     from scipy.sparse import csc_matrix, csr_matrix
@@ -82,6 +83,7 @@ class ReRankedDistances(DistanceBlocks):
         ConfigError: another metric or backend.
     """
 
+    @renamed_arguments(queries="query_features", gallery="gallery_features")
     def __init__(
         self,
         query_features: torch.Tensor,

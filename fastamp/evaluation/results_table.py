@@ -26,16 +26,12 @@ def print_results(results: dict[str, dict[str, Any]], *, protocol: str) -> None:
 
 
 def _columns(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the names of the columns: ranks, ascending, mAP, mINP, metric, rates; then an evaluator's own metrics.
+    """Return the names of the columns: each float that an evaluator returned, in its order.
 
-    ``ReidEvaluator``'s come from ``fastamp.evaluation.metrics.EvaluationResult.metrics``; any further float is shown.
+    To add a column, compute it in ``fastamp.evaluation.metrics.EvaluationResult.metrics`` and name it in
+    ``Protocol.metric_names``; ``fastamp.report.sections._tiles`` chooses those of a report.
     """
-    names = {name for metrics in results.values() for name in metrics}
-    ranks = sorted((name for name in names if name.startswith("Rank-")), key=lambda name: int(name[5:]))
-    rates = sorted((name for name in names if name.startswith("TAR@FAR=")), key=lambda name: float(name[8:]))
-    known = [*ranks, *(name for name in ("mAP", "mINP", "metric") if name in names), *rates]
-    own = {name: None for metrics in results.values() for name, value in metrics.items() if isinstance(value, float)}
-    return [*known, *(name for name in own if name not in known)]
+    return list({name: None for each in results.values() for name, value in each.items() if isinstance(value, float)})
 
 
 def _notes(metrics: dict[str, Any]) -> str:

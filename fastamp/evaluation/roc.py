@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fastamp.evaluation.protocol import Identities, Junk, Matches, Pairs
+from fastamp.evaluation.protocol import OWN_CAMERA, Identities, Junk, Matches, Pairs, junk_of
 from fastamp.layers.distance import DistanceBlocks
 from fastamp.utils import comm
 from fastamp.utils.errors import writing
-from fastamp.utils.moved import moved_names
+from fastamp.utils.moved import moved_names, renamed_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ _SAMPLED = 64
 __getattr__ = moved_names(__name__, {"accept_rate_name": "fastamp.evaluation.protocol.accept_rate_name"})
 
 
+@renamed_arguments(distances="blocks")
 def limit_of(blocks: DistanceBlocks) -> float:
     """Return a distance that few pairs lie above: the largest possible, or four times the median of some queries'."""
     if blocks.limit is not None:
@@ -85,11 +86,13 @@ class RocCounter:
         counts: (2, 2^20) int64, genuine and impostor pairs by distance.
     """
 
-    def __init__(self, identities: Identities, *, limit: float, junk: Junk | None) -> None:
+    @renamed_arguments(ids="identities", cross_camera=("junk", junk_of))
+    def __init__(self, identities: Identities, *, limit: float, junk: Junk | None = OWN_CAMERA) -> None:
         self.matches = Matches(identities, junk=junk)
         self._scale = _BINS / max(limit, _SMALLEST_LIMIT)
         self.counts = torch.zeros(2, _BINS, dtype=torch.int64)
 
+    @renamed_arguments(block="distances")
     def add(self, start: int, distances: torch.Tensor) -> None:
         """Count the pairs of the queries from ``start`` on by their (B, G) distances, which stay as they are."""
         for first, last in self.matches.spans(start, start + len(distances)):

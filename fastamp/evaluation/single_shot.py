@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from fastamp.evaluation.protocol import OWN_CAMERA, RULES, GalleryGroups, Identities, Junk, Ranker, Rule
-from fastamp.utils.moved import moved_names
+from fastamp.evaluation.protocol import OWN_CAMERA, RULES, GalleryGroups, Identities, Junk, Ranker, Rule, junk_of
+from fastamp.utils.moved import moved_names, renamed_arguments
 
 __getattr__ = moved_names(__name__, {"OneGalleryImageRanker": "fastamp.evaluation.single_shot.VehicleIDRanker"})
 
@@ -22,8 +22,15 @@ class SingleGalleryShotRanker(Ranker):
         junk, trapezoid: see ``Ranker``.
     """
 
+    @renamed_arguments(ids="identities", cross_camera=("junk", junk_of))
     def __init__(
-        self, identities: Identities, *, repeats: int, seed: int, junk: Junk | None, trapezoid: bool = False
+        self,
+        identities: Identities,
+        *,
+        repeats: int,
+        seed: int,
+        junk: Junk | None = OWN_CAMERA,
+        trapezoid: bool = False,
     ) -> None:
         super().__init__(identities, junk=junk, trapezoid=trapezoid)
         generator = np.random.default_rng(seed)
@@ -60,6 +67,7 @@ class VehicleIDRanker(Ranker):
         seed: of the draws.
     """
 
+    @renamed_arguments(ids="identities")
     def __init__(self, identities: Identities, *, repeats: int, seed: int) -> None:
         super().__init__(identities, junk=None)
         self.draws = repeats

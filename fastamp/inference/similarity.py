@@ -1,6 +1,5 @@
 """How alike two images are, and whether that is much or little for the model."""
 
-import warnings
 from dataclasses import dataclass
 from os import PathLike
 
@@ -9,9 +8,10 @@ import torch
 
 from fastamp.evaluation import Identities
 from fastamp.evaluation.pairs import PairScores, sample_pairs
-from fastamp.evaluation.protocol import OWN_CAMERA, Junk
+from fastamp.evaluation.protocol import OWN_CAMERA, Junk, junk_of
 from fastamp.inference.features_file import Extraction, read_extraction
 from fastamp.utils.errors import DataError
+from fastamp.utils.moved import renamed_arguments
 
 _NO_PAIRS = (
     "where that stands among genuine and impostor pairs is not known: the checkpoint has no sample of them, as those "
@@ -61,12 +61,12 @@ class Comparison:
         )
 
 
+@renamed_arguments(cross_camera=("junk", junk_of))
 def pairs_of(
     reference: Extraction | str | PathLike[str],
     *,
     junk: Junk | None = OWN_CAMERA,
     seed: int = 0,
-    cross_camera: bool | None = None,
 ) -> PairScores:
     """Return the scores of a sample of pairs of an extraction: of its queries and gallery, or else of all its images.
 
@@ -75,14 +75,10 @@ def pairs_of(
         junk: pairs to exclude, e.g. ``Protocol.junk``; None is none, as where no camera is known. Default: pairs of one
             identity that are from one camera.
         seed: of the draws.
-        cross_camera: deprecated; False is ``junk=None``.
 
     Raises:
         DataError: it cannot be read, or has no two images of one identity, or none of two.
     """
-    if cross_camera is not None:
-        warnings.warn("pairs_of: cross_camera is now junk, OWN_CAMERA or None", DeprecationWarning, stacklevel=2)
-        junk = OWN_CAMERA if cross_camera else None
     extraction = reference if isinstance(reference, Extraction) else read_extraction(reference)
     queries = galleries = np.arange(len(extraction.paths))
     split = extraction.split

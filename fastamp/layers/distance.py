@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from fastamp.amp import force_fp32, to_float32
 from fastamp.utils.errors import ConfigError, did_you_mean
+from fastamp.utils.moved import renamed_arguments
 
 METRICS = ("euclidean", "cosine")
 # Rows of a block beyond which the matrix product gains nothing.
@@ -135,6 +136,7 @@ class FeatureDistances(DistanceBlocks):
         ConfigError: another metric.
     """
 
+    @renamed_arguments(queries="query_features", gallery="gallery_features")
     def __init__(
         self,
         query_features: torch.Tensor,

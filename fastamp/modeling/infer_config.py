@@ -90,7 +90,10 @@ def backbone_prefixes(tensors: State, defaults: CfgNode | None = None) -> dict[s
     defaults = get_cfg() if defaults is None else defaults
     votes: dict[str, tuple[int, str]] = {}
     for name, variants in _all_variants().items():
-        own = _build_and_convert(_backbone_keys(name, variants.depths[0]), {}, defaults)[0]
+        try:
+            own = _build_and_convert(_backbone_keys(name, variants.depths[0]), {}, defaults)[0]
+        except _CannotBuildError:
+            continue
         # The first block of each stage is the same at every depth; a norm alone is too common a name.
         expected = {name for name in own if name.endswith(".weight") and "." in name.removesuffix(".weight")}
         counts: dict[str, int] = {}
@@ -128,7 +131,10 @@ def _find_backbone(trunk: State, source: str, defaults: CfgNode) -> tuple[dict[s
         )
     best: tuple[float, dict[str, str], int] = (0.0, {}, 0)
     for keys in _candidates(trunk, defaults):
-        fraction, width = _match_fraction(keys, trunk, defaults)
+        try:
+            fraction, width = _match_fraction(keys, trunk, defaults)
+        except _CannotBuildError:  # a combination of options that the backbone does not take
+            continue
         if fraction > best[0]:
             best = (fraction, keys, width)
         if fraction == 1.0:
@@ -148,7 +154,11 @@ def _candidates(trunk: State, defaults: CfgNode) -> Iterator[dict[str, str]]:
     similarity: dict[str, float] = {}
     all_variants = _all_variants()
     for name, variants in all_variants.items():
-        own, converted, _ = _build_and_convert(_backbone_keys(name, variants.depths[0]), trunk, defaults)
+        try:
+            own, converted, _ = _build_and_convert(_backbone_keys(name, variants.depths[0]), trunk, defaults)
+        except _CannotBuildError as error:
+            logger.warning("skipping backbone %s, which cannot be built: %s", name, error)
+            continue
         similarity[name] = len(own.keys() & converted.keys()) / len(own)
     for name in sorted(similarity, key=similarity.__getitem__, reverse=True)[:4]:
         variants = all_variants[name]
@@ -167,14 +177,20 @@ def _keys_from_tensors(keys: Mapping[str, str], trunk: State) -> dict[str, str]:
     return BACKBONE_REGISTRY.get(keys["MODEL.BACKBONE.NAME"]).variants.keys_of(trunk)
 
 
+class _CannotBuildError(Exception):
+    """A registered backbone cannot be built, e.g. because an optional package is not installed."""
+
+
 def _build_and_convert(keys: Mapping[str, str], trunk: State, defaults: CfgNode) -> tuple[State, State, int]:
     """Return a backbone's tensors, without memory; ``trunk`` under its names, empty if it cannot be; and its width."""
-    cfg = defaults.with_values(keys | _keys_from_tensors(keys, trunk))
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # what a candidate lacks is nobody's concern
     try:
+        cfg = defaults.with_values(keys | _keys_from_tensors(keys, trunk))
         with torch.device("meta"):
             backbone = BACKBONE_REGISTRY.build(cfg.MODEL.BACKBONE.NAME, cfg)
+    except Exception as error:  # anything that a plugin's constructor raises
+        raise _CannotBuildError(f"{type(error).__name__}: {error}") from error
     finally:
         logging.disable(level)
     own = {name: value for name, value in backbone.state_dict().items() if not name.endswith("num_batches_tracked")}

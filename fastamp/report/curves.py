@@ -10,6 +10,7 @@ from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.roc import RocCurve
 from fastamp.report.history import History
 from fastamp.report.panel import Line, Panel
+from fastamp.utils.moved import renamed_arguments
 
 _RANKS = 50
 _BINS = 60
@@ -29,6 +30,7 @@ def scores(distances: np.ndarray, protocol: Protocol) -> np.ndarray:
     return 1 - distances if score_name(protocol) == "cosine similarity" else distances
 
 
+@renamed_arguments(judgement="result")
 def cmc_panel(result: EvaluationResult) -> Panel:
     """Return the share of queries with a match among their first images."""
     ranking = result.ranking

@@ -15,11 +15,13 @@ from fastamp.diagnostics import devices
 from fastamp.evaluation import EvaluationResult
 from fastamp.report.history import History
 from fastamp.utils.env import available_cores
+from fastamp.utils.moved import renamed_arguments, renamed_attribute
 
 # Characters of a config's value that are shown.
 _MAX_VALUE_LENGTH = 160
 
 
+@renamed_arguments(judgement="result")
 @dataclass(frozen=True)
 class EvaluatedSet:
     """A test set and what became of it.
@@ -36,6 +38,7 @@ class EvaluatedSet:
     result: EvaluationResult | None
     query: Sequence[ImageItem]
     gallery: Sequence[ImageItem]
+    judgement = renamed_attribute("judgement", "result")
 
     @property
     def images(self) -> list[ImageItem]:

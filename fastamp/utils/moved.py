@@ -143,13 +143,15 @@ def renamed_arguments(**new: str | tuple[str, Callable[[Any], Any]]) -> Callable
             function.__init__ = decorate(function.__init__)
             return function
 
+        title = function.__qualname__.removesuffix(".__init__")
+
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             for old in kwargs.keys() & new.keys():
                 name, convert = (new[old], None) if isinstance(new[old], str) else new[old]
                 if name in kwargs:
-                    raise TypeError(f"{function.__qualname__}() got both {name!r} and its old name {old!r}")
-                text = f"argument {old!r} of {function.__qualname__}() is now {name!r}"
+                    raise TypeError(f"{title}() got both {name!r} and its old name {old!r}")
+                text = f"argument {old!r} of {title}() is now {name!r}"
                 warnings.warn(text, DeprecationWarning, stacklevel=2)
                 value = kwargs.pop(old)
                 kwargs[name] = convert(value) if convert else value

@@ -13,7 +13,6 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import get_cfg
-from fastamp.diagnostics.locate import describe_evaluation
 from fastamp.evaluation import DatasetEvaluator, Protocol, ReidEvaluator, compute_metrics, inference_on_dataset
 from fastamp.evaluation.evaluator import ranking_device
 from fastamp.utils.errors import ConfigError, DataError, TrainingError
@@ -161,11 +160,16 @@ def test_features_that_are_not_finite_name_the_layer(dtype):
         assert inference_on_dataset(model, [good, batch], Ignoring(), policy=policy) == {"mAP": 1.0}
         return
     with pytest.raises(TrainingError) as error:
-        inference_on_dataset(model.train(), [good, batch], Ignoring(), policy=policy, locate=describe_evaluation)
+        inference_on_dataset(model.train(), [good, batch], Ignoring(), policy=policy)
     text = str(error.value)
     assert "not all finite (test batch 1, which begins with a.jpg)" in text
     assert "forward overflow in part.linear (Linear)" in text and "SOLVER.AMP.EVAL_DTYPE float32" in text
     assert model.training
+    with pytest.raises(TrainingError) as error:
+        inference_on_dataset(model, [good, batch], Ignoring(), policy=policy, locate=None)
+    assert "part.linear" not in str(error.value)
+    with pytest.raises(TrainingError, match="a hint"):
+        inference_on_dataset(model, [good, batch], Ignoring(), policy=policy, locate=lambda *_: "a hint")
 
 
 def evaluator_with(features, cfg, folder=None):

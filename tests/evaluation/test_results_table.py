@@ -4,8 +4,8 @@ import logging
 
 from fastamp.evaluation import print_results
 
-METRICS = {"Rank-5": 90.0, "Rank-1": 80.0, "mAP": 70.5, "mINP": 30.0, "metric": 75.25, "num_query": 4}
-METRICS |= {"num_gallery": 20, "num_query_without_match": 1, "TAR@FAR=0.01": 50.0}
+METRICS = {"Rank-1": 80.0, "Rank-5": 90.0, "mAP": 70.5, "mINP": 30.0, "metric": 75.25, "TAR@FAR=0.01": 50.0}
+METRICS |= {"num_query": 4, "num_gallery": 20, "num_query_without_match": 1}
 
 
 def columns(caplog, results):

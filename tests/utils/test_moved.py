@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from fastamp.checkpoint.load_state import convert_state_dict
+from fastamp.config import get_cfg
+from fastamp.evaluation import Identities, ReidEvaluator, rank_features
+from fastamp.evaluation.protocol import OWN_CAMERA, Ranker
+from fastamp.layers.distance import FeatureDistances
 from fastamp.modeling.heads import EmbeddingHead
+from fastamp.report import EvaluatedSet
 from fastamp.utils import moved
 
 
@@ -189,3 +194,25 @@ def test_an_old_attribute_can_be_set():
     with pytest.warns(DeprecationWarning):
         holder.judgement = 3
     assert holder.result == 3
+
+
+def test_old_argument_names_of_the_evaluation():
+    pids, camids = torch.tensor([0, 1, 0, 1]), torch.tensor([0, 0, 1, 0])
+    identities = Identities(pids[:2], pids, camids[:2], camids)
+    features = torch.eye(4)
+    with pytest.warns(DeprecationWarning, match="identities"):
+        assert Ranker(ids=identities).matches.junk is OWN_CAMERA
+    with pytest.warns(DeprecationWarning, match="junk"):
+        assert Ranker(identities, cross_camera=False).matches.junk is None
+    with pytest.warns(DeprecationWarning, match="query_features|gallery_features"):
+        assert FeatureDistances(queries=features[:2], gallery=features, metric="cosine").shape == (2, 4)
+    with pytest.warns(DeprecationWarning, match="identities"):
+        assert rank_features(features[:2], features, ids=identities).num_valid == 1
+    with pytest.warns(DeprecationWarning, match="judgement"):
+        each = EvaluatedSet(name="Demo", metrics={}, judgement=None, query=[], gallery=[])
+    with pytest.warns(DeprecationWarning, match="EvaluatedSet.judgement"):
+        assert each.judgement is each.result
+    evaluator = ReidEvaluator(get_cfg(), 2)
+    with pytest.warns(DeprecationWarning, match="ReidEvaluator.judgement"):
+        evaluator.judgement = "result"
+    assert evaluator.result == "result"

@@ -98,7 +98,7 @@ def fastamp(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> di
 
 
 def argsort(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> dict[str, float]:
-    """Run an evaluator as most projects have it: all distances, all sorted, then a loop over queries."""
+    """Run a common evaluator, without code of fastamp: all distances, all sorted, then a loop over queries."""
     unit = [torch.nn.functional.normalize(side, dim=1) for side in (queries, gallery)]
     distances = (1 - unit[0] @ unit[1].t()).numpy()
     order = np.argsort(distances, axis=1)

@@ -1,0 +1,41 @@
+"""Find the config of a weights file."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fastamp.config import get_cfg
+from fastamp.modeling.backbones import BACKBONE_REGISTRY
+from fastamp.modeling.infer_config import backbone_prefixes, infer_config
+from fastamp.utils.errors import WeightsError
+
+
+@pytest.fixture
+def unavailable_backbone(monkeypatch):
+    """A registered backbone that needs a package which is not installed."""
+
+    def build(cfg):
+        raise ImportError("No module named 'absent_package'")
+
+    build.variants = SimpleNamespace(depths=("small",), options=(), keys_of=lambda trunk: {})
+    monkeypatch.setitem(BACKBONE_REGISTRY._components, "build_unavailable_backbone", build)
+
+
+def test_a_backbone_that_cannot_be_built_is_skipped(unavailable_backbone, caplog):
+    cfg = get_cfg()
+    cfg.merge_from_list(["MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.WITH_IBN", "False"])
+    with torch.device("meta"):
+        backbone = BACKBONE_REGISTRY.build("build_resnet_backbone", cfg)
+    state = {f"backbone.{name}": value for name, value in backbone.state_dict().items()}
+    with caplog.at_level(logging.WARNING):
+        keys = infer_config(state, "weights.pth")
+    assert keys["MODEL.BACKBONE.NAME"] == "build_resnet_backbone" and keys["MODEL.BACKBONE.DEPTH"] == "18x"
+    assert "build_unavailable_backbone" in caplog.text and "absent_package" in caplog.text
+    assert backbone_prefixes(state) == {"backbone.": "resnet"}
+
+
+def test_unknown_weights_are_refused_beside_a_backbone_that_cannot_be_built(unavailable_backbone):
+    with pytest.raises(WeightsError, match="weights.pth"):
+        infer_config({"encoder.0.weight": torch.zeros(3, 3)}, "weights.pth")
