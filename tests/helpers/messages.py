@@ -1,0 +1,286 @@
+"""Record the messages of invocations, and list the raise, warning and log sites in the source."""
+
+import ast
+import contextlib
+import logging
+import os
+import re
+import shlex
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+
+from fastamp.utils.errors import UserError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_LOG_CALLS = {f"logger.{level}" for level in ("info", "warning", "error", "exception")}
+_NUMBERS = re.compile(r"\d+\.\d+(e[+-]?\d+)?|\d+e[+-]?\d+")
+_VOLATILE = [
+    (re.compile(r"\d+(\.\d+)? (MiB|GiB|MB|GB)\b"), r"N \2"),
+    (re.compile(r"\d+ images/s"), "N images/s"),
+    (re.compile(r"\(pid \d+\)|process \d+"), "process N"),
+    (re.compile(r"0x[0-9a-f]{6,}"), "0xN"),
+    (re.compile(r"was built (for CUDA \S+?|without CUDA)(?=[).])"), "was built ..."),
+    # Results of a computation, whose last digits depend on the machine.
+    (re.compile(r"\b\d\.\d{2,3}e\+\d+|\b[1-9]\d*\.\d{2,}\b|\b0\.[1-9]\d{2,}\b"), "N"),
+    (re.compile(r"usage: .*?(?=\n\S[^\n]*: error: )", re.DOTALL), "usage: ..."),
+    (re.compile(r"\brun_\w{8}\b"), "run"),
+    (re.compile(r"\b\d+\.\d+\.\d+(\.\w+)?(\+\w+)?"), "X.Y.Z"),
+]
+
+
+class Site(NamedTuple):
+    """A statement that raises, warns or logs."""
+
+    file: str
+    function: str
+    text: str
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.function}: {self.text}"
+
+
+def list_sites(folder: str) -> list[Site]:
+    """Return the sites in the Python files of a folder of the repository, or in one file."""
+    path = REPOSITORY / folder
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    return [site for file in files for site in _sites_of(file)]
+
+
+def _sites_of(file: Path) -> Iterator[Site]:
+    source = file.read_text()
+
+    def visit(node: ast.AST, scope: tuple[str, ...]) -> Iterator[Site]:
+        for child in ast.iter_child_nodes(node):
+            if _is_site(child):
+                text = " ".join(ast.get_source_segment(source, child).split())
+                text = text if len(text) <= 100 else f"{text[:97]}..."
+                name = ".".join(scope) or "<module>"
+                yield Site(str(file.relative_to(REPOSITORY)), name, text, child.lineno, child.end_lineno)
+            is_scope = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            yield from visit(child, (*scope, child.name) if is_scope else scope)
+
+    yield from visit(ast.parse(source), ())
+
+
+def _is_site(node: ast.AST) -> bool:
+    if isinstance(node, ast.Raise):  # `raise error` repeats a message that was counted where it was made
+        return isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) != "NotImplementedError"
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in {*_LOG_CALLS, "warnings.warn"}
+
+
+class Recorder:
+    """Run invocations and collect their messages as text.
+
+    Args:
+        root: folder for the files of the invocations; ``TMP`` in the text.
+        names: further paths, and the word that replaces each in the text.
+    """
+
+    def __init__(self, root: Path, names: dict[Path, str] | None = None) -> None:
+        self.root = root
+        self.lines: list[str] = []
+        self.locations: set[tuple[str, int]] = set()
+        self._names = {**(names or {}), root: "TMP", REPOSITORY: "REPOSITORY"}
+        self._logged: set[str] = set()
+        self._errors: list[BaseException] = []
+
+    # Invocations
+
+    @contextlib.contextmanager
+    def __call__(self, title: str) -> Iterator[None]:
+        """Record the messages of the block; an exception ends it."""
+        self.lines += ["", f"# {self._normalize(title)}"]
+        with self._collecting():
+            try:
+                yield
+            except (Exception, SystemExit) as error:
+                self._follow(error)
+                if isinstance(error, SystemExit):
+                    self._add("exit code", str(error.code))
+                else:
+                    self._add(type(error).__name__, _masked(error))
+
+    def command(self, main: Callable[[list[str]], int | None], program: str, *argv: Any, output: bool = False) -> None:
+        """Record a command line: its messages, its exit code, and with ``output`` what it prints."""
+        arguments = [str(argument) for argument in argv]
+        capture = pytest.MonkeyPatch()
+        self.lines += ["", self._normalize(f"$ {program} {shlex.join(arguments)}")]
+        printed: dict[str, list[str]] = {"stdout": [], "stderr": []}
+        with self._collecting(), capture.context() as patch:
+            for stream, texts in printed.items():
+                patch.setattr(f"sys.{stream}", _Stream(texts))
+            try:
+                code = main(arguments)
+            except SystemExit as stop:
+                code = stop.code
+        stderr = "".join(printed["stderr"])
+        for error in self._errors:  # the text of other libraries' errors depends on their versions
+            if str(error) in stderr:
+                stderr = stderr.replace(str(error), _masked(error))
+        self._add("", stderr.rstrip())
+        if output:
+            self._add("", "".join(printed["stdout"]).rstrip())
+        if code:
+            self._add("exit code", str(code))
+
+    def fastamp(self, *argv: Any, output: bool = False) -> None:
+        """Record ``fastamp ARGV``."""
+        from fastamp.cli import main
+
+        self.command(main, "fastamp", *argv, output=output)
+
+    def train(self, *argv: Any, program: str = "train") -> None:
+        """Record ``fastamp train`` with the tiny model on the demo data, in a folder of its own."""
+        from tiny import tiny_config
+
+        config = self.root / "tiny.yml"
+        if not config.exists():
+            config.write_text(tiny_config(Path("logs/tiny"), "SOLVER.MAX_EPOCH", "1").dump())
+        output = () if "OUTPUT_DIR" in argv else ("OUTPUT_DIR", tempfile.mkdtemp(prefix="run_", dir=self.root))
+        self.fastamp(program, "--config-file", config, *argv, *output)
+
+    def file(self, name: str, content: str | bytes = "") -> Path:
+        """Write a file below the root."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    # Results
+
+    def text(self) -> str:
+        """Return all messages."""
+        return "\n".join(self.lines).strip() + "\n"
+
+    def not_reached(self, folders: list[str]) -> list[str]:
+        """Return the sites in ``folders`` that no invocation reached."""
+        sites = [site for folder in folders for site in list_sites(folder)]
+        return [
+            str(site)
+            for site in sites
+            if not any(file == site.file and site.first <= line <= site.last for file, line in self.locations)
+        ]
+
+    # Collection
+
+    @contextlib.contextmanager
+    def _collecting(self) -> Iterator[None]:
+        create = logging.getLogRecordFactory()
+        warn = warnings.warn
+        initialize = UserError.__init__
+        self._errors = []
+
+        def create_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+            record = create(*args, **kwargs)
+            self._log(record)
+            return record
+
+        def record_warning(message: Any, category: Any = UserWarning, stacklevel: int = 1, **kwargs: Any) -> None:
+            frame: FrameType = traceback.sys._getframe(1)
+            if self._visit(frame.f_code.co_filename, frame.f_lineno):
+                self._add(f"{category.__name__}", str(message))
+
+        def initialize_error(error: UserError, *args: Any) -> None:
+            self._errors.append(error)
+            initialize(error, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(warnings, "warn", record_warning)
+            patch.setattr(UserError, "__init__", initialize_error)
+            logging.setLogRecordFactory(create_record)
+            try:
+                yield
+            finally:
+                logging.setLogRecordFactory(create)
+                for error in self._errors:
+                    self._follow(error)
+        assert warnings.warn is warn
+
+    def _log(self, record: logging.LogRecord) -> None:
+        if not self._visit(record.pathname, record.lineno) or record.levelno < logging.INFO:
+            return
+        message = record.getMessage()
+        if record.levelno == logging.INFO:
+            # A run logs tables and measurements: their first line tells them apart.
+            first, *rest = message.strip("\n").split("\n")
+            message = _NUMBERS.sub("N", first) + (" ..." if rest else "")
+            site = f"{record.pathname}:{record.lineno}"
+            if site in self._logged:
+                return
+            self._logged.add(site)
+        self._add(record.levelname, message)
+
+    def _follow(self, error: BaseException | None, seen: tuple[BaseException, ...] = ()) -> None:
+        """Count the sites that raised an error and its causes."""
+        if error is None or error in seen:
+            return
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames:
+            self._visit(frames[-1].filename, frames[-1].lineno)
+        for cause in (error.__cause__, error.__context__):
+            self._follow(cause, (*seen, error))
+
+    def _visit(self, filename: str, line: int | None) -> bool:
+        path = os.path.abspath(filename)
+        if not path.startswith(f"{REPOSITORY}/"):
+            return False
+        self.locations.add((os.path.relpath(path, REPOSITORY), line or 0))
+        return True
+
+    def _add(self, label: str, message: str) -> None:
+        lines = self._normalize(message).split("\n") if message or label else []
+        if lines:
+            lines[0] = f"{label}: {lines[0]}" if label else lines[0]
+        self.lines += [f"  {line}".rstrip() for line in lines]
+
+    def _normalize(self, text: str) -> str:
+        for path, name in sorted(self._names.items(), key=lambda item: -len(str(item[0]))):
+            text = text.replace(str(path), name)
+        for pattern, replacement in _VOLATILE:
+            text = pattern.sub(replacement, text)
+        return text
+
+
+class _Stream:
+    """A text stream that is not a terminal."""
+
+    encoding = "utf-8"
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+
+    def write(self, text: str) -> int:
+        self.texts.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        raise OSError("no file descriptor")
+
+
+def _masked(error: BaseException) -> str:
+    """Return an error's text, with its cause's replaced by the class where that is another library's."""
+    text = str(error)
+    cause = error.__cause__
+    if cause is None or isinstance(cause, UserError) or not str(cause):
+        return text
+    frames = traceback.extract_tb(cause.__traceback__)
+    if frames and os.path.abspath(frames[-1].filename).startswith(f"{REPOSITORY}/"):
+        return text
+    for found in (str(cause), str(cause).splitlines()[0]):
+        text = text.replace(found, f"<{type(cause).__name__}>")
+    return text

@@ -1,0 +1,427 @@
+"""Messages of fastamp/data and fastamp/demo: data sets, images, loaders and samplers."""
+
+import errno
+import os
+import shutil
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from dataset_trees import TREES, under, write
+from messages import Recorder
+from PIL import Image
+from tiny import tiny_config
+
+from fastamp.config import get_cfg
+from fastamp.data import build_reid_test_loader, build_reid_train_loader
+from fastamp.data.build import build_dataset, training_items
+from fastamp.data.datasets.base import ImageDataset, ImageItem
+from fastamp.data.decode import read_image
+from fastamp.data.loader import exhausted_resources_explained, lost_workers_explained, worker_count
+from fastamp.data.samplers import SetReWeightSampler
+from fastamp.data.split import hold_out
+from fastamp.data.store import ImageStore
+from fastamp.demo import contact_sheet, generate_demo, image_attributes
+
+SITES = ["fastamp/data", "fastamp/demo"]
+
+
+def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(record.root / "home"))
+        tables(record)
+        folders(record)
+        data_set_names(record)
+        public_data_sets(record, patch)
+        cuhk03(record, patch)
+        demo(record, patch)
+    training_data(record)
+    test_data(record)
+    transforms(record)
+    images(record)
+    workers(record)
+    cache(record)
+    samplers(record)
+
+
+def tables(record):
+    """CSV files with a fault."""
+    for name, text in {
+        "header": "path,id,camid\na,1,1",
+        "box_header": "path,pid,x0,y0\na,1,1,1",
+        "twice": "path,pid,pid\na,1,1",
+        "empty": "",
+        "no_lines": "path,pid",
+        "no_value": "path,pid\na,",
+        "more_values": "path,pid\na,1,2",
+        "split": "path,pid,split\na,1,trian",
+        "box": "path,pid,x0,y0,x1,y1\na,1,5,0,5,9",
+        "box_text": "path,pid,x0,y0,x1,y1\na,1,5,0,x,9",
+        "control": "path,pid\n\x1b[31ma,1",
+        "long_header": "path,pid," + "x" * 100_000,
+        "bytes": b"\xff\xd8\xff\x00",
+        "semicolons": "path;pid,camid\na;1,2",
+        "junk": "path,pid,camid,shape\na,-1,1,x\nb,1,1,y\nc,1,2,y",
+        "no_camera": "path,pid\na.png,1",
+    }.items():
+        file = record.file(f"{name}.csv", text)
+        with record(f"DATASETS.NAMES csv:{file}"):
+            build_dataset(f"csv:{file}")
+
+
+def folders(record):
+    """Folders with a fault."""
+    people = record.root / "people"
+    for identity in range(10):
+        for camera in range(3):
+            record.file(f"people/person {identity}/cam{camera}_0.jpg")
+    record.file("parts/train/person 0/a.jpg")
+    record.file("no_images/person/notes.txt")
+    record.file("file")
+    for folder, values in (
+        (people, {"CAMERA": r"c(\d"}),
+        (people, {"CAMERA": "cam"}),
+        (people, {"CAMERA": r"camera(\d)"}),
+        (people, {"TEST_FRACTION": "0.95"}),
+        (people, {"TEST_FRACTION": "0.5"}),
+        (record.root / "parts", {}),
+        (record.root / "no_images", {}),
+        (record.root / "file", {}),
+        (record.root / "nowhere", {}),
+    ):
+        words = [word for key, value in values.items() for word in (f"DATASETS.FOLDER.{key}", value)]
+        with record(f"DATASETS.NAMES folder:{folder} {' '.join(words)}"):
+            cfg = get_cfg()
+            cfg.merge_from_list(words)
+            build_dataset(f"folder:{folder}", cfg)
+
+
+def data_set_names(record):
+    """Names in DATASETS.NAMES that are not data sets."""
+    for name in ("csv:", "csv:mine.csv", "folder:mine", "/data/mine.csv", "data/mine", "csv:a.csv,csv:b.csv",
+                 "cvs:mine", "Market"):  # fmt: skip
+        with record(f"DATASETS.NAMES {name}"), pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FASTAMP_DATASETS", str(record.root / "empty"))
+            build_dataset(name)
+
+
+# Files of public data sets with a fault, and the config that reads them.
+FAULTS = {
+    "Market1501": [("Market-1501-v15.09.15", ["bounding_box_train/2_c1.jpg"])],
+    "MSMT17": [("MSMT17_V1", {"list_train.txt": "0000/0000_000.jpg 0\n"}), ("MSMT17_V1", {"list_train.txt": "a b c\n"}),
+               ("MSMT17_V1", {"list_train.txt": ""}), ("MSMT17_V1", {"list_train.txt": "0000/0000_000_09_x.jpg 0\n"})],
+    "VehicleID": [("vehicleid", {"train_test_split/train_list.txt": "0000001 seven\n"}),
+                  ("vehicleid", {"train_test_split/train_list.txt": "0000999 7\n"})],
+    "VeRiWild": [("VERI-Wild", {"train_test_split/train_list.txt": "00001.jpg\n"}),
+                 ("VERI-Wild", {"train_test_split/train_list.txt": "00001/000077.jpg\n"})],
+    "AirportALERT": [("AirportALERT", {"filepath.txt": "cam4/11001/a.jpg\n"}),
+                     ("AirportALERT", {"filepath.txt": "cam4\\1\\a.jpg\n"}), ("AirportALERT", {})],
+    "SenseReID": [("SenseReID", {})],
+    "VIPeR": [("VIPeR", {})],
+    "CAVIARa": [("CAVIARa", ["a.jpg", "b.jpg"])],
+}  # fmt: skip
+MARKET_VIEWS = "/home/VeRi/image_train/0002_c002_00030600_0.jpg 12 -1 3"
+
+
+def public_data_sets(record, patch):
+    """Public data sets whose folder is missing, incomplete or has another layout."""
+
+    def build(title, name, files, *opts):
+        root = record.root / "root"
+        shutil.rmtree(root, ignore_errors=True)
+        write(root, files)
+        patch.setenv("FASTAMP_DATASETS", str(root))
+        with record(f"DATASETS.NAMES {name}: {title}"):
+            cfg = get_cfg()
+            cfg.merge_from_list(list(opts))
+            dataset = build_dataset(name, cfg)
+            len(dataset.train), len(dataset.query), len(dataset.gallery)
+
+    for name in TREES:
+        build("no folder", name, {})
+    for name, faults in FAULTS.items():
+        files = TREES[name][0]
+        for folder, wrong in faults:
+            given = dict(wrong) if isinstance(wrong, Mapping) else dict.fromkeys(wrong, "")
+            text = ", ".join(f"{path} {content!r}" for path, content in given.items()) or "complete"
+            build(text, name, files | under(folder, given))
+    market, views = TREES["Market1501"][0], TREES["VeRi"][0]
+    build("another folder name", "Market1501", {f"Market1501/{path}": "" for path in market})
+    build("empty folders", "Market1501", {"Market-1501-v15.09.15/bounding_box_train/notes.txt": ""}
+          | {path: text for path, text in market.items() if "train" not in path})  # fmt: skip
+    build("other names", "Market1501", {"Market-1501-v15.09.15/bounding_box_train/a.jpg": ""}
+          | {path: text for path, text in market.items() if "train" not in path})  # fmt: skip
+    build("camera 0", "Market1501", market | {"Market-1501-v15.09.15/bounding_box_train/0002_c0s1_000451_03.jpg": ""})
+    build("distractors", "Market1501", market | {"Market-1501-v15.09.15/images/0_c1s1_000451_03.jpg": ""},
+          "DATASETS.MARKET1501.ENABLE_500K", "True")  # fmt: skip
+    build("split 10", "VIPeR", TREES["VIPeR"][0], "DATASETS.VIPER.SPLIT", "10")
+    build("views", "VeRi", views, "DATASETS.VERI.VIEWS", "True")
+    for title, train, test in (
+        ("a view is missing", MARKET_VIEWS, "x/image_query/0005_c001_1_0.jpg 12 -1 7"),
+        ("a line without a view", MARKET_VIEWS, "x/image_query/0005_c001_1_0.jpg 12 -1 7.5"),
+    ):
+        lists = {"veri/keypoint_train.txt": train, "veri/keypoint_test.txt": test}
+        build(title, "VeRi", views | lists, "DATASETS.VERI.VIEWS", "True")
+
+
+def cuhk03(record, patch):
+    """CUHK03 with a damaged folder."""
+    for title, files in {
+        "images without splits": {"images_detected/1_001_1_01.png": ""},
+        "splits that are not JSON": {"images_detected/1_001_1_01.png": "", "splits_new_detected.json": "{"},
+        "an empty list of splits": {"images_detected/1_001_1_01.png": "", "splits_new_detected.json": "[]"},
+        "splits without images": {"images_detected/1_001_1_01.png": "", "splits_new_detected.json": "[1]"},
+        "split 3 of 1": {"images_detected/1_001_1_01.png": "", "splits_new_detected.json": "[1]"},
+        "a damaged cuhk-03.mat": {
+            "cuhk03_release/cuhk-03.mat": "<html>",
+            "cuhk03_new_protocol_config_detected.mat": "<html>",
+            "cuhk03_new_protocol_config_labeled.mat": "<html>",
+        },
+    }.items():
+        root = record.root / "roots" / title.replace(" ", "_")
+        write(root, under("cuhk03", files))
+        patch.setenv("FASTAMP_DATASETS", str(root))
+        with record(f"DATASETS.NAMES CUHK03: {title}"):
+            cfg = get_cfg()
+            cfg.merge_from_list(["DATASETS.CUHK03.SPLIT", "3"] if title.startswith("split 3") else [])
+            build_dataset("CUHK03", cfg)
+    with record("DATASETS.NAMES CUHK03: h5py is not installed"), patch.context() as without:
+        without.setitem(__import__("sys").modules, "h5py", None)
+        build_dataset("CUHK03")
+
+
+def demo(record, patch):
+    """The generated data set."""
+    small = {"train_identities": 2, "test_identities": 2, "images_per_identity": 4, "distractors": 1, "cameras": 2,
+             "image_size": (64, 32), "workers": 1}  # fmt: skip
+    folder = record.root / "demo"
+    generate_demo(folder, **small)
+    record.file("photos/mine.jpg")
+    for title, call in {
+        "generate_demo over a folder of photos": lambda: generate_demo(record.root / "photos", **small),
+        "generate_demo with another seed": lambda: generate_demo(folder, **small, seed=3),
+        "generate_demo of no identity": lambda: generate_demo(record.root / "x", **{**small, "train_identities": 0}),
+        "image_attributes of a folder of photos": lambda: image_attributes(record.root / "photos"),
+        "contact_sheet of split gallery": lambda: contact_sheet(folder, record.root / "sheet.png", split="gallery"),
+        "contact_sheet of a folder of photos": lambda: contact_sheet(record.root / "photos", record.root / "s.png"),
+    }.items():
+        with record(title):
+            call()
+    blocked = record.file("blocked")
+    patch.setenv("FASTAMP_DATASETS", str(blocked))
+    with record(f"DATASETS.NAMES Demo, FASTAMP_DATASETS {blocked}"):
+        build_dataset("Demo")
+
+
+def training_data(record):
+    """Configs whose training data cannot be batched."""
+    for opts in (
+        ("DATASETS.NAMES", "()"),
+        ("SOLVER.IMS_PER_BATCH", "400"),
+        ("SOLVER.IMS_PER_BATCH", "6"),
+        ("SOLVER.IMS_PER_BATCH", "80"),
+        ("DATALOADER.SAMPLER_TRAIN", "RandomSampler"),
+        ("DATALOADER.SAMPLER_TRAIN", "SetReWeightSampler", "DATALOADER.SET_WEIGHT", "(1, 2)"),
+        ("MODEL.HEADS.NUM_CLASSES", "7"),
+        ("MODEL.BACKBONE.SIE_CAMERAS", "2"),
+        ("MODEL.BACKBONE.SIE_CAMERAS", "6", "MODEL.BACKBONE.SIE_VIEWS", "8"),
+        ("DATALOADER.CACHE", "ram", "INPUT.SIZE_TRAIN", "(0,)", "INPUT.CROP", "True"),
+        ("DATALOADER.NUM_WORKERS", "9999"),
+        ("DATASETS.NAMES", "Demo,Demo"),
+        ("INPUT.SIZE_TRAIN", "(0,)", "INPUT.PADDING", "False"),
+    ):
+        with record(f"training data {' '.join(opts)}"):
+            cfg = tiny_config(record.root / "run", *opts)
+            loader = build_reid_train_loader(cfg)
+            if cfg.MODEL.HEADS.NUM_CLASSES:
+                from fastamp.data.build import with_num_classes
+
+                with_num_classes(cfg, loader.dataset.num_classes)
+            if "SIZE_TRAIN" in str(opts):
+                next(iter(loader))
+    with record("a batch of 9 for 2 ranks"):
+        build_reid_train_loader(tiny_config(record.root / "run", "SOLVER.IMS_PER_BATCH", "9"), rank=0, world_size=2)
+    one = record.file("one.csv", "path,pid,camid\n" + "".join(f"{number}.jpg,1,1\n" for number in range(20)))
+    Image.new("RGB", (32, 64)).save(record.root / "there.png")
+    two = record.file("two.csv", "path,pid,camid\n" + "".join(f"there.png,{number},1\n" for number in range(4)))
+    tests = record.file("tests.csv", "path,pid,split\nthere.png,1,query\nthere.png,1,gallery\n")
+    for names, *opts in (
+        (f"csv:{one}",),
+        (f"csv:{one}", "DATASETS.COMBINEALL", "True"),
+        (f"csv:{tests}",),
+        (f"csv:{two},csv:{two}",),
+        (f"csv:{one},csv:{two}",),
+    ):
+        with record(f"DATASETS.NAMES {names} {' '.join(opts)}"):
+            build_reid_train_loader(tiny_config(record.root / "run", "DATASETS.NAMES", names, *opts))
+    missing = record.file("missing.csv", "path,pid,camid\n" + "".join(f"{n}.jpg,{n % 8},1\n" for n in range(32)))
+    for policy in ("raise", "skip"):
+        with record(f"DATASETS.NAMES csv:{missing} DATALOADER.ON_CORRUPT {policy}"):
+            opts = ("DATASETS.NAMES", f"csv:{missing}", "DATALOADER.ON_CORRUPT", policy)
+            next(iter(build_reid_train_loader(tiny_config(record.root / "run", *opts))))
+    for number in range(8):
+        Image.new("RGB", (32, 64)).save(record.root / f"good{number}.png")
+    record.file("bad.png", b"no image")
+    lines = [f"{'bad.png' if n == 0 else f'good{n}.png'},{n % 4},1" for n in range(8)]
+    corrupt = record.file("corrupt.csv", "\n".join(["path,pid,camid", *lines]))
+    for policy in ("raise", "skip"):
+        with record(f"DATASETS.NAMES csv:{corrupt} DATALOADER.ON_CORRUPT {policy}"):
+            opts = ("DATASETS.NAMES", f"csv:{corrupt}", "DATALOADER.ON_CORRUPT", policy, "SOLVER.IMS_PER_BATCH", "8",
+                    "DATALOADER.SAMPLER_TRAIN", "TrainingSampler")  # fmt: skip
+            next(iter(build_reid_train_loader(tiny_config(record.root / "run", *opts))))
+
+    class One(ImageDataset):
+        dataset_name = "same"
+
+    class Two(One):
+        pass
+
+    items = [(f"{number}.jpg", f"same_{number}", "same_1") for number in range(2)]
+    with record("two classes with one dataset_name"):
+        training_items([One(items, [], []), Two(items, [], [])])
+
+
+def test_data(record):
+    """Test sets that cannot be evaluated."""
+    cfg = tiny_config(record.root / "run")
+    train_only = record.file("train_only.csv", "path,pid\na.png,1")
+    with record(f"DATASETS.TESTS csv:{train_only}"):
+        build_reid_test_loader(cfg, f"csv:{train_only}")
+    with record("more processes than test images"):
+        build_reid_test_loader(cfg, "Demo", rank=0, world_size=1000)
+    with record("DATASETS.TESTS Demo, a backbone of other cameras"):
+        cfg = tiny_config(record.root / "run", "MODEL.BACKBONE.SIE_CAMERAS", "3", "DATASETS.NAMES", "Market1501")
+        build_reid_test_loader(cfg, "Demo")
+    with record("INPUT.SIZE_TEST (0,)"):
+        opts = ("INPUT.SIZE_TEST", "(0,)", "INPUT.CROP", "False")
+        build_reid_test_loader(tiny_config(record.root / "run", *opts), "Demo")
+    for key in ("CHECK", "x"):
+        record.fastamp("check-data", key)
+    record.fastamp("check-data", f"csv:{record.root / 'corrupt.csv'}", output=True)
+    with record("query identities as text"):
+
+        class Named(ImageDataset):
+            pass
+
+        from fastamp.data.dataset import ReidDataset
+
+        dataset = Named([], [ImageItem("a.jpg", "seven", "one")], [])
+        ReidDataset(dataset.query, None, relabel=False)
+
+
+def transforms(record):
+    """Keys of the augmentation that exclude each other."""
+    from fastamp.data.transforms import build_transforms
+
+    for opts in (
+        ("INPUT.BLUR.ENABLED", "True", "INPUT.BLUR.KERNEL_SIZE", "4"),
+        ("INPUT.BLUR.ENABLED", "True", "INPUT.BLUR.SIGMA", "(2, 1)"),
+        ("INPUT.BLUR.ENABLED", "True", "INPUT.BLUR.KERNEL_SIZE", "201"),
+        ("INPUT.PADDING.SIZE", "90", "INPUT.PADDING.MODE", "reflect"),
+        ("INPUT.CROP.ENABLED", "True", "INPUT.CROP.SCALE", "(1, 0.5)"),
+        ("INPUT.CROP.ENABLED", "True", "INPUT.CROP.SIZE", "(128, 64)"),
+        ("INPUT.AUGMIX.ENABLED", "True", "INPUT.CHANNELS", "4"),
+        ("INPUT.AUGMIX.ENABLED", "True", "INPUT.AUGMIX.PROB", "0"),
+        ("INPUT.AUTOAUG.ENABLED", "True", "INPUT.AUTOAUG.PROB", "0"),
+        ("INPUT.REA.VALUE", "(1, 2)"),
+    ):
+        for is_train in (True, False):
+            with record(f"transforms {' '.join(opts)}{'' if is_train else ' (test)'}"):
+                build_transforms(tiny_config(record.root / "run", *opts), is_train=is_train)
+
+
+def images(record):
+    """Files that are not images, and boxes."""
+    Image.new("RGB", (32, 64)).save(record.root / "image.jpg")
+    content = (record.root / "image.jpg").read_bytes()
+    record.file("cut.jpg", content[:100])
+    record.file("empty.jpg")
+    record.file("text.jpg", "no image")
+    Image.new("F", (32, 64)).save(record.root / "floats.tiff")
+    large = record.root / "large.bmp"
+    Image.new("1", (32, 64)).save(large)
+    path = record.root / "image.jpg"
+    for name in ("cut.jpg", "empty.jpg", "text.jpg", "floats.tiff", "nowhere.jpg", "\0.jpg"):
+        with record(f"read_image {name!r}"):
+            read_image(str(record.root / name))
+    with record("read_image of a folder"):
+        read_image(str(record.root))
+    with record("read_image with max_pixels 100"):
+        read_image(str(path), max_pixels=100)
+    with record("read_image with a box beyond the image"):
+        read_image(str(path), box=(5, 6, 61, 38))
+    with record("read_image above the limit of Pillow"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+        read_image(str(large), channels=4)
+
+
+def workers(record):
+    """Workers that end, and resources that are exhausted."""
+    for text in ("Killed.", "Bus error. It is possible", "Segmentation fault."):
+        error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+        error.__cause__ = RuntimeError(f"DataLoader worker (pid 7) is killed by signal: {text} ")
+        with record(f"a worker is killed: {text}"), lost_workers_explained():
+            raise error
+    with record("the connection to a worker breaks"), lost_workers_explained(fetching=True):
+        raise EOFError
+    for error in (
+        OSError(errno.EMFILE, "Too many open files"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EAGAIN, "Resource temporarily unavailable"),
+        RuntimeError("unable to mmap 100 bytes from file </torch_1>: Cannot allocate memory (12)"),
+    ):
+        with record(f"loading fails: {error}"), exhausted_resources_explained():
+            raise error
+    worker_count("DATALOADER.NUM_WORKERS", 0)
+
+
+def cache(record):
+    """DATALOADER.CACHE."""
+    items = []
+    for number in range(3):
+        Image.fromarray(np.zeros((8, 4, 3), np.uint8)).save(record.root / f"small{number}.png")
+        items.append(ImageItem(str(record.root / f"small{number}.png"), 1, 1))
+
+    def read(index):
+        return read_image(items[index].path)
+
+    read.items, read.key = items, "key"
+    file = record.file("no_folder")
+    folder = str(record.root / "cache")
+    with record("DATALOADER.CACHE disk"):
+        ImageStore(items, (3, 8, 4), read, where="disk", folder=folder)
+    with record("DATALOADER.CACHE_DIR is a file"):
+        ImageStore(items, (3, 8, 4), read, where="disk", folder=str(file))
+    with record("DATALOADER.CACHE disk, full"), pytest.MonkeyPatch.context() as patch:
+
+        def full(number, start, length):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(os, "posix_fallocate", full, raising=False)
+        ImageStore(items[:2], (3, 8, 4), read, where="disk", folder=folder)
+    with record("DATALOADER.CACHE disk, too small"):
+        ImageStore(items * 20, (4, 2**12, 2**12 * 1000), read, where="disk", folder=folder)
+    with record("DATALOADER.CACHE disk without locks"), pytest.MonkeyPatch.context() as patch:
+
+        def no_locks(file, kind):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        patch.setattr("fcntl.flock", no_locks)
+        ImageStore(items[:1], (3, 8, 4), read, where="disk", folder=folder)
+
+
+def samplers(record):
+    """Splits and weighted sampling."""
+    items = [ImageItem(f"{number}.jpg", f"set_{number // 3}", f"set_c{number % 3}") for number in range(30)]
+    for fraction in (0.0, 0.95):
+        with record(f"hold_out {fraction}"):
+            hold_out(items, fraction, 0, key="DATASETS.FOLDER.TEST_FRACTION")
+    with record("hold_out where no identity has two images"):
+        hold_out([item._replace(pid=item.path) for item in items], 0.3, 0, key="DATASETS.FOLDER.TEST_FRACTION")
+    for sets, weights in (((0, 1), (1, 0)), ((0, 1), (100, 1)), ((0, 1), (1, 3))):
+        labels = [number // 4 for number in range(40)]
+        with record(f"SetReWeightSampler, DATALOADER.SET_WEIGHT {weights}"):
+            SetReWeightSampler(
+                sets=[sets[int(label >= 8)] for label in labels], weights=weights, labels=labels, camids=[0] * 40,
+                batch_size=16, num_instances=4, seed=0,
+            )  # fmt: skip

@@ -1,0 +1,237 @@
+"""Messages of fastamp/engine and fastamp/diagnostics: trainings, resumes, evaluations, pre-flight and replay."""
+
+import shutil
+import signal
+
+import pytest
+import tiny
+import torch
+from conv_net import Hungry, Net, make_batch, policy
+from messages import Recorder
+
+from fastamp.amp import LossScaler
+from fastamp.diagnostics.preflight import preflight
+from fastamp.engine import DefaultTrainer, HookBase, SimpleTrainer, launch
+from fastamp.engine.dry_run import dry_run
+from fastamp.modeling import BACKBONE_REGISTRY, META_ARCH_REGISTRY
+from fastamp.modeling.meta_arch import Baseline
+
+SITES = ["fastamp/engine", "fastamp/diagnostics"]
+
+
+def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
+    register()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WORLD_SIZE", raising=False)
+        configs(record)
+        trainings(record)
+        resumes(record)
+        interruptions(record)
+        evaluations(record)
+        preflights(record)
+        precision(record)
+        processes(record, patch)
+        files(record)
+
+
+def register():
+    """Register models with a fault; the registries forget them afterwards."""
+
+    @META_ARCH_REGISTRY.register("MessagesLoud")
+    class Loud(Baseline):
+        def forward(self, batch):
+            out = super().forward(batch)
+            return {name: 100 * loss for name, loss in out.items()} if self.training else out
+
+    @META_ARCH_REGISTRY.register("MessagesTuple")
+    class Tuple(Baseline):
+        def forward(self, batch):
+            out = super().forward(batch)
+            return out if self.training else (out, out)
+
+    @BACKBONE_REGISTRY.register("build_messages_overflow_backbone")
+    def build_overflow_backbone(cfg):
+        net = tiny.build_tiny_backbone(cfg)
+        with torch.no_grad():
+            net[4].weight.mul_(1e6)
+        return net
+
+    @BACKBONE_REGISTRY.register("build_messages_rgb_backbone")
+    def build_rgb_backbone(cfg):
+        return tiny.build_tiny_backbone(cfg.with_values({"INPUT.CHANNELS": 3}))
+
+
+def configs(record):
+    """Configs that no component can check by itself."""
+    for opts in (
+        ("MODEL.LOSSES.NAME", "()"),
+        ("SOLVER.AMP.MIN_SCALE", "8", "SOLVER.AMP.MAX_SCALE", "4"),
+        ("MODEL.PIXEL_MEAN", "(1, 2)"),
+        ("DATASETS.TESTS", "()"),
+        ("SOLVER.EMA", "True", "SOLVER.SWA", "True"),
+        ("SOLVER.IMS_PER_BATCH", "1"),
+        ("MODEL.DEVICE", "cuda:9"),
+        ("MODEL.META_ARCHITECTURE", "Baselin"),
+        ("MODEL.FREEZE_LAYERS", "backbon", "SOLVER.FREEZE_ITERS", "2"),
+        ("MODEL.FREEZE_LAYERS", "['backbone', 'heads']", "SOLVER.FREEZE_ITERS", "99"),
+        ("SOLVER.BEST_METRIC", "mAPP"),
+        ("SOLVER.BEST_METRIC", "Demo/mAPP"),
+        ("TEST.PRECISE_BN", "True", "TEST.PRECISE_BN.DATASET", "Demoo"),
+        ("--num-gpus", "0"),
+        ("--num-gpus", "2", "--num-machines", "2"),
+        ("--dry-run", "--eval-only"),
+        ("--eval-only",),
+        ("--config-file", "nowhere.yml"),
+        ("--parts", "nowhere.py"),
+        ("OUTPUT_DIR", str(record.file("file"))),
+        ("OUTPUT_DIR", f"{record.file('file')}/below"),
+    ):
+        record.train(*opts)
+
+
+def trainings(record):
+    """Trainings that succeed, with the options that log something."""
+    folder = record.root / "run"
+    options = ("SOLVER.FREEZE_ITERS", "1", "MODEL.FREEZE_LAYERS", "backbone", "SOLVER.EMA", "True",
+               "SOLVER.FREEZE_FC_ITERS", "1", "TEST.PRECISE_BN", "True", "TEST.PRECISE_BN.DATASET", "Demo",
+               "TEST.EVAL_PERIOD", "1", "DETERMINISTIC", "True", "CUDNN_BENCHMARK", "True")  # fmt: skip
+    record.train("OUTPUT_DIR", folder, *options)
+    record.train("OUTPUT_DIR", folder)
+    record.train("--dry-run", "OUTPUT_DIR", folder)
+    record.train("SOLVER.FREEZE_ITERS", "1", "SOLVER.WARMUP_EPOCHS", "1")
+    link = record.root / "linked"
+    link.mkdir()
+    (link / "log.txt").symlink_to("/tmp/elsewhere.txt")
+    record.train("OUTPUT_DIR", link)
+
+
+def resumes(record):
+    """--resume from folders that do not fit the run."""
+    folder = record.root / "run"
+    record.train("--resume", "OUTPUT_DIR", folder)
+    record.train("--resume", "OUTPUT_DIR", record.root / "new")
+    for opts in (
+        ("SOLVER.MAX_EPOCH", "2", "SOLVER.IMS_PER_BATCH", "8"),
+        ("SOLVER.MAX_EPOCH", "2", "SOLVER.OPT", "SGD"),
+        ("SOLVER.MAX_EPOCH", "2", "MODEL.BACKBONE.NAME", "build_plain_backbone"),
+        ("SOLVER.MAX_EPOCH", "2", "SOLVER.BASE_LR", "1e-4", "SOLVER.BEST_METRIC", "Rank-1", "SOLVER.AMP", "bf16"),
+    ):
+        copy = record.root / "resumed"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(folder, copy)
+        record.train("--resume", "OUTPUT_DIR", copy, *opts)
+    (folder / "model_final.pth").write_bytes(b"damaged")
+    record.train("--resume", "OUTPUT_DIR", folder)
+
+
+class Interrupt(HookBase):
+    """Send a signal before the first step."""
+
+    def before_step(self):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def interruptions(record):
+    """Signals, and errors within a step."""
+    with record("SIGTERM"):
+        trainer = DefaultTrainer(tiny.tiny_config(record.root / "interrupted"))
+        trainer.register_hooks([Interrupt()])
+        trainer.train()
+
+    class Failing(HookBase):
+        def __init__(self, moment):
+            self.moment = moment
+
+        def before_step(self):
+            raise ZeroDivisionError("in the step")
+
+        def on_step_error(self, error):
+            raise ValueError("in the hook")
+
+    with record("an error in a step and in a hook"):
+        trainer = DefaultTrainer(tiny.tiny_config(record.root / "failing"))
+        trainer.register_hooks([Failing("step")])
+        trainer.train()
+    with record("an evaluation that fails"):
+        trainer = DefaultTrainer(tiny.tiny_config(record.root / "failing", "SOLVER.MAX_EPOCH", "1"))
+        trainer.evaluate = lambda *_, **__: {}["mAP"]
+        trainer.train()
+
+
+def evaluations(record):
+    """--eval-only."""
+    weights = record.root / "resumed/model_best.pth"
+    record.train("--eval-only", "MODEL.WEIGHTS", weights, "OUTPUT_DIR", record.root / "evaluated")
+    record.train("--eval-only", "MODEL.WEIGHTS", weights, "SOLVER.EMA", "False", "TEST.METRIC", "manhattan")
+    record.train("--eval-only", "MODEL.WEIGHTS", weights, "TEST.METRIC", "euclidean", "TEST.AQE", "True",
+                 "TEST.RERANK", "True", "TEST.ROC", "True")  # fmt: skip
+    record.train("--eval-only", "MODEL.WEIGHTS", record.root / "nowhere.pth")
+
+
+def preflights(record):
+    """The check before the first step."""
+    overflow = ("MODEL.BACKBONE.NAME", "build_messages_overflow_backbone", "SOLVER.AMP", "fp16")
+    folder = record.root / "overflow"
+    record.train("OUTPUT_DIR", folder, *overflow)
+    record.train(*overflow, "SOLVER.AMP.PREFLIGHT", "fallback")
+    record.train(*overflow, "SOLVER.AMP.PREFLIGHT", "warn", "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "2")
+    record.train(*overflow, "SOLVER.AMP.PREFLIGHT", "off", "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "2",
+                 "SOLVER.AMP.ON_FAILURE", "bfloat16")  # fmt: skip
+    record.train("SOLVER.AMP", "fp16", "MODEL.META_ARCHITECTURE", "MessagesLoud")
+    record.train("MODEL.BACKBONE.NAME", "build_messages_rgb_backbone", "INPUT.CHANNELS", "1")
+    record.train("MODEL.META_ARCHITECTURE", "MessagesTuple")
+    import amp_replay
+
+    crash = folder / "amp_crash"
+    for opts in ((), ("SOLVER.AMP", "bf16"), ("MODEL.BACKBONE.NAME", "build_plain_backbone"),
+                 ("MODEL.BACKBONE.NAME", "x"), ("SOLVER.AMPP", "bf16")):  # fmt: skip
+        record.command(amp_replay.cli, "tools/amp_replay.py", crash, *opts)
+    empty = record.root / "empty"
+    empty.mkdir()
+    torch.save({"model": {}}, record.root / "weights.pth")
+    for path in (empty, record.root / "weights.pth", record.file("damaged.pth", "x"), record.root / "nowhere"):
+        record.command(amp_replay.cli, "tools/amp_replay.py", path)
+
+
+def precision(record):
+    """Reports of the pre-flight and of the doctor."""
+    for title, model, batch, dtype in (
+        ("a model for gray images", Net(1), make_batch(3), torch.bfloat16),
+        ("NaN in float32", Net(3, gain=float("nan")), make_batch(), torch.float16),
+        ("gradients that no loss scale makes finite", Net(3, gain=1e38), make_batch(), torch.float16),
+        ("out of memory in float32", Hungry(4, in_low_too=False), make_batch(), torch.bfloat16),
+        ("out of memory", Hungry(0, in_low_too=True), make_batch(), torch.bfloat16),
+    ):
+        with record(f"pre-flight: {title}"):
+            report = preflight(model, batch, policy=policy(dtype), scaler=LossScaler())
+            record.lines += [f"  {line}" for line in record._normalize(report.problem).split("\n")]
+    for argv in (
+        ("--dtypes", "int8"),
+        ("--batch", "0"),
+        ("MODEL.DEVICE", "cuda"),
+        ("--config-file", "nowhere.yml"),
+    ):
+        record.fastamp("doctor", *argv)
+
+
+def processes(record, patch):
+    """launch()."""
+    for numbers in ((0, 1, 0), (1, 2, 2), (1, 2, 0)):
+        with record(f"launch(main, {numbers})"):
+            launch(print, *numbers)
+    with record("a rendezvous that fails"), patch.context() as environment:
+        for name, value in {"WORLD_SIZE": "2", "RANK": "7", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}.items():
+            environment.setenv(name, value)
+        launch(print)
+
+
+def files(record):
+    """Files of a run that cannot be read or written."""
+    with record("SimpleTrainer.load_state_dict of another batch size"):
+        model = Net(3)
+        trainer = SimpleTrainer(model, [make_batch()] * 2, [torch.optim.SGD(model.parameters(), lr=0.1)],
+                                policy=policy(torch.float32))  # fmt: skip
+        state = trainer.state_dict()
+        trainer.load_state_dict(state | {"iters_per_epoch": 7})
+    with record("a dry run into a folder below a file"):
+        dry_run(tiny.tiny_config(record.file("plain") / "below"), str(record.root / "dry"))

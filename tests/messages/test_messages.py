@@ -1,0 +1,57 @@
+"""The wording of all messages: each file here invokes one package's, and snapshot/ holds what a user reads.
+
+`python tests/messages/update.py` writes the snapshot again.
+"""
+
+import gc
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from messages import REPOSITORY, Recorder
+
+from fastamp.utils.registry import Registry
+
+HERE = Path(__file__).parent
+SECTIONS = sorted(file.stem for file in HERE.glob("*.py") if file.stem not in ("test_messages", "update"))
+NOT_REACHED = "## Sites that no invocation above reaches"
+
+
+@pytest.fixture
+def bare_machine(monkeypatch):
+    """Hide GPUs and the components of other tests, which messages would list."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for registry in [each for each in gc.get_objects() if type(each) is Registry]:
+        known = registry._components.items()
+        own = {name: each for name, each in known if getattr(each, "__module__", "").startswith(("fastamp", "tiny"))}
+        monkeypatch.setattr(registry, "_components", own)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_messages_match_snapshot(section, demo, run_folder, bare_machine, tmp_path, request):
+    snapshot = HERE / "snapshot" / f"{section}.txt"
+    update = bool(os.environ.get("UPDATE_MESSAGES"))
+    if not (update or snapshot.exists()):
+        pytest.skip("the messages are being revised")
+    spec = importlib.util.spec_from_file_location(f"messages_{section}", HERE / f"{section}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    record = Recorder(tmp_path, {demo: "DATASETS", run_folder: "RUN"})
+    module.invoke(record, request)
+    missing = record.not_reached(module.SITES)
+    if update:
+        snapshot.parent.mkdir(exist_ok=True)
+        snapshot.write_text("\n".join([record.text(), NOT_REACHED, *missing]) + "\n")
+        return
+    expected, _, listed = snapshot.read_text().partition(NOT_REACHED)
+    command = f"python tests/messages/update.py {section}"
+    new = [site for site in missing if site not in listed.splitlines()]
+    assert not new, (
+        f"no invocation in tests/messages/{section}.py reaches {len(new)} sites:\n" + "\n".join(new) + "\n"
+        f"fix: add an invocation for each; where that is not possible, `{command}` lists them as not reached"
+    )
+    assert record.text().split("\n") == [*expected.strip().split("\n"), ""], (
+        f"messages differ from {snapshot.relative_to(REPOSITORY)}; if they should, run `{command}` and review the diff"
+    )
