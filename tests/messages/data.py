@@ -15,12 +15,12 @@ from tiny import tiny_config
 from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import build_dataset, training_items
+from fastamp.data.cache import ImageCache
 from fastamp.data.datasets.base import ImageDataset, ImageItem
 from fastamp.data.decode import read_image
 from fastamp.data.loader import exhausted_resources_explained, lost_workers_explained, worker_count
 from fastamp.data.samplers import SetReWeightSampler
 from fastamp.data.split import hold_out
-from fastamp.data.store import ImageStore
 from fastamp.demo import contact_sheet, generate_demo, image_attributes
 
 SITES = ["fastamp/data", "fastamp/demo"]
@@ -389,25 +389,25 @@ def cache(record):
     file = record.file("no_folder")
     folder = str(record.root / "cache")
     with record("DATALOADER.CACHE disk"):
-        ImageStore(items, (3, 8, 4), read, where="disk", folder=folder)
+        ImageCache(items, (3, 8, 4), read, where="disk", folder=folder)
     with record("DATALOADER.CACHE_DIR is a file"):
-        ImageStore(items, (3, 8, 4), read, where="disk", folder=str(file))
+        ImageCache(items, (3, 8, 4), read, where="disk", folder=str(file))
     with record("DATALOADER.CACHE disk, full"), pytest.MonkeyPatch.context() as patch:
 
         def full(number, start, length):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         patch.setattr(os, "posix_fallocate", full, raising=False)
-        ImageStore(items[:2], (3, 8, 4), read, where="disk", folder=folder)
+        ImageCache(items[:2], (3, 8, 4), read, where="disk", folder=folder)
     with record("DATALOADER.CACHE disk, too small"):
-        ImageStore(items * 20, (4, 2**12, 2**12 * 1000), read, where="disk", folder=folder)
+        ImageCache(items * 20, (4, 2**12, 2**12 * 1000), read, where="disk", folder=folder)
     with record("DATALOADER.CACHE disk without locks"), pytest.MonkeyPatch.context() as patch:
 
         def no_locks(file, kind):
             raise OSError(errno.ENOLCK, "No locks available")
 
         patch.setattr("fcntl.flock", no_locks)
-        ImageStore(items[:1], (3, 8, 4), read, where="disk", folder=folder)
+        ImageCache(items[:1], (3, 8, 4), read, where="disk", folder=folder)
 
 
 def samplers(record):
