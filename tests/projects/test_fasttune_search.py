@@ -10,12 +10,14 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
 import train_net
 import tune_net
+from autotuner.search import read_outcomes
 
 from fastamp.config import get_cfg
 from fastamp.data.build import build_dataset
@@ -249,7 +251,7 @@ def test_no_trial_waits_for_one_that_ended(demo, tmp_path):
             metric="score",
             mode="max",
             num_samples=4,
-            scheduler=scheduler("pbt", rounds=4, space=space, algorithm="random", folder=tmp_path),
+            scheduler=scheduler("pbt", rounds=4, space=space, algorithm="random"),
         ),
         run_config=tune.RunConfig(name="search", storage_path=str(tmp_path / "ray"), verbose=0),
     ).fit()
@@ -297,6 +299,44 @@ def test_refines_and_compares_the_winner_with_the_recipe(demo, tmp_path, capfd):
     ):
         code, _, captured = run(tmp_path, capfd, *flags, *changed, opts=["SEED", "5"])
         assert code == 2 and message in captured.err
+
+
+def test_a_moved_search_folder_keeps_the_rungs_of_asha(tmp_path):
+    pytest.importorskip("ray.tune")
+    from autotuner.algorithms import scheduler
+    from autotuner.space import Space
+    from autotuner.tune_hooks import ROUND, SCORE
+    from ray import cloudpickle
+
+    asha = scheduler("asha", rounds=9, space=Space([]), algorithm="random")
+    asha.set_search_properties(SCORE, "max")
+    (tmp_path / "old").mkdir()
+    run_dirs = [tmp_path / f"old/trial_{number}/run" for number in range(3)]
+    for number, folder in enumerate(run_dirs):
+        folder.mkdir(parents=True)
+        report = {SCORE: float(number), ROUND: 1, "trial_id": str(number)}
+        (folder / "reports.jsonl").write_text(json.dumps(report) + "\n")
+    (tmp_path / "old").rename(tmp_path / "new")
+    resumed = cloudpickle.loads(cloudpickle.dumps(asha))
+    for number in range(3):
+        trial = SimpleNamespace(trial_id=str(number), path=str(tmp_path / f"new/trial_{number}"))
+        resumed.on_trial_add(None, trial)
+    rung = resumed._brackets[0]._rungs[-1]
+    assert rung[1] == {"0": 0.0, "1": 1.0, "2": 2.0}
+
+
+def test_outcomes_of_a_moved_search_folder_name_the_new_path(tmp_path):
+    outcome = {
+        "stage": "search",
+        "name": "trial_1",
+        "values": {},
+        "score": 1.0,
+        "epochs": 1,
+        "failure": "",
+        "history": [],
+    }
+    (tmp_path / "outcomes.json").write_text(json.dumps([outcome | {"folder": "/moved/search/trial_1/run"}]))
+    assert [each.folder for each in read_outcomes(tmp_path)] == [tmp_path / "trial_1/run"]
 
 
 @pytest.mark.parametrize("how", ["killed", "SIGTERM"])

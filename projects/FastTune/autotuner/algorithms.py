@@ -1,6 +1,5 @@
 """Ray Tune's side of a search: its domains, its search algorithms and its schedulers."""
 
-from pathlib import Path
 from typing import Any
 
 import ray.tune
@@ -8,7 +7,7 @@ from ray.tune import schedulers
 from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from autotuner.space import Space
-from autotuner.trial import output_dir, read_reports
+from autotuner.trial import read_reports, run_dir
 from autotuner.tune_hooks import ROUND
 from fastamp.utils.errors import ConfigError
 
@@ -26,20 +25,14 @@ _PACKAGES = {
 
 
 class ResumedASHA(schedulers.ASHAScheduler):
-    """ASHA (Li et al. 2020, arXiv:1810.05934) whose rungs know, after a resume, what trials reached them before.
+    """ASHA (Li et al. 2020, arXiv:1810.05934) that restores its rungs on resume from the reports of earlier trials.
 
-    Args:
-        folder: the search's.
-        options: of Ray's ASHAScheduler.
+    Ray pickles the scheduler, so it keeps no path: ``trial.path`` is correct after the search folder was moved.
     """
-
-    def __init__(self, folder: Path, **options: Any) -> None:
-        super().__init__(**options)
-        self.folder = folder
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         super().on_trial_add(tune_controller, trial)
-        for result in read_reports(output_dir(self.folder, trial.trial_id)):
+        for result in read_reports(run_dir(trial.path)):
             super().on_trial_result(tune_controller, trial, result)
 
 
@@ -139,7 +132,7 @@ def check_installed(algorithm: str) -> None:
         ) from error
 
 
-def scheduler(name: str, *, rounds: int, space: Space, algorithm: str, folder: Path) -> Any:
+def scheduler(name: str, *, rounds: int, space: Space, algorithm: str) -> Any:
     """Return what stops or changes trials.
 
     Args:
@@ -147,10 +140,9 @@ def scheduler(name: str, *, rounds: int, space: Space, algorithm: str, folder: P
         rounds: evaluations of a whole trial that count, see ``tune_hooks.Rounds``.
         space: what ``"pbt"`` changes.
         algorithm: ``"bohb"`` has a HyperBand of its own.
-        folder: the search's.
     """
     if name == "asha":
-        return ResumedASHA(folder, time_attr=ROUND, max_t=rounds, grace_period=1, reduction_factor=3)
+        return ResumedASHA(time_attr=ROUND, max_t=rounds, grace_period=1, reduction_factor=3)
     if name == "hyperband":
         kind = schedulers.HyperBandForBOHB if algorithm == "bohb" else schedulers.HyperBandScheduler
         return kind(time_attr=ROUND, max_t=rounds, reduction_factor=3)

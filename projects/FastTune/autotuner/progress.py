@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tabulate import tabulate
 
 from autotuner.results import short, short_keys, write_results
 from autotuner.search import EARLIER, Outcome, Search, best_first, outcome_of, prune_losers, read_outcomes
+from autotuner.trial import run_dir
 from autotuner.tune_hooks import EPOCH
 from fastamp.utils.errors import UserError
 from fastamp.utils.progress import format_duration
@@ -84,11 +86,13 @@ class Progress(ray.tune.Callback):
             "trial %d of %d (%s): %s; %s", ended, self.search.trials, trial.trial_id, text, self._summary(trials)
         )
         if self.search.fraction:
-            self._write(Path(trial.path).parent.parent)
+            self._write(Path(trial.path).parent)
 
-    def _write(self, folder: Path) -> None:
-        """Write the results so far, and delete the files of those that lost."""
-        outcomes = best_first(self.ended.values())
+    def _write(self, search_dir: Path) -> None:
+        """Write the results so far, and delete the weights of trials that cannot win."""
+        folder = search_dir.parent
+        # Outcomes from before a resume have the search folder's earlier path.
+        outcomes = best_first(replace(each, folder=run_dir(search_dir / each.name)) for each in self.ended.values())
         if self.search.scheduler != "pbt":  # in which others may still continue from them
             prune_losers(outcomes, self.search)
         earlier = EARLIER.get(self.search.title)

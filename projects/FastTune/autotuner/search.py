@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from autotuner.space import Space
-from autotuner.trial import FAILURE, PARENT, TrialSettings, plain_values, prune, ray_trial, read_reports
+from autotuner.trial import FAILURE, PARENT, TrialSettings, plain_values, prune, ray_trial, read_reports, run_dir
 from autotuner.tune_hooks import EPOCH, SCORE, VALUES, Rounds
 from fastamp.config import CfgNode
 from fastamp.utils.errors import ConfigError, writing
@@ -318,7 +318,6 @@ def _new_tuner(search: Search, trainable: Any) -> Any:
                 rounds=search.rounds.total,
                 space=search.space,
                 algorithm=search.algorithm,
-                folder=search.folder,
             ),
             max_concurrent_trials=search.max_concurrent or None,
             # Trials that are paused go on at once in a process that is there.
@@ -397,7 +396,7 @@ def outcome_of(path: Path, sample: dict[str, Any] | None, error: Exception | Non
         error: that it crashed with.
         search: that it is of.
     """
-    folder = path / "run"
+    folder = run_dir(path)
     rows = read_reports(folder)
     failure = rows[-1].get(FAILURE, "") if rows else ""
     if error is not None:
@@ -455,7 +454,7 @@ def read_outcomes(folder: Path) -> list[Outcome]:
         Outcome(
             **row
             | {
-                "folder": Path(row["folder"]),
+                "folder": run_dir(folder / row["name"]),  # not the recorded path: the folder may have been moved
                 "history": [tuple(point) for point in row["history"]],
                 "parents": [tuple(each) for each in row.get("parents", [])],
                 "values": _with_tuples(row["values"]),

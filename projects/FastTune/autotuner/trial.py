@@ -213,7 +213,12 @@ def _tell_ray(metrics: dict[str, Any]) -> None:
 
 def output_dir(folder: str | Path, trial_id: str) -> Path:
     """Return a trial's OUTPUT_DIR in the folder of its search."""
-    return Path(folder) / f"trial_{trial_id}" / "run"
+    return run_dir(Path(folder) / f"trial_{trial_id}")
+
+
+def run_dir(trial_dir: str | Path) -> Path:
+    """Return the OUTPUT_DIR in a trial's folder."""
+    return Path(trial_dir) / "run"
 
 
 def read_reports(output_dir: str | Path) -> list[dict[str, Any]]:
