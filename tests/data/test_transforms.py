@@ -8,7 +8,7 @@ import torchvision.transforms.functional as tvf
 from PIL import Image
 from torchvision.transforms import v2
 
-from fastamp.config import get_cfg
+from fastamp.config import Key, get_cfg
 from fastamp.data.transforms import (
     TRANSFORM_REGISTRY,
     Augmentation,
@@ -579,8 +579,17 @@ def test_a_projects_transform_comes_where_it_says(project_transform, before, pla
     assert build_transforms(cfg, is_train=False).augment.transforms == []
 
 
-def test_a_projects_transform_without_keys_is_not_used(project_transform):
-    assert build_transforms(get_cfg()).augment.transforms == []
-    project_transform[0].before = "REAA"
-    with pytest.raises(ConfigError, match=r"Darken\.before: 'REAA'.*Did you mean 'REA'"):
-        build_transforms(get_cfg())
+@pytest.mark.parametrize("keys", [(), (Key("INPUT.DARKEN.PROB", 0.5, "Probability."),)])
+def test_registered_transform_without_enabled_key_is_an_error(project_transform, keys):
+    cfg = get_cfg()
+    cfg.add_keys(keys)
+    with pytest.raises(ConfigError, match=r"INPUT\.DARKEN\.ENABLED(.|\n)*fix: "):
+        build_transforms(cfg)
+    build_transforms(cfg, is_train=False)
+
+
+def test_unknown_section_in_before_suggests_nearest(project_transform):
+    transform, cfg = project_transform
+    transform.before = "REAA"
+    with pytest.raises(ConfigError, match=r"Darken\.before: 'REAA'.*'REA'"):
+        build_transforms(cfg)

@@ -1,7 +1,7 @@
 """Build the image pipelines that INPUT describes."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from fastamp.config import crop_size
 from fastamp.data.decode import read_image
 from fastamp.data.transforms.base import TRANSFORM_REGISTRY, Augmentation, BatchTransform
 from fastamp.data.transforms.geometry import Resize
-from fastamp.utils.errors import DataError, check_choice
+from fastamp.utils.errors import ConfigError, DataError, check_choice
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +132,23 @@ def _least_size(size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _train_augmentations(cfg: Any) -> list[BatchTransform]:
-    """Return the transforms whose sections of INPUT are enabled, in their order."""
-    return [TRANSFORM_REGISTRY.build(name, cfg) for name in transform_order() if cfg.INPUT.get(name)]
+    """Build the transforms that their sections of INPUT enable, in their order.
+
+    Raises:
+        ConfigError: a registered transform has no key ``ENABLED`` in its section.
+    """
+    transforms = []
+    for name in transform_order():
+        section = cfg.INPUT.get(name)
+        if not isinstance(section, Mapping) or "ENABLED" not in section:
+            raise ConfigError(
+                f"the transform registered as {name!r} ({TRANSFORM_REGISTRY.get(name).__name__}) has no config key "
+                f"INPUT.{name}.ENABLED.\n  fix: declare it in the KEYS of the file that registers the transform: "
+                f'Key("INPUT.{name}.ENABLED", False, "...")'
+            )
+        if section["ENABLED"]:
+            transforms.append(TRANSFORM_REGISTRY.build(name, cfg))
+    return transforms
 
 
 def transform_order() -> list[str]:
