@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from fastamp.utils.errors import USER_ERROR_EXIT_CODE, did_you_mean
+from fastamp.utils.errors import USER_ERROR_EXIT_CODE, UserError, did_you_mean
 from fastamp.utils.files import closed_stdout_allowed
 
 COMMANDS = {
@@ -30,8 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words after `fastamp`; None takes those of this process.
     """
-    with closed_stdout_allowed():
-        return _run(*((sys.argv[1:] if argv is None else argv) or [""]))
+    try:
+        with closed_stdout_allowed():
+            return _run(*((sys.argv[1:] if argv is None else argv) or [""]))
+    except UserError as error:  # raised by an import; run_command_line handles those of a command
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR_EXIT_CODE
     return 0
 
 

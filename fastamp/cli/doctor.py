@@ -9,26 +9,16 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from fastamp.amp import resolve_device
 from fastamp.cli.options import add_parts
-from fastamp.config import read_config
-from fastamp.diagnostics.doctor import diagnose
-from fastamp.diagnostics.doctor_report import FOLDER, write_diagnosis
-from fastamp.diagnostics.machine import inspect_machine
-from fastamp.engine import default_setup
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.logger import setup_logger
 
-LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
 
 
-def low_precisions(text: str) -> list[torch.dtype]:
-    """Return the dtypes of a list like ``bf16,float16``."""
-    names = {"bf16": "bfloat16", "fp16": "float16"}
+def low_precisions(text: str) -> list[str]:
+    """Parse a list like ``bf16,float16`` into the names of torch's dtypes."""
     try:
-        chosen = [LOW[names.get(word.strip(), word.strip())] for word in text.split(",")]
+        chosen = [_DTYPES[word.strip()] for word in text.split(",")]
     except KeyError as error:
         raise argparse.ArgumentTypeError(f"{error} is not bfloat16 (bf16) or float16 (fp16)") from error
     return list(dict.fromkeys(chosen))
@@ -47,6 +37,11 @@ def at_least(lowest: int) -> Callable[[str], int]:
 
 def examine_machine(device: str) -> bool:
     """Print the table of the machine's facts and what is wrong; return whether nothing is."""
+    import torch
+
+    from fastamp.amp import resolve_device
+    from fastamp.diagnostics.machine import inspect_machine
+
     try:
         machine = inspect_machine(resolve_device(device), asked=device, train=True)
     except ConfigError:
@@ -62,9 +57,17 @@ def examine_machine(device: str) -> bool:
 
 def examine_model(args: argparse.Namespace) -> bool:
     """Print the tables and the verdict on the config's model; return whether it is sound as it is."""
+    import torch
+
+    from fastamp.config import read_config
+    from fastamp.diagnostics.doctor import diagnose
+    from fastamp.diagnostics.doctor_report import FOLDER, write_diagnosis
+    from fastamp.engine import default_setup
+
     cfg = read_config(args.config_file, args.opts, parts=args.parts)
     default_setup(cfg, args)
-    found = diagnose(cfg, dtypes=args.dtypes, batch_size=args.batch, max_images=args.images)
+    dtypes = [getattr(torch, name) for name in args.dtypes]
+    found = diagnose(cfg, dtypes=dtypes, batch_size=args.batch, max_images=args.images)
     if not found.problem:
         weights = cfg.MODEL.WEIGHTS or "weights as training starts with them: the ranking says little"
         print(f"\n{cfg.MODEL.META_ARCHITECTURE} with {weights}; {found.images[0]} of {found.images[1]} test images")
@@ -106,6 +109,9 @@ def run(args: argparse.Namespace) -> int:
     """Examine the machine, the model or both; 0 when all is sound, else 1."""
     sound = True
     if args.env:
+        from fastamp.config import read_config
+        from fastamp.utils.logger import setup_logger
+
         setup_logger()
         opts = args.opts if args.config_file else ["MODEL.DEVICE", "auto", *args.opts]
         sound = examine_machine(read_config(args.config_file, opts, parts=args.parts).MODEL.DEVICE)

@@ -3,6 +3,7 @@
 from fastamp.config.component_keys import component_keys
 from fastamp.config.key import Key
 from fastamp.config.sections import SECTIONS
+from fastamp.utils.errors import ConfigError
 
 
 def _all_keys() -> dict[str, Key]:
@@ -16,8 +17,8 @@ def _all_keys() -> dict[str, Key]:
         else:
             marked = {path: key for path, key in of_components.items() if f"{path}.".startswith(f"{entry}.")}
             if not marked:
-                raise RuntimeError(
-                    f"no component declares a key of {entry}: the sources of the installed package are missing.\n"
+                raise ConfigError(
+                    f"no component declares the config keys {entry}.*: the installed package has no .py files.\n"
                     "  fix: install fastamp with its .py files, as pip does"
                 )
             keys |= marked

@@ -1,6 +1,9 @@
 """Keys that components declare in their own files."""
 
+import compileall
 import importlib
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +32,18 @@ def test_the_config_is_read_without_torch():
     code = "import sys; from fastamp.config import get_cfg; get_cfg(); print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert out.split() == ["False"]
+
+
+def test_installation_without_sources_is_a_user_error(tmp_path):
+    shutil.copytree(ROOT / "fastamp", tmp_path / "fastamp", ignore=shutil.ignore_patterns("__pycache__"))
+    compileall.compile_dir(tmp_path / "fastamp", quiet=1, legacy=True)
+    for file in (tmp_path / "fastamp").rglob("*.py"):
+        file.unlink()
+    command = [sys.executable, "-m", "fastamp", "config", "list"]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert ".py files" in done.stderr and "fix: " in done.stderr
 
 
 @pytest.fixture
