@@ -28,9 +28,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: matplotlib is missing, the run, data or weights are wrong, or a file cannot be written.
     """
-    from fastamp.cli.pictures import draw_set, write
     from fastamp.evaluation import Wanted
     from fastamp.inference import Predictor
+    from fastamp.inference.visualize import draw_set, write
     from fastamp.report import read_history
     from fastamp.report.curves import health_panels, training_panels
     from fastamp.report.figures import new_figure, panel_figure

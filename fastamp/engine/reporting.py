@@ -12,13 +12,13 @@ import numpy as np
 
 from fastamp import __version__
 from fastamp.config import CfgNode
-from fastamp.data.datasets.base import ImageItem
-from fastamp.evaluation import DatasetEvaluator, EvaluationResult
-from fastamp.report import EvaluatedSet, History, Run, read_history, write_report
+from fastamp.report import History, Run, evaluated_set, items_of, read_history, write_report
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, UserError
 from fastamp.utils.files import write_atomically
 from fastamp.utils.moved import moved_names
+
+__all__ = ["evaluated_set", "history_of", "items_of", "report", "report_of_weights", "write_metrics"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,21 +33,6 @@ def report(run: Run) -> None:
         logger.info("wrote %s", write_report(run, Path(run.cfg.OUTPUT_DIR)))
     except UserError as error:
         logger.warning("no report: %s", error)
-
-
-def evaluated_set(
-    name: str, metrics: dict[str, Any], evaluator: DatasetEvaluator, loader: Any, num_query: int
-) -> EvaluatedSet:
-    """Return what a report shows of a test set, as far as evaluator and loader, which may be the user's own, know."""
-    items = items_of(loader)
-    result = getattr(evaluator, "result", None)
-    result = result if isinstance(result, EvaluationResult) else None
-    return EvaluatedSet(name, metrics, result, items[:num_query], items[num_query:])
-
-
-def items_of(loader: Any) -> list[ImageItem]:
-    """Return the images of a loader's data set; none where it does not list them."""
-    return getattr(getattr(loader, "dataset", None), "items", [])
 
 
 def report_of_weights(run: Run) -> Path:

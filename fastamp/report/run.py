@@ -12,7 +12,7 @@ from fastamp.config import CfgNode
 from fastamp.config.describe import show_value
 from fastamp.data.datasets.base import ImageItem, count_items
 from fastamp.diagnostics import devices
-from fastamp.evaluation import EvaluationResult
+from fastamp.evaluation import DatasetEvaluator, EvaluationResult
 from fastamp.report.history import History
 from fastamp.utils.env import available_cores
 from fastamp.utils.moved import renamed_arguments, renamed_attribute
@@ -69,6 +69,29 @@ class Run:
     sets: Sequence[EvaluatedSet]
     train: Sequence[ImageItem] = ()
     history: History | None = None
+
+
+def evaluated_set(
+    name: str, metrics: dict[str, Any], evaluator: DatasetEvaluator, loader: Any, num_query: int
+) -> EvaluatedSet:
+    """Collect the results and images of a test set; custom evaluators and loaders may provide neither.
+
+    Args:
+        name: as in DATASETS.TESTS.
+        metrics: returned by the evaluator.
+        evaluator: its ``result`` is used if it is an ``EvaluationResult``.
+        loader: see ``items_of``.
+        num_query: number of query images, which come first in the loader.
+    """
+    items = items_of(loader)
+    result = getattr(evaluator, "result", None)
+    result = result if isinstance(result, EvaluationResult) else None
+    return EvaluatedSet(name, metrics, result, items[:num_query], items[num_query:])
+
+
+def items_of(loader: Any) -> list[ImageItem]:
+    """Return the images of a loader's data set, or an empty list if the data set has no ``items``."""
+    return getattr(getattr(loader, "dataset", None), "items", [])
 
 
 def data_counts(run: Run) -> list[tuple[str, str, int, int, int]]:

@@ -24,6 +24,7 @@ MODULES = {
     "fastamp.amp.preflight": "fastamp.diagnostics.preflight",
     "fastamp.amp.rehearsal": "fastamp.diagnostics.rehearsal",
     "fastamp.amp.ten_steps": "fastamp.diagnostics.ten_steps",
+    "fastamp.cli.pictures": "fastamp.inference.visualize",
     "fastamp.data.aside": "fastamp.utils.aside",
     "fastamp.data.datasets.caviara": "fastamp.data.datasets.catalog",
     "fastamp.data.datasets.cuhksysu": "fastamp.data.datasets.catalog",

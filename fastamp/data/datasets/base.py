@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 DATASET_REGISTRY = Registry("DATASETS.NAMES")
 
 ROOT_VARIABLES = ("FASTAMP_DATASETS", "FASTREID_DATASETS")
+ROOT_FIX = f"put the data there, or set {ROOT_VARIABLES[0]} to the folder that holds it"
 
 
 Items = Sequence[tuple] | Callable[[], Sequence[tuple]]
@@ -96,8 +97,7 @@ class ImageDataset:
         paths = [required_files] if isinstance(required_files, str) else required_files
         missing = [Path(path) for path in paths if not Path(path).exists()]
         if missing:
-            fix = f"put the data there, or set {ROOT_VARIABLES[0]} to the folder that holds it"
-            raise missing_dataset_error(type(self).__name__, missing, fix=fix)
+            raise missing_dataset_error(type(self).__name__, missing, fix=ROOT_FIX)
 
     def _split(self, split: str) -> Sequence[ImageItem]:
         if split not in self._items:

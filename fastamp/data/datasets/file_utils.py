@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from fastamp.data.datasets.base import DATASET_REGISTRY, ROOT_VARIABLES, ImageItem, as_number
+from fastamp.data.datasets.base import DATASET_REGISTRY, ROOT_FIX, ImageItem, as_number
 from fastamp.data.datasets.missing_dataset import missing_dataset_error
 from fastamp.data.datasets.path_hints import path_hint
 from fastamp.utils.errors import DataError
@@ -51,7 +51,7 @@ def check_tree(name: str, root: str | Path, needed: Iterable[Path], tree: str, f
         found=f"  found there: {describe_folder(missing[0].parent)}\n"
         + (f"  near it: {hint}\n" if hint else "")
         + f"  expected under the data root {root.absolute()}:\n{expected}\n",
-        fix=f"put the data there, or set {ROOT_VARIABLES[0]} to the folder that holds it",
+        fix=ROOT_FIX,
     )
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a model's test sets, for `fastamp visualize`."""
+"""Figures of a model's results on its test sets, for `fastamp visualize`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from fastamp.data import build_reid_test_loader
-from fastamp.engine.reporting import EvaluatedSet, evaluated_set
 from fastamp.evaluation import ReidEvaluator, Wanted, inference_on_dataset
-from fastamp.inference import Predictor
+from fastamp.inference.predictor import Predictor
+from fastamp.report import EvaluatedSet, evaluated_set
 from fastamp.report.curves import cmc_panel, roc_panel, score_panel
 from fastamp.report.figures import panel_figure, rank_list_figure, similarity_figure, write_figure
 from fastamp.report.panel import Panel

@@ -1,0 +1,24 @@
+"""Checks of config values that must fit each other."""
+
+import pytest
+import tiny
+
+from fastamp.diagnostics.config_check import check_config
+from fastamp.utils import comm
+from fastamp.utils.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "options, key",
+    [
+        (("MODEL.BACKBONE.NORM", "syncBN"), "MODEL.BACKBONE.NORM"),
+        (("MODEL.HEADS.NORM", "SyncBN"), "MODEL.HEADS.NORM"),
+        (("MODEL.DEVICE", "cuda:0"), "MODEL.DEVICE"),
+    ],
+)
+def test_several_processes_reject_options_of_one_process(tmp_path, monkeypatch, options, key):
+    cfg = tiny.tiny_config(tmp_path, *options)
+    check_config(cfg)
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match=key):
+        check_config(cfg)
