@@ -49,6 +49,7 @@ With other instruction sets or threads it was 0.0075 at most; without an average
 REMOVED = {
     "fastamp.amp.doctor.Soundness",
     "fastamp.amp.doctor.check_soundness",
+    "fastamp.cli.doctor.LOW",
     "fastamp.config.defaults.define",
     "fastamp.data.transforms.geometry.PADDING_MODES",
     "fastamp.evaluation.rank.ranks_of",
