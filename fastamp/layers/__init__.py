@@ -1,4 +1,4 @@
-"""Building blocks of models: pooling, norm, attention, classifiers, distance."""
+"""Layers: pooling, normalization, attention, classification, distances."""
 
 from fastamp.layers.attention import NonLocal, SELayer
 from fastamp.layers.classifier import CLS_LAYER_REGISTRY

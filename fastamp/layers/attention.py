@@ -1,4 +1,4 @@
-"""Attention over channels and over positions of a feature map."""
+"""Channel attention and spatial attention for feature maps."""
 
 import torch
 from torch import nn
@@ -8,11 +8,11 @@ from fastamp.layers.norm import build_norm
 
 
 class SELayer(nn.Module):
-    """Squeeze and excitation: scale each channel by a gate in 0..1 (Hu et al. 2018, arXiv:1709.01507).
+    """Squeeze-and-excitation: scale each channel by a gate in 0..1 (Hu et al. 2018, arXiv:1709.01507).
 
     Args:
-        channels: of the (B, C, H, W) input.
-        reduction: the hidden layer is narrower by this.
+        channels (int): number of input channels.
+        reduction (int): ratio of input channels to hidden channels. Default 16.
     """
 
     def __init__(self, channels: int, reduction: int = 16) -> None:
@@ -25,20 +25,21 @@ class SELayer(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, C, H, W) float to the same shape."""
+        """Map a (B, C, H, W) tensor to the same shape and dtype."""
         return x * self.fc(x.mean((2, 3)))[:, :, None, None].to(x.dtype)
 
 
 class NonLocal(nn.Module):
-    """A non-local block with dot-product similarity (Wang et al. 2018, arXiv:1711.07971, eqs. 4 and 6).
+    """Non-local block with dot-product similarity (Wang et al. 2018, arXiv:1711.07971, eqs. 4 and 6).
 
-    As in FastReID, the three embeddings are one channel wide. The (N, N) similarities of the N = H * W positions are
-    never made: (theta phi) g equals theta (phi g), which is one number an image. What follows the embeddings is float32
-    up to the normalization, because a product of three activations leaves float16's range.
+    As in FastReID, theta, phi and g have one channel. The (N, N) similarity matrix of the N = H * W positions is not
+    computed: (theta phi) g equals theta (phi g), and phi g is a single number per image. The attention and the
+    normalization are computed in float32, because a product of three activations overflows float16.
 
     Args:
-        channels: of the (B, C, H, W) input.
-        norm: name of the normalization layer behind the attention; its weight starts at 0, the block as the identity.
+        channels (int): number of input channels.
+        norm (str): normalization layer after the attention, a name in ``NORM_REGISTRY``. Its weight is initialized
+            to 0, so that the block starts as the identity.
     """
 
     def __init__(self, channels: int, norm: str) -> None:
@@ -50,10 +51,10 @@ class NonLocal(nn.Module):
         nn.init.zeros_(self.W[1].weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, C, H, W) float to the same shape."""
+        """Map a (B, C, H, W) tensor to the same shape and dtype."""
         return self._attend(self.theta(x), self.phi(x), self.g(x)).to(x.dtype) + x
 
     @force_fp32
     def _attend(self, theta: torch.Tensor, phi: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        """Return the normalized (B, C, H, W) of theta_i * mean_j(phi_j * g_j), from (B, 1, H, W) embeddings."""
+        """Project and normalize theta_i * mean_j(phi_j * g_j): (B, 1, H, W) inputs to (B, C, H, W)."""
         return self.W(theta * (phi * g).mean((2, 3), keepdim=True))

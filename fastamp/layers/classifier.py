@@ -1,7 +1,7 @@
-"""Classification layers: what happens to the similarity of a feature with each identity's weight vector.
+"""Classification layers: linear and margin softmax.
 
-All compute in float32 under any precision policy: a margin softmax multiplies cosines by 30 to 128, where the steps of
-float16 are 0.06 and more.
+All layers compute in float32 under every precision policy: a margin softmax multiplies cosines by 30 to 128, where the
+spacing of float16 numbers is 0.06 and larger.
 """
 
 import math
@@ -15,17 +15,17 @@ from fastamp.utils.registry import Registry
 
 CLS_LAYER_REGISTRY = Registry("MODEL.HEADS.CLS_LAYER")
 
-# Keeps the angle's gradient finite: at a cosine of 1 its derivative is infinite, and rounding gives cosines above 1.
+# Keeps the gradient of the angle finite: its derivative is infinite at a cosine of 1, which rounding can exceed.
 _COSINE_LIMIT = 1 - 1e-6
 
 
 @CLS_LAYER_REGISTRY.register()
 class Linear(nn.Module):
-    """Plain inner products times a scale, without a bias.
+    """Scaled inner products without bias.
 
     Args:
-        scale: ``MODEL.HEADS.SCALE``; logits are multiplied by it.
-        margin: ``MODEL.HEADS.MARGIN``; has no meaning here.
+        scale (float): factor of the logits, ``MODEL.HEADS.SCALE``.
+        margin (float): ``MODEL.HEADS.MARGIN``; ignored by this layer.
     """
 
     def __init__(self, *, scale: float, margin: float) -> None:
@@ -37,22 +37,23 @@ class Linear(nn.Module):
     def forward(
         self, features: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits for the loss and the logits for the accuracy.
+        """Compute the logits for the loss and for the accuracy.
 
         Args:
-            features: (B, D) float.
-            weight: (num_classes, D) float.
-            targets: (B,) int64 class numbers; margin layers need them.
+            features (torch.Tensor): (B, D) float.
+            weight (torch.Tensor): (num_classes, D) float.
+            targets (torch.Tensor): (B,) int64 class indices, used by margin layers.
 
         Returns:
-            Two (B, num_classes) float32 tensors: with the margin in, and without; the same one here.
+            tuple[torch.Tensor, torch.Tensor]: (B, num_classes) float32 logits with and without margin. ``Linear``
+            returns the same tensor twice.
         """
         logits = self.logits(features, weight)
         return logits, logits
 
     @force_fp32
     def logits(self, features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return (B, num_classes) float32 logits without any margin."""
+        """Compute (B, num_classes) float32 logits without margin."""
         return F.linear(features, weight) * self.scale
 
     def extra_repr(self) -> str:
@@ -60,18 +61,18 @@ class Linear(nn.Module):
 
 
 class MarginSoftmax(Linear):
-    """A margin on the cosines of features with weights; a subclass says how it changes them.
+    """Base class of margin softmax layers; subclasses define ``right`` and ``wrong``.
 
     Args:
-        scale: cosines are multiplied by it; about 30 to 128.
-        margin: of the right class.
+        scale (float): factor of the cosines, about 30 to 128.
+        margin (float): margin of the target class.
     """
 
     @force_fp32
     def forward(
         self, features: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits for the loss and the logits for the accuracy; see ``Linear.forward``."""
+        """Compute the logits for the loss and for the accuracy; see ``Linear.forward``."""
         cosines = self._cosines(features, weight)
         column = targets[:, None]
         with_margin = self.wrong(cosines).scatter(1, column, self.right(cosines.gather(1, column)))
@@ -79,7 +80,7 @@ class MarginSoftmax(Linear):
 
     @force_fp32
     def logits(self, features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return (B, num_classes) float32 logits without any margin."""
+        """Compute (B, num_classes) float32 logits without margin."""
         return self.scale * self._cosines(features, weight)
 
     def _cosines(self, features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -87,17 +88,17 @@ class MarginSoftmax(Linear):
         return cosines.clamp(-_COSINE_LIMIT, _COSINE_LIMIT)
 
     def right(self, cosines: torch.Tensor) -> torch.Tensor:
-        """Return what becomes of (B, 1) float32 cosines with the right class."""
+        """Apply the margin to the (B, 1) float32 cosines of the target classes."""
         raise NotImplementedError
 
     def wrong(self, cosines: torch.Tensor) -> torch.Tensor:
-        """Return what becomes of (B, K) float32 cosines with the other classes: nothing, unless a subclass says so."""
+        """Adjust the (B, num_classes) float32 cosines of the other classes; unchanged by default."""
         return cosines
 
 
 @CLS_LAYER_REGISTRY.register()
 class CosSoftmax(MarginSoftmax):
-    """cos - m for the right class (CosFace, Wang et al. 2018, arXiv:1801.09414, eq. 4)."""
+    """CosFace: cos - m for the target class (Wang et al. 2018, arXiv:1801.09414, eq. 4)."""
 
     def right(self, cosines: torch.Tensor) -> torch.Tensor:
         return cosines - self.margin
@@ -105,13 +106,13 @@ class CosSoftmax(MarginSoftmax):
 
 @CLS_LAYER_REGISTRY.register()
 class ArcSoftmax(MarginSoftmax):
-    """cos(angle + m), m in radians, for the right class (ArcFace, Deng et al. 2019, arXiv:1801.07698, eq. 3).
+    """ArcFace: cos(angle + m) for the target class, m in radians (Deng et al. 2019, arXiv:1801.07698, eq. 3).
 
-    As in FastReID the cosine rises again where angle + m is beyond 180 degrees.
+    As in FastReID, the cosine increases again if angle + m exceeds 180 degrees.
     """
 
     def right(self, cosines: torch.Tensor) -> torch.Tensor:
-        # cos(a + m) by the addition theorem: no arc cosine.
+        # cos(a + m) by the addition theorem, which needs no arc cosine.
         return cosines * math.cos(self.margin) - (1 - cosines.square()).sqrt() * math.sin(self.margin)
 
 
@@ -119,8 +120,8 @@ class ArcSoftmax(MarginSoftmax):
 class CircleSoftmax(MarginSoftmax):
     """Circle loss with class weights as proxies (Sun et al. 2020, arXiv:2002.10857, eqs. 8 and 9).
 
-    Each cosine is weighed by its own distance from the optimum: 1 + m - cos for the right class, cos + m, if that is
-    positive, for the others; no gradient flows through these weights.
+    Each cosine is weighted by its distance from the optimum: max(0, 1 + m - cos) for the target class and
+    max(0, cos + m) for the others. The weights are detached.
     """
 
     def right(self, cosines: torch.Tensor) -> torch.Tensor:

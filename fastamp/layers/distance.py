@@ -1,4 +1,4 @@
-"""The one place where distances between features are computed, always in float32 or better."""
+"""Distances between features, in float32 or float64. No other module computes distances."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,39 +12,39 @@ from fastamp.utils.errors import ConfigError, did_you_mean
 from fastamp.utils.moved import renamed_arguments
 
 METRICS = ("euclidean", "cosine")
-# Rows of a block beyond which the matrix product gains nothing.
+# More rows per block do not make the matrix product faster.
 _MAX_BLOCK_ROWS = 1024
-_MIN_NORM = 1e-12  # as torch.nn.functional.normalize has it
-# Pairs whose difference is held at once: it stays in the cache.
+_MIN_NORM = 1e-12  # as in torch.nn.functional.normalize
+# Pairs per chunk: their differences fit into the CPU cache.
 _PAIRS_PER_CHUNK = 256
 
 
 def check_metric(metric: str) -> str:
-    """Return ``metric`` if it is one of ``METRICS``.
+    """Validate and return a name in ``METRICS``.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the metric is unknown.
     """
     if metric not in METRICS:
         raise ConfigError(
-            f"TEST.METRIC: {metric!r} is no distance; choices: {', '.join(METRICS)}.{did_you_mean(metric, METRICS)}"
+            f"TEST.METRIC: unknown distance {metric!r}; choices: {', '.join(METRICS)}.{did_you_mean(metric, METRICS)}"
         )
     return metric
 
 
 @force_fp32
 def squared_euclidean_distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return |x_i - y_j|^2 by one matrix product, not below 0.
+    """Compute max(0, |x_i - y_j|^2) with one matrix product.
 
-    The mean of ``y`` is subtracted from both first: |x|^2 + |y|^2 - 2 x y loses distances that are small compared with
-    |x|, and features after a ReLU or of an untrained model are near each other and far from 0.
+    The mean of ``y`` is subtracted from both inputs first: |x|^2 + |y|^2 - 2 x y cancels if distances are small
+    compared with |x|, which is common for features after a ReLU or of an untrained model.
 
     Args:
-        x: (M, D) float.
-        y: (N, D) float.
+        x (torch.Tensor): (M, D) float.
+        y (torch.Tensor): (N, D) float.
 
     Returns:
-        (M, N) float32 (float64 for float64 input).
+        torch.Tensor: (M, N) float32 (float64 for float64 input).
     """
     center = y.detach().mean(0)
     x, y = x - center, y - center
@@ -54,19 +54,19 @@ def squared_euclidean_distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
 
 @force_fp32
 def pairwise_distance(x: torch.Tensor, y: torch.Tensor, metric: str = "euclidean") -> torch.Tensor:
-    """Return the distance of every row of ``x`` to every row of ``y``.
+    """Compute the distances between all rows of ``x`` and all rows of ``y``.
 
     Args:
-        x: (M, D) float features.
-        y: (N, D) float features.
-        metric: ``"euclidean"``, or ``"cosine"`` for 1 - cosine similarity.
+        x (torch.Tensor): (M, D) float features.
+        y (torch.Tensor): (N, D) float features.
+        metric (str): ``"euclidean"``, or ``"cosine"`` for 1 - cosine similarity. Default ``"euclidean"``.
 
     Returns:
-        (M, N) float32 (float64 for float64 input); Euclidean at least 1e-6, so that its gradient is finite;
-        cosine in 0..2.
+        torch.Tensor: (M, N) float32 (float64 for float64 input). Euclidean distances are at least 1e-6, so that the
+        gradient is finite; cosine distances are in 0..2.
 
     Raises:
-        ConfigError: another metric.
+        ConfigError: the metric is unknown.
     """
     if check_metric(metric) == "euclidean":
         return squared_euclidean_distance(x, y).clamp_min(1e-12).sqrt()
@@ -74,14 +74,14 @@ def pairwise_distance(x: torch.Tensor, y: torch.Tensor, metric: str = "euclidean
 
 
 class DistanceBlocks:
-    """Distances of (Q) queries to a gallery of (G), computed a block of query rows at a time, never as a whole.
+    """Distances of Q queries to G gallery images, computed in blocks of query rows.
 
     Attributes:
-        shape: (Q, G).
-        dtype: of the distances, float32 or float64.
-        device: where they are computed.
-        limit: no distance lies above it; None where that is not known. None lies below 0, but for rounding.
-        memory_budget_mb: MiB that a block may take; it has one row at least.
+        shape (tuple[int, int]): (Q, G).
+        dtype (torch.dtype): dtype of the distances, float32 or float64.
+        device (torch.device): device of the computation.
+        limit (float | None): upper bound of the distances; None if unknown. The lower bound is 0 up to rounding.
+        memory_budget_mb (float): maximum size of a block in MiB; a block has at least one row.
     """
 
     shape: tuple[int, int]
@@ -91,23 +91,26 @@ class DistanceBlocks:
     memory_budget_mb: float
 
     def rows(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """Write the distances of the queries from ``start`` up to, not including, ``stop`` into ``out``: (B, G)."""
+        """Write the distances of queries ``start`` to ``stop`` (exclusive) into ``out``, (B, G)."""
         raise NotImplementedError
 
     @property
     def block_rows(self) -> int:
-        """How many queries make a block."""
+        """Number of queries per block."""
         fitting = int(self.memory_budget_mb * 2**20 / (self.shape[1] * self.dtype.itemsize))
         return max(1, min(fitting // 64 * 64 or fitting, _MAX_BLOCK_ROWS))
 
     def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the number of the first query and the (B, G) distances of each block, all in the same memory.
+        """Iterate over blocks of queries.
 
-        A block is the consumer's to write into, until the next one is asked for.
+        All blocks share one buffer. The caller may modify a block until it requests the next one.
 
         Args:
-            start: first query.
-            stop: the query after the last; None is all.
+            start (int): first query.
+            stop (int | None): end of the range, exclusive; None for all queries.
+
+        Yields:
+            tuple[int, torch.Tensor]: index of the first query in the block, and (B, G) distances.
         """
         stop = self.shape[0] if stop is None else stop
         size = min(self.block_rows, max(stop - start, 1))
@@ -120,20 +123,20 @@ class DistanceBlocks:
 
 
 class FeatureDistances(DistanceBlocks):
-    """Distances of query features to gallery features: 1 - cosine similarity, or the squared Euclidean distance.
+    """Distances of query features to gallery features: 1 - cosine similarity, or squared Euclidean distance.
 
-    The square has the order of the Euclidean distance, of which float32 would make equal what differs. A large gallery
-    is not copied: cosine similarities are divided by its norms after the product. With ``"euclidean"``, its squared
-    norms are ``gallery_squares``: (G,).
+    Squared distances give the same order as distances, but the square root in float32 can map different values to the
+    same number. A large gallery is not copied: cosine similarities are divided by its norms after the matrix product.
+    With ``"euclidean"``, ``gallery_squares`` (G,) holds the squared norms of the gallery features.
 
     Args:
-        query_features: (Q, D) float; float16 and bfloat16 are cast to float32.
-        gallery_features: (G, D) float, on the same device.
-        metric: ``"cosine"`` or ``"euclidean"``.
-        memory_budget_mb: see ``DistanceBlocks``.
+        query_features (torch.Tensor): (Q, D) float; float16 and bfloat16 are cast to float32.
+        gallery_features (torch.Tensor): (G, D) float, on the same device.
+        metric (str): ``"cosine"`` or ``"euclidean"``.
+        memory_budget_mb (float): see ``DistanceBlocks``. Default 256.
 
     Raises:
-        ConfigError: another metric.
+        ConfigError: the metric is unknown.
     """
 
     @renamed_arguments(queries="query_features", gallery="gallery_features")
@@ -163,7 +166,7 @@ class FeatureDistances(DistanceBlocks):
             self._inverse_norms = squared_norms(self.gallery_features).sqrt().clamp_min(_MIN_NORM).reciprocal()
 
     def rows(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """See ``DistanceBlocks``."""
+        """Write the distances of a range of queries; see ``DistanceBlocks.rows``."""
         query_features = self.query_features[start:stop]
         if self.metric == "euclidean":
             matrix_product(query_features * -2, self.gallery_features, out)
@@ -177,7 +180,7 @@ class FeatureDistances(DistanceBlocks):
 
 
 def squared_norms(features: torch.Tensor) -> torch.Tensor:
-    """Return the (N,) squared Euclidean norms of (N, D) features, in their dtype and without a copy of them."""
+    """Compute the (N,) squared Euclidean norms of (N, D) features in their dtype, without a temporary copy."""
     if features.device.type == "cpu":
         return torch.from_numpy(np.einsum("nd,nd->n", features.detach().numpy(), features.detach().numpy()))
     with without_tf32():
@@ -187,19 +190,19 @@ def squared_norms(features: torch.Tensor) -> torch.Tensor:
 def pair_distances(
     x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, *, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Return the squared Euclidean distance of pairs of features, computed pair by pair and so the same in any block.
+    """Compute the squared Euclidean distance of pairs of features; the result does not depend on the chunk size.
 
     Args:
-        x: (M, D) float32.
-        y: (N, D) float32.
-        rows: (P,) int64, into ``x``.
-        columns: (P,) int64, into ``y``.
-        dtype: to compute in.
+        x (torch.Tensor): (M, D) float32.
+        y (torch.Tensor): (N, D) float32.
+        rows (torch.Tensor): (P,) int64 indices into ``x``.
+        columns (torch.Tensor): (P,) int64 indices into ``y``.
+        dtype (torch.dtype): dtype of the computation. Default float32.
 
     Returns:
-        (P,) of ``dtype``.
+        torch.Tensor: (P,) of ``dtype``.
     """
-    # New memory for each part would cost as much as the arithmetic.
+    # The buffers are reused: allocating memory for each chunk would take as long as the arithmetic.
     size = min(_PAIRS_PER_CHUNK, len(rows))
     x_chunk, y_chunk = x.new_empty(size, x.shape[1]), y.new_empty(size, y.shape[1])
     result = torch.empty(len(rows), dtype=dtype, device=x.device)
@@ -213,10 +216,10 @@ def pair_distances(
 
 
 def matrix_product(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the inner products of the rows of (M, D) ``x`` and (N, D) ``y`` into (M, N) ``out``, in full precision.
+    """Write the inner products of the rows of ``x`` (M, D) and ``y`` (N, D) into ``out`` (M, N), in full precision.
 
-    On a CPU by NumPy, whose OpenBLAS was 1.5 times as fast as the MKL of PyTorch (512 x 2048 x 82161 float32, two cores
-    of an AMD EPYC: 197 and 132 GFLOP/s; with 64 rows 129 and 93). On CUDA without TF32, whatever training uses.
+    On a CPU, NumPy computes the product: its OpenBLAS was 1.5 times as fast as PyTorch's MKL (512 x 2048 x 82161
+    float32, two cores of an AMD EPYC: 197 and 132 GFLOP/s; with 64 rows 129 and 93). On CUDA, TF32 is disabled.
     """
     if out.device.type == "cpu":
         np.matmul(x.detach().numpy(), y.detach().numpy().T, out=out.numpy())
@@ -227,7 +230,7 @@ def matrix_product(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Compute float32 products on CUDA in float32 inside, whatever ``SOLVER.TF32`` allows to training."""
+    """Context manager that disables TF32 matrix products on CUDA, regardless of ``SOLVER.TF32``."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:

@@ -1,4 +1,4 @@
-"""Normalization layers by the name that a config gives them."""
+"""Normalization layers by config name."""
 
 import torch
 from torch import nn
@@ -9,12 +9,12 @@ from fastamp.utils.registry import Registry
 
 NORM_REGISTRY = Registry("MODEL.BACKBONE.NORM / MODEL.HEADS.NORM")
 NORM_REGISTRY.register("BN")(nn.BatchNorm2d)
-# FastReID's spelling and PyTorch's.
+# Spelled as in FastReID and as in PyTorch.
 NORM_REGISTRY.register("syncBN")(nn.SyncBatchNorm)
 NORM_REGISTRY.register("SyncBN")(nn.SyncBatchNorm)
-# FastReID splits no batch for it, which leaves batch norm.
+# FastReID does not split the batch, so that its GhostBN equals batch norm.
 NORM_REGISTRY.register("GhostBN")(nn.BatchNorm2d)
-# Statistics, weight and bias are buffers that stay as they are.
+# Statistics, weight and bias are constant buffers.
 NORM_REGISTRY.register("FrozenBN")(FrozenBatchNorm2d)
 
 _GROUPS = 32
@@ -22,26 +22,26 @@ _GROUPS = 32
 
 @NORM_REGISTRY.register("GN")
 def group_norm(channels: int) -> nn.GroupNorm:
-    """Return a group normalization over 32 groups of channels (Wu & He 2018, arXiv:1803.08494).
+    """Build group normalization with 32 groups (Wu & He 2018, arXiv:1803.08494).
 
     Raises:
-        ConfigError: ``channels`` cannot be divided into them.
+        ConfigError: ``channels`` is not divisible by 32.
     """
     if channels % _GROUPS:
-        raise ConfigError(f"the norm GN has {_GROUPS} groups of channels, into which {channels} cannot be divided")
+        raise ConfigError(f"norm GN: the number of channels must be divisible by {_GROUPS}, got {channels}")
     return nn.GroupNorm(_GROUPS, channels)
 
 
 def build_norm(name: str, channels: int, *, freeze_bias: bool = False) -> nn.Module:
-    """Return a normalization layer with weight 1 and bias 0.
+    """Build a normalization layer with weight 1 and bias 0.
 
     Args:
-        name: a name in ``NORM_REGISTRY``.
-        channels: of the (B, C, H, W) input.
-        freeze_bias: keep the bias at 0 (the BNNeck of Luo et al. 2019, arXiv:1903.07071).
+        name (str): a name in ``NORM_REGISTRY``.
+        channels (int): number of input channels.
+        freeze_bias (bool): keep the bias at 0, as in BNNeck (Luo et al. 2019, arXiv:1903.07071). Default False.
 
     Raises:
-        ConfigError: nothing is registered under ``name``.
+        ConfigError: the name is unknown.
     """
     norm = NORM_REGISTRY.get(name)(channels)
     if freeze_bias:
@@ -50,11 +50,11 @@ def build_norm(name: str, channels: int, *, freeze_bias: bool = False) -> nn.Mod
 
 
 class IBN(nn.Module):
-    """Instance norm on the first half of the channels, ``norm`` on the others (Pan et al. 2018, arXiv:1807.09441).
+    """Instance norm for half of the channels, ``norm`` for the other half (Pan et al. 2018, arXiv:1807.09441).
 
     Args:
-        norm: a name in ``NORM_REGISTRY``.
-        channels: of the (B, C, H, W) input.
+        norm (str): a name in ``NORM_REGISTRY``.
+        channels (int): number of input channels.
     """
 
     def __init__(self, norm: str, channels: int) -> None:
@@ -64,6 +64,6 @@ class IBN(nn.Module):
         self.BN = build_norm(norm, channels - self.instance_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, C, H, W) float to the same shape."""
+        """Map a (B, C, H, W) tensor to the same shape."""
         instance, batch = x.split([self.instance_channels, x.shape[1] - self.instance_channels], dim=1)
         return torch.cat((self.IN(instance), self.BN(batch)), dim=1)

@@ -1,4 +1,4 @@
-"""Global pooling of a feature map to a vector; everything here is computed in float32."""
+"""Global pooling layers, computed in float32."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ POOL_LAYER_REGISTRY = Registry("MODEL.HEADS.POOL_LAYER")
 
 @POOL_LAYER_REGISTRY.register()
 class Identity(nn.Module):
-    """No pooling, for backbones that return (B, C, 1, 1) already."""
+    """No pooling, for backbones that return (B, C, 1, 1)."""
 
     @force_fp32
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -21,7 +21,7 @@ class Identity(nn.Module):
 
 @POOL_LAYER_REGISTRY.register()
 class Flatten(nn.Module):
-    """The map as one vector: (B, C, H, W) -> (B, C * H * W)."""
+    """Flatten the feature map: (B, C, H, W) -> (B, C * H * W)."""
 
     @force_fp32
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ class Flatten(nn.Module):
 @POOL_LAYER_REGISTRY.register("FastGlobalAvgPool")
 @POOL_LAYER_REGISTRY.register()
 class GlobalAvgPool(nn.Module):
-    """Mean over the map: (B, C, H, W) -> (B, C, 1, 1); FastReID's faster form of it is the same function."""
+    """Average pooling: (B, C, H, W) -> (B, C, 1, 1). FastReID's ``FastGlobalAvgPool`` is the same function."""
 
     @force_fp32
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ class GlobalAvgPool(nn.Module):
 
 @POOL_LAYER_REGISTRY.register()
 class ClipGlobalAvgPool(nn.Module):
-    """Mean over the map, cut off at 0 and 1: (B, C, H, W) -> (B, C, 1, 1)."""
+    """Average pooling clamped to 0..1: (B, C, H, W) -> (B, C, 1, 1)."""
 
     @force_fp32
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ class ClipGlobalAvgPool(nn.Module):
 
 @POOL_LAYER_REGISTRY.register()
 class GlobalMaxPool(nn.Module):
-    """Maximum over the map: (B, C, H, W) -> (B, C, 1, 1)."""
+    """Max pooling: (B, C, H, W) -> (B, C, 1, 1)."""
 
     @force_fp32
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,14 +58,15 @@ class GlobalMaxPool(nn.Module):
 
 @POOL_LAYER_REGISTRY.register()
 class GeneralizedMeanPooling(nn.Module):
-    """Generalized mean over the map, (mean of x^p)^(1/p) (Radenovic et al. 2018, arXiv:1711.02512, eq. 3).
+    """Generalized-mean pooling, (mean of x^p)^(1/p) (Radenovic et al. 2018, arXiv:1711.02512, eq. 3).
 
-    In float16 the cube of an activation above 40.3 overflows, hence float32. Each map is divided by its largest value
-    first and the mean multiplied by it, so that no exponent overflows or underflows.
+    Maps (B, C, H, W) to (B, C, 1, 1). It is computed in float32, because the cube of an activation above 40.3
+    overflows float16. Each feature map is divided by its maximum before pooling and multiplied by it afterwards, so
+    that no exponent overflows or underflows.
 
     Args:
-        p: exponent; 1 is the mean, infinity the maximum.
-        eps: activations are at least this.
+        p (float): exponent; 1 is average pooling, infinity max pooling. Default 3.0.
+        eps (float): lower bound of the activations. Default 1e-6.
     """
 
     def __init__(self, p: float = 3.0, eps: float = 1e-6) -> None:
@@ -76,14 +77,14 @@ class GeneralizedMeanPooling(nn.Module):
     @force_fp32
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.clamp(min=self.eps)
-        # The generalized mean is homogeneous: its gradients are the same whatever constant the map is divided by.
+        # The generalized mean is homogeneous: dividing by a constant does not change its gradients.
         largest = x.detach().amax((2, 3), keepdim=True)
         return largest * F.adaptive_avg_pool2d((x / largest).pow(self.p), 1).pow(1.0 / self.p)
 
 
 @POOL_LAYER_REGISTRY.register()
 class GeneralizedMeanPoolingP(GeneralizedMeanPooling):
-    """Generalized mean whose exponent is learned; ``p`` is a (1,) float32 parameter."""
+    """Generalized-mean pooling with a learned exponent; ``p`` is a (1,) float32 parameter."""
 
     def __init__(self, p: float = 3.0, eps: float = 1e-6) -> None:
         super().__init__(p, eps)
@@ -92,7 +93,7 @@ class GeneralizedMeanPoolingP(GeneralizedMeanPooling):
 
 @POOL_LAYER_REGISTRY.register()
 class AdaptiveAvgMaxPool(nn.Module):
-    """Mean plus maximum over the map: (B, C, H, W) -> (B, C, 1, 1)."""
+    """Sum of average and max pooling: (B, C, H, W) -> (B, C, 1, 1)."""
 
     @force_fp32
     def forward(self, x: torch.Tensor) -> torch.Tensor:

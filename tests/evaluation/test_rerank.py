@@ -120,7 +120,7 @@ def test_what_does_not_exist():
     ):
         with pytest.raises(ConfigError, match=message):
             ReRanking(**options)
-    with pytest.raises(ConfigError, match="'cosin' is no distance"):
+    with pytest.raises(ConfigError, match="TEST.METRIC.*'cosin'"):
         final(queries, gallery, metric="cosin")
 
 

@@ -1,4 +1,4 @@
-"""Attention layers against the formulas of their papers."""
+"""Attention layers against the formulas of the papers."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from fastamp.layers import NonLocal, SELayer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_squeeze_and_excitation(dtype):
+def test_squeeze_and_excitation_matches_its_formula(dtype):
     layer = SELayer(32, reduction=8).to(dtype)
     x = torch.randn(2, 32, 4, 3, dtype=dtype)
     hidden = (x.mean((2, 3)) @ layer.fc[0].weight.t()).relu()
@@ -17,7 +17,7 @@ def test_squeeze_and_excitation(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [(4, 3), (1, 1)])
-def test_non_local_equals_the_whole_similarity_matrix(dtype, size):
+def test_non_local_matches_the_full_similarity_matrix(dtype, size):
     layer = NonLocal(8, "BN").to(dtype).eval()
     torch.nn.init.normal_(layer.W[1].weight)
     x = torch.randn(2, 8, *size, dtype=dtype)
@@ -44,4 +44,4 @@ def test_non_local_products_do_not_overflow_float16():
     with torch.autocast("cpu", dtype=torch.float16):
         out = layer(x)
     assert torch.isfinite(out).all()
-    assert not torch.isfinite((x.half() * 2) * (x.half() * 2) * (x.half() * 2)).all()  # what would be multiplied
+    assert not torch.isfinite((x.half() * 2) * (x.half() * 2) * (x.half() * 2)).all()  # the same product in float16

@@ -1,4 +1,4 @@
-"""Margin softmaxes against naive loops, at the ends of the cosine's range, and in float32 whatever comes in."""
+"""Margin softmax layers: naive loops, cosines of 1 and -1, float32 under autocast."""
 
 import math
 
@@ -12,7 +12,7 @@ MARGIN_LAYERS = ["ArcSoftmax", "CosSoftmax", "CircleSoftmax"]
 
 
 def naive(name, cosine, right):
-    """Return one logit, by the paper's formula."""
+    """Compute one logit by the formula of the paper."""
     if name == "ArcSoftmax":
         return SCALE * math.cos(math.acos(cosine) + (MARGIN if right else 0))
     if name == "CosSoftmax":
@@ -29,7 +29,7 @@ def layer(name):
 @pytest.mark.parametrize("name", MARGIN_LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("classes", [5, 1])
-def test_equals_a_naive_loop(name, dtype, classes):
+def test_margin_softmax_matches_a_naive_loop(name, dtype, classes):
     features, weight = torch.randn(6, 4, dtype=dtype), torch.randn(classes, 4, dtype=dtype)
     targets = torch.arange(6) % classes
     for_loss, for_accuracy = layer(name)(features, weight, targets)
@@ -41,7 +41,7 @@ def test_equals_a_naive_loop(name, dtype, classes):
 
 
 @pytest.mark.parametrize("name", MARGIN_LAYERS)
-def test_finite_where_features_lie_on_the_weights(name):
+def test_gradients_are_finite_if_features_equal_the_weights(name):
     weight = torch.randn(64, 512)
     features = torch.cat((weight, -weight, 1e4 * weight)).requires_grad_()
     weight.requires_grad_()
@@ -49,14 +49,14 @@ def test_finite_where_features_lie_on_the_weights(name):
     for_loss, _ = layer(name)(features, weight, targets)
     torch.nn.functional.cross_entropy(for_loss, targets).backward()
     assert all(torch.isfinite(t).all() for t in (for_loss, features.grad, weight.grad))
-    # The negative control: the cosine as rounding leaves it is above 1 for some, where the arc cosine is NaN.
+    # Negative control: without the clamp, rounding gives cosines above 1, and the arc cosine is NaN.
     unit = torch.nn.functional.normalize(weight.detach())
     assert (unit @ unit.t()).max() > 1
 
 
 @pytest.mark.parametrize("name", ["Linear", *MARGIN_LAYERS])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_float32_under_autocast(name, dtype):
+def test_logits_are_float32_under_autocast(name, dtype):
     features, weight, targets = 3000 * torch.randn(6, 8), torch.randn(5, 8), torch.arange(6) % 5
     with torch.autocast("cpu", dtype=dtype):
         low, _ = layer(name)(features, weight, targets)
@@ -65,7 +65,7 @@ def test_float32_under_autocast(name, dtype):
     assert torch.equal(low, expected)
 
 
-def test_no_gradient_through_the_circle_weights():
+def test_circle_weights_are_detached():
     cosines = torch.tensor([[0.2]], requires_grad=True)
     circle = layer("CircleSoftmax")
     for out, expected in ((circle.right(cosines), 1 + MARGIN - 0.2), (circle.wrong(cosines), 0.2 + MARGIN)):

@@ -1,4 +1,4 @@
-"""Distances against naive loops."""
+"""Distances against naive loops, and in low precision."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from fastamp.utils.errors import ConfigError
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
-def test_equals_a_naive_loop(dtype, metric):
+def test_pairwise_distance_matches_a_naive_loop(dtype, metric):
     torch.manual_seed(0)
     x, y = torch.randn(5, 7, dtype=dtype), torch.randn(4, 7, dtype=dtype)
     expected = torch.empty(5, 4, dtype=dtype)
@@ -23,14 +23,14 @@ def test_equals_a_naive_loop(dtype, metric):
 
 
 def test_half_precision_is_computed_in_float32_under_autocast():
-    """The negative control: in float16 the squares overflow and every distance is wrong."""
+    """Negative control: the squares overflow in float16."""
     x = torch.randn(3, 2048, generator=torch.Generator().manual_seed(0)).mul(6).half()
     assert torch.isinf(x.pow(2).sum(1)).any()
     with torch.autocast("cpu", dtype=torch.float16):
         distances = pairwise_distance(x, x)
     assert distances.dtype == torch.float32
-    apart = ~torch.eye(3, dtype=torch.bool)
-    torch.testing.assert_close(distances[apart], torch.cdist(x.float(), x.float())[apart])
+    off_diagonal = ~torch.eye(3, dtype=torch.bool)
+    torch.testing.assert_close(distances[off_diagonal], torch.cdist(x.float(), x.float())[off_diagonal])
 
 
 def test_gradient_at_distance_zero_is_finite():
@@ -39,6 +39,6 @@ def test_gradient_at_distance_zero_is_finite():
     assert torch.isfinite(x.grad).all()
 
 
-def test_unknown_metric():
-    with pytest.raises(ConfigError, match=r"'euclid' is no distance; choices: euclidean, cosine.*'euclidean'"):
+def test_unknown_metric_suggests_the_nearest():
+    with pytest.raises(ConfigError, match="TEST.METRIC.*'euclid'.*'euclidean'"):
         pairwise_distance(torch.ones(1, 1), torch.ones(1, 1), "euclid")

@@ -1,4 +1,4 @@
-"""Normalization layers by name, and IBN."""
+"""Normalization layers by config name, and IBN."""
 
 import pytest
 import torch
@@ -12,20 +12,20 @@ from fastamp.utils.errors import ConfigError
     "name, kind",
     [("BN", nn.BatchNorm2d), ("syncBN", nn.SyncBatchNorm), ("SyncBN", nn.SyncBatchNorm), ("GN", nn.GroupNorm)],
 )
-def test_names(name, kind):
+def test_build_norm_initializes_each_layer(name, kind):
     norm = build_norm(name, 64, freeze_bias=True)
     assert isinstance(norm, kind)
     assert torch.equal(norm.weight, torch.ones(64)) and torch.equal(norm.bias, torch.zeros(64))
     assert norm.weight.requires_grad and not norm.bias.requires_grad
 
 
-def test_unknown_name():
+def test_unknown_norm_suggests_the_nearest():
     with pytest.raises(ConfigError, match="Did you mean 'SyncBN'"):
         build_norm("synBN", 64)
 
 
 @pytest.mark.parametrize("norm", ["BN", "syncBN", "GN"])
-def test_each_trains_in_one_process(norm):
+def test_norms_train_in_a_single_process(norm):
     layer, x = build_norm(norm, 32), torch.randn(4, 32, 3, 2)
     out = layer(x)
     if norm != "GN":
@@ -48,7 +48,7 @@ def test_ibn_normalizes_half_by_image_and_half_by_batch(channels, training):
     assert set(layer.state_dict()) >= {"IN.weight", "IN.bias", "BN.weight", "BN.running_mean"}
 
 
-def test_a_frozen_batch_norm_stays_as_it_was_pretrained():
+def test_frozen_batch_norm_keeps_pretrained_statistics():
     state = nn.BatchNorm2d(8).state_dict() | {"running_mean": torch.ones(8), "weight": torch.full((8,), 2.0)}
     frozen, x = build_norm("FrozenBN", 8), torch.randn(4, 8, 3, 2)
     frozen.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Pooling layers against naive formulas, and in float32 whatever comes in."""
+"""Pooling layers against naive formulas, and float32 under autocast."""
 
 import pytest
 import torch
@@ -18,23 +18,23 @@ NAIVE = {
 
 @pytest.mark.parametrize("name", NAIVE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equals_its_formula(name, dtype):
+def test_pooling_matches_its_formula(name, dtype):
     x = torch.rand(2, 5, 4, 3, dtype=dtype)
     out = POOL_LAYER_REGISTRY.get(name)()(x)
     assert out.shape == (2, 5, 1, 1)
     torch.testing.assert_close(out.flatten(1), NAIVE[name](x), check_dtype=False)
 
 
-def test_all_nine_of_fastreids():
+def test_all_nine_layers_of_fastreid_are_registered():
     assert set(POOL_LAYER_REGISTRY) == {*NAIVE, "Flatten", "Identity"} and len(list(POOL_LAYER_REGISTRY)) == 9
 
 
-def test_clipping():
+def test_clip_pooling_clamps_the_mean():
     x = torch.tensor([-2.0, 0.5, 3.0]).view(1, 3, 1, 1).expand(1, 3, 2, 2)
     assert POOL_LAYER_REGISTRY.get("ClipGlobalAvgPool")()(x).flatten().tolist() == [0, 0.5, 1]
 
 
-def test_flatten():
+def test_flatten_keeps_all_positions():
     x = torch.rand(2, 3, 4, 5)
     assert torch.equal(POOL_LAYER_REGISTRY.get("Flatten")()(x), x.reshape(2, 60))
 
