@@ -13,7 +13,7 @@ from typing import Any
 from train_net import argument_parser, setup
 
 from fastamp.amp import OptimizationStep, PrecisionPolicy
-from fastamp.amp.health import check_finite
+from fastamp.amp.checks import check_finite
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import CfgNode
 from fastamp.diagnostics.precautions import Precautions

@@ -175,7 +175,7 @@ class PrecisionPolicy:
         if not self.enabled:
             yield
             return
-        witness = _DtypeWitness(self.dtype)
+        witness = _DtypeRecorder(self.dtype)
         with witness, self.autocast():
             yield
         if not witness.seen:
@@ -264,7 +264,7 @@ class PrecisionPolicy:
         }
 
 
-class _DtypeWitness(TorchDispatchMode):
+class _DtypeRecorder(TorchDispatchMode):
     """Notes whether any operation inside returned a tensor of the given dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:

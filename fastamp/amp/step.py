@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fastamp.amp.buffers import ForwardBuffers
-from fastamp.amp.health import FirstSteps, check_losses, explain_no_gradient, zero_share
+from fastamp.amp.checks import ParameterUpdateMonitor, check_losses, explain_no_gradient, zero_fraction
 from fastamp.amp.policy import PrecisionPolicy
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
@@ -116,7 +116,7 @@ class StepVerdict:
         clip_coefficient: (), the gradients' norm after clipping over the norm before; None without clipping or
             when not ``ok``. A tensor, so that nobody waits for the device before it is written.
         bad_parameters: names of the parameters whose gradient was not finite, when not ``ok``.
-        zero_share: (), the share of the gradients' elements that are exactly zero, where the norm is below
+        zero_fraction: (), the fraction of the gradients' elements that are exactly zero, where the norm is below
             ``TINY_GRAD_NORM``; else None.
     """
 
@@ -125,7 +125,13 @@ class StepVerdict:
     loss_scale: float
     clip_coefficient: torch.Tensor | None = None
     bad_parameters: list[str] = field(default_factory=list)
-    zero_share: torch.Tensor | None = None
+    zero_fraction: torch.Tensor | None = None
+
+    @property
+    def zero_share(self) -> torch.Tensor | None:
+        """Deprecated name of ``zero_fraction``."""
+        warnings.warn("StepVerdict.zero_share is now zero_fraction", DeprecationWarning, stacklevel=2)
+        return self.zero_fraction
 
 
 class PrecisionFailure(TrainingError):
@@ -222,7 +228,7 @@ class OptimizationStep:
         self._losses_finite: torch.Tensor | None = None
         self._positions = {id(p): number for number, p in enumerate(model.parameters())}
         self._orders: dict[int, tuple[list[int], list[nn.Parameter]]] = {}
-        self._first_steps = FirstSteps(self.optimizers)
+        self._update_monitor = ParameterUpdateMonitor(self.optimizers)
 
     @classmethod
     def from_config(
@@ -263,7 +269,7 @@ class OptimizationStep:
         Raises:
             TrainingError: no loss, a loss that is no float32 scalar, or one that no parameter reaches.
         """
-        check_losses(losses, frozen=self.frozen, model=None if self._first_steps.over else self.model)
+        check_losses(losses, frozen=self.frozen, model=None if self._update_monitor.finished else self.model)
         total = torch.stack(list(losses.values())).sum()
         finite = torch.isfinite(total.detach())
         self._losses_finite = finite if self._losses_finite is None else self._losses_finite & finite
@@ -295,20 +301,20 @@ class OptimizationStep:
         """Return whether all losses and gradients are finite on every rank; read the device, once.
 
         Raises:
-            TrainingError: the first steps did not move any parameter, see ``FirstSteps``.
+            TrainingError: the first steps did not move any parameter, see ``ParameterUpdateMonitor``.
         """
         ok_here = (torch.isfinite(gradients.total_norm) & self._losses_finite).float()
         self._losses_finite = None
-        scalars = [comm.all_reduce_min(ok_here), gradients.total_norm, *self._first_steps.pending]
+        scalars = [comm.all_reduce_min(ok_here), gradients.total_norm, *self._update_monitor.pending]
         all_ok, grad_norm, *change = torch.stack(scalars).tolist()
-        self._first_steps.judge(*change)
+        self._update_monitor.check(*change)
         ok = bool(all_ok)
         self.verdict = StepVerdict(
             ok,
             grad_norm,
             self.loss_scale,
             bad_parameters=[] if ok else self._non_finite_names(gradients),
-            zero_share=zero_share(gradients.tensors) if ok and grad_norm < TINY_GRAD_NORM else None,
+            zero_fraction=zero_fraction(gradients.tensors) if ok and grad_norm < TINY_GRAD_NORM else None,
         )
         return self.verdict
 
@@ -320,10 +326,10 @@ class OptimizationStep:
 
     def apply(self, gradients: Gradients) -> None:
         """Step every optimizer that has gradients, and drop them."""
-        self._first_steps.keep()
+        self._update_monitor.before_step()
         for optimizer in gradients.optimizers:
             optimizer.step()
-        self._first_steps.compare(self.verdict.grad_norm)
+        self._update_monitor.after_step(self.verdict.grad_norm)
         self.skipped_in_a_row = 0
         self._drop_gradients()
 
@@ -401,10 +407,16 @@ class OptimizationStep:
         self.scale(losses, share).backward()
         return torch.stack([loss.detach() for loss in losses.values()]).sum()
 
-    def go_on_without_scaling(self) -> None:
-        """Leave loss scaling off and count skipped steps in a row anew, after a change to another dtype."""
+    def disable_loss_scaling(self) -> None:
+        """Disable loss scaling and reset the count of consecutive skips, after a change to another dtype."""
         self.scaler = None
         self.skipped_in_a_row = 0
+
+    def go_on_without_scaling(self) -> None:
+        """Deprecated name of ``disable_loss_scaling``."""
+        name = "OptimizationStep.go_on_without_scaling()"
+        warnings.warn(f"{name} is now disable_loss_scaling()", DeprecationWarning, stacklevel=2)
+        self.disable_loss_scaling()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale and the counts of skipped steps as plain values."""

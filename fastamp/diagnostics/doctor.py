@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
+from fastamp.amp.device_errors import is_out_of_memory
 from fastamp.amp.policy import dtype_name
-from fastamp.amp.refusal import is_out_of_memory
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import CfgNode
 from fastamp.data import build_reid_test_loader, build_reid_train_loader

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fastamp.amp.refusal import IN_TRAINING, first_line, is_out_of_memory, refusal, shapes_of
+from fastamp.amp.device_errors import IN_TRAINING, explain_device_error, first_line, is_out_of_memory, shapes_of
 from fastamp.diagnostics.rehearsal import Rehearsal, batch_size, part_of
 from fastamp.utils.compiled import uncompiled
 from fastamp.utils.errors import TrainingError, UserError
@@ -96,7 +96,7 @@ class ErrorContext:
             raise error
         name, module, args = self._inside[-1] if self._inside else ("", self.model, ())
         where = f"{name or 'the model itself'} ({type(module).__name__})" if self._inside else "the backward pass"
-        refused = refusal(error, f"the pre-flight, in {self.precision}, in {where}", batch, IN_TRAINING)
+        refused = explain_device_error(error, f"the pre-flight, in {self.precision}, in {where}", batch, IN_TRAINING)
         if refused is not None:
             raise refused from error
         blame = "an error of the model or of the data, not of mixed precision"

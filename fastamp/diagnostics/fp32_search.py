@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from fastamp.amp.device_errors import is_out_of_memory
 from fastamp.amp.fp32 import apply_force_fp32
 from fastamp.amp.policy import PrecisionPolicy
-from fastamp.amp.refusal import is_out_of_memory
 from fastamp.diagnostics.location import Location
 from fastamp.diagnostics.measures import call_order, measure_layers
 from fastamp.diagnostics.precision_check import PrecisionCheck

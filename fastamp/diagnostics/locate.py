@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.amp.device_errors import is_out_of_memory
 from fastamp.amp.policy import PrecisionPolicy, dtype_name
-from fastamp.amp.refusal import is_out_of_memory
 from fastamp.diagnostics.location import Location
 from fastamp.diagnostics.observer import Observer
 from fastamp.diagnostics.rehearsal import Rehearsal, batch_size, part_of

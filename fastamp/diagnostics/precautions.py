@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastamp.amp.health import check_optimizers
+from fastamp.amp.checks import check_optimizers
 from fastamp.amp.policy import PrecisionPolicy, dtype_name, native_bfloat16
 from fastamp.amp.step import OptimizationStep, PrecisionFailure, StepVerdict
 from fastamp.diagnostics.crash import FOLDER, MicroBatch, crash_of, investigate
@@ -115,7 +115,7 @@ class Precautions:
             raise TrainingError(self._verdict(failed, step, batch, iteration))
         if candidate is not policy and not report.problem:
             logger.warning("SOLVER.AMP.PREFLIGHT fallback: training in %s", dtype_name(candidate.dtype))
-            step.go_on_without_scaling()
+            step.disable_loss_scaling()
             return candidate
         if report.loss_scale is not None and report.loss_scale < step.scaler.scale and iteration == 0:
             logger.info("first loss scale %g: above it gradients overflow on the first batch", report.loss_scale)

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from fastamp.amp.health import check_losses
+from fastamp.amp.checks import check_losses
 from fastamp.amp.policy import PrecisionPolicy
 from fastamp.utils import comm
 from fastamp.utils.env import random_state, set_random_state
 from fastamp.utils.moved import moved_names
 
-__getattr__ = moved_names(__name__, {"is_out_of_memory": "fastamp.amp.refusal.is_out_of_memory"})
+__getattr__ = moved_names(__name__, {"is_out_of_memory": "fastamp.amp.device_errors.is_out_of_memory"})
 
 # What PyTorch keeps in a module's attributes, and a forward that was put there: no state.
 _OF_PYTORCH = frozenset(vars(nn.Module()).keys() - {"training"} | {"forward"})

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastamp.amp import health, step
+from fastamp.amp import checks, step
 from fastamp.amp.policy import PrecisionPolicy, dtype_name
 from fastamp.amp.step import LossScaler, OptimizationStep
 from fastamp.utils import comm
@@ -125,7 +125,7 @@ def _quiet() -> Iterator[None]:
     def drop(record: logging.LogRecord) -> bool:
         return False
 
-    loggers = (step.logger, health.logger)
+    loggers = (step.logger, checks.logger)
     for logger in loggers:
         logger.addFilter(drop)
     try:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
-from fastamp.amp.health import check_finite
+from fastamp.amp.checks import check_finite
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
 from fastamp.config import CfgNode

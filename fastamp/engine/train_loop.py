@@ -370,7 +370,7 @@ class SimpleTrainer(TrainerBase):
         """Continue under another policy, without loss scaling."""
         if policy is not self.policy:
             self.policy = policy
-            self.step.go_on_without_scaling()
+            self.step.disable_loss_scaling()
 
     def record_metrics(self, losses: Sequence[dict[str, torch.Tensor]]) -> None:
         """Add the figures of the step that ends to the metrics.
@@ -386,8 +386,8 @@ class SimpleTrainer(TrainerBase):
             self.metrics.average(grad_norm=verdict.grad_norm)
             if verdict.clip_coefficient is not None:
                 self.metrics.average(clip_coefficient=verdict.clip_coefficient)
-            if verdict.zero_share is not None:
-                self.metrics.average(zero_gradients=verdict.zero_share)
+            if verdict.zero_fraction is not None:
+                self.metrics.average(zero_gradients=verdict.zero_fraction)
         self.metrics.average(skip_ratio=float(not verdict.ok))
         self.metrics.latest(
             loss_scale=verdict.loss_scale, skipped_total=step.skipped_total, skipped_in_a_row=step.skipped_in_a_row

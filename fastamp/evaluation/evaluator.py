@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, to_float32
+from fastamp.amp.device_errors import IN_EVALUATION, DeviceErrorHandler
 from fastamp.amp.policy import dtype_name
-from fastamp.amp.refusal import IN_EVALUATION, Refusals
 from fastamp.evaluation.details import Wanted
 from fastamp.evaluation.floors import colour_histogram, raw_pixels
 from fastamp.evaluation.metrics import EvaluationResult, compute_metrics
@@ -86,7 +86,7 @@ def inference_on_dataset(
     start, images = time.perf_counter(), 0
     finite = []
     try:
-        with torch.inference_mode(), Refusals("the evaluation", IN_EVALUATION) as computing:
+        with torch.inference_mode(), DeviceErrorHandler("the evaluation", IN_EVALUATION) as computing:
             for batch in track(data_loader, len(data_loader), "evaluating"):
                 computing.batch = batch
                 features = extract_features(model, batch, policy, flip_test)

@@ -17,7 +17,7 @@ from torch.export import Dim, ExportedProgram
 
 import fastamp
 from fastamp.amp import PrecisionPolicy, force_fp32
-from fastamp.amp.half import to_float16
+from fastamp.amp.fp16_export import to_float16
 from fastamp.config import fixed_input_size, input_size
 from fastamp.evaluation.evaluator import extract_features
 from fastamp.inference.export_formats import FORMATS, ExportError, Format, Run, quiet

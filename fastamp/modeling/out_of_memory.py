@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fastamp.amp.refusal import is_out_of_memory
+from fastamp.amp.device_errors import is_out_of_memory
 from fastamp.utils.env import available_memory
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.moved import moved_names

@@ -10,7 +10,7 @@ import train_net
 from loops import make_batch, make_net, sgd
 
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy, resolve_device
-from fastamp.amp.health import FIRST_STEPS
+from fastamp.amp.checks import FIRST_STEPS
 from fastamp.amp.policy import auto_dtype
 from fastamp.diagnostics.locate import locate
 from fastamp.diagnostics.measures import measure_cost, measure_layers

@@ -73,7 +73,7 @@ missing = {
     "device_type": ("fastamp.amp.PrecisionPolicy.check_model", lambda *_: None),
     "one_channel": ("fastamp.diagnostics.preflight.preflight", passes),
     "nan_at_test_time": ("fastamp.diagnostics.preflight.preflight", passes),
-    "learns_nothing": ("fastamp.amp.health.FirstSteps.judge", lambda *_: None),
+    "learns_nothing": ("fastamp.amp.checks.ParameterUpdateMonitor.check", lambda *_: None),
 }
 codes = {}
 for name, (target, replacement) in missing.items():

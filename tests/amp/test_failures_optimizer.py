@@ -25,7 +25,7 @@ from loops import (
 from torch import nn
 
 from fastamp.amp import OptimizationStep
-from fastamp.amp.health import check_optimizers
+from fastamp.amp.checks import check_optimizers
 from fastamp.engine import DefaultTrainer
 from fastamp.utils.errors import TrainingError
 

@@ -10,7 +10,7 @@ from loops import LOW, finite, same
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from fastamp.amp.health import check_communication
+from fastamp.amp.checks import check_communication
 from fastamp.utils.errors import TrainingError
 
 HELPERS = Path(__file__).parents[1] / "helpers"

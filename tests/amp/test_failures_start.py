@@ -175,7 +175,7 @@ def test_17_the_share_of_zero_gradients():
         model = make_net(Weighted, weight=weight)
         step = OptimizationStep(model, [sgd(model)])
         step.scale(model(GOOD)).backward()
-        zero_share = step.finish().zero_share
+        zero_share = step.finish().zero_fraction
         if share is None:
             assert zero_share is None  # nobody asks, where the norm is large
         else:
@@ -260,7 +260,7 @@ def test_17_a_good_step_reads_the_device_once(reads, dtype, clipping, weight):
         step.scale(losses).backward()
         verdict = step.finish()
         assert reads == ["tolist"], f"step {number}"
-        assert verdict.ok and (verdict.zero_share is not None) == (weight < 1)
+        assert verdict.ok and (verdict.zero_fraction is not None) == (weight < 1)
 
 
 def test_17_a_skipped_step_reads_it_twice(reads):

@@ -28,7 +28,7 @@ from loops import (
 from torch import nn
 
 from fastamp.amp import LossScaler, OptimizationStep
-from fastamp.amp.health import check_finite
+from fastamp.amp.checks import check_finite
 from fastamp.engine import DefaultTrainer, defaults
 from fastamp.engine.hooks.averaging import EMA
 from fastamp.engine.train_loop import HookBase

@@ -6,7 +6,7 @@ from torch import nn
 
 from fastamp.amp import LossScaler, OptimizationStep
 from fastamp.amp import step as amp_step
-from fastamp.amp.health import check_optimizers
+from fastamp.amp.checks import check_optimizers
 from fastamp.utils.errors import TrainingError
 
 

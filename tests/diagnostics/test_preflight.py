@@ -8,7 +8,7 @@ import train_net
 from conv_net import Hungry, Net, make_batch, policy
 
 from fastamp.amp import LossScaler, PrecisionFailure
-from fastamp.amp.refusal import is_out_of_memory
+from fastamp.amp.device_errors import is_out_of_memory
 from fastamp.diagnostics.crash import Crash
 from fastamp.diagnostics.precautions import Precautions
 from fastamp.diagnostics.precision_check import SOUND_COSINE, check_float32, check_precision

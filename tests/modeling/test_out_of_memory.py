@@ -7,7 +7,7 @@ import tiny
 import torch
 import train_net
 
-from fastamp.amp.refusal import is_out_of_memory
+from fastamp.amp.device_errors import is_out_of_memory
 from fastamp.cli import main
 from fastamp.config import get_cfg
 from fastamp.modeling import BACKBONE_REGISTRY, build_model, out_of_memory

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from fastamp.amp import PrecisionFailure
-from fastamp.amp.health import check_communication
+from fastamp.amp.checks import check_communication
+from fastamp.amp.device_errors import IN_TRAINING, explain_device_error
 from fastamp.amp.policy import dtype_name
-from fastamp.amp.refusal import IN_TRAINING, refusal
 from fastamp.engine.hooks.base import HookBase
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
@@ -113,6 +113,6 @@ class DeviceErrors(HookBase):
 
     def on_step_error(self, error: Exception) -> None:
         batch, self._batch = self._batch, {}
-        explained = refusal(error, f"iteration {self.trainer.iter}", batch, IN_TRAINING)
+        explained = explain_device_error(error, f"iteration {self.trainer.iter}", batch, IN_TRAINING)
         if explained is not None:
             raise explained from error

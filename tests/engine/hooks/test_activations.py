@@ -106,7 +106,7 @@ def test_gradients_that_float16_rounds_to_zero_are_seen():
         with torch.autocast("cpu", dtype=torch.float16):
             out = model(torch.randn(4, 8))
         step.scale({"loss": (out.float() * 1e-8).mean()}).backward()
-        return step.finish().zero_share
+        return step.finish().zero_fraction
 
     assert share(1.0) > 0.5 > 0.2 > share(65536.0)
 

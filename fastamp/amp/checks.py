@@ -9,8 +9,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fastamp.utils.errors import TrainingError
+from fastamp.utils.moved import moved_names
 
 logger = logging.getLogger(__name__)
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "FirstSteps": "fastamp.amp.checks.ParameterUpdateMonitor",
+        "zero_share": "fastamp.amp.checks.zero_fraction",
+    },
+)
 
 FIRST_STEPS = 3
 """In so many steps at the start of a run it is looked at whether it can learn anything at all."""
@@ -217,13 +226,13 @@ def check_communication(parallel_model: nn.Module, *, scaled: bool) -> None:
             )
 
 
-def zero_share(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+def zero_fraction(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return (), the share in 0..1 of the elements that are exactly zero, on the device."""
     nonzero = torch.stack([torch.count_nonzero(gradient) for gradient in gradients]).sum()
     return 1 - nonzero / sum(gradient.numel() for gradient in gradients)
 
 
-class FirstSteps:
+class ParameterUpdateMonitor:
     """Looks whether the first steps move the parameters, without waiting for the device.
 
     It is a part of ``OptimizationStep``, so that every loop has it. How far a step moved them is known on the device
@@ -240,12 +249,12 @@ class FirstSteps:
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether there is nothing to look at any more."""
         return self.taken >= FIRST_STEPS and not self.pending
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def before_step(self) -> None:
         """Be called before a step that is taken."""
         if self.taken < FIRST_STEPS and self.change < SMALLEST_CHANGE:
             groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -254,7 +263,7 @@ class FirstSteps:
             self._kept = [(p, p.clone()) for p in moving]
 
     @torch.no_grad()
-    def compare(self, grad_norm: float) -> None:
+    def after_step(self, grad_norm: float) -> None:
         """Be called after it.
 
         Args:
@@ -269,10 +278,10 @@ class FirstSteps:
             sizes = torch._foreach_norm([before for _, before in self._kept], float("inf"))
             self.pending = [torch.stack(changes).max() / torch.stack(sizes).max().clamp_min(SMALLEST_CHANGE)]
         elif self.taken == FIRST_STEPS:
-            self._speak()
+            self._report()
         self._kept = []
 
-    def judge(self, *change: float) -> None:
+    def check(self, *change: float) -> None:
         """Take the values of ``pending``: one, the largest change over the largest parameter, or none.
 
         Raises:
@@ -284,9 +293,9 @@ class FirstSteps:
         self.pending = []
         self.change = max(self.change, *change)
         if self.taken == FIRST_STEPS:
-            self._speak()
+            self._report()
 
-    def _speak(self) -> None:
+    def _report(self) -> None:
         """Say what the first steps have shown, where nothing can be learned."""
         if not any(self._rates):
             logger.warning("the learning rate was 0 in the first %d steps: nothing is learned so far", FIRST_STEPS)

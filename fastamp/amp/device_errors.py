@@ -9,6 +9,15 @@ import torch
 from fastamp.amp.policy import dtype_name
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "Refusals": "fastamp.amp.device_errors.DeviceErrorHandler",
+        "refusal": "fastamp.amp.device_errors.explain_device_error",
+    },
+)
 
 IN_TRAINING = (
     "a smaller SOLVER.IMS_PER_BATCH (and SOLVER.ACCUM_STEPS for as many images a step), or INPUT.SIZE_TRAIN; "
@@ -17,7 +26,7 @@ IN_TRAINING = (
 IN_EVALUATION = "a smaller TEST.IMS_PER_BATCH, or INPUT.SIZE_TEST"
 
 
-class Refusals:
+class DeviceErrorHandler:
     """Raises inside of it what a user should read instead of a device's refusal; other errors pass.
 
     Args:
@@ -33,21 +42,21 @@ class Refusals:
         self.smaller = smaller
         self.batch: dict[str, Any] = {}
 
-    def __enter__(self) -> "Refusals":
+    def __enter__(self) -> "DeviceErrorHandler":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if isinstance(error, Exception):
-            refused = refusal(error, self.place, self.batch, self.smaller)
-            if refused is not None:
-                raise refused from error
+            explained = explain_device_error(error, self.place, self.batch, self.smaller)
+            if explained is not None:
+                raise explained from error
 
 
-def refusal(error: Exception, place: str, batch: dict[str, Any], smaller: str) -> TrainingError | None:
+def explain_device_error(error: Exception, place: str, batch: dict[str, Any], smaller: str) -> TrainingError | None:
     """Return what a user should read instead of ``error``; None where it is something else.
 
     Args:
-        place, smaller: see ``Refusals``.
+        place, smaller: see ``DeviceErrorHandler``.
         batch: its tensors' shapes are said.
     """
     found = first_line(error)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import apply_force_fp32, force_fp32
-from fastamp.amp.half import to_float16
+from fastamp.amp.fp16_export import to_float16
 from fastamp.layers import POOL_LAYER_REGISTRY
 from fastamp.layers.attention import NonLocal
 from fastamp.modeling import build_model

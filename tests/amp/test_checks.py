@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastamp.amp import OptimizationStep
-from fastamp.amp.health import check_finite, check_losses, check_optimizers, zero_share
+from fastamp.amp.checks import check_finite, check_losses, check_optimizers, zero_fraction
 from fastamp.utils.errors import TrainingError
 
 
@@ -106,7 +106,7 @@ def test_finite_values_of_any_kind():
 
 def test_zero_share():
     gradients = [torch.tensor([0.0, 1.0, -0.0, 1e-45]), torch.zeros(2, 2)]
-    assert zero_share(gradients).item() == pytest.approx(6 / 8)
+    assert zero_fraction(gradients).item() == pytest.approx(6 / 8)
 
 
 def test_a_parameter_without_elements_is_no_obstacle():
