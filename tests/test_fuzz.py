@@ -142,7 +142,7 @@ def place(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTAMP_DATASETS", str(root))
         # The same in every run, and half of what one takes.
-        patch.setattr(setup, "inspect_machine", functools.cache(setup.inspect_machine))
+        patch.setattr(setup, "inspect_environment", functools.cache(setup.inspect_environment))
         patch.setattr(os, "fsync", lambda file: None)
         place = Place(root)
         patch.chdir(root / "cwd")

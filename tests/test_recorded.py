@@ -29,7 +29,7 @@ from recorded import FILES, RUNS, STOP
 import fastamp
 from fastamp import Predictor
 from fastamp.config import CfgNode, get_cfg
-from fastamp.diagnostics.crash import Crash
+from fastamp.diagnostics.crash import CrashDump
 from fastamp.engine import DefaultTrainer
 from fastamp.inference.features_file import read_extraction
 from fastamp.inference.index import KINDS, load_index
@@ -251,7 +251,7 @@ def test_two_ranks_resume_to_the_end_of_an_uninterrupted_run(demo_root, demo, tm
 
 
 def test_a_crash_file_replays(capfd):
-    crash = Crash.read(FILES / "amp_crash")
+    crash = CrashDump.read(FILES / "amp_crash")
     assert crash.location["module"] == "backbone.4" and crash.iteration == 2
     assert amp_replay.cli([str(FILES / "amp_crash")]) == 1
     said = capfd.readouterr().out

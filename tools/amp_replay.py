@@ -10,7 +10,7 @@ import sys
 
 from fastamp.diagnostics.replay import replay
 from fastamp.engine import run_command_line
-from fastamp.utils.files import closed_stdout_allowed
+from fastamp.utils.files import ignore_closed_stdout
 from fastamp.utils.logger import setup_logger
 
 
@@ -28,5 +28,5 @@ def cli(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with closed_stdout_allowed():
+    with ignore_closed_stdout():
         sys.exit(cli())

@@ -25,7 +25,7 @@ from fastamp.evaluation.evaluator import ranking_device, write_per_query
 from fastamp.evaluation.roc import write_roc
 from fastamp.inference.features_file import open_arrays, read_array
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean, writing
-from fastamp.utils.files import closed_stdout_allowed
+from fastamp.utils.files import ignore_closed_stdout
 from fastamp.utils.logger import setup_logger
 
 SIDES = ("query", "gallery")
@@ -199,5 +199,5 @@ def cli(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with closed_stdout_allowed():
+    with ignore_closed_stdout():
         sys.exit(cli())

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fastamp.utils.terminal_text import sanitize_terminal_text
 
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.load_state import classifiers, convert_state_dict, examples, load_model_state
@@ -27,9 +28,8 @@ from fastamp.engine import run_command_line
 from fastamp.modeling import build_model
 from fastamp.modeling.infer_config import backbone_prefixes, infer_config, interpolation_keys
 from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean, writing
-from fastamp.utils.files import closed_stdout_allowed, expand, real_path
+from fastamp.utils.files import expand, ignore_closed_stdout, real_path
 from fastamp.utils.logger import setup_logger
-from fastamp.utils.printable import printable
 
 
 def import_checkpoint(
@@ -129,7 +129,7 @@ def write_model(
             cfg = read_config(config_file, [*opts, "MODEL.HEADS.NUM_CLASSES", str(found[0])], parts=parts)
             model = build_model(cfg)
     report = load_model_state(model, state, source=source, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH)
-    print(printable(str(report)))
+    print(sanitize_terminal_text(str(report)))
     found = cfg.INPUT.INTERPOLATION if cfg.INPUT.INTERPOLATION_TEST == "same" else cfg.INPUT.INTERPOLATION_TEST
     for key, value in interpolation_keys(state).items():
         if found != value:
@@ -171,5 +171,5 @@ def cli(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with closed_stdout_allowed():
+    with ignore_closed_stdout():
         sys.exit(cli())

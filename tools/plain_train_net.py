@@ -16,7 +16,7 @@ from fastamp.amp import OptimizationStep, PrecisionPolicy
 from fastamp.amp.checks import check_finite
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import CfgNode
-from fastamp.diagnostics.precautions import Precautions
+from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine import ConfigText, DefaultTrainer, launch, run_command_line
 from fastamp.solver import OptimizerState, build_gradient_clipping, build_lr_schedule, build_optimizers
 from fastamp.utils import comm
@@ -52,7 +52,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
     logger.info("precision: %s", policy.describe())
     step = OptimizationStep.from_config(cfg, model, list(optimizers.values()), policy, build_gradient_clipping(cfg))
-    precautions = Precautions.from_config(cfg)
+    precision_diagnostics = PrecisionDiagnostics.from_config(cfg)
     progress = Progress(iteration=0, steps_taken=0, iters_per_epoch=loader.iters_per_epoch)
     parts = {name: OptimizerState(each, model) for name, each in optimizers.items()} | {"random": RandomState()}
     parts |= {"step": step, "progress": progress, "config": ConfigText(cfg)}
@@ -76,8 +76,8 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
         for group in groups:
             group["lr"] = schedule.learning_rate(group["base_lr"], epoch=epoch, steps_taken=progress["steps_taken"])
         if iteration == loader.start_iter:
-            precautions.before_first_step(step, batch, policy, iteration=iteration)
-        precautions.remember(batch, first=True)
+            precision_diagnostics.before_first_step(step, batch, policy, iteration=iteration)
+        precision_diagnostics.remember(batch, first=True)
         step.zero_grad()  # also copies the buffers that forward passes write
         with policy.autocast():
             losses = parallel_model(batch)
@@ -90,7 +90,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
         else:
             step.skip()  # restores the buffers
         step.update_scale(verdict.ok)
-        precautions.check_skips(step, policy, iteration=iteration)
+        precision_diagnostics.check_skips(step, policy, iteration=iteration)
         progress.update(iteration=iteration + 1, steps_taken=progress["steps_taken"] + verdict.ok)
 
         if (iteration + 1) % cfg.LOG_PERIOD == 0:

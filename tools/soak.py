@@ -31,7 +31,7 @@ from fastamp.checkpoint import read_checkpoint
 from fastamp.config import read_config
 from fastamp.engine import run_command_line
 from fastamp.utils.errors import ConfigError, WeightsError
-from fastamp.utils.files import closed_stdout_allowed
+from fastamp.utils.files import ignore_closed_stdout
 from fastamp.utils.progress import format_duration
 
 TRAIN = Path(__file__).with_name("train_net.py")
@@ -248,5 +248,5 @@ def cli(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with closed_stdout_allowed():
+    with ignore_closed_stdout():
         sys.exit(cli())

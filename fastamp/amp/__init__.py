@@ -17,4 +17,4 @@ __all__ = [
     "to_float32",
 ]
 
-__getattr__ = moved_names(__name__, {"Precautions": "fastamp.diagnostics.precautions.Precautions"})
+__getattr__ = moved_names(__name__, {"Precautions": "fastamp.diagnostics.precision_diagnostics.PrecisionDiagnostics"})

@@ -16,6 +16,7 @@ from fastamp.amp.checks import ParameterUpdateMonitor, check_losses, explain_no_
 from fastamp.amp.policy import PrecisionPolicy
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
+from fastamp.utils.moved import renamed_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +128,7 @@ class StepVerdict:
     bad_parameters: list[str] = field(default_factory=list)
     zero_fraction: torch.Tensor | None = None
 
-    @property
-    def zero_share(self) -> torch.Tensor | None:
-        """Deprecated name of ``zero_fraction``."""
-        warnings.warn("StepVerdict.zero_share is now zero_fraction", DeprecationWarning, stacklevel=2)
-        return self.zero_fraction
+    zero_share = renamed_attribute("zero_share", "zero_fraction")
 
 
 class PrecisionFailure(TrainingError):
@@ -412,11 +409,7 @@ class OptimizationStep:
         self.scaler = None
         self.skipped_in_a_row = 0
 
-    def go_on_without_scaling(self) -> None:
-        """Deprecated name of ``disable_loss_scaling``."""
-        name = "OptimizationStep.go_on_without_scaling()"
-        warnings.warn(f"{name} is now disable_loss_scaling()", DeprecationWarning, stacklevel=2)
-        self.disable_loss_scaling()
+    go_on_without_scaling = renamed_attribute("go_on_without_scaling", "disable_loss_scaling")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale and the counts of skipped steps as plain values."""

@@ -13,7 +13,7 @@ from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, writ
 from fastamp.utils import comm
 from fastamp.utils.errors import WeightsError
 from fastamp.utils.files import write_atomically
-from fastamp.utils.form import unlike
+from fastamp.utils.structure import structure_mismatch
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Checkpointer:
         check: is called with the model before each save, and raises where that is not worth saving.
         notes: returns further entries of each file, which ``resume`` does not need.
         checkpointables: name -> object with ``state_dict()`` and ``load_state_dict(state)``; and ``form()`` where what
-            is loaded need not have the form of the former, see ``unlike``.
+            is loaded need not have the form of the former, see ``structure_mismatch``.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Checkpointer:
             wrong = f"model: expected tensors by name, which {odd[0]!r} is not" if odd else ""
         for key, part in self.checkpointables.items():
             own = part.form() if hasattr(part, "form") else part.state_dict()
-            wrong = wrong or unlike(own, content[key], key)
+            wrong = wrong or structure_mismatch(own, content[key], key)
         if wrong:
             raise WeightsError(
                 f"cannot resume from {path}: it holds what no such run writes, or is damaged.\n  {wrong}\n"

@@ -16,7 +16,7 @@ import torch
 
 from fastamp.checkpoint.pickle_limits import PickleLimitError, check_pickle
 from fastamp.utils.errors import WeightsError
-from fastamp.utils.files import check_no_device, expand, write_atomically
+from fastamp.utils.files import check_not_device, expand, write_atomically
 
 _ZIP = b"PK\x03\x04"  # by which torch tells the formats apart
 # Of the format before torch 1.6: magic number, version, machine, content, and the list of its storages.
@@ -128,7 +128,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
         found = f"\n  that folder has: {', '.join(near)}" if near else ""
         raise WeightsError(f"weights file {path} does not exist{found}")
     try:
-        check_no_device(path)
+        check_not_device(path)
         _check_archive(path)
         if record := damaged_record(path):
             raise _DamagedRecord(f"its record {record} is not what was written, by the checksum that is stored with it")

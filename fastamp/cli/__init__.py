@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from fastamp.utils.errors import USER_ERROR_EXIT_CODE, UserError, did_you_mean
-from fastamp.utils.files import closed_stdout_allowed
+from fastamp.utils.files import ignore_closed_stdout
 
 COMMANDS = {
     "train": "train the model that a config file describes",
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `fastamp`; None takes those of this process.
     """
     try:
-        with closed_stdout_allowed():
+        with ignore_closed_stdout():
             return _run(*((sys.argv[1:] if argv is None else argv) or [""]))
     except UserError as error:  # raised by an import; run_command_line handles those of a command
         print(f"error: {error}", file=sys.stderr)
@@ -69,7 +69,7 @@ def run_command(command: str, argv: Sequence[str] | None = None, *, program: str
         prog=program, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.add_arguments(parser)
-    with closed_stdout_allowed():  # of the help
+    with ignore_closed_stdout():  # of the help
         try:
             args = parser.parse_intermixed_args(argv)  # options may stand before, between and after KEY VALUE pairs
         except TypeError:  # not where the pairs are all that is left, or there are subcommands
@@ -99,12 +99,12 @@ def _help() -> str:
 
 def _versions() -> str:
     """Return the versions of fastamp and of what it stands on, and whether there is a GPU."""
-    from fastamp.diagnostics import devices
+    from fastamp.diagnostics import environment_queries
 
-    cuda = devices.cuda_error()
+    cuda = environment_queries.cuda_error()
     return "\n".join(
         [
-            *(f"{name} {version}" for name, version in devices.versions().items()),
-            f"built for {devices.build() or 'the CPU alone'}; {f'no GPU ({cuda})' if cuda else 'a GPU is there'}",
+            *(f"{name} {version}" for name, version in environment_queries.versions().items()),
+            f"built for {environment_queries.build() or 'CPU only'}; {f'no GPU ({cuda})' if cuda else 'GPU available'}",
         ]
     )

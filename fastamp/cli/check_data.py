@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from fastamp.cli.options import add_parts
 from fastamp.utils.errors import writing
-from fastamp.utils.printable import printable
+from fastamp.utils.terminal_text import sanitize_terminal_text
 
 if TYPE_CHECKING:
     from fastamp.data.check import Report
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     cfg = read_config("", args.opts, parts=args.parts)
     dataset = build_dataset(args.name, cfg)
     report = check_dataset(dataset, max_pixels=cfg.INPUT.MAX_PIXELS)
-    print(printable(f"{args.name}\n\n{text(report)}\n"), flush=True)
+    print(sanitize_terminal_text(f"{args.name}\n\n{text(report)}\n"), flush=True)
     sheet = Path(args.output) / "contact_sheet.png"
     with writing(sheet):
         contact_sheet(dataset, sheet)

@@ -40,14 +40,16 @@ def examine_machine(device: str) -> bool:
     import torch
 
     from fastamp.amp import resolve_device
-    from fastamp.diagnostics.machine import inspect_machine
+    from fastamp.diagnostics.environment import inspect_environment
 
     try:
-        machine = inspect_machine(resolve_device(device), asked=device, train=True)
+        machine = inspect_environment(resolve_device(device), asked=device, train=True)
     except ConfigError:
         if not device.startswith("cuda"):
             raise
-        machine = inspect_machine(torch.device("cpu"), asked=device, train=True)  # whose table says why it is not there
+        machine = inspect_environment(
+            torch.device("cpu"), asked=device, train=True
+        )  # whose table says why it is not there
     print(machine.table())
     for problem in machine.problems:
         print(f"problem: {problem}")
@@ -61,7 +63,7 @@ def examine_model(args: argparse.Namespace) -> bool:
 
     from fastamp.config import read_config
     from fastamp.diagnostics.doctor import diagnose
-    from fastamp.diagnostics.doctor_report import FOLDER, write_diagnosis
+    from fastamp.diagnostics.doctor_report import FOLDER, write_amp_report
     from fastamp.engine import default_setup
 
     cfg = read_config(args.config_file, args.opts, parts=args.parts)
@@ -79,7 +81,7 @@ def examine_model(args: argparse.Namespace) -> bool:
         memory = "peak" if found.policy.device_type == "cuda" else "kept for the backward pass"
         print(f"\n{found.table()}\ntime: x float32's, a training pass; MiB: {memory}")
     print(f"\n{found.conclusion()}")
-    for path in write_diagnosis(found, Path(cfg.OUTPUT_DIR) / FOLDER):
+    for path in write_amp_report(found, Path(cfg.OUTPUT_DIR) / FOLDER):
         print(f"wrote {path}")
     return found.healthy
 

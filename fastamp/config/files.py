@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.files import check_no_device
+from fastamp.utils.files import check_not_device
 
 BASE_KEY = "_BASE_"
 LARGEST = 2**17
@@ -120,7 +120,7 @@ def _read_text(path: str, chain: tuple[str, ...]) -> str:
     if Path(path).suffix.lower() in (".py", ".pyc"):
         raise ConfigError(f"{path}{named_by}: a config is a YAML file; Python files are not run")
     try:
-        check_no_device(Path(path))
+        check_not_device(Path(path))
         with Path(path).open("rb") as file:
             content = file.read(LARGEST + 1)
         return content.decode("utf-8-sig")

@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from fastamp.utils.errors import DataError
-from fastamp.utils.files import check_no_device
+from fastamp.utils.files import check_not_device
 
 try:
     from torchvision.io import ImageReadMode
@@ -90,7 +90,7 @@ def read_image(
 
 def _read_full_image(path: str, channels: int, max_pixels: int, least_side: int | None) -> Tensor:
     try:
-        check_no_device(path)
+        check_not_device(path)
         with open(path, "rb", buffering=0) as file:
             content = bytearray(file.read())
     except OSError as error:

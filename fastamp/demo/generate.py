@@ -18,7 +18,7 @@ from fastamp.demo.attributes import ImageAttributes, describe_person, describe_p
 from fastamp.demo.camera import make_camera
 from fastamp.demo.picture import compose, draw_picture
 from fastamp.demo.wardrobe import Appearance, draw_appearance, draw_lookalike, draw_people
-from fastamp.utils.aside import aside, remove_abandoned
+from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
 from fastamp.utils.errors import DataError
 
 # Names the default folder: change it with every change that alters a picture.
@@ -110,7 +110,7 @@ def generate_demo(
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(folder)
-    build = aside(folder)
+    build = temporary_path(folder)
     try:
         for split in SPLITS:
             (build / split).mkdir(parents=True)
@@ -320,7 +320,7 @@ def _move_into_place(build: Path, folder: Path) -> None:
         OSError: the rename failed and no whole set is there.
     """
     if (folder / MANIFEST).exists() and not is_complete(folder):
-        damaged = aside(folder)
+        damaged = temporary_path(folder)
         folder.rename(damaged)
         shutil.rmtree(damaged, ignore_errors=True)
     try:

@@ -9,11 +9,21 @@ from torch import nn
 
 from fastamp.amp.policy import DTYPES, PrecisionPolicy
 from fastamp.checkpoint.weights_file import read_checkpoint, write_checkpoint
-from fastamp.diagnostics.locate import locate, search
-from fastamp.diagnostics.location import Location
-from fastamp.diagnostics.rehearsal import Rehearsal
+from fastamp.diagnostics.isolated_passes import IsolatedPasses
+from fastamp.diagnostics.nan_location import NonFiniteLocation
+from fastamp.diagnostics.nan_locator import locate_in_training, try_locate
 from fastamp.utils import comm
 from fastamp.utils.errors import WeightsError
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "Crash": "fastamp.diagnostics.crash.CrashDump",
+        "crash_of": "fastamp.diagnostics.crash.build_crash_dump",
+        "investigate": "fastamp.diagnostics.crash.replay_failure",
+    },
+)
 
 FOLDER = "amp_crash"
 _FORMAT = 1
@@ -33,7 +43,7 @@ class MicroBatch:
 
 
 @dataclass
-class Crash:
+class CrashDump:
     """A failed step.
 
     Attributes:
@@ -44,7 +54,7 @@ class Crash:
         loss_scale: the loss scale of the step; 1 without loss scaling.
         micro_batch: the one whose values were not finite.
         losses: loss name -> value under the policy; may be infinite or NaN.
-        location: ``Location.as_dict``; None when nothing was found on this process.
+        location: ``NonFiniteLocation.as_dict``; None when nothing was found on this process.
         model: its parameters and buffers, those that checkpoints leave out too.
         evaluating: names of the modules that were in evaluation mode, e.g. frozen ones.
         frozen: names of the parameters that needed no gradient.
@@ -76,7 +86,7 @@ class Crash:
         return path
 
     @classmethod
-    def read(cls, path: str | Path) -> "Crash":
+    def read(cls, path: str | Path) -> "CrashDump":
         """Read a file, or the newest one of a folder.
 
         Raises:
@@ -144,14 +154,14 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def investigate(
+def replay_failure(
     model: nn.Module,
     micro_batches: list[MicroBatch],
     *,
     policy: PrecisionPolicy,
     loss_scale: float,
     frozen: tuple[str, ...] = (),
-) -> tuple[Location | None, str, MicroBatch, dict[str, float]]:
+) -> tuple[NonFiniteLocation | None, str, MicroBatch, dict[str, float]]:
     """Replay the micro-batches of a step that failed.
 
     Returns:
@@ -162,17 +172,17 @@ def investigate(
     location, note, losses = None, "", {}
     for micro_batch in reversed(micro_batches):
         try:
-            with Rehearsal(model, micro_batch.batch, random=micro_batch.random, frozen=frozen) as rehearsal:
-                result = rehearsal.train(policy, scale=loss_scale)
+            with IsolatedPasses(model, micro_batch.batch, random=micro_batch.random, frozen=frozen) as passes:
+                result = passes.train(policy, scale=loss_scale)
         except Exception as error:
             note = f"(the step could not be replayed: {type(error).__name__}: {error})"
             continue
         losses = result.losses
         if not result.finite:
-            location, note = search(
+            location, note = try_locate(
                 model,
                 micro_batch.batch,
-                lambda each: locate(each, policy, scale=loss_scale),
+                lambda each: locate_in_training(each, policy, scale=loss_scale),
                 random=micro_batch.random,
                 frozen=frozen,
             )
@@ -180,7 +190,7 @@ def investigate(
     return location, note, micro_batch, losses
 
 
-def crash_of(
+def build_crash_dump(
     model: nn.Module,
     *,
     message: str,
@@ -190,11 +200,11 @@ def crash_of(
     loss_scale: float,
     micro_batch: MicroBatch,
     losses: dict[str, float],
-    location: Location | None,
+    location: NonFiniteLocation | None,
     frozen: tuple[str, ...],
-) -> Crash:
+) -> CrashDump:
     """Return the crash of ``model`` as it is now, which is as it was before the step: that left no trace."""
-    return Crash(
+    return CrashDump(
         message=message,
         iteration=iteration,
         rank=comm.get_rank(),

@@ -16,18 +16,18 @@ from fastamp.config import CfgNode
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import with_num_classes
 from fastamp.data.subset import subsample_identities
-from fastamp.diagnostics.doctor_report import Diagnosis, Examination
+from fastamp.diagnostics.doctor_report import AmpReport, PrecisionReport
+from fastamp.diagnostics.environment import inspect_environment
 from fastamp.diagnostics.fp32_search import forced, search_force_fp32
-from fastamp.diagnostics.machine import inspect_machine
-from fastamp.diagnostics.measures import lost_gradients, measure_cost, measure_layers, safe_loss_scale
+from fastamp.diagnostics.isolated_passes import IsolatedPasses
 from fastamp.diagnostics.precision_check import (
-    SOUND_COSINE,
+    DOCTOR_MIN_COSINE,
     Float32Check,
     PrecisionCheck,
     check_float32,
     check_precision,
 )
-from fastamp.diagnostics.rehearsal import Rehearsal
+from fastamp.diagnostics.profiling import lost_gradients, measure_cost, measure_layers, safe_loss_scale
 from fastamp.evaluation import ReidEvaluator, inference_on_dataset
 from fastamp.modeling import build_model
 from fastamp.utils.errors import TrainingError
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 __getattr__ = moved_names(
     __name__,
     {
-        "Cost": "fastamp.diagnostics.measures.Cost",
-        "LayerReport": "fastamp.diagnostics.measures.LayerReport",
-        "LOWEST_COSINE": "fastamp.diagnostics.precision_check.SOUND_COSINE",
+        "Cost": "fastamp.diagnostics.profiling.Cost",
+        "LayerReport": "fastamp.diagnostics.profiling.LayerReport",
+        "LOWEST_COSINE": "fastamp.diagnostics.precision_check.DOCTOR_MIN_COSINE",
         "ranked_part": "fastamp.data.subset.subsample_identities",
     },
 )
@@ -49,7 +49,7 @@ __getattr__ = moved_names(
 T = TypeVar("T")
 
 
-def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 16, max_images: int = 512) -> Diagnosis:
+def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 16, max_images: int = 512) -> AmpReport:
     """Examine the model of ``cfg``, with ``MODEL.WEIGHTS`` where those are given, on its own data.
 
     Args:
@@ -74,15 +74,15 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
     policy.check_model(model)
     if policy.enabled and policy.dtype not in dtypes:
         dtypes = [policy.dtype, *dtypes]  # the one that the verdict is about
-    machine = inspect_machine(device, asked=cfg.MODEL.DEVICE)
+    machine = inspect_environment(device, asked=cfg.MODEL.DEVICE)
     batch = {key: value[:batch_size] for key, value in next(iter(loader)).items()}
     progress = _Progress(2 + 5 * len(dtypes))
     reference = progress("float32: first batch", lambda: check_float32(model, batch, policy.in_float32()))
-    diagnosis = Diagnosis(
+    diagnosis = AmpReport(
         policy=policy,
         asked=asked,
         problem=reference.problem,
-        float32=Examination("float32"),
+        float32=PrecisionReport("float32"),
         low=[],
         force_fp32=list(cfg.SOLVER.AMP.FORCE_FP32),
         init_scale=cfg.SOLVER.AMP.INIT_SCALE,
@@ -92,9 +92,9 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
     )
     if reference.problem:
         return diagnosis
-    with Rehearsal(model, batch) as rehearsal:
-        diagnosis.float32.cost = dataclasses.replace(measure_cost(rehearsal, policy.in_float32()), relative=1.0)
-        statistics = rehearsal.first_statistics()
+    with IsolatedPasses(model, batch) as passes:
+        diagnosis.float32.cost = dataclasses.replace(measure_cost(passes, policy.in_float32()), relative=1.0)
+        statistics = passes.initial_statistics()
     with torch.no_grad():
         # An untrained model is ranked with the statistics that it was examined with.
         for buffer, value in statistics:
@@ -115,7 +115,7 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
         low = dataclasses.replace(policy, dtype=dtype, reason="examined")
         support = machine.support.get(dtype_name(dtype))
         if support and support.state == "no":
-            diagnosis.low.append(Examination(dtype_name(dtype), refused=support.reason))
+            diagnosis.low.append(PrecisionReport(dtype_name(dtype), refused=support.reason))
             continue
         diagnosis.low.append(_examine(model, batch, low, reference, cfg, rank, progress))
     progress.close()
@@ -130,9 +130,9 @@ def _examine(
     cfg: CfgNode,
     rank: Callable[[PrecisionPolicy], dict[str, float]],
     progress: "_Progress",
-) -> Examination:
+) -> PrecisionReport:
     """Examine one low precision."""
-    found = Examination(dtype_name(policy.dtype))
+    found = PrecisionReport(dtype_name(policy.dtype))
     amp = cfg.SOLVER.AMP
     policies = policy, policy.for_evaluation(amp.EVAL_DTYPE)
 
@@ -143,7 +143,7 @@ def _examine(
             policy,
             reference=reference,
             eval_policy=policies[1],
-            lowest_cosine=SOUND_COSINE,
+            min_cosine=DOCTOR_MIN_COSINE,
             checked_images=reference.images,
         )
 
@@ -162,19 +162,19 @@ def _examine(
         lambda: search_force_fp32(model, batch, policy, check=check, found=state, report=logger.info),
     )
     with forced(model, found.force_fp32 or []):
-        with Rehearsal(model, batch) as rehearsal:
-            found.cost = measure_cost(rehearsal, policy)
+        with IsolatedPasses(model, batch) as passes:
+            found.cost = measure_cost(passes, policy)
             found.loss_scale = progress(
-                f"{found.dtype}: gradients", lambda: safe_loss_scale(rehearsal, policy, up_to=amp.MAX_SCALE)
+                f"{found.dtype}: gradients", lambda: safe_loss_scale(passes, policy, up_to=amp.MAX_SCALE)
             )
             scale = min(amp.INIT_SCALE, found.loss_scale) if found.loss_scale else 1.0
-            lost = lost_gradients(rehearsal, policy, scale=scale)
+            lost = lost_gradients(passes, policy, scale=scale)
         found.zero_share = sum(n for n, _ in lost.values()) / max(1, sum(total for _, total in lost.values()))
         if state.problem:
             state = check()
         found.cosine = state.cosine[0] if state.cosine else None
-    with Rehearsal(model, batch) as rehearsal:
-        found.layers = progress(f"{found.dtype}: layers", lambda: measure_layers(rehearsal, policy, lost=lost))
+    with IsolatedPasses(model, batch) as passes:
+        found.layers = progress(f"{found.dtype}: layers", lambda: measure_layers(passes, policy, lost=lost))
     if found.force_fp32 is not None:
         with forced(model, found.force_fp32):
             try:

@@ -14,9 +14,19 @@ from tabulate import tabulate
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.amp.policy import dtype_name
-from fastamp.diagnostics.measures import Cost, LayerReport
+from fastamp.diagnostics.profiling import Cost, LayerReport
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import write_atomically
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "Examination": "fastamp.diagnostics.doctor_report.PrecisionReport",
+        "Diagnosis": "fastamp.diagnostics.doctor_report.AmpReport",
+        "write_diagnosis": "fastamp.diagnostics.doctor_report.write_amp_report",
+    },
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +39,7 @@ _SHOWN_LAYERS = 8
 
 
 @dataclass
-class Examination:
+class PrecisionReport:
     """One precision.
 
     Attributes:
@@ -56,15 +66,15 @@ class Examination:
     metrics: dict[str, float] = field(default_factory=dict)
     layers: list[LayerReport] = field(default_factory=list)
 
-    def ranks_as(self, reference: "Examination") -> bool:
+    def ranks_as(self, reference: "PrecisionReport") -> bool:
         """Whether its mAP is near enough to float32's, in both directions: rounding can raise a score too."""
         return bool(self.metrics) and abs(self.metrics["mAP"] - reference.metrics["mAP"]) <= LARGEST_MAP_DIFFERENCE
 
-    def usable(self, reference: "Examination") -> bool:
+    def usable(self, reference: "PrecisionReport") -> bool:
         """Whether a run can use it, with ``force_fp32`` where that is needed."""
         return not self.refused and self.force_fp32 is not None and self.ranks_as(reference)
 
-    def verdict(self, reference: "Examination") -> str:
+    def verdict(self, reference: "PrecisionReport") -> str:
         """Return it in a word or a few."""
         if self.refused:
             return "not on this device"
@@ -76,7 +86,7 @@ class Examination:
 
 
 @dataclass
-class Diagnosis:
+class AmpReport:
     """All that was found.
 
     Attributes:
@@ -89,14 +99,14 @@ class Diagnosis:
         init_scale: the config's.
         images: how many were ranked, and how many the test set has.
         untrained: whether the ranking is that of a model without trained weights.
-        machine: ``MachineReport.as_dict``.
+        machine: ``EnvironmentReport.as_dict``.
     """
 
     policy: PrecisionPolicy
     asked: bool
     problem: str
-    float32: Examination
-    low: list[Examination]
+    float32: PrecisionReport
+    low: list[PrecisionReport]
     force_fp32: list[str]
     init_scale: float
     images: tuple[int, int]
@@ -104,7 +114,7 @@ class Diagnosis:
     machine: dict[str, Any]
 
     @property
-    def own(self) -> Examination | None:
+    def own(self) -> PrecisionReport | None:
         """The examination of the policy's precision; None where that is float32."""
         return next((each for each in self.low if each.dtype == dtype_name(self.policy.dtype)), None)
 
@@ -116,7 +126,7 @@ class Diagnosis:
         return self.own is None or (self.own.usable(self.float32) and not self.own.force_fp32)
 
     @property
-    def recommended(self) -> Examination | None:
+    def recommended(self) -> PrecisionReport | None:
         """The precision to use: the config's own where it can be, else another one; None is float32."""
         ranked = sorted(self.low, key=lambda each: (each is not self.own, bool(each.force_fp32), each.dtype))
         return next((each for each in ranked if each.usable(self.float32)), None)
@@ -173,7 +183,7 @@ class Diagnosis:
         headers = ["precision", "verdict", "cosine", "mAP", "Rank-1", "loss scale", "lost gradients", "time", "MiB"]
         return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
-    def layer_table(self, each: Examination) -> str:
+    def layer_table(self, each: PrecisionReport) -> str:
         """Return the layers that stand out: the largest errors of their own, and the nearest to the dtype's limit."""
         erring = [layer for layer in each.layers if layer.own_error > 0]
         notable = sorted(erring, key=lambda layer: -layer.own_error)[:_SHOWN_LAYERS]
@@ -193,7 +203,7 @@ class Diagnosis:
         headers = ["layer", "", "own error", "error so far", "largest value", "of the limit", "lost gradients"]
         return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
-    def _difference(self, each: Examination, key: str) -> str:
+    def _difference(self, each: PrecisionReport, key: str) -> str:
         value = each.metrics[key]
         if each is self.float32:
             return f"{value:.2f}"
@@ -219,7 +229,7 @@ class Diagnosis:
         return _finite(content)
 
 
-def write_diagnosis(diagnosis: Diagnosis, folder: Path) -> list[Path]:
+def write_amp_report(diagnosis: AmpReport, folder: Path) -> list[Path]:
     """Write ``report.json``, and ``layers.png`` where matplotlib is installed; return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(diagnosis.as_dict(), indent=1, allow_nan=False)
@@ -235,7 +245,7 @@ def write_diagnosis(diagnosis: Diagnosis, folder: Path) -> list[Path]:
     return paths
 
 
-def draw_layers(examined: Sequence[Examination], path: Path) -> None:
+def draw_layers(examined: Sequence[PrecisionReport], path: Path) -> None:
     """Draw each layer's error and largest value against the limits of the precisions.
 
     Raises:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastamp.amp.device_errors import IN_TRAINING, explain_device_error, first_line, is_out_of_memory, shapes_of
-from fastamp.diagnostics.rehearsal import Rehearsal, batch_size, part_of
+from fastamp.diagnostics.isolated_passes import IsolatedPasses, batch_size, slice_batch
 from fastamp.utils.compiled import uncompiled
 from fastamp.utils.errors import TrainingError, UserError
 
@@ -18,17 +18,17 @@ T = TypeVar("T")
 def run_passes(
     model: nn.Module,
     batch: dict[str, Any],
-    passes: Callable[[Rehearsal], T],
+    run: Callable[[IsolatedPasses], T],
     *,
     precision: str,
     frozen: tuple[str, ...] = (),
     halve_from: int | None = None,
 ) -> tuple[T, int]:
-    """Return what ``passes`` returns, and the number of images it was run on; explain its errors.
+    """Return what ``run`` returns, and the number of images it was run on; explain its errors.
 
     Args:
-        model, batch, frozen: see ``Rehearsal``.
-        passes: runs the model.
+        model, batch, frozen: see ``IsolatedPasses``.
+        run: runs the model.
         precision: name of the dtype it computes in.
         halve_from: when memory is short, run on half of the images, and so on, as long as there are so many; None
             never does.
@@ -40,14 +40,14 @@ def run_passes(
     count = batch_size(batch)
     while True:
         with (
-            Rehearsal(model, part_of(batch, count), frozen=frozen) as rehearsal,
+            IsolatedPasses(model, slice_batch(batch, count), frozen=frozen) as passes,
             ErrorContext(model, precision) as context,
         ):
             try:
-                return passes(rehearsal), count
+                return run(passes), count
             except Exception as error:
                 if halve_from is None or count < halve_from or not is_out_of_memory(error):
-                    context.explain(error, rehearsal.batch)
+                    context.explain(error, passes.batch)
         count //= 2
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -9,10 +9,10 @@ from torch import nn
 from fastamp.amp.device_errors import is_out_of_memory
 from fastamp.amp.fp32 import apply_force_fp32
 from fastamp.amp.policy import PrecisionPolicy
-from fastamp.diagnostics.location import Location
-from fastamp.diagnostics.measures import call_order, measure_layers
+from fastamp.diagnostics.isolated_passes import IsolatedPasses
+from fastamp.diagnostics.nan_location import NonFiniteLocation
 from fastamp.diagnostics.precision_check import PrecisionCheck
-from fastamp.diagnostics.rehearsal import Rehearsal
+from fastamp.diagnostics.profiling import call_order, measure_layers
 from fastamp.utils.errors import TrainingError
 
 
@@ -59,8 +59,8 @@ def search_force_fp32(
     Raises:
         TrainingError: memory ran out.
     """
-    with Rehearsal(model, batch) as rehearsal:
-        layers = call_order(rehearsal, policy.in_float32())
+    with IsolatedPasses(model, batch) as passes:
+        layers = call_order(passes, policy.in_float32())
     chosen: list[str] = []
 
     def check_with(names: Sequence[str]) -> PrecisionCheck | None:
@@ -83,8 +83,8 @@ def search_force_fp32(
     if state is None:
         return None
     if state.problem:
-        with Rehearsal(model, batch) as rehearsal:
-            worst = sorted(measure_layers(rehearsal, policy), key=lambda layer: -layer.own_error)
+        with IsolatedPasses(model, batch) as passes:
+            worst = sorted(measure_layers(passes, policy), key=lambda layer: -layer.own_error)
         candidates = [layer.name for layer in worst if layer.own_error > 0 and layer.name not in chosen]
         count = 1
         while state.problem:
@@ -106,7 +106,7 @@ def search_force_fp32(
     return chosen
 
 
-def _next_to_force(location: Location, layers: list[str], chosen: list[str]) -> list[str]:
+def _next_to_force(location: NonFiniteLocation, layers: list[str], chosen: list[str]) -> list[str]:
     """Return the modules to force next, by where the first value that is not finite was made."""
     module, neighbours = location.module, [name for name in dict.fromkeys(location.neighbours) if name]
     if module and module not in chosen and not location.part.startswith("between"):

@@ -11,8 +11,8 @@ from torch import nn
 
 from fastamp.amp.fp32 import force_fp32
 from fastamp.amp.policy import PrecisionPolicy, dtype_name
+from fastamp.diagnostics.isolated_passes import IsolatedPasses, restore_generator
 from fastamp.diagnostics.layer_hooks import hooked, leaf_layers
-from fastamp.diagnostics.rehearsal import Rehearsal, restore_generator
 from fastamp.diagnostics.tensors import cloned, relative_error, tensors_in
 from fastamp.utils.env import random_state, set_random_state
 from fastamp.utils.moved import moved_names
@@ -75,7 +75,7 @@ class LayerError:
         )
 
 
-def check_layers(rehearsal: Rehearsal, policy: PrecisionPolicy) -> tuple[list[LayerError], Any]:
+def check_layers(passes: IsolatedPasses, policy: PrecisionPolicy) -> tuple[list[LayerError], Any]:
     """Compare layers in low precision with themselves and with float32, in evaluation mode.
 
     Each layer (module without modules in it) is called a second time with the input that it gets under ``policy`` and
@@ -84,19 +84,19 @@ def check_layers(rehearsal: Rehearsal, policy: PrecisionPolicy) -> tuple[list[La
     the training and the input of the model. Finally, the whole model runs a second time.
 
     Args:
-        rehearsal: model and batch.
+        passes: model and batch.
         policy: the low precision.
 
     Returns:
         The layers that are wrong, in the order of their calls; what the model returned, as float32.
     """
-    watcher = _LayerCheck(rehearsal.model, policy.dtype)
-    rehearsal.first_statistics()
+    watcher = _LayerCheck(passes.model, policy.dtype)
+    passes.initial_statistics()
     with watcher.watching():
-        output = rehearsal.evaluate(policy)
+        output = passes.evaluate(policy)
     wrong = list(watcher.errors.values())
-    if not wrong and not _same(output, rehearsal.evaluate(policy)):
-        error = _first_difference(rehearsal, policy)
+    if not wrong and not _same(output, passes.evaluate(policy)):
+        error = _first_difference(passes, policy)
         wrong = [error] if error else []
     return wrong, output
 
@@ -107,10 +107,10 @@ def _flat(output: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.cat(parts) if len(parts) != 1 else parts[0]
 
 
-def _first_difference(rehearsal: Rehearsal, policy: PrecisionPolicy) -> LayerError | None:
+def _first_difference(passes: IsolatedPasses, policy: PrecisionPolicy) -> LayerError | None:
     """Run the model twice in evaluation mode; return the first module to end with another output, if there is one."""
     unit = torch.finfo(policy.dtype).eps / 2
-    modules = {module: name for name, module in rehearsal.model.named_modules()}
+    modules = {module: name for name, module in passes.model.named_modules()}
     runs: list[list[tuple[nn.Module, torch.Tensor]]] = []
     for _ in range(2):
         seen: list[tuple[nn.Module, torch.Tensor]] = []
@@ -120,8 +120,8 @@ def _first_difference(rehearsal: Rehearsal, policy: PrecisionPolicy) -> LayerErr
             if parts:
                 seen.append((module, torch.cat([t[:: max(1, t.numel() // 4096)].float() for t in parts])))
 
-        with hooked(rehearsal.model, modules, leave=leave):
-            rehearsal.evaluate(policy)
+        with hooked(passes.model, modules, leave=leave):
+            passes.evaluate(policy)
         runs.append(seen)
     for (module, first), (_, second) in zip(*runs, strict=False):
         repeated = 0.0 if _same(first, second) else relative_error(second, first)

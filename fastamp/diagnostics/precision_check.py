@@ -9,18 +9,27 @@ from torch import nn
 from fastamp.amp.policy import PrecisionPolicy, dtype_name
 from fastamp.amp.step import LossScaler
 from fastamp.diagnostics.error_context import run_passes
+from fastamp.diagnostics.isolated_passes import IsolatedPasses, TrainPass, slice_batch
 from fastamp.diagnostics.layer_check import LayerError, check_layers
-from fastamp.diagnostics.locate import largest_finite_scale, locate, locate_in_evaluation, search
-from fastamp.diagnostics.location import Location
-from fastamp.diagnostics.rehearsal import Rehearsal, TrainPass, part_of
+from fastamp.diagnostics.nan_location import NonFiniteLocation
+from fastamp.diagnostics.nan_locator import largest_finite_scale, locate_in_evaluation, locate_in_training, try_locate
 from fastamp.diagnostics.tensors import all_finite, embedding_cosine
 from fastamp.utils.errors import TrainingError
+from fastamp.utils.moved import moved_names
 
-FAILING_COSINE = 0.9
+__getattr__ = moved_names(
+    __name__,
+    {
+        "SOUND_COSINE": "fastamp.diagnostics.precision_check.DOCTOR_MIN_COSINE",
+        "FAILING_COSINE": "fastamp.diagnostics.precision_check.PREFLIGHT_MIN_COSINE",
+    },
+)
+
+PREFLIGHT_MIN_COSINE = 0.9
 """A mean cosine between a trained model's embeddings in the two precisions below this is a failure: ranking would be
 another one."""
 
-SOUND_COSINE = 0.99
+DOCTOR_MIN_COSINE = 0.99
 """A trained model whose mean embedding cosine to float32 is below this gets more layers forced to float32."""
 
 _CHECKED_IMAGES = 16
@@ -45,7 +54,7 @@ class Float32Check:
     """
 
     problem: str
-    location: Location | None
+    location: NonFiniteLocation | None
     losses: dict[str, float]
     unreached: list[str]
     features: torch.Tensor
@@ -62,7 +71,7 @@ class PrecisionCheck:
         overflow: losses, gradients (at any loss scale) or features are not finite.
         location: where the first of these was made; None where it was not found.
         imprecise: embeddings are too far from float32's; never those of an untrained model, see
-            ``Rehearsal.untrained``, unless they vanish.
+            ``IsolatedPasses.untrained``, unless they vanish.
         losses: loss name -> value.
         loss_scale: the largest power of two up to the scaler's with finite gradients; None without loss scaling.
         cosine: (mean, lowest) cosine between the embeddings and float32's; None where they are not compared.
@@ -71,7 +80,7 @@ class PrecisionCheck:
     layers: list[LayerError] = field(default_factory=list)
     unrepeatable: str = ""
     overflow: str = ""
-    location: Location | None = None
+    location: NonFiniteLocation | None = None
     imprecise: str = ""
     losses: dict[str, float] = field(default_factory=dict)
     loss_scale: float | None = None
@@ -112,8 +121,8 @@ def check_float32(
     """
     float32 = policy.in_float32()
 
-    def run(rehearsal: Rehearsal) -> tuple[TrainPass, torch.Tensor]:
-        return rehearsal.train(float32), rehearsal.evaluate(float32)
+    def run(passes: IsolatedPasses) -> tuple[TrainPass, torch.Tensor]:
+        return passes.train(float32), passes.evaluate(float32)
 
     halve_from = 8 if policy.enabled else None
     (trained, features), count = run_passes(
@@ -128,8 +137,8 @@ def check_float32(
     trained.gradients.clear()  # frees their memory, which a search needs
     problem, location = "", None
     if not (trained.finite and all_finite(features)):
-        find = locate_in_evaluation if trained.finite else locate
-        location, note = search(model, part_of(batch, count), lambda each: find(each, float32), frozen=frozen)
+        find = locate_in_evaluation if trained.finite else locate_in_training
+        location, note = try_locate(model, slice_batch(batch, count), lambda each: find(each, float32), frozen=frozen)
         found = "the features in evaluation are not finite" if trained.finite else _not_finite(trained)
         problem = (
             "on the first training batch the model is broken in float32 already: an error of the model or of the data, "
@@ -147,7 +156,7 @@ def check_precision(
     eval_policy: PrecisionPolicy | None = None,
     scaler: LossScaler | None = None,
     frozen: tuple[str, ...] = (),
-    lowest_cosine: float = FAILING_COSINE,
+    min_cosine: float = PREFLIGHT_MIN_COSINE,
     checked_images: int = _CHECKED_IMAGES,
     first_problem_only: bool = False,
 ) -> PrecisionCheck:
@@ -164,7 +173,7 @@ def check_precision(
         reference: what ``check_float32`` returned, without a problem.
         eval_policy: the precision of evaluation; None is the same.
         scaler: the loss scaling; it is not changed. None checks at a loss scale of 1.
-        lowest_cosine: of a trained model's embeddings to float32's, their mean.
+        min_cosine: of a trained model's embeddings to float32's, their mean.
         checked_images: images of the batch on which layers are compared.
         first_problem_only: end with the first finding; the passes behind it are not run.
 
@@ -174,11 +183,11 @@ def check_precision(
     check = PrecisionCheck()
     if not policy.enabled:
         return check
-    part = part_of(batch, reference.images)
+    part = slice_batch(batch, reference.images)
     (check.layers, _), _ = run_passes(
         model,
-        part_of(part, min(reference.images, checked_images)),
-        lambda rehearsal: check_layers(rehearsal, policy),
+        slice_batch(part, min(reference.images, checked_images)),
+        lambda passes: check_layers(passes, policy),
         precision=dtype_name(policy.dtype),
         frozen=frozen,
         halve_from=2,
@@ -190,7 +199,7 @@ def check_precision(
         return check
     eval_policy = eval_policy or policy
     if eval_policy.enabled:
-        _check_embeddings(check, model, part, eval_policy, reference.features, frozen, lowest_cosine)
+        _check_embeddings(check, model, part, eval_policy, reference.features, frozen, min_cosine)
     return check
 
 
@@ -206,14 +215,14 @@ def _check_training(
     scale = scaler.scale if scaler else 1.0
     precision = dtype_name(policy.dtype)
 
-    def run(rehearsal: Rehearsal) -> tuple[TrainPass, float | None]:
-        low = rehearsal.train(policy, scale=scale, checked=True)
+    def run(passes: IsolatedPasses) -> tuple[TrainPass, float | None]:
+        low = passes.train(policy, scale=scale, checked=True)
         if low.finite:
-            check.unrepeatable = _not_repeatable(rehearsal, policy, scale, low)
+            check.unrepeatable = _not_repeatable(passes, policy, scale, low)
         low.gradients.clear()  # frees their memory
         found = scale if low.finite else None
         if scaler and not low.finite and not low.bad_losses:
-            found = largest_finite_scale(rehearsal, policy, scale)
+            found = largest_finite_scale(passes, policy, scale)
         return low, found
 
     (low, found), _ = run_passes(model, batch, run, precision=precision, frozen=frozen)
@@ -221,7 +230,9 @@ def _check_training(
     if low.finite or (found is not None and found >= scaler.min_scale):
         check.loss_scale = found if scaler else None
         return
-    check.location, note = search(model, batch, lambda each: locate(each, policy, scale=scale), frozen=frozen)
+    check.location, note = try_locate(
+        model, batch, lambda each: locate_in_training(each, policy, scale=scale), frozen=frozen
+    )
     whatever = ", whatever the loss scale from SOLVER.AMP.MIN_SCALE on" if scaler and not low.bad_losses else ""
     check.overflow = f"in {precision} {_not_finite(low)}{whatever}; in float32 all are.\n{_place(check.location, note)}"
 
@@ -233,20 +244,20 @@ def _check_embeddings(
     policy: PrecisionPolicy,
     features: torch.Tensor,
     frozen: tuple[str, ...],
-    lowest_cosine: float,
+    min_cosine: float,
 ) -> None:
     """Note how far the embeddings under the evaluation's policy are from float32's."""
     name = dtype_name(policy.dtype)
     (low, untrained), _ = run_passes(
         model,
         batch,
-        lambda rehearsal: (rehearsal.evaluate(policy), rehearsal.untrained),
+        lambda passes: (passes.evaluate(policy), passes.untrained),
         precision=name,
         frozen=frozen,
     )
     if not all_finite(low):
         find = locate_in_evaluation
-        check.location, note = search(model, batch, lambda each: find(each, policy), frozen=frozen)
+        check.location, note = try_locate(model, batch, lambda each: find(each, policy), frozen=frozen)
         check.overflow = (
             f"in evaluation the model's features are not finite in {name}; in float32 they are.\n"
             f"{_place(check.location, note)}\n"
@@ -256,25 +267,25 @@ def _check_embeddings(
         cosine = embedding_cosine(low, features)
         check.cosine = (float(cosine.mean()), float(cosine.min()))
         vanished = bool((~low.any(dim=1) & features.any(dim=1)).any())
-        if vanished or (check.cosine[0] < lowest_cosine and not untrained):
-            found = "some are all zero" if vanished else f"mean cosine {check.cosine[0]:.3f}, below {lowest_cosine}"
+        if vanished or (check.cosine[0] < min_cosine and not untrained):
+            found = "some are all zero" if vanished else f"mean cosine {check.cosine[0]:.3f}, below {min_cosine}"
             check.imprecise = (
                 f"the embeddings in {name} are others than float32's: {found}.\n"
                 "  cause: some layers lose too much precision."
             )
 
 
-def _not_repeatable(rehearsal: Rehearsal, policy: PrecisionPolicy, scale: float, first: TrainPass) -> str:
+def _not_repeatable(passes: IsolatedPasses, policy: PrecisionPolicy, scale: float, first: TrainPass) -> str:
     """Return what is wrong where a second training pass from the same state has other gradients; empty if nothing.
 
     A model whose float32 passes differ as well draws other random numbers each time, e.g. with a seed from the clock.
     """
-    difference, name = _difference(first, rehearsal.train(policy, scale=scale))
+    difference, name = _difference(first, passes.train(policy, scale=scale))
     if difference <= _LARGEST_REPEAT:
         return ""
     first.gradients.clear()  # frees their memory
-    passes = [rehearsal.train(policy.in_float32()) for _ in range(2)]
-    if _difference(*passes)[0] > _LARGEST_REPEAT:
+    repeats = [passes.train(policy.in_float32()) for _ in range(2)]
+    if _difference(*repeats)[0] > _LARGEST_REPEAT:
         return ""
     dtype = dtype_name(policy.dtype)
     return (
@@ -308,5 +319,5 @@ def _not_finite(result: TrainPass) -> str:
     return f"{len(names)} of {total} {what} are not finite, e.g. {', '.join(names[:3])}"
 
 
-def _place(location: Location | None, note: str) -> str:
+def _place(location: NonFiniteLocation | None, note: str) -> str:
     return location.describe() if location else note

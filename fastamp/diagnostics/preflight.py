@@ -8,9 +8,9 @@ from torch import nn
 
 from fastamp.amp.policy import PrecisionPolicy, dtype_name
 from fastamp.amp.step import LossScaler
-from fastamp.diagnostics.location import Location
+from fastamp.diagnostics.isolated_passes import batch_size, without_collectives
+from fastamp.diagnostics.nan_location import NonFiniteLocation
 from fastamp.diagnostics.precision_check import check_float32, check_precision
-from fastamp.diagnostics.rehearsal import apart, batch_size
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError, UserError
 from fastamp.utils.moved import moved_names
@@ -18,7 +18,7 @@ from fastamp.utils.moved import moved_names
 __getattr__ = moved_names(
     __name__,
     {
-        "LOWEST_COSINE": "fastamp.diagnostics.precision_check.FAILING_COSINE",
+        "LOWEST_COSINE": "fastamp.diagnostics.precision_check.PREFLIGHT_MIN_COSINE",
     },
 )
 
@@ -44,7 +44,7 @@ class PreflightReport:
     policy: PrecisionPolicy
     problem: str = ""
     in_float32: bool = False
-    location: Location | None = None
+    location: NonFiniteLocation | None = None
     losses: dict[str, tuple[float, float]] = field(default_factory=dict)
     loss_scale: float | None = None
     cosine: tuple[float, float] | None = None
@@ -101,7 +101,7 @@ def preflight(
     """
     error, report = None, PreflightReport(policy)
     try:
-        with apart(model):
+        with without_collectives(model):
             _try_here(report, model, batch, eval_policy or policy, scaler, frozen)
     except UserError as raised:
         error = raised

@@ -8,9 +8,9 @@ from tabulate import tabulate
 from fastamp.amp import PrecisionPolicy, resolve_device
 from fastamp.config import CfgNode, get_cfg, load_parts
 from fastamp.diagnostics.config_check import check_config
-from fastamp.diagnostics.crash import Crash
-from fastamp.diagnostics.locate import locate, locate_in_evaluation
-from fastamp.diagnostics.rehearsal import Rehearsal
+from fastamp.diagnostics.crash import CrashDump
+from fastamp.diagnostics.isolated_passes import IsolatedPasses
+from fastamp.diagnostics.nan_locator import locate_in_evaluation, locate_in_training
 from fastamp.diagnostics.tensors import all_finite
 from fastamp.modeling import build_model
 from fastamp.utils.errors import ConfigError
@@ -33,7 +33,7 @@ def replay(path: str, opts: Sequence[str] = (), *, parts: str = "") -> bool:
     Raises:
         UserError: the file, an option or the config is wrong, or the model is another one.
     """
-    crash = Crash.read(path)
+    crash = CrashDump.read(path)
     cfg = get_cfg()
     if parts:
         load_parts(parts, cfg)
@@ -59,14 +59,14 @@ def replay(path: str, opts: Sequence[str] = (), *, parts: str = "") -> bool:
         "replaying iteration %d of rank %d, %s, loss scale %g", crash.iteration, crash.rank, policy.describe(), scale
     )
     batch = crash.micro_batch
-    with Rehearsal(model, batch.batch, random=batch.random, frozen=tuple(crash.frozen_layers)) as rehearsal:
-        reference = rehearsal.train(policy.in_float32())
-        now = rehearsal.train(policy, scale=scale)
-        location = locate(rehearsal, policy, scale=scale)
+    with IsolatedPasses(model, batch.batch, random=batch.random, frozen=tuple(crash.frozen_layers)) as passes:
+        reference = passes.train(policy.in_float32())
+        now = passes.train(policy, scale=scale)
+        location = locate_in_training(passes, policy, scale=scale)
         eval_policy = policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
-        evaluates = all_finite(rehearsal.evaluate(eval_policy))
+        evaluates = all_finite(passes.evaluate(eval_policy))
         if location is None and not evaluates:
-            location = locate_in_evaluation(rehearsal, eval_policy)
+            location = locate_in_evaluation(passes, eval_policy)
     rows = [
         (name, f"{crash.losses.get(name, float('nan')):.8g}", f"{value:.8g}", f"{reference.losses[name]:.8g}")
         for name, value in now.losses.items()

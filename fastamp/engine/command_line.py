@@ -13,7 +13,7 @@ from fastamp.engine.lifeline import Outcome
 from fastamp.utils.errors import USER_ERROR_EXIT_CODE, UserError
 from fastamp.utils.files import discard_stdout, stdout_has_no_reader
 from fastamp.utils.lock import unlock_all
-from fastamp.utils.printable import printable
+from fastamp.utils.terminal_text import sanitize_terminal_text
 
 _RENDEZVOUS_PORT = 29400  # torchrun's own choice
 
@@ -119,4 +119,4 @@ def say(outcome: Outcome) -> None:
     """Print an outcome's message, if it has one, on stderr; ranks above 0 say who they are."""
     if outcome.message:
         who = f"rank {outcome.rank}: " if outcome.rank and outcome.kind != "lost" else ""
-        print(printable(f"{who}{outcome.message}"), file=sys.stderr, flush=True)
+        print(sanitize_terminal_text(f"{who}{outcome.message}"), file=sys.stderr, flush=True)

@@ -19,7 +19,7 @@ from fastamp.checkpoint.weights_file import checkpoint_size
 from fastamp.config import CfgNode
 from fastamp.data.loader import TestLoader
 from fastamp.data.samplers import InferenceSampler
-from fastamp.diagnostics import devices
+from fastamp.diagnostics import environment_queries
 from fastamp.engine import hooks
 from fastamp.engine.defaults import DefaultTrainer
 from fastamp.engine.hooks.freeze import freeze_length
@@ -55,7 +55,7 @@ def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
     free = _free_bytes(output_dir)
     trainer = _DryRunTrainer(cfg)
     trainer.resume_or_load(resume=resume, folder=output_dir)
-    trainer.trainer.precautions.write_no_files()  # they would be gone before anybody could replay them
+    trainer.trainer.precision_diagnostics.write_no_files()  # they would be gone before anybody could replay them
     left = cfg.SOLVER.MAX_EPOCH * trainer.trainer.iters_per_epoch - trainer.trainer.start_iter
     rows = _describe_model(trainer)
     if left > 0:
@@ -227,7 +227,7 @@ def _describe_training(trainer: DefaultTrainer, seconds: list[float]) -> str:
 
 def _describe_memory(device: torch.device) -> str:
     where = str(device) if device.type == "cuda" else "the system"
-    _, total = devices.memory(device)
+    _, total = environment_queries.memory(device)
     of_total = f", of {total / 2**30:.1f} GiB of {where}" if total else ""
     each = " by each process" if comm.get_world_size() > 1 else ""
     return f"{peak_memory_mb(device):.0f} MiB at the peak{each}{of_total}"

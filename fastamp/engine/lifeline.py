@@ -241,7 +241,7 @@ def connect(host: str | None) -> dict[int, _Link]:
     os.register_at_fork(after_in_child=_leave_to_parent)
     rank, size = comm.get_rank(), comm.get_world_size()
     if rank > 0:
-        _, text = comm.first_of_all("")
+        _, text = comm.select_text("")
         place = json.loads(text)
         link = _Link(socket.create_connection((host or place["host"], place["port"]), _CONNECT_SECONDS))
         link.socket.settimeout(None)
@@ -253,7 +253,7 @@ def connect(host: str | None) -> dict[int, _Link]:
     address = "127.0.0.1" if host == "127.0.0.1" else ""
     with socket.create_server((address, 0), family=family, dualstack_ipv6=dual, backlog=size) as server:
         place = {"host": socket.getfqdn(), "port": server.getsockname()[1], "token": token}
-        comm.first_of_all(json.dumps(place))
+        comm.select_text(json.dumps(place))
         server.settimeout(_CONNECT_SECONDS)
         while len(links) < size - 1:
             connection, _ = server.accept()

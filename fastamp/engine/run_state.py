@@ -61,7 +61,7 @@ def recovery_hint(checkpointer: Checkpointer, *, has_best: bool) -> str:
         has_best: whether this run has saved a best model.
     """
     try:
-        with comm.alone():  # the other ranks, which could write, are somewhere else
+        with comm.as_single_process():  # the other ranks, which could write, are somewhere else
             last = checkpointer.last_checkpoint()
     except WeightsError as error:
         return f"  {error}"

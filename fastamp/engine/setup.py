@@ -10,7 +10,7 @@ import torch
 from fastamp.amp import resolve_device
 from fastamp.config import CfgNode
 from fastamp.diagnostics.config_check import check_config
-from fastamp.diagnostics.machine import inspect_machine
+from fastamp.diagnostics.environment import inspect_environment
 from fastamp.utils import comm
 from fastamp.utils.env import keep_freed_memory, seed_all
 from fastamp.utils.errors import ConfigError
@@ -62,7 +62,7 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
             cfg.OUTPUT_DIR,
             training,
         )
-    machine = inspect_machine(device, asked=cfg.MODEL.DEVICE)
+    machine = inspect_environment(device, asked=cfg.MODEL.DEVICE)
     logger.info("the machine:\n%s", machine.table())
     for problem in machine.problems:
         logger.warning("%s", problem)

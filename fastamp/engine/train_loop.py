@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
 from fastamp.amp.policy import dtype_name
 from fastamp.amp.step import Clip
-from fastamp.diagnostics.precautions import Precautions
+from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine.hooks.base import HookBase
 from fastamp.engine.hooks.precision import DeviceErrors, ParallelChecks, PrecisionHook
 from fastamp.solver import build_gradient_clipping
 from fastamp.utils import comm
 from fastamp.utils.events import MetricStore
+from fastamp.utils.moved import renamed_arguments, renamed_attribute
 from fastamp.utils.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -208,14 +209,15 @@ class SimpleTrainer(TrainerBase):
         policy: in which precision the forward pass runs.
         accum_steps: batches whose gradients are averaged for one step.
         on_failure: ``SOLVER.AMP.ON_FAILURE``: the dtype to go on in, once, when the policy's own cannot.
-        precautions: the pre-flight, and what is done when a precision fails; None is nothing of that.
+        precision_diagnostics: the pre-flight, and what is done when a precision fails; None is nothing of that.
         scaler, clip, max_consecutive_skips, guard_buffers: see ``OptimizationStep``.
 
     Attributes:
-        on_failure, precautions: as above; a later assignment takes effect from the next step.
+        on_failure, precision_diagnostics: as above; a later assignment takes effect from the next step.
         untimed_seconds: time within the present step that the metric ``time`` leaves out: the pre-flight.
     """
 
+    @renamed_arguments(precautions="precision_diagnostics")
     def __init__(
         self,
         model: nn.Module,
@@ -225,7 +227,7 @@ class SimpleTrainer(TrainerBase):
         policy: PrecisionPolicy,
         accum_steps: int = 1,
         on_failure: str = "error",
-        precautions: Precautions | None = None,
+        precision_diagnostics: PrecisionDiagnostics | None = None,
         scaler: LossScaler | None = None,
         clip: Clip | None = None,
         max_consecutive_skips: int = 25,
@@ -238,7 +240,7 @@ class SimpleTrainer(TrainerBase):
         self.policy = policy
         self.accum_steps = accum_steps
         self.on_failure = on_failure
-        self.precautions = precautions or Precautions()
+        self.precision_diagnostics = precision_diagnostics or PrecisionDiagnostics()
         self.batches_per_epoch: int | None = getattr(data_loader, "iters_per_epoch", None)
         self.steps_taken = 0
         self.step = OptimizationStep(
@@ -257,6 +259,8 @@ class SimpleTrainer(TrainerBase):
         self._batches: Iterator[dict[str, Any]] | None = None
         self._start_clock()
 
+    precautions = renamed_attribute("precautions", "precision_diagnostics")
+
     @classmethod
     def from_config(
         cls, cfg: Any, *, model: nn.Module, data_loader: Iterable[dict[str, Any]], optimizers: Sequence[Optimizer]
@@ -270,7 +274,7 @@ class SimpleTrainer(TrainerBase):
             policy=policy,
             accum_steps=cfg.SOLVER.ACCUM_STEPS,
             on_failure=cfg.SOLVER.AMP.ON_FAILURE,
-            precautions=Precautions.from_config(cfg),
+            precision_diagnostics=PrecisionDiagnostics.from_config(cfg),
             scaler=LossScaler.from_config(cfg, policy),
             clip=build_gradient_clipping(cfg),
             max_consecutive_skips=cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS,

@@ -29,7 +29,7 @@ from fastamp.utils.progress import format_duration, track
 logger = logging.getLogger(__name__)
 
 Locator = Callable[[nn.Module, dict[str, Any], PrecisionPolicy], str]
-LOCATOR = "fastamp.diagnostics.locate:describe_evaluation"
+LOCATOR = "fastamp.diagnostics.nan_locator:describe_evaluation"
 """Default of ``inference_on_dataset``. It is a name because diagnostics builds on evaluation; a failure imports it."""
 
 
@@ -96,7 +96,7 @@ def inference_on_dataset(
         # Read once, at the end: the loop need not wait for it.
         flags = torch.stack(finite).tolist() if finite else []
         bad = flags.index(False) if False in flags else None
-        if comm.any_rank(bad is not None):
+        if comm.any_across_ranks(bad is not None):
             raise TrainingError(_explain_not_finite(model, data_loader, bad, policy, locate))
     finally:
         for module, mode in was_training.items():
@@ -146,10 +146,10 @@ def _explain_not_finite(
         )
         text = f"the features that the model returned in {dtype_name(policy.dtype)} are not all finite ({where})"
         locate = pkgutil.resolve_name(locate) if isinstance(locate, str) else locate
-        with comm.alone():
+        with comm.as_single_process():
             found = locate(model, batch, policy) if locate else ""
         text += f".\n{found}" if found else ""
-    return comm.first_text(text)
+    return comm.select_message(text)
 
 
 class ReidEvaluator(DatasetEvaluator):
@@ -306,7 +306,7 @@ def ranking_device(features: torch.Tensor, protocol: Protocol, device: torch.dev
     needed = copies * features.nbytes + 4 * protocol.memory_budget_mb * 2**20
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + kept
-    if not comm.any_rank(needed > free):
+    if not comm.any_across_ranks(needed > free):
         return device
     logger.info(
         "ranking on the CPU: it needs %.1f GiB, and %.1f GiB are free on %s", needed / 2**30, free / 2**30, device

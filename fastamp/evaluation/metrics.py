@@ -158,14 +158,14 @@ def compute_metrics(
 
     roc = shown = limit = None
     if protocol.false_accept_rates is not None or (wanted and not protocol.draws_queries):
-        limit = comm.from_main_process(limit_of(blocks))
+        limit = comm.broadcast_scalar(limit_of(blocks))
     if protocol.false_accept_rates is not None:
         roc = RocCounter(identities, limit=limit, junk=protocol.junk)
     if wanted:
         shown = DetailCounter(identities, protocol, wanted, limit=limit if roc is None else None)
     ranker = protocol.ranker(identities)
 
-    start, stop = comm.own_share(len(query_features), blocks.block_rows)
+    start, stop = comm.shard_range(len(query_features), blocks.block_rows)
     for first, distances in track(blocks.blocks(start, stop), -(-(stop - start) // blocks.block_rows), "ranking"):
         if roc is not None:
             roc.add(first, distances)

@@ -74,7 +74,7 @@ def nearest_neighbours(
         return Neighbours(np.empty((len(queries), 0), dtype=np.int64), np.empty(0, dtype=np.float32))
     distances = FeatureDistances(queries, gallery, metric="euclidean", memory_budget_mb=memory_budget_mb)
     size = _FAISS_ROWS if backend == "faiss" else distances.block_rows
-    start, stop = comm.own_share(len(queries), size)
+    start, stop = comm.shard_range(len(queries), size)
     find = _faiss_candidates if backend == "faiss" else _torch_candidates
     source = find(distances, min(k + _MARGIN, len(gallery)), start, stop)
     indices, farthest = [torch.empty(0, k, dtype=torch.int64)], [torch.empty(0)]

@@ -49,7 +49,7 @@ class PairScores:
 
     @staticmethod
     def form() -> dict[str, Any]:
-        """Return a state of this form, see ``unlike``."""
+        """Return a state of this form, see ``structure_mismatch``."""
         quantiles = torch.zeros(_QUANTILES)
         return PairScores("cosine", quantiles, quantiles, 0, 0).state_dict()
 

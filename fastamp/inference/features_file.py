@@ -13,7 +13,7 @@ import numpy as np
 
 from fastamp.utils.env import available_memory
 from fastamp.utils.errors import DataError, UserError
-from fastamp.utils.files import check_no_device
+from fastamp.utils.files import check_not_device
 
 _EXPECTED = ("features", "paths", "pids", "camids", "config_hash", "checkpoint", "metric")
 # Column -> kinds of its dtype, and its shape: N stands for the number of images.
@@ -101,7 +101,7 @@ def open_arrays(path: str | PathLike[str], expected: str, *, fix: str) -> Iterat
             is not supported, or is larger than the memory when it is unpacked.
     """
     try:
-        check_no_device(path)
+        check_not_device(path)
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED)
             free = available_memory()

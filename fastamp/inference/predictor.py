@@ -27,8 +27,8 @@ from fastamp.layers.distance import pairwise_distance
 from fastamp.modeling import load_model
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import ConfigError, DataError, check_choice
-from fastamp.utils.form import unlike
 from fastamp.utils.moved import renamed_attribute
+from fastamp.utils.structure import structure_mismatch
 
 logger = logging.getLogger(__name__)
 
@@ -349,7 +349,7 @@ def _check_pairs(pairs: Any, checkpoint: Path) -> None:
     form = PairScores.form()
     wrong = "" if isinstance(pairs, dict) else f"pairs: expected a dict, found {type(pairs).__name__}"
     for name, each in pairs.items() if not wrong else ():
-        wrong = wrong or unlike(form, each, f"pairs.{name}")
+        wrong = wrong or structure_mismatch(form, each, f"pairs.{name}")
         if not wrong and each and each.keys() != form.keys():
             wrong = f"pairs.{name}: expected {', '.join(form)}"
     if wrong:

@@ -15,7 +15,7 @@ from fastamp.config import CfgNode, get_cfg
 from fastamp.modeling.meta_arch import build_model
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import expand
-from fastamp.utils.form import unlike
+from fastamp.utils.structure import structure_mismatch
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def _stored_policy(extra: dict[str, Any], path: str) -> dict[str, Any] | None:
         WeightsError: its entry has another form than what a run writes.
     """
     policy = extra.get("policy")
-    wrong = unlike({"dtype": ""}, policy, "policy")
+    wrong = structure_mismatch({"dtype": ""}, policy, "policy")
     if not wrong and policy and "dtype" not in policy:
         wrong = "policy: expected a dtype"
     if wrong:

@@ -11,7 +11,7 @@ from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
 from fastamp.config.describe import show_value
 from fastamp.data.datasets.base import ImageItem, count_items
-from fastamp.diagnostics import devices
+from fastamp.diagnostics import environment_queries
 from fastamp.evaluation import DatasetEvaluator, EvaluationResult
 from fastamp.report.history import History
 from fastamp.utils.env import available_cores
@@ -113,12 +113,12 @@ def config_changes(cfg: CfgNode) -> list[tuple[str, str, str, str]]:
 
 def environment(run: Run) -> dict[str, str]:
     """Return what the run was made with."""
-    versions = devices.versions()
-    name = devices.device_name(run.device)
+    versions = environment_queries.versions()
+    name = environment_queries.device_name(run.device)
     return {
         "Device": f"{run.device} ({name})" if name else str(run.device),
         "Precision": run.policy.describe(),
-        "PyTorch built for": devices.build() or "the CPU alone",
+        "PyTorch built for": environment_queries.build() or "the CPU alone",
         "System": f"{platform.system()} {platform.machine()}, {available_cores()} cores",
     } | versions
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fastamp.utils.form import unlike
+from fastamp.utils.structure import structure_mismatch
 
 # State tensors with the shape and dtype of the parameter, for all supported optimizers of torch.optim and timm's Lamb.
 _LIKE_PARAMETER = {
@@ -80,6 +80,8 @@ def check_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch
     if saved is None or (isinstance(saved, Mapping) and not saved):
         return
     expected = expected_state(optimizer, group, parameter)
-    wrong = unlike(expected, saved, name) or ", ".join(f"missing {name}.{key}" for key in expected if key not in saved)
+    wrong = structure_mismatch(expected, saved, name) or ", ".join(
+        f"missing {name}.{key}" for key in expected if key not in saved
+    )
     if wrong:
         raise ValueError(f"optimizer state does not match: {wrong}")

@@ -48,7 +48,7 @@ from fastamp.diagnostics.config_check import check_config
 from fastamp.engine import DefaultTrainer, run_command_line
 from fastamp.engine.command_line import TrainingInterrupted, outcome_of, say
 from fastamp.utils.errors import ConfigError, DataError, writing
-from fastamp.utils.files import closed_stdout_allowed, real_path
+from fastamp.utils.files import ignore_closed_stdout, real_path
 from fastamp.utils.logger import setup_logger
 from fastamp.utils.signals import handling
 
@@ -379,5 +379,5 @@ def _share(text: str) -> float:
 
 
 if __name__ == "__main__":
-    with closed_stdout_allowed():
+    with ignore_closed_stdout():
         sys.exit(cli())

@@ -18,7 +18,7 @@ from fastamp.config import CfgNode, get_cfg
 from fastamp.diagnostics.doctor import diagnose
 from fastamp.engine import DefaultTrainer, default_setup, run_command_line
 from fastamp.utils.errors import TrainingError
-from fastamp.utils.files import closed_stdout_allowed
+from fastamp.utils.files import ignore_closed_stdout
 from fastamp.utils.progress import format_duration
 
 HERE = Path(__file__).parent
@@ -127,7 +127,7 @@ def main(output: Path, seeds: int) -> None:
 
 
 if __name__ == "__main__":
-    with closed_stdout_allowed():
+    with ignore_closed_stdout():
         parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--seeds", type=int, default=3)
         parser.add_argument("--output", type=Path, default=Path("logs/planted_overflow"))

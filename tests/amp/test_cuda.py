@@ -12,10 +12,10 @@ from loops import make_batch, make_net, sgd
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy, resolve_device
 from fastamp.amp.checks import FIRST_STEPS
 from fastamp.amp.policy import auto_dtype
-from fastamp.diagnostics.locate import locate
-from fastamp.diagnostics.measures import measure_cost, measure_layers
+from fastamp.diagnostics.isolated_passes import IsolatedPasses
+from fastamp.diagnostics.nan_locator import locate_in_training
 from fastamp.diagnostics.preflight import preflight
-from fastamp.diagnostics.rehearsal import Rehearsal
+from fastamp.diagnostics.profiling import measure_cost, measure_layers
 
 pytestmark = [
     pytest.mark.cuda,
@@ -67,14 +67,14 @@ def test_pre_flight_leaves_no_trace(dtype):
 
 def test_an_overflow_is_located_and_the_layers_are_measured():
     model, batch = on_device()
-    with Rehearsal(model, batch) as rehearsal:
-        assert locate(rehearsal, policy(torch.float16), scale=1.0) is None
-        assert all(layer.limit_share < 1 for layer in measure_layers(rehearsal, policy(torch.float16)))
-        assert measure_cost(rehearsal, policy(torch.bfloat16)).memory > 0
+    with IsolatedPasses(model, batch) as passes:
+        assert locate_in_training(passes, policy(torch.float16), scale=1.0) is None
+        assert all(layer.limit_share < 1 for layer in measure_layers(passes, policy(torch.float16)))
+        assert measure_cost(passes, policy(torch.bfloat16)).memory > 0
     with torch.no_grad():
         model.head.weight.mul_(1e7)
-    with Rehearsal(model, batch) as rehearsal:
-        found = locate(rehearsal, policy(torch.float16), scale=1.0)
+    with IsolatedPasses(model, batch) as passes:
+        found = locate_in_training(passes, policy(torch.float16), scale=1.0)
     assert found.kind == "forward overflow" and found.module == "head"
 
 

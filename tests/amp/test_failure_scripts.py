@@ -69,7 +69,7 @@ from fastamp.diagnostics.preflight import PreflightReport
 
 passes = lambda model, batch, *, policy, **_: PreflightReport(policy, loss_scale=1.0)
 missing = {
-    "no_inf_checks": ("fastamp.diagnostics.precautions.check_optimizers", lambda *_: None),
+    "no_inf_checks": ("fastamp.diagnostics.precision_diagnostics.check_optimizers", lambda *_: None),
     "device_type": ("fastamp.amp.PrecisionPolicy.check_model", lambda *_: None),
     "one_channel": ("fastamp.diagnostics.preflight.preflight", passes),
     "nan_at_test_time": ("fastamp.diagnostics.preflight.preflight", passes),

@@ -6,9 +6,9 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.diagnostics.fp32_search import forced, search_force_fp32
-from fastamp.diagnostics.measures import lost_gradients, measure_cost, measure_layers, safe_loss_scale
-from fastamp.diagnostics.precision_check import SOUND_COSINE, check_float32, check_precision
-from fastamp.diagnostics.rehearsal import Rehearsal
+from fastamp.diagnostics.isolated_passes import IsolatedPasses
+from fastamp.diagnostics.precision_check import DOCTOR_MIN_COSINE, check_float32, check_precision
+from fastamp.diagnostics.profiling import lost_gradients, measure_cost, measure_layers, safe_loss_scale
 
 FLOAT32, BFLOAT16, FLOAT16 = (
     PrecisionPolicy("cpu", dtype, "test") for dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -46,7 +46,7 @@ BATCH = {"x": torch.randn(32, 16, generator=torch.Generator().manual_seed(0)), "
 def checker(model, policy):
     reference = check_float32(model, BATCH, policy)
     assert not reference.problem
-    return lambda: check_precision(model, BATCH, policy, reference=reference, lowest_cosine=SOUND_COSINE)
+    return lambda: check_precision(model, BATCH, policy, reference=reference, min_cosine=DOCTOR_MIN_COSINE)
 
 
 def search(model, policy):
@@ -149,8 +149,8 @@ def test_forced_ends_with_its_context():
 
 def test_layers_are_measured():
     model = Net((1, 300, 1, 1))
-    with Rehearsal(model, BATCH) as rehearsal:
-        low, half = (measure_layers(rehearsal, policy) for policy in (BFLOAT16, FLOAT16))
+    with IsolatedPasses(model, BATCH) as passes:
+        low, half = (measure_layers(passes, policy) for policy in (BFLOAT16, FLOAT16))
     assert [layer.name for layer in low if layer.kind == "Linear"] == [f"layers.{n}" for n in range(4)]
     by_name = {layer.name: layer for layer in low}
     assert 1e-3 < by_name["layers.0"].own_error < 1e-2 and by_name["layers.0"].error == by_name["layers.0"].own_error
@@ -164,8 +164,8 @@ def test_layers_are_measured():
 
 def test_magnitude_and_error_are_those_of_a_plain_computation():
     model = Net()
-    with Rehearsal(model, BATCH) as rehearsal:
-        layer = measure_layers(rehearsal, BFLOAT16)[0]
+    with IsolatedPasses(model, BATCH) as passes:
+        layer = measure_layers(passes, BFLOAT16)[0]
     plain = model.layers[0](BATCH["x"])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         low = model.layers[0](BATCH["x"]).float()
@@ -175,8 +175,8 @@ def test_magnitude_and_error_are_those_of_a_plain_computation():
 
 def test_lost_gradients_grow_as_the_scale_falls():
     def lost(model, scale):
-        with Rehearsal(model, BATCH) as rehearsal:
-            counts = lost_gradients(rehearsal, FLOAT16, scale=scale)
+        with IsolatedPasses(model, BATCH) as passes:
+            counts = lost_gradients(passes, FLOAT16, scale=scale)
         return sum(n for n, _ in counts.values()), sum(total for _, total in counts.values())
 
     class Quiet(Net):
@@ -188,28 +188,28 @@ def test_lost_gradients_grow_as_the_scale_falls():
     many, _ = lost(Quiet(), 1.0)
     assert many > total / 2 and few < total / 50
     assert total == sum(p.numel() for p in Quiet().parameters())
-    with Rehearsal(Quiet(), BATCH) as rehearsal:
-        counts = lost_gradients(rehearsal, FLOAT16, scale=1.0)
-        layers = {layer.name: layer for layer in measure_layers(rehearsal, FLOAT16, lost=counts)}
+    with IsolatedPasses(Quiet(), BATCH) as passes:
+        counts = lost_gradients(passes, FLOAT16, scale=1.0)
+        layers = {layer.name: layer for layer in measure_layers(passes, FLOAT16, lost=counts)}
     assert layers["layers.0"].zero_gradients == counts["layers.0"][0] / counts["layers.0"][1] > 0
     assert layers["relu"].zero_gradients is None
 
 
 def test_the_safe_scale():
-    with Rehearsal(Net(), BATCH) as rehearsal:
-        scale = safe_loss_scale(rehearsal, FLOAT16, up_to=2.0**24)
-        assert rehearsal.train(FLOAT16, scale=scale).finite and not rehearsal.train(FLOAT16, scale=2 * scale).finite
-        assert safe_loss_scale(rehearsal, BFLOAT16, up_to=2.0**24) is None
+    with IsolatedPasses(Net(), BATCH) as passes:
+        scale = safe_loss_scale(passes, FLOAT16, up_to=2.0**24)
+        assert passes.train(FLOAT16, scale=scale).finite and not passes.train(FLOAT16, scale=2 * scale).finite
+        assert safe_loss_scale(passes, BFLOAT16, up_to=2.0**24) is None
 
 
 def test_the_cost_of_a_pass():
-    with Rehearsal(Net(), BATCH) as rehearsal:
-        full, low = measure_cost(rehearsal, FLOAT32), measure_cost(rehearsal, BFLOAT16)
+    with IsolatedPasses(Net(), BATCH) as passes:
+        full, low = measure_cost(passes, FLOAT32), measure_cost(passes, BFLOAT16)
     assert full.seconds > 0 and full.memory > 0 and low.memory > 0 and low.relative > 0
 
 
 def test_a_forward_that_was_put_into_a_module_can_be_forced():
-    """The rehearsal gives attributes back, and a forced forward is not one of them."""
+    """The passes gives attributes back, and a forced forward is not one of them."""
     model = Net((1, 1e6, 1, 1))
     model.layers[1].forward = model.layers[1].forward
     assert search(model, FLOAT16)[0] == ["layers.1"]

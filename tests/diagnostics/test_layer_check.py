@@ -13,11 +13,11 @@ from torch import nn
 
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
 from fastamp.diagnostics.fp32_search import search_force_fp32
+from fastamp.diagnostics.isolated_passes import IsolatedPasses
 from fastamp.diagnostics.layer_check import check_layers
-from fastamp.diagnostics.precautions import Precautions
-from fastamp.diagnostics.precision_check import SOUND_COSINE, check_float32, check_precision
+from fastamp.diagnostics.precision_check import DOCTOR_MIN_COSINE, check_float32, check_precision
+from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.diagnostics.preflight import preflight
-from fastamp.diagnostics.rehearsal import Rehearsal
 from fastamp.modeling import build_model
 from fastamp.utils.errors import TrainingError
 
@@ -46,8 +46,8 @@ def small_resnet():
 
 
 def wrong_layers(model, dtype, size=every_backbone.SIZE):
-    with Rehearsal(model, images(4, size)) as rehearsal:
-        return check_layers(rehearsal, policy(dtype))[0]
+    with IsolatedPasses(model, images(4, size)) as passes:
+        return check_layers(passes, policy(dtype))[0]
 
 
 class Block(nn.Module):
@@ -83,11 +83,11 @@ def test_an_error_of_5_percent_in_any_convolution_is_named(monkeypatch, dtype):
         return out * (1 + error) if layer is planted and is_low(out) else out
 
     monkeypatch.setattr(nn.Conv2d, "forward", forward)
-    with Rehearsal(model, images(2, every_backbone.SIZE)) as rehearsal:
-        assert check_layers(rehearsal, policy(dtype))[0] == []
+    with IsolatedPasses(model, images(2, every_backbone.SIZE)) as passes:
+        assert check_layers(passes, policy(dtype))[0] == []
         for planted in convolutions:
             error = -error
-            (found,) = check_layers(rehearsal, policy(dtype))[0]
+            (found,) = check_layers(passes, policy(dtype))[0]
             assert model.get_submodule(found.name) is planted
     assert len(convolutions) == 20
 
@@ -157,8 +157,8 @@ def test_sound_layers_pass_at_any_scale(layer, dtype, scale, constant):
     batch = images(4, (12, 12))
     if constant:
         batch["images"].fill_(255)
-    with Rehearsal(model, batch) as rehearsal:
-        assert check_layers(rehearsal, policy(dtype))[0] == []
+    with IsolatedPasses(model, batch) as passes:
+        assert check_layers(passes, policy(dtype))[0] == []
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -305,17 +305,17 @@ def broken(monkeypatch):
 
 @pytest.mark.parametrize("choice", ["error", "warn", "fallback"])
 def test_preflight_stops_warns_or_falls_back(broken, choice, caplog, tmp_path):
-    precautions = Precautions(preflight=choice, locate=True, folder=tmp_path)
+    diagnostics = PrecisionDiagnostics(preflight=choice, locate=True, folder=tmp_path)
     step = OptimizationStep(broken, [torch.optim.SGD(broken.parameters(), 0.1)])
     batch = images(4, every_backbone.SIZE)
     asked = policy(torch.bfloat16)
     if choice == "error":
         with pytest.raises(TrainingError, match=r"backbone.layer2.0.conv1 \(Conv2d\) in bfloat16 differs") as error:
-            precautions.before_first_step(step, batch, asked)
+            diagnostics.before_first_step(step, batch, asked)
         assert "SOLVER.AMP.FORCE_FP32 \"['backbone.layer2.0.conv1']\"" in str(error.value)
         assert "amp_replay" not in str(error.value)  # it could not show it
         return
-    taken = precautions.before_first_step(step, batch, asked)
+    taken = diagnostics.before_first_step(step, batch, asked)
     assert taken.dtype == (torch.bfloat16 if choice == "warn" else torch.float32)
     assert "backbone.layer2.0.conv1 (Conv2d) in bfloat16 differs from float32" in caplog.text
 
@@ -325,7 +325,7 @@ def test_the_doctor_forces_the_layer(broken):
     reference = check_float32(broken, batch, low)
 
     def check():
-        return check_precision(broken, batch, low, reference=reference, lowest_cosine=SOUND_COSINE)
+        return check_precision(broken, batch, low, reference=reference, min_cosine=DOCTOR_MIN_COSINE)
 
     state = check()
     assert state.kernel and state.layers[0].name == "backbone.layer2.0.conv1"

@@ -11,7 +11,7 @@ from torch import nn
 
 from fastamp.diagnostics import precision_check
 from fastamp.diagnostics.fp32_search import search_force_fp32
-from fastamp.diagnostics.location import Location
+from fastamp.diagnostics.nan_location import NonFiniteLocation
 from fastamp.diagnostics.precision_check import check_float32, check_precision
 from fastamp.diagnostics.preflight import preflight
 from fastamp.modeling import BACKBONE_REGISTRY
@@ -83,7 +83,9 @@ def test_both_a_wrong_layer_and_an_overflow_are_noted(monkeypatch):
     monkeypatch.setattr(nn.Conv2d, "forward", forward)
     found = check(model, make_batch(), FLOAT16)
     assert (
-        [layer.name for layer in found.layers] == ["body.0"] and found.overflow and isinstance(found.location, Location)
+        [layer.name for layer in found.layers] == ["body.0"]
+        and found.overflow
+        and isinstance(found.location, NonFiniteLocation)
     )
     assert "body.0" in found.problem and found.problem != found.overflow
     report = preflight(model, make_batch(), policy=FLOAT16)
@@ -91,7 +93,9 @@ def test_both_a_wrong_layer_and_an_overflow_are_noted(monkeypatch):
 
 
 def test_an_overflow_that_cannot_be_located_is_one(monkeypatch):
-    monkeypatch.setattr(precision_check, "search", lambda *args, **kwargs: (None, "(the place could not be searched)"))
+    monkeypatch.setattr(
+        precision_check, "try_locate", lambda *args, **kwargs: (None, "(the place could not be searched)")
+    )
     model, batch = Net(3, gain=1e7), make_batch()
     found = check(model, batch, FLOAT16)
     assert found.overflow and found.location is None and "could not be searched" in found.problem
@@ -138,7 +142,7 @@ def test_the_pre_flight_ends_with_its_first_finding(monkeypatch):
         raise AssertionError("a pass behind the finding")
 
     found = object()
-    monkeypatch.setattr(precision_check, "check_layers", lambda rehearsal, policy: ([found], 1))
+    monkeypatch.setattr(precision_check, "check_layers", lambda passes, policy: ([found], 1))
     monkeypatch.setattr(precision_check, "_check_training", fail)
     model, batch = Net(3).train(), make_batch()
     assert check(model, batch, BFLOAT16, first_problem_only=True).layers == [found]

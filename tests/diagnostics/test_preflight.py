@@ -9,9 +9,9 @@ from conv_net import Hungry, Net, make_batch, policy
 
 from fastamp.amp import LossScaler, PrecisionFailure
 from fastamp.amp.device_errors import is_out_of_memory
-from fastamp.diagnostics.crash import Crash
-from fastamp.diagnostics.precautions import Precautions
-from fastamp.diagnostics.precision_check import SOUND_COSINE, check_float32, check_precision
+from fastamp.diagnostics.crash import CrashDump
+from fastamp.diagnostics.precision_check import DOCTOR_MIN_COSINE, check_float32, check_precision
+from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.diagnostics.preflight import preflight
 from fastamp.engine import DefaultTrainer, SimpleTrainer
 from fastamp.modeling import BACKBONE_REGISTRY, META_ARCH_REGISTRY
@@ -204,9 +204,9 @@ def test_fallback(demo, tmp_path, capfd):
 
 
 def test_fallback_where_bfloat16_is_not_native(demo, tmp_path, monkeypatch):
-    from fastamp.diagnostics import precautions
+    from fastamp.diagnostics import precision_diagnostics
 
-    monkeypatch.setattr(precautions, "native_bfloat16", lambda device: (False, "not here"))
+    monkeypatch.setattr(precision_diagnostics, "native_bfloat16", lambda device: (False, "not here"))
     assert train_net.cli(planted(tmp_path, "SOLVER.AMP", "fp16", "SOLVER.AMP.PREFLIGHT", "fallback")) == 0
     assert torch.load(tmp_path / "model_final.pth", weights_only=True)["policy"]["dtype"] == "float32"
 
@@ -217,7 +217,7 @@ def test_warn_goes_on(demo, tmp_path, capfd):
     log, error = (tmp_path / "log.txt").read_text(), capfd.readouterr().err
     assert "WARNING: pre-flight failed in float16" in log
     assert "3 optimizer steps in a row were skipped" in error and "forward overflow in backbone.4" in error
-    crash = Crash.read(tmp_path / "amp_crash")
+    crash = CrashDump.read(tmp_path / "amp_crash")
     assert crash.iteration == 2 and crash.location["module"] == "backbone.4" and crash.loss_scale == 16384
     assert amp_replay.cli([str(tmp_path / "amp_crash")]) == 1
 
@@ -301,14 +301,14 @@ def test_a_failed_step_is_kept_as_it_was_given(tmp_path):
     bad["images"][0] = float("inf")
     kept = bad["images"].clone()
     batches = [good, *({**bad, "images": bad["images"].clone()} for _ in range(3))]
-    precautions = Precautions(locate=True, folder=tmp_path)
+    diagnostics = PrecisionDiagnostics(locate=True, folder=tmp_path)
     trainer = SimpleTrainer(
         model, batches, [torch.optim.SGD(model.parameters(), 0.1)], policy=policy(torch.bfloat16),
-        precautions=precautions, max_consecutive_skips=1,
+        precision_diagnostics=diagnostics, max_consecutive_skips=1,
     )  # fmt: skip
     with pytest.raises(PrecisionFailure, match="batch not finite"):
         trainer.train(0, 1, 4)
-    assert torch.equal(Crash.read(tmp_path).micro_batch.batch["images"], kept)
+    assert torch.equal(CrashDump.read(tmp_path).micro_batch.batch["images"], kept)
 
 
 def test_out_of_memory_is_recognized():
@@ -331,5 +331,5 @@ def test_a_model_whose_embeddings_are_zero_in_float32_too_is_not_blamed_on_the_p
     assert report.problem == "" and report.cosine == (1, 1)
     reference = check_float32(model, batch, policy(dtype))
     assert not reference.features.any()
-    check = check_precision(model, batch, policy(dtype), reference=reference, lowest_cosine=SOUND_COSINE)
+    check = check_precision(model, batch, policy(dtype), reference=reference, min_cosine=DOCTOR_MIN_COSINE)
     assert not check.problem

@@ -13,7 +13,7 @@ import ranks
 import tiny
 import torch
 
-from fastamp.diagnostics.crash import Crash
+from fastamp.diagnostics.crash import CrashDump
 from fastamp.engine import launch
 from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.utils import comm
@@ -125,15 +125,15 @@ def test_a_bug_in_a_process_is_an_exit_code(capfd):
 def test_alone_everything_is_a_no_op():
     x = torch.tensor([1.0, 2.0])
     assert comm.all_reduce_min(x) is x and comm.all_reduce_sum(x) is x
-    assert comm.sum_over_ranks([1, 2]) == [1, 2] and comm.from_main_process(3.5) == 3.5
-    assert comm.first_of_all("x") == (0, "x") and comm.first_of_all("") == (-1, "") and comm.largest(-2.5) == -2.5
-    assert comm.any_rank(True) and not comm.any_rank(False)
+    assert comm.sum_over_ranks([1, 2]) == [1, 2] and comm.broadcast_scalar(3.5) == 3.5
+    assert comm.select_text("x") == (0, "x") and comm.select_text("") == (-1, "") and comm.all_reduce_max(-2.5) == -2.5
+    assert comm.any_across_ranks(True) and not comm.any_across_ranks(False)
     assert comm.gather_bytes(b"x") == [b"x"] and torch.equal(comm.gather_rows(x), x)
     comm.synchronize()
     comm.broadcast([x])
     model = torch.nn.Linear(1, 1)
     assert comm.data_parallel(model) is model
-    with comm.no_sync(model), comm.main_process_first(), comm.alone():
+    with comm.no_sync(model), comm.main_process_first(), comm.as_single_process():
         assert comm.is_main_process()
     with pytest.raises(ConfigError, match="--num-gpus 0"):
         launch(print, 0)
@@ -148,5 +148,5 @@ def test_what_one_rank_alone_finds_is_said_once_and_both_leave_a_file(demo_root,
     assert process.stderr.count("2 optimizer steps in a row were skipped") == 1
     assert "on rank 1: batch not finite" in process.stderr
     for rank, found in ((0, None), (1, "batch not finite")):
-        crash = Crash.read(tmp_path / f"amp_crash/iteration_3_rank_{rank}.pth")
+        crash = CrashDump.read(tmp_path / f"amp_crash/iteration_3_rank_{rank}.pth")
         assert crash.location is None if found is None else crash.location["kind"] == found

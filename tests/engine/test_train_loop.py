@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import LossScaler, PrecisionFailure, PrecisionPolicy
-from fastamp.diagnostics.precautions import Precautions
+from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine import TRAINER_REGISTRY, HookBase, SimpleTrainer, TrainerBase
 from fastamp.engine.hooks import LRScheduler
 from fastamp.modeling import build_model
@@ -142,12 +142,12 @@ def test_the_time_of_a_step_has_that_of_hooks_and_not_the_pre_flight(monkeypatch
         def before_forward(self, batch):
             now[0] += 5
 
-    class SlowPreflight(Precautions):
+    class SlowPreflight(PrecisionDiagnostics):
         def before_first_step(self, step, batch, policy, *, iteration=0):
             now[0] += 100
             return policy
 
-    trainer = explosive_trainer([{}], precautions=SlowPreflight())
+    trainer = explosive_trainer([{}], precision_diagnostics=SlowPreflight())
     trainer.model.register_forward_hook(lambda *_: now.append(now.pop() + 1))
     trainer.register_hooks([Slow()])
     trainer.train(0, 1, 1)
@@ -212,11 +212,11 @@ def test_precautions_and_on_failure_may_be_set_later():
     assert trainer.on_failure == "error"
     checked = []
 
-    class Own(Precautions):
+    class Own(PrecisionDiagnostics):
         def check_skips(self, step, policy, *, iteration):
             checked.append(iteration)
 
-    trainer.precautions = Own()
+    trainer.precision_diagnostics = Own()
     trainer.train(0, 1, 2)
     assert checked == [0, 1]
     trainer = bad_trainer()
@@ -229,18 +229,23 @@ def test_precautions_and_on_failure_may_be_set_later():
 
 def test_only_the_batches_of_the_present_step_are_recorded():
     """Also where nobody moves ``iter``, and in a second training."""
-    precautions = Precautions(locate=True)
+    diagnostics = PrecisionDiagnostics(locate=True)
     model = Explosive(bad=set())
     optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
     trainer = SimpleTrainer(
-        model, itertools.repeat({}), optimizers, policy=FLOAT32, accum_steps=2, precautions=precautions
+        model,
+        itertools.repeat({}),
+        optimizers,
+        policy=FLOAT32,
+        accum_steps=2,
+        precision_diagnostics=diagnostics,
     )
     for _ in range(3):
         trainer.run_step()
-        assert len(precautions._micro_batches) == 2
+        assert len(diagnostics._micro_batches) == 2
     for _ in range(2):
         trainer.train(0, 1, 1)
-        assert len(precautions._micro_batches) == 2
+        assert len(diagnostics._micro_batches) == 2
 
 
 def test_the_recorded_batch_is_what_the_model_is_given():
@@ -248,10 +253,10 @@ def test_the_recorded_batch_is_what_the_model_is_given():
         def before_forward(self, batch):
             batch["number"] = 7
 
-    trainer = explosive_trainer([{"number": 0}], precautions=Precautions(locate=True))
+    trainer = explosive_trainer([{"number": 0}], precision_diagnostics=PrecisionDiagnostics(locate=True))
     trainer.register_hooks([Replace()])
     trainer.train(0, 1, 1)
-    assert [each.batch for each in trainer.precautions._micro_batches] == [{"number": 7}]
+    assert [each.batch for each in trainer.precision_diagnostics._micro_batches] == [{"number": 7}]
 
 
 def explosive_trainer(batches, **options):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
-from fastamp.diagnostics.precautions import Precautions
+from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.diagnostics.preflight import preflight
 from fastamp.engine import SimpleTrainer
 from fastamp.utils.errors import TrainingError
@@ -79,8 +79,8 @@ check(report.in_float32 and report.location.module == "squash", "the module that
 # In a run the pre-flight is the trainer's: SOLVER.AMP.PREFLIGHT, which is on unless it is turned off.
 model = Net(channels=3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-precautions = Precautions(preflight="error")
-trainer = SimpleTrainer(model, itertools.repeat(batch), [optimizer], policy=policy, precautions=precautions)
+checks = PrecisionDiagnostics(preflight="error")
+trainer = SimpleTrainer(model, itertools.repeat(batch), [optimizer], policy=policy, precision_diagnostics=checks)
 said = ""
 try:
     trainer.train(0, max_epoch=1, iters_per_epoch=10)

@@ -34,7 +34,7 @@ class Record(HookBase):
 
 def batches(device: str):
     """Yield this process's share of each batch."""
-    generator, share = torch.Generator().manual_seed(0), slice(*comm.own_share(IMAGES))
+    generator, share = torch.Generator().manual_seed(0), slice(*comm.shard_range(IMAGES))
     targets = torch.arange(IMAGES) % CLASSES
     for _ in itertools.count():
         images = torch.randint(256, (IMAGES, 3, 64, 32), generator=generator)

@@ -31,7 +31,7 @@ class Record(HookBase):
 
 def batches() -> list[dict[str, torch.Tensor]]:
     """Return this process's share of each of the four batches."""
-    generator, share = torch.Generator().manual_seed(0), slice(*comm.own_share(BATCH))
+    generator, share = torch.Generator().manual_seed(0), slice(*comm.shard_range(BATCH))
     whole = [torch.randint(256, (BATCH, 3, 32, 16), generator=generator).float() for _ in range(4)]
     whole[2][-1] = float("inf")
     targets = torch.arange(BATCH) // 2

@@ -117,7 +117,7 @@ def loss_gradients(name: str, *, gather: bool) -> dict[str, torch.Tensor]:
     targets = torch.tensor([0, 1, 0, 2, 1, 3, 2, 0])
     # So sure that their cross entropy is exactly 0, and three of four in one half of the batch.
     logits[:3] = 1e3 * torch.eye(CLASSES, dtype=torch.float64)[targets[:3]]
-    share = slice(*comm.own_share(IMAGES))
+    share = slice(*comm.shard_range(IMAGES))
     outputs = {"features": features[share], "cls_outputs": logits[share], "pred_class_logits": logits[share]}
     outputs = {key: value.requires_grad_() for key, value in outputs.items()}
     # As of a head with several outputs, each with its weight.
@@ -143,7 +143,7 @@ def mgn_gradients() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = build_model(cfg).double().train()
     still(model)
-    share = slice(*comm.own_share(IMAGES))
+    share = slice(*comm.shard_range(IMAGES))
     images = torch.randint(256, (IMAGES, 3, 96, 32), generator=torch.Generator().manual_seed(0))
     targets = torch.arange(IMAGES) % CLASSES
     sum(model({"images": images[share], "targets": targets[share]}).values()).backward()

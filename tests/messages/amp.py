@@ -11,8 +11,8 @@ from tiny import tiny_config
 from torch import nn
 
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
+from fastamp.amp.checks import check_communication, check_finite, check_optimizers
 from fastamp.amp.fp32 import apply_force_fp32
-from fastamp.amp.health import check_communication, check_finite, check_optimizers
 from fastamp.amp.policy import resolve_device
 
 SITES = ["fastamp/amp"]

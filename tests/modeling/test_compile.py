@@ -7,7 +7,7 @@ import tiny
 import torch
 
 from fastamp.amp import PrecisionPolicy
-from fastamp.diagnostics.locate import locate, search
+from fastamp.diagnostics.nan_locator import locate_in_training, try_locate
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import build_model
 from fastamp.utils.compiled import compile_parts, uncompiled
@@ -52,7 +52,7 @@ def test_an_overflow_is_located_in_a_compiled_model(tmp_path):
     with torch.no_grad():
         compiled.backbone[2].weight.fill_(float("inf"))
     policy = PrecisionPolicy.float32(tiny.tiny_config(tmp_path), torch.device("cpu"))
-    location, _ = search(compiled, BATCH, lambda rehearsal: locate(rehearsal, policy))
+    location, _ = try_locate(compiled, BATCH, lambda passes: locate_in_training(passes, policy))
     assert location.module == "backbone.2"
 
 

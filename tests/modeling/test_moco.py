@@ -11,7 +11,7 @@ from loops import make_trainer
 
 from fastamp.amp.fp32 import forced_modules
 from fastamp.checkpoint.load_state import load_model_state
-from fastamp.diagnostics.rehearsal import Rehearsal
+from fastamp.diagnostics.isolated_passes import IsolatedPasses
 from fastamp.engine import DefaultTrainer, HookBase
 from fastamp.engine.hooks.freeze import FreezeLayers
 from fastamp.evaluation import update_bn_statistics
@@ -220,8 +220,8 @@ def test_a_rehearsal_leaves_no_trace():
     model = make()
     sum(model(BATCH).values()).backward()
     before = tensors(model)
-    with Rehearsal(model, BATCH) as rehearsal:
-        rehearsal.train(make_trainer(model, [], [], torch.float32).policy)
+    with IsolatedPasses(model, BATCH) as passes:
+        passes.train(make_trainer(model, [], [], torch.float32).policy)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

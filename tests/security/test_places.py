@@ -6,6 +6,7 @@ import os
 import pytest
 import tiny
 import train_net
+from fastamp.utils.terminal_text import sanitize_terminal_text
 from PIL import Image
 
 from fastamp.data.cache import ImageCache
@@ -14,7 +15,6 @@ from fastamp.data.decode import read_image
 from fastamp.utils.errors import DataError
 from fastamp.utils.files import folder_name
 from fastamp.utils.logger import setup_logger
-from fastamp.utils.printable import printable
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_the_cache_in_memory_is_ours_alone(tmp_path, monkeypatch):
 
 
 def test_names_give_a_terminal_no_commands(tmp_path, capsys):
-    assert printable("a\x1b[2Jb\r\u202ec\ud880\n\té") == "a\\x1b[2Jb\\r\\u202ec\\ud880\n\té"
+    assert sanitize_terminal_text("a\x1b[2Jb\r\u202ec\ud880\n\té") == "a\\x1b[2Jb\\r\\u202ec\\ud880\n\té"
     setup_logger(tmp_path)
     logging.getLogger("fastamp").warning("reading %s", "\x1b]0;owned\x07 \udcff")
     for text in (capsys.readouterr().out, (tmp_path / "log.txt").read_text()):

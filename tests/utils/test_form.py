@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from fastamp.utils.form import unlike
+from fastamp.utils.structure import structure_mismatch
 
 OWN = {
     "iteration": 3,
@@ -19,7 +18,9 @@ OWN = {
 
 def test_the_same_form():
     same = {**OWN, "iteration": 10**9, "best": 0.5, "rate": 7, "others": [], "state": {0: {"mean": torch.ones(2, 3)}}}
-    assert unlike(OWN, OWN) == "" and unlike(OWN, same) == "" and unlike(OWN, {}) == ""
+    assert (
+        structure_mismatch(OWN, OWN) == "" and structure_mismatch(OWN, same) == "" and structure_mismatch(OWN, {}) == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,4 +45,4 @@ def test_the_same_form():
 )
 def test_another_form(key, value, told):
     with pytest.raises(AssertionError, match=told):
-        assert unlike(OWN, OWN | {key: value}) == "", unlike(OWN, OWN | {key: value})
+        assert structure_mismatch(OWN, OWN | {key: value}) == "", structure_mismatch(OWN, OWN | {key: value})

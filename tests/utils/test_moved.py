@@ -37,9 +37,28 @@ def test_submodules_of_a_moved_package(monkeypatch):
 
 
 def test_a_moved_name():
-    with pytest.warns(DeprecationWarning, match="diagnostics.precautions"):
+    with pytest.warns(DeprecationWarning, match="PrecisionDiagnostics"):
         from fastamp.amp import Precautions
-    assert Precautions.__module__ == "fastamp.diagnostics.precautions"
+    assert Precautions.__module__ == "fastamp.diagnostics.precision_diagnostics"
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("fastamp.amp.health.FirstSteps", "fastamp.amp.checks.ParameterUpdateMonitor"),
+        ("fastamp.amp.refusal.Refusals", "fastamp.amp.device_errors.DeviceErrorHandler"),
+        ("fastamp.amp.locate.Location", "fastamp.diagnostics.nan_location.NonFiniteLocation"),
+        ("fastamp.amp.crash.crash_of", "fastamp.diagnostics.crash.build_crash_dump"),
+        ("fastamp.diagnostics.ten_steps.ten_steps", "fastamp.diagnostics.smoke_train.smoke_train"),
+        ("fastamp.diagnostics.rehearsal.Rehearsal", "fastamp.diagnostics.isolated_passes.IsolatedPasses"),
+        ("fastamp.engine.diagnosis.Examination", "fastamp.diagnostics.doctor_report.PrecisionReport"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_old_names_of_mixed_precision_and_diagnostics(old, new):
+    (before, old_name), (module, new_name) = (each.rsplit(".", 1) for each in (old, new))
+    found = getattr(importlib.import_module(before), old_name)
+    assert found is getattr(importlib.import_module(module), new_name)
 
 
 @pytest.mark.parametrize(

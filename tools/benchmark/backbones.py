@@ -21,7 +21,7 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import get_cfg
-from fastamp.diagnostics.machine import inspect_machine
+from fastamp.diagnostics.environment import inspect_environment
 from fastamp.engine.dry_run import multiply_adds
 from fastamp.modeling import build_backbone
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true", help="in bfloat16 instead of float32")
     parser.add_argument("--only", default="", help="rows whose name has this in it")
     args = parser.parse_args()
-    print(inspect_machine(torch.device(args.device), asked=args.device).table(), file=sys.stderr)
+    print(inspect_environment(torch.device(args.device), asked=args.device).table(), file=sys.stderr)
     images = torch.randn(args.batch, 3, *SIZE, device=args.device).to(memory_format=torch.channels_last)
     table = []
     for row in (each for each in ROWS if args.only in each.name):

@@ -29,7 +29,7 @@ from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import ImageItem
 from fastamp.data.transforms import build_transforms
 from fastamp.demo import generate_demo
-from fastamp.diagnostics.machine import inspect_machine
+from fastamp.diagnostics.environment import inspect_environment
 from fastamp.engine import DefaultTrainer
 from fastamp.utils.env import keep_freed_memory
 
@@ -141,7 +141,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     keep_freed_memory()  # as a training does on a CPU
-    print(inspect_machine(device).table())
+    print(inspect_environment(device).table())
     if device.type == "cuda":
         rows = []
         with tempfile.TemporaryDirectory() as root:

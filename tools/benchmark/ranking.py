@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
-from fastamp.diagnostics.machine import inspect_machine
+from fastamp.diagnostics.environment import inspect_environment
 from fastamp.evaluation import Identities, Protocol, compute_metrics
 from fastamp.evaluation.neighbours import nearest_neighbours
 from fastamp.evaluation.rerank import ReRanking
@@ -242,7 +242,7 @@ def main() -> None:
     if args.variant:
         print(json.dumps(measure(args.variant, Path(args.features), args.runs)))
         return
-    print(inspect_machine(torch.device("cpu"), asked="cpu").table(), file=sys.stderr)
+    print(inspect_environment(torch.device("cpu"), asked="cpu").table(), file=sys.stderr)
     for name in args.sizes:
         variants = tuple(each for each in RANKING if not (args.no_argsort and each == "argsort"))
         print(compare(name, SIZES[name], variants, args.rounds, args.runs), flush=True)

@@ -27,7 +27,7 @@ from torch import nn
 
 from fastamp.amp import resolve_device
 from fastamp.config import CfgNode, fixed_input_size, read_config
-from fastamp.diagnostics.machine import inspect_machine
+from fastamp.diagnostics.environment import inspect_environment
 from fastamp.engine import TRAINER_REGISTRY, launch
 from fastamp.modeling import build_model
 from fastamp.solver import build_optimizer
@@ -133,7 +133,7 @@ def _image_size(cfg: CfgNode) -> tuple[int, int]:
 def batches(cfg: CfgNode) -> Iterator[dict[str, torch.Tensor]]:
     """Yield this process's share of the same random batch without end."""
     size, generator = cfg.SOLVER.IMS_PER_BATCH, torch.Generator().manual_seed(0)
-    share = slice(*comm.own_share(size))
+    share = slice(*comm.shard_range(size))
     images = torch.randint(256, (size, cfg.INPUT.CHANNELS, *_image_size(cfg)), dtype=torch.uint8, generator=generator)
     batch = {"images": images[share], "targets": (torch.arange(size) // 4)[share]}
     batch |= {name: torch.zeros_like(batch["targets"]) for name in ("camids", "viewids")}
@@ -247,7 +247,7 @@ def main() -> None:
         predict(cfg, args.step_seconds, gradient_bytes(build_model(cfg)), "given")
         return
     device = resolve_device(cfg.MODEL.DEVICE)
-    print(inspect_machine(device, asked=cfg.MODEL.DEVICE).table(), file=sys.stderr)
+    print(inspect_environment(device, asked=cfg.MODEL.DEVICE).table(), file=sys.stderr)
     found = compare(args, (1, args.processes))
     batch, alone = cfg.SOLVER.IMS_PER_BATCH, found[1]["step"]
     precision = "AMP" if cfg.SOLVER.AMP.ENABLED else "float32"

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
-from fastamp.diagnostics.machine import inspect_machine
+from fastamp.diagnostics.environment import inspect_environment
 from fastamp.inference.features_file import read_extraction, write_arrays
 from fastamp.inference.index import KINDS, build_index, load_index
 from fastamp.utils.env import peak_memory_mb
@@ -156,7 +156,7 @@ def main() -> None:
         folder = Path(args.folder)
         print(json.dumps(build(folder, kind) if step == "build" else search(folder, kind, list(map(int, efforts)))))
         return
-    print(inspect_machine(torch.device("cpu"), asked="cpu").table(), file=sys.stderr)
+    print(inspect_environment(torch.device("cpu"), asked="cpu").table(), file=sys.stderr)
     efforts = {"flat": [], "ivf": args.nprobe, "hnsw": args.ef_search}
     with TemporaryDirectory(dir=args.folder) as temporary:
         generate(Path(temporary), args.identities, args.images, args.width, args.queries)

@@ -16,7 +16,7 @@ import torch
 from train_step import batches, config
 
 from fastamp.amp import PrecisionPolicy, resolve_device
-from fastamp.diagnostics.machine import inspect_machine
+from fastamp.diagnostics.environment import inspect_environment
 from fastamp.engine import TRAINER_REGISTRY
 from fastamp.modeling import build_model
 from fastamp.solver import build_optimizer
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=40)
     args = parser.parse_args()
     device = resolve_device(args.device)
-    print(inspect_machine(device).table(), file=sys.stderr)
+    print(inspect_environment(device).table(), file=sys.stderr)
     if device.type == "cpu":
         keep_freed_memory()  # as default_setup does
     ours, bare = fastamp_step(args), bare_step(args)

@@ -21,7 +21,7 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy, resolve_device
 from fastamp.config import get_cfg
-from fastamp.diagnostics.machine import inspect_machine
+from fastamp.diagnostics.environment import inspect_environment
 from fastamp.engine import TRAINER_REGISTRY
 from fastamp.modeling import build_model
 from fastamp.solver import build_optimizer
@@ -156,7 +156,7 @@ def main() -> None:
     if args.variant:
         print(json.dumps(measure(args)))
         return
-    print(inspect_machine(resolve_device(args.device), asked=args.device).table(), file=sys.stderr)
+    print(inspect_environment(resolve_device(args.device), asked=args.device).table(), file=sys.stderr)
     results: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
     for round_number in range(args.rounds):
         for variant in VARIANTS:

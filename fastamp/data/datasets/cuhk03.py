@@ -12,7 +12,7 @@ from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.cuhk03_files import classic_splits, new_split, write_images
 from fastamp.data.datasets.file_utils import check_tree
 from fastamp.utils import comm
-from fastamp.utils.aside import aside, remove_abandoned
+from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
 from fastamp.utils.errors import ConfigError, DataError, WriteError
 from fastamp.utils.files import write_atomically
 
@@ -147,7 +147,7 @@ class CUHK03(ImageDataset):
             if has_images:
                 self._write_splits(self._images, mat, config)
                 return
-            build = aside(self._images)
+            build = temporary_path(self._images)
             try:
                 build.mkdir()
                 logger.info("CUHK03: taking the images out of %s, once", mat.absolute())

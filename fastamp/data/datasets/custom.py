@@ -19,7 +19,7 @@ from fastamp.data.datasets.items import Column, PackedItems, PackedText, PathBui
 from fastamp.data.datasets.missing_dataset import missing_dataset_error
 from fastamp.data.split import hold_out, query_and_gallery
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean
-from fastamp.utils.files import check_no_device, expand
+from fastamp.utils.files import check_not_device, expand
 from fastamp.utils.moved import moved_names
 
 logger = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ def _read_table(file: Path) -> _Table:
         DataError: it cannot be read, or a column or a line is wrong.
     """
     try:
-        check_no_device(file)
+        check_not_device(file)
         with file.open(encoding="utf-8-sig", newline="") as stream:
             header = stream.readline(_MAX_HEADER + 1)
             if len(header) > _MAX_HEADER:

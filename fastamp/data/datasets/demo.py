@@ -7,7 +7,7 @@ from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.filename_dataset import MarketStyleDataset
 from fastamp.demo import DEMO_VERSION, generate_demo, is_complete
 from fastamp.utils import comm
-from fastamp.utils.aside import remove_abandoned
+from fastamp.utils.atomic_dir import remove_abandoned
 from fastamp.utils.errors import DataError
 from fastamp.utils.progress import ProgressBar
 

@@ -73,7 +73,7 @@ class PeriodicCheckpointer(HookBase):
             return True
         if not self.minutes:
             return False
-        return comm.from_main_process(self.clock() - self._saved_at) >= 60 * self.minutes
+        return comm.broadcast_scalar(self.clock() - self._saved_at) >= 60 * self.minutes
 
     def _save(self, name: str) -> None:
         # Before it is saved, so that the checkpoint itself is in its own list.

@@ -121,18 +121,18 @@ class EvalHook(HookBase):
                 self._keep_best()
         except Exception:
             # What was trained must not be lost with an evaluation. The other ranks may be anywhere, and have the same.
-            with comm.alone():
+            with comm.as_single_process():
                 logger.warning("the evaluation failed; saved %s", self.checkpointer.save("model_unevaluated"))
             raise
 
     def _keep_best(self) -> None:
         """Write the results, and save the model if they are the best so far."""
-        if not comm.any_rank(bool(self.results)):
+        if not comm.any_across_ranks(bool(self.results)):
             return
         row = {key: value for name, metrics in self.results.items() for key, value in _flat_metrics(name, metrics)}
         for writer in self.writers:
             writer.write(self.trainer.iter, {"epoch": self.trainer.epoch, **row})
-        score = comm.from_main_process(self.metric.of(self.results) if self.results else 0.0)
+        score = comm.broadcast_scalar(self.metric.of(self.results) if self.results else 0.0)
         if self.best is None or math.isnan(self.best) or score > self.best:
             self.best = score
             judged = {"metric": str(self.metric), "value": score, "iteration": self.trainer.iter + 1}

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class PrecisionHook(HookBase):
     """The pre-flight on the first batch, the recording of batches, and the crash file or fallback when steps fail.
 
-    The trainer's ``precautions`` do it. Its ``on_failure`` is the dtype to continue in, once, after too many skipped
-    steps in a row.
+    The work is done by the trainer's ``precision_diagnostics``. Its ``on_failure`` is the dtype to continue in, once,
+    after too many skipped steps in a row.
     """
 
     def __init__(self) -> None:
@@ -30,23 +30,23 @@ class PrecisionHook(HookBase):
 
     def before_train(self) -> None:
         # Checked here as well because subclasses may override run_step.
-        self.trainer.precautions.check(self.trainer.step, self.trainer.policy)
-        self.trainer.precautions.begin_recording()
+        self.trainer.precision_diagnostics.check(self.trainer.step, self.trainer.policy)
+        self.trainer.precision_diagnostics.begin_recording()
         self._tried = False
 
     def before_step(self) -> None:
-        self.trainer.precautions.begin_recording()
+        self.trainer.precision_diagnostics.begin_recording()
 
     def before_forward(self, batch: dict[str, Any]) -> None:
         trainer = self.trainer
         if not self._tried:
             self._tried = True
             start = time.perf_counter()
-            precautions = trainer.precautions
-            policy = precautions.before_first_step(trainer.step, batch, trainer.policy, iteration=trainer.iter)
+            diagnostics = trainer.precision_diagnostics
+            policy = diagnostics.before_first_step(trainer.step, batch, trainer.policy, iteration=trainer.iter)
             trainer.set_policy(policy)
             trainer.untimed_seconds += time.perf_counter() - start
-        trainer.precautions.remember(batch)
+        trainer.precision_diagnostics.remember(batch)
 
     def after_step(self) -> None:
         """Continue in another dtype where the config has one, and too many steps were skipped.
@@ -55,7 +55,7 @@ class PrecisionHook(HookBase):
         """
         trainer = self.trainer
         try:
-            trainer.precautions.check_skips(trainer.step, trainer.policy, iteration=trainer.iter)
+            trainer.precision_diagnostics.check_skips(trainer.step, trainer.policy, iteration=trainer.iter)
         except PrecisionFailure as failure:
             reason = f"fell back from {dtype_name(trainer.policy.dtype)} at iteration {trainer.iter}"
             fallback = trainer.policy.fall_back(trainer.on_failure, reason)

@@ -68,7 +68,7 @@ class StopOnSignal(HookBase):
             self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:
-        number = int(comm.largest(self.received or 0))
+        number = int(comm.all_reduce_max(self.received or 0))
         if number:
             path = self.checkpointer.save("model_interrupted")
             comm.synchronize()  # when one process has ended, the others are ended

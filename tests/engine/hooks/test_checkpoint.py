@@ -109,7 +109,7 @@ def test_by_minutes_from_the_last_one_on(tmp_path):
 @pytest.mark.parametrize("minutes", [0.0, 5.0])
 def test_a_clock_is_read_by_all_ranks_only_where_minutes_are_asked_for(tmp_path, monkeypatch, minutes):
     asked = []
-    monkeypatch.setattr("fastamp.utils.comm.from_main_process", lambda number: asked.append(number) or 300.0)
+    monkeypatch.setattr("fastamp.utils.comm.broadcast_scalar", lambda number: asked.append(number) or 300.0)
     train(tmp_path, epochs=1, minutes=minutes)
     assert names(tmp_path) == ["final"] + ["iter_0000001", "iter_0000002", "iter_0000003"] * (minutes > 0)
     assert len(asked) == 3 * (minutes > 0)  # the main process's answer, not this one's own

@@ -11,10 +11,19 @@ import torch
 from tabulate import tabulate
 
 from fastamp.amp.policy import DTYPES, PrecisionPolicy, auto_dtype, dtype_name
-from fastamp.diagnostics import devices
-from fastamp.diagnostics.devices import Support
-from fastamp.diagnostics.ten_steps import LoopResult, first_line, ten_steps
+from fastamp.diagnostics import environment_queries as queries
+from fastamp.diagnostics.environment_queries import Support
+from fastamp.diagnostics.smoke_train import SmokeTrainResult, first_line, smoke_train
 from fastamp.utils.env import available_cores
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "MachineReport": "fastamp.diagnostics.environment.EnvironmentReport",
+        "inspect_machine": "fastamp.diagnostics.environment.inspect_environment",
+    },
+)
 
 T = TypeVar("T")
 
@@ -23,7 +32,7 @@ _VERDICTS = {True: "ok", False: "problem", None: ""}
 
 
 @dataclass(frozen=True)
-class MachineReport:
+class EnvironmentReport:
     """The machine as a training on ``device`` finds it; None and empty are what does not apply or is not known.
 
     Attributes:
@@ -64,7 +73,7 @@ class MachineReport:
     total_memory: int | None
     support: dict[str, Support]
     auto: tuple[str, str] | None
-    loops: dict[str, LoopResult]
+    loops: dict[str, SmokeTrainResult]
     unknown: dict[str, str]
 
     @property
@@ -79,7 +88,7 @@ class MachineReport:
         """Whether PyTorch's build has code for the device."""
         if self.capability is None or not self.arch_list:
             return None
-        return any(devices.runs_on(arch, self.capability) for arch in self.arch_list)
+        return any(queries.runs_on(arch, self.capability) for arch in self.arch_list)
 
     @property
     def problems(self) -> list[str]:
@@ -206,7 +215,7 @@ class MachineReport:
         ]
 
 
-def inspect_machine(device: torch.device, *, asked: str = "auto", train: bool = False) -> MachineReport:
+def inspect_environment(device: torch.device, *, asked: str = "auto", train: bool = False) -> EnvironmentReport:
     """Return what a training on ``device`` finds here, in some hundredths of a second without ``train``.
 
     ``torch.utils.collect_env`` is not used: ``get_env_info`` lists all packages, which takes a second, and runs a
@@ -230,25 +239,25 @@ def inspect_machine(device: torch.device, *, asked: str = "auto", train: bool = 
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's on an old driver, e.g., is a problem of the report
-        cuda_error = ask("whether PyTorch can use a GPU", devices.cuda_error, "unknown")
+        cuda_error = ask("whether PyTorch can use a GPU", queries.cuda_error, "unknown")
         # A kernel module that is loaded tells no more than its version; nvidia-smi, which is slow, also finds the GPU.
-        driver_version = devices.driver_version if cuda_error else devices.loaded_driver_version
+        driver_version = queries.driver_version if cuda_error else queries.loaded_driver_version
         there = device.type != "cuda" or not cuda_error
         on_cuda = device.type == "cuda" and there
-        capability = ask("compute capability", lambda: devices.capability(device), None) if on_cuda else None
-        driver_cuda = ask("the driver's CUDA version", devices.driver_cuda, None)
-        free, total = ask("memory", lambda: devices.memory(device if there else torch.device("cpu")), (None, None))
-        support = ask("precisions", lambda: devices.supported(device), {}) if there else {}
+        capability = ask("compute capability", lambda: queries.capability(device), None) if on_cuda else None
+        driver_cuda = ask("the driver's CUDA version", queries.driver_cuda, None)
+        free, total = ask("memory", lambda: queries.memory(device if there else torch.device("cpu")), (None, None))
+        support = ask("precisions", lambda: queries.supported(device), {}) if there else {}
         auto = ask("SOLVER.AMP.DTYPE auto", lambda: auto_dtype(device), None) if there else None
         tried = [name for name in DTYPES if train and there and (name not in support or support[name].state != "no")]
-        return MachineReport(
-            versions=ask("versions", devices.versions, {"torch": torch.__version__}),
-            platform=ask("system", devices.system, ""),
+        return EnvironmentReport(
+            versions=ask("versions", queries.versions, {"torch": torch.__version__}),
+            platform=ask("system", queries.system, ""),
             cores=available_cores(),
             device=str(device),
-            device_name=ask("the device's name", lambda: devices.device_name(device), "") if there else "",
+            device_name=ask("the device's name", lambda: queries.device_name(device), "") if there else "",
             asked=asked,
-            build=devices.build(),
+            build=queries.build(),
             arch_list=ask("the build's compute capabilities", torch.cuda.get_arch_list, []),
             capability=capability,
             driver=ask("the driver's version", driver_version, None) if driver_cuda else None,
@@ -259,7 +268,7 @@ def inspect_machine(device: torch.device, *, asked: str = "auto", train: bool = 
             total_memory=total,
             support=support,
             auto=(dtype_name(auto[0]), auto[1]) if auto else None,
-            loops={n: ten_steps(PrecisionPolicy(device.type, DTYPES[n], "ten steps"), device) for n in tried},
+            loops={n: smoke_train(PrecisionPolicy(device.type, DTYPES[n], "ten steps"), device) for n in tried},
             unknown=unknown,
         )
 

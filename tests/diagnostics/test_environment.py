@@ -14,10 +14,10 @@ import torch
 import train_net
 
 from fastamp.amp import PrecisionPolicy
-from fastamp.diagnostics import devices, machine, ten_steps
-from fastamp.diagnostics.devices import runs_on
-from fastamp.diagnostics.machine import inspect_machine
-from fastamp.diagnostics.ten_steps import LoopResult
+from fastamp.diagnostics import environment, environment_queries, smoke_train
+from fastamp.diagnostics.environment import inspect_environment
+from fastamp.diagnostics.environment_queries import runs_on
+from fastamp.diagnostics.smoke_train import SmokeTrainResult
 from fastamp.engine import default_setup
 from fastamp.utils import comm
 from fastamp.utils.env import random_state
@@ -45,8 +45,8 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError("in PyTorch's words\nmore")))
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(devices, "driver_cuda", lambda: None)
-    monkeypatch.setattr(devices, "driver_version", lambda: None)
+    monkeypatch.setattr(environment_queries, "driver_cuda", lambda: None)
+    monkeypatch.setattr(environment_queries, "driver_version", lambda: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return monkeypatch
 
@@ -67,22 +67,22 @@ def gpu(no_gpu):
     no_gpu.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     no_gpu.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
     no_gpu.setattr(torch.cuda, "mem_get_info", lambda device: (3 * 2**30, 4 * 2**30))
-    no_gpu.setattr(devices, "native_bfloat16", lambda device: (True, "Some GPU has native bfloat16"))
-    no_gpu.setattr(machine, "auto_dtype", lambda device: (torch.bfloat16, "Some GPU has native bfloat16"))
-    no_gpu.setattr(machine, "ten_steps", lambda policy, device: LoopResult(10, 0, 1.5, 0.5))
-    no_gpu.setattr(devices, "driver_cuda", lambda: (13, 0))
-    no_gpu.setattr(devices, "driver_version", lambda: "580.65.06")
-    no_gpu.setattr(devices, "loaded_driver_version", lambda: "580.65.06")
+    no_gpu.setattr(environment_queries, "native_bfloat16", lambda device: (True, "Some GPU has native bfloat16"))
+    no_gpu.setattr(environment, "auto_dtype", lambda device: (torch.bfloat16, "Some GPU has native bfloat16"))
+    no_gpu.setattr(environment, "smoke_train", lambda policy, device: SmokeTrainResult(10, 0, 1.5, 0.5))
+    no_gpu.setattr(environment_queries, "driver_cuda", lambda: (13, 0))
+    no_gpu.setattr(environment_queries, "driver_version", lambda: "580.65.06")
+    no_gpu.setattr(environment_queries, "loaded_driver_version", lambda: "580.65.06")
     return no_gpu
 
 
 def test_this_cpu():
-    report = inspect_machine(CPU, asked="cpu", train=True)
+    report = inspect_environment(CPU, asked="cpu", train=True)
     assert report.problems == [] and report.unknown == {}
     assert {"fastamp", "Python", "torch", "torchvision", "numpy"} == set(report.versions)
     assert {"float32", "bfloat16", "float16"} == set(report.support) == set(report.loops)
     for loop in report.loops.values():
-        assert loop.taken + loop.skipped == ten_steps.STEPS and loop.taken > 0 and not loop.error
+        assert loop.taken + loop.skipped == smoke_train.STEPS and loop.taken > 0 and not loop.error
         assert loop.last_loss < 0.5 * loop.first_loss
     assert 0 < report.free_memory <= report.total_memory
     assert f"torch {torch.__version__}" in row(report, "versions") and row(report, "device").startswith("cpu")
@@ -94,18 +94,18 @@ def test_this_cpu():
 
 
 def test_nothing_is_trained_unless_asked_for(monkeypatch):
-    monkeypatch.setattr(machine, "ten_steps", raising(AssertionError("trained")))
-    report = inspect_machine(CPU, asked="cpu")
+    monkeypatch.setattr(environment, "smoke_train", raising(AssertionError("trained")))
+    report = inspect_environment(CPU, asked="cpu")
     assert report.loops == {} and report.problems == [] and "ten steps" not in report.table()
     with pytest.raises(AssertionError, match="trained"):
-        inspect_machine(CPU, train=True)
+        inspect_environment(CPU, train=True)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_this_gpu():
     before = torch.cuda.get_rng_state()
-    report = inspect_machine(CUDA, train=True)
+    report = inspect_environment(CUDA, train=True)
     assert report.problems == [] and report.driver_fits and report.capability_fits
     assert {"float32", "bfloat16", "float16"} <= set(report.loops)
     assert torch.equal(before, torch.cuda.get_rng_state())
@@ -118,10 +118,10 @@ def test_no_trace_is_left(caplog):
     flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     with warnings.catch_warnings(record=True) as warned, caplog.at_level(logging.DEBUG), torch.no_grad():
         warnings.simplefilter("always")
-        report = inspect_machine(CPU, asked="cpu", train=True)
+        report = inspect_environment(CPU, asked="cpu", train=True)
         assert report.problems == [] and not torch.is_grad_enabled()
         # A device type that is not there makes PyTorch warn.
-        ten_steps.ten_steps(policy(torch.bfloat16, "cuda"), CPU)
+        smoke_train.smoke_train(policy(torch.bfloat16, "cuda"), CPU)
     assert warned == [] and caplog.text == ""
     after = random_state()
     assert set(before) == set(after)
@@ -132,11 +132,11 @@ def test_no_trace_is_left(caplog):
 
 
 def test_the_result_does_not_depend_on_what_a_program_has_set():
-    expected = ten_steps.ten_steps(policy(torch.bfloat16), CPU)
+    expected = smoke_train.smoke_train(policy(torch.bfloat16), CPU)
     try:
         torch.manual_seed(5)
         torch.set_default_dtype(torch.float64)
-        assert ten_steps.ten_steps(policy(torch.bfloat16), CPU) == expected
+        assert smoke_train.smoke_train(policy(torch.bfloat16), CPU) == expected
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -147,24 +147,24 @@ def test_no_collective_among_several_processes(monkeypatch):
     monkeypatch.setattr(comm.dist, "all_reduce", raising(AssertionError("a collective")))
     with pytest.raises(AssertionError, match="a collective"):
         comm.all_reduce_min(torch.ones(1))
-    assert ten_steps.ten_steps(policy(torch.float32), CPU).error == ""
+    assert smoke_train.smoke_train(policy(torch.float32), CPU).error == ""
 
 
 def test_low_precision_that_does_not_run_is_found():
-    loop = ten_steps.ten_steps(policy(torch.bfloat16, "cuda"), CPU)
+    loop = smoke_train.smoke_train(policy(torch.bfloat16, "cuda"), CPU)
     assert "low precision did not run" in loop.error and "bfloat16 under autocast for cuda" in loop.error
 
 
 def test_an_overflow_that_the_loss_scale_cures_is_no_failure(monkeypatch, caplog):
-    monkeypatch.setattr(ten_steps, "LossScaler", lambda: ten_steps.step.LossScaler(init_scale=2.0**20))
-    loop = ten_steps.ten_steps(policy(torch.float16), CPU)
+    monkeypatch.setattr(smoke_train, "LossScaler", lambda: smoke_train.step.LossScaler(init_scale=2.0**20))
+    loop = smoke_train.smoke_train(policy(torch.float16), CPU)
     assert loop.skipped > 0 and loop.taken > 0 and loop.error == "" and caplog.text == ""
 
 
 def test_steps_that_cannot_be_taken_are_found(monkeypatch, caplog):
-    monkeypatch.setattr(ten_steps.F, "cross_entropy", lambda logits, targets: logits.sum() * float("inf"))
+    monkeypatch.setattr(smoke_train.F, "cross_entropy", lambda logits, targets: logits.sum() * float("inf"))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        loop = ten_steps.ten_steps(policy(dtype), CPU)
+        loop = smoke_train.smoke_train(policy(dtype), CPU)
         assert loop.taken == 0 and "10 of 10 steps were skipped" in loop.error
     assert caplog.text == ""
 
@@ -172,7 +172,7 @@ def test_steps_that_cannot_be_taken_are_found(monkeypatch, caplog):
 def test_a_loss_that_does_not_fall_is_found(monkeypatch, caplog):
     sgd = torch.optim.SGD
     monkeypatch.setattr(torch.optim, "SGD", lambda parameters, lr: sgd(parameters, lr=0.0))
-    assert "the loss did not fall in 10 steps" in ten_steps.ten_steps(policy(torch.float32), CPU).error
+    assert "the loss did not fall in 10 steps" in smoke_train.smoke_train(policy(torch.float32), CPU).error
     assert caplog.text == ""
 
 
@@ -193,8 +193,8 @@ def test_a_loop_that_fails_is_a_problem(no_gpu, broken, parts):
             raise RuntimeError("not implemented\nfor this device")
         return out
 
-    no_gpu.setattr(ten_steps.F, "conv2d", conv2d)
-    report = inspect_machine(CPU, train=True)
+    no_gpu.setattr(smoke_train.F, "conv2d", conv2d)
+    report = inspect_environment(CPU, train=True)
     assert len(report.problems) == (1 if "float32" in broken else len(broken))
     for part in (*parts, "found: RuntimeError: not implemented\n"):
         assert part in report.problems[0]
@@ -204,13 +204,13 @@ def test_a_loop_that_fails_is_a_problem(no_gpu, broken, parts):
 
 
 def test_no_gpu_is_no_problem(no_gpu):
-    report = inspect_machine(CPU)
+    report = inspect_environment(CPU)
     assert report.problems == []
     assert row(report, "PyTorch built for") == "CUDA 13.2" and row(report, "driver") == "no NVIDIA driver"
 
 
 def test_a_gpu_that_is_well(gpu):
-    report = inspect_machine(CUDA)
+    report = inspect_environment(CUDA)
     assert report.problems == [] and report.driver_fits is True and report.capability_fits is True
     assert row(report, "device") == "cuda (Some GPU, compute capability 8.6)"
     assert row(report, "memory") == "3.0 of 4.0 GiB free" and row(report, "PyTorch built for") == "CUDA 13.2"
@@ -223,8 +223,8 @@ def test_a_gpu_that_is_well(gpu):
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_a_build_without_cuda_beside_a_driver(no_gpu, device):
     no_gpu.setattr(torch.version, "cuda", None)
-    no_gpu.setattr(devices, "driver_cuda", lambda: (12, 4))
-    report = inspect_machine(device)
+    no_gpu.setattr(environment_queries, "driver_cuda", lambda: (12, 4))
+    report = inspect_environment(device)
     (problem,) = report.problems
     for part in ("was built without CUDA", "NVIDIA driver for CUDA 12.4", "found: RuntimeError: in PyTorch's words\n"):
         assert part in problem
@@ -233,14 +233,14 @@ def test_a_build_without_cuda_beside_a_driver(no_gpu, device):
     assert row(report, "driver") == "NVIDIA driver for CUDA 12.4"
     assert "| problem" in report.table()
     # Who asks for the CPU does not miss the GPU.
-    assert inspect_machine(CPU, asked="cpu").problems == []
+    assert inspect_environment(CPU, asked="cpu").problems == []
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_a_driver_that_is_too_old(no_gpu, device):
-    no_gpu.setattr(devices, "driver_cuda", lambda: (12, 4))
-    no_gpu.setattr(devices, "driver_version", lambda: "550.54.15")
-    report = inspect_machine(device)
+    no_gpu.setattr(environment_queries, "driver_cuda", lambda: (12, 4))
+    no_gpu.setattr(environment_queries, "driver_version", lambda: "550.54.15")
+    report = inspect_environment(device)
     (problem,) = report.problems
     assert "the NVIDIA driver 550.54.15 for CUDA 12.4 is too old" in problem and "built for CUDA 13.2" in problem
     assert "fix: a driver for CUDA 13, a PyTorch built for CUDA 12" in problem
@@ -248,39 +248,41 @@ def test_a_driver_that_is_too_old(no_gpu, device):
 
 
 def test_cuda_asked_for_without_a_driver(no_gpu):
-    report = inspect_machine(CUDA, asked="cuda", train=True)
+    report = inspect_environment(CUDA, asked="cuda", train=True)
     (problem,) = report.problems
     assert "MODEL.DEVICE is cuda" in problem and "no NVIDIA driver" in problem and "fix: MODEL.DEVICE auto" in problem
     assert report.loops == {} and report.support == {} and report.auto is None
     assert "SOLVER.AMP.DTYPE auto" not in report.table()
     # The same where the rest of the machine is looked at, as there is no such device.
-    report = inspect_machine(CPU, asked="cuda:1", train=True)
+    report = inspect_environment(CPU, asked="cuda:1", train=True)
     assert "MODEL.DEVICE is cuda:1" in report.problems[0] and report.loops["float32"].error == ""
 
 
 def test_the_table_stays_narrow(no_gpu):
     no_gpu.setattr(torch.cuda, "init", raising(RuntimeError("many words " * 20)))
-    table = inspect_machine(CUDA).table()
+    table = inspect_environment(CUDA).table()
     assert table.count("many words") == 20 and table.count("| problem") == 1
     assert {len(line) for line in table.splitlines()} == {len(table.splitlines()[0])} and "\n|  " in table
     assert len(table.splitlines()[0]) < 130
 
 
 def test_a_gpu_that_does_not_answer(no_gpu):
-    no_gpu.setattr(devices, "driver_cuda", lambda: (13, 0))
+    no_gpu.setattr(environment_queries, "driver_cuda", lambda: (13, 0))
     # A driver's library alone, as on a login node, is no GPU.
-    assert inspect_machine(CPU).problems == []
-    no_gpu.setattr(devices, "driver_version", lambda: "580.65.06")
-    assert "no GPU answers" in inspect_machine(CPU).problems[0]
+    assert inspect_environment(CPU).problems == []
+    no_gpu.setattr(environment_queries, "driver_version", lambda: "580.65.06")
+    assert "no GPU answers" in inspect_environment(CPU).problems[0]
     no_gpu.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert inspect_machine(CPU).problems == []
-    assert "CUDA_VISIBLE_DEVICES is ''" in inspect_machine(CUDA).problems[0]
+    assert inspect_environment(CPU).problems == []
+    assert "CUDA_VISIBLE_DEVICES is ''" in inspect_environment(CUDA).problems[0]
 
 
 def test_a_gpu_that_the_build_has_no_code_for(gpu):
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
-    gpu.setattr(machine, "ten_steps", lambda policy, device: LoopResult(error="no kernel image is available"))
-    report = inspect_machine(CUDA, train=True)
+    gpu.setattr(
+        environment, "smoke_train", lambda policy, device: SmokeTrainResult(error="no kernel image is available")
+    )
+    report = inspect_environment(CUDA, train=True)
     (problem,) = report.problems
     assert "has no code for Some GPU" in problem and "compute capability 6.1; the build has sm_80 sm_90" in problem
     assert "fix: a PyTorch built for sm_61" in problem
@@ -311,8 +313,8 @@ def test_which_code_runs_on_which_gpu(arch, yes, no):
     "flags, state", [({"avx512_fp16"}, "native"), ({"asimdhp", "fphp"}, "native"), ({"avx512f", "f16c"}, "slow")]
 )
 def test_float16_on_a_cpu(monkeypatch, flags, state):
-    monkeypatch.setattr(devices, "cpu_flags", lambda: flags)
-    assert devices.supported(CPU)["float16"].state == state
+    monkeypatch.setattr(environment_queries, "cpu_flags", lambda: flags)
+    assert environment_queries.supported(CPU)["float16"].state == state
 
 
 class Library:
@@ -328,24 +330,24 @@ class Library:
 
 def test_the_driver_is_asked_for_its_cuda(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library(0, 12040))
-    assert devices.driver_cuda() == (12, 4)
+    assert environment_queries.driver_cuda() == (12, 4)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library(34, 0))
     with pytest.raises(RuntimeError, match="error 34"):
-        devices.driver_cuda()
+        environment_queries.driver_cuda()
     monkeypatch.setattr(ctypes, "CDLL", raising(OSError("no such library")))
-    assert devices.driver_cuda() is None
+    assert environment_queries.driver_cuda() is None
 
 
 def test_nvidia_smi_is_asked_for_the_drivers_version(monkeypatch, tmp_path):
     program = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert devices.driver_version() is None
+    assert environment_queries.driver_version() is None
     program.write_text("#!/bin/sh\necho 535.104.05\necho 535.104.05\n")
     program.chmod(0o755)
-    assert devices.driver_version() == "535.104.05"
+    assert environment_queries.driver_version() == "535.104.05"
     program.write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
     with pytest.raises(RuntimeError, match="No devices were found"):
-        devices.driver_version()
+        environment_queries.driver_version()
 
 
 @pytest.mark.parametrize(
@@ -362,19 +364,19 @@ def test_nvidia_smi_is_asked_for_the_drivers_version(monkeypatch, tmp_path):
 )
 def test_the_version_of_the_driver_that_is_loaded(monkeypatch, text, version):
     opened = (lambda *_, **__: io.StringIO(text)) if text else raising(FileNotFoundError("no such file"))
-    monkeypatch.setattr(devices, "driver_version", lambda: "as nvidia-smi has it")
-    monkeypatch.setattr(devices, "open", opened, raising=False)
-    assert devices.loaded_driver_version() == version
+    monkeypatch.setattr(environment_queries, "driver_version", lambda: "as nvidia-smi has it")
+    monkeypatch.setattr(environment_queries, "open", opened, raising=False)
+    assert environment_queries.loaded_driver_version() == version
 
 
 def test_a_question_that_fails_is_reported_and_ends_nothing(no_gpu):
     fail = raising(OSError("cannot be read\nat all"))
-    no_gpu.setattr(devices, "driver_cuda", lambda: (13, 0))
+    no_gpu.setattr(environment_queries, "driver_cuda", lambda: (13, 0))
     for name in ("driver_version", "memory", "supported", "versions", "device_name"):
-        no_gpu.setattr(devices, name, fail)
+        no_gpu.setattr(environment_queries, name, fail)
     no_gpu.setattr(torch.cuda, "get_arch_list", fail)
-    no_gpu.setattr(devices, "system", fail)
-    report = inspect_machine(CPU, train=True)
+    no_gpu.setattr(environment_queries, "system", fail)
+    report = inspect_environment(CPU, train=True)
     assert report.unknown["memory"] == "OSError: cannot be read" and "memory unknown" in report.table()
     assert len(report.unknown) == 7 and row(report, "system") == "OSError: cannot be read"
     assert report.table().count("| unknown") == 7
@@ -382,10 +384,10 @@ def test_a_question_that_fails_is_reported_and_ends_nothing(no_gpu):
 
 
 def test_the_log_of_a_training_begins_with_it(demo, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(machine, "ten_steps", raising(AssertionError("trained")))
+    monkeypatch.setattr(environment, "smoke_train", raising(AssertionError("trained")))
     assert train_net.cli(tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1")) == 0
     log = (tmp_path / "log.txt").read_text()
-    table = inspect_machine(CPU, asked="cpu").table().splitlines()
+    table = inspect_environment(CPU, asked="cpu").table().splitlines()
     written = log.splitlines()[1 : 1 + len(table)]
     assert log.splitlines()[0].endswith("the machine:")
     assert [line for line in written if "| memory" not in line] == [line for line in table if "| memory" not in line]
@@ -393,7 +395,7 @@ def test_the_log_of_a_training_begins_with_it(demo, tmp_path, capfd, monkeypatch
 
 
 def test_the_log_of_a_training_warns_of_problems(no_gpu, demo, tmp_path):
-    no_gpu.setattr(devices, "driver_cuda", lambda: (12, 4))
+    no_gpu.setattr(environment_queries, "driver_cuda", lambda: (12, 4))
     default_setup(tiny.tiny_config(tmp_path, "MODEL.DEVICE", "auto"))
     log = (tmp_path / "log.txt").read_text()
     assert "WARNING: PyTorch cannot use a GPU, and MODEL.DEVICE auto stands for the CPU." in log

@@ -15,13 +15,22 @@ from fastamp.amp.policy import PrecisionPolicy, dtype_name
 from fastamp.amp.step import LossScaler, OptimizationStep
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "ten_steps": "fastamp.diagnostics.smoke_train.smoke_train",
+        "LoopResult": "fastamp.diagnostics.smoke_train.SmokeTrainResult",
+    },
+)
 
 STEPS = 10
 
 
 @dataclass(frozen=True)
-class LoopResult:
-    """What ``ten_steps`` has shown.
+class SmokeTrainResult:
+    """What ``smoke_train`` has shown.
 
     Attributes:
         taken, skipped: optimizer steps.
@@ -58,7 +67,7 @@ class _TinyModel(nn.Module):
         return F.linear(F.conv2d(images, self.filters, stride=2, padding=1).relu().flatten(1), self.weight)
 
 
-def ten_steps(policy: PrecisionPolicy, device: torch.device) -> LoopResult:
+def smoke_train(policy: PrecisionPolicy, device: torch.device) -> SmokeTrainResult:
     """Train a tiny model on one batch under ``policy``, with the step of every training, in this process alone.
 
     Random states, TF32 flags and the log stay as they are, and an error is a part of the result.
@@ -85,14 +94,14 @@ def ten_steps(policy: PrecisionPolicy, device: torch.device) -> LoopResult:
                 taken += optimization.finish().ok
             losses.append(float(_loss(model, images, targets, policy).detach()))
     except Exception as error:
-        return LoopResult(taken, first_loss=losses[0] if losses else None, error=first_line(error))
+        return SmokeTrainResult(taken, first_loss=losses[0] if losses else None, error=first_line(error))
     skipped, error = STEPS - taken, ""
     # A step that overflows is skipped by right where there is a loss scale to lower.
     if not taken or (skipped and not scaler):
         error = f"{skipped} of {STEPS} steps were skipped: losses or gradients are not finite"
     elif not losses[-1] < losses[0]:
         error = f"the loss did not fall in {taken} steps ({losses[0]:.4f} -> {losses[-1]:.4f})"
-    return LoopResult(taken, skipped, losses[0], losses[-1], error)
+    return SmokeTrainResult(taken, skipped, losses[0], losses[-1], error)
 
 
 def first_line(error: Exception) -> str:

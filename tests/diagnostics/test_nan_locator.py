@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, apply_force_fp32
-from fastamp.diagnostics.locate import largest_finite_scale, locate, locate_in_evaluation, search
-from fastamp.diagnostics.rehearsal import Rehearsal
+from fastamp.diagnostics.isolated_passes import IsolatedPasses
+from fastamp.diagnostics.nan_locator import largest_finite_scale, locate_in_evaluation, locate_in_training, try_locate
 
 
 def policy(dtype):
@@ -57,8 +57,8 @@ def batch(value=None, channels=3):
 
 
 def find(fault, dtype, scale=1.0, **kwargs):
-    with Rehearsal(Net(fault), batch(**kwargs)) as rehearsal:
-        return locate(rehearsal, policy(dtype), scale=scale)
+    with IsolatedPasses(Net(fault), batch(**kwargs)) as passes:
+        return locate_in_training(passes, policy(dtype), scale=scale)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_magnitudes_say_why():
 
 def test_a_loss_scale_that_would_do():
     found = find("scale", torch.float16, scale=65536.0)
-    with Rehearsal(Net("scale"), batch()) as rehearsal:
-        assert rehearsal.train(policy(torch.float16), scale=found.safe_scale).finite
-        assert not rehearsal.train(policy(torch.float16), scale=2 * found.safe_scale).finite
-        assert largest_finite_scale(rehearsal, policy(torch.float16), 2.0**24) == found.safe_scale
-        assert largest_finite_scale(rehearsal, policy(torch.float16), 3.0) == 3.0
+    with IsolatedPasses(Net("scale"), batch()) as passes:
+        assert passes.train(policy(torch.float16), scale=found.safe_scale).finite
+        assert not passes.train(policy(torch.float16), scale=2 * found.safe_scale).finite
+        assert largest_finite_scale(passes, policy(torch.float16), 2.0**24) == found.safe_scale
+        assert largest_finite_scale(passes, policy(torch.float16), 3.0) == 3.0
     assert f"SOLVER.AMP.INIT_SCALE {found.safe_scale:g}" in found.fix()
 
 
@@ -128,36 +128,36 @@ def test_infinities_that_float32_has_too_do_not_count():
             scores = self.mask(self.linear(batch["x"]).masked_fill(torch.eye(4, dtype=torch.bool), float("-inf")))
             return {"loss": self.big(scores.softmax(1) + 1).float().mean()}
 
-    with Rehearsal(Masked(), {"x": torch.ones(4, 4)}) as rehearsal:
-        found = locate(rehearsal, policy(torch.float16))
+    with IsolatedPasses(Masked(), {"x": torch.ones(4, 4)}) as passes:
+        found = locate_in_training(passes, policy(torch.float16))
     assert found.module == "big"
 
 
 def test_in_evaluation():
-    with Rehearsal(Net("weight"), batch()) as rehearsal:
-        found = locate_in_evaluation(rehearsal, policy(torch.float16))
+    with IsolatedPasses(Net("weight"), batch()) as passes:
+        found = locate_in_evaluation(passes, policy(torch.float16))
         assert (found.kind, found.module) == ("forward overflow", "conv2")
-        assert locate_in_evaluation(rehearsal, policy(torch.bfloat16)) is None
-    with Rehearsal(Net(), batch(value=float("nan"))) as rehearsal:
-        assert locate_in_evaluation(rehearsal, policy(torch.float16)).kind == "batch not finite"
+        assert locate_in_evaluation(passes, policy(torch.bfloat16)) is None
+    with IsolatedPasses(Net(), batch(value=float("nan"))) as passes:
+        assert locate_in_evaluation(passes, policy(torch.float16)).kind == "batch not finite"
 
 
 def test_the_module_that_it_names_is_the_one_to_force():
     model = Net("weight")
-    with Rehearsal(model, batch()) as rehearsal:
-        name = locate(rehearsal, policy(torch.float16)).module
+    with IsolatedPasses(model, batch()) as passes:
+        name = locate_in_training(passes, policy(torch.float16)).module
     apply_force_fp32(model, [name])
-    with Rehearsal(model, batch()) as rehearsal:
-        assert locate(rehearsal, policy(torch.float16), scale=1024.0) is None
+    with IsolatedPasses(model, batch()) as passes:
+        assert locate_in_training(passes, policy(torch.float16), scale=1024.0) is None
 
 
 def test_the_gradients_are_those_without_the_hooks():
     """The observer gives each module a view of its inputs; nothing else may change."""
     model = Net("function")
-    with Rehearsal(model, batch()) as rehearsal:
-        before = rehearsal.train(policy(torch.bfloat16)).gradients
-        locate(rehearsal, policy(torch.float16))
-        after = rehearsal.train(policy(torch.bfloat16)).gradients
+    with IsolatedPasses(model, batch()) as passes:
+        before = passes.train(policy(torch.bfloat16)).gradients
+        locate_in_training(passes, policy(torch.float16))
+        after = passes.train(policy(torch.bfloat16)).gradients
     assert before.keys() == after.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -193,8 +193,8 @@ class Cached(nn.Module):
 
 
 def test_what_modules_are_given_stays_theirs():
-    with Rehearsal(Cached(6e4), {"x": torch.ones(2, 4)}) as rehearsal:
-        assert locate(rehearsal, policy(torch.float16)).module == "part.linear"
+    with IsolatedPasses(Cached(6e4), {"x": torch.ones(2, 4)}) as passes:
+        assert locate_in_training(passes, policy(torch.float16)).module == "part.linear"
     model = Cached(6e4)
     apply_force_fp32(model, ["part"])
     with torch.autocast("cpu", dtype=torch.float16):
@@ -204,13 +204,13 @@ def test_what_modules_are_given_stays_theirs():
 def test_the_fix_names_what_is_forced_already_and_the_neighbours():
     model = Net("function")
     apply_force_fp32(model, ["linear"])
-    with Rehearsal(model, batch()) as rehearsal:
-        found = locate(rehearsal, policy(torch.float16))
+    with IsolatedPasses(model, batch()) as passes:
+        found = locate_in_training(passes, policy(torch.float16))
     assert found.neighbours == ("relu", "conv2")
     assert "SOLVER.AMP.FORCE_FP32 \"['linear', 'relu', 'conv2']\"" in found.fix()
     apply_force_fp32(model, ["relu", "conv2"])
-    with Rehearsal(model, batch()) as rehearsal:
-        assert locate(rehearsal, policy(torch.float16), scale=1024.0) is None
+    with IsolatedPasses(model, batch()) as passes:
+        assert locate_in_training(passes, policy(torch.float16), scale=1024.0) is None
 
 
 class Hungry(Net):
@@ -232,10 +232,10 @@ class Broken(Net):
 
 
 def test_a_search_that_fails_is_said_and_replaces_nothing():
-    find = lambda rehearsal: locate(rehearsal, policy(torch.float16))  # noqa: E731
-    found, note = search(Hungry("weight"), batch(), find)
+    find = lambda passes: locate_in_training(passes, policy(torch.float16))  # noqa: E731
+    found, note = try_locate(Hungry("weight"), batch(), find)
     assert found.module == "conv2" and note == ""  # on half of the batch
-    found, note = search(Broken("weight"), batch(), find)
+    found, note = try_locate(Broken("weight"), batch(), find)
     assert found is None and note == "(the place could not be searched: RuntimeError: not in float32)"
 
 

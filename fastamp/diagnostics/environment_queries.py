@@ -13,7 +13,7 @@ import torch
 
 from fastamp import __version__
 from fastamp.amp.policy import cpu_flags, native_bfloat16
-from fastamp.diagnostics.ten_steps import first_line
+from fastamp.diagnostics.smoke_train import first_line
 
 # asimdhp is Linux's name for what PyTorch calls fp16_arith.
 _CPU_FP16_FLAGS = ("avx512_fp16", "asimdhp", "fp16_arith")

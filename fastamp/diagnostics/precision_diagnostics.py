@@ -13,17 +13,20 @@ from torch import nn
 from fastamp.amp.checks import check_optimizers
 from fastamp.amp.policy import PrecisionPolicy, dtype_name, native_bfloat16
 from fastamp.amp.step import OptimizationStep, PrecisionFailure, StepVerdict
-from fastamp.diagnostics.crash import FOLDER, MicroBatch, crash_of, investigate
+from fastamp.diagnostics.crash import FOLDER, MicroBatch, build_crash_dump, replay_failure
+from fastamp.diagnostics.isolated_passes import without_collectives
 from fastamp.diagnostics.preflight import PreflightReport, preflight
-from fastamp.diagnostics.rehearsal import apart
 from fastamp.utils import comm
 from fastamp.utils.env import random_state
 from fastamp.utils.errors import TrainingError, WriteError
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(__name__, {"Precautions": "fastamp.diagnostics.precision_diagnostics.PrecisionDiagnostics"})
 
 logger = logging.getLogger(__name__)
 
 
-class Precautions:
+class PrecisionDiagnostics:
     """The pre-flight before the first step, and the location and the crash file when a precision fails.
 
     Args:
@@ -54,7 +57,7 @@ class Precautions:
         self._copy = False
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "Precautions":
+    def from_config(cls, cfg: Any) -> "PrecisionDiagnostics":
         """Return those of ``SOLVER.AMP``."""
         amp = cfg.SOLVER.AMP
         return cls(
@@ -100,7 +103,7 @@ class Precautions:
         if self.preflight == "off":
             return policy
         failed = None
-        for candidate in self._ladder(policy, step.model):
+        for candidate in self._fallback_policies(policy, step.model):
             report = self._try(step, batch, candidate)
             if not report.problem:
                 logger.info("%s", report.describe())
@@ -171,8 +174,8 @@ class Precautions:
     ) -> str:
         """Return the failure's message with the place where it began and the command that shows it again."""
         scale = failure.verdict.loss_scale
-        with apart(step.model):
-            location, note, micro_batch, losses = investigate(
+        with without_collectives(step.model):
+            location, note, micro_batch, losses = replay_failure(
                 step.model, self._micro_batches, policy=policy, loss_scale=scale, frozen=tuple(step.frozen)
             )
         place = comm.first_text(location.describe() if location else "", location.order if location else 0)
@@ -182,7 +185,7 @@ class Precautions:
         details = {"micro_batch": micro_batch, "losses": losses, "location": location}
         return self._with_file(message, step, iteration=iteration, policy=policy, loss_scale=scale, **details)
 
-    def _ladder(self, policy: PrecisionPolicy, model: nn.Module) -> list[PrecisionPolicy]:
+    def _fallback_policies(self, policy: PrecisionPolicy, model: nn.Module) -> list[PrecisionPolicy]:
         """Return the policies to try in turn."""
         ladder = [policy]
         if self.preflight == "fallback" and policy.enabled:
@@ -227,10 +230,10 @@ class Precautions:
         )
 
     def _with_file(self, message: str, step: OptimizationStep, **details: Any) -> str:
-        """Write the crash file, of ``crash_of``'s ``details``; return ``message`` with the command that replays it."""
+        """Write the crash file and append the command that replays it to ``message``."""
         if self.folder is None or not self.locate:
             return message
-        crash = crash_of(step.model, message=message, config=self.config, frozen=tuple(step.frozen), **details)
+        crash = build_crash_dump(step.model, message=message, config=self.config, frozen=tuple(step.frozen), **details)
         try:
             outcome = f"see it again: python tools/amp_replay.py {crash.write(self.folder)}"
         except (OSError, WriteError) as error:  # what is to be said must not be lost with the file

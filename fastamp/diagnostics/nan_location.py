@@ -6,9 +6,13 @@ from typing import Any
 
 import torch
 
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(__name__, {"Location": "fastamp.diagnostics.nan_location.NonFiniteLocation"})
+
 
 @dataclass(frozen=True)
-class Location:
+class NonFiniteLocation:
     """Where the first value that is not finite was made.
 
     Attributes:

@@ -10,15 +10,18 @@ from torch import nn
 
 from fastamp.amp.fp32 import forced_modules
 from fastamp.amp.policy import dtype_name
-from fastamp.diagnostics.location import Location
+from fastamp.diagnostics.nan_location import NonFiniteLocation
 from fastamp.diagnostics.tensors import magnitude, tensors_in
 from fastamp.utils.compiled import uncompiled
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(__name__, {"Observer": "fastamp.diagnostics.nan_observer.NonFiniteObserver"})
 
 Key = tuple[str, str, int]
 """What happened, in which module, in which of its calls."""
 
 
-class Observer:
+class NonFiniteObserver:
     """Watches every module's inputs, outputs and gradients during one pass.
 
     Args:
@@ -27,7 +30,7 @@ class Observer:
         reference: the observer of a float32 pass; what was not finite there is not counted.
     """
 
-    def __init__(self, model: nn.Module, policy_dtype: str, reference: "Observer | None" = None) -> None:
+    def __init__(self, model: nn.Module, policy_dtype: str, reference: "NonFiniteObserver | None" = None) -> None:
         self.names = {module: name for name, module in model.named_modules()}
         self.model = model
         self.policy_dtype = policy_dtype
@@ -64,7 +67,7 @@ class Observer:
             for handle in handles:
                 handle.remove()
 
-    def location(self, kind: str, scale: float, safe_scale: float | None = None) -> Location:
+    def location(self, kind: str, scale: float, safe_scale: float | None = None) -> NonFiniteLocation:
         """Return the first find as a location."""
         key = self.first
         if key is None:  # made outside of every module, e.g. in the loss that is added up
@@ -73,7 +76,7 @@ class Observer:
             kind = "batch not finite"
         module = self.model.get_submodule(self._module)
         own = [p.detach() for p in module.parameters(recurse=False)]
-        return Location(
+        return NonFiniteLocation(
             kind=kind,
             module=self._module,
             module_class=type(module).__name__,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
-from fastamp.diagnostics.rehearsal import Rehearsal
+from fastamp.diagnostics.isolated_passes import IsolatedPasses
 
 FLOAT32, BFLOAT16 = (PrecisionPolicy("cpu", dtype, "test") for dtype in (torch.float32, torch.bfloat16))
 
@@ -92,10 +92,10 @@ def test_nothing_is_left(gradients, fails):
         model(dict(batch, seen=torch.zeros(2)))["loss"].backward()
     before = state(model)
     try:
-        with Rehearsal(model, batch) as rehearsal:
-            rehearsal.train(FLOAT32)
+        with IsolatedPasses(model, batch) as passes:
+            passes.train(FLOAT32)
             assert model.calls != before["calls"]  # the negative control: a pass does leave traces
-            rehearsal.evaluate(BFLOAT16)
+            passes.evaluate(BFLOAT16)
             if fails:
                 raise RuntimeError
     except RuntimeError:
@@ -110,18 +110,18 @@ def test_buffers_that_were_replaced_under_inference_mode():
         model({"images": torch.randn(4, 2, 6, 6), "seen": torch.zeros(2)})
     assert model.hidden.is_inference()
     before = model.hidden.clone()
-    with Rehearsal(model, {"images": torch.randn(4, 2, 6, 6), "seen": torch.zeros(2)}) as rehearsal:
-        rehearsal.evaluate(FLOAT32)
+    with IsolatedPasses(model, {"images": torch.randn(4, 2, 6, 6), "seen": torch.zeros(2)}) as passes:
+        passes.evaluate(FLOAT32)
     assert torch.equal(model.hidden, before)
 
 
 def test_every_pass_starts_from_the_same_state():
     model = Stateful()
-    with Rehearsal(model, {"images": torch.randn(4, 2, 6, 6), "seen": torch.zeros(2)}) as rehearsal:
-        first, second = rehearsal.train(FLOAT32), rehearsal.train(FLOAT32)
+    with IsolatedPasses(model, {"images": torch.randn(4, 2, 6, 6), "seen": torch.zeros(2)}) as passes:
+        first, second = passes.train(FLOAT32), passes.train(FLOAT32)
         assert first.losses == second.losses
         assert_same(first.gradients, second.gradients)
-        assert torch.equal(rehearsal.evaluate(FLOAT32), rehearsal.evaluate(FLOAT32))
+        assert torch.equal(passes.evaluate(FLOAT32), passes.evaluate(FLOAT32))
 
 
 def test_a_given_random_state_is_started_from():
@@ -130,14 +130,14 @@ def test_a_given_random_state_is_started_from():
     model = Stateful()
     batch = {"images": torch.randn(4, 2, 6, 6), "seen": torch.zeros(2)}
     kept = random_state()
-    with Rehearsal(model, batch) as rehearsal:
-        first = rehearsal.train(FLOAT32).losses
+    with IsolatedPasses(model, batch) as passes:
+        first = passes.train(FLOAT32).losses
     torch.rand(5)
     random.random()
-    with Rehearsal(model, batch) as rehearsal:
-        assert rehearsal.train(FLOAT32).losses != first
-    with Rehearsal(model, batch, random=kept) as rehearsal:
-        assert rehearsal.train(FLOAT32).losses == first
+    with IsolatedPasses(model, batch) as passes:
+        assert passes.train(FLOAT32).losses != first
+    with IsolatedPasses(model, batch, random=kept) as passes:
+        assert passes.train(FLOAT32).losses == first
 
 
 def test_new_normalization_layers_evaluate_with_this_batch():
@@ -162,6 +162,6 @@ def test_new_normalization_layers_evaluate_with_this_batch():
     model, batch = Model(), {"images": torch.randn(4, 4, 6, 6)}
     plain = copy.deepcopy(model).eval()(batch)
     assert plain.abs().max() > 65504
-    with Rehearsal(model, batch) as rehearsal:
-        assert rehearsal.evaluate(FLOAT32).abs().max() < 10
+    with IsolatedPasses(model, batch) as passes:
+        assert passes.evaluate(FLOAT32).abs().max() < 10
     assert model.body[1][1].num_batches_tracked == 0

@@ -18,7 +18,15 @@ from fastamp.utils import comm
 from fastamp.utils.env import random_state, set_random_state
 from fastamp.utils.moved import moved_names
 
-__getattr__ = moved_names(__name__, {"is_out_of_memory": "fastamp.amp.device_errors.is_out_of_memory"})
+__getattr__ = moved_names(
+    __name__,
+    {
+        "is_out_of_memory": "fastamp.amp.device_errors.is_out_of_memory",
+        "Rehearsal": "fastamp.diagnostics.isolated_passes.IsolatedPasses",
+        "apart": "fastamp.diagnostics.isolated_passes.without_collectives",
+        "part_of": "fastamp.diagnostics.isolated_passes.slice_batch",
+    },
+)
 
 # What PyTorch keeps in a module's attributes, and a forward that was put there: no state.
 _OF_PYTORCH = frozenset(vars(nn.Module()).keys() - {"training"} | {"forward"})
@@ -51,7 +59,7 @@ class TrainPass:
         return not self.bad_losses and not self.bad_gradients
 
 
-class Rehearsal:
+class IsolatedPasses:
     """Passes over one batch, each from the same state of the model and of all random generators.
 
     Use it as a context: at its end buffers, gradients, modes, modules' other attributes (numbers, tensors, generators,
@@ -78,7 +86,7 @@ class Rehearsal:
         self.frozen = frozen
         self._start = random
 
-    def __enter__(self) -> "Rehearsal":
+    def __enter__(self) -> "IsolatedPasses":
         modules = list(self.model.modules())
         self._random = random_state()
         self._start = self._start or self._random
@@ -146,7 +154,7 @@ class Rehearsal:
         A normalization layer that has seen no batch yet takes this one's statistics: with those that it was made
         with, a deep network's values may grow without bound, which says nothing about the precision.
         """
-        statistics = self.first_statistics()
+        statistics = self.initial_statistics()
         self._rewind()
         for buffer, value in statistics:
             buffer.copy_(value)
@@ -162,10 +170,10 @@ class Rehearsal:
         The features of such a model hardly differ from image to image; behind a batch norm, which takes their mean
         away, what is left of a low precision's rounding is of their size.
         """
-        return bool(self.first_statistics())
+        return bool(self.initial_statistics())
 
     @torch.no_grad()
-    def first_statistics(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def initial_statistics(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (buffer, this batch's float32 value) of the normalization layers that have seen no batch yet.
 
         ``evaluate`` needs them, from a forward pass of its own the first time; who watches layers asks before.
@@ -268,7 +276,7 @@ def _restorer(value: Any) -> Callable[[], Any] | None:
 
 
 @contextmanager
-def apart(model: nn.Module) -> Iterator[None]:
+def without_collectives(model: nn.Module) -> Iterator[None]:
     """Have passes inside wait for no other process: gathering losses and syncBN see this process's images alone.
 
     Among several processes all of them must come here together; what they do inside need not be the same.
@@ -294,7 +302,7 @@ def batch_size(batch: dict[str, Any]) -> int:
     return max(sizes, default=1)
 
 
-def part_of(batch: dict[str, Any], count: int) -> dict[str, Any]:
+def slice_batch(batch: dict[str, Any], count: int) -> dict[str, Any]:
     """Return the first ``count`` images of a batch."""
     size = batch_size(batch)
     if count == size:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from fastamp.amp.policy import PrecisionPolicy
+from fastamp.diagnostics.isolated_passes import IsolatedPasses
 from fastamp.diagnostics.layer_hooks import hooked, leaf_layers
-from fastamp.diagnostics.locate import largest_finite_scale
-from fastamp.diagnostics.rehearsal import Rehearsal
+from fastamp.diagnostics.nan_locator import largest_finite_scale
 from fastamp.diagnostics.tensors import cloned, magnitude, relative_error, tensors_in
 
 _SAMPLE = 65536
@@ -45,24 +45,24 @@ class LayerReport:
 
 
 def measure_layers(
-    rehearsal: Rehearsal, policy: PrecisionPolicy, *, lost: dict[str, tuple[int, int]] | None = None
+    passes: IsolatedPasses, policy: PrecisionPolicy, *, lost: dict[str, tuple[int, int]] | None = None
 ) -> list[LayerReport]:
     """Return a report of each layer (module without modules in it), in the order in which they are called.
 
     Args:
-        rehearsal: model and batch.
+        passes: model and batch.
         policy: the low precision.
         lost: what ``lost_gradients`` returned, for the layers' ``zero_gradients``.
     """
-    rehearsal.first_statistics()
-    reference = _Outputs(rehearsal.model, beside=policy)
+    passes.initial_statistics()
+    reference = _Outputs(passes.model, beside=policy)
     with reference.watching():
-        rehearsal.evaluate(policy.in_float32())
-    low = _Outputs(rehearsal.model)
+        passes.evaluate(policy.in_float32())
+    low = _Outputs(passes.model)
     with low.watching():
-        rehearsal.evaluate(policy)
+        passes.evaluate(policy)
     zeros = {name: count / max(1, total) for name, (count, total) in (lost or {}).items()}
-    modules = dict(rehearsal.model.named_modules())
+    modules = dict(passes.model.named_modules())
     limit = torch.finfo(policy.dtype).max
     return [
         LayerReport(
@@ -78,10 +78,12 @@ def measure_layers(
     ]
 
 
-def lost_gradients(rehearsal: Rehearsal, policy: PrecisionPolicy, *, scale: float = 1.0) -> dict[str, tuple[int, int]]:
+def lost_gradients(
+    passes: IsolatedPasses, policy: PrecisionPolicy, *, scale: float = 1.0
+) -> dict[str, tuple[int, int]]:
     """Return module name -> (gradient elements of its parameters that only the low precision has as 0, all of them)."""
-    reference = rehearsal.train(policy.in_float32()).gradients
-    low = rehearsal.train(policy, scale=scale).gradients
+    reference = passes.train(policy.in_float32()).gradients
+    low = passes.train(policy, scale=scale).gradients
     counts: dict[str, tuple[int, int]] = {}
     for name, gradient in reference.items():
         if name in low:
@@ -138,17 +140,17 @@ class _Outputs:
         self.own_errors[name] = max(self.own_errors.get(name, 0.0), own_error)
 
 
-def call_order(rehearsal: Rehearsal, policy: PrecisionPolicy) -> list[str]:
+def call_order(passes: IsolatedPasses, policy: PrecisionPolicy) -> list[str]:
     """Return the names of the layers that have outputs, in the order of their first call in training."""
-    outputs = _Outputs(rehearsal.model)
+    outputs = _Outputs(passes.model)
     with outputs.watching():
-        rehearsal.train(policy)
+        passes.train(policy)
     return list(outputs.samples)
 
 
-def safe_loss_scale(rehearsal: Rehearsal, policy: PrecisionPolicy, *, up_to: float) -> float | None:
+def safe_loss_scale(passes: IsolatedPasses, policy: PrecisionPolicy, *, up_to: float) -> float | None:
     """Return the largest power of two up to ``up_to`` whose gradients are finite; None without loss scaling."""
-    return largest_finite_scale(rehearsal, policy, up_to) if policy.needs_loss_scaling else None
+    return largest_finite_scale(passes, policy, up_to) if policy.needs_loss_scaling else None
 
 
 @dataclass(frozen=True)
@@ -166,10 +168,10 @@ class Cost:
     memory: float
 
 
-def measure_cost(rehearsal: Rehearsal, policy: PrecisionPolicy) -> Cost:
+def measure_cost(passes: IsolatedPasses, policy: PrecisionPolicy) -> Cost:
     """Return the cost of a training pass over the batch, beside float32's, which takes turns with it."""
-    memory = _memory(rehearsal, policy)
-    times = [(_seconds(rehearsal, policy.in_float32()), _seconds(rehearsal, policy)) for _ in range(3)]
+    memory = _memory(passes, policy)
+    times = [(_seconds(passes, policy.in_float32()), _seconds(passes, policy)) for _ in range(3)]
     return Cost(
         seconds=statistics.median(low for _, low in times),
         relative=statistics.median(low / reference for reference, low in times),
@@ -177,15 +179,15 @@ def measure_cost(rehearsal: Rehearsal, policy: PrecisionPolicy) -> Cost:
     )
 
 
-def _seconds(rehearsal: Rehearsal, policy: PrecisionPolicy) -> float:
+def _seconds(passes: IsolatedPasses, policy: PrecisionPolicy) -> float:
     start = time.perf_counter()
-    rehearsal.train(policy)  # reads its losses on the host, so that the device is done
+    passes.train(policy)  # reads its losses on the host, so that the device is done
     return time.perf_counter() - start
 
 
-def _memory(rehearsal: Rehearsal, policy: PrecisionPolicy) -> float:
+def _memory(passes: IsolatedPasses, policy: PrecisionPolicy) -> float:
     """Return ``Cost.memory`` of a pass, which also warms up."""
-    device = next(rehearsal.model.parameters()).device
+    device = next(passes.model.parameters()).device
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -196,6 +198,6 @@ def _memory(rehearsal: Rehearsal, policy: PrecisionPolicy) -> float:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        rehearsal.train(policy)
+        passes.train(policy)
     bytes_used = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else sum(kept.values())
     return bytes_used / 2**20
