@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastamp.utils.terminal_text import sanitize_terminal_text
 
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.load_state import classifiers, convert_state_dict, examples, load_model_state
@@ -30,6 +29,7 @@ from fastamp.modeling.infer_config import backbone_prefixes, infer_config, inter
 from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean, writing
 from fastamp.utils.files import expand, ignore_closed_stdout, real_path
 from fastamp.utils.logger import setup_logger
+from fastamp.utils.terminal_text import sanitize_terminal_text
 
 
 def import_checkpoint(

@@ -17,7 +17,7 @@ from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
 from fastamp.data.decode import LARGEST_PIXELS, MAX_PIXELS, check_pixels, open_with_pil, read_image
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError
-from fastamp.utils.files import check_no_device
+from fastamp.utils.files import check_not_device
 from fastamp.utils.progress import track
 
 SPLITS = ("train", "query", "gallery")
@@ -155,7 +155,7 @@ def _by_identity(items: Sequence[ImageItem]) -> dict[int | str, list[ImageItem]]
 
 def _inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _ImageSummary:
     try:
-        check_no_device(item.path)
+        check_not_device(item.path)
         content = Path(item.path).read_bytes()
         with open_with_pil(io.BytesIO(content)) as image:
             check_pixels(item.path, *image.size, max_pixels)

@@ -285,11 +285,11 @@ def without_collectives(model: nn.Module) -> Iterator[None]:
         yield
         return
     layers = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
-    own, former = comm.own_group() if layers else None, [layer.process_group for layer in layers]
+    own, former = comm.single_process_group() if layers else None, [layer.process_group for layer in layers]
     try:
         for layer in layers:
             layer.process_group = own
-        with comm.alone():
+        with comm.as_single_process():
             yield
     finally:
         for layer, group in zip(layers, former, strict=True):

@@ -178,10 +178,10 @@ class PrecisionDiagnostics:
             location, note, micro_batch, losses = replay_failure(
                 step.model, self._micro_batches, policy=policy, loss_scale=scale, frozen=tuple(step.frozen)
             )
-        place = comm.first_text(location.describe() if location else "", location.order if location else 0)
+        place = comm.select_message(location.describe() if location else "", location.order if location else 0)
         message = f"{failure.headline}\n{place}"
         if not place:
-            message = f"{failure}\n{comm.first_text(note) or 'the failure did not show again when it was replayed'}"
+            message = f"{failure}\n{comm.select_message(note) or 'the failure did not show again when it was replayed'}"
         details = {"micro_batch": micro_batch, "losses": losses, "location": location}
         return self._with_file(message, step, iteration=iteration, policy=policy, loss_scale=scale, **details)
 
@@ -240,7 +240,7 @@ class PrecisionDiagnostics:
             outcome = f"(no crash file: {error})"
         # All ranks say the same, the one whose find is said.
         found = details["location"]
-        return f"{message}\n{comm.first_of_all(outcome, found.order if found else math.inf)[1]}"
+        return f"{message}\n{comm.select_text(outcome, found.order if found else math.inf)[1]}"
 
 
 def _versions(batch: dict[str, Any]) -> list[int]:

@@ -106,15 +106,15 @@ def preflight(
     except UserError as raised:
         error = raised
     # Among several processes what one finds is everybody's.
-    found = comm.first_text(str(error) if error else "")
+    found = comm.select_message(str(error) if error else "")
     if found:
         raise error or TrainingError(found)
     order = report.location.order if report.location else 0
-    report.problem = comm.first_text(report.problem, order)
-    report.in_float32 = comm.any_rank(report.in_float32)
-    report.kernel = comm.any_rank(report.kernel)
+    report.problem = comm.select_message(report.problem, order)
+    report.in_float32 = comm.any_across_ranks(report.in_float32)
+    report.kernel = comm.any_across_ranks(report.kernel)
     if scaler is not None:  # on all ranks, whatever each of them found
-        smallest = -comm.largest(-math.inf if report.loss_scale is None else -report.loss_scale)
+        smallest = -comm.all_reduce_max(-math.inf if report.loss_scale is None else -report.loss_scale)
         report.loss_scale = None if report.loss_scale is None else smallest
     return report
 

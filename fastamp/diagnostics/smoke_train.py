@@ -79,7 +79,7 @@ def smoke_train(policy: PrecisionPolicy, device: torch.device) -> SmokeTrainResu
     taken, losses = 0, []
     scaler = LossScaler() if policy.needs_loss_scaling else None
     try:
-        with comm.alone(), _quiet(), torch.enable_grad():
+        with comm.as_single_process(), _quiet(), torch.enable_grad():
             generator = torch.Generator("cpu").manual_seed(0)
             model = _TinyModel(generator).to(device)
             images = _normal(generator, 8, 3, 8, 8).to(device)

@@ -3,14 +3,14 @@
 import argparse
 from typing import NoReturn
 
-from fastamp.utils.files import closed_stdout_allowed
+from fastamp.utils.files import ignore_closed_stdout
 
 
 class _Parser(argparse.ArgumentParser):
     """Prints its help also where the reader of stdout stops early."""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        with closed_stdout_allowed():
+        with ignore_closed_stdout():
             super().exit(status, message)
 
 

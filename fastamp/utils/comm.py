@@ -11,12 +11,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-_alone = False
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "alone": "fastamp.utils.comm.as_single_process",
+        "any_rank": "fastamp.utils.comm.any_across_ranks",
+        "first_of_all": "fastamp.utils.comm.select_text",
+        "first_text": "fastamp.utils.comm.select_message",
+        "from_main_process": "fastamp.utils.comm.broadcast_scalar",
+        "largest": "fastamp.utils.comm.all_reduce_max",
+        "own_group": "fastamp.utils.comm.single_process_group",
+        "own_share": "fastamp.utils.comm.shard_range",
+    },
+)
+
+_as_single_process = False
 
 
 def is_distributed() -> bool:
     """Whether a process group of more than one process is up."""
-    return not _alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return not _as_single_process and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def get_rank() -> int:
@@ -35,14 +51,14 @@ def is_main_process() -> bool:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def as_single_process() -> Iterator[None]:
     """Behave as a single process inside: for what one rank does while the others do something else, or are gone."""
-    global _alone
-    before, _alone = _alone, True
+    global _as_single_process
+    before, _as_single_process = _as_single_process, True
     try:
         yield
     finally:
-        _alone = before
+        _as_single_process = before
 
 
 @contextmanager
@@ -84,7 +100,7 @@ def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp) -> torch.Tensor:
     return reduced
 
 
-def largest(number: float) -> float:
+def all_reduce_max(number: float) -> float:
     """Return the largest of the ranks' numbers."""
     if not is_distributed():
         return number
@@ -92,9 +108,9 @@ def largest(number: float) -> float:
     return _all_reduce(value, dist.ReduceOp.MAX).item()
 
 
-def any_rank(flag: bool) -> bool:
+def any_across_ranks(flag: bool) -> bool:
     """Return whether ``flag`` is true on any rank."""
-    return bool(largest(flag))
+    return bool(all_reduce_max(flag))
 
 
 def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
@@ -104,7 +120,7 @@ def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
     return all_reduce_sum(torch.tensor(numbers, dtype=torch.float64, device=transport_device())).tolist()
 
 
-def from_main_process(number: float) -> float:
+def broadcast_scalar(number: float) -> float:
     """Return the main process's ``number`` on every rank."""
     if not is_distributed():
         return number
@@ -113,7 +129,7 @@ def from_main_process(number: float) -> float:
     return value.item()
 
 
-def own_share(count: int, multiple: int = 1) -> tuple[int, int]:
+def shard_range(count: int, multiple: int = 1) -> tuple[int, int]:
     """Return where this rank's share of ``count`` rows begins and ends; shares begin at multiples of ``multiple``."""
     parts = -(-count // multiple)
     bounds = [min(count, parts * rank // get_world_size() * multiple) for rank in (get_rank(), get_rank() + 1)]
@@ -159,15 +175,15 @@ def all_gather(rows: torch.Tensor) -> torch.Tensor:
     return _AllGather.apply(rows) if is_distributed() else rows
 
 
-_own_group: Any = None
+_single_process_group: Any = None
 
 
-def own_group() -> Any:
+def single_process_group() -> Any:
     """Return a process group of this process alone; all ranks must call this together for the first time."""
-    global _own_group
-    if _own_group is None:
-        _own_group, _ = dist.new_subgroups(group_size=1)
-    return _own_group
+    global _single_process_group
+    if _single_process_group is None:
+        _single_process_group, _ = dist.new_subgroups(group_size=1)
+    return _single_process_group
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
@@ -180,7 +196,7 @@ def gather_bytes(data: bytes) -> list[bytes]:
     return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-def first_of_all(text: str, order: float = 0) -> tuple[int, str]:
+def select_text(text: str, order: float = 0) -> tuple[int, str]:
     """Return on every rank the text, of those that are not empty, of the lowest ``order``, then of the lowest rank.
 
     Returns:
@@ -192,9 +208,9 @@ def first_of_all(text: str, order: float = 0) -> tuple[int, str]:
     return min(found)[1:] if found else (-1, "")
 
 
-def first_text(text: str, order: float = 0) -> str:
-    """Return the text of ``first_of_all``; among several processes it says whose it is."""
-    rank, chosen = first_of_all(text, order)
+def select_message(text: str, order: float = 0) -> str:
+    """Return the text of ``select_text``; among several processes it says whose it is."""
+    rank, chosen = select_text(text, order)
     return f"on rank {rank}: {chosen}" if chosen and get_world_size() > 1 else chosen
 
 

@@ -14,6 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from fastamp.utils.errors import writing
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "check_no_device": "fastamp.utils.files.check_not_device",
+        "closed_stdout_allowed": "fastamp.utils.files.ignore_closed_stdout",
+    },
+)
 
 
 def expand(path: str | os.PathLike[str]) -> Path:
@@ -29,7 +38,7 @@ def real_path(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.realpath(path))
 
 
-def check_no_device(path: str | os.PathLike[str]) -> None:
+def check_not_device(path: str | os.PathLike[str]) -> None:
     """Refuse what can be read for ever, or not before somebody writes: pipes, sockets, and devices such as /dev/zero.
 
     Raises:
@@ -41,7 +50,7 @@ def check_no_device(path: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
-def closed_stdout_allowed() -> Iterator[None]:
+def ignore_closed_stdout() -> Iterator[None]:
     """Continue where the reader of stdout, e.g. ``head``, has stopped reading before all was printed.
 
     Raises:

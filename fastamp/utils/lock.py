@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fastamp.utils.errors import ConfigError, writing
-from fastamp.utils.printable import printable
+from fastamp.utils.terminal_text import sanitize_terminal_text
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +152,8 @@ def _read_holder(file: BinaryIO) -> str:
     try:
         file.seek(0)
         holder = json.loads(file.read(10_000))
-        return printable(f"process {holder['pid']} on {holder['host']}, since {holder['since']}: {holder['command']}")
+        return sanitize_terminal_text(
+            f"process {holder['pid']} on {holder['host']}, since {holder['since']}: {holder['command']}"
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return "a process that could not say which it is"

@@ -5,8 +5,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from fastamp.utils.printable import printable
 from fastamp.utils.progress import ConsoleHandler
+from fastamp.utils.terminal_text import sanitize_terminal_text
 
 _FORMAT = "[%(asctime)s %(name)s] %(prefix)s%(message)s"
 
@@ -18,7 +18,7 @@ class _Formatter(logging.Formatter):
         copied = logging.makeLogRecord(record.__dict__)
         copied.prefix = "" if record.levelno == logging.INFO else f"{record.levelname}: "
         copied.name = record.name.rsplit(".", 1)[-1]
-        return printable(super().format(copied))
+        return sanitize_terminal_text(super().format(copied))
 
 
 class _LogFile(logging.FileHandler):

@@ -28,7 +28,7 @@ MODULES = {
     "fastamp.amp.rehearsal": "fastamp.diagnostics.isolated_passes",
     "fastamp.amp.ten_steps": "fastamp.diagnostics.smoke_train",
     "fastamp.cli.pictures": "fastamp.inference.visualize",
-    "fastamp.data.aside": "fastamp.utils.aside",
+    "fastamp.data.aside": "fastamp.utils.atomic_dir",
     "fastamp.data.datasets.caviara": "fastamp.data.datasets.catalog",
     "fastamp.data.datasets.cuhksysu": "fastamp.data.datasets.catalog",
     "fastamp.data.datasets.dukemtmc": "fastamp.data.datasets.catalog",
@@ -81,9 +81,12 @@ MODULES = {
     "fastamp.modeling.meta_arch.origins": "fastamp.checkpoint.state_dict_conversion",
     "fastamp.modeling.recognize": "fastamp.modeling.infer_config",
     "fastamp.modeling.weights": "fastamp.checkpoint.pretrained",
+    "fastamp.utils.aside": "fastamp.utils.atomic_dir",
     "fastamp.utils.checkpoint": "fastamp.checkpoint.checkpointer",
+    "fastamp.utils.form": "fastamp.utils.structure",
     "fastamp.utils.load_state": "fastamp.checkpoint.load_state",
     "fastamp.utils.pickle_limits": "fastamp.checkpoint.pickle_limits",
+    "fastamp.utils.printable": "fastamp.utils.terminal_text",
     "fastamp.utils.weights_file": "fastamp.checkpoint.weights_file",
 }
 """Old name of a module or package -> the present one. Submodules of a package need no entry of their own."""

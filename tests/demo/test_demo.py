@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fastamp.utils.atomic_dir import _machine
 from PIL import Image
 
 from fastamp.data.datasets.demo import Demo
@@ -30,6 +29,7 @@ from fastamp.demo.wardrobe import (
     draw_lookalike,
     draw_people,
 )
+from fastamp.utils.atomic_dir import _machine
 from fastamp.utils.errors import DataError
 
 SMALL = {

@@ -6,7 +6,6 @@ import os
 import pytest
 import tiny
 import train_net
-from fastamp.utils.terminal_text import sanitize_terminal_text
 from PIL import Image
 
 from fastamp.data.cache import ImageCache
@@ -15,6 +14,7 @@ from fastamp.data.decode import read_image
 from fastamp.utils.errors import DataError
 from fastamp.utils.files import folder_name
 from fastamp.utils.logger import setup_logger
+from fastamp.utils.terminal_text import sanitize_terminal_text
 
 
 @pytest.mark.parametrize(

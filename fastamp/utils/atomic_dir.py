@@ -8,12 +8,16 @@ import time
 import uuid
 from pathlib import Path
 
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(__name__, {"aside": "fastamp.utils.atomic_dir.temporary_path"})
+
 # A build folder of a process on another machine, or of an earlier version, in which nothing was written for so many
 # seconds belongs to a process that was killed.
 _ABANDONED_SECONDS = 120
 
 
-def aside(folder: Path) -> Path:
+def temporary_path(folder: Path) -> Path:
     """Return a new, hidden name beside ``folder`` under which to build it; nothing is made."""
     return folder.with_name(f"{_prefix(folder)}{_machine()}-{os.getpid()}-{uuid.uuid4().hex}")
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from fastamp.utils.structure import structure_mismatch
 
 OWN = {

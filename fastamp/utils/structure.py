@@ -5,8 +5,12 @@ from typing import Any
 
 import torch
 
+from fastamp.utils.moved import moved_names
 
-def unlike(own: Any, saved: Any, name: str = "") -> str:
+__getattr__ = moved_names(__name__, {"unlike": "fastamp.utils.structure.structure_mismatch"})
+
+
+def structure_mismatch(own: Any, saved: Any, name: str = "") -> str:
     """Say where ``saved`` has another form than ``own``; "" where it has the same.
 
     What only one of them has is no matter here, nor are tensors' values. ``None`` in ``own`` stands for anything plain,
@@ -23,19 +27,21 @@ def unlike(own: Any, saved: Any, name: str = "") -> str:
         if not isinstance(saved, Mapping):
             return _expected(name, "a dict", saved)
         inner = ((own[key], saved[key], f"{name}.{key}" if name else str(key)) for key in own if key in saved)
-        return next(filter(None, (unlike(*each) for each in inner)), "")
+        return next(filter(None, (structure_mismatch(*each) for each in inner)), "")
     if isinstance(own, torch.Tensor):
-        return _unlike_tensor(own, saved, name)
+        return _tensor_mismatch(own, saved, name)
     if isinstance(own, tuple):
         if not isinstance(saved, Sequence) or isinstance(saved, str) or len(saved) != len(own):
             return _expected(name, f"{len(own)} values", saved)
         pairs = zip(own, saved, strict=True)
-        return next(filter(None, (unlike(*pair, f"{name}[{n}]") for n, pair in enumerate(pairs))), "")
+        return next(filter(None, (structure_mismatch(*pair, f"{name}[{n}]") for n, pair in enumerate(pairs))), "")
     if isinstance(own, list):
         if not isinstance(saved, list):
             return _expected(name, "a list", saved)
         first = own[:1] or [None]
-        return next(filter(None, (unlike(first[0], each, f"{name}[{n}]") for n, each in enumerate(saved))), "")
+        return next(
+            filter(None, (structure_mismatch(first[0], each, f"{name}[{n}]") for n, each in enumerate(saved))), ""
+        )
     if own is None:
         plain = saved is None or isinstance(saved, bool | int | float | str | Mapping)
         return "" if plain else _expected(name, "a plain value", saved)
@@ -48,7 +54,7 @@ def unlike(own: Any, saved: Any, name: str = "") -> str:
     return "" if is_number else _expected(name, "a number", saved)
 
 
-def _unlike_tensor(own: torch.Tensor, saved: Any, name: str) -> str:
+def _tensor_mismatch(own: torch.Tensor, saved: Any, name: str) -> str:
     if not isinstance(saved, torch.Tensor) or saved.layout != torch.strided or saved.is_meta:
         return _expected(name, "a tensor", saved)
     alike = saved.shape == own.shape and saved.dtype == own.dtype
