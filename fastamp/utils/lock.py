@@ -152,8 +152,7 @@ def _read_holder(file: BinaryIO) -> str:
     try:
         file.seek(0)
         holder = json.loads(file.read(10_000))
-        return sanitize_terminal_text(
-            f"process {holder['pid']} on {holder['host']}, since {holder['since']}: {holder['command']}"
-        )
+        process = f"process {holder['pid']} on {holder['host']}"
+        return sanitize_terminal_text(f"{process}, since {holder['since']}: {holder['command']}")
     except (OSError, ValueError, KeyError, TypeError):
         return "a process that could not say which it is"
