@@ -42,24 +42,24 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
     Raises:
         WeightsError: it is none of the models here.
     """
-    of_mgn = any(name.startswith("b1_head.") for name in state)
-    transreid = any(name.startswith("base.") for name in state)
+    is_mgn = any(name.startswith("b1_head.") for name in state)
+    is_transreid = any(name.startswith("base.") for name in state)
     prefixes = ("base.", "backbone.")
     trunk = {name.partition(".")[2]: value for name, value in state.items() if name.startswith(prefixes)} or dict(state)
-    if of_mgn:
+    if is_mgn:
         trunk = mgn.backbone_state(state)
     elif "b1.0.norm1.weight" in state:  # JPM's copies of the last block
         number = sum(name.startswith("blocks.") and name.endswith(".norm1.weight") for name in trunk)
-        if transreid:
+        if is_transreid:
             number -= 1  # that is still there, though nothing uses it
         trunk |= jpm_head.last_block_state(state, number=number)
     defaults = get_cfg() if defaults is None else defaults
     keys, width = _find_backbone(trunk, source, defaults)
-    keys |= {"MODEL.BACKBONE.FEAT_DIM": str(width), "MODEL.META_ARCHITECTURE": "MGN" if of_mgn else "Baseline"}
+    keys |= {"MODEL.BACKBONE.FEAT_DIM": str(width), "MODEL.META_ARCHITECTURE": "MGN" if is_mgn else "Baseline"}
     return (
         keys
         | _keys_from_tensors(keys, trunk)
-        | _head_keys(state, of_mgn=of_mgn, transreid=transreid)
+        | _head_keys(state, is_mgn=is_mgn, is_transreid=is_transreid)
         | interpolation_keys(state)
     )
 
@@ -163,8 +163,8 @@ def _candidates(trunk: State, defaults: CfgNode) -> Iterator[dict[str, str]]:
     for name in sorted(similarity, key=similarity.__getitem__, reverse=True)[:4]:
         variants = all_variants[name]
         for count in range(len(variants.options) + 1):
-            for chosen, depth in itertools.product(itertools.combinations(variants.options, count), variants.depths):
-                yield _backbone_keys(name, depth, chosen)
+            for enabled, depth in itertools.product(itertools.combinations(variants.options, count), variants.depths):
+                yield _backbone_keys(name, depth, enabled)
 
 
 def _backbone_keys(name: str, depth: str, options: tuple[str, ...] = ()) -> dict[str, str]:
@@ -209,9 +209,9 @@ def _match_fraction(keys: dict[str, str], trunk: State, defaults: CfgNode) -> tu
     return matching / (len(own) + len(unexpected)), width
 
 
-def _head_keys(state: State, *, of_mgn: bool, transreid: bool) -> dict[str, str]:
+def _head_keys(state: State, *, is_mgn: bool, is_transreid: bool) -> dict[str, str]:
     """Return the keys of the head, and of what goes with it."""
-    prefix = "b1_head." if of_mgn else "heads."
+    prefix = "b1_head." if is_mgn else "heads."
     own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     head = own or {name: value for name, value in state.items() if not name.startswith(("backbone.", "base."))}
     keys: dict[str, str] = {}
@@ -237,7 +237,7 @@ def _head_keys(state: State, *, of_mgn: bool, transreid: bool) -> dict[str, str]
     if jpm:
         branches = {found[1] for name in head if (found := re.match(r"(?:bottleneck_|branches\.)(\d+)\.", name))}
         keys["MODEL.HEADS.JPM.PARTS"] = str(len(branches - {"0"}))
-    if transreid:
+    if is_transreid:
         half = "(127.5, 127.5, 127.5)"
         keys |= {"MODEL.HEADS.EVAL_FEAT": "before", "MODEL.PIXEL_MEAN": half, "MODEL.PIXEL_STD": half}
     return keys

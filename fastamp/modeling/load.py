@@ -69,9 +69,9 @@ def load_model(
     extra = load_evaluated_weights(
         model, cfg.MODEL.WEIGHTS, average=evaluated_average(cfg), min_match=cfg.MODEL.WEIGHTS_MIN_MATCH
     )
-    trained = _stored_policy(extra, cfg.MODEL.WEIGHTS)
-    if trained and not from_config and not _sets_precision(opts):
-        policy_cfg = cfg.with_values({"SOLVER.AMP": "off" if trained["dtype"] == "float32" else trained["dtype"]})
+    stored = _stored_policy(extra, cfg.MODEL.WEIGHTS)
+    if stored and not from_config and not _sets_precision(opts):
+        policy_cfg = cfg.with_values({"SOLVER.AMP": "off" if stored["dtype"] == "float32" else stored["dtype"]})
     else:
         policy_cfg = cfg
     policy = PrecisionPolicy.from_config(policy_cfg, resolved).for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
@@ -114,11 +114,11 @@ def _stored_policy(extra: dict[str, Any], path: str) -> dict[str, Any] | None:
         WeightsError: its entry has another form than what a run writes.
     """
     policy = extra.get("policy")
-    wrong = structure_mismatch({"dtype": ""}, policy, "policy")
-    if not wrong and policy and "dtype" not in policy:
-        wrong = "policy: expected a dtype"
-    if wrong:
-        raise damaged_entry_error(path, wrong)
+    mismatch = structure_mismatch({"dtype": ""}, policy, "policy")
+    if not mismatch and policy and "dtype" not in policy:
+        mismatch = "policy: expected a dtype"
+    if mismatch:
+        raise damaged_entry_error(path, mismatch)
     return policy
 
 

@@ -41,7 +41,7 @@ def explain_out_of_memory(cfg: Any) -> Iterator[None]:
         with _CheckTensorSizes(cfg):
             yield
     except (RuntimeError, MemoryError) as error:
-        if not (is_out_of_memory(error) or any(sign in str(error) for sign in _OVERFLOW_MESSAGES)):
+        if not (is_out_of_memory(error) or any(text in str(error) for text in _OVERFLOW_MESSAGES)):
             raise
         requested = re.search(r"allocate (\d+) bytes", str(error))
         raise _out_of_memory_error(cfg, nbytes=int(requested[1]) if requested else None) from error
@@ -60,8 +60,8 @@ class _CheckTensorSizes(TorchFunctionMode):
         kwargs = kwargs or {}
         device = torch.device(kwargs.get("device") or torch.get_default_device())
         if func in _FACTORIES and device.type == "cpu" and kwargs.get("out") is None:
-            plain = {name: value for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
-            self._check(func(*args, **plain | {"device": "meta"}))
+            arguments = {name: value for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
+            self._check(func(*args, **arguments | {"device": "meta"}))
         elif func is torch.Tensor.clone and args[0].device.type == "cpu":  # as a copy of a module does
             self._check(args[0])
         return func(*args, **kwargs)
@@ -85,14 +85,14 @@ def _out_of_memory_error(
         if key.path.startswith("MODEL.") and isinstance(value, int) and not isinstance(value, bool)
     }
     large = {name: value for name, value in integers.items() if value >= _MIN_SUSPECT_SIZE}
-    fitting = {name: value for name, value in large.items() if any(size and size % value == 0 for size in shape)}
-    chosen = sorted((fitting or large).items(), key=lambda item: -item[1])
+    divisors = {name: value for name, value in large.items() if any(size and size % value == 0 for size in shape)}
+    suspects = sorted((divisors or large).items(), key=lambda item: -item[1])
     tensor = f"a tensor of shape {shape}" if shape else "a tensor"
     needs = f"{tensor} needs {_gigabytes(nbytes)}" if nbytes else f"{tensor} is too large"
     available = f", and {_gigabytes(free)} are available" if free is not None else ""
-    found = f"\n  found: {', '.join(f'{name} {value}' for name, value in chosen[:3])}" if chosen else ""
-    lower = chosen[0][0] if chosen else "the sizes below MODEL"
-    return ConfigError(f"the model does not fit into memory: {needs}{available}.{found}\n  fix: lower {lower}")
+    values = f"\n  found: {', '.join(f'{name} {value}' for name, value in suspects[:3])}" if suspects else ""
+    key_to_lower = suspects[0][0] if suspects else "the sizes below MODEL"
+    return ConfigError(f"the model does not fit into memory: {needs}{available}.{values}\n  fix: lower {key_to_lower}")
 
 
 def _gigabytes(nbytes: int) -> str:

@@ -11,7 +11,7 @@ from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.modeling import build_model
 from fastamp.modeling.losses import build_losses
-from fastamp.modeling.losses.pml import _NOT_FOR_A_CONFIG
+from fastamp.modeling.losses.pml import _EXCLUDED
 from fastamp.solver import build_optimizer
 from fastamp.utils.errors import ConfigError
 
@@ -91,7 +91,7 @@ def test_weights_of_other_identities_start_anew_and_evaluation_needs_none(tmp_pa
 NAMES = [
     name
     for name, kind in vars(losses).items()
-    if inspect.isclass(kind) and issubclass(kind, losses.BaseMetricLossFunction) and name not in _NOT_FOR_A_CONFIG
+    if inspect.isclass(kind) and issubclass(kind, losses.BaseMetricLossFunction) and name not in _EXCLUDED
 ]
 
 

@@ -36,7 +36,7 @@ class Variants:
     keys_of: Callable[[State], dict[str, str]] = lambda state: {}
 
 
-def variants(depths: Iterable[str], **others: Any) -> Callable[[Backbone], Backbone]:
+def variants(depths: Iterable[str], **fields: Any) -> Callable[[Backbone], Backbone]:
     """Return a decorator that gives a backbone its ``variants``, so that its weights files are recognized.
 
     Parameter names of other programs are translated by the backbone's ``convert_state_dict`` method; see
@@ -47,7 +47,7 @@ def variants(depths: Iterable[str], **others: Any) -> Callable[[Backbone], Backb
     """
 
     def add(backbone: Backbone) -> Backbone:
-        backbone.variants = Variants(tuple(depths), **others)
+        backbone.variants = Variants(tuple(depths), **fields)
         return backbone
 
     return add

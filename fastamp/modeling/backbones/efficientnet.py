@@ -160,13 +160,13 @@ class EfficientNet(nn.Module):
         names = {"features.0.0": "stem.conv", "features.0.1": "stem.bn"}
         for stage in range(1, len(STRIDES) + 1):
             for number, block in enumerate(self.get_submodule(f"s{stage}")):
-                theirs, own = f"features.{stage}.{number}.block", f"s{stage}.b{number + 1}"
+                source, target = f"features.{stage}.{number}.block", f"s{stage}.b{number + 1}"
                 parts = [("exp", "exp_bn")] if block.expands else []
                 parts += [("dwise", "dwise_bn"), ("se.f_ex.0", "se.f_ex.2"), ("lin_proj", "lin_proj_bn")]
-                for place, pair in enumerate(parts):
+                for position, pair in enumerate(parts):
                     suffixes = ("fc1", "fc2") if pair[0].startswith("se") else ("0", "1")
                     for suffix, part in zip(suffixes, pair, strict=True):
-                        names[f"{theirs}.{place}.{suffix}"] = f"{own}.{part}"
+                        names[f"{source}.{position}.{suffix}"] = f"{target}.{part}"
         last = len(STRIDES) + 1
         names |= {f"features.{last}.0": "head.conv", f"features.{last}.1": "head.conv_bn"}
         return rename_modules(state, names)

@@ -87,10 +87,10 @@ class MobileNetV3(nn.Module):
 
     def __init__(self, *, model: str, in_channels: int = 3, norm: str = "BN") -> None:
         super().__init__()
-        whole = torchvision.models.get_model(model, weights=None, norm_layer=partial(build_norm, norm))
-        self.features = whole.features
+        network = torchvision.models.get_model(model, weights=None, norm_layer=partial(build_norm, norm))
+        self.features = network.features
         _set_image_channels(self.features, in_channels)
-        last = whole.classifier[0]
+        last = network.classifier[0]
         self.conv = nn.Sequential(
             nn.Conv2d(last.in_features, last.out_features, 1, bias=False),
             build_norm(norm, last.out_features),
@@ -106,9 +106,11 @@ class MobileNetV3(nn.Module):
 
 def _set_image_channels(features: nn.Sequential, channels: int) -> None:
     """Give a network's first convolution an input of ``channels``."""
-    rgb = features[0][0]
-    if channels != rgb.in_channels:
-        features[0][0] = nn.Conv2d(channels, rgb.out_channels, rgb.kernel_size, rgb.stride, rgb.padding, bias=False)
+    first = features[0][0]
+    if channels != first.in_channels:
+        features[0][0] = nn.Conv2d(
+            channels, first.out_channels, first.kernel_size, first.stride, first.padding, bias=False
+        )
         _init_convolution(features[0][0])
 
 

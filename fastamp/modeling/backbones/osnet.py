@@ -128,8 +128,8 @@ class OSBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        narrow = self.conv1(x)
-        a, b, c, d = self.conv2a(narrow), self.conv2b(narrow), self.conv2c(narrow), self.conv2d(narrow)
+        reduced = self.conv1(x)
+        a, b, c, d = self.conv2a(reduced), self.conv2b(reduced), self.conv2c(reduced), self.conv2d(reduced)
         out = self.conv3(self.gate(a) + self.gate(b) + self.gate(c) + self.gate(d))
         return self.relu(self.IN(out + self.downsample(x)))
 

@@ -60,9 +60,9 @@ class AINBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        narrow = self.conv1(x)
-        first, *others = (self.gate(stream(narrow)) for stream in self.conv2)
-        return self.relu(self.IN(self.conv3(sum(others, start=first))) + self.downsample(x))
+        reduced = self.conv1(x)
+        first, *rest = (self.gate(stream(reduced)) for stream in self.conv2)
+        return self.relu(self.IN(self.conv3(sum(rest, start=first))) + self.downsample(x))
 
 
 class OSNetAIN(nn.Module):

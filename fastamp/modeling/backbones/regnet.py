@@ -197,8 +197,8 @@ class RegNet(nn.Module):
         parts |= {f"f.{letter}.1": f"f.{letter}_bn" for letter in "abc"}
         for stage, name in enumerate(_STAGES, start=1):
             for number in range(len(self.get_submodule(name))):
-                theirs, own = f"trunk_output.block{stage}.block{stage}-{number}", f"{name}.b{number + 1}"
-                names |= {f"{theirs}.{part}": f"{own}.{parts[part]}" for part in parts}
+                source, target = f"trunk_output.block{stage}.block{stage}-{number}", f"{name}.b{number + 1}"
+                names |= {f"{source}.{part}": f"{target}.{parts[part]}" for part in parts}
         return rename_modules(state, names)
 
     adopt_state = renamed_attribute("adopt_state", "convert_state_dict")

@@ -138,9 +138,9 @@ class RepVGGBlock(nn.Module):
         if not branches <= state.keys():
             return state
         counters = {f"{norm}.num_batches_tracked" for norm in norms}
-        others = {key: value for key, value in state.items() if key not in branches | counters}
+        rest = {key: value for key, value in state.items() if key not in branches | counters}
         fused = self._fuse(state, eps=_BATCH_NORM_EPS)
-        return others | {f"rbr_reparam.{key}": value for key, value in fused.items()}
+        return rest | {f"rbr_reparam.{key}": value for key, value in fused.items()}
 
     adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
@@ -279,12 +279,12 @@ class RepVGG(nn.Module):
 
 def _convert_timm_name(key: str) -> str:
     """Return the name here of timm's ``key``, e.g. stage1.0.rbr_1x1.bn.bias of stages.0.0.conv_1x1.bn.bias."""
-    first, *others = key.split(".")
+    first, *rest = key.split(".")
     if first == "stem":
         first = "stage0"
     elif first == "stages":
-        first, *others = f"stage{int(others[0]) + 1}", *others[1:]
-    return ".".join((first, *(_TIMM_BRANCHES.get(part, part) for part in others)))
+        first, *rest = f"stage{int(rest[0]) + 1}", *rest[1:]
+    return ".".join((first, *(_TIMM_BRANCHES.get(part, part) for part in rest)))
 
 
 @BACKBONE_REGISTRY.register()

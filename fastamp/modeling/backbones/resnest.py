@@ -177,8 +177,8 @@ def _stage(
     first = SplitAttentionBlock(
         in_channels, channels, stride=stride, dilation=1, pool=pool, norm=norm, downsample=downsample
     )
-    others = (SplitAttentionBlock(out_channels, channels, dilation=dilation, norm=norm) for _ in range(count - 1))
-    return nn.Sequential(first, *others)
+    rest = (SplitAttentionBlock(out_channels, channels, dilation=dilation, norm=norm) for _ in range(count - 1))
+    return nn.Sequential(first, *rest)
 
 
 @BACKBONE_REGISTRY.register()

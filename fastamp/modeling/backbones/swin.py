@@ -101,11 +101,11 @@ class Swin(SwinTransformer):
         first = 0 if any(key.startswith("layers.0.downsample.") for key in state) else 1
         for stage in range(4):
             for block in range(len(self.features[2 * stage + 1])):
-                theirs, own = f"layers.{stage}.blocks.{block}", f"features.{2 * stage + 1}.{block}"
-                names |= {f"{theirs}.{part}": f"{own}.{parts[part]}" for part in parts}
+                source, target = f"layers.{stage}.blocks.{block}", f"features.{2 * stage + 1}.{block}"
+                names |= {f"{source}.{part}": f"{target}.{parts[part]}" for part in parts}
             if stage < 3:
-                theirs, own = f"layers.{stage + first}.downsample", f"features.{2 * stage + 2}"
-                names |= {f"{theirs}.{part}": f"{own}.{part}" for part in ("norm", "reduction")}
+                source, target = f"layers.{stage + first}.downsample", f"features.{2 * stage + 2}"
+                names |= {f"{source}.{part}": f"{target}.{part}" for part in ("norm", "reduction")}
         derived = ("relative_position_index", "attn_mask")
         return {key: value for key, value in rename_modules(state, names).items() if not key.endswith(derived)}
 

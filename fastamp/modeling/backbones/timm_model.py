@@ -124,15 +124,15 @@ def _create(
             try:
                 model = timm.create_model(name, pretrained=False, **arguments)
             except _TIMM_ERRORS as error:
-                refusal = error
+                failure = error
                 continue
             if last_stride == 1 and "output_stride" not in option:
                 logger.info("MODEL.BACKBONE.LAST_STRIDE 1 does nothing: timm's %s has one stride", name)
             return model, arguments
     raise ConfigError(
         f"MODEL.BACKBONE.NAME: timm's {name} cannot be a backbone for {size_key} {size} and INPUT.CHANNELS "
-        f"{channels} ({str(refusal) or type(refusal).__name__})"
-    ) from refusal
+        f"{channels} ({str(failure) or type(failure).__name__})"
+    ) from failure
 
 
 def _create_pretrained(timm: ModuleType, name: str, arguments: dict[str, Any]) -> nn.Module:

@@ -363,9 +363,9 @@ def infer_grid(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
     side = math.isqrt(patches)
     if side * side == patches:
         return side, side
-    wanted = math.log(like[0] / like[1])
+    target = math.log(like[0] / like[1])
     rows = (number for number in range(1, patches + 1) if patches % number == 0)
-    height = min(rows, key=lambda number: abs(math.log(number * number / patches) - wanted))
+    height = min(rows, key=lambda number: abs(math.log(number * number / patches) - target))
     return height, patches // height
 
 

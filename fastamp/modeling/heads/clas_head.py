@@ -42,8 +42,8 @@ class ClasHead(EmbeddingHead):
         state = super().convert_state_dict(state, notes)
         classes = state.get("weight")
         # Contiguous: as much memory as the file has, whatever its shape claims.
-        fits = is_weight(classes) and classes.is_contiguous() and classes.shape[1:] == self.weight.shape[1:]
-        if fits and len(self.weight) == 0:
+        is_compatible = is_weight(classes) and classes.is_contiguous() and classes.shape[1:] == self.weight.shape[1:]
+        if is_compatible and len(self.weight) == 0:
             self.weight = nn.Parameter(self.weight.new_zeros(classes.shape))
             self.feature_dim = len(classes)
         return state

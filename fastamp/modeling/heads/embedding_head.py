@@ -174,8 +174,8 @@ class EmbeddingHead(nn.Module):
                 "  fix: take weights of a later FastReID, or train again; as a start for the backbone alone the file "
                 "can be named in MODEL.BACKBONE.PRETRAIN_PATH"
             )
-        behind_fc = any(key.startswith("fc.0.") for key in state)  # torchvision's fc. is its classifier
-        if behind_fc:
+        has_fc = any(key.startswith("fc.0.") for key in state)  # torchvision's fc. is its classifier
+        if has_fc:
             notes.append(
                 "torchreid's features come after its fc layer, which MODEL.HEADS.NAME EmbeddingHead does not have: "
                 "set MODEL.HEADS.NAME FCHead for them"
@@ -188,7 +188,7 @@ class EmbeddingHead(nn.Module):
         number = len(self.bottleneck) - 1  # of the batch norm
         renamed = {}
         for key, value in state.items():
-            if key == "classifier.weight" and not behind_fc:
+            if key == "classifier.weight" and not has_fc:
                 key = "weight"
             elif key.startswith("bnneck."):
                 key = f"bottleneck.{number}.{key.removeprefix('bnneck.')}"

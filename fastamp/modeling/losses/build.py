@@ -43,7 +43,7 @@ def build_losses(cfg: Any) -> nn.ModuleDict:
     return nn.ModuleDict(losses)
 
 
-def check_shareable(losses: nn.ModuleDict, by: str) -> None:
+def check_shareable(losses: nn.ModuleDict, owner: str) -> None:
     """Check that losses can be computed of several features that differ.
 
     Args:
@@ -53,17 +53,17 @@ def check_shareable(losses: nn.ModuleDict, by: str) -> None:
     Raises:
         ConfigError: a loss has weights of its own, e.g. a center of each identity.
     """
-    with_weights = [type(getattr(loss, "loss", loss)).__name__ for loss in losses.values() if [*loss.parameters()]]
-    if with_weights:
+    with_parameters = [type(getattr(loss, "loss", loss)).__name__ for loss in losses.values() if [*loss.parameters()]]
+    if with_parameters:
         raise ConfigError(
-            f"MODEL.LOSSES.NAME: {', '.join(with_weights)} has weights of its own, and {by}, whose features differ, "
-            "cannot share them"
+            f"MODEL.LOSSES.NAME: {', '.join(with_parameters)} has weights of its own, and {owner}, whose features "
+            "differ, cannot share them"
         )
 
 
 def feature_dim(cfg: Any) -> int:
     """Return the width of the ``features`` that a head gives to the losses."""
     heads = cfg.MODEL.HEADS
-    whole = cfg.MODEL.BACKBONE.FEAT_DIM
+    backbone_dim = cfg.MODEL.BACKBONE.FEAT_DIM
     after = heads.NECK_FEAT == "after" or heads.NAME == "ClasHead"  # which knows no other
-    return (heads.EMBEDDING_DIM or whole) if after else whole
+    return (heads.EMBEDDING_DIM or backbone_dim) if after else backbone_dim

@@ -35,16 +35,16 @@ def compute_losses(
         Loss name -> () float32.
     """
     if isinstance(outputs, list):
-        of_each = [
-            {name: weight * loss for name, loss in compute_losses(losses, each, targets, gather=gather).items()}
-            for weight, each in outputs
+        per_output = [
+            {name: weight * loss for name, loss in compute_losses(losses, output, targets, gather=gather).items()}
+            for weight, output in outputs
         ]
-        return {name: torch.stack([each[name] for each in of_each]).sum() for name in losses}
-    whole = (outputs, targets)
+        return {name: torch.stack([output[name] for output in per_output]).sum() for name in losses}
+    gathered = (outputs, targets)
     if gather and any(over_pairs(loss) for loss in losses.values()):
-        whole = (outputs | {"features": comm.all_gather(outputs["features"])}, comm.all_gather(targets))
+        gathered = (outputs | {"features": comm.all_gather(outputs["features"])}, comm.all_gather(targets))
     return {
-        name: loss(*whole) if over_pairs(loss) else _compute_per_image(loss, outputs, targets, gather=gather)
+        name: loss(*gathered) if over_pairs(loss) else _compute_per_image(loss, outputs, targets, gather=gather)
         for name, loss in losses.items()
     }
 

@@ -25,8 +25,8 @@ _EXCLUDED = -1e8
 def _pair_masks(targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which pairs are of one identity, each image with itself left out, and which of two: (B, B) bool each."""
     same = targets[:, None] == targets[None, :]
-    itself = torch.eye(len(targets), dtype=torch.bool, device=targets.device)
-    return same & ~itself, ~same
+    diagonal = torch.eye(len(targets), dtype=torch.bool, device=targets.device)
+    return same & ~diagonal, ~same
 
 
 def log_sum_exp_loss(
@@ -56,8 +56,8 @@ def pairwise_circle_loss(
     Returns:
         () float32.
     """
-    unit = F.normalize(features, dim=1)
-    cosines = unit @ unit.t()
+    normalized = F.normalize(features, dim=1)
+    cosines = normalized @ normalized.t()
     weights = cosines.detach()
     positive_logits = -gamma * (1 + margin - weights).clamp_min(0) * (cosines - (1 - margin))
     negative_logits = gamma * (weights + margin).clamp_min(0) * (cosines - margin)
@@ -79,8 +79,8 @@ def pairwise_cosface(
     Returns:
         () float32.
     """
-    unit = F.normalize(features, dim=1)
-    cosines = unit @ unit.t()
+    normalized = F.normalize(features, dim=1)
+    cosines = normalized @ normalized.t()
     return log_sum_exp_loss(-gamma * cosines, gamma * (cosines + margin), *_pair_masks(targets))
 
 

@@ -29,7 +29,7 @@ PML = "pml/"
 
 # Base classes; one made of another loss; those for pairs of views, without labels; one whose histogram keeps the last
 # step's graph, so that the second step fails; a miner of data that come in triplets.
-_NOT_FOR_A_CONFIG = (
+_EXCLUDED = (
     "BaseMetricLossFunction",
     "BaseMiner",
     "GenericPairLoss",
@@ -39,7 +39,14 @@ _NOT_FOR_A_CONFIG = (
     "EmbeddingsAlreadyPackagedAsTriplets",
 )
 # Made by a class of theirs, which no config can name.
-_OBJECTS = ("distance", "reducer", "embedding_regularizer", "weight_regularizer", "weight_init_func", "collect_stats")
+_OBJECT_ARGUMENTS = (
+    "distance",
+    "reducer",
+    "embedding_regularizer",
+    "weight_regularizer",
+    "weight_init_func",
+    "collect_stats",
+)
 
 
 class PMLLoss(nn.Module):
@@ -86,30 +93,32 @@ def build_pml_loss(cfg: Any, name: str, *, feature_dim: int) -> PMLLoss | None:
     Raises:
         ConfigError: the package is not installed, it has no such loss, or the loss refuses its arguments.
     """
-    losses, miners = _package(name)
+    losses, miners = _import_package(name)
     args, miner = cfg.MODEL.LOSSES.PML.ARGS, cfg.MODEL.LOSSES.PML.MINER
-    asked = {each.removeprefix(PML) for each in cfg.MODEL.LOSSES.NAME if each.startswith(PML)} | {miner}
-    strangers = [key for key in args if key.partition(".")[0] not in asked]
-    if strangers:
+    selected = {each.removeprefix(PML) for each in cfg.MODEL.LOSSES.NAME if each.startswith(PML)} | {miner}
+    unused = [key for key in args if key.partition(".")[0] not in selected]
+    if unused:
         raise ConfigError(
-            f"MODEL.LOSSES.PML.ARGS: {strangers[0]!r} is of no loss in MODEL.LOSSES.NAME."
-            f"{did_you_mean(strangers[0].partition('.')[0], filter(None, asked))}"
+            f"MODEL.LOSSES.PML.ARGS: {unused[0]!r} is of no loss in MODEL.LOSSES.NAME."
+            f"{did_you_mean(unused[0].partition('.')[0], filter(None, selected))}"
         )
-    bare = [key for key in args if "." not in key]
-    if bare:
+    unnested = [key for key in args if "." not in key]
+    if unnested:
         raise ConfigError(
-            f"MODEL.LOSSES.PML.ARGS: {bare[0]} is {args[bare[0]]!r}; expected its arguments by name, "
-            f"e.g. {{{bare[0]}: {{margin: 0.1}}}}"
+            f"MODEL.LOSSES.PML.ARGS: {unnested[0]} is {args[unnested[0]]!r}; expected its arguments by name, "
+            f"e.g. {{{unnested[0]}: {{margin: 0.1}}}}"
         )
-    kind = _find("MODEL.LOSSES.NAME", PML, losses, "losses", name)
+    kind = _get_class("MODEL.LOSSES.NAME", PML, losses, "losses", name)
     needed = [key for key, p in _parameters(kind).items() if p.default is p.empty]
-    known = {"num_classes": cfg.MODEL.HEADS.NUM_CLASSES, "embedding_size": feature_dim, "descriptors_dim": feature_dim}
-    known = {key: value for key, value in known.items() if key in needed}
-    if known.get("num_classes") == 0:
+    fixed = {"num_classes": cfg.MODEL.HEADS.NUM_CLASSES, "embedding_size": feature_dim, "descriptors_dim": feature_dim}
+    fixed = {key: value for key, value in fixed.items() if key in needed}
+    if fixed.get("num_classes") == 0:
         return None
     return PMLLoss(
-        loss=_make(kind, _arguments(args, name), known),
-        miner=_make(_find("MODEL.LOSSES.PML.MINER", "", miners, "miners", miner), _arguments(args, miner), {})
+        loss=_instantiate(kind, _arguments(args, name), fixed),
+        miner=_instantiate(
+            _get_class("MODEL.LOSSES.PML.MINER", "", miners, "miners", miner), _arguments(args, miner), {}
+        )
         if miner
         else None,
         loss_name=f"loss_{_snake_case(name.removesuffix('Loss'))}",
@@ -117,7 +126,7 @@ def build_pml_loss(cfg: Any, name: str, *, feature_dim: int) -> PMLLoss | None:
     )
 
 
-def _package(name: str) -> tuple[ModuleType, ModuleType]:
+def _import_package(name: str) -> tuple[ModuleType, ModuleType]:
     try:
         from pytorch_metric_learning import losses, miners
     except ImportError as error:
@@ -128,13 +137,13 @@ def _package(name: str) -> tuple[ModuleType, ModuleType]:
     return losses, miners
 
 
-def _find(key: str, prefix: str, module: ModuleType, base: str, name: str) -> type[nn.Module]:
+def _get_class(key: str, prefix: str, module: ModuleType, base: str, name: str) -> type[nn.Module]:
     """Return the class ``name`` of pytorch-metric-learning's ``losses`` or ``miners``."""
     parent = module.BaseMetricLossFunction if base == "losses" else module.BaseMiner
     choices = {
         each: value
         for each, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, parent) and each not in _NOT_FOR_A_CONFIG
+        if inspect.isclass(value) and issubclass(value, parent) and each not in _EXCLUDED
     }
     if name not in choices:
         raise ConfigError(
@@ -164,17 +173,17 @@ def _parameters(kind: type) -> dict[str, inspect.Parameter]:
     return found
 
 
-def _make(kind: type[nn.Module], given: dict[str, Any], known: dict[str, Any]) -> nn.Module:
-    accepted = [key for key in _parameters(kind) if key not in known and key not in _OBJECTS]
-    where = f"MODEL.LOSSES.PML.ARGS: {kind.__name__}"
+def _instantiate(kind: type[nn.Module], given: dict[str, Any], fixed: dict[str, Any]) -> nn.Module:
+    accepted = [key for key in _parameters(kind) if key not in fixed and key not in _OBJECT_ARGUMENTS]
+    prefix = f"MODEL.LOSSES.PML.ARGS: {kind.__name__}"
     choices = f"\n  choices: {', '.join(accepted)}" if accepted else ""
     for key in given:
         if key not in accepted:
-            raise ConfigError(f"{where} takes no argument {key!r} here.{did_you_mean(key, accepted)}{choices}")
+            raise ConfigError(f"{prefix} takes no argument {key!r} here.{did_you_mean(key, accepted)}{choices}")
     try:
-        return kind(**known | given)
+        return kind(**fixed | given)
     except Exception as error:  # it checks its arguments with exceptions of all kinds, assertions among them
-        raise ConfigError(f"{where} refuses {given or 'to be without arguments'}: {error}{choices}") from error
+        raise ConfigError(f"{prefix} refuses {given or 'to be without arguments'}: {error}{choices}") from error
 
 
 def _snake_case(name: str) -> str:

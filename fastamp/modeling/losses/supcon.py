@@ -32,11 +32,11 @@ def supcon_loss(features: torch.Tensor, targets: torch.Tensor, *, temperature: f
     Returns:
         () float32; 0 where no anchor has a positive.
     """
-    unit = F.normalize(features, dim=1)
-    itself = torch.eye(len(targets), dtype=torch.bool, device=targets.device)
-    positive = (targets[:, None] == targets[None, :]) & ~itself
+    normalized = F.normalize(features, dim=1)
+    diagonal = torch.eye(len(targets), dtype=torch.bool, device=targets.device)
+    positive = (targets[:, None] == targets[None, :]) & ~diagonal
     # Not minus infinity: of an image alone in its batch nothing would be left, and the gradient be NaN.
-    logits = (unit @ unit.t() / temperature).masked_fill(itself, torch.finfo(unit.dtype).min / 2)
+    logits = (normalized @ normalized.t() / temperature).masked_fill(diagonal, torch.finfo(normalized.dtype).min / 2)
     losses = -F.log_softmax(logits, dim=1).masked_fill(~positive, 0)
     counts = positive.sum(1)
     return (losses.sum(1) / counts.clamp_min(1)).sum() / (counts > 0).sum().clamp_min(1)

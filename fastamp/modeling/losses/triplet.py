@@ -118,10 +118,10 @@ def triplet_loss(
         distances = pairwise_distance(features, features)
     positive = targets[:, None] == targets[None, :]
     if hard_mining:
-        mine = _hardest
+        mining = _hardest
     else:
-        mine = _softmax_weighted if weighting == "softmax" else _fastreid_weighted
-    to_positive, to_negative = mine(distances, positive)
+        mining = _softmax_weighted if weighting == "softmax" else _fastreid_weighted
+    to_positive, to_negative = mining(distances, positive)
     if margin > 0:
         return F.relu(to_positive - to_negative + margin).mean()
     return F.softplus(to_positive - to_negative).mean()

@@ -109,17 +109,20 @@ class Distiller(Baseline):
     ) -> dict[str, torch.Tensor]:
         """Return ``Baseline``'s losses, and ``loss_jsdiv``, the mean of the distillation losses of all teachers."""
         losses = super().loss_terms(outputs, targets, batch)
-        own = main_outputs(outputs)["pred_class_logits"]
-        terms = [distillation_loss(own, logits, temperature=self.temperature) for logits in self._teacher_logits(batch)]
+        student_logits = main_outputs(outputs)["pred_class_logits"]
+        terms = [
+            distillation_loss(student_logits, teacher_logits, temperature=self.temperature)
+            for teacher_logits in self._teacher_logits(batch)
+        ]
         return losses | {"loss_jsdiv": torch.stack(terms).mean()}
 
     @torch.no_grad()
     def _teacher_logits(self, batch: dict[str, Any]) -> list[torch.Tensor]:
         """Return the class logits of each teacher: (B, K) float32."""
-        lessons = [teacher.class_logits(batch) for teacher in self._teachers]
+        logits = [teacher.class_logits(batch) for teacher in self._teachers]
         if self.ema is not None:
-            lessons.append(self.ema.heads.logits(self.feature_maps(batch, self.ema.backbone)))
-        return lessons
+            logits.append(self.ema.heads.logits(self.feature_maps(batch, self.ema.backbone)))
+        return logits
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Return the tensors of a file of this or another architecture, as ``Baseline`` does.

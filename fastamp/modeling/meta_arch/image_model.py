@@ -116,11 +116,11 @@ class ImageModel(nn.Module):
                     f"the weights were trained with MODEL.{name.upper()} {state[name].flatten().tolist()}; the config "
                     f"has {getattr(self, name).flatten().tolist()}"
                 )
-        of_mgn = any(name.startswith("b1_head.") for name in state)
-        if of_mgn != hasattr(self, "b1_head"):
+        is_mgn = any(name.startswith("b1_head.") for name in state)
+        if is_mgn != hasattr(self, "b1_head"):
             notes.append(
-                f"the weights are{'' if of_mgn else ' not'} of MODEL.META_ARCHITECTURE MGN, and the model is"
-                f"{' not' if of_mgn else ''}"
+                f"the weights are{'' if is_mgn else ' not'} of MODEL.META_ARCHITECTURE MGN, and the model is"
+                f"{' not' if is_mgn else ''}"
             )
         return whole_model_names(state, self.backbone, notes)
 

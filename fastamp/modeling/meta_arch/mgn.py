@@ -127,15 +127,15 @@ class MGN(ImageModel):
             return torch.cat([self.get_submodule(f"{name}_head")(maps[name]) for name in HEADS], dim=1)
         targets = self.targets(batch)
         outputs = {name: self.get_submodule(f"{name}_head")(maps[name], targets) for name in HEADS}
-        of_pairs = {name: loss for name, loss in self.losses.items() if over_pairs(loss)}
-        of_single = {name: loss for name, loss in self.losses.items() if name not in of_pairs}
+        pair_losses = {name: loss for name, loss in self.losses.items() if over_pairs(loss)}
+        image_losses = {name: loss for name, loss in self.losses.items() if name not in pair_losses}
         losses = {}
         for head in HEADS:
-            values = compute_losses(of_single, outputs[head], targets, gather=self.gather)
+            values = compute_losses(image_losses, outputs[head], targets, gather=self.gather)
             losses |= {f"{name}_{head}": value / len(HEADS) for name, value in values.items()}
         for head, parts in _PAIR_LOSS_PARTS.items():
-            together = outputs[head] | {"features": torch.cat([outputs[part]["features"] for part in parts], dim=1)}
-            values = compute_losses(of_pairs, together, targets, gather=self.gather)
+            concatenated = outputs[head] | {"features": torch.cat([outputs[part]["features"] for part in parts], dim=1)}
+            values = compute_losses(pair_losses, concatenated, targets, gather=self.gather)
             losses |= {f"{name}_{head}": value / len(_PAIR_LOSS_PARTS) for name, value in values.items()}
         return losses
 

@@ -120,19 +120,23 @@ class MoCo(Baseline):
         Without a key encoder in it, the file's model is where that starts.
         """
         state = self.key_encoder.fill_from_model(super().convert_state_dict(state, notes), "key_encoder.")
-        bank = state.get("memory.queue")
-        if bank is None:
+        file_queue = state.get("memory.queue")
+        if file_queue is None:
             return state
-        of_head = {name.removeprefix("heads."): value for name, value in state.items() if name.startswith("heads.")}
-        theirs, own_head = convert_state_dict(self.heads, of_head)[0], self.heads.state_dict()
-        wrong, own = "", self.memory.queue
-        if bank.shape != own.shape:
-            wrong = f"it is {' x '.join(map(str, bank.shape))}, and here {' x '.join(map(str, own.shape))}"
-        elif any(name not in theirs or theirs[name].shape != own_head[name].shape for name in classifiers(self.heads)):
-            wrong = "its labels are of other identities"
-        if not wrong:
+        head_tensors = {
+            name.removeprefix("heads."): value for name, value in state.items() if name.startswith("heads.")
+        }
+        file_head, head_state = convert_state_dict(self.heads, head_tensors)[0], self.heads.state_dict()
+        mismatch, queue = "", self.memory.queue
+        if file_queue.shape != queue.shape:
+            mismatch = f"it is {' x '.join(map(str, file_queue.shape))}, and here {' x '.join(map(str, queue.shape))}"
+        elif any(
+            name not in file_head or file_head[name].shape != head_state[name].shape for name in classifiers(self.heads)
+        ):
+            mismatch = "its labels are of other identities"
+        if not mismatch:
             return state
-        notes.append(f"the file's memory bank is not taken, and this model's is empty: {wrong}")
+        notes.append(f"the file's memory bank is not taken, and this model's is empty: {mismatch}")
         return {name: value for name, value in state.items() if not name.startswith("memory.")}
 
 
@@ -174,15 +178,15 @@ class MemoryBank(nn.Module):
         Raises:
             ConfigError: the batch, over all ranks, is larger than the bank.
         """
-        places = self._store(keys, targets)
+        slots = self._store(keys, targets)
         # The bank itself is written into by the next forward pass, which may come before this one's backward pass.
         cosines = F.normalize(queries, dim=1) @ self.queue.clone()
         same = targets[:, None] == self.queue_label
-        itself = places[:, None] == torch.arange(cosines.shape[1], device=cosines.device)
+        own_key = slots[:, None] == torch.arange(cosines.shape[1], device=cosines.device)
         return log_sum_exp_loss(
             -self.gamma * cosines,
             self.gamma * (cosines + self.margin),
-            same & ~itself,
+            same & ~own_key,
             ~same & (self.queue_label != _EMPTY),
         )
 
@@ -193,12 +197,12 @@ class MemoryBank(nn.Module):
         keys, targets = comm.all_gather(F.normalize(keys, dim=1)), comm.all_gather(targets)
         if len(keys) > size:
             raise ConfigError(f"MODEL.QUEUE_SIZE is {size}, and a batch of {len(keys)} images does not fit into it")
-        places = (self.queue_ptr + torch.arange(len(keys), device=keys.device)) % size
-        self.queue.index_copy_(1, places, keys.t())
-        self.queue_label.index_copy_(1, places, targets[None])
+        slots = (self.queue_ptr + torch.arange(len(keys), device=keys.device)) % size
+        self.queue.index_copy_(1, slots, keys.t())
+        self.queue_label.index_copy_(1, slots, targets[None])
         self.queue_ptr.add_(len(keys)).remainder_(size)
         first = comm.get_rank() * count
-        return places[first : first + count]
+        return slots[first : first + count]
 
     def equal_on_all_ranks(self) -> tuple[str, ...]:
         """Return the buffers that every rank computes alike: all."""

@@ -40,12 +40,14 @@ class MomentumCopy(nn.Module):
             model: the one that the copies were made of.
             statistics: its other buffers too, e.g. batch norm's; those that are no floating-point numbers are copied.
         """
-        own = dict(self.named_buffers())
-        live = {name: tensor for name, tensor in self._tensors_of(model, statistics=statistics) if name in own}
-        floating = [name for name, tensor in live.items() if tensor.is_floating_point()]
-        torch._foreach_lerp_([own[name] for name in floating], [live[name] for name in floating], 1 - self.momentum)
-        for name in live.keys() - set(floating):
-            own[name].copy_(live[name])
+        averaged = dict(self.named_buffers())
+        current = {name: tensor for name, tensor in self._tensors_of(model, statistics=statistics) if name in averaged}
+        floating = [name for name, tensor in current.items() if tensor.is_floating_point()]
+        torch._foreach_lerp_(
+            [averaged[name] for name in floating], [current[name] for name in floating], 1 - self.momentum
+        )
+        for name in current.keys() - set(floating):
+            averaged[name].copy_(current[name])
 
     def copy_training_modes(self, model: nn.Module) -> None:
         """Be in training and evaluation mode where the model is, part by part: parts of it may be frozen."""
@@ -67,8 +69,8 @@ class MomentumCopy(nn.Module):
         """
         if any(name.startswith(prefix) for name in state):
             return state
-        of_parts = tuple(f"{part}." for part in self._modules)
-        return state | {prefix + name: value for name, value in state.items() if name.startswith(of_parts)}
+        prefixes = tuple(f"{part}." for part in self._modules)
+        return state | {prefix + name: value for name, value in state.items() if name.startswith(prefixes)}
 
     follow_modes = renamed_attribute("follow_modes", "copy_training_modes")
     starts_from = renamed_attribute("starts_from", "fill_from_model")
@@ -83,9 +85,9 @@ class MomentumCopy(nn.Module):
 
 def _parameters_to_buffers(root: nn.Module) -> None:
     """Make buffers of all parameters, in place; those that share a tensor go on sharing it."""
-    made: dict[nn.Parameter, torch.Tensor] = {}
+    buffers: dict[nn.Parameter, torch.Tensor] = {}
     for module in root.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
                 del module._parameters[name]
-                module.register_buffer(name, made.setdefault(parameter, parameter.detach()))
+                module.register_buffer(name, buffers.setdefault(parameter, parameter.detach()))

@@ -50,11 +50,11 @@ def _build_teacher(cfg: Any, config_file: str, weights_file: str) -> nn.Module:
         report = load_model_state(teacher, state, source=weights_file)
     except WeightsError as error:
         raise WeightsError(f"KD.MODEL_WEIGHTS {weights_file!r}: {error}") from error
-    absent = report.missing + report.other_shape
-    if absent:
+    missing = report.missing + report.other_shape
+    if missing:
         raise WeightsError(
-            f"KD.MODEL_WEIGHTS {weights_file!r} does not fill the model of {config_file}: {len(absent)} tensors are "
-            f"missing or of another number of classes, e.g. {', '.join(absent[:3])}.\n"
+            f"KD.MODEL_WEIGHTS {weights_file!r} does not fill the model of {config_file}: {len(missing)} tensors are "
+            f"missing or of another number of classes, e.g. {', '.join(missing[:3])}.\n"
             "  fix: take the teacher's own config, trained on the student's identities, with its classifier in the file"
         )
     return teacher.requires_grad_(False).eval()
