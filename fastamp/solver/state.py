@@ -77,7 +77,7 @@ class OptimizerState:
             logger.warning("optimizer options differ from the checkpoint: %s", ", ".join(changed.values()))
         for group, own_group in zip(groups, self.optimizer.param_groups, strict=True):
             for number, parameter in zip(group["params"], own_group["params"], strict=True):
-                check_state(self.optimizer, group, parameter, values.get(number), f"state {number}")
+                check_state(self.optimizer, own_group, parameter, values.get(number), f"state {number}")
         self.optimizer.load_state_dict({"state": values, "param_groups": groups})
 
     def _names_by_group(self) -> list[list[str]]:

@@ -1,5 +1,9 @@
 """Names, shapes and dtypes of the optimizer state of a parameter."""
 
+import copy
+import functools
+import logging
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from fastamp.utils.structure import structure_mismatch
+
+logger = logging.getLogger(__name__)
 
 # State tensors with the shape and dtype of the parameter, for all supported optimizers of torch.optim and timm's Lamb.
 _LIKE_PARAMETER = {
@@ -30,21 +36,21 @@ _OPTIONAL = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "m
 _SCALARS = {"ASGD": ("step", "eta", "mu"), "NAdam": ("step", "mu_product"), "Lamb": (), "SGD": ()}
 
 
-def expected_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Create meta tensors with the shapes and dtypes of a parameter's state after a step.
+def expected_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """Create the state that a step leaves for a parameter.
 
     Args:
-        optimizer (torch.optim.Optimizer): only its class is used.
+        optimizer (torch.optim.Optimizer): of any class. Outside torch.optim, and if a subclass overrides ``step``, a
+            copy of the optimizer steps on a copy of the parameter.
         group (Mapping[str, Any]): options of the parameter group.
         parameter (torch.Tensor): a parameter of the group.
 
     Returns:
-        dict[str, torch.Tensor]: expected state; empty for other optimizers, including subclasses that override
-        ``step`` and may store other state.
+        dict[str, Any]: expected state, with meta tensors for optimizers of torch.optim; empty if that step fails.
     """
     name = _layout_of(type(optimizer))
     if name is None:
-        return {}
+        return _state_after_step(optimizer, group, parameter)
     names = [*_LIKE_PARAMETER[name], *(key for option, key in _OPTIONAL.items() if group.get(option))]
     shapes = dict.fromkeys(names, tuple(parameter.shape))
     if name == "Adafactor":
@@ -64,6 +70,27 @@ def _layout_of(kind: type[Optimizer]) -> str | None:
         if "step" in vars(base):
             return None
     return None
+
+
+def _state_after_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    clone = parameter.detach().clone()
+    clone.grad = torch.zeros_like(clone)
+    options = {key: value for key, value in group.items() if key != "params"}
+    # Holds one parameter at a time: a copy of the whole optimizer would double its memory.
+    twin = copy.copy(optimizer)
+    twin.param_groups = [copy.deepcopy(options) | {"params": [clone]}]
+    twin.state = defaultdict(dict)
+    try:
+        twin.step()
+    except Exception as error:
+        _warn_not_validated(type(optimizer).__name__, f"{type(error).__name__}: {error}")
+        return {}
+    return dict(twin.state[clone])
+
+
+@functools.cache  # one warning, not one for each parameter
+def _warn_not_validated(name: str, error: str) -> None:
+    logger.warning("the saved state of %s is not validated: a trial step failed with %s", name, error)
 
 
 def check_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, saved: Any, name: str) -> None:

@@ -95,17 +95,49 @@ def test_expected_state_matches_every_optimizer(optimizer, options):
                 other.load_state_dict(state)
 
 
-def test_state_of_a_custom_optimizer_is_not_checked():
-    class Own(torch.optim.SGD):
-        def step(self):
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    self.state[parameter] = {"sketch": torch.zeros(7)}
+class SketchSGD(torch.optim.SGD):
+    """An optimizer outside torch.optim, with state of another shape than the parameter's."""
 
-    saved = stepped(Own).state_dict()
-    other = stepped(Own)
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {"sketch": torch.zeros(7), "step": 1}
+
+
+class ClosureSGD(SketchSGD):
+    """An optimizer that cannot step without a closure."""
+
+    def step(self, closure):
+        super().step()
+
+
+def test_state_of_a_custom_optimizer_is_loaded():
+    saved, other = stepped(SketchSGD).state_dict(), stepped(SketchSGD)
+    values = [parameter.detach().clone() for parameter in other.optimizer.param_groups[0]["params"]]
     other.load_state_dict(saved)
-    assert next(iter(other.optimizer.state.values())).keys() == {"sketch"}
+    assert next(iter(other.optimizer.state.values())).keys() == {"sketch", "step"}
+    assert all(map(torch.equal, other.optimizer.param_groups[0]["params"], values))
+
+
+@pytest.mark.parametrize(
+    "key, wrong", [("sketch", torch.zeros(4, 3)), ("sketch", None), ("sketch", torch.zeros(7).long()), ("step", "x")]
+)
+def test_wrong_state_of_a_custom_optimizer_raises(key, wrong):
+    saved = stepped(SketchSGD).state_dict()
+    saved["state"][0] = {**saved["state"][0], key: wrong}
+    with pytest.raises(ValueError, match=f"state 0.{key}"):
+        stepped(SketchSGD).load_state_dict(saved)
+    del saved["state"][0][key]
+    with pytest.raises(ValueError, match=key):
+        stepped(SketchSGD).load_state_dict(saved)
+
+
+def test_custom_optimizer_that_cannot_take_a_trial_step_warns_once(caplog):
+    made = ClosureSGD([torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(4))], lr=0.1)
+    made.step(None)
+    saved = OptimizerState(made).state_dict()
+    OptimizerState(made).load_state_dict(saved)
+    assert [record.levelname for record in caplog.records if "ClosureSGD" in record.getMessage()] == ["WARNING"]
 
 
 # Options of the stored checkpoint: weights of the heads and biases of the backbone share a group, and clipping sums
