@@ -2,8 +2,6 @@
 
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from torch import nn
 
 from fastamp.amp.checks import check_optimizers
 from fastamp.amp.policy import PrecisionPolicy, dtype_name, native_bfloat16
-from fastamp.amp.step import OptimizationStep, PrecisionFailure, StepVerdict
+from fastamp.amp.step import OptimizationStep, PrecisionFailure
 from fastamp.diagnostics.crash import FOLDER, MicroBatch, build_crash_dump, replay_failure
 from fastamp.diagnostics.isolated_passes import without_collectives
 from fastamp.diagnostics.preflight import PreflightReport, preflight
@@ -148,22 +146,8 @@ class PrecisionDiagnostics:
         Raises:
             PrecisionFailure: too many steps in a row were skipped.
         """
-        with self._explained(step, policy, iteration):
-            step.check_skips()
-
-    def finish(self, step: OptimizationStep, policy: PrecisionPolicy, *, iteration: int) -> StepVerdict:
-        """Do ``step.finish()`` with what ``check_skips`` adds; return the verdict.
-
-        Raises:
-            TrainingError, PrecisionFailure: as ``OptimizationStep.finish``.
-        """
-        with self._explained(step, policy, iteration):
-            return step.finish()
-
-    @contextmanager
-    def _explained(self, step: OptimizationStep, policy: PrecisionPolicy, iteration: int) -> Iterator[None]:
         try:
-            yield
+            step.check_skips()
         except PrecisionFailure as failure:
             if not self._micro_batches:
                 raise
