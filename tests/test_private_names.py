@@ -1,4 +1,4 @@
-"""No code of the package uses a private attribute of an object that another module defines."""
+"""No module uses private attributes, or assigns attributes, of objects whose class another module defines."""
 
 import ast
 from collections.abc import Iterator
@@ -17,6 +17,27 @@ ALLOWED = {
     "_replace", "_exit",
     "_bit_generator",  # NumPy's RandomState
 }  # fmt: skip
+
+ASSIGNED = {
+    # PyTorch's own.
+    "data", "grad", "training", "momentum", "stride", "process_group", "param_groups", "state", "forward", "__class__",
+    "relative_position_index", "allow_tf32", "deterministic", "benchmark",
+    # Of the standard library.
+    "propagate", "prefix", "name", "loader_state", "__spec__", "__init__", "daemon", "argv",
+    "entry.key", "entry.value", "dim.dim_param", "options.log_severity_level",  # ONNX
+    "index.cp.spherical", "index.cp.min_points_per_centroid", "index.hnsw.efConstruction",  # faiss
+    "last_score", "last_train_time",  # Ray's PopulationBasedTraining
+    "in_float32.is_fp32_region", "backbone.variants",  # a decorator's mark on the function
+    "ctx.own",  # torch.autograd.Function
+    "hook.trainer",  # the contract of HookBase
+    "args.scheduler", "args.srch_algo",  # argparse.Namespace
+    # The doctor fills its result.
+    "diagnosis.images", "diagnosis.float32.cost", "diagnosis.float32.metrics", "found.cost", "found.loss_scale",
+    "found.cosine", "found.zero_share", "found.layers", "found.metrics", "found.force_fp32", "found.failure",
+    # Contexts that are told what happens inside them.
+    "computing.batch", "reference.failed", "low.failed", "observer.failed",
+}  # fmt: skip
+"""Attribute, or expression, that may be assigned where its class is not defined."""
 
 
 def defined(tree: ast.Module) -> set[str]:
@@ -53,6 +74,62 @@ def foreign(source: str) -> Iterator[str]:
             yield f"{node.lineno}: {ast.unparse(node)}"
 
 
+def own_attributes(tree: ast.Module) -> set[str]:
+    """Return the attributes that the classes of a module have: assigned in their bodies or to self."""
+    bodies = [statement for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for statement in node.body]
+    targets = [target for each in bodies if isinstance(each, ast.Assign) for target in each.targets]
+    targets += [each.target for each in bodies if isinstance(each, ast.AnnAssign)]
+    names = {target.id for target in targets if isinstance(target, ast.Name)}
+    return names | {node.attr for node in assigned(tree) if of_its_own(node.value)}
+
+
+def assigned(tree: ast.Module) -> Iterator[ast.Attribute]:
+    """Yield each attribute that is assigned or deleted."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            yield node
+
+
+def foreign_assignments(source: str) -> Iterator[str]:
+    """Yield ``"line: expression"`` of each assignment to an attribute of something that this source does not define.
+
+    Names in capitals are keys of the config.
+    """
+    tree = ast.parse(source)
+    own = own_attributes(tree) | ASSIGNED
+    for node in assigned(tree):
+        expression = ast.unparse(node)
+        if not (of_its_own(node.value) or node.attr.isupper() or node.attr in own or expression in own):
+            yield f"{node.lineno}: {expression}"
+
+
+def test_no_attribute_of_another_object_is_assigned():
+    root = PACKAGE.parent
+    paths = [*PACKAGE.rglob("*.py"), *(root / "tools").glob("*.py"), *(root / "projects").rglob("*.py")]
+    found = [
+        f"{path.relative_to(root)}:{each}"
+        for path in sorted(paths)
+        for each in foreign_assignments(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("loader.start_iter = 4", ["1: loader.start_iter"]),
+        ("def f(self):\n    self.model.preprocess = g", ["2: self.model.preprocess"]),
+        ("for hook.period, x in pairs:\n    del x.store", ["1: hook.period", "2: x.store"]),
+        ("a.total += 1", ["1: a.total"]),
+        ("class A:\n    size: int\n    def f(self):\n        self.b = 1\ndef g(a):\n    a.size = a.b = 2", []),
+        ("cfg.MODEL.DEVICE = 'cpu'", []),
+    ],
+)
+def test_foreign_assignment_is_found(source, expected):
+    """The negative control."""
+    assert list(foreign_assignments(source)) == expected
+
+
 def test_no_object_reaches_into_another():
     found = [
         f"{path.relative_to(PACKAGE.parent)}:{each}"
@@ -85,3 +162,10 @@ def test_no_allowed_name_is_unused():
         if isinstance(node, ast.Attribute)
     }
     assert ALLOWED - used == set()
+
+
+def test_no_allowed_assignment_is_unused():
+    root = PACKAGE.parent
+    paths = [*PACKAGE.rglob("*.py"), *(root / "projects").rglob("*.py")]
+    nodes = [node for path in paths for node in assigned(ast.parse(path.read_text(encoding="utf-8")))]
+    assert ASSIGNED - {node.attr for node in nodes} - {ast.unparse(node) for node in nodes} == set()

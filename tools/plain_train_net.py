@@ -69,7 +69,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     results: dict[str, Any] | None = None  # empty on ranks other than 0
     parallel_model = comm.data_parallel(model)  # DDP among several processes, else the model itself
     model.train()
-    loader.start_iter = progress["iteration"]
+    loader.start_at(progress["iteration"])
     total = cfg.SOLVER.MAX_EPOCH * loader.iters_per_epoch
     for iteration, batch in zip(range(progress["iteration"], total), loader, strict=False):
         epoch = iteration // loader.iters_per_epoch
@@ -85,7 +85,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
         gradients = step.unscale()
         verdict = step.check_finite(gradients)  # on all ranks
         if verdict.ok:
-            step.clip(gradients)
+            step.clip_gradients(gradients)
             step.apply(gradients)
         else:
             step.skip()  # restores the buffers

@@ -279,7 +279,7 @@ def _attach_cache(dataset: ReidDataset, cfg: Any) -> None:
             f"{transforms.resize.size} keeps their aspect ratios.\n"
             f"  fix: {transforms.size_key} (height, width), or DATALOADER.CACHE none"
         )
-    dataset.cache = ImageCache(
+    cache = ImageCache(
         dataset.items,
         (transforms.channels, *transforms.resize.output_size),
         dataset.read,
@@ -287,6 +287,7 @@ def _attach_cache(dataset: ReidDataset, cfg: Any) -> None:
         folder=cfg.DATALOADER.CACHE_DIR,
         kind=f"{transforms.resize}{' skip' if dataset.skip_corrupt else ''}",
     )
+    dataset.use_cache(cache)
 
 
 def _device(cfg: Any) -> torch.device:

@@ -76,6 +76,10 @@ class ReidDataset(Dataset):
             )
         self.labels, self.camids = pids.codes, camids.codes
 
+    def use_cache(self, cache: ImageCache) -> None:
+        """Read the resized images from ``cache`` from now on."""
+        self.cache = cache
+
     def __len__(self) -> int:
         return len(self.items)
 

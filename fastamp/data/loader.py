@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from multiprocessing.reduction import ForkingPickler
@@ -195,7 +196,7 @@ class _Loader:
 
 
 class TrainLoader(_Loader):
-    """Training batches without end; each iteration over it begins with batch ``start_iter`` of the whole training."""
+    """Endless training batches, see ``start_at`` for the first one."""
 
     def __init__(
         self, dataset: ReidDataset, batch_sampler: EpochBatchSampler, *, num_workers: int, device: torch.device
@@ -210,12 +211,17 @@ class TrainLoader(_Loader):
 
     @property
     def start_iter(self) -> int:
-        """The first batch of the next iteration, counted from the start of the training."""
+        """Index of the first batch of the next iteration over the loader, counted from the start of the training."""
         return self.batch_sampler.start_iter
 
     @start_iter.setter
     def start_iter(self, start_iter: int) -> None:
-        self.batch_sampler.start_iter = start_iter
+        warnings.warn("loader.start_iter = N is now loader.start_at(N)", DeprecationWarning, stacklevel=2)
+        self.start_at(start_iter)
+
+    def start_at(self, start_iter: int) -> None:
+        """Start the next iteration over the loader at batch ``start_iter``, counted from the start of the training."""
+        self.batch_sampler.start_at(start_iter)
 
 
 class TestLoader(_Loader):

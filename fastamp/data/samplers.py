@@ -317,7 +317,7 @@ class EpochBatchSampler:
         batch_size: images of a batch, of all ranks together.
         iters_per_epoch: batches of an epoch.
         rank, world_size: this process among how many.
-        start_iter: batches of the whole training to pass over; may be changed before iterating.
+        start_iter: index of the first batch, counted from the start of the training; see ``start_at``.
 
     Raises:
         ConfigError: ``batch_size`` is not a multiple of ``world_size``.
@@ -339,6 +339,10 @@ class EpochBatchSampler:
         self.start_iter = start_iter
         share = batch_size_per_rank(batch_size, world_size)
         self._share = slice(rank * share, (rank + 1) * share)
+
+    def start_at(self, start_iter: int) -> None:
+        """Begin the next iteration with batch ``start_iter``, counted from the start of the training."""
+        self.start_iter = start_iter
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         """Yield this rank's keys of each batch, without end, from ``start_iter`` on."""

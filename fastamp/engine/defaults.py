@@ -12,7 +12,7 @@ from torch import nn
 from fastamp.amp import PrecisionPolicy
 from fastamp.amp.checks import check_finite
 from fastamp.checkpoint.checkpointer import Checkpointer
-from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
+from fastamp.checkpoint.evaluated_weights import evaluated_average, load_evaluated_weights
 from fastamp.config import CfgNode
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import with_num_classes
@@ -125,7 +125,7 @@ class DefaultTrainer:
     def _train(self) -> dict[str, Any]:
         cfg, start = self.cfg, self.trainer.start_iter
         output_dir = Path(cfg.OUTPUT_DIR)
-        self.data_loader.start_iter = self.trainer.batches_before(start)
+        self.data_loader.start_at(self.trainer.batches_before(start))
         if comm.is_main_process():
             if start == 0 and (output_dir / "last_checkpoint").exists():
                 logger.warning("%s holds an earlier run, whose files are overwritten as this one goes on", output_dir)
@@ -439,7 +439,5 @@ class DefaultTrainer:
         """
         cfg = cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False})  # would be overwritten at once
         model = cls.build_model(cfg)
-        average = cls.build_weight_average(cfg, model)
-        kind = None if average is None or (average.kind == "ema" and not cfg.SOLVER.EMA.EVALUATE) else average.kind
         weights, min_match = cfg.MODEL.WEIGHTS, cfg.MODEL.WEIGHTS_MIN_MATCH
-        return model, load_evaluated_weights(model, weights, average=kind, min_match=min_match)
+        return model, load_evaluated_weights(model, weights, average=evaluated_average(cfg), min_match=min_match)

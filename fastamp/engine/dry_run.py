@@ -125,7 +125,7 @@ def _train(trainer: DefaultTrainer) -> list[float]:
     loop = trainer.trainer
     stopwatch = _Stopwatch(next(trainer.model.parameters()).device)
     trainer.register_hooks([stopwatch])
-    trainer.data_loader.start_iter = loop.batches_before(loop.start_iter)
+    trainer.data_loader.start_at(loop.batches_before(loop.start_iter))
     with suppress(_Enough):
         loop.train(loop.start_iter, trainer.cfg.SOLVER.MAX_EPOCH, loop.iters_per_epoch)
     return stopwatch.seconds

@@ -142,7 +142,7 @@ class _FeatureExtractor(nn.Module):
         if not isinstance(self.model, ImageModel):
             raise ExportError(f"a {type(self.model).__name__} is no ImageModel, and only those are exported")
         if not normalization:
-            self.model.preprocess = _unchanged
+            self.model.take_normalized_images()
         if precision == "fp16":
             for part in self.model.children():  # not the model's own pixel mean and deviation
                 to_float16(part)
@@ -163,10 +163,6 @@ class _FeatureExtractor(nn.Module):
 @force_fp32
 def _normalized(features: Tensor) -> Tensor:
     return F.normalize(features, dim=1)
-
-
-def _unchanged(images: Tensor) -> Tensor:
-    return images
 
 
 def _deployed(model: nn.Module) -> nn.Module:

@@ -124,8 +124,11 @@ def test_resume_is_exact_with_any_number_of_workers(market, cfg, sampler):
 def test_start_iter_can_be_set_later(market, cfg):
     straight = take(build_reid_train_loader(cfg), 5)
     loader = build_reid_train_loader(cfg)
-    loader.start_iter = 4
+    loader.start_at(4)
     assert loader.start_iter == 4 and same(take(loader, 1), straight[4:])
+    with pytest.warns(DeprecationWarning, match="start_at"):
+        loader.start_iter = 3
+    assert same(take(loader, 2), straight[3:])
 
 
 def test_the_ranks_together_see_one_process_batch(market, cfg):

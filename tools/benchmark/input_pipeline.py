@@ -79,7 +79,7 @@ def compare(source: tuple[int, int], rounds: int, folder: Path) -> list[list[Any
     cfg.merge_from_file(str(RECIPE))
     items = [ImageItem(path, number, 0) for number, path in enumerate(paths)]
     uncached, cached = (ReidDataset(items, build_transforms(cfg), relabel=True) for _ in range(2))
-    cached.cache = ImageCache(items, (3, *SIZE), cached.read, where="ram")
+    cached.use_cache(ImageCache(items, (3, *SIZE), cached.read, where="ram"))
     variants = {"PIL, torchvision": reference(paths, cfg), "uncached": ours(uncached), "cached": ours(cached)}
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

@@ -45,6 +45,10 @@ class ImageModel(nn.Module):
         """Where the model is."""
         return self.pixel_mean.device
 
+    def take_normalized_images(self) -> None:
+        """Expect normalized images: ``preprocess`` returns its input from now on."""
+        self.preprocess = _identity
+
     def preprocess(self, images: torch.Tensor) -> torch.Tensor:
         """Move (B, C, H, W) images in 0..255, of any dtype, to the device and normalize them into a new tensor."""
         # Pixels travel as they come, e.g. as uint8, a quarter of float32's bytes.
@@ -137,3 +141,7 @@ def normalization(cfg: Any) -> dict[str, Any]:
         name: per_channel(f"MODEL.{name.upper()}", cfg.MODEL[name.upper()], channels=cfg.INPUT.CHANNELS)
         for name in ("pixel_mean", "pixel_std")
     }
+
+
+def _identity(images: torch.Tensor) -> torch.Tensor:
+    return images

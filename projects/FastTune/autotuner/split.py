@@ -55,9 +55,10 @@ _PARTS: dict[str, tuple[list[ImageItem], list[ImageItem], list[ImageItem]]] = {}
 
 def _register(name: str, images: tuple[list[ImageItem], list[ImageItem], list[ImageItem]]) -> None:
     def build(root: str) -> ImageDataset:
-        dataset = ImageDataset(*_PARTS[name])
-        dataset.dataset_name = name
-        return dataset
+        class Part(ImageDataset):
+            dataset_name = name
+
+        return Part(*_PARTS[name])
 
     _PARTS[name] = images
     if name not in DATASET_REGISTRY:
