@@ -174,15 +174,7 @@ class OptimizationStep:
         with policy.autocast():
             losses = model(batch)
         step.scale(losses).backward()
-        gradients = step.unscale()
-        verdict = step.check_finite(gradients)
-        if verdict.ok:
-            step.clip(gradients)
-            step.apply(gradients)
-        else:
-            step.skip()                        # restore the buffers
-        step.update_scale(verdict.ok)
-        step.check_skips()
+        step.finish()                          # or its parts one by one, as ``SimpleTrainer.run_step``
 
     The verdict is the finiteness of losses and of the unscaled gradient norm: not a change of the scale, which a
     growing scale fakes and a static one never shows. All optimizers step or none does. The host reads the device once
@@ -197,7 +189,9 @@ class OptimizationStep:
         guard_buffers: ``zero_grad`` copies what forward passes write, see ``ForwardBuffers``, and ``skip`` restores it.
 
     Attributes:
+        clip: as above.
         verdict: of the last step; None before the first.
+        total_loss: (), sum of the losses last passed to ``scale``, detached; None before the first.
         skipped_total, skipped_in_a_row: counts of skipped steps.
         frozen: modules that are frozen on purpose, see ``set_frozen``.
     """
@@ -221,7 +215,8 @@ class OptimizationStep:
         self.skipped_in_a_row = 0
         self.frozen: Sequence[str] = ()
         self.verdict: StepVerdict | None = None
-        self._clip = clip
+        self.clip = clip
+        self.total_loss: torch.Tensor | None = None
         self._losses_finite: torch.Tensor | None = None
         self._positions = {id(p): number for number, p in enumerate(model.parameters())}
         self._orders: dict[int, tuple[list[int], list[nn.Parameter]]] = {}
@@ -268,7 +263,8 @@ class OptimizationStep:
         """
         check_losses(losses, frozen=self.frozen, model=None if self._update_monitor.finished else self.model)
         total = torch.stack(list(losses.values())).sum()
-        finite = torch.isfinite(total.detach())
+        self.total_loss = total.detach()
+        finite = torch.isfinite(self.total_loss)
         self._losses_finite = finite if self._losses_finite is None else self._losses_finite & finite
         return total * (weight * self.loss_scale)
 
@@ -293,7 +289,6 @@ class OptimizationStep:
         norms = torch.stack(torch._foreach_norm(tensors))
         return Gradients(active, parameters, tensors, norms, torch.linalg.vector_norm(norms))
 
-    @torch.no_grad()
     def check_finite(self, gradients: Gradients) -> StepVerdict:
         """Return whether all losses and gradients are finite on every rank; read the device, once.
 
@@ -315,10 +310,10 @@ class OptimizationStep:
         )
         return self.verdict
 
-    def clip(self, gradients: Gradients) -> None:
-        """Clip the gradients in place, by the rule that this step was made with, if any."""
-        if self._clip:
-            coefficient = self._clip(gradients.tensors, gradients.total_norm)
+    def clip_gradients(self, gradients: Gradients) -> None:
+        """Clip the gradients in place with ``clip``, if set."""
+        if self.clip:
+            coefficient = self.clip(gradients.tensors, gradients.total_norm)
             self.verdict = dataclasses.replace(self.verdict, clip_coefficient=coefficient)
 
     def apply(self, gradients: Gradients) -> None:
@@ -377,7 +372,12 @@ class OptimizationStep:
         raise PrecisionFailure(f"{headline}\n  cause: {cause}\n  fix:   {fix}", self.verdict, headline)
 
     def finish(self) -> StepVerdict:
-        """Do all that follows the backward passes, in the order shown above, and return the verdict.
+        """Unscale, check and clip the gradients, step or skip, and update the loss scale.
+
+        ``SimpleTrainer`` calls the parts instead, so a subclass overrides those.
+
+        Returns:
+            The verdict.
 
         Raises:
             TrainingError, PrecisionFailure: see the parts.
@@ -385,7 +385,7 @@ class OptimizationStep:
         gradients = self.unscale()
         ok = self.check_finite(gradients).ok
         if ok:
-            self.clip(gradients)
+            self.clip_gradients(gradients)
             self.apply(gradients)
         else:
             self.skip()
@@ -402,7 +402,20 @@ class OptimizationStep:
         """Do ``scale(losses, weight).backward()``, under its old name; return the sum of the losses, detached."""
         warnings.warn("OptimizationStep.backward(x) is now scale(x).backward()", DeprecationWarning, stacklevel=2)
         self.scale(losses, share).backward()
-        return torch.stack([loss.detach() for loss in losses.values()]).sum()
+        return self.total_loss
+
+    def check_overrides(self) -> None:
+        """Check that a subclass does not override a method that ``SimpleTrainer.run_step`` does not call.
+
+        Raises:
+            TrainingError: it overrides ``begin``, ``backward`` or ``finish``.
+        """
+        for old, new in _NOT_CALLED_IN_TRAINING.items():
+            if getattr(type(self), old) is not getattr(OptimizationStep, old):
+                raise TrainingError(
+                    f"{type(self).__name__}.{old} would have no effect: the trainer no longer calls it.\n"
+                    f"  fix: override {new} instead, or run_step of the trainer"
+                )
 
     def disable_loss_scaling(self) -> None:
         """Disable loss scaling and reset the count of consecutive skips, after a change to another dtype."""
@@ -456,6 +469,14 @@ class OptimizationStep:
         if bad:
             return f"{len(bad)} gradients are not finite, e.g. {', '.join(bad[:3])}"
         return "a loss or the total gradient norm is not finite"
+
+
+_NOT_CALLED_IN_TRAINING = {
+    "begin": "zero_grad",
+    "backward": "scale",
+    "finish": "unscale, check_finite, clip_gradients, apply, skip or update_scale",
+}
+"""Method of earlier versions -> methods that the trainer calls now."""
 
 
 def groups_by_value(optimizer: Optimizer, positions: Mapping[int, int]) -> list[list[nn.Parameter]]:

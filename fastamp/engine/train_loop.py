@@ -3,7 +3,7 @@
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -44,6 +44,7 @@ class TrainerBase:
     def __init__(self) -> None:
         self._hooks: list[HookBase] = []
         self._own_hooks: list[HookBase] = []
+        self._callbacks: dict[str, list[Callable[..., None]]] = {}
         self._in_step = False
         self.iter = self.start_iter = self.max_iter = 0
         self.epoch = self.max_epoch = 0
@@ -58,6 +59,7 @@ class TrainerBase:
             hook.trainer = self
             self._hooks.append(hook)
         self._hooks.sort(key=lambda hook: hook.saves)
+        self._callbacks.clear()
 
     def attach_own_hooks(self, *hooks: HookBase) -> None:
         """Add hooks that belong to the trainer, and have no state to save.
@@ -68,6 +70,7 @@ class TrainerBase:
         for hook in hooks:
             hook.trainer = self
             self._own_hooks.append(hook)
+        self._callbacks.clear()
 
     def set_data(self, iters_per_epoch: int, labels_checksum: int | None = None) -> None:
         """Set what a resume compares: the iterations in an epoch, and the checksum of the training labels."""
@@ -81,6 +84,7 @@ class TrainerBase:
     def train(self, start_iter: int, max_epoch: int, iters_per_epoch: int) -> None:
         """Run iterations ``start_iter`` to ``max_epoch * iters_per_epoch - 1``."""
         self.start_iter, self.iters_per_epoch = start_iter, iters_per_epoch
+        self._callbacks.clear()
         self.move_to(start_iter, max_epoch)
         self.call_hooks("before_train")
         for iteration in range(start_iter, self.max_iter):
@@ -105,11 +109,19 @@ class TrainerBase:
 
     def call_hooks(self, moment: str, *args: Any) -> None:
         """Call the method ``moment`` of every hook, see ``attach_own_hooks`` for the order."""
+        if moment not in self._callbacks:
+            self._callbacks[moment] = self._overridden(moment)
+        for callback in self._callbacks[moment]:
+            callback(*args)
+
+    def _overridden(self, moment: str) -> list[Callable[..., None]]:
+        """Return the hooks' methods for ``moment`` in call order, without those inherited from ``HookBase``."""
         own = [] if moment in ("before_step", "after_step") else self._own_hooks
         # Registered hooks may change a batch, and the own ones record what the model is given.
         order = (*self._hooks, *own) if moment == "before_forward" else (*own, *self._hooks)
-        for hook in order:
-            getattr(hook, moment)(*args)
+        methods = [getattr(hook, moment) for hook in order]
+        base = getattr(HookBase, moment, None)
+        return [method for method in methods if base is None or getattr(method, "__func__", None) is not base]
 
     @contextmanager
     def one_step(self) -> Iterator[None]:
@@ -214,7 +226,6 @@ class SimpleTrainer(TrainerBase):
 
     Attributes:
         on_failure, precision_diagnostics: as above; a later assignment takes effect from the next step.
-        untimed_seconds: time within the present step that the metric ``time`` leaves out: the pre-flight.
     """
 
     @renamed_arguments(precautions="precision_diagnostics")
@@ -324,12 +335,12 @@ class SimpleTrainer(TrainerBase):
                     with self.autocast():
                         losses = model(batch)
                     step.scale(losses, weight=1 / count).backward()
-                history.append({name: loss.detach() for name, loss in losses.items()})
+                history.append({"total_loss": step.total_loss} | {name: loss.detach() for name, loss in losses.items()})
             self.call_hooks("after_backward")
             gradients = step.unscale()
             verdict = step.check_finite(gradients)  # on all ranks; the only time that the host waits for the device
             if verdict.ok:
-                step.clip(gradients)
+                step.clip_gradients(gradients)
                 step.apply(gradients)
                 self.steps_taken += 1
             else:
@@ -380,13 +391,13 @@ class SimpleTrainer(TrainerBase):
         """Add the figures of the step that ends to the metrics.
 
         Args:
-            losses: of each of its batches, detached.
+            losses: of each of its batches, detached, with their sum as ``total_loss``.
         """
         step, verdict = self.step, self.step.verdict
         if verdict.ok:
             # Skipped steps stay out of every average: one infinite norm would make it infinite.
             for each in losses:
-                self.metrics.average(total_loss=torch.stack(list(each.values())).sum(), **each)
+                self.metrics.average(**each)
             self.metrics.average(grad_norm=verdict.grad_norm)
             if verdict.clip_coefficient is not None:
                 self.metrics.average(clip_coefficient=verdict.clip_coefficient)
@@ -396,12 +407,14 @@ class SimpleTrainer(TrainerBase):
         self.metrics.latest(
             loss_scale=verdict.loss_scale, skipped_total=step.skipped_total, skipped_in_a_row=step.skipped_in_a_row
         )
-        # Without the pre-flight of the first batch, which takes many times as long as a step.
-        seconds = time.perf_counter() - self._step_began - self.untimed_seconds
-        self.metrics.average(data_time=self._data_seconds, time=seconds)
+        self.metrics.average(data_time=self._data_seconds, time=time.perf_counter() - self._step_began)
+
+    def exclude_time(self, seconds: float) -> None:
+        """Exclude ``seconds`` of the current step from the metric ``time``, e.g. those of the pre-flight."""
+        self._step_began += seconds
 
     def _start_clock(self) -> None:
-        self._data_seconds = self.untimed_seconds = 0.0
+        self._data_seconds = 0.0
         self._step_began = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:

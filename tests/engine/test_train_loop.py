@@ -8,7 +8,7 @@ import tiny
 import torch
 from torch import nn
 
-from fastamp.amp import LossScaler, PrecisionFailure, PrecisionPolicy
+from fastamp.amp import LossScaler, OptimizationStep, PrecisionFailure, PrecisionPolicy
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine import TRAINER_REGISTRY, HookBase, SimpleTrainer, TrainerBase
 from fastamp.engine.hooks import LRScheduler
@@ -95,6 +95,34 @@ class Moments(HookBase):
 
     def on_step_error(self, error):
         self.error = error
+
+
+@pytest.mark.parametrize("method", ["begin", "backward", "finish"])
+def test_step_override_that_training_does_not_call_raises(method):
+    trainer = explosive_trainer([{"number": 0}])
+    kind = type("MyStep", (OptimizationStep,), {method: lambda self, *args: None})
+    trainer.step = kind(trainer.model, trainer.optimizers)
+    with pytest.raises(TrainingError, match=f"MyStep.{method}"):
+        trainer.train(0, 1, 1)
+
+
+def test_clipping_rule_can_be_assigned():
+    trainer, norms = explosive_trainer([{"number": 0}]), []
+    trainer.step.clip = lambda tensors, total_norm: norms.append(total_norm) or total_norm
+    trainer.train(0, 1, 1)
+    assert len(norms) == 1
+
+
+def test_hooks_registered_during_training_are_called():
+    class Registering(HookBase):
+        def after_step(self):
+            if self.trainer.iter == 1:
+                self.trainer.register_hooks([moments])
+
+    moments, trainer = Moments(), explosive_trainer([{"number": n} for n in range(3)])
+    trainer.register_hooks([Registering()])
+    trainer.train(0, 1, 3)
+    assert moments.calls == ["before_step", "before_forward 2", "after_backward", "after_step"]
 
 
 def test_moments_within_a_step():

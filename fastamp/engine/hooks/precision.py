@@ -41,11 +41,12 @@ class PrecisionHook(HookBase):
         trainer = self.trainer
         if not self._tried:
             self._tried = True
+            trainer.step.check_overrides()
             start = time.perf_counter()
             diagnostics = trainer.precision_diagnostics
             policy = diagnostics.before_first_step(trainer.step, batch, trainer.policy, iteration=trainer.iter)
             trainer.set_policy(policy)
-            trainer.untimed_seconds += time.perf_counter() - start
+            trainer.exclude_time(time.perf_counter() - start)
         trainer.precision_diagnostics.remember(batch)
 
     def after_step(self) -> None:
@@ -81,12 +82,14 @@ class ParallelChecks(HookBase):
         Raises:
             TrainingError: they travel in float16 under a loss scale, or do not reach a trainable parameter.
         """
-        model, parallel = self.trainer.model, self.trainer.parallel_model()
-        if not comm.is_distributed() or parallel is self._checked():
+        if not comm.is_distributed():
+            return
+        parallel = self.trainer.parallel_model()
+        if parallel is self._checked():
             return
         self._checked = weakref.ref(parallel)
         check_communication(parallel, scaled=self.trainer.step.scaler is not None)
-        _check_all_reached(model)
+        _check_all_reached(self.trainer.model)
 
 
 def _check_all_reached(model: nn.Module) -> None:
