@@ -29,6 +29,7 @@ from recorded import FILES, RUNS, STOP
 import fastamp
 from fastamp import Predictor
 from fastamp.config import CfgNode, get_cfg
+from fastamp.config.defaults import present_path
 from fastamp.diagnostics.crash import CrashDump
 from fastamp.engine import DefaultTrainer
 from fastamp.inference.features_file import read_extraction
@@ -378,6 +379,7 @@ def test_every_command_is_there():
 
 def test_every_key_is_there_with_its_default():
     before, now = json.loads((FILES / "keys.json").read_text()), recorded.keys()
+    before["keys"] = {present_path(key): value for key, value in before["keys"].items()}
     changed = [
         f"{table}: {key}: {value} -> {now[table].get(key)}"
         for table, values in before.items()

@@ -31,7 +31,7 @@ from fastamp.utils.logger import setup_logger
 SIDES = ("query", "gallery")
 COLUMNS = ("features", "pids", "camids")
 # Keys of how features are made, or of files that this tool has an option for.
-WITHOUT_EFFECT = ("TEST.FLIP", "TEST.FLOORS", "TEST.PRECISE_BN", "TEST.PER_QUERY")
+WITHOUT_EFFECT = ("TEST.FLIP", "TEST.BASELINES", "TEST.PRECISE_BN", "TEST.PER_QUERY")
 
 
 def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:

@@ -27,7 +27,11 @@ logger = logging.getLogger("fastamp.plain_train_net")
 
 LEFT_OUT = [f"SOLVER.{name}" for name in ("TRAINER", "ACCUM_STEPS", "EMA", "SWA", "BEST_METRIC", "AMP.ON_FAILURE")]
 LEFT_OUT += [f"SOLVER.FREEZE_{unit}" for unit in ("ITERS", "EPOCHS", "FC_ITERS")] + ["SOLVER.AMP.PREFLIGHT fallback"]
-LEFT_OUT += ["LOG_ACTIVATIONS", "TEST.PRECISE_BN", *(f"SOLVER.CHECKPOINT_{n}" for n in ("ITERS", "MINUTES", "KEEP"))]
+LEFT_OUT += [
+    "LOG_ACTIVATION_STATS",
+    "TEST.PRECISE_BN",
+    *(f"SOLVER.CHECKPOINT_{n}" for n in ("ITERS", "MINUTES", "KEEP")),
+]
 
 
 class Progress(dict):

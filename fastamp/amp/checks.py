@@ -89,9 +89,9 @@ def check_finite(model: nn.Module) -> None:
             f"{len(bad)} of the model's tensors are not finite, e.g. {', '.join(bad[:3])}: it is neither evaluated nor "
             "saved.\n"
             "  cause: the weights themselves have diverged, or running statistics took in an overflow "
-            "(SOLVER.AMP.BN_GUARD off, or buffers of a layer that it does not know).\n"
+            "(SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP off, or buffers of a layer that it does not know).\n"
             "  fix:   go on from the last checkpoint with a lower SOLVER.BASE_LR, with SOLVER.CLIP_GRADIENTS, or with "
-            "SOLVER.AMP.BN_GUARD on"
+            "SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP on"
         )
 
 

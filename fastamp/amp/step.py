@@ -233,7 +233,7 @@ class OptimizationStep:
             scaler=LossScaler.from_config(cfg, policy),
             clip=clip,
             max_consecutive_skips=cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS,
-            guard_buffers=cfg.SOLVER.AMP.BN_GUARD,
+            guard_buffers=cfg.SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP,
         )
 
     @property

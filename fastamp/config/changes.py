@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastamp.config.config import CfgNode
+from fastamp.config.defaults import former_paths
 from fastamp.config.files import parse_yaml
 from fastamp.config.key import show_value
 
@@ -44,9 +45,13 @@ def changed_values(cfg: CfgNode) -> dict[str, Any]:
 
 
 def _at(mapping: Any, path: str, default: Any) -> Any:
-    """Return what stands at a dotted path in nested dicts, ``default`` where nothing does."""
-    for name in path.split("."):
-        if not isinstance(mapping, dict) or name not in mapping:
-            return default
-        mapping = mapping[name]
-    return mapping
+    """Return the value of a key in nested dicts, which may have a former path of it; ``default`` if it is not set."""
+    for each in (path, *former_paths(path)):
+        value = mapping
+        for name in each.split("."):
+            if not isinstance(value, dict) or name not in value:
+                break
+            value = value[name]
+        else:
+            return value
+    return default

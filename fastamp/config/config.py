@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from yacs.config import CfgNode as YacsCfgNode
 
-from fastamp.config.defaults import KEYS, RENAMED, SHORTHANDS
+from fastamp.config.defaults import KEYS, SHORTHANDS, present_path
 from fastamp.config.files import parse_yaml
 from fastamp.config.key import Key, brief, convert, free_value, parse_bool, parse_literal, plain
 from fastamp.config.releases import hint, read_recipe
@@ -52,11 +52,22 @@ class CfgNode(YacsCfgNode):
     # ---- reading
 
     def __getattr__(self, name: str) -> Any:
-        if name in self:
-            return self[name]
-        if name.startswith("_"):
+        if name.startswith("_") and name not in self:
             raise AttributeError(name)
-        raise AttributeError(self._unknown(name))
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(self._unknown(name)) from None
+
+    def __missing__(self, name: str) -> Any:
+        """Look up a key or section by a former name, so that code written for it still reads its value."""
+        present = self._present(name)
+        if present == name:
+            raise KeyError(name)
+        node: Any = self
+        for part in present.split("."):
+            node = node[part]
+        return node
 
     def __bool__(self) -> bool:
         return bool(self["ENABLED"]) if "ENABLED" in self else len(self) > 0
@@ -83,9 +94,12 @@ class CfgNode(YacsCfgNode):
         if name in self.__dict__:
             raise ConfigError(f"{name!r} is a part of the config's own machinery, not a key")
         self._refuse_if_frozen(name)
+        present = self._present(name)
+        if present != name and "." not in present:
+            name = present
         if isinstance(value, YacsCfgNode) and (name not in self or self._is_section(name)):
             self._adopt(name, value)
-        elif self._declares and name not in self and self._full(name) not in RENAMED:
+        elif self._declares and name not in self and present == name:
             self._declare_value(name, value)
         else:
             _apply(self._edits(name, value, ASSIGNMENT))
@@ -260,8 +274,7 @@ class CfgNode(YacsCfgNode):
         if not isinstance(name, str):
             where = f" in {self._path}" if self._path else ""
             raise ConfigError(f"{source}: a config key is text, got {brief(name)} ({type(name).__name__}){where}")
-        if self._full(name) in RENAMED:
-            name = RENAMED[self._full(name)].removeprefix(f"{self._path}.")
+        name = self._present(name)
         head, dot, rest = name.partition(".")
         self._refuse_if_frozen(head)
         if dot and isinstance(self.get(head), CfgNode):
@@ -313,6 +326,14 @@ class CfgNode(YacsCfgNode):
 
     def _full(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name
+
+    def _present(self, name: Any) -> Any:
+        """Return the present name, below this node, of a key or section; ``name`` may be dotted or a former one."""
+        if not isinstance(name, str) or name.partition(".")[0] in self:
+            return name
+        path = self._full(name)
+        present = present_path(path)
+        return name if present == path else present.removeprefix(f"{self._path}.")
 
     def _unknown(self, name: str) -> str:
         """Return the message for the key ``name`` that is not below this node."""

@@ -27,7 +27,34 @@ def _all_keys() -> dict[str, Key]:
 
 KEYS: dict[str, Key] = _all_keys()
 
-# FastReID's old spellings, each with the key below the same section that is meant.
-RENAMED = {"SOLVER.AMP_ENABLED": "SOLVER.AMP.ENABLED"}
+# A spelling in FastReID's config files that is not a key of any of its releases.
+FASTREID_SPELLINGS = {"SOLVER.AMP_ENABLED": "SOLVER.AMP.ENABLED"}
+# Aliases of keys and sections: former path -> present path.
+RENAMED = FASTREID_SPELLINGS | {
+    "LOG_ACTIVATIONS": "LOG_ACTIVATION_STATS",
+    "INPUT.GREY": "INPUT.GRAYSCALE",
+    "INPUT.LOCAL_GREY": "INPUT.LOCAL_GRAYSCALE",
+    "SOLVER.AMP.BN_GUARD": "SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP",
+    "SOLVER.AMP.LOCATE": "SOLVER.AMP.TRACE_NONFINITE",
+    "TEST.AP": "TEST.AP_METHOD",
+    "TEST.AQE.SIDES": "TEST.AQE.TARGET",
+    "TEST.FLOORS": "TEST.BASELINES",
+    "TEST.REPEATS": "TEST.NUM_TRIALS",
+    "TEST.RERANK.FORM": "TEST.RERANK.VARIANT",
+}
 # Sections that take a bare value in their place: it goes to this key, and the section is enabled.
 SHORTHANDS = {"SOLVER.AMP": "DTYPE"}
+
+
+def present_path(path: str) -> str:
+    """Return the present path of a key or section, given its present or a former one."""
+    names = path.split(".")
+    for count in range(1, len(names) + 1):
+        if present := RENAMED.get(".".join(names[:count])):
+            return ".".join([present, *names[count:]])
+    return path
+
+
+def former_paths(path: str) -> list[str]:
+    """Return the former paths of a key."""
+    return [old + path.removeprefix(new) for old, new in RENAMED.items() if f"{path}.".startswith(f"{new}.")]

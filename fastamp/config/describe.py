@@ -1,9 +1,10 @@
 """The documentation of every config key, as text for a terminal."""
 
 import textwrap
+from collections.abc import Mapping
 
 from fastamp.config.config import CfgNode, get_cfg
-from fastamp.config.defaults import RENAMED, SHORTHANDS
+from fastamp.config.defaults import FASTREID_SPELLINGS, RENAMED, SHORTHANDS, former_paths
 from fastamp.config.key import Key, show_value
 from fastamp.config.releases import present_names, read_recipe
 from fastamp.utils.errors import ConfigError, did_you_mean
@@ -22,7 +23,7 @@ def describe_config(prefix: str = "", cfg: CfgNode | None = None) -> str:
         ConfigError: no key or section has that name; the message has the nearest one.
     """
     keys = list((get_cfg() if cfg is None else cfg).keys_below())
-    wanted = prefix.strip().strip(".").lower()
+    wanted = _present(prefix, RENAMED)
     chosen = [(key, value) for key, value in keys if f"{key.path.lower()}.".startswith(f"{wanted}." if wanted else "")]
     if not chosen:
         names = {key.path for key, _ in keys} | {key.path.rpartition(".")[0] for key, _ in keys} - {""}
@@ -49,9 +50,8 @@ def explain_key(name: str, cfg: CfgNode | None = None, config_file: str = "") ->
         ConfigError: no key or section has that name (the message has the nearest one), or the file is wrong.
     """
     cfg = get_cfg() if cfg is None else cfg
-    wanted = name.strip().strip(".").lower()
-    spellings = present_names() | RENAMED
-    wanted = {old.lower(): new.lower() for old, new in spellings.items()}.get(wanted, wanted)
+    spellings = present_names() | FASTREID_SPELLINGS
+    wanted = _present(name, spellings | RENAMED)
     key = next((key for key, _ in cfg.keys_below() if key.path.lower() == wanted), None)
     if key is None:
         return describe_config(name, cfg)
@@ -62,6 +62,7 @@ def explain_key(name: str, cfg: CfgNode | None = None, config_file: str = "") ->
     if key.aliases:
         facts.append(f"also spelled: {', '.join(f'{alias} ({choice})' for alias, choice in key.aliases.items())}")
     facts += [f"FastReID's spelling: {old}" for old, new in spellings.items() if new == key.path]
+    facts += [f"former name: {old}" for old in former_paths(key.path) if old not in spellings]
     if SHORTHANDS.get(section) == last:
         facts.append(f"in short: `{section} VALUE`, which also makes {section}.ENABLED True")
     if last == "ENABLED":
@@ -72,6 +73,16 @@ def explain_key(name: str, cfg: CfgNode | None = None, config_file: str = "") ->
     for fact in facts:
         lines += _wrap(fact, "    ", "      ")
     return "\n".join(lines)
+
+
+def _present(name: str, spellings: Mapping[str, str]) -> str:
+    """Return the present path, in lower case, of a key or section in any case and of any spelling."""
+    lower = {old.lower(): new.lower() for old, new in spellings.items()}
+    names = name.strip().strip(".").lower().split(".")
+    for count in range(len(names), 0, -1):
+        if present := lower.get(".".join(names[:count])):
+            return ".".join([present, *names[count:]])
+    return ".".join(names)
 
 
 def _where_set(key: Key, cfg: CfgNode, config_file: str) -> list[str]:

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastamp.config.defaults import KEYS
-from fastamp.config.defaults import RENAMED as OTHER_SPELLINGS
+from fastamp.config.defaults import FASTREID_SPELLINGS, KEYS, present_path
 from fastamp.config.files import read_layers
 from fastamp.config.key import Key, convert, parse_bool, show_value
 from fastamp.config.release_tables import FIRST_VALUES, RELEASE_DEFAULTS, RENAMED, REPLACED, VALUES
@@ -146,7 +145,7 @@ def _old_marks(mapping: Mapping[str, Any], old_keys: set[str]) -> list[str]:
 
 def _present_marks(mapping: Mapping[str, Any], known: set[str]) -> list[str]:
     """Return the keys that no old release had."""
-    return [key for key in mapping if key not in _ALL_OLD and key not in OTHER_SPELLINGS and _is_known(key, known)]
+    return [key for key in mapping if key not in _ALL_OLD and key not in FASTREID_SPELLINGS and _is_known(key, known)]
 
 
 def _is_old_value(mapping: Mapping[str, Any], key: str) -> bool:
@@ -156,7 +155,8 @@ def _is_old_value(mapping: Mapping[str, Any], key: str) -> bool:
 
 def _is_known(key: str, known: set[str]) -> bool:
     """Whether ``key`` is a present key, below a free-form one, or a section that takes a value in its place."""
-    if key in known or key in OTHER_SPELLINGS or f"{key}.ENABLED" in known:
+    key = present_path(key)
+    if key in known or f"{key}.ENABLED" in known:
         return True
     return any(KEYS[parent].is_free_form for parent in _parents(key) if parent in KEYS)
 

@@ -61,7 +61,7 @@ class PrecisionDiagnostics:
         return cls(
             preflight=amp.PREFLIGHT,
             eval_dtype=amp.EVAL_DTYPE,
-            locate=amp.LOCATE == "on_failure",
+            locate=amp.TRACE_NONFINITE == "on_failure",
             folder=Path(cfg.OUTPUT_DIR) / FOLDER,
             config=cfg.dump(),
         )

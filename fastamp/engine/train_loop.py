@@ -289,7 +289,7 @@ class SimpleTrainer(TrainerBase):
             scaler=LossScaler.from_config(cfg, policy),
             clip=build_gradient_clipping(cfg),
             max_consecutive_skips=cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS,
-            guard_buffers=cfg.SOLVER.AMP.BN_GUARD,
+            guard_buffers=cfg.SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP,
         )
 
     @classmethod

@@ -175,7 +175,7 @@ class ReidEvaluator(DatasetEvaluator):
     ) -> None:
         self.protocol = Protocol.from_config(cfg)
         self.per_query = cfg.TEST.PER_QUERY
-        self.floors = {"raw pixels": raw_pixels, "colour histogram": colour_histogram} if cfg.TEST.FLOORS else {}
+        self.floors = {"raw pixels": raw_pixels, "colour histogram": colour_histogram} if cfg.TEST.BASELINES else {}
         self.num_query = num_query
         self.output_dir = output_dir
         self.wanted = wanted or (Wanted() if cfg.TEST.REPORT else None)
@@ -214,8 +214,8 @@ class ReidEvaluator(DatasetEvaluator):
         """Compute the metrics, on the model's device if the features fit there, and forget the features.
 
         Returns:
-            What ``EvaluationResult.metrics`` returns, percentages as floats; with ``TEST.FLOORS`` also ``floors``: name
-            -> the same of that floor. None on ranks other than 0.
+            What ``EvaluationResult.metrics`` returns, percentages as floats; with ``TEST.BASELINES`` also ``floors``:
+            name -> the same of that floor. None on ranks other than 0.
 
         Raises:
             ConfigError: a file cannot be written, or query expansion overflows.

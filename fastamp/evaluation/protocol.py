@@ -315,7 +315,7 @@ class Protocol:
                 )
         if self.trapezoid:
             raise ConfigError(
-                f"TEST.AP trapezoid is Market-1501's; under TEST.PROTOCOL {self.rule} a query has one match"
+                f"TEST.AP_METHOD trapezoid is Market-1501's; under TEST.PROTOCOL {self.rule} a query has one match"
             )
 
     @classmethod
@@ -329,8 +329,8 @@ class Protocol:
         return cls(
             metric=test.METRIC,
             rule=test.PROTOCOL,
-            trapezoid=test.AP == "trapezoid",
-            repeats=test.REPEATS,
+            trapezoid=test.AP_METHOD == "trapezoid",
+            repeats=test.NUM_TRIALS,
             seed=test.SEED,
             ranks=tuple(sorted({1, 5, 10, *test.RANKS})),
             resamples=test.BOOTSTRAP,

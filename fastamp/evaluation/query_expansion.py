@@ -38,7 +38,7 @@ class QueryExpansion:
     sides: str = "both"
 
     def __post_init__(self) -> None:
-        check_choice("TEST.AQE.SIDES", self.sides, SIDES)
+        check_choice("TEST.AQE.TARGET", self.sides, SIDES)
         if min(self.k, self.times) < 1:
             raise ConfigError(f"TEST.AQE: QE_K {self.k} and QE_TIME {self.times} must be at least 1")
 
@@ -46,7 +46,7 @@ class QueryExpansion:
     def from_config(cls, cfg: Any) -> "QueryExpansion":
         """Return what ``cfg.TEST.AQE`` describes."""
         keys = cfg.TEST.AQE
-        return cls(k=keys.QE_K, alpha=keys.ALPHA, times=keys.QE_TIME, sides=keys.SIDES)
+        return cls(k=keys.QE_K, alpha=keys.ALPHA, times=keys.QE_TIME, sides=keys.TARGET)
 
     def __str__(self) -> str:
         what = {"both": "queries and gallery", "query": "queries", "gallery": "gallery"}

@@ -52,7 +52,7 @@ class ReRanking:
         return self.k1 if self.form == "fastreid" else self.k1 + 1
 
     def __post_init__(self) -> None:
-        check_choice("TEST.RERANK.FORM", self.form, FORMS)
+        check_choice("TEST.RERANK.VARIANT", self.form, FORMS)
         if min(self.k1, self.k2) < 1 or not 0 <= self.share <= 1:
             raise ConfigError(
                 f"TEST.RERANK: K1 {self.k1} and K2 {self.k2} must be at least 1, LAMBDA {self.share} in 0..1"
@@ -62,7 +62,7 @@ class ReRanking:
     def from_config(cls, cfg: Any) -> "ReRanking":
         """Return what ``cfg.TEST.RERANK`` describes."""
         keys = cfg.TEST.RERANK
-        return cls(k1=keys.K1, k2=keys.K2, share=keys.LAMBDA, form=keys.FORM)
+        return cls(k1=keys.K1, k2=keys.K2, share=keys.LAMBDA, form=keys.VARIANT)
 
     def __str__(self) -> str:
         return f"re-ranking ({self.form}, k1 {self.k1}, k2 {self.k2}, lambda {self.share:g})"

@@ -92,7 +92,9 @@ def test_9_without_the_guard_it_is_named(dtype):
     assert evaluate(model, dtype).isnan().all()
     with pytest.raises(TrainingError, match=r"2 of the model's tensors are not finite, e.g. body.1.running_mean") as e:
         check_finite(model)
-    assert "running statistics took in an overflow (SOLVER.AMP.BN_GUARD off" in str(e.value) and "fix:" in str(e.value)
+    assert "running statistics took in an overflow (SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP off" in str(
+        e.value
+    ) and "fix:" in str(e.value)
 
 
 class Poison(HookBase):
@@ -144,7 +146,9 @@ def test_9_the_guard_by_key(demo, tmp_path, monkeypatch, capfd):
     options = ("SOLVER.MAX_EPOCH", "1", "SOLVER.AMP", "bf16")
     assert train_net.cli(tiny.tiny_options(tmp_path / "on", *options)) == 0
     assert finite(tiny.weights(tmp_path / "on/model_final.pth").values())
-    assert train_net.cli(tiny.tiny_options(tmp_path / "off", *options, "SOLVER.AMP.BN_GUARD", "off")) == 2
+    assert (
+        train_net.cli(tiny.tiny_options(tmp_path / "off", *options, "SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP", "off")) == 2
+    )
     assert "running statistics took in an overflow" in capfd.readouterr().err
     assert not (tmp_path / "off/last_checkpoint").exists()
 

@@ -15,7 +15,19 @@ from fastamp.utils.errors import DataError
 
 AUGMENTED = [
     word
-    for name in ("CROP", "PADDING", "FLIP", "CJ", "GREY", "BLUR", "AUTOAUG", "AFFINE", "REA", "LOCAL_GREY", "RPT")
+    for name in (
+        "CROP",
+        "PADDING",
+        "FLIP",
+        "CJ",
+        "GRAYSCALE",
+        "BLUR",
+        "AUTOAUG",
+        "AFFINE",
+        "REA",
+        "LOCAL_GRAYSCALE",
+        "RPT",
+    )
     for word in (f"INPUT.{name}", "True")
 ]
 

@@ -512,8 +512,8 @@ def test_a_batch_of_one_patches_itself():
 
 
 def test_all_that_input_names_is_built_in_order(cfg):
-    names = ["AUTOAUG", "RANDAUG", "CROP", "PADDING", "FLIP", "CJ", "GREY", "BLUR", "AFFINE", "AUGMIX", "REA"]
-    names += ["LOCAL_GREY", "RPT"]
+    names = ["AUTOAUG", "RANDAUG", "CROP", "PADDING", "FLIP", "CJ", "GRAYSCALE", "BLUR", "AFFINE", "AUGMIX", "REA"]
+    names += ["LOCAL_GRAYSCALE", "RPT"]
     cfg.merge_from_list([word for name in names for word in (f"INPUT.{name}", True)])
     cfg.merge_from_list(["INPUT.AUTOAUG.PROB", 0.5, "INPUT.AUGMIX.PROB", 0.5])
     transforms = build_transforms(cfg).augment.transforms

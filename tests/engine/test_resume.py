@@ -113,7 +113,7 @@ OPTIONS = {
     ),
     "every augmentation, on the device": (
         "INPUT.AUGMENT_ON", "device", "INPUT.CROP", "True", "INPUT.CROP.SIZE", "(64, 32)", "INPUT.CJ", "True",
-        "INPUT.GREY", "True", "INPUT.BLUR", "True", "INPUT.RANDAUG", "True", "INPUT.LOCAL_GREY", "True",
+        "INPUT.GRAYSCALE", "True", "INPUT.BLUR", "True", "INPUT.RANDAUG", "True", "INPUT.LOCAL_GRAYSCALE", "True",
         "INPUT.RPT", "True", "INPUT.AUGMIX", "True", "INPUT.AUGMIX.PROB", "0.5",
     ),
     "a cache": ("DATALOADER.CACHE", "ram"),

@@ -116,8 +116,11 @@ def test_identity_minus_one_has_no_match_where_it_is_left_out():
         ([], ["cosine distance", "own camera are junk", "no re-ranking"]),
         (["TEST.METRIC", "euclidean", "TEST.PROTOCOL", "no_camera"], ["euclidean distance", "no cameras"]),
         (["TEST.RERANK", "on"], ["re-ranking (zhong, k1 20, k2 6, lambda 0.3)"]),
-        (["TEST.AQE", "on", "TEST.AQE.SIDES", "query"], ["expansion of queries (k 5, alpha 3, 1 x)"]),
-        (["TEST.PROTOCOL", "cuhk03", "TEST.AP", "trapezoid"], ["single gallery shot", "10 draws, seed 0", "trapezoid"]),
+        (["TEST.AQE", "on", "TEST.AQE.TARGET", "query"], ["expansion of queries (k 5, alpha 3, 1 x)"]),
+        (
+            ["TEST.PROTOCOL", "cuhk03", "TEST.AP_METHOD", "trapezoid"],
+            ["single gallery shot", "10 draws, seed 0", "trapezoid"],
+        ),
     ],
 )
 def test_the_protocol_in_one_line(opts, words):
@@ -129,16 +132,16 @@ def test_the_protocol_in_one_line(opts, words):
 def test_what_a_drawn_gallery_cannot_have(key):
     with pytest.raises(ConfigError, match=rf"TEST.{key}.ENABLED needs one gallery.*\n.*fix: TEST.{key}"):
         protocol("TEST.PROTOCOL", "vehicleid", f"TEST.{key}", "on")
-    with pytest.raises(ConfigError, match="TEST.AP trapezoid"):
-        protocol("TEST.PROTOCOL", "vehicleid", "TEST.AP", "trapezoid")
+    with pytest.raises(ConfigError, match="TEST.AP_METHOD trapezoid"):
+        protocol("TEST.PROTOCOL", "vehicleid", "TEST.AP_METHOD", "trapezoid")
 
 
 def test_choices_of_keys_are_those_of_the_parts():
     choices = {
         "TEST.PROTOCOL": tuple(RULES),
         "TEST.KNN_BACKEND": BACKENDS,
-        "TEST.AQE.SIDES": SIDES,
-        "TEST.RERANK.FORM": FORMS,
+        "TEST.AQE.TARGET": SIDES,
+        "TEST.RERANK.VARIANT": FORMS,
         "TEST.METRIC": METRICS,
     }
     for key, expected in choices.items():

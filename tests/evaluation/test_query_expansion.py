@@ -61,7 +61,7 @@ def test_negative_similarities_and_tiny_sets():
 
 
 def test_what_does_not_exist_and_what_overflows():
-    with pytest.raises(ConfigError, match=r"TEST.AQE.SIDES: 'queries'.*Did you mean 'query'"):
+    with pytest.raises(ConfigError, match=r"TEST.AQE.TARGET: 'queries'.*Did you mean 'query'"):
         QueryExpansion(sides="queries")
     with pytest.raises(ConfigError, match="QE_K 0"):
         QueryExpansion(k=0)

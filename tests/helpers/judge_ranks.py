@@ -18,7 +18,7 @@ from fastamp.evaluation import ReidEvaluator
 from fastamp.utils import comm
 
 WAYS = {
-    "plain": ["TEST.FLOORS", "True", "TEST.PER_QUERY", "True", "TEST.REPORT", "True"],
+    "plain": ["TEST.BASELINES", "True", "TEST.PER_QUERY", "True", "TEST.REPORT", "True"],
     "all": ["TEST.METRIC", "euclidean", "TEST.RERANK", "on", "TEST.AQE", "on", "TEST.ROC", "on"],
     "cuhk03": ["TEST.PROTOCOL", "cuhk03", "TEST.RERANK", "on", "TEST.KNN_BACKEND", "faiss"],
     "vehicleid": ["TEST.PROTOCOL", "vehicleid"],

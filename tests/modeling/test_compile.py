@@ -58,7 +58,9 @@ def test_an_overflow_is_located_in_a_compiled_model(tmp_path):
 
 def test_a_run_trains_and_watches_activations(demo, tmp_path):
     trainer = DefaultTrainer(
-        tiny.tiny_config(tmp_path, "MODEL.COMPILE", "aot_eager", "SOLVER.MAX_EPOCH", "1", "LOG_ACTIVATIONS", "True")
+        tiny.tiny_config(
+            tmp_path, "MODEL.COMPILE", "aot_eager", "SOLVER.MAX_EPOCH", "1", "LOG_ACTIVATION_STATS", "True"
+        )
     )
     trainer.train()
     rows = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]

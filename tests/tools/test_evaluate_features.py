@@ -46,9 +46,9 @@ def run(capsys, *argv):
         (("TEST.METRIC", "euclidean"), "fr_euclidean_pystable"),
         (("TEST.AQE", "on"), "fr_aqe_1_5_3"),
         (("TEST.AQE", "on", "TEST.AQE.QE_TIME", "2", "TEST.AQE.QE_K", "10"), "fr_aqe_2_10_3"),
-        (("TEST.RERANK", "on", "TEST.RERANK.FORM", "torchreid"), "tr_rerank"),
-        (("TEST.RERANK", "on", "TEST.RERANK.FORM", "fastreid"), "fr_rerank_cosine(k1=20,k2=6,l=.3)"),
-        (("TEST.RERANK", "on", "TEST.KNN_BACKEND", "faiss", "TEST.RERANK.FORM", "torchreid"), "tr_rerank"),
+        (("TEST.RERANK", "on", "TEST.RERANK.VARIANT", "torchreid"), "tr_rerank"),
+        (("TEST.RERANK", "on", "TEST.RERANK.VARIANT", "fastreid"), "fr_rerank_cosine(k1=20,k2=6,l=.3)"),
+        (("TEST.RERANK", "on", "TEST.KNN_BACKEND", "faiss", "TEST.RERANK.VARIANT", "torchreid"), "tr_rerank"),
     ],
 )
 def test_json_holds_the_other_programs_numbers_and_nothing_else(capsys, features, opts, key):
@@ -73,7 +73,7 @@ def test_options_and_keys_in_any_order_and_per_query_results(capsys, features, t
 
 
 def test_the_trapezoid_leaves_out_identity_minus_one(capsys, features):
-    _, out, _ = run(capsys, features, "--json", "TEST.METRIC", "euclidean", "TEST.AP", "trapezoid")
+    _, out, _ = run(capsys, features, "--json", "TEST.METRIC", "euclidean", "TEST.AP_METHOD", "trapezoid")
     expected = VALUES["g1_small_junk"]["trapezoid_mAP_euclidean(pid -1 also removed)"]
     assert json.loads(out)["mAP"] == pytest.approx(100 * expected, abs=1e-6)
 
@@ -145,7 +145,7 @@ def test_bad_files(capsys, tmp_path, name):
     "opts, message",
     [
         (["TEST.METRIC", "cosin"], "Did you mean 'cosine'"),
-        (["TEST.RERANK.FORM", "zong"], "Did you mean 'zhong'"),
+        (["TEST.RERANK.VARIANT", "zong"], "Did you mean 'zhong'"),
         (["TEST.PROTOCOL", "vehicleid", "TEST.RERANK", "on"], "TEST.RERANK.ENABLED needs one gallery"),
         (["--per-query", "no/such/folder.npz"], "--per-query 'no/such/folder.npz': expected a file in a folder"),
         (["--per-query", "tests"], "expected a file in a folder that exists"),
@@ -219,7 +219,7 @@ def test_identity_minus_one_is_left_out_as_a_text_too(capsys, tmp_path):
     found = []
     for names in (int, str):
         path = write(tmp_path / "saved.npz", features, names=names)
-        found.append(json.loads(run(capsys, path, "--json", "TEST.AP", "trapezoid")[1]))
+        found.append(json.loads(run(capsys, path, "--json", "TEST.AP_METHOD", "trapezoid")[1]))
     assert found[0] == found[1] and found[0]["num_valid_queries"] == 28 and found[0]["mAP"] < 100
 
 

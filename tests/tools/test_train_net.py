@@ -115,7 +115,7 @@ def last_map(output):
 
 def test_grey_images_by_one_key(demo, tmp_path, capfd):
     output = tmp_path / "run"
-    jitter = ("INPUT.CJ.ENABLED", "True", "INPUT.CJ.PROB", "1.0", "TEST.FLOORS", "True", "SOLVER.AMP", "bf16")
+    jitter = ("INPUT.CJ.ENABLED", "True", "INPUT.CJ.PROB", "1.0", "TEST.BASELINES", "True", "SOLVER.AMP", "bf16")
     grey = tiny.tiny_options(output, "INPUT.CHANNELS", "1", "SOLVER.MAX_EPOCH", "1", *jitter)
     assert run(capfd, *grey)[0] == 0
     start = first_convolution(output / "model_final.pth")
@@ -146,7 +146,7 @@ def test_four_channels(demo_root, tmp_path, monkeypatch, capfd):
     output = tmp_path / "run"
     options = ("MODEL.PIXEL_MEAN", "(120, 120, 120, 120)", "MODEL.PIXEL_STD", "(60, 60, 60, 60)")
     options += ("INPUT.CHANNELS", "4", "INPUT.REA.VALUE", "(120, 120, 120, 120)", "INPUT.CJ.ENABLED", "True")
-    options += ("INPUT.AFFINE.ENABLED", "True", "TEST.FLOORS", "True")
+    options += ("INPUT.AFFINE.ENABLED", "True", "TEST.BASELINES", "True")
     assert run(capfd, *tiny.tiny_options(output, *options))[0] == 0
     assert first_convolution(output / "model_final.pth").shape[1] == 4
 
@@ -158,7 +158,7 @@ def test_four_channels(demo_root, tmp_path, monkeypatch, capfd):
 
 
 def test_flip_test_uses_the_mirror_image(demo, tmp_path, capfd):
-    options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1", "TEST.FLIP", "True", "TEST.FLOORS", "True")
+    options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1", "TEST.FLIP", "True", "TEST.BASELINES", "True")
     assert run(capfd, *options)[0] == 0
     log = (tmp_path / "log.txt").read_text()
     assert "flip test" in log and "floor: raw pixels" in log and "floor: colour histogram" in log

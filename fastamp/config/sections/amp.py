@@ -58,12 +58,12 @@ KEYS = (
         aliases={"fp32": "float32"},
     ),
     Key(
-        "SOLVER.AMP.BN_GUARD",
+        "SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP",
         True,
         "Restore the buffers of normalization layers, memory banks and moving averages when a step is skipped.",
     ),
     Key(
-        "SOLVER.AMP.LOCATE",
+        "SOLVER.AMP.TRACE_NONFINITE",
         "on_failure",
         "Search for the first module that made a non-finite value, and write OUTPUT_DIR/amp_crash/, when AMP fails.",
         choices=("on_failure", "off"),

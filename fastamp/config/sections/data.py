@@ -60,7 +60,7 @@ KEYS = (
     "INPUT.AUGMIX",
     "INPUT.RPT",
     "INPUT.RANDAUG",
-    "INPUT.GREY",
+    "INPUT.GRAYSCALE",
     "INPUT.BLUR",
     Key(
         "INPUT.AUGMENT_ON",
@@ -68,7 +68,7 @@ KEYS = (
         "Where images are augmented: in the processes that load them, or on the device that trains.",
         choices=("worker", "device"),
     ),
-    "INPUT.LOCAL_GREY",
+    "INPUT.LOCAL_GRAYSCALE",
     Key(
         "DATASETS.NAMES",
         ("Market1501",),

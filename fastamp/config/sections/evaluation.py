@@ -9,17 +9,17 @@ KEYS = (
     Key("TEST.METRIC", "cosine", "Distance that ranks the gallery.", choices=("cosine", "euclidean")),
     Key("TEST.FLIP.ENABLED", False, "Average the features of each image and of its mirror image."),
     Key(
-        "TEST.FLOORS",
+        "TEST.BASELINES",
         False,
         "Also rank by raw pixels and by colour histograms, and print both as floors beside the result.",
     ),
     "TEST.PROTOCOL",
-    Key("TEST.REPEATS", 10, "Draws of the gallery under PROTOCOL cuhk03 and vehicleid.", low=1),
+    Key("TEST.NUM_TRIALS", 10, "Draws of the gallery under PROTOCOL cuhk03 and vehicleid.", low=1),
     Key(
         "TEST.SEED", 0, "Seed of the evaluation's draws; SEED has no part in them, so that runs are comparable.", low=0
     ),
     Key(
-        "TEST.AP",
+        "TEST.AP_METHOD",
         "standard",
         "Average precision: standard is the mean of the precisions at the matches; trapezoid is that of the first "
         "Market-1501 evaluation code, which also leaves out gallery images of identity -1.",
@@ -48,7 +48,7 @@ KEYS = (
     Key("TEST.AQE.QE_TIME", 1, "Query expansion: rounds.", low=1),
     Key("TEST.AQE.QE_K", 5, "Query expansion: neighbours in the mean, the feature itself among them.", low=1),
     Key(
-        "TEST.AQE.SIDES",
+        "TEST.AQE.TARGET",
         "both",
         "Query expansion: both expands queries and gallery by neighbours among both, as FastReID; query expands "
         "queries by the gallery, gallery the gallery by itself.",
@@ -59,7 +59,7 @@ KEYS = (
     Key("TEST.RERANK.K2", 6, "Re-ranking: neighbours in the local query expansion; 1 leaves it out.", low=1),
     Key("TEST.RERANK.LAMBDA", 0.3, "Re-ranking: share of the original distance in the final one.", low=0, high=1),
     Key(
-        "TEST.RERANK.FORM",
+        "TEST.RERANK.VARIANT",
         "zhong",
         "Re-ranking: zhong is the authors' form; torchreid squares its distances once more; fastreid is FastReID's "
         "present one, with k1 instead of k1 + 1 neighbours and unscaled distances.",

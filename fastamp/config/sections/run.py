@@ -12,7 +12,7 @@ KEYS = (
     ),
     Key("LOG_PERIOD", 50, "Iterations between two lines of the log, metrics.json and TensorBoard.", low=1),
     Key(
-        "LOG_ACTIVATIONS",
+        "LOG_ACTIVATION_STATS",
         False,
         "Report the largest activation, its layer and its share of the dtype's limit, once a log period.",
     ),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastamp.config import crop_size
+from fastamp.config.defaults import present_path
 from fastamp.data.decode import read_image
 from fastamp.data.transforms.base import TRANSFORM_REGISTRY, Augmentation, BatchTransform
 from fastamp.data.transforms.geometry import Resize
@@ -22,12 +23,12 @@ ORDER = (
     "PADDING",  # PadAndRandomCrop
     "FLIP",  # RandomHorizontalFlip
     "CJ",  # ColorJitter
-    "GREY",  # RandomGrayscale
+    "GRAYSCALE",  # RandomGrayscale
     "BLUR",  # GaussianBlur
     "AFFINE",  # RandomAffine
     "AUGMIX",  # AugMix
     "REA",  # RandomErasing
-    "LOCAL_GREY",  # LocalGrayscale
+    "LOCAL_GRAYSCALE",  # LocalGrayscale
     "RPT",  # RandomPatch
 )
 """The sections of INPUT in the order in which their transforms are applied to training images."""
@@ -162,7 +163,8 @@ def transform_order() -> list[str]:
         transform = TRANSFORM_REGISTRY.get(name)
         if name in ORDER:
             continue
-        if transform.before:
-            check_choice(f"{transform.__name__}.before", transform.before, ORDER)
-        order.insert(order.index(transform.before) if transform.before else len(order), name)
+        before = present_path(f"INPUT.{transform.before}").removeprefix("INPUT.")
+        if before:
+            check_choice(f"{transform.__name__}.before", before, ORDER)
+        order.insert(order.index(before) if before else len(order), name)
     return order

@@ -20,8 +20,8 @@ KEYS = (
     Key("INPUT.CJ.CONTRAST", 0.15, "Largest relative change of contrast.", low=0),
     Key("INPUT.CJ.SATURATION", 0.1, "Largest relative change of saturation.", low=0),
     Key("INPUT.CJ.HUE", 0.1, "Largest turn of the hue, as a share of the color circle.", low=0, high=0.5),
-    Key("INPUT.GREY.ENABLED", False, "Take the color out of training images at random."),
-    Key("INPUT.GREY.PROB", 0.1, "Probability of a grey image.", low=0, high=1),
+    Key("INPUT.GRAYSCALE.ENABLED", False, "Take the color out of training images at random."),
+    Key("INPUT.GRAYSCALE.PROB", 0.1, "Probability of a grey image.", low=0, high=1),
     Key("INPUT.BLUR.ENABLED", False, "Blur training images by a Gaussian at random."),
     Key("INPUT.BLUR.PROB", 0.5, "Probability of blurring an image.", low=0, high=1),
     Key("INPUT.BLUR.KERNEL_SIZE", 5, "Size of the kernel in pixels, odd.", low=1),
@@ -100,7 +100,7 @@ class ColorJitter(BatchTransform):
         return jittered
 
 
-@TRANSFORM_REGISTRY.register("GREY")
+@TRANSFORM_REGISTRY.register("GRAYSCALE")
 class RandomGrayscale(BatchTransform):
     """Take the color out of an image, as torchvision's ``rgb_to_grayscale``; a fourth channel stays.
 
@@ -115,8 +115,8 @@ class RandomGrayscale(BatchTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "RandomGrayscale":
-        """Return the transform of INPUT.GREY."""
-        return cls(prob=cfg.INPUT.GREY.PROB)
+        """Return the transform of INPUT.GRAYSCALE."""
+        return cls(prob=cfg.INPUT.GRAYSCALE.PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Return ``grayscale``: (B,) bool."""

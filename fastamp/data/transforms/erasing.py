@@ -24,8 +24,8 @@ KEYS = (
     ),
     Key("INPUT.RPT.ENABLED", False, "Random patch: paste a part of another image of the batch over a training image."),
     Key("INPUT.RPT.PROB", 0.5, "Probability of pasting into an image.", low=0, high=1),
-    Key("INPUT.LOCAL_GREY.ENABLED", False, "Take the color out of a random rectangle of training images."),
-    Key("INPUT.LOCAL_GREY.PROB", 0.4, "Probability of a rectangle in an image.", low=0, high=1),
+    Key("INPUT.LOCAL_GRAYSCALE.ENABLED", False, "Take the color out of a random rectangle of training images."),
+    Key("INPUT.LOCAL_GRAYSCALE.PROB", 0.4, "Probability of a rectangle in an image.", low=0, high=1),
 )
 
 _ATTEMPTS = 10
@@ -117,7 +117,7 @@ class RandomErasing(RandomRectangle):
         return erased
 
 
-@TRANSFORM_REGISTRY.register("LOCAL_GREY")
+@TRANSFORM_REGISTRY.register("LOCAL_GRAYSCALE")
 class LocalGrayscale(RandomRectangle):
     """Take the color out of one rectangle of an image (Gong et al. 2021).
 
@@ -130,8 +130,8 @@ class LocalGrayscale(RandomRectangle):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "LocalGrayscale":
-        """Return the transform of INPUT.LOCAL_GREY."""
-        return cls(prob=cfg.INPUT.LOCAL_GREY.PROB)
+        """Return the transform of INPUT.LOCAL_GRAYSCALE."""
+        return cls(prob=cfg.INPUT.LOCAL_GRAYSCALE.PROB)
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
         """Return the images with their rectangles without color."""

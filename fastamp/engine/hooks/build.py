@@ -45,6 +45,6 @@ def build_training_hooks(
         hooks.append(EMA(average, cfg.SOLVER.EMA.DECAY))
     if cfg.SOLVER.SWA.ENABLED:
         hooks.append(SWA(average, start=swa_start(cfg), period=cfg.SOLVER.SWA.PERIOD))
-    if cfg.LOG_ACTIVATIONS:
+    if cfg.LOG_ACTIVATION_STATS:
         hooks.append(ActivationMonitor(model, cfg.LOG_PERIOD))
     return hooks

@@ -17,6 +17,7 @@ from autotuner.space import Space
 from autotuner.trial import FAILURE, PARENT, TrialSettings, plain_values, prune, ray_trial, read_reports, run_dir
 from autotuner.tune_hooks import EPOCH, SCORE, VALUES, Rounds
 from fastamp.config import CfgNode
+from fastamp.config.defaults import present_path
 from fastamp.utils.errors import ConfigError, writing
 
 ALGORITHMS = ("hyperopt", "bohb", "optuna", "random")
@@ -367,7 +368,7 @@ def _check_folder(search: Search, *, resume: bool) -> bool:
             f"{search.folder} holds a search already.\n  fix: --resume goes on with it; or set OUTPUT_DIR to another "
             "folder"
         )
-    before = json.loads(file.read_text(encoding="utf-8"))
+    before = {present_path(name): value for name, value in json.loads(file.read_text(encoding="utf-8")).items()}
     changed = [
         f"{name} was {before.get(name)} and is {facts.get(name)}"
         for name in before | facts

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fastamp.config import CfgNode
+from fastamp.config.defaults import present_path
 from fastamp.config.files import parse_yaml
 from fastamp.config.key import Key, convert, plain
 from fastamp.utils.errors import ConfigError, did_you_mean
@@ -155,7 +156,7 @@ class Space:
         sample: dict[str, Any] = {}
         for key, parameter in self.parameters.items():
             if parameter.kind != "choice":
-                sample[key] = parameter.encode(own[key])
+                sample[key] = parameter.encode(own[present_path(key)])
                 continue
             # However a choice is spelled, the config's own changes nothing.
             same = [self.apply(cfg, {key: value}) == cfg for value in parameter.values]
@@ -191,12 +192,13 @@ class Space:
         for parameter in self.parameters.values():
             if any(fnmatchcase(parameter.key, pattern) for pattern in _NOT_SEARCHED):
                 raise ConfigError(f"search space: {parameter.key} cannot be searched: it must be alike in all trials")
-            number = parameter.key == IDENTITIES or types.get(parameter.key, float) in (int, float, type(None))
+            kind = types.get(present_path(parameter.key), float)
+            number = parameter.key == IDENTITIES or kind in (int, float, type(None))
             if parameter.kind != "choice" and not number:
                 raise ConfigError(
                     f"search space: {parameter.key} is no number, so {parameter.kind} cannot draw it.\n  fix: choice"
                 )
-            whole = types.get(parameter.key) is int or parameter.key == IDENTITIES
+            whole = kind is int or parameter.key == IDENTITIES
             if whole and not _gives_whole_numbers(parameter):
                 raise ConfigError(
                     f"search space: {parameter.key} takes whole numbers, and {parameter.kind} "
@@ -253,7 +255,7 @@ def read_space(path: str | Path, cfg: CfgNode) -> Space:
 def _as_numbers(parameter: Parameter, cfg: CfgNode) -> Parameter:
     """Return a choice of numbers as such, however they are spelled."""
     keys = {key.path: key for key, _ in cfg.keys_below()} | {IDENTITIES: Key(IDENTITIES, 1, "", low=1)}
-    key = keys.get(parameter.key)
+    key = keys.get(present_path(parameter.key))
     if parameter.kind != "choice" or key is None or type(key.default) not in (int, float):
         return parameter
     try:
@@ -266,9 +268,10 @@ def _parameters(content: Mapping[str, Any], source: str) -> Iterator[Parameter]:
     seen: dict[str, str] = {}
     for name, value in content.items():
         key = SHORT_NAMES.get(name, name)
-        if key in seen:
-            raise ConfigError(f"{source}: {seen[key]} and {name} are the same key")
-        seen[key] = name
+        present = present_path(str(key))
+        if present in seen:
+            raise ConfigError(f"{source}: {seen[present]} and {name} are the same key")
+        seen[present] = name
         if not isinstance(value, Mapping) or len(value) != 1:
             raise ConfigError(f"{source}: {name}: expected one of {', '.join(KINDS)}, e.g. {{uniform: [0.0, 1.0]}}")
         ((kind, values),) = value.items()

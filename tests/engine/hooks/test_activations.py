@@ -37,7 +37,7 @@ def test_a_run_reports_them(demo, tmp_path, precision):
         precision,
         "SOLVER.MAX_EPOCH",
         "1",
-        "LOG_ACTIVATIONS",
+        "LOG_ACTIVATION_STATS",
         "True",
         "SOLVER.CLIP_GRADIENTS.ENABLED",
         "True",
