@@ -1,4 +1,4 @@
-"""fastamp: re-identification training and evaluation with mixed precision that cannot fail silently."""
+"""fastamp: re-identification training and evaluation with verified mixed precision."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ moved.install()
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``Predictor`` when it is first asked for, since ``import fastamp`` alone is to be fast."""
+    """Import ``Predictor`` on first access, so that ``import fastamp`` is fast."""
     if name == "Predictor":
         from fastamp.inference import Predictor
 

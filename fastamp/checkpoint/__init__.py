@@ -1,4 +1,4 @@
-"""Checkpoints: files read and written safely, other programs' names of parameters, pretrained weights."""
+"""Checkpoints: safe reading and writing, conversion of state dicts, pretrained weights."""
 
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.load_state import load_model_state

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, made of tensors and plain values, and a whole one to continue from as long as there is one."""
+"""Save checkpoints atomically, and load or resume from the newest readable one."""
 
 import logging
 import os
@@ -18,20 +18,20 @@ from fastamp.utils.structure import structure_mismatch
 logger = logging.getLogger(__name__)
 
 STRIPPED = "stripped"
-"""The entry that marks a checkpoint without training state, see ``fastamp.checkpoint.strip``."""
+"""Key of the entry that marks a checkpoint without training state; see ``fastamp.checkpoint.strip``."""
 
 
 class Checkpointer:
-    """Save and load a model and whatever else a run needs to continue.
+    """Save and load a model together with the training state of a run.
 
     Args:
-        model: what ``"model"`` in a file is loaded into.
-        save_dir: where files are written; ``last_checkpoint`` in it names the newest one.
-        min_match: see ``load_model_state``.
-        check: is called with the model before each save, and raises where that is not worth saving.
-        notes: returns further entries of each file, which ``resume`` does not need.
-        checkpointables: name -> object with ``state_dict()`` and ``load_state_dict(state)``; and ``form()`` where what
-            is loaded need not have the form of the former, see ``structure_mismatch``.
+        model (nn.Module): model stored under ``"model"``.
+        save_dir (str | os.PathLike): output folder; the file ``last_checkpoint`` in it names the newest checkpoint.
+        min_match (float): see ``load_model_state``. Default 0.9.
+        check (Callable | None): called with the model before each save; raises to prevent the save.
+        notes (Callable): returns further entries for each file, which ``resume`` does not require.
+        checkpointables (Any): objects with ``state_dict()`` and ``load_state_dict(state)``, by entry name. Optional
+            ``form()`` returns a template of the expected structure, in place of ``state_dict()``.
     """
 
     def __init__(
@@ -52,21 +52,21 @@ class Checkpointer:
         self.checkpointables = checkpointables
 
     def content(self) -> dict[str, Any]:
-        """Return what a file gets, but for further entries; called on every rank."""
+        """Collect the state of the model and all checkpointables; called on every rank."""
         if self.check is not None:
             self.check(self.model)
         return {"model": self.model.state_dict()} | {key: p.state_dict() for key, p in self.checkpointables.items()}
 
     def save(self, name: str, *, tag: bool = True, **extra: Any) -> Path:
-        """Write ``save_dir/name.pth`` atomically; called on every rank, of which the main one writes.
+        """Write ``save_dir/name.pth`` atomically; called on every rank, the main process writes.
 
         Args:
-            name: file name without ``.pth``.
-            tag: also make ``last_checkpoint`` name it, once it is whole.
-            extra: further entries, plain values or tensors.
+            name (str): file name without ``.pth``.
+            tag (bool): update ``last_checkpoint`` after the file is complete. Default True.
+            extra (Any): further entries, plain values or tensors.
 
         Returns:
-            The file's path.
+            Path: path of the file.
         """
         content = self.content() | self.notes() | extra
         path = self.save_dir / f"{name}.pth"
@@ -79,33 +79,33 @@ class Checkpointer:
         return path
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete ``save_dir/name.pth`` for each name, but never what ``last_checkpoint`` names."""
+        """Delete ``save_dir/name.pth`` for each name, except the checkpoint named in ``last_checkpoint``."""
         if comm.is_main_process():
             for name in set(names) - {Path(_tagged_name(self.save_dir) or "").stem}:
                 (self.save_dir / f"{name}.pth").unlink(missing_ok=True)
 
     def remove_leftovers(self) -> None:
-        """Delete the unfinished files of a training that was killed while it wrote."""
+        """Delete incomplete files of a run that was killed while writing."""
         if comm.is_main_process():
             for name in ("model_*.pth", "last_checkpoint", "config.yaml", "metrics.json", "report.html"):
                 for file in self.save_dir.glob(f".{name}.*.tmp"):
                     file.unlink(missing_ok=True)
 
     def last_checkpoint(self, folder: str | os.PathLike[str] | None = None) -> Path | None:
-        """Return the checkpoint to resume from, the same on every rank; all ranks call this together.
+        """Find the checkpoint to resume from; all ranks call this together and get the same path.
 
-        It is the one that ``last_checkpoint`` names. Where that is missing or damaged, it is the newest whole one,
-        by the time of writing, of those that hold all that ``resume`` needs; of ``model_*.pth`` without
-        ``model_best``, whose weights may be averaged ones that no training goes on from.
+        This is the checkpoint named in ``last_checkpoint``. If that is missing or damaged, it is the most recently
+        written readable ``model_*.pth`` that has all entries required by ``resume``. ``model_best.pth`` is excluded,
+        because its weights may be averaged.
 
         Args:
-            folder: that is looked into; None is ``save_dir``.
+            folder (str | os.PathLike | None): folder to search; None for ``save_dir``.
 
         Returns:
-            None when there is no ``last_checkpoint`` and no such file.
+            Path | None: the checkpoint; None if there is neither ``last_checkpoint`` nor a candidate.
 
         Raises:
-            WeightsError: none of them is whole.
+            WeightsError: no candidate is readable.
         """
         folder = self.save_dir if folder is None else Path(folder)
         path, problem = None, ""
@@ -126,39 +126,39 @@ class Checkpointer:
         if named is not None and os.path.isfile(folder / named):
             files.insert(0, folder / named)
         elif named is not None:
-            problems.append(f"last_checkpoint names {named[:80]!r}, which is no file in that folder")
+            problems.append(f"last_checkpoint names {named[:80]!r}, which does not exist")
         for path in files:
             try:
                 content = read_checkpoint(path, lazily=True)
             except WeightsError as error:
                 problems.append(str(error).splitlines()[0])
                 continue
-            # What was asked for by name is taken, or refused by resume, which says why.
+            # The named checkpoint is returned even if entries are missing: resume explains the error.
             if path.name == named or self._missing_entries(content) == []:
                 if path.name != named:
-                    why = "\n  ".join(problems or ["there is no last_checkpoint"])
-                    logger.warning("%s\n  taking %s instead, the newest checkpoint that is whole", why, path)
+                    why = "\n  ".join(problems or ["last_checkpoint not found"])
+                    logger.warning("%s\n  using %s, the newest readable checkpoint", why, path)
                 return path
             if isinstance(content, dict) and STRIPPED in content:
-                problems.append(f"{path.name} was stripped of its training state")
+                problems.append(f"{path.name} has no training state: it was stripped")
         if not problems:
             return None
         found = "\n  ".join(problems)
         raise WeightsError(
-            f"no checkpoint in {folder} is whole:\n  {found}\n"
-            "  fix: start from the beginning, without --resume; the weights of a file that is whole, e.g. "
-            "model_best.pth, can be given as MODEL.WEIGHTS then"
+            f"no readable checkpoint in {folder}:\n  {found}\n"
+            "  fix: start a new run without --resume, e.g. with MODEL.WEIGHTS from a readable file such as "
+            "model_best.pth"
         )
 
     def _missing_entries(self, content: Any) -> list[str]:
-        """Return what is not in a file's content and would be needed to continue."""
+        """List the entries that a file lacks for resuming."""
         return [key for key in ("model", *self.checkpointables) if not isinstance(content, dict) or key not in content]
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Load the model's weights alone.
+        """Load only the weights of the model.
 
         Returns:
-            The further entries of the file, empty for a bare state dict.
+            dict[str, Any]: the other entries of the file; empty for a bare state dict.
 
         Raises:
             WeightsError: see ``read_checkpoint``, ``state_dict_in`` and ``load_model_state``.
@@ -168,29 +168,29 @@ class Checkpointer:
         return {key: value for key, value in content.items() if key != "model"} if "model" in content else {}
 
     def resume(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Load the model and every checkpointable exactly, to continue a run.
+        """Restore the model and all checkpointables to continue a run exactly.
 
         Returns:
-            The further entries of the file.
+            dict[str, Any]: the other entries of the file.
 
         Raises:
-            WeightsError: the file is damaged, is no training checkpoint, or is of another model.
+            WeightsError: the file is damaged, is not a training checkpoint, or does not match the model.
         """
         content = read_checkpoint(path)
         if missing := self._missing_entries(content):
-            cause = "it is no checkpoint of such a run"
+            cause = "it is not a checkpoint of this kind of run"
             if isinstance(content, dict) and STRIPPED in content:
                 raise WeightsError(
-                    f"cannot resume from {path}: it was stripped of its training state ({', '.join(missing)}).\n"
-                    "  fix: resume from the checkpoint that it was made of; or, to start a new run from its weights, "
-                    "give it as MODEL.WEIGHTS without --resume"
+                    f"cannot resume from {path}: it was stripped and has no training state ({', '.join(missing)}).\n"
+                    "  fix: resume from the original checkpoint; or start a new run from its weights: set "
+                    "MODEL.WEIGHTS, without --resume"
                 )
             if len(missing) == 1:
-                cause = "this run's config asks for more than it holds"
+                cause = "this run's config requires it"
             raise WeightsError(
-                f"cannot resume from {path}: {', '.join(missing)} missing; {cause}.\n"
-                "  fix: resume with the config that the run was started with (config.yaml beside the checkpoint); or, "
-                "to start a new run from its weights, give it as MODEL.WEIGHTS without --resume"
+                f"cannot resume from {path}: missing {', '.join(missing)}; {cause}.\n"
+                "  fix: resume with the run's original config (config.yaml next to the checkpoint); or start a new run "
+                "from its weights: set MODEL.WEIGHTS, without --resume"
             )
         own = self.model.state_dict()
         self._check_structure(content, path)
@@ -199,9 +199,9 @@ class Checkpointer:
         differ += [key for key in own.keys() & state.keys() if own[key].shape != state[key].shape]
         if differ:
             raise WeightsError(
-                f"cannot resume from {path}: it is of another model, {len(differ)} tensors differ"
-                f"{examples(sorted(differ))}.\n  fix: resume with the config that the run was started with "
-                "(config.yaml beside the checkpoint)"
+                f"cannot resume from {path}: it does not match the model, {len(differ)} tensors differ"
+                f"{examples(sorted(differ))}.\n  fix: resume with the run's original config (config.yaml next to the "
+                "checkpoint)"
             )
         self.model.load_state_dict(state)
         for key, part in self.checkpointables.items():
@@ -209,29 +209,29 @@ class Checkpointer:
                 part.load_state_dict(content.pop(key))
             except (ValueError, LookupError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
                 raise WeightsError(
-                    f"cannot resume from {path}: its {key} does not fit this run ({error}).\n"
-                    "  fix: resume with the config that the run was started with (config.yaml beside the checkpoint)"
+                    f"cannot resume from {path}: {key} does not match this run: {error}.\n"
+                    "  fix: resume with the run's original config (config.yaml next to the checkpoint)"
                 ) from error
         return content
 
     def _check_structure(self, content: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        """Raise WeightsError where an entry of a file has another form than what this run would write."""
+        """Raise WeightsError if the structure of an entry differs from the entries that this run writes."""
         wrong = "" if isinstance(content["model"], dict) else "model: expected a dict"
         if not wrong:
             odd = [key for key, value in content["model"].items() if not is_weight(value) or not isinstance(key, str)]
-            wrong = f"model: expected tensors by name, which {odd[0]!r} is not" if odd else ""
+            wrong = f"model: expected a dict of tensors, got another value at {odd[0]!r}" if odd else ""
         for key, part in self.checkpointables.items():
             own = part.form() if hasattr(part, "form") else part.state_dict()
             wrong = wrong or structure_mismatch(own, content[key], key)
         if wrong:
             raise WeightsError(
-                f"cannot resume from {path}: it holds what no such run writes, or is damaged.\n  {wrong}\n"
-                "  fix: use an earlier checkpoint, or the config that the run was started with (config.yaml beside it)"
+                f"cannot resume from {path}: unexpected content, or the file is damaged.\n  {wrong}\n"
+                "  fix: use an earlier checkpoint, or the run's original config (config.yaml next to it)"
             )
 
 
 def _tagged_name(folder: Path) -> str | None:
-    """Return the file name in a folder's ``last_checkpoint``, whatever that is; None when there is no such file."""
+    """Read the file name in ``last_checkpoint`` without validation; None if there is no such file."""
     pointer = folder / "last_checkpoint"
     if not pointer.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Entries of a checkpoint besides the weights: the config, and errors for what is missing or damaged."""
+"""Config entry of a checkpoint, and errors for missing or damaged entries."""
 
 import os
 
@@ -11,17 +11,20 @@ def merge_from_checkpoint(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> N
     """Merge the config in a checkpoint into ``cfg``.
 
     Raises:
-        WeightsError: the file cannot be read, or holds no config of this version.
+        WeightsError: the file cannot be read, has no config, or has the config of another version.
     """
     if not merge_if_config(cfg, checkpoint):
         raise no_config_error(checkpoint)
 
 
 def merge_if_config(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> bool:
-    """Merge the config in a checkpoint into ``cfg``, if it holds one, and return whether it does.
+    """Merge the config in a checkpoint into ``cfg`` if there is one.
+
+    Returns:
+        bool: True if the checkpoint contains a config.
 
     Raises:
-        WeightsError: the file cannot be read, or its config is not of this version.
+        WeightsError: the file cannot be read, or its config is invalid in this version.
     """
     content = read_checkpoint(checkpoint)
     text = content.get("config") if isinstance(content, dict) else None
@@ -31,22 +34,22 @@ def merge_if_config(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> bool:
         cfg.merge_from_other_cfg(CfgNode.load_cfg(text))
     except UserError as error:
         raise WeightsError(
-            f"the config in {checkpoint} is not of this version, or of parts of your own: {error}"
+            f"cannot use the config in {checkpoint}: it is from another version, or needs a plugin: {error}"
         ) from error
     return True
 
 
 def no_config_error(checkpoint: str | os.PathLike[str]) -> WeightsError:
-    """Return the error for a checkpoint without a config."""
+    """Create the error for a checkpoint without a config."""
     return WeightsError(
-        f"{checkpoint} holds no config, so that the model is not known.\n"
-        "  fix: python tools/import_checkpoint.py makes a checkpoint with a config of it"
+        f"{checkpoint} contains no config, so that the model cannot be built.\n"
+        "  fix: convert it with python tools/import_checkpoint.py, which adds a config"
     )
 
 
 def damaged_entry_error(checkpoint: str | os.PathLike[str], wrong: str) -> WeightsError:
-    """Return the error for an entry that has another form than what a run writes; ``wrong`` says which."""
+    """Create the error for a damaged entry; ``wrong`` describes the mismatch."""
     return WeightsError(
-        f"{checkpoint} holds what no run writes, or is damaged.\n  {wrong}\n"
+        f"{checkpoint} has unexpected content, or is damaged.\n  {wrong}\n"
         "  fix: use another checkpoint of the run, or import its weights with tools/import_checkpoint.py"
     )

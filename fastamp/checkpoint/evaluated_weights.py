@@ -1,4 +1,4 @@
-"""The weights of a checkpoint that are evaluated: the model's, or their average."""
+"""Load the weights that a config evaluates: those of the model or their average."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def evaluated_average(cfg: Any) -> str | None:
-    """Return which average of the weights the config evaluates: ``"ema"``, ``"swa"`` or None."""
+    """Get the weight average that the config evaluates: ``"ema"``, ``"swa"`` or None."""
     if cfg.SOLVER.EMA.ENABLED:
         return "ema" if cfg.SOLVER.EMA.EVALUATE else None
     return "swa" if cfg.SOLVER.SWA.ENABLED else None
@@ -23,33 +23,34 @@ def evaluated_average(cfg: Any) -> str | None:
 def load_evaluated_weights(
     model: nn.Module, path: str | os.PathLike[str], *, average: str | None, min_match: float
 ) -> dict[str, Any]:
-    """Load the weights of a checkpoint that are to be evaluated.
+    """Load the weights of a checkpoint for evaluation.
 
     Args:
-        model: gets them.
-        path: a checkpoint, or a bare state dict.
-        average: kind of the average to take where the file holds it, ``"ema"`` or ``"swa"``; None takes the weights.
-        min_match: see ``load_model_state``.
+        model (nn.Module): model to load the weights into.
+        path (str | os.PathLike): a checkpoint, or a bare state dict.
+        average (str | None): weight average to load if the file contains it, ``"ema"`` or ``"swa"``; None for the
+            weights of the model.
+        min_match (float): see ``load_model_state``.
 
     Returns:
-        The further entries of the file, empty for a bare state dict.
+        dict[str, Any]: the other entries of the file; empty for a bare state dict.
 
     Raises:
-        WeightsError: the weights are missing, damaged, or of another model.
+        WeightsError: the weights are missing or damaged, or do not match the model.
     """
     extra = Checkpointer(model, min_match=min_match).load(path)
     if STRIPPED in extra:
         held = extra[STRIPPED]
         if held != (average or "model"):
-            logger.warning("%s was stripped and holds the %s weights alone: evaluating these", path, held)
+            logger.warning("%s was stripped and contains only the %s weights; evaluating these", path, held)
         return extra
     if average is None:
         return extra
     state = extra.get("average")
     if not isinstance(state, dict) or state.get("kind") != average or not state.get("updates"):
-        logger.warning("%s holds no %s of the weights: evaluating the weights", path, average)
+        logger.warning("%s contains no %s weights; evaluating the model weights", path, average)
         return extra
-    # The classifier, which a model for evaluation alone does not have, is left out.
+    # A model that is built for evaluation only has no classifier: tensors that it lacks are skipped.
     source = f"the {average} in {path}"
     load_model_state(model, state_dict_in(state, source), source=source)
     return extra

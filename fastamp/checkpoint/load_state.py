@@ -1,4 +1,4 @@
-"""Fill a model from a state dict of any origin: translate its names, compare, report, refuse what does not fit."""
+"""Load state dicts of any origin into a model: convert names, compare, report mismatches."""
 
 import logging
 import warnings
@@ -22,17 +22,17 @@ State = dict[str, torch.Tensor]
 @renamed_arguments(backbone_share="backbone_fraction")
 @dataclass
 class ImportReport:
-    """What became of the tensors of a file.
+    """Result of loading a state dict.
 
     Attributes:
-        source: where they are from.
-        matched: the model's tensors that were taken from it.
-        renamed: those of them that have another name there.
-        dropped: the file's tensors that the model has no place for.
-        missing: the model's tensors that the file does not have.
-        other_shape: classifiers that were left as they are, because they are of other identities.
-        backbone_fraction: the share of the backbone's tensors that matched, in 0..1.
-        notes: what must be known about such a file.
+        source (str): origin of the state dict, for messages.
+        matched (list[str]): tensors of the model that were loaded.
+        renamed (list[str]): matched tensors that have another name in the file.
+        dropped (list[str]): tensors of the file that the model does not have.
+        missing (list[str]): tensors of the model that the file does not have.
+        other_shape (list[str]): classifiers that were not loaded because the number of identities differs.
+        backbone_fraction (float): fraction of the backbone's tensors that matched, in 0..1.
+        notes (list[str]): remarks about the origin of the file.
     """
 
     source: str
@@ -57,7 +57,7 @@ class ImportReport:
             f"missing  {_count(self.missing, own)} of the model's{examples(self.missing)}",
         ]
         if self.other_shape:
-            lines.append(f"of other identities  {', '.join(self.other_shape)}")
+            lines.append(f"of other identities, not loaded  {', '.join(self.other_shape)}")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(f"  {line}" for line in lines)
 
@@ -114,17 +114,21 @@ def load_model_state(
     """Convert ``state`` and copy the tensors whose names and shapes match into ``model``.
 
     Args:
-        model: filled in place.
-        state: name -> tensor.
-        source: where ``state`` is from, for messages.
-        backbone_prefix: the names that ``min_match`` is about.
-        min_match: share of the backbone's tensors that ``state`` must provide.
-        without: globs over the names of tensors that do not count for that share.
-        fit: changes the tensors once they have the model's names.
+        model (nn.Module): model to load into.
+        state (dict[str, torch.Tensor]): state dict.
+        source (str): origin of ``state``, for messages.
+        backbone_prefix (str): prefix of the tensors that ``min_match`` applies to. Default ``"backbone."``.
+        min_match (float): minimum fraction of the backbone's tensors that ``state`` must contain. Default 0.9.
+        without (tuple[str, ...]): globs of tensor names that do not count for ``min_match``.
+        fit (Callable | None): transforms the converted state dict before it is compared.
+
+    Returns:
+        ImportReport: matched, renamed, dropped and missing tensors; also logged.
 
     Raises:
-        WeightsError: a shape differs other than a classifier's, a tensor is of integers or quantized, sparse or
-            without content, or too little of the backbone matched; the model is unchanged then.
+        WeightsError: a shape other than that of a classifier differs; a tensor is not floating-point, or is quantized,
+            sparse or on the meta device; or the matching fraction of the backbone is below ``min_match``. The model is
+            not changed.
     """
     converted, notes = convert_state_dict(model, state)
     if fit is not None:
@@ -144,9 +148,9 @@ def load_model_state(
 def _compare(
     model: nn.Module, own: State, converted: State, source: str, *, backbone_prefix: str, without: tuple[str, ...]
 ) -> ImportReport:
-    """Return what of ``converted`` has its place in ``own``, the model's tensors."""
+    """Compare the converted state dict with ``own``, the state dict of the model."""
     matched = [key for key in converted if key in own and own[key].shape == converted[key].shape]
-    # A counter that old files lack changes nothing, nor does the classifier of a head without classes.
+    # Ignored: num_batches_tracked, which old files lack, and the empty classifier of a head without classes.
     missing = [key for key in own if key not in converted and not key.endswith("num_batches_tracked")]
     backbone = [key for key in own if key.startswith(backbone_prefix) and not key.endswith("num_batches_tracked")]
     backbone = [key for key in backbone if not any(fnmatchcase(key, pattern) for pattern in without)]
@@ -162,14 +166,14 @@ def _compare(
 
 
 def _check_weight_tensors(own: State, converted: State, report: ImportReport) -> None:
-    """Raise WeightsError where a tensor cannot be copied into a parameter without a change of its meaning."""
+    """Raise WeightsError if a tensor cannot be copied into a floating-point parameter."""
     wrong = [key for key in report.matched if own[key].is_floating_point() and not _is_float_weight(converted[key])]
     if wrong:
         first = converted[wrong[0]]
         raise WeightsError(
-            f"weights from {report.source} are no floating-point numbers: {len(wrong)} tensors{examples(wrong)}, "
-            f"the first is {first.dtype}, {first.layout} on {first.device}\n"
-            "  fix: save the model again before it is quantized or otherwise converted"
+            f"weights from {report.source} must be dense floating-point tensors: {len(wrong)} are not"
+            f"{examples(wrong)}, the first is {first.dtype}, {first.layout} on {first.device}\n"
+            "  fix: save the model before it is quantized or otherwise converted"
         )
 
 
@@ -178,12 +182,12 @@ def _is_float_weight(tensor: torch.Tensor) -> bool:
 
 
 def is_weight(value: object) -> bool:
-    """Return whether ``value`` is a dense tensor with values."""
+    """Return True if ``value`` is a dense tensor that is not on the meta device."""
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
 
 
 def _check_model_match(own: State, converted: State, report: ImportReport, min_match: float) -> None:
-    """Raise WeightsError where a shape differs other than a classifier's, or too little of the backbone matched."""
+    """Raise WeightsError if a shape other than that of a classifier differs, or too few backbone tensors match."""
     placed = {*report.matched, *report.dropped, *report.other_shape}
     wrong = [key for key in converted if key not in placed]
     if wrong:
@@ -191,43 +195,41 @@ def _check_model_match(own: State, converted: State, report: ImportReport, min_m
             f"    {key}: file {tuple(converted[key].shape)}, model {tuple(own[key].shape)}" for key in wrong[:5]
         )
         raise WeightsError(
-            f"weights from {report.source} are of another model: {len(wrong)} tensors have other shapes\n{shapes}\n"
-            "  fix: use the config that the weights were trained with (MODEL.BACKBONE.DEPTH, MODEL.HEADS.*, "
-            "INPUT.CHANNELS)"
+            f"weights from {report.source} do not match the model: shape mismatch in {len(wrong)} tensors\n{shapes}\n"
+            "  fix: use the config of the training (MODEL.BACKBONE.DEPTH, MODEL.HEADS.*, INPUT.CHANNELS)"
         )
     if report.backbone_fraction < min_match:
         raise WeightsError(
-            f"weights from {report.source} do not fit the model's backbone\n{report}\n"
-            "  fix: use the config that the weights were trained with, or, if so little is meant to be loaded, "
-            "lower MODEL.WEIGHTS_MIN_MATCH"
+            f"weights from {report.source} do not match the model's backbone\n{report}\n"
+            "  fix: use the config of the training, or lower MODEL.WEIGHTS_MIN_MATCH to load them partially"
         )
 
 
 def _log_mismatches(own: State, converted: State, report: ImportReport, backbone_prefix: str) -> None:
-    """Log what of the model is not as in the file."""
-    # An ImageNet classifier beside the backbone, as TransReID has it, is of no use in any case.
+    """Log unexpected, missing and mismatched tensors."""
+    # Ignored: an ImageNet classifier inside the backbone, as in files of TransReID.
     imagenet = tuple(f"{backbone_prefix}{name}." for name in ("fc", "head", "classifier"))
     unexpected = [key for key in report.dropped if key.startswith(backbone_prefix) and not key.startswith(imagenet)]
     if unexpected and backbone_prefix:
         logger.warning(
-            "the backbone in %s has %d tensors that the model's does not have%s: it computes another function, unless "
-            "they are unused there (see MODEL.BACKBONE.WITH_NL, WITH_SE, DEPTH)",
+            "the backbone in %s has %d tensors that the model does not have%s; its features differ unless these are "
+            "unused (see MODEL.BACKBONE.WITH_NL, WITH_SE, DEPTH)",
             report.source,
             len(unexpected),
             examples(unexpected),
         )
     if report.missing:
         logger.warning(
-            "%d tensors are not in %s and keep their initial values%s",
+            "%d tensors are missing in %s and keep their initial values%s",
             len(report.missing),
             report.source,
             examples(report.missing),
         )
     for key in report.other_shape:
         if own[key].shape[0] == 0:
-            continue  # a head that was built for evaluation alone has no classes
+            continue  # a head that is built for evaluation only has no classes
         logger.warning(
-            "%s was left at its initial value: %s in %s, %s in the model (other identities)",
+            "%s keeps its initial values: shape %s in %s, %s in the model (other identities)",
             key,
             tuple(converted[key].shape),
             report.source,
@@ -236,7 +238,7 @@ def _log_mismatches(own: State, converted: State, report: ImportReport, backbone
 
 
 def classifiers(model: nn.Module) -> set[str]:
-    """Return the tensors that belong to the identities of a training set: a head names its own in ``classifiers``."""
+    """Collect the names of classifier tensors, which depend on the training identities (attribute ``classifiers``)."""
     return {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
@@ -245,5 +247,5 @@ def classifiers(model: nn.Module) -> set[str]:
 
 
 def examples(keys: list[str]) -> str:
-    """Return ``" (a, b, ...)"`` for the first few keys."""
+    """Format the first three keys as ``" (a, b, c, ...)"``; empty without keys."""
     return f" ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})" if keys else ""

@@ -1,9 +1,9 @@
-"""Refuse pickles that take far more time or memory to read than their size explains.
+"""Reject pickles that take much more time or memory to load than their size explains.
 
-PyTorch's restricted unpickler runs no code, but a few bytes can occupy it forever: a dictionary key of tuples that
-share their parts has exponentially many leaves, all of which are hashed, in C, where no signal is handled; keys with
-equal hashes make a dictionary quadratic; tuples that are nested deeply overflow the stack. So the opcodes are counted
-first, without building anything.
+PyTorch's restricted unpickler does not execute code, but a few bytes can block it for hours: a dictionary key of nested
+tuples that share elements has exponentially many leaves, which are hashed in C without handling signals; keys with
+colliding hashes take quadratic time; deeply nested tuples overflow the stack. Therefore the opcodes are simulated
+first, without creating objects.
 """
 
 import pickletools
@@ -12,26 +12,26 @@ from typing import IO
 from fastamp.utils.errors import UserError
 
 LARGEST_DEPTH = 500
-"""Containers inside each other; model and optimizer states have about ten."""
+"""Maximum nesting of containers; model and optimizer states have about ten levels."""
 WORK = 10**8
-"""Objects that may be hashed or compared while a file is read: seconds."""
+"""Maximum number of objects hashed or compared while reading a file; this takes a few seconds."""
 SIZE, SIZE_PER_BYTE = 10**6, 10
-"""Objects that a pickle may stand for, shared ones counted at each of their places: so many, and more for each byte."""
-_HASH_IS_CHOSEN = 2**60  # from here on two integers of the same hash are easily found; those of texts are salted
+"""Maximum number of objects, SIZE + SIZE_PER_BYTE per byte of the pickle; shared objects count at each reference."""
+_HASH_IS_CHOSEN = 2**60  # hash collisions of larger integers are easy to construct; hashes of strings are salted
 
 
 class PickleLimitError(UserError):
-    """A pickle takes far more time or memory to read than its size explains."""
+    """A pickle takes much more time or memory to load than its size explains."""
 
 
 class _Object:
-    """An object that a pickle builds, by what matters here.
+    """Simulated object of a pickle.
 
     Attributes:
-        size: of the tree that it is when nothing is shared.
-        depth: of that tree.
-        chosen: number of parts whose hash the file's author can choose.
-        shared: it was taken from the memo, so that others may hold it.
+        size (int): number of nodes of the object as a tree, in which shared objects are repeated.
+        depth (int): depth of that tree.
+        chosen (int): number of nodes whose hash the author of the file can choose.
+        shared (bool): the object was read from the memo, so that other objects may reference it.
     """
 
     __slots__ = ("chosen", "depth", "shared", "size")
@@ -40,8 +40,8 @@ class _Object:
         self.size, self.depth, self.chosen, self.shared = size, depth, chosen, False
 
 
-# What is pushed for every plain value, for one whose hash can be chosen, for a function that makes tensors, and for
-# one that does not hash what it is called with.
+# Pushed for a plain value, for a value whose hash can be chosen, for a function that creates tensors, and for one that
+# does not hash its arguments.
 _LEAF, _CHOSEN, _MAKES_TENSORS, _HASHES_NOTHING = _Object(), _Object(chosen=1), _Object(), _Object()
 _SHARED_BY_ALL = (_LEAF, _CHOSEN, _MAKES_TENSORS, _HASHES_NOTHING)
 _MARK = object()
@@ -58,22 +58,21 @@ _PLAIN = {
 
 
 def check_pickle(file: IO[bytes] | bytes, *, hash_items: bool = False) -> None:
-    """Read one pickle's opcodes and check that loading it ends soon.
+    """Check the cost of loading a pickle from its opcodes.
 
     Args:
-        file: with the pickle at its position, behind which it stands afterwards; or the pickle.
-        hash_items: the reader will hash the parts of the result.
+        file (IO[bytes] | bytes): file positioned at the pickle, which is read to its end; or the pickle itself.
+        hash_items (bool): True if the reader hashes the elements of the result. Default False.
 
     Raises:
-        PickleLimitError: loading would take longer or build more than the limits of this module allow, or an object
-            holds itself.
-        ValueError, LookupError and others of ``pickletools``: it is damaged at a place where loading fails, too.
+        PickleLimitError: loading would exceed the limits of this module, or an object contains itself.
+        ValueError, LookupError and other errors of ``pickletools``: the pickle is damaged, so that loading fails too.
     """
     _Machine(file).run(hash_items)
 
 
 class _Machine:
-    """The unpickler's stack and memo, of ``_Object``."""
+    """Unpickler that simulates stack and memo with ``_Object`` entries."""
 
     def __init__(self, file: IO[bytes] | bytes) -> None:
         self._opcodes = pickletools.genops(file)
@@ -82,7 +81,7 @@ class _Machine:
         self._work = self._keys = self._read = 0
 
     def run(self, hash_items: bool) -> None:
-        """Follow all opcodes; see ``check_pickle``."""
+        """Simulate all opcodes; see ``check_pickle``."""
         stack, start = self._stack, None
         for opcode, argument, position in self._opcodes:
             start = position if start is None else start
@@ -144,7 +143,7 @@ class _Machine:
                 self._other(opcode)
 
     def _other(self, opcode: pickletools.OpcodeInfo) -> None:
-        """Follow an opcode that PyTorch does not load, by its description."""
+        """Simulate an opcode that PyTorch does not support, by its stack effect."""
         items: list[_Object] = []
         for kind in reversed(opcode.stack_before):
             if kind is pickletools.stackslice:
@@ -181,23 +180,23 @@ class _Machine:
         self._spend(made.size)
 
     def _extend(self, items: list[_Object]) -> None:
-        """Put items into the container on the top of the stack."""
+        """Add items to the container on top of the stack."""
         target = self._top()
         if target in _SHARED_BY_ALL:
-            raise ValueError("it is not a container")
-        if target.shared:  # its size is counted in those that hold it, and they may be among the items
-            raise PickleLimitError("an object is changed after others hold it")
+            raise ValueError("not a container")
+        if target.shared:  # its size is already counted in the objects that reference it, which may be among the items
+            raise PickleLimitError("a container is modified after other objects reference it")
         target.size += sum(item.size for item in items)
         target.chosen += sum(item.chosen for item in items)
         target.depth = max([target.depth, *(item.depth + 1 for item in items)])
         self._limit(target)
 
     def _hash(self, key: _Object, *, items_only: bool = False) -> None:
-        """Count the time to hash an object and all that is in it, and to compare them with all others so far.
+        """Add the cost of hashing an object and of comparing it with all earlier keys.
 
         Args:
-            key: the object.
-            items_only: it is a tuple, which is not hashed itself.
+            key (_Object): object to hash.
+            items_only (bool): hash only the elements of a tuple.
         """
         chosen = max(key.chosen - items_only, 0)
         self._keys += chosen
@@ -206,17 +205,19 @@ class _Machine:
     def _spend(self, work: int) -> None:
         self._work += work
         if self._work > WORK:
-            raise PickleLimitError("it takes too long: parts that are used again and again, or keys with equal hashes")
+            raise PickleLimitError(
+                "loading takes too long: repeated references to shared objects, or keys with colliding hashes"
+            )
 
     def _limit(self, made: _Object) -> None:
         if made.depth > LARGEST_DEPTH:
-            raise PickleLimitError(f"more than {LARGEST_DEPTH} containers inside each other")
+            raise PickleLimitError(f"more than {LARGEST_DEPTH} nested containers")
         if made.size > SIZE + SIZE_PER_BYTE * self._read:
-            raise PickleLimitError(f"parts that are used again and again: {self._read} bytes for {made.size} objects")
+            raise PickleLimitError(f"repeated references to shared objects: {made.size} objects in {self._read} bytes")
 
 
 def _function(name: str) -> _Object:
-    """Return what stands for a function or class of the name ``module attribute``."""
+    """Return the simulated object of a function or class, named ``module attribute``."""
     if name.startswith("torch._"):
         return _MAKES_TENSORS
     return _HASHES_NOTHING if name.startswith(("torch", "numpy")) else _LEAF

@@ -1,4 +1,4 @@
-"""The one loader of pretrained backbones: a local file, torchvision's ImageNet weights, or a download."""
+"""Load pretrained backbones from a local file, torchvision or a URL."""
 
 import logging
 import re
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TorchvisionWeights:
-    """torchvision's ImageNet weights ``version`` of the model ``name``; the first ones unless said otherwise."""
+    """ImageNet weights of torchvision: model ``name``, ``version`` (default IMAGENET1K_V1)."""
 
     name: str
     version: str = "IMAGENET1K_V1"
 
     @property
     def url(self) -> str:
-        """Where they are downloaded from."""
+        """Download URL of the weights."""
         return get_model_weights(self.name)[self.version].url
 
     def __str__(self) -> str:
@@ -37,11 +37,11 @@ class TorchvisionWeights:
 
 @dataclass(frozen=True)
 class Download:
-    """A weights file at ``url``.
+    """Weights file at a URL.
 
     Attributes:
-        url: where it is.
-        file_name: its name in the cache, where the address does not end with one; '' is what the address ends with.
+        url (str): download URL.
+        file_name (str): file name in the cache; '' for the last component of the URL.
     """
 
     url: str
@@ -58,31 +58,31 @@ def load_pretrained_backbone(
     online: TorchvisionWeights | Download | None,
     without: tuple[str, ...] = (),
 ) -> None:
-    """Fill ``backbone`` from a local file, or from weights that are downloaded once and cached.
+    """Load pretrained weights into a backbone, from a local file or from a cached download.
 
-    Weights for RGB also fill a backbone for one channel or four, see ``_fit_channels``.
+    RGB weights are adapted to backbones with one or four input channels; see ``_fit_channels``.
 
     Args:
-        backbone: has the parameter names of the weights, or translates them in its ``convert_state_dict``.
-        path: ``MODEL.BACKBONE.PRETRAIN_PATH``; empty for ``online``.
-        online: weights of this very network; None where nobody offers them.
-        without: globs over the names of tensors that pretrained weights need not have.
+        backbone (nn.Module): has the parameter names of the weights, or converts them in ``convert_state_dict``.
+        path (str): local file, ``MODEL.BACKBONE.PRETRAIN_PATH``; empty for ``online``.
+        online (TorchvisionWeights | Download | None): published weights; None if there are none for this backbone.
+        without (tuple[str, ...]): globs of tensor names that the weights may lack.
 
     Raises:
-        ConfigError: there is neither a file nor anything online.
-        WeightsError: the file is missing or damaged, the download failed, or the weights do not fit.
+        ConfigError: there is neither a local file nor a download.
+        WeightsError: the file is missing or damaged, the download failed, or the weights do not match.
     """
     if path:
         content, source = read_checkpoint(path), path
     elif online is None:
         raise ConfigError(
-            "MODEL.BACKBONE.PRETRAIN is on, but there are no ImageNet weights to download for this backbone.\n"
-            "  fix: name a file in MODEL.BACKBONE.PRETRAIN_PATH, or set MODEL.BACKBONE.PRETRAIN False"
+            "MODEL.BACKBONE.PRETRAIN is True, but there are no ImageNet weights to download for this backbone.\n"
+            "  fix: set MODEL.BACKBONE.PRETRAIN_PATH to a file, or MODEL.BACKBONE.PRETRAIN to False"
         )
     else:
         content, source = _download(online), str(online)
     state = state_dict_in(content, source)
-    # A whole ReID model may serve as the start, too: take its backbone, which TransReID calls base.
+    # From a complete ReID model only the backbone is used; TransReID names it "base".
     for prefix in ("backbone.", "base."):
         if any(key.startswith(prefix) for key in state):
             state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
@@ -97,11 +97,11 @@ def load_pretrained_backbone(
 
 
 def _fit_channels(state: dict[str, torch.Tensor], backbone: nn.Module, source: str) -> dict[str, torch.Tensor]:
-    """Return ``state`` with the convolutions that see an RGB image fitted to a backbone for one channel or four.
+    """Adapt the RGB input convolutions in ``state`` to a backbone with one or four input channels.
 
-    For one channel the weights are summed over RGB: a grey image then gives what it gave as three equal channels, under
-    one normalization for all three. For four, the fourth channel's weights are zero: the network starts as that for
-    RGB, and learns what the fourth is good for. Weights of any other number of channels stay as they are.
+    For one channel the weights are summed over RGB: a gray image gives the same activations as three equal channels
+    with a common normalization. For four channels the weights of the fourth are zero: the network starts as the RGB
+    network and learns to use the fourth channel. Other convolutions are unchanged.
     """
     fitted: dict[str, torch.Tensor] = {}
     convolutions = [name for name, module in backbone.named_modules() if isinstance(module, nn.Conv2d)]
@@ -110,24 +110,27 @@ def _fit_channels(state: dict[str, torch.Tensor], backbone: nn.Module, source: s
             continue
         weight, channels = state[key], backbone.state_dict()[key].shape[1]
         if channels == 1:
-            fitted[key], how = weight.sum(dim=1, keepdim=True), "summed over them"
+            fitted[key], how = weight.sum(dim=1, keepdim=True), "the sum over channels is used"
         elif channels == 4:
-            fitted[key], how = torch.cat((weight, torch.zeros_like(weight[:, :1])), dim=1), "with zeros for the fourth"
+            fitted[key], how = (
+                torch.cat((weight, torch.zeros_like(weight[:, :1])), dim=1),
+                "the fourth channel starts from zeros",
+            )
         else:
             continue
-        logger.info("%s of %s has three channels; taken %s, since INPUT.CHANNELS is %d", key, source, how, channels)
+        logger.info("%s in %s has three channels; %s for INPUT.CHANNELS %d", key, source, how, channels)
     return state | fitted
 
 
 def _download(online: TorchvisionWeights | Download) -> Any:
-    """Return the content of a weights file that is downloaded unless it is in PyTorch's cache.
+    """Read a weights file from PyTorch's cache, and download it first if necessary.
 
     Raises:
-        WeightsError: the download failed, or what came is damaged or not a weights file.
+        WeightsError: the download failed, or the file is damaged or not a weights file.
     """
     name = getattr(online, "file_name", "") or PurePosixPath(urlparse(online.url).path).name
     path = Path(torch.hub.get_dir()) / "checkpoints" / name
-    # torchvision's file names end with their checksum; what others' names end with is nowhere promised.
+    # File names of torchvision end with a checksum; other sources do not guarantee this.
     checksum = re.search(r"-([0-9a-f]+)\.", name) if isinstance(online, TorchvisionWeights) else None
     try:
         if not path.exists():
@@ -135,10 +138,15 @@ def _download(online: TorchvisionWeights | Download) -> Any:
             logger.info("downloading %s to %s", online.url, path)
             torch.hub.download_url_to_file(online.url, str(path), checksum[1] if checksum else None)
         return read_checkpoint(path)
-    except (URLError, OSError, RuntimeError, WeightsError) as error:  # the last: a web page came, not the file
+    except (
+        URLError,
+        OSError,
+        RuntimeError,
+        WeightsError,
+    ) as error:  # WeightsError: e.g. a web page instead of the file
         again = f"delete {path} to download it again, " if path.exists() else ""
         raise WeightsError(
-            f"MODEL.BACKBONE.PRETRAIN is on, but the weights could not be downloaded from {online.url} ({error}).\n"
-            f"  fix: {again}download that file elsewhere and name it in MODEL.BACKBONE.PRETRAIN_PATH, "
+            f"MODEL.BACKBONE.PRETRAIN is True, but the weights could not be downloaded from {online.url}: {error}.\n"
+            f"  fix: {again}download that file on another machine and set MODEL.BACKBONE.PRETRAIN_PATH to it, "
             "or start from random weights with MODEL.BACKBONE.PRETRAIN False"
         ) from error

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 _STEM_NOTE = (
-    "{who} pool the stem with padding: set MODEL.BACKBONE.STEM_POOL padded for their features (the default, ceil, "
+    "{who} use a padded stem pooling: set MODEL.BACKBONE.STEM_POOL padded to get the same features (the default, ceil, "
     "is FastReID's since 2020-08-14)"
 )
 
@@ -26,15 +26,15 @@ def rename_modules(state: Mapping[str, torch.Tensor], names: Mapping[str, str]) 
 
 
 def whole_model_names(state: dict[str, torch.Tensor], backbone: nn.Module, notes: list[str]) -> dict[str, torch.Tensor]:
-    """Return ``state`` with everything under ``backbone.`` or ``heads.``, as FastReID has it.
+    """Add FastReID's prefixes ``backbone.`` and ``heads.`` to the names of a complete model.
 
-    TransReID has ``base.`` for the backbone and no prefix for the head. torchreid has no prefixes at all; there, what
-    the backbone has a place for is the backbone's. The head translates its own names.
+    TransReID uses ``base.`` for the backbone and no prefix for the head. torchreid uses no prefixes: all tensors except
+    the classifier belong to the backbone. The head converts its own names.
 
     Args:
-        state: name -> tensor, of a whole model.
-        backbone: the model's.
-        notes: what people must know about the file is added.
+        state (dict[str, torch.Tensor]): state dict of a complete model.
+        backbone (nn.Module): backbone of the model to load into.
+        notes (list[str]): remarks for the import report are appended here.
     """
     names = list(state)
     pools_without_padding = getattr(backbone, "stem_pool", "") == "ceil"
@@ -45,13 +45,14 @@ def whole_model_names(state: dict[str, torch.Tensor], backbone: nn.Module, notes
         }
     if any(name.startswith(("backbone.", "heads.")) for name in names):
         if any(name.startswith("heads.bnneck.") for name in names) and pools_without_padding:
-            notes.append(_STEM_NOTE.format(who="FastReID's models up to v0.1.1, of which this file is,"))
+            notes.append(_STEM_NOTE.format(who="models of FastReID up to v0.1.1, such as this file,"))
         return state
     if not backbone.state_dict().keys() & state.keys():
         return state
     if pools_without_padding:
         notes.append(
-            _STEM_NOTE.format(who="torchreid's ResNets") + "; LAST_STRIDE is 2 in its resnet50, 1 in its resnet50_fc512"
+            _STEM_NOTE.format(who="ResNets of torchreid")
+            + "; LAST_STRIDE is 2 in torchreid's resnet50, 1 in resnet50_fc512"
         )
     of_head = ("classifier.", "fc.")
     return {f"{'heads' if name.startswith(of_head) else 'backbone'}.{name}": value for name, value in state.items()}

@@ -1,4 +1,4 @@
-"""Checkpoints without the training state, for deployment."""
+"""Remove the training state from checkpoints for deployment."""
 
 import os
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from fastamp.config import CfgNode, get_cfg
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import expand, real_path
 
-# The entries that evaluation, Predictor, extraction and export read, besides the weights.
+# Entries that evaluation, Predictor, extraction and export read in addition to the weights.
 _KEPT = ("config", "policy", "pairs", "best", STRIPPED)
 
 
 @dataclass(frozen=True)
 class StripReport:
-    """The result of ``strip``.
+    """Result of ``strip``.
 
     Attributes:
-        path: the file that was written.
-        weights: which weights it holds: ``model``, or the average that is evaluated, ``ema`` or ``swa``.
-        removed: entries of the checkpoint that it does not hold.
-        bytes_before, bytes_after: size of the two files.
+        path (Path): output file.
+        weights (str): kind of the weights: ``model``, or the evaluated average, ``ema`` or ``swa``.
+        removed (list[str]): removed entries.
+        bytes_before, bytes_after (int): size of the input and output file.
     """
 
     path: Path
@@ -35,26 +35,27 @@ class StripReport:
 
 
 def strip(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> StripReport:
-    """Write a checkpoint that holds the weights, the config and what inference reads, but no training state.
+    """Write a copy of a checkpoint without training state.
 
-    Where the config evaluates an average of the weights (``SOLVER.EMA``, ``SOLVER.SWA``), the average replaces the
-    weights. The file gives the same features and metrics, and a training can start from it (``MODEL.WEIGHTS``), but
-    none can resume from it.
+    The copy contains the weights, the config and the entries that inference reads. If the config evaluates an average
+    of the weights (``SOLVER.EMA``, ``SOLVER.SWA``), the average replaces the weights. The copy gives the same features
+    and metrics, and training can start from it (``MODEL.WEIGHTS``) but not resume from it.
 
     Args:
-        checkpoint: a file that a run wrote.
-        out: the file to write, ``.pth``; None is ``<checkpoint>_stripped.pth`` in the same folder.
+        checkpoint (str | os.PathLike): checkpoint of a run.
+        out (str | os.PathLike | None): output file, ``.pth``; None for ``<checkpoint>_stripped.pth`` in the same
+            folder.
 
     Raises:
-        WeightsError: the checkpoint cannot be read, or holds no config.
-        ConfigError: ``out`` is ``checkpoint``, has another suffix, or cannot be written.
+        WeightsError: the checkpoint cannot be read, or contains no config.
+        ConfigError: ``out`` is the checkpoint itself, has another suffix, or cannot be written.
     """
     source = expand(checkpoint)
     target = source.with_name(f"{source.stem}_stripped.pth") if out is None else expand(out)
     if target.suffix != ".pth":
-        raise ConfigError(f"{target}: expected a name that ends in .pth")
+        raise ConfigError(f"{target}: the output file must end in .pth")
     if real_path(target) == real_path(source):
-        raise ConfigError(f"{target} is the checkpoint itself, whose training state would be lost; name another file")
+        raise ConfigError(f"{target} is the checkpoint itself; choose another output file to keep its training state")
     content = read_checkpoint(source)
     if not isinstance(content, dict) or not isinstance(content.get("config"), str):
         raise no_config_error(source)
@@ -70,7 +71,7 @@ def strip(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str] | None
 
 
 def _is_evaluated(kind: Any, config: str) -> bool:
-    """Return whether a config, as text, evaluates an average of this kind."""
+    """Return True if a config, given as text, evaluates an average of this kind."""
     if kind != "ema":
         return kind == "swa"
     value: Any = CfgNode.load_cfg(config)  # not merged: it may have keys of custom components

@@ -1,4 +1,4 @@
-"""Weights files: written atomically, read without running code from them, every damage to one said."""
+"""Read and write weights files: atomic writes, reading without code execution, detection of damage."""
 
 import argparse
 import contextlib
@@ -18,19 +18,19 @@ from fastamp.checkpoint.pickle_limits import PickleLimitError, check_pickle
 from fastamp.utils.errors import WeightsError
 from fastamp.utils.files import check_not_device, expand, write_atomically
 
-_ZIP = b"PK\x03\x04"  # by which torch tells the formats apart
-# Of the format before torch 1.6: magic number, version, machine, content, and the list of its storages.
+_ZIP = b"PK\x03\x04"  # torch distinguishes the formats by this signature
+# Pickles in a file before torch 1.6: magic number, version, machine, content, list of storages.
 _LEGACY_PICKLES = 5
-_CHUNK = 2**20  # bytes that are checked at a time: a file need not fit into memory
+_CHUNK = 2**20  # bytes per read, so that the file need not fit into memory
 
 
 def _allowed_types() -> list[Any]:
-    """Return what foreign checkpoints' NumPy scalars and arguments of a command line need to be unpickled.
+    """List the additional types that may be unpickled: NumPy scalars and argparse namespaces of other programs.
 
-    By name and nothing more; a Namespace holds attributes and runs nothing.
+    None of them runs code; a Namespace only stores attributes.
     """
     kinds = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool_")
-    reconstruct = np.float64(0).__reduce__()[0]  # its module has another name in NumPy 1, where the new one is empty
+    reconstruct = np.float64(0).__reduce__()[0]  # NumPy 1 and 2 use different module names
     return [
         (reconstruct, "numpy.core.multiarray.scalar"),
         (reconstruct, "numpy._core.multiarray.scalar"),
@@ -41,19 +41,19 @@ def _allowed_types() -> list[Any]:
 
 
 def damaged_record(path: str | os.PathLike[str]) -> str:
-    """Return the name of the first record in a file of ``torch.save``'s that is not what was written.
+    """Find the first record with a wrong checksum in a file of ``torch.save``.
 
-    Such a file is a zip archive with a CRC-32 for each record, so that one flipped bit of a tensor is found. A stored
-    CRC of 0 stands for one that was never computed (``torch.serialization.set_crc32_options``), and is not compared.
+    These files are zip archives with a CRC-32 per record, so that a single flipped bit is detected. A stored CRC of 0
+    means that none was computed (``torch.serialization.set_crc32_options``), and is not compared.
 
     Args:
-        path: the file.
+        path (str | os.PathLike): file to check.
 
     Returns:
-        Empty when all records are whole, and for the format before torch 1.6, which is no archive.
+        str: name of the record; empty if all checksums match, and for files before torch 1.6, which are not archives.
 
     Raises:
-        zipfile.BadZipFile, EOFError, OSError and others of ``zipfile``'s: the archive itself is damaged.
+        zipfile.BadZipFile, EOFError, OSError and other errors of ``zipfile``: the archive itself is damaged.
     """
     with open(path, "rb") as file:
         if file.read(4) != _ZIP:
@@ -72,66 +72,71 @@ def damaged_record(path: str | os.PathLike[str]) -> str:
 
 
 class _DamagedRecord(Exception):
-    """A part of a file is not what was written."""
+    """The checksum of a record does not match."""
 
 
 def write_checkpoint(path: Path, content: Any) -> None:
     """Write a checkpoint file atomically.
 
     Args:
-        path: of the file, in a folder that exists.
-        content: tensors and plain values in dicts and lists.
+        path (Path): output file in an existing folder.
+        content (Any): tensors and plain values in dicts and lists.
 
     Raises:
-        WriteError: it cannot be written.
+        WriteError: the file cannot be written.
     """
     write_atomically(path, lambda file: torch.save(content, file))
 
 
 def checkpoint_size(content: Any) -> int:
-    """Return how many bytes ``write_checkpoint`` would write."""
+    """Compute the size in bytes of the file that ``write_checkpoint`` would write."""
     size = _Size()
     torch.save(content, size)
     return size.bytes
 
 
 class _Size(io.RawIOBase):
-    """A file that only counts what is written to it."""
+    """Binary file that counts the written bytes and discards them."""
 
     bytes = 0
 
     def write(self, content: Any) -> int:
-        """Take bytes."""
+        """Count the bytes of ``content``."""
         self.bytes += len(content)
         return len(content)
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:
-    """Return the content of a checkpoint file, on the CPU, without ever running code from it.
+    """Read a checkpoint file to the CPU without executing code from it.
 
     Args:
-        path: a file that ``torch.save`` wrote.
-        lazily: leave the tensors in the file until they are used; not for files before torch 1.6.
+        path (str | os.PathLike): file written by ``torch.save``.
+        lazily (bool): memory-map the tensors; unsupported for files before torch 1.6. Default False.
+
+    Returns:
+        Any: content of the file.
 
     Raises:
-        WeightsError: the file is missing, empty, truncated, not what was written by its checksums, no checkpoint, or
-            needs code to be loaded.
+        WeightsError: the file is missing, empty, truncated, damaged according to its checksums, not a checkpoint, or
+            requires code to load.
     """
     path = expand(path)
-    # Not the path's own methods, which raise for a name that is too long or a folder that may not be entered.
+    # os.path instead of Path methods, which raise if the name is too long or the folder is not accessible.
     if os.path.isdir(path):
-        raise WeightsError(f"{path} is a folder, not a weights file; name the .pth file in it")
+        raise WeightsError(f"{path} is a folder, not a weights file; give the .pth file in it")
     if os.path.islink(path) and not os.path.exists(path):
-        raise WeightsError(f"weights file {path} is a link to {os.readlink(path)}, which does not exist or leads back")
+        raise WeightsError(
+            f"weights file {path} is a symbolic link to {os.readlink(path)}, which does not exist or is circular"
+        )
     if not os.path.exists(path):
-        near = sorted(p.name for p in path.parent.glob("*.pth")) if os.path.isdir(path.parent) else []
-        found = f"\n  that folder has: {', '.join(near)}" if near else ""
-        raise WeightsError(f"weights file {path} does not exist{found}")
+        candidates = sorted(p.name for p in path.parent.glob("*.pth")) if os.path.isdir(path.parent) else []
+        found = f"\n  found in that folder: {', '.join(candidates)}" if candidates else ""
+        raise WeightsError(f"weights file not found: {path}{found}")
     try:
         check_not_device(path)
         _check_archive(path)
         if record := damaged_record(path):
-            raise _DamagedRecord(f"its record {record} is not what was written, by the checksum that is stored with it")
+            raise _DamagedRecord(f"the checksum of its record {record} does not match")
         _check_pickles(path)
         with torch.serialization.safe_globals(_allowed_types()):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
@@ -139,16 +144,16 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
         raise _damaged_file_error(path, str(error)) from error
     except PickleLimitError as error:
         raise WeightsError(
-            f"weights file {path} ({path.stat().st_size} bytes) is made so that reading it would take forever, or "
-            f"exhaust the memory.\n  found: {error}\n"
-            "  fix: do not use it; torch.save(model.state_dict(), path) does not write such a file"
+            f"weights file {path} ({path.stat().st_size} bytes) was rejected: loading it would exhaust time or memory."
+            f"\n  found: {error}\n"
+            "  fix: do not use it; torch.save(model.state_dict(), path) does not write such files"
         ) from error
     except pickle.UnpicklingError as error:
         found = _unsupported_object(error)
         if found:
             raise WeightsError(
-                f"weights file {path} holds objects other than tensors and plain values, which fastamp never loads, "
-                "because they can run code.\n"
+                f"weights file {path} contains objects other than tensors and plain values. They are rejected because "
+                "they can execute code.\n"
                 f"  found: {found}\n"
                 "  fix: save it again as a state dict: torch.save(model.state_dict(), path)"
             ) from error
@@ -156,52 +161,52 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
     except WeightsError:
         raise
     except OSError as error:
-        if error.strerror is None:  # of PyTorch's own, about the content
+        if error.strerror is None:  # raised by PyTorch about the content
             raise _damaged_file_error(path, _describe_damage(path), error) from error
-        raise WeightsError(f"weights file {path} cannot be read: {error.strerror}") from error
-    except Exception as error:  # damaged bytes make PyTorch raise nearly anything
+        raise WeightsError(f"cannot read weights file {path}: {error.strerror}") from error
+    except Exception as error:  # PyTorch raises many exception types for damaged bytes
         raise _damaged_file_error(path, _describe_damage(path), error) from error
 
 
 def _check_archive(path: Path) -> None:
-    """Check which kind of archive a file is.
+    """Reject unsupported archives.
 
     Raises:
-        WeightsError: it is a tar archive, which PyTorch would unpack on the disk; a TorchScript archive; or compressed,
-            which ``torch.save`` never does: a few bytes could fill the memory.
+        WeightsError: the file is a tar archive, which PyTorch would unpack to disk; a TorchScript archive; or
+            compressed, which ``torch.save`` never does and which could exhaust the memory.
     """
     if not _is_zip(path):
         if tarfile.is_tarfile(path):
             raise WeightsError(
                 f"weights file {path} is a tar archive, or damaged.\n"
-                "  fix: unpack it if it holds a .pth file; of PyTorch 0.1, save it with a later one"
+                "  fix: unpack it if it contains a .pth file; save a file of PyTorch 0.1 again with a later version"
             )
         return
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     if any(entry.filename.partition("/")[2] == "constants.pkl" for entry in entries):
         raise WeightsError(
-            f"weights file {path} is a TorchScript archive, a program with weights in it, which fastamp does not run.\n"
-            "  fix: if you trust it, write its weights as a state dict: "
+            f"weights file {path} is a TorchScript archive: it contains code, which fastamp does not execute.\n"
+            "  fix: if you trust it, save its weights as a state dict: "
             f"torch.save(torch.jit.load({str(path)!r}, map_location='cpu').state_dict(), 'weights.pth')"
         )
     size = sum(entry.file_size for entry in entries)
     if size > path.stat().st_size:
         raise WeightsError(
-            f"weights file {path} holds {size} bytes in {path.stat().st_size}: it was compressed, or is damaged.\n"
-            "  fix: unpack it, if that is what it is for, or load and save it again with torch.save"
+            f"weights file {path} is compressed, or damaged: {size} bytes in a file of {path.stat().st_size} bytes.\n"
+            "  fix: unpack it if it is an ordinary archive, or load it and save it again with torch.save"
         )
 
 
 def _check_pickles(path: Path) -> None:
-    """Check the pickles that ``torch.load`` will read, see ``check_pickle``; damaged ones are left to it.
+    """Check the pickles that ``torch.load`` will read; see ``check_pickle``. ``torch.load`` reports damaged pickles.
 
     Raises:
-        PickleLimitError: loading would take far more time or memory than the file's size explains.
+        PickleLimitError: loading would take much more time or memory than the size of the file explains.
     """
     with open(path, "rb") as file, contextlib.suppress(ValueError, LookupError, OverflowError):
         if file.read(4) == _ZIP:
-            # PyTorch's own reader: another one may find another record in an archive that is made for that.
+            # PyTorch's reader: in a crafted archive, another reader could find another record.
             check_pickle(torch._C.PyTorchFileReader(os.fspath(path)).get_record("data.pkl"))
             return
         file.seek(0)
@@ -212,50 +217,56 @@ def _check_pickles(path: Path) -> None:
 def _is_zip(path: Path) -> bool:
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # of an end that says that the rest is elsewhere
+    except zipfile.BadZipFile:  # a multi-volume archive
         return False
 
 
 def _unsupported_object(error: Exception) -> str:
-    """Return the name of what PyTorch would not load, '' if it stopped for another reason; its advice is left out."""
+    """Get the name of the type that PyTorch refused to load; empty for other errors."""
     found = re.search(r"GLOBAL (\S+)|but got <class '([^']+)'>", str(error))
     return (found[1] or found[2]) if found else ""
 
 
 def _describe_damage(path: Path) -> str:
-    """Return in which way a file cannot be read."""
+    """Describe the damage of an unreadable file."""
     if path.stat().st_size == 0:
         return "it is empty"
     with path.open("rb") as file:
         is_archive = file.read(2) == b"PK"
     if is_archive and not _is_zip(path):
         return "it is truncated: the end of the archive is missing"
-    return "it is no file that torch.save wrote"
+    return "it was not written by torch.save"
 
 
 def _damaged_file_error(path: Path, cause: str, error: Exception | None = None) -> WeightsError:
-    found = str(error).partition("\n")[0].partition(". In PyTorch 2.6")[0]  # without advice to run what is in it
+    found = str(error).partition("\n")[0].partition(". In PyTorch 2.6")[0]  # without the advice to disable weights_only
     with path.open("rb") as file:
         start = file.read(24)
-    if start[:2] not in (b"PK", b"\x80\x02"):  # neither an archive nor a pickle: PyTorch's error does not say more
-        found = f"a file that begins with {start!r}" if start else ""
+    if start[:2] not in (
+        b"PK",
+        b"\x80\x02",
+    ):  # neither archive nor pickle: the first bytes are more informative than PyTorch's error
+        found = f"first bytes {start!r}" if start else ""
     detail = f"\n  found: {found or type(error).__name__}" if error else ""
     return WeightsError(
-        f"weights file {path} ({path.stat().st_size} bytes) cannot be loaded: {cause}.{detail}\n"
+        f"cannot load weights file {path} ({path.stat().st_size} bytes): {cause}.{detail}\n"
         "  fix: copy or download it again, or use an earlier checkpoint"
     )
 
 
 def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Return the state dict in what ``read_checkpoint`` returned, without ``module.`` prefixes, however many.
+    """Extract the state dict from the content of a checkpoint, and remove all ``module.`` prefixes.
 
     Args:
-        content: ``{"model": state_dict, ...}``, the same with ``"state_dict"`` or (pycls) ``"model_state"`` for
-            ``"model"``, or a bare state dict.
-        path: where it is from, for the message.
+        content (Any): ``{"model": state_dict, ...}``, the same with the key ``"state_dict"`` or (pycls)
+            ``"model_state"``, or a bare state dict.
+        path (str | os.PathLike): origin of the content, for the error message.
+
+    Returns:
+        dict[str, torch.Tensor]: the state dict.
 
     Raises:
-        WeightsError: there is no state dict in it.
+        WeightsError: there is no state dict.
     """
     state = content
     for key in ("model", "state_dict", "model_state"):
@@ -271,15 +282,15 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
             f"a dict with the keys {', '.join(map(str, list(state)[:8]))}" if isinstance(state, dict) else type(state)
         )
         raise WeightsError(
-            f"weights file {path} holds no state dict (found: {kind}).\n"
+            f"weights file {path} contains no state dict (found: {kind}).\n"
             '  expected: {"model": state_dict, ...}, {"state_dict": ...} or a state dict'
         )
-    # A wrapper inside another one, e.g. an average of a distributed model, leaves a prefix each.
+    # Nested wrappers, e.g. an average of a distributed model, add one prefix each.
     return {re.sub(r"^(module\.)+", "", key): value for key, value in tensors.items()}
 
 
 def tensors_by_path(content: Any) -> dict[str, torch.Tensor]:
-    """Return all tensors in dicts inside dicts of what ``read_checkpoint`` returned, by their keys joined with dots.
+    """Flatten nested dicts into tensors by their keys, joined with dots.
 
     ``{"teacher": {"backbone.conv1.weight": x}}`` gives ``teacher.backbone.conv1.weight``.
     """

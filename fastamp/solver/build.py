@@ -246,7 +246,7 @@ def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, in
             continue
         if not fits:
             raise ConfigError(
-                f"SOLVER.OPT_ARGS: expected a value of {key} of {name} like its default {default!r}, got {value!r}"
+                f"SOLVER.OPT_ARGS: {key} of {name} must match the type of its default {default!r}, got {value!r}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, exact, never running code, and clear about what is wrong with a file."""
+"""Checkpoints: atomic writes, exact resume, no code execution, errors for damaged files."""
 
 import logging
 import os
@@ -48,7 +48,7 @@ def save(state, path):
     return path
 
 
-def test_save_and_resume_are_exact(tmp_path):
+def test_save_and_resume_round_trip_is_exact(tmp_path):
     model, part = Model(), Part(7)
     checkpointer = Checkpointer(model, tmp_path, part=part)
     assert checkpointer.last_checkpoint() is None
@@ -61,7 +61,7 @@ def test_save_and_resume_are_exact(tmp_path):
     assert torch.load(path, weights_only=True)["part"] == {"value": 7}
 
 
-def test_a_failing_save_leaves_the_former_file(tmp_path):
+def test_failed_save_keeps_the_previous_file(tmp_path):
     checkpointer = Checkpointer(Model(), tmp_path)
     path = checkpointer.save("model_best")
     before = path.read_bytes()
@@ -71,7 +71,7 @@ def test_a_failing_save_leaves_the_former_file(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last_checkpoint", "model_best.pth"]
 
 
-def test_written_files_have_ordinary_permissions(tmp_path):
+def test_saved_files_have_default_permissions(tmp_path):
     path = Checkpointer(Model(), tmp_path).save("model")
     plain = tmp_path / "plain"
     plain.write_text("")
@@ -79,7 +79,7 @@ def test_written_files_have_ordinary_permissions(tmp_path):
 
 
 @pytest.mark.parametrize("wrap", ["model", "state_dict", None])
-def test_forms_of_weights_files(tmp_path, wrap):
+def test_state_dict_is_loaded_from_each_layout(tmp_path, wrap):
     model = Model()
     state = {f"module.{key}": value for key, value in model.state_dict().items()}
     state |= {"pixel_mean": torch.zeros(1, 3, 1, 1), "pixel_std": torch.ones(1, 3, 1, 1)}
@@ -99,41 +99,41 @@ class Evil:
         return os.system, ("touch executed",)
 
 
-def test_code_in_a_file_is_refused_and_not_run(tmp_path, monkeypatch):
+def test_code_in_a_file_is_rejected_and_not_executed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = save({"model": Evil()}, tmp_path / "evil.pth")
-    with pytest.raises(WeightsError, match="never loads") as error:
+    with pytest.raises(WeightsError, match="evil.pth") as error:
         read_checkpoint(path)
     assert "system" in str(error.value)
     assert not (tmp_path / "executed").exists()
 
 
-def test_broken_files_are_named(tmp_path):
+def test_damaged_files_are_named_with_the_cause(tmp_path):
     good = save(Model().state_dict(), tmp_path / "good.pth").read_bytes()
     cases = {
-        "empty.pth": (b"", "it is empty"),
+        "empty.pth": (b"", "empty"),
         "truncated.pth": (good[: len(good) // 2], "truncated"),
-        "text.pth": (b"these are no weights\n" * 50, "no file that torch.save wrote"),
-        "image.pth": (b"\xff\xd8\xff\xe0" * 50, "no file that torch.save wrote"),
-        "hello.pth": (b"hello\n", r"found: a file that begins with b'hello"),
-        "pointer.pth": (b"version https://git-lfs.github.com/spec/v1\n", r"begins with b'version https://git-lfs"),
-        "pickle.pth": (b"\x80\x02}", "no file that torch.save wrote"),
+        "text.pth": (b"some text\n" * 50, "torch.save"),
+        "image.pth": (b"\xff\xd8\xff\xe0" * 50, "torch.save"),
+        "hello.pth": (b"hello\n", r"found: .*b'hello"),
+        "pointer.pth": (b"version https://git-lfs.github.com/spec/v1\n", r"found: .*b'version https://git-lfs"),
+        "pickle.pth": (b"\x80\x02}", "torch.save"),
     }
     for name, (content, message) in cases.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(WeightsError, match=message) as error:
             read_checkpoint(tmp_path / name)
         assert name in str(error.value) and "weights_only" not in str(error.value)
-    with pytest.raises(WeightsError, match=r"does not exist\n  that folder has: .*good.pth"):
+    with pytest.raises(WeightsError, match=r"god.pth\n.*good.pth"):
         read_checkpoint(tmp_path / "god.pth")
-    with pytest.raises(WeightsError, match="is a folder"):
+    with pytest.raises(WeightsError, match="folder"):
         read_checkpoint(tmp_path)
-    with pytest.raises(WeightsError, match="does not exist"):
+    with pytest.raises(WeightsError, match="xxx.pth"):
         read_checkpoint(f"{'x' * 5000}.pth")
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_damaged_bytes_never_give_another_error(tmp_path, seed):
+def test_damaged_bytes_raise_only_weights_errors(tmp_path, seed):
     content = bytearray(save(Model().state_dict(), tmp_path / "w.pth").read_bytes())
     rng = np.random.default_rng(seed)
     for _ in range(20):
@@ -146,22 +146,22 @@ def test_damaged_bytes_never_give_another_error(tmp_path, seed):
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"a": 1}, {"model": {"a": "b"}}, torch.ones(3)])
-def test_files_without_a_state_dict(tmp_path, content):
-    with pytest.raises(WeightsError, match="holds no state dict"):
+def test_content_without_a_state_dict_is_an_error(tmp_path, content):
+    with pytest.raises(WeightsError, match="x.pth"):
         state_dict_in(content, "x.pth")
 
 
-def test_other_entries_and_prefixes_do_not_disturb(tmp_path):
+def test_prefixes_are_removed_and_other_entries_ignored(tmp_path):
     state = {f"module.module.{key}": value for key, value in Model().state_dict().items()} | {0: torch.ones(2)}
     path = save(state, tmp_path / "x.pth")
     assert state_dict_in(read_checkpoint(path), path).keys() == Model().state_dict().keys()
-    with pytest.raises(WeightsError, match="no state dict"):
+    with pytest.raises(WeightsError, match="x.pth"):
         state_dict_in({0: torch.ones(2)}, "x.pth")
 
 
-def test_what_is_not_loaded_is_named_without_pytorchs_advice(tmp_path):
+def test_rejected_types_are_named_without_the_advice_of_pytorch(tmp_path):
     for value, name in ((np.uint16(3), "UInt16DType"), (np.zeros(3), "_reconstruct")):
-        with pytest.raises(WeightsError, match=f"objects other than tensors.*\n.*{name}\n") as error:
+        with pytest.raises(WeightsError, match=f"x.pth.*\n.*found: .*{name}\n") as error:
             read_checkpoint(save({"a": value}, tmp_path / "x.pth"))
         assert "safe_globals" not in str(error.value) and "weights_only" not in str(error.value)
 
@@ -170,20 +170,20 @@ CONVERSIONS = {
     "integers": lambda value: value.to(torch.int8),
     "complex": lambda value: value.to(torch.complex64),
     "sparse": torch.Tensor.to_sparse,
-    "without content": lambda value: value.to("meta"),
+    "meta": lambda value: value.to("meta"),
 }
 
 
 @pytest.mark.parametrize("kind", CONVERSIONS)
-def test_tensors_that_are_no_weights_are_refused(kind):
+def test_tensors_other_than_dense_floats_are_rejected(kind):
     state = Model().state_dict()
     state["backbone.0.weight"] = CONVERSIONS[kind](state["backbone.0.weight"])
-    with pytest.raises(WeightsError, match="x.pth are no floating-point numbers: 1 tensors .backbone.0.weight"):
+    with pytest.raises(WeightsError, match="x.pth .* 1 .*backbone.0.weight"):
         load_model_state(Model(), state, source="x.pth")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_of_any_floating_point_precision_are_taken(dtype):
+def test_weights_of_any_floating_point_dtype_are_loaded(dtype):
     model = Model()
     load_model_state(
         model, {key: torch.ones_like(value, dtype=dtype) for key, value in model.state_dict().items()}, source="x"
@@ -191,17 +191,17 @@ def test_weights_of_any_floating_point_precision_are_taken(dtype):
     assert all(value.dtype == torch.float32 and bool((value == 1).all()) for value in model.state_dict().values())
 
 
-def test_weights_of_another_model_are_refused_and_nothing_changes():
+def test_mismatched_weights_are_rejected_and_the_model_is_unchanged():
     model = Model()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(WeightsError, match=r"other shapes\n    backbone.0.weight: file \(5, 5\), model \(4, 4\)"):
+    with pytest.raises(WeightsError, match=r"backbone.0.weight: file \(5, 5\), model \(4, 4\)"):
         load_model_state(model, Model(width=5).state_dict(), source="x")
-    with pytest.raises(WeightsError, match=r"matched  0 \(0%\) of the model's tensors, 0% of the backbone's"):
+    with pytest.raises(WeightsError, match=r"matched  0 \(0%\).* 0% of the backbone"):
         load_model_state(model, {"foo": torch.ones(1)}, source="x")
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
-def test_share_of_the_backbone_that_must_match():
+def test_min_match_is_a_fraction_of_the_backbone():
     state = Model().state_dict()
     del state["backbone.0.weight"], state["backbone.0.bias"]
     with pytest.raises(WeightsError, match="MODEL.WEIGHTS_MIN_MATCH"):
@@ -209,25 +209,25 @@ def test_share_of_the_backbone_that_must_match():
     load_model_state(Model(), state, source="x", min_match=0.8)
 
 
-def test_what_a_backbone_has_no_place_for_is_a_warning(caplog):
+def test_unexpected_backbone_tensors_are_logged(caplog):
     state = Model().state_dict() | {"backbone.9.weight": torch.ones(1), "backbone.fc.weight": torch.ones(1)}
     load_model_state(Model(), state, source="x.pth")
-    assert "the backbone in x.pth has 1 tensors that the model's does not have (backbone.9.weight)" in caplog.text
+    assert "x.pth has 1 tensors" in caplog.text and "(backbone.9.weight)" in caplog.text
 
 
-def test_only_the_classifier_may_differ_in_shape():
+def test_classifier_of_another_shape_is_not_loaded():
     model, source = Model(classes=3), Model(classes=9)
     load_model_state(model, source.state_dict(), source="x")
     assert torch.equal(model.backbone[0].weight, source.backbone[0].weight)
     assert model.heads.weight.shape == (3, 4)
 
 
-def test_resume_refuses_what_is_no_checkpoint_of_this_run(tmp_path):
+def test_resume_rejects_bare_weights_and_other_models(tmp_path):
     bare = save(Model().state_dict(), tmp_path / "bare.pth")
-    with pytest.raises(WeightsError, match="model, part missing; it is no checkpoint of such a run"):
+    with pytest.raises(WeightsError, match="bare.pth: missing model, part"):
         Checkpointer(Model(), tmp_path, part=Part(1)).resume(bare)
     other = Checkpointer(Model(classes=9), tmp_path, part=Part(1)).save("other")
-    with pytest.raises(WeightsError, match=r"another model, 1 tensors differ \(heads.weight\)"):
+    with pytest.raises(WeightsError, match=r"other.pth: .* 1 tensors differ \(heads.weight\)"):
         Checkpointer(Model(), tmp_path, part=Part(1)).resume(other)
 
 
@@ -235,7 +235,7 @@ def test_resume_refuses_what_is_no_checkpoint_of_this_run(tmp_path):
 
 
 def record_spans(path):
-    """Return name -> (begin, end) of each record's bytes in a zip archive without compression."""
+    """Map each record of an uncompressed zip archive to its byte range (begin, end)."""
     content, spans = path.read_bytes(), {}
     with zipfile.ZipFile(path) as archive:
         for record in archive.infolist():
@@ -251,7 +251,7 @@ def flip(path, at, bit=0):
     path.write_bytes(content)
 
 
-def test_every_flipped_bit_in_a_record_is_found(tmp_path):
+def test_every_flipped_bit_in_a_record_is_detected(tmp_path):
     path = save({"weight": torch.arange(6.0), "none": torch.zeros(0), "number": 3}, tmp_path / "w.pth")
     good = path.read_bytes()
     assert damaged_record(path) == ""
@@ -259,20 +259,20 @@ def test_every_flipped_bit_in_a_record_is_found(tmp_path):
         for at in range(begin, end):
             flip(path, at, bit=at % 8)
             assert damaged_record(path) == name
-            with pytest.raises(WeightsError, match=f"w.pth .*cannot be loaded: its record {name} is not what was"):
+            with pytest.raises(WeightsError, match=f"w.pth .*{name}"):
                 read_checkpoint(path)
             path.write_bytes(good)
     assert torch.equal(read_checkpoint(path)["weight"], torch.arange(6.0))
 
 
-def test_pytorch_itself_takes_a_flipped_bit(tmp_path):
-    """The negative control: why checksums are compared here."""
+def test_pytorch_does_not_detect_a_flipped_bit(tmp_path):
+    """Negative control for the comparison of checksums."""
     path = save({"weight": torch.arange(6.0)}, tmp_path / "w.pth")
     flip(path, next(begin for name, (begin, _) in record_spans(path).items() if name.endswith("data/0")) + 6, bit=7)
     assert not torch.equal(torch.load(path, weights_only=True)["weight"], torch.arange(6.0))
 
 
-def test_files_without_checksums_are_taken(tmp_path):
+def test_files_without_checksums_are_loaded(tmp_path):
     state = {"weight": torch.arange(6.0)}
     torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     torch.serialization.set_crc32_options(False)
@@ -280,16 +280,16 @@ def test_files_without_checksums_are_taken(tmp_path):
         torch.save(state, tmp_path / "without.pth")
     finally:
         torch.serialization.set_crc32_options(True)
-    assert zipfile.ZipFile(tmp_path / "without.pth").testzip()  # what a plain test of the archive would refuse
+    assert zipfile.ZipFile(tmp_path / "without.pth").testzip()  # zipfile reports a wrong checksum
     for name in ("old.pth", "without.pth"):
         assert torch.equal(read_checkpoint(tmp_path / name)["weight"], torch.arange(6.0))
 
 
-# ---- the newest whole checkpoint
+# ---- the newest readable checkpoint
 
 
 def make_run(folder, *names):
-    """Save checkpoints, each later than the one before, and return their checkpointer."""
+    """Save checkpoints with increasing modification times, and return their checkpointer."""
     checkpointer = Checkpointer(Model(), folder, part=Part(1))
     for second, name in enumerate(names):
         path = checkpointer.save(name, tag=name != "model_best")
@@ -306,28 +306,28 @@ def damage(path, how):
         path.write_bytes({"empty": b"", "truncated": path.read_bytes()[:-50], "garbage": os.urandom(999)}[how])
 
 
-SAID = {
-    "missing": "last_checkpoint names 'model_0002.pth', which is no file",
-    "flipped": "model_0002.pth .*is not what was written, by the checksum",
-    "empty": "model_0002.pth .*it is empty",
-    "truncated": "model_0002.pth .*it is truncated",
-    "garbage": "model_0002.pth .*it is no file that torch.save wrote",
+CAUSES = {
+    "missing": "last_checkpoint .*model_0002.pth",
+    "flipped": "model_0002.pth .*checksum",
+    "empty": "model_0002.pth .*empty",
+    "truncated": "model_0002.pth .*truncated",
+    "garbage": "model_0002.pth .*torch.save",
 }
 
 
-@pytest.mark.parametrize("how", SAID)
-def test_the_checkpoint_before_a_damaged_one(tmp_path, caplog, how):
+@pytest.mark.parametrize("how", CAUSES)
+def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(tmp_path, caplog, how):
     checkpointer = make_run(tmp_path, "model_0000", "model_0001", "model_best", "model_0002")
     damage(tmp_path / "model_0002.pth", how)
     assert checkpointer.last_checkpoint() == tmp_path / "model_0001.pth"
     (record,) = caplog.records
-    said, taken = record.getMessage().split("\n")
-    assert record.levelno == logging.WARNING and "taking" in taken and "model_0001.pth" in taken
-    with pytest.raises(WeightsError, match=SAID[how]):
-        raise WeightsError(said)
+    cause, used = record.getMessage().split("\n")
+    assert record.levelno == logging.WARNING and "model_0001.pth" in used
+    with pytest.raises(WeightsError, match=CAUSES[how]):
+        raise WeightsError(cause)
 
 
-def test_the_newest_is_by_time_and_must_hold_all_that_a_run_needs(tmp_path):
+def test_newest_checkpoint_is_by_time_and_has_all_entries(tmp_path):
     checkpointer = make_run(tmp_path, "model_0003", "model_iter_0000002", "model_interrupted", "model_best")
     save({"model": Model().state_dict()}, tmp_path / "model_exported.pth")
     (tmp_path / "last_checkpoint").unlink()
@@ -339,36 +339,34 @@ def test_the_newest_is_by_time_and_must_hold_all_that_a_run_needs(tmp_path):
 @pytest.mark.parametrize(
     "pointer", [b"", b"..", b"model_0009.pth", b"\xff\x00\xfe", b"x" * 9999, b"../../model_0001.pth"]
 )
-def test_a_pointer_that_is_garbage(tmp_path, pointer):
+def test_invalid_last_checkpoint_file_is_ignored(tmp_path, pointer):
     checkpointer = make_run(tmp_path / "run", "model_0000")
     (tmp_path / "run/last_checkpoint").write_bytes(pointer)
     assert checkpointer.last_checkpoint() == tmp_path / "run/model_0000.pth"
 
 
-def test_when_none_is_whole_all_are_listed(tmp_path):
+def test_all_damaged_checkpoints_are_listed(tmp_path):
     checkpointer = make_run(tmp_path, "model_best", "model_0000", "model_0001")
     damage(tmp_path / "model_0000.pth", "truncated")
     damage(tmp_path / "model_0001.pth", "flipped")
-    with pytest.raises(
-        WeightsError, match=r"(?s)no checkpoint in .* is whole:.*model_0001.*checksum.*model_0000.*trunc"
-    ):
+    with pytest.raises(WeightsError, match="(?s)model_0001.*checksum.*model_0000.*truncated"):
         checkpointer.last_checkpoint()
 
 
-def test_the_model_best_is_taken_by_its_name_alone(tmp_path):
+def test_model_best_is_used_only_if_last_checkpoint_names_it(tmp_path):
     checkpointer = make_run(tmp_path, "model_best")
     assert checkpointer.last_checkpoint() is None
     (tmp_path / "last_checkpoint").write_text("model_best.pth")
     assert checkpointer.last_checkpoint() == tmp_path / "model_best.pth"
 
 
-def test_deleting_leaves_what_last_checkpoint_names(tmp_path):
+def test_delete_keeps_the_checkpoint_named_in_last_checkpoint(tmp_path):
     checkpointer = make_run(tmp_path, "model_0000", "model_0001")
     checkpointer.delete(["model_0000", "model_0001", "model_0009"])
     assert sorted(path.name for path in tmp_path.glob("*.pth")) == ["model_0001.pth"]
 
 
-def test_leftovers_of_a_killed_save_are_removed(tmp_path):
+def test_incomplete_files_of_a_killed_save_are_removed(tmp_path):
     checkpointer = make_run(tmp_path, "model_0000")
     left = ("model_0001.pth", "last_checkpoint", "config.yaml", "metrics.json", "report.html")
     for name in (*(f".{each}.abc.tmp" for each in left), ".other.tmp", "model_x.tmp"):
@@ -378,30 +376,30 @@ def test_leftovers_of_a_killed_save_are_removed(tmp_path):
     assert names == {"model_0000.pth", "last_checkpoint", ".other.tmp", "model_x.tmp"}
 
 
-def test_a_link_that_leads_back_or_nowhere(tmp_path):
+def test_circular_and_broken_links_are_errors(tmp_path):
     for name, target in (("a.pth", "b.pth"), ("b.pth", "a.pth"), ("c.pth", "nowhere.pth")):
         (tmp_path / name).symlink_to(target)
     for name in ("a.pth", "c.pth"):
-        with pytest.raises(WeightsError, match=rf"{name} is a link to (b|nowhere)\.pth, which does not exist"):
+        with pytest.raises(WeightsError, match=rf"{name} .*(b|nowhere)\.pth"):
             read_checkpoint(tmp_path / name)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_torchscript_archive_is_named_as_one(tmp_path, recwarn, parts):
-    """Also where its code, which is compressed, is larger than its weights."""
+def test_torchscript_archives_are_rejected_with_a_working_fix(tmp_path, recwarn, parts):
+    """Includes an archive in which the compressed code is larger than the weights."""
     parts = [nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout()][:parts]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.save(torch.jit.script(nn.Sequential(*parts)), tmp_path / "model.pt")
-    with pytest.raises(WeightsError, match=r"model\.pt is a TorchScript archive(.|\n)*torch\.jit\.load\("):
+    with pytest.raises(WeightsError, match=r"model\.pt .*TorchScript(.|\n)*torch\.jit\.load\("):
         read_checkpoint(tmp_path / "model.pt")
     assert not recwarn.list
-    # The advice works.
+    # The suggested fix works.
     fix = torch.jit.load(str(tmp_path / "model.pt"), map_location="cpu").state_dict()
     assert {"0.weight", "0.bias"} <= read_checkpoint(save(dict(fix), tmp_path / "weights.pth")).keys()
 
 
-def test_the_size_of_a_checkpoint_is_that_of_its_file(tmp_path):
+def test_checkpoint_size_matches_the_written_file(tmp_path):
     content = {"weights": torch.zeros(1000), "text": "x"}
     write_checkpoint(tmp_path / "x.pth", content)
     assert checkpoint_size(content) == (tmp_path / "x.pth").stat().st_size

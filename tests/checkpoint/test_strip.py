@@ -1,4 +1,4 @@
-"""A stripped checkpoint is what evaluation, extraction, export and fine-tuning need, and no more."""
+"""Stripped checkpoints: content, evaluation, extraction, export and fine-tuning."""
 
 import shutil
 
@@ -17,7 +17,7 @@ IMAGE = np.random.default_rng(0).integers(0, 256, (64, 32, 3), dtype=np.uint8)
 
 @pytest.fixture(scope="module")
 def averaged(demo_root, tmp_path_factory):
-    """The OUTPUT_DIR of a run that evaluates the moving average of its weights."""
+    """Output folder of a run that evaluates an exponential moving average."""
     folder = tmp_path_factory.mktemp("ema")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTAMP_DATASETS", str(demo_root))
@@ -30,11 +30,11 @@ def strip(source, target):
     return torch.load(target, weights_only=True)
 
 
-def test_the_content(checkpoint, tmp_path, capsys):
+def test_stripped_checkpoint_keeps_weights_config_and_inference_entries(checkpoint, tmp_path, capsys):
     content = strip(checkpoint, tmp_path / "small.pth")
     before = torch.load(checkpoint, weights_only=True)
     assert content.keys() == {"model", "config", "policy", "pairs", "best", "stripped"}
-    assert "optimizer" in before  # the test could fail
+    assert "optimizer" in before  # the original checkpoint has it
     assert all(torch.equal(tensor, content["model"][name]) for name, tensor in before["model"].items())
     assert content["config"] == before["config"] and content["best"] == before["best"]
     assert (tmp_path / "small.pth").stat().st_size < checkpoint.stat().st_size
@@ -42,13 +42,13 @@ def test_the_content(checkpoint, tmp_path, capsys):
     assert strip(tmp_path / "small.pth", tmp_path / "again.pth").keys() == content.keys()
 
 
-def test_the_default_output_is_a_neighbor(checkpoint, tmp_path):
+def test_default_output_is_in_the_same_folder(checkpoint, tmp_path):
     shutil.copy(checkpoint, tmp_path / "model_best.pth")
     assert main(["strip", str(tmp_path / "model_best.pth")]) == 0
     assert (tmp_path / "model_best_stripped.pth").exists()
 
 
-def test_features_metrics_and_comparisons_are_the_same(demo, checkpoint, tmp_path):
+def test_stripped_checkpoint_gives_the_same_features_and_metrics(demo, checkpoint, tmp_path):
     small = tmp_path / "small.pth"
     strip(checkpoint, small)
     one, other = (fastamp.Predictor(path, device="cpu") for path in (checkpoint, small))
@@ -60,14 +60,14 @@ def test_features_metrics_and_comparisons_are_the_same(demo, checkpoint, tmp_pat
     assert main(["extract", str(small), "Demo", "-o", str(tmp_path / "demo.npz"), "--splits", "query"]) == 0
 
 
-def test_export(demo, checkpoint, tmp_path):
+def test_stripped_checkpoint_can_be_exported(demo, checkpoint, tmp_path):
     strip(checkpoint, tmp_path / "small.pth")
     assert main(["export", str(tmp_path / "small.pth"), str(tmp_path / "small.pt2"), "--data", "Demo"]) == 0
     assert (tmp_path / "small.pt2").exists()
 
 
 @pytest.mark.parametrize("name", ["model_best.pth", "model_final.pth"])
-def test_averaged_weights_take_the_place_of_the_others(demo, averaged, tmp_path, name, caplog):
+def test_averaged_weights_replace_the_model_weights(demo, averaged, tmp_path, name, caplog):
     content = strip(averaged / name, tmp_path / "small.pth")
     assert "average" not in content and content["stripped"] == "ema"
     before = torch.load(averaged / "model_final.pth", weights_only=True)
@@ -81,7 +81,7 @@ def test_averaged_weights_take_the_place_of_the_others(demo, averaged, tmp_path,
     assert "stripped" in caplog.text and "ema" in caplog.text
 
 
-def test_the_weights_stay_where_the_average_is_not_evaluated(demo, tmp_path):
+def test_model_weights_are_kept_if_the_average_is_not_evaluated(demo, tmp_path):
     tiny.train(tmp_path, "SOLVER.EMA", "True", "SOLVER.EMA.DECAY", "0.9", "SOLVER.EMA.EVALUATE", "False")
     content = strip(tmp_path / "model_final.pth", tmp_path / "small.pth")
     assert content["stripped"] == "model"
@@ -89,7 +89,7 @@ def test_the_weights_stay_where_the_average_is_not_evaluated(demo, tmp_path):
     assert all(torch.equal(tensor, before[key]) for key, tensor in content["model"].items())
 
 
-def test_fine_tuning_starts_from_it_and_a_resume_explains(demo, run_folder, tmp_path):
+def test_fine_tuning_works_and_resume_is_an_error(demo, run_folder, tmp_path):
     final = run_folder / "model_final.pth"
     small = tmp_path / "model_final.pth"
     strip(final, small)
@@ -107,15 +107,17 @@ def test_fine_tuning_starts_from_it_and_a_resume_explains(demo, run_folder, tmp_
             trainer.resume_or_load(resume=True)
 
 
-def test_a_stripped_neighbor_does_not_disturb_a_resume(demo, run_folder, tmp_path):
+def test_resume_ignores_a_stripped_checkpoint_in_the_folder(demo, run_folder, tmp_path):
     shutil.copy(run_folder / "model_final.pth", tmp_path / "model_final.pth")
-    strip(tmp_path / "model_final.pth", tmp_path / "model_final_stripped.pth")  # newer, and without a pointer
+    strip(
+        tmp_path / "model_final.pth", tmp_path / "model_final_stripped.pth"
+    )  # newer, and not named in last_checkpoint
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, "SOLVER.AMP", "bf16"))
     trainer.resume_or_load(resume=True)
     assert trainer.trainer.start_iter > 0
 
 
-def test_wrong_input(checkpoint, tmp_path, capsys):
+def test_invalid_input_exits_with_code_2(checkpoint, tmp_path, capsys):
     shutil.copy(checkpoint, tmp_path / "a.pth")
     for source, target, error in (
         ("a.pth", "a.pth", ConfigError),

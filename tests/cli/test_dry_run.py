@@ -108,7 +108,7 @@ def test_wrong_data_is_said_as_by_the_run(dry_run, demo_root, tmp_path, monkeypa
     "options, message",
     [
         (("OUTPUT_DIR", "/dev/null/x"), "OUTPUT_DIR '/dev/null/x' cannot be written to"),
-        (("MODEL.WEIGHTS", "/nowhere.pth"), "/nowhere.pth does not exist"),
+        (("MODEL.WEIGHTS", "/nowhere.pth"), "/nowhere.pth"),
         (("SOLVER.OPT", "Adamm"), "SOLVER.OPT"),
     ],
 )

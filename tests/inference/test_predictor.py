@@ -86,7 +86,7 @@ def test_the_hash_is_of_the_weights_and_of_what_makes_features(checkpoint, run_f
 def test_a_checkpoint_without_a_config(checkpoint, tmp_path):
     content = torch.load(checkpoint, weights_only=True)
     torch.save({"model": content["model"]}, tmp_path / "bare.pth")
-    with pytest.raises(WeightsError, match="holds no config"):
+    with pytest.raises(WeightsError, match="config"):
         fastamp.Predictor(tmp_path / "bare.pth")
     torch.save(content | {"config": "MODEL: {NOSE: 1}"}, tmp_path / "foreign.pth")
     with pytest.raises(WeightsError, match="MODEL.NOSE"):

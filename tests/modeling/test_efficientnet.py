@@ -63,7 +63,7 @@ def test_a_file_of_pycls_with_its_classifier(tmp_path):
 
 def test_a_file_of_another_size_is_refused(tmp_path):
     torch.save(torchvisions("b0").state_dict(), tmp_path / "b0.pth")
-    with pytest.raises(WeightsError, match="other shapes"):
+    with pytest.raises(WeightsError, match="shape mismatch"):
         build("b2", "MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(tmp_path / "b0.pth"))
 
 

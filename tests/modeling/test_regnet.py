@@ -134,7 +134,7 @@ def test_the_function_is_torchvisions_under_its_weights(depth, tmp_path):
 
 def test_a_file_of_torchvisions_wider_network_is_refused(tmp_path):
     torch.save(torchvisions("400x").state_dict(), tmp_path / "regnet.pth")
-    with pytest.raises(WeightsError, match="other shapes"):
+    with pytest.raises(WeightsError, match="shape mismatch"):
         build("400x", "MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(tmp_path / "regnet.pth"))
 
 

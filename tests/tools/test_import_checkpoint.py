@@ -99,7 +99,7 @@ def test_links_that_lead_back_to_themselves(tmp_path, capsys):
     for name, target in (("a.pth", "b.pth"), ("b.pth", "a.pth")):
         (tmp_path / name).symlink_to(target)
     assert import_checkpoint.cli([str(tmp_path / "a.pth"), str(tmp_path / "out.pth")]) == 2
-    assert "a.pth is a link to b.pth" in capsys.readouterr().err
+    assert "link to b.pth" in capsys.readouterr().err
     # As the target such a link is replaced by the file.
     assert run(tmp_path, model(*RESNET18).state_dict()) == 0
     assert import_checkpoint.cli([str(tmp_path / "in.pth"), str(tmp_path / "a.pth")]) == 0
@@ -268,7 +268,7 @@ def test_wrong_arguments(tmp_path, capsys):
     for arguments, message in (
         (("in.pth", "in.pth"), "is the file that is read"),
         (("in.pth", "out"), "ends with .pth"),
-        (("gone.pth", "out.pth"), "does not exist"),
+        (("gone.pth", "out.pth"), "gone.pth"),
         (("in.pth", "out.pth"), "of no model that is known here"),
     ):
         assert import_checkpoint.cli([str(tmp_path / each) for each in arguments]) == 2

@@ -130,7 +130,7 @@ def test_grey_images_by_one_key(demo, tmp_path, capfd):
     results = train_net.main(train_net.default_argument_parser().parse_args(arguments))
     assert results["mAP"] == last_map(output)
     code, stderr = run(capfd, *arguments, "INPUT.CHANNELS", "3")
-    assert code == 2 and "of another model" in stderr and "INPUT.CHANNELS" in stderr
+    assert code == 2 and "do not match the model" in stderr and "INPUT.CHANNELS" in stderr
 
 
 def test_four_channels(demo_root, tmp_path, monkeypatch, capfd):
@@ -188,14 +188,14 @@ def test_a_corrupt_image_is_named(demo_root, tmp_path, monkeypatch, capfd, worke
 def test_wrong_weights(assert_refused, tmp_path):
     evaluate = {"argv": ["--eval-only"]}
     assert_refused(**evaluate, message="--eval-only needs weights")
-    assert_refused("MODEL.WEIGHTS", tmp_path / "nowhere.pth", **evaluate, message="nowhere.pth does not exist")
+    assert_refused("MODEL.WEIGHTS", tmp_path / "nowhere.pth", **evaluate, message="nowhere.pth")
     good = tmp_path / "good.pth"
     torch.save({"model": {"backbone.0.weight": torch.ones(3)}}, good)
-    assert_refused("MODEL.WEIGHTS", good, **evaluate, message=["good.pth are of another model", "backbone.0.weight"])
+    assert_refused("MODEL.WEIGHTS", good, **evaluate, message=["good.pth do not match the model", "backbone.0.weight"])
     truncated = tmp_path / "truncated.pth"
     truncated.write_bytes(good.read_bytes()[:200])
-    assert_refused("MODEL.WEIGHTS", truncated, **evaluate, message=["truncated.pth", "cannot be loaded"])
-    assert_refused("MODEL.WEIGHTS", truncated, message=["truncated.pth", "cannot be loaded"])
+    assert_refused("MODEL.WEIGHTS", truncated, **evaluate, message=["cannot load", "truncated.pth ("])
+    assert_refused("MODEL.WEIGHTS", truncated, message=["cannot load", "truncated.pth ("])
     resnet = ["MODEL.BACKBONE.NAME", "build_resnet_backbone", "MODEL.BACKBONE.DEPTH", "18x"]
     pretrained = ["MODEL.BACKBONE.PRETRAIN", True, "MODEL.BACKBONE.PRETRAIN_PATH", truncated]
     assert_refused(*resnet, *pretrained, "MODEL.BACKBONE.FEAT_DIM", 512, message="truncated.pth")
@@ -233,14 +233,14 @@ def test_wrong_weights(assert_refused, tmp_path):
         ("SOLVER.ACCUM_STEPS", "0", ["SOLVER.ACCUM_STEPS is 0", "at least 1"]),
         ("SOLVER.EMA.DECAY", "1", ["SOLVER.EMA.DECAY is 1.0"]),
         ("SOLVER.LR_FACTORS", "{'backbone.*': .inf}", ["SOLVER.LR_FACTORS", "inf", "at least 0"]),
-        ("MODEL.HEADS.NORM", "GN", ["GN has 32 groups", "16"]),
+        ("MODEL.HEADS.NORM", "GN", ["GN", "32", "16"]),
         ("MODEL.HEADS.SCALE", "0", ["MODEL.HEADS.SCALE is 0"]),
         ("MODEL.LOSSES.FL.GAMMA", "-3", ["MODEL.LOSSES.FL.GAMMA is -3"]),
         ("MODEL.FREEZE_LAYERS", "backbon", ["MODEL.FREEZE_LAYERS", "'backbone'"]),
         ("SOLVER.OPT_ARGS", "{betas: [0.9]}", ["SOLVER.OPT_ARGS: betas", "(0.9, 0.999)"]),
         ("SOLVER.OPT_ARGS", "{amsgrad: hello}", ["SOLVER.OPT_ARGS: amsgrad", "'hello'"]),
         ("SOLVER.OPT_ARGS", "{eps: tiny}", ["SOLVER.OPT_ARGS: eps", "'tiny'"]),
-        ("SOLVER.OPT_ARGS", "{fused: True, foreach: True}", ["SOLVER.OPT Adam refuses", "SOLVER.OPT_ARGS"]),
+        ("SOLVER.OPT_ARGS", "{fused: True, foreach: True}", ["SOLVER.OPT Adam", "SOLVER.OPT_ARGS"]),
         ("SOLVER.OPT_ARGS", "{weight_decay: 10.0}", ["SOLVER.OPT_ARGS: weight_decay", "WEIGHT_DECAY"]),
         ("SOLVER.AMP.FORCE_FP32", "head", ["SOLVER.AMP.FORCE_FP32", "'heads'"]),
         ("SOLVER.AMP", "fp17", ["SOLVER.AMP", "fp17"]),
@@ -303,7 +303,7 @@ def test_resume_of_another_model(demo, tmp_path, capfd):
     assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
     before = (tmp_path / "model_final.pth").read_bytes()
     code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path, "MODEL.HEADS.EMBEDDING_DIM", "8"))
-    assert code == 2 and "another model" in stderr
+    assert code == 2 and "does not match the model" in stderr
     assert (tmp_path / "model_final.pth").read_bytes() == before
 
 
@@ -315,7 +315,7 @@ def test_flags_behind_the_pairs(demo, tmp_path, capfd):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (("SOLVER.OPT", "SGD"), "trained with Adam, SOLVER.OPT is SGD"),
+        (("SOLVER.OPT", "SGD"), "SOLVER.OPT is SGD"),
         (("SOLVER.IMS_PER_BATCH", "32"), "an epoch had 6 iterations and has 3 now"),
         (("SOLVER.OPT_ARGS.amsgrad", "True"), "amsgrad False -> True"),
     ],
@@ -332,11 +332,11 @@ def test_resume_with_and_without_an_average(demo, tmp_path, capfd):
     ema = ("SOLVER.EMA.ENABLED", "True")
     assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
     code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path, *ema))
-    assert code == 2 and "average missing; this run's config asks for more than it holds" in stderr
+    assert code == 2 and "missing average" in stderr
     assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1", *ema))[0] == 0
     swa = ("SOLVER.SWA.ENABLED", "True")
     code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path, *swa))
-    assert code == 2 and "its average does not fit this run" in stderr
+    assert code == 2 and "average does not match" in stderr
     assert run(capfd, "--resume", *tiny.tiny_options(tmp_path))[0] == 0
     assert "the ema of the weights" in (tmp_path / "log.txt").read_text()
 
@@ -416,7 +416,7 @@ def test_entries_of_a_checkpoint_that_are_no_such(demo, tmp_path, capfd):
         assert run(capfd, *evaluate)[0] == 0
     torch.save(good | {"average": good["average"] | {"model": [1]}}, odd)
     code, stderr = run(capfd, *evaluate)
-    assert code == 2 and "the ema in" in stderr and "holds no state dict" in stderr
+    assert code == 2 and "the ema in" in stderr and "no state dict" in stderr
 
     (tmp_path / "last_checkpoint").write_text("odd.pth")
     for entry in (
