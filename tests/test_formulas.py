@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from judging import naive, random_set
+from naive_ranking import naive, random_set
 
 from fastamp.config import get_cfg
 from fastamp.evaluation import Protocol, compute_metrics

@@ -25,8 +25,12 @@ def run(args: argparse.Namespace) -> int:
         *args.images, reference=args.reference, camids=args.camids, viewids=args.viewids
     )
     if args.json:
-        names = ("score", "metric", "genuine_share", "impostor_share", "source")
-        print(json.dumps({name: getattr(comparison, name) for name in names}))
+        fractions = {"genuine_share": comparison.genuine_fraction, "impostor_share": comparison.impostor_fraction}
+        print(
+            json.dumps(
+                {"score": comparison.score, "metric": comparison.metric, **fractions, "source": comparison.source}
+            )
+        )
     else:
         print(comparison.describe())
     return 0

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: matplotlib is missing, the run, data or weights are wrong, or a file cannot be written.
     """
-    from fastamp.evaluation import Wanted
+    from fastamp.evaluation import ReportOptions
     from fastamp.inference import Predictor
     from fastamp.inference.visualize import draw_set, write
     from fastamp.report import read_history
@@ -50,8 +50,10 @@ def run(args: argparse.Namespace) -> int:
     if kinds - {"curves"}:
         predictor = Predictor(checkpoint, device=args.device, opts=args.opts)
         for name in [args.data] if args.data else predictor.cfg.DATASETS.TESTS:
-            wanted = Wanted(kinds=("best", "worst", "random"), lists=args.num, length=args.length, seed=args.seed)
-            draw_set(predictor, name, kinds, wanted, folder / re.sub(r"[^\w.-]+", "_", name))
+            options = ReportOptions(
+                kinds=("best", "worst", "random"), lists=args.num, length=args.length, seed=args.seed
+            )
+            draw_set(predictor, name, kinds, options, folder / re.sub(r"[^\w.-]+", "_", name))
     return 0
 
 

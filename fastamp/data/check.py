@@ -248,7 +248,7 @@ def _find_near_duplicates(
     for item, distance, number in zip(second_items, distances[:, 0], nearest[:, 0], strict=True):
         one = first_items[number]
         is_copy = summaries[item.path, item.box].digest == summaries[one.path, one.box].digest
-        # Adjacent frames of one camera are excluded from the evaluation: OWN_CAMERA in fastamp.evaluation.protocol.
+        # Adjacent frames of one camera are excluded from the evaluation: SAME_CAMERA in fastamp.evaluation.protocol.
         is_junk = one.pid == item.pid and one.camid == item.camid
         if distance <= _NEAR_DUPLICATE_BITS and not is_copy and not is_junk:
             yield f"{one.path} ~ {item.path}"

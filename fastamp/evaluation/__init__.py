@@ -5,25 +5,25 @@ gallery images count for which query, ``rank`` computes AP, INP and CMC.
 """
 
 from fastamp.evaluation import single_shot  # noqa: F401  adds rules
-from fastamp.evaluation.details import Details, RankList, Wanted
 from fastamp.evaluation.evaluator import DatasetEvaluator, ReidEvaluator, inference_on_dataset
 from fastamp.evaluation.metrics import EvaluationResult, compute_metrics, rank_distances, rank_features
 from fastamp.evaluation.precise_bn import update_bn_statistics
 from fastamp.evaluation.protocol import Identities, Protocol
 from fastamp.evaluation.rank import RankingResult
 from fastamp.evaluation.results_table import print_results
+from fastamp.evaluation.retrieval_examples import RankList, ReportOptions, RetrievalExamples
 from fastamp.utils.moved import moved_names
 
 __all__ = [
     "DatasetEvaluator",
-    "Details",
     "EvaluationResult",
     "Identities",
     "Protocol",
     "RankList",
     "RankingResult",
     "ReidEvaluator",
-    "Wanted",
+    "ReportOptions",
+    "RetrievalExamples",
     "compute_metrics",
     "inference_on_dataset",
     "print_results",
@@ -35,7 +35,9 @@ __all__ = [
 __getattr__ = moved_names(
     __name__,
     {
+        "Details": "fastamp.evaluation.retrieval_examples.RetrievalExamples",
         "Judgement": "fastamp.evaluation.metrics.EvaluationResult",
+        "Wanted": "fastamp.evaluation.retrieval_examples.ReportOptions",
         "judge_features": "fastamp.evaluation.metrics.compute_metrics",
     },
 )

@@ -15,11 +15,11 @@ from torch import nn
 from fastamp.amp import PrecisionPolicy, to_float32
 from fastamp.amp.device_errors import IN_EVALUATION, DeviceErrorHandler
 from fastamp.amp.policy import dtype_name
-from fastamp.evaluation.details import Wanted
-from fastamp.evaluation.floors import colour_histogram, raw_pixels
+from fastamp.evaluation.baselines import color_histogram, raw_pixels
 from fastamp.evaluation.metrics import EvaluationResult, compute_metrics
 from fastamp.evaluation.pairs import PairScores, sample_pairs
 from fastamp.evaluation.protocol import Identities, Protocol
+from fastamp.evaluation.retrieval_examples import ReportOptions
 from fastamp.evaluation.roc import write_roc
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, TrainingError, writing
@@ -159,7 +159,8 @@ class ReidEvaluator(DatasetEvaluator):
         cfg: ``TEST`` is read.
         num_query: number of query images.
         output_dir: folder for the files that ``TEST.PER_QUERY`` and ``TEST.ROC`` write; None writes none.
-        wanted: how much is to be shown of the ranking; None is what a report shows under ``TEST.REPORT``, else nothing.
+        report_options: what a report shows of the ranking. Default: ``ReportOptions()`` if ``TEST.REPORT``, else
+            nothing.
 
     Attributes:
         result: of the last evaluation, if its ranking is to be shown.
@@ -169,16 +170,19 @@ class ReidEvaluator(DatasetEvaluator):
 
     pairs: PairScores | None = None
     judgement = renamed_attribute("judgement", "result")
+    floors = renamed_attribute("floors", "baselines")
+    wanted = renamed_attribute("wanted", "report_options")
 
+    @renamed_arguments(wanted="report_options")
     def __init__(
-        self, cfg: Any, num_query: int, output_dir: str | None = None, *, wanted: Wanted | None = None
+        self, cfg: Any, num_query: int, output_dir: str | None = None, *, report_options: ReportOptions | None = None
     ) -> None:
         self.protocol = Protocol.from_config(cfg)
         self.per_query = cfg.TEST.PER_QUERY
-        self.floors = {"raw pixels": raw_pixels, "colour histogram": colour_histogram} if cfg.TEST.BASELINES else {}
+        self.baselines = {"raw pixels": raw_pixels, "color histogram": color_histogram} if cfg.TEST.BASELINES else {}
         self.num_query = num_query
         self.output_dir = output_dir
-        self.wanted = wanted or (Wanted() if cfg.TEST.REPORT else None)
+        self.report_options = report_options or (ReportOptions() if cfg.TEST.REPORT else None)
         self.result: EvaluationResult | None = None
         self.reset()
 
@@ -205,7 +209,7 @@ class ReidEvaluator(DatasetEvaluator):
         batch |= {name: inputs[name].cpu() for name in ("targets", "camids")}
         in_order = torch.arange(self._num_images, self._num_images + len(outputs))
         batch["indices"] = inputs["indices"].cpu() if "indices" in inputs else in_order
-        batch |= {name: floor(inputs["images"].cpu()) for name, floor in self.floors.items()}
+        batch |= {name: descriptor(inputs["images"].cpu()) for name, descriptor in self.baselines.items()}
         self._num_images += len(outputs)
         for name, column in batch.items():
             self._batches.setdefault(name, []).append(column)
@@ -214,8 +218,8 @@ class ReidEvaluator(DatasetEvaluator):
         """Compute the metrics, on the model's device if the features fit there, and forget the features.
 
         Returns:
-            What ``EvaluationResult.metrics`` returns, percentages as floats; with ``TEST.BASELINES`` also ``floors``:
-            name -> the same of that floor. None on ranks other than 0.
+            ``EvaluationResult.metrics``, percentages as floats; with ``TEST.BASELINES`` also ``baselines``:
+            name -> the same of that baseline. None on ranks other than 0.
 
         Raises:
             ConfigError: a file cannot be written, or query expansion overflows.
@@ -228,26 +232,26 @@ class ReidEvaluator(DatasetEvaluator):
         identities = Identities(pids[:n], pids[n:], camids[:n], camids[n:])
         features = columns.pop("features")
         features = features.to(ranking_device(features, protocol, self._device))
-        result = compute_metrics(features[:n], features[n:], identities, protocol, self.wanted)
+        result = compute_metrics(features[:n], features[n:], identities, protocol, self.report_options)
         plain = protocol.plain()
-        floors = {
-            name: compute_metrics(columns[name][:n], columns[name][n:], identities, plain) for name in self.floors
+        baselines = {
+            name: compute_metrics(columns[name][:n], columns[name][n:], identities, plain) for name in self.baselines
         }
-        self.result = result if self.wanted else None
+        self.result = result if self.report_options else None
         if not comm.is_main_process():
             return None
         self._write(result)
         self.pairs = sample_pairs(
-            *((features, features) if protocol.draws_queries else (features[:n], features[n:])),
-            identities.all_images() if protocol.draws_queries else identities,
+            *((features, features) if protocol.random_query_gallery_split else (features[:n], features[n:])),
+            identities.all_images() if protocol.random_query_gallery_split else identities,
             metric=protocol.metric,
             junk=protocol.junk,
-            same_images=protocol.draws_queries,
+            same_images=protocol.random_query_gallery_split,
             seed=protocol.seed,
         )
         metrics = result.metrics()
-        if floors:
-            metrics["floors"] = {name: floor.metrics() for name, floor in floors.items()}
+        if baselines:
+            metrics["baselines"] = {name: baseline.metrics() for name, baseline in baselines.items()}
         return metrics
 
     def _gather(self) -> dict[str, torch.Tensor]:

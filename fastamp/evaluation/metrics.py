@@ -10,16 +10,16 @@ import torch
 
 from fastamp.amp import force_fp32
 from fastamp.evaluation.collapse import count_indistinct
-from fastamp.evaluation.details import DetailCounter, Details, Wanted, rank_lists
-from fastamp.evaluation.protocol import OWN_CAMERA, Identities, Protocol, Ranker, accept_rate_name
+from fastamp.evaluation.protocol import SAME_CAMERA, Identities, Protocol, Ranker, accept_rate_name
 from fastamp.evaluation.query_expansion import expand
 from fastamp.evaluation.rank import RankingResult
 from fastamp.evaluation.rerank import ReRankedDistances
-from fastamp.evaluation.roc import RocCounter, RocCurve, limit_of
+from fastamp.evaluation.retrieval_examples import ExampleCounter, ReportOptions, RetrievalExamples, rank_lists
+from fastamp.evaluation.roc import RocCounter, RocCurve, distance_limit
 from fastamp.layers.distance import FeatureDistances
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, NoMatchError
-from fastamp.utils.moved import moved_names, renamed_arguments
+from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
 from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ __getattr__ = moved_names(
 )
 
 
+@renamed_arguments(details="examples")
 @dataclass(frozen=True)
 class EvaluationResult:
     """Result of evaluating features under a protocol.
@@ -46,7 +47,7 @@ class EvaluationResult:
         ranking: per query; under VehicleID's protocol per image.
         roc: None when verification was not asked for, or there were no genuine or no impostor pairs.
         num_gallery: gallery images, of one draw where they are drawn.
-        details: what a report shows of it; None when nothing was wanted.
+        examples: what a report shows of it; None when nothing was report_options.
         num_indistinct: images whose feature no distance tells from another identity's; see ``count_indistinct``.
     """
 
@@ -54,8 +55,9 @@ class EvaluationResult:
     ranking: RankingResult
     roc: RocCurve | None
     num_gallery: int
-    details: Details | None = None
+    examples: RetrievalExamples | None = None
     num_indistinct: int = 0
+    details = renamed_attribute("details", "examples")
 
     def metrics(self) -> dict[str, Any]:
         """Return the numbers to report.
@@ -77,7 +79,7 @@ class EvaluationResult:
             metrics[accept_rate_name(rate)] = 100 * self.roc.tar_at(rate)
         metrics["num_query"], metrics["num_query_without_match"] = len(ranking.ap), len(ranking.ap) - ranking.num_valid
         metrics["num_gallery"] = self.num_gallery
-        if self.protocol.draws_queries:  # those of one draw, which has no query without a match
+        if self.protocol.random_query_gallery_split:  # those of one draw, which has no query without a match
             draws = ranking.first_match.shape[1]
             metrics["num_query"], metrics["num_query_without_match"] = int(ranking.trials.sum()) // draws, 0
         if self.num_indistinct:
@@ -109,7 +111,7 @@ class EvaluationResult:
         }
 
 
-@renamed_arguments(ids="identities")
+@renamed_arguments(ids="identities", wanted="report_options")
 @torch.no_grad()
 @force_fp32
 def compute_metrics(
@@ -117,7 +119,7 @@ def compute_metrics(
     gallery_features: torch.Tensor,
     identities: Identities,
     protocol: Protocol | None = None,
-    wanted: Wanted | None = None,
+    report_options: ReportOptions | None = None,
 ) -> EvaluationResult:
     """Evaluate the features of queries and gallery; several ranks, which all hold all features, share the work.
 
@@ -126,7 +128,7 @@ def compute_metrics(
         gallery_features: (G, D) float, on the same device, on which all is computed.
         identities: of the Q and G images.
         protocol: None is Market-1501's by cosine distance.
-        wanted: how much is to be shown; None is nothing.
+        report_options: how much is to be shown; None is nothing.
 
     Returns:
         The same on every rank, but for the rank lists, which rank 0 alone has.
@@ -141,7 +143,7 @@ def compute_metrics(
     dtype = protocol.dtype(torch.promote_types(query_features.dtype, gallery_features.dtype))
     num_indistinct = count_indistinct(query_features, gallery_features, identities, metric=protocol.metric, dtype=dtype)
 
-    if protocol.draws_queries:
+    if protocol.random_query_gallery_split:
         identities = identities.all_images()
         query_features = gallery_features = torch.cat((query_features, gallery_features))
     search = {"backend": protocol.backend, "memory_budget_mb": protocol.memory_budget_mb}
@@ -157,12 +159,12 @@ def compute_metrics(
         )
 
     roc = shown = limit = None
-    if protocol.false_accept_rates is not None or (wanted and not protocol.draws_queries):
-        limit = comm.broadcast_scalar(limit_of(blocks))
+    if protocol.false_accept_rates is not None or (report_options and not protocol.random_query_gallery_split):
+        limit = comm.broadcast_scalar(distance_limit(blocks))
     if protocol.false_accept_rates is not None:
         roc = RocCounter(identities, limit=limit, junk=protocol.junk)
-    if wanted:
-        shown = DetailCounter(identities, protocol, wanted, limit=limit if roc is None else None)
+    if report_options:
+        shown = ExampleCounter(identities, protocol, report_options, limit=limit if roc is None else None)
     ranker = protocol.ranker(identities)
 
     start, stop = comm.shard_range(len(query_features), blocks.block_rows)
@@ -177,12 +179,12 @@ def compute_metrics(
     if ranking.num_valid == 0:
         raise NoMatchError(_explain_no_match(len(query_features), protocol))
 
-    num_gallery = len(ranker.matches.groups.pids) if protocol.draws_queries else len(gallery_features)
-    curve, details = _curve(roc, protocol), None
-    if wanted:
-        lists = rank_lists(ranking, blocks, ranker.matches, protocol, wanted) if comm.is_main_process() else {}
-        details = shown.result(lists, curve)
-    return EvaluationResult(protocol, ranking, curve, num_gallery, details, num_indistinct)
+    num_gallery = len(ranker.matches.groups.pids) if protocol.random_query_gallery_split else len(gallery_features)
+    curve, examples = _curve(roc, protocol), None
+    if report_options:
+        lists = rank_lists(ranking, blocks, ranker.matches, protocol, report_options) if comm.is_main_process() else {}
+        examples = shown.result(lists, curve)
+    return EvaluationResult(protocol, ranking, curve, num_gallery, examples, num_indistinct)
 
 
 @renamed_arguments(ids="identities")
@@ -209,7 +211,7 @@ def rank_features(
     """
     check_features(query_features, gallery_features, identities)
     blocks = FeatureDistances(query_features, gallery_features, metric=metric, memory_budget_mb=memory_budget_mb)
-    ranker = Ranker(identities, junk=OWN_CAMERA)
+    ranker = Ranker(identities, junk=SAME_CAMERA)
     for start, distances in blocks.blocks():
         ranker.add(start, distances)
     return ranker.result()
@@ -240,7 +242,7 @@ def rank_distances(distances: torch.Tensor, identities: Identities, *, trapezoid
         )
     if distances.isnan().any():
         raise DataError(f"{int(distances.isnan().sum())} of {distances.numel()} distances are NaN")
-    ranker = Ranker(identities, junk=OWN_CAMERA, trapezoid=trapezoid)
+    ranker = Ranker(identities, junk=SAME_CAMERA, trapezoid=trapezoid)
     exact = distances.dtype if distances.dtype in (torch.float32, torch.float64) else torch.float64
     ranker.add(0, distances.to(exact, copy=True))
     return ranker.result()
@@ -320,7 +322,7 @@ def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:
 
 
 def _explain_no_match(count: int, protocol: Protocol) -> str:
-    if protocol.draws_queries:
+    if protocol.random_query_gallery_split:
         return f"none of the {count} images has a match: no identity has two images"
     if not protocol.cross_camera:
         return f"none of the {count} queries has a match in the gallery: they have no identity in common"

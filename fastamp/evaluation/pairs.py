@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.evaluation.protocol import JUNK_PID, OWN_CAMERA, Identities, Junk, Matches, junk_of
+from fastamp.evaluation.protocol import JUNK_PID, SAME_CAMERA, Identities, Junk, Matches, junk_from_cross_camera
 from fastamp.layers.distance import pairwise_distance
-from fastamp.utils.moved import renamed_arguments
+from fastamp.utils.moved import renamed_arguments, renamed_attribute
 
 _QUANTILES = 1001
 # A sample of this size costs less than a second, whatever the test set's.
@@ -35,8 +35,9 @@ class PairScores:
     impostor: Tensor
     num_genuine: int
     num_impostor: int
+    less_alike = renamed_attribute("less_alike", "percentile_of")
 
-    def less_alike(self, score: float) -> tuple[float, float]:
+    def percentile_of(self, score: float) -> tuple[float, float]:
         """Return the shares of the genuine and of the impostor pairs, in 0..1, that are less alike than ``score``."""
         shares = np.linspace(0, 1, _QUANTILES)
         below = [float(np.interp(score, each.numpy(), shares)) for each in (self.genuine, self.impostor)]
@@ -54,7 +55,7 @@ class PairScores:
         return PairScores("cosine", quantiles, quantiles, 0, 0).state_dict()
 
 
-@renamed_arguments(ids="identities", cross_camera=("junk", junk_of))
+@renamed_arguments(ids="identities", cross_camera=("junk", junk_from_cross_camera))
 @torch.no_grad()
 def sample_pairs(
     query_features: Features,
@@ -62,7 +63,7 @@ def sample_pairs(
     identities: Identities,
     *,
     metric: str,
-    junk: Junk | None = OWN_CAMERA,
+    junk: Junk | None = SAME_CAMERA,
     same_images: bool = False,
     seed: int = 0,
 ) -> PairScores | None:

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from fastamp.config.key import Key
-from fastamp.evaluation.neighbours import BACKENDS
+from fastamp.evaluation.neighbors import BACKENDS
 from fastamp.evaluation.query_expansion import QueryExpansion
 from fastamp.evaluation.rank import RankingResult, query_scores, ranks_of_matches
 from fastamp.evaluation.rerank import ReRanking
 from fastamp.layers.distance import check_metric
 from fastamp.utils.errors import ConfigError, check_choice
-from fastamp.utils.moved import moved_names, renamed_arguments
+from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
 
 KEYS = (
     Key(
@@ -38,7 +38,13 @@ JUNK_PID = -1
 # Pairs that are held at once, in some 60 bytes each.
 _MOST_PAIRS = 2**19
 
-__getattr__ = moved_names(__name__, {"check_sets": "fastamp.evaluation.metrics.check_features"})
+__getattr__ = moved_names(
+    __name__,
+    {
+        "Rule": "fastamp.evaluation.protocol.RankingRule",
+        "check_sets": "fastamp.evaluation.metrics.check_features",
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -94,16 +100,16 @@ class Junk:
     Attributes:
         test: takes ``Matches`` and the int64 numbers of queries and of gallery images, two arrays that broadcast;
             returns for each pair whether it is junk, bool.
-        own_identity: whether images of the query's identity alone can be junk; others then are not tested.
+        same_identity_only: whether images of the query's identity alone can be junk; others then are not tested.
     """
 
     test: Callable[["Matches", np.ndarray, np.ndarray], np.ndarray]
-    own_identity: bool = True
+    same_identity_only: bool = True
 
 
-def junk_of(cross_camera: bool) -> "Junk | None":
+def junk_from_cross_camera(cross_camera: bool) -> "Junk | None":
     """Return the junk of the old argument ``cross_camera``."""
-    return OWN_CAMERA if cross_camera else None
+    return SAME_CAMERA if cross_camera else None
 
 
 class Matches:
@@ -122,7 +128,7 @@ class Matches:
         unmatched: (U,) int64, the gallery images of ``unmatched_pid``.
     """
 
-    @renamed_arguments(ids="identities", cross_camera=("junk", junk_of))
+    @renamed_arguments(ids="identities", cross_camera=("junk", junk_from_cross_camera))
     def __init__(self, identities: Identities, *, junk: Junk | None, unmatched_pid: int | None = None) -> None:
         self.query_pids, self.gallery_pids = identities.query_pids.cpu().numpy(), identities.gallery_pids.cpu().numpy()
         self.query_camids = identities.query_camids.cpu().numpy()
@@ -165,7 +171,7 @@ class Matches:
 
     @property
     def _tests_all(self) -> bool:
-        return self.junk is not None and not self.junk.own_identity
+        return self.junk is not None and not self.junk.same_identity_only
 
 
 def same_camera(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
@@ -173,7 +179,7 @@ def same_camera(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> n
     return matches.query_camids[queries] == matches.gallery_camids[gallery]
 
 
-OWN_CAMERA = Junk(same_camera)
+SAME_CAMERA = Junk(same_camera)
 """Images of the query's identity from its own camera (Zheng et al. 2015, "Scalable person re-identification")."""
 
 
@@ -188,13 +194,14 @@ class Ranker:
             matches, as everybody reports it today.
 
     Attributes:
-        draws: of the gallery, R.
+        num_trials: draws of the gallery, R.
     """
 
-    draws = 1
+    num_trials = 1
+    draws = renamed_attribute("draws", "num_trials")
 
-    @renamed_arguments(ids="identities", cross_camera=("junk", junk_of))
-    def __init__(self, identities: Identities, *, junk: Junk | None = OWN_CAMERA, trapezoid: bool = False) -> None:
+    @renamed_arguments(ids="identities", cross_camera=("junk", junk_from_cross_camera))
+    def __init__(self, identities: Identities, *, junk: Junk | None = SAME_CAMERA, trapezoid: bool = False) -> None:
         unmatched = JUNK_PID if trapezoid else None
         self.matches = Matches(identities, junk=junk, unmatched_pid=unmatched)
         self.trapezoid = trapezoid
@@ -220,7 +227,7 @@ class Ranker:
 
     def result(self) -> RankingResult:
         """Return the results of the queries seen, on the CPU, in their order."""
-        none = np.empty(0), np.empty(0), np.empty((0, self.draws), dtype=np.int64)
+        none = np.empty(0), np.empty(0), np.empty((0, self.num_trials), dtype=np.int64)
         parts = [none, *(self._parts[start] for start in sorted(self._parts))]
         return RankingResult(*(torch.from_numpy(np.concatenate(columns)) for columns in zip(*parts, strict=True)))
 
@@ -230,29 +237,31 @@ def build_ranker(identities: Identities, protocol: "Protocol") -> Ranker:
     return Ranker(identities, junk=protocol.junk, trapezoid=protocol.trapezoid)
 
 
-@renamed_arguments(cross_camera=("junk", junk_of))
+@renamed_arguments(cross_camera=("junk", junk_from_cross_camera), draws_queries="random_query_gallery_split")
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class RankingRule:
     """Which queries are ranked against which gallery images.
 
     Attributes:
-        text: the rule in words, with the protocol's ``repeats`` and ``seed``.
+        text: the rule in words, with the protocol's ``num_trials`` and ``seed``.
         junk: which gallery images are excluded for a query; None is none, and cameras are not needed.
         build: returns its ranker, of ``protocol.junk``. Default: a ``Ranker``.
-        draws_queries: whether query and gallery are drawn from all images, which then are ranked against all.
+        random_query_gallery_split: whether query and gallery are drawn from all images, which then are ranked against
+            all.
     """
 
     text: str
     junk: Junk | None
     build: Callable[[Identities, "Protocol"], Ranker] = build_ranker
-    draws_queries: bool = False
+    random_query_gallery_split: bool = False
+    draws_queries = renamed_attribute("draws_queries", "random_query_gallery_split")
 
 
 RULES = {
-    "market1501": Rule(
-        text="Market-1501 (images of the query's identity from its own camera are junk)", junk=OWN_CAMERA
+    "market1501": RankingRule(
+        text="Market-1501 (images of the query's identity from its own camera are junk)", junk=SAME_CAMERA
     ),
-    "no_camera": Rule(text="no cameras (no junk)", junk=None),
+    "no_camera": RankingRule(text="no cameras (no junk)", junk=None),
 }
 """``TEST.PROTOCOL`` -> its rule; ``single_shot`` adds those that draw a gallery.
 
@@ -265,6 +274,7 @@ def accept_rate_name(rate: float) -> str:
     return f"TAR@FAR={rate:.10g}"
 
 
+@renamed_arguments(repeats="num_trials")
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
     """How features are evaluated.
@@ -273,14 +283,14 @@ class Protocol:
         metric: ``"cosine"`` or ``"euclidean"``.
         rule: ``"market1501"``, ``"no_camera"``, ``"cuhk03"``, ``"vehicleid"``, or another name in ``RULES``.
         trapezoid: see ``Ranker``.
-        repeats: draws of a gallery, under a rule that draws.
+        num_trials: draws of a gallery, under a rule that draws.
         seed: of these draws, and of the bootstrap's.
         ranks: ranks of the CMC that are reported.
         resamples: of the queries, for the 95 % intervals of mAP and Rank-1; 0 leaves them out.
         false_accept_rates: at which the true accept rate is reported; None leaves verification out.
         expansion: query expansion; None is none.
         re_ranking: None is none.
-        backend: of neighbour searches, see ``nearest_neighbours``.
+        backend: of neighbour searches, see ``nearest_neighbors``.
         memory_budget_mb: MiB of distances held at once.
 
     Raises:
@@ -290,7 +300,7 @@ class Protocol:
     metric: str = "cosine"
     rule: str = "market1501"
     trapezoid: bool = False
-    repeats: int = 10
+    num_trials: int = 10
     seed: int = 0
     ranks: tuple[int, ...] = (1, 5, 10)
     resamples: int = 1000
@@ -299,12 +309,14 @@ class Protocol:
     re_ranking: ReRanking | None = None
     backend: str = "auto"
     memory_budget_mb: float = 256
+    repeats = renamed_attribute("repeats", "num_trials")
+    draws_queries = renamed_attribute("draws_queries", "random_query_gallery_split")
 
     def __post_init__(self) -> None:
         check_metric(self.metric)
         check_choice("TEST.PROTOCOL", self.rule, tuple(RULES))
         check_choice("TEST.KNN_BACKEND", self.backend, BACKENDS)
-        if not RULES[self.rule].draws_queries:
+        if not RULES[self.rule].random_query_gallery_split:
             return
         parts = {"RERANK": self.re_ranking, "AQE": self.expansion, "ROC": self.false_accept_rates}
         for name, part in parts.items():
@@ -330,7 +342,7 @@ class Protocol:
             metric=test.METRIC,
             rule=test.PROTOCOL,
             trapezoid=test.AP_METHOD == "trapezoid",
-            repeats=test.NUM_TRIALS,
+            num_trials=test.NUM_TRIALS,
             seed=test.SEED,
             ranks=tuple(sorted({1, 5, 10, *test.RANKS})),
             resamples=test.BOOTSTRAP,
@@ -342,7 +354,7 @@ class Protocol:
         )
 
     def plain(self) -> "Protocol":
-        """Return the same rule for cosine distances and nothing else, as for floors."""
+        """Return the same rule for cosine distances and nothing else, as for baselines."""
         return replace(self, metric="cosine", resamples=0, false_accept_rates=None, expansion=None, re_ranking=None)
 
     def metric_names(self) -> list[str]:
@@ -364,9 +376,9 @@ class Protocol:
         return self.junk is not None
 
     @property
-    def draws_queries(self) -> bool:
+    def random_query_gallery_split(self) -> bool:
         """Whether query and gallery are drawn from all images, which then are ranked against all."""
-        return RULES[self.rule].draws_queries
+        return RULES[self.rule].random_query_gallery_split
 
     @renamed_arguments(ids="identities")
     def ranker(self, identities: Identities) -> Ranker:

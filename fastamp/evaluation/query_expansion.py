@@ -6,16 +6,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fastamp.evaluation.neighbours import nearest_neighbours
+from fastamp.evaluation.neighbors import nearest_neighbors
 from fastamp.layers.distance import without_tf32
 from fastamp.utils.errors import ConfigError, check_choice
-from fastamp.utils.moved import renamed_arguments
+from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
 
-SIDES = ("both", "query", "gallery")
+__getattr__ = moved_names(
+    __name__,
+    {
+        "SIDES": "fastamp.evaluation.query_expansion.TARGETS",
+    },
+)
+
+TARGETS = ("both", "query", "gallery")
 # Features whose neighbours are held at once.
 _ROWS = 64
 
 
+@renamed_arguments(sides="target")
 @dataclass(frozen=True, kw_only=True)
 class QueryExpansion:
     """How to expand.
@@ -24,7 +32,7 @@ class QueryExpansion:
         k: features in the mean, the expanded one itself among them.
         alpha: exponent of the cosine similarity that weighs a neighbour; 0 weighs all alike.
         times: rounds, each on the features of the one before.
-        sides: what is expanded. ``"both"`` is FastReID's: neighbours are sought among queries and gallery together.
+        target: what is expanded. ``"both"`` is FastReID's: neighbours are sought among queries and gallery together.
             ``"query"`` expands the queries, by the query itself and the gallery; ``"gallery"`` the gallery, by the
             gallery. Then no query depends on another query.
 
@@ -35,10 +43,11 @@ class QueryExpansion:
     k: int = 5
     alpha: float = 3.0
     times: int = 1
-    sides: str = "both"
+    target: str = "both"
+    sides = renamed_attribute("sides", "target")
 
     def __post_init__(self) -> None:
-        check_choice("TEST.AQE.TARGET", self.sides, SIDES)
+        check_choice("TEST.AQE.TARGET", self.target, TARGETS)
         if min(self.k, self.times) < 1:
             raise ConfigError(f"TEST.AQE: QE_K {self.k} and QE_TIME {self.times} must be at least 1")
 
@@ -46,11 +55,11 @@ class QueryExpansion:
     def from_config(cls, cfg: Any) -> "QueryExpansion":
         """Return what ``cfg.TEST.AQE`` describes."""
         keys = cfg.TEST.AQE
-        return cls(k=keys.QE_K, alpha=keys.ALPHA, times=keys.QE_TIME, sides=keys.TARGET)
+        return cls(k=keys.QE_K, alpha=keys.ALPHA, times=keys.QE_TIME, target=keys.TARGET)
 
     def __str__(self) -> str:
         what = {"both": "queries and gallery", "query": "queries", "gallery": "gallery"}
-        return f"expansion of {what[self.sides]} (k {self.k}, alpha {self.alpha:g}, {self.times} x)"
+        return f"expansion of {what[self.target]} (k {self.k}, alpha {self.alpha:g}, {self.times} x)"
 
 
 @renamed_arguments(queries="query_features", gallery="gallery_features")
@@ -73,7 +82,7 @@ def expand(
         query_features: (Q, D) float, any precision; computed in float32.
         gallery_features: (G, D) float, on the same device.
         options: the kind of expansion.
-        backend: of the neighbour search, see ``nearest_neighbours``.
+        backend: of the neighbour search, see ``nearest_neighbors``.
         memory_budget_mb: MiB of distances held at once.
 
     Returns:
@@ -85,11 +94,11 @@ def expand(
     query_features, gallery_features = query_features.float(), gallery_features.float()
     search = {"backend": backend, "memory_budget_mb": memory_budget_mb}
     for _ in range(options.times):
-        if options.sides == "both":
+        if options.target == "both":
             union = torch.cat((query_features, gallery_features))
             expanded = _expand(union, union, options, search)
             query_features, gallery_features = expanded[: len(query_features)], expanded[len(query_features) :]
-        elif options.sides == "query":
+        elif options.target == "query":
             query_features = _expand(query_features, gallery_features, options, search, with_itself=True)
         else:
             gallery_features = _expand(gallery_features, gallery_features, options, search)
@@ -106,7 +115,7 @@ def _expand(
     """Return (N, D): the weighted mean of each feature's nearest in the pool, and of itself where it is not there."""
     unit = F.normalize(features, dim=1)
     unit_pool = unit if pool is features else F.normalize(pool, dim=1)
-    found = nearest_neighbours(unit, unit_pool, options.k - with_itself, **search).indices
+    found = nearest_neighbors(unit, unit_pool, options.k - with_itself, **search).indices
     nearest = torch.from_numpy(found).to(features.device)
     size = nearest.shape[1] + with_itself
     result = torch.empty_like(features)

@@ -12,19 +12,27 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastamp.evaluation.neighbours import nearest_neighbours
+from fastamp.evaluation.neighbors import nearest_neighbors
 from fastamp.layers.distance import DistanceBlocks, FeatureDistances, check_metric, pair_distances
 from fastamp.utils.errors import ConfigError, check_choice
-from fastamp.utils.moved import renamed_arguments
+from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "FORMS": "fastamp.evaluation.rerank.VARIANTS",
+    },
+)
 
 if TYPE_CHECKING:
     from scipy.sparse import csc_matrix, csr_matrix
 
-FORMS = ("zhong", "torchreid", "fastreid")
+VARIANTS = ("zhong", "torchreid", "fastreid")
 # Entries of the Jaccard sums that are computed at once.
 _CHUNK = 2**21
 
 
+@renamed_arguments(share="lambda_value", form="variant")
 @dataclass(frozen=True, kw_only=True)
 class ReRanking:
     """How to re-rank.
@@ -32,10 +40,10 @@ class ReRanking:
     Attributes:
         k1: neighbours that must be reciprocal.
         k2: neighbours whose weights are averaged; 1 leaves that out.
-        share: of the original distance in the final one, lambda in the paper.
-        form: ``"zhong"`` is the authors': squared Euclidean distances over each row's largest, k1 + 1 neighbours, the
-            image itself among them. ``"torchreid"`` squares these once more, as torchreid and FastReID's older file do.
-            ``"fastreid"`` is FastReID's present one: k1 neighbours, distances as they are.
+        lambda_value: of the original distance in the final one, lambda in the paper.
+        variant: ``"zhong"``: the authors' code, squared Euclidean distances divided by each row's maximum, k1 + 1
+            neighbors including the image itself. ``"torchreid"``: these distances squared again, as in torchreid and in
+            FastReID's older file. ``"fastreid"``: FastReID's current code, k1 neighbors and distances not scaled.
 
     Raises:
         ConfigError: a value that is not among these.
@@ -43,29 +51,32 @@ class ReRanking:
 
     k1: int = 20
     k2: int = 6
-    share: float = 0.3
-    form: str = "zhong"
+    lambda_value: float = 0.3
+    variant: str = "zhong"
+    form = renamed_attribute("form", "variant")
+    share = renamed_attribute("share", "lambda_value")
+    num_neighbours = renamed_attribute("num_neighbours", "num_neighbors")
 
     @property
-    def num_neighbours(self) -> int:
+    def num_neighbors(self) -> int:
         """How many neighbours must be reciprocal, the image itself among them."""
-        return self.k1 if self.form == "fastreid" else self.k1 + 1
+        return self.k1 if self.variant == "fastreid" else self.k1 + 1
 
     def __post_init__(self) -> None:
-        check_choice("TEST.RERANK.VARIANT", self.form, FORMS)
-        if min(self.k1, self.k2) < 1 or not 0 <= self.share <= 1:
+        check_choice("TEST.RERANK.VARIANT", self.variant, VARIANTS)
+        if min(self.k1, self.k2) < 1 or not 0 <= self.lambda_value <= 1:
             raise ConfigError(
-                f"TEST.RERANK: K1 {self.k1} and K2 {self.k2} must be at least 1, LAMBDA {self.share} in 0..1"
+                f"TEST.RERANK: K1 {self.k1} and K2 {self.k2} must be at least 1, LAMBDA {self.lambda_value} in 0..1"
             )
 
     @classmethod
     def from_config(cls, cfg: Any) -> "ReRanking":
         """Return what ``cfg.TEST.RERANK`` describes."""
         keys = cfg.TEST.RERANK
-        return cls(k1=keys.K1, k2=keys.K2, share=keys.LAMBDA, form=keys.VARIANT)
+        return cls(k1=keys.K1, k2=keys.K2, lambda_value=keys.LAMBDA, variant=keys.VARIANT)
 
     def __str__(self) -> str:
-        return f"re-ranking ({self.form}, k1 {self.k1}, k2 {self.k2}, lambda {self.share:g})"
+        return f"re-ranking ({self.variant}, k1 {self.k1}, k2 {self.k2}, lambda {self.lambda_value:g})"
 
 
 class ReRankedDistances(DistanceBlocks):
@@ -76,7 +87,7 @@ class ReRankedDistances(DistanceBlocks):
         gallery_features: (G, D) float features, on the same device.
         metric: ``"cosine"`` normalizes the features first; ``"euclidean"`` takes them as they are.
         options: the kind of re-ranking.
-        backend: of the neighbour search, see ``nearest_neighbours``.
+        backend: of the neighbour search, see ``nearest_neighbors``.
         memory_budget_mb: MiB of distances held at once.
 
     Raises:
@@ -109,28 +120,28 @@ class ReRankedDistances(DistanceBlocks):
             memory_budget_mb=memory_budget_mb,
         )
         # FastReID mixes in the distance of the metric: 1 - cosine is half the squared distance of unit vectors.
-        self._scale = 0.5 if options.form == "fastreid" and metric == "cosine" else 1.0
+        self._scale = 0.5 if options.variant == "fastreid" and metric == "cosine" else 1.0
         search = {"backend": backend, "memory_budget_mb": memory_budget_mb}
-        count = max(options.num_neighbours, options.k2)
-        neighbours = nearest_neighbours(features, features, count, **search)
+        count = max(options.num_neighbors, options.k2)
+        neighbours = nearest_neighbors(features, features, count, **search)
         weights = _weights(features, neighbours.indices, neighbours.farthest, options)
         self._farthest = torch.from_numpy(neighbours.farthest[: len(query_features)]).to(self.device)
         self._query_weights = weights[: len(query_features)]
         self._gallery_weights = weights[len(query_features) :].tocsc()
-        self.limit = None if options.form == "fastreid" else 1.0
+        self.limit = None if options.variant == "fastreid" else 1.0
 
     def rows(self, start: int, stop: int, out: torch.Tensor) -> None:
         """See ``DistanceBlocks``."""
-        share = self.options.share
+        lambda_value = self.options.lambda_value
         self._original.rows(start, stop, out)
-        if self.options.form != "fastreid":
+        if self.options.variant != "fastreid":
             out /= self._farthest[start:stop, None].clamp_min(torch.finfo(torch.float32).tiny)
-        if self.options.form == "torchreid":
+        if self.options.variant == "torchreid":
             out.square_()
         overlap = torch.zeros_like(out)
         _add_overlaps(self._query_weights[start:stop], self._gallery_weights, overlap)
         jaccard = overlap.div_(2 - overlap).neg_().add_(1)
-        out.mul_(share * self._scale).add_(jaccard, alpha=1 - share)
+        out.mul_(lambda_value * self._scale).add_(jaccard, alpha=1 - lambda_value)
 
     @property
     def block_rows(self) -> int:
@@ -149,7 +160,7 @@ def _weights(features: torch.Tensor, neighbours: np.ndarray, farthest: np.ndarra
     """
     from scipy.sparse import csr_matrix
 
-    reciprocal = _reciprocal(neighbours[:, : options.num_neighbours])
+    reciprocal = _reciprocal(neighbours[:, : options.num_neighbors])
     near = _reciprocal(neighbours[:, : round(options.k1 / 2) + 1])
     # A neighbour brings its own nearest ones along when more than 2/3 of them are in the set already.
     common = (reciprocal @ near.T).multiply(reciprocal).tocsr()
@@ -162,9 +173,9 @@ def _weights(features: torch.Tensor, neighbours: np.ndarray, farthest: np.ndarra
     rows = np.repeat(np.arange(members.shape[0]), np.diff(members.indptr))
     pairs = (torch.from_numpy(each.astype(np.int64)).to(features.device) for each in (rows, members.indices))
     distances = pair_distances(features, features, *pairs).cpu().numpy()
-    if options.form != "fastreid":
+    if options.variant != "fastreid":
         distances /= np.maximum(farthest, np.finfo(np.float32).tiny)[rows]
-    if options.form == "torchreid":
+    if options.variant == "torchreid":
         np.square(distances, out=distances)
     # An image's distance to itself is 0, so that no row underflows as a whole.
     weights = np.exp(-distances)

@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 
 def print_results(results: dict[str, dict[str, Any]], *, protocol: str) -> None:
-    """Log one table for all test sets, with the floors under each set that has them.
+    """Log one table for all test sets, with the baselines under each set that has them.
 
     Args:
         results: data set name -> what ``ReidEvaluator.evaluate`` returned.
@@ -18,7 +18,10 @@ def print_results(results: dict[str, dict[str, Any]], *, protocol: str) -> None:
     columns = _columns(results)
     rows = []
     for name, metrics in results.items():
-        for title, values in ((name, metrics), *((f"  floor: {k}", v) for k, v in metrics.get("floors", {}).items())):
+        for title, values in (
+            (name, metrics),
+            *((f"  baseline: {k}", v) for k, v in metrics.get("baselines", {}).items()),
+        ):
             rows.append([title, *(f"{values[column]:.2f}" if column in values else "" for column in columns)])
     table = tabulate(rows, headers=["data set", *columns], tablefmt="github", disable_numparse=True)
     notes = "\n".join(f"{name}: {text}" for name, metrics in results.items() if (text := _notes(metrics)))

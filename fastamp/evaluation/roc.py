@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fastamp.evaluation.protocol import OWN_CAMERA, Identities, Junk, Matches, Pairs, junk_of
+from fastamp.evaluation.protocol import SAME_CAMERA, Identities, Junk, Matches, Pairs, junk_from_cross_camera
 from fastamp.layers.distance import DistanceBlocks
 from fastamp.utils import comm
 from fastamp.utils.errors import writing
@@ -25,11 +25,17 @@ _SMALLEST_LIMIT = 1e-30
 # Queries whose distances say where those of a metric without a bound lie.
 _SAMPLED = 64
 
-__getattr__ = moved_names(__name__, {"accept_rate_name": "fastamp.evaluation.protocol.accept_rate_name"})
+__getattr__ = moved_names(
+    __name__,
+    {
+        "accept_rate_name": "fastamp.evaluation.protocol.accept_rate_name",
+        "limit_of": "fastamp.evaluation.roc.distance_limit",
+    },
+)
 
 
 @renamed_arguments(distances="blocks")
-def limit_of(blocks: DistanceBlocks) -> float:
+def distance_limit(blocks: DistanceBlocks) -> float:
     """Return a distance that few pairs lie above: the largest possible, or four times the median of some queries'."""
     if blocks.limit is not None:
         return blocks.limit
@@ -41,7 +47,7 @@ def limit_of(blocks: DistanceBlocks) -> float:
     return 4 * sample.median().item()
 
 
-def summed_over_ranks(counts: torch.Tensor) -> torch.Tensor:
+def sum_over_ranks(counts: torch.Tensor) -> torch.Tensor:
     """Return the sum over all ranks, on the CPU."""
     return comm.all_reduce_sum(counts.to(comm.transport_device())).cpu() if comm.is_distributed() else counts
 
@@ -86,8 +92,8 @@ class RocCounter:
         counts: (2, 2^20) int64, genuine and impostor pairs by distance.
     """
 
-    @renamed_arguments(ids="identities", cross_camera=("junk", junk_of))
-    def __init__(self, identities: Identities, *, limit: float, junk: Junk | None = OWN_CAMERA) -> None:
+    @renamed_arguments(ids="identities", cross_camera=("junk", junk_from_cross_camera))
+    def __init__(self, identities: Identities, *, limit: float, junk: Junk | None = SAME_CAMERA) -> None:
         self.matches = Matches(identities, junk=junk)
         self._scale = _BINS / max(limit, _SMALLEST_LIMIT)
         self.counts = torch.zeros(2, _BINS, dtype=torch.int64)
@@ -116,7 +122,7 @@ class RocCounter:
 
     def result(self) -> RocCurve | None:
         """Return the curve of the pairs that all ranks have counted; None without genuine or without impostor pairs."""
-        genuine, impostor = summed_over_ranks(self.counts).numpy()
+        genuine, impostor = sum_over_ranks(self.counts).numpy()
         if not genuine.any() or not impostor.any():
             return None
         used = np.flatnonzero(genuine + impostor)  # a bin without pairs moves neither rate

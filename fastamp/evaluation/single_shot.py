@@ -3,7 +3,16 @@
 import numpy as np
 import torch
 
-from fastamp.evaluation.protocol import OWN_CAMERA, RULES, GalleryGroups, Identities, Junk, Ranker, Rule, junk_of
+from fastamp.evaluation.protocol import (
+    RULES,
+    SAME_CAMERA,
+    GalleryGroups,
+    Identities,
+    Junk,
+    Ranker,
+    RankingRule,
+    junk_from_cross_camera,
+)
 from fastamp.utils.moved import moved_names, renamed_arguments
 
 __getattr__ = moved_names(__name__, {"OneGalleryImageRanker": "fastamp.evaluation.single_shot.VehicleIDRanker"})
@@ -17,27 +26,27 @@ class SingleGalleryShotRanker(Ranker):
 
     Args:
         identities: of Q queries and G gallery images.
-        repeats: draws, R.
+        num_trials: draws, R.
         seed: of the draws.
         junk, trapezoid: see ``Ranker``.
     """
 
-    @renamed_arguments(ids="identities", cross_camera=("junk", junk_of))
+    @renamed_arguments(ids="identities", repeats="num_trials", cross_camera=("junk", junk_from_cross_camera))
     def __init__(
         self,
         identities: Identities,
         *,
-        repeats: int,
+        num_trials: int,
         seed: int,
-        junk: Junk | None = OWN_CAMERA,
+        junk: Junk | None = SAME_CAMERA,
         trapezoid: bool = False,
     ) -> None:
         super().__init__(identities, junk=junk, trapezoid=trapezoid)
         generator = np.random.default_rng(seed)
-        self.draws = repeats
-        self._drawn = _draw(self.matches.groups, repeats, generator)
+        self.num_trials = num_trials
+        self._drawn = _draw(self.matches.groups, num_trials, generator)
         # Which of its matches stands for a query, as a share of their number.
-        self._choice = generator.random((repeats, len(identities.query_pids)))
+        self._choice = generator.random((num_trials, len(identities.query_pids)))
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
         """See ``Ranker``."""
@@ -47,7 +56,7 @@ class SingleGalleryShotRanker(Ranker):
         begins = np.cumsum(counts) - counts
         valid = counts > 0
         group = self.matches.groups.of(self.matches.query_pids[start : start + len(distances)])
-        first_match = np.full((len(distances), self.draws), -1)
+        first_match = np.full((len(distances), self.num_trials), -1)
         for number, (drawn, choice) in enumerate(zip(self._drawn, self._choice, strict=True)):
             place = begins + (choice[start : start + len(distances)] * counts).astype(np.int64)
             own = pairs.columns[place[valid]]
@@ -63,21 +72,21 @@ class VehicleIDRanker(Ranker):
 
     Args:
         identities: of N images, the same on both sides.
-        repeats: draws, R.
+        num_trials: draws, R.
         seed: of the draws.
     """
 
-    @renamed_arguments(ids="identities")
-    def __init__(self, identities: Identities, *, repeats: int, seed: int) -> None:
+    @renamed_arguments(ids="identities", repeats="num_trials")
+    def __init__(self, identities: Identities, *, num_trials: int, seed: int) -> None:
         super().__init__(identities, junk=None)
-        self.draws = repeats
-        self._drawn = _draw(self.matches.groups, repeats, np.random.default_rng(seed))
+        self.num_trials = num_trials
+        self._drawn = _draw(self.matches.groups, num_trials, np.random.default_rng(seed))
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
         """See ``Ranker``."""
         images = np.arange(start, start + len(distances))
         group = self.matches.groups.of(self.matches.query_pids[images])
-        first_match = np.full((len(distances), self.draws), -1)
+        first_match = np.full((len(distances), self.num_trials), -1)
         for number, drawn in enumerate(self._drawn):
             queries = np.flatnonzero(drawn[group] != images)
             own = drawn[group[queries]]
@@ -87,24 +96,24 @@ class VehicleIDRanker(Ranker):
         return precision, precision, first_match
 
 
-RULES["cuhk03"] = Rule(
-    text="CUHK03 single gallery shot (own camera is junk; CMC over {0.repeats} draws, seed {0.seed})",
-    junk=OWN_CAMERA,
+RULES["cuhk03"] = RankingRule(
+    text="CUHK03 single gallery shot (own camera is junk; CMC over {0.num_trials} draws, seed {0.seed})",
+    junk=SAME_CAMERA,
     build=lambda identities, protocol: SingleGalleryShotRanker(
-        identities, repeats=protocol.repeats, seed=protocol.seed, junk=protocol.junk, trapezoid=protocol.trapezoid
+        identities, num_trials=protocol.num_trials, seed=protocol.seed, junk=protocol.junk, trapezoid=protocol.trapezoid
     ),
 )
-RULES["vehicleid"] = Rule(
-    text="VehicleID (one gallery image of each identity, all others are queries; {0.repeats} draws, seed {0.seed})",
+RULES["vehicleid"] = RankingRule(
+    text="VehicleID (one gallery image of each identity, all others are queries; {0.num_trials} draws, seed {0.seed})",
     junk=None,
-    build=lambda identities, protocol: VehicleIDRanker(identities, repeats=protocol.repeats, seed=protocol.seed),
-    draws_queries=True,
+    build=lambda identities, protocol: VehicleIDRanker(identities, num_trials=protocol.num_trials, seed=protocol.seed),
+    random_query_gallery_split=True,
 )
 
 
-def _draw(groups: GalleryGroups, repeats: int, generator: np.random.Generator) -> np.ndarray:
+def _draw(groups: GalleryGroups, num_trials: int, generator: np.random.Generator) -> np.ndarray:
     """Return (R, P) int64: a gallery image of each of P identities, for each draw."""
-    choice = generator.random((repeats, len(groups.pids)))
+    choice = generator.random((num_trials, len(groups.pids)))
     return groups.order[groups.starts + (choice * groups.counts).astype(np.int64)]
 
 

@@ -21,16 +21,24 @@ from fastamp.amp.fp16_export import to_float16
 from fastamp.config import fixed_input_size, input_size
 from fastamp.evaluation.evaluator import extract_features
 from fastamp.inference.export_formats import FORMATS, ExportError, Format, Run, quiet
-from fastamp.inference.parity import Comparison, Features, RankedImages, compare, on_random_images
+from fastamp.inference.parity import Comparison, Features, RankedImages, compare, compare_on_random_images
 from fastamp.inference.predictor import Predictor
 from fastamp.modeling.meta_arch.image_model import ImageModel
 from fastamp.utils.errors import ConfigError, DataError, check_choice, writing
 from fastamp.utils.files import write_atomically
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "LEAST_COSINE": "fastamp.inference.export.MIN_COSINE",
+    },
+)
 
 logger = logging.getLogger(__name__)
 
 PRECISIONS = ("float32", "fp16")
-LEAST_COSINE = {"float32": 0.9999, "fp16": 0.99}
+MIN_COSINE = {"float32": 0.9999, "fp16": 0.99}
 """Between a feature of the exported model and PyTorch's; measured, float32 differs by 1e-6 and fp16 by 1e-4."""
 
 _COLOURS = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -284,7 +292,7 @@ def _compare(
     def expected(batch: dict[str, Any]) -> Tensor:
         return _normalized(plain(batch)) if l2 else plain(batch)
 
-    report.comparisons = on_random_images(predictor, expected, found)
+    report.comparisons = compare_on_random_images(predictor, expected, found)
     if images is None or _too_far(report):
         return
     rows = images.features(plain), images.features(found)
@@ -296,7 +304,7 @@ def _compare(
 
 
 def _too_far(report: ExportReport) -> bool:
-    least = LEAST_COSINE[report.metadata["precision"]]
+    least = MIN_COSINE[report.metadata["precision"]]
     return any(not each.min_cosine >= least for each in report.comparisons)  # NaN too
 
 
@@ -305,7 +313,7 @@ def _judge(report: ExportReport, tolerance: float) -> None:
     precision, lost = report.metadata["precision"], -(report.map_difference or 0)
     if _too_far(report):
         least = min((each.min_cosine for each in report.comparisons), key=lambda cosine: (cosine == cosine, cosine))
-        what = f"an embedding cosine of {least:.6f} is below {LEAST_COSINE[precision]}"
+        what = f"an embedding cosine of {least:.6f} is below {MIN_COSINE[precision]}"
     elif lost > tolerance:
         what = f"mAP falls by {lost:.2f} points, and --tolerance is {tolerance:g}"
     else:

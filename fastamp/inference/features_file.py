@@ -14,6 +14,14 @@ import numpy as np
 from fastamp.utils.env import available_memory
 from fastamp.utils.errors import DataError, UserError
 from fastamp.utils.files import check_not_device
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "mapped_array": "fastamp.inference.features_file.map_array",
+    },
+)
 
 _EXPECTED = ("features", "paths", "pids", "camids", "config_hash", "checkpoint", "metric")
 # Column -> kinds of its dtype, and its shape: N stands for the number of images.
@@ -89,7 +97,7 @@ def write_arrays(
 
 @contextmanager
 def open_arrays(path: str | PathLike[str], expected: str, *, fix: str) -> Iterator[zipfile.ZipFile]:
-    """Open an npz file, for ``read_array`` and ``mapped_array`` inside the context.
+    """Open an npz file, for ``read_array`` and ``map_array`` inside the context.
 
     Args:
         path: the file.
@@ -171,7 +179,7 @@ def read_extraction(path: str | PathLike[str]) -> Extraction:
                 f"  fix: {_WRITE_AGAIN}"
             )
         known = [name for name in names if name in {*_EXPECTED, *_COLUMNS}]
-        arrays = {name: mapped_array(archive, name) for name in known}
+        arrays = {name: map_array(archive, name) for name in known}
         fingerprint = "-".join(f"{archive.getinfo(f'{name}.npy').CRC:08x}" for name in ("features", "paths"))
     features = arrays["features"]
     if features.ndim != 2 or features.dtype != np.float32:
@@ -234,7 +242,7 @@ def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     return read(stream)
 
 
-def mapped_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+def map_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     """Return an array of an npz file as it lies there, of which only what is used is in memory; else it is read.
 
     Raises:

@@ -16,7 +16,7 @@ from fastamp.inference.features_file import (
     Extraction,
     check_columns,
     check_same_model,
-    mapped_array,
+    map_array,
     open_arrays,
     read_extraction,
     text_of,
@@ -25,7 +25,15 @@ from fastamp.inference.features_file import (
 from fastamp.layers.distance import squared_norms
 from fastamp.utils.errors import ConfigError, DataError, check_choice, writing
 from fastamp.utils.files import write_atomically
+from fastamp.utils.moved import moved_names
 from fastamp.utils.progress import track
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "kind_for": "fastamp.inference.index.choose_kind",
+    },
+)
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +193,7 @@ class GalleryIndex:
         return best.numpy(), rows.numpy()
 
 
-def kind_for(count: int) -> str:
+def choose_kind(count: int) -> str:
     """Return the kind of index for so many features."""
     if count <= FLAT_UP_TO:
         return "flat"
@@ -198,7 +206,7 @@ def build_index(extraction: Extraction, out: str | PathLike[str], *, kind: str =
     Args:
         extraction: whose features are copied; those of ``cosine`` are normalized.
         out: the file.
-        kind: one of ``KINDS``, or ``auto`` for ``kind_for`` the number of features.
+        kind: one of ``KINDS``, or ``auto`` for ``choose_kind`` the number of features.
 
     Raises:
         ConfigError: the file cannot be written, or there is no such kind.
@@ -206,7 +214,7 @@ def build_index(extraction: Extraction, out: str | PathLike[str], *, kind: str =
     """
     check_choice("kind", kind, ("auto", *KINDS))
     out = Path(out).expanduser()
-    kind = kind_for(len(extraction.features)) if kind == "auto" else kind
+    kind = choose_kind(len(extraction.features)) if kind == "auto" else kind
     with writing(out):
         if out.is_dir() or not out.parent.is_dir():
             raise ConfigError(f"{out}: expected a file in a folder that exists")
@@ -237,7 +245,7 @@ def load_index(path: str | PathLike[str], *, verify: bool = True) -> GalleryInde
             raise ValueError(f"it has no {', '.join(missing)}")
         if verify and (record := archive.testzip()):
             raise ValueError(f"{record} is not what was written")
-        meta = {name: mapped_array(archive, name) for name in names if name in _META}
+        meta = {name: map_array(archive, name) for name in names if name in _META}
         size, crc = (_number(path, name, meta[name]) for name in ("size", "crc"))
         with open(path, "rb") as file:
             if verify and _checksum(file, size) != crc:

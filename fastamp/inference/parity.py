@@ -14,7 +14,15 @@ from fastamp.data.subset import subsample_identities
 from fastamp.evaluation import ReidEvaluator
 from fastamp.inference.predictor import Predictor
 from fastamp.utils.errors import DataError
+from fastamp.utils.moved import moved_names
 from fastamp.utils.progress import track
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "on_random_images": "fastamp.inference.parity.compare_on_random_images",
+    },
+)
 
 BATCH_SIZES = (1, 3, 32)
 """Sizes of the batches of random images: a model may have been fixed to the size that it was traced with."""
@@ -52,7 +60,7 @@ def compare(images: str, expected: Tensor, found: Tensor) -> Comparison:
     return Comparison(images, len(expected), cosines.min().item(), cosines.mean().item(), difference.item())
 
 
-def on_random_images(predictor: Predictor, expected: Features, found: Features) -> list[Comparison]:
+def compare_on_random_images(predictor: Predictor, expected: Features, found: Features) -> list[Comparison]:
     """Return a comparison for each of ``BATCH_SIZES``, of images of random pixels."""
     cfg, generator = predictor.cfg, torch.Generator().manual_seed(0)
     comparisons = []

@@ -22,7 +22,7 @@ from fastamp.evaluation.protocol import Protocol
 from fastamp.inference.features_file import check_same_model, read_extraction
 from fastamp.inference.images import COLORS, Image, as_boxes, as_list, as_one, crop_boxes, decode
 from fastamp.inference.index import GalleryIndex, SearchResult, open_gallery
-from fastamp.inference.similarity import Comparison, pairs_of
+from fastamp.inference.similarity import Comparison, sample_pair_scores
 from fastamp.layers.distance import pairwise_distance
 from fastamp.modeling import load_model
 from fastamp.utils.env import available_cores
@@ -191,8 +191,8 @@ class Predictor:
 
         Args:
             a, b: see ``features``.
-            reference: pairs to hold it against: an extraction of images with identities, or ``pairs_of`` one; None is
-                the first test set of the model's training, as its checkpoint has it.
+            reference: pairs to compare the score with: an extraction of images with identities, or the result of
+                ``sample_pair_scores``. Default: those of the first test set in training, from the checkpoint.
             color: see ``features``.
             camids, viewids: of the two, see ``features``.
 
@@ -209,7 +209,7 @@ class Predictor:
             extraction = read_extraction(reference)
             check_same_model(extraction, self.config_hash, self.checkpoint)
             protocol = Protocol.from_config(self.cfg)
-            pairs = pairs_of(extraction, junk=protocol.junk, seed=protocol.seed)
+            pairs = sample_pair_scores(extraction, junk=protocol.junk, seed=protocol.seed)
             source = str(reference)
         if pairs is not None and pairs.metric != metric:  # TEST.METRIC was set to another
             pairs = None

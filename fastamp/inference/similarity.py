@@ -8,10 +8,17 @@ import torch
 
 from fastamp.evaluation import Identities
 from fastamp.evaluation.pairs import PairScores, sample_pairs
-from fastamp.evaluation.protocol import OWN_CAMERA, Junk, junk_of
+from fastamp.evaluation.protocol import SAME_CAMERA, Junk, junk_from_cross_camera
 from fastamp.inference.features_file import Extraction, read_extraction
 from fastamp.utils.errors import DataError
-from fastamp.utils.moved import renamed_arguments
+from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "pairs_of": "fastamp.inference.similarity.sample_pair_scores",
+    },
+)
 
 _NO_PAIRS = (
     "where that stands among genuine and impostor pairs is not known: the checkpoint has no sample of them, as those "
@@ -36,15 +43,18 @@ class Comparison:
     pairs: PairScores | None = None
     source: str = ""
 
-    @property
-    def genuine_share(self) -> float | None:
-        """The share, in 0..1, of the genuine pairs that are less alike than these two images."""
-        return self.pairs.less_alike(self.score)[0] if self.pairs else None
+    genuine_share = renamed_attribute("genuine_share", "genuine_fraction")
+    impostor_share = renamed_attribute("impostor_share", "impostor_fraction")
 
     @property
-    def impostor_share(self) -> float | None:
+    def genuine_fraction(self) -> float | None:
+        """The share, in 0..1, of the genuine pairs that are less alike than these two images."""
+        return self.pairs.percentile_of(self.score)[0] if self.pairs else None
+
+    @property
+    def impostor_fraction(self) -> float | None:
         """The share, in 0..1, of the impostor pairs that are less alike than these two images."""
-        return self.pairs.less_alike(self.score)[1] if self.pairs else None
+        return self.pairs.percentile_of(self.score)[1] if self.pairs else None
 
     def describe(self) -> str:
         """Return all of it in words."""
@@ -55,17 +65,17 @@ class Comparison:
         if self.pairs is None:
             return f"{text}\n{_NO_PAIRS}"
         return (
-            f"{text}: {more} than {100 * self.impostor_share:.1f} % of impostor pairs; {less} than "
-            f"{100 * (1 - self.genuine_share):.1f} % of genuine pairs\n({self.source}: a sample of "
+            f"{text}: {more} than {100 * self.impostor_fraction:.1f} % of impostor pairs; {less} than "
+            f"{100 * (1 - self.genuine_fraction):.1f} % of genuine pairs\n({self.source}: a sample of "
             f"{self.pairs.num_genuine:,} genuine and {self.pairs.num_impostor:,} impostor pairs)"
         )
 
 
-@renamed_arguments(cross_camera=("junk", junk_of))
-def pairs_of(
+@renamed_arguments(cross_camera=("junk", junk_from_cross_camera))
+def sample_pair_scores(
     reference: Extraction | str | PathLike[str],
     *,
-    junk: Junk | None = OWN_CAMERA,
+    junk: Junk | None = SAME_CAMERA,
     seed: int = 0,
 ) -> PairScores:
     """Return the scores of a sample of pairs of an extraction: of its queries and gallery, or else of all its images.

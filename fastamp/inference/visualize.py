@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastamp.data import build_reid_test_loader
-from fastamp.evaluation import ReidEvaluator, Wanted, inference_on_dataset
+from fastamp.evaluation import ReidEvaluator, ReportOptions, inference_on_dataset
 from fastamp.inference.predictor import Predictor
 from fastamp.report import EvaluatedSet, evaluated_set
 from fastamp.report.curves import cmc_panel, roc_panel, score_panel
@@ -16,11 +16,11 @@ from fastamp.report.panel import Panel
 from fastamp.report.similarity_map import similarity_map
 
 
-def draw_set(predictor: Predictor, name: str, kinds: set[str], wanted: Wanted, folder: Path) -> None:
+def draw_set(predictor: Predictor, name: str, kinds: set[str], report_options: ReportOptions, folder: Path) -> None:
     """Evaluate a test set, and draw what of it was asked for."""
     cfg = predictor.cfg
     loader, num_query = build_reid_test_loader(cfg, name)
-    evaluator = ReidEvaluator(cfg, num_query, wanted=wanted)
+    evaluator = ReidEvaluator(cfg, num_query, report_options=report_options)
     metrics = inference_on_dataset(
         predictor.model,
         loader,
@@ -29,19 +29,19 @@ def draw_set(predictor: Predictor, name: str, kinds: set[str], wanted: Wanted, f
         policy=predictor.policy,
     )
     each = evaluated_set(name, metrics, evaluator, loader, num_query)
-    result, details, protocol = each.result, each.result.details, each.result.protocol
+    result, examples, protocol = each.result, each.result.examples, each.result.protocol
     print(f"{name}: mAP {metrics['mAP']:.2f}, Rank-1 {metrics['Rank-1']:.2f}")
     if "rank-lists" in kinds:
         queries, gallery = _sides(each)
-        for kind, lists in details.lists.items():
+        for kind, lists in examples.lists.items():
             if lists:
                 title = f"{kind} queries on {name}"
                 figure = rank_list_figure(lists, queries, gallery, protocol, title=title)
                 write(figure, folder / f"rank_list_{kind}.png")
     panels: dict[str, Callable[[], Panel | None]] = {
         "cmc": lambda: cmc_panel(result),
-        "roc": lambda: roc_panel(details),
-        "histogram": lambda: score_panel(details, protocol),
+        "roc": lambda: roc_panel(examples),
+        "histogram": lambda: score_panel(examples, protocol),
     }
     for kind, make in panels.items():
         if kind in kinds:
@@ -57,8 +57,8 @@ def draw_set(predictor: Predictor, name: str, kinds: set[str], wanted: Wanted, f
 def _similar_pairs(predictor: Predictor, each: EvaluatedSet, dataset: Any) -> list[tuple]:
     """Return random queries and the nearest gallery image of each, with their maps."""
     protocol, pairs = each.result.protocol, []
-    offset = 0 if protocol.draws_queries else len(each.query)
-    for one in each.result.details.lists["random"]:
+    offset = 0 if protocol.random_query_gallery_split else len(each.query)
+    for one in each.result.examples.lists["random"]:
         if len(one.gallery):
             numbers = one.query, offset + int(one.gallery[0])
             batch = dataset.__getitems__([(0, place, number) for place, number in enumerate(numbers)])
@@ -70,7 +70,7 @@ def _similar_pairs(predictor: Predictor, each: EvaluatedSet, dataset: Any) -> li
 
 def _sides(each: EvaluatedSet) -> tuple[list, list]:
     """Return what the numbers of rank lists stand for."""
-    if each.result.protocol.draws_queries:
+    if each.result.protocol.random_query_gallery_split:
         return each.images, each.images
     return list(each.query), list(each.gallery)
 

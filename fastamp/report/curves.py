@@ -5,8 +5,8 @@ import math
 import numpy as np
 
 from fastamp.evaluation import EvaluationResult
-from fastamp.evaluation.details import Details
 from fastamp.evaluation.protocol import Protocol
+from fastamp.evaluation.retrieval_examples import RetrievalExamples
 from fastamp.evaluation.roc import RocCurve
 from fastamp.report.history import History
 from fastamp.report.panel import Line, Panel
@@ -48,9 +48,10 @@ def cmc_panel(result: EvaluationResult) -> Panel:
     )
 
 
-def roc_panel(details: Details) -> Panel | None:
+@renamed_arguments(details="examples")
+def roc_panel(examples: RetrievalExamples) -> Panel | None:
     """Return the true accept rate over the false accept rate; None where there are no pairs."""
-    curve = details.roc
+    curve = examples.roc
     if curve is None:
         return None
     low = max(1e-7, min(0.1, 1 / curve.num_impostor))
@@ -65,13 +66,14 @@ def roc_panel(details: Details) -> Panel | None:
         x_log=True,
         x_range=(low, 1),
         y_range=(0, 100),
-        note=pairs_note(details),
+        note=pairs_note(examples),
     )
 
 
-def score_panel(details: Details, protocol: Protocol) -> Panel | None:
+@renamed_arguments(details="examples")
+def score_panel(examples: RetrievalExamples, protocol: Protocol) -> Panel | None:
     """Return how the scores of genuine and impostor pairs are spread; None where there are no pairs."""
-    curve = details.roc
+    curve = examples.roc
     if curve is None:
         return None
     low, high = _central_range(curve)
@@ -91,17 +93,18 @@ def score_panel(details: Details, protocol: Protocol) -> Panel | None:
         lines,
         x_range=(float(lines[0].x[0]), float(lines[0].x[-1])),
         y_range=(0, 1.06 * max(line.y.max() for line in lines)),
-        note=pairs_note(details),
+        note=pairs_note(examples),
     )
 
 
-def pairs_note(details: Details) -> str:
+@renamed_arguments(details="examples")
+def pairs_note(examples: RetrievalExamples) -> str:
     """Say which pairs were counted."""
-    curve = details.roc
+    curve = examples.roc
     pairs = f"{curve.num_genuine:,} genuine and {curve.num_impostor:,} impostor pairs"
-    if details.roc_of_all or details.sampled == details.queries:
+    if examples.roc_uses_all_pairs or examples.sampled == examples.queries:
         return pairs
-    return f"{pairs}, of {details.sampled:,} of the {details.queries:,} queries, drawn at random"
+    return f"{pairs}, of {examples.sampled:,} of the {examples.queries:,} queries, drawn at random"
 
 
 def _central_range(curve: RocCurve) -> tuple[float, float]:
@@ -121,7 +124,7 @@ def training_panels(history: History) -> list[Panel]:
     losses = [name for name in ("total_loss", *names) if name in history.series and name != "loss_scale"]
     panels = [_over_iterations(history, "Losses", "loss", losses[:_MAX_LINES])]
     for title, suffix in (("mAP on the test sets", "/mAP"), ("Rank-1 on the test sets", "/Rank-1")):
-        names = [name for name in history.names(suffix=suffix) if "/floor " not in name]
+        names = [name for name in history.names(suffix=suffix) if "/baseline " not in name and "/floor " not in name]
         titles = {name: name.removesuffix(suffix) for name in names[:_MAX_LINES]}
         panels.append(_over_iterations(history, title, "%", list(titles), titles=titles, dots=True))
     panels.append(_over_iterations(history, "Learning rate", "rate", ["lr"]))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastamp.data.datasets.base import ImageItem
-from fastamp.evaluation.details import RankList
 from fastamp.evaluation.protocol import Protocol
+from fastamp.evaluation.retrieval_examples import RankList
 from fastamp.report.curves import score_name, scores
 from fastamp.report.panel import Panel
 from fastamp.report.similarity_map import SimilarityMap

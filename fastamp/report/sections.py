@@ -6,8 +6,8 @@ from pathlib import PurePath
 from typing import Any
 
 from fastamp.data.datasets.base import ImageItem
-from fastamp.evaluation.details import CameraMatrix, Details, RankList
 from fastamp.evaluation.protocol import Protocol
+from fastamp.evaluation.retrieval_examples import CameraMatrix, RankList, RetrievalExamples
 from fastamp.report.curves import cmc_panel, roc_panel, score_name, score_panel, scores
 from fastamp.report.history import History
 from fastamp.report.run import EvaluatedSet, Run, data_counts
@@ -33,12 +33,12 @@ def results(each: EvaluatedSet, count: int) -> dict[str, Any]:
         "cameras": None,
         "lists": {},
     }
-    if result is not None and result.details is not None:
-        details, protocol = result.details, result.protocol
-        panels = [cmc_panel(result), roc_panel(details), score_panel(details, protocol)]
+    if result is not None and result.examples is not None:
+        examples, protocol = result.examples, result.protocol
+        panels = [cmc_panel(result), roc_panel(examples), score_panel(examples, protocol)]
         section["charts"] = draw_panels([panel for panel in panels if panel is not None])
-        section["cameras"] = None if details.cameras is None else _camera_matrix(details)
-        section["lists"] = _rank_lists(each, details, protocol, most=max(1, _MAX_LISTS // (2 * count)))
+        section["cameras"] = None if examples.cameras is None else _camera_matrix(examples)
+        section["lists"] = _rank_lists(each, examples, protocol, most=max(1, _MAX_LISTS // (2 * count)))
         section["score_name"] = score_name(protocol)
     return section
 
@@ -65,15 +65,15 @@ def _counts(metrics: dict[str, Any]) -> str:
 
 
 def _tables(metrics: dict[str, Any]) -> list[Table]:
-    """Return the accept rates and the table of floors, where they were asked for."""
+    """Return the accept rates and the table of baselines, where they were asked for."""
     tables: list[Table] = []
     rates = {name: value for name, value in metrics.items() if name.startswith("TAR@FAR=")}
     if rates:
         rows = [(f"false accept rate {name[8:]}", f"{value:.2f} %") for name, value in rates.items()]
         tables.append(("True accept rates", ("at", "true accept rate"), rows))
-    if metrics.get("floors"):
+    if metrics.get("baselines"):
         rows = [("this model", *_scores_of(metrics))]
-        rows += [(f"floor: {name}", *_scores_of(floor)) for name, floor in metrics["floors"].items()]
+        rows += [(f"baseline: {name}", *_scores_of(baseline)) for name, baseline in metrics["baselines"].items()]
         tables.append(("Beside rankings that learned nothing", ("ranked by", "mAP %", "Rank-1 %"), rows))
     return tables
 
@@ -82,9 +82,9 @@ def _scores_of(metrics: dict[str, Any]) -> tuple[str, str]:
     return f"{metrics['mAP']:.1f}", f"{metrics['Rank-1']:.1f}"
 
 
-def _camera_matrix(details: Details) -> dict[str, Any]:
+def _camera_matrix(examples: RetrievalExamples) -> dict[str, Any]:
     """Return the table of mAP for each pair of cameras."""
-    matrix: CameraMatrix = details.cameras
+    matrix: CameraMatrix = examples.cameras
     rows = []
     for row, camera in enumerate(matrix.query_cameras):
         cells = []
@@ -95,22 +95,25 @@ def _camera_matrix(details: Details) -> dict[str, Any]:
             cells.append(cell)
         rows.append((camera, cells))
     note = "mAP in percent when the gallery has the images of one camera alone."
-    if details.sampled < details.queries:
-        note += f" Of {details.sampled:,} of the {details.queries:,} queries, drawn at random."
-    if matrix.left_out:
-        note += f" {matrix.left_out} cameras with fewer images are left out."
+    if examples.sampled < examples.queries:
+        note += f" Of {examples.sampled:,} of the {examples.queries:,} queries, drawn at random."
+    if matrix.num_omitted:
+        note += f" {matrix.num_omitted} cameras with fewer images are omitted."
     title = "Camera pairs: queries of a row's camera, gallery of a column's"
     return {"title": title, "note": note, "gallery": matrix.gallery_cameras, "rows": rows}
 
 
-def _rank_lists(each: EvaluatedSet, details: Details, protocol: Protocol, *, most: int) -> dict[str, list[Any]]:
+def _rank_lists(
+    each: EvaluatedSet, examples: RetrievalExamples, protocol: Protocol, *, most: int
+) -> dict[str, list[Any]]:
     """Return the rank lists of each kind, as rows of pictures."""
-    queries, gallery = (each.images, each.images) if protocol.draws_queries else (each.query, each.gallery)
+    all_images = protocol.random_query_gallery_split
+    queries, gallery = (each.images, each.images) if all_images else (each.query, each.gallery)
     if not gallery:
         return {}
     return {
         kind: [_rank_list(rank_list, queries, gallery, protocol) for rank_list in lists[:most]]
-        for kind, lists in details.lists.items()
+        for kind, lists in examples.lists.items()
         if lists
     }
 

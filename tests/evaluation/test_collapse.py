@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from judging import random_set
+from naive_ranking import random_set
 
 from fastamp.evaluation import Identities, Protocol, collapse, compute_metrics, print_results
 from fastamp.layers.distance import FeatureDistances

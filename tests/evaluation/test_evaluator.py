@@ -3,12 +3,12 @@
 import json
 from contextlib import nullcontext
 
-import judge_ranks
+import evaluate_ranks
 import numpy as np
 import preloaded
 import pytest
 import torch
-from judging import random_set
+from naive_ranking import random_set
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
@@ -224,18 +224,18 @@ def test_a_device_without_room_is_not_ranked_on(monkeypatch):
 @pytest.fixture(scope="module")
 def judged(made_once):
     """The folder with what 1, 2 and 3 processes found."""
-    with made_once("judge_ranks") as (folder, missing):
+    with made_once("evaluate_ranks") as (folder, missing):
         if missing:
-            preloaded.run(judge_ranks.__file__, folder).check_returncode()
+            preloaded.run(evaluate_ranks.__file__, folder).check_returncode()
     return folder
 
 
-@pytest.mark.parametrize("way", judge_ranks.WAYS)
+@pytest.mark.parametrize("way", evaluate_ranks.WAYS)
 def test_several_processes_find_what_one_finds(judged, way):
     found = []
     for processes in (1, 2, 3):
         folder = judged / str(processes) / way
         found.append(json.loads((folder / "metrics.json").read_text()))
-        if "TEST.PER_QUERY" in judge_ranks.WAYS[way]:
+        if "TEST.PER_QUERY" in evaluate_ranks.WAYS[way]:
             found[-1]["ap"] = np.load(folder / "per_query.npz")["ap"].tolist()
     assert found[0] == found[1] == found[2] and found[0]["mAP"] > 20

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from judging import naive, protocol, random_set
+from naive_ranking import naive, protocol, random_set
 
 from fastamp.evaluation import Identities, Protocol, compute_metrics
 from fastamp.layers import pairwise_distance

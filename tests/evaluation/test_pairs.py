@@ -8,7 +8,7 @@ import torch
 
 from fastamp.evaluation import Identities, pairs
 from fastamp.evaluation.pairs import PairScores, sample_pairs
-from fastamp.evaluation.protocol import OWN_CAMERA
+from fastamp.evaluation.protocol import SAME_CAMERA
 
 
 def small_set():
@@ -34,19 +34,19 @@ def test_all_pairs_of_a_small_set(metric, cross_camera):
             impostor.append(score.item())
         elif not cross_camera or ids.query_camids[q] != ids.gallery_camids[g]:
             genuine.append(score.item())
-    found = sample_pairs(queries, gallery, ids, metric=metric, junk=OWN_CAMERA if cross_camera else None)
+    found = sample_pairs(queries, gallery, ids, metric=metric, junk=SAME_CAMERA if cross_camera else None)
     assert (found.num_genuine, found.num_impostor) == (len(genuine), len(impostor))
     for quantiles, scores in ((found.genuine, genuine), (found.impostor, impostor)):
         assert quantiles.shape == (1001,) and quantiles.dtype == torch.float32
         assert np.allclose(quantiles[[0, -1]], [min(scores), max(scores)], atol=1e-6)
     # The share of pairs less alike, by the quantiles and by counting.
     for score in np.quantile(impostor, [0.1, 0.5, 0.9]):
-        shares = found.less_alike(score)
+        shares = found.percentile_of(score)
         less = np.less if metric == "cosine" else np.greater
         for share, scores in zip(shares, (genuine, impostor), strict=True):
             assert share == pytest.approx(less(scores, score).mean(), abs=1.5 / len(scores))
     low, high = (-2.0, 2.0) if metric == "cosine" else (1e9, -1.0)
-    assert found.less_alike(low) == (0, 0) and found.less_alike(high) == (1, 1)
+    assert found.percentile_of(low) == (0, 0) and found.percentile_of(high) == (1, 1)
 
 
 def test_of_a_large_set_a_seeded_sample_is_taken(monkeypatch):
@@ -56,12 +56,12 @@ def test_of_a_large_set_a_seeded_sample_is_taken(monkeypatch):
     pids = torch.arange(300).repeat(8)
     features = torch.randn(2400, 4) + torch.randn(300, 4).repeat(8, 1)
     ids = Identities(pids[:600], pids, torch.zeros(600), torch.ones(2400))
-    found = sample_pairs(features[:600], features, ids, metric="cosine", junk=OWN_CAMERA)
+    found = sample_pairs(features[:600], features, ids, metric="cosine", junk=SAME_CAMERA)
     assert found.num_genuine == 50 * 6 and 19_800 < found.num_impostor < 20_000
-    again = sample_pairs(features[:600].numpy(), features.numpy(), ids, metric="cosine", junk=OWN_CAMERA)
+    again = sample_pairs(features[:600].numpy(), features.numpy(), ids, metric="cosine", junk=SAME_CAMERA)
     assert torch.equal(found.genuine, again.genuine) and torch.equal(found.impostor, again.impostor)
     assert (found.genuine > found.impostor).float().mean() > 0.9
-    other = sample_pairs(features[:600], features, ids, metric="cosine", junk=OWN_CAMERA, seed=1)
+    other = sample_pairs(features[:600], features, ids, metric="cosine", junk=SAME_CAMERA, seed=1)
     assert not torch.equal(found.genuine, other.genuine)
 
 

@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from judging import naive, protocol, random_distances, random_set, rows_of
+from naive_ranking import naive, protocol, random_distances, random_set, rows_of
 
 from fastamp.config import get_cfg
 from fastamp.config.defaults import KEYS
-from fastamp.evaluation import Identities, Protocol, ReidEvaluator, Wanted, compute_metrics, rank_distances
+from fastamp.evaluation import Identities, Protocol, ReidEvaluator, ReportOptions, compute_metrics, rank_distances
 from fastamp.evaluation import protocol as module
-from fastamp.evaluation.neighbours import BACKENDS
-from fastamp.evaluation.protocol import OWN_CAMERA, RULES, Junk, Matches, Ranker, Rule, same_camera
-from fastamp.evaluation.query_expansion import SIDES
-from fastamp.evaluation.rerank import FORMS
+from fastamp.evaluation.neighbors import BACKENDS
+from fastamp.evaluation.protocol import RULES, SAME_CAMERA, Junk, Matches, Ranker, RankingRule, same_camera
+from fastamp.evaluation.query_expansion import TARGETS
+from fastamp.evaluation.rerank import VARIANTS
 from fastamp.layers.distance import METRICS, pairwise_distance
 from fastamp.utils.errors import ConfigError
 
@@ -21,7 +21,7 @@ def test_many_matches_are_judged_in_parts(monkeypatch):
     distances, ids = random_distances(4, 40, 100, 50, pids=3)
     whole = rank_distances(distances, ids)
     monkeypatch.setattr(module, "_MOST_PAIRS", 60)
-    assert len(list(Matches(ids, junk=OWN_CAMERA).spans(0, 40))) > 20
+    assert len(list(Matches(ids, junk=SAME_CAMERA).spans(0, 40))) > 20
     parts = rank_distances(distances, ids)
     assert torch.equal(whole.ap, parts.ap) and torch.equal(whole.first_match, parts.first_match)
 
@@ -39,7 +39,7 @@ def test_without_cameras_nothing_is_junk():
 @pytest.fixture
 def other_cameras(monkeypatch):
     """A project's rule: all images of the query's camera are junk, whoever they show."""
-    rule = Rule(text="other cameras alone", junk=Junk(same_camera, own_identity=False))
+    rule = RankingRule(text="other cameras alone", junk=Junk(same_camera, same_identity_only=False))
     monkeypatch.setitem(RULES, "other_cameras", rule)
     return rule
 
@@ -49,12 +49,12 @@ def test_all_parts_follow_a_rule_of_a_project(other_cameras, monkeypatch, most):
     monkeypatch.setattr(module, "_MOST_PAIRS", most)
     queries, gallery, ids = random_set(3, queries=90, cameras=4)
     rule = Protocol(rule="other_cameras", false_accept_rates=(0.1,), resamples=0)
-    found = compute_metrics(queries, gallery, ids, rule, Wanted(kinds=("best", "worst"), lists=5, length=60))
+    found = compute_metrics(queries, gallery, ids, rule, ReportOptions(kinds=("best", "worst"), lists=5, length=60))
     distances = pairwise_distance(queries, gallery, "cosine")
     same, allowed = ids.query_pids[:, None] == ids.gallery_pids, ids.query_camids[:, None] != ids.gallery_camids
     genuine, impostor = distances[same & allowed], distances[~same & allowed]
 
-    expected = list(naive(distances.tolist(), ids, own_identity=False))
+    expected = list(naive(distances.tolist(), ids, same_identity_only=False))
     for ours, row in zip(rows_of(found.ranking), expected, strict=True):
         assert ours == pytest.approx(row, abs=1e-12)
     assert found.metrics()["mAP"] == pytest.approx(100 * np.mean([ap for ap, _, _, valid in expected if valid]))
@@ -64,15 +64,15 @@ def test_all_parts_follow_a_rule_of_a_project(other_cameras, monkeypatch, most):
     threshold = impostor.sort().values[len(impostor) // 10 - 1]
     assert found.roc.tar_at(0.1) == pytest.approx((genuine <= threshold).double().mean().item(), abs=2 / len(genuine))
 
-    details = compute_metrics(queries, gallery, ids, Protocol(rule="other_cameras"), Wanted()).details
-    np.testing.assert_array_equal(details.roc.tar, found.roc.tar)
-    matrix = found.details.cameras
+    examples = compute_metrics(queries, gallery, ids, Protocol(rule="other_cameras"), ReportOptions()).examples
+    np.testing.assert_array_equal(examples.roc.tar, found.roc.tar)
+    matrix = found.examples.cameras
     assert np.isnan(np.diag(matrix.mean_ap)).all()
     here, there = ids.query_camids == 0, ids.gallery_camids == 1
     some = Identities(ids.query_pids[here], ids.gallery_pids[there], ids.query_camids[here], ids.gallery_camids[there])
     precisions = [ap for ap, _, _, valid in naive(distances[here][:, there].tolist(), some) if valid]
     assert matrix.mean_ap[0, 1] == pytest.approx(np.mean(precisions), abs=1e-6)
-    for one in [one for lists in found.details.lists.values() for one in lists]:
+    for one in [one for lists in found.examples.lists.values() for one in lists]:
         order = [g for g in np.argsort(distances[one.query].numpy(), kind="stable") if allowed[one.query, g]]
         assert one.gallery.tolist() == order[:60]
 
@@ -99,7 +99,7 @@ def test_much_junk_is_judged_in_parts(other_cameras, monkeypatch):
     assert all(len(each.rows) + len(each.junk_rows) <= 250 for _, each in parts)
     np.testing.assert_array_equal(np.concatenate([first + each.junk_rows for first, each in parts]), whole.junk_rows)
     np.testing.assert_array_equal(np.concatenate([each.junk_columns for _, each in parts]), whole.junk_columns)
-    assert len(list(Matches(ids, junk=OWN_CAMERA).spans(0, 40))) == 1
+    assert len(list(Matches(ids, junk=SAME_CAMERA).spans(0, 40))) == 1
 
 
 def test_identity_minus_one_has_no_match_where_it_is_left_out():
@@ -140,8 +140,8 @@ def test_choices_of_keys_are_those_of_the_parts():
     choices = {
         "TEST.PROTOCOL": tuple(RULES),
         "TEST.KNN_BACKEND": BACKENDS,
-        "TEST.AQE.TARGET": SIDES,
-        "TEST.RERANK.VARIANT": FORMS,
+        "TEST.AQE.TARGET": TARGETS,
+        "TEST.RERANK.VARIANT": VARIANTS,
         "TEST.METRIC": METRICS,
     }
     for key, expected in choices.items():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from judging import REFERENCE, load, random_set
+from naive_ranking import REFERENCE, load, random_set
 
 from fastamp.evaluation import Protocol, compute_metrics
 from fastamp.evaluation.query_expansion import QueryExpansion, expand
@@ -36,17 +36,17 @@ def naive(features, pool, k, alpha, *, own):
 @pytest.mark.parametrize("alpha", [0.5, 2.5, 3.0, -1.5])
 def test_sides_and_any_real_alpha(alpha):
     queries, gallery, _ = random_set(0)
-    new_queries, same = expand(queries, gallery, QueryExpansion(alpha=alpha, sides="query"))
+    new_queries, same = expand(queries, gallery, QueryExpansion(alpha=alpha, target="query"))
     assert torch.equal(same, gallery)
     torch.testing.assert_close(new_queries, naive(queries, gallery, 5, alpha, own=True))
-    same, new_gallery = expand(queries, gallery, QueryExpansion(alpha=alpha, sides="gallery"))
+    same, new_gallery = expand(queries, gallery, QueryExpansion(alpha=alpha, target="gallery"))
     assert torch.equal(same, queries)
     torch.testing.assert_close(new_gallery, naive(gallery, gallery, 5, alpha, own=False))
 
 
 def test_a_query_expanded_alone_does_not_depend_on_the_others():
     queries, gallery, _ = random_set(1)
-    options = QueryExpansion(sides="query", times=2)
+    options = QueryExpansion(target="query", times=2)
     together, _ = expand(queries, gallery, options)
     alone, _ = expand(queries[3:4], gallery, options)
     torch.testing.assert_close(together[3:4], alone)
@@ -56,13 +56,13 @@ def test_negative_similarities_and_tiny_sets():
     features = torch.tensor([[1.0, 0.0], [-1.0, 0.1], [0.0, -1.0]])
     for alpha in (0, 0.5, 1, 2.5, -2):
         for sides in ("both", "query", "gallery"):
-            both = expand(features[:1], features[1:], QueryExpansion(k=10, alpha=alpha, sides=sides))
+            both = expand(features[:1], features[1:], QueryExpansion(k=10, alpha=alpha, target=sides))
             assert all(torch.isfinite(side).all() for side in both)
 
 
 def test_what_does_not_exist_and_what_overflows():
     with pytest.raises(ConfigError, match=r"TEST.AQE.TARGET: 'queries'.*Did you mean 'query'"):
-        QueryExpansion(sides="queries")
+        QueryExpansion(target="queries")
     with pytest.raises(ConfigError, match="QE_K 0"):
         QueryExpansion(k=0)
     queries, gallery, ids = random_set(3)
@@ -76,7 +76,7 @@ def test_what_does_not_exist_and_what_overflows():
 def test_one_feature_in_the_mean_is_the_feature():
     queries, gallery, _ = random_set(4)
     for sides in ("both", "query", "gallery"):
-        found = expand(queries, gallery, QueryExpansion(k=1, sides=sides))
+        found = expand(queries, gallery, QueryExpansion(k=1, target=sides))
         torch.testing.assert_close(found, (queries, gallery))
 
 
@@ -84,5 +84,5 @@ def test_improves_clustered_features():
     queries, gallery, ids = random_set(2, queries=60, gallery=400, pids=20, noise=1.0)
     plain = compute_metrics(queries, gallery, ids).ranking.mean_ap
     for sides in ("both", "query", "gallery"):
-        better = compute_metrics(queries, gallery, ids, Protocol(expansion=QueryExpansion(sides=sides))).ranking
+        better = compute_metrics(queries, gallery, ids, Protocol(expansion=QueryExpansion(target=sides))).ranking
         assert better.mean_ap > plain + 0.02

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judging import REFERENCE, load, random_set
+from naive_ranking import REFERENCE, load, random_set
 
 from fastamp.evaluation import Protocol, compute_metrics
 from fastamp.evaluation.rerank import ReRankedDistances, ReRanking
@@ -26,29 +26,29 @@ def final(queries, gallery, *, metric="cosine", backend="auto", budget=256, **op
 @pytest.mark.parametrize("backend", ["torch", "faiss"])
 @pytest.mark.parametrize("budget", [256, 0.001])
 @pytest.mark.parametrize(
-    "form, key, tolerance",
+    "variant, key, tolerance",
     [("torchreid", "tr_rerank", 1e-5), ("fastreid", "fr_rerank_final", 1e-5), ("zhong", "sb_rerank", 4e-3)],
 )
-def test_equals_the_other_programs(name, backend, budget, form, key, tolerance):
-    """The authors' form is compared with a program that computes it in float16."""
+def test_equals_the_other_programs(name, backend, budget, variant, key, tolerance):
+    """The authors' variant is compared with a program that computes it in float16."""
     data, queries, gallery, _ = load(name)
-    found = final(queries, gallery, form=form, backend=backend, budget=budget)
+    found = final(queries, gallery, variant=variant, backend=backend, budget=budget)
     np.testing.assert_allclose(found, data[key], rtol=0, atol=tolerance)
 
 
-def naive(queries, gallery, k1, k2, share, form):
+def naive(queries, gallery, k1, k2, lambda_value, variant):
     """The paper's equations 1 to 12 with sets, in float64."""
     x = torch.nn.functional.normalize(torch.cat((queries, gallery)).double(), dim=1).numpy()
     squared = np.square(x[:, None] - x[None]).sum(-1)
     order = np.argsort(squared, axis=1, kind="stable")
-    scaled = squared if form == "fastreid" else squared / squared.max(1, keepdims=True)
-    scaled = scaled**2 if form == "torchreid" else scaled
+    scaled = squared if variant == "fastreid" else squared / squared.max(1, keepdims=True)
+    scaled = scaled**2 if variant == "torchreid" else scaled
     count = len(x)
 
     def reciprocal(i, k):
         return {int(j) for j in order[i, :k] if i in order[j, :k]}
 
-    wide = k1 if form == "fastreid" else k1 + 1
+    wide = k1 if variant == "fastreid" else k1 + 1
     weights = np.zeros((count, count))
     for i in range(count):
         members = reciprocal(i, wide)
@@ -63,8 +63,8 @@ def naive(queries, gallery, k1, k2, share, form):
     weights = np.stack([weights[order[i, :k2]].mean(0) for i in range(count)])
     n = len(queries)
     overlap = np.minimum(weights[:n, None], weights[None, n:]).sum(-1)
-    original = squared[:n, n:] / 2 if form == "fastreid" else scaled[:n, n:]  # 1 - cosine is half the square
-    return (1 - overlap / (2 - overlap)) * (1 - share) + original * share
+    original = squared[:n, n:] / 2 if variant == "fastreid" else scaled[:n, n:]  # 1 - cosine is half the square
+    return (1 - overlap / (2 - overlap)) * (1 - lambda_value) + original * lambda_value
 
 
 @settings(max_examples=40, deadline=None)
@@ -75,10 +75,10 @@ def naive(queries, gallery, k1, k2, share, form):
     st.integers(1, 8),
     st.sampled_from([0.0, 0.3, 1.0]),
 )
-def test_equals_the_paper_written_as_loops(seed, form, k1, k2, share):
+def test_equals_the_paper_written_as_loops(seed, variant, k1, k2, lambda_value):
     queries, gallery, _ = random_set(seed, queries=5, gallery=25, pids=4)
-    expected = naive(queries, gallery, k1, k2, share, form)
-    found = final(queries, gallery, form=form, k1=k1, k2=k2, share=share)
+    expected = naive(queries, gallery, k1, k2, lambda_value, variant)
+    found = final(queries, gallery, variant=variant, k1=k1, k2=k2, lambda_value=lambda_value)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -114,9 +114,9 @@ def test_a_common_offset_changes_nothing():
 def test_what_does_not_exist():
     queries, gallery, _ = random_set(4)
     for options, message in (
-        ({"form": "zong"}, "Did you mean 'zhong'"),
+        ({"variant": "zong"}, "Did you mean 'zhong'"),
         ({"k2": 0}, "K2 0"),
-        ({"share": 2}, "LAMBDA 2"),
+        ({"lambda_value": 2}, "LAMBDA 2"),
     ):
         with pytest.raises(ConfigError, match=message):
             ReRanking(**options)

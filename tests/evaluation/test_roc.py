@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from judging import REFERENCE, load, random_set
+from naive_ranking import REFERENCE, load, random_set
 
 from fastamp.evaluation import Protocol, compute_metrics
 from fastamp.evaluation.roc import write_roc
@@ -85,9 +85,9 @@ def test_under_re_ranking_and_without_cameras():
     from fastamp.evaluation.rerank import ReRanking
 
     queries, gallery, ids = random_set(2)
-    for form in ("zhong", "torchreid", "fastreid"):
+    for variant in ("zhong", "torchreid", "fastreid"):
         for metric in ("cosine", "euclidean"):
-            curve = roc_of(queries, gallery, ids, re_ranking=ReRanking(form=form), metric=metric)
+            curve = roc_of(queries, gallery, ids, re_ranking=ReRanking(variant=variant), metric=metric)
             assert curve.tar_at(0.5) > 0.9 and curve.far[-1] == 1
     assert roc_of(queries, gallery, ids, rule="no_camera").num_genuine > curve.num_genuine
 

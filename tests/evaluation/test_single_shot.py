@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from judging import naive, random_set
+from naive_ranking import naive, random_set
 
 from fastamp.evaluation import Identities, Protocol, compute_metrics, rank_features
 from fastamp.layers import pairwise_distance
@@ -23,7 +23,7 @@ def test_cuhk03_has_the_expected_first_match_over_many_draws():
     features = random_set(3, queries=12, gallery=14, pids=4, cameras=2)
     queries, gallery, ids = features
     distances = pairwise_distance(queries, gallery, "cosine").tolist()
-    result = judged(features, rule="cuhk03", repeats=4000, seed=1).ranking
+    result = judged(features, rule="cuhk03", num_trials=4000, seed=1).ranking
     pids = ids.gallery_pids.tolist()
     for q in range(12):
         if not result.valid[q]:
@@ -64,8 +64,8 @@ def test_vehicleid_equals_a_loop_over_the_same_draws():
     images = torch.cat((queries, gallery))
     pids = torch.cat((ids.query_pids, ids.gallery_pids)).tolist()
     distances = pairwise_distance(images, images, "cosine").tolist()
-    ranker = Protocol(rule="vehicleid", repeats=7, seed=3).ranker(ids.all_images())
-    found = judged((queries, gallery, ids), rule="vehicleid", repeats=7, seed=3)
+    ranker = Protocol(rule="vehicleid", num_trials=7, seed=3).ranker(ids.all_images())
+    found = judged((queries, gallery, ids), rule="vehicleid", num_trials=7, seed=3)
     precisions, firsts = [], []
     for number, drawn in enumerate(ranker._drawn.tolist()):
         assert sorted(pids[g] for g in drawn) == sorted(set(pids))

@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import torch
-from judging import random_set
+from naive_ranking import random_set
 from PIL import Image
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import get_cfg
 from fastamp.data.datasets.base import ImageItem
-from fastamp.evaluation import Protocol, Wanted, compute_metrics
+from fastamp.evaluation import Protocol, ReportOptions, compute_metrics
 from fastamp.report import EvaluatedSet, Run, read_history
 
 SCRIPT = "<script>console.error('broken out')</script>"
@@ -21,14 +21,14 @@ IN_CONFIG = HOSTILE.replace("\x00", "").replace("\ud800", "")  # which a config 
 def hostile_run(folder, *, sets=2, **protocol):
     """Return a run of ``sets`` test sets, whose images are in ``folder``."""
     queries, gallery, ids = random_set(3, queries=24, gallery=60, cameras=5)
-    result = compute_metrics(queries, gallery, ids, Protocol(**protocol), Wanted())
+    result = compute_metrics(queries, gallery, ids, Protocol(**protocol), ReportOptions())
     rng = np.random.default_rng(0)
     names = [f"{number}<b>.png" for number in range(4)]
     for name in names:
         Image.fromarray(rng.integers(0, 256, (96, 48, 3), dtype=np.uint8)).save(folder / name)
     items = [ImageItem(str(folder / names[number % 4]), f"{HOSTILE}{number}", HOSTILE) for number in range(84)]
     items[30] = items[30]._replace(path=str(folder / f"gone{SCRIPT}.jpg"))
-    metrics = result.metrics() | {"floors": {HOSTILE: {"mAP": 1.0, "Rank-1": 2.0}}}
+    metrics = result.metrics() | {"baselines": {HOSTILE: {"mAP": 1.0, "Rank-1": 2.0}}}
     cfg = get_cfg()
     cfg.OUTPUT_DIR = f"logs/{IN_CONFIG}"
     cfg.DATASETS.TESTS = (IN_CONFIG,)

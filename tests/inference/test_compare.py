@@ -15,7 +15,7 @@ from fastamp.data.build import build_dataset
 from fastamp.engine import DefaultTrainer
 from fastamp.evaluation.pairs import PairScores
 from fastamp.inference.extract import extract
-from fastamp.inference.similarity import pairs_of
+from fastamp.inference.similarity import sample_pair_scores
 from fastamp.utils.errors import DataError
 
 
@@ -44,32 +44,35 @@ def test_a_checkpoint_alone_suffices(predictor, run_folder, two):
     assert comparison.metric == "cosine" and comparison.source == "Demo"
     same = predictor.compare(two[0], two[0])
     assert same.score == pytest.approx(1, abs=1e-5) and same.score <= 1
-    assert same.genuine_share > 0.99 and same.impostor_share > 0.99
+    assert same.genuine_fraction > 0.99 and same.impostor_fraction > 0.99
     text = comparison.describe()
-    assert f"{100 * comparison.impostor_share:.1f} % of impostor pairs" in text
-    assert f"lower than {100 * (1 - comparison.genuine_share):.1f} % of genuine pairs" in text
+    assert f"{100 * comparison.impostor_fraction:.1f} % of impostor pairs" in text
+    assert f"lower than {100 * (1 - comparison.genuine_fraction):.1f} % of genuine pairs" in text
     final = torch.load(run_folder / "model_final.pth", weights_only=True)["pairs"]["Demo"]
     assert torch.equal(final["genuine"], comparison.pairs.genuine)
 
 
 def test_an_extraction_has_the_pairs_of_the_evaluation(predictor, checkpoint, two, tmp_path):
     extraction, _ = extract(predictor, "Demo", tmp_path / "demo.npz")
-    own, found = PairScores(**predictor.extra["pairs"]["Demo"]), pairs_of(extraction, seed=predictor.cfg.TEST.SEED)
+    own, found = (
+        PairScores(**predictor.extra["pairs"]["Demo"]),
+        sample_pair_scores(extraction, seed=predictor.cfg.TEST.SEED),
+    )
     assert (own.num_genuine, own.num_impostor) == (found.num_genuine, found.num_impostor)
     assert torch.allclose(own.genuine, found.genuine, atol=1e-3)
     assert torch.allclose(own.impostor, found.impostor, atol=1e-3)
     bare = Predictor(without_pairs(checkpoint, tmp_path / "bare.pth"), device="cpu")
     nothing = bare.compare(*two)
-    assert nothing.pairs is nothing.impostor_share is nothing.genuine_share is None
+    assert nothing.pairs is nothing.impostor_fraction is nothing.genuine_fraction is None
     assert "--reference" in nothing.describe()
     held = bare.compare(*two, reference=extraction.path)
-    assert held.impostor_share == pytest.approx(predictor.compare(*two).impostor_share, abs=0.02)
+    assert held.impostor_fraction == pytest.approx(predictor.compare(*two).impostor_fraction, abs=0.02)
     assert bare.compare(*two, reference=found).pairs is found
     # Of training images alone, all pairs are taken.
     train, _ = extract(predictor, "Demo", tmp_path / "train.npz", splits=["train"])
-    assert pairs_of(train, junk=None).num_genuine == 16 * 6 * 5
+    assert sample_pair_scores(train, junk=None).num_genuine == 16 * 6 * 5
     with pytest.warns(DeprecationWarning, match="junk"):
-        assert pairs_of(train, cross_camera=False).num_genuine == 16 * 6 * 5
+        assert sample_pair_scores(train, cross_camera=False).num_genuine == 16 * 6 * 5
 
 
 def test_references_that_say_nothing(predictor, checkpoint, two, tmp_path):

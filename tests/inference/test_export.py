@@ -205,7 +205,7 @@ def test_a_model_that_has_changed_is_refused(demo, checkpoint, tmp_path, monkeyp
 
 def test_a_fall_of_map_is_refused_and_a_rise_is_none(demo, checkpoint, tmp_path, monkeypatch, capsys):
     path = tmp_path / "model.pt2"
-    monkeypatch.setitem(exporting.LEAST_COSINE, "float32", -1.0)
+    monkeypatch.setitem(exporting.MIN_COSINE, "float32", -1.0)
     distorted(monkeypatch, lambda features: torch.randn(features.shape, generator=torch.Generator().manual_seed(3)))
     assert run(checkpoint, path, "--tolerance", "0", "--device", "cpu") == 2
     error = capsys.readouterr().err

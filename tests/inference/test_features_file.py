@@ -123,7 +123,7 @@ def test_a_shape_that_the_bytes_do_not_make(tmp_path, width, compressed):
         archive.writestr("more.npy", b"x" * 1000)
     expected = pytest.raises(DataError, match=rf"features claims to be \(5, {width}\) float32, but has 160 bytes")
     with expected, features_file.open_arrays(tmp_path / "a.npz", "extraction", fix="none") as archive:
-        features_file.mapped_array(archive, "features")
+        features_file.map_array(archive, "features")
 
 
 @pytest.mark.parametrize("error", [AttributeError, NameError, AssertionError])

@@ -13,7 +13,7 @@ from fastamp.data.build import build_dataset
 from fastamp.inference import index as module
 from fastamp.inference.extract import extract
 from fastamp.inference.features_file import read_extraction, write_arrays
-from fastamp.inference.index import KINDS, build_index, kind_for, load_index, open_gallery
+from fastamp.inference.index import KINDS, build_index, choose_kind, load_index, open_gallery
 from fastamp.utils.errors import ConfigError, DataError
 
 
@@ -74,7 +74,13 @@ def test_less_effort_finds_less(tmp_path):
 
 
 def test_the_kind_is_chosen_by_size():
-    assert [kind_for(count) for count in (1, 50_000, 50_001, 200_000, 10**6)] == ["flat", "flat", "hnsw", "hnsw", "ivf"]
+    assert [choose_kind(count) for count in (1, 50_000, 50_001, 200_000, 10**6)] == [
+        "flat",
+        "flat",
+        "hnsw",
+        "hnsw",
+        "ivf",
+    ]
 
 
 def test_predictor_search(predictor, gallery, tmp_path):

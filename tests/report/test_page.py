@@ -93,7 +93,7 @@ def test_what_is_in_it(run, elements):
 
 @pytest.mark.parametrize(
     "protocol",
-    [{"rule": "vehicleid", "repeats": 2}, {"metric": "euclidean"}, {"re_ranking": ReRanking(k1=4, k2=2)},
+    [{"rule": "vehicleid", "num_trials": 2}, {"metric": "euclidean"}, {"re_ranking": ReRanking(k1=4, k2=2)},
      {"rule": "cuhk03", "false_accept_rates": (0.1,)}],
 )  # fmt: skip
 def test_other_protocols(tmp_path, protocol):

@@ -8,7 +8,7 @@ import evaluate_features
 import numpy as np
 import pytest
 import torch
-from judging import REFERENCE, random_set
+from naive_ranking import REFERENCE, random_set
 
 from fastamp.config import get_cfg
 from fastamp.evaluation import ReidEvaluator

@@ -120,7 +120,7 @@ def test_grey_images_by_one_key(demo, tmp_path, capfd):
     assert run(capfd, *grey)[0] == 0
     start = first_convolution(output / "model_final.pth")
     assert start.shape[1] == 1
-    assert "floor: colour histogram" in (output / "log.txt").read_text()
+    assert "baseline: color histogram" in (output / "log.txt").read_text()
 
     assert run(capfd, "--resume", *grey, "SOLVER.MAX_EPOCH", "2")[0] == 0
     assert not torch.equal(first_convolution(output / "model_final.pth"), start)
@@ -161,7 +161,7 @@ def test_flip_test_uses_the_mirror_image(demo, tmp_path, capfd):
     options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1", "TEST.FLIP", "True", "TEST.BASELINES", "True")
     assert run(capfd, *options)[0] == 0
     log = (tmp_path / "log.txt").read_text()
-    assert "flip test" in log and "floor: raw pixels" in log and "floor: colour histogram" in log
+    assert "flip test" in log and "baseline: raw pixels" in log and "baseline: color histogram" in log
 
 
 def test_missing_and_empty_data_sets(assert_refused, tmp_path, monkeypatch):

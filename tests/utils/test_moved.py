@@ -10,8 +10,11 @@ import torch
 
 from fastamp.checkpoint.load_state import convert_state_dict
 from fastamp.config import get_cfg
-from fastamp.evaluation import Identities, ReidEvaluator, rank_features
-from fastamp.evaluation.protocol import OWN_CAMERA, Ranker
+from fastamp.evaluation import Identities, Protocol, ReidEvaluator, rank_features
+from fastamp.evaluation.pairs import PairScores
+from fastamp.evaluation.protocol import SAME_CAMERA, Ranker
+from fastamp.evaluation.query_expansion import QueryExpansion
+from fastamp.evaluation.rerank import ReRanking
 from fastamp.layers.distance import FeatureDistances
 from fastamp.modeling.heads import EmbeddingHead
 from fastamp.report import EvaluatedSet
@@ -66,6 +69,12 @@ def test_old_names_of_mixed_precision_and_diagnostics(old, new):
     [
         ("fastamp.evaluation.Judgement", "fastamp.evaluation.metrics", "EvaluationResult"),
         ("fastamp.evaluation.judge_features", "fastamp.evaluation.metrics", "compute_metrics"),
+        ("fastamp.evaluation.Details", "fastamp.evaluation.retrieval_examples", "RetrievalExamples"),
+        ("fastamp.evaluation.Wanted", "fastamp.evaluation.retrieval_examples", "ReportOptions"),
+        ("fastamp.evaluation.details.Details", "fastamp.evaluation.retrieval_examples", "RetrievalExamples"),
+        ("fastamp.evaluation.floors.colour_histogram", "fastamp.evaluation.baselines", "color_histogram"),
+        ("fastamp.evaluation.neighbours.nearest_neighbours", "fastamp.evaluation.neighbors", "nearest_neighbors"),
+        ("fastamp.evaluation.protocol.Rule", "fastamp.evaluation.protocol", "RankingRule"),
         ("fastamp.evaluation.judge.judge_features", "fastamp.evaluation.metrics", "compute_metrics"),
         ("fastamp.evaluation.matches.check_sets", "fastamp.evaluation.metrics", "check_features"),
         ("fastamp.evaluation.rank.Ranker", "fastamp.evaluation.protocol", "Ranker"),
@@ -220,7 +229,7 @@ def test_old_argument_names_of_the_evaluation():
     identities = Identities(pids[:2], pids, camids[:2], camids)
     features = torch.eye(4)
     with pytest.warns(DeprecationWarning, match="identities"):
-        assert Ranker(ids=identities).matches.junk is OWN_CAMERA
+        assert Ranker(ids=identities).matches.junk is SAME_CAMERA
     with pytest.warns(DeprecationWarning, match="junk"):
         assert Ranker(identities, cross_camera=False).matches.junk is None
     with pytest.warns(DeprecationWarning, match="query_features|gallery_features"):
@@ -235,3 +244,15 @@ def test_old_argument_names_of_the_evaluation():
     with pytest.warns(DeprecationWarning, match="ReidEvaluator.judgement"):
         evaluator.judgement = "result"
     assert evaluator.result == "result"
+    with pytest.warns(DeprecationWarning, match="ReidEvaluator.floors"):
+        assert evaluator.floors is evaluator.baselines
+    with pytest.warns(DeprecationWarning, match="'repeats'.*'num_trials'"):
+        protocol = Protocol(rule="vehicleid", repeats=3)
+    with pytest.warns(DeprecationWarning, match="Protocol.draws_queries"):
+        assert protocol.draws_queries and protocol.num_trials == 3
+    with pytest.warns(DeprecationWarning, match="'form'.*'variant'"):
+        assert ReRanking(form="fastreid") == ReRanking(variant="fastreid")
+    with pytest.warns(DeprecationWarning, match="'sides'.*'target'"):
+        assert QueryExpansion(sides="query") == QueryExpansion(target="query")
+    with pytest.warns(DeprecationWarning, match="percentile_of"):
+        assert PairScores("cosine", torch.zeros(2), torch.zeros(2), 2, 2).less_alike

@@ -24,7 +24,7 @@ from tabulate import tabulate
 
 from fastamp.diagnostics.environment import inspect_environment
 from fastamp.evaluation import Identities, Protocol, compute_metrics
-from fastamp.evaluation.neighbours import nearest_neighbours
+from fastamp.evaluation.neighbors import nearest_neighbors
 from fastamp.evaluation.rerank import ReRanking
 from fastamp.layers.distance import DistanceBlocks, matrix_product
 
@@ -122,7 +122,7 @@ def argsort(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> di
 def search(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> dict[str, float]:
     """Run the neighbour search of re-ranking alone."""
     features = torch.nn.functional.normalize(torch.cat((queries, gallery)), dim=1)
-    nearest_neighbours(features, features, ReRanking().num_neighbours)
+    nearest_neighbors(features, features, ReRanking().num_neighbors)
     return {}
 
 

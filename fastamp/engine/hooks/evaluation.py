@@ -159,11 +159,11 @@ class EvalHook(HookBase):
 
 
 def _flat_metrics(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield ``("Market1501/mAP", 85.9)`` and so on; floors as ``"Market1501/floor <name>/mAP"``."""
+    """Yield ``("Market1501/mAP", 85.9)`` and so on; baselines as ``"Market1501/baseline <name>/mAP"``."""
     for name, value in metrics.items():
-        if name == "floors":
-            for floor, values in value.items():
-                yield from _flat_metrics(f"{prefix}/floor {floor}", values)
+        if name == "baselines":
+            for baseline, values in value.items():
+                yield from _flat_metrics(f"{prefix}/baseline {baseline}", values)
         elif name == "intervals":
             for metric, (low, high) in value.items():
                 yield from ((f"{prefix}/{metric} low", low), (f"{prefix}/{metric} high", high))

@@ -1,4 +1,4 @@
-"""Evaluate random features in 1, 2 and 3 processes, in several ways: judge_ranks.py FOLDER
+"""Evaluate random features in 1, 2 and 3 processes, in several ways: evaluate_ranks.py FOLDER
 
 Each process takes its share of the batches, as the test loader gives it. FOLDER/<processes>/<way>/ gets
 metrics.json and the files of ``TEST.PER_QUERY``.
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from forked import run_forked
-from judging import random_set
+from naive_ranking import random_set
 
 from fastamp.config import get_cfg
 from fastamp.evaluation import ReidEvaluator
@@ -50,10 +50,10 @@ def evaluate(folder, opts, dtype):
     if metrics is not None:
         folder.mkdir(parents=True, exist_ok=True)
         if cfg.TEST.REPORT:
-            details = evaluator.result.details
-            metrics["cameras"] = np.nan_to_num(details.cameras.mean_ap).round(9).tolist()
-            metrics["pairs"] = [details.roc.num_genuine, details.roc.num_impostor, float(details.roc.tar.sum())]
-            metrics["lists"] = [[one.query, *one.gallery.tolist()] for one in details.lists["worst"]]
+            examples = evaluator.result.examples
+            metrics["cameras"] = np.nan_to_num(examples.cameras.mean_ap).round(9).tolist()
+            metrics["pairs"] = [examples.roc.num_genuine, examples.roc.num_impostor, float(examples.roc.tar.sum())]
+            metrics["lists"] = [[one.query, *one.gallery.tolist()] for one in examples.lists["worst"]]
         (folder / "metrics.json").write_text(json.dumps(metrics))
 
 

@@ -14,10 +14,19 @@ import torch
 from fastamp.layers.distance import FeatureDistances, pair_distances, squared_norms
 from fastamp.utils import comm
 from fastamp.utils.errors import check_choice
+from fastamp.utils.moved import moved_names
 from fastamp.utils.progress import track
 
+__getattr__ = moved_names(
+    __name__,
+    {
+        "Neighbours": "fastamp.evaluation.neighbors.Neighbors",
+        "nearest_neighbours": "fastamp.evaluation.neighbors.nearest_neighbors",
+    },
+)
+
 BACKENDS = ("auto", "torch", "faiss")
-# Neighbours that are searched for beyond those wanted, so that the last place is not decided by a rounding error.
+# Neighbors that are searched for beyond those wanted, so that the last place is not decided by a rounding error.
 _MARGIN = 8
 # Equally near features, of a model that has collapsed, that are no longer told apart in float64.
 _MOST_EXACT = 1024
@@ -26,7 +35,7 @@ _FAISS_ROWS = 2048
 
 
 @dataclass(frozen=True)
-class Neighbours:
+class Neighbors:
     """The nearest neighbours of (Q) features.
 
     Attributes:
@@ -39,14 +48,14 @@ class Neighbours:
     farthest: np.ndarray
 
 
-def nearest_neighbours(
+def nearest_neighbors(
     queries: torch.Tensor,
     gallery: torch.Tensor,
     k: int,
     *,
     backend: str = "auto",
     memory_budget_mb: float = 256,
-) -> Neighbours:
+) -> Neighbors:
     """Return the nearest gallery features of each query by Euclidean distance; several ranks share the queries.
 
     Products of float32 matrices are rounded differently by different programs, block sizes and devices. So neighbours
@@ -71,7 +80,7 @@ def nearest_neighbours(
     check_choice("TEST.KNN_BACKEND", backend, BACKENDS)
     k = min(k, len(gallery))
     if k == 0:
-        return Neighbours(np.empty((len(queries), 0), dtype=np.int64), np.empty(0, dtype=np.float32))
+        return Neighbors(np.empty((len(queries), 0), dtype=np.int64), np.empty(0, dtype=np.float32))
     distances = FeatureDistances(queries, gallery, metric="euclidean", memory_budget_mb=memory_budget_mb)
     size = _FAISS_ROWS if backend == "faiss" else distances.block_rows
     start, stop = comm.shard_range(len(queries), size)
@@ -81,7 +90,7 @@ def nearest_neighbours(
     for block in track(source, -(-(stop - start) // size), "nearest neighbours"):
         indices.append(_settle(distances, block, k).cpu())
         farthest.append(pair_distances(queries, gallery, block.queries, block.farthest).cpu())
-    return Neighbours(
+    return Neighbors(
         comm.gather_rows(torch.cat(indices)).numpy(),
         comm.gather_rows(torch.cat(farthest)).numpy(),
     )

@@ -32,15 +32,15 @@ def random_set(seed, queries=30, gallery=120, *, width=16, pids=8, cameras=3, no
     return *features, Identities(*(torch.from_numpy(each) for each in (*sides, *camids)))
 
 
-def naive_rows(distances, ids, *, cross_camera=True, own_identity=True):
+def naive_rows(distances, ids, *, cross_camera=True, same_identity_only=True):
     """Yield for each query the ranks (from 1) of its matches in a stable sort, junk left out.
 
-    Junk is of the query's camera; without ``own_identity`` images of other identities are junk, too.
+    Junk is of the query's camera; without ``same_identity_only`` images of other identities are junk, too.
     """
     for q in range(len(distances)):
         order = sorted(range(len(distances[q])), key=lambda g: (distances[q][g], g))
         same = ids.gallery_pids == ids.query_pids[q]
-        junk = (same | (not own_identity)) & (ids.gallery_camids == ids.query_camids[q]) & cross_camera
+        junk = (same | (not same_identity_only)) & (ids.gallery_camids == ids.query_camids[q]) & cross_camera
         kept = [g for g in order if not junk[g]]
         yield [i for i, g in enumerate(kept, start=1) if same[g]]
 

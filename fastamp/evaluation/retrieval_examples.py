@@ -11,16 +11,25 @@ import torch
 
 from fastamp.evaluation.protocol import Identities, Matches, Protocol, build_ranker
 from fastamp.evaluation.rank import RankingResult
-from fastamp.evaluation.roc import RocCounter, RocCurve, summed_over_ranks
+from fastamp.evaluation.roc import RocCounter, RocCurve, sum_over_ranks
 from fastamp.layers.distance import DistanceBlocks
-from fastamp.utils.moved import renamed_arguments
+from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "DetailCounter": "fastamp.evaluation.retrieval_examples.ExampleCounter",
+        "Details": "fastamp.evaluation.retrieval_examples.RetrievalExamples",
+        "Wanted": "fastamp.evaluation.retrieval_examples.ReportOptions",
+    },
+)
 
 # Queries of a block that are looked at at once, which takes a copy of their distances.
 _ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ReportOptions:
     """How much is to be shown.
 
     Attributes:
@@ -69,24 +78,25 @@ class CameraMatrix:
         query_cameras, gallery_cameras: their numbers, ascending.
         mean_ap: (Q, G) float64 in 0..1; NaN where no query has a match.
         queries: (Q, G) int64, how many have one.
-        left_out: cameras of queries or gallery that are not among them.
+        num_omitted: cameras of queries or gallery that are not among them.
     """
 
     query_cameras: list[int]
     gallery_cameras: list[int]
     mean_ap: np.ndarray
     queries: np.ndarray
-    left_out: int
+    num_omitted: int
+    left_out = renamed_attribute("left_out", "num_omitted")
 
 
 @dataclass(frozen=True)
-class Details:
+class RetrievalExamples:
     """What there is to show of one test set.
 
     Attributes:
         lists: kind -> rank lists; empty on ranks other than 0.
         roc: over the pairs of the sample, or over all where verification was asked for; None without such pairs.
-        roc_of_all: whether it is over all.
+        roc_uses_all_pairs: whether it is over all.
         cameras: over the sample; None without two cameras.
         sampled: queries in the sample.
         queries: all of them.
@@ -94,27 +104,30 @@ class Details:
 
     lists: dict[str, list[RankList]]
     roc: RocCurve | None
-    roc_of_all: bool
+    roc_uses_all_pairs: bool
     cameras: CameraMatrix | None
     sampled: int
     queries: int
+    roc_of_all = renamed_attribute("roc_of_all", "roc_uses_all_pairs")
 
 
-class DetailCounter:
+class ExampleCounter:
     """Takes blocks of distances one by one, and counts accept rates and the precision of each pair of cameras.
 
     Args:
         identities: of Q queries and G gallery images.
         protocol: how they are evaluated.
-        wanted: how much is to be shown.
+        report_options: how much is to be shown.
         limit: see ``RocCounter``; None counts no accept rates.
     """
 
-    @renamed_arguments(ids="identities")
-    def __init__(self, identities: Identities, protocol: Protocol, wanted: Wanted, *, limit: float | None) -> None:
-        self.protocol, self.wanted, self.queries = protocol, wanted, len(identities.query_pids)
-        count = min(self.queries, max(1, wanted.pairs // len(identities.gallery_pids)))
-        chosen = np.random.default_rng(wanted.seed).permutation(self.queries)[:count]
+    @renamed_arguments(ids="identities", wanted="report_options")
+    def __init__(
+        self, identities: Identities, protocol: Protocol, report_options: ReportOptions, *, limit: float | None
+    ) -> None:
+        self.protocol, self.report_options, self.queries = protocol, report_options, len(identities.query_pids)
+        count = min(self.queries, max(1, report_options.pairs // len(identities.gallery_pids)))
+        chosen = np.random.default_rng(report_options.seed).permutation(self.queries)[:count]
         self._sample = np.sort(chosen) if count < self.queries else np.arange(self.queries)
         rows = torch.from_numpy(self._sample)
         query_pids, query_camids = identities.query_pids.cpu()[rows], identities.query_camids.cpu()[rows]
@@ -124,11 +137,11 @@ class DetailCounter:
             sampled = Identities(query_pids, gallery_pids, query_camids, gallery_camids)
             self._roc = RocCounter(sampled, limit=limit, junk=protocol.junk)
         self._query_camids = query_camids.numpy()
-        self._query_cameras, here = _most_frequent(query_camids, wanted.cameras)
-        self._gallery_cameras, there = _most_frequent(gallery_camids, wanted.cameras)
+        self._query_cameras, here = _most_frequent(query_camids, report_options.cameras)
+        self._gallery_cameras, there = _most_frequent(gallery_camids, report_options.cameras)
         self._left_out = here + there
         self._columns, self._rankers = [], []
-        if protocol.draws_queries or len({*self._query_cameras, *self._gallery_cameras}) < 2:
+        if protocol.random_query_gallery_split or len({*self._query_cameras, *self._gallery_cameras}) < 2:
             self._gallery_cameras = []
         for camera in self._gallery_cameras:
             columns = (gallery_camids == camera).nonzero().flatten()
@@ -156,17 +169,17 @@ class DetailCounter:
             for ranker, columns in zip(self._rankers, self._columns, strict=True):
                 ranker.add(begin, part[:, columns.to(part.device)])
 
-    def result(self, lists: dict[str, list[RankList]], roc: RocCurve | None) -> Details:
+    def result(self, lists: dict[str, list[RankList]], roc: RocCurve | None) -> RetrievalExamples:
         """Return what all ranks have counted.
 
         Args:
-            lists: of the details.
+            lists: of the examples.
             roc: over all pairs, where that is known.
         """
         of_all = roc is not None
         if self._roc is not None:
             roc = self._roc.result()
-        return Details(lists, roc, of_all, self._camera_matrix(), len(self._sample), self.queries)
+        return RetrievalExamples(lists, roc, of_all, self._camera_matrix(), len(self._sample), self.queries)
 
     def _camera_matrix(self) -> CameraMatrix | None:
         if not self._rankers:
@@ -178,16 +191,16 @@ class DetailCounter:
             for row, camera in enumerate(self._query_cameras):
                 chosen = torch.from_numpy(camids == camera) & ranking.valid
                 sums[:, row, column] = torch.stack((ranking.ap[chosen].sum(), chosen.sum().double()))
-        total, count = summed_over_ranks(sums).numpy()
+        total, count = sum_over_ranks(sums).numpy()
         mean_ap = np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
         return CameraMatrix(self._query_cameras, self._gallery_cameras, mean_ap, count.astype(np.int64), self._left_out)
 
 
-@renamed_arguments(distances="blocks")
+@renamed_arguments(distances="blocks", wanted="report_options")
 def rank_lists(
-    ranking: RankingResult, blocks: DistanceBlocks, matches: Matches, protocol: Protocol, wanted: Wanted
+    ranking: RankingResult, blocks: DistanceBlocks, matches: Matches, protocol: Protocol, report_options: ReportOptions
 ) -> dict[str, list[RankList]]:
-    """Return the rank lists that are wanted, each of its row of distances, computed once more.
+    """Return the rank lists that are report_options, each of its row of distances, computed once more.
 
     The best and the worst queries show as many identities as there are; no query is in both.
 
@@ -196,18 +209,18 @@ def rank_lists(
         blocks: distances of the queries to the gallery.
         matches: of the same.
         protocol: by which ``ranking`` was made.
-        wanted: how many of which kinds.
+        report_options: how many of which kinds.
     """
     chosen: dict[str, list[int]] = {}
-    generator = np.random.default_rng(wanted.seed)
+    generator = np.random.default_rng(report_options.seed)
     shuffled = generator.permutation(np.flatnonzero(ranking.valid.numpy()))
     by_ap = shuffled[np.argsort(-ranking.ap.numpy()[shuffled], kind="stable")].tolist()
     half = by_ap[: (len(by_ap) + 1) // 2], by_ap[: (len(by_ap) - 1) // 2 : -1]
     orders = {"best": half[0], "worst": half[1], "random": shuffled.tolist()}
-    for kind in wanted.kinds:
-        chosen[kind] = _of_many_identities(orders[kind], matches.query_pids, wanted.lists)
+    for kind in report_options.kinds:
+        chosen[kind] = _of_many_identities(orders[kind], matches.query_pids, report_options.lists)
     return {
-        kind: [_rank_list(query, ranking, blocks, matches, protocol, wanted.length) for query in queries]
+        kind: [_rank_list(query, ranking, blocks, matches, protocol, report_options.length) for query in queries]
         for kind, queries in chosen.items()
     }
 
@@ -236,7 +249,7 @@ def _rank_list(
     pairs = matches.of(query, query + 1)
     left_out = np.zeros(len(own), dtype=bool)
     left_out[pairs.junk_columns] = True
-    if protocol.draws_queries:  # the gallery holds the query itself
+    if protocol.random_query_gallery_split:  # the gallery holds the query itself
         left_out[query] = True
     left_out[matches.unmatched] = True
     order = np.argsort(np.where(left_out, np.inf, own), kind="stable")[: int((~left_out).sum())]

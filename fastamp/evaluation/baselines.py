@@ -6,6 +6,15 @@ Compare the features by cosine similarity.
 import torch
 import torch.nn.functional as F
 
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "colour_histogram": "fastamp.evaluation.baselines.color_histogram",
+    },
+)
+
 _PIXEL_GRID = (32, 16)
 _STRIPES = 6
 # Standard deviation, in box widths, of the weight around the middle column.
@@ -35,7 +44,7 @@ def raw_pixels(images: torch.Tensor) -> torch.Tensor:
     return (centred / deviation.clamp_min(1e-3)).flatten(1)
 
 
-def colour_histogram(images: torch.Tensor) -> torch.Tensor:
+def color_histogram(images: torch.Tensor) -> torch.Tensor:
     """Return joint HSV histograms of horizontal stripes, under the Hellinger map.
 
     The classical appearance descriptor of the field (as in Gray and Tao 2008, "Viewpoint invariant pedestrian

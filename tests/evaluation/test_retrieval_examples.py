@@ -5,26 +5,26 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from judging import naive, random_set
+from naive_ranking import naive, random_set
 
-from fastamp.evaluation import Identities, Protocol, Wanted, compute_metrics
+from fastamp.evaluation import Identities, Protocol, ReportOptions, compute_metrics
 from fastamp.evaluation.query_expansion import QueryExpansion
 from fastamp.evaluation.rerank import ReRanking
 from fastamp.layers.distance import pairwise_distance
 
-ALL = Wanted(kinds=("best", "worst", "random"), lists=4, length=7)
+ALL = ReportOptions(kinds=("best", "worst", "random"), lists=4, length=7)
 
 
-def judged(wanted=ALL, **protocol):
+def judged(report_options=ALL, **protocol):
     queries, gallery, ids = random_set(3, queries=90, cameras=4)
-    return compute_metrics(queries, gallery, ids, Protocol(**protocol), wanted), queries, gallery, ids
+    return compute_metrics(queries, gallery, ids, Protocol(**protocol), report_options), queries, gallery, ids
 
 
 @pytest.mark.parametrize("rule", ["market1501", "no_camera"])
 def test_camera_pairs_are_rankings_of_their_images_alone(rule):
     result, queries, gallery, ids = judged(rule=rule, memory_budget_mb=0.01)
-    matrix, distances = result.details.cameras, pairwise_distance(queries, gallery, "cosine")
-    assert matrix.query_cameras == matrix.gallery_cameras == [0, 1, 2, 3] and matrix.left_out == 0
+    matrix, distances = result.examples.cameras, pairwise_distance(queries, gallery, "cosine")
+    assert matrix.query_cameras == matrix.gallery_cameras == [0, 1, 2, 3] and matrix.num_omitted == 0
     for row in range(4):
         for column in range(4):
             here, there = ids.query_camids == row, ids.gallery_camids == column
@@ -42,7 +42,7 @@ def test_camera_pairs_are_rankings_of_their_images_alone(rule):
 def test_lists_show_the_nearest_images_without_junk():
     result, queries, gallery, ids = judged()
     distances = pairwise_distance(queries, gallery, "cosine").numpy()
-    shown = [one for lists in result.details.lists.values() for one in lists]
+    shown = [one for lists in result.examples.lists.values() for one in lists]
     assert len(shown) == 12
     for one in shown:
         same = (ids.gallery_pids == ids.query_pids[one.query]).numpy()
@@ -57,7 +57,7 @@ def test_lists_show_the_nearest_images_without_junk():
 
 def test_best_and_worst_are_that_and_of_many_identities():
     result, *_, ids = judged(dataclasses.replace(ALL, lists=8))
-    lists, ap = result.details.lists, result.ranking.ap
+    lists, ap = result.examples.lists, result.ranking.ap
     best, worst = ([one.query for one in lists[kind]] for kind in ("best", "worst"))
     assert not set(best) & set(worst)
     assert ap[best].min() >= ap.median() >= ap[worst].max()
@@ -67,45 +67,45 @@ def test_best_and_worst_are_that_and_of_many_identities():
 
 def test_few_queries_are_in_one_list_each():
     queries, gallery, ids = random_set(3, queries=3)
-    details = compute_metrics(queries, gallery, ids, wanted=ALL).details
-    assert [len(details.lists[kind]) for kind in ("best", "worst", "random")] == [2, 1, 3]
+    examples = compute_metrics(queries, gallery, ids, report_options=ALL).examples
+    assert [len(examples.lists[kind]) for kind in ("best", "worst", "random")] == [2, 1, 3]
 
 
 def test_accept_rates_are_those_of_verification():
     plain, *_ = judged()
     asked, *_ = judged(false_accept_rates=(0.1,))
-    assert plain.roc is None and not plain.details.roc_of_all and asked.details.roc is asked.roc
-    np.testing.assert_array_equal(plain.details.roc.tar, asked.roc.tar)
+    assert plain.roc is None and not plain.examples.roc_uses_all_pairs and asked.examples.roc is asked.roc
+    np.testing.assert_array_equal(plain.examples.roc.tar, asked.roc.tar)
     assert plain.metrics().keys() < asked.metrics().keys()
 
 
 def test_large_sets_are_sampled():
     result, *_ = judged(dataclasses.replace(ALL, pairs=120 * 40, cameras=2))
-    details = result.details
-    assert (details.sampled, details.queries) == (40, 90)
-    assert details.roc.num_genuine + details.roc.num_impostor <= 120 * 40
-    assert len(details.cameras.query_cameras) == 2 and details.cameras.left_out == 4
+    examples = result.examples
+    assert (examples.sampled, examples.queries) == (40, 90)
+    assert examples.roc.num_genuine + examples.roc.num_impostor <= 120 * 40
+    assert len(examples.cameras.query_cameras) == 2 and examples.cameras.num_omitted == 4
     again, *_ = judged(dataclasses.replace(ALL, pairs=120 * 40, cameras=2), memory_budget_mb=0.005)
-    np.testing.assert_array_equal(details.roc.tar, again.details.roc.tar)
-    np.testing.assert_allclose(details.cameras.mean_ap, again.details.cameras.mean_ap)
+    np.testing.assert_array_equal(examples.roc.tar, again.examples.roc.tar)
+    np.testing.assert_allclose(examples.cameras.mean_ap, again.examples.cameras.mean_ap)
 
 
 @pytest.mark.parametrize(
     "protocol",
     [
         {"metric": "euclidean"},
-        {"rule": "cuhk03", "repeats": 2},
-        {"rule": "vehicleid", "repeats": 2},
+        {"rule": "cuhk03", "num_trials": 2},
+        {"rule": "vehicleid", "num_trials": 2},
         {"trapezoid": True},
         {"re_ranking": ReRanking(k1=5, k2=2)},
-        {"expansion": QueryExpansion(k=3, alpha=1.0, times=1, sides="both")},
+        {"expansion": QueryExpansion(k=3, alpha=1.0, times=1, target="both")},
     ],
 )
 def test_what_is_shown_changes_no_number(protocol):
     with_details, *_, ids = judged(**protocol)
     without, *_ = judged(None, **protocol)
-    assert without.details is None and with_details.metrics() == without.metrics()
-    for one in with_details.details.lists["best"]:
+    assert without.examples is None and with_details.metrics() == without.metrics()
+    for one in with_details.examples.lists["best"]:
         if protocol.get("rule") == "vehicleid":
             assert one.query not in one.gallery
             ids = ids.all_images() if len(ids.query_pids) == 90 else ids
@@ -117,5 +117,5 @@ def test_what_is_shown_changes_no_number(protocol):
 def test_one_camera_makes_no_matrix():
     queries, gallery, ids = random_set(3)
     ids = dataclasses.replace(ids, query_camids=ids.query_camids * 0, gallery_camids=ids.gallery_camids * 0)
-    details = compute_metrics(queries, gallery, ids, Protocol(rule="no_camera"), ALL).details
-    assert details.cameras is None and details.roc is not None
+    examples = compute_metrics(queries, gallery, ids, Protocol(rule="no_camera"), ALL).examples
+    assert examples.cameras is None and examples.roc is not None

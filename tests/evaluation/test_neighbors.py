@@ -1,14 +1,14 @@
-"""Nearest neighbours against distances in float64, whatever computes them."""
+"""Nearest neighbors against distances in float64, whatever computes them."""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judging import random_set
+from naive_ranking import random_set
 
-from fastamp.evaluation import neighbours
-from fastamp.evaluation.neighbours import nearest_neighbours
+from fastamp.evaluation import neighbors
+from fastamp.evaluation.neighbors import nearest_neighbors
 from fastamp.layers.distance import pair_distances
 from fastamp.utils.errors import ConfigError
 
@@ -26,7 +26,7 @@ def exact(queries, gallery, k):
 @pytest.mark.parametrize("k", [1, 7, 500])
 def test_equals_float64(backend, budget, k):
     queries, gallery, _ = random_set(0, queries=80, gallery=300)
-    found = nearest_neighbours(queries, gallery, k, backend=backend, memory_budget_mb=budget)
+    found = nearest_neighbors(queries, gallery, k, backend=backend, memory_budget_mb=budget)
     indices, farthest = exact(queries, gallery, k)
     np.testing.assert_array_equal(found.indices, indices)
     np.testing.assert_allclose(found.farthest, farthest, rtol=1e-5)
@@ -44,19 +44,19 @@ def test_equal_and_nearly_equal_features_are_in_the_same_order_everywhere(seed, 
     features = torch.from_numpy(features.astype(np.float32))
     expected, _ = exact(features, features, k)
     for backend in ("torch", "faiss"):
-        found = nearest_neighbours(features, features, k, backend=backend, memory_budget_mb=0.001).indices
+        found = nearest_neighbors(features, features, k, backend=backend, memory_budget_mb=0.001).indices
         np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("backend", ["torch", "faiss"])
 def test_one_large_feature_does_not_make_the_others_near(backend, monkeypatch):
     """What is settled in float64 stays little."""
-    exactly = neighbours._exact_distances
+    exactly = neighbors._exact_distances
     settled = []
-    monkeypatch.setattr(neighbours, "_exact_distances", lambda *args: settled.append(args[2].numel()) or exactly(*args))
+    monkeypatch.setattr(neighbors, "_exact_distances", lambda *args: settled.append(args[2].numel()) or exactly(*args))
     queries, gallery, _ = random_set(2, queries=80, gallery=300)
     gallery[7] *= 3000
-    found = nearest_neighbours(queries, gallery, 7, backend=backend)
+    found = nearest_neighbors(queries, gallery, 7, backend=backend)
     np.testing.assert_array_equal(found.indices, exact(queries, gallery, 7)[0])
     assert sum(settled) < 100
 
@@ -64,8 +64,8 @@ def test_one_large_feature_does_not_make_the_others_near(backend, monkeypatch):
 def test_collapsed_features_are_still_in_order(monkeypatch):
     features = torch.ones(200, 8)
     for backend, most in (("torch", 1024), ("faiss", 1024), ("torch", 50)):
-        monkeypatch.setattr(neighbours, "_MOST_EXACT", most)
-        found = nearest_neighbours(features, features, 5, backend=backend).indices
+        monkeypatch.setattr(neighbors, "_MOST_EXACT", most)
+        found = nearest_neighbors(features, features, 5, backend=backend).indices
         np.testing.assert_array_equal(found, np.tile(np.arange(5), (200, 1)))
 
 
@@ -81,6 +81,6 @@ def test_distances_of_pairs(dtype):
 
 
 def test_none_and_unknown_backend():
-    assert nearest_neighbours(torch.ones(2, 2), torch.ones(2, 2), 0).indices.shape == (2, 0)
+    assert nearest_neighbors(torch.ones(2, 2), torch.ones(2, 2), 0).indices.shape == (2, 0)
     with pytest.raises(ConfigError, match="TEST.KNN_BACKEND: 'annoy'; choices: auto, torch, faiss"):
-        nearest_neighbours(torch.ones(2, 2), torch.ones(2, 2), 1, backend="annoy")
+        nearest_neighbors(torch.ones(2, 2), torch.ones(2, 2), 1, backend="annoy")

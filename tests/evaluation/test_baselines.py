@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastamp.evaluation.floors import colour_histogram, raw_pixels
+from fastamp.evaluation.baselines import color_histogram, raw_pixels
 
 
 def noise(count=3, height=24, width=12, seed=0):
@@ -17,7 +17,7 @@ def flat(red, green, blue, height=24, width=12):
     return torch.tensor([red, green, blue], dtype=torch.uint8).view(1, 3, 1, 1).expand(1, 3, height, width).clone()
 
 
-@pytest.mark.parametrize(("floor", "size"), [(raw_pixels, 1536), (colour_histogram, 864)])
+@pytest.mark.parametrize(("floor", "size"), [(raw_pixels, 1536), (color_histogram, 864)])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 def test_shape_dtype_and_rows_independent_of_each_other(floor, size, dtype):
     images = noise().to(dtype)
@@ -30,14 +30,14 @@ def test_shape_dtype_and_rows_independent_of_each_other(floor, size, dtype):
     assert floor(images[:0]).shape == (0, size)
 
 
-@pytest.mark.parametrize("floor", [raw_pixels, colour_histogram])
+@pytest.mark.parametrize("floor", [raw_pixels, color_histogram])
 @pytest.mark.parametrize("shape", [(3, 24, 12), (2, 2, 24, 12), (2, 5, 24, 12)])
 def test_what_is_no_batch_of_images_is_refused(floor, shape):
     with pytest.raises(ValueError, match=r"must be \(B, C, H, W\) with 1, 3 or 4 channels"):
         floor(torch.zeros(shape))
 
 
-@pytest.mark.parametrize("floor", [raw_pixels, colour_histogram])
+@pytest.mark.parametrize("floor", [raw_pixels, color_histogram])
 def test_a_fourth_channel_is_left_out(floor):
     images = noise()
     assert torch.equal(floor(torch.cat((images, noise(seed=1)[:, :1]), dim=1)), floor(images))
@@ -45,7 +45,7 @@ def test_a_fourth_channel_is_left_out(floor):
 
 def test_grey_images_are_compared_as_three_equal_channels():
     images = noise()[:, :1]
-    assert torch.equal(colour_histogram(images), colour_histogram(images.expand(-1, 3, -1, -1)))
+    assert torch.equal(color_histogram(images), color_histogram(images.expand(-1, 3, -1, -1)))
     features = raw_pixels(images)
     assert features.shape == (3, 512)
     torch.testing.assert_close(features.repeat(1, 3), raw_pixels(images.expand(-1, 3, -1, -1)))
@@ -78,11 +78,11 @@ def test_histogram_is_that_of_a_naive_loop():
             index = (min(int(hue * 12), 11), min(int(saturation * 3), 2), min(int(value * 4), 3))
             expected[(row * 6 // 13, *index)] += weight
     expected = (expected / expected.sum((1, 2, 3), keepdim=True) / 6).sqrt().flatten()[None]
-    torch.testing.assert_close(colour_histogram(image), expected.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(color_histogram(image), expected.float(), rtol=1e-4, atol=1e-5)
 
 
 def test_histogram_has_unit_length_and_similarity_in_0_to_1():
-    features = colour_histogram(noise(count=8))
+    features = color_histogram(noise(count=8))
     torch.testing.assert_close(features.norm(dim=1), torch.ones(8))
     similarity = features @ features.t()
     assert similarity.min() >= 0 and similarity.max() <= 1 + 1e-5
@@ -90,22 +90,22 @@ def test_histogram_has_unit_length_and_similarity_in_0_to_1():
 
 def test_histogram_ignores_what_moves_within_a_stripe_and_the_size_but_not_between_stripes():
     images = noise(count=1)
-    mirrored = colour_histogram(images.flip(3))
-    torch.testing.assert_close(mirrored, colour_histogram(images))
+    mirrored = color_histogram(images.flip(3))
+    torch.testing.assert_close(mirrored, color_histogram(images))
     enlarged = F.interpolate(images.float(), scale_factor=3, mode="nearest")
-    assert (colour_histogram(enlarged) * colour_histogram(images)).sum() > 0.99
+    assert (color_histogram(enlarged) * color_histogram(images)).sum() > 0.99
 
     upright = torch.cat((flat(200, 20, 20, 12), flat(20, 20, 200, 12)), dim=2)
-    similarity = colour_histogram(upright) @ colour_histogram(torch.cat((upright, upright.flip(2)))).t()
+    similarity = color_histogram(upright) @ color_histogram(torch.cat((upright, upright.flip(2)))).t()
     torch.testing.assert_close(similarity, torch.tensor([[1.0, 0.0]]))
 
 
 def test_greys_black_and_white_have_a_bin():
-    features = colour_histogram(torch.cat((flat(0, 0, 0), flat(128, 128, 128), flat(255, 255, 255))))
+    features = color_histogram(torch.cat((flat(0, 0, 0), flat(128, 128, 128), flat(255, 255, 255))))
     assert torch.isfinite(features).all()
     torch.testing.assert_close(features @ features.t(), torch.eye(3))
 
 
 def test_fewer_rows_than_stripes_are_refused():
     with pytest.raises(ValueError, match="5 rows; 6 stripes"):
-        colour_histogram(noise(height=5))
+        color_histogram(noise(height=5))
