@@ -84,12 +84,21 @@ class AutoAugment(TorchvisionTransform):
         return cls(prob=_section(cfg, "AUTOAUG").PROB)
 
 
+class _HostSampledAugMix(v2.AugMix):
+    """AugMix with all random numbers from the host's generator, whatever the images' device."""
+
+    def _sample_dirichlet(self, params: Tensor) -> Tensor:
+        # torchvision samples from the generator of the images' device, which is not seeded per image.
+        host = torch.full(params.shape, float(self.alpha), dtype=params.dtype)
+        return torch._sample_dirichlet(host).to(params.device)
+
+
 @TRANSFORM_REGISTRY.register("AUGMIX")
 class AugMix(TorchvisionTransform):
     """Mix an image with chains of operations on it (Hendrycks et al. 2020, arXiv:1912.02781), on 1 or 3 channels."""
 
     def __init__(self, *, prob: float) -> None:
-        super().__init__(transform=v2.AugMix(), prob=prob)
+        super().__init__(transform=_HostSampledAugMix(), prob=prob)
 
     @classmethod
     def from_config(cls, cfg: Any) -> "AugMix":

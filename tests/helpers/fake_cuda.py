@@ -1,0 +1,141 @@
+"""Run CUDA code paths without a device: PyTorch's fake tensors have a device, a shape and a dtype, but no values.
+
+An operation on tensors of two devices fails as it does on a GPU. An operation whose result depends on values, for
+which a GPU makes the host wait, fails or is counted. Fake tensors do not show streams, pinned memory, events,
+generators, NCCL, or a backward pass.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+DEVICE = torch.device("cuda", 0)
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+
+
+class ForcedAutocast(torch.autocast):
+    """Autocast that does not disable itself on a machine without CUDA."""
+
+    def __init__(
+        self, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, **options: Any
+    ) -> None:
+        super().__init__("cpu", torch.bfloat16, enabled=False)
+        self.device, self.fast_dtype, self._enabled = device_type, dtype or torch.float16, enabled
+
+
+class DeviceReads(TorchDispatchMode):
+    """Count transfers between host and device, and answer those of scalars.
+
+    Args:
+        mode: creates the fake tensors.
+        answer: number of values -> the values that the host reads.
+
+    Attributes:
+        count: transfers from the device to the host so far; one ``tolist()`` is one, of however many values.
+        uploads: transfers from the host to the device so far.
+    """
+
+    def __init__(self, mode: FakeTensorMode, answer: Callable[[int], list[float]]) -> None:
+        super().__init__()
+        self.mode = mode
+        self.answer = answer
+        self.count = self.uploads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        if not any(isinstance(leaf, FakeTensor) or _is_device(leaf) for leaf in leaves):
+            with _disable_current_modes():  # host tensors are real
+                return func(*args, **(kwargs or {}))
+        if args and type(args[0]) is torch.Tensor:  # else FakeTensorMode would copy a constant to the device
+            args = (self.mode.from_tensor(args[0]), *args[1:])
+        if func is torch.ops.aten.equal.default:
+            return bool(self.read(1)[0])
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_cuda:
+            (value,) = self.read(1)
+            return value if args[0].dtype.is_floating_point else int(value)
+        out = func(*args, **(kwargs or {}))
+        if func in _COPIES or func is torch.ops.aten.to.dtype_layout:
+            source = next(arg for arg in reversed(args) if isinstance(arg, torch.Tensor))
+            self.count += source.is_cuda and not out.is_cuda
+            self.uploads += out.is_cuda and not source.is_cuda
+        return out
+
+    def read(self, values: int) -> list[float]:
+        """Count one transfer of ``values`` scalars, and answer it."""
+        self.count += 1
+        return self.answer(values)
+
+
+class _FakeBackward(TorchFunctionMode):
+    """Give every parameter that a loss reaches an empty gradient: autograd needs a driver."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.backward:
+            return func(*args, **(kwargs or {}))
+        for parameter in reached_parameters(args[0]):
+            parameter.grad = torch.empty_like(parameter)
+        return None
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, torch.device) and value.type == "cuda"
+
+
+def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
+    """List the leaves of the graph of ``loss``."""
+    found, seen, stack = [], set(), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += [node.variable] if hasattr(node, "variable") else []
+            stack.extend(parent for parent, _ in node.next_functions)
+    return found
+
+
+@contextlib.contextmanager
+def fake_cuda(
+    monkeypatch: Any, answer: Callable[[int], list[float]] = lambda count: [1.0] * count
+) -> Iterator[DeviceReads]:
+    """Make new tensors fake and CUDA autocast effective.
+
+    Args:
+        monkeypatch: pytest's.
+        answer: see ``DeviceReads``. Default 1 for every value.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    reads = DeviceReads(mode, answer)
+
+    def tolist(tensor: FakeTensor) -> list[float]:
+        return reads.read(tensor.numel())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "autocast", ForcedAutocast)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1 << 25))
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
+        patch.setattr(FakeTensor, "tolist", tolist)
+        with mode, reads, _FakeBackward():
+            yield reads
+
+
+def to_fake_cuda(model: nn.Module) -> nn.Module:
+    """Replace a model's parameters and buffers by fake ones on the device, inside ``fake_cuda``; ties are kept."""
+    moved: dict[int, torch.Tensor] = {}
+    for part in model.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    if id(tensor) not in moved:
+                        fake = torch.empty_like(tensor.detach(), device=DEVICE)
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        moved[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                    tensors[name] = moved[id(tensor)]
+    return model

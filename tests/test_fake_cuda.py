@@ -1,0 +1,305 @@
+"""CUDA code paths on fake tensors: every tensor is on the device, and a step reads the device once."""
+
+import itertools
+
+import every_backbone
+import pytest
+import tiny
+import torch
+from fake_cuda import DEVICE, fake_cuda, to_fake_cuda
+from torch import nn
+
+from fastamp.amp import LossScaler, PrecisionPolicy
+from fastamp.config import get_cfg
+from fastamp.data.transforms import TRANSFORM_REGISTRY, build_transforms
+from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
+from fastamp.engine import SimpleTrainer
+from fastamp.engine.hooks import EMA
+from fastamp.evaluation import ReidEvaluator, inference_on_dataset
+from fastamp.evaluation.precise_bn import update_bn_statistics
+from fastamp.layers.classifier import CLS_LAYER_REGISTRY
+from fastamp.layers.norm import NORM_REGISTRY
+from fastamp.layers.pooling import POOL_LAYER_REGISTRY
+from fastamp.modeling import HEADS_REGISTRY, LOSS_REGISTRY, META_ARCH_REGISTRY, build_model
+from fastamp.solver import WeightAverage, build_gradient_clipping, build_optimizers
+
+IMAGES, CLASSES, STEPS = 8, 4, 3
+LOW = [torch.float16, torch.bfloat16]
+
+
+def make_batch(size=(64, 32)):
+    return {
+        "images": torch.zeros(IMAGES, 3, *size, dtype=torch.uint8),
+        "targets": torch.arange(IMAGES) // 2,
+        "camids": torch.arange(IMAGES) % 2,
+        "viewids": torch.zeros(IMAGES, dtype=torch.int64),
+        "img_paths": [f"{number}.jpg" for number in range(IMAGES)],
+    }
+
+
+class Batches:
+    """Yield one batch again and again."""
+
+    def __init__(self, size=(64, 32), count=None):
+        self.batch, self.count = make_batch(size), count
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        while self.count is None:
+            yield dict(self.batch)
+        for _ in range(self.count):
+            yield dict(self.batch)
+
+
+def tiny_config(*opts):
+    cfg = get_cfg()
+    cfg.merge_from_list([*tiny.tiny_options("unused", "MODEL.HEADS.NUM_CLASSES", str(CLASSES)), *opts])
+    return cfg
+
+
+def make_trainer(cfg, model, dtype=torch.bfloat16, **options):
+    policy = PrecisionPolicy("cuda", dtype)
+    return SimpleTrainer(
+        model,
+        Batches(tuple(cfg.INPUT.SIZE_TRAIN)),
+        list(build_optimizers(cfg, model).values()),
+        policy=policy,
+        scaler=LossScaler() if policy.needs_loss_scaling else None,
+        clip=build_gradient_clipping(cfg),
+        **options,
+    )
+
+
+def train(cfg, monkeypatch, dtype=torch.bfloat16, answer=lambda count: [1.0] * count):
+    """Train on fake tensors, and return the trainer and the number of reads of the device."""
+    model = build_model(cfg)
+    with fake_cuda(monkeypatch, answer) as reads:
+        trainer = make_trainer(cfg, to_fake_cuda(model), dtype)
+        trainer.train(0, 1, STEPS)
+        return trainer, reads.count
+
+
+def check_reads(cfg, monkeypatch, dtype=torch.bfloat16):
+    trainer, reads = train(cfg, monkeypatch, dtype)
+    assert (trainer.steps_taken, reads) == (STEPS, STEPS)
+
+
+# ---- the method itself
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_autocast_is_effective_on_fake_tensors(dtype, monkeypatch):
+    model = nn.Conv2d(3, 4, 3)
+    with fake_cuda(monkeypatch):
+        to_fake_cuda(model)
+        images = torch.zeros(2, 3, 8, 8, device=DEVICE)
+        with PrecisionPolicy("cuda", dtype).autocast():
+            assert model(images).dtype == dtype
+        assert model(images).dtype == torch.float32
+
+
+class HostTensor(nn.Module):
+    """Loss with a tensor on the CPU."""
+
+    loss_name = "loss_host"
+
+    def forward(self, outputs, targets):
+        return (outputs["features"] * torch.ones(outputs["features"].shape)).sum()
+
+
+class ReadingLoss(nn.Module):
+    """Loss that reads its value."""
+
+    loss_name = "loss_read"
+
+    def forward(self, outputs, targets):
+        loss = outputs["features"].square().sum()
+        return loss / max(loss.item(), 1.0)
+
+
+class SelectingLoss(nn.Module):
+    """Loss with shapes that depend on values."""
+
+    loss_name = "loss_selecting"
+
+    def forward(self, outputs, targets):
+        return outputs["features"][targets > 1].sum()
+
+
+def test_planted_cpu_tensor_is_found(monkeypatch):
+    model = build_model(tiny_config())
+    model.losses["loss_host"] = HostTensor()
+    with fake_cuda(monkeypatch), pytest.raises(RuntimeError, match="cuda:0 and cpu"):
+        make_trainer(tiny_config(), to_fake_cuda(model)).train(0, 1, 1)
+
+
+def test_planted_read_is_counted(monkeypatch):
+    model = build_model(tiny_config())
+    model.losses["loss_read"] = ReadingLoss()
+    with fake_cuda(monkeypatch) as reads:
+        make_trainer(tiny_config(), to_fake_cuda(model)).train(0, 1, STEPS)
+        assert reads.count == 2 * STEPS
+
+
+def test_planted_value_dependent_shape_is_found(monkeypatch):
+    model = build_model(tiny_config())
+    model.losses["loss_selecting"] = SelectingLoss()
+    with fake_cuda(monkeypatch), pytest.raises(Exception, match="nonzero"):
+        make_trainer(tiny_config(), to_fake_cuda(model)).train(0, 1, 1)
+
+
+# ---- training: one read of the device per step
+
+
+@pytest.mark.parametrize("name", every_backbone.BACKBONES)
+def test_backbone_trains_with_one_read_per_step(name, monkeypatch):
+    if name.startswith("timm/"):
+        pytest.importorskip("timm")
+    cfg = every_backbone.config(name, "MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'TripletLoss')")
+    check_reads(cfg, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [*LOW, torch.float32])
+@pytest.mark.parametrize("name", list(LOSS_REGISTRY))
+def test_loss_trains_with_one_read_per_step(name, dtype, monkeypatch):
+    check_reads(tiny_config("MODEL.LOSSES.NAME", f"('{name}',)"), monkeypatch, dtype)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "MODEL.LOSSES.TRI.HARD_MINING False",
+        "MODEL.LOSSES.TRI.NORM_FEAT True",
+        "MODEL.LOSSES.TRI.MARGIN 0.0",
+        "MODEL.LOSSES.CE.EPSILON 0.1",
+        "MODEL.LOSSES.CE.ALPHA 0.2",
+    ],
+)
+def test_loss_option_trains_with_one_read_per_step(option, monkeypatch):
+    check_reads(tiny_config(*option.split(" ")), monkeypatch)
+
+
+@pytest.mark.parametrize("name", list(HEADS_REGISTRY))
+def test_head_trains_with_one_read_per_step(name, monkeypatch):
+    if name == "JPMHead":
+        cfg = every_backbone.config("vit deit_small", "MODEL.HEADS.NAME", name)
+    else:
+        cfg = tiny_config("MODEL.HEADS.NAME", name, "MODEL.HEADS.EMBEDDING_DIM", "32")
+    check_reads(cfg, monkeypatch)
+
+
+@pytest.mark.parametrize("name", list(POOL_LAYER_REGISTRY))
+def test_pooling_trains_with_one_read_per_step(name, monkeypatch):
+    if name in ("Flatten", "Identity"):
+        cfg = every_backbone.config("vit deit_small", "MODEL.HEADS.POOL_LAYER", "Identity")
+    else:
+        cfg = tiny_config("MODEL.HEADS.POOL_LAYER", name)
+    check_reads(cfg, monkeypatch)
+
+
+@pytest.mark.parametrize("name", list(CLS_LAYER_REGISTRY))
+def test_classifier_trains_with_one_read_per_step(name, monkeypatch):
+    check_reads(tiny_config("MODEL.HEADS.CLS_LAYER", name), monkeypatch)
+
+
+@pytest.mark.parametrize("name", list(NORM_REGISTRY))
+def test_norm_trains_with_one_read_per_step(name, monkeypatch):
+    check_reads(every_backbone.config("resnet 18x", "MODEL.BACKBONE.NORM", name), monkeypatch)
+
+
+@pytest.mark.parametrize("name", list(META_ARCH_REGISTRY))
+def test_meta_architecture_trains_with_one_read_per_step(name, monkeypatch):
+    opts = {
+        "MGN": [
+            "MODEL.BACKBONE.DEPTH",
+            "50x",
+            "MODEL.BACKBONE.FEAT_DIM",
+            "2048",
+            "MODEL.HEADS.EMBEDDING_DIM",
+            "32",
+            "INPUT.SIZE_TRAIN",
+            "(192, 64)",
+            "INPUT.SIZE_TEST",
+            "(192, 64)",
+        ],
+        "MoCo": ["MODEL.QUEUE_SIZE", "64"],
+        "Distiller": ["KD.EMA.ENABLED", "True"],
+    }
+    check_reads(every_backbone.config("resnet 18x", "MODEL.META_ARCHITECTURE", name, *opts.get(name, [])), monkeypatch)
+
+
+@pytest.mark.parametrize("clip", ["value", "norm", "global_norm"])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Lamb"])
+def test_optimizer_and_clipping_step_with_one_read(optimizer, clip, monkeypatch):
+    opts = ["SOLVER.OPT", optimizer, "SOLVER.CLIP_GRADIENTS.ENABLED", "True", "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", clip]
+    check_reads(tiny_config(*opts), monkeypatch)
+
+
+def test_skipped_step_reads_once_more_for_the_names_of_the_gradients(monkeypatch):
+    reads = itertools.count()
+
+    def answer(count):
+        return [0.0, *[float("nan")] * (count - 1)] if next(reads) == 1 else [1.0] * count
+
+    trainer, count = train(tiny_config(), monkeypatch, torch.float16, answer)
+    assert (trainer.step.skipped_total, trainer.step.scaler.scale, count) == (1, 32768, STEPS + 1)
+
+
+def test_ema_updates_without_a_read(monkeypatch):
+    cfg = tiny_config()
+    model = build_model(cfg)
+    with fake_cuda(monkeypatch) as reads:
+        trainer = make_trainer(cfg, to_fake_cuda(model))
+        trainer.register_hooks([EMA(WeightAverage(model, "ema"), 0.9)])
+        trainer.train(0, 1, STEPS)
+        assert reads.count == STEPS
+
+
+def test_preflight_runs_on_the_device(monkeypatch, tmp_path):
+    cfg = tiny_config("OUTPUT_DIR", str(tmp_path), "SOLVER.AMP.PREFLIGHT", "warn")
+    model = build_model(cfg)
+    with fake_cuda(monkeypatch):
+        trainer = make_trainer(cfg, to_fake_cuda(model), precision_diagnostics=PrecisionDiagnostics.from_config(cfg))
+        trainer.train(0, 1, 1)
+        assert trainer.steps_taken == 1
+
+
+# ---- around the step
+
+
+def test_precise_batch_norm_does_not_read_the_device(monkeypatch):
+    model = build_model(tiny_config())
+    with fake_cuda(monkeypatch) as reads:
+        to_fake_cuda(model).train()
+        policy = PrecisionPolicy("cuda", torch.bfloat16)
+        assert update_bn_statistics(model, Batches(count=2), 2, policy=policy) > 0
+        assert reads.count == 0
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_evaluation_reads_features_once_per_batch_and_flags_once(flip, monkeypatch):
+    cfg = tiny_config()
+    model = build_model(cfg)
+    evaluator = ReidEvaluator(cfg, num_query=IMAGES)
+    monkeypatch.setattr(evaluator, "evaluate", dict)  # ranks on the host
+    policy = PrecisionPolicy("cuda", torch.bfloat16)
+    with fake_cuda(monkeypatch) as reads:
+        inference_on_dataset(to_fake_cuda(model), Batches(count=3), evaluator, flip, policy=policy)
+        assert reads.count == 3 + 1
+
+
+@pytest.mark.parametrize("name", list(TRANSFORM_REGISTRY))
+def test_transform_runs_on_the_device(name, monkeypatch):
+    opts = [f"INPUT.{name}.ENABLED", "True"]
+    cfg = tiny_config(*opts)
+    if "PROB" in cfg.INPUT[name]:
+        cfg.INPUT[name].PROB = 1.0
+    augment = build_transforms(cfg, is_train=True).augment
+    images = torch.zeros(IMAGES, 3, 64, 32, dtype=torch.uint8)
+    parameters = augment.draw([0] * IMAGES, range(IMAGES), (64, 32))
+    with fake_cuda(monkeypatch) as reads:
+        images = images.to(DEVICE)
+        assert augment.apply(images, parameters).device == DEVICE
+        assert reads.count == 0
