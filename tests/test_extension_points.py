@@ -161,7 +161,7 @@ def project(demo, tmp_path):
 
 def train(component, recipe, *opts):
     """Train and return the rows of metrics.json of the iterations."""
-    assert main(["train", "--parts", str(component), "--config-file", str(recipe), *opts]) == 0
+    assert main(["train", "--plugin", str(component), "--config-file", str(recipe), *opts]) == 0
     rows = map(json.loads, (component.parent / "run/metrics.json").read_text().splitlines())
     return [row for row in rows if "total_loss" in row]
 
@@ -170,10 +170,10 @@ def test_a_loss(project, capsys):
     component, recipe = project(LOSS, "MODEL: {LOSSES: {NAME: [CrossEntropyLoss, LengthLoss], LENGTH: {SCALE: 0.5}}}")
     rows = train(component, recipe)
     assert len(rows) == 2 and all(row["loss_length"] > 0 for row in rows)
-    command = ["train", "--parts", str(component), "--config-file", str(recipe), "MODEL.LOSSES.LENGTH.SCALE"]
+    command = ["train", "--plugin", str(component), "--config-file", str(recipe), "MODEL.LOSSES.LENGTH.SCALE"]
     assert main([*command, "-1"]) == 2
     assert "MODEL.LOSSES.LENGTH.SCALE is -1.0; it must be at least 0" in capsys.readouterr().err
-    assert main(["config", "explain", "MODEL.LOSSES.LENGTH.SCALE", "--parts", str(component)]) == 0
+    assert main(["config", "explain", "MODEL.LOSSES.LENGTH.SCALE", "--plugin", str(component)]) == 0
     assert "Length loss: weight in the sum." in capsys.readouterr().out
 
 
@@ -181,14 +181,14 @@ def test_a_transform(project):
     component, recipe = project(TRANSFORM, "INPUT: {DARKEN: {ENABLED: True, PROB: 1.0}, REA: False}")
     assert len(train(component, recipe)) == 2
     bright, dark = (
-        build_transforms(read_config(str(recipe), opts, parts=str(component))).augment
+        build_transforms(read_config(str(recipe), opts, plugin=str(component))).augment
         for opts in (("INPUT.DARKEN", "False"), ())
     )
     images = torch.randint(256, (6, 3, 64, 32), dtype=torch.uint8)
     # The draws of the other transforms are those of a config without this one.
     expected = bright.apply(images, bright.draw([0] * 6, range(6), (64, 32))) // 2
     assert torch.equal(dark.apply(images, dark.draw([0] * 6, range(6), (64, 32))), expected)
-    cfg = read_config(str(recipe), ("INPUT.REA", "True"), parts=str(component))
+    cfg = read_config(str(recipe), ("INPUT.REA", "True"), plugin=str(component))
     names = [type(transform).__name__ for transform in build_transforms(cfg).augment.transforms]
     assert names == ["PadAndRandomCrop", "RandomHorizontalFlip", "Darken", "RandomErasing"]
 
@@ -203,14 +203,14 @@ def test_a_backbone(project, tmp_path, capsys):
     for number, content in enumerate((state, foreign)):
         source, target = tmp_path / f"in{number}.pth", tmp_path / f"out{number}.pth"
         torch.save(content, source)
-        assert import_checkpoint.cli([str(source), str(target), "--parts", str(component)]) == 0
+        assert import_checkpoint.cli([str(source), str(target), "--plugin", str(component)]) == 0
         report = capsys.readouterr().out
         assert "NAME build_patchnet_backbone MODEL.BACKBONE.DEPTH wide MODEL.BACKBONE.WITH_GATE True" in report
         assert "(100%) of the model's tensors, 100% of the backbone's" in report
         imported = tiny.weights(target)
         assert all(torch.equal(imported[name], value) for name, value in state.items() if name.startswith("backbone."))
     torch.save({"teacher": {name.removeprefix("backbone."): value for name, value in state.items()}}, source)
-    assert import_checkpoint.cli([str(source), str(target), "--parts", str(component)]) == 2
+    assert import_checkpoint.cli([str(source), str(target), "--plugin", str(component)]) == 2
     assert "--prefix teacher.   (patchnet)" in capsys.readouterr().err
 
 

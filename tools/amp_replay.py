@@ -8,6 +8,7 @@ file or an option is wrong.
 import argparse
 import sys
 
+from fastamp.cli.options import add_plugin_argument
 from fastamp.diagnostics.replay import replay
 from fastamp.engine import run_command_line
 from fastamp.utils.files import ignore_closed_stdout
@@ -18,12 +19,12 @@ def cli(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("crash", metavar="CRASH", help="a crash file, or the folder amp_crash, whose newest is meant")
-    parser.add_argument("--parts", default="", metavar="FILE", help="Python file that registers parts of your own")
+    add_plugin_argument(parser)
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and values to try")
     args = parser.parse_args(argv)
     setup_logger()
     outcome: list[bool] = []
-    code = run_command_line(lambda: outcome.append(replay(args.crash, args.opts, parts=args.parts)))
+    code = run_command_line(lambda: outcome.append(replay(args.crash, args.opts, plugin=args.plugin)))
     return code or int(not outcome[0])
 
 

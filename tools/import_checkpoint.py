@@ -22,6 +22,7 @@ import torch
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.load_state import classifiers, convert_state_dict, examples, load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, tensors_by_path
+from fastamp.cli.options import add_plugin_argument
 from fastamp.config import CfgNode, read_config
 from fastamp.engine import run_command_line
 from fastamp.modeling import build_model
@@ -33,7 +34,7 @@ from fastamp.utils.terminal_text import sanitize_terminal_text
 
 
 def import_checkpoint(
-    source: str, target: str, *, config_file: str, opts: list[str], parts: str, prefix: str = ""
+    source: str, target: str, *, config_file: str, opts: list[str], plugin: str, prefix: str = ""
 ) -> None:
     """Read ``source``, print the report, and write ``target``.
 
@@ -42,7 +43,7 @@ def import_checkpoint(
         target: checkpoint, .pth.
         config_file: config of the model; empty to recognize it.
         opts: KEY VALUE pairs.
-        parts: Python file with custom components; empty for none.
+        plugin: Python file with custom components; empty for none.
         prefix: take what is below it only, see ``tensors_by_path``; empty for the whole file.
 
     Raises:
@@ -54,12 +55,12 @@ def import_checkpoint(
         raise ConfigError(f"{target}: a checkpoint's name ends with .pth")
     if real_path(out) == real_path(expand(source)):
         raise ConfigError(f"{target} is the file that is read; name another one")
-    read_config(config_file, opts, parts=parts)  # what is wrong in them is said first
-    defaults = read_config("", (), parts=parts)
+    read_config(config_file, opts, plugin=plugin)  # what is wrong in them is said first
+    defaults = read_config("", (), plugin=plugin)
     content = read_checkpoint(source)
     try:
         state = weights_below(content, prefix, source, defaults)
-        write_model(state, source, out, config_file=config_file, opts=opts, parts=parts)
+        write_model(state, source, out, config_file=config_file, opts=opts, plugin=plugin)
     except WeightsError as error:
         hint = "" if prefix else prefix_hint(content, defaults)
         if not hint:
@@ -103,11 +104,11 @@ def prefix_hint(content: Any, defaults: CfgNode) -> str:
 
 
 def write_model(
-    state: dict[str, torch.Tensor], source: str, out: Path, *, config_file: str, opts: list[str], parts: str
+    state: dict[str, torch.Tensor], source: str, out: Path, *, config_file: str, opts: list[str], plugin: str
 ) -> None:
     """Load ``state`` into the model of the config, or of the recognized one, print the report, and write ``out``."""
     if not config_file:
-        keys = infer_config(state, source, read_config("", (), parts=parts))
+        keys = infer_config(state, source, read_config("", (), plugin=plugin))
         print("recognized:", *(f"{key} {value!r}" if " " in value else f"{key} {value}" for key, value in keys.items()))
         print(
             "not told by a file, and as by default unless given as KEY VALUE: MODEL.BACKBONE.STEM_POOL, LAST_STRIDE, "
@@ -117,16 +118,16 @@ def write_model(
         opts = [*(each for pair in keys.items() for each in pair), *opts]
     # No downloads: the weights are here.
     opts = ["MODEL.DEVICE", "cpu", *opts, "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.BACKBONE.PRETRAIN_PATH", ""]
-    cfg = read_config(config_file, opts, parts=parts)
+    cfg = read_config(config_file, opts, plugin=plugin)
     if cfg.MODEL.META_ARCHITECTURE == "Distiller":  # what it leaves is a Baseline, and its teachers may not be here
         opts += ["MODEL.META_ARCHITECTURE", "Baseline"]
-        cfg = read_config(config_file, opts, parts=parts)
+        cfg = read_config(config_file, opts, plugin=plugin)
     model = build_model(cfg)
     if cfg.MODEL.HEADS.NUM_CLASSES == 0:
         converted, _ = convert_state_dict(model, state)
         found = [len(converted[name]) for name in classifiers(model) if name in converted]
         if found:
-            cfg = read_config(config_file, [*opts, "MODEL.HEADS.NUM_CLASSES", str(found[0])], parts=parts)
+            cfg = read_config(config_file, [*opts, "MODEL.HEADS.NUM_CLASSES", str(found[0])], plugin=plugin)
             model = build_model(cfg)
     report = load_model_state(model, state, source=source, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH)
     print(sanitize_terminal_text(str(report)))
@@ -153,7 +154,7 @@ def cli(argv: list[str] | None = None) -> int:
     parser.add_argument("target", metavar="OUT", help="checkpoint to write, .pth")
     parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config of the model")
     parser.add_argument("--prefix", default="", help="take the tensors below it, e.g. teacher.backbone.")
-    parser.add_argument("--parts", default="", metavar="FILE", help="Python file that registers parts of your own")
+    add_plugin_argument(parser)
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and their values")
     args = parser.parse_intermixed_args(argv)
     setup_logger()
@@ -164,7 +165,7 @@ def cli(argv: list[str] | None = None) -> int:
             args.target,
             config_file=args.config_file,
             opts=args.opts,
-            parts=args.parts,
+            plugin=args.plugin,
             prefix=args.prefix,
         )
     )

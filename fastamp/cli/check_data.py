@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from fastamp.cli.options import add_parts
+from fastamp.cli.options import add_plugin_argument
 from fastamp.utils.errors import writing
 from fastamp.utils.terminal_text import sanitize_terminal_text
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the data set, and where its contact sheet goes."""
     parser.add_argument("name", metavar="NAME", help="as in DATASETS.NAMES")
     parser.add_argument("--output", default="logs/check_data", metavar="DIR", help="(default: %(default)s)")
-    add_parts(parser)
+    add_plugin_argument(parser)
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and their values")
 
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.data.build import build_dataset
     from fastamp.data.check import check_dataset, contact_sheet
 
-    cfg = read_config("", args.opts, parts=args.parts)
+    cfg = read_config("", args.opts, plugin=args.plugin)
     dataset = build_dataset(args.name, cfg)
     report = check_dataset(dataset, max_pixels=cfg.INPUT.MAX_PIXELS)
     print(sanitize_terminal_text(f"{args.name}\n\n{text(report)}\n"), flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from fastamp.cli.options import add_parts
+from fastamp.cli.options import add_plugin_argument
 from fastamp.config import (
     RELEASES,
     CfgNode,
@@ -19,6 +19,7 @@ from fastamp.config import (
 )
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import write_atomically
+from fastamp.utils.moved import renamed_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,25 +39,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     converting.add_argument("--output", "-o", default="", metavar="NEW.yml", help="default: print it")
     converting.add_argument("--release", choices=RELEASES, default="", help="default: detect it from the keys")
     for each in (listing, explaining, comparing, converting):
-        add_parts(each)
+        add_plugin_argument(each)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what was asked for."""
     if args.action == "list":
-        print(describe_config(args.prefix, read_config(args.config_file, [], parts=args.parts)))
+        print(describe_config(args.prefix, read_config(args.config_file, [], plugin=args.plugin)))
     elif args.action == "explain":
-        print(explain_key(args.key, read_config("", [], parts=args.parts), args.config_file))
+        print(explain_key(args.key, read_config("", [], plugin=args.plugin), args.config_file))
     elif args.action == "convert":
-        convert(args.file, args.output, release=args.release, parts=args.parts)
+        convert(args.file, args.output, release=args.release, plugin=args.plugin)
     else:
-        first, second = (config_of(source, args.parts) for source in (args.first, args.second))
+        first, second = (config_of(source, args.plugin) for source in (args.first, args.second))
         found = describe_changes(second, first.dump(), args.first)
         print("\n".join(found) or "no difference")
     return 0
 
 
-def convert(source: str, output: str = "", *, release: str = "", parts: str = "") -> None:
+@renamed_arguments(parts="plugin")
+def convert(source: str, output: str = "", *, release: str = "", plugin: str = "") -> None:
     """Write a config file of an old release of FastReID, with its bases and its defaults, in the present keys.
 
     What was translated, and what has no counterpart, goes to stderr line by line.
@@ -65,7 +67,7 @@ def convert(source: str, output: str = "", *, release: str = "", parts: str = ""
         source: the YAML file.
         output: the file to write; "" prints it.
         release: whose config it is; "" detects it.
-        parts: see ``read_config``.
+        plugin: see ``read_config``.
 
     Raises:
         ConfigError: the file cannot be read or translated, or ``output`` exists already.
@@ -73,7 +75,7 @@ def convert(source: str, output: str = "", *, release: str = "", parts: str = ""
     """
     if output and Path(output).exists():
         raise ConfigError(f"--output {output} exists already.\n  fix: choose another name, or remove the file")
-    cfg = read_config("", [], parts=parts).clone()
+    cfg = read_config("", [], plugin=plugin).clone()
     cfg.defrost()
     log, console = logging.getLogger("fastamp"), logging.StreamHandler(sys.stderr)
     level = log.level
@@ -97,7 +99,8 @@ def convert(source: str, output: str = "", *, release: str = "", parts: str = ""
     print(f"wrote {output}")
 
 
-def config_of(source: str, parts: str = "") -> CfgNode:
+@renamed_arguments(parts="plugin")
+def config_of(source: str, plugin: str = "") -> CfgNode:
     """Return the whole config of a YAML file, a checkpoint or a run's folder.
 
     Raises:
@@ -109,8 +112,8 @@ def config_of(source: str, parts: str = "") -> CfgNode:
         if not path.is_file():
             raise ConfigError(f"{source} is a folder without a config.yaml, and so no run's")
     if path.suffix != ".pth":
-        return read_config(str(path), [], parts=parts)
-    cfg = read_config("", [], parts=parts).clone()
+        return read_config(str(path), [], plugin=plugin)
+    cfg = read_config("", [], plugin=plugin).clone()
     cfg.defrost()
     from fastamp.checkpoint.entries import merge_from_checkpoint
 

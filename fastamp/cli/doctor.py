@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from fastamp.cli.options import add_parts
+from fastamp.cli.options import add_plugin_argument
 from fastamp.utils.errors import ConfigError
 
 _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
@@ -66,7 +66,7 @@ def examine_model(args: argparse.Namespace) -> bool:
     from fastamp.diagnostics.doctor_report import FOLDER, write_amp_report
     from fastamp.engine import default_setup
 
-    cfg = read_config(args.config_file, args.opts, parts=args.parts)
+    cfg = read_config(args.config_file, args.opts, plugin=args.plugin)
     default_setup(cfg, args)
     dtypes = [getattr(torch, name) for name in args.dtypes]
     found = diagnose(cfg, dtypes=dtypes, batch_size=args.batch, max_images=args.images)
@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--images", type=at_least(0), default=512, help="test images to rank, 0 is all (default: %(default)s)"
     )
-    add_parts(parser)
+    add_plugin_argument(parser)
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and their values")
 
 
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
         setup_logger()
         opts = args.opts if args.config_file else ["MODEL.DEVICE", "auto", *args.opts]
-        sound = examine_machine(read_config(args.config_file, opts, parts=args.parts).MODEL.DEVICE)
+        sound = examine_machine(read_config(args.config_file, opts, plugin=args.plugin).MODEL.DEVICE)
     if args.config_file or not args.env:
         sound = examine_model(args) and sound
     return int(not sound)

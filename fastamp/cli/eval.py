@@ -9,9 +9,10 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastamp.cli.options import add_parts
+from fastamp.cli.options import add_plugin_argument
 from fastamp.utils.arguments import add_process_arguments
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.moved import renamed_arguments
 
 if TYPE_CHECKING:
     from fastamp.config import CfgNode
@@ -25,7 +26,7 @@ _OF_THE_MACHINE = ("OUTPUT_DIR", "DATALOADER.CACHE", "DATALOADER.CACHE_DIR")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add those of a training that mean something here."""
     add_process_arguments(parser)
-    add_parts(parser)
+    add_plugin_argument(parser)
     parser.set_defaults(eval_only=True, resume=False)
 
 
@@ -41,19 +42,20 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """Evaluate, and return the metrics."""
     from fastamp.engine import DefaultTrainer, default_setup
 
-    cfg, source = evaluation_config(args.config_file, args.opts, parts=args.parts)
+    cfg, source = evaluation_config(args.config_file, args.opts, plugin=args.plugin)
     default_setup(cfg, args)
     logger.info("config of the evaluation: %s, and the command line", source)
     return DefaultTrainer.test_weights(cfg)
 
 
-def evaluation_config(config_file: str, opts: Sequence[str], *, parts: str = "") -> tuple["CfgNode", str]:
+@renamed_arguments(parts="plugin")
+def evaluation_config(config_file: str, opts: Sequence[str], *, plugin: str = "") -> tuple["CfgNode", str]:
     """Return the config of a file, else of the checkpoint that is evaluated, else the defaults; and which it is.
 
     Args:
         config_file: path; empty for the checkpoint's own config.
         opts: KEY VALUE pairs over it, one after the other.
-        parts: see ``read_config``.
+        plugin: see ``read_config``.
 
     Raises:
         ConfigError: a file, a key or a value is wrong, or MODEL.WEIGHTS is not set.
@@ -62,13 +64,13 @@ def evaluation_config(config_file: str, opts: Sequence[str], *, parts: str = "")
     from fastamp.checkpoint.entries import merge_if_config
     from fastamp.config import read_config
 
-    given = read_config(config_file, opts, parts=parts)
+    given = read_config(config_file, opts, plugin=plugin)
     weights = given.MODEL.WEIGHTS
     if not weights:
         raise ConfigError("there are no weights to evaluate.\n  fix: add MODEL.WEIGHTS path/to/model_best.pth")
     if config_file:
         return given, config_file
-    defaults = read_config("", [], parts=parts)
+    defaults = read_config("", [], plugin=plugin)
     cfg = defaults.clone()
     cfg.defrost()
     if not merge_if_config(cfg, weights):

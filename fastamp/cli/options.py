@@ -1,8 +1,19 @@
-"""Options that several commands have."""
+"""Options shared by several commands."""
 
 import argparse
 
+from fastamp.utils.moved import moved_names
 
-def add_parts(parser: argparse.ArgumentParser) -> None:
-    """Add ``--parts``, which ``read_config`` takes."""
-    parser.add_argument("--parts", default="", metavar="FILE", help="Python file that registers parts of your own")
+__getattr__ = moved_names(__name__, {"add_parts": "fastamp.cli.options.add_plugin_argument"})
+
+
+def add_plugin_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--plugin``, for the argument ``plugin`` of ``read_config``; ``--parts`` is its former name."""
+    parser.add_argument(
+        "--plugin",
+        "--parts",
+        dest="plugin",
+        default="",
+        metavar="FILE",
+        help="Python file that registers custom components and declares their config keys (former name: --parts)",
+    )

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from fastamp.cli.options import add_parts
+from fastamp.cli.options import add_plugin_argument
 from fastamp.utils.arguments import add_training_arguments, default_argument_parser
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.signals import handling
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 def argument_parser() -> argparse.ArgumentParser:
     """Return the parser of FastReID's command line, and of what is new in it."""
     parser = default_argument_parser()
-    add_parts(parser)
+    add_plugin_argument(parser)
     return parser
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the same, and what needs no training."""
     add_training_arguments(parser)
-    add_parts(parser)
+    add_plugin_argument(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -47,7 +47,7 @@ def setup(args: argparse.Namespace) -> "CfgNode":
     from fastamp.config import read_config
     from fastamp.engine import default_setup
 
-    cfg = read_config(args.config_file, args.opts, parts=getattr(args, "parts", ""))
+    cfg = read_config(args.config_file, args.opts, plugin=getattr(args, "plugin", ""))
     default_setup(cfg, args)
     return cfg
 
@@ -69,7 +69,7 @@ def try_out(args: argparse.Namespace, folder: str) -> None:
     from fastamp.config import read_config
     from fastamp.engine.dry_run import dry_run
 
-    dry_run(read_config(args.config_file, args.opts, parts=args.parts), folder, resume=args.resume)
+    dry_run(read_config(args.config_file, args.opts, plugin=args.plugin), folder, resume=args.resume)
 
 
 def run(args: argparse.Namespace) -> int:

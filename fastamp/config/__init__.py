@@ -5,9 +5,12 @@ from fastamp.config.channels import per_channel
 from fastamp.config.config import CfgNode, FrozenConfigError, get_cfg
 from fastamp.config.describe import describe_config, explain_key
 from fastamp.config.key import Key
-from fastamp.config.read import load_parts, read_config
+from fastamp.config.read import load_plugin, read_config
 from fastamp.config.releases import RELEASES
 from fastamp.config.sizes import crop_size, fixed_input_size, input_size, size_key
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(__name__, {"load_parts": "fastamp.config.read.load_plugin"})
 
 __all__ = [
     "RELEASES",
@@ -22,7 +25,7 @@ __all__ = [
     "fixed_input_size",
     "get_cfg",
     "input_size",
-    "load_parts",
+    "load_plugin",
     "per_channel",
     "read_config",
     "size_key",

@@ -1,4 +1,4 @@
-"""The config of a command: a file, KEY VALUE pairs, and keys of custom components."""
+"""Read a command's config: a file, KEY VALUE pairs and the keys of a plugin."""
 
 import importlib.util
 import sys
@@ -8,27 +8,34 @@ from fastamp.config.config import CfgNode, get_cfg
 from fastamp.config.key import Key
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import real_path
+from fastamp.utils.moved import moved_names, renamed_arguments
+
+__getattr__ = moved_names(__name__, {"load_parts": "fastamp.config.read.load_plugin"})
 
 
+@renamed_arguments(parts="plugin")
 def read_config(
-    config_file: str, opts: Sequence[str], *, parts: str = "", define_keys: Callable[[CfgNode], None] | None = None
+    config_file: str, opts: Sequence[str], *, plugin: str = "", define_keys: Callable[[CfgNode], None] | None = None
 ) -> CfgNode:
-    """Return the frozen config of a file and of KEY VALUE pairs over it.
+    """Read a config file and override it with KEY VALUE pairs.
 
     Args:
-        config_file: path; empty for the defaults.
-        opts: the pairs, one after the other.
-        parts: file that registers custom components first, see ``load_parts``; empty is none.
-        define_keys: declares keys of a project.
+        config_file: path of a YAML file; "" for the defaults.
+        opts: ``[KEY, VALUE, KEY, VALUE, ...]``.
+        plugin: Python file that registers custom components, see ``load_plugin``; "" for none. Default "".
+        define_keys: function that declares a project's keys in the config. Default None.
+
+    Returns:
+        The frozen config.
 
     Raises:
-        ConfigError: a file, a key or a value is wrong.
+        ConfigError: if a file cannot be read, a key is unknown or a value is invalid.
     """
     cfg = get_cfg()
     if define_keys:
         define_keys(cfg)
-    if parts:
-        load_parts(parts, cfg)
+    if plugin:
+        load_plugin(plugin, cfg)
     if config_file:
         cfg.merge_from_file(config_file)
     cfg.merge_from_list(opts)
@@ -36,27 +43,31 @@ def read_config(
     return cfg
 
 
-def load_parts(path: str, cfg: CfgNode) -> None:
-    """Run a Python file that registers custom components, and declare its config keys.
+def load_plugin(path: str, cfg: CfgNode) -> None:
+    """Run a Python file that registers custom components, and declare its config keys in ``cfg``.
 
-    These are the file's ``KEYS``, declared as in a component of fastamp, and those of its ``add_config(cfg)``.
+    The keys are the file's ``KEYS``, as in a component of fastamp, and those that its ``add_config(cfg)`` declares.
+
+    Args:
+        path: the plugin file. It runs once per process.
+        cfg: config that is not frozen.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: if the file does not exist.
     """
     file = real_path(path)
     if not file.is_file():
-        raise ConfigError(f"--parts: there is no file {path}")
-    name = f"fastamp_parts_{file}"
+        raise ConfigError(f"--plugin {path}: file not found.\n  fix: correct the path")
+    name = f"fastamp_plugin_{file}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
-    parts = sys.modules[name]
-    if hasattr(parts, "add_config"):
-        parts.add_config(cfg)
-    keys = getattr(parts, "KEYS", ())
-    # A project may use that name for something else, or declare its KEYS in add_config itself.
+    module = sys.modules[name]
+    if hasattr(module, "add_config"):
+        module.add_config(cfg)
+    keys = getattr(module, "KEYS", ())
+    # A plugin may use the name KEYS for other things, or declare its KEYS in add_config itself.
     if isinstance(keys, (tuple, list)) and all(isinstance(key, Key) for key in keys):
         known = {key.path for key, _ in cfg.keys_below()}
         cfg.add_keys(key for key in keys if key.path not in known)

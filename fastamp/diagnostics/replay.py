@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tabulate import tabulate
 
 from fastamp.amp import PrecisionPolicy, resolve_device
-from fastamp.config import CfgNode, get_cfg, load_parts
+from fastamp.config import CfgNode, get_cfg, load_plugin
 from fastamp.diagnostics.config_check import check_config
 from fastamp.diagnostics.crash import CrashDump
 from fastamp.diagnostics.isolated_passes import IsolatedPasses
@@ -14,18 +14,20 @@ from fastamp.diagnostics.nan_locator import locate_in_evaluation, locate_in_trai
 from fastamp.diagnostics.tensors import all_finite
 from fastamp.modeling import build_model
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.moved import renamed_arguments
 
 logger = logging.getLogger(__name__)
 
 
-def replay(path: str, opts: Sequence[str] = (), *, parts: str = "") -> bool:
+@renamed_arguments(parts="plugin")
+def replay(path: str, opts: Sequence[str] = (), *, plugin: str = "") -> bool:
     """Replay a crash file, print what comes out beside what was recorded, and where it goes wrong.
 
     Args:
         path: the file, or the folder ``amp_crash``, whose newest file is meant.
         opts: KEY VALUE pairs over the run's config, to try a cure on the very step: ``SOLVER.AMP.FORCE_FP32``,
             ``SOLVER.AMP bf16``, ``SOLVER.AMP.INIT_SCALE``, ``MODEL.DEVICE``.
-        parts: a file that registers the model's own parts, see ``load_parts``.
+        plugin: Python file that registers the model's custom components, see ``load_plugin``.
 
     Returns:
         Whether all values are finite now.
@@ -35,8 +37,8 @@ def replay(path: str, opts: Sequence[str] = (), *, parts: str = "") -> bool:
     """
     crash = CrashDump.read(path)
     cfg = get_cfg()
-    if parts:
-        load_parts(parts, cfg)
+    if plugin:
+        load_plugin(plugin, cfg)
     cfg.merge_from_other_cfg(CfgNode.load_cfg(crash.config))
     cfg.merge_from_list(["MODEL.BACKBONE.PRETRAIN", "False", "MODEL.WEIGHTS", ""])
     cfg.merge_from_list(opts)
@@ -46,7 +48,8 @@ def replay(path: str, opts: Sequence[str] = (), *, parts: str = "") -> bool:
     try:
         model = build_model(cfg)
     except ConfigError as error:
-        raise ConfigError(f"{error}" + ("" if parts else "\n  for parts of your own: --parts FILE")) from error
+        hint = "" if plugin else "\n  fix: --plugin FILE, if the model has custom components"
+        raise ConfigError(f"{error}{hint}") from error
     crash.restore(model, exact=not opts)
     keys = set(opts[::2])
     policy = crash.precision(device)

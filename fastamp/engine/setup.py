@@ -28,7 +28,7 @@ __getattr__ = moved_names(
         "add_training_arguments": "fastamp.utils.arguments.add_training_arguments",
         "add_process_arguments": "fastamp.utils.arguments.add_process_arguments",
         "read_config": "fastamp.config.read_config",
-        "load_parts": "fastamp.config.load_parts",
+        "load_parts": "fastamp.config.load_plugin",
         "merge_from_checkpoint": "fastamp.checkpoint.entries.merge_from_checkpoint",
         "merge_if_config": "fastamp.checkpoint.entries.merge_if_config",
     },

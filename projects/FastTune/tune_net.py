@@ -41,7 +41,8 @@ from autotuner.space import BATCH, IDENTITIES, IMAGES, Space, default_space, rea
 from autotuner.split import VAL_FRACTION, define_keys, split_training
 
 from fastamp.amp import resolve_device
-from fastamp.config import CfgNode, get_cfg, load_parts, read_config
+from fastamp.cli.options import add_plugin_argument
+from fastamp.config import CfgNode, get_cfg, load_plugin, read_config
 from fastamp.data.build import build_dataset
 from fastamp.data.datasets.base import ImageItem
 from fastamp.diagnostics.config_check import check_config
@@ -58,10 +59,10 @@ _SECONDS_TO_STOP = 10.0
 
 def read_recipe(args: argparse.Namespace) -> tuple[CfgNode, float]:
     """Return the config that trials start from, which train_net.py would take, and TUNE.VAL_FRACTION."""
-    with_ours = read_config(args.config_file, args.opts, parts=args.parts, define_keys=define_keys)
+    with_ours = read_config(args.config_file, args.opts, plugin=args.plugin, define_keys=define_keys)
     cfg = get_cfg()
-    if args.parts:
-        load_parts(args.parts, cfg)
+    if args.plugin:
+        load_plugin(args.plugin, cfg)
     cfg.merge_from_other_cfg({name: value for name, value in with_ours.items() if name != VAL_FRACTION.split(".")[0]})
     cfg.freeze()
     check_config(cfg)
@@ -252,7 +253,7 @@ def tune(args: argparse.Namespace, finish: Callable[[int], int]) -> int:
         gpus=gpus,
         max_concurrent=args.max_concurrent,
         max_failures=args.max_failures,
-        parts=str(real_path(args.parts)) if args.parts else "",
+        plugin=str(real_path(args.plugin)) if args.plugin else "",
     )
     start_ray(address=args.address, cpus=args.cpus_per_trial, gpus=gpus)
     with stopped_by_signals(finish):  # after Ray, which sets a handler too
@@ -324,7 +325,7 @@ def cli(argv: list[str] | None = None) -> int:
         "--max-failures", type=_count, default=0, help="times that a crashed trial is tried again (default: 0)"
     )
     parser.add_argument("--seed", type=_natural, default=0, help="of the draws and of the identities held out")
-    parser.add_argument("--parts", default="", metavar="FILE", help="Python file that registers parts of your own")
+    add_plugin_argument(parser)
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and their values")
     args = parser.parse_args(argv)
     if args.pbt and args.scheduler not in (None, "pbt"):

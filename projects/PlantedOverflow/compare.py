@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import torch
-from parts import add_config
+from plugin import add_config
 from tabulate import tabulate
 
 from fastamp.config import CfgNode, get_cfg

@@ -93,14 +93,14 @@ def test_diff_of_what_is_no_config(config, recipe, tmp_path):
 
 
 def test_keys_of_a_projects_own(config, tmp_path):
-    parts = tmp_path / "parts.py"
-    parts.write_text("def add_config(cfg):\n    cfg.define('MODEL.MINE', 1, 'A number of mine.')\n")
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text("def add_config(cfg):\n    cfg.define('MODEL.MINE', 1, 'A number of mine.')\n")
     (tmp_path / "mine.yml").write_text("MODEL: {MINE: 2}\n")
-    command = ("explain", "MODEL.MINE", "--parts", parts, "--config-file", tmp_path / "mine.yml")
+    command = ("explain", "MODEL.MINE", "--plugin", plugin, "--config-file", tmp_path / "mine.yml")
     assert config(*command)[1][:2] == ["MODEL.MINE: 1", "    A number of mine."]
     (tmp_path / "default.yml").write_text("")
     files = (tmp_path / "default.yml", tmp_path / "mine.yml")
-    assert config("diff", *files, "--parts", parts) == (0, ["MODEL.MINE: 1 -> 2"])
+    assert config("diff", *files, "--plugin", plugin) == (0, ["MODEL.MINE: 1 -> 2"])
     assert config("diff", *files)[0] == 2
 
 

@@ -165,7 +165,7 @@ def test_two_processes_as_a_module(demo_root, tmp_path):
     options = tiny.tiny_options(tmp_path / "run", "SOLVER.AMP", "bf16", "TEST.IMS_PER_BATCH", "8")
     command = [sys.executable, "-m", "fastamp", "train", "--dry-run", "--num-gpus", "2"]
     done = subprocess.run(
-        [*command, "--parts", "tests/helpers/tiny.py", *options],
+        [*command, "--plugin", "tests/helpers/tiny.py", *options],
         env={**os.environ, "FASTAMP_DATASETS": str(demo_root), "TMPDIR": str(tmp_path / "scratch")},
         capture_output=True,
         text=True,

@@ -120,6 +120,14 @@ def test_a_log_that_nobody_reads_does_not_end_the_run(tmp_path):
     assert (found, stderr) == (0, "end\n")
 
 
+@pytest.mark.parametrize("flag", ["--plugin", "--parts"])
+def test_commands_take_a_plugin_by_either_flag(flag, tmp_path, capsys):
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text("from fastamp.config import Key\nKEYS = (Key('MODEL.MINE', 1, 'A number.'),)\n")
+    assert main(["config", "explain", "MODEL.MINE", flag, str(plugin)]) == 0
+    assert "MODEL.MINE: 1" in capsys.readouterr().out
+
+
 def test_versions(capsys):
     assert main(["--version"]) == 0
     out = capsys.readouterr().out

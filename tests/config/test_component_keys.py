@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from fastamp.config import get_cfg, load_parts
+import fastamp
+from fastamp.config import get_cfg, load_plugin, read_config
 from fastamp.config.component_keys import component_keys, declared_keys
 from fastamp.config.defaults import KEYS
 from fastamp.config.key import Key
+from fastamp.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 DECLARING = [path for path in sorted((ROOT / "fastamp").glob("*/**/*.py")) if "\nKEYS" in path.read_text()]
@@ -100,9 +102,23 @@ def test_keys_are_python(tmp_path):
         ("KEYS = (Key('MODEL.MINE', 1, 'Mine.'),)\ndef add_config(cfg):\n    cfg.add_keys(KEYS)", True),
     ],
 )
-def test_parts_with_keys(tmp_path, text, there):
-    file = tmp_path / "parts.py"
+def test_plugin_declares_its_keys(tmp_path, text, there):
+    file = tmp_path / "plugin.py"
     file.write_text(f"from fastamp.config import Key\n{text}\n")
     cfg = get_cfg()
-    load_parts(str(file), cfg)
+    load_plugin(str(file), cfg)
     assert ("MINE" in cfg.MODEL) == there
+
+
+def test_former_names_of_plugin_arguments_warn(tmp_path):
+    file = tmp_path / "plugin.py"
+    file.write_text("from fastamp.config import Key\nKEYS = (Key('MODEL.MINE', 1, 'Mine.'),)\n")
+    with pytest.warns(DeprecationWarning, match="parts"):
+        assert read_config("", [], parts=str(file)).MODEL.MINE == 1
+    with pytest.warns(DeprecationWarning, match="load_parts"):
+        assert fastamp.config.load_parts is load_plugin
+
+
+def test_missing_plugin_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.py"):
+        read_config("", [], plugin=str(tmp_path / "nowhere.py"))

@@ -164,4 +164,4 @@ def python(record):
         cfg.INPUT.SIZE_TEST = (0,)
         fixed_input_size(cfg, is_train=False, needed_by="MODEL.HEADS.POOL_LAYER Flatten")
     with record("a file of components that is missing"):
-        read_config("", [], parts="nowhere.py")
+        read_config("", [], plugin="nowhere.py")

@@ -82,7 +82,7 @@ def configs(record):
         ("--dry-run", "--eval-only"),
         ("--eval-only",),
         ("--config-file", "nowhere.yml"),
-        ("--parts", "nowhere.py"),
+        ("--plugin", "nowhere.py"),
         ("OUTPUT_DIR", str(record.file("file"))),
         ("OUTPUT_DIR", f"{record.file('file')}/below"),
     ):

@@ -58,12 +58,12 @@ TUNE_NET = Path(tune_net.__file__).resolve()
 
 def arguments(tmp_path, *flags, opts=(), space=SPACE):
     (tmp_path / "space.yml").write_text(space)
-    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "plugin.py").write_text(PARTS)
     (tmp_path / "base.yml").write_text("SOLVER: {AMP: bf16}\n")
     options = tiny.tiny_options(tmp_path / "search", "SOLVER.MAX_EPOCH", "4", "TEST.EVAL_PERIOD", "1", *opts)
     return [
         *("--config-file", str(tmp_path / "base.yml"), "--space", str(tmp_path / "space.yml")),
-        *("--parts", str(tmp_path / "parts.py"), "--num-trials", "6", *flags, *options),
+        *("--plugin", str(tmp_path / "plugin.py"), "--num-trials", "6", *flags, *options),
     ]
 
 
@@ -152,7 +152,7 @@ def test_a_trial_that_fails_or_crashes_does_not_end_the_others(demo, tmp_path, c
     # Trials of the same values are the same training, whatever failed beside them.
     assert len({row["score"] for row in good}) == 1 and {row["SOLVER.BASE_LR"] for row in good} == {"0.01"}
 
-    again = ["--parts", str(tmp_path / "parts.py"), "--config-file", str(output / "best_config.yaml")]
+    again = ["--plugin", str(tmp_path / "plugin.py"), "--config-file", str(output / "best_config.yaml")]
     assert train_net.cli([*again, "OUTPUT_DIR", str(tmp_path / "again")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "again/metrics.json").read_text().splitlines()]
     assert rows[-1]["Demo/mAP"] > 0
@@ -282,7 +282,7 @@ def test_refines_and_compares_the_winner_with_the_recipe(demo, tmp_path, capfd):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     options = ["OUTPUT_DIR", str(tmp_path / "again"), "SEED", "6"]
-    again = ["--parts", str(tmp_path / "parts.py"), "--config-file", str(output / "best_config.yaml"), *options]
+    again = ["--plugin", str(tmp_path / "plugin.py"), "--config-file", str(output / "best_config.yaml"), *options]
     assert train_net.cli(again) == 0
     torch.set_num_threads(threads)
     last = json.loads((tmp_path / "again/metrics.json").read_text().splitlines()[-1])

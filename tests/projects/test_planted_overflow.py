@@ -43,6 +43,6 @@ def test_training_stops_and_a_replay_finds_its_parts(demo, tmp_path, capfd, monk
     assert train_net.cli([*command("train_net"), "OUTPUT_DIR", str(tmp_path), *SMALL]) == 2
     assert "forward overflow in backbone.4 (Times)" in capfd.readouterr().err
     crash = str(tmp_path / "amp_crash")
-    assert amp_replay.cli(["--parts", str(FOLDER / "parts.py"), crash]) == 1
+    assert amp_replay.cli(["--plugin", str(FOLDER / "plugin.py"), crash]) == 1
     cure = ["SOLVER.AMP.FORCE_FP32", "['backbone.4']"]
-    assert amp_replay.cli(["--parts", str(FOLDER / "parts.py"), crash, *cure]) == 0
+    assert amp_replay.cli(["--plugin", str(FOLDER / "plugin.py"), crash, *cure]) == 0

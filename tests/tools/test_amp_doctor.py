@@ -165,13 +165,13 @@ def build_my_backbone(cfg):
 """
 
 
-def test_parts_of_ones_own(demo, tmp_path, capfd):
-    (tmp_path / "parts.py").write_text(PARTS)
+def test_plugin_registers_custom_components(demo, tmp_path, capfd):
+    (tmp_path / "plugin.py").write_text(PARTS)
     opts = ("MODEL.BACKBONE.NAME", "build_my_backbone", "MODEL.BACKBONE.MINE", "2", "SOLVER.AMP", "bf16")
-    arguments = ["--dtypes", "bf16", "--parts", str(tmp_path / "parts.py")]
+    arguments = ["--dtypes", "bf16", "--plugin", str(tmp_path / "plugin.py")]
     assert amp_doctor.cli([*arguments, *tiny.tiny_options(tmp_path / "out", *opts)]) == 0
-    assert amp_doctor.cli(["--parts", str(tmp_path / "none.py"), *tiny.tiny_options(tmp_path / "out")]) == 2
-    assert "there is no file" in capfd.readouterr().err
+    assert amp_doctor.cli(["--plugin", str(tmp_path / "none.py"), *tiny.tiny_options(tmp_path / "out")]) == 2
+    assert "none.py" in capfd.readouterr().err
 
 
 def test_wrong_input(demo, tmp_path, capfd):

@@ -64,7 +64,7 @@ IDENTITIES: {choice: [4, 8, 12]}
 def search(folder: Path, algorithm: str, seed: int, trials: int) -> list[object]:
     """Run one search and return a row of the table."""
     output = folder / f"{algorithm}-{seed}"
-    words = ["--config-file", folder / "base.yml", "--space", folder / "space.yml", "--parts", folder / "parts.py"]
+    words = ["--config-file", folder / "base.yml", "--space", folder / "space.yml", "--plugin", folder / "plugin.py"]
     words += ["--srch-algo", algorithm, "--scheduler", "none", "--seed", seed, "--num-trials", trials]
     environment = os.environ | {"FASTAMP_DATASETS": str(folder / "datasets")}
     command = [sys.executable, TUNE_NET, *words, "OUTPUT_DIR", output]
@@ -84,7 +84,7 @@ def main() -> None:
     args = parser.parse_args()
     folder = args.output.resolve()
     folder.mkdir(parents=True)
-    for name, text in (("parts.py", PARTS), ("base.yml", CONFIG), ("space.yml", SPACE)):
+    for name, text in (("plugin.py", PARTS), ("base.yml", CONFIG), ("space.yml", SPACE)):
         (folder / name).write_text(text)
     generate_demo(
         folder / "datasets" / f"fastamp-demo-v{DEMO_VERSION}",

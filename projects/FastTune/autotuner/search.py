@@ -34,6 +34,7 @@ MUTABLE = (
     "INPUT.*.PROB",
 )
 _SETTINGS, _OUTCOMES = "search.json", "outcomes.json"
+_FORMER_FLAGS = {"--parts": "--plugin"}
 EARLIER = {"refine": "search"}
 """Title of a search -> folder of the one before it, whose trials count too."""
 
@@ -66,7 +67,7 @@ class Search:
         cpus, gpus: of a trial; fractions of a GPU are shared.
         max_concurrent: trials at once; 0 is as many as fit.
         max_failures: times that a trial which crashes is tried again.
-        parts: file that registers parts of the user's own; empty is none.
+        plugin: Python file that registers custom components; "" for none.
 
     Raises:
         ConfigError: an algorithm and a scheduler that do not go together, or ``"pbt"`` with keys that cannot change in
@@ -89,7 +90,7 @@ class Search:
     gpus: float = 0
     max_concurrent: int = 0
     max_failures: int = 0
-    parts: str = ""
+    plugin: str = ""
 
     def __post_init__(self) -> None:
         if self.algorithm == "bohb" and self.scheduler != "hyperband":
@@ -130,7 +131,7 @@ class Search:
             "--gpus-per-trial": self.gpus,
             "--max-concurrent": self.max_concurrent,
             "--max-failures": self.max_failures,
-            "--parts": self.parts,
+            "--plugin": self.plugin,
             "--space": space,
         }
         return json.loads(json.dumps(facts | config, default=dict))
@@ -267,7 +268,7 @@ def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
         rounds=search.rounds,
         fraction=search.fraction,
         seed=search.seed,
-        parts=search.parts,
+        plugin=search.plugin,
         here=os.getcwd(),
         folder=str(search.folder),
         population=search.scheduler == "pbt",
@@ -368,7 +369,8 @@ def _check_folder(search: Search, *, resume: bool) -> bool:
             f"{search.folder} holds a search already.\n  fix: --resume goes on with it; or set OUTPUT_DIR to another "
             "folder"
         )
-    before = {present_path(name): value for name, value in json.loads(file.read_text(encoding="utf-8")).items()}
+    before = json.loads(file.read_text(encoding="utf-8"))
+    before = {_FORMER_FLAGS.get(name, present_path(name)): value for name, value in before.items()}
     changed = [
         f"{name} was {before.get(name)} and is {facts.get(name)}"
         for name in before | facts

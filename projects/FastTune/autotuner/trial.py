@@ -14,7 +14,7 @@ from autotuner.space import Space
 from autotuner.split import register_split
 from autotuner.tune_hooks import EPOCH, ROUND, SCORE, VALUES, Report, Rounds, TuneReportHook, checkpoints
 from fastamp.checkpoint.checkpointer import Checkpointer
-from fastamp.config import CfgNode, get_cfg, load_parts
+from fastamp.config import CfgNode, get_cfg, load_plugin
 from fastamp.engine import DefaultTrainer, HookBase, default_setup
 from fastamp.engine.defaults import ConfigText
 from fastamp.engine.hooks import PeriodicCheckpointer
@@ -35,7 +35,7 @@ class TrialSettings:
         rounds: see ``Rounds``.
         fraction: of the training identities, held out to judge trials; 0 trains on all and judges on DATASETS.TESTS.
         seed: of that split.
-        parts: file that registers parts of the user's own; empty is none.
+        plugin: Python file that registers custom components; "" for none.
         here: folder that relative paths start from.
         folder: the search's.
         population: whether trials continue from the checkpoints of others, as in population based training.
@@ -49,7 +49,7 @@ class TrialSettings:
     rounds: Rounds
     fraction: float
     seed: int
-    parts: str
+    plugin: str
     here: str
     folder: str
     population: bool
@@ -128,8 +128,8 @@ def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
     torch.set_num_threads(settings.threads)
     _forget_former_trials()
     cfg = get_cfg()
-    if settings.parts:
-        load_parts(settings.parts, cfg)
+    if settings.plugin:
+        load_plugin(settings.plugin, cfg)
     cfg.merge_from_other_cfg(CfgNode.load_cfg(settings.config))
     trial = tune.get_context().get_trial_id()
     recipe = settings.space.apply(cfg, settings.space.decoded(sample))

@@ -7,7 +7,7 @@ import tiny
 import torch
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "projects/CustomParts"
+FOLDER = ROOT / "projects/CustomComponents"
 
 
 def test_about_forty_lines():
