@@ -25,13 +25,10 @@ from fastamp.utils.errors import ConfigError
 
 logger = logging.getLogger("fastamp.plain_train_net")
 
-LEFT_OUT = [f"SOLVER.{name}" for name in ("TRAINER", "ACCUM_STEPS", "EMA", "SWA", "BEST_METRIC", "AMP.ON_FAILURE")]
-LEFT_OUT += [f"SOLVER.FREEZE_{unit}" for unit in ("ITERS", "EPOCHS", "FC_ITERS")] + ["SOLVER.AMP.PREFLIGHT fallback"]
-LEFT_OUT += [
-    "LOG_ACTIVATION_STATS",
-    "TEST.PRECISE_BN",
-    *(f"SOLVER.CHECKPOINT_{n}" for n in ("ITERS", "MINUTES", "KEEP")),
-]
+UNSUPPORTED = [f"SOLVER.{name}" for name in ("TRAINER", "ACCUM_STEPS", "EMA", "SWA", "BEST_METRIC", "AMP.ON_FAILURE")]
+UNSUPPORTED += [f"SOLVER.FREEZE_{unit}" for unit in ("ITERS", "EPOCHS", "FC_ITERS")] + ["SOLVER.AMP.PREFLIGHT fallback"]
+UNSUPPORTED += [f"SOLVER.CHECKPOINT_{unit}" for unit in ("ITERS", "MINUTES", "KEEP")]
+UNSUPPORTED += ["LOG_ACTIVATION_STATS", "TEST.PRECISE_BN"]
 
 
 class Progress(dict):
@@ -120,7 +117,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         return DefaultTrainer.test_weights(cfg)
     changed = {key.path for key, value in cfg.keys_below() if value != key.default}
     changed |= {f"SOLVER.AMP.PREFLIGHT {cfg.SOLVER.AMP.PREFLIGHT}"}
-    for name in LEFT_OUT:
+    for name in UNSUPPORTED:
         if name in changed or f"{name}.ENABLED" in changed:
             raise ConfigError(f"{name} is set, which this open loop leaves out.\n  fix: train with tools/train_net.py")
     return train(cfg, args.resume)

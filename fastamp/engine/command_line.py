@@ -9,11 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastamp.engine.lifeline import Outcome
+from fastamp.engine.failure_monitor import Outcome
 from fastamp.utils.errors import USER_ERROR_EXIT_CODE, UserError
 from fastamp.utils.files import discard_stdout, stdout_has_no_reader
 from fastamp.utils.lock import unlock_all
+from fastamp.utils.moved import moved_names
 from fastamp.utils.terminal_text import sanitize_terminal_text
+
+__getattr__ = moved_names(
+    __name__, {"outcome_of": f"{__name__}.run_and_capture", "say": f"{__name__}.print_exit_message"}
+)
 
 _RENDEZVOUS_PORT = 29400  # torchrun's own choice
 
@@ -70,14 +75,14 @@ def run_command_line(command: Callable[[], Any]) -> int:
     messages, and 1 for a bug.
     """
     try:
-        outcome = outcome_of(command)
+        outcome = run_and_capture(command)
     finally:
         unlock_all()
-    say(outcome)
+    print_exit_message(outcome)
     return outcome.code
 
 
-def outcome_of(command: Callable[[], Any]) -> Outcome:
+def run_and_capture(command: Callable[[], Any]) -> Outcome:
     """Run ``command``; see ``run_command_line``."""
     try:
         command()
@@ -115,7 +120,7 @@ def outcome_of(command: Callable[[], Any]) -> Outcome:
     return Outcome(0)
 
 
-def say(outcome: Outcome) -> None:
+def print_exit_message(outcome: Outcome) -> None:
     """Print an outcome's message, if it has one, on stderr; ranks above 0 say who they are."""
     if outcome.message:
         who = f"rank {outcome.rank}: " if outcome.rank and outcome.kind != "lost" else ""

@@ -19,15 +19,15 @@ from fastamp.data.build import with_num_classes
 from fastamp.data.loader import explain_lost_workers
 from fastamp.engine import hooks
 from fastamp.engine.evaluation import (
-    Evaluated,
+    EvaluationOutput,
     describe_protocol,
     evaluate_sets,
     evaluation_policy,
     report_evaluation,
-    without_name,
+    unwrap_single,
 )
 from fastamp.engine.hooks.build import build_training_hooks
-from fastamp.engine.reporting import history_of, items_of, report, write_metrics
+from fastamp.engine.reporting import history_of, items_of, write_metrics, write_training_report
 from fastamp.engine.run_state import ConfigText, TrainerPolicy, labels_checksum, recovery_hint
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase, TrainerBase
 from fastamp.evaluation import ReidEvaluator, update_bn_statistics
@@ -76,7 +76,7 @@ class DefaultTrainer:
         self.writers: list[Any] = []
         self.eval_hook = self.build_eval_hook()
         self.stop = hooks.StopOnSignal(self.checkpointer)
-        self._last = Evaluated()
+        self._last = EvaluationOutput()
         self._last_iteration = -1
         self._resumed: Path | None = None
         self.register_hooks(self.build_hooks())
@@ -142,7 +142,7 @@ class DefaultTrainer:
         if start >= cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch:
             logger.info("nothing is left to train, a larger SOLVER.MAX_EPOCH would go on; evaluating")
             try:
-                return without_name(self._evaluate_the_end(start))
+                return unwrap_single(self._evaluate_finished_run(start))
             finally:
                 self._close_writers()
         try:
@@ -153,9 +153,9 @@ class DefaultTrainer:
             raise WriteError(f"{error}\n{hint}") from error
         finally:
             self._close_writers()
-        return without_name(self.eval_hook.results)
+        return unwrap_single(self.eval_hook.results)
 
-    def _evaluate_the_end(self, start: int) -> dict[str, dict[str, Any]]:
+    def _evaluate_finished_run(self, start: int) -> dict[str, dict[str, Any]]:
         """Return the results of a run that is trained to its end; save what its last evaluation did not come to."""
         end = self.cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch
         self.trainer.move_to(end - 1, self.cfg.SOLVER.MAX_EPOCH)
@@ -166,8 +166,8 @@ class DefaultTrainer:
             self.eval_hook.after_epoch()
             results = self.eval_hook.results
             logger.info("saved %s", self.checkpointer.save("model_final"))
-        if run := self._take_run():
-            report(run)
+        if run := self._pop_run():
+            write_training_report(run)
         return results
 
     def _close_writers(self) -> None:
@@ -198,7 +198,7 @@ class DefaultTrainer:
             self._last.sets.clear()  # of which a report alone has need
         return results
 
-    def _take_run(self) -> Run | None:
+    def _pop_run(self) -> Run | None:
         """Return what was evaluated last, for a report; None when there is nothing new."""
         cfg, sets = self.cfg, list(self._last.sets)
         self._last.sets.clear()
@@ -268,7 +268,7 @@ class DefaultTrainer:
                 minutes=cfg.SOLVER.CHECKPOINT_MINUTES,
                 keep=cfg.SOLVER.CHECKPOINT_KEEP,
             ),
-            *([hooks.ReportHook(self._take_run)] if cfg.TEST.REPORT else []),
+            *([hooks.ReportHook(self._pop_run)] if cfg.TEST.REPORT else []),
             self.stop,
         ]
 
@@ -398,7 +398,7 @@ class DefaultTrainer:
         loaders = {name: cls.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
         found = evaluate_sets(cfg, model, policy, loaders, cls.build_evaluator)
         report_evaluation(cfg, model, policy, found.sets)
-        return without_name(found.results)
+        return unwrap_single(found.results)
 
     @classmethod
     def test_weights(cls, cfg: CfgNode) -> dict[str, Any]:

@@ -29,11 +29,14 @@ from fastamp.utils import comm
 from fastamp.utils.compiled import uncompiled
 from fastamp.utils.env import peak_memory_mb
 from fastamp.utils.errors import ConfigError, NoMatchError
+from fastamp.utils.moved import moved_names
 from fastamp.utils.progress import format_duration
+
+__getattr__ = moved_names(__name__, {"TRIED": f"{__name__}.NUM_ITERATIONS"})
 
 logger = logging.getLogger(__name__)
 
-TRIED = 2
+NUM_ITERATIONS = 2
 """Iterations, and test batches of each process: the first warms up, the last is measured."""
 
 
@@ -49,7 +52,7 @@ def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
         UserError: what the run itself would raise up to its second iteration, or in an evaluation.
     """
     output_dir = Path(cfg.OUTPUT_DIR)
-    tried = {"TEST.PRECISE_BN.NUM_ITER": TRIED} if cfg.TEST.PRECISE_BN.ENABLED else {}
+    tried = {"TEST.PRECISE_BN.NUM_ITER": NUM_ITERATIONS} if cfg.TEST.PRECISE_BN.ENABLED else {}
     cfg = cfg.with_values({"OUTPUT_DIR": folder, **tried})
     default_setup(cfg)
     free = _free_bytes(output_dir)
@@ -61,7 +64,7 @@ def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
     if left > 0:
         seconds = _train(trainer)
         rows.append(["training", _describe_training(trainer, seconds)])
-    loaders = {name: (_Clocked(_part(*each)), *each) for name, each in trainer.test_loaders.items()}
+    loaders = {name: (_TimedLoader(_subset_loader(*each)), *each) for name, each in trainer.test_loaders.items()}
     rows += _evaluate(trainer, loaders)
     rows.append(["memory", _describe_memory(next(trainer.model.parameters()).device)])
     if left > 0:
@@ -89,18 +92,18 @@ def multiply_adds(model: nn.Module, inputs: Any) -> float:
 class _DryRunTrainer(DefaultTrainer):
     """The trainer without the hooks that write, or end, a run."""
 
-    LEFT_OUT = (hooks.EvalHook, hooks.PeriodicCheckpointer, hooks.PeriodicWriter, hooks.StopOnSignal)
+    EXCLUDED = (hooks.EvalHook, hooks.PeriodicCheckpointer, hooks.PeriodicWriter, hooks.StopOnSignal)
 
     def build_hooks(self) -> list[HookBase]:
-        return [hook for hook in super().build_hooks() if not isinstance(hook, self.LEFT_OUT)]
+        return [hook for hook in super().build_hooks() if not isinstance(hook, self.EXCLUDED)]
 
 
-class _Enough(Exception):
+class _StopDryRun(Exception):
     """As many iterations were tried as are wanted."""
 
 
 class _Stopwatch(HookBase):
-    """Takes the time of each iteration, and ends the loop after ``TRIED``; register it last."""
+    """Takes the time of each iteration, and ends the loop after ``NUM_ITERATIONS``; register it last."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -111,8 +114,8 @@ class _Stopwatch(HookBase):
 
     def after_step(self) -> None:
         self.seconds.append(self._now() - self._start)
-        if len(self.seconds) == TRIED:
-            raise _Enough
+        if len(self.seconds) == NUM_ITERATIONS:
+            raise _StopDryRun
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -121,12 +124,12 @@ class _Stopwatch(HookBase):
 
 
 def _train(trainer: DefaultTrainer) -> list[float]:
-    """Run ``TRIED`` iterations, fewer where the run has fewer; return the seconds of each."""
+    """Run ``NUM_ITERATIONS`` iterations, fewer where the run has fewer; return the seconds of each."""
     loop = trainer.trainer
     stopwatch = _Stopwatch(next(trainer.model.parameters()).device)
     trainer.register_hooks([stopwatch])
     trainer.data_loader.start_at(loop.batches_before(loop.start_iter))
-    with suppress(_Enough):
+    with suppress(_StopDryRun):
         loop.train(loop.start_iter, trainer.cfg.SOLVER.MAX_EPOCH, loop.iters_per_epoch)
     return stopwatch.seconds
 
@@ -134,7 +137,7 @@ def _train(trainer: DefaultTrainer) -> list[float]:
 # ---- evaluation
 
 
-class _Clocked:
+class _TimedLoader:
     """A loader that knows when its batches were asked for.
 
     Attributes:
@@ -163,10 +166,10 @@ class _Clocked:
         return comm.get_world_size() * self.images[-1] / (self.times[-1] - self.times[-2])
 
 
-def _part(loader: TestLoader, num_query: int) -> TestLoader:
-    """Return a loader of ``TRIED`` batches a process: some queries, their identities in the gallery, and others."""
+def _subset_loader(loader: TestLoader, num_query: int) -> TestLoader:
+    """Build a loader of ``NUM_ITERATIONS`` batches per process: queries, their matches, then other images."""
     dataset, size = loader.dataset, loader.batch_sampler.batch_size
-    count = min(len(dataset), TRIED * size * comm.get_world_size())
+    count = min(len(dataset), NUM_ITERATIONS * size * comm.get_world_size())
     queries = range(min(num_query, max(1, count // 4)) if count < len(dataset) else num_query)
     wanted = {dataset.labels[index] for index in queries}
     gallery = sorted(range(num_query, len(dataset)), key=lambda index: dataset.labels[index] not in wanted)
@@ -176,7 +179,7 @@ def _part(loader: TestLoader, num_query: int) -> TestLoader:
     return TestLoader(dataset, sampler, num_workers=loader.num_workers, device=loader.device)
 
 
-def _evaluate(trainer: DefaultTrainer, loaders: dict[str, tuple[_Clocked, TestLoader, int]]) -> list[list[str]]:
+def _evaluate(trainer: DefaultTrainer, loaders: dict[str, tuple[_TimedLoader, TestLoader, int]]) -> list[list[str]]:
     """Evaluate on the parts; return a row for each set."""
     rows = []
     logger.info("evaluating on a part of each test set: the metrics say nothing about the model")

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
-from fastamp.engine.reporting import evaluated_set, history_of, report_of_weights
+from fastamp.engine.reporting import evaluated_set, history_of, write_evaluation_report
 from fastamp.evaluation import DatasetEvaluator, Protocol, inference_on_dataset, print_results
 from fastamp.report import EvaluatedSet, Run
 from fastamp.utils import comm
@@ -22,7 +22,7 @@ BuildEvaluator = Callable[[CfgNode, int, str], DatasetEvaluator]
 
 
 @dataclass
-class Evaluated:
+class EvaluationOutput:
     """What an evaluation has found; nothing on ranks other than 0.
 
     Attributes:
@@ -42,7 +42,7 @@ def evaluate_sets(
     policy: PrecisionPolicy,
     loaders: dict[str, tuple[Any, int]],
     build_evaluator: BuildEvaluator,
-) -> Evaluated:
+) -> EvaluationOutput:
     """Evaluate a model as it is, and print the table of results.
 
     Args:
@@ -52,7 +52,7 @@ def evaluate_sets(
         loaders: data set name -> test loader and the number of its query images.
         build_evaluator: ``(cfg, number of query images, folder)`` -> the evaluator of a test set.
     """
-    found = Evaluated()
+    found = EvaluationOutput()
     for name, (loader, num_query) in loaders.items():
         logger.info("evaluating on %s", name)
         folder = Path(cfg.OUTPUT_DIR) / "evaluation" / folder_name(name)
@@ -91,7 +91,7 @@ def report_evaluation(cfg: CfgNode, model: nn.Module, policy: PrecisionPolicy, s
         sets=sets,
         history=history_of(Path(cfg.MODEL.WEIGHTS).parent if cfg.MODEL.WEIGHTS else cfg.OUTPUT_DIR),
     )
-    logger.info("wrote %s", report_of_weights(run))
+    logger.info("wrote %s", write_evaluation_report(run))
 
 
 def describe_protocol(cfg: CfgNode, policy: PrecisionPolicy) -> str:
@@ -100,6 +100,6 @@ def describe_protocol(cfg: CfgNode, policy: PrecisionPolicy) -> str:
     return f"{Protocol.from_config(cfg).describe()}; {flip}; features {policy.describe()}"
 
 
-def without_name(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def unwrap_single(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the metrics alone when there is one data set, as FastReID does."""
     return next(iter(results.values())) if len(results) == 1 else results

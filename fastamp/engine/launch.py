@@ -4,7 +4,7 @@ torch.distributed.elastic is not used, since with PyTorch 2.6, the oldest suppor
 a signal: the agent has no handler for SIGUSR1, which ends it at once with code 138 while the ranks still save, and it
 kills the ranks 30 s after SIGINT or SIGTERM, also where a checkpoint takes 60 s to write. Neither can be configured
 there; later versions have ``signals_to_handle`` and ``shutdown_timeout``. An agent sees the processes of its machine
-alone: a failure on another machine, or under ``RANK`` and ``WORLD_SIZE`` without an agent, needs ``lifeline`` anyway.
+alone: a failure on another machine, or under ``RANK`` and ``WORLD_SIZE`` without an agent, needs ``monitor`` anyway.
 """
 
 import gc
@@ -26,8 +26,15 @@ import torch
 import torch.distributed as dist
 
 from fastamp.engine import torchrun
-from fastamp.engine.command_line import outcome_of, say
-from fastamp.engine.lifeline import GRACE_SECONDS, Lifeline, Outcome, causes_among, connect, is_consequence
+from fastamp.engine.command_line import print_exit_message, run_and_capture
+from fastamp.engine.failure_monitor import (
+    GRACE_SECONDS,
+    FailureMonitor,
+    Outcome,
+    connect,
+    is_consequence,
+    select_causes,
+)
 from fastamp.utils import comm
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import ConfigError
@@ -64,20 +71,20 @@ def launch(
         ConfigError: numbers that do not fit each other, or several machines without a ``dist_url``.
         SystemExit: a process that was started failed, with its exit code. Under torchrun the process itself ends.
     """
-    if torchrun.is_rank():
-        torchrun.end_with_agent()
+    if torchrun.is_worker():
+        torchrun.exit_with_agent()
     if int(os.environ.get("WORLD_SIZE") or 1) > 1 and "RANK" in os.environ:
         local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
-        def tell(causes: list[Outcome]) -> None:
-            # On each machine the first process that is left speaks for all of it.
+        def report_causes(causes: list[Outcome]) -> None:
+            # The first remaining process of each machine reports.
             first, lost = comm.get_rank() - local_rank, {cause.rank for cause in causes if cause.kind == "lost"}
             if all(rank in lost for rank in range(first, comm.get_rank())):
                 for cause in causes:
-                    say(cause)
+                    print_exit_message(cause)
 
-        wait = torchrun.wait_for_other_agents if torchrun.is_rank() else None
-        return _run_in_group(main_func, args, local_rank, local_size, tell, wait, init_method="env://")
+        wait = torchrun.wait_for_other_agents if torchrun.is_worker() else None
+        return _run_in_group(main_func, args, local_rank, local_size, report_causes, wait, init_method="env://")
     if num_gpus_per_machine < 1 or num_machines < 1 or not 0 <= machine_rank < num_machines:
         raise ConfigError(
             f"--num-gpus {num_gpus_per_machine} --num-machines {num_machines} --machine-rank {machine_rank}: expected "
@@ -104,16 +111,16 @@ def _run_in_group(
     args: tuple[Any, ...],
     local_rank: int,
     local_size: int,
-    tell: Callable[[list[Outcome]], None],
-    wait: Callable[[], None] | None = None,
+    report_causes: Callable[[list[Outcome]], None],
+    wait_before_exit: Callable[[], None] | None = None,
     **group: Any,
 ) -> Any:
     """Return what ``main_func(*args)`` returns with the process group up; a failure ends this process and all others.
 
     Args:
         local_rank, local_size: which of this machine's processes this is, and how many these are.
-        tell: gets the causes before this process ends.
-        wait: returns when it may end after a failure; None ends it at once.
+        report_causes: gets the causes before this process ends.
+        wait_before_exit: returns when it may end after a failure; None ends it at once.
         group: of ``init_process_group``. Tensors on the host travel by gloo, those on CUDA devices by NCCL.
 
     Raises:
@@ -126,7 +133,8 @@ def _run_in_group(
     try:
         dist.init_process_group(backend, **group)
         host = urlsplit(group["init_method"]).hostname or os.environ.get("MASTER_ADDR")
-        lifeline = Lifeline(connect("127.0.0.1" if dist.get_world_size() == local_size else host), tell, wait)
+        connections = connect("127.0.0.1" if dist.get_world_size() == local_size else host)
+        monitor = FailureMonitor(connections, report_causes, wait_before_exit)
     except (ValueError, RuntimeError, OSError) as error:
         raise ConfigError(
             f"the processes of the training could not meet ({str(error).splitlines()[0]}).\n"
@@ -138,10 +146,10 @@ def _run_in_group(
         results.append(main_func(*args))
         comm.synchronize()
 
-    outcome = _outcome_of_all(run)
+    outcome = _run_and_capture_all(run)
     if outcome.code:
-        lifeline.fail(outcome)
-    lifeline.close()
+        monitor.fail(outcome)
+    monitor.close()
     # Together, and when nothing uses the group any more: of gloo's groups, one that a DDP model still held did not come
     # down once in 14 runs.
     gc.collect()
@@ -149,10 +157,10 @@ def _run_in_group(
     return results[0] if results else None
 
 
-def _outcome_of_all(command: Callable[[], Any]) -> Outcome:
-    """Run ``command``; see ``outcome_of``. A bug is an outcome too, with its traceback."""
+def _run_and_capture_all(command: Callable[[], Any]) -> Outcome:
+    """Run ``command``; see ``run_and_capture``. A bug is an outcome too, with its traceback."""
     try:
-        return outcome_of(command)
+        return run_and_capture(command)
     except SystemExit as stop:
         return Outcome(stop.code if isinstance(stop.code, int) else int(stop.code is not None))
     except BaseException as error:
@@ -171,7 +179,7 @@ def _spawn(
     context = multiprocessing.get_context("spawn")
     # What PyTorch shares among cores, the processes have to share.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // local_size))
-    ranks: list[_Rank] = []
+    ranks: list[_RankProcess] = []
 
     def forward(number: int, frame: Any) -> None:
         for rank in ranks:
@@ -189,7 +197,7 @@ def _spawn(
             with handling(signal.SIG_IGN, [signal.SIGINT]):
                 process.start()
             sender.close()  # so that the end of the process ends the pipe
-            ranks.append(_Rank(rank, process, receiver))
+            ranks.append(_RankProcess(rank, process, receiver))
         deadline = None
         while any(rank.outcomes is None for rank in ranks) and (deadline is None or time.monotonic() < deadline):
             waiting = [rank for rank in ranks if rank.outcomes is None]
@@ -209,15 +217,15 @@ def _spawn(
             rank.process.join()
     if failed:
         # What became of a lost process of this machine is known best here.
-        known = {each.rank: each for rank in ranks for each in rank.outcomes or () if each.rank == rank.number}
-        told = [each for rank in ranks for each in rank.outcomes or ()]
-        causes = causes_among(known.get(each.rank, each) if each.kind == "lost" else each for each in told)
+        local = {each.rank: each for rank in ranks for each in rank.outcomes or () if each.rank == rank.number}
+        outcomes = [each for rank in ranks for each in rank.outcomes or ()]
+        causes = select_causes(local.get(each.rank, each) if each.kind == "lost" else each for each in outcomes)
         for cause in causes:
-            say(cause)
+            print_exit_message(cause)
         raise SystemExit(causes[0].code)
 
 
-class _Rank:
+class _RankProcess:
     """A process that was started, and how it ended.
 
     Args:
@@ -245,13 +253,13 @@ class _Rank:
             message = None
         if message is None:
             self.process.join()
-            self.outcomes = [self._without_a_word(self.process.exitcode)]
+            self.outcomes = [self._outcome_from_exit_code(self.process.exitcode)]
         elif message == _READY:
             self.ready = True
         else:
             self.outcomes = message
 
-    def _without_a_word(self, code: int) -> Outcome:
+    def _outcome_from_exit_code(self, code: int) -> Outcome:
         if code >= 0:
             return Outcome(code, f"the process of rank {self.number} ended with code {code}", self.number, "lost")
         if self.signalled:
@@ -282,14 +290,14 @@ def _worker(
     # A terminal's Ctrl-C goes to the first process alone, which passes it on as it does a scheduler's signal.
     os.setpgid(0, 0)
     set_handler(signal.SIG_DFL, [signal.SIGINT])
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     pipe.send(_READY)
-    outcome = _outcome_of_all(lambda: _run_in_group(main_func, args, local_rank, local_size, pipe.send, **group))
+    outcome = _run_and_capture_all(lambda: _run_in_group(main_func, args, local_rank, local_size, pipe.send, **group))
     pipe.send([replace(outcome, rank=group["rank"])])
     sys.exit(outcome.code)
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     """End this process when the one that started it is gone, e.g. killed, and could neither stop nor signal it."""
     multiprocessing.parent_process().join()
     for child in multiprocessing.active_children():

@@ -18,14 +18,28 @@ from fastamp.utils.errors import DataError, UserError
 from fastamp.utils.files import write_atomically
 from fastamp.utils.moved import moved_names
 
-__all__ = ["evaluated_set", "history_of", "items_of", "report", "report_of_weights", "write_metrics"]
+__all__ = [
+    "evaluated_set",
+    "history_of",
+    "items_of",
+    "write_evaluation_report",
+    "write_metrics",
+    "write_training_report",
+]
 
 logger = logging.getLogger(__name__)
 
-__getattr__ = moved_names(__name__, {"ReportHook": "fastamp.engine.hooks.report.ReportHook"})
+__getattr__ = moved_names(
+    __name__,
+    {
+        "ReportHook": "fastamp.engine.hooks.report.ReportHook",
+        "report": f"{__name__}.write_training_report",
+        "report_of_weights": f"{__name__}.write_evaluation_report",
+    },
+)
 
 
-def report(run: Run) -> None:
+def write_training_report(run: Run) -> None:
     """Write the report of a training, on rank 0; a training does not end because that fails."""
     if not comm.is_main_process():
         return
@@ -35,7 +49,7 @@ def report(run: Run) -> None:
         logger.warning("no report: %s", error)
 
 
-def report_of_weights(run: Run) -> Path:
+def write_evaluation_report(run: Run) -> Path:
     """Write the report of an evaluation of weights, on rank 0, beside that of a training in the same folder; return it.
 
     Raises:

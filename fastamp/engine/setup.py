@@ -48,7 +48,7 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
     check_config(cfg)
     device = resolve_device(cfg.MODEL.DEVICE)
     rank = comm.get_rank()
-    _refuse_links_out_of(Path(cfg.OUTPUT_DIR))
+    _check_links(Path(cfg.OUTPUT_DIR))
     try:
         setup_logger(cfg.OUTPUT_DIR, rank=rank)
     except OSError as error:
@@ -91,7 +91,7 @@ def _set_deterministic(deterministic: bool, *, benchmark: bool) -> None:
     torch.backends.cudnn.benchmark = benchmark and not deterministic
 
 
-def _refuse_links_out_of(output_dir: Path) -> None:
+def _check_links(output_dir: Path) -> None:
     """Raise ConfigError for links in a run's folder, which may be a stranger's, by which it would write elsewhere.
 
     Other files of a run are renamed into place, which replaces a link.

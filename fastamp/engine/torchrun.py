@@ -9,6 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from fastamp.engine.hooks import StopOnSignal
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "count_store_users": f"{__name__}.count_store_connections",
+        "end_with_agent": f"{__name__}.exit_with_agent",
+        "is_rank": f"{__name__}.is_worker",
+    },
+)
 
 _POLL_SECONDS = 0.05
 _OTHERS_SECONDS = 6.0
@@ -16,7 +26,7 @@ _STOP_SECONDS = 30.0
 _ESTABLISHED, _LISTEN = "01", "0A"
 
 
-def is_rank() -> bool:
+def is_worker() -> bool:
     """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -32,11 +42,11 @@ def wait_for_other_agents() -> None:
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
         return
     deadline = time.monotonic() + _OTHERS_SECONDS
-    while count_store_users(os.getppid()) and time.monotonic() < deadline:
+    while count_store_connections(os.getppid()) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
 
 
-def count_store_users(agent: int) -> int:
+def count_store_connections(agent: int) -> int:
     """Return how many connections others have with the rendezvous store in a process; 0 if it has none.
 
     Args:
@@ -61,15 +71,15 @@ def count_store_users(agent: int) -> int:
     return served - sum(state == _ESTABLISHED and port in ports for state, _, port in sockets)
 
 
-def end_with_agent() -> None:
+def exit_with_agent() -> None:
     """Let this process stop, in a thread that waits for that, when its agent has ended, e.g. because it was killed.
 
     A training finishes its step and saves as after SIGTERM, for which it has 30 seconds; anything else ends at once.
     """
-    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_exit_after_agent, args=(os.getppid(),), daemon=True).start()
 
 
-def _watch(agent: int) -> None:
+def _exit_after_agent(agent: int) -> None:
     while os.getppid() == agent:
         time.sleep(1)
     hook = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)

@@ -43,7 +43,7 @@ class TrainerBase:
 
     def __init__(self) -> None:
         self._hooks: list[HookBase] = []
-        self._own_hooks: list[HookBase] = []
+        self._internal_hooks: list[HookBase] = []
         self._callbacks: dict[str, list[Callable[..., None]]] = {}
         self._in_step = False
         self.iter = self.start_iter = self.max_iter = 0
@@ -61,15 +61,15 @@ class TrainerBase:
         self._hooks.sort(key=lambda hook: hook.saves)
         self._callbacks.clear()
 
-    def attach_own_hooks(self, *hooks: HookBase) -> None:
+    def attach_internal_hooks(self, *hooks: HookBase) -> None:
         """Add hooks that belong to the trainer, and have no state to save.
 
-        They are called before all others, but last at ``before_forward``. ``one_step`` calls their ``before_step`` and
-        ``after_step``, so that they act in a ``run_step`` outside ``train`` as well.
+        They are called before all others, but last at ``before_forward``. ``step_context`` calls their ``before_step``
+        and ``after_step``, so that they also run for a ``run_step`` outside ``train``.
         """
         for hook in hooks:
             hook.trainer = self
-            self._own_hooks.append(hook)
+            self._internal_hooks.append(hook)
         self._callbacks.clear()
 
     def set_data(self, iters_per_epoch: int, labels_checksum: int | None = None) -> None:
@@ -92,7 +92,7 @@ class TrainerBase:
             if self.iter == start_iter or self.iter % iters_per_epoch == 0:
                 self.call_hooks("before_epoch")
             self.call_hooks("before_step")
-            with self.one_step():
+            with self.step_context():
                 self.run_step()
             self.call_hooks("after_step")
             if (self.iter + 1) % iters_per_epoch == 0:
@@ -108,7 +108,7 @@ class TrainerBase:
         return iteration
 
     def call_hooks(self, moment: str, *args: Any) -> None:
-        """Call the method ``moment`` of every hook, see ``attach_own_hooks`` for the order."""
+        """Call the method ``moment`` of every hook, see ``attach_internal_hooks`` for the order."""
         if moment not in self._callbacks:
             self._callbacks[moment] = self._overridden(moment)
         for callback in self._callbacks[moment]:
@@ -116,7 +116,7 @@ class TrainerBase:
 
     def _overridden(self, moment: str) -> list[Callable[..., None]]:
         """Return the hooks' methods for ``moment`` in call order, without those inherited from ``HookBase``."""
-        own = [] if moment in ("before_step", "after_step") else self._own_hooks
+        own = [] if moment in ("before_step", "after_step") else self._internal_hooks
         # Registered hooks may change a batch, and the own ones record what the model is given.
         order = (*self._hooks, *own) if moment == "before_forward" else (*own, *self._hooks)
         methods = [getattr(hook, moment) for hook in order]
@@ -124,7 +124,7 @@ class TrainerBase:
         return [method for method in methods if base is None or getattr(method, "__func__", None) is not base]
 
     @contextmanager
-    def one_step(self) -> Iterator[None]:
+    def step_context(self) -> Iterator[None]:
         """Let the trainer's own hooks act before and after a step, and show an error in it to all hooks, once.
 
         Within itself it does nothing: ``train`` and ``run_step`` both use it, because either may be overridden.
@@ -134,21 +134,21 @@ class TrainerBase:
             return
         self._in_step = True
         try:
-            for hook in self._own_hooks:
+            for hook in self._internal_hooks:
                 hook.before_step()
             yield
-            for hook in self._own_hooks:
+            for hook in self._internal_hooks:
                 hook.after_step()
         except Exception as error:
-            self._show_error(error)
+            self._notify_error(error)
             raise
         finally:
             self._in_step = False
 
-    def _show_error(self, error: Exception) -> None:
+    def _notify_error(self, error: Exception) -> None:
         """Call every hook's ``on_step_error``, then raise the first error that one of them raised, if any."""
         first = None
-        for hook in (*self._own_hooks, *self._hooks):
+        for hook in (*self._internal_hooks, *self._hooks):
             try:
                 hook.on_step_error(error)
             except Exception as other:
@@ -262,9 +262,9 @@ class SimpleTrainer(TrainerBase):
             max_consecutive_skips=max_consecutive_skips,
             guard_buffers=guard_buffers,
         )
-        self.attach_own_hooks(PrecisionHook(), ParallelChecks(), DeviceErrors())
+        self.attach_internal_hooks(PrecisionHook(), ParallelChecks(), DeviceErrors())
         self._first_dtype = policy.dtype
-        self._low_precision_seen = False
+        self._autocast_checked = False
         self._parallel_model: nn.Module | None = None
         self._trainable: list[int] = []
         self._batches: Iterator[dict[str, Any]] | None = None
@@ -300,7 +300,7 @@ class SimpleTrainer(TrainerBase):
     def train(self, start_iter: int, max_epoch: int, iters_per_epoch: int) -> None:
         """Run the loop with the model in training mode."""
         self.model.train()
-        self._low_precision_seen = False
+        self._autocast_checked = False
         try:
             super().train(start_iter, max_epoch, iters_per_epoch)
         finally:
@@ -323,7 +323,7 @@ class SimpleTrainer(TrainerBase):
         Raises:
             PrecisionFailure: too many steps in a row were skipped.
         """
-        with self.one_step():  # explains errors, and ends a training that skips too many steps
+        with self.step_context():  # explains errors, and ends a training that skips too many steps
             self._start_clock()
             model, step, history = self.parallel_model(), self.step, []
             count = self.batches_before(self.iter + 1) - self.batches_before(self.iter)
@@ -359,9 +359,9 @@ class SimpleTrainer(TrainerBase):
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the policy's context; around the first forward pass it checks that mixed precision has an effect."""
-        if self._low_precision_seen:
+        if self._autocast_checked:
             return self.policy.autocast()
-        self._low_precision_seen = True
+        self._autocast_checked = True
         return self.policy.checked_autocast()
 
     def parallel_model(self) -> nn.Module:

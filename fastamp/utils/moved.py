@@ -67,6 +67,7 @@ MODULES = {
     "fastamp.engine.diagnosis": "fastamp.diagnostics.doctor_report",
     "fastamp.engine.doctor": "fastamp.diagnostics.doctor",
     "fastamp.engine.freezing": "fastamp.engine.hooks.freeze",
+    "fastamp.engine.lifeline": "fastamp.engine.failure_monitor",
     "fastamp.engine.monitors": "fastamp.engine.hooks.activations",
     "fastamp.engine.replay": "fastamp.diagnostics.replay",
     "fastamp.engine.saving": "fastamp.engine.hooks.checkpoint",

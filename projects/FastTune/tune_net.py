@@ -47,7 +47,7 @@ from fastamp.data.build import build_dataset
 from fastamp.data.datasets.base import ImageItem
 from fastamp.diagnostics.config_check import check_config
 from fastamp.engine import DefaultTrainer, run_command_line
-from fastamp.engine.command_line import TrainingInterrupted, outcome_of, say
+from fastamp.engine.command_line import TrainingInterrupted, print_exit_message, run_and_capture
 from fastamp.utils.errors import ConfigError, DataError, writing
 from fastamp.utils.files import ignore_closed_stdout, real_path
 from fastamp.utils.logger import setup_logger
@@ -344,8 +344,8 @@ def cli(argv: list[str] | None = None) -> int:
         raise TrainingInterrupted(number, "the trials, trials.csv and best_config.yaml under OUTPUT_DIR")
 
     def finish(number: int) -> int:
-        outcome = outcome_of(lambda: interrupted(number))
-        say(outcome)
+        outcome = run_and_capture(lambda: interrupted(number))
+        print_exit_message(outcome)
         return outcome.code or codes[0]
 
     def command() -> None:

@@ -44,7 +44,7 @@ def test_a_training_whose_agent_is_gone_stops_as_after_a_signal(monkeypatch, bef
     hook = StopOnSignal(None)
     with hook.watching():
         hook.received = before
-        torchrun._watch(agent=-1)
+        torchrun._exit_after_agent(agent=-1)
     assert signals == ([] if before else [(os.getpid(), signal.SIGTERM)])
     assert slept == [torchrun._STOP_SECONDS] and ended == [1]
 
@@ -53,7 +53,7 @@ def test_what_is_no_training_ends_at_once_when_its_agent_is_gone(monkeypatch):
     ended, signals = [], []
     monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number))
     monkeypatch.setattr(os, "_exit", ended.append)
-    torchrun._watch(agent=-1)
+    torchrun._exit_after_agent(agent=-1)
     assert ended == [1] and not signals
 
 

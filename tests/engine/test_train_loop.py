@@ -249,7 +249,7 @@ def test_precautions_and_on_failure_may_be_set_later():
     assert checked == [0, 1]
     trainer = bad_trainer()
     trainer.policy, trainer.on_failure = PrecisionPolicy("cpu", torch.bfloat16, "test"), "float32"
-    trainer._low_precision_seen = True
+    trainer._autocast_checked = True
     for _ in range(4):
         trainer.run_step()
     assert trainer.policy.dtype == torch.float32 and trainer.step.skipped_in_a_row == 0

@@ -62,7 +62,7 @@ def test_resumed_with_another_batch_or_at_its_end(demo, tmp_path, capfd):
     assert "nothing to resume" in (tmp_path / "nothing/log.txt").read_text()
 
 
-@pytest.mark.parametrize("name", plain_train_net.LEFT_OUT)
+@pytest.mark.parametrize("name", plain_train_net.UNSUPPORTED)
 def test_what_is_left_out_is_refused(demo, tmp_path, capfd, name):
     values = {"SOLVER.ACCUM_STEPS": "2", "SOLVER.TRAINER": "AMPTrainer"}
     values |= {f"SOLVER.FREEZE_{unit}": "3" for unit in ("ITERS", "EPOCHS", "FC_ITERS")}

@@ -11,6 +11,7 @@ from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.engine.hooks.base import HookBase
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, did_you_mean
+from fastamp.utils.moved import renamed_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,9 @@ class EvalHook(HookBase):
         self.best: float | None = None
         self.results: dict[str, dict[str, Any]] = {}
 
-    def forget_best(self) -> None:
+    forget_best = renamed_attribute("forget_best", "reset_best")
+
+    def reset_best(self) -> None:
         """Let the next evaluation be the best so far."""
         self.best = None
 
@@ -118,18 +121,18 @@ class EvalHook(HookBase):
         try:
             with self.weights():
                 self.results = self.evaluate()
-                self._keep_best()
+                self._save_if_best()
         except Exception:
             # What was trained must not be lost with an evaluation. The other ranks may be anywhere, and have the same.
             with comm.as_single_process():
                 logger.warning("the evaluation failed; saved %s", self.checkpointer.save("model_unevaluated"))
             raise
 
-    def _keep_best(self) -> None:
+    def _save_if_best(self) -> None:
         """Write the results, and save the model if they are the best so far."""
         if not comm.any_across_ranks(bool(self.results)):
             return
-        row = {key: value for name, metrics in self.results.items() for key, value in _flat_metrics(name, metrics)}
+        row = {key: value for name, metrics in self.results.items() for key, value in _flatten_metrics(name, metrics)}
         for writer in self.writers:
             writer.write(self.trainer.iter, {"epoch": self.trainer.epoch, **row})
         score = comm.broadcast_scalar(self.metric.of(self.results) if self.results else 0.0)
@@ -158,12 +161,12 @@ class EvalHook(HookBase):
             self.best = None
 
 
-def _flat_metrics(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def _flatten_metrics(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield ``("Market1501/mAP", 85.9)`` and so on; baselines as ``"Market1501/baseline <name>/mAP"``."""
     for name, value in metrics.items():
         if name == "baselines":
             for baseline, values in value.items():
-                yield from _flat_metrics(f"{prefix}/baseline {baseline}", values)
+                yield from _flatten_metrics(f"{prefix}/baseline {baseline}", values)
         elif name == "intervals":
             for metric, (low, high) in value.items():
                 yield from ((f"{prefix}/{metric} low", low), (f"{prefix}/{metric} high", high))

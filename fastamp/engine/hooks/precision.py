@@ -26,21 +26,21 @@ class PrecisionHook(HookBase):
     """
 
     def __init__(self) -> None:
-        self._tried = False
+        self._preflight_done = False
 
     def before_train(self) -> None:
         # Checked here as well because subclasses may override run_step.
         self.trainer.precision_diagnostics.check(self.trainer.step, self.trainer.policy)
         self.trainer.precision_diagnostics.begin_recording()
-        self._tried = False
+        self._preflight_done = False
 
     def before_step(self) -> None:
         self.trainer.precision_diagnostics.begin_recording()
 
     def before_forward(self, batch: dict[str, Any]) -> None:
         trainer = self.trainer
-        if not self._tried:
-            self._tried = True
+        if not self._preflight_done:
+            self._preflight_done = True
             trainer.step.check_overrides()
             start = time.perf_counter()
             diagnostics = trainer.precision_diagnostics

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from fastamp.engine.hooks.base import HookBase
-from fastamp.engine.reporting import report
+from fastamp.engine.reporting import write_training_report
 from fastamp.report import Run
 
 
@@ -22,4 +22,4 @@ class ReportHook(HookBase):
     def after_epoch(self) -> None:
         run = self.run()
         if run is not None:
-            report(run)
+            write_training_report(run)

@@ -61,13 +61,13 @@ class StopOnSignal(HookBase):
     def after_step(self) -> None:
         # At the end of an epoch its evaluation and checkpoint come first, so that the saved state is whole.
         if (self.trainer.iter + 1) % self.trainer.iters_per_epoch:
-            self._stop_if_asked()
+            self._stop_if_signaled()
 
     def after_epoch(self) -> None:
         if self.trainer.iter + 1 < self.trainer.max_iter:
-            self._stop_if_asked()
+            self._stop_if_signaled()
 
-    def _stop_if_asked(self) -> None:
+    def _stop_if_signaled(self) -> None:
         number = int(comm.all_reduce_max(self.received or 0))
         if number:
             path = self.checkpointer.save("model_interrupted")

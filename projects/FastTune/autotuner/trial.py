@@ -111,7 +111,7 @@ def run_trial(
         if checkpoint is not None:
             trainer.checkpointer.resume(checkpoint)
             if with_other_values:
-                trainer.eval_hook.forget_best()
+                trainer.eval_hook.reset_best()
         else:
             trainer.resume_or_load(resume=False)
         trainer.train()

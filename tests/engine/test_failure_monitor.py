@@ -13,9 +13,9 @@ import preloaded
 import pytest
 import torch.distributed as dist
 
+from fastamp.engine.failure_monitor import Outcome, is_consequence, select_causes
 from fastamp.engine.launch import _READY, _worker
-from fastamp.engine.lifeline import Outcome, causes_among, is_consequence
-from fastamp.engine.torchrun import count_store_users
+from fastamp.engine.torchrun import count_store_connections
 
 SCRIPT = str(Path(__file__).parents[1] / "helpers/failing_launch.py")
 DIED = "the process of rank 1 ended without a word"
@@ -67,23 +67,23 @@ def test_the_agents_that_use_a_store_are_counted(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as store, socket.create_server(("127.0.0.1", 0)) as ranks:
         port = store.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(ranks.getsockname()[1]))
-        assert count_store_users(os.getpid()) == 0
+        assert count_store_connections(os.getpid()) == 0
         with socket.create_connection(("127.0.0.1", port)), store.accept()[0]:
-            assert count_store_users(os.getpid()) == 0  # the agent's own
+            assert count_store_connections(os.getpid()) == 0  # the agent's own
             with (
                 subprocess.Popen([sys.executable, "-c", code, str(port)]) as other,
                 subprocess.Popen([sys.executable, "-c", code, str(ranks.getsockname()[1])]) as rank,
                 store.accept()[0],
                 ranks.accept()[0],
             ):
-                assert count_store_users(os.getpid()) == 1
-                assert count_store_users(other.pid) == 0  # which hosts none
+                assert count_store_connections(os.getpid()) == 1
+                assert count_store_connections(other.pid) == 0  # which hosts none
                 other.kill()
                 other.wait()
                 deadline = time.monotonic() + 20
-                while count_store_users(os.getpid()) and time.monotonic() < deadline:
+                while count_store_connections(os.getpid()) and time.monotonic() < deadline:
                     time.sleep(0.01)
-                assert count_store_users(os.getpid()) == 0
+                assert count_store_connections(os.getpid()) == 0
                 rank.kill()
 
 
@@ -147,8 +147,8 @@ def test_what_is_said():
     bug, again = Outcome(1, "bug", rank=2), Outcome(1, "bug", rank=0)
     peer = Outcome(1, "Connection closed by peer", rank=3, kind="consequence")
     wrong, silent = Outcome(2, "error: x", rank=1), Outcome(3, rank=4)
-    assert causes_among([peer, silent, bug, Outcome(0), again, wrong]) == [bug, wrong, silent]
-    assert causes_among([peer]) == [peer] and causes_among([]) == []
+    assert select_causes([peer, silent, bug, Outcome(0), again, wrong]) == [bug, wrong, silent]
+    assert select_causes([peer]) == [peer] and select_causes([]) == []
 
 
 @pytest.mark.parametrize(
