@@ -1,5 +1,6 @@
 """Record the messages of invocations, and list the raise, warning and log sites in the source."""
 
+import argparse
 import ast
 import contextlib
 import logging
@@ -22,16 +23,19 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _LOG_CALLS = {f"logger.{level}" for level in ("info", "warning", "error", "exception")}
 _NUMBERS = re.compile(r"\d+\.\d+(e[+-]?\d+)?|\d+e[+-]?\d+")
 _VOLATILE = [
-    (re.compile(r"\d+(\.\d+)? (MiB|GiB|MB|GB)\b"), r"N \2"),
+    (re.compile(r"was built (for CUDA [\d.]+|without CUDA)"), "was built ..."),
+    (re.compile(r"\b[0-9a-f]{16}(-[0-9a-f]{32})?\b"), "HASH"),
+    (re.compile(r"\d+(\.\d+)?(e-?\d+)? (MiB|GiB|MB|GB)\b"), r"N \3"),
     (re.compile(r"\d+ images/s"), "N images/s"),
-    (re.compile(r"\(pid \d+\)|process \d+"), "process N"),
+    (re.compile(r"\b\d{1,2}:\d\d(?::\d\d)?\b"), "M:SS"),
+    (re.compile(r"process \d+( on \S+, since [-\d]+ M:SS)?"), "process N"),
     (re.compile(r"0x[0-9a-f]{6,}"), "0xN"),
-    (re.compile(r"was built (for CUDA \S+?|without CUDA)(?=[).])"), "was built ..."),
-    # Results of a computation, whose last digits depend on the machine.
-    (re.compile(r"\b\d\.\d{2,3}e\+\d+|\b[1-9]\d*\.\d{2,}\b|\b0\.[1-9]\d{2,}\b"), "N"),
-    (re.compile(r"usage: .*?(?=\n\S[^\n]*: error: )", re.DOTALL), "usage: ..."),
     (re.compile(r"\brun_\w{8}\b"), "run"),
-    (re.compile(r"\b\d+\.\d+\.\d+(\.\w+)?(\+\w+)?"), "X.Y.Z"),
+    (re.compile(r"\b\d+\.\d+\.\d+(\+\w+)?\b"), "X.Y.Z"),
+    # Results of a computation, whose last digits depend on the machine.
+    (re.compile(r"\b\d\.\d{2,3}e\+\d+|\b[1-9]\d*\.\d{2,}\b|\b0\.[1-9]\d{3,}\b"), "N"),
+    (re.compile(r"((?:choices|there are): (?:[^\s,;.]+, ){6})[^\n.;]+"), r"\1..."),
+    (re.compile(r"usage: .*?(?=\n\S[^\n]*: error: )", re.DOTALL), "usage: ..."),
 ]
 
 
@@ -116,6 +120,7 @@ class Recorder:
         self.lines += ["", self._normalize(f"$ {program} {shlex.join(arguments)}")]
         printed: dict[str, list[str]] = {"stdout": [], "stderr": []}
         with self._collecting(), capture.context() as patch:
+            patch.setattr("sys.argv", [program, *arguments])
             for stream, texts in printed.items():
                 patch.setattr(f"sys.{stream}", _Stream(texts))
             try:
@@ -176,7 +181,7 @@ class Recorder:
     def _collecting(self) -> Iterator[None]:
         create = logging.getLogRecordFactory()
         warn = warnings.warn
-        initialize = UserError.__init__
+        initialize = Exception.__init__
         self._errors = []
 
         def create_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -189,13 +194,14 @@ class Recorder:
             if self._visit(frame.f_code.co_filename, frame.f_lineno):
                 self._add(f"{category.__name__}", str(message))
 
-        def initialize_error(error: UserError, *args: Any) -> None:
+        def initialize_error(error: Exception, *args: Any) -> None:
             self._errors.append(error)
             initialize(error, *args)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(warnings, "warn", record_warning)
-            patch.setattr(UserError, "__init__", initialize_error)
+            for kind in (UserError, argparse.ArgumentTypeError):  # their catchers drop the traceback
+                patch.setattr(kind, "__init__", initialize_error, raising=False)
             logging.setLogRecordFactory(create_record)
             try:
                 yield

@@ -18,7 +18,7 @@ from fastamp.data.build import build_dataset, training_items
 from fastamp.data.cache import ImageCache
 from fastamp.data.datasets.base import ImageDataset, ImageItem
 from fastamp.data.decode import read_image
-from fastamp.data.loader import exhausted_resources_explained, lost_workers_explained, worker_count
+from fastamp.data.loader import explain_exhausted_resources, explain_lost_workers, worker_count
 from fastamp.data.samplers import SetReWeightSampler
 from fastamp.data.split import hold_out
 from fastamp.demo import contact_sheet, generate_demo, image_attributes
@@ -360,9 +360,9 @@ def workers(record):
     for text in ("Killed.", "Bus error. It is possible", "Segmentation fault."):
         error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
         error.__cause__ = RuntimeError(f"DataLoader worker (pid 7) is killed by signal: {text} ")
-        with record(f"a worker is killed: {text}"), lost_workers_explained():
+        with record(f"a worker is killed: {text}"), explain_lost_workers():
             raise error
-    with record("the connection to a worker breaks"), lost_workers_explained(fetching=True):
+    with record("the connection to a worker breaks"), explain_lost_workers(fetching=True):
         raise EOFError
     for error in (
         OSError(errno.EMFILE, "Too many open files"),
@@ -370,7 +370,7 @@ def workers(record):
         OSError(errno.EAGAIN, "Resource temporarily unavailable"),
         RuntimeError("unable to mmap 100 bytes from file </torch_1>: Cannot allocate memory (12)"),
     ):
-        with record(f"loading fails: {error}"), exhausted_resources_explained():
+        with record(f"loading fails: {error}"), explain_exhausted_resources():
             raise error
     worker_count("DATALOADER.NUM_WORKERS", 0)
 

@@ -6,6 +6,7 @@
 import gc
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,15 @@ def bare_machine(monkeypatch):
     """Hide GPUs and the components of other tests, which messages would list."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for registry in [each for each in gc.get_objects() if type(each) is Registry]:
-        known = registry._components.items()
-        own = {name: each for name, each in known if getattr(each, "__module__", "").startswith(("fastamp", "tiny"))}
+        own = {name: each for name, each in registry._components.items() if not _is_test(each)}
         monkeypatch.setattr(registry, "_components", own)
+
+
+def _is_test(component):
+    """Return True if a component was registered by another test."""
+    name = getattr(component, "__module__", "")
+    file = getattr(sys.modules.get(name), "__file__", None) or name
+    return name != "tiny" and ("/tests/" in file or "test_" in name)
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -1,0 +1,143 @@
+"""Messages of fastamp/cli and fastamp/utils: commands, registries, files and old names."""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from messages import Recorder
+from torch import nn
+
+import fastamp
+from fastamp.modeling import BACKBONE_REGISTRY
+from fastamp.utils.compiled import compile_parts
+from fastamp.utils.errors import check_choice, writing
+from fastamp.utils.files import check_no_device
+from fastamp.utils.lock import lock_folder, unlock_all
+from fastamp.utils.moved import MODULES
+
+SITES = ["fastamp/cli", "fastamp/utils", "fastamp/__init__.py"]
+
+
+def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
+    run = request.getfixturevalue("run_folder")
+    commands(record, run)
+    files(record)
+    names(record)
+
+
+class Parts(nn.Module):
+    """A model that names its parts to compile."""
+
+    trunks = ("backbone",)
+    backbone = nn.Identity()
+
+
+def commands(record, run):
+    """Command lines with a fault."""
+    best = run / "model_best.pth"
+    empty = record.root / "empty"
+    empty.mkdir()
+    for argv in (
+        ("trian",),
+        ("train", "--resum"),
+        ("train", "SOLVER.BASE_LRR", "1"),
+        ("eval",),
+        ("eval", "MODEL.WEIGHTS", "nowhere.pth"),
+        ("eval", "MODEL.WEIGHTS", best, "TEST.METRIC", "x"),
+        ("eval", "MODEL.WEIGHTS", best, "OUTPUT_DIR", record.root / "eval"),
+        ("doctor", "--dtypes", "int8"),
+        ("doctor", "--batch", "0"),
+        ("doctor", "--batch", "many"),
+        ("check-data", "Demoo"),
+        ("check-data", "Market1501", "--output", record.root / "check"),
+        ("visualize", empty),
+        ("visualize", best, "--num", "0"),
+        ("visualize", best, "--kind", "curve"),
+        ("compare", best, "a.jpg"),
+        ("search", best, empty, "--gallery", "nowhere.npz", "--device", "cpu"),
+        ("config",),
+        ("config", "list", "SOLVR"),
+        ("config", "explain", "SOLVER.BASE_LRR"),
+        ("config", "diff", empty, best),
+        ("config", "convert", record.file("old.yml", "SOLVER: {MAX_ITER: 3}"), "-o", record.file("exists.yml")),
+        ("strip", "nowhere.pth"),
+        ("extract", best),
+        ("export", best),
+    ):
+        record.fastamp(*argv)
+    record.fastamp("config", "explain", "SOLVER.BASE_LR", output=True)
+    record.fastamp("config", "list", "SOLVER.EMA", output=True)
+    record.fastamp("config", "diff", best, best, output=True)
+    torch.save(torch.load(best, weights_only=True)["model"], record.root / "bare.pth")
+    record.fastamp("eval", "MODEL.WEIGHTS", record.root / "bare.pth")
+    record.fastamp("train", "--dry-run", "--eval-only")
+    record.fastamp("compare", best, "a.jpg", "b.jpg", "--device", "cpu", "--opts", "SEED")
+    for backend in ("inductor", "eager"):
+        with record(f"MODEL.COMPILE {backend}"), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("shutil.which", lambda *_, **__: None)
+            compile_parts(nn.Linear(1, 1) if backend == "eager" else Parts(), backend)
+
+
+def files(record):
+    """Files that cannot be written, and folders that are locked."""
+    with record("writing a file in a folder that is missing"), writing(record.root / "missing/a.txt"):
+        (record.root / "missing/a.txt").write_text("")
+    with record("writing on a full disk"), writing(record.root / "a.txt"):
+        raise OSError(28, "No space left on device")
+    with record("reading a pipe"):
+        os.mkfifo(record.root / "pipe")
+        check_no_device(record.root / "pipe")
+    folder = record.root / "locked"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", "import sys; from fastamp.utils.lock import lock_folder\n"
+         "lock_folder(sys.argv[1], 'OUTPUT_DIR'); print('locked', flush=True); sys.stdin.read()", str(folder)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert holder.stdout.readline() == "locked\n"
+        record.fastamp("train", "OUTPUT_DIR", folder)
+        with record("lock_folder of another process"), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fastamp.utils.lock._WAIT_SECONDS", 0)
+            lock_folder(folder, "OUTPUT_DIR")
+    finally:
+        holder.communicate()
+    with record("lock_folder without locks"), pytest.MonkeyPatch.context() as patch:
+
+        def fail(*_):
+            raise OSError(37, "No locks available")
+
+        patch.setattr("fcntl.lockf", fail)
+        lock_folder(record.root / "unlocked", "OUTPUT_DIR")
+    unlock_all()
+
+
+def names(record):
+    """Names that do not exist, or are old."""
+    with record("fastamp.Predicter"):
+        fastamp.Predicter  # noqa: B018
+    with record("check_choice"):
+        check_choice("TEST.KEY", "treu", ("true", "false"))
+    with record("Registry.get"):
+        BACKBONE_REGISTRY.get("build_resnet_backbon")
+    with record("Registry.register twice"):
+        BACKBONE_REGISTRY.register("build_resnet_backbone")(invoke)
+    old = next(iter(MODULES))
+    with record(f"import {old}"), pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, old, raising=False)
+        importlib.import_module(old)
+    moved = importlib.import_module("fastamp.engine.setup")
+    with record("from fastamp.engine.setup import read_config"):
+        moved.read_config  # noqa: B018
+    with record("from fastamp.engine.setup import read_configs"):
+        moved.read_configs  # noqa: B018
+    from fastamp.evaluation import Identities
+    from fastamp.evaluation.metrics import rank_distances
+
+    with record("an old keyword argument"):
+        one = torch.zeros(1, dtype=torch.int64)
+        rank_distances(torch.zeros(1, 1), ids=Identities(one, one, one, one + 1))
+    with record("an old and a new keyword argument"):
+        rank_distances(None, ids=1, identities=2)

@@ -1,0 +1,163 @@
+"""Messages of fastamp/evaluation and fastamp/report: features, protocols, metrics and figures."""
+
+import logging
+
+import pytest
+import torch
+from judging import random_set
+from messages import Recorder
+from tiny import tiny_config
+from torch import nn
+
+from fastamp.amp import PrecisionPolicy
+from fastamp.config import get_cfg
+from fastamp.evaluation import Identities, Protocol, compute_metrics
+from fastamp.evaluation.metrics import rank_distances
+from fastamp.evaluation.query_expansion import QueryExpansion
+from fastamp.evaluation.rerank import ReRanking
+from fastamp.evaluation.roc import write_roc
+from fastamp.report import read_history
+from fastamp.report.figures import new_figure
+from fastamp.report.similarity_map import similarity_map
+
+SITES = ["fastamp/evaluation", "fastamp/report"]
+
+
+def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
+    protocols(record)
+    features(record)
+    models(record)
+    figures(record)
+
+
+def protocols(record):
+    """TEST keys that exclude each other, and arguments out of range."""
+    for opts in (
+        ("TEST.PROTOCOL", "vehicleid", "TEST.RERANK", "True"),
+        ("TEST.PROTOCOL", "vehicleid", "TEST.AQE", "True"),
+        ("TEST.PROTOCOL", "vehicleid", "TEST.ROC", "True"),
+        ("TEST.PROTOCOL", "vehicleid", "TEST.AP", "trapezoid"),
+        ("TEST.PROTOCOL", "market"),
+        ("TEST.RERANK", "True", "TEST.RERANK.K1", "0"),
+        ("TEST.AQE", "True", "TEST.AQE.QE_K", "0"),
+    ):
+        with record(" ".join(opts)):
+            cfg = get_cfg()
+            cfg.merge_from_list(opts)
+            Protocol.from_config(cfg)
+    for title, call in {
+        "Protocol(metric='manhattan')": lambda: Protocol(metric="manhattan"),
+        "Protocol(rule='market')": lambda: Protocol(rule="market"),
+        "QueryExpansion(k=0)": lambda: QueryExpansion(k=0),
+        "ReRanking(k1=0)": lambda: ReRanking(k1=0),
+    }.items():
+        with record(title):
+            call()
+
+
+def features(record):
+    """Features that cannot be ranked."""
+    queries, gallery, ids = random_set(3)
+    nan, infinite, huge = queries.clone(), queries.clone(), queries.clone()
+    nan[2], infinite[0, 0], huge[0] = float("nan"), float("inf"), 1e30
+    short = Identities(ids.query_pids[:3], ids.gallery_pids, ids.query_camids, ids.gallery_camids)
+    strange = Identities(ids.query_pids + 1000, ids.gallery_pids, ids.query_camids, ids.gallery_camids)
+    empty = Identities(ids.query_pids[:0], ids.gallery_pids, ids.query_camids[:0], ids.gallery_camids)
+    same = torch.ones_like(queries), torch.ones_like(gallery)
+    part = queries.clone(), gallery.clone()
+    part[0][:10], part[1][:40] = 0, 0
+    for title, (query, others, identities), protocol in (
+        ("NaN", (nan, gallery, ids), Protocol()),
+        ("infinite values", (infinite, gallery, ids), Protocol()),
+        ("values whose squares overflow", (huge, gallery, ids), Protocol(metric="euclidean")),
+        ("another width", (queries[:, :8], gallery, ids), Protocol()),
+        ("width 0", (queries[:, :0], gallery[:, :0], ids), Protocol()),
+        ("fewer identities", (queries, gallery, short), Protocol()),
+        ("no queries", (queries[:0], gallery, empty), Protocol()),
+        ("no match in the gallery", (queries, gallery, strange), Protocol()),
+        ("equal features", (*same, ids), Protocol()),
+        ("partly equal features", (*part, ids), Protocol()),
+        ("a large TEST.AQE.ALPHA", (queries * 9, gallery * 9, ids),
+         Protocol(metric="euclidean", expansion=QueryExpansion(alpha=3000))),
+        ("too few impostor pairs for TEST.ROC.FAR", (queries[:2], gallery[:9], Identities(
+            ids.query_pids[:2], ids.gallery_pids[:9], ids.query_camids[:2], ids.gallery_camids[:9])),
+         Protocol(false_accept_rates=(1e-4,))),
+        ("one identity and TEST.ROC", (queries[:2], gallery[:9], Identities(
+            torch.ones(2).long(), torch.ones(9).long(), torch.zeros(2).long(), torch.arange(9))),
+         Protocol(false_accept_rates=(1e-4,))),
+    ):  # fmt: skip
+        with record(f"features: {title}"):
+            compute_metrics(query, others, identities, protocol)
+    with record("distances of another shape"):
+        rank_distances(torch.zeros(2, 2), ids)
+    with record("NaN among the distances"):
+        rank_distances(torch.full((len(queries), len(gallery)), float("nan")), ids)
+    result = compute_metrics(queries, gallery, ids, Protocol(false_accept_rates=(0.1,)))
+    with record("TEST.ROC without matplotlib"), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "matplotlib", None)
+        patch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+        write_roc(result.roc, (0.1,), record.root / "roc")
+
+
+def models(record):
+    """Evaluations of a model."""
+    from fastamp.data import build_reid_test_loader
+    from fastamp.engine import DefaultTrainer
+    from fastamp.evaluation import ReidEvaluator, update_bn_statistics
+    from fastamp.modeling import build_model
+
+    cfg = tiny_config(record.root / "run", "MODEL.HEADS.NUM_CLASSES", "4")
+    model = build_model(cfg)
+    with torch.no_grad():
+        model.backbone[4].weight.fill_(float("nan"))
+    with record("an evaluation of a model with NaN"):
+        DefaultTrainer.test(cfg, model)
+    with record("an evaluation of images that are too small for the baselines"):
+        floors = cfg.with_values({"TEST.FLOORS": True, "INPUT.SIZE_TEST": (4, 4)})
+        DefaultTrainer.test(floors, build_model(floors))
+    with record("an evaluator without images"):
+        loader, num_query = build_reid_test_loader(cfg, "Demo")
+        ReidEvaluator(cfg, num_query).evaluate()
+    with record("precise batch norm"):
+        update_bn_statistics(build_model(cfg), loader, 2, policy=PrecisionPolicy("cpu", torch.float32, "test"))
+    with record("an evaluation"):
+        DefaultTrainer.test(cfg, build_model(cfg))
+
+
+def figures(record):
+    """Figures and similarity maps."""
+    record.file("history/metrics.json/x")
+    with record("read_history of a folder"):
+        read_history(record.root / "history/metrics.json")
+    with record("a figure without matplotlib"), pytest.MonkeyPatch.context() as patch:
+        for name in ("matplotlib", "matplotlib.figure"):
+            patch.setitem(__import__("sys").modules, name, None)
+        new_figure(1, 1)
+
+    class Flat(nn.Module):
+        def __init__(self, backbone):
+            super().__init__()
+            self.backbone = backbone
+
+        def forward(self, batch):
+            return self.backbone(batch["images"]).flatten(1)
+
+    class Unused(Flat):
+        def forward(self, batch):
+            return batch["images"].requires_grad_().flatten(1)
+
+    class Detached(Flat):
+        def forward(self, batch):
+            self.backbone(batch["images"])
+            return batch["images"].requires_grad_().flatten(1)
+
+    batch = {"images": torch.rand(2, 3, 8, 4)}
+    for title, model in {
+        "without a backbone": nn.Flatten(),
+        "of vectors": Flat(nn.Sequential(nn.Flatten(), nn.Linear(96, 4))),
+        "whose backbone is not used": Unused(nn.Conv2d(3, 4, 3)),
+        "whose backbone has no effect": Detached(nn.Conv2d(3, 4, 3)),
+    }.items():
+        with record(f"similarity_map of a model {title}"):
+            similarity_map(model.eval(), {"images": batch["images"].clone()})
+    logging.getLogger("fastamp").setLevel(logging.INFO)

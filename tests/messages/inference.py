@@ -1,0 +1,260 @@
+"""Messages of fastamp/inference: predictors, extractions, indices, comparisons and exports."""
+
+import contextlib
+import errno
+import os
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from messages import Recorder
+
+import fastamp
+from fastamp.inference import extract as extract_module
+from fastamp.inference.extract import extract
+from fastamp.inference.features_file import read_extraction, write_arrays
+from fastamp.inference.index import build_index, load_index, open_gallery
+from fastamp.inference.similarity import pairs_of
+
+SITES = ["fastamp/inference"]
+
+
+def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
+    checkpoint = request.getfixturevalue("checkpoint")
+    predictor = fastamp.Predictor(checkpoint, device="cpu")
+    checkpoints(record, checkpoint)
+    images(record, predictor, checkpoint)
+    folder = record.root / "images"
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for number in range(6):
+        PIL.Image.fromarray(random.integers(0, 256, (64, 32, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+    extractions(record, predictor, folder)
+    gallery = record.root / "gallery.npz"
+    features_files(record, gallery)
+    indices(record, predictor, checkpoint, gallery)
+    comparisons(record, predictor, checkpoint, folder)
+    exports(record, predictor, checkpoint)
+
+
+def checkpoints(record, checkpoint):
+    """Checkpoints that a Predictor does not take."""
+    content = torch.load(checkpoint, weights_only=True)
+    nan = {name: value.clone() for name, value in content["model"].items()}
+    nan["backbone.0.weight"].fill_(float("nan"))
+    for name, state in {
+        "bare": {"model": content["model"]},
+        "other_version": content | {"config": "MODEL: {NOSE: 1}"},
+        "nan": content | {"model": nan},
+        "pairs": content | {"pairs": {"genuine": 3}},
+    }.items():
+        torch.save(state, record.root / f"{name}.pth")
+        with record(f"Predictor({name}.pth)"):
+            fastamp.Predictor(record.root / f"{name}.pth", device="cpu").features(np.zeros((64, 32, 3), np.uint8))
+    with record("Predictor(pairs.pth).compare()"):
+        image = np.zeros((64, 32, 3), np.uint8)
+        fastamp.Predictor(record.root / "pairs.pth", device="cpu").compare(image, image)
+
+
+def images(record, predictor, checkpoint):
+    """Arguments that are not images or boxes."""
+    array, path = np.zeros((8, 8, 3), np.uint8), record.root / "image.png"
+    PIL.Image.fromarray(array).save(path)
+    for title, call in {
+        "features([])": lambda: predictor.features([]),
+        "features(3)": lambda: predictor.features(3),
+        "features of a float image": lambda: predictor.features(PIL.Image.new("F", (4, 4))),
+        "features of int32": lambda: predictor.features([array, array.astype(np.int32)]),
+        "features of channels first": lambda: predictor.features(np.zeros((3, 8, 8), np.uint8)),
+        "features of channels last": lambda: predictor.features(torch.zeros(8, 8, 3, dtype=torch.uint8)),
+        "features of a missing file": lambda: predictor.features("nowhere.jpg"),
+        "features of an empty image": lambda: predictor.features([array, array[:0]]),
+        "features of empty images": lambda: predictor.features(array[:0]),
+        "features, color brg": lambda: predictor.features(array, color="brg"),
+        "features, boxes as text": lambda: predictor.features(array, boxes=[["a", 1, 2, 3]]),
+        "features, boxes of 3 numbers": lambda: predictor.features(array, boxes=[[1, 2, 3]]),
+        "features, boxes of two images": lambda: predictor.features([array, array], boxes=[[1, 2, 3, 4]]),
+        "features, empty boxes": lambda: predictor.features(array, boxes=[[1, 1, 1, 3], [0, 0, 4, 4]]),
+        "compare of three images": lambda: predictor.compare([array, array], array),
+        "compare of an empty image": lambda: predictor.compare(array[:0], array),
+        "preprocess of an empty image": lambda: predictor.preprocess(array[:0]),
+    }.items():
+        with record(title):
+            call()
+    # A model with camera embeddings, as the attribute that lists them.
+    with record("features of a model with camera embeddings"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fastamp.Predictor, "camera_view_counts", {"camids": 6})
+        predictor.features(array)
+    with record("features of camera 7 of 6"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fastamp.Predictor, "camera_view_counts", {"camids": 6})
+        predictor.features(array, camids=[7])
+    record.fastamp("compare", checkpoint, path, "nowhere.jpg", "--device", "cpu")
+    record.fastamp("compare", checkpoint, path, path, "--device", "cpu", "--opts", "SEED")
+
+
+def extractions(record, predictor, folder):
+    """fastamp extract."""
+    out = record.root / "gallery.npz"
+    (record.root / "no_images").mkdir()
+    train_only = record.file("train_only.csv", "path,pid\na.png,1")
+    checkpoint = predictor.checkpoint
+    for source, target in (
+        (record.root / "no_images", out),
+        (record.root / "nowhere", out),
+        ("Demoo", out),
+        (folder, record.root / "out.txt"),
+        (folder, record.root / "missing/out.npz"),
+    ):
+        record.fastamp("extract", checkpoint, source, "-o", target, "--device", "cpu")
+    record.fastamp("extract", checkpoint, f"csv:{train_only}", "-o", out, "--splits", "query", "--device", "cpu")
+    record.fastamp("extract", checkpoint, "Demo", "-o", out, "--splits", "query", "gallery", "--device", "cpu",
+                   output=True)  # fmt: skip
+    (folder / "bad.png").write_text("not an image")
+    record.fastamp("extract", checkpoint, folder, "-o", record.root / "bad.npz", "--device", "cpu")
+    record.fastamp("extract", checkpoint, folder, "-o", record.root / "skipped.npz", "--device", "cpu",
+                   "--skip-corrupt", output=True)  # fmt: skip
+    only_bad = record.root / "only_bad"
+    only_bad.mkdir()
+    (only_bad / "bad.png").write_text("not an image")
+    record.fastamp("extract", checkpoint, only_bad, "-o", record.root / "b.npz", "--device", "cpu", "--skip-corrupt")
+    (folder / "bad.png").unlink()
+    record.file("mine.npz.parts/notes.txt", "mine")
+    record.fastamp("extract", checkpoint, folder, "-o", record.root / "mine.npz", "--device", "cpu")
+    # An extraction that is interrupted after its first part, resumed with the same images, then with others.
+    with pytest.MonkeyPatch.context() as patch:
+        compute, calls = predictor.features_of_batch, []
+
+        def interrupt(batch):
+            calls.append(batch)
+            if len(calls) > 1:
+                raise KeyboardInterrupt
+            return compute(batch)
+
+        patch.setattr(extract_module, "_PART_SECONDS", -1.0)
+        for target in ("resumed.npz", "changed.npz"):
+            calls.clear()
+            patch.setattr(predictor, "features_of_batch", interrupt)
+            with contextlib.suppress(KeyboardInterrupt):
+                extract(predictor, "Demo", record.root / target)
+        patch.setattr(predictor, "features_of_batch", compute)
+        with record("extract after an interruption"):
+            extract(predictor, "Demo", record.root / "resumed.npz")
+        with record("extract of other images after an interruption"):
+            extract(predictor, folder, record.root / "changed.npz")
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with record("extract on a full disk"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extract_module, "write_arrays", full)
+        extract(predictor, folder, record.root / "full.npz")
+
+
+def features_files(record, gallery):
+    """Damaged extractions."""
+    with np.load(gallery, allow_pickle=False) as file:
+        arrays = dict(file)
+    content = gallery.read_bytes()
+    record.file("empty.npz")
+    record.file("cut.npz", content[: len(content) // 2])
+    for name, changed in {
+        "other": {"features": np.zeros((3, 2))},
+        "no_features": arrays | {"features": np.zeros((0, 16), np.float32)},
+        "float64": arrays | {"features": arrays["features"].astype(np.float64)},
+        "pids": arrays | {"pids": np.zeros(3)},
+        "texts": arrays | {"metric": np.zeros(3)},
+        "one_identity": arrays | {"pids": np.ones_like(arrays["pids"])},
+    }.items():
+        with (record.root / f"{name}.npz").open("wb") as file:
+            write_arrays(file, changed)
+    for name in ("nowhere", "empty", "cut", "other", "no_features", "float64", "pids", "texts"):
+        with record(f"read_extraction({name}.npz)"):
+            read_extraction(record.root / f"{name}.npz")
+    with record("read_extraction that is larger than the memory"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastamp.inference.features_file.available_memory", lambda: 0)
+        np.savez_compressed(record.root / "large.npz", **arrays)
+        read_extraction(record.root / "large.npz")
+    with record("pairs_of one identity"):
+        pairs_of(record.root / "one_identity.npz")
+    with record("pairs_of(cross_camera=True)"):
+        pairs_of(gallery, cross_camera=True)
+
+
+def indices(record, predictor, checkpoint, gallery):
+    """Gallery indices."""
+    extraction = read_extraction(gallery)
+    path = record.root / "gallery.index"
+    with record("build_index"):
+        index = build_index(extraction, path)
+    for title, call in {
+        "build_index of kind tree": lambda: build_index(extraction, path, kind="tree"),
+        "build_index into a missing folder": lambda: build_index(extraction, record.root / "missing/a.index"),
+        "search of k 0": lambda: index.search(np.zeros((1, 16)), 0),
+        "search of another width": lambda: index.search(np.zeros((1, 15))),
+        "search of NaN": lambda: index.search(np.full((1, 16), np.nan)),
+        "load_index of a missing file": lambda: load_index(record.root / "nowhere.index"),
+        "load_index of an extraction": lambda: load_index(gallery),
+        "open_gallery of a folder": lambda: open_gallery(record.root, of=predictor),
+    }.items():
+        with record(title):
+            call()
+    content = path.read_bytes()
+    flipped = content[: len(content) // 3] + bytes([content[len(content) // 3] ^ 1]) + content[len(content) // 3 + 1 :]
+    for name, damaged in (("cut", content[:-5]), ("flipped", flipped)):
+        with record(f"load_index of a {name} file"):
+            load_index(record.file(f"{name}.index", damaged))
+    with record("build_index of NaN"):
+        with np.load(gallery, allow_pickle=False) as file:
+            arrays = dict(file)
+        with (record.root / "nan.npz").open("wb") as file:
+            write_arrays(file, arrays | {"features": arrays["features"] * np.float32("nan")})
+        build_index(read_extraction(record.root / "nan.npz"), record.root / "nan.index")
+    with record("open_gallery with the index of other features"):
+        with np.load(gallery, allow_pickle=False) as file:
+            arrays = dict(file)
+        with (record.root / "changed_gallery.npz").open("wb") as file:
+            write_arrays(file, arrays | {"features": arrays["features"] + 1})
+        open_gallery(record.root / "changed_gallery.npz", index=path)
+    image = record.root / "image.png"
+    other = ("--device", "cpu", "--opts", "INPUT.SIZE_TEST", "(32, 32)")
+    record.fastamp("search", checkpoint, image, "--gallery", gallery, *other)
+    record.fastamp("search", checkpoint, record.root / "no_images", "--gallery", gallery, "--device", "cpu")
+    record.fastamp("search", checkpoint, image, "--gallery", record.root, "--device", "cpu")
+
+
+def comparisons(record, predictor, checkpoint, folder):
+    """fastamp compare with a reference."""
+    pair = (folder / "0.png", folder / "1.png")
+    record.fastamp("compare", checkpoint, *pair, "--device", "cpu", "--reference", record.root / "one_identity.npz")
+    record.fastamp("compare", checkpoint, *pair, "--device", "cpu", "--reference", record.root / "other.npz")
+
+
+def exports(record, predictor, checkpoint):
+    """fastamp export."""
+    for argv in (
+        ("model.pb",),
+        ("missing/model.onnx",),
+        ("model.pt2", "--opset", "18"),
+        ("model.onnx", "--opset", "3"),
+        ("model.onnx", "--tolerance", "200"),
+        ("model.pt2", "--data", "Demoo"),
+        ("model.pt2", "INPUT.SIZE_TEST", "(0,)"),
+    ):
+        name, *rest = argv
+        record.fastamp("export", checkpoint, record.root / name, *rest, "--device", "cpu")
+    (record.root / "folder.onnx").mkdir()
+    record.fastamp("export", checkpoint, record.root / "folder.onnx", "--device", "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "onnx", None)
+        record.fastamp("export", checkpoint, record.root / "model.onnx", "--device", "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fail(*_, **__):
+            raise RuntimeError("the operator is not supported")
+
+        patch.setattr(torch.export, "export", fail)
+        patch.setenv("FASTAMP_DATASETS", str(record.root / "none"))
+        record.fastamp(
+            "export", checkpoint, record.root / "model.pt2", "--device", "cpu", "DATASETS.TESTS", "Market1501"
+        )
