@@ -1,4 +1,4 @@
-"""What a run is shown as: pictures, and a report in one file."""
+"""Figures and the self-contained HTML report of a run."""
 
 from fastamp.report.history import History, read_history
 from fastamp.report.page import write_report

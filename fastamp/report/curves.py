@@ -1,4 +1,4 @@
-"""The charts of an evaluation and of a training."""
+"""Charts of evaluation results and of training metrics."""
 
 import math
 
@@ -14,25 +14,25 @@ from fastamp.utils.moved import renamed_arguments
 
 _RANKS = 50
 _BINS = 60
-# Losses that are drawn; MGN alone has 13.
+# Maximum number of lines per chart; MGN has 13 losses.
 _MAX_LINES = 6
 
 
 def score_name(protocol: Protocol) -> str:
-    """Return what pairs are compared by, in words."""
+    """Name the score that a protocol ranks by."""
     if protocol.re_ranking:
         return "re-ranked distance"
     return "cosine similarity" if protocol.metric == "cosine" else "squared Euclidean distance"
 
 
 def scores(distances: np.ndarray, protocol: Protocol) -> np.ndarray:
-    """Return the scores that distances stand for, see ``score_name``."""
+    """Convert distances to the scores named by ``score_name``."""
     return 1 - distances if score_name(protocol) == "cosine similarity" else distances
 
 
 @renamed_arguments(judgement="result")
 def cmc_panel(result: EvaluationResult) -> Panel:
-    """Return the share of queries with a match among their first images."""
+    """Plot the CMC: fraction of queries with a match within each rank."""
     ranking = result.ranking
     last = max(10, min(_RANKS, result.num_gallery))
     ranks = np.arange(1, last + 1)
@@ -50,12 +50,12 @@ def cmc_panel(result: EvaluationResult) -> Panel:
 
 @renamed_arguments(details="examples")
 def roc_panel(examples: RetrievalExamples) -> Panel | None:
-    """Return the true accept rate over the false accept rate; None where there are no pairs."""
+    """Plot the ROC curve; None if there are no pairs."""
     curve = examples.roc
     if curve is None:
         return None
     low = max(1e-7, min(0.1, 1 / curve.num_impostor))
-    # The values in between two of the curve's are those of the lower false accept rate.
+    # Between two points of the curve, use the value of the lower false accept rate.
     far = np.logspace(math.log10(low), 0, 200)
     tar = np.maximum.accumulate(curve.tar)[np.searchsorted(curve.far, far * (1 + 1e-9), side="right") - 1]
     return Panel(
@@ -72,7 +72,7 @@ def roc_panel(examples: RetrievalExamples) -> Panel | None:
 
 @renamed_arguments(details="examples")
 def score_panel(examples: RetrievalExamples, protocol: Protocol) -> Panel | None:
-    """Return how the scores of genuine and impostor pairs are spread; None where there are no pairs."""
+    """Plot histograms of the scores of genuine and impostor pairs; None if there are no pairs."""
     curve = examples.roc
     if curve is None:
         return None
@@ -89,7 +89,7 @@ def score_panel(examples: RetrievalExamples, protocol: Protocol) -> Panel | None
     return Panel(
         "Scores of genuine and impostor pairs",
         score_name(protocol),
-        "share of the pairs, %",
+        "fraction of pairs, %",
         lines,
         x_range=(float(lines[0].x[0]), float(lines[0].x[-1])),
         y_range=(0, 1.06 * max(line.y.max() for line in lines)),
@@ -99,16 +99,16 @@ def score_panel(examples: RetrievalExamples, protocol: Protocol) -> Panel | None
 
 @renamed_arguments(details="examples")
 def pairs_note(examples: RetrievalExamples) -> str:
-    """Say which pairs were counted."""
+    """Describe the pairs in the ROC curve."""
     curve = examples.roc
     pairs = f"{curve.num_genuine:,} genuine and {curve.num_impostor:,} impostor pairs"
     if examples.roc_uses_all_pairs or examples.sampled == examples.queries:
         return pairs
-    return f"{pairs}, of {examples.sampled:,} of the {examples.queries:,} queries, drawn at random"
+    return f"{pairs}, from a random sample of {examples.sampled:,} of {examples.queries:,} queries"
 
 
 def _central_range(curve: RocCurve) -> tuple[float, float]:
-    """Return the distances between which nearly all pairs lie."""
+    """Compute the range of distances that contains 99.9 % of the pairs."""
     finite = np.isfinite(curve.thresholds)
     low = high = None
     for rates in (curve.tar, curve.far):
@@ -119,11 +119,11 @@ def _central_range(curve: RocCurve) -> tuple[float, float]:
 
 
 def training_panels(history: History) -> list[Panel]:
-    """Return losses, learning rate and scores over the iterations, as far as they were written."""
+    """Plot losses, learning rate, speed and metrics over the iterations, if they were recorded."""
     names = history.names(prefix="loss_")
     losses = [name for name in ("total_loss", *names) if name in history.series and name != "loss_scale"]
     panels = [_over_iterations(history, "Losses", "loss", losses[:_MAX_LINES])]
-    for title, suffix in (("mAP on the test sets", "/mAP"), ("Rank-1 on the test sets", "/Rank-1")):
+    for title, suffix in (("mAP on test sets", "/mAP"), ("Rank-1 on test sets", "/Rank-1")):
         names = [name for name in history.names(suffix=suffix) if "/baseline " not in name and "/floor " not in name]
         titles = {name: name.removesuffix(suffix) for name in names[:_MAX_LINES]}
         panels.append(_over_iterations(history, title, "%", list(titles), titles=titles, dots=True))
@@ -133,17 +133,17 @@ def training_panels(history: History) -> list[Panel]:
 
 
 def health_panels(history: History) -> list[Panel]:
-    """Return what mixed precision is judged by over the iterations: gradient norm, loss scale, skipped steps."""
+    """Plot the gradient norm, loss scale, skipped steps and other precision metrics over the iterations."""
     panels = [_over_iterations(history, "Gradient norm", "norm", ["grad_norm"], y_log=True)]
     scale = [value for _, value in history.series.get("loss_scale", [])]
     if len(set(scale)) > 1:
         panels.append(_over_iterations(history, "Loss scale", "scale", ["loss_scale"], y_log=True, steps=True))
     if history.latest("skipped_total"):
-        panels.append(_over_iterations(history, "Skipped steps", "steps so far", ["skipped_total"], steps=True))
+        panels.append(_over_iterations(history, "Skipped steps", "total", ["skipped_total"], steps=True))
     for name, title, label in (
-        ("zero_gradients", "Zero gradients", "share"),
+        ("zero_gradients", "Zero gradients", "fraction"),
         ("clip_coefficient", "Gradient clipping", "factor"),
-        ("activation_limit_share", "Largest activation", "share of the dtype's limit"),
+        ("activation_limit_share", "Largest activation", "fraction of the dtype's maximum"),
     ):
         panels.append(_over_iterations(history, title, label, [name]))
     return [panel for panel in panels if panel.lines]

@@ -1,4 +1,4 @@
-"""Pictures by matplotlib: charts, rank lists, similarity maps."""
+"""Matplotlib figures: charts, rank lists, similarity maps."""
 
 import io
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _IMAGE = (128, 256)
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Return an empty figure of a size in inches, that no window shows.
+    """Create an empty figure of a size in inches, without a window.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -34,15 +34,17 @@ def new_figure(width: float, height: float) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError('pictures need matplotlib: pip install "fastamp[vis]"') from error
+        raise ConfigError(
+            'figures need matplotlib, which is not installed.\n  fix: pip install "fastamp[vis]"'
+        ) from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def write_figure(figure: "Figure", path: Path) -> None:
-    """Write a figure as PNG; the folder is made when missing.
+    """Write a figure as PNG, and create its folder if necessary.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
@@ -52,7 +54,7 @@ def write_figure(figure: "Figure", path: Path) -> None:
 
 
 def panel_figure(panels: Sequence[Panel]) -> "Figure":
-    """Return charts side by side, three in a row; those without a point are left out.
+    """Draw charts in a grid with three columns; empty charts are omitted.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -96,13 +98,13 @@ def rank_list_figure(
     *,
     title: str = "",
 ) -> "Figure":
-    """Return rank lists as rows: the query, then the gallery's images, framed green (its identity) or red.
+    """Draw rank lists as rows: the query, then gallery images framed in green (same identity) or red.
 
     Args:
-        lists: one at least.
-        queries, gallery: what their numbers stand for.
-        protocol: of the ranking, for the scores.
-        title: above all.
+        lists (Sequence[RankList]): at least one rank list.
+        queries, gallery (Sequence[ImageItem]): images that the indices in ``lists`` refer to.
+        protocol (Protocol): evaluation protocol, for the scores.
+        title (str): title of the figure.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -129,7 +131,7 @@ def _show(axes: "Axes", item: ImageItem, color: str, text: str) -> None:
     axes.set_axis_on()
     axes.set(xticks=[], yticks=[])
     if picture is None:
-        axes.text(0.5, 0.5, "cannot\nbe read", ha="center", va="center", transform=axes.transAxes)
+        axes.text(0.5, 0.5, "cannot\nread", ha="center", va="center", transform=axes.transAxes)
     else:
         axes.imshow(np.asarray(picture))
     for side in axes.spines.values():
@@ -138,7 +140,7 @@ def _show(axes: "Axes", item: ImageItem, color: str, text: str) -> None:
 
 
 def similarity_figure(pairs: Sequence[tuple[ImageItem, ImageItem, SimilarityMap]]) -> "Figure":
-    """Return pairs of images as rows, each image beside what of it makes the pair alike.
+    """Draw pairs of images as rows, each image next to its similarity map.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -158,12 +160,12 @@ def similarity_figure(pairs: Sequence[tuple[ImageItem, ImageItem, SimilarityMap]
                 found.maps[number], cmap="jet", alpha=0.5, vmin=0, vmax=1, extent=extent, interpolation="bicubic"
             )
             plain.set_title(_plain(f"identity {item.pid}, cam {item.camid}"), fontsize=8)
-        same = "the same identity" if first.pid == second.pid else "two identities"
+        same = "same identity" if first.pid == second.pid else "different identities"
         row[3].set_title(f"similarity {found.similarity:.2f}\n{same}", fontsize=8)
-    figure.suptitle("What makes two images alike (Grad-CAM of the cosine similarity)", fontsize=10)
+    figure.suptitle("Similarity maps (Grad-CAM of the cosine similarity)", fontsize=10)
     return figure
 
 
 def _plain(text: str) -> str:
-    """Return text that matplotlib takes as it is, and not for mathematics."""
+    """Escape dollar signs, which matplotlib parses as math."""
     return text.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""What a run wrote into metrics.json, as one series for each metric."""
+"""Training metrics in metrics.json as one series per metric."""
 
 import json
 import math
@@ -10,28 +10,28 @@ from fastamp.utils.errors import DataError
 
 @dataclass
 class History:
-    """Metrics over a run.
+    """Metrics of a run over its iterations.
 
     Attributes:
-        series: metric -> its (iteration, value) pairs in the order of the iterations; what was not finite is NaN.
+        series (dict): metric -> (iteration, value) pairs by increasing iteration; non-finite values are NaN.
     """
 
     series: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
     def latest(self, name: str) -> float | None:
-        """Return a metric's last finite value; None when there is none."""
+        """Return the last finite value of a metric; None if there is none."""
         return next((value for _, value in reversed(self.series.get(name, [])) if math.isfinite(value)), None)
 
     def names(self, *, prefix: str = "", suffix: str = "") -> list[str]:
-        """Return the metrics whose names begin and end like this, in the order in which they first came."""
+        """List the metrics with a prefix and suffix, in the order of their first appearance."""
         return [name for name in self.series if name.startswith(prefix) and name.endswith(suffix)]
 
 
 def read_history(path: Path) -> History:
-    """Return what is in a ``metrics.json``; a line that a kill cut short is left out.
+    """Read ``metrics.json``; incomplete lines of a killed run are skipped.
 
     Raises:
-        DataError: it is not there, or cannot be read.
+        DataError: the file is missing or cannot be read.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

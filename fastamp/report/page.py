@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML file, drawn by the templates next to this module."""
+"""Render the self-contained HTML report from the templates in ``report/templates``."""
 
 import base64
 import hashlib
@@ -20,15 +20,23 @@ from fastamp.utils.errors import writing
 from fastamp.utils.files import write_atomically
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# Not allowed in XML and HTML, lone surrogates of undecodable file names, and marks that change the direction of text.
+# Characters that are invalid in XML and HTML, lone surrogates of undecodable file names, and bidi control characters.
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 
 
 def write_report(run: Run, folder: Path, *, name: str = "report.html") -> Path:
-    """Write the report of a run to a file in a folder, which is made when missing; return its path.
+    """Write the report of a run.
+
+    Args:
+        run (Run): data of the report.
+        folder (Path): output folder, created if necessary.
+        name (str): file name. Default ``report.html``.
+
+    Returns:
+        Path: path of the file.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     path = folder / name
     content = page(run).encode()
@@ -39,7 +47,7 @@ def write_report(run: Run, folder: Path, *, name: str = "report.html") -> Path:
 
 
 def page(run: Run) -> str:
-    """Return the report of a run as HTML."""
+    """Render the report of a run as HTML."""
     style = (_TEMPLATES / "report.css").read_text(encoding="utf-8")
     return (
         templates()
@@ -61,7 +69,7 @@ def page(run: Run) -> str:
 
 @cache
 def templates() -> Environment:
-    """Return the templates of ``report/templates``, in which every value is escaped."""
+    """Load the templates in ``report/templates`` with autoescape."""
     found = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -76,5 +84,5 @@ def templates() -> Environment:
 
 
 def _displayable(value: Any) -> Any:
-    """Replace characters that a page cannot hold, before ``value`` is escaped."""
+    """Replace characters that HTML does not allow, before ``value`` is escaped."""
     return value if isinstance(value, Markup) else _FORBIDDEN.sub("\ufffd", str(value))

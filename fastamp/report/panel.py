@@ -1,4 +1,4 @@
-"""One chart as data, which a web page draws as SVG and matplotlib as a picture."""
+"""Charts as data, rendered as SVG in the report and by matplotlib."""
 
 import math
 from collections.abc import Sequence
@@ -6,20 +6,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# Points of a line that are drawn.
+# Maximum number of points per line.
 _MAX_POINTS = 300
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart.
+    """Line of a chart.
 
     Attributes:
-        name: for the legend.
-        x, y: (N,) float64; a point that is not finite is a gap.
-        steps: each value holds until the next point.
-        filled: the area below is tinted.
-        dots: points are marked: there are few.
+        name (str): label in the legend.
+        x, y (np.ndarray): (N,) float64; non-finite points are gaps.
+        steps (bool): draw a step function, constant until the next point.
+        filled (bool): fill the area below.
+        dots (bool): mark the points.
     """
 
     name: str
@@ -32,15 +32,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart.
+    """Chart.
 
     Attributes:
-        title: above it.
-        x_label, y_label: of the axes.
-        lines: at least one.
-        x_log, y_log: whether an axis is logarithmic; what is not above 0 is left out there.
-        x_range, y_range: None is that of the data.
-        note: a sentence below it.
+        title (str): title.
+        x_label, y_label (str): axis labels.
+        lines (Sequence[Line]): at least one line.
+        x_log, y_log (bool): use a logarithmic axis; points that are not above 0 are omitted.
+        x_range, y_range (tuple[float, float] | None): range of the axis; None for the range of the data.
+        note (str): sentence below the chart.
     """
 
     title: str
@@ -55,11 +55,11 @@ class Panel:
 
     @property
     def empty(self) -> bool:
-        """Whether there is no point to draw."""
+        """True if no point can be drawn."""
         return not any(self.drawable(line).any() for line in self.lines)
 
     def drawable(self, line: Line) -> np.ndarray:
-        """Return (N,) bool: which points of a line have a place."""
+        """Select the points of a line that can be drawn: (N,) bool."""
         fits = np.isfinite(line.x) & np.isfinite(line.y)
         if self.x_log:
             fits &= line.x > 0
@@ -68,7 +68,7 @@ class Panel:
         return fits
 
     def bounds(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Return the ranges of x and y, which have a width."""
+        """Compute the non-empty ranges of x and y."""
         points = [(line.x[fits], line.y[fits]) for line in self.lines for fits in [self.drawable(line)]]
         x, y = (np.concatenate(side) for side in zip(*points, strict=True))
         return (
@@ -78,7 +78,7 @@ class Panel:
 
 
 def thinned(line: Line, most: int = _MAX_POINTS) -> Line:
-    """Return a line of few points that looks the same: of each part its first, lowest, highest and last point."""
+    """Reduce a line to about ``most`` points: first, minimum, maximum and last point of each segment."""
     if len(line.x) <= most:
         return line
     kept: set[int] = set()
@@ -92,12 +92,14 @@ def thinned(line: Line, most: int = _MAX_POINTS) -> Line:
 
 
 def ticks(low: float, high: float, *, log: bool = False, count: int = 5) -> list[float]:
-    """Return about ``count`` round numbers in ``low``..``high``; on a logarithmic axis powers of ten where it has two.
+    """Choose about ``count`` round numbers in ``low``..``high`` as ticks.
+
+    A logarithmic axis has ticks at powers of ten if its range contains at least two.
 
     Args:
-        low, high: of the axis; above 0 on a logarithmic one.
-        log: whether the axis is logarithmic.
-        count: how many are wanted.
+        low, high (float): range of the axis; positive for a logarithmic axis.
+        log (bool): the axis is logarithmic. Default False.
+        count (int): desired number of ticks. Default 5.
     """
     if log:
         first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
@@ -113,7 +115,7 @@ def ticks(low: float, high: float, *, log: bool = False, count: int = 5) -> list
 
 
 def tick_text(value: float) -> str:
-    """Return a number as short as it can be read."""
+    """Format a tick value in few characters."""
     if value == 0 or abs(value) < 1e-12:
         return "0"
     if abs(value) >= 1e6 or abs(value) < 1e-2:
@@ -125,7 +127,7 @@ def tick_text(value: float) -> str:
 
 
 def _non_empty_range(low: float, high: float, *, log: bool, margin: float) -> tuple[float, float]:
-    """Return a range around ``low``..``high`` that is not empty."""
+    """Extend ``low``..``high`` by a relative margin to a non-empty range."""
     low, high = float(low), float(high)
     if log:
         low, high = (low / 2, high * 2) if high <= low * 1.01 else (low, high)

@@ -1,4 +1,4 @@
-"""What a report is made of."""
+"""Data of a report."""
 
 import platform
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ from fastamp.report.history import History
 from fastamp.utils.env import available_cores
 from fastamp.utils.moved import renamed_arguments, renamed_attribute
 
-# Characters of a config's value that are shown.
+# Longer config values are truncated.
 _MAX_VALUE_LENGTH = 160
 
 
 @renamed_arguments(judgement="result")
 @dataclass(frozen=True)
 class EvaluatedSet:
-    """A test set and what became of it.
+    """Test set with its evaluation result.
 
     Attributes:
-        name: as in DATASETS.TESTS.
-        metrics: what its evaluator returned.
-        result: with details; None where the evaluator, one of the user's own, has none.
-        query, gallery: its images; empty where they are not known.
+        name (str): name in DATASETS.TESTS.
+        metrics (dict[str, Any]): metrics returned by the evaluator.
+        result (EvaluationResult | None): result with details; None for custom evaluators without one.
+        query, gallery (Sequence[ImageItem]): images; empty if unknown.
     """
 
     name: str
@@ -42,23 +42,23 @@ class EvaluatedSet:
 
     @property
     def images(self) -> list[ImageItem]:
-        """All of them, the queries first."""
+        """All images, queries first."""
         return [*self.query, *self.gallery]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training, or an evaluation of weights.
+    """Training run, or evaluation of given weights.
 
     Attributes:
-        cfg: its config.
-        weights: what was evaluated, in words.
-        protocol: how was measured, in one line.
-        policy: the precision of training, or of the evaluation where nothing was trained.
-        device: that the model is on.
-        sets: evaluated.
-        train: images trained on; empty where nothing was trained.
-        history: of the training; None where there is none.
+        cfg (CfgNode): config.
+        weights (str): description of the evaluated weights.
+        protocol (str): one-line description of the protocol.
+        policy (PrecisionPolicy): precision of training, or of the evaluation if there was no training.
+        device (torch.device): device of the model.
+        sets (Sequence[EvaluatedSet]): evaluated test sets.
+        train (Sequence[ImageItem]): training images; empty if there was no training.
+        history (History | None): training metrics; None if there are none.
     """
 
     cfg: CfgNode
@@ -77,11 +77,11 @@ def evaluated_set(
     """Collect the results and images of a test set; custom evaluators and loaders may provide neither.
 
     Args:
-        name: as in DATASETS.TESTS.
-        metrics: returned by the evaluator.
-        evaluator: its ``result`` is used if it is an ``EvaluationResult``.
-        loader: see ``items_of``.
-        num_query: number of query images, which come first in the loader.
+        name (str): name in DATASETS.TESTS.
+        metrics (dict[str, Any]): metrics returned by the evaluator.
+        evaluator (DatasetEvaluator): its ``result`` is used if it is an ``EvaluationResult``.
+        loader (Any): see ``items_of``.
+        num_query (int): number of query images, which come first in the loader.
     """
     items = items_of(loader)
     result = getattr(evaluator, "result", None)
@@ -90,12 +90,12 @@ def evaluated_set(
 
 
 def items_of(loader: Any) -> list[ImageItem]:
-    """Return the images of a loader's data set, or an empty list if the data set has no ``items``."""
+    """Return the images of a loader's dataset, or an empty list if the dataset has no ``items``."""
     return getattr(getattr(loader, "dataset", None), "items", [])
 
 
 def data_counts(run: Run) -> list[tuple[str, str, int, int, int]]:
-    """Return data set, split, images, identities, cameras of all that was trained and evaluated on."""
+    """List (dataset, split, number of images, identities, cameras) for the training and test sets."""
     parts = [(", ".join(run.cfg.DATASETS.NAMES), "train", run.train)]
     for each in run.sets:
         parts += [(each.name, "query", each.query), (each.name, "gallery", each.gallery)]
@@ -103,7 +103,7 @@ def data_counts(run: Run) -> list[tuple[str, str, int, int, int]]:
 
 
 def config_changes(cfg: CfgNode) -> list[tuple[str, str, str, str]]:
-    """Return key, value, default and meaning of what a config has otherwise than the defaults."""
+    """List (key, value, default, meaning) of the config keys that differ from their defaults."""
     return [
         (key.path, _shortened(show_value(value)), _shortened(show_value(key.default)), key.meaning)
         for key, value in cfg.keys_below()
@@ -112,13 +112,13 @@ def config_changes(cfg: CfgNode) -> list[tuple[str, str, str, str]]:
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Return what the run was made with."""
+    """Collect device, precision, system and package versions."""
     versions = environment_queries.versions()
     name = environment_queries.device_name(run.device)
     return {
         "Device": f"{run.device} ({name})" if name else str(run.device),
         "Precision": run.policy.describe(),
-        "PyTorch built for": environment_queries.build() or "the CPU alone",
+        "PyTorch built for": environment_queries.build() or "CPU only",
         "System": f"{platform.system()} {platform.machine()}, {available_cores()} cores",
     } | versions
 

@@ -1,4 +1,4 @@
-"""Values that the templates of a report show."""
+"""Prepare the values for the templates of the report."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from fastamp.report.run import EvaluatedSet, Run, data_counts
 from fastamp.report.svg import draw_panels
 from fastamp.report.thumbnails import data_address, thumbnail
 
-# Pictures of all test sets together weigh some 2.5 KB each.
+# Over all test sets. An image takes about 2.5 KB.
 _MAX_LISTS = 48
 _SHADES = 10
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
@@ -22,7 +22,7 @@ Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
 
 def results(each: EvaluatedSet, count: int) -> dict[str, Any]:
-    """Return the section of one of ``count`` test sets."""
+    """Prepare the section of one of ``count`` test sets."""
     metrics, result = each.metrics, each.result
     section = {
         "name": each.name,
@@ -58,14 +58,14 @@ def _counts(metrics: dict[str, Any]) -> str:
     if not all(name in metrics for name in names):
         return ""
     queries, gallery, unmatched = (metrics[name] for name in names)
-    text = f"{queries:,} queries, {gallery:,} gallery images, {unmatched:,} queries without a match (left out)."
+    text = f"{queries:,} queries, {gallery:,} gallery images, {unmatched:,} queries without a match (excluded)."
     if metrics.get("intervals"):
-        text += " The small numbers are the interval in 95 % of resamples of the queries."
+        text += " Small numbers: 95 % bootstrap confidence intervals over resampled queries."
     return text
 
 
 def _tables(metrics: dict[str, Any]) -> list[Table]:
-    """Return the accept rates and the table of baselines, where they were asked for."""
+    """Prepare the tables of true accept rates and of baselines, if they were computed."""
     tables: list[Table] = []
     rates = {name: value for name, value in metrics.items() if name.startswith("TAR@FAR=")}
     if rates:
@@ -74,7 +74,7 @@ def _tables(metrics: dict[str, Any]) -> list[Table]:
     if metrics.get("baselines"):
         rows = [("this model", *_scores_of(metrics))]
         rows += [(f"baseline: {name}", *_scores_of(baseline)) for name, baseline in metrics["baselines"].items()]
-        tables.append(("Beside rankings that learned nothing", ("ranked by", "mAP %", "Rank-1 %"), rows))
+        tables.append(("Comparison with baselines without learning", ("ranked by", "mAP %", "Rank-1 %"), rows))
     return tables
 
 
@@ -83,7 +83,7 @@ def _scores_of(metrics: dict[str, Any]) -> tuple[str, str]:
 
 
 def _camera_matrix(examples: RetrievalExamples) -> dict[str, Any]:
-    """Return the table of mAP for each pair of cameras."""
+    """Prepare the table of mAP for each pair of cameras."""
     matrix: CameraMatrix = examples.cameras
     rows = []
     for row, camera in enumerate(matrix.query_cameras):
@@ -94,19 +94,19 @@ def _camera_matrix(examples: RetrievalExamples) -> dict[str, Any]:
                 cell |= {"percent": f"{100 * value:.0f}", "shade": min(_SHADES - 1, int(value * _SHADES))}
             cells.append(cell)
         rows.append((camera, cells))
-    note = "mAP in percent when the gallery has the images of one camera alone."
+    note = "mAP in percent if the gallery contains only the images of one camera."
     if examples.sampled < examples.queries:
-        note += f" Of {examples.sampled:,} of the {examples.queries:,} queries, drawn at random."
+        note += f" Random sample of {examples.sampled:,} of {examples.queries:,} queries."
     if matrix.num_omitted:
         note += f" {matrix.num_omitted} cameras with fewer images are omitted."
-    title = "Camera pairs: queries of a row's camera, gallery of a column's"
+    title = "Camera pairs: query camera in rows, gallery camera in columns"
     return {"title": title, "note": note, "gallery": matrix.gallery_cameras, "rows": rows}
 
 
 def _rank_lists(
     each: EvaluatedSet, examples: RetrievalExamples, protocol: Protocol, *, most: int
 ) -> dict[str, list[Any]]:
-    """Return the rank lists of each kind, as rows of pictures."""
+    """Prepare the rank lists of each kind."""
     all_images = protocol.random_query_gallery_split
     queries, gallery = (each.images, each.images) if all_images else (each.query, each.gallery)
     if not gallery:
@@ -141,7 +141,7 @@ def _rank_list(
 
 
 def _picture(item: ImageItem, alt: str, kind: str, score: float | None = None) -> dict[str, Any]:
-    """Return an image of a rank list; ``address`` is empty where it cannot be read."""
+    """Prepare an image of a rank list; ``address`` is empty if the image cannot be read."""
     small = thumbnail(item)
     return {
         "kind": kind,
@@ -155,7 +155,7 @@ def _picture(item: ImageItem, alt: str, kind: str, score: float | None = None) -
 
 
 def precision_facts(run: Run) -> dict[str, str]:
-    """Return the policy, skipped steps, loss scale and gradient norm, as far as they are known."""
+    """Summarize the policy, skipped steps, loss scale and gradient norm, if recorded."""
     history = run.history or History()
     facts = {"Precision": run.policy.describe()}
     skipped, iterations = history.latest("skipped_total"), history.series.get("skipped_total")
@@ -164,7 +164,7 @@ def precision_facts(run: Run) -> dict[str, str]:
         facts["Skipped steps"] = f"{skipped:,.0f} of {total:,} ({100 * skipped / total:.2g} %)"
     scale = [value for _, value in history.series.get("loss_scale", []) if math.isfinite(value)]
     if scale:
-        constant = f"{scale[0]:g}, all the time"
+        constant = f"{scale[0]:g}, constant"
         facts["Loss scale"] = (
             constant if len(set(scale)) == 1 else f"{min(scale):g} to {max(scale):g}, {scale[-1]:g} last"
         )
@@ -175,5 +175,5 @@ def precision_facts(run: Run) -> dict[str, str]:
 
 
 def data_rows(run: Run) -> list[tuple[str, ...]]:
-    """Return how many images, identities and cameras each split has."""
+    """List the number of images, identities and cameras of each split."""
     return [(name, split, *(f"{count:,}" for count in counts)) for name, split, *counts in data_counts(run)]

@@ -1,4 +1,4 @@
-"""Which parts of two images make their embeddings alike."""
+"""Similarity maps: contribution of image regions to the similarity of two embeddings."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ from fastamp.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class SimilarityMap:
-    """What was found of two images.
+    """Similarity maps of a pair of images.
 
     Attributes:
-        similarity: the cosine of their embeddings, in float32 and without a flip test.
-        images: of either, (H, W, 3) or (H, W) uint8, as the model got it.
-        maps: of either, (h, w) float32 in 0..1: how much a place adds to the similarity.
+        similarity (float): cosine similarity of the embeddings in float32, without flip test.
+        images (tuple[np.ndarray, np.ndarray]): model inputs, (H, W, 3) or (H, W) uint8.
+        maps (tuple[np.ndarray, np.ndarray]): contribution of each position, (h, w) float32 in 0..1.
     """
 
     similarity: float
@@ -29,33 +29,37 @@ class SimilarityMap:
 
 
 def similarity_map(model: nn.Module, batch: dict[str, Any]) -> SimilarityMap:
-    """Return which places of two images make their embeddings alike.
+    """Compute Grad-CAM of the cosine similarity of two embeddings.
 
-    Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391) of the cosine similarity: of each image's last feature map, the
-    channels weighed by the mean gradient, what is below 0 left out. The embeddings' lengths are constants to the
-    gradient: it would otherwise lack all that the two embeddings have in common, and show what could make them more
-    alike instead of what does. For a Vision Transformer the map is made of the patches' tokens before the last block,
-    behind which only the class token counts.
+    Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391): the channels of the last feature map of each image, weighted by
+    their mean gradient, summed and clamped at 0. The norms of the embeddings are treated as constants. Otherwise the
+    gradient has no component along the common direction of the embeddings, and shows changes that would increase the
+    similarity instead of regions that cause it. For a Vision Transformer, the feature map consists of the patch tokens
+    before the last block, because only the class token is used after it.
 
     Args:
-        model: in evaluation mode, of a ``backbone``.
-        batch: of two images, as the model takes it: ``images``: (2, C, H, W) in 0..255, and what else it needs.
+        model (nn.Module): model with a ``backbone``, in evaluation mode.
+        batch (dict[str, Any]): model input with two images: ``images`` (2, C, H, W) in 0..255, and other entries that
+            the model needs.
+
+    Returns:
+        SimilarityMap: similarity, images and maps.
 
     Raises:
-        ConfigError: the model has no such map.
+        ConfigError: the model has no spatial feature map.
     """
     backbone = getattr(model, "backbone", None)
     if backbone is None:
-        raise ConfigError(f"{type(model).__name__} has no backbone whose feature maps could be shown")
+        raise ConfigError(f"grad-cam needs a model with a backbone; {type(model).__name__} has none")
     with torch.inference_mode(False), torch.enable_grad(), _recorded_maps(backbone) as recorded:
         features = model(batch).float()
         lengths = features.detach().norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
         similarity = (features[0] @ features[1]) / lengths.prod()
         if not recorded or len(recorded[-1]) != 2:
-            raise ConfigError(f"the feature maps of {type(backbone).__name__} could not be seen")
+            raise ConfigError(f"grad-cam: cannot record the feature maps of {type(backbone).__name__}")
         (gradient,) = torch.autograd.grad(similarity, recorded[-1], allow_unused=True)
     if gradient is None:
-        raise ConfigError(f"the embedding does not depend on the feature maps of {type(backbone).__name__}")
+        raise ConfigError(f"grad-cam: the embedding does not depend on the feature maps of {type(backbone).__name__}")
     maps, gradient = (
         _to_feature_maps(each, backbone, batch["images"].shape[2:]) for each in (recorded[-1].detach(), gradient)
     )
@@ -69,7 +73,7 @@ def similarity_map(model: nn.Module, batch: dict[str, Any]) -> SimilarityMap:
 
 @contextmanager
 def _recorded_maps(backbone: nn.Module) -> Iterator[list[Tensor]]:
-    """Keep the maps that a backbone computes inside; the gradient begins at them."""
+    """Record the feature maps of a backbone as leaves of the autograd graph."""
     recorded: list[Tensor] = []
 
     def keep(maps: Tensor) -> Tensor:
@@ -78,7 +82,7 @@ def _recorded_maps(backbone: nn.Module) -> Iterator[list[Tensor]]:
 
     if isinstance(backbone, VisionTransformer) and backbone.norm is not None:
         handle = backbone.blocks[-1].register_forward_pre_hook(lambda _, inputs: (keep(inputs[0]), *inputs[1:]))
-    else:  # with all tokens, where the head has the last block
+    else:  # if the head contains the last block, the backbone returns all tokens
         handle = backbone.register_forward_hook(lambda _, __, output: keep(output))
     try:
         yield recorded
@@ -87,10 +91,10 @@ def _recorded_maps(backbone: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _to_feature_maps(values: Tensor, backbone: nn.Module, size: torch.Size) -> Tensor:
-    """Return (2, C, h, w) of a backbone's maps or, for a Vision Transformer, of its tokens, the class token left out.
+    """Convert backbone outputs to (2, C, h, w); tokens of a Vision Transformer are reshaped without the class token.
 
     Raises:
-        ConfigError: they have no places.
+        ConfigError: the outputs have no spatial dimensions.
     """
     if values.dim() == 3 and isinstance(backbone, VisionTransformer):
         patch, stride = backbone.patch_embed.proj.kernel_size, backbone.patch_embed.proj.stride
@@ -98,8 +102,8 @@ def _to_feature_maps(values: Tensor, backbone: nn.Module, size: torch.Size) -> T
         return values[:, 1:].transpose(1, 2).reshape(2, -1, height, width)
     if values.dim() != 4 or values.shape[2] * values.shape[3] == 1:
         raise ConfigError(
-            f"the backbone {type(backbone).__name__} returns {tuple(values.shape[1:])} for an image, which has no "
-            "places: there is no map to show.\n"
-            "  fix: leave grad-cam out of --kind; a ConvNet, a ViT of build_vit_backbone or a Swin has one"
+            f"grad-cam needs spatial feature maps: the backbone {type(backbone).__name__} returns "
+            f"{tuple(values.shape[1:])} per image.\n"
+            "  fix: remove grad-cam from --kind, or use a ConvNet, a ViT of build_vit_backbone or a Swin"
         )
     return values

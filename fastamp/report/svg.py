@@ -1,4 +1,4 @@
-"""Geometry of the charts that a page draws as SVG."""
+"""Geometry of charts for SVG."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from fastamp.report.panel import Line, Panel, thinned, tick_text, ticks
 
 @dataclass(frozen=True)
 class Frame:
-    """Size of a chart and the edges of its plotting area, in pixels from the top left, and the number of colors."""
+    """Size of a chart and edges of its plotting area in pixels from the top left; number of line colors."""
 
     width: int = 380
     height: int = 240
@@ -28,13 +28,13 @@ FRAME = Frame()
 
 @dataclass(frozen=True)
 class Shape:
-    """A stretch of a line without gaps.
+    """Contiguous part of a line.
 
     Attributes:
-        color: number of the color.
-        path: ``d`` of the line.
-        area: ``d`` of the area below it; empty where that is not filled.
-        dots: x, y and description of each point that is marked.
+        color (int): index of the color.
+        path (str): SVG path of the line.
+        area (str): SVG path of the filled area below it; empty if it is not filled.
+        dots (list[tuple[str, str, str]]): x, y and description of each marked point.
     """
 
     color: int
@@ -45,14 +45,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A panel and where its parts are.
+    """Panel with the positions of its elements.
 
     Attributes:
-        panel: the panel.
-        x_ticks: position and text.
-        y_ticks: position, position of the text, and text.
-        shapes: of all lines.
-        words: description of the lines, for screen readers.
+        panel (Panel): chart data.
+        x_ticks (Sequence): position and label.
+        y_ticks (Sequence): position, position of the label, and label.
+        shapes (Sequence[Shape]): contiguous parts of all lines.
+        words (str): description of the lines for screen readers.
     """
 
     panel: Panel
@@ -63,12 +63,12 @@ class Drawing:
 
 
 def draw_panels(panels: Sequence[Panel]) -> list[Drawing]:
-    """Return the drawings of several panels; see ``draw``."""
+    """Compute the geometry of several panels; see ``draw``."""
     return [draw(panel) for panel in panels]
 
 
 def draw(panel: Panel) -> Drawing:
-    """Return where the parts of a panel are; of an empty one none."""
+    """Compute the geometry of a panel; an empty panel has no elements."""
     if panel.empty:
         return Drawing(panel)
     (x_low, x_high), (y_low, y_high) = panel.bounds()
@@ -91,7 +91,7 @@ def draw(panel: Panel) -> Drawing:
 def _shapes(
     panel: Panel, line: Line, number: int, to_x: Callable[[float], float], to_y: Callable[[float], float]
 ) -> Iterator[Shape]:
-    """Yield the stretches of one line."""
+    """Yield the contiguous parts of a line."""
     for run in _runs(panel.drawable(line)):
         x, y = line.x[run], line.y[run]
         points = [(to_x(a), to_y(b)) for a, b in zip(x, y, strict=True)]
@@ -107,17 +107,17 @@ def _shapes(
 
 
 def _runs(fits: np.ndarray) -> Iterator[slice]:
-    """Yield the stretches of points that have a place."""
+    """Yield the slices of consecutive drawable points."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], fits, [False])).astype(int)))
     for start, stop in edges.reshape(-1, 2).tolist():
         yield slice(start, stop)
 
 
 def _scale(low: float, high: float, begin: float, end: float, *, log: bool) -> Callable[[float], float]:
-    """Return the map of ``low``..``high`` to ``begin``..``end``."""
+    """Create a function that maps ``low``..``high`` to ``begin``..``end``."""
     measure: Callable[[float], float] = math.log10 if log else float
     first, last = measure(low), measure(high)
-    # Far outside of what is drawn, coordinates need not grow.
+    # Coordinates far outside of the plotting area are clipped.
     return lambda value: begin + (end - begin) * min(3.0, max(-2.0, (measure(value) - first) / (last - first)))
 
 
@@ -126,7 +126,7 @@ def _number(value: float) -> str:
 
 
 def _describe_lines(panel: Panel) -> str:
-    """Return what the lines do, for who cannot see them."""
+    """Describe the lines for screen readers."""
     words = []
     for line in panel.lines:
         y = line.y[panel.drawable(line)]

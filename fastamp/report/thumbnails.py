@@ -1,4 +1,4 @@
-"""Images of a data set, small enough to stand in a page."""
+"""Thumbnails of dataset images for embedding in the report."""
 
 import base64
 import io
@@ -14,7 +14,7 @@ _QUALITY = 78
 
 
 def thumbnail(item: ImageItem, size: tuple[int, int] = SIZE) -> Image.Image | None:
-    """Return an image as RGB within a width and a height, in its own proportions; None when it cannot be read."""
+    """Read an image as RGB, resized to fit into ``size`` (width, height); None if it cannot be read."""
     try:
         pixels = read_image(item.path, box=item.box, max_pixels=LARGEST_PIXELS, least_side=2 * max(size))
         pixels = pixels.permute(1, 2, 0).numpy()
@@ -24,7 +24,7 @@ def thumbnail(item: ImageItem, size: tuple[int, int] = SIZE) -> Image.Image | No
 
 
 def data_address(picture: Image.Image) -> str:
-    """Return a picture as a ``data:`` address of a JPEG file."""
+    """Encode an image as a ``data:`` URL of a JPEG."""
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG", quality=_QUALITY, optimize=True)
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,4 +1,4 @@
-"""The report's file: what is in it, and that nothing from a data set or config can break out of it."""
+"""HTML report: content, escaping of hostile names and config values, size, write errors."""
 
 import base64
 import dataclasses
@@ -20,7 +20,7 @@ VOID = {"meta", "link", "img", "br"}
 
 
 class Elements(HTMLParser):
-    """Collects elements and text, and checks that elements are closed in their order."""
+    """HTML parser that collects elements and text, and checks that tags are balanced."""
 
     def __init__(self, text):
         super().__init__()
@@ -56,10 +56,10 @@ def elements(text):
     return Elements(text)
 
 
-def test_nothing_breaks_out(elements):
+def test_hostile_values_are_escaped(elements):
     names = {name for name, _ in elements.found}
     assert not names & {"script", "iframe", "object", "form", "base", "b"}
-    assert SCRIPT in elements.text  # shown as it is
+    assert SCRIPT in elements.text  # shown as text
     for name, attributes in elements.found:
         assert not any(key.startswith("on") or key == "style" for key in attributes), (name, attributes)
         for key in ("src", "href"):
@@ -67,7 +67,7 @@ def test_nothing_breaks_out(elements):
     assert "\x00" not in elements.text and "\u202e" not in elements.text
 
 
-def test_the_policy_allows_the_pages_own_style_and_pictures_alone(text, elements):
+def test_content_policy_allows_only_the_embedded_style_and_images(text, elements):
     policy = next(a["content"] for _, a in elements.found if a.get("http-equiv") == "Content-Security-Policy")
     style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -75,7 +75,7 @@ def test_the_policy_allows_the_pages_own_style_and_pictures_alone(text, elements
     assert "http://" not in style and "url(" not in style and "@import" not in style
 
 
-def test_what_is_in_it(run, elements):
+def test_report_contains_metrics_charts_config_and_images(run, elements):
     for words in (
         "mAP", "Rank-1", "mINP", "24 queries, 60 gallery images", "Cumulative matching", "Verification (ROC)",
         "genuine pairs", "Camera pairs", "Best queries", "Worst queries", "Losses", "Learning rate", "Gradient norm",
@@ -96,33 +96,33 @@ def test_what_is_in_it(run, elements):
     [{"rule": "vehicleid", "num_trials": 2}, {"metric": "euclidean"}, {"re_ranking": ReRanking(k1=4, k2=2)},
      {"rule": "cuhk03", "false_accept_rates": (0.1,)}],
 )  # fmt: skip
-def test_other_protocols(tmp_path, protocol):
+def test_sections_depend_on_the_protocol(tmp_path, protocol):
     text = Elements(page(hostile_run(tmp_path, sets=1, **protocol))).text
     assert ("Verification (ROC)" in text) == ("rule" not in protocol or protocol["rule"] != "vehicleid")
     assert ("TAR" in text or "true accept rate" in text) or protocol.get("rule") == "vehicleid"
     assert ("cosine similarity" in text) == (not {"metric", "re_ranking"} & set(protocol))
 
 
-def test_the_size_is_bounded_in_the_number_of_test_sets(run, tmp_path):
+def test_size_is_bounded_for_many_test_sets(run, tmp_path):
     many = dataclasses.replace(run, sets=list(run.sets[:1]) * 16)
     path = write_report(many, tmp_path / "new" / "folder")
-    assert path.stat().st_size < 6 * MIB  # of noise, which no JPEG makes small
+    assert path.stat().st_size < 6 * MIB  # the images are noise, which JPEG compresses poorly
 
 
-def test_a_run_of_which_little_is_known(run):
+def test_report_without_history_details_and_images(run):
     bare = dataclasses.replace(run.sets[0], result=None, query=[], gallery=[], metrics={"mAP": 1.0, "metric": 2.0})
     text = Elements(page(dataclasses.replace(run, sets=[bare], history=None, train=[]))).text
     assert "1.0 %" in text and "Training" not in text
 
 
-def test_it_is_written_whole_or_not_at_all(run, tmp_path):
+def test_failed_write_leaves_no_partial_file(run, tmp_path):
     run = dataclasses.replace(run, sets=[])
     (tmp_path / "report.html").mkdir()
     (tmp_path / "report.html" / "in_the_way").touch()
-    with pytest.raises(ConfigError, match=r"report.html cannot be written"):
+    with pytest.raises(ConfigError, match=r"report.html"):
         write_report(run, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="in_the_way"):
         write_report(run, tmp_path / "report.html" / "in_the_way")
 
 
@@ -134,5 +134,5 @@ def test_values_are_escaped_once_and_markup_is_not():
         template.render(x="'<&>\x00\ud800")
         == "<p title='&#39;&lt;&amp;&gt;\ufffd\ufffd'>&#39;&lt;&amp;&gt;\ufffd\ufffd</p>"
     )
-    with pytest.raises(UndefinedError):  # a value that a template misses is an error, not an empty place
+    with pytest.raises(UndefinedError):  # an undefined value is an error, not an empty string
         template.render()

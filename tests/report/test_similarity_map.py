@@ -1,4 +1,4 @@
-"""Similarity maps are the decomposition of the similarity, where that is known, and exist for each kind of backbone."""
+"""Similarity maps: known decompositions of the similarity, and each kind of backbone."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from fastamp.utils.errors import ConfigError
 
 
 class Model(nn.Module):
-    """Mean of the maps, or whatever ``head`` makes of them."""
+    """Backbone followed by ``head``, average pooling by default."""
 
     def __init__(self, backbone, head=lambda maps: maps.mean((2, 3))):
         super().__init__()
@@ -25,8 +25,8 @@ def pair(height=64, width=32):
     return {"images": torch.randint(0, 256, (2, 3, height, width), dtype=torch.uint8)}
 
 
-def test_each_place_counts_as_much_as_it_adds():
-    """The mean of linear maps: the similarity is a sum over places."""
+def test_map_is_the_contribution_of_each_position():
+    """With average pooling of a linear map, the similarity is a sum over positions."""
     model, batch = Model(nn.Conv2d(3, 8, 8, stride=8)).eval(), pair()
     found = similarity_map(model, batch)
     maps = model.backbone(batch["images"].float() / 255).detach()
@@ -38,8 +38,8 @@ def test_each_place_counts_as_much_as_it_adds():
     assert found.images[0].shape == (64, 32, 3)
 
 
-def test_what_two_images_share_is_found():
-    """Of the same mark in two places on black, however alike the images are."""
+def test_map_shows_the_common_pattern():
+    """Two black images with the same mark at different positions."""
     batch = {"images": torch.zeros(2, 3, 64, 32)}
     batch["images"][0, :, 8:16, 8:16] = batch["images"][1, :, 40:48, 16:24] = 255
     found = similarity_map(Model(nn.Conv2d(3, 8, 8, stride=8, bias=False)).eval(), batch)
@@ -49,19 +49,19 @@ def test_what_two_images_share_is_found():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_transformers(frozen):
+def test_maps_of_vit_and_swin(frozen):
     vit = VisionTransformer(depth=DEPTHS["deit_small"], image_size=(64, 32))
     vit.blocks = vit.blocks[:2]
     swin = Swin(width=24, blocks=(1, 1, 1, 1), heads=(1, 1, 1, 1))
-    for backbone, places in ((vit, (4, 2)), (swin, (2, 1))):
+    for backbone, shape in ((vit, (4, 2)), (swin, (2, 1))):
         model = Model(backbone).eval().requires_grad_(not frozen)
         found = similarity_map(model, pair())
-        assert all(heat.shape == places and heat.max() <= 1 and (heat >= 0).all() for heat in found.maps)
+        assert all(heat.shape == shape and heat.max() <= 1 and (heat >= 0).all() for heat in found.maps)
         assert max(heat.max() for heat in found.maps) == 1
         assert not backbone._forward_hooks and all(p.grad is None for p in model.parameters())
 
 
-def test_features_without_places():
+def test_backbone_without_spatial_features_is_an_error():
     model = Model(nn.Sequential(nn.Conv2d(3, 8, 8), nn.AdaptiveAvgPool2d(1)))
-    with pytest.raises(ConfigError, match=r"(?s)Sequential returns \(8, 1, 1\).*no places.*fix: leave grad-cam out"):
+    with pytest.raises(ConfigError, match=r"(?s)Sequential returns \(8, 1, 1\).*fix: .*--kind"):
         similarity_map(model.eval(), pair())
