@@ -36,12 +36,12 @@ def raw_pixels(images: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: ``images`` has other dimensions, or not 1, 3 or 4 channels.
     """
-    colours = _colours(images).float()
-    small = F.interpolate(colours, size=_PIXEL_GRID, mode="bilinear", align_corners=False, antialias=True)
+    pixels = _color_channels(images).float()
+    small = F.interpolate(pixels, size=_PIXEL_GRID, mode="bilinear", align_corners=False, antialias=True)
     channels = small.flatten(2)
-    centred = channels - channels.mean(dim=2, keepdim=True)
-    deviation = centred.square().mean(dim=2, keepdim=True).sqrt()
-    return (centred / deviation.clamp_min(1e-3)).flatten(1)
+    centered = channels - channels.mean(dim=2, keepdim=True)
+    deviation = centered.square().mean(dim=2, keepdim=True).sqrt()
+    return (centered / deviation.clamp_min(1e-3)).flatten(1)
 
 
 def color_histogram(images: torch.Tensor) -> torch.Tensor:
@@ -61,11 +61,11 @@ def color_histogram(images: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: ``images`` has other dimensions, not 1, 3 or 4 channels, or fewer rows than stripes.
     """
-    colours = _colours(images).expand(-1, 3, -1, -1)
-    batch, _, height, width = colours.shape
+    pixels = _color_channels(images).expand(-1, 3, -1, -1)
+    batch, _, height, width = pixels.shape
     if height < _STRIPES:
         raise ValueError(f"images have {height} rows; {_STRIPES} stripes need at least as many")
-    hue, saturation, value = _rgb_to_hsv(colours.float() / 255)
+    hue, saturation, value = _rgb_to_hsv(pixels.float() / 255)
     bins = _index(hue, _HUE_BINS) * _SATURATION_BINS + _index(saturation, _SATURATION_BINS)
     bins = bins * _VALUE_BINS + _index(value, _VALUE_BINS)
     bin_count = _HUE_BINS * _SATURATION_BINS * _VALUE_BINS
@@ -79,7 +79,7 @@ def color_histogram(images: torch.Tensor) -> torch.Tensor:
     return histogram.sqrt().flatten(1)
 
 
-def _colours(images: torch.Tensor) -> torch.Tensor:
+def _color_channels(images: torch.Tensor) -> torch.Tensor:
     """Return the (B, 1 or 3, H, W) grey or RGB channels; raise ValueError if ``images`` is no batch of images."""
     if images.ndim != 4 or images.shape[1] not in (1, 3, 4):
         raise ValueError(f"images must be (B, C, H, W) with 1, 3 or 4 channels; got shape {tuple(images.shape)}")

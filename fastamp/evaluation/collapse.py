@@ -15,12 +15,12 @@ from fastamp.utils.moved import renamed_arguments
 logger = logging.getLogger(__name__)
 
 # Roundings between the features and a distance: a largest distance below so many steps is noise.
-_STEPS = 4
+_ROUNDING_STEPS = 4
 # Fraction of the images from which on features that equal another identity's are reported: copies are normal.
-_WARN_FROM = 0.05
-_ROWS = 4096
+_WARN_FRACTION = 0.05
+_BLOCK_ROWS = 4096
 # Features and columns that are looked at first: of most models these tell enough.
-_FEW = 64
+_NUM_PROBED = 64
 
 
 @renamed_arguments(queries="query_features", gallery="gallery_features", ids="identities")
@@ -61,7 +61,7 @@ def count_indistinct(
         )
         return len(pids)
     indistinct = _equal_to_another_identity((query_features, gallery_features), pids)
-    if indistinct < _WARN_FROM * len(pids):
+    if indistinct < _WARN_FRACTION * len(pids):
         return 0
     _warn(
         f"{indistinct} of {len(pids)} features equal, bit for bit, the feature of another identity.",
@@ -83,7 +83,7 @@ def _warn(found: str, cause: str) -> None:
 
 def _blocks(sides: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
     for side in sides:
-        yield from side.split(_ROWS)
+        yield from side.split(_BLOCK_ROWS)
 
 
 def _largest_distance(sides: tuple[torch.Tensor, ...], metric: str, dtype: torch.dtype) -> tuple[float, float, float]:
@@ -97,7 +97,7 @@ def _largest_distance(sides: tuple[torch.Tensor, ...], metric: str, dtype: torch
     if math.isinf(length) or length**2 < torch.finfo(dtype).tiny:
         length = max(float(block.to(exact).norm(dim=1).max()) for block in _blocks(sides))
     info = torch.finfo(dtype)
-    resolution = _STEPS * (info.eps if metric == "cosine" else info.eps * length**2 + info.tiny)
+    resolution = _ROUNDING_STEPS * (info.eps if metric == "cosine" else info.eps * length**2 + info.tiny)
 
     def bound(sides: tuple[torch.Tensor, ...]) -> float:
         def prepared() -> Iterator[torch.Tensor]:
@@ -109,9 +109,9 @@ def _largest_distance(sides: tuple[torch.Tensor, ...], metric: str, dtype: torch
         radius = max(float((block - mean).norm(dim=1).max()) for block in prepared())
         return (2 * radius) ** 2 / (2 if metric == "cosine" else 1)
 
-    few = bound(tuple(side[:_FEW] for side in sides))
+    probe_bound = bound(tuple(side[:_NUM_PROBED] for side in sides))
     # Their farthest pair is at least half as far apart as their bound, of squares a quarter.
-    return few if few > 4 * resolution else bound(sides), length, resolution
+    return probe_bound if probe_bound > 4 * resolution else bound(sides), length, resolution
 
 
 def _equal_to_another_identity(sides: tuple[torch.Tensor, ...], pids: np.ndarray) -> int:
@@ -120,12 +120,12 @@ def _equal_to_another_identity(sides: tuple[torch.Tensor, ...], pids: np.ndarray
     Some columns are compared first, and all of them only of the rows that are equal in these.
     """
     rows, width = torch.arange(len(pids)), sides[0].shape[1]
-    for step in dict.fromkeys((max(1, width // _FEW), 1)):
+    for step in dict.fromkeys((max(1, width // _NUM_PROBED), 1)):
         _, group = np.unique(_hashes(sides, rows, step), return_inverse=True)
-        own = pids[rows.numpy()]
-        low, high = np.full(group.max() + 1, own.max()), np.full(group.max() + 1, own.min())
-        np.minimum.at(low, group, own)
-        np.maximum.at(high, group, own)
+        row_pids = pids[rows.numpy()]
+        low, high = np.full(group.max() + 1, row_pids.max()), np.full(group.max() + 1, row_pids.min())
+        np.minimum.at(low, group, row_pids)
+        np.maximum.at(high, group, row_pids)
         rows = rows[torch.from_numpy((low < high)[group])]
         if not len(rows):
             break
@@ -139,9 +139,9 @@ def _hashes(sides: tuple[torch.Tensor, ...], rows: torch.Tensor, step: int) -> n
     factors = torch.randint(-(2**62), 2**62, (len(range(0, sides[0].shape[1], step)),), generator=generator) * 2 + 1
     hashes, start = [], 0
     for side in sides:
-        own = rows[(rows >= start) & (rows < start + len(side))] - start
+        side_rows = rows[(rows >= start) & (rows < start + len(side))] - start
         start += len(side)
-        for part in own.split(_ROWS):
+        for part in side_rows.split(_BLOCK_ROWS):
             numbers = side[part.to(side.device), ::step]
             numbers = numbers.double() if integer == torch.int64 else numbers.float()
             numbers = (numbers.cpu() + 0.0).contiguous()  # -0 is 0

@@ -95,9 +95,9 @@ def inference_on_dataset(
                 images += len(features)
         # Read once, at the end: the loop need not wait for it.
         flags = torch.stack(finite).tolist() if finite else []
-        bad = flags.index(False) if False in flags else None
-        if comm.any_across_ranks(bad is not None):
-            raise TrainingError(_explain_not_finite(model, data_loader, bad, policy, locate))
+        first_nonfinite = flags.index(False) if False in flags else None
+        if comm.any_across_ranks(first_nonfinite is not None):
+            raise TrainingError(_explain_not_finite(model, data_loader, first_nonfinite, policy, locate))
     finally:
         for module, mode in was_training.items():
             module.training = mode

@@ -96,15 +96,15 @@ class EvaluationResult:
         weighted = {name: each[ranking.valid].numpy() * weights for name, each in values.items()}
         generator = np.random.default_rng(self.protocol.seed)
         means: dict[str, list[np.ndarray]] = {name: [] for name in values}
-        count, left = len(weights), self.protocol.resamples
-        alike = bool((weights == weights[0]).all())
-        while left:
-            size = min(left, max(1, _RESAMPLED // count))
+        count, remaining = len(weights), self.protocol.resamples
+        equal_weights = bool((weights == weights[0]).all())
+        while remaining:
+            size = min(remaining, max(1, _RESAMPLED // count))
             chosen = generator.integers(0, count, (size, count), dtype=np.int32)
-            total = count * weights[0] if alike else weights[chosen].sum(1)
+            total = count * weights[0] if equal_weights else weights[chosen].sum(1)
             for name, each in weighted.items():
                 means[name].append(each[chosen].sum(1) / total)
-            left -= size
+            remaining -= size
         return {
             name: [100 * float(bound) for bound in np.quantile(np.concatenate(parts), _INTERVAL)]
             for name, parts in means.items()
@@ -158,24 +158,26 @@ def compute_metrics(
             query_features, gallery_features, metric=protocol.metric, memory_budget_mb=protocol.memory_budget_mb
         )
 
-    roc = shown = limit = None
+    roc = example_counter = limit = None
     if protocol.false_accept_rates is not None or (report_options and not protocol.random_query_gallery_split):
         limit = comm.broadcast_scalar(distance_limit(blocks))
     if protocol.false_accept_rates is not None:
         roc = RocCounter(identities, limit=limit, junk=protocol.junk)
     if report_options:
-        shown = ExampleCounter(identities, protocol, report_options, limit=limit if roc is None else None)
+        example_counter = ExampleCounter(identities, protocol, report_options, limit=limit if roc is None else None)
     ranker = protocol.ranker(identities)
 
     start, stop = comm.shard_range(len(query_features), blocks.block_rows)
     for first, distances in track(blocks.blocks(start, stop), -(-(stop - start) // blocks.block_rows), "ranking"):
         if roc is not None:
             roc.add(first, distances)
-        if shown is not None:
-            shown.add(first, distances)
+        if example_counter is not None:
+            example_counter.add(first, distances)
         ranker.add(first, distances)  # the last: it overwrites the distances of junk
-    part = ranker.result()
-    ranking = RankingResult(*(comm.gather_rows(column) for column in (part.ap, part.inp, part.first_match)))
+    local_ranking = ranker.result()
+    ranking = RankingResult(
+        *(comm.gather_rows(column) for column in (local_ranking.ap, local_ranking.inp, local_ranking.first_match))
+    )
     if ranking.num_valid == 0:
         raise NoMatchError(_explain_no_match(len(query_features), protocol))
 
@@ -183,7 +185,7 @@ def compute_metrics(
     curve, examples = _curve(roc, protocol), None
     if report_options:
         lists = rank_lists(ranking, blocks, ranker.matches, protocol, report_options) if comm.is_main_process() else {}
-        examples = shown.result(lists, curve)
+        examples = example_counter.result(lists, curve)
     return EvaluationResult(protocol, ranking, curve, num_gallery, examples, num_indistinct)
 
 
@@ -315,9 +317,11 @@ def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:
     if curve is None:
         logger.warning("TEST.ROC: there are no genuine or no impostor pairs, and so no accept rates")
         return None
-    few = [f"{rate:.10g}" for rate in protocol.false_accept_rates if rate * curve.num_impostor < 1]
-    if few:
-        logger.warning("TEST.ROC.FAR %s: of %d impostor pairs none may be accepted", ", ".join(few), curve.num_impostor)
+    unreachable = [f"{rate:.10g}" for rate in protocol.false_accept_rates if rate * curve.num_impostor < 1]
+    if unreachable:
+        logger.warning(
+            "TEST.ROC.FAR %s: of %d impostor pairs none may be accepted", ", ".join(unreachable), curve.num_impostor
+        )
     return curve
 
 

@@ -29,7 +29,7 @@ BACKENDS = ("auto", "torch", "faiss")
 # Neighbors that are searched for beyond those wanted, so that the last place is not decided by a rounding error.
 _MARGIN = 8
 # Equally near features, of a model that has collapsed, that are no longer told apart in float64.
-_MOST_EXACT = 1024
+_MAX_EXACT = 1024
 # Queries of one call of faiss.
 _FAISS_ROWS = 2048
 
@@ -88,7 +88,7 @@ def nearest_neighbors(
     source = find(distances, min(k + _MARGIN, len(gallery)), start, stop)
     indices, farthest = [torch.empty(0, k, dtype=torch.int64)], [torch.empty(0)]
     for block in track(source, -(-(stop - start) // size), "nearest neighbours"):
-        indices.append(_settle(distances, block, k).cpu())
+        indices.append(_resolve_ties(distances, block, k).cpu())
         farthest.append(pair_distances(queries, gallery, block.queries, block.farthest).cpu())
     return Neighbors(
         comm.gather_rows(torch.cat(indices)).numpy(),
@@ -114,14 +114,14 @@ class _Candidates(NamedTuple):
     rows: torch.Tensor | None
 
 
-def _torch_candidates(distances: FeatureDistances, wanted: int, start: int, stop: int) -> Iterator[_Candidates]:
+def _torch_candidates(distances: FeatureDistances, count: int, start: int, stop: int) -> Iterator[_Candidates]:
     for first, block in distances.blocks(start, stop):
-        values, found = torch.topk(block, wanted, dim=1, largest=False)
+        values, found = torch.topk(block, count, dim=1, largest=False)
         queries = torch.arange(first, first + len(block), device=block.device)
         yield _Candidates(queries, found, values, block.argmax(1), block)
 
 
-def _faiss_candidates(distances: FeatureDistances, wanted: int, start: int, stop: int) -> Iterator[_Candidates]:
+def _faiss_candidates(distances: FeatureDistances, count: int, start: int, stop: int) -> Iterator[_Candidates]:
     import faiss
 
     queries, gallery = distances.query_features.cpu().numpy(), distances.gallery_features.cpu().numpy()
@@ -130,14 +130,14 @@ def _faiss_candidates(distances: FeatureDistances, wanted: int, start: int, stop
     for first in range(start, stop, _FAISS_ROWS):
         last = min(first + _FAISS_ROWS, stop)
         block = queries[first:last]
-        values, found = faiss.knn(block, gallery, wanted, metric=faiss.METRIC_L2)
+        values, found = faiss.knn(block, gallery, count, metric=faiss.METRIC_L2)
         opposite = np.concatenate((block * -2, np.ones((len(block), 1), dtype=np.float32)), axis=1)
         _, farthest = faiss.knn(opposite, extended, 1, metric=faiss.METRIC_INNER_PRODUCT)
         columns = (np.arange(first, last), found.astype(np.int64), values, farthest.astype(np.int64)[:, 0])
         yield _Candidates(*(torch.from_numpy(each).to(distances.device) for each in columns), rows=None)
 
 
-def _settle(distances: FeatureDistances, block: _Candidates, k: int) -> torch.Tensor:
+def _resolve_ties(distances: FeatureDistances, block: _Candidates, k: int) -> torch.Tensor:
     """Return the (B, k) nearest of the candidates, in the order of float64 and of the gallery."""
     found, values = block.found, block.values
     # How far two products may be rounded apart, by the norms of what is near: a far feature may have any norm.
@@ -145,19 +145,19 @@ def _settle(distances: FeatureDistances, block: _Candidates, k: int) -> torch.Te
     tolerance = torch.finfo(torch.float32).eps * math.sqrt(distances.query_features.shape[1]) * 2 * norms
     close = values[:, 1:] - values[:, :-1] <= tolerance[:, None]
     # Where even the last candidate is as near as the k-th, others may be too.
-    open_end = (values[:, -1] - values[:, k - 1] <= tolerance) & (found.shape[1] < distances.shape[1])
+    is_truncated = (values[:, -1] - values[:, k - 1] <= tolerance) & (found.shape[1] < distances.shape[1])
     result = found[:, :k].clone()
-    unsettled = (close[:, :k].any(1) & ~open_end).nonzero().flatten()
-    if len(unsettled):
-        candidates = found[unsettled].sort(1).values  # so that a stable sort keeps the gallery's order
-        exact = _exact_distances(distances, block.queries[unsettled], candidates)
+    tied = (close[:, :k].any(1) & ~is_truncated).nonzero().flatten()
+    if len(tied):
+        candidates = found[tied].sort(1).values  # so that a stable sort keeps the gallery's order
+        exact = _exact_distances(distances, block.queries[tied], candidates)
         order = exact.argsort(dim=1, stable=True)[:, :k]
-        result[unsettled] = candidates.gather(1, order)
-    for number in open_end.nonzero().flatten().tolist():
+        result[tied] = candidates.gather(1, order)
+    for number in is_truncated.nonzero().flatten().tolist():
         query = block.queries[number : number + 1]
         row = block.rows[number] if block.rows is not None else _row(distances, int(query))
         candidates = (row <= values[number, k - 1] + 2 * tolerance[number]).nonzero().flatten()
-        if len(candidates) > _MOST_EXACT:
+        if len(candidates) > _MAX_EXACT:
             exact = row[candidates]
         else:
             exact = _exact_distances(distances, query, candidates[None])[0]

@@ -92,38 +92,43 @@ def sample_pairs(
     matches = Matches(shuffled, junk=junk, unmatched_pid=JUNK_PID)
     columns, queries = [], []
     for first, last in matches.spans(0, len(order)):
-        pairs = matches.of(first, last)
-        rows, own = first + pairs.rows, pairs.columns
+        pairs = matches.pairs(first, last)
+        rows, match_columns = first + pairs.rows, pairs.columns
         if same_images:
-            other = own != order[rows]
-            rows, own = rows[other], own[other]
+            other = match_columns != order[rows]
+            rows, match_columns = rows[other], match_columns[other]
         found = np.unique(rows, return_index=True, return_counts=True)
         for row, start, count in itertools.islice(zip(*found, strict=True), _QUERIES - len(queries)):
-            columns.append(random.permutation(own[start : start + count])[:_MATCHES])
+            columns.append(random.permutation(match_columns[start : start + count])[:_MATCHES])
             queries.append(order[row])
         if len(queries) == _QUERIES:
             break
-    others = np.delete(np.arange(len(gallery_pids)), matches.unmatched)
-    others = np.sort(random.permutation(others)[:_GALLERY])
-    if not queries or not len(others):
+    negatives = np.delete(np.arange(len(gallery_pids)), matches.unmatched)
+    negatives = np.sort(random.permutation(negatives)[:_GALLERY])
+    if not queries or not len(negatives):
         return None
-    chosen = _taken(query_features, np.array(queries))
-    compared = Identities(pids[queries], gallery_pids[others], camids[queries], gallery_camids[others])
-    differ = compared.query_pids[:, None] != compared.gallery_pids
-    excluded = Matches(compared, junk=junk)
+    sampled_queries = _take_rows(query_features, np.array(queries))
+    sampled_identities = Identities(pids[queries], gallery_pids[negatives], camids[queries], gallery_camids[negatives])
+    is_impostor = sampled_identities.query_pids[:, None] != sampled_identities.gallery_pids
+    excluded = Matches(sampled_identities, junk=junk)
     for first, last in excluded.spans(0, len(queries)):
-        pairs = excluded.of(first, last)
-        differ[first + pairs.junk_rows, pairs.junk_columns] = False
-    impostor = _scores(pairwise_distance(chosen, _taken(gallery_features, others), metric)[differ], metric)
+        pairs = excluded.pairs(first, last)
+        is_impostor[first + pairs.junk_rows, pairs.junk_columns] = False
+    impostor = _scores(
+        pairwise_distance(sampled_queries, _take_rows(gallery_features, negatives), metric)[is_impostor], metric
+    )
     if not len(impostor):
         return None
-    matches = _taken(gallery_features, np.concatenate(columns)).split([len(own) for own in columns])
-    distances = [pairwise_distance(chosen[row : row + 1], own, metric)[0] for row, own in enumerate(matches)]
+    match_features = _take_rows(gallery_features, np.concatenate(columns)).split([len(each) for each in columns])
+    distances = [
+        pairwise_distance(sampled_queries[row : row + 1], features, metric)[0]
+        for row, features in enumerate(match_features)
+    ]
     genuine = _scores(torch.cat(distances), metric)
     return PairScores(metric, _quantiles(genuine), _quantiles(impostor), len(genuine), len(impostor))
 
 
-def _taken(features: Features, rows: np.ndarray) -> Tensor:
+def _take_rows(features: Features, rows: np.ndarray) -> Tensor:
     """Return some rows as float32 on the CPU."""
     if isinstance(features, Tensor):
         return features[torch.from_numpy(rows).to(features.device)].float().cpu()
@@ -136,5 +141,5 @@ def _scores(distances: Tensor, metric: str) -> Tensor:
 
 def _quantiles(scores: Tensor) -> Tensor:
     # NumPy's sort of values alone took a tenth of the time of PyTorch's, which moves indices too.
-    places = np.linspace(0, len(scores) - 1, _QUANTILES).round().astype(np.int64)
-    return torch.from_numpy(np.sort(scores.numpy())[places])
+    positions = np.linspace(0, len(scores) - 1, _QUANTILES).round().astype(np.int64)
+    return torch.from_numpy(np.sort(scores.numpy())[positions])

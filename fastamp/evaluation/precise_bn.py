@@ -16,7 +16,7 @@ from fastamp.utils.progress import track
 logger = logging.getLogger(__name__)
 
 
-class _Pooled:
+class _PooledStatistics:
     """Mean and variance of all inputs of a layer, from those of each batch (Chan et al. 1983, updating formulas).
 
     Sums of squares would lose a variance that is small against the mean.
@@ -34,10 +34,10 @@ class _Pooled:
         variance, mean = torch.var_mean(inputs, [0, *range(2, inputs.dim())], unbiased=False)
         new = inputs.numel() // inputs.shape[1]
         self.count += new
-        share = new / self.count
+        fraction = new / self.count
         difference = mean - self.mean
-        self.mean += difference * share
-        self.squares += (variance - self.squares) * share + difference.square() * (share * (1 - share))
+        self.mean += difference * fraction
+        self.squares += (variance - self.squares) * fraction + difference.square() * (fraction * (1 - fraction))
 
     def write(self) -> None:
         """Put the statistics of all ranks' inputs into the layer."""
@@ -80,13 +80,13 @@ def update_bn_statistics(
     if not layers:
         return 0
     modes = {module: module.training for module in model.modules()}
-    pooled = [_Pooled(layer) for layer in layers]
-    kept = [
+    statistics = [_PooledStatistics(layer) for layer in layers]
+    saved = [
         (layer.running_mean.clone(), layer.running_var.clone(), layer.num_batches_tracked.clone()) for layer in layers
     ]
     handles = [
         layer.register_forward_pre_hook(lambda _, inputs, each=each: each.add(inputs[0]))
-        for layer, each in zip(layers, pooled, strict=True)
+        for layer, each in zip(layers, statistics, strict=True)
     ]
     done = 0
     try:
@@ -103,11 +103,11 @@ def update_bn_statistics(
             handle.remove()
         for module, mode in modes.items():
             module.training = mode
-        for layer, (mean, variance, number) in zip(layers, kept, strict=True):
+        for layer, (mean, variance, number) in zip(layers, saved, strict=True):
             layer.running_mean.copy_(mean)
             layer.running_var.copy_(variance)
             layer.num_batches_tracked.copy_(number)
-    for each in pooled:
+    for each in statistics:
         each.write()
     logger.info("batch-norm statistics of %d layers estimated anew from %d batches", len(layers), done)
     return len(layers)

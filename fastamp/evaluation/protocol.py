@@ -36,7 +36,7 @@ KEYS = (
 # The identity that the first Market-1501 evaluation code excludes from the gallery.
 JUNK_PID = -1
 # Pairs that are held at once, in some 60 bytes each.
-_MOST_PAIRS = 2**19
+_MAX_PAIRS = 2**19
 
 __getattr__ = moved_names(
     __name__,
@@ -87,10 +87,10 @@ class GalleryGroups:
         self.order = np.argsort(gallery_pids, kind="stable")
         self.pids, self.starts, self.counts = np.unique(gallery_pids[self.order], return_index=True, return_counts=True)
 
-    def of(self, pids: np.ndarray) -> np.ndarray:
+    def find(self, pids: np.ndarray) -> np.ndarray:
         """Return the group of each of (B,) identities, -1 where the gallery has none."""
-        place = np.searchsorted(self.pids, pids).clip(max=len(self.pids) - 1)
-        return np.where(self.pids[place] == pids, place, -1)
+        positions = np.searchsorted(self.pids, pids).clip(max=len(self.pids) - 1)
+        return np.where(self.pids[positions] == pids, positions, -1)
 
 
 @dataclass(frozen=True)
@@ -139,22 +139,22 @@ class Matches:
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield ranges of the queries from ``start`` to ``stop`` whose pairs take little memory, one query at least."""
-        group = self.groups.of(self.query_pids[start:stop])
+        group = self.groups.find(self.query_pids[start:stop])
         pairs = np.where(group >= 0, self.groups.counts[group], 0)
-        if self._tests_all:
+        if self._tests_all_images:
             pairs = np.full_like(pairs, len(self.gallery_pids))
         pairs = np.cumsum(pairs)
         first = 0
         while first < len(group):
             done = pairs[first - 1] if first else 0
-            last = max(first + 1, int(np.searchsorted(pairs, done + _MOST_PAIRS, side="right")))
+            last = max(first + 1, int(np.searchsorted(pairs, done + _MAX_PAIRS, side="right")))
             yield start + first, start + last
             first = last
 
-    def of(self, start: int, stop: int) -> Pairs:
+    def pairs(self, start: int, stop: int) -> Pairs:
         """Return the pairs of the queries from ``start`` up to, not including, ``stop``."""
         pids = self.query_pids[start:stop]
-        group = np.where(pids == self.unmatched_pid, -1, self.groups.of(pids))
+        group = np.where(pids == self.unmatched_pid, -1, self.groups.find(pids))
         counts = np.where(group >= 0, self.groups.counts[group], 0)
         rows = np.repeat(np.arange(len(group)), counts)
         within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -163,14 +163,14 @@ class Matches:
             return Pairs(rows, columns, rows[:0], columns[:0])
         junk = self.junk.test(self, start + rows, columns)
         junk_rows, junk_columns = rows[junk], columns[junk]
-        if self._tests_all:
+        if self._tests_all_images:
             shape = len(group), len(self.gallery_pids)
             queries, gallery = np.arange(start, start + shape[0])[:, None], np.arange(shape[1])
             junk_rows, junk_columns = np.broadcast_to(self.junk.test(self, queries, gallery), shape).nonzero()
         return Pairs(rows[~junk], columns[~junk], junk_rows, junk_columns)
 
     @property
-    def _tests_all(self) -> bool:
+    def _tests_all_images(self) -> bool:
         return self.junk is not None and not self.junk.same_identity_only
 
 
@@ -215,7 +215,7 @@ class Ranker:
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
         """Return the (B,) AP, (B,) INP and (B, R) first match of the queries from ``start`` on."""
-        pairs = self.matches.of(start, start + len(distances))
+        pairs = self.matches.pairs(start, start + len(distances))
         # NaN is neither closer nor farther than anything.
         junk = (torch.from_numpy(side).to(distances.device) for side in (pairs.junk_rows, pairs.junk_columns))
         distances[tuple(junk)] = torch.nan
@@ -227,8 +227,8 @@ class Ranker:
 
     def result(self) -> RankingResult:
         """Return the results of the queries seen, on the CPU, in their order."""
-        none = np.empty(0), np.empty(0), np.empty((0, self.num_trials), dtype=np.int64)
-        parts = [none, *(self._parts[start] for start in sorted(self._parts))]
+        empty = np.empty(0), np.empty(0), np.empty((0, self.num_trials), dtype=np.int64)
+        parts = [empty, *(self._parts[start] for start in sorted(self._parts))]
         return RankingResult(*(torch.from_numpy(np.concatenate(columns)) for columns in zip(*parts, strict=True)))
 
 

@@ -20,7 +20,7 @@ __getattr__ = moved_names(
 
 TARGETS = ("both", "query", "gallery")
 # Features whose neighbours are held at once.
-_ROWS = 64
+_BLOCK_ROWS = 64
 
 
 @renamed_arguments(sides="target")
@@ -58,8 +58,8 @@ class QueryExpansion:
         return cls(k=keys.QE_K, alpha=keys.ALPHA, times=keys.QE_TIME, target=keys.TARGET)
 
     def __str__(self) -> str:
-        what = {"both": "queries and gallery", "query": "queries", "gallery": "gallery"}
-        return f"expansion of {what[self.target]} (k {self.k}, alpha {self.alpha:g}, {self.times} x)"
+        targets = {"both": "queries and gallery", "query": "queries", "gallery": "gallery"}
+        return f"expansion of {targets[self.target]} (k {self.k}, alpha {self.alpha:g}, {self.times} x)"
 
 
 @renamed_arguments(queries="query_features", gallery="gallery_features")
@@ -119,10 +119,10 @@ def _expand(
     nearest = torch.from_numpy(found).to(features.device)
     size = nearest.shape[1] + with_itself
     result = torch.empty_like(features)
-    for rows in torch.arange(len(features), device=features.device).split(_ROWS):
-        near = nearest[rows]
-        weights = _power(torch.einsum("nd,nkd->nk", unit[rows], unit_pool[near]), options.alpha)
-        mean = torch.einsum("nk,nkd->nd", weights, pool[near])
+    for rows in torch.arange(len(features), device=features.device).split(_BLOCK_ROWS):
+        indices = nearest[rows]
+        weights = _power(torch.einsum("nd,nkd->nk", unit[rows], unit_pool[indices]), options.alpha)
+        mean = torch.einsum("nk,nkd->nd", weights, pool[indices])
         if with_itself:
             mean += features[rows]
         result[rows] = mean / size

@@ -16,7 +16,7 @@ from fastamp.utils.moved import moved_names
 # (one core of an AMD EPYC, NumPy 2.4, 16,000 and 82,000 float32: 250 and 1,800 us a sort, 4 and 9 us a comparison).
 _SORT, _COMPARE_CALL, _COMPARE = 18.0, 3500.0, 0.07
 # Taking out what is no farther than a match pays where it is less than one in so many of the gallery.
-_CLOSE_SHARE = 8
+_CLOSE_FRACTION = 8
 
 __getattr__ = moved_names(
     __name__,
@@ -100,11 +100,11 @@ def query_scores(
     ranks = ranks[np.lexsort((ranks, rows))]
     counts = np.bincount(rows, minlength=num_queries)
     ends = np.cumsum(counts)
-    found = np.arange(len(ranks)) - np.repeat(ends - counts, counts)  # matches before each
-    precision = (found + 1) / (ranks + 1)
+    matches_before = np.arange(len(ranks)) - np.repeat(ends - counts, counts)  # matches before each
+    precision = (matches_before + 1) / (ranks + 1)
     if trapezoid:
-        before = np.divide(found, ranks, out=np.ones(len(ranks)), where=ranks > 0)
-        precision = (before + precision) / 2
+        precision_before = np.divide(matches_before, ranks, out=np.ones(len(ranks)), where=ranks > 0)
+        precision = (precision_before + precision) / 2
     ap = np.bincount(rows, weights=precision, minlength=num_queries) / counts.clip(1)
     inp, first_match = np.zeros(num_queries), np.full(num_queries, -1)
     valid = counts > 0
@@ -138,44 +138,46 @@ def ranks_of_matches(distances: torch.Tensor, rows: np.ndarray, columns: np.ndar
 
 def _ranks_in_row(row: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> np.ndarray:
     """Return the ranks of ``columns`` in one row; ``flags`` is scratch memory of its size."""
-    own = row[columns]
-    ranks, order = np.empty(len(columns), dtype=np.int64), own.argsort()
-    left = len(order)
-    while left and _counting_pays(left, len(row)):
-        left -= 1
-        farthest = order[left]
-        ranks[farthest] = _count(row, columns[farthest], flags)
-        if ranks[farthest] * _CLOSE_SHARE < len(row):
+    match_distances = row[columns]
+    ranks, order = np.empty(len(columns), dtype=np.int64), match_distances.argsort()
+    remaining = len(order)
+    while remaining and _is_counting_faster(remaining, len(row)):
+        remaining -= 1
+        farthest = order[remaining]
+        ranks[farthest] = _count_before(row, columns[farthest], flags)
+        if ranks[farthest] * _CLOSE_FRACTION < len(row):
             break
-    if left:
+    if remaining:
         # Whatever is farther than the last of the rest is of no consequence, and what is left keeps its order.
-        rest = order[:left]
-        kept = np.less_equal(row, own[rest[-1]], out=flags).nonzero()[0]
-        ranks[rest] = _ranks_among(row[kept], own[rest], kept.searchsorted(columns[rest]), flags[: len(kept)])
+        remaining_order = order[:remaining]
+        kept = np.less_equal(row, match_distances[remaining_order[-1]], out=flags).nonzero()[0]
+        ranks[remaining_order] = _ranks_among(
+            row[kept], match_distances[remaining_order], kept.searchsorted(columns[remaining_order]), flags[: len(kept)]
+        )
     return ranks
 
 
-def _ranks_among(row: np.ndarray, own: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> np.ndarray:
-    if _counting_pays(len(columns), len(row)):
-        return np.array([_count(row, column, flags) for column in columns], dtype=np.int64)
+def _ranks_among(row: np.ndarray, match_distances: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> np.ndarray:
+    if _is_counting_faster(len(columns), len(row)):
+        return np.array([_count_before(row, column, flags) for column in columns], dtype=np.int64)
     ordered = np.sort(row)
-    ranks = ordered.searchsorted(own)
-    tied = ordered.searchsorted(own, side="right") - ranks > 1
+    ranks = ordered.searchsorted(match_distances)
+    tied = ordered.searchsorted(match_distances, side="right") - ranks > 1
     if tied.any():
-        ranks[tied] = [_count(row, column, flags) for column in columns[tied]]
+        ranks[tied] = [_count_before(row, column, flags) for column in columns[tied]]
     return ranks
 
 
-def _counting_pays(matches: int, size: int) -> bool:
+def _is_counting_faster(matches: int, size: int) -> bool:
     return matches * (_COMPARE_CALL + size * _COMPARE) < size * _SORT
 
 
-def _count(row: np.ndarray, column: int, flags: np.ndarray) -> int:
+def _count_before(row: np.ndarray, column: int, flags: np.ndarray) -> int:
     """Return the place of ``column`` in a stable sort: before it the not farther count, after it the closer."""
-    own = row[column]
+    match_distance = row[column]
     before, after = flags[:column], flags[column:]
-    np.less_equal(row[:column], own, out=before)
-    np.less(row[column:], own, out=after)
+    np.less_equal(row[:column], match_distance, out=before)
+    np.less(row[column:], match_distance, out=after)
     return np.count_nonzero(flags)
 
 
@@ -185,9 +187,11 @@ def _ranks_on_device(distances: torch.Tensor, rows: np.ndarray, columns: np.ndar
     gallery = torch.arange(distances.shape[1], device=distances.device)
     ranks = []
     size = max(1, len(distances) // 2)
-    for some_rows, some_columns in zip(rows.split(size), columns.split(size), strict=True):
-        own = distances[some_rows, some_columns][:, None]
-        others = distances[some_rows]
-        before = (others < own) | ((others == own) & (gallery < some_columns[:, None]))
+    for chunk_rows, chunk_columns in zip(rows.split(size), columns.split(size), strict=True):
+        match_distances = distances[chunk_rows, chunk_columns][:, None]
+        row_distances = distances[chunk_rows]
+        before = (row_distances < match_distances) | (
+            (row_distances == match_distances) & (gallery < chunk_columns[:, None])
+        )
         ranks.append(before.sum(1))
     return torch.cat(ranks).cpu().numpy() if ranks else np.empty(0, dtype=np.int64)

@@ -123,9 +123,9 @@ class ReRankedDistances(DistanceBlocks):
         self._scale = 0.5 if options.variant == "fastreid" and metric == "cosine" else 1.0
         search = {"backend": backend, "memory_budget_mb": memory_budget_mb}
         count = max(options.num_neighbors, options.k2)
-        neighbours = nearest_neighbors(features, features, count, **search)
-        weights = _weights(features, neighbours.indices, neighbours.farthest, options)
-        self._farthest = torch.from_numpy(neighbours.farthest[: len(query_features)]).to(self.device)
+        neighbors = nearest_neighbors(features, features, count, **search)
+        weights = _weights(features, neighbors.indices, neighbors.farthest, options)
+        self._farthest = torch.from_numpy(neighbors.farthest[: len(query_features)]).to(self.device)
         self._query_weights = weights[: len(query_features)]
         self._gallery_weights = weights[len(query_features) :].tocsc()
         self.limit = None if options.variant == "fastreid" else 1.0
@@ -149,7 +149,7 @@ class ReRankedDistances(DistanceBlocks):
         return max(1, super().block_rows // 3)
 
 
-def _weights(features: torch.Tensor, neighbours: np.ndarray, farthest: np.ndarray, options: ReRanking) -> "csr_matrix":
+def _weights(features: torch.Tensor, neighbors: np.ndarray, farthest: np.ndarray, options: ReRanking) -> "csr_matrix":
     """Return (N, N) float32 sparse: how each image weighs its k-reciprocal neighbours; rows sum to 1.
 
     Args:
@@ -160,8 +160,8 @@ def _weights(features: torch.Tensor, neighbours: np.ndarray, farthest: np.ndarra
     """
     from scipy.sparse import csr_matrix
 
-    reciprocal = _reciprocal(neighbours[:, : options.num_neighbors])
-    near = _reciprocal(neighbours[:, : round(options.k1 / 2) + 1])
+    reciprocal = _reciprocal(neighbors[:, : options.num_neighbors])
+    near = _reciprocal(neighbors[:, : round(options.k1 / 2) + 1])
     # A neighbour brings its own nearest ones along when more than 2/3 of them are in the set already.
     common = (reciprocal @ near.T).multiply(reciprocal).tocsr()
     sizes = np.diff(near.indptr)
@@ -183,22 +183,22 @@ def _weights(features: torch.Tensor, neighbours: np.ndarray, farthest: np.ndarra
     weights = csr_matrix((weights.astype(np.float32), members.indices, members.indptr), shape=members.shape)
     if options.k2 == 1:
         return weights
-    mean = neighbours[:, : options.k2]
-    return (_rows_of(mean, 1 / mean.shape[1]) @ weights).tocsr()
+    mean = neighbors[:, : options.k2]
+    return (_adjacency(mean, 1 / mean.shape[1]) @ weights).tocsr()
 
 
-def _rows_of(neighbours: np.ndarray, value: float = 1.0) -> "csr_matrix":
+def _adjacency(neighbors: np.ndarray, value: float = 1.0) -> "csr_matrix":
     """Return (N, N) sparse with ``value`` at the neighbours of each row."""
     from scipy.sparse import csr_matrix
 
-    count, k = neighbours.shape
+    count, k = neighbors.shape
     data = np.full(count * k, value, dtype=np.float32)
-    return csr_matrix((data, neighbours.reshape(-1), np.arange(0, count * k + 1, k)), shape=(count, count))
+    return csr_matrix((data, neighbors.reshape(-1), np.arange(0, count * k + 1, k)), shape=(count, count))
 
 
-def _reciprocal(neighbours: np.ndarray) -> "csr_matrix":
+def _reciprocal(neighbors: np.ndarray) -> "csr_matrix":
     """Return (N, N) sparse of ones where each of two images is among the neighbours of the other."""
-    forward = _rows_of(neighbours)
+    forward = _adjacency(neighbors)
     mutual = forward.multiply(forward.T).tocsr()
     mutual.sort_indices()
     return mutual
@@ -224,9 +224,9 @@ def _add_overlaps(query_weights: "csr_matrix", gallery_weights: "csc_matrix", ov
         last = max(first + 1, int(np.searchsorted(totals, done + _CHUNK, side="right")))
         part = slice(first, last)
         number = counts[part]
-        place = np.arange(number.sum()) + np.repeat(begins[part] - (np.cumsum(number) - number), number)
-        smaller = np.minimum(np.repeat(query_weights.data[part], number), gallery_weights.data[place])
-        where = np.repeat(rows[part] * num_gallery, number) + gallery_weights.indices[place]
-        where, smaller = (torch.from_numpy(each).to(overlap.device) for each in (where, smaller))
-        overlap.view(-1).index_add_(0, where, smaller)
+        entries = np.arange(number.sum()) + np.repeat(begins[part] - (np.cumsum(number) - number), number)
+        minimum = np.minimum(np.repeat(query_weights.data[part], number), gallery_weights.data[entries])
+        targets = np.repeat(rows[part] * num_gallery, number) + gallery_weights.indices[entries]
+        targets, minimum = (torch.from_numpy(each).to(overlap.device) for each in (targets, minimum))
+        overlap.view(-1).index_add_(0, targets, minimum)
         first = last

@@ -25,7 +25,7 @@ __getattr__ = moved_names(
 )
 
 # Queries of a block that are looked at at once, which takes a copy of their distances.
-_ROWS = 128
+_BLOCK_ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +137,9 @@ class ExampleCounter:
             sampled = Identities(query_pids, gallery_pids, query_camids, gallery_camids)
             self._roc = RocCounter(sampled, limit=limit, junk=protocol.junk)
         self._query_camids = query_camids.numpy()
-        self._query_cameras, here = _most_frequent(query_camids, report_options.cameras)
-        self._gallery_cameras, there = _most_frequent(gallery_camids, report_options.cameras)
-        self._left_out = here + there
+        self._query_cameras, omitted_query_cameras = _most_frequent(query_camids, report_options.cameras)
+        self._gallery_cameras, omitted_gallery_cameras = _most_frequent(gallery_camids, report_options.cameras)
+        self._num_omitted = omitted_query_cameras + omitted_gallery_cameras
         self._columns, self._rankers = [], []
         if protocol.random_query_gallery_split or len({*self._query_cameras, *self._gallery_cameras}) < 2:
             self._gallery_cameras = []
@@ -157,12 +157,14 @@ class ExampleCounter:
             return
         first, last = np.searchsorted(self._sample, (start, start + len(distances))).tolist()
         self._first = min(self._first, first)
-        for begin in range(first, last, _ROWS):
-            rows = self._sample[begin : min(begin + _ROWS, last)] - start
+        for begin in range(first, last, _BLOCK_ROWS):
+            rows = self._sample[begin : min(begin + _BLOCK_ROWS, last)] - start
             # Without a sample they are a part of the distances, and need no copy.
-            whole = rows[-1] - rows[0] == len(rows) - 1
+            is_contiguous = rows[-1] - rows[0] == len(rows) - 1
             part = (
-                distances[rows[0] : rows[-1] + 1] if whole else distances[torch.from_numpy(rows).to(distances.device)]
+                distances[rows[0] : rows[-1] + 1]
+                if is_contiguous
+                else distances[torch.from_numpy(rows).to(distances.device)]
             )
             if self._roc is not None:
                 self._roc.add(begin, part)
@@ -176,10 +178,10 @@ class ExampleCounter:
             lists: of the examples.
             roc: over all pairs, where that is known.
         """
-        of_all = roc is not None
+        uses_all_pairs = roc is not None
         if self._roc is not None:
             roc = self._roc.result()
-        return RetrievalExamples(lists, roc, of_all, self._camera_matrix(), len(self._sample), self.queries)
+        return RetrievalExamples(lists, roc, uses_all_pairs, self._camera_matrix(), len(self._sample), self.queries)
 
     def _camera_matrix(self) -> CameraMatrix | None:
         if not self._rankers:
@@ -193,7 +195,9 @@ class ExampleCounter:
                 sums[:, row, column] = torch.stack((ranking.ap[chosen].sum(), chosen.sum().double()))
         total, count = sum_over_ranks(sums).numpy()
         mean_ap = np.divide(total, count, out=np.full_like(total, np.nan), where=count > 0)
-        return CameraMatrix(self._query_cameras, self._gallery_cameras, mean_ap, count.astype(np.int64), self._left_out)
+        return CameraMatrix(
+            self._query_cameras, self._gallery_cameras, mean_ap, count.astype(np.int64), self._num_omitted
+        )
 
 
 @renamed_arguments(distances="blocks", wanted="report_options")
@@ -218,14 +222,14 @@ def rank_lists(
     half = by_ap[: (len(by_ap) + 1) // 2], by_ap[: (len(by_ap) - 1) // 2 : -1]
     orders = {"best": half[0], "worst": half[1], "random": shuffled.tolist()}
     for kind in report_options.kinds:
-        chosen[kind] = _of_many_identities(orders[kind], matches.query_pids, report_options.lists)
+        chosen[kind] = _select_diverse_queries(orders[kind], matches.query_pids, report_options.lists)
     return {
         kind: [_rank_list(query, ranking, blocks, matches, protocol, report_options.length) for query in queries]
         for kind, queries in chosen.items()
     }
 
 
-def _of_many_identities(queries: Sequence[int], pids: np.ndarray, count: int) -> list[int]:
+def _select_diverse_queries(queries: Sequence[int], pids: np.ndarray, count: int) -> list[int]:
     """Return ``count`` of the queries in their order: the first of each identity, and then the rest."""
     seen: set[int] = set()
     first = [query for query in queries if not (pids[query] in seen or seen.add(pids[query]))][:count]
@@ -245,19 +249,19 @@ def _rank_list(
 ) -> RankList:
     row = torch.empty(1, blocks.shape[1], dtype=blocks.dtype, device=blocks.device)
     blocks.rows(query, query + 1, row)
-    own = row[0].cpu().numpy()
-    pairs = matches.of(query, query + 1)
-    left_out = np.zeros(len(own), dtype=bool)
-    left_out[pairs.junk_columns] = True
+    distances = row[0].cpu().numpy()
+    pairs = matches.pairs(query, query + 1)
+    excluded = np.zeros(len(distances), dtype=bool)
+    excluded[pairs.junk_columns] = True
     if protocol.random_query_gallery_split:  # the gallery holds the query itself
-        left_out[query] = True
-    left_out[matches.unmatched] = True
-    order = np.argsort(np.where(left_out, np.inf, own), kind="stable")[: int((~left_out).sum())]
+        excluded[query] = True
+    excluded[matches.unmatched] = True
+    order = np.argsort(np.where(excluded, np.inf, distances), kind="stable")[: int((~excluded).sum())]
     is_match = np.isin(order, pairs.columns)
     return RankList(
         query=query,
         gallery=order[:length],
-        distances=own[order[:length]].astype(np.float32),
+        distances=distances[order[:length]].astype(np.float32),
         matches=is_match[:length],
         ap=float(ranking.ap[query]),
         first_match=1 + int(is_match.argmax()),

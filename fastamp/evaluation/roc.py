@@ -21,9 +21,9 @@ _BINS = 2**20
 # Entries of a block whose bins are held at once.
 _CHUNK = 2**20
 # Below it a distance times the bins in its inverse would overflow in float32.
-_SMALLEST_LIMIT = 1e-30
+_MIN_LIMIT = 1e-30
 # Queries whose distances say where those of a metric without a bound lie.
-_SAMPLED = 64
+_NUM_SAMPLED = 64
 
 __getattr__ = moved_names(
     __name__,
@@ -40,7 +40,7 @@ def distance_limit(blocks: DistanceBlocks) -> float:
     if blocks.limit is not None:
         return blocks.limit
     count, width = blocks.shape
-    sample = torch.empty(min(_SAMPLED, count), width, dtype=blocks.dtype, device=blocks.device)
+    sample = torch.empty(min(_NUM_SAMPLED, count), width, dtype=blocks.dtype, device=blocks.device)
     for number, row in enumerate(sample):
         query = number * count // len(sample)
         blocks.rows(query, query + 1, row[None])
@@ -95,26 +95,26 @@ class RocCounter:
     @renamed_arguments(ids="identities", cross_camera=("junk", junk_from_cross_camera))
     def __init__(self, identities: Identities, *, limit: float, junk: Junk | None = SAME_CAMERA) -> None:
         self.matches = Matches(identities, junk=junk)
-        self._scale = _BINS / max(limit, _SMALLEST_LIMIT)
+        self._scale = _BINS / max(limit, _MIN_LIMIT)
         self.counts = torch.zeros(2, _BINS, dtype=torch.int64)
 
     @renamed_arguments(block="distances")
     def add(self, start: int, distances: torch.Tensor) -> None:
         """Count the pairs of the queries from ``start`` on by their (B, G) distances, which stay as they are."""
         for first, last in self.matches.spans(start, start + len(distances)):
-            self._count(distances[first - start : last - start], self.matches.of(first, last))
+            self._count(distances[first - start : last - start], self.matches.pairs(first, last))
 
     def _count(self, distances: torch.Tensor, pairs: Pairs) -> None:
         entries = ((pairs.rows, pairs.columns), (pairs.junk_rows, pairs.junk_columns))
-        own, junk = (
+        genuine_counts, junk_counts = (
             self._histogram(distances[tuple(torch.from_numpy(side).to(distances.device) for side in each)])
             for each in entries
         )
         genuine, impostor = self.counts
-        genuine += own
+        genuine += genuine_counts
         for chunk in distances.reshape(-1).split(_CHUNK):
             impostor += self._histogram(chunk)
-        impostor -= own + junk
+        impostor -= genuine_counts + junk_counts
 
     def _histogram(self, distances: torch.Tensor) -> torch.Tensor:
         bins = (distances * self._scale).clamp(0, _BINS - 1).long()

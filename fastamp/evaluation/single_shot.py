@@ -44,23 +44,25 @@ class SingleGalleryShotRanker(Ranker):
         super().__init__(identities, junk=junk, trapezoid=trapezoid)
         generator = np.random.default_rng(seed)
         self.num_trials = num_trials
-        self._drawn = _draw(self.matches.groups, num_trials, generator)
+        self._drawn = _draw_gallery(self.matches.groups, num_trials, generator)
         # Which of its matches stands for a query, as a share of their number.
         self._choice = generator.random((num_trials, len(identities.query_pids)))
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
         """See ``Ranker``."""
         ap, inp, _ = super().rank(start, distances)
-        pairs = self.matches.of(start, start + len(distances))
+        pairs = self.matches.pairs(start, start + len(distances))
         counts = np.bincount(pairs.rows, minlength=len(distances))
         begins = np.cumsum(counts) - counts
         valid = counts > 0
-        group = self.matches.groups.of(self.matches.query_pids[start : start + len(distances)])
+        group = self.matches.groups.find(self.matches.query_pids[start : start + len(distances)])
         first_match = np.full((len(distances), self.num_trials), -1)
         for number, (drawn, choice) in enumerate(zip(self._drawn, self._choice, strict=True)):
-            place = begins + (choice[start : start + len(distances)] * counts).astype(np.int64)
-            own = pairs.columns[place[valid]]
-            first_match[valid, number] = _ranks_among(distances, np.flatnonzero(valid), own, drawn, group[valid])
+            positions = begins + (choice[start : start + len(distances)] * counts).astype(np.int64)
+            match_columns = pairs.columns[positions[valid]]
+            first_match[valid, number] = _rank_among_drawn(
+                distances, np.flatnonzero(valid), match_columns, drawn, group[valid]
+            )
         return ap, inp, first_match
 
 
@@ -80,17 +82,17 @@ class VehicleIDRanker(Ranker):
     def __init__(self, identities: Identities, *, num_trials: int, seed: int) -> None:
         super().__init__(identities, junk=None)
         self.num_trials = num_trials
-        self._drawn = _draw(self.matches.groups, num_trials, np.random.default_rng(seed))
+        self._drawn = _draw_gallery(self.matches.groups, num_trials, np.random.default_rng(seed))
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
         """See ``Ranker``."""
         images = np.arange(start, start + len(distances))
-        group = self.matches.groups.of(self.matches.query_pids[images])
+        group = self.matches.groups.find(self.matches.query_pids[images])
         first_match = np.full((len(distances), self.num_trials), -1)
         for number, drawn in enumerate(self._drawn):
             queries = np.flatnonzero(drawn[group] != images)
-            own = drawn[group[queries]]
-            first_match[queries, number] = _ranks_among(distances, queries, own, drawn, group[queries])
+            match_columns = drawn[group[queries]]
+            first_match[queries, number] = _rank_among_drawn(distances, queries, match_columns, drawn, group[queries])
         trial = first_match >= 0
         precision = np.where(trial, 1 / (first_match + 1.0 + ~trial), 0).sum(1) / trial.sum(1).clip(1)
         return precision, precision, first_match
@@ -111,14 +113,14 @@ RULES["vehicleid"] = RankingRule(
 )
 
 
-def _draw(groups: GalleryGroups, num_trials: int, generator: np.random.Generator) -> np.ndarray:
+def _draw_gallery(groups: GalleryGroups, num_trials: int, generator: np.random.Generator) -> np.ndarray:
     """Return (R, P) int64: a gallery image of each of P identities, for each draw."""
     choice = generator.random((num_trials, len(groups.pids)))
     return groups.order[groups.starts + (choice * groups.counts).astype(np.int64)]
 
 
-def _ranks_among(
-    distances: torch.Tensor, rows: np.ndarray, own: np.ndarray, drawn: np.ndarray, own_group: np.ndarray
+def _rank_among_drawn(
+    distances: torch.Tensor, rows: np.ndarray, match_columns: np.ndarray, drawn: np.ndarray, query_group: np.ndarray
 ) -> np.ndarray:
     """Return the rank from 0 of each query's image among the images drawn of the other identities.
 
@@ -129,11 +131,13 @@ def _ranks_among(
         drawn: (P,) int64, the gallery image of each identity.
         own_group: (n,) int64, the query's own identity among the P.
     """
-    rows, own, drawn, own_group = (
-        torch.from_numpy(side).to(distances.device) for side in (rows, own, drawn, own_group)
+    rows, match_columns, drawn, query_group = (
+        torch.from_numpy(side).to(distances.device) for side in (rows, match_columns, drawn, query_group)
     )
-    others = distances[rows[:, None], drawn]
-    others[torch.arange(len(rows), device=distances.device), own_group] = torch.nan
-    own_distance = distances[rows, own][:, None]
-    before = (others < own_distance) | ((others == own_distance) & (drawn < own[:, None]))
+    drawn_distances = distances[rows[:, None], drawn]
+    drawn_distances[torch.arange(len(rows), device=distances.device), query_group] = torch.nan
+    match_distances = distances[rows, match_columns][:, None]
+    before = (drawn_distances < match_distances) | (
+        (drawn_distances == match_distances) & (drawn < match_columns[:, None])
+    )
     return before.sum(1).cpu().numpy()

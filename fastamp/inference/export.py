@@ -41,7 +41,7 @@ PRECISIONS = ("float32", "fp16")
 MIN_COSINE = {"float32": 0.9999, "fp16": 0.99}
 """Between a feature of the exported model and PyTorch's; measured, float32 differs by 1e-6 and fp16 by 1e-4."""
 
-_COLOURS = {1: "L", 3: "RGB", 4: "RGBA"}
+_COLOR_ORDERS = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 @dataclass
@@ -74,9 +74,9 @@ class ExportReport:
 
     def table(self) -> str:
         """Return the comparisons as text."""
-        heads = ("images", "number", "cosine, least", "cosine, mean", "largest difference")
+        headers = ("images", "number", "cosine, least", "cosine, mean", "largest difference")
         rows = [tuple(asdict(each).values()) for each in self.comparisons]
-        text = tabulate(rows, heads, floatfmt=("", "", ".6f", ".6f", ".1e"))
+        text = tabulate(rows, headers, floatfmt=("", "", ".6f", ".6f", ".1e"))
         if self.found_map is not None:
             text += (
                 f"\nmAP: {self.expected_map:.2f} in PyTorch, {self.found_map:.2f} exported, difference "
@@ -123,11 +123,11 @@ def export(
         ExportError: the model cannot be traced, or what was exported is not good enough; no file is left then.
     """
     path = Path(path).expanduser()
-    format = _checked(path, precision, opset, tolerance)
+    format = _check_arguments(path, precision, opset, tolerance)
     fixed_input_size(predictor.cfg, is_train=False, needed_by="an exported model")
-    images = _ranked_images(predictor, data, max_images)
+    images = _load_test_images(predictor, data, max_images)
     extractor = _FeatureExtractor(predictor, precision=precision, normalization=normalization, l2=l2)
-    program = _traced(extractor, predictor)
+    program = _trace(extractor, predictor)
     metadata = _metadata(predictor, precision=precision, normalization=normalization, l2=l2)
     (outputs,) = next(iter(reversed(program.graph.nodes))).args
     metadata["feature_width"] = outputs[0].meta["val"].shape[1]
@@ -135,7 +135,7 @@ def export(
     report = ExportReport(path, format.title, metadata, len(content))
     found = _exported_features(format.runner(content), predictor, metadata)
     _compare(report, predictor, found, images, l2)
-    _judge(report, tolerance)
+    _check_quality(report, tolerance)
     with writing(path):
         write_atomically(path, lambda file: file.write(content))
     return report
@@ -146,7 +146,7 @@ class _FeatureExtractor(nn.Module):
 
     def __init__(self, predictor: Predictor, *, precision: str, normalization: bool, l2: bool) -> None:
         super().__init__()
-        self.model = _deployed(predictor.model)
+        self.model = _to_deploy_form(predictor.model)
         if not isinstance(self.model, ImageModel):
             raise ExportError(f"a {type(self.model).__name__} is no ImageModel, and only those are exported")
         if not normalization:
@@ -173,7 +173,7 @@ def _normalized(features: Tensor) -> Tensor:
     return F.normalize(features, dim=1)
 
 
-def _deployed(model: nn.Module) -> nn.Module:
+def _to_deploy_form(model: nn.Module) -> nn.Module:
     """Return a copy on the CPU in the form that is meant for inference."""
     model = copy.deepcopy(model).to("cpu", memory_format=torch.contiguous_format).eval().requires_grad_(False)
     for name in getattr(model, "training_only", ()):
@@ -188,7 +188,7 @@ def _deployed(model: nn.Module) -> nn.Module:
     return model
 
 
-def _traced(extractor: _FeatureExtractor, predictor: Predictor) -> ExportedProgram:
+def _trace(extractor: _FeatureExtractor, predictor: Predictor) -> ExportedProgram:
     """Return the program, for any batch size."""
     cfg = predictor.cfg
     # Two images: one would be taken for the only number there is.
@@ -201,7 +201,7 @@ def _traced(extractor: _FeatureExtractor, predictor: Predictor) -> ExportedProgr
         )
 
 
-def _checked(path: Path, precision: str, opset: int | None, tolerance: float) -> Format:
+def _check_arguments(path: Path, precision: str, opset: int | None, tolerance: float) -> Format:
     """Return the format of ``path``; see ``export`` for what is raised."""
     if path.suffix not in FORMATS:
         raise ConfigError(
@@ -219,7 +219,7 @@ def _checked(path: Path, precision: str, opset: int | None, tolerance: float) ->
     return format
 
 
-def _ranked_images(predictor: Predictor, data: str | None, max_images: int) -> RankedImages | None:
+def _load_test_images(predictor: Predictor, data: str | None, max_images: int) -> RankedImages | None:
     """Return the test images to compare on, None where there are none."""
     if data == "":
         return None
@@ -254,7 +254,8 @@ def _metadata(predictor: Predictor, *, precision: str, normalization: bool, l2: 
         "antialias": resize.interpolation != "nearest",
         "center_crop": None if resize.crop is None else list(resize.crop),
         "channels": cfg.INPUT.CHANNELS,
-        "colour_order": _COLOURS.get(cfg.INPUT.CHANNELS, ""),
+        "color_order": _COLOR_ORDERS.get(cfg.INPUT.CHANNELS, ""),
+        "colour_order": _COLOR_ORDERS.get(cfg.INPUT.CHANNELS, ""),
         "normalization": "inside" if normalization else "outside",
         "pixel_mean": model.pixel_mean.flatten().tolist(),
         "pixel_std": model.pixel_std.flatten().tolist(),
@@ -285,37 +286,37 @@ def _compare(
     """Fill in the comparisons; what fails before the test set is not compared on it."""
     policy = predictor.policy.in_float32()
 
-    def plain(batch: dict[str, Any]) -> Tensor:
+    def raw_features(batch: dict[str, Any]) -> Tensor:
         with torch.inference_mode():
             return extract_features(predictor.model, batch, policy, predictor.cfg.TEST.FLIP.ENABLED).cpu()
 
     def expected(batch: dict[str, Any]) -> Tensor:
-        return _normalized(plain(batch)) if l2 else plain(batch)
+        return _normalized(raw_features(batch)) if l2 else raw_features(batch)
 
     report.comparisons = compare_on_random_images(predictor, expected, found)
-    if images is None or _too_far(report):
+    if images is None or _differs_too_much(report):
         return
-    rows = images.features(plain), images.features(found)
+    rows = images.features(raw_features), images.features(found)
     report.data = images.title
-    whole = [torch.cat(each) for each in rows]
-    report.comparisons.append(compare(images.title, _normalized(whole[0]) if l2 else whole[0], whole[1]))
-    if not _too_far(report):
+    joined = [torch.cat(each) for each in rows]
+    report.comparisons.append(compare(images.title, _normalized(joined[0]) if l2 else joined[0], joined[1]))
+    if not _differs_too_much(report):
         report.expected_map, report.found_map = map(images.mean_average_precision, rows)
 
 
-def _too_far(report: ExportReport) -> bool:
-    least = MIN_COSINE[report.metadata["precision"]]
-    return any(not each.min_cosine >= least for each in report.comparisons)  # NaN too
+def _differs_too_much(report: ExportReport) -> bool:
+    minimum = MIN_COSINE[report.metadata["precision"]]
+    return any(not each.min_cosine >= minimum for each in report.comparisons)  # NaN too
 
 
-def _judge(report: ExportReport, tolerance: float) -> None:
+def _check_quality(report: ExportReport, tolerance: float) -> None:
     """Raise ExportError unless the exported model is good enough."""
     precision, lost = report.metadata["precision"], -(report.map_difference or 0)
-    if _too_far(report):
-        least = min((each.min_cosine for each in report.comparisons), key=lambda cosine: (cosine == cosine, cosine))
-        what = f"an embedding cosine of {least:.6f} is below {MIN_COSINE[precision]}"
+    if _differs_too_much(report):
+        minimum = min((each.min_cosine for each in report.comparisons), key=lambda cosine: (cosine == cosine, cosine))
+        problem = f"an embedding cosine of {minimum:.6f} is below {MIN_COSINE[precision]}"
     elif lost > tolerance:
-        what = f"mAP falls by {lost:.2f} points, and --tolerance is {tolerance:g}"
+        problem = f"mAP falls by {lost:.2f} points, and --tolerance is {tolerance:g}"
     else:
         return
     fix = "--precision float32, or SOLVER.AMP.FORCE_FP32 with the modules that float16 breaks (the doctor finds them)"
@@ -323,4 +324,4 @@ def _judge(report: ExportReport, tolerance: float) -> None:
         fix = "another format; and please report the model, since this is a fault of the exporter's or of ours"
         if report.metadata["l2"] and report.metadata["metric"] == "euclidean" and lost > tolerance:
             fix = "--no-l2: the euclidean metric ranks by length too"
-    raise ExportError(f"{report.path} was not written: {what}.\n{report.table()}\n  fix: {fix}")
+    raise ExportError(f"{report.path} was not written: {problem}.\n{report.table()}\n  fix: {fix}")

@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 SPLITS = ("query", "gallery", "train")
 # A part is written when this much time has passed since the last, or this much is held.
 _PART_SECONDS, _PART_BYTES = 30.0, 2**26
-_STAMP = "of.json"
+_MARKER = "of.json"
 _PART = re.compile(r"[0-9]{12}\.npz")
-_UNFINISHED = re.compile(rf"\.({re.escape(_STAMP)}|{_PART.pattern})\..*\.tmp")
+_UNFINISHED = re.compile(rf"\.({re.escape(_MARKER)}|{_PART.pattern})\..*\.tmp")
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
         if name.endswith(".csv"):
             name = f"csv:{name}"
         else:
-            near = "" if "/" in name else did_you_mean(name, DATASET_REGISTRY)
-            raise DataError(f"{name} is no folder, no CSV file and no data set as in DATASETS.NAMES.{near}")
+            suggestion = "" if "/" in name else did_you_mean(name, DATASET_REGISTRY)
+            raise DataError(f"{name} is no folder, no CSV file and no data set as in DATASETS.NAMES.{suggestion}")
     dataset = build_dataset(name, cfg)
     parts = {split: PackedItems.of(getattr(dataset, split)) for split in SPLITS if split in splits}
     items = PackedItems.concat([*parts.values(), PackedItems.of([])])
@@ -97,13 +97,13 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
         raise DataError(f"the data set {name} has no {' or '.join(parts)} images")
     values, inverse = items.pids.unique()
     pids = [dataset.identity(pid) for pid in values]
-    whole = all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", pid) for pid in pids)
+    are_integers = all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", pid) for pid in pids)
     cameras = items.camids
     if not cameras.is_integer:
         cameras = cameras.map(number_cameras(cameras.unique()[0]).get)
     split = np.concatenate([np.full(len(part), split) for split, part in parts.items()])
     items = items.replace(pids=Column(np.zeros(len(items), dtype=np.int64)), camids=cameras)
-    return Listing(items, np.array(pids, dtype=np.int64 if whole else None)[inverse], split)
+    return Listing(items, np.array(pids, dtype=np.int64 if are_integers else None)[inverse], split)
 
 
 def extract(
@@ -143,14 +143,14 @@ def extract(
     items = listing.items
     predictor.camera_view_ids(len(items), camids=items.camids.codes, viewids=items.viewids)
     with writing(out):
-        parts = _Parts(out.with_name(f"{out.name}.parts"), _stamp(predictor, listing, skip_corrupt))
+        parts = _Parts(out.with_name(f"{out.name}.parts"), _marker_of(predictor, listing, skip_corrupt))
     try:
         _compute(predictor, listing, parts, skip_corrupt, num_workers, out)
         rows = np.concatenate([parts.read(path, "rows") for path in parts.paths])
-        left_out = [str(line) for path in parts.paths for line in parts.read(path, "unreadable")]
+        skipped = [str(line) for path in parts.paths for line in parts.read(path, "unreadable")]
         if not len(rows):
             parts.remove()  # which would say so again when they have been mended
-            raise DataError(f"none of {len(listing.items)} images can be read; {left_out[0]}")
+            raise DataError(f"none of {len(listing.items)} images can be read; {skipped[0]}")
         width = parts.read(parts.paths[0], "features").shape[1]
         columns = listing.columns(rows) | {
             "config_hash": np.array(predictor.config_hash),
@@ -165,7 +165,7 @@ def extract(
         raise
     parts.remove()
     logger.info("wrote %s: %d features of %d", out, len(rows), width)
-    return read_extraction(out), left_out
+    return read_extraction(out), skipped
 
 
 def _compute(
@@ -183,30 +183,30 @@ def _compute(
     if parts.done:
         logger.info("%d of %d images are done already; going on", parts.done, total)
     images = _Images(listing.items[parts.done :], build_transforms(cfg, is_train=False), skip_corrupt, first=parts.done)
-    key, asked = "workers", num_workers
-    if asked is None:
-        key, asked = "TEST.NUM_WORKERS", cfg.TEST.NUM_WORKERS
-        if asked == -1:
-            key, asked = "DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS
+    key, requested = "workers", num_workers
+    if requested is None:
+        key, requested = "TEST.NUM_WORKERS", cfg.TEST.NUM_WORKERS
+        if requested == -1:
+            key, requested = "DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS
     sampler = InferenceSampler(size=len(images), batch_size=cfg.TEST.IMS_PER_BATCH)
-    loader = TestLoader(images, sampler, num_workers=worker_count(key, asked), device=predictor.device)
+    loader = TestLoader(images, sampler, num_workers=worker_count(key, requested), device=predictor.device)
     bar = ProgressBar(total, "extracting", done=parts.done)
-    held, since, done = [], time.monotonic(), parts.done
+    buffer, last_write, done = [], time.monotonic(), parts.done
     try:
         with torch.inference_mode():
             for batch in loader:
                 features = predictor.features_of_batch(batch).cpu()
-                held.append((features, batch["indices"], batch["unreadable"]))
+                buffer.append((features, batch["indices"], batch["unreadable"]))
                 done += len(features)
                 bar.update(done)
-                size = sum(each.nbytes for each, *_ in held)
-                if done < total and time.monotonic() - since <= _PART_SECONDS and size <= _PART_BYTES:
+                size = sum(each.nbytes for each, *_ in buffer)
+                if done < total and time.monotonic() - last_write <= _PART_SECONDS and size <= _PART_BYTES:
                     continue
                 with writing(out):
-                    parts.write(done, held)
-                held, since = [], time.monotonic()
-                left = f", {format_duration(bar.seconds_left())} left" if done < total else ""
-                logger.info("%d of %d images%s", done, total, left)
+                    parts.write(done, buffer)
+                buffer, last_write = [], time.monotonic()
+                remaining = f", {format_duration(bar.seconds_left())} left" if done < total else ""
+                logger.info("%d of %d images%s", done, total, remaining)
     finally:
         bar.close()
 
@@ -219,7 +219,7 @@ class _Images(ReidDataset):
 
     def __init__(self, items: Sequence[ImageItem], transforms: Any, skip_corrupt: bool, *, first: int) -> None:
         super().__init__(items, transforms, relabel=False)
-        self.leave_out, self.first = skip_corrupt, first
+        self.skip_unreadable, self.first = skip_corrupt, first
         self._unreadable: dict[int, str] = {}
 
     def __getitems__(self, keys: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class _Images(ReidDataset):
         try:
             return super().read(index)
         except DataError as error:
-            if not self.leave_out:
+            if not self.skip_unreadable:
                 raise DataError(
                     f"{error}\n  fix: mend or remove it, or leave such images out: --skip-corrupt"
                 ) from error
@@ -257,19 +257,19 @@ class _Parts:
         ConfigError: the folder is a link, holds files but not the marker of an extraction, or is in use.
     """
 
-    def __init__(self, folder: Path, stamp: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, marker: dict[str, Any]) -> None:
         self.folder = folder
         self.paths: list[Path] = []
         self.done = 0
-        self._check_own()
+        self._check_folder()
         lock_folder(folder, "--output")
         try:
-            self._open(stamp)
+            self._open(marker)
         except BaseException:
             unlock_folder(folder)
             raise
 
-    def _check_own(self) -> None:
+    def _check_folder(self) -> None:
         """Raise ConfigError unless the folder is missing, empty, or of an extraction.
 
         What a killed extraction may leave before its marker, a temporary file and a lock, counts as empty.
@@ -279,43 +279,45 @@ class _Parts:
             problem = f"it is a link to {real_path(self.folder)}"
         elif self.folder.exists() and not self.folder.is_dir():
             problem = "it is a file"
-        elif self.folder.is_dir() and not _is_stamp(self._read_stamp()):
+        elif self.folder.is_dir() and not _is_marker(self._read_marker()):
             names = [path.name for path in self.folder.iterdir() if path.name != LOCK_FILE]
-            others = [name for name in names if not _UNFINISHED.fullmatch(name)]
-            problem = f"it holds {others[0]}, but not the marker of an extraction ({_STAMP})" if others else ""
+            other_files = [name for name in names if not _UNFINISHED.fullmatch(name)]
+            problem = (
+                f"it holds {other_files[0]}, but not the marker of an extraction ({_MARKER})" if other_files else ""
+            )
         if problem:
             raise ConfigError(
                 f"{self.folder}: an extraction keeps its parts there, but {problem}.\n"
                 "  fix: another --output, or move that away"
             )
 
-    def _read_stamp(self) -> Any:
+    def _read_marker(self) -> Any:
         """Return the content of the marker; None if there is none."""
-        mark = self.folder / _STAMP
+        marker_path = self.folder / _MARKER
         try:
-            return None if mark.is_symlink() else json.loads(mark.read_text(encoding="utf-8"))
+            return None if marker_path.is_symlink() else json.loads(marker_path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
 
-    def _own_parts(self) -> list[Path]:
+    def _part_files(self) -> list[Path]:
         """Return the files of parts in the folder, in order."""
         paths = sorted(path for path in self.folder.iterdir() if _PART.fullmatch(path.name))
         return [path for path in paths if path.is_file() and not path.is_symlink()]
 
-    def _open(self, stamp: dict[str, Any]) -> None:
+    def _open(self, marker: dict[str, Any]) -> None:
         """Find what is done of the extraction, and remove what is of another one."""
-        self._check_own()  # as it is now that no other extraction changes it
-        mark, found = self.folder / _STAMP, self._read_stamp()
-        if found != stamp:
+        self._check_folder()  # as it is now that no other extraction changes it
+        marker_path, found = self.folder / _MARKER, self._read_marker()
+        if found != marker:
             if found is not None:
-                differ = [name for name in stamp if found.get(name) != stamp[name]]
+                changed = [name for name in marker if found.get(name) != marker[name]]
                 logger.warning(
-                    "%s is of another extraction (%s differ): starting again", self.folder, ", ".join(differ)
+                    "%s is of another extraction (%s differ): starting again", self.folder, ", ".join(changed)
                 )
-            for path in self._own_parts():
+            for path in self._part_files():
                 path.unlink()
-            write_atomically(mark, lambda file: file.write(json.dumps(stamp).encode()))
-        for path in self._own_parts():
+            write_atomically(marker_path, lambda file: file.write(json.dumps(marker).encode()))
+        for path in self._part_files():
             try:
                 first, stop = self.read(path, "span").tolist()
                 self.read(path, "features")
@@ -352,8 +354,8 @@ class _Parts:
     def remove(self) -> None:
         """Remove the extraction's own files, and the folder unless there are others in it."""
         with suppress(OSError):
-            own = [path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name)]
-            for path in (*self._own_parts(), *own, self.folder / _STAMP):
+            unfinished = [path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name)]
+            for path in (*self._part_files(), *unfinished, self.folder / _MARKER):
                 path.unlink(missing_ok=True)
         unlock_folder(self.folder)
         with suppress(OSError):  # other files are in it, or the next extraction has begun
@@ -367,12 +369,12 @@ class _Parts:
             self.remove()
 
 
-def _is_stamp(content: Any) -> bool:
+def _is_marker(content: Any) -> bool:
     """Return whether the content of a marker is what an extraction writes; of any version."""
     return isinstance(content, dict) and {"model", "images"} <= content.keys()
 
 
-def _stamp(predictor: Predictor, listing: Listing, skip_corrupt: bool) -> dict[str, Any]:
+def _marker_of(predictor: Predictor, listing: Listing, skip_corrupt: bool) -> dict[str, Any]:
     """Return what decides the features of a listing to the last bit."""
     digest = hashlib.blake2b(digest_size=16)
     splits = listing.split if listing.split is not None else [""] * len(listing.items)

@@ -120,13 +120,13 @@ def open_arrays(path: str | PathLike[str], expected: str, *, fix: str) -> Iterat
         raise
     except OSError as error:
         if error.strerror is None:  # not the system's, but about the content, e.g. of bz2
-            raise _damaged(path, expected, error, fix) from error
+            raise _damaged_error(path, expected, error, fix) from error
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # damaged bytes make zipfile and NumPy raise nearly anything
-        raise _damaged(path, expected, error, fix) from error
+        raise _damaged_error(path, expected, error, fix) from error
 
 
-def _damaged(path: str | PathLike[str], expected: str, error: Exception, fix: str) -> DataError:
+def _damaged_error(path: str | PathLike[str], expected: str, error: Exception, fix: str) -> DataError:
     lines = str(error).splitlines() or [""]
     cause = (
         lines[0][:200] if lines[0] and not isinstance(error, KeyError) else f"{type(error).__name__} {lines[0]:.200}"
@@ -145,9 +145,9 @@ def check_columns(path: str | PathLike[str], arrays: Mapping[str, np.ndarray], c
             continue
         array, sizes = arrays[name], tuple(count if size == "N" else size for size in shape)
         if array.shape != sizes or array.dtype.kind not in kinds:
-            wanted = " or ".join({"U": "text", "i": "integers", "u": ""}[kind] for kind in kinds if kind != "u")
+            expected = " or ".join({"U": "text", "i": "integers", "u": ""}[kind] for kind in kinds if kind != "u")
             raise DataError(
-                f"{path}: {name} are {array.dtype} {array.shape}; expected {wanted} {sizes}, as there are {count} "
+                f"{path}: {name} are {array.dtype} {array.shape}; expected {expected} {sizes}, as there are {count} "
                 f"features.\n  fix: {fix}"
             )
 

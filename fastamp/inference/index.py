@@ -44,11 +44,11 @@ HNSW_UP_TO = 200_000
 # The share of its lists that an IVF search looks into, and candidates that an HNSW search keeps; see README.md for what
 # they find.
 PROBED, EF_SEARCH = 0.2, 128
-_NEIGHBOURS, _EF_CONSTRUCTION = 16, 40
+_NEIGHBORS, _EF_CONSTRUCTION = 16, 40
 _TRAINED_ON = 40  # features for each list
 _BLOCK = 16_384
 # Features that are compared at once: they and their copy stay in the cache.
-_COMPARED = 4096
+_COMPARED_ROWS = 4096
 _BUILD_AGAIN = "name another file, or remove this one and build the index again"
 _META = (
     "paths",
@@ -138,17 +138,17 @@ class GalleryIndex:
         if self.metric == "cosine":
             features = _normalized(features)
         k = min(k, len(self))
-        values, rows = self._found(features, k, effort, exact)
+        values, rows = self._search(features, k, effort, exact)
         # Rounding may take the similarity of equal features beyond 1, and a squared distance below 0.
         scores = values.clip(-1, 1) if self.metric == "cosine" else np.sqrt(values.clip(min=0))
         columns = {name: None if column is None else column[rows] for name, column in self._columns.items()}
         return SearchResult(scores=scores, rows=rows, metric=self.metric, **columns)
 
-    def _found(self, features: np.ndarray, k: int, effort: int | None, exact: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _search(self, features: np.ndarray, k: int, effort: int | None, exact: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return (Q, k) values as faiss has them, and (Q, k) rows."""
         index = self._index
         if exact or self.kind == "flat":
-            return self._exact(features, k)
+            return self._search_all(features, k)
         import faiss
 
         if self.kind == "ivf":
@@ -156,12 +156,12 @@ class GalleryIndex:
         else:
             parameters = faiss.SearchParametersHNSW(efSearch=max(effort or EF_SEARCH, k))
         values, rows = index.search(features, k, params=parameters)
-        short = (rows < 0).any(1)  # what was looked into holds fewer than k
-        if short.any():
-            values[short], rows[short] = self._exact(features[short], k)
+        incomplete = (rows < 0).any(1)  # what was looked into holds fewer than k
+        if incomplete.any():
+            values[incomplete], rows[incomplete] = self._search_all(features[incomplete], k)
         return values, rows
 
-    def _exact(self, features: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    def _search_all(self, features: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Compare with all features.
 
         By products of blocks: with 8 to 64 queries faiss's flat search took 3 to 18 times as long (50,000 x 512).
@@ -173,10 +173,10 @@ class GalleryIndex:
         storage = faiss.downcast_index(self._index.storage) if self.kind == "hnsw" else self._index
         gallery = faiss.rev_swig_ptr(storage.get_xb(), len(self) * self.width).reshape(len(self), self.width)
         queries = torch.from_numpy(features)
-        buffer = torch.empty(min(_COMPARED, len(self)), self.width)
+        buffer = torch.empty(min(_COMPARED_ROWS, len(self)), self.width)
         best, rows = torch.empty(len(features), 0), torch.empty(len(features), 0, dtype=torch.int64)
-        for start in range(0, len(self), _COMPARED):
-            block = buffer[: min(_COMPARED, len(self) - start)]
+        for start in range(0, len(self), _COMPARED_ROWS):
+            block = buffer[: min(_COMPARED_ROWS, len(self) - start)]
             block.numpy()[:] = gallery[start : start + len(block)]  # which need not be aligned in the file
             values = queries @ block.T
             if self.metric == "euclidean":
@@ -220,7 +220,7 @@ def build_index(extraction: Extraction, out: str | PathLike[str], *, kind: str =
             raise ConfigError(f"{out}: expected a file in a folder that exists")
     meta = {name: getattr(extraction, name, None) for name in _META} | {"kind": kind}
     with writing(out):
-        write_atomically(out, lambda file: _write(file, _filled(kind, extraction), meta))
+        write_atomically(out, lambda file: _write(file, _build_filled(kind, extraction), meta))
     logger.info("wrote %s: %d features of %d, %s", out, *extraction.features.shape, kind)
     return load_index(out, verify=False)
 
@@ -318,16 +318,16 @@ def open_gallery(
     return build_index(extraction, out, kind=kind)
 
 
-def _filled(kind: str, extraction: Extraction) -> Any:
+def _build_filled(kind: str, extraction: Extraction) -> Any:
     """Return an index with all features."""
-    index, count = _trained(kind, extraction), len(extraction.features)
+    index, count = _build_empty(kind, extraction), len(extraction.features)
     starts = range(0, count, _BLOCK)
     for start in track(starts, len(starts), f"indexing {count} features ({kind})"):
-        index.add(_prepared(extraction, slice(start, start + _BLOCK)))
+        index.add(_load_features(extraction, slice(start, start + _BLOCK)))
     return index
 
 
-def _trained(kind: str, extraction: Extraction) -> Any:
+def _build_empty(kind: str, extraction: Extraction) -> Any:
     """Return an index without features."""
     import faiss
 
@@ -336,7 +336,7 @@ def _trained(kind: str, extraction: Extraction) -> Any:
     if kind == "flat":
         return faiss.IndexFlat(width, metric)
     if kind == "hnsw":
-        index = faiss.IndexHNSWFlat(width, _NEIGHBOURS, metric)
+        index = faiss.IndexHNSWFlat(width, _NEIGHBORS, metric)
         index.hnsw.efConstruction = _EF_CONSTRUCTION
         return index
     # The nearest power of 2 to the root. Twice as many would take four times as long to train.
@@ -345,11 +345,11 @@ def _trained(kind: str, extraction: Extraction) -> Any:
     index.cp.spherical = extraction.metric == "cosine"
     index.cp.min_points_per_centroid = 1
     chosen = np.random.default_rng(0).choice(count, min(count, lists * _TRAINED_ON), replace=False)
-    index.train(_prepared(extraction, np.sort(chosen)))
+    index.train(_load_features(extraction, np.sort(chosen)))
     return index
 
 
-def _prepared(extraction: Extraction, chosen: slice | np.ndarray) -> np.ndarray:
+def _load_features(extraction: Extraction, chosen: slice | np.ndarray) -> np.ndarray:
     """Return some features as they are indexed."""
     features = np.array(extraction.features[chosen], dtype=np.float32)  # a copy, which is aligned
     if not np.isfinite(features).all():

@@ -32,12 +32,12 @@ from fastamp.utils.structure import structure_mismatch
 
 logger = logging.getLogger(__name__)
 
-_LISTED = 20
+_MAX_LISTED = 20
 # What features depend on, besides the weights.
 _KEYS_OF_FEATURES = ("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE", "MODEL.HEADS", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD")
 _KEYS_OF_FEATURES += ("INPUT.SIZE_TEST", "INPUT.CHANNELS", "TEST.FLIP")
 # Later keys, which change features only where they differ from this: hashes of earlier versions stay valid.
-_LATER_KEYS = {"crop": None, "interpolation": "bicubic"}
+_ADDED_KEYS = {"crop": None, "interpolation": "bicubic"}
 
 
 class Predictor:
@@ -97,7 +97,7 @@ class Predictor:
             values = {key.path: value for key, value in self.cfg.keys_below() if key.path.startswith(_KEYS_OF_FEATURES)}
             for key in ("MODEL.BACKBONE.PRETRAIN", "MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.HEADS.NUM_CLASSES"):
                 values.pop(key)
-            for name, value in _LATER_KEYS.items():
+            for name, value in _ADDED_KEYS.items():
                 if getattr(self.resize, name) != value:
                     values[name] = getattr(self.resize, name)
             digest.update(repr(sorted(values.items())).encode())
@@ -141,7 +141,7 @@ class Predictor:
         """
         check_choice("color", color, COLORS)
         if boxes is not None:
-            images, color = self._crops(images, boxes, color)
+            images, color = self._crop(images, boxes, color)
         else:
             images = as_list(images)
         ids = self.camera_view_ids(len(images), camids=camids, viewids=viewids)
@@ -165,17 +165,17 @@ class Predictor:
                     kept += rows
         if features and len(kept) == len(images):
             return torch.cat(features)
-        found = torch.full((len(images), features[0].shape[1] if features else self._feature_dim), torch.nan)
+        result = torch.full((len(images), features[0].shape[1] if features else self._feature_dim), torch.nan)
         if features:
-            found[kept] = torch.cat(features)
+            result[kept] = torch.cat(features)
         empty = sorted(set(range(len(images))) - set(kept))
         if empty:
-            listed = ", ".join(map(str, empty[:_LISTED])) + ", ..." * (len(empty) > _LISTED)
-            what = "images" if boxes is None else "boxes"
+            listed = ", ".join(map(str, empty[:_MAX_LISTED])) + ", ..." * (len(empty) > _MAX_LISTED)
+            noun = "images" if boxes is None else "boxes"
             logger.warning(
-                "%d of %d %s have no pixels, their features are NaN: %s", len(empty), len(found), what, listed
+                "%d of %d %s have no pixels, their features are NaN: %s", len(empty), len(result), noun, listed
             )
-        return found
+        return result
 
     def compare(
         self,
@@ -271,7 +271,7 @@ class Predictor:
         transforms = self._transforms
         return decode(image, color, transforms.channels, max_pixels=transforms.max_pixels, least_side=least_side)
 
-    def _crops(
+    def _crop(
         self, images: Image | Sequence[Image], boxes: Any, color: str
     ) -> tuple[list[np.ndarray] | list[Tensor], str]:
         """Return the boxes of a frame, see ``crop_boxes``, and their channel order."""

@@ -92,17 +92,20 @@ def sample_pair_scores(
     extraction = reference if isinstance(reference, Extraction) else read_extraction(reference)
     queries = galleries = np.arange(len(extraction.paths))
     split = extraction.split
-    whole = split is None or not {"query", "gallery"} <= set(np.unique(split).tolist())
-    if not whole:
+    all_images = split is None or not {"query", "gallery"} <= set(np.unique(split).tolist())
+    if not all_images:
         queries, galleries = np.flatnonzero(split == "query"), np.flatnonzero(split == "gallery")
-    pids, camids = _numbers(np.asarray(extraction.pids)), torch.from_numpy(np.array(extraction.camids, dtype=np.int64))
+    pids, camids = (
+        _integer_ids(np.asarray(extraction.pids)),
+        torch.from_numpy(np.array(extraction.camids, dtype=np.int64)),
+    )
     pairs = sample_pairs(
-        _Rows(extraction.features, queries),
-        _Rows(extraction.features, galleries),
+        _RowSubset(extraction.features, queries),
+        _RowSubset(extraction.features, galleries),
         Identities(pids[queries], pids[galleries], camids[queries], camids[galleries]),
         metric=extraction.metric,
         junk=junk if (camids >= 0).any() else None,
-        same_images=whole,
+        same_images=all_images,
         seed=seed,
     )
     if pairs is None:
@@ -113,7 +116,7 @@ def sample_pair_scores(
     return pairs
 
 
-class _Rows:
+class _RowSubset:
     """Some rows of features that are mapped, to take still fewer from."""
 
     def __init__(self, features: np.ndarray, rows: np.ndarray) -> None:
@@ -123,7 +126,7 @@ class _Rows:
         return self.features[self.rows[chosen]]
 
 
-def _numbers(pids: np.ndarray) -> torch.Tensor:
+def _integer_ids(pids: np.ndarray) -> torch.Tensor:
     """Return a whole number from 0 for each identity; -1 stays."""
     _, numbers = np.unique(pids, return_inverse=True)
     return torch.from_numpy(np.where(pids == ("-1" if pids.dtype.kind == "U" else -1), -1, numbers.reshape(-1)))

@@ -83,7 +83,7 @@ def test_tiny_sets_and_copies_are_not_reported(caplog):
 @pytest.mark.parametrize("factor", [1e-6, 1e-1, 10.0])
 def test_the_bound_holds_for_every_pair(metric, factor, monkeypatch):
     """No pair is farther apart than the bound says, and the farthest is at least half as far."""
-    monkeypatch.setattr(collapse, "_FEW", 1000)
+    monkeypatch.setattr(collapse, "_NUM_PROBED", 1000)
     queries, gallery, _ = random_set(0)
     sides = 1 + factor * queries.double(), 1 + factor * gallery.double()
     features = torch.cat(sides)
@@ -97,7 +97,7 @@ def test_a_look_at_a_few_features_changes_no_verdict(metric, monkeypatch):
     queries, gallery, _ = random_set(0)
     verdicts = {}
     for few in (1, 3, 1000):
-        monkeypatch.setattr(collapse, "_FEW", few)
+        monkeypatch.setattr(collapse, "_NUM_PROBED", few)
         verdicts[few] = []
         for exponent in torch.arange(-9, -1, 0.25).tolist():
             sides = 1 + 10**exponent * queries, 1 + 10**exponent * gallery
@@ -108,7 +108,7 @@ def test_a_look_at_a_few_features_changes_no_verdict(metric, monkeypatch):
 
 @pytest.mark.parametrize("few", [1, 5, 1000])
 def test_rows_that_are_equal_in_the_columns_looked_at_first(few, monkeypatch):
-    monkeypatch.setattr(collapse, "_FEW", few)
+    monkeypatch.setattr(collapse, "_NUM_PROBED", few)
     queries, gallery, ids = random_set(0)
     width = gallery.shape[1]
     gallery[:10, :: max(1, width // few)] = 0  # all but these differ

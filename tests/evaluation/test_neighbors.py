@@ -64,7 +64,7 @@ def test_one_large_feature_does_not_make_the_others_near(backend, monkeypatch):
 def test_collapsed_features_are_still_in_order(monkeypatch):
     features = torch.ones(200, 8)
     for backend, most in (("torch", 1024), ("faiss", 1024), ("torch", 50)):
-        monkeypatch.setattr(neighbors, "_MOST_EXACT", most)
+        monkeypatch.setattr(neighbors, "_MAX_EXACT", most)
         found = nearest_neighbors(features, features, 5, backend=backend).indices
         np.testing.assert_array_equal(found, np.tile(np.arange(5), (200, 1)))
 

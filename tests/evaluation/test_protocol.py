@@ -20,7 +20,7 @@ from fastamp.utils.errors import ConfigError
 def test_many_matches_are_judged_in_parts(monkeypatch):
     distances, ids = random_distances(4, 40, 100, 50, pids=3)
     whole = rank_distances(distances, ids)
-    monkeypatch.setattr(module, "_MOST_PAIRS", 60)
+    monkeypatch.setattr(module, "_MAX_PAIRS", 60)
     assert len(list(Matches(ids, junk=SAME_CAMERA).spans(0, 40))) > 20
     parts = rank_distances(distances, ids)
     assert torch.equal(whole.ap, parts.ap) and torch.equal(whole.first_match, parts.first_match)
@@ -46,7 +46,7 @@ def other_cameras(monkeypatch):
 
 @pytest.mark.parametrize("most", [2**19, 50])
 def test_all_parts_follow_a_rule_of_a_project(other_cameras, monkeypatch, most):
-    monkeypatch.setattr(module, "_MOST_PAIRS", most)
+    monkeypatch.setattr(module, "_MAX_PAIRS", most)
     queries, gallery, ids = random_set(3, queries=90, cameras=4)
     rule = Protocol(rule="other_cameras", false_accept_rates=(0.1,), resamples=0)
     found = compute_metrics(queries, gallery, ids, rule, ReportOptions(kinds=("best", "worst"), lists=5, length=60))
@@ -91,11 +91,11 @@ def test_all_parts_follow_a_rule_of_a_project(other_cameras, monkeypatch, most):
 def test_much_junk_is_judged_in_parts(other_cameras, monkeypatch):
     _, ids = random_distances(4, 40, 100, 50, pids=60)
     matches = Matches(ids, junk=other_cameras.junk)
-    whole = matches.of(0, 40)
-    monkeypatch.setattr(module, "_MOST_PAIRS", 250)
+    whole = matches.pairs(0, 40)
+    monkeypatch.setattr(module, "_MAX_PAIRS", 250)
     spans = list(matches.spans(0, 40))
     assert spans == [(first, first + 2) for first in range(0, 40, 2)]
-    parts = [(first, matches.of(first, last)) for first, last in spans]
+    parts = [(first, matches.pairs(first, last)) for first, last in spans]
     assert all(len(each.rows) + len(each.junk_rows) <= 250 for _, each in parts)
     np.testing.assert_array_equal(np.concatenate([first + each.junk_rows for first, each in parts]), whole.junk_rows)
     np.testing.assert_array_equal(np.concatenate([each.junk_columns for _, each in parts]), whole.junk_columns)

@@ -109,7 +109,7 @@ def test_large_galleries_with_few_and_with_many_matches(seed, num_gallery, level
 @given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.sampled_from([2, 10**6]))
 def test_the_way_of_other_devices_counts_the_same(seed, num_gallery, levels):
     distances, ids = random_distances(seed, 5, num_gallery, levels)
-    pairs = Matches(ids, junk=SAME_CAMERA).of(0, 5)
+    pairs = Matches(ids, junk=SAME_CAMERA).pairs(0, 5)
     distances[pairs.junk_rows, pairs.junk_columns] = torch.nan
     np.testing.assert_array_equal(
         _ranks_on_device(distances, pairs.rows, pairs.columns),

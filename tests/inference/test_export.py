@@ -79,7 +79,15 @@ def loaded(path):
         import onnxruntime
 
         metadata = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
-        texts = ("fastamp_version", "config_hash", "colour_order", "normalization", "metric", "precision")
+        texts = (
+            "fastamp_version",
+            "config_hash",
+            "color_order",
+            "colour_order",
+            "normalization",
+            "metric",
+            "precision",
+        )
         texts += ("aspect", "interpolation")
         metadata = {key: value if key in texts else json.loads(value) for key, value in metadata.items()}
     else:
@@ -111,6 +119,7 @@ def test_the_file_is_the_model_and_runs_as_the_guide_says(
         "antialias": True,
         "center_crop": None,
         "channels": 3,
+        "color_order": "RGB",
         "colour_order": "RGB",
         "normalization": "inside",
         "pixel_mean": predictor.model.pixel_mean.flatten().tolist(),
