@@ -1,4 +1,4 @@
-"""Mixed precision: one policy, float32 regions, and the step that judges its own gradients."""
+"""Mixed precision: precision policy, float32 regions, loss scaling and the optimizer step."""
 
 from fastamp.amp.fp32 import apply_force_fp32, force_fp32, to_float32
 from fastamp.amp.policy import PrecisionPolicy, resolve_device

@@ -1,4 +1,4 @@
-"""Checks of a model and its optimizers that tell, in words, why a step could not work."""
+"""Checks of losses, gradients, parameters and optimizers, with messages that name the cause and the fix."""
 
 import itertools
 import logging
@@ -22,81 +22,82 @@ __getattr__ = moved_names(
 )
 
 FIRST_STEPS = 3
-"""In so many steps at the start of a run it is looked at whether it can learn anything at all."""
+"""Number of optimizer steps at the start of a run in which parameter updates are monitored."""
 
 SMALLEST_CHANGE = 1e-10
-"""Parameters whose largest change is smaller than this, relative to the largest parameter, stand still: only those near
-zero change at all in float32, and no other value of the model would be moved by it in a whole training."""
+"""Smallest relative update that counts as training: largest change over largest parameter. Below it, float32 rounding
+absorbs the updates of all parameters except those near zero."""
 
 
 def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Check that the optimizers hold the model's trainable parameters, these very tensors and no others.
+    """Check that the optimizers hold exactly the model's trainable parameters.
 
-    PyTorch steps whatever tensors an optimizer was given: with copies of the parameters, or flat buffers that they no
-    longer share memory with, a run goes on for hours and learns nothing.
+    PyTorch does not check this. If the optimizer holds copies of the parameters, or flat buffers that no longer share
+    memory with them, training runs without an error and learns nothing.
 
     Raises:
-        TrainingError: an optimizer holds tensors that are not the model's, or a trainable parameter is held by none.
+        TrainingError: an optimizer holds tensors that are not parameters of the model, or no optimizer holds a
+            trainable parameter.
     """
-    own = {id(p) for p in model.parameters()}
+    model_ids = {id(p) for p in model.parameters()}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    strangers = [p for p in held if id(p) not in own]
+    foreign = [p for p in held if id(p) not in model_ids]
     held_ids = {id(p) for p in held}
-    left_out = [name for name, p in trainable.items() if id(p) not in held_ids]
-    if not strangers and not left_out:
+    missing = [name for name, p in trainable.items() if id(p) not in held_ids]
+    if not foreign and not missing:
         return
     found = (
-        f"  trainable parameters of the model: {len(trainable)}   tensors held by the optimizers: {len(held)}   "
-        f"of both: {len(held_ids & {id(p) for p in trainable.values()})}\n"
+        f"  found: {len(trainable)} trainable parameters in the model, {len(held)} tensors in the optimizers, "
+        f"{len(held_ids & {id(p) for p in trainable.values()})} in both\n"
     )
-    names = f"{', '.join(left_out[:5])}{', ...' if len(left_out) > 5 else ''}"
-    if strangers:
-        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+    names = f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
+    if foreign:
+        shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
         cause = "the model was copied, rebuilt, flattened, or loaded with assign=True after the optimizer was built."
-        if left_out and len(left_out) < len(trainable):
+        if missing and len(missing) < len(trainable):
             cause = "a part of the model, e.g. its head, was replaced after the optimizer was built."
         raise TrainingError(
-            f"the optimizers hold {len(strangers)} tensors that are not the model's parameters (shapes {shapes}): "
-            "stepping them changes nothing in the model.\n"
+            f"the optimizers hold {len(foreign)} tensors that are not parameters of the model (shapes {shapes}): "
+            "their updates do not change the model.\n"
             f"{found}"
-            f"  held by no optimizer: {names or 'none'}\n"
+            f"  not in any optimizer: {names or 'none'}\n"
             f"  cause: {cause}\n"
-            "  fix:   build the optimizer last, from the parameters of the model that is trained"
+            "  fix:   build the optimizer last, from the parameters of the final model"
         )
     raise TrainingError(
-        f"{len(left_out)} trainable parameters are held by no optimizer and would never move: {names}.\n"
+        f"no optimizer holds {len(missing)} of the trainable parameters: {names}.\n"
         f"{found}"
         "  cause: a part of the model, e.g. its head, was replaced after the optimizer was built.\n"
-        "  fix:   build the optimizer after that, or turn requires_grad off for what is not to be trained"
+        "  fix:   build the optimizer after that, or set requires_grad to False for these parameters"
     )
 
 
 def check_finite(model: nn.Module) -> None:
-    """Check that every parameter and buffer is finite; reads the device once.
+    """Check that all parameters and buffers are finite, with one device-to-host copy.
 
     Raises:
-        TrainingError: with the names of those that are not.
+        TrainingError: a parameter or buffer has NaN or Inf; the message has the names.
     """
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     tensors = {name: t.detach() for name, t in named if t.is_floating_point() and t.numel()}
     if not tensors:
         return
     largest = torch.stack([norm.float() for norm in torch._foreach_norm(list(tensors.values()), float("inf"))])
-    bad = [name for name, good in zip(tensors, torch.isfinite(largest).tolist(), strict=True) if not good]
+    bad = [name for name, finite in zip(tensors, torch.isfinite(largest).tolist(), strict=True) if not finite]
     if bad:
         raise TrainingError(
-            f"{len(bad)} of the model's tensors are not finite, e.g. {', '.join(bad[:3])}: it is neither evaluated nor "
-            "saved.\n"
-            "  cause: the weights themselves have diverged, or running statistics took in an overflow "
-            "(SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP off, or buffers of a layer that it does not know).\n"
-            "  fix:   go on from the last checkpoint with a lower SOLVER.BASE_LR, with SOLVER.CLIP_GRADIENTS, or with "
+            f"{len(bad)} parameters or buffers are not finite, e.g. {', '.join(bad[:3])}: the model is not evaluated "
+            "or saved.\n"
+            "  cause: the weights diverged, or an overflow got into the running statistics "
+            "(SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP is off, or does not cover the buffers of a custom layer).\n"
+            "  fix:   resume from the last checkpoint with a lower SOLVER.BASE_LR, with SOLVER.CLIP_GRADIENTS, or with "
             "SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP on"
         )
 
 
 def explain_no_gradient(model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
-    """Return the message for a step in which no optimizer has a gradient: what was found, the cause, the fix."""
+    """Build the error message for a step in which no optimizer has a gradient."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     reached = [p for p in trainable if p.grad is not None]
     held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -105,25 +106,25 @@ def explain_no_gradient(model: nn.Module, optimizers: Sequence[Optimizer]) -> st
     frozen = [name for name, p in model.named_parameters() if id(p) in held_ids and not p.requires_grad]
     names = ", ".join(f"{type(optimizer).__name__}" for optimizer in optimizers)
     if not trainable:
-        cause = "every parameter of the model is frozen."
-        fix = "leave something to train: check requires_grad"
+        cause = "all parameters of the model are frozen."
+        fix = "set requires_grad to True for the parameters to train"
     elif frozen and not shared:
-        cause = f"everything that the optimizer holds is frozen, e.g. {', '.join(frozen[:3])}."
-        fix = "freeze less (MODEL.FREEZE_LAYERS), or build the optimizer from what is to be trained"
+        cause = f"all parameters in the optimizer are frozen, e.g. {', '.join(frozen[:3])}."
+        fix = "freeze fewer layers (MODEL.FREEZE_LAYERS), or build the optimizer from the trainable parameters"
     elif not shared:
-        cause = "the optimizer holds tensors that are not the model's parameters."
+        cause = "the optimizer holds tensors that are not parameters of the model."
         fix = "build the optimizer after the model is final (device, head, load_state_dict(assign=True))"
     elif reached:
-        cause = "the loss reaches parameters, but none that an optimizer holds."
-        fix = "build the optimizer from the parameters that are to be trained"
+        cause = "the loss depends only on parameters that no optimizer holds."
+        fix = "build the optimizer from the parameters to train"
     else:
-        cause = "the gradients were cleared before the step, or the loss comes from another model than this one."
-        fix = "call zero_grad() only after the step, and compute the loss with the model that is being trained"
+        cause = "the gradients were cleared before the step, or the loss was computed with another model."
+        fix = "call zero_grad() only after the step, and compute the loss with the model that is trained"
     return (
-        f"the optimizer ({names}, {len(held)} tensors) received no gradient, so no step is possible\n"
-        '(PyTorch\'s own words under AMP: "No inf checks were recorded for this optimizer").\n'
-        f"  model parameters that need a gradient: {len(trainable)}   held by the optimizer: {len(shared)}   "
-        f"reached from the loss: {len(reached)}\n"
+        f"the optimizer ({names}, {len(held)} tensors) received no gradient, so it cannot step\n"
+        '(torch.amp.GradScaler reports this as "No inf checks were recorded for this optimizer").\n'
+        f"  found: {len(trainable)} trainable parameters in the model, {len(shared)} of them in the optimizer, "
+        f"{len(reached)} with a gradient\n"
         f"  cause: {cause}\n"
         f"  fix:   {fix}"
     )
@@ -132,67 +133,72 @@ def explain_no_gradient(model: nn.Module, optimizers: Sequence[Optimizer]) -> st
 def check_losses(
     losses: dict[str, torch.Tensor], *, frozen: Sequence[str] = (), model: nn.Module | None = None
 ) -> None:
-    """Check that there is a loss and that gradients can flow from each, or from one where modules are ``frozen``.
+    """Check that every loss is a float32 scalar with a gradient path to the model.
 
     Args:
-        losses: what the model returned in training mode.
-        frozen: modules that are frozen on purpose (``MODEL.FREEZE_LAYERS``).
-        model: follow each loss back to this model's parameters; None looks at the loss alone, which costs nothing.
+        losses (dict[str, Tensor]): return value of the model in training mode.
+        frozen: names of modules frozen by ``MODEL.FREEZE_LAYERS``. If there are any, only one of the losses has to
+            require a gradient.
+        model: trace the autograd graph of each loss to the parameters of this model. None only checks
+            ``requires_grad``, which is cheap.
 
     Raises:
-        TrainingError: no loss, a loss that is no float32 scalar, or one that no parameter can learn from.
+        TrainingError: no losses, a loss that is not a float32 scalar, or a loss without a path to a trainable
+            parameter.
     """
     if not isinstance(losses, dict):
         raise TrainingError(
-            f"in training mode the model returned a {type(losses).__name__}; it must return a dict of loss name -> "
-            "scalar.\n  fix: return such a dict when self.training is True"
+            f"in training mode the model must return a dict of loss name -> scalar tensor, got "
+            f"{type(losses).__name__}.\n  fix: return such a dict if self.training is True"
         )
     if not losses:
         raise TrainingError(
-            "the model returned no losses: in training mode it must return a dict of loss name -> scalar.\n"
-            "  fix: name at least one loss in MODEL.LOSSES.NAME"
+            "the model returned no losses: in training mode it must return a dict of loss name -> scalar tensor.\n"
+            "  fix: set at least one loss in MODEL.LOSSES.NAME"
         )
-    own = {id(p) for p in model.parameters()} if model is not None else None
+    parameter_ids = {id(p) for p in model.parameters()} if model is not None else None
     for name, loss in losses.items():
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            fix = "reduce it to its mean" if isinstance(loss, torch.Tensor) else "return the tensor, without .item()"
-            raise TrainingError(f"loss {name!r} is {shape}, not a scalar tensor.\n  fix: {fix}")
+            fix = "return its mean" if isinstance(loss, torch.Tensor) else "return the tensor, without .item()"
+            raise TrainingError(f"loss {name!r} must be a scalar tensor, got {shape}.\n  fix: {fix}")
         if loss.dtype not in (torch.float32, torch.float64):
             raise TrainingError(
-                f"loss {name!r} is {loss.dtype}: losses are computed in float32 under any precision policy.\n"
+                f"loss {name!r} must be float32 under every precision policy, got {loss.dtype}.\n"
                 "  fix: decorate the loss with fastamp.amp.force_fp32"
             )
-        connected = loss.requires_grad and (own is None or _reaches(loss, own))
+        connected = loss.requires_grad and (parameter_ids is None or _reaches(loss, parameter_ids))
         if not connected and (loss.requires_grad or not frozen):
             raise TrainingError(
-                f"loss {name!r} is not connected to any parameter of the model: no gradient flows from it.\n"
-                f"  found: {_graph_of(loss)}\n"
-                "  cause: it was detached or wrapped in a new tensor, or everything before it is frozen.\n"
+                f"loss {name!r} is not connected to any parameter of the model, so it has no gradient.\n"
+                f"  found: {_describe_graph(loss)}\n"
+                "  cause: it was detached or wrapped in a new tensor, or all layers before it are frozen.\n"
                 "  fix:   compute it from the model's outputs without .detach(), .item() or torch.tensor()"
             )
     if not any(loss.requires_grad for loss in losses.values()):
         raise TrainingError(
-            f"no loss ({', '.join(losses)}) is connected to a parameter that is trained.\n"
-            f"  cause: what MODEL.FREEZE_LAYERS names ({', '.join(frozen)}) is all that they are computed from.\n"
-            "  fix:   freeze less"
+            f"no loss ({', '.join(losses)}) is connected to a trainable parameter.\n"
+            f"  cause: the losses depend only on layers frozen by MODEL.FREEZE_LAYERS ({', '.join(frozen)}).\n"
+            "  fix:   freeze fewer layers"
         )
 
 
-def _graph_of(loss: torch.Tensor) -> str:
+def _describe_graph(loss: torch.Tensor) -> str:
     if not loss.requires_grad:
-        return "it has no graph (requires_grad is False)"
-    return "its graph does not lead to them" if loss.grad_fn else "it is a tensor of its own (requires_grad, no graph)"
+        return "requires_grad is False"
+    if loss.grad_fn:
+        return "its autograd graph does not contain parameters of the model"
+    return "it is a leaf tensor (requires_grad is True, grad_fn is None)"
 
 
 def _reaches(loss: torch.Tensor, parameters: set[int]) -> bool:
-    """Return whether the graph of ``loss`` leads to one of the tensors with these ids."""
+    """Return True if the autograd graph of ``loss`` contains a tensor with one of these ids."""
     if loss.grad_fn is None:
         return id(loss) in parameters
     nodes, seen = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop()
-        # A function written in Python may hold parameters that its graph does not show, e.g. a checkpoint's.
+        # Custom autograd functions, e.g. activation checkpointing, can use parameters that are not in the graph.
         if (
             isinstance(node, torch.autograd.function.BackwardCFunction)
             or id(getattr(node, "variable", None)) in parameters
@@ -205,38 +211,38 @@ def _reaches(loss: torch.Tensor, parameters: set[int]) -> bool:
 
 
 def check_communication(parallel_model: nn.Module, *, scaled: bool) -> None:
-    """Check that the gradients of several processes do not travel in float16 while they are multiplied by a loss scale.
+    """Check that DDP does not all-reduce scaled gradients in float16.
 
     Args:
-        parallel_model: DistributedDataParallel, or any other model, of which nothing is asked.
-        scaled: whether the loss is scaled.
+        parallel_model: a DistributedDataParallel model; other models pass.
+        scaled: True if the loss is multiplied by a loss scale.
 
     Raises:
-        TrainingError: they do.
+        TrainingError: ``fp16_compress_hook`` is registered and the loss is scaled.
     """
     hooks = [hook for module in parallel_model.modules() for hook, _ in getattr(module, "_comm_hooks", ())]
     for hook in hooks:
         name = getattr(getattr(hook, "func", hook), "__qualname__", "")
         if scaled and "fp16_compress" in name:
             raise TrainingError(
-                "the gradients are sent in float16 (fp16_compress_hook) while the loss is scaled: scaled gradients "
-                "overflow on the way, and most steps would be skipped.\n"
-                "  fix: bf16_compress_hook, which has float32's range, or SOLVER.AMP.DTYPE bfloat16, which needs no "
-                "loss scale"
+                "DDP communicates gradients in float16 (fp16_compress_hook) while the loss is scaled: scaled gradients "
+                "overflow in the all-reduce, and most steps would be skipped.\n"
+                "  fix: bf16_compress_hook, which has the range of float32, or SOLVER.AMP.DTYPE bfloat16, which needs "
+                "no loss scale"
             )
 
 
 def zero_fraction(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return (), the share in 0..1 of the elements that are exactly zero, on the device."""
+    """Compute the fraction of gradient elements that are exactly zero: (), 0..1, on the device."""
     nonzero = torch.stack([torch.count_nonzero(gradient) for gradient in gradients]).sum()
     return 1 - nonzero / sum(gradient.numel() for gradient in gradients)
 
 
 class ParameterUpdateMonitor:
-    """Looks whether the first steps move the parameters, without waiting for the device.
+    """Check that the first optimizer steps change the parameters, without an additional synchronization.
 
-    It is a part of ``OptimizationStep``, so that every loop has it. How far a step moved them is known on the device
-    when it is done, and is read with the verdict of the next one.
+    ``OptimizationStep`` owns it, so that custom loops have it too. The size of an update stays on the device and is
+    read together with the verdict of the next step.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -250,12 +256,12 @@ class ParameterUpdateMonitor:
 
     @property
     def finished(self) -> bool:
-        """Whether there is nothing to look at any more."""
+        """True after the last monitored step."""
         return self.taken >= FIRST_STEPS and not self.pending
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Be called before a step that is taken."""
+        """Copy the parameters before an optimizer step."""
         if self.taken < FIRST_STEPS and self.change < SMALLEST_CHANGE:
             groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
             self._rates += [float(group["lr"]) for group in groups]
@@ -264,10 +270,10 @@ class ParameterUpdateMonitor:
 
     @torch.no_grad()
     def after_step(self, grad_norm: float) -> None:
-        """Be called after it.
+        """Measure the update after an optimizer step.
 
         Args:
-            grad_norm: total L2 norm of its gradients.
+            grad_norm: total L2 norm of the gradients of the step.
         """
         if self.taken >= FIRST_STEPS:
             return
@@ -282,11 +288,13 @@ class ParameterUpdateMonitor:
         self._kept = []
 
     def check(self, *change: float) -> None:
-        """Take the values of ``pending``: one, the largest change over the largest parameter, or none.
+        """Evaluate the host value of ``pending``, if there is one.
+
+        Args:
+            change: largest absolute change over largest absolute parameter; empty if nothing is pending.
 
         Raises:
-            TrainingError: no parameter moved in any of the first steps, although there were gradients and a learning
-                rate.
+            TrainingError: no parameter changed in the first steps although gradients and learning rate were not zero.
         """
         if not change:
             return
@@ -296,24 +304,24 @@ class ParameterUpdateMonitor:
             self._report()
 
     def _report(self) -> None:
-        """Say what the first steps have shown, where nothing can be learned."""
+        """Warn or raise if the first steps did not change the parameters."""
         if not any(self._rates):
-            logger.warning("the learning rate was 0 in the first %d steps: nothing is learned so far", FIRST_STEPS)
+            logger.warning("the learning rate is 0 in the first %d steps: the parameters do not change", FIRST_STEPS)
         elif not any(self._norms):
             logger.warning(
-                "the first %d steps had no gradient, every element is exactly zero: nothing is learned so far.\n"
+                "all gradients are exactly zero in the first %d steps: the parameters do not change.\n"
                 "  cause: the losses do not depend on the parameters, e.g. dead activations, a margin that all samples "
-                "meet, or a loss weight of 0; or the gradients are below 6e-8 times the loss scale, which float16 "
-                "rounds to 0",
+                "satisfy, or a loss weight of 0; or the gradients are below 6e-8 divided by the loss scale and "
+                "underflow in float16",
                 FIRST_STEPS,
             )
         elif self.change < SMALLEST_CHANGE:
             raise TrainingError(
-                f"{FIRST_STEPS} optimizer steps were taken, and not one parameter moved.\n"
+                f"no parameter changed in the first {FIRST_STEPS} optimizer steps.\n"
                 f"  found: gradient norms {', '.join(f'{norm:.3g}' for norm in self._norms)}; learning rates "
-                f"{min(self._rates):.3g} to {max(self._rates):.3g}; largest change {self.change:.2g} of the largest "
-                "parameter\n"
-                "  cause: the updates are smaller than float32 can resolve, the optimizer does not step, or something "
-                "gives the parameters back.\n"
+                f"{min(self._rates):.3g} to {max(self._rates):.3g}; largest change {self.change:.2g} relative to the "
+                "largest parameter\n"
+                "  cause: the updates are below the resolution of float32, the optimizer does not step, or the "
+                "parameters are reset after each step.\n"
                 "  fix:   a higher SOLVER.BASE_LR, or another SOLVER.OPT"
             )

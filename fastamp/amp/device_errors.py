@@ -1,4 +1,4 @@
-"""What a user reads when a device refuses to compute: memory is used up, or an operation has no deterministic form."""
+"""Error messages for out of memory and for operations without a deterministic implementation."""
 
 import re
 from types import TracebackType
@@ -8,33 +8,34 @@ import torch
 
 from fastamp.amp.policy import dtype_name
 from fastamp.utils import comm
-from fastamp.utils.errors import TrainingError
+from fastamp.utils.errors import TrainingError, summarize_error
 from fastamp.utils.moved import moved_names
 
 __getattr__ = moved_names(
     __name__,
     {
+        "first_line": "fastamp.utils.errors.summarize_error",
         "Refusals": "fastamp.amp.device_errors.DeviceErrorHandler",
         "refusal": "fastamp.amp.device_errors.explain_device_error",
     },
 )
 
 IN_TRAINING = (
-    "a smaller SOLVER.IMS_PER_BATCH (and SOLVER.ACCUM_STEPS for as many images a step), or INPUT.SIZE_TRAIN; "
-    "SOLVER.AMP where it is off; MODEL.BACKBONE.CHECKPOINTING True for a ViT"
+    "a smaller SOLVER.IMS_PER_BATCH (with SOLVER.ACCUM_STEPS for the same number of images per step) or "
+    "INPUT.SIZE_TRAIN; SOLVER.AMP True if it is off; MODEL.BACKBONE.CHECKPOINTING True for a ViT"
 )
 IN_EVALUATION = "a smaller TEST.IMS_PER_BATCH, or INPUT.SIZE_TEST"
 
 
 class DeviceErrorHandler:
-    """Raises inside of it what a user should read instead of a device's refusal; other errors pass.
+    """Context manager that converts device errors into a TrainingError with a fix; other errors pass through.
 
     Args:
-        place: what is computed, e.g. ``"iteration 7"``.
-        smaller: the keys that make it need less memory.
+        place: the computation, for the message, e.g. ``"iteration 7"``.
+        smaller: config keys that reduce its memory, for the message.
 
     Attributes:
-        batch: set it to the batch that is computed on.
+        batch: the current batch, to be set by the caller; the message has its shapes.
     """
 
     def __init__(self, place: str, smaller: str) -> None:
@@ -53,13 +54,14 @@ class DeviceErrorHandler:
 
 
 def explain_device_error(error: Exception, place: str, batch: dict[str, Any], smaller: str) -> TrainingError | None:
-    """Return what a user should read instead of ``error``; None where it is something else.
+    """Convert an out-of-memory or nondeterminism error into a TrainingError; None for other errors.
 
     Args:
+        error: the error that PyTorch raised.
         place, smaller: see ``DeviceErrorHandler``.
-        batch: its tensors' shapes are said.
+        batch: the current batch; the message has its shapes.
     """
-    found = first_line(error)
+    found = summarize_error(error)
     if is_out_of_memory(error):
         rank = f" on rank {comm.get_rank()}" if comm.is_distributed() else ""
         return TrainingError(
@@ -69,15 +71,15 @@ def explain_device_error(error: Exception, place: str, batch: dict[str, Any], sm
     operation = re.match(r"(\S+) does not have a deterministic implementation", str(error))
     if isinstance(error, RuntimeError) and operation:
         return TrainingError(
-            f"DETERMINISTIC is True, and {operation[1]} cannot be computed deterministically on this device "
+            f"DETERMINISTIC is True, but {operation[1]} has no deterministic implementation on this device "
             f"({place}).\n  found: {found}\n"
-            "  fix:   DETERMINISTIC False, or a part of the model, a loss or an augmentation without it"
+            "  fix:   DETERMINISTIC False, or a model, loss or transform without this operation"
         )
     return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` says that the memory of a device or of the machine is used up."""
+    """Return True if ``error`` is an out-of-memory error of the device or the host."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     text = str(error)
@@ -86,13 +88,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def first_line(error: Exception) -> str:
-    """Return an error's type and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-
-
 def shapes_of(batch: dict[str, Any]) -> str:
-    """Return names, shapes and dtypes of a batch's tensors."""
+    """Format the names, shapes and dtypes of the tensors in a batch."""
     tensors = ((key, value) for key, value in batch.items() if isinstance(value, torch.Tensor))
     return ", ".join(f"{key} {tuple(value.shape)} {dtype_name(value.dtype)}" for key, value in tensors)
 
@@ -103,6 +100,6 @@ def _memory_taken() -> str:
     free, total = torch.cuda.mem_get_info()
     taken, held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     return (
-        f"  memory of {torch.cuda.get_device_name()}: {total / 2**30:.1f} GiB, of which {free / 2**30:.1f} GiB are "
-        f"free; this process has {held / 2**30:.1f} GiB, {taken / 2**30:.1f} GiB of that in tensors\n"
+        f"  memory of {torch.cuda.get_device_name()}: {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free; reserved "
+        f"by this process: {held / 2**30:.1f} GiB, allocated for tensors: {taken / 2**30:.1f} GiB\n"
     )

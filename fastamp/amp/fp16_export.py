@@ -1,4 +1,4 @@
-"""A model whose weights are float16 and that needs no autocast, for a file that other programs run."""
+"""Conversion of a model to float16 weights that run without autocast, for export."""
 
 from typing import Any
 
@@ -8,19 +8,19 @@ from torch.utils._pytree import tree_map
 
 
 def to_float16(module: nn.Module) -> None:
-    """Let a module, in evaluation mode, compute in float16 by itself, in place; it cannot be trained any more.
+    """Convert a module to float16 inference, in place. It cannot be trained afterwards.
 
-    Weights are float16, and every module that has some casts its inputs to it, as autocast would in front of each
-    operation. In float32 stay, with their weights, as under autocast on a GPU:
+    Weights become float16, and each module with weights casts its inputs to float16, as autocast does before each
+    operation. As under autocast on a GPU, these stay in float32, weights included:
 
-    - float32 regions (``force_fp32``, ``SOLVER.AMP.FORCE_FP32``) with all that is below them;
-    - normalization layers, whose statistics leave float16's range; what they return is float16.
+    - float32 regions (``force_fp32``, ``SOLVER.AMP.FORCE_FP32``) and their submodules;
+    - normalization layers, because their statistics exceed the range of float16. Their output is cast to float16.
 
     Args:
-        module: e.g. a backbone, float32.
+        module: a float32 module in evaluation mode, e.g. a backbone.
     """
     if getattr(module.forward, "is_fp32_region", False):
-        return  # casts its inputs itself, and what it returns stays float32
+        return  # a region casts its own inputs, and its output stays float32
     if _has_region(module) or _is_norm(module):
         module.register_forward_pre_hook(_inputs_in(torch.float32), with_kwargs=True)
         module.register_forward_hook(_output_in_float16)
@@ -36,27 +36,27 @@ def to_float16(module: nn.Module) -> None:
 
 
 def _has_region(module: nn.Module) -> bool:
-    """Whether a method of the module is a float32 region, in which it may use any of its parts."""
+    """Return True if any method of the module is a float32 region; such a method may call any submodule."""
     return any(
         getattr(member, "is_fp32_region", False) for base in type(module).__mro__ for member in vars(base).values()
     )
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether it is a normalization layer, of PyTorch's, torchvision's or timm's: none has a base class for all."""
+    """Return True for normalization layers of PyTorch, torchvision and timm, which share no base class."""
     below = sum(1 for _ in module.parameters()) - sum(1 for _ in module.parameters(recurse=False))
     return below == 0 and any("Norm" in base.__name__ for base in type(module).__mro__)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` with every float tensor in it as ``dtype``."""
+    """Cast all floating-point tensors in a nested structure to ``dtype``."""
     return tree_map(
         lambda each: each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each, value
     )
 
 
 def _inputs_in(dtype: torch.dtype) -> Any:
-    """Return a forward pre-hook that casts the inputs."""
+    """Build a forward pre-hook that casts the inputs to ``dtype``."""
 
     def cast(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return _cast(args, dtype), _cast(kwargs, dtype)

@@ -1,4 +1,4 @@
-"""Regions that compute in float32 whatever the precision policy, in every mode alike."""
+"""Regions that compute in float32 under every precision policy, in training and evaluation."""
 
 import copy
 import functools
@@ -19,9 +19,10 @@ _DEVICE_TYPES = ("cpu", "cuda", "mps")
 
 
 def to_float32(value: Any) -> Any:
-    """Return ``value`` with every float16 or bfloat16 tensor in it (nested in lists, tuples, dicts) as float32.
+    """Cast all float16 and bfloat16 tensors in a nested structure of lists, tuples and dicts to float32.
 
-    What holds none is returned as it is, the very object: a cache that is passed in may be written into.
+    A structure without such tensors is returned unchanged, as the same object: a module may write into a cache that
+    it gets as an argument.
     """
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in _LOW_PRECISION else value
@@ -29,7 +30,7 @@ def to_float32(value: Any) -> Any:
         cast = {key: to_float32(item) for key, item in value.items()}
         if all(cast[key] is value[key] for key in cast):
             return value
-        changed = copy.copy(value)  # of its own class
+        changed = copy.copy(value)  # keeps subclasses of dict
         changed.update(cast)
         return changed
     if isinstance(value, (list, tuple)):
@@ -41,11 +42,11 @@ def to_float32(value: Any) -> Any:
 
 
 def force_fp32(function: F) -> F:
-    """Decorate a function or a module's ``forward`` so that it computes in float32.
+    """Decorate a function or the ``forward`` of a module so that it computes in float32.
 
-    Autocast is disabled for every device on which it is on, and float16 and bfloat16 arguments are cast to float32
-    (float64 stays). The same happens in training, evaluation, under ``no_grad`` and ``inference_mode``: a region that
-    is float32 only while gradients are on gives other results, or NaN, in evaluation.
+    Autocast is disabled on every device type where it is enabled, and float16 and bfloat16 arguments are cast to
+    float32 (float64 is kept). This holds in training, in evaluation, under ``no_grad`` and under ``inference_mode``: a
+    region that is float32 only while gradients are enabled returns different results, or NaN, in evaluation.
     """
 
     @functools.wraps(function)
@@ -61,7 +62,7 @@ def force_fp32(function: F) -> F:
 
 
 def forced_modules(model: nn.Module) -> list[str]:
-    """Return the names of the modules that ``SOLVER.AMP.FORCE_FP32`` has made float32 regions."""
+    """List the modules that ``SOLVER.AMP.FORCE_FP32`` turned into float32 regions."""
     return [
         name
         for name, module in model.named_modules()
@@ -71,7 +72,7 @@ def forced_modules(model: nn.Module) -> list[str]:
 
 @functools.cache
 def _fp32_class(module_class: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of ``module_class`` whose forward is a float32 region."""
+    """Create a subclass of ``module_class`` with a float32 region as ``forward``."""
     members = {
         "forward": force_fp32(module_class.forward),
         "__reduce__": _reduce,
@@ -81,7 +82,7 @@ def _fp32_class(module_class: type[nn.Module]) -> type[nn.Module]:
 
 
 def _reduce(module: nn.Module) -> tuple[Any, ...]:
-    """Pickle a float32 region as its own class and what makes it a region; nobody can import the subclass."""
+    """Pickle a float32 region by its original class, because the generated subclass cannot be imported."""
     return _rebuild, (type(module).__bases__[0],), module.__dict__
 
 
@@ -90,21 +91,21 @@ def _rebuild(module_class: type[nn.Module]) -> nn.Module:
 
 
 def apply_force_fp32(model: nn.Module, patterns: list[str] | tuple[str, ...]) -> list[str]:
-    """Make the modules of ``model`` that match ``patterns`` float32 regions, in place.
+    """Turn the modules of ``model`` that match ``patterns`` into float32 regions, in place.
 
-    A module whose class has the attribute ``force_fp32 = True`` becomes one without being named. Only the
-    module's class changes, to a subclass of the same name: state dict, copies and hooks stay as they are.
+    Modules of a class with ``force_fp32 = True`` become regions without a pattern. Only the class of the module
+    changes, to a subclass of the same name: state dict, copies and hooks are unaffected.
 
     Args:
         model: the model.
-        patterns: ``SOLVER.AMP.FORCE_FP32``: each a glob over module names (``"backbone.layer4.*"``) or a
-            class name (``"Bottleneck"``).
+        patterns: ``SOLVER.AMP.FORCE_FP32``: globs over module names (``"backbone.layer4.*"``) or class names
+            (``"Bottleneck"``).
 
     Returns:
-        The names of the modules that are float32 regions by pattern or class attribute.
+        Names of the modules that are float32 regions by pattern or class attribute, sorted.
 
     Raises:
-        ConfigError: a pattern that matches no module.
+        ConfigError: a pattern matches no module.
     """
     named = dict(model.named_modules())
     chosen = {name for name, module in named.items() if getattr(type(module), "force_fp32", False)}
@@ -117,13 +118,13 @@ def apply_force_fp32(model: nn.Module, patterns: list[str] | tuple[str, ...]) ->
         if not matches:
             choices = [name for name in named if name] + sorted({type(module).__name__ for module in named.values()})
             raise ConfigError(
-                f"SOLVER.AMP.FORCE_FP32: {pattern!r} matches no module name and no class name of the model."
+                f"SOLVER.AMP.FORCE_FP32: {pattern!r} does not match a module name or a class name of the model."
                 f"{did_you_mean(pattern, choices)}"
             )
         chosen |= matches
     for name in chosen:
         module = named[name]
-        if "forward" in vars(module):  # patched on the instance, where the class's would not be called
+        if "forward" in vars(module):  # forward was patched on the instance, which hides that of the class
             module.forward = force_fp32(module.forward)
         elif not getattr(type(module).forward, "is_fp32_region", False):
             module.__class__ = _fp32_class(type(module))

@@ -1,4 +1,4 @@
-"""One object that decides in which precision a model computes, and the only place that turns autocast on."""
+"""Precision policy: the dtype that a model computes in. No other module enables autocast."""
 
 import dataclasses
 import functools
@@ -27,10 +27,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that ``MODEL.DEVICE`` names; ``"auto"`` is CUDA, else MPS, else the CPU.
+    """Convert ``MODEL.DEVICE`` to a device. ``"auto"`` selects CUDA, else MPS, else the CPU.
 
     Raises:
-        ConfigError: the name is no device, or the device is not on this machine.
+        ConfigError: the name is not a device, or the device is not available.
     """
     if name == "auto":
         if torch.cuda.is_available():
@@ -39,25 +39,29 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"MODEL.DEVICE: {name!r} is no device; use auto, cpu, cuda, cuda:N or mps") from error
+        raise ConfigError(f"MODEL.DEVICE: unknown device {name!r}; use auto, cpu, cuda, cuda:N or mps") from error
     if device.type not in ("cpu", "cuda", "mps"):
-        raise ConfigError(f"MODEL.DEVICE: {name!r} is not supported; use auto, cpu, cuda, cuda:N or mps")
+        raise ConfigError(f"MODEL.DEVICE: unsupported device {name!r}; use auto, cpu, cuda, cuda:N or mps")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             build = f"was built for CUDA {torch.version.cuda}" if torch.version.cuda else "was built without CUDA"
             raise ConfigError(
                 f"MODEL.DEVICE is {name!r}, but PyTorch finds no CUDA device (PyTorch {torch.__version__} {build}).\n"
-                "  fix: MODEL.DEVICE auto (or cpu), or install a driver and a PyTorch that fit each other"
+                "  fix: MODEL.DEVICE auto (or cpu), or install a driver and a PyTorch build that match"
             )
         if device.index is not None and device.index >= torch.cuda.device_count():
-            raise ConfigError(f"MODEL.DEVICE is {name!r}, but there are {torch.cuda.device_count()} CUDA devices")
+            raise ConfigError(f"MODEL.DEVICE is {name!r}, but PyTorch finds {torch.cuda.device_count()} CUDA devices")
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("MODEL.DEVICE is 'mps', but PyTorch finds no MPS device here; use auto or cpu")
+        raise ConfigError("MODEL.DEVICE is 'mps', but PyTorch finds no MPS device; use auto or cpu")
     return device
 
 
 def native_bfloat16(device: torch.device) -> tuple[bool, str]:
-    """Return whether the device computes bfloat16 natively, and the reason in words."""
+    """Check for native bfloat16 support.
+
+    Returns:
+        True if ``device`` computes bfloat16 natively, and the reason as text.
+    """
     if device.type == "cuda":
         with torch.cuda.device(device):
             native = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -77,7 +81,7 @@ def native_bfloat16(device: torch.device) -> tuple[bool, str]:
 
 
 def cpu_flags() -> set[str]:
-    """Return the CPU's feature flags as Linux names them; on other systems what PyTorch knows."""
+    """Read the CPU feature flags from /proc/cpuinfo, on other systems from PyTorch."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             for line in file:
@@ -86,11 +90,11 @@ def cpu_flags() -> set[str]:
     except OSError:
         pass
     capabilities = getattr(torch.cpu, "get_capabilities", None)
-    return {name for name, there in capabilities().items() if there is True} if capabilities else set()
+    return {name for name, present in capabilities().items() if present is True} if capabilities else set()
 
 
 def auto_dtype(device: torch.device) -> tuple[torch.dtype, str]:
-    """Return the dtype that ``SOLVER.AMP.DTYPE auto`` stands for on this device, and why."""
+    """Select the dtype of ``SOLVER.AMP.DTYPE auto`` for a device; also returns the reason as text."""
     native, reason = native_bfloat16(device)
     if native:
         return torch.bfloat16, reason
@@ -101,27 +105,27 @@ def auto_dtype(device: torch.device) -> tuple[torch.dtype, str]:
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """In which precision a model computes, shared by everything that runs its forward pass.
+    """Precision of a model, shared by all code that runs its forward pass.
 
     Attributes:
-        device_type: ``"cpu"``, ``"cuda"`` or ``"mps"``: that of the model's parameters. A wrong one turns
-            autocast off without a word, so it is never left to a default.
-        dtype: the dtype of matrix products and convolutions: float32 (no autocast), bfloat16 or float16.
-        reason: why this dtype was chosen, for the log.
-        tf32: whether float32 products may be computed in TensorFloat-32 (CUDA).
+        device_type: device type of the parameters: ``"cpu"``, ``"cuda"`` or ``"mps"``. It has no default because
+            autocast for another device type has no effect and no warning.
+        dtype: dtype of matrix products and convolutions: float32 (no autocast), bfloat16 or float16.
+        reason: reason for this dtype, for the log.
+        tf32: allow TensorFloat-32 in float32 products (CUDA). Default False.
     """
 
     device_type: str
     dtype: torch.dtype
-    reason: str = "asked for"
+    reason: str = "requested"
     tf32: bool = False
 
     @classmethod
     def from_config(cls, cfg: Any, device: torch.device) -> "PrecisionPolicy":
-        """Return the policy that ``SOLVER.AMP`` and ``SOLVER.TF32`` ask for on ``device``, and apply its TF32 rule.
+        """Build the policy of ``SOLVER.AMP`` and ``SOLVER.TF32`` for ``device``, and set PyTorch's TF32 flags.
 
         Raises:
-            ConfigError: a DTYPE asked for by name that the device cannot run.
+            ConfigError: ``SOLVER.AMP.DTYPE`` names a dtype that the device does not support.
         """
         amp, device_type = cfg.SOLVER.AMP, device.type
         if not amp.ENABLED:
@@ -131,89 +135,90 @@ class PrecisionPolicy:
             if dtype == torch.float32:
                 _warn_once(f"SOLVER.AMP is on, but {reason}")
         else:
-            dtype, reason = DTYPES[amp.DTYPE], "asked for by SOLVER.AMP.DTYPE"
+            dtype, reason = DTYPES[amp.DTYPE], "set by SOLVER.AMP.DTYPE"
             _check_runs(device, dtype)
             if dtype == torch.bfloat16:
                 native, detail = native_bfloat16(device)
                 reason += f"; {detail}" if native else f"; slow: {detail}"
             elif device_type == "cpu":
-                reason += "; slow: a CPU emulates float16"
+                reason += "; slow: float16 is emulated on CPU"
         policy = cls(device_type, dtype, reason, tf32=cfg.SOLVER.TF32)
         policy.apply_tf32()
         return policy
 
     @classmethod
     def float32(cls, cfg: Any, device: torch.device) -> "PrecisionPolicy":
-        """Return the policy of a trainer that computes in float32 whatever ``SOLVER.AMP`` says."""
+        """Build the policy of a trainer that computes in float32 regardless of ``SOLVER.AMP``."""
         policy = cls(device.type, torch.float32, "this trainer computes in float32", tf32=cfg.SOLVER.TF32)
         policy.apply_tf32()
         return policy
 
     @property
     def enabled(self) -> bool:
-        """Whether a low-precision dtype is used."""
+        """True if the dtype is bfloat16 or float16."""
         return self.dtype != torch.float32
 
     @property
     def needs_loss_scaling(self) -> bool:
-        """float16 gradients underflow without a loss scale; bfloat16 has float32's range and needs none."""
+        """True for float16, whose gradients underflow without a loss scale; bfloat16 has the range of float32."""
         return self.dtype == torch.float16
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return a fresh context for one forward pass; never around an optimizer step or a change of weights."""
+        """Create an autocast context for one forward pass. Optimizer steps and weight updates run outside of it."""
         if not self.enabled:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype)
 
     @contextmanager
     def checked_autocast(self) -> Iterator[None]:
-        """Like ``autocast``, and fail when nothing inside ran in low precision; for the first forward of a run.
+        """Autocast, and check that at least one operation ran in low precision; for the first forward pass of a run.
 
         Raises:
-            TrainingError: AMP is on, but no operation produced a tensor of the policy's dtype.
+            TrainingError: AMP is on, but no operation returned a tensor of the policy's dtype.
         """
         if not self.enabled:
             yield
             return
-        witness = _DtypeRecorder(self.dtype)
-        with witness, self.autocast():
+        recorder = _DtypeRecorder(self.dtype)
+        with recorder, self.autocast():
             yield
-        if not witness.seen:
+        if not recorder.found:
             raise TrainingError(
                 f"SOLVER.AMP is on ({self.describe()}), but the first forward pass ran no operation in "
                 f"{dtype_name(self.dtype)}: mixed precision has no effect on this model.\n"
-                f"  the policy's device type: {self.device_type}\n"
-                "  cause: the model's parameters are on another device type, every module is forced to float32 "
-                "(SOLVER.AMP.FORCE_FP32), or the model turns autocast off itself.\n"
-                "  fix: remove what disables it, or turn SOLVER.AMP off"
+                f"  device type of the policy: {self.device_type}\n"
+                "  cause: the parameters are on another device type, all modules are forced to float32 "
+                "(SOLVER.AMP.FORCE_FP32), or the model disables autocast.\n"
+                "  fix: enable autocast in the model, shorten SOLVER.AMP.FORCE_FP32, or set SOLVER.AMP False"
             )
 
     def in_float32(self) -> "PrecisionPolicy":
-        """Return the same policy computing in float32, to compare with."""
+        """Return the float32 counterpart of this policy, as a reference."""
         return dataclasses.replace(self, dtype=torch.float32, reason="for comparison")
 
     def for_evaluation(self, eval_dtype: str) -> "PrecisionPolicy":
-        """Return the policy of evaluation under ``SOLVER.AMP.EVAL_DTYPE`` ("same" or "float32")."""
+        """Return the policy for evaluation under ``SOLVER.AMP.EVAL_DTYPE`` (``"same"`` or ``"float32"``)."""
         if eval_dtype == "same" or not self.enabled:
             return self
         return PrecisionPolicy(self.device_type, torch.float32, "SOLVER.AMP.EVAL_DTYPE is float32", self.tf32)
 
     def fall_back(self, dtype: str, reason: str) -> "PrecisionPolicy | None":
-        """Return this policy with another dtype, for a run that cannot go on in its own; None when it is of no use.
+        """Return this policy with a fallback dtype, or None if there is no fallback or it is the present dtype.
 
         Args:
-            dtype: ``SOLVER.AMP.ON_FAILURE``: ``"error"``, which is never of use, ``"bfloat16"`` or ``"float32"``.
-            reason: why, for the log.
+            dtype: ``SOLVER.AMP.ON_FAILURE``: ``"error"`` (no fallback), ``"bfloat16"`` or ``"float32"``.
+            reason: reason for the fallback, for the log.
         """
         if dtype == "error" or not self.enabled or DTYPES[dtype] == self.dtype:
             return None
         return dataclasses.replace(self, dtype=DTYPES[dtype], reason=reason)
 
     def check_model(self, model: nn.Module) -> None:
-        """Check that the model's parameters are float32 and on the policy's device type.
+        """Check that the parameters are float32 and on the device type of the policy.
 
         Raises:
-            TrainingError: parameters in low precision (``model.half()``), or on another device type.
+            TrainingError: there are float16 or bfloat16 parameters (``model.half()``), or parameters on another device
+                type.
         """
         low = [name for name, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)]
         if low:
@@ -221,37 +226,40 @@ class PrecisionPolicy:
                 f"{len(low)} parameters are in low precision, e.g. {', '.join(low[:3])}: mixed precision keeps "
                 "parameters in float32.\n  fix: remove model.half() or .to(dtype); SOLVER.AMP casts per operation"
             )
-        elsewhere = {p.device.type for p in model.parameters()} - {self.device_type}
-        if elsewhere:
+        other_types = {p.device.type for p in model.parameters()} - {self.device_type}
+        if other_types:
             raise TrainingError(
                 f"the precision policy is for {self.device_type}, but parameters are on "
-                f"{', '.join(sorted(elsewhere))}: autocast would be off without a word.\n"
-                "  fix: build the policy for the model's device, or move the model to MODEL.DEVICE before training"
+                f"{', '.join(sorted(other_types))}: autocast would have no effect.\n"
+                "  fix: build the policy for the device of the model, or move the model to MODEL.DEVICE before training"
             )
 
     def compare(self, trained: dict[str, Any] | None, what: str) -> None:
-        """Log a warning when ``trained``, another policy's ``state_dict``, computes in another dtype than this one.
+        """Log a warning if the dtype of a checkpoint's policy differs from the dtype of this one.
 
         Args:
-            trained: from a checkpoint; None when it has none, which is no warning.
-            what: the sentence's beginning, e.g. ``"these weights were trained"``.
+            trained: ``state_dict`` of the checkpoint's policy; None if the checkpoint has none (no warning).
+            what: beginning of the sentence, e.g. ``"these weights were trained"``.
         """
         if isinstance(trained, dict) and trained.get("dtype") not in (None, dtype_name(self.dtype)):
             logger.warning(
-                "%s in %s; the precision now is %s: results may differ", what, trained["dtype"], dtype_name(self.dtype)
+                "%s in %s, but the precision is now %s: results may differ",
+                what,
+                trained["dtype"],
+                dtype_name(self.dtype),
             )
 
     def apply_tf32(self) -> None:
-        """Allow or forbid TF32 in float32 products and convolutions, so that "float32" means what it says."""
+        """Set PyTorch's TF32 flags for float32 matrix products and convolutions."""
         torch.backends.cuda.matmul.allow_tf32 = self.tf32
         torch.backends.cudnn.allow_tf32 = self.tf32
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Say so when a run that is resumed was trained under another policy; the policy itself stays."""
-        self.compare(state, "this run was trained so far")
+        """Log a warning if the resumed run was trained in another dtype; the policy itself does not change."""
+        self.compare(state, "this run was trained")
 
     def describe(self) -> str:
-        """Return one line for the log, e.g. ``"bf16 on cpu: this CPU has native bfloat16 (avx512_bf16)"``."""
+        """Format the policy for the log, e.g. ``"bf16 on cpu: this CPU has native bfloat16 (avx512_bf16)"``."""
         return f"{_SHORT[self.dtype]} on {self.device_type}: {self.reason}" + ("; TF32 allowed" if self.tf32 else "")
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,19 +273,19 @@ class PrecisionPolicy:
 
 
 class _DtypeRecorder(TorchDispatchMode):
-    """Notes whether any operation inside returned a tensor of the given dtype."""
+    """Record if any operation returns a tensor of the given dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self.seen = False
+        self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        # A cast alone proves nothing: autocast would still have to compute something with it.
-        if not self.seen and func is not torch.ops.aten._to_copy.default:
+        # A cast does not count: it shows no computation in low precision.
+        if not self.found and func is not torch.ops.aten._to_copy.default:
             outputs = out if isinstance(out, (tuple, list)) else (out,)
-            self.seen = any(isinstance(item, torch.Tensor) and item.dtype == self.dtype for item in outputs)
+            self.found = any(isinstance(item, torch.Tensor) and item.dtype == self.dtype for item in outputs)
         return out
 
 
@@ -287,18 +295,21 @@ def _warn_once(message: str) -> None:
 
 
 def _check_runs(device: torch.device, dtype: torch.dtype) -> None:
-    """Run one tiny matrix product in ``dtype``.
+    """Check that the device computes a small matrix product in ``dtype``.
 
     Raises:
-        ConfigError: the device refuses it.
+        ConfigError: the product fails or is not finite.
     """
     try:
         a = torch.ones(8, 8, device=device, dtype=dtype)
         finite = bool(torch.isfinite(a @ a).all())
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"SOLVER.AMP.DTYPE is {dtype_name(dtype)}, which this {device.type} device cannot compute "
+            f"SOLVER.AMP.DTYPE is {dtype_name(dtype)}, which is unsupported on this {device.type} device "
             f"({str(error).splitlines()[0]}).\n  fix: SOLVER.AMP.DTYPE auto"
         ) from error
     if not finite:
-        raise ConfigError(f"SOLVER.AMP.DTYPE {dtype_name(dtype)}: a product of ones is not finite on this device")
+        raise ConfigError(
+            f"SOLVER.AMP.DTYPE is {dtype_name(dtype)}, but a matrix product of ones in it is not finite on this "
+            f"{device.type} device.\n  fix: SOLVER.AMP.DTYPE auto"
+        )

@@ -1,4 +1,4 @@
-"""The optimizer step: loss scaling, the verdict on its gradients, clipping, step or skip."""
+"""Optimizer step: loss scaling, finiteness check, gradient clipping, update or skip."""
 
 import dataclasses
 import logging
@@ -21,24 +21,25 @@ from fastamp.utils.moved import renamed_attribute
 logger = logging.getLogger(__name__)
 
 TINY_GRAD_NORM = 1e-3
-"""Below this gradients may have been rounded to zero: it is looked at how many of them are."""
+"""Gradient norm below which the fraction of zero gradients is measured, as a sign of underflow."""
 
 Clip = Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]
-"""``clip(gradients, total_norm) -> coefficient``: the rule (``fastamp.solver.clip``) that a step applies in place."""
+"""``clip(gradients, total_norm) -> coefficient``: in-place gradient clipping, see ``fastamp.solver.clip``."""
 
 
 class LossScaler:
-    """The dynamic loss scale of float16 training (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
+    """Dynamic loss scaling for float16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
 
-    The scale lives on the host: the verdict of a step is read there anyway, so that its update needs no
-    device tensor and no synchronization of its own. Differs from ``torch.amp.GradScaler`` in the floor and the
-    ceiling: without a floor, 40 bad steps leave a scale of 6e-8 and gradients that are all zero.
+    The scale is a Python float: the verdict of a step is read on the host anyway, so updating the scale needs no
+    device tensor and no additional synchronization. Differs from ``torch.amp.GradScaler``: the scale has a lower and an
+    upper bound. Without a lower bound, 40 non-finite steps reduce the scale to 6e-8 and all gradients underflow.
 
     Args:
-        init_scale: the first scale.
-        growth_factor, growth_interval: the scale grows by the factor after so many good steps in a row.
-        backoff_factor: the scale is multiplied by this after a bad step.
-        min_scale, max_scale: bounds of the scale.
+        init_scale: initial scale, clamped to the bounds. Default 65536.
+        growth_factor: factor of the scale after ``growth_interval`` consecutive finite steps. Default 2.
+        backoff_factor: factor of the scale after a non-finite step. Default 0.5.
+        growth_interval: number of consecutive finite steps before the scale grows. Default 2000.
+        min_scale, max_scale: bounds of the scale. Default 1 and 2^24.
     """
 
     def __init__(
@@ -61,13 +62,13 @@ class LossScaler:
 
     @classmethod
     def from_config(cls, cfg: Any, policy: PrecisionPolicy) -> "LossScaler | None":
-        """Return the scaler of ``SOLVER.AMP`` where ``policy`` needs one, else None."""
+        """Build the scaler of ``SOLVER.AMP``; None if ``policy`` does not need loss scaling."""
         if not policy.needs_loss_scaling:
             return None
         amp = cfg.SOLVER.AMP
         if not amp.MIN_SCALE <= amp.INIT_SCALE <= amp.MAX_SCALE:
             logger.warning(
-                "SOLVER.AMP.INIT_SCALE %g is not between MIN_SCALE %g and MAX_SCALE %g: the nearer of them is taken",
+                "SOLVER.AMP.INIT_SCALE %g is not between MIN_SCALE %g and MAX_SCALE %g: using the nearest bound",
                 amp.INIT_SCALE,
                 amp.MIN_SCALE,
                 amp.MAX_SCALE,
@@ -82,7 +83,11 @@ class LossScaler:
         )
 
     def update(self, ok: bool) -> None:
-        """Grow or shrink the scale after a step that was taken (``ok``) or skipped."""
+        """Update the scale after a step.
+
+        Args:
+            ok: True if the step was applied, False if it was skipped.
+        """
         if not ok:
             self.scale = max(self.scale * self.backoff_factor, self.min_scale)
             self._good_steps = 0
@@ -93,32 +98,32 @@ class LossScaler:
             self._good_steps = 0
 
     def lower_to(self, scale: float) -> None:
-        """Continue with ``scale`` where it is below the present one."""
+        """Reduce the scale to ``scale`` if that is smaller."""
         self.scale = min(self.scale, scale)
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale and the count of good steps since it last changed."""
+        """Return the scale and the number of consecutive finite steps since it last changed."""
         return {"scale": self.scale, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from ``state``."""
+        """Restore the scale and the number of finite steps."""
         self.scale = float(state["scale"])
         self._good_steps = int(state["good_steps"])
 
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """What became of one optimizer step.
+    """Verdict of one optimizer step.
 
     Attributes:
-        ok: whether every loss and the gradient norm were finite on every rank, and the step was taken.
-        grad_norm: total L2 norm of the unscaled gradients before clipping; not finite when not ``ok``.
-        loss_scale: the scale under which the gradients were computed; 1.0 without loss scaling.
-        clip_coefficient: (), the gradients' norm after clipping over the norm before; None without clipping or
-            when not ``ok``. A tensor, so that nobody waits for the device before it is written.
-        bad_parameters: names of the parameters whose gradient was not finite, when not ``ok``.
-        zero_fraction: (), the fraction of the gradients' elements that are exactly zero, where the norm is below
-            ``TINY_GRAD_NORM``; else None.
+        ok: True if all losses and the gradient norm are finite on all ranks; the step is applied.
+        grad_norm: total L2 norm of the unscaled gradients before clipping.
+        loss_scale: loss scale of the backward pass; 1.0 without loss scaling.
+        clip_coefficient: (), gradient norm after clipping divided by the norm before; None without clipping or if not
+            ``ok``. It stays a tensor to avoid a synchronization before it is logged.
+        bad_parameters: names of the parameters with a non-finite gradient, if not ``ok``.
+        zero_fraction: (), fraction of gradient elements that are exactly zero, 0..1; None unless ``grad_norm`` is below
+            ``TINY_GRAD_NORM``.
     """
 
     ok: bool
@@ -132,12 +137,12 @@ class StepVerdict:
 
 
 class PrecisionFailure(TrainingError):
-    """Steps are skipped again and again: the precision that the model computes in, or the model, cannot go on.
+    """Too many consecutive steps were skipped because their losses or gradients were not finite.
 
     Args:
-        message: for the user.
-        verdict: of the last step, which was skipped like those before it.
-        headline: the message without cause and cure, for who knows them better.
+        message: error message with cause and fix.
+        verdict: verdict of the last skipped step.
+        headline: one-line summary without cause and fix; default: ``message``.
     """
 
     def __init__(self, message: str, verdict: StepVerdict, headline: str = "") -> None:
@@ -148,14 +153,14 @@ class PrecisionFailure(TrainingError):
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of one step, after unscaling.
+    """Unscaled gradients of one step.
 
     Attributes:
-        optimizers: those that hold a parameter with a gradient; the others take no part in the step.
-        parameters: with a gradient, each once.
+        optimizers: optimizers with at least one gradient; the others do not step.
+        parameters: N parameters with a gradient, without duplicates.
         tensors: their gradients, in the same order.
-        norms: (N,), the L2 norm of each.
-        total_norm: (), the L2 norm of all.
+        norms: (N,), L2 norm of each gradient.
+        total_norm: (), L2 norm of all gradients together.
     """
 
     optimizers: list[Optimizer]
@@ -166,7 +171,7 @@ class Gradients:
 
 
 class OptimizationStep:
-    """The parts of one optimizer step, which is taken or skipped as a whole, on all ranks alike.
+    """Parts of one optimizer step. The step is applied or skipped as a whole, on all ranks together.
 
     ::
 
@@ -176,24 +181,25 @@ class OptimizationStep:
         step.scale(losses).backward()
         step.finish()                          # or its parts one by one, as ``SimpleTrainer.run_step``
 
-    The verdict is the finiteness of losses and of the unscaled gradient norm: not a change of the scale, which a
-    growing scale fakes and a static one never shows. All optimizers step or none does. The host reads the device once
-    a step, in ``check_finite``.
+    The verdict is computed from the losses and the unscaled gradient norm. A change of the loss scale is not a reliable
+    sign of a skipped step: the scale also changes when it grows, and a static scale never changes. Either all
+    optimizers step or none. There is one device-to-host copy per step, in ``check_finite``.
 
     Args:
-        model: names the parameters in messages.
-        optimizers: those whose parameters have a gradient take part in a step; the others are left out of it.
-        scaler: the loss scale of float16; None for bfloat16 and float32.
-        clip: ``clip(gradients, total_norm) -> coefficient``, applied in place to unscaled gradients.
-        max_consecutive_skips: more skipped steps in a row than this end the training.
-        guard_buffers: ``zero_grad`` copies what forward passes write, see ``ForwardBuffers``, and ``skip`` restores it.
+        model: module that owns the parameters; messages use its parameter names.
+        optimizers: optimizers without any gradient do not step.
+        scaler: loss scaling for float16; None for bfloat16 and float32.
+        clip: ``clip(gradients, total_norm) -> coefficient``, applied in place to the unscaled gradients.
+        max_consecutive_skips: largest allowed number of consecutive skipped steps. Default 25.
+        guard_buffers: copy the buffers that forward passes write in ``zero_grad`` and restore them in ``skip``, see
+            ``ForwardBuffers``. Default True.
 
     Attributes:
         clip: as above.
-        verdict: of the last step; None before the first.
-        total_loss: (), sum of the losses last passed to ``scale``, detached; None before the first.
-        skipped_total, skipped_in_a_row: counts of skipped steps.
-        frozen: modules that are frozen on purpose, see ``set_frozen``.
+        verdict: verdict of the last step; None before the first.
+        total_loss: (), detached sum of the losses last passed to ``scale``; None before the first call.
+        skipped_total, skipped_in_a_row: number of skipped steps, in total and consecutive.
+        frozen: names of frozen modules, see ``set_frozen``.
     """
 
     def __init__(
@@ -226,7 +232,7 @@ class OptimizationStep:
     def from_config(
         cls, cfg: Any, model: nn.Module, optimizers: Sequence[Optimizer], policy: PrecisionPolicy, clip: Clip | None
     ) -> "OptimizationStep":
-        """Return the step of ``SOLVER.AMP`` under ``policy``."""
+        """Build the step of ``SOLVER.AMP`` under ``policy``."""
         return cls(
             model,
             optimizers,
@@ -238,28 +244,31 @@ class OptimizationStep:
 
     @property
     def loss_scale(self) -> float:
-        """The present loss scale; 1 without loss scaling."""
+        """Current loss scale; 1 without loss scaling."""
         return self.scaler.scale if self.scaler else 1.0
 
     def set_frozen(self, modules: Sequence[str]) -> None:
-        """Name the modules that are frozen on purpose: while there are any, some losses may reach no parameter."""
+        """Set the names of modules frozen by ``MODEL.FREEZE_LAYERS``; losses that only depend on them are allowed."""
         self.frozen = modules
 
     def zero_grad(self) -> None:
-        """Drop all gradients, and copy the buffers that the forward passes of this step will write."""
+        """Set all gradients to None, and copy the buffers that the forward passes of this step will write."""
         self.model.zero_grad(set_to_none=True)
         if self.buffers:
-            self.buffers.keep()
+            self.buffers.save()
 
     def scale(self, losses: dict[str, torch.Tensor], weight: float = 1.0) -> torch.Tensor:
-        """Return the sum of the losses of one micro-batch times ``weight`` and the loss scale, for its backward pass.
+        """Sum the losses of one micro-batch, times ``weight`` and the loss scale.
 
         Args:
-            losses: loss name -> (), float32, as the model returned them.
-            weight: of this micro-batch in the step, 1/k under accumulation over k.
+            losses: loss name -> (), float32, return value of the model.
+            weight: weight of the micro-batch in the step: 1/k if gradients are accumulated over k micro-batches.
+
+        Returns:
+            (), the scaled total loss, for ``backward``.
 
         Raises:
-            TrainingError: no loss, a loss that is no float32 scalar, or one that no parameter reaches.
+            TrainingError: see ``check_losses``.
         """
         check_losses(losses, frozen=self.frozen, model=None if self._update_monitor.finished else self.model)
         total = torch.stack(list(losses.values())).sum()
@@ -270,18 +279,18 @@ class OptimizationStep:
 
     @torch.no_grad()
     def unscale(self) -> Gradients:
-        """Divide the gradients by the loss scale, in place, and return them with their norms.
+        """Divide the gradients by the loss scale, in place, and compute their norms.
 
         Raises:
-            TrainingError: no optimizer has a gradient at all.
+            TrainingError: no optimizer has a gradient.
         """
         if self._losses_finite is None:
-            raise RuntimeError("unscale() without a backward pass of scale() before it")
+            raise RuntimeError("unscale() must be called after scale() and backward()")
         active = [opt for opt in self.optimizers if any(p.grad is not None for p in _parameters(opt))]
         if not active:
             raise TrainingError(explain_no_gradient(self.model, self.optimizers))
         held = [p for opt in active for p in self._in_order(opt)]
-        # One that two optimizers hold is still unscaled once.
+        # A parameter in two optimizers must be unscaled only once.
         parameters = list({id(p): p for p in held if p.grad is not None}.values())
         tensors = [p.grad for p in parameters]
         if self.loss_scale != 1.0:
@@ -290,14 +299,14 @@ class OptimizationStep:
         return Gradients(active, parameters, tensors, norms, torch.linalg.vector_norm(norms))
 
     def check_finite(self, gradients: Gradients) -> StepVerdict:
-        """Return whether all losses and gradients are finite on every rank; read the device, once.
+        """Check that all losses and gradients are finite on all ranks, with one device-to-host copy.
 
         Raises:
-            TrainingError: the first steps did not move any parameter, see ``ParameterUpdateMonitor``.
+            TrainingError: the first steps did not change any parameter, see ``ParameterUpdateMonitor``.
         """
-        ok_here = (torch.isfinite(gradients.total_norm) & self._losses_finite).float()
+        finite = (torch.isfinite(gradients.total_norm) & self._losses_finite).float()
         self._losses_finite = None
-        scalars = [comm.all_reduce_min(ok_here), gradients.total_norm, *self._update_monitor.pending]
+        scalars = [comm.all_reduce_min(finite), gradients.total_norm, *self._update_monitor.pending]
         all_ok, grad_norm, *change = torch.stack(scalars).tolist()
         self._update_monitor.check(*change)
         ok = bool(all_ok)
@@ -317,7 +326,7 @@ class OptimizationStep:
             self.verdict = dataclasses.replace(self.verdict, clip_coefficient=coefficient)
 
     def apply(self, gradients: Gradients) -> None:
-        """Step every optimizer that has gradients, and drop them."""
+        """Step all optimizers that have gradients, then clear the gradients."""
         self._update_monitor.before_step()
         for optimizer in gradients.optimizers:
             optimizer.step()
@@ -326,48 +335,48 @@ class OptimizationStep:
         self._drop_gradients()
 
     def skip(self) -> None:
-        """Leave the parameters as they are: restore the buffers, drop the gradients, count and log."""
+        """Skip the update: restore the buffers, clear the gradients, count and log the skip."""
         self.skipped_total += 1
         self.skipped_in_a_row += 1
         if self.buffers:
             self.buffers.restore()
         self._drop_gradients()
         logger.warning(
-            "step skipped (%d in a row, %d in all): %s; loss scale %g",
+            "step skipped (%d in a row, %d in total): %s; loss scale %g",
             self.skipped_in_a_row,
             self.skipped_total,
-            self._found(),
+            self._describe_non_finite(),
             self.verdict.loss_scale,
         )
 
     def update_scale(self, ok: bool) -> None:
-        """Grow or shrink the loss scale, if there is one, after a step that was taken (``ok``) or skipped."""
+        """Update the loss scale, if there is one, after a step that was applied (``ok``) or skipped."""
         if self.scaler:
             self.scaler.update(ok)
 
     def check_skips(self) -> None:
-        """Check that not too many steps in a row were skipped.
+        """Check the number of consecutive skipped steps.
 
         Raises:
-            PrecisionFailure: more than ``max_consecutive_skips``.
+            PrecisionFailure: it exceeds ``max_consecutive_skips``.
         """
         if self.skipped_in_a_row <= self.max_consecutive_skips:
             return
-        at_floor = self.scaler is not None and self.scaler.scale <= self.scaler.min_scale
+        at_minimum = self.scaler is not None and self.scaler.scale <= self.scaler.min_scale
         cause = (
-            "the loss scale is at its floor, SOLVER.AMP.MIN_SCALE: float16 cannot hold this model's values."
-            if at_floor
-            else "a loss or its gradient is infinite or NaN, whatever the loss scale."
+            "the loss scale is at its minimum, SOLVER.AMP.MIN_SCALE: values of this model exceed the range of float16."
+            if at_minimum
+            else "a loss or its gradient is Inf or NaN; no loss scaling is in use."
             if self.scaler is None
-            else "float16 overflows again and again."
+            else "float16 overflows repeatedly."
         )
-        fix = "a lower SOLVER.BASE_LR, SOLVER.CLIP_GRADIENTS, or a look at the data"
+        fix = "use a lower SOLVER.BASE_LR or SOLVER.CLIP_GRADIENTS, or check the data"
         if self.scaler is not None:
-            fix = f"try SOLVER.AMP.DTYPE bfloat16, or SOLVER.AMP off; when that fails too, {fix}"
+            fix = f"try SOLVER.AMP.DTYPE bfloat16 or SOLVER.AMP False; if that also fails, {fix}"
         headline = (
             f"{self.skipped_in_a_row} optimizer steps in a row were skipped, more than "
             f"SOLVER.AMP.MAX_CONSECUTIVE_SKIPS ({self.max_consecutive_skips}).\n"
-            f"  found: {self._found()}; loss scale {self.verdict.loss_scale:g}"
+            f"  found: {self._describe_non_finite()}; loss scale {self.verdict.loss_scale:g}"
         )
         raise PrecisionFailure(f"{headline}\n  cause: {cause}\n  fix:   {fix}", self.verdict, headline)
 
@@ -380,7 +389,7 @@ class OptimizationStep:
             The verdict.
 
         Raises:
-            TrainingError, PrecisionFailure: see the parts.
+            TrainingError, PrecisionFailure: see ``unscale``, ``check_finite`` and ``check_skips``.
         """
         gradients = self.unscale()
         ok = self.check_finite(gradients).ok
@@ -394,12 +403,12 @@ class OptimizationStep:
         return self.verdict
 
     def begin(self) -> None:
-        """Do ``zero_grad``, under its old name."""
+        """Call ``zero_grad``; old name."""
         warnings.warn("OptimizationStep.begin() is now zero_grad()", DeprecationWarning, stacklevel=2)
         self.zero_grad()
 
     def backward(self, losses: dict[str, torch.Tensor], share: float = 1.0) -> torch.Tensor:
-        """Do ``scale(losses, weight).backward()``, under its old name; return the sum of the losses, detached."""
+        """Call ``scale(losses, weight).backward()`` and return the detached sum of the losses; old name."""
         warnings.warn("OptimizationStep.backward(x) is now scale(x).backward()", DeprecationWarning, stacklevel=2)
         self.scale(losses, share).backward()
         return self.total_loss
@@ -425,7 +434,7 @@ class OptimizationStep:
     go_on_without_scaling = renamed_attribute("go_on_without_scaling", "disable_loss_scaling")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loss scale and the counts of skipped steps as plain values."""
+        """Return the state of the loss scaler and the numbers of skipped steps."""
         return {
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "skipped_total": self.skipped_total,
@@ -433,26 +442,26 @@ class OptimizationStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; a loss scale is taken over only where there is one on both sides."""
+        """Restore the numbers of skipped steps, and the loss scale if both the state and this step have one."""
         self.skipped_total = state["skipped_total"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         elif self.scaler:
-            logger.info("the checkpoint was trained without loss scaling: starting with scale %g", self.scaler.scale)
+            logger.info("the checkpoint has no loss scale: starting with scale %g", self.scaler.scale)
         elif state["scaler"]:
-            logger.info("the checkpoint's loss scale (%g) is not needed here", state["scaler"]["scale"])
+            logger.info("ignoring the loss scale of the checkpoint (%g)", state["scaler"]["scale"])
 
     def _drop_gradients(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        self.model.zero_grad(set_to_none=True)  # those that no optimizer holds would grow for ever
+        self.model.zero_grad(set_to_none=True)  # gradients of parameters without an optimizer would accumulate
 
     def _in_order(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return an optimizer's parameters as ``groups_by_value`` orders them; sorted again only if they changed."""
+        """Return the parameters of an optimizer in the order of ``groups_by_value``; the order is cached."""
         ids = [id(p) for p in _parameters(optimizer)]
-        known, order = self._orders.get(id(optimizer), (None, []))
-        if ids != known:
+        cached_ids, order = self._orders.get(id(optimizer), (None, []))
+        if ids != cached_ids:
             order = [p for group in groups_by_value(optimizer, self._positions) for p in group]
             self._orders[id(optimizer)] = ids, order
         return order
@@ -461,10 +470,9 @@ class OptimizationStep:
         names = {id(p): name for name, p in self.model.named_parameters()}
         finite = torch.isfinite(gradients.norms).tolist()
         pairs = zip(gradients.parameters, finite, strict=True)
-        return [names.get(id(p), "(not the model's)") for p, good in pairs if not good]
+        return [names.get(id(p), "(not a parameter of the model)") for p, ok in pairs if not ok]
 
-    def _found(self) -> str:
-        """Return what was not finite in the last step."""
+    def _describe_non_finite(self) -> str:
         bad = self.verdict.bad_parameters
         if bad:
             return f"{len(bad)} gradients are not finite, e.g. {', '.join(bad[:3])}"
@@ -480,14 +488,14 @@ _NOT_CALLED_IN_TRAINING = {
 
 
 def groups_by_value(optimizer: Optimizer, positions: Mapping[int, int]) -> list[list[nn.Parameter]]:
-    """Return an optimizer's parameters, grouped by equal learning rate and weight decay instead of by role.
+    """Group the parameters of an optimizer by learning rate and weight decay instead of by role.
 
-    Checkpoints of earlier versions have their parameters in this order. Gradient norms are summed in it, so that
-    their rounding, and with it clipping by the global norm, does not depend on the number of roles.
+    Checkpoints of earlier versions store parameters in this order. Gradient norms are summed in this order too, so
+    that rounding, and therefore clipping by the global norm, does not depend on the number of roles.
 
     Args:
-        optimizer: groups without a ``role``, which other code has built, are returned as they are.
-        positions: id of a parameter -> position in the model.
+        optimizer: parameter groups without a ``role`` (built outside of fastamp) are returned unchanged.
+        positions: id of a parameter -> its position in the model.
     """
     if not all("role" in group for group in optimizer.param_groups):
         return [group["params"] for group in optimizer.param_groups]
@@ -499,5 +507,4 @@ def groups_by_value(optimizer: Optimizer, positions: Mapping[int, int]) -> list[
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return all parameters that an optimizer holds."""
     return [p for group in optimizer.param_groups for p in group["params"]]

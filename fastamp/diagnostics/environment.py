@@ -13,8 +13,9 @@ from tabulate import tabulate
 from fastamp.amp.policy import DTYPES, PrecisionPolicy, auto_dtype, dtype_name
 from fastamp.diagnostics import environment_queries as queries
 from fastamp.diagnostics.environment_queries import Support
-from fastamp.diagnostics.smoke_train import SmokeTrainResult, first_line, smoke_train
+from fastamp.diagnostics.smoke_train import SmokeTrainResult, smoke_train
 from fastamp.utils.env import available_cores
+from fastamp.utils.errors import summarize_error
 from fastamp.utils.moved import moved_names
 
 __getattr__ = moved_names(
@@ -234,7 +235,7 @@ def inspect_environment(device: torch.device, *, asked: str = "auto", train: boo
         try:
             return question()
         except Exception as error:
-            unknown[what] = first_line(error)
+            unknown[what] = summarize_error(error)
             return default
 
     with warnings.catch_warnings():

@@ -13,7 +13,7 @@ import torch
 
 from fastamp import __version__
 from fastamp.amp.policy import cpu_flags, native_bfloat16
-from fastamp.diagnostics.smoke_train import first_line
+from fastamp.utils.errors import summarize_error
 
 # asimdhp is Linux's name for what PyTorch calls fp16_arith.
 _CPU_FP16_FLAGS = ("avx512_fp16", "asimdhp", "fp16_arith")
@@ -66,7 +66,7 @@ def cuda_error() -> str:
     try:
         torch.cuda.init()
     except Exception as error:
-        return first_line(error)
+        return summarize_error(error)
     return "torch.cuda.is_available() is False"
 
 

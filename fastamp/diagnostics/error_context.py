@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fastamp.amp.device_errors import IN_TRAINING, explain_device_error, first_line, is_out_of_memory, shapes_of
+from fastamp.amp.device_errors import IN_TRAINING, explain_device_error, is_out_of_memory, shapes_of
 from fastamp.diagnostics.isolated_passes import IsolatedPasses, batch_size, slice_batch
 from fastamp.utils.compiled import uncompiled
-from fastamp.utils.errors import TrainingError, UserError
+from fastamp.utils.errors import TrainingError, UserError, summarize_error
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ class ErrorContext:
             blame = "and not in float32: a part of the model does not take this precision"
         raise TrainingError(
             f"the model fails on the first training batch in {self.precision}: {blame}.\n"
-            f"  found: {first_line(error)}\n"
+            f"  found: {summarize_error(error)}\n"
             f"  where: {where}, {_line_of(error)}\n"
             f"  batch: {shapes_of(batch)}\n"
             f"{_channels_hint(module, args)}"

@@ -14,12 +14,13 @@ from fastamp.amp import checks, step
 from fastamp.amp.policy import PrecisionPolicy, dtype_name
 from fastamp.amp.step import LossScaler, OptimizationStep
 from fastamp.utils import comm
-from fastamp.utils.errors import TrainingError
+from fastamp.utils.errors import TrainingError, summarize_error
 from fastamp.utils.moved import moved_names
 
 __getattr__ = moved_names(
     __name__,
     {
+        "first_line": "fastamp.utils.errors.summarize_error",
         "ten_steps": "fastamp.diagnostics.smoke_train.smoke_train",
         "LoopResult": "fastamp.diagnostics.smoke_train.SmokeTrainResult",
     },
@@ -94,7 +95,7 @@ def smoke_train(policy: PrecisionPolicy, device: torch.device) -> SmokeTrainResu
                 taken += optimization.finish().ok
             losses.append(float(_loss(model, images, targets, policy).detach()))
     except Exception as error:
-        return SmokeTrainResult(taken, first_loss=losses[0] if losses else None, error=first_line(error))
+        return SmokeTrainResult(taken, first_loss=losses[0] if losses else None, error=summarize_error(error))
     skipped, error = STEPS - taken, ""
     # A step that overflows is skipped by right where there is a loss scale to lower.
     if not taken or (skipped and not scaler):
@@ -102,12 +103,6 @@ def smoke_train(policy: PrecisionPolicy, device: torch.device) -> SmokeTrainResu
     elif not losses[-1] < losses[0]:
         error = f"the loss did not fall in {taken} steps ({losses[0]:.4f} -> {losses[-1]:.4f})"
     return SmokeTrainResult(taken, skipped, losses[0], losses[-1], error)
-
-
-def first_line(error: Exception) -> str:
-    """Return the type of an error and the first line of its message; of one that is for users the message alone."""
-    text = (str(error).strip().splitlines() or [""])[0]
-    return text if text and isinstance(error, TrainingError) else f"{type(error).__name__}: {text}"
 
 
 def _loss(model: nn.Module, images: torch.Tensor, targets: torch.Tensor, policy: PrecisionPolicy) -> torch.Tensor:

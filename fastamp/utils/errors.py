@@ -68,3 +68,9 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     by_lower = {str(choice).lower(): str(choice) for choice in choices}
     near = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=0.5)
     return f" Did you mean {by_lower[near[0]]!r}?" if near else ""
+
+
+def summarize_error(error: Exception) -> str:
+    """Return the type of an error and the first line of its message; for a UserError only that line."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    return text if text and isinstance(error, UserError) else f"{type(error).__name__}: {text}"

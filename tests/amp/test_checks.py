@@ -1,4 +1,4 @@
-"""The checks of model and losses where nothing is wrong. What they find is in test_failures_*.py."""
+"""Checks of models and losses without a fault; test_failures_*.py has the faults."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from fastamp.utils.errors import TrainingError
 
 
 class Double(torch.autograd.Function):
-    """A function written in Python, which saves nothing that its graph would show."""
+    """Custom autograd function without saved tensors."""
 
     @staticmethod
     def forward(ctx, x):
@@ -34,7 +34,7 @@ class Checkpointed(Net):
 
 
 class OnlyInsideACheckpoint(Net):
-    """The graph of its loss shows no parameter at all."""
+    """Net with a loss graph that contains no parameter."""
 
     def forward(self, batch):
         run = nn.Sequential(self.body, self.head)
@@ -47,7 +47,7 @@ class OwnFunction(Net):
 
 
 class OfAParameterItself(Net):
-    """A loss that is a parameter, without any operation on it."""
+    """Net with a loss that is a parameter."""
 
     def __init__(self):
         super().__init__()
@@ -62,36 +62,36 @@ CONNECTED = {
     "checkpoint": lambda: Checkpointed(reentrant=False),
     "reentrant checkpoint": lambda: Checkpointed(reentrant=True),
     "only inside a checkpoint": OnlyInsideACheckpoint,
-    "a function of one's own": OwnFunction,
+    "custom function": OwnFunction,
     "a parameter itself": OfAParameterItself,
 }
 
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("name", CONNECTED)
-def test_losses_that_are_connected(name, dtype):
+def test_connected_losses_pass(name, dtype):
     model = make_net(CONNECTED[name])
     trainer = make_trainer(model, [sgd(model)], [make_batch()] * 3, dtype)
     trainer.train(0, 1, 3)
     assert trainer.steps_taken == 3
 
 
-def test_only_one_loss_needs_a_graph_where_modules_are_frozen():
+def test_frozen_modules_allow_losses_without_a_graph():
     model = make_net()
     losses = {"loss_frozen": torch.ones(()), **model(make_batch())}
     check_losses(losses, frozen=["body"], model=model)
-    with pytest.raises(TrainingError, match="'loss_frozen' is not connected"):
+    with pytest.raises(TrainingError, match="'loss_frozen'"):
         check_losses(losses, model=model)
 
 
-def test_an_optimizer_may_hold_what_is_frozen():
+def test_optimizer_may_hold_frozen_parameters():
     model = make_net()
     model.body.requires_grad_(False)
     check_optimizers(model, [sgd(model)])
     check_optimizers(model, [sgd(model.body), sgd(model.head)])
 
 
-def test_finite_values_of_any_kind():
+def test_check_finite_covers_all_dtypes_and_empty_tensors():
     model = nn.Module()
     model.register_buffer("largest", torch.tensor(torch.finfo(torch.float32).max))
     model.register_buffer("short", torch.tensor(65504.0, dtype=torch.float16))
@@ -99,17 +99,17 @@ def test_finite_values_of_any_kind():
     model.register_buffer("empty", torch.empty(0, 4))
     check_finite(model)
     model.short.mul_(2)
-    with pytest.raises(TrainingError, match="1 of the model's tensors are not finite, e.g. short"):
+    with pytest.raises(TrainingError, match="1 .*short"):
         check_finite(model)
     check_finite(nn.Module())
 
 
-def test_zero_share():
+def test_zero_fraction():
     gradients = [torch.tensor([0.0, 1.0, -0.0, 1e-45]), torch.zeros(2, 2)]
     assert zero_fraction(gradients).item() == pytest.approx(6 / 8)
 
 
-def test_a_parameter_without_elements_is_no_obstacle():
+def test_empty_parameter_passes():
     model = nn.Linear(2, 1)
     model.empty = nn.Parameter(torch.zeros(0))
     step = OptimizationStep(model, [torch.optim.SGD(model.parameters(), lr=0.1)])

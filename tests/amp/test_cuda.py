@@ -1,4 +1,4 @@
-"""What only a CUDA device shows: synchronizations, its own float16, its memory."""
+"""Tests that need a CUDA device: synchronizations, native float16, memory."""
 
 import warnings
 
@@ -36,7 +36,7 @@ def policy(dtype):
 
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
-def test_a_good_step_waits_for_the_device_once(dtype):
+def test_applied_step_synchronizes_once(dtype):
     model, batch = on_device()
     step = OptimizationStep(model, [sgd(model)], scaler=LossScaler(init_scale=64.0) if dtype == torch.float16 else None)
     for number in range(FIRST_STEPS + 3):
@@ -56,7 +56,7 @@ def test_a_good_step_waits_for_the_device_once(dtype):
 
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
-def test_pre_flight_leaves_no_trace(dtype):
+def test_preflight_restores_the_model_and_random_states(dtype):
     model, batch = on_device()
     states = torch.get_rng_state(), torch.cuda.get_rng_state()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -65,7 +65,7 @@ def test_pre_flight_leaves_no_trace(dtype):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_an_overflow_is_located_and_the_layers_are_measured():
+def test_locate_overflow_and_measure_layers():
     model, batch = on_device()
     with IsolatedPasses(model, batch) as passes:
         assert locate_in_training(passes, policy(torch.float16), scale=1.0) is None
@@ -78,14 +78,14 @@ def test_an_overflow_is_located_and_the_layers_are_measured():
     assert found.kind == "forward overflow" and found.module == "head"
 
 
-def test_auto_is_what_the_device_has():
+def test_auto_dtype_follows_native_bfloat16():
     dtype, reason = auto_dtype(resolve_device("cuda"))
     native = torch.cuda.is_bf16_supported(including_emulation=False)
     assert dtype == (torch.bfloat16 if native else torch.float16) and "bfloat16" in reason
 
 
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
-def test_a_run(demo, tmp_path, precision):
+def test_train_and_resume(demo, tmp_path, precision):
     if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         pytest.skip("this device has no native bfloat16")
     options = tiny.tiny_options(tmp_path, "MODEL.DEVICE", "cuda", "SOLVER.AMP", precision, "SOLVER.MAX_EPOCH", "2")
@@ -93,7 +93,7 @@ def test_a_run(demo, tmp_path, precision):
     assert train_net.cli(["--resume", *options, "SOLVER.MAX_EPOCH", "3"]) == 0
 
 
-def test_the_doctor(demo, tmp_path):
+def test_doctor(demo, tmp_path):
     assert amp_doctor.cli(["--env", "MODEL.DEVICE", "cuda"]) == 0
     options = tiny.tiny_options(tmp_path, "MODEL.DEVICE", "cuda", "SOLVER.AMP", "True", "SOLVER.MAX_EPOCH", "1")
     assert amp_doctor.cli(options) == 0

@@ -1,4 +1,4 @@
-"""Out of memory, and operations without a deterministic form, in a step and in an evaluation."""
+"""Out of memory and operations without a deterministic implementation, in training and evaluation."""
 
 import os
 import subprocess
@@ -25,8 +25,8 @@ NO_MEMORY = [
 ]
 
 
-class Refusing(Net):
-    """Fails in its third forward pass in training, and in its first one in evaluation."""
+class Failing(Net):
+    """Net that raises in its third training pass and in its first evaluation pass."""
 
     def __init__(self, error):
         super().__init__()
@@ -41,32 +41,32 @@ class Refusing(Net):
 
 @pytest.mark.parametrize("error", NO_MEMORY)
 def test_out_of_memory_in_a_step(error):
-    model = Refusing(error)
+    model = Failing(error)
     trainer = make_trainer(model, [sgd(model)], [make_batch()] * 5, torch.bfloat16)
     with pytest.raises(TrainingError) as raised:
         trainer.train(0, 1, 5)
     message = str(raised.value)
-    assert message.startswith("out of memory in iteration 2.\n  batch: images (8, 8) float32, targets (8,) int64\n")
+    assert "iteration 2" in message and "images (8, 8) float32, targets (8,) int64" in message
     assert str(error) in message
     for key in ("SOLVER.IMS_PER_BATCH", "SOLVER.ACCUM_STEPS", "INPUT.SIZE_TRAIN", "MODEL.BACKBONE.CHECKPOINTING"):
         assert key in message
 
 
 @pytest.mark.parametrize("error", NO_MEMORY)
-def test_out_of_memory_in_an_evaluation(error):
-    with pytest.raises(TrainingError, match=r"out of memory in the evaluation.\n  batch: images \(8, 8\)") as raised:
-        inference_on_dataset(Refusing(error), [make_batch()], DatasetEvaluator())
+def test_out_of_memory_in_evaluation(error):
+    with pytest.raises(TrainingError, match=r"images \(8, 8\)") as raised:
+        inference_on_dataset(Failing(error), [make_batch()], DatasetEvaluator())
     assert "TEST.IMS_PER_BATCH" in str(raised.value) and "INPUT.SIZE_TEST" in str(raised.value)
 
 
-def test_a_bug_stays_a_bug():
-    model = Refusing(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+def test_other_errors_pass_through():
+    model = Failing(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="mat1"):
         make_trainer(model, [sgd(model)], [make_batch()] * 5, torch.float32).train(0, 1, 5)
 
 
-class Putting(Net):
-    """Uses an operation that has no deterministic form on any device."""
+class Nondeterministic(Net):
+    """Net with an operation that has no deterministic implementation on any device."""
 
     def forward(self, batch):
         images = batch["images"].clone().put_(torch.zeros(1, dtype=torch.int64), torch.ones(1))
@@ -74,24 +74,24 @@ class Putting(Net):
 
 
 @pytest.fixture
-def free_again():
+def reset_deterministic():
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
 
 
-def test_the_key_switches_on_and_off_and_names_what_cannot(demo, tmp_path, free_again, monkeypatch, capsys):
+def test_deterministic_key_and_unsupported_operation(demo, tmp_path, reset_deterministic, monkeypatch, capsys):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    model = make_net(Putting)
+    model = make_net(Nondeterministic)
     train = make_trainer(model, [sgd(model)], [make_batch()] * 4, torch.float32).train
     train(0, 1, 1)
     default_setup(tiny.tiny_config(tmp_path, "DETERMINISTIC", "True", "CUDNN_BENCHMARK", "True"))
     assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert "CUDNN_BENCHMARK True has no effect" in capsys.readouterr().out
-    with pytest.raises(TrainingError, match=r"DETERMINISTIC is True, and put_ cannot be .* \(iteration 1\)"):
+    with pytest.raises(TrainingError, match=r"DETERMINISTIC is True.* put_ .*\(iteration 1\)"):
         train(1, 1, 2)
-    with pytest.raises(TrainingError, match=r"DETERMINISTIC is True, and put_ cannot be .* \(the pre-flight"):
+    with pytest.raises(TrainingError, match=r"DETERMINISTIC is True.* put_ .*\(the pre-flight"):
         preflight(model, make_batch(), policy=PrecisionPolicy("cpu", torch.float32, "test"))
     default_setup(tiny.tiny_config(tmp_path, "CUDNN_BENCHMARK", "True"))
     assert not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.deterministic
@@ -99,10 +99,10 @@ def test_the_key_switches_on_and_off_and_names_what_cannot(demo, tmp_path, free_
     train(1, 1, 2)
 
 
-def test_two_runs_are_equal_bit_for_bit(demo_root, tmp_path):
+def test_deterministic_runs_are_bit_identical(demo_root, tmp_path):
     options = ["DETERMINISTIC", "True", "SOLVER.AMP", "bf16", "DATALOADER.NUM_WORKERS", "2", "SOLVER.MAX_EPOCH", "1"]
     root, names = {"FASTAMP_DATASETS": str(demo_root)}, ("first", "second", "other")
-    # In a new process, whose hash seed is another.
+    # A new process has another hash seed.
     command = [sys.executable, str(RANKS), str(tmp_path / "first"), "1", *options, "SEED", "3"]
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | root)
     runs = [

@@ -1,4 +1,4 @@
-"""Failures 3 and 4: no gradient comes to the optimizer, or to one of two."""
+"""Optimizers that receive no gradient."""
 
 import itertools
 
@@ -30,7 +30,7 @@ from fastamp.utils.errors import ConfigError, TrainingError
 NO_INF_CHECKS = "No inf checks were recorded for this optimizer"
 
 
-# 3. No gradient comes to the optimizer: all frozen, losses without a way to the parameters, gradients cleared.
+# No optimizer receives a gradient: frozen parameters, losses without a path to the parameters, cleared gradients.
 
 
 def detached(loss, other):
@@ -50,12 +50,12 @@ def of_another_model(loss, other):
 
 
 class Spoiled(Net):
-    """Its loss, or a second one beside it, is spoiled."""
+    """Net that modifies its loss with ``spoil``, or adds a modified second loss."""
 
     def __init__(self, spoil, beside=False):
         super().__init__()
         self.spoil, self.beside = spoil, beside
-        self.others = [make_net()]  # in a list, so that it is no part of this model
+        self.others = [make_net()]  # in a list, so that it is not a submodule
 
     def losses(self, logits, batch):
         losses = super().losses(logits, batch)
@@ -68,82 +68,78 @@ REQUIRING = [detached_and_required, rewrapped, of_another_model]
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("spoil", [detached, *REQUIRING])
-def test_3_a_loss_that_reaches_nothing(spoil, dtype):
+def test_loss_without_a_path_to_the_model_raises(spoil, dtype):
     model = make_net(Spoiled, spoil=spoil)
     before = values(model)
     for scaler, message in ((None, None), (plain_scaler(), NO_INF_CHECKS)):
-        if spoil is detached:  # PyTorch says what it needs, and of which loss it does not
+        if spoil is detached:  # PyTorch raises, without the name of the loss
             with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
                 plain_step(model, sgd(model), make_batch(), dtype, scaler)
         elif message:
             with pytest.raises(AssertionError, match=message):
                 plain_step(model, sgd(model), make_batch(), dtype, scaler)
         else:
-            plain_step(model, sgd(model), make_batch(), dtype)  # without a word
+            plain_step(model, sgd(model), make_batch(), dtype)  # without an error
     assert same(before, values(model))
 
-    with pytest.raises(TrainingError, match="'loss_new' is not connected to any parameter") as error:
+    with pytest.raises(TrainingError, match="'loss_new'") as error:
         train(model, [sgd(model)], dtype)
     found = {
-        detached: "it has no graph",
-        detached_and_required: "a tensor of its own",
-        rewrapped: "a tensor of its own",
-        of_another_model: "its graph does not lead to them",
+        detached: "requires_grad is False",
+        detached_and_required: "leaf tensor",
+        rewrapped: "leaf tensor",
+        of_another_model: "autograd graph",
     }
     assert found[spoil] in str(error.value)
-    assert "cause: it was detached or wrapped in a new tensor" in str(error.value)
-    assert "without .detach(), .item() or torch.tensor()" in str(error.value)
 
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("spoil", [detached, *REQUIRING])
-def test_3_beside_a_good_loss(spoil, dtype):
+def test_second_loss_without_a_path_to_the_model_raises(spoil, dtype):
     for scaler in (None, plain_scaler()):
-        model, alone = make_net(Spoiled, spoil=spoil, beside=True), make_net()
-        for each in (model, alone):
+        model, reference = make_net(Spoiled, spoil=spoil, beside=True), make_net()
+        for each in (model, reference):
             for _ in range(3):
                 plain_step(each, sgd(each), make_batch(), dtype, scaler)
-        assert same(values(model), values(alone))  # as if that loss were not there, and nothing is said
+        assert same(values(model), values(reference))  # plain PyTorch ignores the second loss without an error
 
-    with pytest.raises(TrainingError, match="'loss_new' is not connected to any parameter"):
+    with pytest.raises(TrainingError, match="'loss_new'"):
         train(model, [sgd(model)], dtype)
 
 
 @pytest.mark.parametrize("spoil", [detached, *REQUIRING])
-def test_3_from_a_later_step_on(spoil):
-    """When the graph is no longer followed, a loss that reaches nothing ends the run all the same."""
+def test_loss_that_loses_its_path_later_raises(spoil):
+    """The run also fails after the first steps, which trace the autograd graph."""
 
     class Later(HookBase):
         def before_step(self):
             model.spoil = spoil if self.trainer.iter == 6 else lambda loss, other: loss
 
     model = make_net(Spoiled, spoil=None)
-    with pytest.raises(TrainingError, match="'loss_new' is not conn" if spoil is detached else NO_INF_CHECKS) as error:
+    with pytest.raises(TrainingError, match="'loss_new'" if spoil is detached else NO_INF_CHECKS) as error:
         train(model, [sgd(model)], torch.bfloat16, steps=8, hooks=[Later()])
     if spoil is not detached:
-        assert "reached from the loss: 0" in str(error.value)
-        assert "or the loss comes from another model than this one" in str(error.value)
+        assert "0 with a gradient" in str(error.value)
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_3_everything_is_frozen(dtype):
+def test_frozen_model_raises(dtype):
     frozen = make_net().requires_grad_(False)
     for scaler in (None, plain_scaler()):
         with pytest.raises(RuntimeError, match="does not require grad"):
             plain_step(frozen, sgd(frozen), make_batch(), dtype, scaler)
 
-    with pytest.raises(TrainingError, match="everything before it is frozen"):
+    with pytest.raises(TrainingError, match="'loss_cls'"):
         train(frozen, [sgd(frozen)], dtype)
     model = make_net()
     freeze = FreezeLayers(model, ["body", "head"], iterations=2)
-    with pytest.raises(TrainingError, match=r"no loss \(loss_cls\) is connected to a parameter that is trained") as e:
+    with pytest.raises(TrainingError, match=r"\(loss_cls\)[\s\S]*MODEL.FREEZE_LAYERS \(body, head\)"):
         train(model, [sgd(model)], dtype, hooks=[freeze])
-    assert "MODEL.FREEZE_LAYERS names (body, head)" in str(e.value) and "fix:   freeze less" in str(e.value)
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_3_everything_that_the_optimizer_holds_is_frozen(dtype):
-    """The head is frozen and held, the body is trainable and not held."""
+def test_optimizer_with_only_frozen_parameters_raises(dtype):
+    """The optimizer holds the frozen head and not the trainable body."""
 
     def make():
         model = make_net()
@@ -155,20 +151,20 @@ def test_3_everything_that_the_optimizer_holds_is_frozen(dtype):
         plain_step(model, optimizer, make_batch(), dtype, plain_scaler())
 
     model, optimizer = make()
-    with pytest.raises(TrainingError, match=r"2 trainable parameters are held by no optimizer.*body.0.weight"):
+    with pytest.raises(TrainingError, match=r"body.0.weight"):
         train(model, [optimizer], dtype)
 
 
-def test_3_the_step_alone_says_that_what_is_held_is_frozen():
+def test_step_in_a_custom_loop_reports_frozen_parameters():
     model = make_net()
     step = OptimizationStep(model, [sgd(model.head.requires_grad_(False))])
     step.scale(model(make_batch())).backward()
     with pytest.raises(TrainingError) as error:
         step.finish()
-    assert "frozen" in str(error.value) and "not the model's parameters" not in str(error.value)
+    assert "all parameters in the optimizer are frozen, e.g. head.weight" in str(error.value)
 
 
-def test_3_everything_is_frozen_when_the_optimizer_is_built(demo, tmp_path):
+def test_default_trainer_raises_on_a_frozen_model(demo, tmp_path):
     class Frozen(DefaultTrainer):
         @classmethod
         def build_model(cls, cfg):
@@ -179,7 +175,7 @@ def test_3_everything_is_frozen_when_the_optimizer_is_built(demo, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_3_gradients_are_cleared_before_the_step(dtype):
+def test_gradients_cleared_before_the_step_raise(dtype):
     model = make_net()
     optimizer = sgd(model)
     before = values(model)
@@ -198,17 +194,17 @@ def test_3_gradients_are_cleared_before_the_step(dtype):
     trainer = make_trainer(model, [optimizer], [make_batch()], dtype)
     unscale = trainer.step.unscale
     trainer.step.unscale = lambda: (optimizer.zero_grad(), unscale())[1]
-    with pytest.raises(TrainingError, match="cause: the gradients were cleared before the step") as error:
+    with pytest.raises(TrainingError, match=r"zero_grad\(\)") as error:
         trainer.train(0, 1, 1)
-    assert NO_INF_CHECKS in str(error.value) and "call zero_grad() only after the step" in str(error.value)
-    assert "held by the optimizer: 4   reached from the loss: 0" in str(error.value)
+    assert NO_INF_CHECKS in str(error.value)
+    assert "4 of them in the optimizer, 0 with a gradient" in str(error.value)
 
 
-# 4. A second optimizer without gradients this step.
+# A second optimizer without gradients in some steps.
 
 
 class Alternating(Net):
-    """A second head, with a loss of its own on every second call."""
+    """Net with a second head, which has a loss in every second forward pass."""
 
     def __init__(self):
         super().__init__()
@@ -230,7 +226,7 @@ def two_optimizers(model):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_4_an_idle_optimizer_plainly(dtype):
+def test_plain_scaler_fails_on_an_optimizer_without_gradients(dtype):
     model = make_net(Alternating)
     optimizers, scaler = two_optimizers(model), plain_scaler()
     with autocast(dtype):
@@ -242,7 +238,7 @@ def test_4_an_idle_optimizer_plainly(dtype):
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_4_an_idle_optimizer_is_left_out_of_that_step(dtype):
+def test_optimizer_without_gradients_does_not_step(dtype):
     class Record(HookBase):
         def after_step(self):
             history.append(values(model))
@@ -260,13 +256,13 @@ def test_4_an_idle_optimizer_is_left_out_of_that_step(dtype):
     assert moved == [[True] * 4, [True] * 4, [False, True, False, True]]
 
 
-def test_4_two_optimizers_are_all_or_nothing():
+def test_two_optimizers_step_together_or_not_at_all():
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizers, scaler = [torch.optim.SGD([p], lr=0.1) for p in (a, b)], plain_scaler()
     scaler.scale((a * 2 + b * float("inf")).sum()).backward()
     for optimizer in optimizers:
         scaler.step(optimizer)
-    assert a.item() != 1.0 and b.item() == 1.0  # one steps, while the other is skipped
+    assert a.item() != 1.0 and b.item() == 1.0  # one optimizer steps, the other skips
 
     a.data.fill_(1.0)
     for optimizer in optimizers:

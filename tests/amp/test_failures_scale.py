@@ -1,4 +1,4 @@
-"""Failures 5 to 8: what goes wrong with scaled gradients, skipped steps and the loss scale itself."""
+"""Failures of clipping, schedules and parameters under loss scaling and skipped steps."""
 
 import math
 from functools import partial
@@ -35,7 +35,7 @@ clip_norm = partial(clip_gradients, clip_type="global_norm", clip_value=0.5)
 
 
 class Losses(HookBase):
-    """Keeps the loss of each step that was taken."""
+    """Record the loss of each step."""
 
     def __init__(self):
         self.losses = []
@@ -44,11 +44,11 @@ class Losses(HookBase):
         self.losses.append(self.trainer.metrics.flush().get("total_loss"))
 
 
-# 5. Clipping scaled gradients.
+# Clipping scaled gradients.
 
 
 def plain_clipping(dtype, *, unscale):
-    """Return model and losses of 30 steps of PyTorch's loop with clipping at norm 0.5."""
+    """Train 30 steps with a plain PyTorch loop and clipping at norm 0.5; return model and losses."""
     model, scaler, losses = make_net(), plain_scaler(), []
     optimizer = sgd(model)
     for _ in range(30):
@@ -66,7 +66,7 @@ def plain_clipping(dtype, *, unscale):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_5_clipping_scaled_gradients(dtype):
+def test_clipping_applies_to_unscaled_gradients(dtype):
     _, wrong = plain_clipping(dtype, unscale=False)
     plain, right = plain_clipping(dtype, unscale=True)
     assert wrong[0] - wrong[-1] < 1e-3 and right[0] - right[-1] > 0.3
@@ -80,7 +80,7 @@ def test_5_clipping_scaled_gradients(dtype):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 
 
-def test_5_the_coefficient_is_of_unscaled_gradients():
+def test_clip_coefficient_does_not_depend_on_the_loss_scale():
     coefficients = []
     for scaler in (None, LossScaler(init_scale=1024.0)):
         model = make_net()
@@ -93,12 +93,12 @@ def test_5_the_coefficient_is_of_unscaled_gradients():
     assert coefficients[0] == pytest.approx(coefficients[1], rel=1e-5)
 
 
-# 6. A schedule that is stepped on skipped steps.
+# A learning rate schedule that advances on skipped steps.
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("dtype", LOW)
-def test_6_plain_warm_up_runs_out_while_no_step_is_taken(dtype):
+def test_plain_warmup_ends_although_all_steps_are_skipped(dtype):
     model, scaler = make_net(), plain_scaler()
     optimizer, before = sgd(model), values(model)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
@@ -109,7 +109,7 @@ def test_6_plain_warm_up_runs_out_while_no_step_is_taken(dtype):
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_6_the_schedule_advances_on_taken_steps(tmp_path, dtype):
+def test_schedule_advances_only_on_applied_steps(tmp_path, dtype):
     class Rates(HookBase):
         def after_step(self):
             rates.append(optimizer.param_groups[0]["lr"])
@@ -126,11 +126,11 @@ def test_6_the_schedule_advances_on_taken_steps(tmp_path, dtype):
     assert trainer.steps_taken == 11 and trainer.step.skipped_total == 11
 
 
-# 7. Scale collapse.
+# Collapse of the loss scale.
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_7_plain_scale_collapses(dtype):
+def test_plain_loss_scale_collapses(dtype):
     model, scaler = make_net(), plain_scaler()
     optimizer = sgd(model)
     for _ in range(40):
@@ -139,14 +139,14 @@ def test_7_plain_scale_collapses(dtype):
     before = values(model)
     plain_step(model, optimizer, GOOD, dtype, scaler)
     zeros = [not p.grad.any() for p in model.parameters()]
-    # A step without a word that moves nothing; bfloat16 has the range of float32, and no use for a scale.
+    # In float16 all gradients underflow without an error; bfloat16 has the range of float32.
     assert zeros == [dtype == torch.float16] * 4 and same(before, values(model)) == (dtype == torch.float16)
     regrowing = math.log2(65536 / scaler.get_scale()) * scaler.get_growth_interval()
     assert regrowing == 80_000
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_7_the_scale_has_a_floor(dtype):
+def test_loss_scale_stops_at_min_scale(dtype):
     model = make_net()
     trainer = make_trainer(model, [sgd(model)], [BAD] * 40 + [GOOD], dtype, max_consecutive_skips=40)
     before = values(model)
@@ -155,35 +155,34 @@ def test_7_the_scale_has_a_floor(dtype):
     assert not any(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
-def test_7_a_floor_of_the_users():
+def test_custom_min_scale():
     scaler = LossScaler(init_scale=65536.0, min_scale=128.0)
     for _ in range(40):
         scaler.update(False)
     assert scaler.scale == 128.0
 
 
-FLOOR = "cause: the loss scale is at its floor, SOLVER.AMP.MIN_SCALE: float16 cannot hold this model's values"
-WHATEVER = "cause: a loss or its gradient is infinite or NaN, whatever the loss scale"
+AT_MINIMUM = "SOLVER.AMP.MIN_SCALE"
+NO_SCALE = "Inf or NaN"
 
 
 @pytest.mark.parametrize("dtype, on_failure, cause", [
-    (torch.float16, "error", FLOOR),
-    (torch.bfloat16, "error", WHATEVER),
-    (torch.bfloat16, "bfloat16", WHATEVER),
-    (torch.float32, "error", WHATEVER),
-    (torch.float32, "float32", WHATEVER),
+    (torch.float16, "error", AT_MINIMUM),
+    (torch.bfloat16, "error", NO_SCALE),
+    (torch.bfloat16, "bfloat16", NO_SCALE),
+    (torch.float32, "error", NO_SCALE),
+    (torch.float32, "float32", NO_SCALE),
 ])  # fmt: skip
-def test_7_on_failure_error(dtype, on_failure, cause):
-    """And where the next dtype would be the same."""
+def test_too_many_skips_raise_precision_failure(dtype, on_failure, cause):
+    """Also if the fallback dtype equals the current one."""
     model = make_net()
     before = values(model)
     trainer = make_trainer(model, [sgd(model)], [BAD] * 40, dtype, on_failure=on_failure)
-    with pytest.raises(PrecisionFailure, match="26 optimizer steps in a row were skipped") as error:
+    with pytest.raises(PrecisionFailure, match=r"^26 .*SOLVER.AMP.MAX_CONSECUTIVE_SKIPS \(25\)") as error:
         trainer.train(0, 1, 40)
     message = str(error.value)
-    assert "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS (25)" in message and cause in message
-    assert "found: 4 gradients are not finite, e.g. body.0.weight, body.0.bias, head.weight" in message
-    assert "fix:" in message and "a lower SOLVER.BASE_LR, SOLVER.CLIP_GRADIENTS, or a look at the data" in message
+    assert cause in message and "body.0.weight, body.0.bias, head.weight" in message
+    assert "SOLVER.BASE_LR" in message and "SOLVER.CLIP_GRADIENTS" in message
     assert same(before, values(model))
 
 
@@ -191,18 +190,18 @@ def test_7_on_failure_error(dtype, on_failure, cause):
     torch.bfloat16,
     torch.float32,
 ])  # fmt: skip
-def test_7_the_fix_is_another_dtype_than_the_present(dtype):
+def test_suggested_dtype_differs_from_the_current_one(dtype):
     model = make_net()
     trainer = make_trainer(model, [sgd(model)], [BAD] * 40, dtype)
     with pytest.raises(PrecisionFailure) as error:
         trainer.train(0, 1, 40)
     assert "DTYPE bfloat16" not in str(error.value)
-    assert dtype == torch.bfloat16 or "SOLVER.AMP off" not in str(error.value)
+    assert dtype == torch.bfloat16 or "SOLVER.AMP False" not in str(error.value)
 
 
 @pytest.mark.parametrize("on_failure", ["bfloat16", "float32"])
-def test_7_on_failure_another_dtype(on_failure, caplog):
-    """With images that float16 alone cannot hold."""
+def test_on_failure_switches_the_dtype(on_failure, caplog):
+    """Images with values beyond the range of float16."""
     model, large = make_net(), spoil(GOOD, 1e6)
     trainer = make_trainer(model, [sgd(model, lr=1e-9)], [large] * 30, torch.float16, on_failure=on_failure)
     before = values(model)
@@ -210,14 +209,14 @@ def test_7_on_failure_another_dtype(on_failure, caplog):
     assert trainer.policy.dtype == DTYPES[on_failure] and trainer.step.scaler is None
     assert trainer.steps_taken == 4 and trainer.step.skipped_total == 26
     assert finite(model.parameters()) and not same(before, values(model))
-    assert f"SOLVER.AMP.ON_FAILURE: going on in {on_failure}" in caplog.text and "float16 cannot hold" in caplog.text
+    assert "SOLVER.AMP.ON_FAILURE" in caplog.text and on_failure in caplog.text
 
 
-# 8. 145 skips in a row, then a good batch.
+# 145 consecutive skips, then a finite batch.
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_8_plain_parameters_are_destroyed_by_a_good_batch(dtype):
+def test_plain_parameters_become_non_finite_after_145_skips(dtype):
     model, scaler = make_net(), plain_scaler()
     optimizer = sgd(model)
     for _ in range(145):
@@ -229,8 +228,8 @@ def test_8_plain_parameters_are_destroyed_by_a_good_batch(dtype):
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("min_scale", [1.0, 2.0**-149])
-def test_8_cannot_happen(dtype, min_scale):
-    """Not even where the floor is no floor: the verdict is on what the optimizer will see."""
+def test_parameters_stay_finite_after_145_skips(dtype, min_scale):
+    """Even with a subnormal min_scale: the verdict is computed from the unscaled gradients."""
     model = make_net()
     trainer = make_trainer(model, [sgd(model)], [BAD] * 145 + [GOOD], dtype, max_consecutive_skips=1000)
     if trainer.step.scaler:

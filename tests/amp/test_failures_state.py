@@ -1,4 +1,4 @@
-"""Failures 9 to 13: what a bad step, a checkpoint or an average leaves behind, and windows of accumulation."""
+"""Failures of state: statistics and metrics after a skipped step, checkpoints, weight averages, accumulation."""
 
 import logging
 import math
@@ -39,7 +39,7 @@ BAD, GOOD = spoil(make_batch()), make_batch()
 
 
 class Record(HookBase):
-    """Keeps what the model holds after each step."""
+    """Record the state dict after each step."""
 
     def __init__(self):
         self.steps = []
@@ -48,7 +48,7 @@ class Record(HookBase):
         self.steps.append(values(self.trainer.model))
 
 
-# 9. One overflowing batch. Among several processes: test_failures_ranks.py.
+# One overflowing batch. With several processes: test_failures_ranks.py.
 
 
 def evaluate(model, dtype):
@@ -58,7 +58,7 @@ def evaluate(model, dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_9_plain_evaluation_is_nan_for_ever(dtype):
+def test_plain_evaluation_stays_nan_after_an_overflow(dtype):
     model, scaler = make_net(normalize=True), plain_scaler()
     optimizer = sgd(model)
     for batch in (GOOD, BAD, *[GOOD] * 50):
@@ -69,7 +69,7 @@ def test_9_plain_evaluation_is_nan_for_ever(dtype):
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("accum_steps", [1, 2])
-def test_9_statistics_are_restored(dtype, accum_steps):
+def test_skipped_step_restores_statistics(dtype, accum_steps):
     model, record = make_net(normalize=True), Record()
     batches = [GOOD] * accum_steps + [GOOD] * (accum_steps - 1) + [BAD] + [GOOD] * accum_steps
     trainer = make_trainer(model, [sgd(model)], batches, dtype, init_scale=8.0, accum_steps=accum_steps)
@@ -84,21 +84,18 @@ def test_9_statistics_are_restored(dtype, accum_steps):
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_9_without_the_guard_it_is_named(dtype):
+def test_non_finite_statistics_raise_without_the_buffer_guard(dtype):
     model = make_net(normalize=True)
     trainer = make_trainer(model, [sgd(model)], [GOOD, BAD, GOOD], dtype, init_scale=8.0, guard_buffers=False)
     trainer.train(0, 1, 3)
     assert trainer.step.skipped_total == 1 and finite(model.parameters())
     assert evaluate(model, dtype).isnan().all()
-    with pytest.raises(TrainingError, match=r"2 of the model's tensors are not finite, e.g. body.1.running_mean") as e:
+    with pytest.raises(TrainingError, match=r"2 .*body.1.running_mean"):
         check_finite(model)
-    assert "running statistics took in an overflow (SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP off" in str(
-        e.value
-    ) and "fix:" in str(e.value)
 
 
 class Poison(HookBase):
-    """Makes a weight infinite after the last step of an epoch."""
+    """Set a weight to infinity after the last step of an epoch."""
 
     def __init__(self, epoch):
         self.epoch = epoch
@@ -110,21 +107,21 @@ class Poison(HookBase):
 
 
 @pytest.mark.parametrize("period, evaluations", [("1", 1), ("4", 0)])
-def test_9_what_is_not_finite_is_neither_evaluated_nor_saved(demo, tmp_path, monkeypatch, period, evaluations):
+def test_non_finite_model_is_not_evaluated_or_saved(demo, tmp_path, monkeypatch, period, evaluations):
     evaluated, evaluate = [], defaults.evaluate_sets
     monkeypatch.setattr(defaults, "evaluate_sets", lambda *args: evaluated.append(1) or evaluate(*args))
     options = ("SOLVER.MAX_EPOCH", "4", "TEST.EVAL_PERIOD", period, "SOLVER.CHECKPOINT_PERIOD", "1")
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options))
     trainer.register_hooks([Poison(epoch=2)])
-    with pytest.raises(TrainingError, match=r"heads.weight: it is neither evaluated nor saved"):
+    with pytest.raises(TrainingError, match=r"heads.weight"):
         trainer.train()
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000.pth"
     assert finite(tiny.weights(tmp_path / "model_0000.pth").values())
     assert len(evaluated) == evaluations
 
 
-def test_9_the_guard_by_key(demo, tmp_path, monkeypatch, capfd):
-    """A batch that overflows, through the command line."""
+def test_buffer_guard_key_on_the_command_line(demo, tmp_path, monkeypatch, capfd):
+    """A run on the command line with one overflowing batch."""
     original = DefaultTrainer.build_train_loader.__func__
 
     def with_a_bad_batch(cls, cfg):
@@ -149,15 +146,15 @@ def test_9_the_guard_by_key(demo, tmp_path, monkeypatch, capfd):
     assert (
         train_net.cli(tiny.tiny_options(tmp_path / "off", *options, "SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP", "off")) == 2
     )
-    assert "running statistics took in an overflow" in capfd.readouterr().err
+    assert "SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP" in capfd.readouterr().err
     assert not (tmp_path / "off/last_checkpoint").exists()
 
 
-# 10. A skipped step's gradient norm in the average.
+# The gradient norm of a skipped step in the average.
 
 
 def plain_norms(dtype, batches):
-    """Return the gradient norms of PyTorch's loop."""
+    """Train with a plain PyTorch loop; return the gradient norms."""
     model, scaler, norms = make_net(normalize=True), plain_scaler(init_scale=8.0), []
     optimizer = sgd(model)
     for batch in batches:
@@ -173,7 +170,7 @@ def plain_norms(dtype, batches):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_10_averages_leave_skipped_steps_out(dtype):
+def test_averaged_metrics_exclude_skipped_steps(dtype):
     meter = plain_norms(dtype, [GOOD, BAD, *[GOOD] * 20])
     assert not math.isfinite(sum(meter) / len(meter))
 
@@ -181,17 +178,17 @@ def test_10_averages_leave_skipped_steps_out(dtype):
     trainer = make_trainer(model, [sgd(model)], [GOOD, BAD, *[GOOD] * 20], dtype, init_scale=8.0)
     trainer.train(0, 1, 22)
     metrics = trainer.metrics.flush()
-    # Of the run that never saw that batch.
+    # The average equals that of a run without the overflowing batch.
     assert metrics["grad_norm"] == pytest.approx(sum(plain_norms(dtype, [GOOD] * 21)) / 21, rel=0.01)
     assert metrics["skipped_total"] == 1 and metrics["skipped_in_a_row"] == 0
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-# 11. The loss scale is missing from the checkpoint.
+# A checkpoint without the loss scale.
 
 
 class Steep(Net):
-    """Its gradients overflow float16 above a loss scale of some hundreds."""
+    """Net with gradients that overflow float16 above a loss scale of about 500."""
 
     def losses(self, logits, batch):
         return {"loss_cls": super().losses(logits, batch)["loss_cls"] * 1000}
@@ -205,7 +202,7 @@ def steep_trainer(dtype, batches=60):
 
 
 def plain_skips(model, scaler):
-    """Return how many of 30 steps of PyTorch's loop were skipped."""
+    """Count the skipped steps among 30 of a plain PyTorch loop."""
     skipped, optimizer = 0, sgd(model, lr=1e-6)
     for _ in range(30):
         before = values(model)
@@ -214,7 +211,7 @@ def plain_skips(model, scaler):
     return skipped
 
 
-def test_11_plain_resume_skips_steps():
+def test_plain_resume_without_scaler_state_skips_steps():
     model, scaler = make_net(Steep), plain_scaler()
     first = plain_skips(model, scaler)
     kept = scaler.state_dict()
@@ -224,7 +221,7 @@ def test_11_plain_resume_skips_steps():
     assert plain_skips(model, scaler) == 0
 
 
-def test_11_the_scale_is_saved_and_restored(tmp_path):
+def test_loss_scale_is_saved_and_restored(tmp_path):
     trainer = steep_trainer(torch.float16)
     trainer.train(0, 1, 30)
     skipped = trainer.step.skipped_total
@@ -236,12 +233,12 @@ def test_11_the_scale_is_saved_and_restored(tmp_path):
     assert resumed.step.scaler.scale < 1024 and resumed.start_iter == 30
     resumed.train(30, 2, 30)
     assert resumed.step.skipped_total == skipped and resumed.steps_taken == 60 - skipped
-    fresh = steep_trainer(torch.float16)  # what it would be without
+    fresh = steep_trainer(torch.float16)  # the negative control
     fresh.train(0, 1, 30)
     assert fresh.step.skipped_total == skipped
 
 
-def test_11_through_the_checkpoint_of_a_run(demo, tmp_path):
+def test_loss_scale_resumes_from_a_checkpoint_file(demo, tmp_path):
     options = ("SOLVER.AMP", "fp16", "SOLVER.MAX_EPOCH", "1", "SOLVER.AMP.GROWTH_INTERVAL", "2")
     options += ("SOLVER.AMP.INIT_SCALE", "64", "SOLVER.AMP.PREFLIGHT", "off")
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options))
@@ -254,12 +251,12 @@ def test_11_through_the_checkpoint_of_a_run(demo, tmp_path):
 
 
 @pytest.mark.parametrize("before, now, message", [
-    (torch.bfloat16, torch.float16, "trained without loss scaling: starting with scale 65536"),
-    (torch.float32, torch.float16, "trained without loss scaling: starting with scale 65536"),
-    (torch.float16, torch.bfloat16, "loss scale (128) is not needed here"),
-    (torch.float16, torch.float32, "loss scale (128) is not needed here"),
+    (torch.bfloat16, torch.float16, "scale 65536"),
+    (torch.float32, torch.float16, "scale 65536"),
+    (torch.float16, torch.bfloat16, "(128)"),
+    (torch.float16, torch.float32, "(128)"),
 ])  # fmt: skip
-def test_11_from_another_dtype(caplog, before, now, message):
+def test_resume_in_another_dtype_logs_the_difference(caplog, before, now, message):
     caplog.set_level(logging.INFO)
     trainer, resumed = steep_trainer(before), steep_trainer(now)
     if trainer.step.scaler:
@@ -270,25 +267,25 @@ def test_11_from_another_dtype(caplog, before, now, message):
     assert (resumed.step.skipped_total, resumed.step.skipped_in_a_row) == (5, 2)
     assert resumed.step.scaler is None if now != torch.float16 else resumed.step.scaler.scale == 65536.0
     resumed.policy.load_state_dict(trainer.policy.state_dict())
-    assert re.search(rf"trained so far in {str(before)[6:]}; the precision now is {str(now)[6:]}", caplog.text)
+    assert re.search(rf"\b{str(before)[6:]}\b.*\b{str(now)[6:]}\b", caplog.text)
 
 
-# 12. An average kept in low precision.
+# A weight average in low precision.
 
 
 UPDATES, DECAY = 5000, 0.9999
-EXPECTED = 1 - DECAY**UPDATES  # from 0, while the weight is 1
+EXPECTED = 1 - DECAY**UPDATES  # average of weight 1, starting from 0
 
 
 @pytest.mark.parametrize("dtype, last", [(torch.float16, 0.25), (torch.bfloat16, 0.03125)])
-def test_12_plain_average_stands_still(dtype, last):
+def test_plain_low_precision_average_stops_changing(dtype, last):
     average, weight = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)
     for _ in range(UPDATES):
         average.mul_(DECAY).add_(weight, alpha=1 - DECAY)
     assert average.item() == last and EXPECTED > 0.39
 
 
-def test_12_ours_does_not():
+def test_weight_average_follows_small_updates():
     model = nn.Linear(1, 1)
     with torch.no_grad():
         model.weight.fill_(0.0)
@@ -300,8 +297,8 @@ def test_12_ours_does_not():
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_12_in_a_run(dtype):
-    """Against an average in float64 of the weights after each step that was taken."""
+def test_weight_average_matches_float64_in_a_run(dtype):
+    """Compare with an average in float64 over the applied steps."""
     model, record = make_net(normalize=True), Record()
     average = WeightAverage(model, "ema")
     start = {name: tensor.double() for name, tensor in values(model).items()}
@@ -317,17 +314,21 @@ def test_12_in_a_run(dtype):
         assert ours.dtype == parameter.dtype == torch.float32
         torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-7)
     moved = (average.tensors()["head.weight"] - start["head.weight"]).abs().max()
-    assert 1e-5 < moved < 1e-3  # what the comparison above has to tell from no movement at all
+    assert 1e-5 < moved < 1e-3  # well above the tolerance of the comparison
 
 
-# 13. Accumulation with unscale, step or update inside the window.
+# Accumulation with unscale, step or update inside the window.
 
 
 WINDOW = [make_batch(seed) for seed in range(4)]
 
 
 def plain_window(dtype, *, inside):
-    """Return model, gradient norm and steps taken of a window of four; ``inside`` it: unscale, step or nothing."""
+    """Train one window of four with a plain PyTorch loop; return model, gradient norm and number of steps.
+
+    Args:
+        inside: operation after each backward pass: ``"unscale"``, ``"step"``, another string for ``update``, or None.
+    """
     model, scaler, steps = make_net(), plain_scaler(), []
     optimizer = sgd(model)
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
@@ -350,7 +351,7 @@ def plain_window(dtype, *, inside):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_13_plain_update_inside_the_window(dtype):
+def test_plain_update_inside_the_accumulation_window_is_wrong(dtype):
     right, norm, steps = plain_window(dtype, inside=None)
     assert steps == 1
     for inside in ("unscale", "step"):
@@ -359,11 +360,11 @@ def test_13_plain_update_inside_the_window(dtype):
         if inside == "unscale":
             assert (wrong.head.weight - right.head.weight).abs().max() > 1e-3
     with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
-        plain_window(dtype, inside="update alone")
+        plain_window(dtype, inside="update")
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_13_one_step_a_window(dtype):
+def test_accumulation_applies_one_step_per_window(dtype):
     model = make_net()
     trainer = make_trainer(model, [sgd(model)], WINDOW, dtype, accum_steps=4)
     trainer.train(0, 1, 1)
@@ -377,11 +378,11 @@ def test_13_one_step_a_window(dtype):
         torch.testing.assert_close(ours, together, rtol=1e-2, atol=1e-3)
 
 
-def test_13_the_step_itself():
+def test_step_accumulates_micro_batches():
     model, step_scaler = make_net(), LossScaler(init_scale=65536.0)
     step = OptimizationStep(model, [sgd(model)], scaler=step_scaler)
     for batch in WINDOW:
         step.scale(model(batch), weight=1 / 4).backward()
     assert step.finish().grad_norm == pytest.approx(plain_window(torch.float32, inside=None)[1], rel=1e-5)
-    with pytest.raises(RuntimeError, match="without a backward"):
+    with pytest.raises(RuntimeError, match="backward"):
         step.finish()

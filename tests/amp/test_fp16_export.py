@@ -1,4 +1,4 @@
-"""A module in float16 without autocast keeps in float32 what autocast does."""
+"""Conversion to float16 without autocast keeps the same modules in float32 as autocast."""
 
 import pytest
 import tiny
@@ -32,10 +32,10 @@ def test_weights_are_float16_and_norms_and_heads_float32(tmp_path):
     assert low == {"backbone.0.weight", "backbone.4.weight"}
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=0, atol=5e-3 * expected.abs().max().item())
-    assert not torch.equal(found, expected)  # it did compute in float16
+    assert not torch.equal(found, expected)  # the negative control: it computes in float16
 
 
-def test_it_rounds_as_autocast_does():
+def test_output_matches_autocast():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
     images = torch.randn(2, 3, 16, 16)
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
@@ -43,24 +43,24 @@ def test_it_rounds_as_autocast_does():
     torch.testing.assert_close(in_float16(net)(images), expected, rtol=2e-3, atol=2e-3)
 
 
-def test_a_power_behind_it_does_not_overflow():
+def test_float32_pooling_after_float16_does_not_overflow():
     pool = POOL_LAYER_REGISTRY.get("GeneralizedMeanPooling")()
     conv = nn.Conv2d(1, 1, 1, bias=False)
     nn.init.constant_(conv.weight, 50.0)
     features = in_float16(nn.Sequential(conv, pool))(torch.ones(1, 1, 2, 2))
     torch.testing.assert_close(features, torch.full((1, 1, 1, 1), 50.0))
-    assert torch.isinf(torch.full((1,), 50.0, dtype=torch.float16) ** 3)  # what would happen
+    assert torch.isinf(torch.full((1,), 50.0, dtype=torch.float16) ** 3)  # the negative control
 
 
-def test_modules_that_the_config_forces_stay_in_float32():
+def test_forced_modules_stay_in_float32():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     apply_force_fp32(net, ["1"])
-    assert in_float16(net)(torch.ones(1, 4)).dtype == torch.float16  # the last one casts again
+    assert in_float16(net)(torch.ones(1, 4)).dtype == torch.float16  # output of the last layer
     assert dtypes(net)["0.weight"] == dtypes(net)["2.weight"] == torch.float16
     assert dtypes(net)["1.weight"] == torch.float32
 
 
-def test_a_region_that_is_one_method():
+def test_module_with_a_float32_method_stays_in_float32():
     x = torch.randn(2, 8, 4, 4)
     block = NonLocal(8, "BN")
     nn.init.ones_(block.W[1].weight)
@@ -69,7 +69,7 @@ def test_a_region_that_is_one_method():
     assert block(x.half()).dtype == torch.float16
 
 
-def test_attention_with_a_bias_in_a_buffer():
+def test_buffers_are_converted_too():
     class Biased(nn.Module):
         def __init__(self):
             super().__init__()
@@ -87,7 +87,7 @@ def test_attention_with_a_bias_in_a_buffer():
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4), nn.BatchNorm1d(4)])
-def test_every_norm(norm):
+def test_normalization_layers_compute_in_float32(norm):
     seen = []
     norm.register_forward_hook(lambda module, args, output: seen.append(args[0].dtype))
     net = in_float16(nn.Sequential(norm))
@@ -96,7 +96,7 @@ def test_every_norm(norm):
     assert seen == [torch.float32] and set(dtypes(norm).values()) <= {torch.float32}
 
 
-def test_a_container_called_norm_is_none():
+def test_container_named_norm_is_converted():
     class PreNorm(nn.Module):
         def __init__(self):
             super().__init__()
@@ -109,7 +109,7 @@ def test_a_container_called_norm_is_none():
         def forward(self, x):
             return self.layer(self.norm(x))
 
-    assert in_float16(PreNorm()).layer.weight.dtype == torch.float32  # a method is a region
+    assert in_float16(PreNorm()).layer.weight.dtype == torch.float32  # has a float32 method
 
     del PreNorm._unused
     assert in_float16(PreNorm()).layer.weight.dtype == torch.float16

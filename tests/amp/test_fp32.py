@@ -1,4 +1,4 @@
-"""float32 regions: off for autocast, in every mode, by decorator, class attribute and glob."""
+"""float32 regions by decorator, class attribute and pattern, in training and evaluation."""
 
 import copy
 import pickle
@@ -27,21 +27,21 @@ def test_region_computes_in_float32_in_every_mode(mode, dtype):
         low = x @ x
         inside = product(x.to(dtype), x.to(dtype))
         after = x @ x
-    assert low.dtype == after.dtype == dtype  # the region ends where it ends
+    assert low.dtype == after.dtype == dtype  # autocast is enabled again after the region
     assert inside.dtype == torch.float32
     torch.testing.assert_close(inside, x.to(dtype).float() @ x.to(dtype).float())
 
 
-def test_overflow_of_float16_happens_outside_and_not_inside():
+def test_region_avoids_float16_overflow():
     def cube(x):
         return x.pow(3)
 
     x = torch.full((4,), 41.0, dtype=torch.float16)
-    assert torch.isinf(cube(x)).all()  # the failure itself
+    assert torch.isinf(cube(x)).all()  # the negative control
     torch.testing.assert_close(force_fp32(cube)(x), torch.full((4,), 41.0**3))
 
 
-def test_nested_arguments_are_cast_and_float64_stays():
+def test_nested_arguments_are_cast_and_float64_is_kept():
     half = torch.ones(2, dtype=torch.float16)
     cast = to_float32({"a": [half, (half, 3)], "b": torch.ones(1, dtype=torch.float64), "c": torch.ones(1).long()})
     assert cast["a"][0].dtype == cast["a"][1][0].dtype == torch.float32
@@ -74,7 +74,7 @@ def output_dtypes(model):
     "patterns, forced",
     [([], set()), (["second.*"], {"second.0"}), (["Linear"], {"first", "second.0"}), (["second"], {"second.0"})],
 )
-def test_patterns_name_modules_or_classes(patterns, forced):
+def test_patterns_match_modules_and_classes(patterns, forced):
     model = Net()
     keys = list(model.state_dict())
     apply_force_fp32(model, patterns)
@@ -104,15 +104,15 @@ def test_class_attribute_makes_a_region():
     assert output_dtypes(model) == {"0": torch.float32}
 
 
-def test_pattern_that_matches_nothing_is_an_error():
+def test_unmatched_pattern_suggests_nearest():
     with pytest.raises(ConfigError, match=r"FORCE_FP32.*'secnd'.*Did you mean 'second'"):
         apply_force_fp32(Net(), ["secnd"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("patterns", [["backbone.4"], ["Conv2d"], ["backbone", "heads"]])
-def test_forced_or_not_the_features_are_the_same(tmp_path, dtype, patterns):
-    """Where nothing overflows; and in every mode alike."""
+def test_forced_regions_change_features_within_rounding(tmp_path, dtype, patterns):
+    """For a model without overflows, in all modes."""
     cfg = tiny.tiny_config(tmp_path, "MODEL.HEADS.NUM_CLASSES", "4")
     images = torch.randint(256, (16, 3, 64, 32), dtype=torch.uint8)
 
@@ -120,7 +120,7 @@ def test_forced_or_not_the_features_are_the_same(tmp_path, dtype, patterns):
         torch.manual_seed(0)
         model = build_model(cfg)
         apply_force_fp32(model, patterns)
-        model({"images": images, "targets": torch.arange(16) % 4})  # statistics of its own
+        model({"images": images, "targets": torch.arange(16) % 4})  # sets the running statistics
         model.eval()
         modes = []
         for mode in MODES.values():

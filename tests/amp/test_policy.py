@@ -1,4 +1,4 @@
-"""The precision policy: which dtype, why, and that it has an effect."""
+"""Precision policy: choice of the dtype, devices, and checks that autocast has an effect."""
 
 import ast
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_off_is_float32_without_autocast():
 
 
 @pytest.mark.parametrize("native, dtype", [((True, "native"), torch.bfloat16), ((False, "none here"), torch.float32)])
-def test_auto_on_a_cpu(monkeypatch, caplog, native, dtype):
+def test_auto_dtype_on_cpu(monkeypatch, caplog, native, dtype):
     monkeypatch.setattr(policy, "native_bfloat16", lambda device: native)
     monkeypatch.setattr("logging.Logger.propagate", True, raising=False)
     chosen = make(ENABLED=True)
@@ -39,13 +39,13 @@ def test_auto_on_a_cpu(monkeypatch, caplog, native, dtype):
 
 
 @pytest.mark.parametrize("native, dtype", [(True, torch.bfloat16), (False, torch.float16)])
-def test_auto_on_cuda(monkeypatch, native, dtype):
+def test_auto_dtype_on_cuda(monkeypatch, native, dtype):
     monkeypatch.setattr(policy, "native_bfloat16", lambda device: (native, "a reason"))
     assert policy.auto_dtype(torch.device("cuda"))[0] == dtype
 
 
 @pytest.mark.parametrize("name, dtype", [("bfloat16", torch.bfloat16), ("float16", torch.float16)])
-def test_a_dtype_by_name_runs_on_a_cpu(name, dtype):
+def test_named_dtype_runs_on_cpu(name, dtype):
     chosen = make(ENABLED=True, DTYPE=name)
     assert chosen.dtype == dtype
     assert chosen.needs_loss_scaling == (dtype == torch.float16)
@@ -54,7 +54,7 @@ def test_a_dtype_by_name_runs_on_a_cpu(name, dtype):
     assert chosen.state_dict()["dtype"] == name
 
 
-def test_forward_without_low_precision_is_an_error():
+def test_forward_without_low_precision_raises():
     model = nn.Linear(4, 4)
     chosen = make(ENABLED=True, DTYPE="bfloat16")
     with chosen.checked_autocast():
@@ -63,18 +63,18 @@ def test_forward_without_low_precision_is_an_error():
         torch.ones(3).exp()
 
 
-def test_wrong_device_type_would_be_silent_and_is_found():
-    """The negative control: autocast for another device type computes float32 without a word."""
+def test_wrong_device_type_raises():
+    """Without the check, autocast for another device type computes in float32 without an error."""
     model = nn.Linear(4, 4)
     wrong = PrecisionPolicy("cuda", torch.bfloat16, "wrong on purpose")
     with pytest.warns(UserWarning) if not torch.cuda.is_available() else torch.no_grad(), wrong.autocast():
         assert model(torch.ones(1, 4)).dtype == torch.float32
-    with pytest.raises(TrainingError, match="parameters are on cpu"):
+    with pytest.raises(TrainingError, match=r"cuda.* on cpu"):
         wrong.check_model(model)
 
 
-def test_model_in_half_precision_is_refused():
-    with pytest.raises(TrainingError, match=r"2 parameters are in low precision, e.g. weight, bias"):
+def test_low_precision_model_raises():
+    with pytest.raises(TrainingError, match=r"2 .*weight, bias"):
         make(ENABLED=True, DTYPE="float16").check_model(nn.Linear(2, 2).half())
 
 
@@ -84,7 +84,7 @@ def test_evaluation_policy():
     assert trained.for_evaluation("float32").dtype == torch.float32
 
 
-def test_tf32_is_the_policys(monkeypatch):
+def test_tf32_flags_follow_the_config(monkeypatch):
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     try:
         cfg = get_cfg()
@@ -97,17 +97,17 @@ def test_tf32_is_the_policys(monkeypatch):
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def test_devices():
+def test_resolve_device():
     assert resolve_device("cpu") == CPU
     assert resolve_device("auto").type in ("cpu", "cuda", "mps")
     for name in ("gpu", "cudaa", "xla"):
-        with pytest.raises(ConfigError, match=f"MODEL.DEVICE: '{name}'"):
+        with pytest.raises(ConfigError, match=f"MODEL.DEVICE: .*'{name}'"):
             resolve_device(name)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_cuda_asked_for_and_missing():
-    with pytest.raises(ConfigError, match="no CUDA device"):
+def test_missing_cuda_device_raises():
+    with pytest.raises(ConfigError, match=r"MODEL.DEVICE is 'cuda'"):
         resolve_device("cuda")
 
 
@@ -135,7 +135,7 @@ def calls_outside_amp(root=ROOT):
                     yield f"{path}:{node.lineno}"
 
 
-def test_only_amp_touches_autocast_scaler_and_half():
+def test_only_amp_uses_autocast_scaler_and_half():
     assert list(calls_outside_amp()) == []
 
 
@@ -153,7 +153,7 @@ def test_only_amp_touches_autocast_scaler_and_half():
         "from torch.cuda.amp import autocast",
     ],
 )
-def test_a_call_is_found_everywhere_else(tmp_path, call):
+def test_forbidden_call_is_found(tmp_path, call):
     for folder in ("fastamp/amp", "fastamp/engine", "tools", "projects/Other"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "file.py").write_text(f"{call}\nwith policy.autocast():\n    pass\n")

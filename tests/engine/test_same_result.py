@@ -116,7 +116,7 @@ def test_the_ranks_hold_mocos_bank_of_one_process(folders):
 def test_the_ranks_skip_a_step_together(folders):
     folder = folders[1] / "skipped"
     for log in ("log.txt", "log.txt.rank1"):
-        assert (folder / log).read_text().count("step skipped (1 in a row, 1 in all)") == 1
+        assert (folder / log).read_text().count("step skipped (1 in a row, 1 in total)") == 1
     same = [torch.equal(a["heads.weight"], b["heads.weight"]) for a, b in itertools.pairwise(steps(folder))]
     assert same == [False, True, False, False, False]
     assert torch.load(folder / "model_final.pth", weights_only=True)["trainer"]["steps_taken"] == 5

@@ -65,7 +65,7 @@ try:
 except TrainingError as error:
     said = str(error)
 print(f"SimpleTrainer.train, after {trainer.steps_taken} steps:\n{said}")
-check("of both: 0" in said and "fix:" in said and trainer.steps_taken == 0, "the error before the first step")
+check("0 in both" in said and "fix:" in said and trainer.steps_taken == 0, "the error before the first step")
 
 # A loop of your own that has only the step gets the cause with the assertion's own words, so that it can be searched.
 step = OptimizationStep(model, [stale], scaler=LossScaler())
@@ -79,7 +79,7 @@ try:
 except TrainingError as error:
     said = str(error)
 print(f"\nOptimizationStep.finish:\n{said}")
-check("No inf checks" in said and "held by the optimizer: 0" in said, "the step's own error")
+check("No inf checks" in said and "0 of them in the optimizer" in said, "the step's own error")
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 model.zero_grad()

@@ -203,7 +203,7 @@ def test_env_of_a_device_that_is_not_there(capfd):
 
 def test_env_of_no_device(capfd):
     assert amp_doctor.cli(["--env", "MODEL.DEVICE", "nonsense"]) == 2
-    assert "'nonsense' is no device" in capfd.readouterr().err
+    assert "MODEL.DEVICE: unknown device 'nonsense'" in capfd.readouterr().err
 
 
 def test_env_and_a_config(demo, tmp_path, capfd):

@@ -88,7 +88,7 @@ def test_a_run_its_files_and_its_evaluation(demo, tmp_path, capfd):
     capfd.readouterr()
     arguments = ["--eval-only", *options, "MODEL.WEIGHTS", output / "model_final.pth", "SOLVER.AMP", "off"]
     assert run(capfd, *arguments)[0] == 0
-    assert "trained in bfloat16; the precision now is float32" in (output / "log.txt").read_text()
+    assert "trained in bfloat16, but the precision is now float32" in (output / "log.txt").read_text()
 
     # and whatever the evaluation can do, it does from here too
     extras = ["TEST.RERANK", "on", "TEST.AQE", "on", "TEST.ROC", "on", "TEST.PER_QUERY", "True", "TEST.FLIP", "on"]
