@@ -1,0 +1,82 @@
+"""The GPU benchmark at toy sizes on a CPU: figures, targets and resumption."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "tools/benchmark"
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        spec = importlib.util.spec_from_file_location("gpu_benchmark", FOLDER / "gpu.py")
+        module = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, "gpu_benchmark", module)
+        spec.loader.exec_module(module)
+        yield module
+
+
+def run(gpu, output, part, match, *opts):
+    toy = ["--device", "cpu", "--toy", "--seconds", "0.05", "--output", str(output)]
+    gpu.main(["--part", part, "--match", match, *toy, *opts])
+    return json.loads(output.read_text())["results"]
+
+
+@pytest.mark.parametrize(
+    ("part", "match", "figure"),
+    [
+        ("train", "R50 batch 64 bf16", "of bare"),
+        ("train", "R18 batch 64 bf16, the read", "cost of the read"),
+        ("train", "files", "of compute"),
+        ("infer", "ViT-B", "x float32"),
+        ("infer", "files", "images/s"),
+        ("rank", "market1501 ranking", "ratio"),
+        ("rank", "market1501 re-ranking", "ratio"),
+    ],
+)
+def test_measurement_runs_on_a_cpu(gpu, part, match, figure, tmp_path):
+    results = run(gpu, tmp_path / "gpu.json", part, match)
+    assert all(figures[figure] is not None for name, figures in results[part].items() if "read" not in name)
+
+
+def test_second_run_continues_after_the_last_measurement(gpu, tmp_path, monkeypatch):
+    calls = []
+    planned = {"a": lambda setup: calls.append("a") or {"images/s": 2.0}, "b": lambda setup: calls.append("b") or 1 / 0}
+    monkeypatch.setattr(gpu, "measurements", lambda part: planned)
+    with pytest.raises(ZeroDivisionError):
+        run(gpu, tmp_path / "gpu.json", "train", "")
+    planned["b"] = lambda setup: calls.append("b") or {"images/s": 3.0}
+    assert run(gpu, tmp_path / "gpu.json", "train", "")["train"] == {"a": {"images/s": 2.0}, "b": {"images/s": 3.0}}
+    assert calls == ["a", "b", "b"]
+
+
+def test_targets_are_compared_with_the_figures(gpu):
+    results = {
+        "train": {
+            "R50 batch 256 float32": {"images/s": 1000.0},
+            "R50 batch 256 bf16": {"images/s": 2600.0, "of bare": 0.9, "reads/step": 1.0},
+        }
+    }
+    gpu.add_ratios(results)
+    assert results["train"]["R50 batch 256 bf16"]["x float32"] == 2.6
+    assert "x float32" not in results["train"]["R50 batch 256 float32"]
+    verdicts = {
+        tuple(cell.strip() for cell in line.strip("|").split("|")[:4:3])
+        for line in gpu.tables(results).splitlines()
+        if "reached" in line or "missed" in line
+    }
+    assert verdicts == {
+        ("R50 batch 256 bf16: of bare", "missed"),
+        ("R50 batch 256 bf16: x float32", "reached"),
+        ("R50 batch 256 bf16: images/s", "reached"),
+        ("R50 batch 256 bf16: reads/step", "reached"),
+    }
+
+
+def test_targets_name_existing_measurements(gpu):
+    assert all(target.name in gpu.measurements(target.part) for target in gpu.TARGETS)
