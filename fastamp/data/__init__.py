@@ -1,4 +1,4 @@
-"""From image files to batches: data sets, samplers, transforms and loaders."""
+"""Datasets, samplers, transforms and data loaders."""
 
 from fastamp.data.build import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.datasets import DATASET_REGISTRY, ImageDataset, ImageItem, data_root

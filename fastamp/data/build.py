@@ -1,4 +1,4 @@
-"""Build the training and test loaders that a config describes."""
+"""Build train and test data loaders from a config."""
 
 import logging
 from collections.abc import Sequence
@@ -27,24 +27,27 @@ logger = logging.getLogger(__name__)
 def build_reid_train_loader(
     cfg: Any, *, start_iter: int = 0, rank: int | None = None, world_size: int | None = None
 ) -> TrainLoader:
-    """Build the endless loader of DATASETS.NAMES.
+    """Build the infinite training loader for DATASETS.NAMES.
 
-    Its batches are a function of the config alone: the same ones from any ``start_iter`` on, with any number of
-    workers, and divided among any number of ranks. An epoch is ``images // IMS_PER_BATCH`` batches.
+    The batches depend only on the config: they do not change with ``start_iter``, the number of workers or the number
+    of ranks. One epoch is ``num_images // IMS_PER_BATCH`` iterations.
 
     Args:
-        cfg: reads DATASETS, DATALOADER, INPUT, SOLVER.IMS_PER_BATCH and SEED.
-        start_iter: the first batch, counted from the start of the training.
-        rank, world_size: this process among how many; None asks torch.distributed.
+        cfg (CfgNode): config; reads DATASETS, DATALOADER, INPUT, SOLVER.IMS_PER_BATCH and SEED.
+        start_iter (int): first batch to load, counted from the start of training. Default 0.
+        rank, world_size (int, optional): rank of this process and number of processes. Default: from torch.distributed.
+
+    Returns:
+        TrainLoader: yields dictionaries, see ``ReidDataset.__getitems__``.
 
     Raises:
-        DataError: a data set is missing or empty, or has too few images or identities for a batch.
-        ConfigError: a value is out of range, a name unknown, or a batch cannot be made up as asked.
+        DataError: if a dataset is missing or empty, or has too few images or identities for a batch.
+        ConfigError: if a value is out of range, a name is unknown, or the sampler cannot build batches of this size.
     """
     rank, world_size = _rank_and_world_size(rank, world_size)
     transforms = build_transforms(cfg, is_train=True)
     if not cfg.DATASETS.NAMES:
-        raise ConfigError("DATASETS.NAMES is empty; name at least one data set to train on")
+        raise ConfigError("DATASETS.NAMES is empty.\n  fix: DATASETS.NAMES with at least one training set")
     datasets = [build_dataset(name, cfg) for name in cfg.DATASETS.NAMES]
     parts = training_parts(datasets, combine_all=cfg.DATASETS.COMBINEALL)
     dataset = ReidDataset(
@@ -59,12 +62,12 @@ def build_reid_train_loader(
     batch_size = cfg.SOLVER.IMS_PER_BATCH
     if len(dataset) < batch_size:
         raise DataError(
-            f"the training data ({', '.join(cfg.DATASETS.NAMES)}) has {len(dataset)} images, fewer than one batch: "
-            f"SOLVER.IMS_PER_BATCH is {batch_size}.\n  fix: a smaller SOLVER.IMS_PER_BATCH, or more data"
+            f"the training set ({', '.join(cfg.DATASETS.NAMES)}) is smaller than one batch: {len(dataset)} images, "
+            f"SOLVER.IMS_PER_BATCH is {batch_size}.\n  fix: a smaller SOLVER.IMS_PER_BATCH, or more images"
         )
     if dataset.num_classes < 2:
         raise DataError(
-            f"the training data ({', '.join(cfg.DATASETS.NAMES)}) has a single identity; there is nothing to tell apart"
+            f"the training set ({', '.join(cfg.DATASETS.NAMES)}) has a single identity; training needs at least two"
         )
     sampler = SAMPLER_REGISTRY.build(
         cfg.DATALOADER.SAMPLER_TRAIN,
@@ -87,7 +90,7 @@ def build_reid_train_loader(
             names = ("train", "query", "gallery") if cfg.DATASETS.COMBINEALL else ("train",)
             log_splits(each, {name: getattr(each, name) for name in names})
         logger.info(
-            "training on %d images of %d identities: %d iterations of %d images an epoch",
+            "training set: %d images, %d identities; one epoch is %d iterations of %d images",
             len(dataset),
             dataset.num_classes,
             batch_sampler.iters_per_epoch,
@@ -101,35 +104,36 @@ def build_reid_train_loader(
 def build_reid_test_loader(
     cfg: Any, dataset_name: str, *, rank: int | None = None, world_size: int | None = None
 ) -> tuple[TestLoader, int]:
-    """Build the loader of a test set: its query images, then its gallery images, in order.
+    """Build the loader of a test set: query images, then gallery images, in order.
 
     Args:
-        cfg: reads INPUT, TEST.IMS_PER_BATCH (of all ranks together) and the worker counts.
-        dataset_name: a registered data set.
-        rank, world_size: this process among how many, each of which gets a contiguous part; None asks
-            torch.distributed.
+        cfg (CfgNode): config; reads INPUT, TEST.IMS_PER_BATCH (over all ranks) and the numbers of workers.
+        dataset_name (str): a registered dataset, or ``csv:FILE`` or ``folder:FOLDER``.
+        rank, world_size (int, optional): rank of this process and number of processes; each rank loads a contiguous
+            part of the test set. Default: from torch.distributed.
 
     Returns:
-        The loader, whose batches have the place of each image in ``indices``, and the number of query images.
+        tuple[TestLoader, int]: the loader, whose batches hold the index of each image under ``indices``, and the number
+            of query images.
 
     Raises:
-        DataError: the data set is missing or empty, or the images of the first batch have different sizes.
-        ConfigError: a value is out of range, or a name unknown.
+        DataError: if the dataset is missing or empty, or the images of the first batch have different sizes.
+        ConfigError: if a value is out of range or a name is unknown.
     """
     rank, world_size = _rank_and_world_size(rank, world_size)
     transforms = build_transforms(cfg, is_train=False)
     source = build_dataset(dataset_name, cfg)
     for split in ("query", "gallery"):
         if not getattr(source, split):
-            raise DataError(f"the data set {dataset_name} has no {split} images, so it cannot be tested on")
+            raise DataError(f"dataset {dataset_name} has no {split} images; expected a dataset with query and gallery")
     items = PackedItems.concat([PackedItems.of(source.query), PackedItems.of(source.gallery)])
     dataset = ReidDataset(items, transforms, relabel=False)
     _check_camera_view_ids(cfg, dataset, [dataset_name])
     check_files(dataset.items, [source])
     if len(dataset) < world_size:
         raise DataError(
-            f"the data set {dataset_name} has {len(dataset)} test images, fewer than the {world_size} processes.\n"
-            "  fix: fewer processes"
+            f"dataset {dataset_name} has fewer test images than there are processes: {len(dataset)} images, "
+            f"{world_size} processes.\n  fix: fewer processes"
         )
     batch_sampler = InferenceSampler(
         size=len(dataset),
@@ -144,22 +148,22 @@ def build_reid_test_loader(
         key, requested = "DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS
     _attach_cache(dataset, cfg)
     if transforms.resize.output_size is None:
-        # Images of different sizes fail here, before a training, and not at its first evaluation.
+        # Fail on images of different sizes here, instead of at the first evaluation.
         dataset.__getitems__(next(iter(batch_sampler)))
     loader = TestLoader(dataset, batch_sampler, num_workers=worker_count(key, requested), device=_device(cfg))
     return loader, len(source.query)
 
 
 def build_dataset(name: str, cfg: Any = None) -> ImageDataset:
-    """Build a registered data set from the data root, or a user's own, ``csv:FILE`` or ``folder:FOLDER``.
+    """Build a dataset from its name in the config.
 
     Args:
-        name: as in DATASETS.NAMES.
-        cfg: reads what some sets have keys for; None is the defaults.
+        name (str): a registered name, ``csv:FILE`` or ``folder:FOLDER``, as in DATASETS.NAMES.
+        cfg (CfgNode, optional): config; some datasets read keys from it. Default: the default config.
 
     Raises:
-        ConfigError: nothing has that name.
-        DataError: it is not there.
+        ConfigError: if the name is unknown.
+        DataError: if the dataset is not found.
     """
     cfg = get_cfg() if cfg is None else cfg
     kind, colon, path = name.partition(":")
@@ -167,47 +171,52 @@ def build_dataset(name: str, cfg: Any = None) -> ImageDataset:
         return PATH_DATASETS[kind].from_config(cfg, path)
     if colon and name not in DATASET_REGISTRY:
         raise ConfigError(
-            f"DATASETS.NAMES: {name!r} is of no kind that is known; kinds: {', '.join(PATH_DATASETS)}."
+            f"DATASETS.NAMES: unknown prefix {kind!r} in {name!r}; choices: {', '.join(PATH_DATASETS)}."
             f"{did_you_mean(kind, PATH_DATASETS)}"
         )
     if name not in DATASET_REGISTRY and (name.endswith(".csv") or "/" in name):
         kind = "csv" if name.endswith(".csv") else "folder"
-        raise ConfigError(f"DATASETS.NAMES: {name!r} is a path.\n  fix: {kind}:{name}")
+        raise ConfigError(f"DATASETS.NAMES: {name!r} is a path without a prefix.\n  fix: {kind}:{name}")
     component = DATASET_REGISTRY.get(name)
-    # FastReID's users join the root with `os.path` or `+`, so it is a string.
+    # A string, because FastReID's dataset classes join it with `os.path` or `+`.
     root = str(data_root())
     return component.from_config(cfg, root) if hasattr(component, "from_config") else component(root=root)
 
 
 def training_items(datasets: Sequence[ImageDataset], *, combine_all: bool = False) -> list[ImageItem]:
-    """Return the images of ``training_parts`` in one list."""
+    """List the training images of several datasets; see ``training_parts``."""
     return list(PackedItems.concat(training_parts(datasets, combine_all=combine_all)))
 
 
 def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = False) -> list[PackedItems]:
-    """Return the training images of several data sets, whose identities and cameras are kept apart.
+    """Collect the training images of each dataset, with unique identities and cameras.
 
-    Data sets of one ``family``, such as VehicleID and SmallVehicleID, share identities and cameras, and an image of
-    several of them is used once. The cameras of a single data set stay as they are: they are the test images' too.
+    Identities and cameras get the dataset's name as a prefix. Datasets of the same ``family``, such as VehicleID and
+    SmallVehicleID, share identities and cameras; an image that several of them list is used once. If there is only one
+    dataset, its cameras keep their numbers, which are also those of its test images.
 
     Args:
-        datasets: one or more.
-        combine_all: take the query and gallery images too, except for distractors (identity 0 or less).
+        datasets (Sequence[ImageDataset]): at least one dataset.
+        combine_all (bool): also train on query and gallery images, except for distractors (identity 0 or less). Default
+            False.
+
+    Returns:
+        list[PackedItems]: the images of each dataset.
 
     Raises:
-        DataError: one has no training images, or two have the same ``dataset_name``.
+        DataError: if a dataset has no training images, or two have the same ``dataset_name``.
     """
     classes: dict[str, type] = {}
     parts: list[PackedItems] = []
     for dataset in datasets:
         if not dataset.train:
-            raise DataError(f"the data set {dataset.title} has no training images")
+            raise DataError(f"dataset {dataset.title} has no training images")
         if dataset.name in classes and classes[dataset.name] is type(dataset):
-            raise DataError(f"the data set {dataset.title} is named twice; its images would be there twice")
+            raise DataError(f"dataset {dataset.title} is listed twice in DATASETS.NAMES.\n  fix: list it once")
         if classes.setdefault(dataset.name, type(dataset)) is not type(dataset):
             raise DataError(
                 f"{classes[dataset.name].__name__} and {type(dataset).__name__} have the same dataset_name "
-                f"{dataset.name!r}, so their identities cannot be told apart"
+                f"{dataset.name!r}, the prefix of their identities.\n  fix: a unique dataset_name for each class"
             )
         if len(datasets) == 1 and not combine_all:
             return [PackedItems.of(dataset.train)]
@@ -217,15 +226,15 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
         train = PackedItems.of(dataset.train)
         part = [_add_prefixes(train.replace(pids=train.pids.map(dataset.identity)), pid_prefix, camid_prefix)]
         if combine_all:
-            # Query and gallery number their identities by themselves, but the cameras are those of training. An image
-            # may be in several splits, as all of SenseReID's are.
+            # Query and gallery identities are numbered independently of training; cameras are the same. An image can
+            # be in several splits: all images of SenseReID are.
             known = {(item.path, item.box) for item in train}
             items = PackedItems.concat([PackedItems.of(dataset.query), PackedItems.of(dataset.gallery)])
             row_of: dict[tuple, int] = {}
             for row, item in enumerate(items):
                 image = (item.path, item.box)
                 if image not in known:
-                    # In the place where it is first, with the identity that it has last.
+                    # The dict keeps the position of the first occurrence and the row of the last.
                     row_of[image] = row
             rows = [row for row in row_of.values() if isinstance(pid := items.pids[row], str) or pid > 0]
             part.append(_add_prefixes(items.take(np.array(rows, dtype=np.int64)), f"{pid_prefix}_test", camid_prefix))
@@ -237,29 +246,29 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
 def _drop_shared_images(
     part: PackedItems, dataset: ImageDataset, earlier: Sequence[tuple[ImageDataset, PackedItems]]
 ) -> PackedItems:
-    """Return the images of a data set that no earlier one has under the same identity.
+    """Drop images that an earlier dataset lists under the same identity.
 
-    Images that an earlier one has under another identity are kept, with a warning.
+    Images that an earlier dataset lists under a different identity are kept, with a warning.
 
     Args:
-        part: the images, named.
-        dataset: the data set that they are from.
-        earlier: the data sets before it, and their images.
+        part: images of ``dataset``, with prefixed identities.
+        dataset: dataset of these images.
+        earlier: earlier datasets, with their images.
     """
-    seen: dict[Any, tuple[ImageDataset, int | str]] = {}  # of images in the same folders: data set and identity
+    seen: dict[Any, tuple[ImageDataset, int | str]] = {}  # image in a shared folder -> dataset, identity
     for other, items in earlier:
         for item in (items[row] for row in items.rows_in(set(part.folders)).tolist()):
             seen.setdefault((item.path, item.box), (other, item.pid))
     folders = {split_path(path)[0] for path, _ in seen}
-    same, contradicting = [], []
+    same, conflicting = [], []
     for row in part.rows_in(folders).tolist():
         item = part[row]
         _, pid = seen.get((item.path, item.box), (None, None))
         if pid is not None:
-            (same if pid == item.pid else contradicting).append(row)
+            (same if pid == item.pid else conflicting).append(row)
     for rows, consequence in (
-        (same, "and are used once"),
-        (contradicting, "under another identity, and are trained on under both; name one of the two data sets"),
+        (same, "listed under the same identity; they are used once"),
+        (conflicting, "listed under a different identity, and are used with both; list only one of the datasets"),
     ):
         if rows:
             first = seen[part[rows[0]].path, part[rows[0]].box][0].title
@@ -269,14 +278,14 @@ def _drop_shared_images(
 
 
 def _attach_cache(dataset: ReidDataset, cfg: Any) -> None:
-    """Let a data set read from a cache, if the config asks for one."""
+    """Let a dataset read from the image cache that DATALOADER.CACHE selects."""
     if cfg.DATALOADER.CACHE == "none":
         return
     transforms = dataset.transforms
     if transforms.resize.output_size is None:
         raise ConfigError(
-            f"DATALOADER.CACHE {cfg.DATALOADER.CACHE} needs images of one size, and {transforms.size_key} "
-            f"{transforms.resize.size} keeps their aspect ratios.\n"
+            f"DATALOADER.CACHE {cfg.DATALOADER.CACHE} needs images of one size, but {transforms.size_key} "
+            f"{transforms.resize.size} keeps the aspect ratio.\n"
             f"  fix: {transforms.size_key} (height, width), or DATALOADER.CACHE none"
         )
     cache = ImageCache(
@@ -291,7 +300,7 @@ def _attach_cache(dataset: ReidDataset, cfg: Any) -> None:
 
 
 def _device(cfg: Any) -> torch.device:
-    """Return where images are wanted; the CPU where that is not there, which is for the model to complain of."""
+    """Resolve MODEL.DEVICE; fall back to the CPU, because building the model raises the error."""
     try:
         return resolve_device(cfg.MODEL.DEVICE)
     except ConfigError:
@@ -299,16 +308,16 @@ def _device(cfg: Any) -> torch.device:
 
 
 def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str]) -> None:
-    """Check that the backbone has an embedding for each camera and view of the data sets ``names``.
+    """Check that the backbone has an embedding for every camera and view of the datasets.
 
     Raises:
-        ConfigError: it has embeddings, but too few, or the numbers do not mean one camera each.
+        ConfigError: if there are fewer embeddings than cameras or views, or the cameras are not integers.
     """
     backbone, title = cfg.MODEL.BACKBONE, ", ".join(names)
     if backbone.SIE_CAMERAS and not dataset.items.camids.is_integer:
         raise ConfigError(
-            f"MODEL.BACKBONE.SIE_CAMERAS is {backbone.SIE_CAMERAS}, but in {title} cameras are names, not numbers that "
-            "mean the same cameras in training and test.\n"
+            f"MODEL.BACKBONE.SIE_CAMERAS is {backbone.SIE_CAMERAS}, but the cameras of {title} are not integers that "
+            "identify the same cameras in training and test.\n"
             "  fix: MODEL.BACKBONE.SIE_CAMERAS 0, or a single training set whose cameras are integers"
         )
     viewids = dataset.items.viewids
@@ -320,30 +329,30 @@ def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str])
         if number and (low < 0 or high >= number):
             fix = f"\n  fix: MODEL.BACKBONE.{key} {high + 1}" if low >= 0 else ""
             raise ConfigError(
-                f"MODEL.BACKBONE.{key} is {number}, for {what} 0 to {number - 1}, but {title} has {what} {low} to "
-                f"{high}.{fix}"
+                f"MODEL.BACKBONE.{key} is {number}: expected {what} 0 to {number - 1}, got {low} to {high} in "
+                f"{title}.{fix}"
             )
     if backbone.SIE_VIEWS and (viewids == viewids[0]).all():
         logger.warning(
-            "MODEL.BACKBONE.SIE_VIEWS is %d, but all images of %s are of view %d", backbone.SIE_VIEWS, title, viewids[0]
+            "MODEL.BACKBONE.SIE_VIEWS is %d, but all images of %s have view %d", backbone.SIE_VIEWS, title, viewids[0]
         )
     unknown = [name for name in names if name not in cfg.DATASETS.NAMES]
     if unknown and (backbone.SIE_CAMERAS or backbone.SIE_VIEWS):
         logger.warning(
-            "%s has cameras of its own, but the backbone's camera and view embeddings are those of %s",
+            "the cameras of %s are not those of %s, for which the backbone has learned camera and view embeddings",
             ", ".join(unknown),
             ", ".join(cfg.DATASETS.NAMES),
         )
 
 
 def _add_prefixes(items: PackedItems, pid_prefix: str, camid_prefix: str | None) -> PackedItems:
-    """Return the items with identity and camera as strings that begin with these names; None leaves the cameras."""
+    """Prefix identities and cameras; a prefix of None keeps the cameras."""
     camids = None if camid_prefix is None else items.camids.map(lambda camid: _add_prefix(camid, camid_prefix))
     return items.replace(pids=items.pids.map(lambda pid: _add_prefix(pid, pid_prefix)), camids=camids)
 
 
 def _add_prefix(name: int | str, prefix: str) -> str:
-    # FastReID's users put the data set's name in front themselves.
+    # FastReID's dataset classes add the prefix themselves.
     return name if isinstance(name, str) and name.startswith(f"{prefix}_") else f"{prefix}_{name}"
 
 
@@ -355,15 +364,15 @@ def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int,
 
 
 def with_num_classes(cfg: CfgNode, num_classes: int) -> CfgNode:
-    """Return a frozen copy of ``cfg`` whose ``MODEL.HEADS.NUM_CLASSES`` is the number of training identities.
+    """Set ``MODEL.HEADS.NUM_CLASSES`` to the number of training identities, in a frozen copy of the config.
 
     Raises:
-        ConfigError: it was set to another number.
+        ConfigError: if the key is set to a different number.
     """
     requested = cfg.MODEL.HEADS.NUM_CLASSES
     if requested not in (0, num_classes):
         raise ConfigError(
-            f"MODEL.HEADS.NUM_CLASSES is {requested}, but the training data ({', '.join(cfg.DATASETS.NAMES)}) has "
-            f"{num_classes} identities.\n  fix: leave it at 0, so that it is taken from the data"
+            f"MODEL.HEADS.NUM_CLASSES is {requested}, but the training set ({', '.join(cfg.DATASETS.NAMES)}) has "
+            f"{num_classes} identities.\n  fix: MODEL.HEADS.NUM_CLASSES 0, which uses the number of identities"
         )
     return cfg.with_values({"MODEL.HEADS.NUM_CLASSES": num_classes})

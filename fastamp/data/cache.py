@@ -1,4 +1,4 @@
-"""Decoded images in one memory-mapped file, which all workers and processes of a machine read."""
+"""Memory-mapped cache of decoded images, shared by all processes of a machine."""
 
 import errno
 import fcntl
@@ -37,28 +37,28 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class ImageCache:
-    """Images of one size, decoded once: on disk for all later runs, or in memory for those that run at the time.
+    """Images of one size, decoded once: on disk for later runs, or in memory for concurrent runs.
 
-    The file's name says which images it holds: their paths, sizes and times of change, the parts that are cut out, and
-    the size that they are resized to. So a store whose images have changed is built anew, and the old one goes. It
-    appears under its name when it is whole: an interrupted build leaves nothing that counts, and of several processes
-    one builds and the others wait.
+    The file name is a fingerprint of the images (paths, sizes, modification times and boxes) and of the size they are
+    resized to. If an image changes, the cache is built again and the old file is removed. The file is renamed when it
+    is complete, so that an interrupted build leaves no cache. One process builds while others wait.
 
     Args:
-        items: the images.
-        shape: (C, H, W) of each.
-        read: index of an item -> (C, H, W) uint8, one that several threads call.
-        where: ``"disk"`` or ``"ram"``.
-        folder: that holds the store; empty is ``.fastamp-cache`` in the data root, or ``~/.cache/fastamp`` where the
-            root cannot be written to; of no effect in memory.
-        kind: what else the images depend on: their resizing, cropping and interpolation.
+        items (Sequence[ImageItem]): images.
+        shape (tuple[int, int, int]): (C, H, W) of each image.
+        read (Callable): index of an item -> (C, H, W) uint8; called from several threads.
+        where (str): ``"disk"`` or ``"ram"``.
+        folder (str): folder of the cache on disk. Default: ``.fastamp-cache`` in the data root, or ``~/.cache/fastamp``
+            if the root is not writable.
+        kind (str): other properties that the images depend on, such as resizing, cropping and interpolation. Default
+            "".
 
     Attributes:
-        images: (N, C, H, W) uint8, memory-mapped; not to be written to.
-        path: of the file.
+        images (Tensor): (N, C, H, W) uint8, memory-mapped; read-only.
+        path (Path): cache file.
 
     Raises:
-        DataError: there is no room, no folder that can be written to, or an image cannot be read.
+        DataError: if there is not enough space, no folder is writable, or an image cannot be read.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class ImageCache:
         size = (len(items), *shape)
         file = None
         with _build_lock(base / f"{name}.lock", self.path):
-            while file is None:  # another may remove it before it is opened
+            while file is None:  # another process may remove it first
                 if not self._is_complete(size):
                     _remove_unused(base, f"{name}-*")
                     self._build(size, read)
                 file = self._open()
-        logger.info("%d images of %s are read from the cache %s", len(items), "x".join(map(str, shape[1:])), self.path)
+        logger.info("reading %d images of %s from the cache %s", len(items), "x".join(map(str, shape[1:])), self.path)
         self.images = torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="c", shape=size))
         self._release = weakref.finalize(self, _release_file, file, self.path, in_memory=where == "ram")
 
@@ -93,7 +93,7 @@ class ImageCache:
         return self.path.exists() and self.path.stat().st_size == np.prod(size)
 
     def _open(self) -> BinaryIO | None:
-        """Return the file, which nobody removes while it is open, if it is there yet."""
+        """Open and lock the file, which prevents its removal; None if it does not exist yet."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -102,20 +102,20 @@ class ImageCache:
         return file if os.fstat(file.fileno()).st_nlink else None
 
     def close(self) -> None:
-        """Give the store up, as happens by itself when nothing uses it; one in memory goes with its last user."""
+        """Release the cache; a cache in memory is removed with its last user. Also runs on garbage collection."""
         self._release()
 
     def _build(self, size: tuple[int, ...], read: Callable[[int], Tensor]) -> None:
         count = int(np.prod(size))
-        logger.info("decoding %d images once into %s (%.2f GB)", size[0], self.path, count / 1e9)
+        logger.info("decoding %d images into the cache %s (%.2f GB)", size[0], self.path, count / 1e9)
         unfinished = self.path.with_suffix(_PARTIAL_SUFFIX)
         free = shutil.disk_usage(self.path.parent).free
         try:
             if count > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             with unfinished.open("wb+") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # what is left of a build that was killed has no lock
-                # Reserves the room, so that a disk that fills up is known here, and not by a signal.
+                fcntl.flock(file, fcntl.LOCK_EX)  # the file of a killed build is not locked
+                # Allocate the space, so that a full disk is an error here instead of a signal later.
                 reserve = getattr(os, "posix_fallocate", lambda number, start, length: os.truncate(number, length))
                 reserve(file.fileno(), 0, count)
                 mapped = np.memmap(file, dtype=np.uint8, mode="r+", shape=size)
@@ -125,9 +125,9 @@ class ImageCache:
         except OSError as error:
             elsewhere = "DATALOADER.CACHE disk" if self._where == "ram" else "DATALOADER.CACHE_DIR to another folder"
             raise DataError(
-                f"DATALOADER.CACHE: {self.path} cannot be written: {error.strerror or error}; it takes "
-                f"{count / 1e9:.2f} GB, and {free / 1e9:.2f} GB were free there.\n"
-                f"  fix: room there, {elsewhere}, or DATALOADER.CACHE none"
+                f"DATALOADER.CACHE: cannot write {self.path}: {error.strerror or error}; needs {count / 1e9:.2f} GB, "
+                f"{free / 1e9:.2f} GB free.\n"
+                f"  fix: free disk space, {elsewhere}, or DATALOADER.CACHE none"
             ) from error
         finally:
             unfinished.unlink(missing_ok=True)
@@ -138,7 +138,7 @@ class ImageCache:
                 images[number] = read(number)
             return start
 
-        # Decoding and resizing run without Python's lock.
+        # Decoding and resizing release the GIL.
         with ThreadPoolExecutor(available_cores()) as pool:
             starts = range(0, len(images), _CHUNK)
             try:
@@ -150,7 +150,7 @@ class ImageCache:
 
 
 def _fingerprint(items: Sequence[ImageItem], shape: tuple[int, int, int], kind: str) -> tuple[str, str]:
-    """Return a name for the list of images, and one for their content."""
+    """Hash the list of images, and the list with file sizes and modification times."""
     listed, content = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=16)
     listed.update(json.dumps([_VERSION, shape, kind]).encode())
     for item in items:
@@ -159,7 +159,7 @@ def _fingerprint(items: Sequence[ImageItem], shape: tuple[int, int, int], kind: 
         try:
             status = os.stat(item.path)
         except OSError:
-            content.update(line)  # reading it will say what is wrong
+            content.update(line)  # reading it raises the error
         else:
             content.update(line + f"{status.st_size} {status.st_mtime_ns}\n".encode())
     return listed.hexdigest(), content.hexdigest()
@@ -171,16 +171,16 @@ def _memory_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if folder.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        # Anybody can make it there before us, and would then read the images, or replace them.
+        # Another user could create the folder first, and read or replace the images.
         raise DataError(
-            f"DATALOADER.CACHE ram: {folder} is another user's, a link, or one that others can write to.\n"
-            "  fix: have it removed, or DATALOADER.CACHE disk"
+            f"DATALOADER.CACHE ram: {folder} is a link, or belongs to or is writable by other users.\n"
+            "  fix: remove the folder, or DATALOADER.CACHE disk"
         )
     return folder
 
 
 def _disk_folder(folder: str) -> Path:
-    """Return the first folder of those that come into question that can be written to."""
+    """Return the first candidate folder that is writable."""
     fallback = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fastamp"
     root = [data_root() / ".fastamp-cache"] if data_root().is_dir() else []
     candidates = [expand(folder)] if folder else [*root, fallback]
@@ -194,11 +194,11 @@ def _disk_folder(folder: str) -> Path:
             logger.info("DATALOADER.CACHE: cannot write to %s", reason)
             continue
         return candidate
-    raise DataError(f"DATALOADER.CACHE has no folder that can be written to: {reason}.\n  fix: DATALOADER.CACHE_DIR")
+    raise DataError(f"DATALOADER.CACHE: no writable folder: {reason}.\n  fix: a writable DATALOADER.CACHE_DIR")
 
 
 def _release_file(file: BinaryIO, path: Path, *, in_memory: bool) -> None:
-    fcntl.flock(file, fcntl.LOCK_UN)  # the mapping holds the file, and with it a lock, beyond its closing
+    fcntl.flock(file, fcntl.LOCK_UN)  # the mapping would keep the lock after closing
     file.close()
     if in_memory:
         _remove_unused(path.parent, path.name)
@@ -206,23 +206,23 @@ def _release_file(file: BinaryIO, path: Path, *, in_memory: bool) -> None:
 
 @contextmanager
 def _build_lock(lock: Path, target: Path) -> Iterator[None]:
-    """Keep other processes from building the same store."""
-    with lock.open("ab") as file:  # so that what a link there leads to is left as it is
+    """Hold the lock that lets one process at a time build a cache."""
+    with lock.open("ab") as file:  # append: does not truncate the target of a link
         try:
             if not _try_lock(file):
                 if not target.exists():
-                    logger.info("waiting for another process, which is decoding the images into %s", target)
+                    logger.info("waiting for another process to build the cache %s", target)
                 fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             raise DataError(
-                f"DATALOADER.CACHE: files in {lock.parent} cannot be locked: {error.strerror or error}.\n"
-                "  fix: DATALOADER.CACHE_DIR to a folder on a disk of this machine"
+                f"DATALOADER.CACHE: cannot lock files in {lock.parent}: {error.strerror or error}.\n"
+                "  fix: a DATALOADER.CACHE_DIR on a local disk"
             ) from error
         yield
 
 
 def _try_lock(file: BinaryIO) -> bool:
-    """Return whether this process could take the lock at once."""
+    """Lock a file without waiting; return True on success."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -231,7 +231,7 @@ def _try_lock(file: BinaryIO) -> bool:
 
 
 def _remove_unused(folder: Path, pattern: str) -> None:
-    """Remove stores, and what is left of builds, that no process has open."""
+    """Remove caches and interrupted builds that no process has open."""
     for path in folder.glob(pattern):
         if path.suffix not in (_SUFFIX, _PARTIAL_SUFFIX):
             continue

@@ -1,4 +1,4 @@
-"""What is wrong with a data set, before a month of training finds out."""
+"""Dataset checks: unreadable images, label conflicts, duplicates across splits and queries without a match."""
 
 import hashlib
 import io
@@ -21,21 +21,21 @@ from fastamp.utils.files import check_not_device
 from fastamp.utils.progress import track
 
 SPLITS = ("train", "query", "gallery")
-# Of 256 bits, each of which says whether a cell of 16 x 17 is brighter than its neighbour. On the demo set copies that
-# were resized and compressed again differ in 8 to 27 (medians; 39 at most), different pictures in 49 at least.
+# Difference hash of 256 bits: each compares neighboring cells of a 16 x 17 grid. Measured on the demo dataset: resized
+# and recompressed copies differ in 8 to 27 bits (medians; at most 39), different images in at least 49.
 _HASH_SIDE, _NEAR_DUPLICATE_BITS = 16, 30
 _MAX_EXAMPLES = 5
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, or may be.
+    """One problem of a dataset.
 
     Attributes:
-        fault: what it is, in a few words.
-        examples: the first of them, each a line.
-        count: how many there are.
-        is_error: whether results would be wrong; else it is a thing to know.
+        fault (str): short description of the problem.
+        examples (list[str]): the first occurrences, one line each.
+        count (int): number of occurrences.
+        is_error (bool): True if results would be wrong, False for a warning.
     """
 
     fault: str
@@ -46,12 +46,12 @@ class Finding:
 
 @dataclass
 class Report:
-    """What a check found.
+    """Result of ``check_dataset``.
 
     Attributes:
-        rows: split, images, identities, cameras; of the splits that there are.
-        findings: faults, errors first.
-        sizes: (width, height) -> images.
+        rows (list): (split, images, identities, cameras) of each split that has images.
+        findings (list[Finding]): problems, errors first.
+        sizes (Counter): (width, height) -> number of images.
     """
 
     rows: list[tuple[str, int, int, int]]
@@ -60,13 +60,13 @@ class Report:
 
     @property
     def has_errors(self) -> bool:
-        """Whether a finding is an error."""
+        """True if at least one finding is an error."""
         return any(finding.is_error for finding in self.findings)
 
 
 @dataclass(frozen=True)
 class _ImageSummary:
-    """What was seen in an image: why it cannot be read, or its size and a perceptual hash."""
+    """Size, digest and perceptual hash of an image, or the reason why it cannot be read."""
 
     fault: str = ""
     size: tuple[int, int] = (0, 0)
@@ -75,14 +75,17 @@ class _ImageSummary:
 
 
 def check_dataset(dataset: ImageDataset, *, max_pixels: int = MAX_PIXELS) -> Report:
-    """Look at every image of a data set, and at what its splits have in common.
+    """Read every image of a dataset and check labels and splits.
 
     Args:
-        dataset: any.
-        max_pixels: width x height of the largest image that training reads.
+        dataset (ImageDataset): dataset to check.
+        max_pixels (int): width x height of the largest image that training reads. Default 100,000,000.
+
+    Returns:
+        Report: counts of images and findings.
 
     Raises:
-        DataError: a split cannot be listed.
+        DataError: if a split cannot be listed.
     """
     splits = {split: items for split in SPLITS if (items := getattr(dataset, split))}
     report = Report([(split, *count_items(items)) for split, items in splits.items()])
@@ -106,12 +109,19 @@ def check_dataset(dataset: ImageDataset, *, max_pixels: int = MAX_PIXELS) -> Rep
 
 
 def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, columns: int = 12, seed: int = 0) -> None:
-    """Write a PNG with images of some identities: a row for each of training, then for each with a query.
+    """Write a PNG with sample images, one row per identity: training identities, then query identities.
 
-    A query's row begins with its queries, framed, and goes on with its matches in the gallery.
+    A query row shows the queries, framed in blue, followed by their matches in the gallery.
+
+    Args:
+        dataset (ImageDataset): dataset to draw from.
+        path (Path): PNG file to write.
+        identities (int): rows for training identities, and for query identities. Default 8.
+        columns (int): images per row. Default 12.
+        seed (int): seed of the random choice of identities. Default 0.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: if the file cannot be written.
     """
     width, height, gap, line = 64, 128, 4, 14
     train, query, gallery = (_by_identity(getattr(dataset, split)) for split in SPLITS)
@@ -135,7 +145,7 @@ def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, col
                 pixels = read_image(item.path, box=item.box, max_pixels=LARGEST_PIXELS, least_side=2 * height)
                 pixels = pixels.permute(1, 2, 0).numpy()
             except DataError:
-                continue  # among the findings
+                continue  # reported as a finding
             corner = (gap + column * (width + gap), gap + line + row * step)
             picture = ImageOps.contain(Image.fromarray(pixels), (width, height))
             sheet.paste(picture, corner)
@@ -159,15 +169,13 @@ def _inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _ImageSu
         content = Path(item.path).read_bytes()
         with open_with_pil(io.BytesIO(content)) as image:
             check_pixels(item.path, *image.size, max_pixels)
-            image.load()  # all of it: PIL, unlike other decoders, does not make up the rest of a truncated file
+            image.load()  # decode all of it: unlike other decoders, PIL raises on truncated files
             upright = ImageOps.exif_transpose(image)
-    except Exception as error:  # PIL's plugins raise nearly anything on damaged files
+    except Exception as error:  # PIL's plugins raise many exception types on corrupt files
         return _ImageSummary(fault=(str(error).strip() or type(error).__name__).splitlines()[0])
     if item.box is not None:
         if item.box[2] > upright.width or item.box[3] > upright.height:
-            return _ImageSummary(
-                fault=f"the part {item.box} is not all in it, of {upright.width} x {upright.height} pixels"
-            )
+            return _ImageSummary(fault=f"box {item.box} exceeds the image of {upright.width} x {upright.height} pixels")
         upright = upright.crop(item.box)
     if upright.mode.startswith(("I", "F")):  # more than 8 bits
         values = np.asarray(upright, dtype=np.float64)
@@ -179,7 +187,7 @@ def _inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _ImageSu
 
 def _find_unreadable(summaries: dict) -> Iterable[Finding]:
     faults = [f"{path}: {each.fault}" for (path, _), each in summaries.items() if each.fault]
-    return _findings("images that cannot be read", faults)
+    return _findings("unreadable images", faults)
 
 
 def _find_shared_identities(dataset: ImageDataset, splits: dict[str, list[ImageItem]]) -> Iterable[Finding]:
@@ -197,12 +205,12 @@ def _find_unmatched_queries(query: Sequence[ImageItem], gallery: Sequence[ImageI
         cameras[item.pid].add(item.camid)
     unmatched = [item.path for item in query if not cameras[item.pid]]
     same = [item.path for item in query if cameras[item.pid] and cameras[item.pid] <= {item.camid}]
-    yield from _findings("queries whose identity is not in the gallery", unmatched)
-    yield from _findings("queries that only images of their own camera match", same)
+    yield from _findings("queries without a gallery image of their identity", unmatched)
+    yield from _findings("queries whose only matches are from the same camera", same)
 
 
 def _find_duplicates(splits: dict[str, list[ImageItem]], summaries: dict) -> Iterable[Finding]:
-    """Find images that are in two splits, or look alike."""
+    """Find exact copies and near-duplicates across splits."""
     for number, first in enumerate(SPLITS):
         for second in SPLITS[number + 1 :]:
             first_items = [item for item in splits.get(first, []) if not summaries[item.path, item.box].fault]
@@ -217,14 +225,14 @@ def _find_duplicates(splits: dict[str, list[ImageItem]], summaries: dict) -> Ite
             ]
             yield from _findings(f"images in both {first} and {second}", same)
             yield from _findings(
-                f"images of {first} and {second} that look alike",
+                f"near-duplicates between {first} and {second}",
                 list(_find_near_duplicates(first_items, second_items, summaries)),
                 is_error=False,
             )
 
 
 def _find_conflicting_labels(splits: dict[str, list[ImageItem]], summaries: dict) -> Iterable[Finding]:
-    """Find the same image under two identities of a split, and listed twice."""
+    """Find images that a split lists under several identities, or more than once."""
     for split, items in splits.items():
         by_digest: dict[bytes, list[ImageItem]] = defaultdict(list)
         for item in items:
@@ -233,10 +241,10 @@ def _find_conflicting_labels(splits: dict[str, list[ImageItem]], summaries: dict
         copies = [same for same in by_digest.values() if len(same) > 1]
         two = [same for same in copies if len({item.pid for item in same}) > 1]
         lines = [" = ".join(f"{item.path} ({item.pid})" for item in same[:3]) for same in two]
-        yield from _findings(f"images of {split} that are there under several identities", lines)
+        yield from _findings(f"images of {split} listed under several identities", lines)
         rest = [same for same in copies if same not in two]
         lines = [" = ".join(item.path for item in same[:3]) for same in rest]
-        yield from _findings(f"images of {split} that are there more than once", lines, is_error=False)
+        yield from _findings(f"images of {split} listed more than once", lines, is_error=False)
 
 
 def _find_near_duplicates(
@@ -257,10 +265,9 @@ def _find_near_duplicates(
 def _find_rare_identities(train: Sequence[ImageItem]) -> Iterable[Finding]:
     counts = Counter(item.pid for item in train)
     if train and len(counts) == 1:
-        yield from _findings("a single identity to train on", [str(next(iter(counts)))])
-    yield from _findings(
-        "identities with one training image", [str(pid) for pid, count in counts.items() if count == 1], is_error=False
-    )
+        yield from _findings("only one training identity", [str(next(iter(counts)))])
+    singles = [str(pid) for pid, count in counts.items() if count == 1]
+    yield from _findings("identities with a single training image", singles, is_error=False)
 
 
 def _findings(fault: str, examples: list[str], *, is_error: bool = True) -> Iterable[Finding]:

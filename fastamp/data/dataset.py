@@ -1,4 +1,4 @@
-"""From image items to batches of tensors."""
+"""ReID dataset that loads batches of images with labels, cameras and views."""
 
 import logging
 from collections.abc import Sequence
@@ -21,25 +21,26 @@ logger = logging.getLogger(__name__)
 
 
 class ReidDataset(Dataset):
-    """Images with their identity and camera, fetched by the batch.
+    """Images with identity, camera and view, loaded one batch at a time.
 
     Args:
-        items: the images; held in arrays.
-        transforms: what happens to them.
-        augment: do so here; else batches have what is to be done in ``augmentation``, for ``Transforms.augment``.
-        skip_corrupt: put another image of the same identity in the place of one that cannot be read.
-        relabel: number the identities from 0 in sorted order, as a classifier needs it, and the cameras too unless all
-            are integers, which mean the same cameras in the test images; else both stay as they are, and must be
-            integers.
+        items (Sequence[ImageItem]): images; stored in arrays.
+        transforms (Transforms): reading, resizing and augmentation.
+        relabel (bool): if True, map identities to 0..num_classes-1 in sorted order, and cameras as well unless all are
+            integers. Integer cameras keep their values, which are also those of the test images. If False, identities
+            and cameras must be integers and keep their values.
+        augment (bool): if True, apply the augmentation. If False, return its parameters in the batch under
+            ``augmentation``, for ``Transforms.augment``. Default True.
+        skip_corrupt (bool): replace an unreadable image with another image of the same identity. Default False.
 
     Attributes:
-        items: the images, a ``PackedItems``.
-        labels, camids: (N,) int64, one for each item.
-        num_classes: number of different identities.
-        cache: a cache with the resized images of all items, or None.
+        items (PackedItems): the images.
+        labels, camids (np.ndarray): (N,) int64, one per image.
+        num_classes (int): number of identities.
+        cache (ImageCache, optional): resized images of all items.
 
     Raises:
-        DataError: not relabelled, and an identity or camera is no integer.
+        DataError: if ``relabel`` is False and an identity or camera is not an integer.
     """
 
     store = renamed_attribute("store", "cache")
@@ -71,38 +72,42 @@ class ReidDataset(Dataset):
                 item for item in self.items if not (isinstance(item.pid, Integral) and isinstance(item.camid, Integral))
             )
             raise DataError(
-                f"query and gallery need integers for identity and camera, but {wrong.path} has identity "
+                f"identities and cameras of query and gallery must be integers; {wrong.path} has identity "
                 f"{wrong.pid!r} and camera {wrong.camid!r}"
             )
         self.labels, self.camids = pids.codes, camids.codes
 
     def use_cache(self, cache: ImageCache) -> None:
-        """Read the resized images from ``cache`` from now on."""
+        """Read the resized images from ``cache``."""
         self.cache = cache
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return what a batch holds for one image, augmented as at the start of epoch 0."""
+        """Return one image with its labels, augmented as at the start of epoch 0."""
         return {name: values[0] for name, values in self.__getitems__([(0, index, index)]).items()}
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> dict[str, Any]:
-        """Return the batch of these (epoch, position, index) keys.
+        """Load a batch.
+
+        Args:
+            keys (Sequence[SampleKey]): (epoch, position, index) of each image; epoch and position select the random
+                numbers of the augmentation.
 
         Returns:
-            ``images``: (B, C, H, W) uint8; ``targets``, ``camids``, ``viewids``, ``indices`` (in this data set): (B,)
-            int64; ``img_paths``: list of str; ``augmentation``, where that is left to do: parameters for
-            ``Transforms.augment``.
+            dict: ``images``: (B, C, H, W) uint8; ``targets``, ``camids``, ``viewids`` and ``indices`` (in this
+                dataset): (B,) int64; ``img_paths``: list of str; and ``augmentation``, the parameters for
+                ``Transforms.augment``, if ``augment`` is False.
 
         Raises:
-            DataError: an image cannot be read, or the images have different sizes.
+            DataError: if an image cannot be read, or the images have different sizes.
         """
         epochs, positions, indices = zip(*keys, strict=True)
         rows = np.array(indices)
         size = self.transforms.resize.output_size
         if self.cache is not None:
-            images = self.cache.images.index_select(0, torch.tensor(indices))  # 20 times as fast as indexing
+            images = self.cache.images.index_select(0, torch.tensor(indices))  # 20 times faster than indexing
         elif size is not None:
             images = torch.empty(len(rows), self.transforms.channels, *size, dtype=torch.uint8)
             for image, index in zip(images, indices, strict=True):
@@ -124,10 +129,17 @@ class ReidDataset(Dataset):
         return batch
 
     def read(self, index: int) -> Tensor:
-        """Return (C, H, W) uint8, the resized image of an item.
+        """Read and resize an image.
+
+        Args:
+            index (int): index of the image.
+
+        Returns:
+            Tensor: (C, H, W) uint8.
 
         Raises:
-            DataError: it cannot be read, and neither, where ``skip_corrupt`` asks for it, can another of its identity.
+            DataError: if the image cannot be read, and with ``skip_corrupt``, if no other image of its identity can be
+                read.
         """
         try:
             return self._read(index)
@@ -136,7 +148,7 @@ class ReidDataset(Dataset):
                 if not self.relabel or "fix:" in str(error):
                     raise
                 raise DataError(
-                    f"{error}\n  fix: restore the file or remove it from the data set; or DATALOADER.ON_CORRUPT skip"
+                    f"{error}\n  fix: restore the file, remove it from the dataset, or set DATALOADER.ON_CORRUPT skip"
                 ) from error
             self._warn_once(str(error))
         same = np.flatnonzero(self.labels == self.labels[index])
@@ -146,11 +158,11 @@ class ReidDataset(Dataset):
             except DataError as error:
                 self._warn_once(str(error))
         raise DataError(
-            f"DATALOADER.ON_CORRUPT is skip, but no image of the identity of {self.items[index].path} can be read"
+            f"cannot read any image of the identity of {self.items[index].path} (DATALOADER.ON_CORRUPT is skip)"
         )
 
     def _read_augmented(self, key: SampleKey) -> Tensor:
-        """Return (C, H, W) uint8, the resized image of a key after ``augment_each``."""
+        """Read and resize the image of a key, and apply ``augment_each``."""
         epoch, position, index = key
         augment, image = self.transforms.augment_each, self.read(index)[None]
         return augment.apply(image, augment.draw([epoch], [position], tuple(image.shape[-2:])))[0]
@@ -163,7 +175,7 @@ class ReidDataset(Dataset):
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(
-                "DATALOADER.ON_CORRUPT is skip: %s; another image of its identity takes its place (%d such images so "
+                "DATALOADER.ON_CORRUPT is skip: %s; using another image of the same identity (%d unreadable images so "
                 "far in this process)",
                 message,
                 len(self._warned),
@@ -171,7 +183,7 @@ class ReidDataset(Dataset):
 
 
 def _sorted_ranks(names: Column) -> np.ndarray:
-    """Return (N,) int64, each name's place among the different names: numbers first, then strings, sorted as text."""
+    """Map each name to its rank among the distinct names: integers first, then strings."""
     values, inverse = names.unique()
     order = sorted(range(len(values)), key=lambda number: (isinstance(values[number], str), values[number]))
     ranks = np.empty(len(values), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Random numbers that are a pure function of what they are for, whoever draws them, when and in what company."""
+"""Counter-based random numbers, keyed by seed, stream, epoch and position."""
 
 import zlib
 
@@ -12,14 +12,14 @@ _SHIFT = np.uint64(32)
 
 
 def philox(counters: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Return Philox-4x32-10 blocks (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+    """Compute Philox-4x32-10 blocks (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
     Args:
-        counters: (..., 4) integers in 0..2**32-1.
-        key: two integers in 0..2**32-1.
+        counters (np.ndarray): (..., 4) integers in 0..2**32-1.
+        key (tuple[int, int]): two integers in 0..2**32-1.
 
     Returns:
-        (..., 4) uint64 words in 0..2**32-1; words of different counters or keys are independent.
+        np.ndarray: (..., 4) uint64 words in 0..2**32-1; words of different counters or keys are independent.
     """
     c0, c1, c2, c3 = np.moveaxis(counters.astype(np.uint64), -1, 0)
     for round_number in range(_ROUNDS):
@@ -33,19 +33,19 @@ def philox(counters: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 
 
 def keyed_uniform(*, seed: int, stream: str, epochs: np.ndarray, positions: np.ndarray, count: int) -> np.ndarray:
-    """Return ``count`` uniform numbers for each (epoch, position) pair.
+    """Draw ``count`` uniform numbers for each (epoch, position) pair.
 
-    A pair gets the same numbers in every batch, worker and rank, which is what makes resuming exact.
+    A pair gets the same numbers in every batch, worker and rank, so that a resumed run is exact.
 
     Args:
-        seed: any integer; its low 64 bits count.
-        stream: what the numbers are for; two names draw independently.
-        epochs: (B,) integers in 0..2**32-1.
-        positions: (B,) integers in 0..2**32-1, the place in the epoch's stream of samples.
-        count: numbers for each pair.
+        seed (int): any integer; the low 64 bits are used.
+        stream (str): purpose of the numbers; different names give independent numbers.
+        epochs (np.ndarray): (B,) integers in 0..2**32-1.
+        positions (np.ndarray): (B,) integers in 0..2**32-1, positions in the epoch's stream of samples.
+        count (int): numbers per pair.
 
     Returns:
-        (B, count) float64 in [0, 1), in steps of 2**-32.
+        np.ndarray: (B, count) float64 in [0, 1), multiples of 2**-32.
     """
     blocks = -(-count // 4)
     counters = np.empty((len(positions), blocks, 4), dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Batches from worker processes, which leave signals and errors to the trainer's process."""
+"""Data loaders with worker processes: signal handling, device prefetching and error messages."""
 
 import errno
 import logging
@@ -39,12 +39,12 @@ __getattr__ = moved_names(
 )
 
 _SHARED_MEMORY = "/dev/shm"
-# File descriptors that stay free in a worker: for an image file, for the socket that hands descriptors over, for a log.
+# File descriptors kept free in a worker: for an image file, the socket of the transfer, a log file.
 _SPARE_DESCRIPTORS = 6
 
 
 class _WorkerError:
-    """A user's error on its way from a worker; PyTorch would put the worker's traceback into the message."""
+    """User error in a worker. Raised by PyTorch, it would include the worker's traceback."""
 
     def __init__(self, error: UserError) -> None:
         self.error_class = type(error)
@@ -52,47 +52,47 @@ class _WorkerError:
 
 
 class _PackedBatch:
-    """A batch that a worker has pickled, its tensors in shared memory.
+    """Batch pickled by a worker, with its tensors in shared memory.
 
-    Left to PyTorch, a batch is pickled in a thread of the worker that prints an error and drops the batch, e.g. when
-    shared memory is full, and the main process waits for that batch forever. Pickled here, in the worker's main
-    thread, the error reaches the main process instead of the batch.
+    PyTorch pickles a batch in a background thread of the worker. On an error, for example if shared memory is full,
+    that thread prints a traceback and drops the batch, and the main process waits for it forever. Pickling in the
+    worker's main thread sends the error to the main process instead.
 
     Args:
-        batch: tensors, and what can be pickled.
+        batch (dict): tensors and picklable values.
 
     Raises:
-        OSError, RuntimeError: no shared memory, or too many open files.
+        OSError, RuntimeError: if shared memory or file descriptors are exhausted.
     """
 
     def __init__(self, batch: dict[str, Any]) -> None:
-        # Each tensor needs one descriptor for its memory and one to hand over. Checked first: without a spare one the
-        # thread that hands them over could not answer the main process, which would wait for it.
+        # Each tensor needs two file descriptors: one for its memory and one for the transfer. Checked first: without a
+        # free one, the transferring thread could not answer the main process, which would wait forever.
         _check_descriptors(2 * _count_tensors(batch) + _SPARE_DESCRIPTORS)
         self._pickled = bytes(ForkingPickler.dumps(batch))
         self._error: Exception | None = None
 
     def unpack(self) -> dict[str, Any]:
-        """Return the batch; once.
+        """Unpickle the batch; can be called once.
 
         Raises:
-            OSError, EOFError, RuntimeError: the worker is gone, or too many files are open.
+            OSError, EOFError, RuntimeError: if the worker has exited, or too many files are open.
         """
         if self._error is not None:
             raise self._error
         return ForkingPickler.loads(self._pickled)
 
     def pin_memory(self) -> "dict[str, Any] | _PackedBatch":
-        """Return the batch in pinned memory; PyTorch calls this in a thread."""
+        """Unpickle the batch into pinned memory; called by PyTorch in a thread."""
         try:
             return pin_memory(self.unpack())
         except Exception as error:
-            self._error = error  # raised in the main thread, which explains it
+            self._error = error  # raised again in the main thread
             return self
 
 
 class _BatchDataset(Dataset):
-    """The data set as workers fetch from it: a batch, or why there is none."""
+    """Dataset wrapper for the workers: returns a batch or an error."""
 
     def __init__(self, dataset: ReidDataset) -> None:
         self.dataset = dataset
@@ -109,15 +109,15 @@ class _BatchDataset(Dataset):
 
 
 class _Loader:
-    """Iterate over a data set's batches.
+    """Iterate over the batches of a dataset.
 
-    On a CUDA device the next batch is copied, and augmented where that was left to do, on a stream of its own while
-    the device computes on the last.
+    On a CUDA device the next batch is copied, and augmented if INPUT.AUGMENT_ON is ``device``, on a separate stream
+    while the device computes.
 
     Attributes:
-        dataset: where the batches come from.
-        batch_sampler: which keys are in them.
-        device: that images are to be on.
+        dataset (ReidDataset): source of the batches.
+        batch_sampler: yields the keys of each batch.
+        device (torch.device): device of the images.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class _Loader:
             pin_memory=torch.cuda.is_available(),
             persistent_workers=persistent and num_workers > 0,
             worker_init_fn=_start_worker,
-            # Fork starts workers in milliseconds and needs nothing of the user's script; the workers touch neither
-            # CUDA nor a thread pool, which are what makes it dangerous. Not to be had, or not safe, elsewhere.
+            # Fork starts workers in milliseconds and needs no `if __name__ == "__main__"` in the user's script. It is
+            # safe here because workers use neither CUDA nor thread pools. Other systems lack it, or it is not safe.
             multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
-            # The workers' seeds, which nothing here uses, would be drawn from the global generator.
+            # Otherwise the workers' seeds, which are not used, would be drawn from the global generator.
             generator=torch.Generator(),
         )
 
@@ -146,7 +146,8 @@ class _Loader:
         """Yield the batches.
 
         Raises:
-            DataError: an image cannot be read, a worker was killed, or shared memory, open files or processes ran out.
+            DataError: if an image cannot be read, a worker is killed, or shared memory, open files or processes are
+                exhausted.
         """
         with explain_exhausted_resources():
             if self.num_workers:
@@ -161,10 +162,10 @@ class _Loader:
                     return
                 yield batch
         finally:
-            del batches  # ends the workers, also while the traceback of an error holds this frame
+            del batches  # stops the workers even if a traceback keeps this frame alive
 
     def _prefetch(self) -> Iterator[dict[str, Any]]:
-        """Yield the batches, each when the work on the next has been handed to the device."""
+        """Yield each batch after the transfer of the next one has been queued."""
         side = torch.cuda.Stream(self.device)
         ready: list[tuple[dict[str, Any], torch.cuda.Event]] = []
         for fetched in self._loader:
@@ -176,14 +177,14 @@ class _Loader:
             yield self._wait_for_copy(batch, done)
 
     def _wait_for_copy(self, batch: dict[str, Any], done: "torch.cuda.Event") -> dict[str, Any]:
-        """Make the present stream wait for the batch, and the batch's memory for the present stream."""
+        """Make the current stream wait for the copy, and keep the memory until that stream is done."""
         present = torch.cuda.current_stream(self.device)
         present.wait_event(done)
         batch["images"].record_stream(present)
         return batch
 
     def _to_device(self, batch: dict[str, Any] | _PackedBatch | _WorkerError) -> dict[str, Any]:
-        """Return the batch with its images on the device, and augmented."""
+        """Unpack a batch, move its images to the device, and apply the remaining augmentation."""
         if isinstance(batch, _WorkerError):
             raise batch.error_class(batch.message)
         if isinstance(batch, _PackedBatch):
@@ -196,22 +197,22 @@ class _Loader:
 
 
 class TrainLoader(_Loader):
-    """Endless training batches, see ``start_at`` for the first one."""
+    """Infinite training loader; see ``start_at`` for the first batch."""
 
     def __init__(
         self, dataset: ReidDataset, batch_sampler: EpochBatchSampler, *, num_workers: int, device: torch.device
     ) -> None:
-        # One iteration lasts as long as the training, so there is nothing to persist for.
+        # One iteration covers the whole training, so workers need not persist.
         super().__init__(dataset, batch_sampler, num_workers=num_workers, persistent=False, device=device)
 
     @property
     def iters_per_epoch(self) -> int:
-        """Batches in an epoch."""
+        """Number of batches in an epoch."""
         return self.batch_sampler.iters_per_epoch
 
     @property
     def start_iter(self) -> int:
-        """Index of the first batch of the next iteration over the loader, counted from the start of the training."""
+        """First batch of the next iteration, counted from the start of training."""
         return self.batch_sampler.start_iter
 
     @start_iter.setter
@@ -220,14 +221,14 @@ class TrainLoader(_Loader):
         self.start_at(start_iter)
 
     def start_at(self, start_iter: int) -> None:
-        """Start the next iteration over the loader at batch ``start_iter``, counted from the start of the training."""
+        """Start the next iteration at batch ``start_iter``, counted from the start of training."""
         self.batch_sampler.start_at(start_iter)
 
 
 class TestLoader(_Loader):
-    """This rank's part of a test set, in order; its workers stay for the next evaluation."""
+    """Loader of this rank's part of a test set, in order; its workers persist for the next evaluation."""
 
-    __test__ = False  # for pytest, which would take the name for a test's
+    __test__ = False  # not a pytest class
 
     def __init__(
         self, dataset: ReidDataset, batch_sampler: InferenceSampler, *, num_workers: int, device: torch.device
@@ -239,24 +240,25 @@ class TestLoader(_Loader):
 
 
 def worker_count(key: str, requested: int) -> int:
-    """Return how many workers to start: as many as requested, but no more than there are cores to run them.
+    """Limit the number of workers to the number of available cores.
 
     Args:
-        key: the config key that requested, for messages.
-        requested: 0 loads in the calling process.
+        key (str): config key of the number, for the log.
+        requested (int): number of workers; 0 loads in the calling process.
     """
     cores = available_cores()
     if requested > cores:
-        logger.info("%s is %d; starting %d, as many as there are cores", key, requested, cores)
+        logger.info("%s is %d; starting %d workers, the number of available cores", key, requested, cores)
     return min(requested, cores)
 
 
 @contextmanager
 def explain_lost_workers(*, fetching: bool = False) -> Iterator[None]:
-    """Turn PyTorch's error that a worker is dead, which reaches the main thread wherever it is, into a DataError.
+    """Convert PyTorch's error about a dead worker, which can be raised anywhere in the main thread, to a DataError.
 
     Args:
-        fetching: a batch is being taken from a worker, whose connection may break first.
+        fetching (bool): True while a batch is fetched from a worker, where a broken connection is raised instead.
+            Default False.
     """
     try:
         yield
@@ -267,25 +269,25 @@ def explain_lost_workers(*, fetching: bool = False) -> Iterator[None]:
             if "killed by signal" in str(error.__cause__):
                 found = str(error.__cause__).strip()
         else:
-            lost = fetching and not found.startswith("Caught ")  # that one was raised in the worker
-            found = (lost and _dead_worker_message()) or f"{type(error).__name__} while a batch was taken from it"
+            lost = fetching and not found.startswith("Caught ")  # raised in the worker
+            found = (lost and _dead_worker_message()) or f"{type(error).__name__} while fetching a batch"
         if not lost:
             raise
-        cause, fix = "it crashed, or was killed, e.g. for want of memory", "DATALOADER.NUM_WORKERS 0 shows where"
+        cause, fix = "crashed or killed, e.g. out of memory", "DATALOADER.NUM_WORKERS 0 to see the error"
         if "Killed" in found:
-            cause = "the system ends processes when memory runs out (its log, dmesg, would say so)"
+            cause = "probably killed by the system, out of memory (see dmesg)"
             fix = "fewer DATALOADER.NUM_WORKERS, or DATALOADER.CACHE disk instead of ram"
         elif "Bus error" in found:
-            cause = "the shared memory in which workers hand batches over, /dev/shm, is full"
+            cause = "shared memory (/dev/shm), which transfers batches from workers, is full"
             fix = "a larger one (docker run --shm-size 8g, or --ipc host), or fewer DATALOADER.NUM_WORKERS"
         raise DataError(
-            f"a process that loads data has ended.\n  found: {found}\n  cause: {cause}\n  fix:   {fix}"
+            f"a data loading worker exited unexpectedly.\n  found: {found}\n  cause: {cause}\n  fix:   {fix}"
         ) from error
 
 
 @contextmanager
 def explain_exhausted_resources() -> Iterator[None]:
-    """Turn errors about shared memory, open files and processes, which workers need, into a DataError."""
+    """Convert errors about shared memory, open files and processes to a DataError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -296,21 +298,21 @@ def explain_exhausted_resources() -> Iterator[None]:
         workers = "fewer workers (DATALOADER.NUM_WORKERS, TEST.NUM_WORKERS; 0 loads in the main process)"
         if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in found or "ancdata" in found:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            cause = f"too many files are open; the limit is {limit} for each process (ulimit -n)"
+            cause = f"too many open files; the limit is {limit} per process (ulimit -n)"
             fix = f"a higher limit (ulimit -n 4096, docker run --ulimit nofile=4096), or {workers}"
-        elif number == errno.ENOSPC or re.match("unable to (open|resize|allocate|mmap)", found):  # PyTorch's words
-            where = f"the shared memory in which workers hand batches over, {_SHARED_MEMORY}"
-            cause = f"{where}, is full or too small for a batch{_shared_memory_usage()}"
+        elif number == errno.ENOSPC or re.match("unable to (open|resize|allocate|mmap)", found):  # PyTorch's message
+            usage = f"{_SHARED_MEMORY}{_shared_memory_usage()}"
+            cause = f"shared memory, which transfers batches from workers, is full or too small for a batch: {usage}"
             fix = f"a larger one (docker run --shm-size 8g, or --ipc host), or {workers}"
         elif number in (errno.EAGAIN, errno.ENOMEM):
-            cause, fix = "the system cannot start another process: too many run, or memory is full", workers
+            cause, fix = "cannot start another process: too many processes, or out of memory", workers
         else:
             raise
-        raise DataError(f"loading data failed.\n  found: {found}\n  cause: {cause}\n  fix:   {fix}") from error
+        raise DataError(f"data loading failed.\n  found: {found}\n  cause: {cause}\n  fix:   {fix}") from error
 
 
 def _shared_memory_usage() -> str:
-    """Return how large shared memory is, and how much of it is free."""
+    """Describe the free and total size of shared memory."""
     try:
         usage = shutil.disk_usage(_SHARED_MEMORY)
     except OSError:
@@ -319,12 +321,12 @@ def _shared_memory_usage() -> str:
 
 
 def _check_descriptors(count: int) -> None:
-    """Raise OSError unless this process may open ``count`` more files."""
+    """Raise OSError if this process cannot open ``count`` more files."""
     try:
-        # Counted, not tried: other threads of a worker may need a descriptor meanwhile.
+        # Counted instead of opened: other threads of a worker may need one meanwhile.
         used = len(os.listdir("/dev/fd"))
     except FileNotFoundError:
-        logger.debug("the open files of a process cannot be counted on this system")
+        logger.debug("cannot count the open files of a process on this system")
         return
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit != resource.RLIM_INFINITY and used + count > limit:
@@ -332,9 +334,9 @@ def _check_descriptors(count: int) -> None:
 
 
 def _check_workers_can_start(count: int, context: Any) -> None:
-    """Raise OSError unless there is room for the queues and the pipes of ``count`` workers.
+    """Raise OSError if the queues and pipes of ``count`` workers cannot be created.
 
-    PyTorch's loader does not clean up after an error among these.
+    PyTorch's loader does not clean up after such an error.
     """
     queues = []
     try:
@@ -347,7 +349,7 @@ def _check_workers_can_start(count: int, context: Any) -> None:
 
 
 def _count_tensors(value: Any) -> int:
-    """Return how many tensors are in nested dictionaries and sequences."""
+    """Count the tensors in nested dictionaries and sequences."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (list, tuple)):
@@ -356,7 +358,7 @@ def _count_tensors(value: Any) -> int:
 
 
 def _dead_worker_message() -> str:
-    """Return PyTorch's error on a worker whose connection broke, which a signal brings a moment later; else nothing."""
+    """Return PyTorch's error about a dead worker, raised by a signal shortly after its connection breaks, or ""."""
     try:
         time.sleep(1)
     except RuntimeError as error:
@@ -369,7 +371,7 @@ def _identity_collate(batch: Any) -> Any:
 
 
 def _start_worker(worker: int) -> None:
-    """Leave signals, which reach whole process groups, to the main process, and compute on one core."""
+    """Leave signals, which are sent to whole process groups, to the main process, and compute on one core."""
     torch.set_num_threads(1)
     set_handler(signal.SIG_IGN, (signal.SIGINT, signal.SIGUSR1))
     if hasattr(signal, "sigwaitinfo"):
@@ -378,9 +380,10 @@ def _start_worker(worker: int) -> None:
 
 
 def _exit_on_parent_sigterm() -> None:
-    """End this worker on SIGTERM from its parent, and ignore it from others.
+    """Exit this worker on SIGTERM from its parent, and ignore SIGTERM from other processes.
 
-    A scheduler that stops a job signals every process in it; the main one needs its workers to finish the step.
+    A scheduler that stops a job signals all of its processes, but the main process needs its workers to finish the
+    step.
     """
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass

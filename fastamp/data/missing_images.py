@@ -1,4 +1,4 @@
-"""Find missing image files of a data set before a training. A data set that is missing: datasets/missing_dataset.py."""
+"""Detect missing image files before training."""
 
 import itertools
 import logging
@@ -14,20 +14,20 @@ from fastamp.utils.errors import DataError
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 10
-# A folder is listed unless it has far more entries than are asked for.
+# Folders with far more entries than requested files are not listed.
 _ENTRIES_PER_FILE, _ENTRIES = 100, 10_000
 
 
 def check_files(items: PackedItems, datasets: Sequence[ImageDataset], *, skip: bool = False) -> None:
-    """Check that the files of all images are there.
+    """Check that the file of every image exists.
 
     Args:
-        items: the images.
-        datasets: where they are from.
-        skip: log a warning instead of raising, since other images take the place of missing ones.
+        items (PackedItems): images to check.
+        datasets (Sequence[ImageDataset]): datasets of the images, for the message.
+        skip (bool): log a warning instead of raising, because missing images are replaced. Default False.
 
     Raises:
-        DataError: files are missing; names the first, and the lines that list them.
+        DataError: if files are missing; lists the first 10, with the lines of the CSV file that name them.
     """
     rows = missing_files(items).tolist()
     if not rows:
@@ -37,25 +37,25 @@ def check_files(items: PackedItems, datasets: Sequence[ImageDataset], *, skip: b
         origin = next(filter(None, (dataset.origin(path) for dataset in datasets)), "")
         lines.append(f"\n    {path}" + (f" ({origin})" if origin else ""))
     titles = ", ".join(dataset.title for dataset in datasets)
-    found = f"{len(rows)} of {len(items)} images of {titles} have no file; the first:{''.join(lines)}"
+    found = f"{len(rows)} of {len(items)} image files of {titles} not found; the first:{''.join(lines)}"
     if skip:
-        logger.warning("DATALOADER.ON_CORRUPT is skip: %s\n  other images of their identities take their places", found)
+        logger.warning("DATALOADER.ON_CORRUPT is skip: %s\n  using other images of the same identities", found)
         return
     raise DataError(
-        f"{found}\n  fix: restore the files, or correct the list (paths in a CSV file are relative to its folder)"
+        f"{found}\n  fix: restore the files, or correct the paths (those in a CSV file are relative to its folder)"
     )
 
 
 def missing_files(items: PackedItems) -> np.ndarray:
-    """Return the images without a file.
+    """Find the images whose file does not exist.
 
-    Each folder is listed once, which takes a network file system less than asking for each file.
+    Lists each folder once, which is faster on a network file system than testing each file.
 
     Args:
-        items: the images.
+        items (PackedItems): images to check.
 
     Returns:
-        (n,) int64 rows of ``items``, ascending.
+        np.ndarray: (n,) int64 rows of ``items``, ascending.
     """
     order = np.argsort(items.folder_of, kind="stable")
     folders, starts = np.unique(items.folder_of[order], return_index=True)
@@ -65,13 +65,13 @@ def missing_files(items: PackedItems) -> np.ndarray:
         not_listed = [
             row for row, name in zip(rows.tolist(), items.names.encoded(rows), strict=True) if name not in names
         ]
-        # Asked for again: a name may be spelled in another way, where the file system allows that.
+        # Test these individually: the file system may ignore case.
         missing += [row for row in not_listed if not os.path.isfile(items.path(row))]
     return np.array(sorted(missing), dtype=np.int64)
 
 
 def _list_files(folder: str, count: int) -> set[bytes]:
-    """Return the names of the files in a folder; empty where it cannot be listed, or has too many for ``count``."""
+    """List the file names in a folder; empty if it cannot be read, or has too many entries for ``count`` files."""
     names = set()
     try:
         with os.scandir(folder or ".") as entries:

@@ -1,4 +1,4 @@
-"""Which images make up the batches: streams of indices that are pure functions of the seed and the epoch."""
+"""Batch samplers: index streams that depend only on the seed and the epoch."""
 
 import itertools
 from collections import defaultdict
@@ -13,34 +13,34 @@ from fastamp.utils.registry import Registry
 
 SAMPLER_REGISTRY = Registry("DATALOADER.SAMPLER_TRAIN")
 
-# (epoch, position in the epoch's stream, index in the data set)
+# (epoch, position in the epoch's stream, index in the dataset)
 SampleKey = tuple[int, int, int]
 
 
 class EpochSampler:
-    """Draws the indices of an epoch, for all ranks together.
+    """Base class of samplers that draw the indices of an epoch, for all ranks together.
 
-    A subclass has a classmethod ``from_config(cfg, *, labels, camids, sets, world_size)`` and draws from nothing but
+    A subclass has a classmethod ``from_config(cfg, *, labels, camids, sets, world_size)`` and draws only from
     ``generator(seed, epoch)``.
     """
 
     def epoch(self, epoch: int) -> Iterator[int]:
-        """Return the endless index stream of ``epoch``; the same one at every call."""
+        """Return the infinite index stream of ``epoch``, the same one for every call."""
         raise NotImplementedError
 
 
 def generator(seed: int, epoch: int) -> np.random.Generator:
-    """Return the generator that belongs to ``seed`` and ``epoch``."""
+    """Create the random generator of an epoch."""
     return np.random.default_rng([seed % 2**64, epoch])
 
 
 @SAMPLER_REGISTRY.register()
 class TrainingSampler(EpochSampler):
-    """Every image once in random order, then again in another order, without end.
+    """Shuffle all images, endlessly.
 
     Args:
-        size: number of images.
-        seed: any integer.
+        size (int): number of images.
+        seed (int): any integer.
     """
 
     def __init__(self, *, size: int, seed: int) -> None:
@@ -53,7 +53,7 @@ class TrainingSampler(EpochSampler):
         return cls(size=len(labels), seed=cfg.SEED)
 
     def epoch(self, epoch: int) -> Iterator[int]:
-        """Return the endless index stream of ``epoch``."""
+        """Return the infinite index stream of ``epoch``."""
         rng = generator(self.seed, epoch)
         while True:
             yield from rng.permutation(self.size).tolist()
@@ -61,11 +61,11 @@ class TrainingSampler(EpochSampler):
 
 @SAMPLER_REGISTRY.register()
 class ImbalancedDatasetSampler(EpochSampler):
-    """Images at random, with replacement, so that each identity comes equally often whatever its images.
+    """Draw images with replacement, each identity with equal probability.
 
     Args:
-        labels: identity of each image.
-        seed: any integer.
+        labels (Sequence[int]): identity of each image.
+        seed (int): any integer.
     """
 
     def __init__(self, *, labels: Sequence[int], seed: int) -> None:
@@ -79,7 +79,7 @@ class ImbalancedDatasetSampler(EpochSampler):
         return cls(labels=labels, seed=cfg.SEED)
 
     def epoch(self, epoch: int) -> Iterator[int]:
-        """Return the endless index stream of ``epoch``."""
+        """Return the infinite index stream of ``epoch``."""
         rng = generator(self.seed, epoch)
         while True:
             draws = rng.random(len(self._ends)) * self._ends[-1]
@@ -87,22 +87,22 @@ class ImbalancedDatasetSampler(EpochSampler):
 
 
 class IdentitySampler(EpochSampler):
-    """Batches of P identities with K images each (Hermans et al. 2017, arXiv:1703.07737, section 2).
+    """Base class of samplers of P identities with K images each (Hermans et al. 2017, arXiv:1703.07737, section 2).
 
-    The K images of an identity follow each other, and no identity is in a batch twice; ``batch_size`` is the batch of
-    all ranks together, so this holds across them.
+    The K images of an identity are consecutive, and a batch does not contain an identity twice. ``batch_size`` counts
+    the images of all ranks, so this holds across ranks.
 
     Args:
-        labels: identity of each image.
-        camids: camera of each image.
-        batch_size: P * K.
-        num_instances: K.
-        seed: any integer.
-        world_size: ranks among which a batch is divided; each gets whole identities.
+        labels (Sequence[int]): identity of each image.
+        camids (Sequence[int]): camera of each image.
+        batch_size (int): P * K.
+        num_instances (int): K.
+        seed (int): any integer.
+        world_size (int): number of ranks that share a batch; each gets whole identities. Default 1.
 
     Raises:
-        ConfigError: the batch cannot be divided so.
-        DataError: there are fewer identities than a batch holds.
+        ConfigError: if ``batch_size`` is not a multiple of ``num_instances * world_size``.
+        DataError: if there are fewer than P identities.
     """
 
     def __init__(
@@ -116,16 +116,17 @@ class IdentitySampler(EpochSampler):
         world_size: int = 1,
     ) -> None:
         if num_instances < 1:
-            raise ConfigError(f"DATALOADER.NUM_INSTANCE is {num_instances}; it must be at least 1")
-        share = batch_size_per_rank(batch_size, world_size)
-        if share % num_instances:
+            raise ConfigError(f"DATALOADER.NUM_INSTANCE must be at least 1, got {num_instances}")
+        per_rank = batch_size_per_rank(batch_size, world_size)
+        if per_rank % num_instances:
             ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
             raise ConfigError(
-                f"SOLVER.IMS_PER_BATCH {batch_size} makes {share} images{ranks}, which DATALOADER.NUM_INSTANCE "
-                f"{num_instances} does not divide.\n  fix: make it a multiple of {num_instances * world_size}"
+                f"SOLVER.IMS_PER_BATCH {batch_size} is {per_rank} images{ranks}, not a multiple of "
+                f"DATALOADER.NUM_INSTANCE {num_instances}.\n"
+                f"  fix: SOLVER.IMS_PER_BATCH a multiple of {num_instances * world_size}"
             )
         labels = np.asarray(labels)
-        # The images of one identity follow each other in ``_order``, from its entry in ``_starts`` on.
+        # Indices sorted by identity; ``_starts`` and ``_ends`` delimit each identity.
         self._order = np.argsort(labels, kind="stable")
         self.identities, self._starts = np.unique(labels[self._order], return_index=True)
         self._ends = np.append(self._starts[1:], len(labels))
@@ -135,14 +136,14 @@ class IdentitySampler(EpochSampler):
         self.seed = seed
         if len(self.identities) < self.identities_per_batch:
             raise DataError(
-                f"the training set has {len(self.identities)} identities, but a batch needs "
-                f"{self.identities_per_batch}: SOLVER.IMS_PER_BATCH {batch_size} / DATALOADER.NUM_INSTANCE "
-                f"{num_instances}.\n  fix: a smaller SOLVER.IMS_PER_BATCH, a larger DATALOADER.NUM_INSTANCE, or "
+                f"too few identities: the training set has {len(self.identities)}, a batch needs "
+                f"{self.identities_per_batch} (SOLVER.IMS_PER_BATCH {batch_size} / DATALOADER.NUM_INSTANCE "
+                f"{num_instances}).\n  fix: a smaller SOLVER.IMS_PER_BATCH, a larger DATALOADER.NUM_INSTANCE, or "
                 f"DATALOADER.SAMPLER_TRAIN TrainingSampler"
             )
 
     def images_of(self, number: int) -> np.ndarray:
-        """Return the images of ``identities[number]``, in their order: (n,) int64."""
+        """Return the indices of the images of ``identities[number]``: (n,) int64."""
         return self._order[self._starts[number] : self._ends[number]]
 
     @classmethod
@@ -162,15 +163,15 @@ class IdentitySampler(EpochSampler):
 
 @SAMPLER_REGISTRY.register()
 class NaiveIdentitySampler(IdentitySampler):
-    """Deal each identity's images out in chunks of K, to batches of P random identities.
+    """Draw P random identities, each with K images, without replacement.
 
-    An identity's images are shuffled and dealt without replacement, those that make no whole chunk are left out; only
-    one with fewer than K images is drawn with replacement. When fewer than P identities have a chunk left, all are
-    dealt anew.
+    The images of each identity are shuffled and split into chunks of K; a remainder of fewer than K images is dropped.
+    Identities with fewer than K images are drawn with replacement. The chunks are drawn again when fewer than P
+    identities have one left.
     """
 
     def epoch(self, epoch: int) -> Iterator[int]:
-        """Return the endless index stream of ``epoch``."""
+        """Return the infinite index stream of ``epoch``."""
         rng = generator(self.seed, epoch)
         while True:
             chunks = [self._chunk(rng, number) for number in range(len(self.identities))]
@@ -188,7 +189,7 @@ class NaiveIdentitySampler(IdentitySampler):
                 remaining = np.delete(remaining, used_up)
 
     def _chunk(self, rng: np.random.Generator, number: int) -> np.ndarray:
-        """Return (chunks, K) images of an identity."""
+        """Draw the (chunks, K) images of an identity."""
         images, size = self.images_of(number), self.num_instances
         if len(images) < size:
             return rng.choice(images, size)[None]
@@ -197,16 +198,16 @@ class NaiveIdentitySampler(IdentitySampler):
 
 @SAMPLER_REGISTRY.register()
 class BalancedIdentitySampler(IdentitySampler):
-    """Each identity once in random order: a random image of it, and K - 1 others that prefer other cameras.
+    """Visit identities in random order; sample a random anchor image and K - 1 images, preferably from other cameras.
 
-    The rest come from as many different cameras as there are, none of them that of the first image; when those
-    images do not suffice, from its own camera, and only when all images are in, with replacement. An epoch's last
-    identities that make no whole batch are left out. Differs from FastReID, which draws among the images of other
-    cameras without regard to which, and repeats them before it takes one of the first image's camera.
+    The K - 1 images come from as many different cameras as possible, other than the anchor's. If there are too few,
+    images from the anchor's camera are added, and finally images are repeated. Identities that do not fill a batch at
+    the end of a pass are dropped. Differs from FastReID, which draws among the images of other cameras regardless of
+    the camera, and repeats them before using the anchor's camera.
     """
 
     def epoch(self, epoch: int) -> Iterator[int]:
-        """Return the endless index stream of ``epoch``."""
+        """Return the infinite index stream of ``epoch``."""
         rng = generator(self.seed, epoch)
         whole_batches = len(self.identities) // self.identities_per_batch * self.identities_per_batch
         while True:
@@ -222,7 +223,7 @@ class BalancedIdentitySampler(IdentitySampler):
         for index, camera in zip(rest, cameras, strict=True):
             ranked.append((camera == anchor_camera, seen[camera], index))
             seen[camera] += 1
-        # The sort is stable, so images of equal preference stay in their random order.
+        # The sort is stable: images with equal preference stay in random order.
         ranked.sort(key=lambda image: image[:2])
         chosen = [index for _, _, index in ranked[: self.num_instances - 1]]
         missing = self.num_instances - 1 - len(chosen)
@@ -231,20 +232,19 @@ class BalancedIdentitySampler(IdentitySampler):
 
 @SAMPLER_REGISTRY.register()
 class SetReWeightSampler(BalancedIdentitySampler):
-    """Batches in which each data set has a share of the identities, however large it is.
+    """Give each dataset a fixed fraction of the identities in a batch, independent of its size.
 
-    Of each set the identities come in random order, and with K images as ``BalancedIdentitySampler`` draws them; the
-    sets' identities are mixed within a batch. A share that is no whole number of identities is rounded, those with
-    the largest remainders up.
+    The identities of each dataset come in random order, with K images as in ``BalancedIdentitySampler``; a batch mixes
+    the datasets. Numbers of identities are rounded by largest remainder.
 
     Args:
-        sets: number of the data set that each image belongs to.
-        weights: relative weight of each data set.
-        options: of ``IdentitySampler``.
+        sets (Sequence[int]): dataset index of each image.
+        weights (Sequence[float]): relative weight of each dataset.
+        options: arguments of ``IdentitySampler``.
 
     Raises:
-        ConfigError: there are not as many weights as sets, or a set has no place in a batch.
-        DataError: a set has fewer identities than its share of a batch.
+        ConfigError: if the number of weights is not the number of datasets, or a weight gives a dataset no identity.
+        DataError: if a dataset has fewer identities than its part of a batch.
     """
 
     shares = renamed_attribute("shares", "identities_per_set")
@@ -255,26 +255,27 @@ class SetReWeightSampler(BalancedIdentitySampler):
         count = int(sets.max()) + 1
         if len(weights) != count or not all(0 < weight < float("inf") for weight in weights):
             raise ConfigError(
-                f"DATALOADER.SET_WEIGHT is {tuple(weights)}; SetReWeightSampler needs a number above 0 for each of the "
-                f"{count} data sets of DATASETS.NAMES"
+                f"DATALOADER.SET_WEIGHT must be {count} positive numbers, one for each dataset of DATASETS.NAMES; got "
+                f"{tuple(weights)}"
             )
         set_of = sets[self._order[self._starts]]
         self._identities = [np.flatnonzero(set_of == number) for number in range(count)]
         exact = np.array(weights) / sum(weights) * self.identities_per_batch
-        shares = np.floor(exact).astype(int)
-        left = self.identities_per_batch - shares.sum()
-        shares[np.argsort(shares - exact, kind="stable")[:left]] += 1
-        self.identities_per_set = shares.tolist()
-        for number, (share, identities) in enumerate(zip(self.identities_per_set, self._identities, strict=True)):
-            if not share:
+        counts = np.floor(exact).astype(int)
+        remainder = self.identities_per_batch - counts.sum()
+        counts[np.argsort(counts - exact, kind="stable")[:remainder]] += 1
+        self.identities_per_set = counts.tolist()
+        for number, (needed, identities) in enumerate(zip(self.identities_per_set, self._identities, strict=True)):
+            if not needed:
                 raise ConfigError(
-                    f"DATALOADER.SET_WEIGHT {tuple(weights)} leaves data set {number + 1} no identity among the "
-                    f"{self.identities_per_batch} of a batch.\n  fix: a larger weight, or a larger SOLVER.IMS_PER_BATCH"
+                    f"DATALOADER.SET_WEIGHT {tuple(weights)} gives dataset {number + 1} none of the "
+                    f"{self.identities_per_batch} identities of a batch.\n"
+                    "  fix: a larger weight, or a larger SOLVER.IMS_PER_BATCH"
                 )
-            if share > len(identities):
+            if needed > len(identities):
                 raise DataError(
-                    f"data set {number + 1} has {len(identities)} identities, and DATALOADER.SET_WEIGHT "
-                    f"{tuple(weights)} asks for {share} of it in each batch.\n  fix: a smaller weight"
+                    f"too few identities: dataset {number + 1} has {len(identities)}, DATALOADER.SET_WEIGHT "
+                    f"{tuple(weights)} needs {needed} in each batch.\n  fix: a smaller weight"
                 )
 
     @classmethod
@@ -294,33 +295,33 @@ class SetReWeightSampler(BalancedIdentitySampler):
         )
 
     def epoch(self, epoch: int) -> Iterator[int]:
-        """Return the endless index stream of ``epoch``."""
+        """Return the infinite index stream of ``epoch``."""
         rng = generator(self.seed, epoch)
         queues: list[list[int]] = [[] for _ in self.identities_per_set]
         while True:
             batch = []
-            for set_index, share in enumerate(self.identities_per_set):
-                if len(queues[set_index]) < share:
+            for set_index, needed in enumerate(self.identities_per_set):
+                if len(queues[set_index]) < needed:
                     queues[set_index] = rng.permutation(self._identities[set_index]).tolist()
-                batch += [queues[set_index].pop() for _ in range(share)]
+                batch += [queues[set_index].pop() for _ in range(needed)]
             for number in rng.permutation(batch).tolist():
                 yield from self._draw(rng, self.images_of(number))
 
 
 class EpochBatchSampler:
-    """Cut the epochs' streams into batches, and give each rank its share.
+    """Split the index streams of the epochs into batches, and each batch among the ranks.
 
-    The ranks together see the batches that one process would see: rank r gets the r-th part of each batch.
+    Rank r gets the r-th part of each batch, so all ranks together see the batches of a single process.
 
     Args:
-        sampler: draws the indices.
-        batch_size: images of a batch, of all ranks together.
-        iters_per_epoch: batches of an epoch.
-        rank, world_size: this process among how many.
-        start_iter: index of the first batch, counted from the start of the training; see ``start_at``.
+        sampler (EpochSampler): draws the indices.
+        batch_size (int): images per batch, over all ranks.
+        iters_per_epoch (int): batches per epoch.
+        rank, world_size (int): rank of this process and number of processes. Default 0 and 1.
+        start_iter (int): first batch, counted from the start of training; see ``start_at``. Default 0.
 
     Raises:
-        ConfigError: ``batch_size`` is not a multiple of ``world_size``.
+        ConfigError: if ``batch_size`` is not a multiple of ``world_size``.
     """
 
     def __init__(
@@ -337,15 +338,15 @@ class EpochBatchSampler:
         self.batch_size = batch_size
         self.iters_per_epoch = iters_per_epoch
         self.start_iter = start_iter
-        share = batch_size_per_rank(batch_size, world_size)
-        self._share = slice(rank * share, (rank + 1) * share)
+        per_rank = batch_size_per_rank(batch_size, world_size)
+        self._slice = slice(rank * per_rank, (rank + 1) * per_rank)
 
     def start_at(self, start_iter: int) -> None:
-        """Begin the next iteration with batch ``start_iter``, counted from the start of the training."""
+        """Start the next iteration at batch ``start_iter``, counted from the start of training."""
         self.start_iter = start_iter
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        """Yield this rank's keys of each batch, without end, from ``start_iter`` on."""
+        """Yield the keys of this rank's part of each batch, endlessly, from ``start_iter`` on."""
         first_epoch, first_batch = divmod(self.start_iter, self.iters_per_epoch)
         for epoch in itertools.count(first_epoch):
             stream = enumerate(self.sampler.epoch(epoch))
@@ -353,20 +354,20 @@ class EpochBatchSampler:
             stream = itertools.islice(stream, skipped * self.batch_size, self.iters_per_epoch * self.batch_size)
             for _ in range(skipped, self.iters_per_epoch):
                 batch = [(epoch, position, index) for position, index in itertools.islice(stream, self.batch_size)]
-                yield batch[self._share]
+                yield batch[self._slice]
 
 
 class InferenceSampler:
-    """Batches of this rank's contiguous part of a test set, in order; the parts differ by one image at most.
+    """Batches of this rank's contiguous part of a test set, in order; part sizes differ by at most one image.
 
     Args:
-        size: number of images.
-        batch_size: images of this rank's batches; the last one may be smaller.
-        rank, world_size: this process among how many.
-        images: indices of the ``size`` images in the data set; None is the first ones.
+        size (int): number of images.
+        batch_size (int): images per batch on this rank; the last batch can be smaller.
+        rank, world_size (int): rank of this process and number of processes. Default 0 and 1.
+        images (Sequence[int], optional): indices of the ``size`` images in the dataset. Default: the first ones.
 
     Attributes:
-        indices: this rank's images, by their indices in the data set.
+        indices (Sequence[int]): indices of this rank's images in the dataset.
     """
 
     def __init__(
@@ -386,14 +387,14 @@ class InferenceSampler:
 
 
 def batch_size_per_rank(batch_size: int, world_size: int) -> int:
-    """Return each rank's images of a batch.
+    """Return the number of images of a batch on each rank.
 
     Raises:
-        ConfigError: there is none for each, or they cannot be divided evenly.
+        ConfigError: if ``batch_size`` is not a positive multiple of ``world_size``.
     """
     if batch_size < 1 or batch_size % world_size:
         raise ConfigError(
-            f"SOLVER.IMS_PER_BATCH is {batch_size}, the batch of all {world_size} ranks together; "
-            f"it must be a positive multiple of {world_size}"
+            f"SOLVER.IMS_PER_BATCH, the batch size over all ranks, must be a positive multiple of the {world_size} "
+            f"ranks; got {batch_size}"
         )
     return batch_size // world_size

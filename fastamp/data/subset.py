@@ -1,4 +1,4 @@
-"""A part of a test set: whole identities."""
+"""Subset of a test set with complete identities."""
 
 from typing import Any
 
@@ -6,16 +6,16 @@ from typing import Any
 def subsample_identities(
     loader: Any, num_query: int, max_images: int, batch_size: int
 ) -> tuple[list[dict[str, Any]], int, tuple[int, int]]:
-    """Take whole identities of a test set until a number of images is reached.
+    """Load the images of the first query identities, up to a number of images.
 
     Args:
-        loader: of the test set.
-        num_query: its first items are queries.
-        max_images: images to take at most, but one identity at least; 0 takes all.
-        batch_size: images of a batch.
+        loader (TestLoader): loader of the test set.
+        num_query (int): number of queries, the first items of the dataset.
+        max_images (int): maximum number of images, exceeded only by the first identity; 0 loads all.
+        batch_size (int): images per batch.
 
     Returns:
-        The batches, the number of queries in them, and the numbers of images in them and in the test set.
+        tuple: list of batches; number of queries in them; (number of loaded images, number of images in the test set).
     """
     dataset = loader.dataset
     total = len(dataset)

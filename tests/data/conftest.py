@@ -1,4 +1,4 @@
-"""Miniature data sets in Market-1501's layout, and configs that name them."""
+"""Miniature datasets in the layout of Market-1501, and configs for them."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from fastamp.config import get_cfg
 
 @pytest.fixture
 def write_image():
-    """Write a random image whose content depends on its name."""
+    """Write a random image that depends on its file name."""
 
     def write(path, size=(64, 32), mode="RGB", **options):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,7 +23,7 @@ def write_image():
 
 @pytest.fixture
 def market(tmp_path, monkeypatch, write_image):
-    """A data root with a small Market-1501: 6 training identities with 4 images each, from 3 cameras."""
+    """Data root with a small Market-1501: 6 training identities with 4 images each, from 3 cameras."""
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     base = tmp_path / "Market-1501-v15.09.15"
     for pid in (2, 7, 10, 11, 1000, 30):
@@ -40,7 +40,7 @@ def market(tmp_path, monkeypatch, write_image):
 
 @pytest.fixture
 def cfg():
-    """Every augmentation that exists, small images, no workers."""
+    """Config with common augmentations, small images and no workers."""
     cfg = get_cfg()
     cfg.INPUT.SIZE_TRAIN = cfg.INPUT.SIZE_TEST = (32, 16)
     cfg.INPUT.PADDING.SIZE = 3

@@ -1,4 +1,4 @@
-"""The store of decoded images: what it holds, when it is built anew, and what cannot harm it."""
+"""Image cache: content, rebuilding, concurrency and interruptions."""
 
 import multiprocessing
 import os
@@ -22,7 +22,7 @@ SHAPE = (3, 16, 8)
 
 
 class Read:
-    """Read an item's image at some size, and count."""
+    """Read and resize the image of an item, and count the calls."""
 
     def __init__(self, items, size=SHAPE[1:], seconds=0.0):
         self.items, self.resize, self.seconds, self.count = items, Resize(size=size), seconds, 0
@@ -55,26 +55,26 @@ def folders(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path / "shm")
 
 
-def forbidden(number):
-    raise AssertionError("read again")
+def fail_on_read(number):
+    raise AssertionError("read reopened")
 
 
 @pytest.mark.parametrize("where", ["disk", "ram"])
-def test_holds_what_reading_gives_and_reads_once(items, where):
-    store = ImageCache(items, SHAPE, Read(items), where=where)
-    assert store.images.shape == (150, *SHAPE) and store.images.dtype == torch.uint8
+def test_cache_equals_reading_and_reads_once(items, where):
+    cache = ImageCache(items, SHAPE, Read(items), where=where)
+    assert cache.images.shape == (150, *SHAPE) and cache.images.dtype == torch.uint8
     for number in (0, 63, 64, 149):
-        assert torch.equal(store.images[number], Read(items)(number))
-    again = ImageCache(items, SHAPE, forbidden, where=where)
-    assert torch.equal(again.images, store.images) and again.path == store.path
-    store.close()
-    assert again.path.exists()
-    again.close()
-    assert again.path.exists() == (where == "disk")
+        assert torch.equal(cache.images[number], Read(items)(number))
+    reopened = ImageCache(items, SHAPE, fail_on_read, where=where)
+    assert torch.equal(reopened.images, cache.images) and reopened.path == cache.path
+    cache.close()
+    assert reopened.path.exists()
+    reopened.close()
+    assert reopened.path.exists() == (where == "disk")
 
 
 @pytest.mark.parametrize("change", ["content", "box", "size", "order", "fewer"])
-def test_is_built_anew_when_something_changes(items, change):
+def test_cache_is_rebuilt_after_changes(items, change):
     first = ImageCache(items, SHAPE, Read(items), where="disk")
     first.close()
     shape, changed = SHAPE, list(items)
@@ -86,14 +86,14 @@ def test_is_built_anew_when_something_changes(items, change):
         shape = (3, 8, 8)
     else:
         changed = items[::-1] if change == "order" else items[:-1]
-    store = ImageCache(changed, shape, Read(changed, shape[1:]), where="disk")
-    assert store.path != first.path and len(store.images) == len(changed)
-    assert torch.equal(store.images[3], Read(changed, shape[1:])(3))
-    # Only a store of the same list whose files have changed takes the place of the old one.
+    cache = ImageCache(changed, shape, Read(changed, shape[1:]), where="disk")
+    assert cache.path != first.path and len(cache.images) == len(changed)
+    assert torch.equal(cache.images[3], Read(changed, shape[1:])(3))
+    # The old cache is removed only if the same list of images has changed files.
     assert first.path.exists() == (change != "content")
 
 
-def test_one_in_use_stays_when_its_files_change(items):
+def test_open_cache_survives_changed_files(items):
     first = ImageCache(items, SHAPE, Read(items), where="disk")
     before = first.images.clone()
     Image.new("RGB", (10, 20), "red").save(items[3].path)
@@ -101,7 +101,7 @@ def test_one_in_use_stays_when_its_files_change(items):
     assert first.path.exists() and torch.equal(first.images, before) and not torch.equal(second.images[3], before[3])
 
 
-def test_a_corrupt_image_is_named_and_leaves_nothing(items):
+def test_corrupt_image_is_named_and_no_cache_remains(items):
     Path(items[70].path).write_bytes(b"no image")
     with pytest.raises(DataError, match="cannot read the image .*70 ü.png"):
         ImageCache(items, SHAPE, Read(items), where="disk")
@@ -109,20 +109,20 @@ def test_a_corrupt_image_is_named_and_leaves_nothing(items):
     assert [file.suffix for file in folder.iterdir()] == [".lock"]
 
 
-def test_a_missing_image_is_named(items):
+def test_missing_image_is_named(items):
     os.unlink(items[5].path)
     with pytest.raises(DataError, match="cannot read the image .*/5 ü.png: No such file"):
         ImageCache(items, SHAPE, Read(items), where="disk")
 
 
 def build(items, results):
-    torch.set_num_threads(1)  # a fork has no other threads of the pool that its parent may have
+    torch.set_num_threads(1)  # a forked process has no other threads of its parent's pool
     read = Read(items, seconds=0.02)
     images = ImageCache(items, SHAPE, read, where="disk").images
     results.put((read.count, int(images.sum())))
 
 
-def test_of_several_processes_one_builds(items):
+def test_one_of_several_processes_builds(items):
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     processes = [context.Process(target=build, args=(items, results)) for _ in range(3)]
@@ -134,7 +134,7 @@ def test_of_several_processes_one_builds(items):
     assert sorted(count for count, _ in outcomes) == [0, 0, 150] and len({total for _, total in outcomes}) == 1
 
 
-def test_a_killed_build_leaves_nothing_that_counts(items):
+def test_killed_build_leaves_no_cache(items):
     context = multiprocessing.get_context("fork")
     process = context.Process(target=build, args=(items, context.Queue()))
     process.start()
@@ -147,75 +147,75 @@ def test_a_killed_build_leaves_nothing_that_counts(items):
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert not list(folder.glob("*.images"))
-    store = ImageCache(items, SHAPE, Read(items), where="disk")
-    assert torch.equal(store.images[149], Read(items)(149)) and not list(folder.glob("*.unfinished"))
+    cache = ImageCache(items, SHAPE, Read(items), where="disk")
+    assert torch.equal(cache.images[149], Read(items)(149)) and not list(folder.glob("*.unfinished"))
 
 
-def test_a_root_that_cannot_be_written_to(items, tmp_path, caplog):
+def test_read_only_root_falls_back_to_home(items, tmp_path, caplog):
     (tmp_path / "root/.fastamp-cache").write_text("no folder")
     caplog.set_level("INFO")
-    store = ImageCache(items, SHAPE, Read(items), where="disk")
-    assert store.path.parent == tmp_path / "home/fastamp"
-    assert "cannot write to" in caplog.text and str(store.path) in caplog.text
+    cache = ImageCache(items, SHAPE, Read(items), where="disk")
+    assert cache.path.parent == tmp_path / "home/fastamp"
+    assert "cannot write to" in caplog.text and str(cache.path) in caplog.text
 
 
-def test_without_a_data_root(items, tmp_path):
+def test_missing_root_falls_back_to_home(items, tmp_path):
     (tmp_path / "root").rmdir()
     assert ImageCache(items, SHAPE, Read(items), where="disk").path.parent == tmp_path / "home/fastamp"
 
 
-def test_no_folder_at_all(items, tmp_path):
+def test_no_writable_folder_fails(items, tmp_path):
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(DataError, match="DATALOADER.CACHE has no folder that can be written to: .*file"):
+    with pytest.raises(DataError, match="(?s)DATALOADER.CACHE: .*file.*DATALOADER.CACHE_DIR"):
         ImageCache(items, SHAPE, Read(items), where="disk", folder=str(tmp_path / "file"))
 
 
-def test_a_full_disk(items, monkeypatch):
+def test_full_disk_fails(items, monkeypatch):
     def full(number, start, length):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    with pytest.raises(DataError, match=r"(?s)No space left on device; it takes 0.00 GB, and .* GB were free"):
-        ImageCache(items, SHAPE, forbidden, where="disk")
+    with pytest.raises(DataError, match=r"(?s)No space left on device.* 0.00 GB.* GB free"):
+        ImageCache(items, SHAPE, fail_on_read, where="disk")
 
 
-def test_what_a_killed_run_left_in_memory_goes(items):
+def test_memory_of_killed_runs_is_freed(items):
     base = module._memory_folder()
-    left = base / "0123-4567.images"
-    left.write_bytes(b"left")
-    half = base / "89ab-cdef.unfinished"
-    half.write_bytes(b"left")
+    abandoned = base / "0123-4567.images"
+    abandoned.write_bytes(b"abandoned")
+    partial = base / "89ab-cdef.unfinished"
+    partial.write_bytes(b"abandoned")
     ImageCache(items, SHAPE, Read(items), where="ram").close()
-    assert not left.exists() and not half.exists() and not list(base.glob("*.images"))
+    assert not abandoned.exists() and not partial.exists() and not list(base.glob("*.images"))
 
 
-def test_in_memory_it_goes_with_its_last_user(items):
-    store = ImageCache(items, SHAPE, Read(items), where="ram")
-    path = store.path
-    other = ImageCache(items, SHAPE, forbidden, where="ram")
-    del store
+def test_memory_cache_is_removed_with_its_last_user(items):
+    cache = ImageCache(items, SHAPE, Read(items), where="ram")
+    path = cache.path
+    other = ImageCache(items, SHAPE, fail_on_read, where="ram")
+    del cache
     assert path.exists()
     del other
     assert not path.exists()
 
 
-def test_a_file_system_without_locks(items, monkeypatch):
+def test_file_system_without_locks_fails(items, monkeypatch):
     def no_locks(file, kind):
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(module.fcntl, "flock", no_locks)
-    with pytest.raises(DataError, match=r"(?s)cannot be locked: No locks available.*DATALOADER.CACHE_DIR"):
-        ImageCache(items, SHAPE, forbidden, where="disk")
+    with pytest.raises(DataError, match=r"(?s)No locks available.*DATALOADER.CACHE_DIR"):
+        ImageCache(items, SHAPE, fail_on_read, where="disk")
 
 
-def test_a_damaged_store_is_built_anew(items):
-    store = ImageCache(items, SHAPE, Read(items), where="disk")
-    store.close()
-    os.truncate(store.path, 1000)
-    again = ImageCache(items, SHAPE, Read(items), where="disk")
-    assert torch.equal(again.images[149], Read(items)(149))
+def test_truncated_cache_is_rebuilt(items):
+    cache = ImageCache(items, SHAPE, Read(items), where="disk")
+    cache.close()
+    os.truncate(cache.path, 1000)
+    reopened = ImageCache(items, SHAPE, Read(items), where="disk")
+    assert torch.equal(reopened.images[149], Read(items)(149))
 
 
-def test_one_larger_than_the_disk_is_not_begun(items):
-    with pytest.raises(DataError, match="No space left on device; it takes 4294.97 GB"):
-        ImageCache(items[:64], (4, 2**12, 2**12 * 1000), forbidden, where="disk")
+def test_cache_larger_than_the_disk_is_not_started(items):
+    with pytest.raises(DataError, match="No space left on device.* 4294.97 GB"):
+        ImageCache(items[:64], (4, 2**12, 2**12 * 1000), fail_on_read, where="disk")

@@ -1,4 +1,4 @@
-"""The checker of data sets: each planted fault is found, and a sound set has none."""
+"""Dataset checks: each planted problem is found, and a valid dataset has none."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from fastamp.data.check import check_dataset
 
 @pytest.fixture
 def folder(tmp_path):
-    """Nine identities with four images under two cameras, six of them for training, listed in a CSV file."""
+    """Nine identities with four images from two cameras, six of them for training, listed in a CSV file."""
     rng = np.random.default_rng(0)
     rows = ["path,pid,camid,split"]
     for pid in range(9):
@@ -35,14 +35,14 @@ def edit(folder, old, new):
     file.write_text(text.replace(old, new))
 
 
-def faults(folder):
+def findings_of(folder):
     report = check_dataset(build_dataset(f"csv:{folder / 'set.csv'}"))
     return {finding.fault: finding for finding in report.findings}, report
 
 
-def test_a_sound_set(folder):
-    found, report = faults(folder)
-    assert not found and not report.has_errors
+def test_valid_dataset_has_no_findings(folder):
+    by_fault, report = findings_of(folder)
+    assert not by_fault and not report.has_errors
     assert report.rows == [("train", 24, 6, 2), ("query", 3, 3, 1), ("gallery", 9, 3, 2)]
     assert report.sizes == {(32, 64): 36}
 
@@ -60,7 +60,7 @@ def missing(folder):
     (folder / "3_1.jpg").unlink()
 
 
-def train_on_the_test(folder):
+def shared_identity(folder):
     edit(folder, "2_0.jpg,2,0,train", "2_0.jpg,7,0,train")
 
 
@@ -77,12 +77,12 @@ def copy(folder):
     shutil.copy(folder / "4_2.jpg", folder / "8_3.jpg")
 
 
-def near_copy(folder):
+def near_duplicate(folder):
     with Image.open(folder / "4_2.jpg") as image:
         image.resize((48, 100)).save(folder / "8_3.jpg", quality=60)
 
 
-def two_names(folder):
+def two_labels(folder):
     shutil.copy(folder / "4_2.jpg", folder / "5_3.jpg")
 
 
@@ -90,58 +90,58 @@ def listed_twice(folder):
     edit(folder, "4_2.jpg,4,0,train", "4_2.jpg,4,0,train\n4_2.jpg,4,0,train")
 
 
-def lonely(folder):
+def single_image(folder):
     edit(folder, "5_0.jpg,5,0,train", "5_0.jpg,500,0,train")
 
 
 @pytest.mark.parametrize(
     "plant, fault, example, is_error",
     [
-        (corrupt, "images that cannot be read", "3_1.jpg: cannot identify", True),
-        (truncate, "images that cannot be read", "3_1.jpg: image file is truncated", True),
-        (missing, "images that cannot be read", "3_1.jpg: [Errno 2]", True),
-        (train_on_the_test, "identities in both training and test", "7", True),
-        (no_match, "queries whose identity is not in the gallery", "7_0.jpg", True),
-        (same_camera, "queries that only images of their own camera match", "7_0.jpg", True),
+        (corrupt, "unreadable images", "3_1.jpg: cannot identify", True),
+        (truncate, "unreadable images", "3_1.jpg: image file is truncated", True),
+        (missing, "unreadable images", "3_1.jpg: [Errno 2]", True),
+        (shared_identity, "identities in both training and test", "7", True),
+        (no_match, "queries without a gallery image of their identity", "7_0.jpg", True),
+        (same_camera, "queries whose only matches are from the same camera", "7_0.jpg", True),
         (copy, "images in both train and gallery", "8_3.jpg", True),
-        (near_copy, "images of train and gallery that look alike", "8_3.jpg", False),
-        (two_names, "images of train that are there under several identities", "5_3.jpg", True),
-        (listed_twice, "images of train that are there more than once", "4_2.jpg", False),
-        (lonely, "identities with one training image", "500", False),
+        (near_duplicate, "near-duplicates between train and gallery", "8_3.jpg", False),
+        (two_labels, "images of train listed under several identities", "5_3.jpg", True),
+        (listed_twice, "images of train listed more than once", "4_2.jpg", False),
+        (single_image, "identities with a single training image", "500", False),
     ],
 )
-def test_each_fault_is_found_and_no_other(folder, plant, fault, example, is_error):
+def test_only_the_planted_problem_is_found(folder, plant, fault, example, is_error):
     plant(folder)
-    found, report = faults(folder)
-    assert example in found[fault].examples[0] and found[fault].count == 1
-    assert report.has_errors == is_error == found[fault].is_error
-    # What is not in training any more, or is there twice, may be the only image of its identity.
-    assert set(found) - {"identities with one training image"} <= {fault}
+    by_fault, report = findings_of(folder)
+    assert example in by_fault[fault].examples[0] and by_fault[fault].count == 1
+    assert report.has_errors == is_error == by_fault[fault].is_error
+    # Planting some problems leaves an identity with one image.
+    assert set(by_fault) - {"identities with a single training image"} <= {fault}
 
 
-def test_a_single_identity(folder):
+def test_single_identity_is_an_error(folder):
     for pid in range(1, 6):
         for number in range(4):
             edit(folder, f"{pid}_{number}.jpg,{pid},", f"{pid}_{number}.jpg,0,")
-    assert faults(folder)[0]["a single identity to train on"].is_error
+    assert findings_of(folder)[0]["only one training identity"].is_error
 
 
-def test_the_command(folder, tmp_path, capsys):
+def test_check_data_command(folder, tmp_path, capsys):
     output = tmp_path / "out"
     name = f"csv:{folder / 'set.csv'}"
     assert check_data.cli([name, "--output", str(output)]) == 0
     out = capsys.readouterr().out
-    assert "| train   |       24 |" in out and "nothing wrong was found" in out and "32 x 64" in out
+    assert "| train   |       24 |" in out and "ERROR" not in out and "32 x 64" in out
     with Image.open(output / "contact_sheet.png") as sheet:
         assert sheet.width > 500 and len(sheet.getcolors(10**6)) > 100
     corrupt(folder)
     assert check_data.cli([name, "--output", str(output)]) == 1
-    assert "ERROR: 1 images that cannot be read" in capsys.readouterr().out
+    assert "ERROR: 1 unreadable images" in capsys.readouterr().out
     assert check_data.cli(["Marked1501", "--output", str(output)]) == 2
     assert "Did you mean 'Market1501'?" in capsys.readouterr().err
 
 
-def test_images_of_16_bits_do_not_all_look_alike(tmp_path):
+def test_images_with_16_bits_are_not_near_duplicates(tmp_path):
     rng = np.random.default_rng(0)
     rows = ["path,pid,split"]
     for number in range(12):
@@ -149,10 +149,10 @@ def test_images_of_16_bits_do_not_all_look_alike(tmp_path):
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
         rows.append(f"{number}.png,{number // 2},{'train' if number < 6 else 'query' if number % 2 else 'gallery'}")
     (tmp_path / "set.csv").write_text("\n".join(rows))
-    assert not faults(tmp_path)[0]
+    assert not findings_of(tmp_path)[0]
 
 
-def test_folders_with_numbers_for_names(tmp_path):
+def test_numeric_folder_names_have_no_findings(tmp_path):
     for pid in range(1, 9):
         (tmp_path / str(pid)).mkdir()
         for number in range(3):
@@ -163,13 +163,13 @@ def test_folders_with_numbers_for_names(tmp_path):
     assert {dataset.identity(item.pid) for item in dataset.query} < {str(pid) for pid in range(1, 9)}
 
 
-def test_the_report_comes_before_what_cannot_be_written(folder, capsys):
+def test_report_is_printed_before_a_write_error(folder, capsys):
     (folder / "file").write_text("no folder")
     assert check_data.cli([f"csv:{folder / 'set.csv'}", "--output", str(folder / "file")]) == 2
-    assert "nothing wrong was found" in capsys.readouterr().out
+    assert "| train   |       24 |" in capsys.readouterr().out
 
 
-def test_the_demo_is_sound(tmp_path):
+def test_demo_has_no_errors(tmp_path):
     import tiny
 
     tiny.make_demo(tmp_path)

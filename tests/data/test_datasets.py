@@ -9,7 +9,7 @@ from fastamp.data.datasets import demo as demo_module
 from fastamp.utils.errors import ConfigError, DataError
 
 
-def test_market_images_identities_and_cameras(market):
+def test_market1501_labels(market):
     dataset = Market1501(root=str(market.parent))
     assert len(dataset.train) == 24
     assert {item.pid for item in dataset.train} == {f"market1501_{pid}" for pid in (2, 7, 10, 11, 30, 1000)}
@@ -19,17 +19,17 @@ def test_market_images_identities_and_cameras(market):
     ]
 
 
-def test_junk_is_dropped_and_distractors_are_kept(market):
+def test_junk_is_excluded_and_distractors_are_kept(market):
     gallery = Market1501(root=str(market.parent)).gallery
     assert sorted(item.pid for item in gallery) == [0, 1, 1, 1, 3, 3, 3]
     assert [item.camid for item in gallery if item.pid == 0] == [5]
 
 
-def test_the_folders_may_be_in_the_root_itself(market):
+def test_market1501_in_the_data_root(market):
     assert len(Market1501(root=market).train) == len(Market1501(root=market.parent).train)
 
 
-def test_only_the_file_name_is_searched(market, tmp_path):
+def test_parent_folder_names_are_ignored(market, tmp_path):
     root = tmp_path / "0099_c4s1" / "-1_c9"
     root.mkdir(parents=True)
     market.rename(root / market.name)
@@ -38,12 +38,12 @@ def test_only_the_file_name_is_searched(market, tmp_path):
     assert len(dataset.gallery) == 7
 
 
-def test_more_than_nine_cameras(market, write_image):
+def test_two_digit_camera(market, write_image):
     write_image(market / "query/0003_c12s1_000000_00.jpg")
     assert Market1501(root=market.parent).query[1].camid == 11
 
 
-def test_the_order_is_that_of_the_names(market):
+def test_images_are_sorted_by_name(market):
     paths = [item.path for item in Market1501(root=market.parent).train]
     assert paths == sorted(paths)
 
@@ -54,23 +54,23 @@ def message(call):
     return str(raised.value)
 
 
-def test_a_missing_data_set_says_what_was_looked_for(tmp_path, monkeypatch):
+def test_missing_dataset_names_path_and_layout(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path / "nowhere"))
     text = message(lambda: build_dataset("Market1501"))
     assert str(tmp_path / "nowhere" / "Market-1501-v15.09.15" / "bounding_box_train") in text
-    assert f"in {tmp_path}: nothing" in text
+    assert f"{tmp_path} contains" in text
     assert "bounding_box_train,query,bounding_box_test" in text
     assert "FASTAMP_DATASETS" in text
 
 
-def test_a_missing_folder_is_named_with_what_is_there_instead(market):
+def test_missing_folder_is_named_with_its_siblings(market):
     shutil.rmtree(market / "query")
     text = message(lambda: Market1501(root=market.parent))
     assert str(market / "query") in text and str(market / "bounding_box_train") not in text
     assert "bounding_box_test/, bounding_box_train/" in text
 
 
-def test_an_empty_folder(market):
+def test_empty_folder_is_named(market):
     for file in (market / "bounding_box_train").iterdir():
         file.unlink()
     (market / "bounding_box_train" / "Thumbs.db").touch()
@@ -78,7 +78,7 @@ def test_an_empty_folder(market):
     assert str(market / "bounding_box_train") in text and "Thumbs.db" in text
 
 
-def test_names_that_do_not_match(market, write_image, caplog):
+def test_unmatched_file_names_are_skipped_with_warning(market, write_image, caplog):
     shutil.rmtree(market / "query")
     write_image(market / "query" / "person7.jpg")
     text = message(lambda: Market1501(root=market.parent).query)
@@ -89,13 +89,13 @@ def test_names_that_do_not_match(market, write_image, caplog):
     assert "person7.jpg" in caplog.text
 
 
-def test_nothing_but_junk(market, write_image):
+def test_only_junk_fails(market, write_image):
     shutil.rmtree(market / "query")
     write_image(market / "query" / "-1_c1s1_000001_00.jpg")
     assert "junk" in message(lambda: Market1501(root=market.parent).query)
 
 
-def test_cameras_are_numbered_from_one(market, write_image):
+def test_camera_zero_fails(market, write_image):
     write_image(market / "query" / "0003_c0s1_000001_00.jpg")
     assert "0003_c0s1_000001_00.jpg" in message(lambda: Market1501(root=market.parent).query)
 
@@ -112,12 +112,12 @@ def test_data_root(monkeypatch):
     assert str(data_root()) == "/there"
 
 
-def test_unknown_name():
+def test_unknown_name_suggests_nearest():
     with pytest.raises(ConfigError, match=r"Did you mean 'Market1501'"):
         build_dataset("Market1051")
 
 
-class TwoOthers(ImageDataset):
+class OtherDataset(ImageDataset):
     dataset_name = "others"
 
     def __init__(self, root="datasets", **kwargs):
@@ -130,25 +130,25 @@ class Numbered(ImageDataset):
         super().__init__([("n.jpg", 1, 0), ("m.jpg", 10, 1)], [("q.jpg", 1, 0)], [("g.jpg", 1, 1), ("j.jpg", -1, 0)])
 
 
-def test_a_fastreid_users_own_class_works():
-    dataset = TwoOthers(root="x")
+def test_fastreid_dataset_class_works():
+    dataset = OtherDataset(root="x")
     assert dataset.train[0] == ImageItem("a.jpg", "others_1", "others_0")
     assert dataset.query == [ImageItem("b.jpg", 1, 0)] and dataset.gallery == [ImageItem("c.jpg", 1, 1)]
     with pytest.raises(DataError, match="nowhere"):
         dataset.check_before_run(["/", "/nowhere"])
 
 
-def test_several_sets_are_kept_apart():
-    items = training_items([TwoOthers(), Numbered()])
+def test_labels_of_two_datasets_are_distinct():
+    items = training_items([OtherDataset(), Numbered()])
     assert [item.pid for item in items] == ["others_1", "others_2", "numbered_1", "numbered_10"]
     assert [item.camid for item in items] == ["others_0", "others_0", "numbered_0", "numbered_1"]
 
 
-def test_one_set_alone_keeps_its_names():
+def test_single_dataset_keeps_labels():
     assert training_items([Numbered()]) == Numbered().train
 
 
-def test_combine_all_takes_query_and_gallery_but_no_distractors(market):
+def test_combine_all_adds_test_images_without_distractors(market):
     items = training_items([Market1501(root=market.parent)], combine_all=True)
     assert len(items) == 24 + 2 + 6
     assert {item.pid for item in items} >= {"market1501_2", "market1501_test_1", "market1501_test_3"}
@@ -157,13 +157,13 @@ def test_combine_all_takes_query_and_gallery_but_no_distractors(market):
     assert pids == ["numbered_1", "numbered_10", "numbered_test_1", "numbered_test_1"]
 
 
-def test_two_classes_with_one_name_are_refused():
+def test_duplicate_dataset_name_fails():
     other = type("Copied", (Numbered,), {"dataset_name": "others"})
-    with pytest.raises(DataError, match="TwoOthers and Copied"):
-        training_items([TwoOthers(), other()])
+    with pytest.raises(DataError, match="OtherDataset and Copied"):
+        training_items([OtherDataset(), other()])
 
 
-def test_no_training_images():
+def test_dataset_without_training_images_fails():
     class Empty(ImageDataset):
         def __init__(self, root=""):
             super().__init__([], [], [])
@@ -194,7 +194,7 @@ def test_demo_is_generated_on_first_use(tmp_path, small_demo, caplog):
     assert "Demo" in DATASET_REGISTRY
 
 
-def test_demo_in_a_place_that_cannot_be_written_to(tmp_path, small_demo):
+def test_demo_in_read_only_folder_fails(tmp_path, small_demo):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="FASTAMP_DATASETS"):
         Demo(root=str(tmp_path / "file" / "root"))

@@ -12,7 +12,7 @@ every_channels = pytest.mark.parametrize("channels", MODES)
 
 
 def as_tensor(image, channels=3):
-    """Return PIL's own (C, H, W) of the image."""
+    """Convert an image to (C, H, W) with PIL."""
     pixels = torch.from_numpy(np.array(image.convert(MODES[channels])))
     return pixels.view(image.height, image.width, channels).permute(2, 0, 1)
 
@@ -25,7 +25,7 @@ def pil(path, channels=3):
 @every_channels
 @pytest.mark.parametrize("name", ["a.png", "a.bmp", "a.tif", "a.webp", "name with space é 人.png"])
 @pytest.mark.parametrize("mode", ["RGB", "L", "P"])
-def test_lossless_images_are_what_pil_reads(tmp_path, write_image, name, mode, channels):
+def test_lossless_images_equal_pil(tmp_path, write_image, name, mode, channels):
     options = {"lossless": True} if name.endswith("webp") else {}
     path = write_image(tmp_path / name, mode=mode, **options)
     image = read_image(str(path), channels)
@@ -35,7 +35,7 @@ def test_lossless_images_are_what_pil_reads(tmp_path, write_image, name, mode, c
 
 @every_channels
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_jpegs_are_what_pil_reads(tmp_path, write_image, mode, channels):
+def test_jpeg_images_equal_pil(tmp_path, write_image, mode, channels):
     path = write_image(tmp_path / "a.jpg", mode=mode, quality=95)
     image = read_image(str(path), channels)
     assert image.shape == (channels, 64, 32)
@@ -48,7 +48,7 @@ def test_jpegs_are_what_pil_reads(tmp_path, write_image, mode, channels):
     [("1", "a.png"), ("L", "a.png"), ("LA", "a.png"), ("P", "a.png"), ("PA", "a.png"), ("RGBA", "a.png"),
      ("I;16", "a.png"), ("CMYK", "a.tif"), ("YCbCr", "a.tif"), ("RGB", "a.jpg"), ("L", "a.jpg"), ("CMYK", "a.jpg")],
 )  # fmt: skip
-def test_a_pil_image_has_the_pixels_of_its_file(tmp_path, mode, name, channels):
+def test_image_from_pil_equals_read_image(tmp_path, mode, name, channels):
     pixels = np.random.default_rng(0).integers(0, 256, (24, 40, 4), dtype=np.uint8)
     if mode == "I;16":
         image = Image.fromarray(pixels[:, :, 0].astype(np.uint16) * 257)
@@ -66,7 +66,7 @@ def test_a_pil_image_has_the_pixels_of_its_file(tmp_path, mode, name, channels):
 
 @every_channels
 @pytest.mark.parametrize("name", ["a.jpg", "a.png"])
-def test_pil_alone_reads_the_same(tmp_path, write_image, monkeypatch, name, channels):
+def test_images_are_the_same_without_torchvision_decoders(tmp_path, write_image, monkeypatch, name, channels):
     path = str(write_image(tmp_path / name))
     image = read_image(path, channels)
     monkeypatch.setattr("fastamp.data.decode.torchvision_decode", None)
@@ -74,8 +74,8 @@ def test_pil_alone_reads_the_same(tmp_path, write_image, monkeypatch, name, chan
 
 
 @every_channels
-def test_a_file_that_states_its_gamma_is_read_as_one_that_does_not(tmp_path, write_image, channels):
-    """libpng would mix grey in linear light there, which differs by up to 60."""
+def test_png_gamma_is_ignored(tmp_path, write_image, channels):
+    """libpng would compute gray in linear light for such files, which differs by up to 60."""
     with Image.open(write_image(tmp_path / "plain.png")) as image:
         text = PngInfo()
         text.add(b"gAMA", (45455).to_bytes(4, "big"))
@@ -85,30 +85,30 @@ def test_a_file_that_states_its_gamma_is_read_as_one_that_does_not(tmp_path, wri
     )
 
 
-def test_all_greys_stay_what_they_are(tmp_path):
-    greys = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
-    for name, mode in (("grey.png", "L"), ("colour.png", "RGB")):
-        Image.fromarray(greys[0].numpy()).convert(mode).save(tmp_path / name)
-        assert torch.equal(read_image(str(tmp_path / name), channels=1), greys)
+def test_gray_values_are_unchanged(tmp_path):
+    grays = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
+    for name, mode in (("gray.png", "L"), ("color.png", "RGB")):
+        Image.fromarray(grays[0].numpy()).convert(mode).save(tmp_path / name)
+        assert torch.equal(read_image(str(tmp_path / name), channels=1), grays)
 
 
-def test_grey_becomes_three_equal_channels(tmp_path, write_image):
+def test_grayscale_becomes_three_equal_channels(tmp_path, write_image):
     image = read_image(str(write_image(tmp_path / "a.jpg", mode="L")))
     assert torch.equal(image[0], image[1]) and torch.equal(image[1], image[2])
 
 
-def test_transparency_is_dropped(tmp_path):
+def test_alpha_is_dropped_for_rgb(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (8, 6, 4), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    colours = torch.from_numpy(pixels[..., :3].copy()).permute(2, 0, 1)
-    assert torch.equal(read_image(str(tmp_path / "a.png")), colours)
+    colors = torch.from_numpy(pixels[..., :3].copy()).permute(2, 0, 1)
+    assert torch.equal(read_image(str(tmp_path / "a.png")), colors)
     assert torch.equal(
         read_image(str(tmp_path / "a.png"), channels=1), as_tensor(Image.fromarray(pixels[..., :3]), channels=1)
     )
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.tif", "a.webp"])
-def test_a_fourth_channel_is_kept_as_it_is(tmp_path, name):
+def test_alpha_is_kept_for_rgba(tmp_path, name):
     pixels = np.random.default_rng(0).integers(0, 256, (8, 6, 4), dtype=np.uint8)
     options = {"lossless": True, "exact": True} if name.endswith("webp") else {}
     Image.fromarray(pixels).save(tmp_path / name, **options)
@@ -117,18 +117,18 @@ def test_a_fourth_channel_is_kept_as_it_is(tmp_path, name):
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "CMYK"])
-def test_the_fourth_channel_of_a_file_without_one_is_255(tmp_path, write_image, mode):
+def test_missing_alpha_is_255(tmp_path, write_image, mode):
     path = write_image(tmp_path / ("a.jpg" if mode == "CMYK" else "a.png"), mode=mode)
     image = read_image(str(path), channels=4)
     assert torch.equal(image[:3], read_image(str(path))) and (image[3] == 255).all()
 
 
-@pytest.mark.parametrize(("mode", "colour"), [("L", 5), ("P", 5), ("RGB", (5, 6, 7))])
-def test_a_transparent_colour_is_0_in_the_fourth_channel(tmp_path, write_image, mode, colour):
+@pytest.mark.parametrize(("mode", "color"), [("L", 5), ("P", 5), ("RGB", (5, 6, 7))])
+def test_transparent_color_has_alpha_0(tmp_path, write_image, mode, color):
     path = write_image(tmp_path / "a.png", mode=mode)
     with Image.open(path) as image:
-        image.putpixel((3, 2), colour)
-        image.save(path, transparency=colour)
+        image.putpixel((3, 2), color)
+        image.save(path, transparency=color)
     image = read_image(str(path), channels=4)
     assert torch.equal(image, pil(path, channels=4))
     assert image[3, 2, 3] == 0 and image[3].float().mean() > 200
@@ -136,7 +136,7 @@ def test_a_transparent_colour_is_0_in_the_fourth_channel(tmp_path, write_image, 
 
 @every_channels
 @pytest.mark.parametrize("name", ["a.png", "a.tif"])
-def test_of_sixteen_bits_the_upper_eight_are_kept(tmp_path, name, channels):
+def test_images_with_16_bits_keep_the_upper_8(tmp_path, name, channels):
     pixels = np.random.default_rng(0).integers(0, 2**16, (8, 6), dtype=np.uint16)
     Image.fromarray(pixels).save(tmp_path / name)
     expected = as_tensor(Image.fromarray((pixels >> 8).astype(np.uint8)), channels).int()
@@ -147,13 +147,13 @@ def test_of_sixteen_bits_the_upper_eight_are_kept(tmp_path, name, channels):
 @every_channels
 @pytest.mark.parametrize("name", ["a.jpg", "a.tif"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_images_come_upright(tmp_path, name, orientation, channels):
+def test_exif_orientation_is_applied(tmp_path, name, orientation, channels):
     ramp = np.linspace(0, 255, 48, dtype=np.uint8)[:, None] * np.linspace(0, 1, 32)[None]
     image = Image.fromarray(np.stack([ramp] * 3, axis=2).astype(np.uint8))
     exif = image.getexif()
     exif[0x0112] = orientation
     image.save(tmp_path / name, exif=exif, **({"quality": 95} if name == "a.jpg" else {}))
-    turned = {
+    transposes = {
         2: Image.Transpose.FLIP_LEFT_RIGHT,
         3: Image.Transpose.ROTATE_180,
         4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -162,21 +162,21 @@ def test_images_come_upright(tmp_path, name, orientation, channels):
         7: Image.Transpose.TRANSVERSE,
         8: Image.Transpose.ROTATE_90,
     }
-    upright = image if orientation == 1 else image.transpose(turned[orientation])
+    upright = image if orientation == 1 else image.transpose(transposes[orientation])
     expected = as_tensor(upright, channels).int()
     assert (read_image(str(tmp_path / name), channels).int() - expected).abs().max() <= 4
 
 
 @every_channels
-def test_of_an_animation_the_first_picture_is_taken(tmp_path, channels):
-    frames = [Image.new("P", (6, 8), colour) for colour in (3, 5)]
+def test_first_frame_of_an_animation_is_read(tmp_path, channels):
+    frames = [Image.new("P", (6, 8), color) for color in (3, 5)]
     for frame in frames:
         frame.putpalette(list(range(256)) * 3)
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
     assert torch.equal(read_image(str(tmp_path / "a.gif"), channels), pil(tmp_path / "a.gif", channels))
 
 
-def spoil(path, kind):
+def corrupt(path, kind):
     data = path.read_bytes()
     if kind == "missing":
         path.unlink()
@@ -190,9 +190,9 @@ def spoil(path, kind):
 @every_channels
 @pytest.mark.parametrize("kind", ["missing", "folder", "empty", "text", "half"])
 @pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.bmp"])
-def test_a_bad_file_is_named_on_one_line(tmp_path, write_image, name, kind, channels):
+def test_unreadable_file_is_named_on_one_line(tmp_path, write_image, name, kind, channels):
     path = write_image(tmp_path / name)
-    spoil(path, kind)
+    corrupt(path, kind)
     with pytest.raises(DataError) as raised:
         read_image(str(path), channels)
     assert str(path) in str(raised.value) and len(str(raised.value).splitlines()) == 1

@@ -16,7 +16,7 @@ from fastamp.data.keyed_random import keyed_uniform, philox
         ),
     ],
 )
-def test_philox_gives_its_authors_known_answers(counter, key, expected):
+def test_philox_matches_reference_vectors(counter, key, expected):
     words = philox(np.array([counter]), key)
     assert " ".join(f"{word:08x}" for word in words[0].tolist()) == expected
 
@@ -25,16 +25,16 @@ def draw(seed=1, stream="flip", epochs=(0,), positions=(0,), count=5):
     return keyed_uniform(seed=seed, stream=stream, epochs=np.array(epochs), positions=np.array(positions), count=count)
 
 
-def test_numbers_depend_on_the_key_alone():
-    together = draw(epochs=[3] * 100, positions=range(100))
-    apart = np.concatenate([draw(epochs=[3], positions=[position]) for position in range(100)])
-    assert np.array_equal(together, apart)
+def test_numbers_depend_only_on_the_key():
+    jointly = draw(epochs=[3] * 100, positions=range(100))
+    separately = np.concatenate([draw(epochs=[3], positions=[position]) for position in range(100)])
+    assert np.array_equal(jointly, separately)
 
 
 @pytest.mark.parametrize(
     "other", [{"seed": 2}, {"seed": -1}, {"seed": 2**40 + 1}, {"stream": "crop"}, {"epochs": [1]}, {"positions": [1]}]
 )
-def test_each_part_of_the_key_counts(other):
+def test_every_part_of_the_key_changes_the_numbers(other):
     assert not np.isin(draw(), draw(**other)).any()
 
 

@@ -1,4 +1,4 @@
-"""Large images: a limit with a message, no warning of PIL's, and JPEG files decoded at a fraction of their size."""
+"""Large images: pixel limit, PIL's warning, and reduced decoding of JPEG files."""
 
 import warnings
 
@@ -32,7 +32,7 @@ def transforms(*opts):
 
 @pytest.fixture
 def large(tmp_path, monkeypatch):
-    """A JPEG file of more pixels than are decoded at full size where less is enough, with a lower limit."""
+    """JPEG file above the threshold of reduced decoding, which is lowered."""
     assert decode._MAX_FULL_SIZE_PIXELS == 2**24
     monkeypatch.setattr(decode, "_MAX_FULL_SIZE_PIXELS", 2**20)
     smooth(1024, 1040).save(tmp_path / "large.jpg", quality=90)
@@ -41,74 +41,71 @@ def large(tmp_path, monkeypatch):
 
 @pytest.fixture
 def decoded_sizes(monkeypatch):
-    """The sizes that PIL decodes images at."""
+    """Sizes at which PIL decodes images."""
     sizes, plain = [], decode._pil_pixels
     monkeypatch.setattr(decode, "_pil_pixels", lambda image, mode: sizes.append(image.size) or plain(image, mode))
     return sizes
 
 
-def test_the_default_is_the_keys():
+def test_max_pixels_default_and_limit():
     assert get_cfg().INPUT.MAX_PIXELS == MAX_PIXELS
-    with pytest.raises(ConfigError, match=f"INPUT.MAX_PIXELS is 200000000; it must be .* at most {LARGEST_PIXELS}"):
+    with pytest.raises(ConfigError, match=f"INPUT.MAX_PIXELS.*{LARGEST_PIXELS}"):
         transforms("INPUT.MAX_PIXELS", "200000000")
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_a_larger_image_names_itself_its_size_and_the_key(tmp_path, name, channels):
+def test_image_above_max_pixels_names_path_size_and_key(tmp_path, name, channels):
     smooth(64, 48).save(tmp_path / name)
     path = str(tmp_path / name)
     read = transforms("INPUT.CHANNELS", str(channels), "INPUT.MAX_PIXELS", "3071").read
     with pytest.raises(DataError) as raised:
         read(path)
-    assert str(raised.value) == (
-        f"the image {path} has 48 x 64 pixels, more than INPUT.MAX_PIXELS 3071\n"
-        "  fix: INPUT.MAX_PIXELS 3072, or a smaller copy of the image"
-    )
+    text = str(raised.value)
+    assert path in text and "48 x 64" in text and "INPUT.MAX_PIXELS 3071" in text
+    assert "fix: INPUT.MAX_PIXELS 3072" in text
     assert transforms("INPUT.CHANNELS", str(channels), "INPUT.MAX_PIXELS", "3072").read(path).shape[0] == channels
 
 
 @pytest.mark.parametrize(
     "bytes_before", [b"\xff\x01", b"\xff\xd0", b"\xff\xff\xff", b"\xff\xd7\xff\x01", b"\xff\xfe\x00\x04ab\x00\x12"]
 )
-def test_bytes_that_libjpeg_skips_do_not_hide_the_size(tmp_path, bytes_before):
+def test_jpeg_size_is_found_after_skipped_bytes(tmp_path, bytes_before):
     smooth(64, 48).save(tmp_path / "a.jpg")
     content = (tmp_path / "a.jpg").read_bytes()
     (tmp_path / "a.jpg").write_bytes(content[:2] + bytes_before + content[2:])
     path = str(tmp_path / "a.jpg")
     assert read_image(path, max_pixels=3072).shape == (3, 64, 48)
-    with pytest.raises(DataError, match="48 x 64 pixels, more than INPUT.MAX_PIXELS 3071"):
+    with pytest.raises(DataError, match="48 x 64 .*INPUT.MAX_PIXELS 3071"):
         read_image(path, max_pixels=3071)
 
 
-def test_the_key_holds_for_the_predictor_and_the_check(tmp_path, checkpoint):
+def test_max_pixels_applies_to_predictor_and_check(tmp_path, checkpoint):
     smooth(64, 48).save(tmp_path / "a.png")
     path = str(tmp_path / "a.png")
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=["INPUT.MAX_PIXELS", "3000"])
-    with pytest.raises(DataError, match="48 x 64 pixels, more than INPUT.MAX_PIXELS 3000"):
+    with pytest.raises(DataError, match="48 x 64 .*INPUT.MAX_PIXELS 3000"):
         predictor.features(path)
     dataset = ImageDataset([(path, "x_1", 0)], [], [])
-    assert any(
-        "48 x 64 pixels" in text for each in check_dataset(dataset, max_pixels=3000).findings for text in each.examples
-    )
+    assert any("48 x 64" in text for each in check_dataset(dataset, max_pixels=3000).findings for text in each.examples)
     assert not any("pixels" in text for each in check_dataset(dataset).findings for text in each.examples)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pil_does_not_warn(tmp_path, monkeypatch, name):
+def test_pil_warning_is_suppressed(tmp_path, monkeypatch, name):
     smooth(64, 48).save(tmp_path / name)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)  # warns above, refuses above twice as many
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)  # PIL warns above the limit and raises above twice the limit
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert read_image(str(tmp_path / name), channels=4).shape == (4, 64, 48)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    with pytest.raises(DataError, match=rf"{name} has more than {LARGEST_PIXELS} pixels\n  fix: a smaller copy"):
+    with pytest.raises(DataError, match=rf"(?s){name} .*{LARGEST_PIXELS}.*fix: "):
         read_image(str(tmp_path / name), channels=4)
 
 
 @pytest.mark.parametrize("orientation", [1, 6])
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(large, decoded_sizes, channels, orientation):
+def test_large_jpeg_is_decoded_at_reduced_size(large, decoded_sizes, channels, orientation):
     with Image.open(large) as image:
         exif = image.getexif()
         exif[0x0112] = orientation
@@ -131,12 +128,12 @@ def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(large, decoded_sizes,
         (("INPUT.SIZE_TEST", "(0,)"), None),
     ],
 )
-def test_no_more_is_lost_than_the_result_needs(large, decoded_sizes, opts, size):
+def test_reduced_size_is_sufficient_for_the_output(large, decoded_sizes, opts, size):
     read = transforms(*opts).read(large)
     assert decoded_sizes == ([] if size is None else [size]) and max(read.shape) >= 128
 
 
-def test_smaller_images_and_parts_are_decoded_at_full_size(tmp_path, large, decoded_sizes):
+def test_small_images_and_boxes_are_decoded_at_full_size(tmp_path, large, decoded_sizes):
     pipeline = transforms("INPUT.SIZE_TEST", "(64, 32)")
     smooth(1024, 1024).save(tmp_path / "small.jpg", quality=50)
     path = str(tmp_path / "small.jpg")

@@ -1,4 +1,4 @@
-"""Workers that run out of shared memory, open files or processes end the run with a message, and never hang it."""
+"""Data loading workers that run out of shared memory, open files or processes: an error message, never a hang."""
 
 import errno
 import gc
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits the reso
 
 
 @pytest.fixture(autouse=True)
-def end_a_hang():
-    """End the test process when a loader waits forever for a batch."""
+def abort_on_hang():
+    """Abort the test process if a loader waits forever for a batch."""
     timer = threading.Timer(300, os._exit, (99,))
     timer.start()
     yield
     timer.cancel()
-    gc.collect()  # ends the workers, which the traceback of an expected error holds
+    gc.collect()  # stops workers that the traceback of an expected error keeps alive
 
 
 @pytest.fixture
@@ -36,17 +36,17 @@ def train_cfg(cfg):
     return cfg
 
 
-def started(batches):
-    """Return an iterator that has yielded its first batch, and its worker's process number."""
-    others = set(multiprocessing.active_children())
+def start_worker(batches):
+    """Return an iterator after its first batch, and the process number of its worker."""
+    children_before = set(multiprocessing.active_children())
     batches = iter(batches)
     next(batches)
-    (worker,) = set(multiprocessing.active_children()) - others
+    (worker,) = set(multiprocessing.active_children()) - children_before
     return batches, worker.pid
 
 
 def take_until_error(batches):
-    """Take batches until one raises, but not for ever."""
+    """Take batches until one raises, at most 1000."""
     with pytest.raises(DataError) as raised:
         for _ in range(1000):
             next(batches)
@@ -54,37 +54,37 @@ def take_until_error(batches):
 
 
 @pytest.mark.parametrize("test_set", [False, True])
-def test_shared_memory_that_is_full(market, train_cfg, test_set):
-    """A limit of the file size has the effect of a full /dev/shm, for which a test would need a file system."""
+def test_full_shared_memory_is_explained(market, train_cfg, test_set):
+    """A file size limit has the same effect as a full /dev/shm, without mounting a file system."""
     train_cfg.INPUT.SIZE_TEST = (256, 128)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     train_cfg.TEST.NUM_WORKERS = 1
     batches = build_reid_test_loader(train_cfg, "Market1501")[0] if test_set else build_reid_train_loader(train_cfg)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(DataError, match=r"(?s)found: .*cause: the shared memory.* free.*fix: .*--shm-size"):
+        with pytest.raises(DataError, match=r"(?s)found: .*cause: .*/dev/shm.* free.*fix: .*--shm-size"):
             next(iter(batches))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
 
 
-def test_shared_memory_that_fills_up_later(market, train_cfg):
-    batches, worker = started(build_reid_train_loader(train_cfg))
+def test_shared_memory_filling_up_later_is_explained(market, train_cfg):
+    batches, worker = start_worker(build_reid_train_loader(train_cfg))
     resource.prlimit(worker, resource.RLIMIT_FSIZE, (100, 100))
     message = take_until_error(batches)
-    assert "/dev/shm, is full" in message and "--shm-size" in message and "NUM_WORKERS" in message
+    assert "/dev/shm" in message and "--shm-size" in message and "NUM_WORKERS" in message
 
 
 @pytest.mark.parametrize("free", [0, 2, 8])
-def test_open_files_that_run_out_in_a_worker(market, train_cfg, free):
-    batches, worker = started(build_reid_train_loader(train_cfg))
+def test_too_many_open_files_in_a_worker_is_explained(market, train_cfg, free):
+    batches, worker = start_worker(build_reid_train_loader(train_cfg))
     limit = len(os.listdir(f"/proc/{worker}/fd")) + free
     resource.prlimit(worker, resource.RLIMIT_NOFILE, (limit, limit))
     message = take_until_error(batches)
-    assert "too many files are open" in message and "ulimit -n" in message
+    assert "too many open files" in message and "ulimit -n" in message
 
 
-def test_an_image_that_open_files_do_not_suffice_for_is_not_skipped(market, cfg):
+def test_too_many_open_files_does_not_skip_the_image(market, cfg):
     cfg.DATALOADER.ON_CORRUPT = "skip"
     batches = build_reid_train_loader(cfg)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -97,22 +97,22 @@ def test_an_image_that_open_files_do_not_suffice_for_is_not_skipped(market, cfg)
 
 
 @pytest.mark.parametrize("free", range(0, 42, 7))
-def test_open_files_that_run_out_in_the_main_process(market, train_cfg, free):
-    """However many are free, there is a batch or a message."""
+def test_too_many_open_files_in_the_main_process_is_explained(market, train_cfg, free):
+    """For any number of free descriptors, the result is a batch or a message."""
     train_cfg.DATALOADER.NUM_WORKERS = 2
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     batches = build_reid_train_loader(train_cfg)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + free, hard))
-    held = []
+    batches_kept = []
     try:
-        with pytest.raises(DataError, match="too many files are open"):
+        with pytest.raises(DataError, match="too many open files"):
             for batch in batches:
-                held.append(batch)
+                batches_kept.append(batch)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_an_error_in_the_thread_that_pins_memory_is_raised_in_the_main_thread(monkeypatch):
+def test_pin_memory_error_is_raised_in_the_main_thread(monkeypatch):
     batch = loader._PackedBatch({"images": torch.zeros(2, 3, 4, 4)})
     with monkeypatch.context() as patch:
         patch.setattr(loader, "pin_memory", lambda batch: 1 / 0)
@@ -126,21 +126,24 @@ def test_an_error_in_the_thread_that_pins_memory_is_raised_in_the_main_thread(mo
 @pytest.mark.parametrize(
     "error, cause",
     [
-        (OSError(errno.EMFILE, "Too many open files"), "too many files are open"),
-        (OSError("Caught OSError in DataLoader worker 0.\nOSError: [Errno 24] Too many open files"), "too many files"),
-        (RuntimeError("received 0 items of ancdata"), "too many files are open"),
-        (OSError(errno.ENOSPC, "No space left on device"), "the shared memory"),
-        (RuntimeError("unable to allocate shared memory(shm) for file <t>: No space left (28)"), "the shared memory"),
+        (OSError(errno.EMFILE, "Too many open files"), "too many open files"),
+        (
+            OSError("Caught OSError in DataLoader worker 0.\nOSError: [Errno 24] Too many open files"),
+            "too many open files",
+        ),
+        (RuntimeError("received 0 items of ancdata"), "too many open files"),
+        (OSError(errno.ENOSPC, "No space left on device"), "shared memory"),
+        (RuntimeError("unable to allocate shared memory(shm) for file <t>: No space left (28)"), "shared memory"),
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "cannot start another process"),
     ],
 )
-def test_causes(error, cause):
+def test_explain_exhausted_resources_names_the_cause(error, cause):
     with pytest.raises(DataError, match=f"(?s)cause: .*{cause}.*fix: .*NUM_WORKERS"), explain_exhausted_resources():
         raise error
 
 
-def test_other_errors_pass():
-    for error in (OSError(errno.EBADF, "Bad file descriptor"), RuntimeError("a bug"), ConnectionResetError()):
+def test_explain_exhausted_resources_passes_other_errors():
+    for error in (OSError(errno.EBADF, os.strerror(errno.EBADF)), RuntimeError("a bug"), ConnectionResetError()):
         with pytest.raises(type(error)), explain_exhausted_resources():
             raise error
 
@@ -149,7 +152,7 @@ MOUNT = ["unshare", "--mount", "sh", "-c"]
 
 
 def can_mount():
-    """Return whether this process may mount a small file system of its own on /dev/shm."""
+    """Return True if this process can mount a small file system on /dev/shm."""
     try:
         return subprocess.run([*MOUNT, "mount -t tmpfs -o size=1m tmpfs /dev/shm"], capture_output=True).returncode == 0
     except OSError:
@@ -173,21 +176,21 @@ sys.exit(run_command_line(lambda: DefaultTrainer(cfg).train()))
 """
 
 
-@pytest.mark.skipif(not can_mount(), reason="needs the right to mount file systems")
+@pytest.mark.skipif(not can_mount(), reason="needs permission to mount file systems")
 @pytest.mark.parametrize("size", ["0k", "64k", "1m"])
-def test_training_with_a_small_dev_shm(demo_root, tmp_path, size):
-    """No room for a semaphore, for a batch, for a second batch."""
+def test_small_dev_shm_exits_with_code_2(demo_root, tmp_path, size):
+    """There is no space for a semaphore, for one batch, or for a second batch."""
     script = tmp_path / "small_shm.py"
     script.write_text(SMALL_SHM)
     options = ["INPUT.SIZE_TRAIN", "(384, 192)", "DATALOADER.NUM_WORKERS", "2", "SOLVER.AMP", "off"]
     run = preloaded.run(script, size, tmp_path, *options, FASTAMP_DATASETS=str(demo_root))
     assert run.returncode == 2, run.stderr
-    assert "error: loading data failed." in run.stderr and "--shm-size" in run.stderr
+    assert "error: data loading failed" in run.stderr and "--shm-size" in run.stderr
     assert "Traceback" not in run.stderr, run.stderr
 
 
-def test_batches_are_the_same_as_without_workers(market, train_cfg):
-    """Also what is nested, as the parameters of an augmentation that is left to the device."""
+def test_workers_do_not_change_batches(market, train_cfg):
+    """Also covers nested values: the augmentation parameters for the device."""
     train_cfg.INPUT.AUGMENT_ON = "device"
     with_workers = next(iter(build_reid_train_loader(train_cfg)))
     train_cfg.DATALOADER.NUM_WORKERS = 0

@@ -1,4 +1,4 @@
-"""Lists of images in arrays: the same items, labels and batches as lists of tuples, and missing files found first."""
+"""Image lists in arrays: same items, labels and batches as lists of tuples; missing files."""
 
 import gc
 import hashlib
@@ -23,7 +23,7 @@ from fastamp.data.transforms import build_transforms
 from fastamp.utils.errors import DataError
 
 REFERENCE = json.loads((Path(__file__).parent / "batches.json").read_text())
-"""Digests of batches, made when images were held in lists of tuples."""
+"""Digests of batches, computed with lists of tuples."""
 
 SAMPLERS = (
     "TrainingSampler",
@@ -35,7 +35,7 @@ SAMPLERS = (
 
 
 def write_sets(folder):
-    """Write two CSV files and a folder of identities; the images are empty files unless ``pixels``."""
+    """Write two CSV files and a folder of identities; the images are empty files."""
     rng = np.random.default_rng(0)
     lines = {"mine.csv": ["path,pid,camid,split,x0,y0,x1,y1"], "other.csv": ["camid;path;pid"]}
     for number in range(240):
@@ -104,8 +104,8 @@ def digest(rows):
     return hashlib.sha256(json.dumps(rows, ensure_ascii=True).encode()).hexdigest()[:16]
 
 
-def described(dataset, keys):
-    """Return what a batch holds for each key, but for the pixels."""
+def describe(dataset, keys):
+    """List the content of a batch, except for the pixels."""
     rows = []
     for epoch, position, index in keys:
         item = dataset.items[index]
@@ -128,16 +128,16 @@ def described(dataset, keys):
 
 
 def batches_of(case):
-    """Return a digest of each of 40 training batches, and of their test set."""
+    """Compute the digests of 40 training batches and of the test set."""
     loader = build_reid_train_loader(config(*CASES[case]))
     keys = itertools.islice(iter(loader.batch_sampler), 40)
-    training = [described(loader.dataset, batch) for batch in keys]
+    training = [describe(loader.dataset, batch) for batch in keys]
     loader, queries = build_reid_test_loader(config(), "csv:mine.csv")
-    return digest(training), digest([queries, *(described(loader.dataset, batch) for batch in loader.batch_sampler)])
+    return digest(training), digest([queries, *(describe(loader.dataset, batch) for batch in loader.batch_sampler)])
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_batches_are_those_of_lists_of_tuples(tmp_path, monkeypatch, case):
+def test_batches_equal_those_of_lists_of_tuples(tmp_path, monkeypatch, case):
     write_sets(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert list(batches_of(case)) == REFERENCE[case]
@@ -152,7 +152,7 @@ ITEMS = [
 ]
 
 
-def test_packed_items_are_the_tuples_that_they_are_made_of():
+def test_packed_items_equal_their_tuples():
     expected = [ImageItem(*item) for item in ITEMS]
     packed = PackedItems.of(ITEMS)
     assert (
@@ -174,7 +174,7 @@ def test_packed_items_are_the_tuples_that_they_are_made_of():
     assert not empty and empty == [] and empty + packed == expected and packed + empty == expected
 
 
-def test_whole_numbers_of_any_kind_are_integers():
+def test_integer_columns():
     column = Column.pack([np.int32(3), 5, True])
     assert column.is_integer and [column[index] for index in range(3)] == [3, 5, 1]
     for values in ([1, "1"], [2**70, 1], [1.5, 2]):
@@ -184,7 +184,7 @@ def test_whole_numbers_of_any_kind_are_integers():
 
 
 def large_containers(objects, size):
-    """Return the containers with at least ``size`` elements that are reachable from ``objects``."""
+    """Find the containers with at least ``size`` elements that are reachable from ``objects``."""
     seen, stack, found = set(), list(objects), []
     while stack:
         each = stack.pop()
@@ -197,17 +197,17 @@ def large_containers(objects, size):
     return found
 
 
-def test_a_worker_shares_the_items_with_its_parent(tmp_path):
-    """No Python object for each image is left, whose count of references a worker would write to."""
+def test_items_hold_no_python_object_per_image(tmp_path):
+    """Reading such objects in a worker would copy memory, because it changes reference counts."""
     write_sets(tmp_path)
     dataset = build_reid_train_loader(config("DATASETS.NAMES", f"('csv:{tmp_path}/mine.csv',)")).dataset
-    held = [dataset.items, dataset.labels, dataset.camids]
-    assert not large_containers(held, len(dataset))
-    assert large_containers([*held, list(dataset.items)], len(dataset))  # the check can fail
+    arrays = [dataset.items, dataset.labels, dataset.camids]
+    assert not large_containers(arrays, len(dataset))
+    assert large_containers([*arrays, list(dataset.items)], len(dataset))  # negative control
 
 
-def test_a_dataset_of_tuples_stays_one(tmp_path):
-    """The lists of FastReID's users are theirs to change."""
+def test_list_splits_stay_lists(tmp_path):
+    """Subclasses of FastReID users can modify their lists."""
 
     class Mine(ImageDataset):
         dataset_name = "mine"
@@ -221,7 +221,7 @@ def test_a_dataset_of_tuples_stays_one(tmp_path):
     assert len(dataset.query) == 2 and dataset.gallery == []
 
 
-def test_paths_of_a_csv_are_joined_to_its_folder(tmp_path, monkeypatch):
+def test_csv_paths_are_relative_to_its_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.chdir(tmp_path)
     paths = ["a.png", "b/c.png", "b//d.png", "./e.png", "../f.png", "/abs/g.png", "~/h.png", "~", "b/..", "b/", 
@@ -240,24 +240,24 @@ def test_missing_files_are_found_before_training(tmp_path):
     build_reid_train_loader(config(*options))
     lines = (tmp_path / "mine.csv").read_text().splitlines()
     training = [number for number, line in enumerate(lines, start=1) if ",train," in line and ",-1," not in line]
-    gone = [training[number] for number in (3, 7, 9)]
-    for number in gone:
+    removed = [training[number] for number in (3, 7, 9)]
+    for number in removed:
         (tmp_path / lines[number - 1].split(",")[0]).unlink()
-    (tmp_path / lines[gone[0] - 1].split(",")[0]).mkdir()  # no file
-    tested = next(number for number, line in enumerate(lines, start=1) if ",query," in line and ",-1," not in line)
-    (tmp_path / lines[tested - 1].split(",")[0]).unlink()
+    (tmp_path / lines[removed[0] - 1].split(",")[0]).mkdir()  # not a file
+    query_line = next(number for number, line in enumerate(lines, start=1) if ",query," in line and ",-1," not in line)
+    (tmp_path / lines[query_line - 1].split(",")[0]).unlink()
     with pytest.raises(DataError) as raised:
         build_reid_train_loader(config(*options))
     text = str(raised.value)
-    assert f"3 of {len(training) + 25} images" in text and "fix:" in text
-    for number in gone:
+    assert f"3 of {len(training) + 25} image" in text and "fix:" in text
+    for number in removed:
         path = tmp_path / lines[number - 1].split(",")[0]
         assert f"{path} ({tmp_path}/mine.csv, line {number})" in text
-    with pytest.raises(DataError, match=f"1 of .*\n.*mine.csv, line {tested}"):
+    with pytest.raises(DataError, match=f"1 of .*\n.*mine.csv, line {query_line}"):
         build_reid_test_loader(config(*options, "DATALOADER.ON_CORRUPT", "skip"), name)
 
 
-def test_missing_files_are_a_warning_where_corrupt_images_are_skipped(tmp_path, caplog):
+def test_missing_files_are_a_warning_with_on_corrupt_skip(tmp_path, caplog):
     write_sets(tmp_path)
     Path(
         build_reid_train_loader(config("DATASETS.NAMES", f"('csv:{tmp_path}/mine.csv',)")).dataset.items[2].path
@@ -267,9 +267,9 @@ def test_missing_files_are_a_warning_where_corrupt_images_are_skipped(tmp_path, 
     assert "DATALOADER.ON_CORRUPT is skip: 1 of" in caplog.text and "mine.csv, line" in caplog.text
 
 
-@pytest.mark.parametrize("listed", [True, False])
-def test_missing_files_with_and_without_a_list_of_the_folder(tmp_path, monkeypatch, listed):
-    if not listed:
+@pytest.mark.parametrize("list_folders", [True, False])
+def test_missing_files_with_and_without_folder_listing(tmp_path, monkeypatch, list_folders):
+    if not list_folders:
         monkeypatch.setattr("fastamp.data.missing_images._ENTRIES", 0)
         monkeypatch.setattr("fastamp.data.missing_images._ENTRIES_PER_FILE", 0)
     (tmp_path / "a").mkdir()
@@ -287,8 +287,8 @@ def test_missing_files_with_and_without_a_list_of_the_folder(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("skip", [0, 5, 11])
-def test_another_image_of_the_identity_is_the_next_one(tmp_path, skip):
-    """The next in the list, after the last the first again, until one can be read."""
+def test_corrupt_image_is_replaced_by_the_next_of_its_identity(tmp_path, skip):
+    """The next image in the list that can be read, cyclically."""
     for number in range(12):
         if number in (1, 10):
             Image.new("RGB", (4, 8), (20 * number, 0, 0)).save(tmp_path / f"{number}.png")
@@ -297,7 +297,7 @@ def test_another_image_of_the_identity_is_the_next_one(tmp_path, skip):
     cfg.INPUT.SIZE_TEST = (8, 4)
     dataset = ReidDataset(items, build_transforms(cfg, is_train=False), relabel=True, skip_corrupt=True)
     assert [int(dataset.read(row)[0, 0, 0]) for row in (1, 4, 7, 10)] == [20, 200, 200, 200]
-    with pytest.raises(DataError, match="no image of the identity"):
+    with pytest.raises(DataError, match="cannot read any image of the identity"):
         dataset.read(skip)
-    dataset.labels = None  # of the others, which take a search through the whole list
+    dataset.labels = None  # not needed for a readable image
     assert int(dataset.read(1)[0, 0, 0]) == 20

@@ -1,4 +1,4 @@
-"""The input pipeline by its keys: where images are augmented, caches, and images that cannot be read."""
+"""Input pipeline by config keys: augmentation in workers or on the device, caches, and unreadable images."""
 
 import itertools
 import shutil
@@ -34,7 +34,7 @@ AUGMENTED = [
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """A data root of this test's own with the tiny demo set."""
+    """Data root with the small demo dataset."""
     tiny.make_demo(tmp_path / "root")
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path / "root"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
@@ -53,7 +53,7 @@ def batches(cfg, count=6, start_iter=0):
     return list(itertools.islice(build_reid_train_loader(cfg, start_iter=start_iter), count))
 
 
-def same(one, other):
+def equal_batches(one, other):
     return all(
         torch.equal(a[name], b[name])
         for a, b in zip(one, other, strict=True)
@@ -62,7 +62,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_worker_and_device_augment_alike(root, tmp_path, workers):
+def test_worker_and_device_augmentation_are_equal(root, tmp_path, workers):
     options = [
         *AUGMENTED,
         "INPUT.CROP.SIZE",
@@ -74,14 +74,14 @@ def test_worker_and_device_augment_alike(root, tmp_path, workers):
     ]
     in_workers = batches(config(tmp_path, *options))
     on_device = batches(config(tmp_path, *options, "INPUT.AUGMENT_ON", "device"))
-    assert same(in_workers, on_device) and "augmentation" not in on_device[0]
+    assert equal_batches(in_workers, on_device) and "augmentation" not in on_device[0]
     plain = batches(config(tmp_path, "INPUT.FLIP", "False", "INPUT.PADDING", "False", "INPUT.REA", "False"))
     assert not torch.equal(plain[0]["images"], in_workers[0]["images"])
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_cuda_device_augments_as_workers_do(root, tmp_path):
+def test_cuda_augmentation_equals_workers(root, tmp_path):
     options = [*AUGMENTED, "INPUT.CROP.SIZE", "(64, 32)", "MODEL.DEVICE", "cuda"]
     in_workers = batches(config(tmp_path, *options))
     on_device = batches(config(tmp_path, *options, "INPUT.AUGMENT_ON", "device"))
@@ -92,61 +92,65 @@ def test_a_cuda_device_augments_as_workers_do(root, tmp_path):
 
 
 @pytest.mark.parametrize("cache", ["ram", "disk"])
-def test_a_cache_changes_nothing(root, tmp_path, cache):
+def test_cache_does_not_change_batches(root, tmp_path, cache):
     plain = batches(config(tmp_path))
     for _ in range(2):  # built, then found
-        assert same(plain, batches(config(tmp_path, "DATALOADER.CACHE", cache, "DATALOADER.NUM_WORKERS", "2")))
-    assert same(plain[3:], batches(config(tmp_path, "DATALOADER.CACHE", cache), count=3, start_iter=3))
+        assert equal_batches(plain, batches(config(tmp_path, "DATALOADER.CACHE", cache, "DATALOADER.NUM_WORKERS", "2")))
+    assert equal_batches(plain[3:], batches(config(tmp_path, "DATALOADER.CACHE", cache), count=3, start_iter=3))
     tested = [next(iter(build_reid_test_loader(config(tmp_path, *opts), "Demo")[0])) for opts in
               ((), ("DATALOADER.CACHE", cache))]  # fmt: skip
     assert torch.equal(tested[0]["images"], tested[1]["images"])
     folder = tmp_path / "own cache"
-    assert same(plain, batches(config(tmp_path, "DATALOADER.CACHE", cache, "DATALOADER.CACHE_DIR", str(folder))))
+    assert equal_batches(
+        plain, batches(config(tmp_path, "DATALOADER.CACHE", cache, "DATALOADER.CACHE_DIR", str(folder)))
+    )
     assert folder.exists() == (cache == "disk")
 
 
 @pytest.mark.parametrize("cache", ["none", "disk"])
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_corrupt_image_is_an_error_that_names_it(root, tmp_path, cache, workers):
+def test_corrupt_image_is_named(root, tmp_path, cache, workers):
     victim = sorted(root.rglob("bounding_box_train/*.jpg"))[7]
     victim.write_bytes(b"no image")
     options = ["DATALOADER.CACHE", cache, "DATALOADER.NUM_WORKERS", workers]
-    with pytest.raises(
-        DataError, match=f"cannot read the image .*{victim.name}.*\n.*fix: .*DATALOADER.ON_CORRUPT skip"
-    ):
+    with pytest.raises(DataError, match=f"{victim.name}.*\n.*fix: .*DATALOADER.ON_CORRUPT skip"):
         batches(config(tmp_path, *options), count=30)
 
 
 @pytest.mark.parametrize("cache", ["none", "ram"])
-def test_skipping_puts_another_of_the_identity_in_its_place(root, tmp_path, cache, caplog):
+def test_skip_replaces_a_corrupt_image_with_its_identity(root, tmp_path, cache, caplog):
     files = sorted(root.rglob("bounding_box_train/*.jpg"))
     options = ["INPUT.FLIP", "False", "INPUT.PADDING", "False", "INPUT.REA", "False"]
     before = batches(config(tmp_path, *options), count=30)
     files[7].write_bytes(b"no image")
     options += ["DATALOADER.ON_CORRUPT", "skip", "DATALOADER.CACHE", cache]
     after = batches(config(tmp_path, *options), count=30)
-    assert caplog.text.count(f"cannot read the image {files[7]}") == 1 and "(1 such images so far" in caplog.text
-    twin = next(image for batch in before for image, path in zip(batch["images"], batch["img_paths"], strict=True)
-                if path == str(files[8]))  # fmt: skip
+    assert caplog.text.count(f"cannot read the image {files[7]}") == 1 and "(1 unreadable images" in caplog.text
+    replacement = next(
+        image
+        for batch in before
+        for image, path in zip(batch["images"], batch["img_paths"], strict=True)
+        if path == str(files[8])
+    )
     replaced = 0
     for one, other in zip(before, after, strict=True):
         assert one["img_paths"] == other["img_paths"] and torch.equal(one["targets"], other["targets"])
-        for was, now, path in zip(one["images"], other["images"], one["img_paths"], strict=True):
+        for original, current, path in zip(one["images"], other["images"], one["img_paths"], strict=True):
             replaced += path == str(files[7])
-            assert torch.equal(now, twin if path == str(files[7]) else was)
+            assert torch.equal(current, replacement if path == str(files[7]) else original)
     assert replaced and files[7].name[:4] == files[8].name[:4]
 
 
-def test_skipping_finds_nothing(root, tmp_path):
+def test_skip_without_readable_image_fails(root, tmp_path):
     files = sorted(root.rglob("bounding_box_train/*.jpg"))
     for file in files:
         if file.name[:4] == files[0].name[:4]:
             file.write_bytes(b"no image")
-    with pytest.raises(DataError, match="no image of the identity of .* can be read"):
+    with pytest.raises(DataError, match="identity of .*DATALOADER.ON_CORRUPT"):
         batches(config(tmp_path, "DATALOADER.ON_CORRUPT", "skip"), count=30)
 
 
-def test_a_single_identity_is_refused(root, tmp_path):
+def test_single_identity_fails(root, tmp_path):
     folder = next(root.iterdir()).rename(root / "Market-1501-v15.09.15")
     first = sorted(folder.rglob("bounding_box_train/*.jpg"))[0].name[:4]
     for file in folder.rglob("bounding_box_train/*.jpg"):
@@ -164,7 +168,7 @@ def test_a_single_identity_is_refused(root, tmp_path):
         build_reid_train_loader(config(tmp_path, *options))
 
 
-def test_sets_by_weight(root, tmp_path):
+def test_set_weight_controls_the_batch_composition(root, tmp_path):
     mine = tmp_path / "mine.csv"
     files = sorted(shutil.copytree(next(root.rglob("bounding_box_train")), tmp_path / "mine").glob("*.jpg"))
     mine.write_text("\n".join(["path,pid", *(f"{file},{file.name[:4]}" for file in files[:24])]))

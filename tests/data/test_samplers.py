@@ -26,7 +26,7 @@ def chunks(indices, size):
 
 
 def images(counts, cameras=3):
-    """Return labels and cameras of a training set with this many images of each identity."""
+    """Return labels and cameras of a training set with given numbers of images per identity."""
     labels = [identity for identity, count in enumerate(counts) for _ in range(count)]
     return labels, [index % cameras for index in range(len(labels))]
 
@@ -37,10 +37,10 @@ def make(name, counts=(9, 3, 5, 1, 8, 4, 4), batch_size=12, num_instances=4, see
         return TrainingSampler(size=len(labels), seed=seed), labels, camids
     if name == "imbalanced":
         return ImbalancedDatasetSampler(labels=labels, seed=seed), labels, camids
-    own = {"sets": [int(label > 2) for label in labels], "weights": (0.5, 1.0)} if name == "reweight" else {}
-    kinds = {"naive": NaiveIdentitySampler, "balanced": BalancedIdentitySampler, "reweight": SetReWeightSampler}
-    sampler = kinds[name](
-        **own,
+    set_options = {"sets": [int(label > 2) for label in labels], "weights": (0.5, 1.0)} if name == "reweight" else {}
+    classes = {"naive": NaiveIdentitySampler, "balanced": BalancedIdentitySampler, "reweight": SetReWeightSampler}
+    sampler = classes[name](
+        **set_options,
         labels=labels,
         camids=camids,
         batch_size=batch_size,
@@ -55,7 +55,7 @@ ALL = ["training", "imbalanced", "naive", "balanced", "reweight"]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_an_epoch_is_a_function_of_seed_and_number(name):
+def test_epoch_depends_only_on_seed_and_number(name):
     sampler = make(name)[0]
     stream = take(sampler.epoch(3), 200)
     take(sampler.epoch(1), 50)
@@ -65,14 +65,14 @@ def test_an_epoch_is_a_function_of_seed_and_number(name):
     take(make(name, seed=-1)[0].epoch(0), 1)
 
 
-def test_training_sampler_takes_every_image_before_it_repeats_one():
+def test_training_sampler_covers_all_images_before_repeating():
     first, second = chunks(take(TrainingSampler(size=10, seed=0).epoch(0), 20), 10)
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
 
 
 @pytest.mark.parametrize("name", ["naive", "balanced", "reweight"])
-def test_a_batch_has_p_identities_of_k_images(name):
+def test_batch_has_p_identities_with_k_images(name):
     sampler, labels, _ = make(name)
     for batch in chunks(take(sampler.epoch(0), 12 * 100), 12):
         identities = [{labels[index] for index in chunk} for chunk in chunks(batch, 4)]
@@ -81,7 +81,7 @@ def test_a_batch_has_p_identities_of_k_images(name):
 
 
 @pytest.mark.parametrize("name", ["naive", "balanced"])
-def test_images_repeat_only_where_an_identity_has_too_few(name):
+def test_images_repeat_only_for_small_identities(name):
     sampler, labels, _ = make(name)
     available = Counter(labels)
     for chunk in chunks(take(sampler.epoch(0), 12 * 100), 4):
@@ -89,38 +89,38 @@ def test_images_repeat_only_where_an_identity_has_too_few(name):
             assert len(set(chunk)) == 4
 
 
-def test_naive_deals_without_replacement_until_fewer_than_p_identities_are_left():
-    # Two chunks of each of four identities make at least three batches of two before one identity is left alone.
+def test_naive_sampler_draws_without_replacement():
+    # Two chunks for each of four identities give at least three batches of two identities.
     sampler, labels, _ = make("naive", counts=(8, 8, 8, 8), batch_size=8, num_instances=4)
     stream = take(sampler.epoch(0), 24)
     assert len(set(stream)) == 24
-    seen = Counter(index for epoch in range(200) for index in take(sampler.epoch(epoch), 16))
-    assert set(seen) == set(range(len(labels)))
-    assert max(seen.values()) < 1.6 * min(seen.values())
+    counts_seen = Counter(index for epoch in range(200) for index in take(sampler.epoch(epoch), 16))
+    assert set(counts_seen) == set(range(len(labels)))
+    assert max(counts_seen.values()) < 1.6 * min(counts_seen.values())
 
 
-def test_naive_takes_k_images_of_a_small_identity_with_replacement():
+def test_naive_sampler_repeats_images_of_small_identities():
     sampler, _, _ = make("naive", counts=(2, 2), batch_size=8, num_instances=4)
     assert all(len(set(chunk)) <= 2 for chunk in chunks(take(sampler.epoch(0), 80), 4))
 
 
-def test_balanced_serves_every_identity_once_a_pass():
+def test_balanced_sampler_visits_every_identity_once_per_pass():
     sampler, labels, _ = make("balanced", counts=[5] * 9, batch_size=12, num_instances=4)
     passes = chunks([labels[chunk[0]] for chunk in chunks(take(sampler.epoch(0), 9 * 4 * 20), 4)], 9)
     assert all(sorted(each) == list(range(9)) for each in passes)
 
 
-def test_balanced_prefers_other_and_different_cameras():
+def test_balanced_sampler_prefers_different_cameras():
     labels, camids = [0] * 9, [0, 0, 0, 1, 1, 1, 2, 2, 3]
     sampler = BalancedIdentitySampler(labels=labels, camids=camids, batch_size=4, num_instances=4, seed=0)
     anchors = Counter()
-    for anchor, *others in chunks(take(sampler.epoch(0), 4 * 400), 4):
+    for anchor, *rest in chunks(take(sampler.epoch(0), 4 * 400), 4):
         anchors[anchor] += 1
-        assert sorted([camids[anchor], *(camids[index] for index in others)]) == [0, 1, 2, 3]
+        assert sorted([camids[anchor], *(camids[index] for index in rest)]) == [0, 1, 2, 3]
     assert set(anchors) == set(range(9))
 
 
-def test_balanced_falls_back_to_the_same_camera_then_to_repeats():
+def test_balanced_sampler_falls_back_to_same_camera_then_repeats():
     sampler = BalancedIdentitySampler(labels=[0] * 4, camids=[0, 0, 0, 1], batch_size=4, num_instances=4, seed=0)
     assert all(sorted(chunk) == [0, 1, 2, 3] for chunk in chunks(take(sampler.epoch(0), 400), 4))
     sampler = BalancedIdentitySampler(labels=[0], camids=[0], batch_size=3, num_instances=3, seed=0)
@@ -135,16 +135,16 @@ def test_balanced_falls_back_to_the_same_camera_then_to_repeats():
 @pytest.mark.parametrize(
     ("options", "error", "numbers"),
     [
-        ({"num_instances": 0}, ConfigError, ["NUM_INSTANCE is 0"]),
+        ({"num_instances": 0}, ConfigError, ["NUM_INSTANCE", "got 0"]),
         ({"num_instances": 5}, ConfigError, ["IMS_PER_BATCH 12", "NUM_INSTANCE 5", "multiple of 5"]),
-        ({"num_instances": 1}, DataError, ["7 identities", "needs 12"]),
+        ({"num_instances": 1}, DataError, ["has 7", "needs 12"]),
         ({"num_instances": 4, "world_size": 2}, ConfigError, ["6 images on each of 2 ranks", "multiple of 8"]),
-        ({"num_instances": 4, "world_size": 5}, ConfigError, ["IMS_PER_BATCH is 12", "multiple of 5"]),
-        ({"batch_size": 0}, ConfigError, ["IMS_PER_BATCH is 0"]),
+        ({"num_instances": 4, "world_size": 5}, ConfigError, ["IMS_PER_BATCH", "5 ranks", "got 12"]),
+        ({"batch_size": 0}, ConfigError, ["IMS_PER_BATCH", "got 0"]),
         ({"batch_size": 2}, ConfigError, ["IMS_PER_BATCH 2", "NUM_INSTANCE 4"]),
     ],
 )
-def test_infeasible_batches_are_an_error_with_the_numbers(name, options, error, numbers):
+def test_infeasible_batch_size_names_the_values(name, options, error, numbers):
     with pytest.raises(error) as raised:
         make(name, **options)
     for number in numbers:
@@ -158,19 +158,19 @@ def batches(sampler, count, **options):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("start", [0, 1, 2, 3, 4, 7, 31])
-def test_starting_anywhere_continues_the_straight_run(name, start):
+def test_start_iter_continues_the_uninterrupted_stream(name, start):
     sampler = make(name)[0]
     assert batches(sampler, 10, start_iter=start) == batches(sampler, start + 10)[start:]
 
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_the_ranks_together_see_the_batches_of_one_process(name, world_size):
+def test_ranks_together_see_single_process_batches(name, world_size):
     sampler = make(name, world_size=world_size)[0]
-    shares = [batches(sampler, 8, rank=rank, world_size=world_size) for rank in range(world_size)]
-    together = [list(itertools.chain(*parts)) for parts in zip(*shares, strict=True)]
-    assert together == batches(sampler, 8)
-    assert {len(part) for share in shares for part in share} == {12 // world_size}
+    expected_counts = [batches(sampler, 8, rank=rank, world_size=world_size) for rank in range(world_size)]
+    combined = [list(itertools.chain(*parts)) for parts in zip(*expected_counts, strict=True)]
+    assert combined == batches(sampler, 8)
+    assert {len(part) for share in expected_counts for part in share} == {12 // world_size}
 
 
 def test_keys_are_epoch_position_index():
@@ -181,20 +181,20 @@ def test_keys_are_epoch_position_index():
     assert [key[2] for key in keys[36:]] == take(sampler.epoch(1), 36)
 
 
-def test_a_set_smaller_than_a_batch():
+def test_dataset_smaller_than_a_batch_repeats_images():
     (batch,) = batches(TrainingSampler(size=5, seed=0), 1, iters_per_epoch=1)
     assert len(batch) == 12 and len(set(batch)) == 12
     assert set(Counter(index for _, _, index in batch).values()) <= {2, 3}
 
 
-def test_batch_that_the_ranks_cannot_share():
-    with pytest.raises(ConfigError, match="multiple of 5"):
+def test_batch_not_divisible_by_ranks_fails():
+    with pytest.raises(ConfigError, match="SOLVER.IMS_PER_BATCH.* 5 ranks; got 12"):
         EpochBatchSampler(TrainingSampler(size=5, seed=0), batch_size=12, iters_per_epoch=1, world_size=5)
 
 
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 8))
 @settings(max_examples=60, deadline=None)
-def test_inference_visits_everything_once_in_order(size, batch_size, world_size):
+def test_inference_sampler_covers_all_images_in_order(size, batch_size, world_size):
     parts = [
         InferenceSampler(size=size, batch_size=batch_size, rank=rank, world_size=world_size)
         for rank in range(world_size)
@@ -215,7 +215,7 @@ def test_inference_visits_everything_once_in_order(size, batch_size, world_size)
     name=st.sampled_from(["naive", "balanced"]),
 )
 @settings(max_examples=80, deadline=None)
-def test_any_feasible_shape_gives_whole_batches(counts, num_instances, identities, name):
+def test_any_feasible_batch_size_gives_full_batches(counts, num_instances, identities, name):
     options = {"counts": counts, "batch_size": identities * num_instances, "num_instances": num_instances}
     if identities > len(counts):
         with pytest.raises(DataError):
@@ -227,7 +227,7 @@ def test_any_feasible_shape_gives_whole_batches(counts, num_instances, identitie
         assert len(of_each) == identities and set(of_each.values()) == {num_instances}
 
 
-def test_imbalanced_draws_identities_equally_and_their_images_equally():
+def test_imbalanced_sampler_draws_identities_uniformly():
     counts = (20, 1, 5, 2)
     labels, _ = images(counts)
     drawn = Counter(take(ImbalancedDatasetSampler(labels=labels, seed=0).epoch(0), 40_000))
@@ -236,38 +236,38 @@ def test_imbalanced_draws_identities_equally_and_their_images_equally():
 
 
 @pytest.mark.parametrize(
-    "weights, shares", [((1, 1), [3, 3]), ((1, 2), [2, 4]), ((0.9, 0.1), [5, 1]), ((4, 3), [3, 3])]
+    "weights, expected_counts", [((1, 1), [3, 3]), ((1, 2), [2, 4]), ((0.9, 0.1), [5, 1]), ((4, 3), [3, 3])]
 )
-def test_each_set_has_its_share_of_a_batch(weights, shares):
+def test_set_weights_fix_identities_per_dataset(weights, expected_counts):
     labels, camids = images([6] * 30)
     sets = [int(label >= 10) for label in labels]
     sampler = SetReWeightSampler(
         sets=sets, weights=weights, labels=labels, camids=camids, batch_size=24, num_instances=4, seed=0
     )
-    assert sampler.identities_per_set == shares
-    seen, first = Counter(), Counter()
+    assert sampler.identities_per_set == expected_counts
+    counts_seen, first = Counter(), Counter()
     for batch in chunks(take(sampler.epoch(0), 24 * 60), 24):
-        assert Counter(sets[index] for index in batch) == {0: 4 * shares[0], 1: 4 * shares[1]}
+        assert Counter(sets[index] for index in batch) == {0: 4 * expected_counts[0], 1: 4 * expected_counts[1]}
         assert len({labels[index] for index in batch}) == 6
-        seen.update({labels[index] for index in batch})
+        counts_seen.update({labels[index] for index in batch})
         first[sets[batch[0]]] += 1
-    # All of a set come equally often, and the sets take turns within batches.
+    # Identities of a dataset are drawn uniformly, and batches mix the datasets.
     for number, identities in enumerate((range(10), range(10, 30))):
-        counts = [seen[identity] for identity in identities]
-        assert min(counts) >= 0.6 * 60 * shares[number] / len(counts)
+        counts = [counts_seen[identity] for identity in identities]
+        assert min(counts) >= 0.6 * 60 * expected_counts[number] / len(counts)
     assert min(first.values()) > 2
 
 
 @pytest.mark.parametrize(
     "weights, sets, error, message",
     [
-        ((1.0,), (0, 1), ConfigError, "for each of the 2 data sets"),
-        ((1.0, -1.0), (0, 1), ConfigError, "a number above 0"),
-        ((100.0, 1.0), (0, 1), ConfigError, "leaves data set 2 no identity among the 3"),
-        ((1.0, 2.0), (0,) * 11 + (1,), DataError, "data set 2 has 1 identities, and .* asks for 2"),
+        ((1.0,), (0, 1), ConfigError, r"DATALOADER.SET_WEIGHT must be 2 .*got \(1.0,\)"),
+        ((1.0, -1.0), (0, 1), ConfigError, r"DATALOADER.SET_WEIGHT.*got \(1.0, -1.0\)"),
+        ((100.0, 1.0), (0, 1), ConfigError, r"DATALOADER.SET_WEIGHT \(100.0, 1.0\).* dataset 2 .* 3 identities"),
+        ((1.0, 2.0), (0,) * 11 + (1,), DataError, r"dataset 2 has 1, DATALOADER.SET_WEIGHT \(1.0, 2.0\) needs 2"),
     ],
 )
-def test_shares_that_cannot_be_are_named(weights, sets, error, message):
+def test_infeasible_set_weights_are_named(weights, sets, error, message):
     labels, camids = images([4] * 12)
     if len(sets) == 2:
         sets = [int(label >= 6) for label in labels]

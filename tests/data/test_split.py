@@ -1,4 +1,4 @@
-"""Identities held out of training: apart, every query with a match, the same for the same seed."""
+"""Held-out identities: disjoint from training, a match for every query, reproducible."""
 
 import numpy as np
 import pytest
@@ -23,23 +23,23 @@ def images(seed, count=60, pids=12, cameras=3):
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(12, 80), st.integers(1, 4), st.floats(0.1, 0.6))
-def test_identities_are_apart_and_every_query_has_a_match(seed, count, cameras, fraction):
+def test_identities_are_disjoint_and_every_query_has_a_match(seed, count, cameras, fraction):
     items = images(seed, count, cameras=cameras)
     try:
         training, query, gallery = hold_out(items, fraction, seed)
     except (ConfigError, DataError):
         return
     assert sorted(item.path for item in training + query + gallery) == sorted(item.path for item in items)
-    held = {item.path for item in query + gallery}
-    of = {item.path: item.pid for item in items}
-    assert not {of[item.path] for item in training} & {of[path] for path in held}
-    assert len({of[path] for path in held}) == max(2, round(fraction * len(set(of.values()))))
+    test_paths = {item.path for item in query + gallery}
+    pid_of = {item.path: item.pid for item in items}
+    assert not {pid_of[item.path] for item in training} & {pid_of[path] for path in test_paths}
+    assert len({pid_of[path] for path in test_paths}) == max(2, round(fraction * len(set(pid_of.values()))))
     for each in query:
         assert any(other.pid == each.pid and other.camid != each.camid for other in gallery)
-    assert {item.pid for item in query + gallery} == set(range(1, len({of[path] for path in held}) + 1))
+    assert {item.pid for item in query + gallery} == set(range(1, len({pid_of[path] for path in test_paths}) + 1))
 
 
-def test_depends_on_the_seed_alone():
+def test_split_depends_only_on_the_seed():
     items = images(0)
     assert hold_out(items, 0.3, 1) == hold_out(items, 0.3, 1)
     assert hold_out(items, 0.3, 1) != hold_out(items, 0.3, 2)
@@ -47,18 +47,18 @@ def test_depends_on_the_seed_alone():
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, 0.95])
-def test_a_fraction_that_leaves_nothing(fraction):
+def test_fraction_without_training_identities_fails(fraction):
     with pytest.raises(ConfigError, match=f"A.KEY {fraction:g} of"):
         hold_out(images(0), fraction, 0)
 
 
-def test_nothing_to_match():
+def test_single_images_cannot_be_queries():
     items = [ImageItem(f"{i}.jpg", f"set_{i}", "set_c0") for i in range(10)]
     with pytest.raises(DataError, match="held out by A.KEY has two images"):
         hold_out(items, 0.3, 0)
 
 
-def test_where_each_image_has_a_camera_of_its_own_one_of_each_identity_is_a_query():
+def test_unique_cameras_give_one_query_per_identity():
     items = [ImageItem(f"{i}.jpg", i // 4, i) for i in range(24)]
     query, gallery = split.query_and_gallery(items)
     assert [item.path for item in query] == [f"{i}.jpg" for i in range(0, 24, 4)] and len(gallery) == 18

@@ -1,4 +1,4 @@
-"""Data sets by name; importing this registers them."""
+"""Dataset classes; importing this package registers them."""
 
 from fastamp.data.datasets.airportalert import AirportALERT
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, data_root

@@ -1,4 +1,4 @@
-"""Airport, of the ALERT center."""
+"""Airport dataset of the ALERT center."""
 
 import logging
 import re
@@ -18,14 +18,15 @@ class AirportALERT(ImageDataset):
     r"""Karanam et al. 2019, "A systematic evaluation and benchmark for person re-identification: features, metrics, and
     datasets" (IEEE TPAMI).
 
-    Training images only: those of ``filepath.txt``, whose lines are ``camera\pid\file``, of identities from 11001 on.
-    The others are excluded, as in FastReID.
+    Training images only, listed in ``filepath.txt`` with lines ``camera\pid\file``. Identities below 11001 are
+    excluded, as in FastReID.
 
     Args:
-        root: data root; the list and the cameras' folders are in ``root/AirportALERT``.
+        root: data root; the list and the camera folders are in ``root/AirportALERT``.
 
     Raises:
-        DataError: the list is missing (at once), a line is something else, or the first image is not there.
+        DataError: if the list is missing (at construction), a line is invalid, or the first image is missing (at first
+            use).
     """
 
     dataset_name = "airportalert"
@@ -34,7 +35,7 @@ class AirportALERT(ImageDataset):
     def __init__(self, root: str | Path = "datasets") -> None:
         self.dataset_dir = Path(root) / self.folder
         self._list = self.dataset_dir / "filepath.txt"
-        tree = f"{self.folder}/filepath.txt, whose lines are camera\\pid\\file\n{self.folder}/{{camera}}/{{pid}}/*"
+        tree = f"{self.folder}/filepath.txt, with lines camera\\pid\\file\n{self.folder}/{{camera}}/{{pid}}/*"
         check_tree(type(self).__name__, root, [self._list], tree, self.folder)
         super().__init__(self._train, [], [])
 
@@ -42,11 +43,11 @@ class AirportALERT(ImageDataset):
         rows = [(line, *re.split(r"[\\/]", line)) for line in read_lines("AirportALERT", self._list)]
         wrong = next((row[0] for row in rows if len(row) != 4 or not isinstance(as_number(row[2]), int)), None)
         if wrong is not None:
-            raise DataError(f"AirportALERT: expected camera\\pid\\file on each line of {self._list}, found {wrong!r}")
+            raise DataError(f"AirportALERT: expected camera\\pid\\file on each line of {self._list}, got {wrong!r}")
         kept = [fields for _, *fields in rows if int(fields[1]) >= _FIRST_IDENTITY]
         logger.info("AirportALERT: excluded %d images of identities below %d", len(rows) - len(kept), _FIRST_IDENTITY)
         if not kept:
-            raise DataError(f"AirportALERT: {self._list} lists no identity from {_FIRST_IDENTITY} on")
+            raise DataError(f"AirportALERT: {self._list} lists no identity of {_FIRST_IDENTITY} or above")
         numbers = number_cameras(as_number(camera) for camera, _, _ in kept)
         items = [
             ImageItem(str(self.dataset_dir.joinpath(*fields)), int(fields[1]), numbers[as_number(fields[0])])

@@ -1,4 +1,4 @@
-"""CUHK03."""
+"""CUHK03 dataset."""
 
 import json
 import logging
@@ -19,15 +19,19 @@ from fastamp.utils.files import write_atomically
 logger = logging.getLogger(__name__)
 
 KEYS = (
-    Key("DATASETS.CUHK03.LABELED", False, "CUHK03: people cut out by hand; off takes those that a detector found."),
+    Key("DATASETS.CUHK03.LABELED", False, "CUHK03: use manually labeled boxes instead of detected ones."),
     Key(
         "DATASETS.CUHK03.CLASSIC",
         False,
-        "CUHK03: the 20 classic splits, with 100 test identities each; off is the new protocol, 767 and 700 "
-        "identities.",
+        "CUHK03: use the classic protocol of 20 splits with 100 test identities each, instead of the new protocol of "
+        "767 training and 700 test identities.",
     ),
     Key(
-        "DATASETS.CUHK03.SPLIT", 0, "CUHK03: which of the classic splits; the new protocol has one, 0.", low=0, high=19
+        "DATASETS.CUHK03.SPLIT",
+        0,
+        "CUHK03: index of the classic split; the new protocol has only split 0.",
+        low=0,
+        high=19,
     ),
 )
 
@@ -36,24 +40,24 @@ KEYS = (
 class CUHK03(ImageDataset):
     """Li et al. 2014, "DeepReID: deep filter pairing neural network for person re-identification" (CVPR).
 
-    The authors' 20 random splits test 100 identities each, all of whose images are queries and gallery alike. The new
-    protocol is that of Zhong et al. 2017, "Re-ranking person re-identification with k-reciprocal encoding" (CVPR), one
-    split of 767 training and 700 test identities.
+    The classic protocol has 20 random splits with 100 test identities each; all test images are both queries and
+    gallery. The new protocol (Zhong et al. 2017, "Re-ranking person re-identification with k-reciprocal encoding",
+    CVPR) has one split with 767 training and 700 test identities.
 
-    First use takes the images out of ``cuhk-03.mat``, to ``images_detected`` or ``images_labeled``, and writes
-    ``splits_{new,classic}_{detected,labeled}.json`` in FastReID's form. With these the .mat files are not needed. A
-    file name is ``{campair}_{pid}_{view}_{img}.png``; view 1 is camera 0, view 2 camera 1.
+    On first use, the images are extracted from ``cuhk-03.mat`` to ``images_detected`` or ``images_labeled``, and the
+    splits are written to ``splits_{new,classic}_{detected,labeled}.json`` in FastReID's format. The .mat files are not
+    needed afterwards. File names are ``{campair}_{pid}_{view}_{img}.png``; views 1 and 2 are cameras 0 and 1.
 
     Args:
-        root: data root; ``cuhk03_release/cuhk-03.mat`` and ``cuhk03_new_protocol_config_{detected,labeled}.mat`` are in
-            ``root/cuhk03``.
-        cuhk03_labeled: people cut out by hand, instead of those that a detector found.
-        cuhk03_classic_split: the classic splits, instead of the new protocol.
-        split_id: which of them; the new protocol has one, 0.
+        root (str or Path): data root; ``cuhk03_release/cuhk-03.mat`` and
+            ``cuhk03_new_protocol_config_{detected,labeled}.mat`` are in ``root/cuhk03``. Default "datasets".
+        cuhk03_labeled (bool): use manually labeled boxes instead of detected ones. Default False.
+        cuhk03_classic_split (bool): use the classic protocol instead of the new one. Default False.
+        split_id (int): index of the split; the new protocol has only split 0. Default 0.
 
     Raises:
-        ConfigError: there is no such split, or h5py is not installed.
-        DataError: a file is missing or damaged, or the folder cannot be written to.
+        ConfigError: if the split does not exist, or h5py is not installed.
+        DataError: if a file is missing or corrupt, or the folder is not writable.
     """
 
     dataset_name = "cuhk03"
@@ -73,14 +77,14 @@ class CUHK03(ImageDataset):
         self._images = self.dataset_dir / f"images_{self._kind}"
         self._splits_file = self.dataset_dir / f"splits_{self._protocol}_{self._kind}.json"
         with comm.main_process_first():
-            # The folder of images is put in its place when all else is there.
+            # The image folder is renamed last, so that its existence means that everything is complete.
             if not (self._images.is_dir() and self._splits_file.is_file()):
                 self._prepare()
         splits = self._read_splits()
         if not 0 <= split_id < len(splits):
             raise ConfigError(
-                f"DATASETS.CUHK03.SPLIT is {split_id}; the {self._protocol} protocol has {len(splits)} splits, "
-                f"0..{len(splits) - 1}"
+                f"DATASETS.CUHK03.SPLIT must be in 0..{len(splits) - 1} for the {self._protocol} protocol, "
+                f"got {split_id}"
             )
         logger.info("CUHK03: %s images, split %d of the %s protocol", self._kind, split_id, self._protocol)
         try:
@@ -113,22 +117,22 @@ class CUHK03(ImageDataset):
 
     def _damaged_splits_error(self) -> DataError:
         return DataError(
-            f"CUHK03: {self._splits_file.absolute()} cannot be read as splits\n"
-            f"  fix: delete it and {self._images.name}, to have both written anew"
+            f"CUHK03: cannot read the splits in {self._splits_file.absolute()}\n"
+            f"  fix: delete the file and the folder {self._images.name}; both are written again"
         )
 
     def _build_items(self, rows: list) -> list[ImageItem]:
-        # FastReID's files have the whole path that the image had when they were written.
+        # FastReID's files contain absolute paths of the machine that wrote them.
         names = [(re.split(r"[\\/]", path)[-1], pid, camid) for path, pid, camid in rows]
         return [ImageItem(str(self._images / name), int(pid), int(camid)) for name, pid, camid in names]
 
     def _prepare(self) -> None:
-        """Write images and splits, whichever are missing.
+        """Write the images and the splits if they are missing.
 
         Raises:
-            ConfigError: h5py is not installed.
-            DataError: a .mat file is missing or damaged, the images are half of what they should be, or the folder
-                cannot be written to.
+            ConfigError: if h5py is not installed.
+            DataError: if a .mat file is missing or corrupt, the image folder may be incomplete, or the folder is not
+                writable.
         """
         mat, config = (
             self.dataset_dir / each for each in ("cuhk03_release/cuhk-03.mat", self._config_name(self._kind))
@@ -139,8 +143,8 @@ class CUHK03(ImageDataset):
         check_tree("CUHK03", self._root, dict.fromkeys(needed), tree, self.folder)
         if has_images and not any(self.dataset_dir.glob(f"splits_*_{self._kind}.json")):
             raise DataError(
-                f"CUHK03: {self._images.absolute()} is there, but no splits_*_{self._kind}.json beside it, so it may "
-                "be half of what it should be\n  fix: delete it, to have it written anew"
+                f"CUHK03: {self._images.absolute()} may be incomplete: splits_*_{self._kind}.json not found\n"
+                "  fix: delete the folder; it is written again"
             )
         remove_abandoned(self._images)
         try:
@@ -150,7 +154,7 @@ class CUHK03(ImageDataset):
             build = temporary_path(self._images)
             try:
                 build.mkdir()
-                logger.info("CUHK03: taking the images out of %s, once", mat.absolute())
+                logger.info("CUHK03: extracting the images from %s", mat.absolute())
                 write_images(mat, self._kind, build)
                 self._write_splits(build, mat, config)
                 self._move_into_place(build)
@@ -159,8 +163,8 @@ class CUHK03(ImageDataset):
         except (OSError, WriteError) as error:
             cause = getattr(error, "strerror", None) or error
             raise DataError(
-                f"CUHK03 cannot be written to {self.dataset_dir.absolute()}: {cause}\n"
-                "  fix: set FASTAMP_DATASETS to a folder that can be written to"
+                f"CUHK03: cannot write to {self.dataset_dir.absolute()}: {cause}\n"
+                "  fix: set FASTAMP_DATASETS to a writable folder"
             ) from error
 
     @staticmethod
@@ -176,6 +180,6 @@ class CUHK03(ImageDataset):
         try:
             build.rename(self._images)
         except OSError:
-            # Another process was quicker; its images are the same.
+            # Another process has written the same images.
             if not self._images.is_dir():
                 raise

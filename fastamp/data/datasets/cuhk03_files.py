@@ -1,4 +1,4 @@
-"""What is in CUHK03's .mat files: the images, and the test splits."""
+"""Read the .mat files of CUHK03: images and splits."""
 
 import logging
 import re
@@ -21,22 +21,22 @@ Split = dict[str, list[tuple[str, int, int]]]
 
 
 def write_images(mat_file: Path, kind: str, folder: Path) -> None:
-    """Write the images of ``cuhk-03.mat`` as ``{campair}_{pid}_{view}_{img}.png``, all numbers from 1.
+    """Extract the images of ``cuhk-03.mat`` to ``{campair}_{pid}_{view}_{img}.png``, numbered from 1.
 
     Args:
-        mat_file: HDF5; ``kind`` has a (persons, 10) cell array for each of five pairs of cameras, whose first five
-            columns are from one camera and the others from the other. A cell is a (H, W, 3) uint8 image, or empty.
-        kind: detected or labeled.
-        folder: where to.
+        mat_file (Path): HDF5 file. ``kind`` is a list of five camera pairs, each a (persons, 10) cell array: columns 0
+            to 4 are from one camera, 5 to 9 from the other. A cell is a (H, W, 3) uint8 image or empty.
+        kind (str): ``detected`` or ``labeled``.
+        folder (Path): folder to write to.
 
     Raises:
-        ConfigError: h5py is not installed.
-        DataError: the file is damaged.
-        OSError: an image cannot be written.
+        ConfigError: if h5py is not installed.
+        DataError: if the file is corrupt.
+        OSError: if an image cannot be written.
     """
     with _open_mat(mat_file) as mat:
         with _data_errors(mat_file):
-            # HDF5 has MATLAB's arrays the other way round.
+            # HDF5 stores MATLAB's arrays transposed.
             pairs = [mat[reference][()].T for reference in mat[kind][()].ravel()]
         persons = [
             (pair, person, cells)
@@ -56,18 +56,19 @@ def write_images(mat_file: Path, kind: str, folder: Path) -> None:
 
 
 def classic_splits(mat_file: Path, names: Sequence[str]) -> list[Split]:
-    """Return the random splits of ``cuhk-03.mat``: the listed people are for testing, all others for training.
+    """Read the 20 random splits of ``cuhk-03.mat``: listed persons are for testing, all others for training.
 
     Args:
-        mat_file: HDF5; ``testsets`` has an array of (pair of cameras, person) for each split, numbers from 1.
-        names: of all images.
+        mat_file (Path): HDF5 file. ``testsets`` has an array of (camera pair, person) for each split, numbered from 1.
+        names (Sequence[str]): names of all images.
 
     Returns:
-        (name, identity, camera) of each image; identities from 1 and cameras from 0. Query and gallery are the same.
+        list[Split]: (name, identity, camera) of each image, identities from 1 and cameras from 0. Query and gallery are
+            equal.
 
     Raises:
-        ConfigError: h5py is not installed.
-        DataError: the file is damaged.
+        ConfigError: if h5py is not installed.
+        DataError: if the file is corrupt.
     """
     with _open_mat(mat_file) as mat, _data_errors(mat_file):
         test_sets = [{tuple(map(int, row)) for row in mat[each][()].T} for each in mat["testsets"][()].ravel()]
@@ -84,18 +85,18 @@ def classic_splits(mat_file: Path, names: Sequence[str]) -> list[Split]:
 
 
 def new_split(config_file: Path, names: Sequence[str]) -> Split:
-    """Return the split of a ``cuhk03_new_protocol_config_*.mat``.
+    """Read the split of a ``cuhk03_new_protocol_config_*.mat``.
 
     Args:
-        config_file: MATLAB 5; ``filelist`` has file names, ``labels`` their identities, and ``train_idx``,
-            ``query_idx`` and ``gallery_idx`` numbers from 1 of images in that list.
-        names: of all images.
+        config_file (Path): MATLAB 5 file. ``filelist`` has file names, ``labels`` their identities, and ``train_idx``,
+            ``query_idx`` and ``gallery_idx`` indices from 1 into that list.
+        names (Sequence[str]): names of all images.
 
     Returns:
-        (name, identity, camera) of each image; cameras from 0.
+        Split: (name, identity, camera) of each image, cameras from 0.
 
     Raises:
-        DataError: the file is damaged, or names an image that is not there.
+        DataError: if the file is corrupt, or lists an image that does not exist.
     """
     from scipy.io import loadmat
 
@@ -110,21 +111,21 @@ def new_split(config_file: Path, names: Sequence[str]) -> Split:
     missing = {name for items in split.values() for name, _, _ in items} - set(names)
     if missing:
         raise DataError(
-            f"{config_file.absolute()} lists {len(missing)} images that are not in cuhk-03.mat, such as {min(missing)}"
+            f"CUHK03: {config_file.absolute()} lists {len(missing)} images not in cuhk-03.mat, e.g. {min(missing)}"
         )
     return split
 
 
 def _number_people(people: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
-    """Return (name, identity, camera) of each image, where identities are numbered from 1."""
+    """Return (name, identity, camera) of each image, with identities numbered from 1."""
     return [(name, pid, _parse_name(name)[2] - 1) for pid, names in enumerate(people, start=1) for name in names]
 
 
 def _parse_name(name: str) -> tuple[int, ...]:
-    """Return pair, person, view and image of a file name."""
+    """Return camera pair, person, view and image number of a file name."""
     match = re.fullmatch(r"(\d+)_(\d+)_(\d+)_(\d+)\.png", name)
     if match is None:
-        raise DataError(f"CUHK03: expected names such as 1_001_1_01.png, found {name}")
+        raise DataError(f"CUHK03: expected names such as 1_001_1_01.png, got {name}")
     return tuple(map(int, match.groups()))
 
 
@@ -135,7 +136,7 @@ def _open_mat(mat_file: Path) -> Iterator[Any]:
         import h5py
     except ImportError as error:
         raise ConfigError(
-            f"CUHK03: {mat_file.absolute()} is read with h5py, which is not installed\n  fix: pip install h5py"
+            f"CUHK03: reading {mat_file.absolute()} needs h5py, which is not installed\n  fix: pip install h5py"
         ) from error
     with _data_errors(mat_file):
         file = h5py.File(mat_file)
@@ -145,8 +146,8 @@ def _open_mat(mat_file: Path) -> Iterator[Any]:
 
 @contextmanager
 def _data_errors(file: Path) -> Iterator[None]:
-    """Raise DataError where what is inside cannot read ``file``."""
+    """Convert errors while reading ``file`` to DataError."""
     try:
         yield
-    except Exception as error:  # readers of MATLAB's formats raise anything
-        raise DataError(f"CUHK03: {file.absolute()} is damaged, or another file: {error}") from error
+    except Exception as error:  # readers of .mat files raise many exception types
+        raise DataError(f"CUHK03: cannot read {file.absolute()}, a corrupt or different file: {error}") from error

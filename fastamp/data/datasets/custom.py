@@ -1,4 +1,4 @@
-"""A user's own images with no code: a CSV file, or a folder for each identity."""
+"""Custom datasets without code: a CSV file, or a folder per identity."""
 
 import csv
 import logging
@@ -30,16 +30,17 @@ KEYS = (
     Key(
         "DATASETS.FOLDER.CAMERA",
         "",
-        "For folder: data sets, a regular expression whose first group is the camera in a file's name; empty for none.",
+        "For folder: datasets, a regular expression searched in file names; its first group is the camera. Empty means "
+        "no cameras.",
     ),
     Key(
         "DATASETS.FOLDER.TEST_FRACTION",
         0.5,
-        "For folder: data sets, the share of identities for testing.",
+        "For folder: datasets, the fraction of identities for testing.",
         low=0,
         high=1,
     ),
-    Key("DATASETS.FOLDER.SEED", 0, "For folder: data sets, the seed by which identities are divided.", low=0),
+    Key("DATASETS.FOLDER.SEED", 0, "For folder: datasets, the seed of the random split of the identities.", low=0),
 )
 
 SPLITS = ("train", "query", "gallery")
@@ -50,25 +51,25 @@ _JUNK = "-1"
 _MAX_HEADER = 2**16
 _MAX_COORDINATE = 2**31
 _CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f]")
-# What people call the parts of a data set; an identity is not called so.
+# Common folder names of splits, which are not identities.
 _SPLIT_FOLDERS = {"train", "training", "query", "gallery", "test", "val", "validation", "probe", "bounding_box_train"}
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
 
 
 class CsvDataset(ImageDataset):
-    """The images that a CSV file lists, ``csv:/data/mine.csv`` in DATASETS.NAMES or DATASETS.TESTS.
+    """Images listed in a CSV file, ``csv:/data/custom.csv`` in DATASETS.NAMES or DATASETS.TESTS.
 
-    Its first line names the columns: ``path`` (from the CSV file's folder, where it is relative) and ``pid``, and if
-    there are ``camid``, ``split`` (train, query or gallery; without the column all images are for training) and
-    ``x0``, ``y0``, ``x1``, ``y1`` (the part of the image, in pixels, x1 and y1 not included). Identities and cameras
-    are any text; images of identity -1 are left out. Without ``camid`` no image counts as taken by the query's camera.
-    Columns may be separated by commas, semicolons or tabs.
+    The first line names the columns: ``path`` (relative to the CSV file, or absolute) and ``pid``, and optionally
+    ``camid``, ``split`` (train, query or gallery; default train) and ``x0``, ``y0``, ``x1``, ``y1`` (box of the image
+    within the file, in pixels; x1 and y1 are exclusive). Identities and cameras can be any text; images of identity -1
+    are excluded. Without ``camid``, no gallery image is excluded as taken by the query's camera. Columns are separated
+    by commas, semicolons or tabs.
 
     Args:
-        path: of the CSV file.
+        path (str or Path): CSV file.
 
     Raises:
-        DataError: the file is not there, or a column or a line is wrong.
+        DataError: if the file is not found, or a column or line is invalid.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -78,9 +79,9 @@ class CsvDataset(ImageDataset):
         if table.junk:
             logger.info("%s: excluded %d images of identity %s (junk)", file, table.junk, _JUNK)
         if not len(table.lines):
-            raise DataError(f"{file} lists no image; expected lines below its header")
+            raise DataError(f"{file}: no images; expected lines below the header")
         if table.camids is None:
-            logger.info("%s has no column camid: no image is left out as of the query's camera", file)
+            logger.info("%s: no column camid; no gallery image is excluded as taken by the query's camera", file)
             camids = Column(table.lines)
         else:
             numbers = _number_names(set(table.camids.values), start=0)
@@ -107,7 +108,7 @@ class CsvDataset(ImageDataset):
         super().__init__(*splits)
 
     def origin(self, path: str) -> str:
-        """Return the file and the first line that lists an image."""
+        """Return the CSV file and the first line that lists an image."""
         for split, lines in self._lines.items():
             index = getattr(self, split).find(path)
             if index is not None:
@@ -116,30 +117,30 @@ class CsvDataset(ImageDataset):
 
     @classmethod
     def from_config(cls, cfg: Any, path: str) -> "CsvDataset":
-        """Build from the path alone."""
+        """Build from the path."""
         return cls(path)
 
     def identity(self, pid: int | str) -> str:
-        """Return an identity as the file has it."""
+        """Return an identity as written in the file."""
         return self._names[pid] if isinstance(pid, int) else super().identity(pid)
 
 
 class FolderDataset(ImageDataset):
-    """A folder with a folder of images for each identity, ``folder:/data/mine`` in DATASETS.NAMES or DATASETS.TESTS.
+    """Folder with one subfolder of images per identity, ``folder:/data/custom`` in DATASETS.NAMES or DATASETS.TESTS.
 
-    A part of the identities, drawn at random, is for training; of the others, the first image under each camera is a
-    query, and the rest the gallery.
+    Random identities are for training. Of the others, the first image under each camera is a query, and the rest is the
+    gallery; see ``hold_out``.
 
     Args:
-        path: of the folder.
-        camera: regular expression searched in each image's file name, whose first group is the camera; empty for no
-            cameras: then no image counts as taken by the query's camera.
-        test_fraction: of the identities, in 0..1, that are for testing; 0 is none, 1 all.
-        seed: of the draw.
+        path (str or Path): folder.
+        camera (str): regular expression searched in each file name; its first group is the camera. If empty, there are
+            no cameras, and no gallery image is excluded as taken by the query's camera. Default "".
+        test_fraction (float): fraction of identities for testing, in 0..1. Default 0.5.
+        seed (int): seed of the random choice of identities. Default 0.
 
     Raises:
-        DataError: the folder is not there or has no images, or a file name does not match ``camera``.
-        ConfigError: ``camera`` is no regular expression with a group, or nothing is left on one side.
+        DataError: if the folder is not found or has no images, or a file name does not match ``camera``.
+        ConfigError: if ``camera`` is not a regular expression with a group, or too few identities remain in a split.
     """
 
     def __init__(self, path: str | Path, *, camera: str = "", test_fraction: float = 0.5, seed: int = 0) -> None:
@@ -147,31 +148,33 @@ class FolderDataset(ImageDataset):
         folder = _resolve_path(self.dataset_name, path)
         pattern = _compile_camera_pattern(camera)
         if not folder.is_dir():
-            raise DataError(f"{self.dataset_name}: {folder.absolute()} is no folder")
+            raise DataError(f"{self.dataset_name}: {folder.absolute()} is not a folder")
         identities = sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] not in ".@")
         parts = [entry.name for entry in identities if entry.name.lower() in _SPLIT_FOLDERS]
         if parts:
             raise DataError(
-                f"{self.dataset_name}: expected a folder for each identity in {folder.absolute()}, found "
+                f"{self.dataset_name}: expected one folder per identity in {folder.absolute()}, got "
                 f"{', '.join(parts)}.\n  fix: folder:{path}/{parts[0]}, or a csv: file with a column split"
             )
         files = [(identity.name, file) for identity in identities for file in image_files(identity)]
         if not files:
             raise DataError(
-                f"{self.dataset_name}: no image is in the folders of {folder.absolute()}; expected one folder for each "
-                f"identity, with files that end in {', '.join(_SUFFIXES)}"
+                f"{self.dataset_name}: no images in {folder.absolute()}; expected one folder per identity, with files "
+                f"that end in {', '.join(_SUFFIXES)}"
             )
         items = []
         for number, (identity, file) in enumerate(files):
             found = pattern.search(os.path.basename(file)) if pattern else None
             if pattern and not (found and found.group(1)):
                 raise DataError(
-                    f"{self.dataset_name}: the name of {file} does not match DATASETS.FOLDER.CAMERA {camera!r}.\n"
-                    "  fix: an expression that finds the camera in all file names; or none, for images without cameras"
+                    f"{self.dataset_name}: DATASETS.FOLDER.CAMERA {camera!r} does not match the file name of {file}.\n"
+                    '  fix: an expression that matches all file names, or "" if there are no cameras'
                 )
             items.append(ImageItem(file, f"{self.dataset_name}_{identity}", found.group(1) if found else number))
         if pattern is None:
-            logger.info("%s: DATASETS.FOLDER.CAMERA is empty: no cameras, no image is left out as of the query's", path)
+            logger.info(
+                "%s: DATASETS.FOLDER.CAMERA is empty; no gallery image is excluded as taken by the query's camera", path
+            )
         if test_fraction == 0:
             splits = (items, [], [])
         elif test_fraction == 1:
@@ -183,7 +186,7 @@ class FolderDataset(ImageDataset):
         super().__init__(*map(PackedItems.of, splits))
 
     def identity(self, pid: int | str) -> str:
-        """Return the name of an identity's folder."""
+        """Return the folder name of an identity."""
         return self._names[pid] if isinstance(pid, int) else super().identity(pid)
 
     @classmethod
@@ -194,26 +197,26 @@ class FolderDataset(ImageDataset):
 
 
 def _resolve_path(name: str, path: str | Path) -> Path:
-    """Return a path that is there: as it stands, or in the data root."""
+    """Resolve a path: as given, or relative to the data root."""
     if not str(path):
-        raise DataError(f"{name!r} names no file; expected such as {name}/data/mine")
+        raise DataError(f"{name!r}: empty path; expected a path such as {name}/data/custom")
     candidates = [expand(path), data_root() / path]
     for candidate in candidates:
         if candidate.exists():
             return candidate
-    several = "; several sets are written \"('csv:a.csv', 'csv:b.csv')\"" if "," in str(path) else ""
+    several = "; separate several datasets as \"('csv:a.csv', 'csv:b.csv')\"" if "," in str(path) else ""
     raise missing_dataset_error(name, candidates, fix=f"correct the path{several}")
 
 
 def image_files(folder: Path) -> list[str]:
-    """Return the image files in a folder, at any depth and sorted, but for hidden ones."""
+    """List the image files in a folder and its subfolders, sorted, without hidden ones."""
     found: list[str] = []
     _add_images(_path_prefix(folder), found)
     return found
 
 
 def _add_images(prefix: str, found: list[str]) -> None:
-    """Append the image files whose paths begin with ``prefix``, which ends with a slash or is empty."""
+    """Append the image files below ``prefix``, which ends with a slash or is empty."""
     try:
         with os.scandir(prefix or ".") as entries:
             entries = sorted(entries, key=lambda entry: entry.name)
@@ -229,13 +232,13 @@ def _add_images(prefix: str, found: list[str]) -> None:
 
 
 def _path_prefix(folder: Path) -> str:
-    """Return what the paths of the files in a folder begin with."""
+    """Return the common prefix of the paths of files in a folder."""
     return str(folder / "x")[:-1]
 
 
 @dataclass(frozen=True)
 class _CategoricalText:
-    """Texts of which many are equal: ``values[code]`` for each of ``codes``, (N,) int64."""
+    """Categorical strings: ``values[code]`` for each of ``codes``, (N,) int64."""
 
     values: list[str]
     codes: np.ndarray
@@ -243,15 +246,15 @@ class _CategoricalText:
 
 @dataclass(frozen=True)
 class _Table:
-    """The N images that a CSV file lists.
+    """The N images of a CSV file.
 
     Attributes:
-        lines: (N,) int64, where each is listed.
+        lines: (N,) int64 line numbers.
         paths: see ``PathBuilder.build``.
-        pids, camids: as the file has them; None without such a column.
-        splits: (N,) int8, which of ``SPLITS``.
-        boxes: (N, 4) int64; None without such columns.
-        junk: how many images of ``_JUNK`` it lists in addition.
+        pids, camids: as written in the file; None if there is no such column.
+        splits: (N,) int8 indices into ``SPLITS``.
+        boxes: (N, 4) int64; None if there are no such columns.
+        junk: number of excluded images of identity ``_JUNK``.
     """
 
     lines: np.ndarray
@@ -264,17 +267,17 @@ class _Table:
 
 
 def _read_table(file: Path) -> _Table:
-    """Read a CSV file line by line into arrays.
+    """Read a CSV file into arrays.
 
     Raises:
-        DataError: it cannot be read, or a column or a line is wrong.
+        DataError: if the file cannot be read, or a column or line is invalid.
     """
     try:
         check_not_device(file)
         with file.open(encoding="utf-8-sig", newline="") as stream:
             header = stream.readline(_MAX_HEADER + 1)
             if len(header) > _MAX_HEADER:
-                raise DataError(f"{file}: the first line has more than {_MAX_HEADER} characters; that is no header")
+                raise DataError(f"{file}: expected a header of at most {_MAX_HEADER} characters in the first line")
             stream.seek(0)
             delimiter = next((each for each in ",;\t" if each in header), ",")
             reader = csv.reader(stream, delimiter=delimiter, strict=True)
@@ -283,12 +286,12 @@ def _read_table(file: Path) -> _Table:
             return _read_lines(file, reader, names)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(
-            f"{file} cannot be read as a CSV file in UTF-8: {error}.\n  fix: save it as CSV with encoding UTF-8"
+            f"{file}: cannot read the CSV file as UTF-8: {error}.\n  fix: save it as CSV with encoding UTF-8"
         ) from error
 
 
 def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
-    """Return the lines below a header with these names; see ``_read_table``."""
+    """Read the lines below the header; see ``_read_table``."""
     column_of = {name: names.index(name) for name in _COLUMNS if name in names}
     path_column, pid_column, camid_column, split_column = (
         column_of.get(name) for name in ("path", "pid", "camid", "split")
@@ -315,14 +318,14 @@ def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
         else:
             split = values[split_column]
             hint = did_you_mean(split, SPLITS)
-            raise DataError(f"{file}, line {number}: split is {split!r}; choices: {', '.join(SPLITS)}.{hint}")
+            raise DataError(f"{file}, line {number}: unknown split {split!r}; choices: {', '.join(SPLITS)}.{hint}")
         if "x0" in column_of:
             boxes.extend(_parse_box([values[column_of[name]] for name in _BOX], f"{file}, line {number}"))
         folder, name = split_path(values[path_column])
         if name in ("", ".", "..") or (not folder and name[0] == "~"):
             paths.append(*split_path(str(file.parent / expand(values[path_column]))))
         else:
-            if folder not in folders:  # the path of a file in that folder, without the file
+            if folder not in folders:  # expand the folder once, with a dummy file name
                 folders[folder] = str(file.parent / expand(f"{folder}x"))[:-1]
             paths.append(folders[folder], name)
         lines.append(number)
@@ -341,51 +344,51 @@ def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
 
 
 class _CategoricalTextBuilder:
-    """Collect texts for ``_CategoricalText`` one by one."""
+    """Append strings one by one to build a ``_CategoricalText``."""
 
     def __init__(self) -> None:
         self._code_of: dict[str, int] = {}
         self._codes = array("q")
 
     def append(self, text: str) -> None:
-        """Add a text."""
+        """Add a string."""
         self._codes.append(self._code_of.setdefault(text, len(self._code_of)))
 
     def build(self) -> _CategoricalText:
-        """Return the texts."""
+        """Return the categorical strings."""
         return _CategoricalText(list(self._code_of), np.array(self._codes, dtype=np.int64))
 
 
 def _check_line(where: str, names: Sequence[str], values: Sequence[str]) -> None:
-    """Raise DataError where a line has too many values, none in a column that is used, or control characters."""
+    """Raise DataError if a line has too many values, an empty value in a used column, or control characters."""
     row = {name: value for name, value in zip(names, values, strict=False) if name in _COLUMNS}
     empty = [name for name in names if name in _COLUMNS and not row.get(name)]
     if empty or len(values) > len(names):
         more = len(values) - len(names)
-        what = f"no value for {', '.join(empty)}" if empty else f"{more} values more than columns"
+        what = f"no value for {', '.join(empty)}" if empty else f"{more} more values than columns"
         raise DataError(f"{where}: {what}")
     with_control = [name for name, value in row.items() if _CONTROL_CHARACTERS.search(value)]
     if with_control:
-        raise DataError(f"{where}: {with_control[0]} has control characters: {row[with_control[0]]!r:.100}")
+        raise DataError(f"{where}: control characters in {with_control[0]}: {row[with_control[0]]!r:.100}")
 
 
 def _check_header(file: Path, names: Sequence[str]) -> None:
-    """Raise DataError unless the columns that must be there are, each once."""
+    """Raise DataError if a required column is missing or a column is duplicated."""
     twice = {name for name, count in Counter(names).items() if count > 1}
     boxes = [name for name in _BOX if name in names]
     missing = [name for name in ("path", "pid", *(_BOX if boxes else ())) if name not in names]
     unknown = [name for name in names if name and name not in _COLUMNS]
     if twice or missing:
         hints = [f"{name!r}?{did_you_mean(name, _COLUMNS)}" for name in unknown[:20] if did_you_mean(name, _COLUMNS)]
-        fault = f"{', '.join(missing)} missing" if missing else f"{', '.join(sorted(twice))} twice"
+        fault = f"missing {', '.join(missing)}" if missing else f"duplicate {', '.join(sorted(twice))}"
         raise DataError(
-            f"{file}: the header is {_truncate(','.join(names))}: {_truncate(fault)}."
+            f"{file}: invalid header {_truncate(','.join(names))}: {_truncate(fault)}."
             f"{' ' + ' '.join(hints) if hints else ''}\n"
             f"  fix: a first line such as path,pid,camid,split or path,pid,{','.join(_BOX)}"
         )
     if unknown:
         logger.warning(
-            "%s: the columns %s are not used; known: %s", file, _truncate(", ".join(unknown)), ", ".join(_COLUMNS)
+            "%s: ignoring unknown columns %s; known: %s", file, _truncate(", ".join(unknown)), ", ".join(_COLUMNS)
         )
 
 
@@ -394,7 +397,7 @@ def _truncate(text: str) -> str:
 
 
 def _number_names(names: set[str], *, start: int) -> dict[str, int]:
-    """Return a number for each name: numbers in their order first, then text in its own."""
+    """Number names: integers in ascending order, then text in alphabetical order."""
     order = sorted(names, key=lambda name: (0, int(name), "") if _NUMBER.fullmatch(name) else (1, 0, name))
     return {name: number for number, name in enumerate(order, start=start)}
 
@@ -403,9 +406,9 @@ def _parse_box(values: Sequence[str], where: str) -> tuple[int, int, int, int]:
     try:
         x0, y0, x1, y1 = (round(float(value)) for value in values)
     except (ValueError, OverflowError) as error:
-        raise DataError(f"{where}: x0 y0 x1 y1 are {', '.join(values)}: not numbers") from error
+        raise DataError(f"{where}: x0 y0 x1 y1 must be numbers, got {', '.join(values)}") from error
     if not (0 <= x0 < x1 < _MAX_COORDINATE and 0 <= y0 < y1 < _MAX_COORDINATE):
-        raise DataError(f"{where}: x0 y0 x1 y1 are {x0} {y0} {x1} {y1}; expected 0 <= x0 < x1 and 0 <= y0 < y1")
+        raise DataError(f"{where}: expected 0 <= x0 < x1 and 0 <= y0 < y1, got {x0} {y0} {x1} {y1}")
     return x0, y0, x1, y1
 
 
@@ -415,11 +418,13 @@ def _compile_camera_pattern(camera: str) -> re.Pattern[str] | None:
     try:
         pattern = re.compile(camera)
     except re.error as error:
-        raise ConfigError(f"DATASETS.FOLDER.CAMERA {camera!r} is no regular expression: {error}") from error
+        raise ConfigError(f"DATASETS.FOLDER.CAMERA {camera!r} is not a regular expression: {error}") from error
     if not pattern.groups:
-        raise ConfigError(f"DATASETS.FOLDER.CAMERA {camera!r} has no group; the camera is its first, e.g. c(\\d+)")
+        raise ConfigError(
+            f"DATASETS.FOLDER.CAMERA {camera!r} has no group; expected the camera in its first group, e.g. c(\\d+)"
+        )
     return pattern
 
 
 PATH_DATASETS = {"csv": CsvDataset, "folder": FolderDataset}
-"""What stands before the colon of a name in DATASETS.NAMES, and what reads what stands behind it."""
+"""Prefix of a name in DATASETS.NAMES -> dataset class for the path after the colon."""

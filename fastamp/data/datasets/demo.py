@@ -1,4 +1,4 @@
-"""The generated demo data set."""
+"""Generated demo dataset."""
 
 import logging
 from pathlib import Path
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 @DATASET_REGISTRY.register()
 class Demo(MarketStyleDataset):
-    """Drawn pedestrians in Market-1501's layout, generated on first use.
+    """Generated pedestrians in the layout of Market-1501, written on first use.
 
     Args:
-        root: data root; the images are in ``root/fastamp-demo-v<version>``.
+        root (str or Path): data root; the images are in ``root/fastamp-demo-v<version>``. Default "datasets".
 
     Raises:
-        DataError: the folder cannot be written to, or holds something else.
+        DataError: if the folder is not writable, or contains something else.
     """
 
     dataset_name = "demo"
@@ -38,7 +38,7 @@ class Demo(MarketStyleDataset):
 
     @staticmethod
     def _generate(folder: Path) -> None:
-        logger.info("generating the demo data set in %s, once", folder.absolute())
+        logger.info("generating the demo dataset in %s", folder.absolute())
         bar: ProgressBar | None = None
 
         def show(done: int, total: int) -> None:
@@ -52,8 +52,8 @@ class Demo(MarketStyleDataset):
             generate_demo(folder, progress=show)
         except OSError as error:
             raise DataError(
-                f"the demo data set cannot be generated in {folder.absolute()}: {error.strerror or error}\n"
-                f"  fix: set FASTAMP_DATASETS to a folder that can be written to"
+                f"cannot write the demo dataset to {folder.absolute()}: {error.strerror or error}\n"
+                f"  fix: set FASTAMP_DATASETS to a writable folder"
             ) from error
         finally:
             if bar is not None:

@@ -1,4 +1,4 @@
-"""A data set's files on the disk: check that they are there, list folders, read lists of files."""
+"""File utilities of datasets: check and list folders, read lists of files."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,17 +22,17 @@ _SHOWN_ENTRIES = 8
 
 
 def check_tree(name: str, root: str | Path, needed: Iterable[Path], tree: str, folder: str = "") -> None:
-    """Check that the folders and files of a data set are there.
+    """Check that the folders and files of a dataset exist.
 
     Args:
-        name: the data set's name in the config.
-        root: the data root.
-        needed: those that must be there.
-        tree: the tree expected under the root, for the message.
-        folder: the data set's folder in the root, to be looked for under similar names.
+        name (str): name of the dataset in the config.
+        root (str or Path): data root.
+        needed (Iterable[Path]): files and folders that must exist.
+        tree (str): expected files below the root, for the message.
+        folder (str): folder of the dataset in the root; if missing, similar names are searched. Default "".
 
     Raises:
-        DataError: one is missing; says what was looked for, what is there, and how to put it right.
+        DataError: if one is missing. The message says what was expected, what was found, and how to fix it.
     """
     needed, root = list(needed), Path(root)
     missing = [path for path in needed if not path.exists()]
@@ -48,35 +48,33 @@ def check_tree(name: str, root: str | Path, needed: Iterable[Path], tree: str, f
     raise missing_dataset_error(
         name,
         missing,
-        found=f"  found there: {describe_folder(missing[0].parent)}\n"
-        + (f"  near it: {hint}\n" if hint else "")
+        found=f"  found: {describe_folder(missing[0].parent)}\n"
+        + (f"  hint: {hint}\n" if hint else "")
         + f"  expected under the data root {root.absolute()}:\n{expected}\n",
         fix=ROOT_FIX,
     )
 
 
 def list_files(name: str, folder: Path, suffix: str) -> list[Path]:
-    """Return the files of ``folder`` with this suffix in any case, hidden ones aside, in the order of their names.
+    """List the files in ``folder`` with a suffix (case-insensitive), sorted, without hidden files.
 
     Raises:
-        DataError: there is none, or the folder cannot be read.
+        DataError: if there is none, or the folder cannot be read.
     """
     files = [entry for entry in list_entries(name, folder) if is_image(entry, suffix)]
     if not files:
-        raise DataError(
-            f"{name}: no *{suffix} file is in {folder.absolute()}\n  found there: {describe_folder(folder)}"
-        )
+        raise DataError(f"{name}: no *{suffix} file in {folder.absolute()}\n  found: {describe_folder(folder)}")
     return files
 
 
 def read_lines(name: str, file: Path) -> list[str]:
-    """Return the lines of a list that are not empty.
+    """Read the non-empty lines of a list file.
 
     Raises:
-        DataError: there is none, or the file cannot be read.
+        DataError: if there is none, or the file cannot be read.
     """
     try:
-        # Names of files need not be UTF-8; this finds them all the same.
+        # File names need not be UTF-8.
         text = file.read_text(encoding="utf-8-sig", errors="surrogateescape")
     except OSError as error:
         raise DataError(f"{name}: cannot read {file.absolute()}: {error.strerror}") from error
@@ -87,34 +85,34 @@ def read_lines(name: str, file: Path) -> list[str]:
 
 
 def read_pairs(name: str, file: Path) -> list[tuple[str, int]]:
-    """Return what stands before and after the last space of each line of a list, such as ``path pid``.
+    """Read a list file with lines ``name number``; the name can contain spaces.
 
     Raises:
-        DataError: a line is something else, there is none, or the file cannot be read.
+        DataError: if a line is invalid, there is none, or the file cannot be read.
     """
     pairs = []
     for line in read_lines(name, file):
         first, *rest = line.rsplit(maxsplit=1)
         if not rest or not isinstance(as_number(rest[0]), int):
-            raise DataError(f"{name}: expected a name and a number on each line of {file.absolute()}, found {line!r}")
+            raise DataError(f"{name}: expected a name and a number on each line of {file.absolute()}, got {line!r}")
         pairs.append((first, int(rest[0])))
     return pairs
 
 
 def check_first_image(name: str, file: Path, items: Sequence[ImageItem]) -> list[ImageItem]:
-    """Return the images that the list ``file`` names, if the first is there.
+    """Return the images of the list ``file`` after checking that the first one exists.
 
     Raises:
-        DataError: it is not.
+        DataError: if it does not exist.
     """
     first = Path(items[0].path)
     if not first.is_file():
-        raise DataError(f"{name}: {first.absolute()}, which {file.absolute()} lists first, is not there")
+        raise DataError(f"{name}: {first.absolute()} not found, the first image in {file.absolute()}")
     return list(items)
 
 
 def list_entries(name: str, folder: Path) -> list[Path]:
-    """Return what is in a folder and not hidden, in the order of the names."""
+    """List the entries of a folder, sorted, without hidden ones."""
     try:
         return sorted((entry for entry in folder.iterdir() if entry.name[0] != "."), key=lambda entry: entry.name)
     except OSError as error:
@@ -122,16 +120,17 @@ def list_entries(name: str, folder: Path) -> list[Path]:
 
 
 def is_image(file: Path, suffix: str) -> bool:
+    """Return True if a file has the suffix and is not hidden."""
     return file.name.lower().endswith(suffix) and not file.name.startswith(".")
 
 
 def describe_folder(folder: Path) -> str:
-    """Return what a folder holds, or the nearest one above it that exists, in a few words."""
+    """Describe the content of a folder, or of its nearest existing parent, in one line."""
     if not folder.is_dir():
         nearest = next(parent for parent in folder.absolute().parents if parent.is_dir())
-        return f"no folder {folder.absolute()}; in {nearest}: {describe_folder(nearest)}"
+        return f"no folder {folder.absolute()}; {nearest} contains {describe_folder(nearest)}"
     names = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir())
     if not names:
-        return "nothing, the folder is empty"
+        return "an empty folder"
     rest = f", and {len(names) - _SHOWN_ENTRIES} more" if len(names) > _SHOWN_ENTRIES else ""
     return ", ".join(names[:_SHOWN_ENTRIES]) + rest

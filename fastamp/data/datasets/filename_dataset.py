@@ -1,4 +1,4 @@
-"""Data sets whose file and folder names tell identity and camera."""
+"""Base classes of datasets that encode identity and camera in file and folder names."""
 
 import logging
 import re
@@ -27,29 +27,31 @@ _Found = tuple[Path, int | str, int | str]
 
 
 class FilenameDataset(ImageDataset):
-    """A data set whose images say by their names, or by the folders they are in, whom they show and from where.
+    """Dataset that encodes identity and camera in file and folder names.
 
-    A subclass is made of these attributes, and seldom of more.
+    Subclasses set these class attributes.
 
     Attributes:
-        folder: the data set's folder in the data root.
-        tree: what is in it, for messages.
-        train_folders, query_folders, gallery_folders: the folders in it that hold the images of a split; "" is the
-            folder itself. A split without folders is empty.
-        needed: what must be there; the splits' folders, if it is empty.
-        layout: regular expressions with groups ``pid`` and ``camera``: for each folder between those and the images
-            one that its whole name matches ("**" stands for folders of any depth), then one that is searched in the
-            file's name. Other groups are parts of the identity; without ``camera`` all images are from one.
-        suffix: what the images' names end in, in any case.
-        first_camera: the number that becomes camera 0; None numbers the cameras in the order of their names.
-        excluded_ids: identities that are nobody in particular.
-        example: a name and its meaning, for messages.
+        folder (str): folder of the dataset in the data root.
+        tree (str): expected files, for messages.
+        train_folders, query_folders, gallery_folders (Sequence[str]): folders of each split, relative to ``folder``; ""
+            is the folder itself. A split without folders is empty.
+        needed (Sequence[str]): files and folders that must exist. Default: the folders of the splits.
+        layout (Sequence[str]): regular expressions with groups ``pid`` and ``camera``. One for each folder level below
+            the split's folder, matched against the whole folder name ("**" stands for any depth); the last one is
+            searched in the file name. Other groups become part of the identity. Without ``camera`` all images are from
+            one camera.
+        suffix (str): suffix of image files, in lowercase; matched case-insensitively. Default ".jpg".
+        first_camera (int, optional): number of the first camera, which becomes camera 0. Default: cameras are numbered
+            in sorted order.
+        excluded_ids (frozenset): identities to exclude, such as junk. Default {-1}.
+        example (str): example of a file name and its meaning, for messages.
 
     Args:
-        root: data root.
+        root (str or Path): data root. Default "datasets".
 
     Raises:
-        DataError: a folder is missing (at once), or has no image named so (when the split is first needed).
+        DataError: if a folder is missing (at construction), or contains no image with a matching name (at first use).
     """
 
     folder: ClassVar[str] = ""
@@ -81,11 +83,11 @@ class FilenameDataset(ImageDataset):
         super().__init__(*(partial(self._load, split) for split in self._folders))
 
     def _find_dataset_dir(self, root: Path) -> Path:
-        """Return the data set's folder."""
+        """Return the dataset's folder."""
         return root / self.folder
 
     def _load(self, split: str) -> list[ImageItem]:
-        """Return the images of a split."""
+        """Load the images of a split."""
         found = self._find_images(split)
         if self.first_camera is None:
             items = [ImageItem(str(file), pid, self._camera_numbers[camera]) for file, pid, camera in found]
@@ -95,11 +97,11 @@ class FilenameDataset(ImageDataset):
 
     @cached_property
     def _camera_numbers(self) -> dict[int | str, int]:
-        """The number of each camera, the same in all splits."""
+        """Number of each camera, the same in all splits."""
         return number_cameras(camera for split in self._folders for _, _, camera in self._find_images(split))
 
     def _find_images(self, split: str) -> list[_Found]:
-        """Return file, identity and camera of a split's images, as they are named."""
+        """Return file, identity and camera of a split's images, with the names in the files."""
         if split not in self._found:
             folders = [self.dataset_dir / folder for folder in self._folders[split]]
             self._found[split] = self._search(folders) if folders else []
@@ -115,7 +117,7 @@ class FilenameDataset(ImageDataset):
             camera = as_number(fields.pop("camera", "0"))
             if self.first_camera is not None and camera < self.first_camera:
                 raise DataError(
-                    f"{name}: {file.absolute()} is of camera {camera}; cameras are numbered from {self.first_camera}"
+                    f"{name}: expected cameras from {self.first_camera} on, got camera {camera} of {file.absolute()}"
                 )
             pid = as_number("-".join(fields.values()))
             if pid in self.excluded_ids:
@@ -124,14 +126,14 @@ class FilenameDataset(ImageDataset):
                 found.append((file, pid, camera))
         where = ", ".join(str(folder.absolute()) for folder in folders)
         if not (found or unmatched or junk):
-            raise DataError(f"{name}: no *{self.suffix} file is in place in {where}\n{self._describe_content(folders)}")
+            raise DataError(f"{name}: no *{self.suffix} file in {where}\n{self._describe_content(folders)}")
         if not found:
-            nothing = f"junk alone (identity {', '.join(map(str, self.excluded_ids))})"
+            nothing = f"only junk (identity {', '.join(map(str, self.excluded_ids))})"
             first = f"{unmatched[0].name} and {len(unmatched) - 1} more" if unmatched else nothing
-            raise DataError(f"{name}: no image of use is in {where}: expected {expected}, found {first}")
+            raise DataError(f"{name}: no usable image in {where}: expected {expected}, got {first}")
         if unmatched:
             logger.warning(
-                "%s: left out %d files that are not named as expected, %s first; expected %s",
+                "%s: skipped %d files with unexpected names, such as %s; expected %s",
                 name,
                 len(unmatched),
                 unmatched[0],
@@ -141,23 +143,22 @@ class FilenameDataset(ImageDataset):
 
     def _describe_content(self, folders: Sequence[Path]) -> str:
         deeper = next((file for folder in folders for file in folder.rglob("*") if is_image(file, self.suffix)), None)
-        return (
-            f"  expected: {self.folder}/{self.tree.splitlines()[0]}\n  found there: {describe_folder(folders[0])}"
-            + (f"\n  elsewhere below: {deeper.absolute()}" if deeper else "")
+        return f"  expected: {self.folder}/{self.tree.splitlines()[0]}\n  found: {describe_folder(folders[0])}" + (
+            f"\n  found in a subfolder: {deeper.absolute()}" if deeper else ""
         )
 
 
 class MarketStyleDataset(FilenameDataset):
-    """Three folders and file names like those of Market-1501, ``0002_c1s1_000451_03.jpg``.
+    """Dataset in the layout of Market-1501: three folders, file names such as ``0002_c1s1_000451_03.jpg``.
 
-    They begin with identity and camera. Identity -1 is junk and left out; 0 is a distractor, which stays in the
-    gallery.
+    File names begin with identity and camera. Identity -1 is junk and is excluded; identity 0 is a distractor and stays
+    in the gallery.
 
     Args:
-        root: data root.
+        root (str or Path): data root. Default "datasets".
 
     Raises:
-        DataError: a folder is missing (at once), or has no image named so (when the split is first needed).
+        DataError: if a folder is missing (at construction), or contains no image with a matching name (at first use).
     """
 
     tree = "{bounding_box_train,query,bounding_box_test}/*.jpg"
@@ -168,11 +169,11 @@ class MarketStyleDataset(FilenameDataset):
 
 
 def _walk(name: str, folder: Path, layout: Sequence[str], suffix: str) -> Iterator[tuple[Path, dict[str, str] | None]]:
-    """Yield the images of a ``FilenameDataset`` layout with the groups of their names, or None."""
+    """Yield the image files of a layout with their named groups, or None for names that do not match."""
     pattern, *rest = layout
     if not rest:
         for file in (entry for entry in list_entries(name, folder) if is_image(entry, suffix)):
-            # Only the file's name is searched: a folder above it may look like one.
+            # Search only the file name: the name of a parent folder might match.
             match = re.search(pattern, file.name)
             yield file, match and match.groupdict()
         return

@@ -1,4 +1,4 @@
-"""An image of a data set, and lists of images packed into arrays."""
+"""Image items, and lists of them packed into arrays."""
 
 import os
 from array import array
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Any string can be encoded and decoded so, also a file name that is not UTF-8.
+# Round-trips any string, including file names that are not UTF-8.
 _CODEC = ("utf-8", "surrogatepass")
 _NO_BOX = np.iinfo(np.int64).min
 
@@ -16,9 +16,14 @@ _NO_BOX = np.iinfo(np.int64).min
 class ImageItem(NamedTuple):
     """Path, identity, camera and viewpoint of an image.
 
-    Training identities are strings with the data set's name in front ("market1501_2"), so that those of several sets
-    stay apart; query and gallery identities are integers. ``box`` is the part of the file that is the image: left, top,
-    right and bottom in pixels, the last two not included; None is all of it.
+    Attributes:
+        path (str): image file.
+        pid (int or str): identity. Training identities are strings with the dataset's name as prefix ("market1501_2"),
+            unique across datasets; query and gallery identities are integers.
+        camid (int or str): camera.
+        viewid (int): viewpoint. Default 0.
+        box (tuple, optional): (left, top, right, bottom) of the image within the file, in pixels; right and bottom are
+            exclusive. Default: the whole file.
     """
 
     path: str
@@ -29,14 +34,14 @@ class ImageItem(NamedTuple):
 
 
 class PackedText(Sequence[str]):
-    """Strings in one byte array, as detectron2 serializes its lists.
+    """Strings packed into one byte array, as in detectron2's ``DatasetFromList``.
 
-    Worker processes share the memory of their parent until one of them writes to it. Taking an object out of a list
-    counts references, which is a write; reading an array is not.
+    Worker processes share the memory of their parent until they write to it. Reading an object of a list changes its
+    reference count, which is a write; reading an array is not.
 
     Args:
-        data: the encoded strings, one after the other.
-        starts, ends: (N,) int64 positions of each string in ``data``.
+        data (np.ndarray): the encoded strings, concatenated.
+        starts, ends (np.ndarray): (N,) int64 offsets of each string in ``data``.
     """
 
     def __init__(self, data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
@@ -57,18 +62,18 @@ class PackedText(Sequence[str]):
         return self._data[self._starts[index] : self._ends[index]].tobytes().decode(*_CODEC)
 
     def encoded(self, rows: np.ndarray) -> Iterator[bytes]:
-        """Return some of the strings as ``encode`` returns them."""
+        """Yield the encoded strings of some rows; see ``encode``."""
         data = memoryview(self._data)
         spans = zip(self._starts[rows].tolist(), self._ends[rows].tolist(), strict=True)
         return (data[start:end].tobytes() for start, end in spans)
 
     def take(self, rows: np.ndarray | slice) -> "PackedText":
-        """Return some of the strings; the bytes are shared."""
+        """Select rows; the bytes are shared."""
         return PackedText(self._data, self._starts[rows], self._ends[rows])
 
     @staticmethod
     def concat(parts: Sequence["PackedText"]) -> "PackedText":
-        """Return the strings of all parts; bytes that all share are not copied."""
+        """Concatenate; bytes shared by all parts are not copied."""
         if all(part._data is parts[0]._data for part in parts):
             shifts, data = [0] * len(parts), parts[0]._data
         else:
@@ -80,7 +85,7 @@ class PackedText(Sequence[str]):
 
 
 class TextBuilder:
-    """Collect strings for a ``PackedText`` one by one."""
+    """Append strings one by one to build a ``PackedText``."""
 
     def __init__(self) -> None:
         self._data, self._ends = bytearray(), array("q")
@@ -91,18 +96,18 @@ class TextBuilder:
         self._ends.append(len(self._data))
 
     def build(self) -> PackedText:
-        """Return the strings."""
+        """Return the packed strings."""
         ends = np.array(self._ends, dtype=np.int64)
         starts = np.concatenate((np.zeros(1, dtype=np.int64), ends))[:-1]
         return PackedText(np.frombuffer(self._data, dtype=np.uint8), starts, ends)
 
 
 class Column:
-    """A value for each image: whole numbers in an array, or codes into a table of the distinct values.
+    """One value per image: int64 values, or codes into a table of distinct values.
 
     Args:
-        codes: (N,) int64 whole numbers, or the row of each value in ``table``.
-        table: the distinct values; None for whole numbers.
+        codes (np.ndarray): (N,) int64 values, or indices into ``table``.
+        table (Sequence, optional): distinct values. Default: the codes are the values.
     """
 
     def __init__(self, codes: np.ndarray, table: Sequence[Any] | None = None) -> None:
@@ -110,7 +115,7 @@ class Column:
 
     @classmethod
     def pack(cls, values: Iterable[Any]) -> "Column":
-        """Pack values: integers, strings, or any that can be the key of a dictionary."""
+        """Pack values: integers, strings, or other hashable values."""
         values = list(values)
         if all(_is_int64(value) for value in values):
             return cls(np.array(values, dtype=np.int64))
@@ -120,7 +125,7 @@ class Column:
 
     @classmethod
     def of(cls, codes: np.ndarray, values: Sequence[Any]) -> "Column":
-        """Return ``values[code]`` for each code; ``values`` may be equal to each other."""
+        """Build the column ``values[code]`` for each code; ``values`` can contain duplicates."""
         if all(_is_int64(value) for value in values):
             return cls(np.array(values, dtype=np.int64)[codes])
         numbers: dict[Any, int] = {}
@@ -130,7 +135,7 @@ class Column:
 
     @property
     def is_integer(self) -> bool:
-        """Whether all values are integers."""
+        """True if all values are integers."""
         return self.table is None
 
     def __len__(self) -> int:
@@ -141,22 +146,22 @@ class Column:
         return code if self.table is None else self.table[code]
 
     def take(self, rows: np.ndarray | slice) -> "Column":
-        """Return some of the values."""
+        """Select rows."""
         return Column(self.codes[rows], self.table)
 
     def unique(self) -> tuple[list[Any], np.ndarray]:
-        """Return the distinct values, and (N,) int64 for each image, which of them it has."""
+        """Return the distinct values, and (N,) int64 indices into them."""
         found, inverse = np.unique(self.codes, return_inverse=True)
         return [code if self.table is None else self.table[code] for code in found.tolist()], inverse.reshape(-1)
 
     def map(self, function: Callable[[Any], Any]) -> "Column":
-        """Return ``function(value)`` for each image; it is called once for each distinct value."""
+        """Apply a function, called once per distinct value."""
         values, inverse = self.unique()
         return Column.of(inverse, [function(value) for value in values])
 
     @staticmethod
     def concat(parts: Sequence["Column"]) -> "Column":
-        """Return the values of all parts."""
+        """Concatenate columns."""
         if all(part.table is parts[0].table for part in parts):
             return Column(np.concatenate([part.codes for part in parts]), parts[0].table)
         distinct = [part.unique() for part in parts]
@@ -166,22 +171,22 @@ class Column:
 
 
 def _is_int64(value: Any) -> bool:
-    """Return whether a value is an integer that an int64 can hold."""
+    """Return True if a value is an integer that fits into an int64."""
     return isinstance(value, Integral) and -(2**63) <= value < 2**63
 
 
 class PackedItems(Sequence[ImageItem]):
-    """A list of ``ImageItem`` in arrays, which worker processes read without copying memory; see ``PackedText``.
+    """List of ``ImageItem`` in arrays, which worker processes read without copying memory; see ``PackedText``.
 
-    A path is held as its folder, one of few, and its name.
+    A path is stored as folder and file name, because many images share a folder.
 
     Args:
-        folders: what paths have up to and with their last slash; each once.
-        folder_of: (N,) int64, the row of each path's folder in ``folders``.
-        names: N file names.
-        pids, camids: N identities and cameras.
-        viewids: (N,) int64 views; None is 0 for all.
-        boxes: (N, 4) int64 parts of the files, see ``ImageItem``; None where all are whole.
+        folders (PackedText): distinct folders, each up to and including the last slash.
+        folder_of (np.ndarray): (N,) int64 index of each image's folder.
+        names (PackedText): N file names.
+        pids, camids (Column): N identities and cameras.
+        viewids (np.ndarray, optional): (N,) int64 views. Default: zeros.
+        boxes (np.ndarray, optional): (N, 4) int64 boxes, see ``ImageItem``. Default: whole files.
     """
 
     def __init__(
@@ -201,7 +206,7 @@ class PackedItems(Sequence[ImageItem]):
 
     @classmethod
     def of(cls, items: Iterable[tuple]) -> "PackedItems":
-        """Return ``items`` packed: tuples (path, pid, camid[, viewid[, box]]), or what is packed already."""
+        """Pack tuples (path, pid, camid[, viewid[, box]]); packed items are returned unchanged."""
         if isinstance(items, PackedItems):
             return items
         items = [ImageItem(*item) for item in items]
@@ -249,7 +254,7 @@ class PackedItems(Sequence[ImageItem]):
         return self.folders[self.folder_of[index]] + self.names[index]
 
     def take(self, rows: np.ndarray | slice) -> "PackedItems":
-        """Return some of the images."""
+        """Select rows."""
         return PackedItems(
             self.folders,
             self.folder_of[rows],
@@ -261,7 +266,7 @@ class PackedItems(Sequence[ImageItem]):
         )
 
     def replace(self, *, pids: Column | None = None, camids: Column | None = None) -> "PackedItems":
-        """Return the images with other identities or cameras; None keeps them."""
+        """Return a copy with new identities or cameras; None keeps them."""
         return PackedItems(
             self.folders,
             self.folder_of,
@@ -273,18 +278,18 @@ class PackedItems(Sequence[ImageItem]):
         )
 
     def rows_in(self, folders: Collection[str]) -> np.ndarray:
-        """Return the images in some folders, ascending; the folders are as ``split_path`` returns them."""
+        """Return the rows of images in some folders, ascending; folders as returned by ``split_path``."""
         chosen = [number for number, folder in enumerate(self.folders) if folder in folders]
         return np.flatnonzero(np.isin(self.folder_of, chosen))
 
     def find(self, path: str) -> int | None:
-        """Return the first image of a file, None if there is none."""
+        """Return the first row of a file, or None."""
         folder, name = split_path(path)
         return next((row for row in self.rows_in({folder}).tolist() if self.names[row] == name), None)
 
     @staticmethod
     def concat(parts: Sequence["PackedItems"]) -> "PackedItems":
-        """Return the images of all parts; there must be at least one."""
+        """Concatenate at least one part."""
         parts = [part for part in parts if len(part)] or [parts[0]]
         if len(parts) == 1:
             return parts[0]
@@ -309,28 +314,28 @@ class PackedItems(Sequence[ImageItem]):
 
 
 class PathBuilder:
-    """Collect paths for ``PackedItems`` one by one."""
+    """Append paths one by one to build the arrays of ``PackedItems``."""
 
     def __init__(self) -> None:
         self._folders: dict[str, int] = {}
         self._folder_of, self._names = array("q"), TextBuilder()
 
     def append(self, folder: str, name: str) -> None:
-        """Add the path ``folder + name``; the folder ends with a slash, or is empty."""
+        """Add the path ``folder + name``; the folder ends with a slash or is empty."""
         self._folder_of.append(self._folders.setdefault(folder, len(self._folders)))
         self._names.append(name)
 
     def build(self) -> tuple[PackedText, np.ndarray, PackedText]:
-        """Return folders, the folder of each path, and names; see ``PackedItems``."""
+        """Return folders, folder index of each path, and names; see ``PackedItems``."""
         return PackedText.pack(self._folders), np.array(self._folder_of, dtype=np.int64), self._names.build()
 
 
 def encode(text: str) -> bytes:
-    """Return a string as a ``PackedText`` holds it."""
+    """Encode a string as ``PackedText`` does."""
     return text.encode(*_CODEC)
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """Return a path up to and with its last slash, and the rest."""
+    """Split a path after its last slash."""
     folder, slash, name = path.rpartition("/")
     return folder + slash, name

@@ -1,4 +1,4 @@
-"""Market-1501."""
+"""Market-1501 dataset."""
 
 import logging
 from pathlib import Path
@@ -12,7 +12,7 @@ from fastamp.data.datasets.filename_dataset import MarketStyleDataset
 logger = logging.getLogger(__name__)
 
 KEYS = (
-    Key("DATASETS.MARKET1501_500K", False, "Market1501: add the 500k distractors of its folder images to the gallery."),
+    Key("DATASETS.MARKET1501_500K", False, "Market1501: add the 500k distractors in its folder images to the gallery."),
 )
 
 _DISTRACTOR = 0
@@ -22,22 +22,23 @@ _DISTRACTOR = 0
 class Market1501(MarketStyleDataset):
     """Zheng et al. 2015, "Scalable person re-identification: a benchmark" (ICCV).
 
-    12,936 / 3,368 / 15,913 training, query and gallery images of 751 / 750 identities from 6 cameras. A file name
-    begins with identity and camera, ``0002_c1s1_000451_03.jpg``. Identity -1 is junk and left out; 0 is a distractor,
-    which stays in the gallery.
+    12,936 / 3,368 / 15,913 training, query and gallery images of 751 / 750 identities from 6 cameras. File names begin
+    with identity and camera: ``0002_c1s1_000451_03.jpg``. Identity -1 is junk and is excluded; identity 0 is a
+    distractor and stays in the gallery.
 
     Args:
-        root: data root; the three folders are in ``root/Market-1501-v15.09.15``, or in ``root`` itself.
-        market1501_500k: add the images of ``images``, beside the three folders or beside the folder that they are in,
-            to the gallery: 500k distractors, from a camera of their own.
+        root (str or Path): data root; the three folders are in ``root/Market-1501-v15.09.15`` or in ``root``. Default
+            "datasets".
+        market1501_500k (bool): add the 500k distractors to the gallery, from one additional camera. They are in a
+            folder ``images`` next to the three folders, or next to their parent folder. Default False.
 
     Raises:
-        DataError: a folder is missing (at once), or has no image named so (when the split is first needed).
+        DataError: if a folder is missing (at construction), or contains no image with a matching name (at first use).
     """
 
     dataset_name = "market1501"
     folder = "Market-1501-v15.09.15"
-    tree = f"{MarketStyleDataset.tree}\n(or the three folders in the root itself)"
+    tree = f"{MarketStyleDataset.tree}\n(or the three folders in the data root)"
 
     def __init__(self, root: str | Path = "datasets", *, market1501_500k: bool = False) -> None:
         super().__init__(root)
@@ -53,7 +54,7 @@ class Market1501(MarketStyleDataset):
         return cls(root=root, market1501_500k=True) if cfg.DATASETS.MARKET1501_500K else cls(root=root)
 
     def _find_dataset_dir(self, root: Path) -> Path:
-        # The tree that the archive unpacks to goes first, and is the one that an error describes.
+        # Prefer the folder of the original archive, which error messages describe.
         named = super()._find_dataset_dir(root)
         return named if named.is_dir() or not (root / "bounding_box_train").is_dir() else root
 
@@ -62,6 +63,8 @@ class Market1501(MarketStyleDataset):
         if split == "gallery" and self._distractors:
             camera = 1 + max(item.camid for item in [*self.query, *items])
             files = list_files(type(self).__name__, self._distractors, self.suffix)
-            logger.info("%s: %d distractors of %s in the gallery", type(self).__name__, len(files), self._distractors)
+            logger.info(
+                "%s: added %d distractors of %s to the gallery", type(self).__name__, len(files), self._distractors
+            )
             items += [ImageItem(str(file), _DISTRACTOR, camera) for file in files]
         return items

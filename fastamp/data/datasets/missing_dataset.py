@@ -1,4 +1,4 @@
-"""The message for a data set that is missing, whatever kind it is of."""
+"""Error message for a missing dataset."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,13 +7,13 @@ from fastamp.utils.errors import DataError
 
 
 def missing_dataset_error(name: str, looked_for: Iterable[Path], *, found: str = "", fix: str) -> DataError:
-    """Return the error of a data set that is missing.
+    """Create the error for a missing dataset.
 
     Args:
-        name: the data set's name in ``DATASETS.NAMES`` or ``TESTS``.
-        looked_for: files and folders that were not found.
-        found: lines about what is there instead, each ending in a newline.
-        fix: what to change.
+        name (str): name of the dataset in DATASETS.NAMES or DATASETS.TESTS.
+        looked_for (Iterable[Path]): missing files and folders.
+        found (str): lines that describe what was found instead, each with a newline. Default "".
+        fix (str): what to change.
     """
     paths = "\n".join(f"    {path.absolute()}" for path in dict.fromkeys(looked_for))
-    return DataError(f"the data set {name} is not there; looked for\n{paths}\n{found}  fix: {fix}")
+    return DataError(f"dataset {name} not found; looked for\n{paths}\n{found}  fix: {fix}")

@@ -1,4 +1,4 @@
-"""MSMT17."""
+"""MSMT17 dataset."""
 
 import logging
 from pathlib import Path
@@ -15,17 +15,17 @@ KEYS = (
     Key(
         "DATASETS.MSMT17.VERSION",
         "auto",
-        "MSMT17: V1, V2 (faces masked), or auto: V1 where both are.",
+        "MSMT17: V1, V2 (faces masked), or auto (V1 if both exist).",
         choices=("auto", "V1", "V2"),
     ),
     Key(
         "DATASETS.MSMT17.VALIDATION",
         False,
-        "MSMT17: train on list_val.txt too, as TransReID; FastReID does so under COMBINEALL alone, which always does.",
+        "MSMT17: also train on list_val.txt, as TransReID. DATASETS.COMBINEALL implies it, as in FastReID.",
     ),
 )
 
-# The folder of each version, and in it those of the training and of the test images.
+# Version -> dataset folder, folder of training images, folder of test images.
 VERSIONS = {"V1": ("MSMT17_V1", "train", "test"), "V2": ("MSMT17_V2", "mask_train_v2", "mask_test_v2")}
 
 
@@ -33,21 +33,22 @@ VERSIONS = {"V1": ("MSMT17_V1", "train", "test"), "V2": ("MSMT17_V2", "mask_trai
 class MSMT17(ImageDataset):
     """Wei et al. 2018, "Person transfer GAN to bridge domain gap for person re-identification" (CVPR).
 
-    15 cameras. The lists ``list_{train,val,query,gallery}.txt`` have lines ``path pid``; the third of a file name's
-    parts between underscores is the camera, ``0000/0000_000_01_0303morning_0015_0.jpg``. Identities of query and
-    gallery are counted on from the number of training identities.
+    15 cameras. The lists ``list_{train,val,query,gallery}.txt`` have lines ``path pid``. The third underscore-separated
+    field of a file name is the camera: ``0000/0000_000_01_0303morning_0015_0.jpg``. Identities of query and gallery are
+    offset by the number of training identities.
 
     Args:
-        root: data root; the lists are in ``root/MSMT17_V1`` beside ``train`` and ``test``, or in ``root/MSMT17_V2``
-            beside ``mask_train_v2`` and ``mask_test_v2``, where faces are masked.
-        version: V1, V2, or auto: V1 where both are, as FastReID.
-        validation: also train on ``list_val.txt``, further images of the training identities. FastReID does so under
-            DATASETS.COMBINEALL alone, TransReID always.
+        root (str or Path): data root; the lists are in ``root/MSMT17_V1`` next to ``train`` and ``test``, or in
+            ``root/MSMT17_V2`` next to ``mask_train_v2`` and ``mask_test_v2``, where faces are masked. Default
+            "datasets".
+        version (str): ``V1``, ``V2``, or ``auto``: V1 if both exist, as in FastReID. Default "auto".
+        validation (bool): also train on ``list_val.txt``, more images of the training identities. TransReID always
+            does; FastReID only with DATASETS.COMBINEALL. Default False.
 
     Raises:
-        ConfigError: there is no such version.
-        DataError: a list or a folder is missing (at once); a line or a file name is something else, or the first image
-            of a list is not there (when the split is first needed).
+        ConfigError: if the version is unknown.
+        DataError: if a list or folder is missing (at construction), or a line or file name is invalid, or the first
+            image of a list is missing (at first use).
     """
 
     dataset_name = "msmt17"
@@ -83,15 +84,15 @@ class MSMT17(ImageDataset):
         return len({pid for _, pid in read_pairs("MSMT17", self.dataset_dir / "list_train.txt")})
 
     def _read(self, part: str, folder: str, offset: int = 0) -> list[ImageItem]:
-        """Return the images of ``list_<part>.txt``, which are in ``folder``; cameras from 0."""
+        """Read the images of ``list_<part>.txt``, which are in ``folder``; cameras from 0."""
         file = self.dataset_dir / f"list_{part}.txt"
         items = []
         for path, pid in read_pairs("MSMT17", file):
             camera = [*Path(path).name.split("_"), "", ""][2]
             if not camera.isdecimal() or int(camera) < 1:
                 raise DataError(
-                    f"MSMT17: {file.absolute()} lists {path}; expected names such as "
-                    "0000_000_01_0303morning_0015_0.jpg (camera 1)"
+                    "MSMT17: expected names such as 0000_000_01_0303morning_0015_0.jpg (camera 1) in "
+                    f"{file.absolute()}, got {path}"
                 )
             items.append(ImageItem(str(self.dataset_dir / folder / path), pid + offset, int(camera) - 1))
         return check_first_image("MSMT17", file, items)

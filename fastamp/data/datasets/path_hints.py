@@ -1,4 +1,4 @@
-"""Where a data set may be that is not where it should be."""
+"""Hints for the location of a misplaced dataset."""
 
 import re
 from collections.abc import Container, Iterable, Sequence
@@ -15,14 +15,14 @@ _MIN_SIMILARITY = 0.6
 def path_hint(
     root: Path, folder: str, needed: Sequence[Path], names: Iterable[str], other_folders: Container[str]
 ) -> str:
-    """Return where a tree is that looks like the missing one and how to put it right, or an empty string.
+    """Describe where a misplaced or renamed dataset was found and how to fix it, or return "".
 
     Args:
-        root: the data root.
-        folder: the data set's folder, which should be in it.
-        needed: files and folders that must be below that.
-        names: further names under which people keep the data set.
-        other_folders: folders of other data sets, which are not it.
+        root (Path): data root.
+        folder (str): expected folder of the dataset in the root.
+        needed (Sequence[Path]): files and folders that must exist in ``folder``.
+        names (Iterable[str]): other common names of the folder.
+        other_folders (Container[str]): folders of other datasets, which are not suggested.
     """
 
     def is_complete(path: Path) -> bool:
@@ -31,14 +31,14 @@ def path_hint(
     expected = (root / folder).absolute()
     deeper = next((inner for inner in _subfolders(expected) if is_complete(inner)), None)
     if deeper:
-        return f"found {deeper}, one level too deep; move what is in it to {expected}"
+        return f"found {deeper}, one level too deep; move its content to {expected}"
     if any(each.parts for each in needed) and is_complete(root):
         fix = (
             f"make {expected.parent.parent} the data root"
             if root.absolute().name == folder
             else f"move it to {expected}"
         )
-        return f"found in the data root itself, {root.absolute()}; {fix}"
+        return f"found in the data root, {root.absolute()}; {fix}"
     outside = next((each for each in _subfolders(root) if is_complete(each / folder)), None)
     if outside:
         return f"found {outside.absolute() / folder}; move it to {expected}, or make {outside.absolute()} the data root"
@@ -54,15 +54,15 @@ def path_hint(
     for each in similar:
         found = next((path for path in (each, *_subfolders(each)) if is_complete(path)), None)
         if found:
-            return f"found {found.absolute()}; if it is this data set, rename it to {expected}"
+            return f"found {found.absolute()}; if it is this dataset, rename it to {expected}"
     if similar:
         content = ", ".join(entry.name for entry in _subfolders(similar[0])[:4]) or "no folders"
-        return f"the nearest name is {similar[0].absolute()}, which holds {content}"
+        return f"similar name: {similar[0].absolute()}, which contains {content}"
     return ""
 
 
 def _best_similarity(name: str, choices: Iterable[str]) -> float:
-    """Return in 0..1 how much a name is like the most similar of ``choices``; 1 where one contains the other."""
+    """Similarity of a name to the most similar choice, in 0..1; 1 if one contains the other."""
     return max(_similarity(_normalize_name(name), _normalize_name(choice)) for choice in choices)
 
 
@@ -77,7 +77,7 @@ def _normalize_name(name: str) -> str:
 
 
 def _subfolders(path: Path) -> list[Path]:
-    """Return the folders in a path in the order of their names; none if it cannot be read."""
+    """List the folders in a path, sorted; empty if it cannot be read."""
     try:
         return sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     except OSError:

@@ -1,4 +1,4 @@
-"""SenseReID."""
+"""SenseReID dataset."""
 
 import logging
 from pathlib import Path
@@ -14,15 +14,15 @@ class SenseReID(FilenameDataset):
     """Zhao et al. 2017, "Spindle Net: person re-identification with human body region guided feature decomposition and
     fusion" (CVPR).
 
-    The authors test on it: query is ``test_probe``, or ``test_prob`` as in FastReID, gallery ``test_gallery``. As in
-    FastReID its training images are those of both folders; a model that was trained on them cannot be tested on
-    SenseReID. ``00012_0.jpg`` is identity 12 of camera 0.
+    A test set: queries are in ``test_probe`` (or ``test_prob``, as in FastReID), the gallery is in ``test_gallery``. As
+    in FastReID, the training images are those of both folders; a model trained on them cannot be tested on SenseReID.
+    ``00012_0.jpg`` is identity 12 of camera 0.
 
     Args:
-        root: data root; the two folders are in ``root/SenseReID``.
+        root (str or Path): data root; the two folders are in ``root/SenseReID``. Default "datasets".
 
     Raises:
-        DataError: a folder is missing (at once), or has no image named so (when the images are first needed).
+        DataError: if a folder is missing (at construction), or contains no image with a matching name (at first use).
     """
 
     dataset_name = "sensereid"
@@ -41,5 +41,5 @@ class SenseReID(FilenameDataset):
     def _load(self, split: str) -> list[ImageItem]:
         if split != "train":
             return super()._load(split)
-        logger.warning("SenseReID: its training images are its query and gallery; a test on it then means nothing")
+        logger.warning("SenseReID: training on its query and gallery images; results on SenseReID are not valid")
         return self._add_name_prefix([*self.query, *self.gallery])

@@ -1,4 +1,4 @@
-"""VehicleID, with its three smaller test sets."""
+"""VehicleID dataset and its three smaller test sets."""
 
 import logging
 from collections import defaultdict
@@ -19,7 +19,7 @@ KEYS = (
     Key(
         "DATASETS.VEHICLEID.SEED",
         0,
-        "VehicleID: seed of the gallery, one drawn image of each test identity.",
+        "VehicleID: seed of the gallery, one random image of each test identity.",
         low=0,
         high=2**32 - 1,
     ),
@@ -30,17 +30,17 @@ KEYS = (
 class VehicleID(ImageDataset):
     """Liu et al. 2016, "Deep relative distance learning: tell the difference between similar vehicles" (CVPR).
 
-    Lists have lines ``imgid vid``. The gallery is one random image of each test identity, and all others are queries.
-    Cameras are not known: each image is from one of its own, its number, so that none is left out as of the query's
-    camera. ``TEST.PROTOCOL vehicleid`` draws the gallery anew, ten times, from query and gallery together.
+    Lists have lines ``imgid vid``. The gallery is one random image of each test identity; all other test images are
+    queries. Cameras are not known: each image gets a unique camera, its number, so that none is excluded as taken by
+    the query's camera. ``TEST.PROTOCOL vehicleid`` draws ten random galleries from query and gallery together.
 
     Args:
-        root: data root; ``image`` and ``train_test_split`` are in ``root/vehicleid``.
-        seed: of the draw, 0..2**32-1.
+        root (str or Path): data root; ``image`` and ``train_test_split`` are in ``root/vehicleid``. Default "datasets".
+        seed (int): seed of the gallery, 0..2**32-1. Default 0.
 
     Raises:
-        DataError: a list or the folder is missing (at once); a line is something else, or the first image of a list is
-            not there (when the split is first needed).
+        DataError: if a list or the folder is missing (at construction), or a line is invalid, or the first image of a
+            list is missing (at first use).
     """
 
     dataset_name = identities_of = "vehicleid"
@@ -69,7 +69,7 @@ class VehicleID(ImageDataset):
     @cached_property
     def _drawn(self) -> tuple[list[ImageItem], list[ImageItem]]:
         """Query and gallery."""
-        # NumPy promises that a RandomState draws the same in every version.
+        # RandomState gives the same numbers in every NumPy version.
         generator = np.random.RandomState(self._seed)
         images: dict[int, list[ImageItem]] = defaultdict(list)
         for item in self._read(self._test_list):
@@ -81,15 +81,15 @@ class VehicleID(ImageDataset):
             gallery.append(items[chosen])
             query += items[:chosen] + items[chosen + 1 :]
         name = type(self).__name__
-        logger.info("%s: %d gallery images of %s drawn with seed %d", name, len(gallery), self._test_list, self._seed)
+        logger.info("%s: drew %d gallery images of %s with seed %d", name, len(gallery), self._test_list, self._seed)
         return query, gallery
 
     def _read(self, file: Path) -> list[ImageItem]:
-        """Return the images of a list in the order of their names."""
+        """Read the images of a list, sorted by name."""
         name, pairs = type(self).__name__, read_pairs(type(self).__name__, file)
         wrong = next((image for image, _ in pairs if not image.isdecimal()), None)
         if wrong is not None:
-            raise DataError(f"{name}: expected two numbers on each line of {file.absolute()}, found {wrong!r}")
+            raise DataError(f"{name}: expected two numbers on each line of {file.absolute()}, got {wrong!r}")
         items = [ImageItem(str(self._images / f"{image}.jpg"), vehicle, int(image)) for image, vehicle in sorted(pairs)]
         return check_first_image(name, file, items)
 

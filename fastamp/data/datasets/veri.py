@@ -1,4 +1,4 @@
-"""VeRi-776."""
+"""VeRi-776 dataset."""
 
 import logging
 import re
@@ -18,8 +18,8 @@ KEYS = (
     Key(
         "DATASETS.VERI.VIEWS",
         False,
-        "VeRi: read the views of keypoint_{train,test}.txt, for MODEL.BACKBONE.SIE_VIEWS 8; images that are not listed "
-        "there are left out, as TransReID does.",
+        "VeRi: read views from keypoint_{train,test}.txt, for MODEL.BACKBONE.SIE_VIEWS 8; images without a view are "
+        "excluded, as in TransReID.",
     ),
 )
 
@@ -32,17 +32,18 @@ class VeRi(FilenameDataset):
     """Liu et al. 2016, "A deep learning-based approach to progressive vehicle re-identification for urban
     surveillance" (ECCV).
 
-    776 vehicles from 20 cameras. A file name begins with identity and camera, ``0002_c002_00030600_0.jpg``.
+    776 vehicles from 20 cameras. File names begin with identity and camera: ``0002_c002_00030600_0.jpg``.
 
     Args:
-        root: data root; the three folders are in ``root/veri``.
-        views: read the view of each image, 0 to 7, from the key points of Wang et al. 2017, "Orientation invariant
-            feature embedding and spatial temporal regularization for vehicle re-identification" (ICCV):
-            ``root/veri/keypoint_{train,test}.txt``, whose lines begin with an image's path and end with its view.
-            Images that are in neither are left out, as TransReID does. Without it all are of view 0.
+        root (str or Path): data root; the three folders are in ``root/veri``. Default "datasets".
+        views (bool): read the view of each image, 0 to 7, from the key points of Wang et al. 2017, "Orientation
+            invariant feature embedding and spatial temporal regularization for vehicle re-identification" (ICCV): files
+            ``root/veri/keypoint_{train,test}.txt``, with lines that begin with the path of an image and end with its
+            view. Images in neither file are excluded, as in TransReID. If False, all images have view 0. Default False.
 
     Raises:
-        DataError: a folder or list is missing (at once), or has no image named so (when the split is first needed).
+        DataError: if a folder or list is missing (at construction), or contains no image with a matching name (at first
+            use).
     """
 
     dataset_name = "veri"
@@ -66,7 +67,7 @@ class VeRi(FilenameDataset):
         return cls(root=root, views=cfg.DATASETS.VERI.VIEWS)
 
     def _load(self, split: str) -> list[ImageItem]:
-        """Return the images of a split, with their views where those are asked for."""
+        """Load the images of a split, with their views if requested."""
         items = super()._load(split)
         if not self._has_views:
             return items
@@ -77,11 +78,11 @@ class VeRi(FilenameDataset):
         ]
         if not with_view:
             raise DataError(
-                f"VeRi: none of the {split} images is in {' or '.join(VIEW_LISTS)} in {self.dataset_dir.absolute()}"
+                f"VeRi: no {split} image is listed in {' or '.join(VIEW_LISTS)} in {self.dataset_dir.absolute()}"
             )
         if len(with_view) < len(items):
             logger.warning(
-                "VeRi: left out %d of %d %s images, whose views are not listed",
+                "VeRi: excluded %d of %d %s images without a view",
                 len(items) - len(with_view),
                 len(items),
                 split,
@@ -90,15 +91,15 @@ class VeRi(FilenameDataset):
 
     @cached_property
     def _views(self) -> dict[str, int]:
-        """The view of each image, by its name."""
+        """View of each image, by file name."""
         views = {}
         for file in (self.dataset_dir / name for name in VIEW_LISTS):
             for line in read_lines("VeRi", file):
                 match = _VIEW.fullmatch(line)
                 if match is None:
                     raise DataError(
-                        f"VeRi: {file.absolute()} has the line {line!r}; expected an image's path, its key points "
-                        "and its view, a number"
+                        f"VeRi: expected the path of an image, key points and a view number on each line of "
+                        f"{file.absolute()}, got {line!r}"
                     )
                 views.setdefault(match["name"], int(match["view"]))
         return views

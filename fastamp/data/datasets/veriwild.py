@@ -1,4 +1,4 @@
-"""VERI-Wild, with its three test sets."""
+"""VERI-Wild dataset and its three test sets."""
 
 from functools import cached_property
 from pathlib import Path
@@ -12,15 +12,16 @@ from fastamp.utils.errors import DataError
 class VeRiWild(ImageDataset):
     """Lou et al. 2019, "VERI-Wild: a large dataset and a new method for vehicle re-identification in the wild" (CVPR).
 
-    Lists have lines ``vid/imgid``, with or without the image's suffix; ``vehicle_info.txt`` has the camera of each
-    image, ``vid/imgid;camera;...``. Cameras are counted from 0 in the order of their numbers there.
+    Lists have lines ``vid/imgid``, with or without a file suffix; ``vehicle_info.txt`` has lines
+    ``vid/imgid;camera;...``. Cameras are renumbered from 0 in ascending order.
 
     Args:
-        root: data root; ``images`` and ``train_test_split`` are in ``root/VERI-Wild``.
+        root (str or Path): data root; ``images`` and ``train_test_split`` are in ``root/VERI-Wild``. Default
+            "datasets".
 
     Raises:
-        DataError: a list or the folder is missing (at once); a line is something else, an image has no camera, or the
-            first of a list is not there (when the split is first needed).
+        DataError: if a list or the folder is missing (at construction), or a line is invalid, an image has no camera,
+            or the first image of a list is missing (at first use).
     """
 
     dataset_name = identities_of = "veriwild"
@@ -43,22 +44,22 @@ class VeRiWild(ImageDataset):
 
     @cached_property
     def _cameras(self) -> dict[str, int]:
-        """The camera of each ``vid/imgid``."""
+        """Camera of each ``vid/imgid``."""
         rows = [line.split(";") for line in read_lines(type(self).__name__, self._info)]
-        # The first line may name the columns.
+        # The first line may be a header.
         cameras = {_image(row[0]): as_number(row[1].strip()) for row in rows if len(row) > 1 and "/" in row[0]}
         cameras = {image: camera for image, camera in cameras.items() if isinstance(camera, int)}
         numbers = number_cameras(cameras.values())
         return {image: numbers[camera] for image, camera in cameras.items()}
 
     def _read(self, file: Path) -> list[ImageItem]:
-        """Return the images of a list."""
+        """Read the images of a list."""
         name, items = type(self).__name__, []
         for line in read_lines(name, file):
             image = _image(line)
             vehicle, _, number = image.partition("/")
             if not vehicle.isdecimal() or not number:
-                raise DataError(f"{name}: expected vid/imgid on each line of {file.absolute()}, found {line!r}")
+                raise DataError(f"{name}: expected vid/imgid on each line of {file.absolute()}, got {line!r}")
             if image not in self._cameras:
                 raise DataError(f"{name}: {self._info.absolute()} has no camera for {image}, which {file} lists")
             items.append(ImageItem(str(self._images / f"{image}.jpg"), int(vehicle), self._cameras[image]))
@@ -66,7 +67,7 @@ class VeRiWild(ImageDataset):
 
 
 def _image(name: str) -> str:
-    """Return ``vid/imgid`` without the suffix that it may have."""
+    """Return ``vid/imgid`` without a file suffix."""
     return name.strip().rsplit(".", 1)[0]
 
 
@@ -88,7 +89,7 @@ class MediumVeRiWild(VeRiWild):
 
 @DATASET_REGISTRY.register()
 class LargeVeRiWild(VeRiWild):
-    """VERI-Wild with 10000 test identities, as VeRiWild."""
+    """VERI-Wild with 10000 test identities, same as VeRiWild."""
 
     dataset_name = "largeveriwild"
     test_identities = 10000

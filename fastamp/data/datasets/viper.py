@@ -1,4 +1,4 @@
-"""VIPeR."""
+"""VIPeR dataset."""
 
 import logging
 from pathlib import Path
@@ -14,7 +14,7 @@ from fastamp.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 KEYS = (
-    Key("DATASETS.VIPER.SPLIT", 0, "VIPeR: which of the ten random halves of the identities trains.", low=0, high=9),
+    Key("DATASETS.VIPER.SPLIT", 0, "VIPeR: index of the random split of the identities into halves.", low=0, high=9),
 )
 
 SPLITS = 10
@@ -24,17 +24,18 @@ SPLITS = 10
 class VIPeR(FilenameDataset):
     """Gray et al. 2007, "Evaluating appearance models for recognition, reacquisition, and tracking" (PETS).
 
-    632 identities with one image from each of two cameras. The protocol is ten random halves, whose results are
-    averaged: one half trains; of the other, ``cam_a`` has the queries and ``cam_b`` the gallery. FastReID trains on all
-    identities. Identities of query and gallery are one more than in the file names, since 0 stands for a distractor.
+    632 identities with one image from each of two cameras. The protocol averages the results of ten random splits of
+    the identities into halves: one half is for training; of the other, ``cam_a`` has the queries and ``cam_b`` the
+    gallery. FastReID trains on all identities. Query and gallery identities are those of the file names plus one,
+    because 0 denotes a distractor.
 
     Args:
-        root: data root; the two folders are in ``root/VIPeR``.
-        split: which half trains, 0..9; the number is the seed of the draw.
+        root (str or Path): data root; the two folders are in ``root/VIPeR``. Default "datasets".
+        split (int): index of the split, 0..9, which is also the random seed. Default 0.
 
     Raises:
-        ConfigError: there is no such split.
-        DataError: a folder is missing (at once), or has no image named so (when the images are first needed).
+        ConfigError: if the split does not exist.
+        DataError: if a folder is missing (at construction), or contains no image with a matching name (at first use).
     """
 
     dataset_name = "viper"
@@ -47,10 +48,10 @@ class VIPeR(FilenameDataset):
 
     def __init__(self, root: str | Path = "datasets", *, split: int = 0) -> None:
         if not 0 <= split < SPLITS:
-            raise ConfigError(f"DATASETS.VIPER.SPLIT is {split}; there are {SPLITS} splits, 0..{SPLITS - 1}")
+            raise ConfigError(f"DATASETS.VIPER.SPLIT must be in 0..{SPLITS - 1}, got {split}")
         super().__init__(root)
         self._number = split
-        logger.info("VIPeR: random half %d of %d for training", split, SPLITS)
+        logger.info("VIPeR: random split %d of %d", split, SPLITS)
 
     @classmethod
     def from_config(cls, cfg: Any, root: str) -> "VIPeR":
@@ -61,7 +62,7 @@ class VIPeR(FilenameDataset):
         query, gallery = ([*super(VIPeR, self)._load(each)] for each in ("query", "gallery"))
         gallery = [item._replace(camid=1) for item in gallery]
         pids = sorted({item.pid for item in [*query, *gallery]})
-        # NumPy promises that a RandomState draws the same in every version.
+        # RandomState gives the same numbers in every NumPy version.
         trained = set(np.random.RandomState(self._number).permutation(pids)[: len(pids) // 2].tolist())
         if split == "train":
             return self._add_name_prefix(item for item in [*query, *gallery] if item.pid in trained)

@@ -1,4 +1,4 @@
-"""Image pipelines on uint8 tensors."""
+"""Image transforms on uint8 tensors."""
 
 from fastamp.data.transforms.base import TRANSFORM_REGISTRY, Augmentation, BatchTransform
 from fastamp.data.transforms.build import Transforms, build_transforms

@@ -1,4 +1,4 @@
-"""Build the image pipelines that INPUT describes."""
+"""Build the image transforms from INPUT."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -31,19 +31,20 @@ ORDER = (
     "LOCAL_GRAYSCALE",  # LocalGrayscale
     "RPT",  # RandomPatch
 )
-"""The sections of INPUT in the order in which their transforms are applied to training images."""
+"""Sections of INPUT in the order of their transforms."""
 
 
 class Transforms(NamedTuple):
-    """The image pipeline.
+    """Image reading, resizing and augmentation.
 
     Attributes:
-        channels: that images are read with: 1, 3 or 4.
-        max_pixels: width x height of the largest image that is read.
-        resize: of one image.
-        augment_each: applied to one image at a time, while images still have different sizes; usually empty.
-        augment: applied to a batch.
-        size_key: the config key that ``resize`` follows, for messages.
+        channels (int): channels of the images: 1, 3 or 4.
+        max_pixels (int): maximum width x height of an image.
+        resize (Resize): resizing of one image.
+        augment_each (Augmentation): transforms applied to single images while they still have different sizes; usually
+            empty.
+        augment (Augmentation): transforms applied to a batch.
+        size_key (str): config key of the size, for messages.
     """
 
     channels: int
@@ -54,28 +55,34 @@ class Transforms(NamedTuple):
     size_key: str
 
     def read(self, path: str, *, box: tuple[int, int, int, int] | None = None) -> Tensor:
-        """Return (C, H, W) uint8 of an image file, or of a ``box`` in it, resized; see ``read_image``.
+        """Read and resize an image file, or a ``box`` in it; see ``read_image``.
+
+        Returns:
+            Tensor: (C, H, W) uint8.
 
         Raises:
-            DataError: it cannot be read.
+            DataError: if it cannot be read.
         """
         image = read_image(path, self.channels, box=box, max_pixels=self.max_pixels, least_side=self.resize.least_side)
         return self.resize(image)
 
     def stack(self, images: Sequence[Tensor]) -> Tensor:
-        """Return (B, C, H, W) of B images.
+        """Stack resized images to a batch.
 
         Args:
-            images: (C, H, W) each, resized.
+            images (Sequence[Tensor]): B images, (C, H, W) each.
+
+        Returns:
+            Tensor: (B, C, H, W).
 
         Raises:
-            DataError: they have different sizes.
+            DataError: if they have different sizes.
         """
         sizes = list(dict.fromkeys(tuple(image.shape[-2:]) for image in images))
         if len(sizes) > 1:
             raise DataError(
-                f"{self.size_key} {self.resize.size} keeps the images' aspect ratios, so that images of one batch have "
-                f"different sizes: {sizes[0]} and {sizes[1]} (height, width).\n"
+                f"{self.size_key} {self.resize.size} keeps the aspect ratio, but images of one batch have different "
+                f"sizes: {sizes[0]} and {sizes[1]} (height, width).\n"
                 f"  fix: {self.size_key} (height, width), INPUT.CROP.ENABLED True, or "
                 + ("TEST.IMS_PER_BATCH 1" if self.size_key == "INPUT.SIZE_TEST" else "INPUT.PADDING.ENABLED True")
             )
@@ -83,13 +90,17 @@ class Transforms(NamedTuple):
 
 
 def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
-    """Build the training or the test pipeline.
+    """Build the training or test transforms.
 
-    Training: resize, then the transforms that are enabled, in ``ORDER``, which is FastReID's, other than that
-    AutoAugment comes after the resizing. Test: resize, center crop.
+    Training: resize, then the enabled transforms in ``ORDER``. The order is FastReID's, except that AutoAugment follows
+    the resizing. Test: resize and center crop.
+
+    Args:
+        cfg (CfgNode): config; reads INPUT and SEED.
+        is_train (bool): training or test. Default True.
 
     Raises:
-        ConfigError: a transform's settings do not go together, or with INPUT.CHANNELS or the size of the images.
+        ConfigError: if a transform's settings are inconsistent, or do not match INPUT.CHANNELS or the image size.
     """
     settings = cfg.INPUT
     if is_train:
@@ -104,7 +115,7 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
             0 < side < crop for side, crop in zip(_least_size(resize.size), resize.crop, strict=True)
         ):
             logger.warning(
-                "INPUT.CROP.SIZE %s is larger than INPUT.SIZE_TEST %s: test images get black borders (as in FastReID)\n"
+                "INPUT.CROP.SIZE %s is larger than INPUT.SIZE_TEST %s: test images are padded (black), as in FastReID\n"
                 "  fix: an INPUT.SIZE_TEST at least as large as INPUT.CROP.SIZE",
                 resize.crop,
                 resize.size,
@@ -128,23 +139,23 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
 
 
 def _least_size(size: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the smallest (height, width) that images resized to ``size`` have; 0 where it is not known."""
+    """Return the minimum (height, width) of images resized to ``size``; 0 if unknown."""
     return size if len(size) == 2 else size * 2
 
 
 def _train_augmentations(cfg: Any) -> list[BatchTransform]:
-    """Build the transforms that their sections of INPUT enable, in their order.
+    """Build the enabled transforms, in order.
 
     Raises:
-        ConfigError: a registered transform has no key ``ENABLED`` in its section.
+        ConfigError: if a registered transform has no key ``ENABLED`` in its section.
     """
     transforms = []
     for name in transform_order():
         section = cfg.INPUT.get(name)
         if not isinstance(section, Mapping) or "ENABLED" not in section:
             raise ConfigError(
-                f"the transform registered as {name!r} ({TRANSFORM_REGISTRY.get(name).__name__}) has no config key "
-                f"INPUT.{name}.ENABLED.\n  fix: declare it in the KEYS of the file that registers the transform: "
+                f"missing config key of the transform {name!r} ({TRANSFORM_REGISTRY.get(name).__name__}): "
+                f"INPUT.{name}.ENABLED.\n  fix: add to the KEYS of the file that registers the transform: "
                 f'Key("INPUT.{name}.ENABLED", False, "...")'
             )
         if section["ENABLED"]:
@@ -153,10 +164,10 @@ def _train_augmentations(cfg: Any) -> list[BatchTransform]:
 
 
 def transform_order() -> list[str]:
-    """Return ``ORDER`` with a project's transforms at their places: each before the section that it names, or last.
+    """Return ``ORDER`` with the transforms of projects inserted: each before the section it names, or last.
 
     Raises:
-        ConfigError: a transform's ``before`` is not in ``ORDER``.
+        ConfigError: if a transform's ``before`` is not in ``ORDER``.
     """
     order = [*ORDER]
     for name in TRANSFORM_REGISTRY:

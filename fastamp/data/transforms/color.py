@@ -1,4 +1,4 @@
-"""What becomes of colors: jitter of brightness, contrast, saturation and hue, grey-scale, and blur."""
+"""Color transforms: color jitter, grayscale and Gaussian blur."""
 
 from typing import Any
 
@@ -14,36 +14,36 @@ from fastamp.utils.moved import moved_names
 __getattr__ = moved_names(__name__, {"grey": "fastamp.data.transforms.color.to_grayscale"})
 
 KEYS = (
-    Key("INPUT.CJ.ENABLED", False, "Color jitter on training images; a fourth channel is left alone."),
+    Key("INPUT.CJ.ENABLED", False, "Color jitter of training images; a fourth channel does not change."),
     Key("INPUT.CJ.PROB", 0.5, "Probability of jittering an image.", low=0, high=1),
-    Key("INPUT.CJ.BRIGHTNESS", 0.15, "Largest relative change of brightness.", low=0),
-    Key("INPUT.CJ.CONTRAST", 0.15, "Largest relative change of contrast.", low=0),
-    Key("INPUT.CJ.SATURATION", 0.1, "Largest relative change of saturation.", low=0),
-    Key("INPUT.CJ.HUE", 0.1, "Largest turn of the hue, as a share of the color circle.", low=0, high=0.5),
-    Key("INPUT.GRAYSCALE.ENABLED", False, "Take the color out of training images at random."),
-    Key("INPUT.GRAYSCALE.PROB", 0.1, "Probability of a grey image.", low=0, high=1),
-    Key("INPUT.BLUR.ENABLED", False, "Blur training images by a Gaussian at random."),
+    Key("INPUT.CJ.BRIGHTNESS", 0.15, "Maximum relative change of brightness.", low=0),
+    Key("INPUT.CJ.CONTRAST", 0.15, "Maximum relative change of contrast.", low=0),
+    Key("INPUT.CJ.SATURATION", 0.1, "Maximum relative change of saturation.", low=0),
+    Key("INPUT.CJ.HUE", 0.1, "Maximum hue shift, as a fraction of the color circle.", low=0, high=0.5),
+    Key("INPUT.GRAYSCALE.ENABLED", False, "Convert training images to grayscale at random."),
+    Key("INPUT.GRAYSCALE.PROB", 0.1, "Probability of converting an image to grayscale.", low=0, high=1),
+    Key("INPUT.BLUR.ENABLED", False, "Gaussian blur of training images at random."),
     Key("INPUT.BLUR.PROB", 0.5, "Probability of blurring an image.", low=0, high=1),
-    Key("INPUT.BLUR.KERNEL_SIZE", 5, "Size of the kernel in pixels, odd.", low=1),
-    Key("INPUT.BLUR.SIGMA", (0.1, 2.0), "Smallest and largest standard deviation in pixels.", above=0, length=2),
+    Key("INPUT.BLUR.KERNEL_SIZE", 5, "Kernel size in pixels, odd.", low=1),
+    Key("INPUT.BLUR.SIGMA", (0.1, 2.0), "Minimum and maximum standard deviation in pixels.", above=0, length=2),
 )
 
 _WHITE = 255
-# So many images at a time keep the float copies in a core's cache: 3 to 10 times as fast as a batch of 32 (measured).
+# The float copies of this many images fit into a core's cache: 3 to 10 times as fast as a batch of 32 (measured).
 _CACHED_IMAGES = 4
 
 
 @TRANSFORM_REGISTRY.register("CJ")
 class ColorJitter(BatchTransform):
-    """Change brightness, contrast, saturation and hue, in an order of each image's own.
+    """Jitter brightness, contrast, saturation and hue, in random order for each image.
 
-    Each operation rounds to uint8, and computes what torchvision's ``adjust_*`` functions do on uint8 tensors. So grey
-    images change in brightness and contrast alone. A fourth channel is no color, and is left as it is.
+    Each operation rounds to uint8 and computes the same as torchvision's ``adjust_*`` functions on uint8 tensors.
+    Therefore only brightness and contrast of grayscale images change. A fourth channel does not change.
 
     Args:
-        prob: probability of jittering an image at all.
-        brightness, contrast, saturation: the factor is uniform in [max(0, 1 - x), 1 + x].
-        hue: the turn is uniform in [-hue, hue], as a share of the color circle; at most 0.5.
+        prob (float): probability of jittering an image.
+        brightness, contrast, saturation (float): the factor is uniform in [max(0, 1 - x), 1 + x].
+        hue (float): the hue shift is uniform in [-hue, hue], as a fraction of the color circle; at most 0.5.
     """
 
     draws = 9
@@ -55,7 +55,7 @@ class ColorJitter(BatchTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "ColorJitter":
-        """Return the jitter of INPUT.CJ."""
+        """Build from INPUT.CJ."""
         jitter = cfg.INPUT.CJ
         return cls(
             prob=jitter.PROB,
@@ -66,11 +66,11 @@ class ColorJitter(BatchTransform):
         )
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Return the jitter of each image.
+        """Compute the jitter of each image.
 
         Returns:
-            ``jitter``: (B,) bool; ``factors``: (B, 4) float32, for brightness, contrast, saturation and hue;
-            ``order``: (B, 4) int64, the numbers of these four in the order in which they are applied.
+            dict: ``jitter``: (B,) bool; ``factors``: (B, 4) float32, for brightness, contrast, saturation and hue;
+                ``order``: (B, 4) int64, indices of these operations in order of application.
         """
         factors = self._low + uniforms[:, 1:5] * (self._high - self._low)
         return {
@@ -80,7 +80,7 @@ class ColorJitter(BatchTransform):
         }
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return the images, those with ``jitter`` changed."""
+        """Jitter the images selected by ``jitter``."""
         jitter, factors, order = (parameters[name] for name in ("jitter", "factors", "order"))
         jittered = images.clone()
         colors = jittered[:, :3]
@@ -91,7 +91,7 @@ class ColorJitter(BatchTransform):
             for number, adjust in enumerate(operations):
                 if self._low[number] == self._high[number]:
                     continue
-                # The parameters are on the CPU, so finding the images to change never waits for the device.
+                # The parameters are on the CPU: selecting images does not synchronize with the device.
                 chosen = (jitter & (order[:, step] == number)).nonzero()[:, 0]
                 for part in chosen.split(_CACHED_IMAGES if images.device.type == "cpu" else len(images)):
                     factor = factors[part, number].to(images.device).view(-1, 1, 1, 1)
@@ -102,10 +102,10 @@ class ColorJitter(BatchTransform):
 
 @TRANSFORM_REGISTRY.register("GRAYSCALE")
 class RandomGrayscale(BatchTransform):
-    """Take the color out of an image, as torchvision's ``rgb_to_grayscale``; a fourth channel stays.
+    """Convert images to grayscale at random, as torchvision's ``rgb_to_grayscale``; a fourth channel does not change.
 
     Args:
-        prob: probability of it.
+        prob (float): probability of converting an image.
     """
 
     draws = 1
@@ -115,7 +115,7 @@ class RandomGrayscale(BatchTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "RandomGrayscale":
-        """Return the transform of INPUT.GRAYSCALE."""
+        """Build from INPUT.GRAYSCALE."""
         return cls(prob=cfg.INPUT.GRAYSCALE.PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
@@ -123,7 +123,7 @@ class RandomGrayscale(BatchTransform):
         return {"grayscale": torch.from_numpy(uniforms[:, 0] < self.prob)}
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return the images, those with ``grayscale`` without color."""
+        """Convert the images selected by ``grayscale``."""
         return bitwise_where(
             byte_mask(parameters["grayscale"]).to(images.device).view(-1, 1, 1, 1), to_grayscale(images), images
         )
@@ -131,12 +131,12 @@ class RandomGrayscale(BatchTransform):
 
 @TRANSFORM_REGISTRY.register("BLUR")
 class GaussianBlur(BatchTransform):
-    """Blur an image by a Gaussian, with the edge mirrored, as torchvision's ``gaussian_blur``.
+    """Blur images at random, with reflected borders, as torchvision's ``gaussian_blur``.
 
     Args:
-        prob: probability of it.
-        kernel_size: pixels of the kernel, odd.
-        sigma: smallest and largest standard deviation, in pixels; uniform between.
+        prob (float): probability of blurring an image.
+        kernel_size (int): kernel size in pixels, odd.
+        sigma (tuple[float, float]): minimum and maximum standard deviation in pixels, drawn uniformly.
     """
 
     draws = 2
@@ -148,24 +148,24 @@ class GaussianBlur(BatchTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "GaussianBlur":
-        """Return the blur of INPUT.BLUR.
+        """Build from INPUT.BLUR.
 
         Raises:
-            ConfigError: the size of the kernel is even, or the largest deviation smaller than the smallest.
+            ConfigError: if the kernel size is even, or the maximum deviation is smaller than the minimum.
         """
         blur = cfg.INPUT.BLUR
         if blur.KERNEL_SIZE % 2 == 0:
-            raise ConfigError(f"INPUT.BLUR.KERNEL_SIZE is {blur.KERNEL_SIZE}; expected an odd number")
+            raise ConfigError(f"INPUT.BLUR.KERNEL_SIZE must be odd, got {blur.KERNEL_SIZE}")
         if blur.SIGMA[0] > blur.SIGMA[1]:
-            raise ConfigError(f"INPUT.BLUR.SIGMA is {blur.SIGMA}; the smallest comes first")
+            raise ConfigError(f"INPUT.BLUR.SIGMA must be (minimum, maximum), got {blur.SIGMA}")
         return cls(prob=blur.PROB, kernel_size=blur.KERNEL_SIZE, sigma=blur.SIGMA)
 
     def check_size(self, size: tuple[int, int]) -> None:
-        """Check that the mirrored edge is no larger than images of this height and width."""
+        """Check that the reflected border is not larger than images of this height and width."""
         if min(size) <= self.kernel_size // 2:
             raise ConfigError(
-                f"INPUT.BLUR.KERNEL_SIZE is {self.kernel_size}; expected an odd number, at most {2 * min(size) - 1} "
-                f"for images of {list(size)}"
+                f"INPUT.BLUR.KERNEL_SIZE must be odd and at most {2 * min(size) - 1} for images of {list(size)}, got "
+                f"{self.kernel_size}"
             )
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
@@ -180,7 +180,7 @@ class GaussianBlur(BatchTransform):
         }
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return the images, those with ``blur`` blurred."""
+        """Blur the images selected by ``blur``."""
         blurred = images.clone()
         chosen, margin = parameters["blur"].nonzero()[:, 0], self.kernel_size // 2
         for part in chosen.split(_CACHED_IMAGES if images.device.type == "cpu" else len(images)):
@@ -200,20 +200,20 @@ class GaussianBlur(BatchTransform):
 
 
 def to_grayscale(images: Tensor) -> Tensor:
-    """Return (B, C, H, W) uint8 images without their color; a fourth channel stays."""
+    """Convert (B, C, H, W) uint8 images to grayscale, keeping their channels; a fourth channel does not change."""
     if images.shape[1] == 1:
         return images
     luma = _luma(images[:, :3]).to(torch.uint8).expand(-1, 3, -1, -1)
     return torch.cat((luma, images[:, 3:]), dim=1)
 
 
-def _blend(images: Tensor, others: Tensor | float, share: Tensor) -> Tensor:
-    """Return ``share * images + (1 - share) * others`` in uint8, rounded down as torchvision does."""
-    return (share * images + (1 - share) * others).clamp_(0, _WHITE).to(torch.uint8)
+def _blend(images: Tensor, others: Tensor | float, weight: Tensor) -> Tensor:
+    """Compute ``weight * images + (1 - weight) * others`` in uint8, rounded down as in torchvision."""
+    return (weight * images + (1 - weight) * others).clamp_(0, _WHITE).to(torch.uint8)
 
 
 def _luma(images: Tensor) -> Tensor:
-    """Return the (B, 1, H, W) float32 luma, in whole numbers (ITU-R BT.601, with torchvision's digits)."""
+    """Compute (B, 1, H, W) float32 luma in whole numbers (ITU-R BT.601, with torchvision's coefficients)."""
     if images.shape[1] == 1:
         return images.float()
     red, green, blue = images.float().unbind(dim=1)
@@ -233,19 +233,19 @@ def _adjust_saturation(images: Tensor, factor: Tensor) -> Tensor:
 
 
 def _adjust_hue(images: Tensor, turn: Tensor) -> Tensor:
-    """Turn the hue by ``turn`` of the color circle: to HSV and back (Smith 1978)."""
+    """Shift the hue by a fraction of the color circle, in HSV (Smith 1978)."""
     scaled = images.float() / _WHITE
     red, green, blue = scaled.unbind(dim=1)
     value, least = scaled.amax(dim=1), scaled.amin(dim=1)
     chroma = value - least
-    divisor = chroma.clamp(min=0.5 / _WHITE)  # for grey, which has no hue; half the least chroma of a color
+    divisor = chroma.clamp(min=0.5 / _WHITE)  # gray has no hue; half the minimum chroma of a color
     hue = torch.where(
         value == red,
         (green - blue) / divisor,
         torch.where(value == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor),
     )
     hue = hue.add_(6 * turn[:, 0]).remainder_(6)
-    # Red, green and blue have hue 0, 2 and 4; a channel is full up to 1 away from its own, and empty from 2 on.
+    # Red, green and blue have hue 0, 2 and 4; a channel is 1 at a hue distance of up to 1, and 0 from 2 on.
     fullness = torch.stack(((hue - 3).abs() - 1, 2 - (hue - 2).abs(), 2 - (hue - 4).abs()), dim=1).clamp_(0, 1)
-    # The factor is torchvision's: the whole of [0, 1] in 256 equal steps, 1 included.
+    # torchvision's factor: maps [0, 1] to 256 equal steps.
     return fullness.mul_(chroma[:, None]).add_(least[:, None]).mul_(_WHITE + 1 - 1e-3).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""What happens in a random rectangle: it is painted over, loses its color, or shows another image."""
+"""Transforms of a random rectangle: erasing, grayscale, and patches of other images."""
 
 import math
 from typing import Any
@@ -12,35 +12,36 @@ from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Par
 from fastamp.data.transforms.color import to_grayscale
 
 KEYS = (
-    Key("INPUT.REA.ENABLED", False, "Random erasing: paint over a random rectangle of training images."),
-    Key("INPUT.REA.PROB", 0.5, "Probability of erasing in an image.", low=0, high=1),
+    Key("INPUT.REA.ENABLED", False, "Random erasing: fill a random rectangle of training images with a color."),
+    Key("INPUT.REA.PROB", 0.5, "Probability of erasing a rectangle in an image.", low=0, high=1),
     Key(
         "INPUT.REA.VALUE",
         (123.675, 116.28, 103.53),
-        "Color of the rectangle, in 0..255: INPUT.CHANNELS values, or three of RGB, which for grey images become "
-        "their luma.",
+        "Color of the rectangle, in 0..255: INPUT.CHANNELS values, or three RGB values, which grayscale images convert "
+        "to luma.",
         low=0,
         high=255,
     ),
-    Key("INPUT.RPT.ENABLED", False, "Random patch: paste a part of another image of the batch over a training image."),
-    Key("INPUT.RPT.PROB", 0.5, "Probability of pasting into an image.", low=0, high=1),
-    Key("INPUT.LOCAL_GRAYSCALE.ENABLED", False, "Take the color out of a random rectangle of training images."),
-    Key("INPUT.LOCAL_GRAYSCALE.PROB", 0.4, "Probability of a rectangle in an image.", low=0, high=1),
+    Key("INPUT.RPT.ENABLED", False, "Random patch: paste a patch of another image of the batch into a training image."),
+    Key("INPUT.RPT.PROB", 0.5, "Probability of pasting a patch into an image.", low=0, high=1),
+    Key("INPUT.LOCAL_GRAYSCALE.ENABLED", False, "Convert a random rectangle of training images to grayscale."),
+    Key("INPUT.LOCAL_GRAYSCALE.PROB", 0.4, "Probability of converting a rectangle in an image.", low=0, high=1),
 )
 
 _ATTEMPTS = 10
 
 
 class RandomRectangle(BatchTransform):
-    """Draw a rectangle in an image, as torchvision's random erasing draws it.
+    """Draw a random rectangle in an image, as torchvision's ``RandomErasing``.
 
-    Its share of the area is uniform in ``scale``, its height / width log-uniform in ``ratio``, ten times at most until
-    it fits, then its position uniform; an image in which none fitted has none.
+    The fraction of the area is uniform in ``scale`` and the aspect ratio (height / width) is log-uniform in ``ratio``,
+    drawn at most ten times until the rectangle fits; the position is uniform. If none fits, the image gets no
+    rectangle.
 
     Args:
-        prob: probability of a rectangle in an image.
-        scale: smallest and largest share of the image's area.
-        ratio: smallest and largest height / width.
+        prob (float): probability of a rectangle in an image.
+        scale (tuple[float, float]): minimum and maximum fraction of the image area.
+        ratio (tuple[float, float]): minimum and maximum height / width.
     """
 
     draws = 1 + 2 * _ATTEMPTS + 2
@@ -51,7 +52,7 @@ class RandomRectangle(BatchTransform):
         self.ratio = ratio
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Return ``top``, ``left``, ``height`` and ``width``: (B,) int64; no height where there is no rectangle."""
+        """Return ``top``, ``left``, ``height`` and ``width``: (B,) int64; height 0 means no rectangle."""
         height, width = size
         erase, position = uniforms[:, 0] < self.prob, uniforms[:, 1:3]
         area = height * width * _interpolate(uniforms[:, 3 : 3 + _ATTEMPTS], self.scale)
@@ -67,7 +68,7 @@ class RandomRectangle(BatchTransform):
         return {name: torch.from_numpy(value.astype(np.int64)) for name, value in names.items()}
 
     def inside(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return (B, 1, H, W) uint8 ``byte_mask`` of the pixels in each image's rectangle."""
+        """Return the ``byte_mask`` of the pixels in each image's rectangle: (B, 1, H, W) uint8."""
         height, width = images.shape[-2:]
         rows = byte_mask(_interval_mask(parameters["top"], parameters["height"], height)).to(images.device)
         columns = byte_mask(_interval_mask(parameters["left"], parameters["width"], width)).to(images.device)
@@ -76,11 +77,11 @@ class RandomRectangle(BatchTransform):
 
 @TRANSFORM_REGISTRY.register("REA")
 class RandomErasing(RandomRectangle):
-    """Paint over one rectangle of an image (Zhong et al. 2017, arXiv:1708.04896).
+    """Fill a random rectangle with a color (Zhong et al. 2017, arXiv:1708.04896).
 
     Args:
         prob, scale, ratio: see ``RandomRectangle``.
-        value: one number for each channel, in 0..255, rounded to whole numbers.
+        value (tuple[float, ...]): one number per channel in 0..255, rounded to integers.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class RandomErasing(RandomRectangle):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "RandomErasing":
-        """Return the erasing of INPUT.REA.
+        """Build from INPUT.REA.
 
         Raises:
             ConfigError: see ``per_channel``.
@@ -105,11 +106,11 @@ class RandomErasing(RandomRectangle):
         return cls(prob=cfg.INPUT.REA.PROB, value=value)
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return the images with their rectangles in the color ``value``."""
+        """Fill the rectangles with ``value``."""
         value = torch.tensor(self.value, dtype=torch.uint8, device=images.device).view(-1, 1, 1)
         erased = images.clone()
-        # Image by image: a mask of the whole batch takes ten times as long on a CPU (measured: 2.6 and 0.3 ms for 64
-        # images of 256x128).
+        # Image by image: a mask for the batch takes nearly ten times as long (measured on a CPU: 2.6 ms instead of
+        # 0.3 ms for 64 images of 256x128).
         rectangles = torch.stack([parameters[name] for name in ("top", "left", "height", "width")], dim=1).tolist()
         for image, (top, left, height, width) in zip(erased, rectangles, strict=True):
             if height:
@@ -119,10 +120,10 @@ class RandomErasing(RandomRectangle):
 
 @TRANSFORM_REGISTRY.register("LOCAL_GRAYSCALE")
 class LocalGrayscale(RandomRectangle):
-    """Take the color out of one rectangle of an image (Gong et al. 2021).
+    """Convert a random rectangle to grayscale (Gong et al. 2021).
 
     Args:
-        prob: probability of it.
+        prob (float): probability of converting a rectangle in an image.
     """
 
     def __init__(self, *, prob: float) -> None:
@@ -130,24 +131,23 @@ class LocalGrayscale(RandomRectangle):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "LocalGrayscale":
-        """Return the transform of INPUT.LOCAL_GRAYSCALE."""
+        """Build from INPUT.LOCAL_GRAYSCALE."""
         return cls(prob=cfg.INPUT.LOCAL_GRAYSCALE.PROB)
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return the images with their rectangles without color."""
+        """Convert the rectangles to grayscale."""
         return bitwise_where(self.inside(images, parameters), to_grayscale(images), images)
 
 
 @TRANSFORM_REGISTRY.register("RPT")
 class RandomPatch(RandomRectangle):
-    """Paste a part of another image of the batch, mirrored or not, over an image (Zhou et al. 2019, arXiv:1905.00953).
+    """Paste a patch of another image of the batch, flipped at random (Zhou et al. 2019, arXiv:1905.00953).
 
-    The other image is one of those that the process augments together, so with this transform training depends on how
-    many processes share a batch. FastReID keeps a pool of parts of earlier images instead, which no resume could
-    restore.
+    The other image is one that the same process augments, so results depend on the number of processes that share a
+    batch. FastReID instead keeps a pool of patches of earlier images, which cannot be restored on resume.
 
     Args:
-        prob: probability of it.
+        prob (float): probability of pasting a patch into an image.
     """
 
     draws = RandomRectangle.draws + 4
@@ -157,27 +157,30 @@ class RandomPatch(RandomRectangle):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "RandomPatch":
-        """Return the transform of INPUT.RPT."""
+        """Build from INPUT.RPT."""
         return cls(prob=cfg.INPUT.RPT.PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Return the rectangle and, of the other image, ``other``: (B,) int64 position in the batch, ``from_top`` and
-        ``from_left``: (B,) int64, and ``flip``: (B,) bool.
+        """Return the rectangle and the source patch.
+
+        Returns:
+            dict: as ``RandomRectangle.parameters``, and ``other``: (B,) int64 index of the source image in the batch;
+                ``from_top`` and ``from_left``: (B,) int64 corner of the patch; ``flip``: (B,) bool.
         """
         rectangle = super().parameters(uniforms, size)
         count, (source, row, column, flip) = len(uniforms), uniforms[:, -4:].T
         height, width = size
-        own = {
-            # Any but the image itself.
+        patch = {
+            # Any image except the image itself.
             "other": (np.arange(count) + 1 + np.floor(source * max(1, count - 1)).astype(np.int64)) % count,
             "from_top": (row * (height - rectangle["height"].numpy() + 1)).astype(np.int64),
             "from_left": (column * (width - rectangle["width"].numpy() + 1)).astype(np.int64),
             "flip": flip < 0.5,
         }
-        return rectangle | {name: torch.from_numpy(value) for name, value in own.items()}
+        return rectangle | {name: torch.from_numpy(value) for name, value in patch.items()}
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return the images with their rectangles filled from others."""
+        """Fill the rectangles with patches of other images."""
         height, width = images.shape[-2:]
         rows = torch.arange(height) - parameters["top"][:, None] + parameters["from_top"][:, None]
         columns = torch.arange(width) - parameters["left"][:, None]
@@ -194,6 +197,6 @@ def _interpolate(uniforms: np.ndarray, limits: tuple[float, float]) -> np.ndarra
 
 
 def _interval_mask(start: Tensor, length: Tensor, size: int) -> Tensor:
-    """Return (B, size) bool, true from ``start`` on for ``length`` positions."""
+    """Return a (B, size) bool mask, true in [start, start + length)."""
     position = torch.arange(size)
     return (position >= start[:, None]) & (position < (start + length)[:, None])

@@ -1,4 +1,4 @@
-"""Resizing, cropping, mirroring and padding."""
+"""Geometric transforms: resizing, cropping, flipping and padding."""
 
 from typing import Any
 
@@ -16,26 +16,26 @@ from fastamp.utils.moved import moved_names
 __getattr__ = moved_names(__name__, {"resampling": "fastamp.data.transforms.geometry.resampling_weights"})
 
 KEYS = (
-    Key("INPUT.FLIP.ENABLED", False, "Mirror training images left to right at random."),
-    Key("INPUT.FLIP.PROB", 0.5, "Probability of mirroring an image.", low=0, high=1),
-    Key("INPUT.PADDING.ENABLED", False, "Pad training images, then cut them back to their size at random."),
+    Key("INPUT.FLIP.ENABLED", False, "Flip training images horizontally at random."),
+    Key("INPUT.FLIP.PROB", 0.5, "Probability of flipping an image.", low=0, high=1),
+    Key("INPUT.PADDING.ENABLED", False, "Pad training images, then crop them to their size at a random position."),
     Key(
         "INPUT.PADDING.MODE",
         "constant",
-        "What the padding holds: black, the edge repeated, or a mirror image.",
+        "Padding mode, as in torchvision: constant is black.",
         choices=("constant", "edge", "reflect", "symmetric"),
     ),
     Key("INPUT.PADDING.SIZE", 10, "Padding on each side, in pixels.", low=0, high=8192),
     Key(
         "INPUT.CROP.ENABLED",
         False,
-        "Crop images to CROP.SIZE, after resizing to SIZE_TRAIN or SIZE_TEST: a random part, resized, in training; the "
-        "center, not resized, in evaluation, extraction and export.",
+        "Crop images to CROP.SIZE after resizing to SIZE_TRAIN or SIZE_TEST: a random resized crop in training, a "
+        "center crop in evaluation, extraction and export.",
     ),
     Key(
         "INPUT.CROP.SIZE",
         (224, 224),
-        "Size of the crop in pixels: (height, width), or (side,) of a square.",
+        "Crop size in pixels: (height, width), or (side,) for a square.",
         low=1,
         high=8192,
         forms="(height, width) or (side,)",
@@ -43,7 +43,7 @@ KEYS = (
     Key(
         "INPUT.CROP.SCALE",
         (0.16, 1),
-        "Smallest and largest fraction of the image's area that a random crop covers.",
+        "Minimum and maximum fraction of the image area of a random crop.",
         above=0,
         high=1,
         length=2,
@@ -51,7 +51,7 @@ KEYS = (
     Key(
         "INPUT.CROP.RATIO",
         (0.75, 1.3333333333333333),
-        "Smallest and largest width / height of a random crop.",
+        "Minimum and maximum aspect ratio (width / height) of a random crop.",
         above=0,
         length=2,
     ),
@@ -61,21 +61,22 @@ _ATTEMPTS = 10
 _MODES = {
     "bicubic": InterpolationMode.BICUBIC,
     "bilinear": InterpolationMode.BILINEAR,
-    # torchvision's NEAREST takes another pixel than PIL's, which samples at the centers of the pixels.
+    # torchvision's NEAREST differs from PIL, which samples at pixel centers.
     "nearest": InterpolationMode.NEAREST_EXACT,
 }
 
 
 class Resize:
-    """Resize one image, then crop its center.
+    """Resize an image, then apply a center crop.
 
-    The result equals PIL's within rounding. As in torchvision, a center crop larger than the image is padded with
+    The result equals PIL's up to rounding. As in torchvision, images smaller than the center crop are padded with
     black.
 
     Args:
-        size: (height, width) in pixels; (shorter_side,), which keeps the aspect ratio; or (0,), which does not resize.
-        crop: height and width of the center crop in pixels; None for no crop.
-        interpolation: ``bicubic`` or ``bilinear``, both antialiased, or ``nearest``.
+        size (tuple[int, ...]): (height, width) in pixels; (shorter_side,), which keeps the aspect ratio; or (0,), which
+            does not resize.
+        crop (tuple[int, int], optional): height and width of the center crop in pixels. Default: no crop.
+        interpolation (str): ``bicubic`` or ``bilinear``, both antialiased, or ``nearest``. Default "bicubic".
     """
 
     def __init__(
@@ -87,16 +88,16 @@ class Resize:
 
     @property
     def output_size(self) -> tuple[int, int] | None:
-        """Height and width of the result in pixels; None where they depend on the image."""
+        """Output height and width; None if they depend on the image."""
         return self.crop or (self.size if len(self.size) == 2 else None)
 
     @property
     def least_side(self) -> int | None:
-        """Height and width of an image that are enough for a good result; None without resizing."""
+        """Sufficient height and width of the decoded image, for reduced decoding; None without resizing."""
         return None if self.size == (0,) else 2 * max(self.size)
 
     def __call__(self, image: Tensor) -> Tensor:
-        """Return a (C, H, W) uint8 ``image`` resized and cropped."""
+        """Resize and crop a (C, H, W) uint8 image."""
         if self.size not in ((0,), tuple(image.shape[-2:])):
             image = functional.resize(image, list(self.size), interpolation=_MODES[self.interpolation], antialias=True)
         return image if self.crop is None else functional.center_crop(image, list(self.crop))
@@ -107,7 +108,7 @@ class Resize:
 
 @TRANSFORM_REGISTRY.register("FLIP")
 class RandomHorizontalFlip(BatchTransform):
-    """Mirror an image left to right with probability ``prob``."""
+    """Flip an image horizontally with probability ``prob``."""
 
     draws = 1
 
@@ -116,7 +117,7 @@ class RandomHorizontalFlip(BatchTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "RandomHorizontalFlip":
-        """Return the mirroring of INPUT.FLIP."""
+        """Build from INPUT.FLIP."""
         return cls(prob=cfg.INPUT.FLIP.PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
@@ -124,7 +125,7 @@ class RandomHorizontalFlip(BatchTransform):
         return {"flip": torch.from_numpy(uniforms[:, 0] < self.prob)}
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return the images, those with ``flip`` mirrored."""
+        """Flip the images selected by ``flip``."""
         mirrored = images.flip(-1)
         # Image by image: indexing and torch.where take ten times as long on bytes (measured on a CPU).
         for index in (~parameters["flip"]).nonzero()[:, 0].tolist():
@@ -134,12 +135,13 @@ class RandomHorizontalFlip(BatchTransform):
 
 @TRANSFORM_REGISTRY.register("PADDING")
 class PadAndRandomCrop(BatchTransform):
-    """Pad each side, then crop at a random position.
+    """Pad all sides, then crop at a random position.
 
     Args:
-        padding: pixels on each side.
-        mode: ``constant`` (black), ``edge``, ``reflect`` or ``symmetric``, as torchvision's ``Pad``.
-        size: height and width of the crop in pixels, no larger than a padded image; None is the size of the input.
+        padding (int): pixels on each side.
+        mode (str): ``constant`` (black), ``edge``, ``reflect`` or ``symmetric``, as torchvision's ``Pad``.
+        size (tuple[int, int], optional): height and width of the crop in pixels, at most those of the padded image.
+            Default: the input size.
     """
 
     draws = 2
@@ -151,18 +153,18 @@ class PadAndRandomCrop(BatchTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "PadAndRandomCrop":
-        """Return the padding of INPUT.PADDING."""
+        """Build from INPUT.PADDING."""
         padding = cfg.INPUT.PADDING
         return cls(padding=padding.SIZE, mode=padding.MODE, size=input_size(cfg, is_train=True))
 
     def check_size(self, size: tuple[int, int]) -> None:
-        """Check that a mirror image of ``padding`` pixels can be made of images of this height and width."""
-        # A mirror image can be no larger than the image; a reflection does not repeat the edge itself.
+        """Check that ``padding`` is not too large to be reflected in images of this height and width."""
+        # The reflected part cannot be larger than the image; ``reflect`` does not repeat the edge.
         largest = {"reflect": min(size) - 1, "symmetric": min(size)}.get(self.mode)
         if largest is not None and self.padding > largest:
             raise ConfigError(
-                f"INPUT.PADDING.SIZE is {self.padding}; expected 0..{largest} for mode {self.mode!r} and images of "
-                f"{list(size)}"
+                f"INPUT.PADDING.SIZE must be in 0..{largest} for mode {self.mode!r} and images of {list(size)}, got "
+                f"{self.padding}"
             )
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
@@ -172,10 +174,13 @@ class PadAndRandomCrop(BatchTransform):
         return {"top": corners[:, 0], "left": corners[:, 1]}
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return the crops, (B, C, H, W) uint8.
+        """Crop the padded images.
 
-        A crop is copied row by row: a (rows, W) view of the padded batch holds W pixels from every offset on, so
-        that one index a row is enough (measured: 10 to 80 times the speed of an index a pixel).
+        Crops are copied row by row: a (rows, W) view of the padded batch contains W pixels from every offset on, so
+        that one index per row is sufficient (measured: 10 to 80 times as fast as one index per pixel).
+
+        Returns:
+            Tensor: (B, C, H, W) uint8.
         """
         batch, channels = images.shape[:2]
         height, width = self.output_size(tuple(images.shape[-2:]))
@@ -191,7 +196,7 @@ class PadAndRandomCrop(BatchTransform):
         )
 
     def _pad(self, images: Tensor) -> Tensor:
-        """Return (B, C, H + 2 padding, W + 2 padding) uint8."""
+        """Pad to (B, C, H + 2 padding, W + 2 padding) uint8."""
         batch, channels, height, width = images.shape
         padding = self.padding
         inner_rows, inner_columns = slice(padding, padding + height), slice(padding, padding + width)
@@ -208,7 +213,7 @@ class PadAndRandomCrop(BatchTransform):
         return padded
 
     def _sources(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return which of ``length`` pixels each pixel of the padding before and after them repeats."""
+        """Return the source index of each padding pixel before and after ``length`` pixels."""
         distance = torch.arange(1, self.padding + 1)
         if self.mode == "edge":
             distance = torch.zeros_like(distance)
@@ -219,17 +224,17 @@ class PadAndRandomCrop(BatchTransform):
 
 @TRANSFORM_REGISTRY.register("CROP")
 class RandomResizedCrop(BatchTransform):
-    """Cut out a random part of an image and resize it, antialiased unless by nearest neighbor.
+    """Crop a random part of an image and resize it, antialiased unless ``nearest``.
 
-    The part is drawn as torchvision draws it: its share of the area uniformly from ``scale``, its width / height
-    log-uniformly from ``ratio``, ten times at most until it fits, then its position; where none fits, the largest part
-    in the middle whose width / height is allowed.
+    Draws the crop as torchvision: the fraction of the area is uniform in ``scale`` and the aspect ratio (width /
+    height) is log-uniform in ``ratio``, drawn at most ten times until the crop fits; the position is uniform. If none
+    fits, the crop is the largest central part within ``ratio``.
 
     Args:
-        size: height and width afterwards.
-        scale: smallest and largest share of the image's area.
-        ratio: smallest and largest width / height.
-        interpolation: ``bicubic``, ``bilinear`` or ``nearest``.
+        size (tuple[int, int]): output height and width in pixels.
+        scale (tuple[float, float]): minimum and maximum fraction of the image area.
+        ratio (tuple[float, float]): minimum and maximum width / height.
+        interpolation (str): ``bicubic``, ``bilinear`` or ``nearest``. Default "bicubic".
     """
 
     draws = 2 + 2 * _ATTEMPTS
@@ -249,20 +254,20 @@ class RandomResizedCrop(BatchTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "RandomResizedCrop":
-        """Return the crop of INPUT.CROP.
+        """Build from INPUT.CROP.
 
         Raises:
-            ConfigError: a largest value is smaller than the smallest.
+            ConfigError: if a maximum is smaller than its minimum.
         """
         crop = cfg.INPUT.CROP
         for name in ("SCALE", "RATIO"):
             low, high = crop[name]
             if low > high:
-                raise ConfigError(f"INPUT.CROP.{name} is {crop[name]}; the smallest comes first")
+                raise ConfigError(f"INPUT.CROP.{name} must be (minimum, maximum), got {crop[name]}")
         return cls(size=crop_size(cfg), scale=crop.SCALE, ratio=crop.RATIO, interpolation=cfg.INPUT.INTERPOLATION)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Return ``top``, ``left``, ``height`` and ``width`` of each part: (B,) int64."""
+        """Return ``top``, ``left``, ``height`` and ``width`` of each crop: (B,) int64."""
         height, width = size
         position, area, aspect = uniforms[:, :2], uniforms[:, 2 : 2 + _ATTEMPTS], uniforms[:, 2 + _ATTEMPTS :]
         area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
@@ -280,13 +285,13 @@ class RandomResizedCrop(BatchTransform):
         return {name: torch.from_numpy(value.astype(np.int64)) for name, value in names.items()}
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return (B, C, *size) uint8."""
+        """Crop and resize to (B, C, *size) uint8."""
         corners = {name: value.to(images.device) for name, value in parameters.items()}
         across = resampling_weights(
             corners["left"], corners["width"], images.shape[-1], self.size[1], self.interpolation
         )
         down = resampling_weights(corners["top"], corners["height"], images.shape[-2], self.size[0], self.interpolation)
-        # As torchvision on bytes: rounded after each of the two passes.
+        # As torchvision on uint8: rounded after each of the two passes.
         narrowed = _round_to_bytes(images.float() @ across.transpose(1, 2)[:, None])
         return _round_to_bytes(down[:, None] @ narrowed).to(torch.uint8)
 
@@ -298,13 +303,16 @@ class RandomResizedCrop(BatchTransform):
 
 
 def resampling_weights(start: Tensor, length: Tensor, size: int, output: int, interpolation: str = "bicubic") -> Tensor:
-    """Return (B, output, size) float32 weights that resize a part of each row.
+    """Compute the weights that resize a part of each row.
 
     Args:
-        start, length: (B,) int64, the part of each image.
-        size: pixels of a row.
-        output: pixels afterwards.
-        interpolation: ``bicubic`` or ``bilinear``, both antialiased, or ``nearest``.
+        start, length (Tensor): (B,) int64, the part for each image.
+        size (int): pixels per input row.
+        output (int): pixels per output row.
+        interpolation (str): ``bicubic`` or ``bilinear``, both antialiased, or ``nearest``. Default "bicubic".
+
+    Returns:
+        Tensor: (B, output, size) float32.
     """
     scale = (length / output)[:, None, None]
     stretch = scale.clamp(min=1)

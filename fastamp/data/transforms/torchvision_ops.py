@@ -1,4 +1,4 @@
-"""torchvision's random transforms as operations on a batch, with random numbers that are the image's own."""
+"""torchvision's random transforms with reproducible random numbers per image."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -17,26 +17,28 @@ from fastamp.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 KEYS = (
-    Key("INPUT.AFFINE.ENABLED", False, "Random small rotation, shift, scaling and shear of training images."),
-    Key("INPUT.AUTOAUG.ENABLED", False, "AutoAugment with the ImageNet policy, for grey and RGB images."),
+    Key("INPUT.AFFINE.ENABLED", False, "Random rotation, scaling and shear of training images."),
+    Key("INPUT.AUTOAUG.ENABLED", False, "AutoAugment with the ImageNet policy, for grayscale and RGB images."),
     Key("INPUT.AUTOAUG.PROB", 0.0, "Probability of applying AutoAugment to an image.", low=0, high=1),
-    Key("INPUT.AUGMIX.ENABLED", False, "AugMix: mix an image with augmented copies of it."),
+    Key("INPUT.AUGMIX.ENABLED", False, "AugMix: mix an image with augmented copies, for grayscale and RGB images."),
     Key("INPUT.AUGMIX.PROB", 0.0, "Probability of applying AugMix to an image.", low=0, high=1),
-    Key("INPUT.RANDAUG.ENABLED", False, "RandAugment: random operations of one strength, for grey and RGB images."),
+    Key(
+        "INPUT.RANDAUG.ENABLED", False, "RandAugment: random operations of one magnitude, for grayscale and RGB images."
+    ),
     Key("INPUT.RANDAUG.PROB", 1.0, "Probability of applying RandAugment to an image.", low=0, high=1),
-    Key("INPUT.RANDAUG.NUM_OPS", 2, "Operations on an image, one after the other.", low=1),
-    Key("INPUT.RANDAUG.MAGNITUDE", 9, "Strength of the operations, of 30 at most.", low=0, high=30),
+    Key("INPUT.RANDAUG.NUM_OPS", 2, "Number of sequential operations per image.", low=1),
+    Key("INPUT.RANDAUG.MAGNITUDE", 9, "Magnitude of the operations, at most 30.", low=0, high=30),
 )
 
 
 class TorchvisionTransform(BatchTransform):
-    """Apply a transform of ``torchvision.transforms.v2`` to each image by itself, with probability ``prob``.
+    """Apply a transform of ``torchvision.transforms.v2`` to each image with probability ``prob``.
 
-    torchvision draws from torch's global generator; that is seeded for each image and given back as it was.
+    torchvision draws from torch's global generator, which is seeded for each image and restored afterwards.
 
     Args:
-        transform: a (C, H, W) uint8 image -> the same shape and dtype.
-        prob: probability of applying it to an image.
+        transform (Callable): (C, H, W) uint8 image -> image of the same shape and dtype.
+        prob (float): probability of transforming an image.
     """
 
     draws = 3
@@ -46,8 +48,8 @@ class TorchvisionTransform(BatchTransform):
         self.prob = prob
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Return ``chosen``: (B,) bool, and ``seed``: (B,) int64 for the transform's own draws."""
-        # A uniform number has 32 random bits; 31 of one and 32 of another fill a seed.
+        """Return ``chosen``: (B,) bool, and ``seed``: (B,) int64, seed of the global generator."""
+        # A uniform number has 32 random bits: a seed takes 31 bits of one and 32 of another.
         high, low = (uniforms[:, 1] * 2**31).astype(np.int64), (uniforms[:, 2] * 2**32).astype(np.int64)
         return {
             "chosen": torch.from_numpy(uniforms[:, 0] < self.prob),
@@ -55,7 +57,7 @@ class TorchvisionTransform(BatchTransform):
         }
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return the images, those that are ``chosen`` transformed."""
+        """Transform the images selected by ``chosen``."""
         chosen = parameters["chosen"].nonzero()[:, 0].tolist()
         if not chosen:
             return images
@@ -69,17 +71,17 @@ class TorchvisionTransform(BatchTransform):
 
 @TRANSFORM_REGISTRY.register("AUTOAUG")
 class AutoAugment(TorchvisionTransform):
-    """Two operations of AutoAugment's ImageNet policy (Cubuk et al. 2019, arXiv:1805.09501), on 1 or 3 channels."""
+    """AutoAugment with the ImageNet policy (Cubuk et al. 2019, arXiv:1805.09501), for 1 or 3 channels."""
 
     def __init__(self, *, prob: float) -> None:
         super().__init__(transform=v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET), prob=prob)
 
     @classmethod
     def from_config(cls, cfg: Any) -> "AutoAugment":
-        """Return the transform of INPUT.AUTOAUG.
+        """Build from INPUT.AUTOAUG.
 
         Raises:
-            ConfigError: images have four channels.
+            ConfigError: if images have four channels.
         """
         return cls(prob=_section(cfg, "AUTOAUG").PROB)
 
@@ -95,29 +97,29 @@ class _HostSampledAugMix(v2.AugMix):
 
 @TRANSFORM_REGISTRY.register("AUGMIX")
 class AugMix(TorchvisionTransform):
-    """Mix an image with chains of operations on it (Hendrycks et al. 2020, arXiv:1912.02781), on 1 or 3 channels."""
+    """AugMix: mix an image with augmented copies (Hendrycks et al. 2020, arXiv:1912.02781), for 1 or 3 channels."""
 
     def __init__(self, *, prob: float) -> None:
         super().__init__(transform=_HostSampledAugMix(), prob=prob)
 
     @classmethod
     def from_config(cls, cfg: Any) -> "AugMix":
-        """Return the transform of INPUT.AUGMIX.
+        """Build from INPUT.AUGMIX.
 
         Raises:
-            ConfigError: images have four channels.
+            ConfigError: if images have four channels.
         """
         return cls(prob=_section(cfg, "AUGMIX").PROB)
 
 
 @TRANSFORM_REGISTRY.register("RANDAUG")
 class RandAugment(TorchvisionTransform):
-    """Random operations of one strength (Cubuk et al. 2020, arXiv:1909.13719), on 1 or 3 channels.
+    """RandAugment: random operations of one magnitude (Cubuk et al. 2020, arXiv:1909.13719), for 1 or 3 channels.
 
     Args:
-        prob: probability of it.
-        num_ops: operations, one after the other.
-        magnitude: strength, in 0..30.
+        prob (float): probability of transforming an image.
+        num_ops (int): number of sequential operations.
+        magnitude (int): magnitude in 0..30.
     """
 
     def __init__(self, *, prob: float, num_ops: int, magnitude: int) -> None:
@@ -125,10 +127,10 @@ class RandAugment(TorchvisionTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "RandAugment":
-        """Return the transform of INPUT.RANDAUG.
+        """Build from INPUT.RANDAUG.
 
         Raises:
-            ConfigError: images have four channels.
+            ConfigError: if images have four channels.
         """
         section = _section(cfg, "RANDAUG")
         return cls(prob=section.PROB, num_ops=section.NUM_OPS, magnitude=section.MAGNITUDE)
@@ -136,27 +138,30 @@ class RandAugment(TorchvisionTransform):
 
 @TRANSFORM_REGISTRY.register("AFFINE")
 class RandomAffine(TorchvisionTransform):
-    """Rotate by up to 10 degrees, scale by 0.9 to 1.1 and shear by up to 0.1 degrees, as FastReID; black outside."""
+    """Rotate by up to 10 degrees, scale by 0.9 to 1.1 and shear by up to 0.1 degrees, as FastReID.
+
+    Pixels outside of the image are black.
+    """
 
     def __init__(self) -> None:
         super().__init__(transform=v2.RandomAffine(degrees=10, scale=(0.9, 1.1), shear=0.1), prob=1.0)
 
     @classmethod
     def from_config(cls, cfg: Any) -> "RandomAffine":
-        """Return the transform of INPUT.AFFINE, which has no settings."""
+        """Build the transform of INPUT.AFFINE, which has no settings."""
         return cls()
 
 
 def _section(cfg: Any, name: str) -> Any:
-    """Return a section of INPUT whose transform works on grey and RGB images."""
+    """Return a section of INPUT after checking that images are grayscale or RGB."""
     section = cfg.INPUT[name]
     if cfg.INPUT.CHANNELS == 4:
         raise ConfigError(
-            f"INPUT.{name}.ENABLED is on, but works on grey and RGB images, and INPUT.CHANNELS is 4.\n"
+            f"INPUT.{name} supports only grayscale and RGB images, but INPUT.CHANNELS is 4.\n"
             f"  fix: INPUT.{name}.ENABLED False"
         )
     if section.PROB == 0:
-        logger.warning("INPUT.%s is enabled and has no effect: INPUT.%s.PROB is 0", name, name)
+        logger.warning("INPUT.%s is enabled but has no effect: INPUT.%s.PROB is 0", name, name)
     return section
 
 
