@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train with a backbone, a loss, a config key and a hook that fastamp does not have."""
+"""Train with a custom backbone, loss, config key and hook."""
 
 import sys
 
@@ -18,7 +18,7 @@ def build_patch_backbone(cfg):  # MODEL.BACKBONE.NAME: (B, 3, H, W) -> (B, FEAT_
 
 
 @LOSS_REGISTRY.register()
-class FeatureNorm(nn.Module):  # MODEL.LOSSES.NAME: keeps features near the unit sphere
+class FeatureNorm(nn.Module):  # MODEL.LOSSES.NAME: penalizes the distance of features from the unit sphere
     loss_name = "loss_norm"
 
     def __init__(self, *, scale):
@@ -41,7 +41,7 @@ class PrintSteps(HookBase):
 
 def main(args):
     cfg = get_cfg()
-    cfg.define("MODEL.LOSSES.FEATURE_NORM.SCALE", 0.01, "Feature norm loss: weight in the sum.")
+    cfg.define("MODEL.LOSSES.FEATURE_NORM.SCALE", 0.01, "Feature norm loss: loss weight.")
     if args.config_file:
         cfg.merge_from_file(args.config_file)
     cfg.merge_from_list(args.opts)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Search hyper-parameters: tune_net.py --config-file X.yml [--space SPACE.yml] [--num-trials N] [KEY VALUE ...].
 
-Trials are ordinary trainings, judged on identities held out of the training set (TUNE.VAL_FRACTION of them); the test
-set is looked at once, by the winner. OUTPUT_DIR holds best_config.yaml, trials.csv, trials.png and each stage's trials.
-Exit code 1 when no trial came to an evaluation.
+Trials are ordinary trainings that are evaluated on held-out training identities (the fraction TUNE.VAL_FRACTION); only
+the winner is evaluated on the test set. OUTPUT_DIR holds best_config.yaml, trials.csv, trials.png and the trials of
+each stage. The exit code is 1 if no trial was evaluated.
 """
 
 import argparse
@@ -58,7 +58,7 @@ _SECONDS_TO_STOP = 10.0
 
 
 def read_recipe(args: argparse.Namespace) -> tuple[CfgNode, float]:
-    """Return the config that trials start from, which train_net.py would take, and TUNE.VAL_FRACTION."""
+    """Return the base config of the trials, without the keys of FastTune, and TUNE.VAL_FRACTION."""
     with_ours = read_config(args.config_file, args.opts, plugin=args.plugin, define_keys=define_keys)
     cfg = get_cfg()
     if args.plugin:
@@ -70,7 +70,7 @@ def read_recipe(args: argparse.Namespace) -> tuple[CfgNode, float]:
 
 
 def choose_space(args: argparse.Namespace, cfg: CfgNode) -> Space:
-    """Return the space that was asked for, or the recipe's; of the latter what the scheduler can change."""
+    """Read the space of --space, or the recipe's; with pbt, the latter is reduced to keys that can change."""
     if args.space:
         return read_space(args.space, cfg)
     file = default_space(args.config_file)
@@ -81,76 +81,81 @@ def choose_space(args: argparse.Namespace, cfg: CfgNode) -> Space:
     return space
 
 
-def most(cfg: CfgNode, space: Space, key: str) -> int:
-    """Return the largest value of a key that a draw can have, the config's own where it is not drawn."""
+def largest_value(cfg: CfgNode, space: Space, key: str) -> int:
+    """Return the largest value that a key can have: in the search space, else in the config."""
     if key in space.parameters:
         return max(space.parameters[key].extremes())
     return next(value for each, value in cfg.keys_below() if each.path == key)
 
 
 def largest_batch(cfg: CfgNode, space: Space) -> int:
-    """Return the images of the largest batch that a draw can have."""
+    """Return the largest batch size that a sample can have."""
     if IDENTITIES in space.parameters:
-        return int(most(cfg, space, IDENTITIES) * most(cfg, space, IMAGES))
+        return int(largest_value(cfg, space, IDENTITIES) * largest_value(cfg, space, IMAGES))
     if {BATCH, IMAGES} & set(space.parameters):
-        return int(most(cfg, space, BATCH) + most(cfg, space, IMAGES))  # the nearest that divides may be larger
+        # Rounding to a multiple of the images per identity may increase the batch.
+        return int(largest_value(cfg, space, BATCH) + largest_value(cfg, space, IMAGES))
     return cfg.SOLVER.IMS_PER_BATCH
 
 
 def check_data(cfg: CfgNode, space: Space, training: list[ImageItem]) -> None:
-    """Check before any trial what would be found after them, or in each of them.
+    """Check the test sets and the batch sizes before the first trial.
 
     Raises:
-        ConfigError: a batch that can be drawn is larger than the training part, or has more identities.
-        DataError: a test set is not there.
+        ConfigError: a batch in the search space has more images or more identities than the training part.
+        DataError: a test set is missing, or has no query or gallery images.
     """
     for name in cfg.DATASETS.TESTS:
         test = build_dataset(name, cfg)
         if not test.query or not test.gallery:
-            raise DataError(f"DATASETS.TESTS: {name} has no query or no gallery images, so it cannot be tested on")
+            raise DataError(
+                f"DATASETS.TESTS: {name} has no query or no gallery images.\n  fix: choose another test set"
+            )
     identities = len({item.pid for item in training})
-    if IDENTITIES in space.parameters and most(cfg, space, IDENTITIES) > identities:
+    if IDENTITIES in space.parameters and largest_value(cfg, space, IDENTITIES) > identities:
         raise ConfigError(
-            f"search space: {IDENTITIES} goes up to {most(cfg, space, IDENTITIES)}, and the training part has "
-            f"{identities} identities (the others are held out, {VAL_FRACTION})"
+            f"search space: {IDENTITIES} is up to {largest_value(cfg, space, IDENTITIES)}, but the training part has "
+            f"{identities} identities.\n  fix: lower {IDENTITIES}, or {VAL_FRACTION}, which holds out the others"
         )
-    # Where IDENTITIES is searched, the recipe's own batch is not used.
-    batch = largest_batch(cfg, space) if IDENTITIES in space.parameters else most(cfg, space, BATCH)
+    # If IDENTITIES is searched, SOLVER.IMS_PER_BATCH of the recipe is not used.
+    batch = largest_batch(cfg, space) if IDENTITIES in space.parameters else largest_value(cfg, space, BATCH)
     if batch > len(training):
-        raise ConfigError(f"search space: batches of up to {batch} images, and the training part has {len(training)}")
+        raise ConfigError(
+            f"search space: {BATCH} is up to {batch}, but the training part has {len(training)} images.\n"
+            f"  fix: lower {BATCH}"
+        )
 
 
 def grace_epochs(cfg: CfgNode, space: Space, images: int) -> int:
-    """Return after how many epochs warm-up and freezing have ended, whatever is drawn, on a number of images."""
-    fewest = max(1, images // int(largest_batch(cfg, space) * most(cfg, space, "SOLVER.ACCUM_STEPS")))
+    """Return the epochs after which warm-up and freezing have ended for every sample, on ``images`` images."""
+    fewest = max(1, images // int(largest_batch(cfg, space) * largest_value(cfg, space, "SOLVER.ACCUM_STEPS")))
 
     def epochs(name: str) -> int:
-        in_epochs = most(cfg, space, f"SOLVER.{name}_EPOCHS")
+        in_epochs = largest_value(cfg, space, f"SOLVER.{name}_EPOCHS")
         if in_epochs and f"SOLVER.{name}_EPOCHS" not in space.parameters:
-            return in_epochs  # it replaces the iterations
-        return max(in_epochs, math.ceil(most(cfg, space, f"SOLVER.{name}_ITERS") / fewest))
+            return in_epochs  # overrides the iterations
+        return max(in_epochs, math.ceil(largest_value(cfg, space, f"SOLVER.{name}_ITERS") / fewest))
 
     return max(epochs("WARMUP"), epochs("FREEZE") if cfg.MODEL.FREEZE_LAYERS else 0)
 
 
 def gpus_of_a_trial(cfg: CfgNode, args: argparse.Namespace) -> float:
-    """Return how much of a GPU a trial gets: what was asked for, else one where the config trains on one."""
+    """Return the GPUs per trial: --gpus-per-trial, else 1 if the config trains on a GPU."""
     if ":" in cfg.MODEL.DEVICE:
         raise ConfigError(
-            f"MODEL.DEVICE is {cfg.MODEL.DEVICE}, the same for all trials; Ray gives each its own.\n"
-            "  fix: MODEL.DEVICE cuda"
+            f"MODEL.DEVICE is {cfg.MODEL.DEVICE}, but Ray assigns a device to each trial.\n  fix: MODEL.DEVICE cuda"
         )
-    wants = cfg.MODEL.DEVICE.startswith("cuda")
+    needs_gpu = cfg.MODEL.DEVICE.startswith("cuda")
     if not args.address:
-        wants = resolve_device(cfg.MODEL.DEVICE).type == "cuda"
-    return float(wants) if args.gpus_per_trial is None else args.gpus_per_trial
+        needs_gpu = resolve_device(cfg.MODEL.DEVICE).type == "cuda"
+    return float(needs_gpu) if args.gpus_per_trial is None else args.gpus_per_trial
 
 
 class SearchInterrupted(Exception):
-    """A signal ended the search.
+    """Search stopped by a signal.
 
     Args:
-        signal_number: the signal.
+        signal_number: number of the signal.
     """
 
     def __init__(self, signal_number: int) -> None:
@@ -160,16 +165,16 @@ class SearchInterrupted(Exception):
 
 @contextmanager
 def stopped_by_signals(finish: Callable[[int], int]) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM, by which clusters take machines back, end a search within seconds.
+    """Stop a search within seconds on SIGINT or SIGTERM, which clusters send to preempted machines.
 
-    Ray waits a minute for its own processes where the signal has ended these as well; then the process ends without
-    it. Nothing is lost: the results are written after each trial, and trials continue from their last evaluation.
+    If the signal also ended Ray's processes, Ray waits for them for a minute; this process then exits without waiting.
+    Results are written after each trial, and trials resume from their last evaluation, so nothing is lost.
 
     Args:
-        finish: gets the number of the signal where Ray does not stop in time, and returns the exit code.
+        finish: called with the signal number if Ray does not stop in time; returns the exit code.
 
     Raises:
-        SearchInterrupted: a signal came.
+        SearchInterrupted: a signal was received.
     """
     received: list[int] = []
 
@@ -180,7 +185,7 @@ def stopped_by_signals(finish: Callable[[int], int]) -> Iterator[None]:
         os._exit(code)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if received:  # a second one does not wait
+        if received:  # a second signal ends the process at once
             end()
         received.append(number)
         timer = threading.Timer(_SECONDS_TO_STOP, end)
@@ -196,7 +201,7 @@ def stopped_by_signals(finish: Callable[[int], int]) -> Iterator[None]:
         except BaseException as error:
             if not received:
                 raise
-            # Here rather than at the end of the process, where nothing would end its waiting.
+            # Not at exit, where the timer could not end Ray's waiting.
             shut_down_ray()
             raise SearchInterrupted(received[0]) from error
         finally:
@@ -205,7 +210,14 @@ def stopped_by_signals(finish: Callable[[int], int]) -> Iterator[None]:
 
 
 def narrowed(search: Search, outcomes: list[Outcome], *, trials: int, images: int) -> Search:
-    """Return a search of HyperOpt with ASHA around the winner of another, whose outcomes are best first."""
+    """Return a search with HyperOpt and ASHA in a smaller space around the winner of ``search``.
+
+    Args:
+        search: settings of the finished search.
+        outcomes: its outcomes, best first.
+        trials: number of trials of the new search.
+        images: number of images in the training part.
+    """
     good = [each.values for each in outcomes[: max(1, len(outcomes) // 3)]]
     space = search.space.narrowed(outcomes[0].values, good)
     return replace(
@@ -223,10 +235,10 @@ def narrowed(search: Search, outcomes: list[Outcome], *, trials: int, images: in
 
 
 def tune(args: argparse.Namespace, finish: Callable[[int], int]) -> int:
-    """Search, write the results, evaluate or train the winner; return the exit code.
+    """Run the search, write the results, evaluate or train the winner; return the exit code.
 
     Args:
-        args: the command line.
+        args: command-line arguments.
         finish: see ``stopped_by_signals``.
     """
     cfg, fraction = read_recipe(args)
@@ -235,7 +247,7 @@ def tune(args: argparse.Namespace, finish: Callable[[int], int]) -> int:
         setup_logger(cfg.OUTPUT_DIR)
     space = choose_space(args, cfg)
     gpus = gpus_of_a_trial(cfg, args)
-    # Prepared here, once, before any trial needs it; and what is wrong with it is said at once.
+    # Prepare the data once, so that errors are found before any trial starts.
     training, _, _ = split_training(cfg, fraction, args.seed)
     check_data(cfg, space, training)
     search = Search(
@@ -256,13 +268,13 @@ def tune(args: argparse.Namespace, finish: Callable[[int], int]) -> int:
         plugin=str(real_path(args.plugin)) if args.plugin else "",
     )
     start_ray(address=args.address, cpus=args.cpus_per_trial, gpus=gpus)
-    with stopped_by_signals(finish):  # after Ray, which sets a handler too
+    with stopped_by_signals(finish):  # after ray.init, which installs its own handler
         check_disk(search, len({item.pid for item in training}), concurrent=concurrent_trials(search))
         return run_stages(args, search, images=len(training))
 
 
 def run_stages(args: argparse.Namespace, search: Search, *, images: int) -> int:
-    """Run the search and what follows it, write the results; return the exit code."""
+    """Run all stages of the search and write the results; return the exit code."""
     cfg, space, output = search.cfg, search.space, search.folder.parent
     outcomes = run_search(search, resume=args.resume)
     if args.then_refine and winner_of(outcomes):
@@ -279,14 +291,14 @@ def run_stages(args: argparse.Namespace, search: Search, *, images: int) -> int:
         logger.info("wrote %s", path)
     failed = sum(bool(each.failure) for each in outcomes)
     if failed:
-        logger.warning("%d of %d trials failed: trials.csv has the headlines", failed, len(outcomes))
+        logger.warning("%d of %d trials failed; see the column failure of trials.csv", failed, len(outcomes))
     winner = winner_of(outcomes)
     if winner is None:
-        logger.error("no trial came to an evaluation%s", f": {outcomes[0].failure}" if outcomes else "")
+        logger.error("no trial was evaluated%s", f": {outcomes[0].failure}" if outcomes else "")
         return 1
     best = space.apply(cfg, winner.values)
     if args.train_best:
-        # Another winner, after a stage was added, is another training.
+        # The folder has the winner's name, since a stage added on resume may find another winner.
         recipes = {"default": ("default", cfg), "best": (f"best_{winner.name}", best)}
         results = train_recipes(recipes, args.seeds, search, resume=args.resume)
         logger.info("\n%s", final_table(results))
@@ -294,9 +306,9 @@ def run_stages(args: argparse.Namespace, search: Search, *, images: int) -> int:
         return int(not any(each.metrics for each in results["best"]))
     values = {"MODEL.WEIGHTS": str(winner.folder / "model_best.pth"), "OUTPUT_DIR": str(output / "winner")}
     if args.address:
-        values["MODEL.DEVICE"] = "auto"  # this machine may have another device than those that train
+        values["MODEL.DEVICE"] = "auto"  # this machine may have another device than the cluster
     best = best.with_values(values)
-    logger.info("the winner, %s, on the test set (trained without the identities held out):", winner.name)
+    logger.info("evaluating the winner, %s, on the test set (trained without the held-out identities)", winner.name)
     DefaultTrainer.test_weights(best)
     return 0
 
@@ -305,26 +317,46 @@ def cli(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config file")
-    parser.add_argument("--space", default="", metavar="FILE", help="YAML file: config key -> what it is drawn from; "
-                        "the recipe's own in projects/FastTune/configs by default")  # fmt: skip
-    parser.add_argument("--num-trials", type=_count, default=20, help="(default: %(default)s)")
-    parser.add_argument("--srch-algo", choices=ALGORITHMS, help="(default: hyperopt; random with pbt)")
-    parser.add_argument("--scheduler", choices=SCHEDULERS, help="(default: asha; hyperband with bohb)")
-    parser.add_argument("--pbt", action="store_true", help="the same as --scheduler pbt")
-    parser.add_argument("--then-refine", type=_count, default=0, metavar="N",
-                        help="N more trials, of hyperopt, in a third of each range around the winner")  # fmt: skip
+    parser.add_argument("--space", default="", metavar="FILE", help="YAML file of the search space "
+                        "(default: that of the recipe in projects/FastTune/configs)")  # fmt: skip
+    parser.add_argument("--num-trials", type=_positive_int, default=20, help="number of trials (default: %(default)s)")
+    parser.add_argument("--srch-algo", choices=ALGORITHMS, help="search algorithm (default: hyperopt; random with pbt)")
+    parser.add_argument("--scheduler", choices=SCHEDULERS, help="trial scheduler (default: asha; hyperband with bohb)")
+    parser.add_argument("--pbt", action="store_true", help="alias of --scheduler pbt")
+    parser.add_argument("--then-refine", type=_positive_int, default=0, metavar="N",
+                        help="run N more trials with hyperopt in a third of each range around the winner")  # fmt: skip
     parser.add_argument("--train-best", action="store_true",
                         help="train winner and recipe with several seeds on all identities; compare them")  # fmt: skip
-    parser.add_argument("--seeds", type=_count, default=3, help="of --train-best (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on with the search in OUTPUT_DIR")
-    parser.add_argument("--address", default="", help="of a running Ray cluster; auto finds this machine's")
-    parser.add_argument("--cpus-per-trial", type=_share, default=1, help="(default: %(default)s)")
-    parser.add_argument("--gpus-per-trial", type=_share, help="a fraction shares a GPU (default: 1 where one is used)")
-    parser.add_argument("--max-concurrent", type=_count, default=0, help="trials at once (default: as many as fit)")
     parser.add_argument(
-        "--max-failures", type=_count, default=0, help="times that a crashed trial is tried again (default: 0)"
+        "--seeds", type=_positive_int, default=3, help="number of seeds of --train-best (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=_natural, default=0, help="of the draws and of the identities held out")
+    parser.add_argument("--resume", action="store_true", help="continue the search in OUTPUT_DIR")
+    parser.add_argument(
+        "--address", default="", help="address of a running Ray cluster; auto for the cluster of this machine"
+    )
+    parser.add_argument(
+        "--cpus-per-trial", type=_resource_amount, default=1, help="CPUs per trial (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--gpus-per-trial",
+        type=_resource_amount,
+        help="GPUs per trial, may be a fraction (default: 1 if the config trains on a GPU)",
+    )
+    parser.add_argument(
+        "--max-concurrent",
+        type=_positive_int,
+        default=0,
+        help="maximum number of concurrent trials (default: as many as fit)",
+    )
+    parser.add_argument(
+        "--max-failures", type=_positive_int, default=0, help="how often a crashed trial is restarted (default: 0)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=_non_negative_int,
+        default=0,
+        help="seed of the sampling and of the validation split (default: 0)",
+    )
     add_plugin_argument(parser)
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and their values")
     args = parser.parse_args(argv)
@@ -338,7 +370,7 @@ def cli(argv: list[str] | None = None) -> int:
 
     def interrupted(number: int) -> None:
         if args.scheduler == "hyperband":
-            print("interrupted; a search with --scheduler hyperband cannot be resumed", file=sys.stderr)
+            print("interrupted: a search with --scheduler hyperband cannot be resumed", file=sys.stderr)
             codes.append(128 + number)
             return
         raise TrainingInterrupted(number, "the trials, trials.csv and best_config.yaml under OUTPUT_DIR")
@@ -357,25 +389,25 @@ def cli(argv: list[str] | None = None) -> int:
     return run_command_line(command) or codes[0]
 
 
-def _natural(text: str) -> int:
+def _non_negative_int(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 0 at least")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text!r}")
     return int(text)
 
 
-def _count(text: str) -> int:
+def _positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 at least")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text)
 
 
-def _share(text: str) -> float:
+def _resource_amount(text: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not (0 < number <= 1 or (number > 1 and number.is_integer())):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a fraction above 0, or a whole number")
+        raise argparse.ArgumentTypeError(f"expected a fraction above 0 or a whole number, got {text!r}")
     return number
 
 

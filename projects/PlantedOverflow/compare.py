@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Train the demo in float32, bfloat16 and float16, then with a planted overflow and what the doctor makes of it.
+"""Compare float32, bfloat16 and float16 on the demo, without and with a planted overflow and the doctor's fix.
 
-Prints two tables of the mAP by seed, and ends with exit code 1 when a claim of this project's README does not hold.
+Prints two tables of mAP by seed. The exit code is 1 if a claim of the README does not hold.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PLANTED = ("MODEL.BACKBONE.PLANTED", "1e6")
 
 
 def config(output: Path, *opts: str) -> CfgNode:
-    """Return the config of small.yml with these options, ready to run."""
+    """Build the config of small.yml with these options and call ``default_setup``."""
     cfg = get_cfg()
     add_config(cfg)
     cfg.merge_from_file(str(HERE / "small.yml"))
@@ -37,21 +37,21 @@ def config(output: Path, *opts: str) -> CfgNode:
 
 
 def train(output: Path, *opts: str) -> tuple[float, int]:
-    """Return the mAP in percent and the number of skipped steps of one training."""
+    """Train once; return the mAP in percent and the number of skipped steps."""
     trainer = DefaultTrainer(config(output, *opts))
     trainer.resume_or_load(resume=False)
     return trainer.train()["mAP"], trainer.trainer.step.skipped_total
 
 
 class Series:
-    """Runs of several settings, each with every seed."""
+    """Trainings of several settings, each with all seeds."""
 
     def __init__(self, output: Path, seeds: int, total: int) -> None:
         self.output, self.seeds, self.total = output, seeds, total
         self.done, self.start = 0, time.perf_counter()
 
     def run(self, name: str, *opts: str) -> list[tuple[float, int]]:
-        """Return (mAP, skipped steps) of each seed."""
+        """Train with all seeds; return (mAP in percent, skipped steps) of each."""
         results = []
         for seed in range(self.seeds):
             left = (time.perf_counter() - self.start) / max(1, self.done) * (self.total - self.done)
@@ -63,7 +63,7 @@ class Series:
 
 
 def show(rows: dict[str, list[tuple[float, int]]], reference: str) -> dict[str, float]:
-    """Print the runs and return the mean mAP of each setting."""
+    """Print a table of the trainings; return the mean mAP of each setting."""
     means = {name: statistics.mean(score for score, _ in results) for name, results in rows.items()}
     lines = [
         (
@@ -79,14 +79,14 @@ def show(rows: dict[str, list[tuple[float, int]]], reference: str) -> dict[str, 
 
 
 def main(output: Path, seeds: int) -> None:
-    """Run everything.
+    """Run all trainings and check the claims of the README.
 
     Raises:
-        TrainingError: something came out otherwise than the README says.
+        TrainingError: a claim does not hold.
     """
     series = Series(output, seeds, total=5 * seeds)
     precisions = {"float32": "off", "bfloat16": "bf16", "float16": "fp16"}
-    sound = {name: series.run(name, "SOLVER.AMP", precision) for name, precision in precisions.items()}
+    unplanted = {name: series.run(name, "SOLVER.AMP", precision) for name, precision in precisions.items()}
 
     print("== a planted overflow: training in float16", flush=True)
     try:
@@ -95,35 +95,35 @@ def main(output: Path, seeds: int) -> None:
         message = str(error)
         print(message)
     else:
-        raise TrainingError("the planted overflow went unnoticed")
+        raise TrainingError("the planted overflow was not detected")
     print("== the doctor", flush=True)
     found = diagnose(config(output / "doctor", "SOLVER.AMP", "fp16", *PLANTED), dtypes=[torch.float16])
     print(f"{found.table()}\n\n{found.conclusion()}")
     if found.own is None or not found.own.force_fp32:
-        raise TrainingError("the doctor suggests no FORCE_FP32")
-    cured = ("SOLVER.AMP.FORCE_FP32", str(found.own.force_fp32))
+        raise TrainingError("the doctor does not suggest SOLVER.AMP.FORCE_FP32")
+    fix = ("SOLVER.AMP.FORCE_FP32", str(found.own.force_fp32))
     planted = {
         "float32, planted": series.run("float32, planted", "SOLVER.AMP", "off", *PLANTED),
-        "float16, planted, cured": series.run("float16, planted, cured", "SOLVER.AMP", "fp16", *PLANTED, *cured),
+        "float16, planted, fixed": series.run("float16, planted, fixed", "SOLVER.AMP", "fp16", *PLANTED, *fix),
     }
 
-    print("\nthe demo, a network of two convolutions")
-    means = show(sound, "float32")
-    print("\nwith the planted overflow, and the doctor's suggestion")
-    cured_means = show(planted, "float32, planted")
+    print("\ndemo, network of two convolutions")
+    means = show(unplanted, "float32")
+    print("\nwith the planted overflow, and with the doctor's suggestion")
+    fixed_means = show(planted, "float32, planted")
     claims = {
         "training names the layer": "backbone.4 (Times)" in message,
         "the doctor suggests that layer": "backbone.4" in found.own.force_fp32,
-        "no step of the cured runs is skipped": not any(n for _, n in planted["float16, planted, cured"]),
-        "mean mAP within 1 of float32's when cured": abs(
-            cured_means["float16, planted, cured"] - cured_means["float32, planted"]
+        "no step is skipped with the fix": not any(n for _, n in planted["float16, planted, fixed"]),
+        "mean mAP with the fix within 1 of float32": abs(
+            fixed_means["float16, planted, fixed"] - fixed_means["float32, planted"]
         ) <= 1.0,
-        "mean mAP of the precisions within 1.5 of each other": max(means.values()) - min(means.values()) <= 1.5,
+        "mean mAP of all precisions within 1.5 of each other": max(means.values()) - min(means.values()) <= 1.5,
     }  # fmt: skip
     for claim, holds in claims.items():
         print(f"{'yes' if holds else 'NO '}  {claim}")
     if not all(claims.values()):
-        raise TrainingError("not all claims hold")
+        raise TrainingError("a claim of the README does not hold, see the list above")
 
 
 if __name__ == "__main__":

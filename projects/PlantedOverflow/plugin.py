@@ -1,4 +1,4 @@
-"""A small backbone for comparing precisions on a CPU, with a layer that float16 cannot hold where one is asked for."""
+"""Small backbone for comparing precisions on a CPU, with an optional layer whose output overflows float16."""
 
 import torch
 from torch import nn
@@ -7,8 +7,9 @@ from fastamp.modeling import BACKBONE_REGISTRY
 
 
 def add_config(cfg):
-    """Define the key of this project."""
-    cfg.define("MODEL.BACKBONE.PLANTED", 1.0, "Factor on what the second convolution returns; the norm takes it away.")
+    """Declare the config key of this project."""
+    meaning = "Factor on the output of the second convolution; the batch norm after it removes the factor."
+    cfg.define("MODEL.BACKBONE.PLANTED", 1.0, meaning)
 
 
 class Times(nn.Module):
@@ -24,14 +25,17 @@ class Times(nn.Module):
 
 @BACKBONE_REGISTRY.register()
 def build_small_backbone(cfg) -> nn.Module:
-    """Return (B, C, H, W) -> (B, FEAT_DIM, H/8, W/8): two convolutions, since a CPU emulates float16's slowly."""
+    """Build a backbone (B, C, H, W) -> (B, FEAT_DIM, H/8, W/8) of two convolutions.
+
+    It is small because a CPU emulates float16 convolutions slowly.
+    """
     width = cfg.MODEL.BACKBONE.FEAT_DIM
     return nn.Sequential(
         nn.Conv2d(cfg.INPUT.CHANNELS, 32, 5, stride=4, padding=2, bias=False),
         nn.BatchNorm2d(32),
         nn.ReLU(),
         nn.Conv2d(32, width, 3, stride=2, padding=1, bias=False),
-        Times(cfg.MODEL.BACKBONE.PLANTED),  # a norm follows: the network computes the same with any factor
+        Times(cfg.MODEL.BACKBONE.PLANTED),  # the batch norm removes the factor
         nn.BatchNorm2d(width),
         nn.ReLU(),
     )

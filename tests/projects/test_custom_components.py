@@ -1,4 +1,4 @@
-"""The example of a project with parts of its own trains, evaluates and resumes."""
+"""Example project with custom components: training, evaluation and resume."""
 
 from pathlib import Path
 
@@ -10,21 +10,21 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "projects/CustomComponents"
 
 
-def test_about_forty_lines():
+def test_example_has_at_most_45_lines():
     lines = (FOLDER / "train_net.py").read_text().splitlines()
     assert sum(bool(line.strip()) for line in lines) <= 45
 
 
 def run(root, output, *argv):
     options = tiny.tiny_options(output, "SOLVER.MAX_EPOCH", "1", "INPUT.SIZE_TRAIN", "(64, 32)")
-    # What the project's own YAML says of the model stays.
+    # The model comes from the project's YAML file.
     pairs = [(k, v) for k, v in zip(options[::2], options[1::2], strict=True) if not k.startswith("MODEL.")]
     words = [word for pair in pairs for word in pair]
     words = (*argv, "--config-file", FOLDER / "demo.yml", "MODEL.DEVICE", "cpu", *words)
     return preloaded.run(FOLDER / "train_net.py", *words, FASTAMP_DATASETS=str(root))
 
 
-def test_it_trains_with_its_parts(demo_root, tmp_path):
+def test_training_and_resume_with_custom_components(demo_root, tmp_path):
     process = run(demo_root, tmp_path)
     assert process.returncode == 0, process.stderr
     assert "loss_norm" in process.stdout and "epoch 0: 6 optimizer steps taken" in process.stdout
@@ -36,6 +36,6 @@ def test_it_trains_with_its_parts(demo_root, tmp_path):
     assert run(demo_root, tmp_path, "--resume").returncode == 0
 
 
-def test_its_key_is_checked_like_any_other(demo_root, tmp_path):
+def test_eval_only_without_weights_is_an_error(demo_root, tmp_path):
     process = run(demo_root, tmp_path, "--eval-only")
-    assert process.returncode == 2 and "needs weights" in process.stderr
+    assert process.returncode == 2 and "MODEL.WEIGHTS" in process.stderr

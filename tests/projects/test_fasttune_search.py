@@ -1,4 +1,4 @@
-"""FastTune as a command: searches run to the end, on identities held out, and leave what train_net.py takes."""
+"""FastTune command line: searches, their results, failures and resume."""
 
 import csv
 import json
@@ -32,8 +32,8 @@ SOLVER.WARMUP_ITERS: {quniform: [0, 12, 4]}
 IDENTITIES: {randint: [2, 4]}
 DATALOADER.NUM_INSTANCE: {choice: [2, 4]}
 """
-# A module that is imported once, here and in each of Ray's processes; and a part that breaks under one value, and
-# writes down with how many threads it computes.
+# The plugin imports tiny once per process, and registers a backbone that raises for one learning rate and records the
+# number of threads.
 PARTS = f"""
 import os
 import sys
@@ -47,7 +47,7 @@ def build_fragile_backbone(cfg):
     with Path(__file__).with_name("threads.txt").open("a") as file:
         file.write(f"{{os.getpid()}} {{torch.get_num_threads()}}\\n")
     if cfg.SOLVER.BASE_LR == 0.5:
-        raise RuntimeError("this part is broken")
+        raise RuntimeError("broken backbone")
     return tiny.build_tiny_backbone(cfg)
 
 if "build_fragile_backbone" not in BACKBONE_REGISTRY:
@@ -97,7 +97,7 @@ def trials(output):
         ("--srch-algo", "bohb"),
     ],
 )
-def test_searches_run_to_the_end(demo, tmp_path, capfd, flags):
+def test_search_with_each_algorithm_and_scheduler(demo, tmp_path, capfd, flags):
     if "bohb" in flags:
         pytest.importorskip("hpbandster", reason="the extra bohb is not installed")
     data, name = own_images(tmp_path)
@@ -110,11 +110,11 @@ def test_searches_run_to_the_end(demo, tmp_path, capfd, flags):
     for row in rows:
         assert float(row["score"]) == pytest.approx((float(row["mAP"]) + float(row["Rank-1"])) / 2)
         assert float(row["images_per_second"]) > 0 and float(row["peak_memory_mb"]) > 0 and row["skipped_steps"]
-    # Some were stopped, none before warm-up ends: 78 images make 6 batches of 12 at the fewest, 12 steps are 2 epochs.
+    # Some trials are stopped, but none before warm-up ends: 78 images are at least 6 batches, so 12 steps are 2 epochs.
     assert max(int(row["epochs"]) for row in rows) == 4 and min(int(row["epochs"]) for row in rows) == 2
     log = (output / "log.txt").read_text()
-    assert all(text in log for text in ("disk: ", "trial 6 of 6", "best so far", "left", "| stage", "the winner"))
-    # Of the trials' weights the winner's are left, and they know the data under its own name.
+    assert all(text in log for text in ("disk space", "trial 6 of 6", "best so far", "left", "| stage", "winner"))
+    # Only the weights of the winner are kept; their config has the original dataset names.
     best = output / "search" / rows[0]["trial"] / "run/model_best.pth"
     assert list(output.rglob("*.pth")) == [best]
     predictor = Predictor(best)
@@ -127,30 +127,30 @@ def test_searches_run_to_the_end(demo, tmp_path, capfd, flags):
     assert int(rows[0]["IDENTITIES"]) * best.DATALOADER.NUM_INSTANCE == best.SOLVER.IMS_PER_BATCH
     assert best.DATASETS.NAMES == best.DATASETS.TESTS == (name,) and best.SOLVER.AMP.DTYPE == "bfloat16"
 
-    if "asha" not in flags:  # as if it had been killed
+    if "asha" not in flags:  # simulate a killed search
         (output / "search/outcomes.json").unlink()
         code, _, captured = run(tmp_path, capfd, *flags, "--resume", opts=data)
         assert code == 2 and "cannot be resumed" in captured.err
 
 
-def test_a_trial_that_fails_or_crashes_does_not_end_the_others(demo, tmp_path, capfd):
+def test_failed_trials_do_not_affect_other_trials(demo, tmp_path, capfd):
     space = "SOLVER.BASE_LR: {choice: [1e-2, 1e+30, 0.5]}"
     options = ["SOLVER.WARMUP_ITERS", "0", "MODEL.BACKBONE.NAME", "build_fragile_backbone"]
-    # With this seed two trials are good, one breaks and one fails.
+    # With this seed, two trials succeed, one crashes and one fails.
     flags = ["--srch-algo", "random", "--scheduler", "none", "--seed", "11", "--num-trials", "4"]
     code, output, captured = run(tmp_path, capfd, *flags, space=space, opts=options)
     assert code == 0, captured.err
     rows = trials(output)
     kinds = Counter(
-        "good" if not row["failure"] else "crash" if "this part is broken" in row["failure"] else "failure"
+        "success" if not row["failure"] else "crash" if "broken backbone" in row["failure"] else "failure"
         for row in rows
     )
-    assert kinds == {"good": 2, "crash": 1, "failure": 1}
+    assert kinds == {"success": 2, "crash": 1, "failure": 1}
     assert "2 of 4 trials failed" in captured.out
-    good = [row for row in rows if not row["failure"]]
-    assert rows[: len(good)] == good  # those that failed are the worst
-    # Trials of the same values are the same training, whatever failed beside them.
-    assert len({row["score"] for row in good}) == 1 and {row["SOLVER.BASE_LR"] for row in good} == {"0.01"}
+    successful = [row for row in rows if not row["failure"]]
+    assert rows[: len(successful)] == successful  # failed trials are ranked last
+    # Trials with the same values are identical, regardless of failures of other trials.
+    assert len({row["score"] for row in successful}) == 1 and {row["SOLVER.BASE_LR"] for row in successful} == {"0.01"}
 
     again = ["--plugin", str(tmp_path / "plugin.py"), "--config-file", str(output / "best_config.yaml")]
     assert train_net.cli([*again, "OUTPUT_DIR", str(tmp_path / "again")]) == 0
@@ -158,7 +158,7 @@ def test_a_trial_that_fails_or_crashes_does_not_end_the_others(demo, tmp_path, c
     assert rows[-1]["Demo/mAP"] > 0
 
 
-def test_when_all_fail_the_exit_code_says_so(demo, tmp_path, capfd):
+def test_exit_code_is_1_if_all_trials_fail(demo, tmp_path, capfd):
     space = "SOLVER.BASE_LR: {choice: [1e+30]}"
     code, output, _ = run(
         tmp_path, capfd, "--srch-algo", "random", "--num-trials", "2", space=space, opts=["SOLVER.WARMUP_ITERS", "0"]
@@ -166,8 +166,8 @@ def test_when_all_fail_the_exit_code_says_so(demo, tmp_path, capfd):
     assert code == 1 and not (output / "best_config.yaml").exists() and len(trials(output)) == 2
 
 
-# The README's own command, but for its numbers.
-def test_population_based_training_exploits_and_loses_none(demo, tmp_path, capfd):
+# The command of the README with smaller numbers.
+def test_population_based_training_copies_checkpoints_and_keeps_all_trials(demo, tmp_path, capfd):
     space = """
     lr: {loguniform: [1e-5, 1e-1]}
     wd: {loguniform: [1e-6, 1e-1]}
@@ -183,23 +183,23 @@ def test_population_based_training_exploits_and_loses_none(demo, tmp_path, capfd
     assert list(output.glob("search/pbt_policy_*.txt")), "no trial continued from another"
     assert all(1e-5 <= float(row["SOLVER.BASE_LR"]) <= 1e-1 for row in rows)
     log, parents = (output / "log.txt").read_text(), []
-    for row in rows:  # four trials on two cores take turns
+    for row in rows:  # four trials share two cores
         told = reports(output / "search" / row["trial"] / "run/reports.jsonl")
         assert [report["epoch"] for report in told] == [1, 2, 3, 4]
         own = [each["score"] for each in told if each["values"]["SOLVER.BASE_LR"] == float(row["SOLVER.BASE_LR"])]
         assert float(row["score"]) == max(own)
         parents += [report["parent"] for report in told if "parent" in report]
-        # The line of a trial has its own scores, whichever trial's end it took over.
+        # The log line of a trial has its own scores, even if it was copied from another trial.
         line = next(line for line in log.splitlines() if f"({row['trial'].removeprefix('trial_')}): epoch" in line)
-        assert f"last score {told[-1]['score']:.2f}, best with its last values {max(own):.2f}" in line
+        assert f"{told[-1]['score']:.2f}" in line and f"{max(own):.2f}" in line
     assert parents and all(f"trial_{name}" in {row["trial"] for row in rows} for _, name in parents)
-    # The winner's file has the weights that its score is of.
+    # model_best.pth of the winner has the weights of its score.
     best = torch.load(output / "search" / rows[0]["trial"] / "run/model_best.pth", weights_only=True)
     bests = [state["best"] for state in best["trainer"]["hooks"].values() if "best" in (state or {})]
     assert bests == [float(rows[0]["score"])]
     with (output / "final.csv").open() as file:
         assert [row["failure"] for row in csv.DictReader(file)] == [""] * 4
-    # No trial kept what it needs no more; each of the last trainings keeps its weights.
+    # Finished trials keep no checkpoints, except for the winner's weights; final trainings keep their weights.
     kept = Counter(file.relative_to(output).parts[0] for file in output.rglob("*.pth"))
     assert kept["search"] == kept["refine"] == 1 and kept["default"] == 2
 
@@ -210,12 +210,12 @@ def test_population_based_training_ends_when_all_trials_fail(demo, tmp_path):
     words = arguments(tmp_path, *flags, space=space, opts=["SOLVER.WARMUP_ITERS", "0"])
     done = subprocess.run([sys.executable, str(TUNE_NET), *words], capture_output=True, text=True, timeout=240)
     assert done.returncode == 1, done.stderr
-    assert "no trial came to an evaluation" in done.stdout
+    assert "no trial was evaluated" in done.stdout
     assert [bool(row["failure"]) for row in trials(tmp_path / "search")] == [True] * 3
 
 
-def test_no_trial_waits_for_one_that_ended(demo, tmp_path):
-    """The population is perturbed without it, when it is the last that the others wait for, and ever after."""
+def test_pbt_does_not_wait_for_ended_trials(demo, tmp_path):
+    """The population is perturbed without the ended trial, immediately if the others are waiting for it."""
     tune = pytest.importorskip("ray.tune")
     from autotuner.algorithms import ray_space, scheduler
     from autotuner.search import start_ray
@@ -233,7 +233,7 @@ def test_no_trial_waits_for_one_that_ended(demo, tmp_path):
                 began = int((Path(folder) / "round").read_text())
         for now in range(began + 1, 5):
             if number == 2 and now == 2:
-                # The last to arrive: the others have reported their second round.
+                # End after all other trials have reported their second round.
                 while not all(tmp_path.joinpath(f"{other}-2").exists() for other in (0, 1, 3)):
                     time.sleep(0.1)
                 time.sleep(1)
@@ -260,25 +260,25 @@ def test_no_trial_waits_for_one_that_ended(demo, tmp_path):
     assert list(tmp_path.glob("ray/search/pbt_policy_*.txt")), "no trial continued from another"
 
 
-def test_refines_and_compares_the_winner_with_the_recipe(demo, tmp_path, capfd):
+def test_refine_stage_and_comparison_with_the_recipe(demo, tmp_path, capfd):
     flags = ["--num-trials", "2", "--then-refine", "1", "--train-best", "--seeds", "2"]
     code, output, captured = run(tmp_path, capfd, *flags, opts=["SEED", "5"])
     assert code == 0, captured.err
     rows = trials(output)
     assert Counter(row["stage"] for row in rows) == {"search": 2, "refine": 1}
-    wide = max((row for row in rows if row["stage"] == "search"), key=lambda row: float(row["score"]))
+    first_stage = max((row for row in rows if row["stage"] == "search"), key=lambda row: float(row["score"]))
     for row in rows:
         if row["stage"] == "refine":
             assert (
-                0.5 < float(row["SOLVER.BASE_LR"]) / float(wide["SOLVER.BASE_LR"]) * 1.6 < 5.2
+                0.5 < float(row["SOLVER.BASE_LR"]) / float(first_stage["SOLVER.BASE_LR"]) * 1.6 < 5.2
             )  # a third of 1000, in log
-            assert row["SOLVER.OPT"] == wide["SOLVER.OPT"]
+            assert row["SOLVER.OPT"] == first_stage["SOLVER.OPT"]
     with (output / "final.csv").open() as file:
         final = list(csv.DictReader(file))
     assert [(row["recipe"], row["seed"]) for row in final] == [
         (recipe, seed) for recipe in ("default", "best") for seed in ("5", "6")
     ]
-    # What is compared is what train_net.py gives on as many cores as a trial has.
+    # The comparison is reproducible with train_net.py on the same number of cores.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     options = ["OUTPUT_DIR", str(tmp_path / "again"), "SEED", "6"]
@@ -289,19 +289,19 @@ def test_refines_and_compares_the_winner_with_the_recipe(demo, tmp_path, capfd):
     assert float(final[3]["mAP"]) == last["Demo/mAP"]
     assert "| default" in captured.out and "mAP mean" in captured.out and "+/-" in captured.out
 
-    # All of it is there already: nothing is trained again, and another search is refused.
+    # A second run trains nothing; other settings are an error.
     code, _, captured = run(tmp_path, capfd, *flags, "--resume", opts=["SEED", "5"])
     assert code == 0 and "mAP mean" in captured.out and "trial 1 of" not in captured.out
     for changed, message in (
-        (["--resume", "--seed", "7"], "--seed was 0 and is 7"),
-        (["--resume", "--num-trials", "4"], "--num-trials was 2 and is 4"),
-        ([], "holds a search already"),
+        (["--resume", "--seed", "7"], "--seed"),
+        (["--resume", "--num-trials", "4"], "--num-trials"),
+        ([], "--resume"),
     ):
         code, _, captured = run(tmp_path, capfd, *flags, *changed, opts=["SEED", "5"])
         assert code == 2 and message in captured.err
 
 
-def test_a_moved_search_folder_keeps_the_rungs_of_asha(tmp_path):
+def test_asha_restores_rungs_after_the_search_folder_was_moved(tmp_path):
     pytest.importorskip("ray.tune")
     from autotuner.algorithms import scheduler
     from autotuner.space import Space
@@ -325,7 +325,7 @@ def test_a_moved_search_folder_keeps_the_rungs_of_asha(tmp_path):
     assert rung[1] == {"0": 0.0, "1": 1.0, "2": 2.0}
 
 
-def test_outcomes_of_a_moved_search_folder_name_the_new_path(tmp_path):
+def test_outcomes_have_the_new_path_after_the_search_folder_was_moved(tmp_path):
     outcome = {
         "stage": "search",
         "name": "trial_1",
@@ -340,12 +340,12 @@ def test_outcomes_of_a_moved_search_folder_name_the_new_path(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["killed", "SIGTERM"])
-def test_an_interrupted_search_keeps_its_results_and_continues(demo, tmp_path, how):
+def test_interrupted_search_keeps_results_and_resumes(demo, tmp_path, how):
     options = ["SOLVER.MAX_EPOCH", "6", "SOLVER.STEPS", "(5,)", "MODEL.BACKBONE.NAME", "build_fragile_backbone"]
     flags = ["--srch-algo", "optuna", "--seed", "1", "--max-concurrent", "2"]
     words = [sys.executable, str(TUNE_NET), *arguments(tmp_path, *flags, opts=options)]
     output = tmp_path / "search"
-    # The signal reaches Ray's processes too, as when a cluster takes a machine back.
+    # The signal is also sent to Ray's processes, as when a cluster preempts a machine.
     process = subprocess.Popen(
         words,
         stdout=subprocess.PIPE,
@@ -358,7 +358,7 @@ def test_an_interrupted_search_keeps_its_results_and_continues(demo, tmp_path, h
         if "trial 2 of 6" in line:
             break
     before = {}
-    while not before:  # a third trial is on its way
+    while not before:  # until a third trial is running
         before = {
             file.parent.parent.name: reports(file)
             for file in output.glob("search/trial_*/run/reports.jsonl")
@@ -370,8 +370,8 @@ def test_an_interrupted_search_keeps_its_results_and_continues(demo, tmp_path, h
         process.kill()
     else:
         os.killpg(process.pid, signal.SIGTERM)
-    said, _ = process.communicate(timeout=240)
-    assert process.returncode == (-signal.SIGKILL if how == "killed" else 128 + signal.SIGTERM), said
+    output_text, _ = process.communicate(timeout=240)
+    assert process.returncode == (-signal.SIGKILL if how == "killed" else 128 + signal.SIGTERM), output_text
     assert len(trials(output)) >= 2 and all(row["score"] for row in trials(output))
     best = get_cfg()
     best.merge_from_file(str(output / "best_config.yaml"))
@@ -394,7 +394,7 @@ def test_an_interrupted_search_keeps_its_results_and_continues(demo, tmp_path, h
         epochs = [report["epoch"] for report in reports(output / "search" / row["trial"] / "run/reports.jsonl")]
         assert epochs == list(range(1, len(epochs) + 1)), "an epoch was repeated or is missing"
     assert "trial 1 of 6" not in again.stdout and "trial 6 of 6" in again.stdout
-    # A trial has one CPU, whatever the caller's OMP_NUM_THREADS is.
+    # A trial has one thread per CPU, independent of OMP_NUM_THREADS.
     threads = dict(line.split() for line in (tmp_path / "threads.txt").read_text().splitlines())
     assert threads.pop(str(process.pid)) == "2" and len(threads) > 3 and set(threads.values()) == {"1"}
 
@@ -403,13 +403,13 @@ def reports(file):
     return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
 
 
-def test_a_running_cluster_takes_the_trials_and_loses_a_node(demo, tmp_path):
+def test_search_on_a_cluster_that_loses_a_node(demo, tmp_path):
     ray = pytest.importorskip("ray")
-    ray.shutdown()  # this process's own would be found
+    ray.shutdown()  # otherwise the Ray instance of this process would be found
     flags = ["--address", "auto", "--num-trials", "2", "--srch-algo", "random", "--scheduler", "none"]
     options = ["SOLVER.MAX_EPOCH", "12", "SOLVER.STEPS", "(8,)"]
     words = [sys.executable, str(TUNE_NET), *arguments(tmp_path, *flags, "--max-failures", "1", opts=options)]
-    # A cluster whose processes start elsewhere and know nothing of this one's variables.
+    # The cluster's processes have another working folder and environment.
     bare = {name: value for name, value in os.environ.items() if name != "FASTAMP_DATASETS"}
     start = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-cpus", "1"]
 
@@ -424,61 +424,61 @@ def test_a_running_cluster_takes_the_trials_and_loses_a_node(demo, tmp_path):
                 break
         return process, "".join(lines)
 
-    head, said = node("--head", "--port", "0", "--include-dashboard", "false")
+    head, printed = node("--head", "--port", "0", "--include-dashboard", "false")
     second = search = None
     try:
         for line in head.stdout:
-            said += line
-            if "--address=" in said:
+            printed += line
+            if "--address=" in printed:
                 break
-        second, _ = node("--address", re.search(r"--address=\W*([\d.]+:\d+)", said)[1])
+        second, _ = node("--address", re.search(r"--address=\W*([\d.]+:\d+)", printed)[1])
         search = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         trained = []
-        while len(trained) < 2:  # one on each node
+        while len(trained) < 2:  # until one trial runs on each node
             trained = [file for file in tmp_path.glob("search/search/trial_*/run/reports.jsonl") if reports(file)]
             assert search.poll() is None, search.communicate()[0]
-        whole = subprocess.run(["ps", "-o", "pid=", "--sid", str(second.pid)], capture_output=True, text=True).stdout
-        for pid in whole.split():
+        pids = subprocess.run(["ps", "-o", "pid=", "--sid", str(second.pid)], capture_output=True, text=True).stdout
+        for pid in pids.split():
             os.kill(int(pid), signal.SIGKILL)
-        said, _ = search.communicate(timeout=240)
+        printed, _ = search.communicate(timeout=240)
     finally:
         for process in (search, second, head):
             if process is not None and process.poll() is None:
                 process.terminate()
                 process.communicate()
-    assert search.returncode == 0, said
+    assert search.returncode == 0, printed
     assert [(int(row["epochs"]), row["failure"]) for row in trials(tmp_path / "search")] == [(12, "")] * 2
     for file in trained:
         epochs = [report["epoch"] for report in reports(file)]
-        # The driver may not have noted the last report of the killed node; that epoch alone is trained again.
+        # At most the epoch whose report the driver did not receive is trained again.
         assert epochs == sorted(epochs) and len(epochs) - len(set(epochs)) <= 1, "epochs were trained again"
 
 
-def test_a_share_of_identities_that_leaves_none(demo, tmp_path, capfd):
+def test_validation_fraction_that_leaves_no_identities_is_an_error(demo, tmp_path, capfd):
     code, output, captured = run(tmp_path, capfd, opts=["TUNE.VAL_FRACTION", "0.99"])
-    assert code == 2 and "TUNE.VAL_FRACTION 0.99 of 16 identities" in captured.err
+    assert code == 2 and "TUNE.VAL_FRACTION 0.99" in captured.err
     assert not (output / "search").exists()
 
 
 @pytest.mark.parametrize(
     "flags, space, message",
     [
-        (("--pbt",), "IDENTITIES: {randint: [2, 4]}", "IDENTITIES cannot change there"),
-        (("--pbt", "--srch-algo", "optuna"), "lr: {uniform: [0.1, 1.0]}", "--srch-algo optuna would have no part"),
-        (("--srch-algo", "bohb", "--scheduler", "asha"), "lr: {uniform: [0.1, 1.0]}", "--scheduler asha has none"),
-        ((), "lr: {uniform: [-1, 1.0]}", "SOLVER.BASE_LR is -1.0"),
-        ((), "IDENTITIES: {choice: [50]}", "the training part has 13 identities"),
-        ((), "bsz: {choice: [500]}", "batches of up to 500 images, and the training part has 78"),
+        (("--pbt",), "IDENTITIES: {randint: [2, 4]}", "IDENTITIES"),
+        (("--pbt", "--srch-algo", "optuna"), "lr: {uniform: [0.1, 1.0]}", "--srch-algo optuna"),
+        (("--srch-algo", "bohb", "--scheduler", "asha"), "lr: {uniform: [0.1, 1.0]}", "--scheduler asha"),
+        ((), "lr: {uniform: [-1, 1.0]}", "SOLVER.BASE_LR"),
+        ((), "IDENTITIES: {choice: [50]}", "13 identities"),
+        ((), "bsz: {choice: [500]}", "500"),
         ((), "SOLVER.BASE_LRR: {uniform: [0.1, 1.0]}", "SOLVER.BASE_LR"),
-        (("--cpus-per-trial", "1000"), "lr: {uniform: [0.1, 1.0]}", "--cpus-per-trial 1000 is more than Ray found"),
+        (("--cpus-per-trial", "1000"), "lr: {uniform: [0.1, 1.0]}", "--cpus-per-trial"),
     ],
 )
-def test_what_is_refused_before_any_trial(demo, tmp_path, capfd, flags, space, message):
+def test_invalid_settings_are_errors_before_any_trial(demo, tmp_path, capfd, flags, space, message):
     code, output, captured = run(tmp_path, capfd, *flags, space=space)
     assert code == 2 and message in captured.err and "Traceback" not in captured.err
     assert not list(output.glob("search/trial_*"))
 
 
-def test_a_wrong_test_set_is_said_at_once(demo, tmp_path, capfd):
+def test_unknown_test_set_is_an_error_before_any_trial(demo, tmp_path, capfd):
     code, output, captured = run(tmp_path, capfd, opts=["DATASETS.TESTS", "Dmeo"])
-    assert code == 2 and "Did you mean 'Demo'?" in captured.err and not (output / "search").exists()
+    assert code == 2 and "'Demo'" in captured.err and not (output / "search").exists()

@@ -1,4 +1,4 @@
-"""FastTune's search spaces: what they draw, what they make of a config, and what they refuse."""
+"""FastTune search spaces: samples, resulting configs, and invalid spaces."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from fastamp.utils.errors import ConfigError
 
 
 def draw(parameter, random):
-    """Draw as a search algorithm does: choices and steps by number."""
+    """Sample as a search algorithm does: choices and steps by index."""
     low, high = parameter.values[0], parameter.values[-1]
     if parameter.kind == "choice":
         return parameter.decode(random.integers(len(parameter.values)))
@@ -35,7 +35,7 @@ def space_of(tmp_path, text, cfg=None):
 
 
 @pytest.mark.parametrize(
-    "kind, values, low, high, whole",
+    "kind, values, low, high, is_integer",
     [
         ("uniform", (0.5, 2.0), 0.5, 2.0, False),
         ("loguniform", (1e-6, 1e-3), 1e-6, 1e-3, False),
@@ -44,7 +44,7 @@ def space_of(tmp_path, text, cfg=None):
         ("quniform", (4, 16, 4), 4, 16, True),
     ],
 )
-def test_draws_stay_within_and_reach_the_ends(kind, values, low, high, whole):
+def test_samples_cover_the_range(kind, values, low, high, is_integer):
     parameter = Parameter("SOLVER.BASE_LR", kind, values)
     random = np.random.default_rng(0)
     drawn = [draw(parameter, random) for _ in range(2000)]
@@ -53,12 +53,12 @@ def test_draws_stay_within_and_reach_the_ends(kind, values, low, high, whole):
     spread = np.log(drawn) if kind == "loguniform" else np.array(drawn)
     ends = np.log([low, high]) if kind == "loguniform" else np.array([low, high])
     assert spread.mean() == pytest.approx(ends.mean(), abs=0.1 * (ends[1] - ends[0]))
-    if whole or kind == "quniform":
+    if is_integer or kind == "quniform":
         assert len(set(np.round(drawn, 9))) == {"randint": 3}.get(kind, 4)
-    assert not whole or all(float(value).is_integer() for value in drawn)
+    assert not is_integer or all(float(value).is_integer() for value in drawn)
 
 
-def test_every_kind_and_short_name_in_a_file(tmp_path):
+def test_file_with_all_kinds_and_short_names(tmp_path):
     space = space_of(
         tmp_path,
         """
@@ -90,7 +90,7 @@ def test_every_kind_and_short_name_in_a_file(tmp_path):
 @pytest.mark.parametrize(
     "values, batch",
     [
-        ({"SOLVER.IMS_PER_BATCH": 50}, 48),  # to the nearest that K = 4 divides
+        ({"SOLVER.IMS_PER_BATCH": 50}, 48),  # rounded to a multiple of K = 4
         ({"SOLVER.IMS_PER_BATCH": 60, "DATALOADER.NUM_INSTANCE": 16}, 64),
         ({"SOLVER.IMS_PER_BATCH": 1}, 4),
         ({"DATALOADER.NUM_INSTANCE": 3}, 63),
@@ -99,7 +99,7 @@ def test_every_kind_and_short_name_in_a_file(tmp_path):
         ({"SOLVER.BASE_LR": np.float64(0.1)}, None),
     ],
 )
-def test_every_batch_divides(tmp_path, values, batch):
+def test_batch_size_is_a_multiple_of_images_per_identity(tmp_path, values, batch):
     space = space_of(tmp_path, "lr: {uniform: [0.1, 0.2]}")
     changed = space.overrides(get_cfg(), values)
     assert changed.get("SOLVER.IMS_PER_BATCH") == batch and IDENTITIES not in changed
@@ -111,41 +111,41 @@ def test_every_batch_divides(tmp_path, values, batch):
     "text, message",
     [
         ("SOLVER.BASE_LRR: {uniform: [0.1, 0.2]}", "SOLVER.BASE_LRR.*SOLVER.BASE_LR"),
-        ("SOLVER.BASE_LR: {uniform: [-1.0, 0.2]}", "SOLVER.BASE_LR is -1.0; it must be at least 0"),
+        ("SOLVER.BASE_LR: {uniform: [-1.0, 0.2]}", "SOLVER.BASE_LR"),
         ("SOLVER.OPT: {choice: [3, [Adam]]}", "SOLVER.OPT"),
-        ("SOLVER.BASE_LR: {uniforn: [0.1, 0.2]}", "'uniforn'; choices: .*Did you mean 'uniform'"),
-        ("SOLVER.BASE_LR: {uniform: [0.2, 0.1]}", "expected low < high"),
-        ("SOLVER.BASE_LR: {uniform: [0.2]}", r"uniform needs \[low, high\]"),
-        ("SOLVER.BASE_LR: {uniform: [a, b]}", "uniform needs numbers"),
-        ("SOLVER.BASE_LR: {uniform: [.nan, 1.0]}", "expected low < high"),
-        ("SOLVER.BASE_LR: {quniform: [0.0, 1.0, 0.0]}", "step > 0"),
-        ("SOLVER.BASE_LR: {loguniform: [0, 1.0]}", "loguniform needs numbers above 0"),
-        ("SOLVER.BASE_LR: {randint: [0.5, 2]}", "randint needs whole numbers"),
-        ("SOLVER.BASE_LR: 0.1", "expected one of choice, uniform"),
-        ("SOLVER.BASE_LR: {choice: []}", "choice needs a list"),
-        ("SOLVER.WARMUP_ITERS: {uniform: [10, 20]}", "SOLVER.WARMUP_ITERS takes whole numbers.*\n.*randint"),
-        ("IDENTITIES: {randint: [0, 4]}", "IDENTITIES is 0; it must be at least 1"),
-        ("IDENTITIES: {loguniform: [1, 4]}", "IDENTITIES takes whole numbers"),
-        ("{bsz: {choice: [64]}, IDENTITIES: {randint: [4, 8]}}", "both searched"),
+        ("SOLVER.BASE_LR: {uniforn: [0.1, 0.2]}", "'uniforn'.*'uniform'"),
+        ("SOLVER.BASE_LR: {uniform: [0.2, 0.1]}", r"uniform \[0.2, 0.1\]"),
+        ("SOLVER.BASE_LR: {uniform: [0.2]}", r"\[0.2\]"),
+        ("SOLVER.BASE_LR: {uniform: [a, b]}", r"\['a', 'b'\]"),
+        ("SOLVER.BASE_LR: {uniform: [.nan, 1.0]}", r"\[nan, 1.0\]"),
+        ("SOLVER.BASE_LR: {quniform: [0.0, 1.0, 0.0]}", "step"),
+        ("SOLVER.BASE_LR: {loguniform: [0, 1.0]}", "loguniform"),
+        ("SOLVER.BASE_LR: {randint: [0.5, 2]}", "randint"),
+        ("SOLVER.BASE_LR: 0.1", "choice, uniform"),
+        ("SOLVER.BASE_LR: {choice: []}", "choice"),
+        ("SOLVER.WARMUP_ITERS: {uniform: [10, 20]}", "SOLVER.WARMUP_ITERS.*randint"),
+        ("IDENTITIES: {randint: [0, 4]}", "IDENTITIES"),
+        ("IDENTITIES: {loguniform: [1, 4]}", "IDENTITIES"),
+        ("{bsz: {choice: [64]}, IDENTITIES: {randint: [4, 8]}}", "IDENTITIES and SOLVER.IMS_PER_BATCH"),
         (
             "{lr: {uniform: [0.1, 1.0]}, SOLVER.BASE_LR: {uniform: [0.1, 1.0]}}",
-            "lr and SOLVER.BASE_LR are the same key",
+            "lr and SOLVER.BASE_LR",
         ),
-        ("", "is empty"),
+        ("", "space.yml"),
         ("[1, 2]", "space.yml"),
     ],
 )
-def test_what_is_refused(tmp_path, text, message):
+def test_invalid_space_is_an_error(tmp_path, text, message):
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         space_of(tmp_path, text)
 
 
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match="--space .*none.yml cannot be read: No such file"):
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="--space.*none.yml"):
         read_space(tmp_path / "none.yml", get_cfg())
 
 
-def test_narrowed_around_the_best(tmp_path):
+def test_narrowed_space_is_around_the_best_sample(tmp_path):
     space = Space(
         [
             Parameter("SOLVER.BASE_LR", "loguniform", (1e-6, 1e-3)),
@@ -181,7 +181,7 @@ def test_narrowed_around_the_best(tmp_path):
         ("configs/Demo/sbs_R50.yml", "sbs"),
     ],
 )
-def test_each_recipe_has_a_space(config_file, name):
+def test_default_space_of_recipes(config_file, name):
     cfg = get_cfg()
     cfg.merge_from_file(config_file)
     path = default_space(config_file)
@@ -189,15 +189,15 @@ def test_each_recipe_has_a_space(config_file, name):
     read_space(path, cfg)
 
 
-def test_a_config_without_a_space_of_its_own():
-    with pytest.raises(ConfigError, match=r"(?s)no search space is known for mine.yml.*--space FILE.*bagtricks.yml"):
+def test_config_without_a_default_space_lists_the_spaces():
+    with pytest.raises(ConfigError, match="(?s)mine.yml.*--space FILE.*bagtricks.yml"):
         default_space("mine.yml")
 
 
 @pytest.mark.parametrize(
     "period, epochs, grace", [(1, 4, 0), (1, 4, 3), (2, 9, 3), (10, 120, 10), (20, 60, 11), (5, 7, 99)]
 )
-def test_rounds_count_evaluations_after_warm_up(period, epochs, grace):
+def test_rounds_count_evaluations_after_warmup(period, epochs, grace):
     rounds = Rounds(period, epochs, grace)
     evaluations = sorted({*range(period, epochs + 1, period), epochs})
     counting = [epoch for epoch in evaluations if epoch >= min(grace, epochs) or epoch == epochs]
@@ -207,7 +207,7 @@ def test_rounds_count_evaluations_after_warm_up(period, epochs, grace):
     assert rounds.total == len(counting) >= 1
 
 
-def test_the_sample_of_the_recipe_itself(tmp_path):
+def test_sample_of_the_recipe(tmp_path):
     cfg = get_cfg()
     options = ["SOLVER.BASE_LR", 2e-3, "SOLVER.WARMUP_ITERS", 70, "SOLVER.IMS_PER_BATCH", 48, "SOLVER.AMP", "bf16"]
     cfg.merge_from_list(options)
@@ -233,21 +233,21 @@ def test_the_sample_of_the_recipe_itself(tmp_path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("SOLVER.MAX_EPOCH: {choice: [2, 4]}", "SOLVER.MAX_EPOCH cannot be searched"),
-        ("OUTPUT_DIR: {choice: [a, b]}", "OUTPUT_DIR cannot be searched"),
-        ("SOLVER.OPT: {uniform: [0, 1]}", "SOLVER.OPT is no number"),
-        ("num_inst: {choice: [0, 2]}", "DATALOADER.NUM_INSTANCE is 0"),
-        ("IDENTITIES: {choice: [2.5, 4]}", "IDENTITIES: expected"),
-        ("IDENTITIES: {choice: [null, 4]}", "IDENTITIES: expected"),
-        ("SOLVER: {BASE_LR: {uniform: [0.1, 1.0]}}", "keys are written in one piece: SOLVER.BASE_LR"),
+        ("SOLVER.MAX_EPOCH: {choice: [2, 4]}", "SOLVER.MAX_EPOCH"),
+        ("OUTPUT_DIR: {choice: [a, b]}", "OUTPUT_DIR"),
+        ("SOLVER.OPT: {uniform: [0, 1]}", "SOLVER.OPT"),
+        ("num_inst: {choice: [0, 2]}", "DATALOADER.NUM_INSTANCE"),
+        ("IDENTITIES: {choice: [2.5, 4]}", "IDENTITIES"),
+        ("IDENTITIES: {choice: [null, 4]}", "IDENTITIES"),
+        ("SOLVER: {BASE_LR: {uniform: [0.1, 1.0]}}", "SOLVER.BASE_LR"),
     ],
 )
-def test_more_that_is_refused(tmp_path, text, message):
+def test_more_invalid_spaces_are_errors(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         space_of(tmp_path, text)
 
 
-def test_numbers_in_choices_may_be_text(tmp_path):
+def test_choices_may_be_numbers_as_text(tmp_path):
     space = space_of(
         tmp_path,
         "{SOLVER.WARMUP_ITERS: {choice: [1e1, '20']}, lr: {choice: [1e-3, 2e-3]}, IDENTITIES: {choice: ['4']}}",
@@ -255,7 +255,7 @@ def test_numbers_in_choices_may_be_text(tmp_path):
     assert [parameter.values for parameter in space.parameters.values()] == [(10, 20), (1e-3, 2e-3), (4,)]
 
 
-def test_a_space_that_is_no_text(tmp_path):
+def test_space_file_that_is_not_text_is_named(tmp_path):
     (tmp_path / "space.yml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="space.yml"):
         read_space(tmp_path / "space.yml", get_cfg())

@@ -1,4 +1,4 @@
-"""A trial of FastTune: what it reports, that it goes on from its checkpoint, and how it fails."""
+"""FastTune trials: reports, resume from a checkpoint, and failures."""
 
 import io
 import json
@@ -24,7 +24,7 @@ class Reports(list):
         self.append((metrics, checkpoint.read_bytes()))
 
 
-def test_reports_each_evaluation_once(demo, tmp_path):
+def test_each_evaluation_is_reported_once(demo, tmp_path):
     reports = Reports()
     cfg = config(tmp_path / "one")
     names = register_split(cfg, 0.25, 0)
@@ -37,32 +37,32 @@ def test_reports_each_evaluation_once(demo, tmp_path):
         assert metrics["skipped_steps"] == 0
 
 
-def test_goes_on_from_a_checkpoint_with_another_learning_rate(demo, tmp_path):
-    whole, rest = Reports(), Reports()
-    run_trial(config(tmp_path / "whole"), whole)
+def test_resume_from_checkpoint_with_another_learning_rate(demo, tmp_path):
+    full, rest = Reports(), Reports()
+    run_trial(config(tmp_path / "full"), full)
     path = tmp_path / "middle.pth"
-    path.write_bytes(whole[0][1])
+    path.write_bytes(full[0][1])
     run_trial(config(tmp_path / "rest"), rest, checkpoint=path)
     assert [metrics["epoch"] for metrics, _ in rest] == [4]
-    assert rest[0][0]["mAP"] == whole[1][0]["mAP"]
+    assert rest[0][0]["mAP"] == full[1][0]["mAP"]
     run_trial(config(tmp_path / "other", "SOLVER.BASE_LR", "1e-5"), rest, checkpoint=path)
     rows = [json.loads(line) for line in (tmp_path / "other/metrics.json").read_text().splitlines()]
     assert 0 < rows[-2]["lr"] <= 1e-5
 
 
-def test_a_precision_that_fails_is_no_crash(demo, tmp_path):
+def test_precision_failure_is_returned_as_one_line(demo, tmp_path):
     reports = Reports()
     cfg = config(tmp_path / "bad", "SOLVER.BASE_LR", "1e30", "SOLVER.AMP", "off", "SOLVER.WARMUP_ITERS", "0")
     failure = run_trial(cfg, reports)
     assert failure and "\n" not in failure and len(reports) == 0
 
 
-def test_with_other_values_the_best_is_judged_anew(demo, tmp_path):
-    whole, rest = Reports(), Reports()
-    run_trial(config(tmp_path / "whole"), whole)
-    middle = torch.load(io.BytesIO(whole[0][1]), weights_only=True)
+def test_best_score_is_reset_if_values_change(demo, tmp_path):
+    full, rest = Reports(), Reports()
+    run_trial(config(tmp_path / "full"), full)
+    middle = torch.load(io.BytesIO(full[0][1]), weights_only=True)
     path = tmp_path / "middle.pth"
-    path.write_bytes(whole[0][1])
+    path.write_bytes(full[0][1])
     assert "best" in str(middle)
     folder = tmp_path / "rest"
     run_trial(config(folder, "SOLVER.BASE_LR", "1e-8"), rest, checkpoint=path, with_other_values=True)

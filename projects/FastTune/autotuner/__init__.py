@@ -1,1 +1,1 @@
-"""FastTune's parts: what is drawn, the trials, the search over Ray, and its results."""
+"""FastTune: search spaces, trials, the search on Ray Tune, and its results."""

@@ -1,4 +1,4 @@
-"""Ray Tune's side of a search: its domains, its search algorithms and its schedulers."""
+"""Ray Tune domains, search algorithms and schedulers."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ from autotuner.trial import read_reports, run_dir
 from autotuner.tune_hooks import ROUND
 from fastamp.utils.errors import ConfigError
 
-# What each search algorithm needs beside Ray, and what is to be known about it.
+# Algorithm -> packages besides Ray, the extra that installs them, and a note for the error message.
 _PACKAGES = {
     "hyperopt": (("hyperopt",), "tune", ""),
     "optuna": (("optuna",), "tune", ""),
     "bohb": (
         ("hpbandster", "ConfigSpace"),
         "bohb",
-        "\n  note: hpbandster is no longer maintained, and netifaces, which it needs, is compiled as it is installed: "
-        "a C compiler and Python's headers must be there. --srch-algo optuna --scheduler hyperband is near to it",
+        "\n  note: hpbandster is no longer maintained, and installing its dependency netifaces needs a C compiler and "
+        "Python headers. --srch-algo optuna --scheduler hyperband is similar",
     ),
 }
 
@@ -37,10 +37,10 @@ class ResumedASHA(schedulers.ASHAScheduler):
 
 
 class PopulationBasedTraining(schedulers.PopulationBasedTraining):
-    """Synchronous population based training in which no trial waits for one that has failed.
+    """Synchronous population based training that removes failed trials from the population.
 
-    Ray's perturbs the population when the last trial reports a round. A trial that ends early never does, and the
-    others would wait forever; it must not be a member of the population any more.
+    Ray perturbs the population when the last trial reports a round. A trial that ends early never reports, so the
+    other trials would wait forever.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -55,18 +55,18 @@ class PopulationBasedTraining(schedulers.PopulationBasedTraining):
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict) -> None:
         super().on_trial_complete(tune_controller, trial, result)
-        self._leave(tune_controller, trial)
+        self._remove(tune_controller, trial)
 
     def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
         super().on_trial_error(tune_controller, trial)
-        self._leave(tune_controller, trial)
+        self._remove(tune_controller, trial)
 
     def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
         super().on_trial_remove(tune_controller, trial)
-        self._leave(tune_controller, trial)
+        self._remove(tune_controller, trial)
 
-    def _leave(self, tune_controller: Any, trial: Any) -> None:
-        """Exclude a trial; perturb the population where all others have been waiting for it."""
+    def _remove(self, tune_controller: Any, trial: Any) -> None:
+        """Remove a trial from the population; perturb the population if all other trials are waiting for it."""
         self._ended.add(trial)
         others = [each for each in tune_controller.get_trials() if each not in self._ended and not each.is_finished()]
         states = [self._trial_state[each] for each in others]
@@ -75,12 +75,15 @@ class PopulationBasedTraining(schedulers.PopulationBasedTraining):
 
 
 def ray_space(space: Space, algorithm: str) -> dict[str, Any]:
-    """Return Ray's domains; choices and steps go by number, so that any value and any algorithm goes."""
+    """Return the Ray Tune domain of each key.
+
+    Choices and steps are represented by their index, which every algorithm supports for values of any type.
+    """
     domains = {}
     for key, each in space.parameters.items():
         if each.kind == "choice":
-            places = list(range(len(each.values)))
-            domains[key] = ray.tune.grid_search(places) if algorithm == "grid" else ray.tune.choice(places)
+            indices = list(range(len(each.values)))
+            domains[key] = ray.tune.grid_search(indices) if algorithm == "grid" else ray.tune.choice(indices)
         elif each.kind == "quniform":
             domains[key] = ray.tune.randint(0, each.steps + 1)
         else:
@@ -89,17 +92,17 @@ def ray_space(space: Space, algorithm: str) -> dict[str, Any]:
 
 
 def search_algorithm(algorithm: str, *, trials: int, seed: int, first: list[dict[str, Any]]) -> Any:
-    """Return what draws the values.
+    """Build the Ray Tune search algorithm.
 
     Args:
-        algorithm: ``"hyperopt"`` and ``"optuna"`` are tree-structured Parzen estimators (Bergstra et al. 2011),
-            ``"bohb"`` Falkner et al. 2018, arXiv:1807.01774; ``"random"`` and ``"grid"`` need no more than Ray.
-        trials: how many there will be.
-        seed: of the draws.
-        first: samples to begin with.
+        algorithm: ``"hyperopt"`` or ``"optuna"`` (tree-structured Parzen estimators, Bergstra et al. 2011), ``"bohb"``
+            (Falkner et al. 2018, arXiv:1807.01774), ``"random"`` or ``"grid"``; the last two only need Ray.
+        trials: number of trials.
+        seed: seed of the sampling.
+        first: samples to evaluate first.
 
     Raises:
-        ConfigError: its package is not installed.
+        ConfigError: a package of the algorithm is not installed.
     """
     if algorithm in _PACKAGES:
         check_installed(algorithm)
@@ -121,25 +124,26 @@ def search_algorithm(algorithm: str, *, trials: int, seed: int, first: list[dict
 
 
 def check_installed(algorithm: str) -> None:
-    """Raise ConfigError unless a search algorithm's packages can be imported."""
+    """Raise ConfigError if a package of the search algorithm cannot be imported."""
     packages, extra, note = _PACKAGES.get(algorithm, ((), "", ""))
     try:
         for package in packages:
             __import__(package)
     except ImportError as error:
         raise ConfigError(
-            f'--srch-algo {algorithm} needs {" and ".join(packages)}: pip install "fastamp[{extra}]"{note}'
+            f"--srch-algo {algorithm} needs {' and '.join(packages)}: not installed.\n"
+            f'  fix: pip install "fastamp[{extra}]"{note}'
         ) from error
 
 
 def scheduler(name: str, *, rounds: int, space: Space, algorithm: str) -> Any:
-    """Return what stops or changes trials.
+    """Build the Ray Tune scheduler.
 
     Args:
         name: ``"asha"``, ``"hyperband"`` (Li et al. 2018, arXiv:1603.06560), ``"pbt"`` or ``"none"``.
-        rounds: evaluations of a whole trial that count, see ``tune_hooks.Rounds``.
-        space: what ``"pbt"`` changes.
-        algorithm: ``"bohb"`` has a HyperBand of its own.
+        rounds: number of counted evaluations of a full trial, see ``tune_hooks.Rounds``.
+        space: search space; ``"pbt"`` perturbs its keys.
+        algorithm: search algorithm; ``"bohb"`` requires Ray's HyperBandForBOHB.
     """
     if name == "asha":
         return ResumedASHA(time_attr=ROUND, max_t=rounds, grace_period=1, reduction_factor=3)
@@ -147,18 +151,18 @@ def scheduler(name: str, *, rounds: int, space: Space, algorithm: str) -> Any:
         kind = schedulers.HyperBandForBOHB if algorithm == "bohb" else schedulers.HyperBandScheduler
         return kind(time_attr=ROUND, max_t=rounds, reduction_factor=3)
     if name == "pbt":
-        # Synchronous: otherwise, where trials take turns, one may continue from the same checkpoint again and again.
+        # Asynchronous PBT may exploit the same checkpoint repeatedly when trials run in turns.
         return PopulationBasedTraining(
             time_attr=ROUND,
             perturbation_interval=1,
             hyperparam_mutations=_mutations(space),
-            custom_explore_fn=_within(space),
+            custom_explore_fn=_clamp_fn(space),
         )
     return schedulers.FIFOScheduler()
 
 
 def _mutations(space: Space) -> dict[str, Any]:
-    """Return Ray's domains, places of choices and steps as lists whose neighbours are near."""
+    """Return Ray Tune domains with choices and steps as ordered lists, so that PBT moves to adjacent values."""
     domains = ray_space(space, "random")
     for key, each in space.parameters.items():
         if each.kind == "choice":
@@ -169,14 +173,14 @@ def _mutations(space: Space) -> dict[str, Any]:
     return domains
 
 
-def _within(space: Space) -> Any:
-    """Return a function that puts a changed sample back into its ranges."""
+def _clamp_fn(space: Space) -> Any:
+    """Return a function that clamps a perturbed sample to the ranges of the space."""
     bounds = {key: each.values for key, each in space.parameters.items() if each.kind in ("uniform", "loguniform")}
 
-    def put_back(sample: dict[str, Any]) -> dict[str, Any]:
+    def clamp(sample: dict[str, Any]) -> dict[str, Any]:
         return {
             key: min(max(value, bounds[key][0]), bounds[key][1]) if key in bounds else value
             for key, value in sample.items()
         }
 
-    return put_back
+    return clamp

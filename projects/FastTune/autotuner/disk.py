@@ -1,4 +1,4 @@
-"""Disk space that a search needs."""
+"""Estimate the disk space of a search."""
 
 import logging
 import shutil
@@ -17,11 +17,11 @@ _GB = 1e9
 
 
 def trial_bytes(cfg: CfgNode, identities: int) -> tuple[int, int]:
-    """Return the size in bytes of a trial's checkpoint, and of its weights alone.
+    """Return the size in bytes of a trial's checkpoint and of its weights.
 
     Args:
-        cfg: of the trial; its model is built once, with random weights.
-        identities: of the training part.
+        cfg: config of the trial; its model is built once with random weights.
+        identities: number of identities in the training part.
     """
     cfg = cfg.with_values(
         {"MODEL.HEADS.NUM_CLASSES": identities, "MODEL.BACKBONE.PRETRAIN": False, "MODEL.DEVICE": "cpu"}
@@ -33,7 +33,7 @@ def trial_bytes(cfg: CfgNode, identities: int) -> tuple[int, int]:
 
 
 def _state_per_weight(optimizer: torch.optim.Optimizer) -> float:
-    """Return how many numbers an optimizer keeps for each weight, e.g. 2 for Adam."""
+    """Return the number of optimizer state values per weight, e.g. 2 for Adam."""
     parameter = max((p for group in optimizer.param_groups for p in group["params"]), key=torch.Tensor.numel)
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -42,31 +42,31 @@ def _state_per_weight(optimizer: torch.optim.Optimizer) -> float:
 
 
 def check_disk(search: Search, identities: int, *, concurrent: int) -> None:
-    """Log how much space the search will need at most.
+    """Log the maximum disk space that the search needs.
 
-    A trial keeps one checkpoint, in population based training two, and its best weights, until it has lost.
+    A trial keeps one checkpoint (two in population based training) and its best weights until it has lost.
 
     Args:
-        search: not yet begun.
-        identities: of the training part.
-        concurrent: trials at once.
+        search: a search that has not started.
+        identities: number of identities in the training part.
+        concurrent: number of concurrent trials.
 
     Raises:
-        ConfigError: there is less space in OUTPUT_DIR.
+        ConfigError: OUTPUT_DIR has less free space.
     """
     checkpoint, weights = trial_bytes(search.cfg, identities)
-    waits = search.scheduler in ("pbt", "hyperband")  # paused trials keep their files
-    alive = search.trials if waits else min(concurrent, search.trials)
+    keeps_paused = search.scheduler in ("pbt", "hyperband")  # paused trials keep their files
+    alive = search.trials if keeps_paused else min(concurrent, search.trials)
     kept = 2 if search.scheduler == "pbt" else 1
-    # A file is written whole before it replaces the one before.
+    # A new file is complete before it replaces the old one.
     needed = alive * (kept * checkpoint + weights) + min(concurrent, search.trials) * checkpoint + weights
     free = shutil.disk_usage(search.folder.parent).free
     message = (
-        f"disk: the trials need up to {needed / _GB:.3g} GB at once ({alive} x {kept} checkpoints of "
+        f"disk space: the trials need up to {needed / _GB:.3g} GB ({alive} x {kept} checkpoints of "
         f"{checkpoint / _GB:.3g} GB, and weights); {free / _GB:.3g} GB are free in {Path(search.folder).parent}"
     )
     if needed > free:
         raise ConfigError(
-            f"{message}.\n  fix: set OUTPUT_DIR on another disk, or lower --max-concurrent or --num-trials"
+            f"{message}.\n  fix: set OUTPUT_DIR to a folder on another disk, or lower --max-concurrent or --num-trials"
         )
     logger.info("%s", message)

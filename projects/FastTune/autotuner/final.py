@@ -1,4 +1,4 @@
-"""What a search was worth: its winner and the recipe that it began with, each trained with several seeds."""
+"""Comparison of the winner with the original recipe, each trained with several seeds."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -19,16 +19,18 @@ METRICS = ("mAP", "Rank-1")
 def train_recipes(
     recipes: Mapping[str, tuple[str, CfgNode]], seeds: int, search: Search, *, resume: bool = False
 ) -> dict[str, list[Outcome]]:
-    """Train each recipe with several seeds on all training identities; evaluate each once, at its end, on the test set.
+    """Train each recipe with several seeds on all training identities.
+
+    Each training is evaluated once, at its end, on the test set.
 
     Args:
-        recipes: name -> folder beside the search's, and config.
-        seeds: how many, from the config's SEED on.
-        search: whose resources, OUTPUT_DIR's folder and parts are used.
-        resume: go on with what was begun.
+        recipes: name -> (folder next to the search folder, config).
+        seeds: number of seeds, starting at the config's SEED.
+        search: provides the resources, the parent folder and the plugin.
+        resume: continue trainings that were interrupted.
 
     Returns:
-        Name -> what came of each training, those that failed without metrics.
+        Name -> outcome of each training; failed trainings have no metrics.
     """
     results = {}
     for name, (folder, cfg) in recipes.items():
@@ -51,10 +53,10 @@ def train_recipes(
 
 
 def write_final(results: Mapping[str, Sequence[Outcome]], path: Path) -> Path:
-    """Write one line for each training, a CSV file.
+    """Write one row per training to a CSV file.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     with writing(path), path.open("w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file)
@@ -68,7 +70,7 @@ def write_final(results: Mapping[str, Sequence[Outcome]], path: Path) -> Path:
 
 
 def final_table(results: Mapping[str, Sequence[Outcome]]) -> str:
-    """Return mean, standard deviation (of a sample) and range of each recipe's metrics over the seeds."""
+    """Format mean, sample standard deviation and range of each recipe's metrics over the seeds as a table."""
     rows = []
     for name, outcomes in results.items():
         trained = [each.metrics for each in outcomes if each.metrics]

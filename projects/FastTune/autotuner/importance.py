@@ -1,4 +1,4 @@
-"""How much of the differences in score each key of a search explains."""
+"""Importance of each key of a search: the fraction of the score variance that it explains."""
 
 from collections.abc import Sequence
 
@@ -12,18 +12,18 @@ _BINS = 3
 
 
 def importances(outcomes: Sequence[Outcome], space: Space) -> dict[str, float]:
-    """Return each key's importance in 0..1, the most important first; empty for fewer than six scores.
+    """Compute the importance of each key in 0..1, most important first; empty for fewer than six scores.
 
     The importance is epsilon squared (Kelley 1935) of the scores' ranks over groups of the key's values: the fraction
-    of their variance that the groups explain, less what as many groups explain by chance. Groups are the choices of a
-    choice, and thirds of the drawn values of a range. Keys that act only together are underestimated.
+    of their variance that the groups explain, corrected for chance. Groups are the values of a choice, and terciles of
+    the drawn values of a range. Keys that only matter in combination are underestimated.
 
-    In population based training, where values change as trials train on, the score of each evaluation counts, ranked
+    In population based training, where values change during a trial, the score of each evaluation counts, ranked
     among the scores of the same epoch.
 
     Args:
         outcomes: trials with a score.
-        space: what was drawn.
+        space: search space of the trials.
     """
     if any(each.parents for each in outcomes):
         by_epoch: dict[int, list[tuple[dict, float]]] = {}
@@ -50,7 +50,7 @@ def importances(outcomes: Sequence[Outcome], space: Space) -> dict[str, float]:
 
 
 def _groups(values: Sequence[object], parameter: Parameter) -> list[object]:
-    """Return the group of each value."""
+    """Return the group of each value: the value of a choice, or its tercile in a range."""
     if parameter.kind == "choice":
         return [repr(list(value) if isinstance(value, tuple) else value) for value in values]
     ranks = _ranks(values)
@@ -58,14 +58,14 @@ def _groups(values: Sequence[object], parameter: Parameter) -> list[object]:
 
 
 def _ranks(values: Sequence[float]) -> np.ndarray:
-    """Return ranks from 1, equal values with the mean of theirs."""
+    """Return ranks starting at 1; ties get their mean rank."""
     _, inverse, counts = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return (last - (counts - 1) / 2)[inverse]
 
 
 def _explained(scores: np.ndarray, groups: Sequence[object]) -> float:
-    """Return epsilon squared of scores over groups, 0 where it is negative."""
+    """Return epsilon squared of scores over groups, at least 0."""
     members: dict[object, list[float]] = {}
     for score, group in zip(scores.tolist(), groups, strict=True):
         members.setdefault(group, []).append(score)

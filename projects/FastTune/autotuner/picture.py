@@ -1,4 +1,4 @@
-"""The picture of a search: scores over the epochs with the lineage of trials, importance of keys, scores by key."""
+"""Figure of a search: scores over epochs with the lineage of trials, importance of keys, and scores by key."""
 
 import itertools
 import logging
@@ -16,20 +16,23 @@ logger = logging.getLogger(__name__)
 
 
 def draw_trials(outcomes: Sequence[Outcome], space: Space, path: Path) -> Path | None:
-    """Draw the trials to a PNG file; None where matplotlib is not installed.
+    """Draw the trials to a PNG file.
 
     Args:
-        outcomes: the best first.
-        space: what was drawn.
-        path: the file.
+        outcomes: trials, best first.
+        space: search space of the trials.
+        path: output file.
+
+    Returns:
+        ``path``; None if matplotlib is not installed.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        logger.warning('no picture of the trials: it needs matplotlib (pip install "fastamp[vis]")')
+        logger.warning('trials.png not drawn: matplotlib is not installed.\n  fix: pip install "fastamp[vis]"')
         return None
     scored = [each for each in outcomes if each.score is not None]
     count = len(space.parameters) + 2
@@ -51,13 +54,13 @@ def draw_trials(outcomes: Sequence[Outcome], space: Space, path: Path) -> Path |
 
 
 def _draw_lineage(plot: Any, scored: Sequence[Outcome]) -> None:
-    """Draw scores over the epochs, and an arrow from the checkpoint that a trial continued from."""
+    """Draw scores over epochs, and an arrow from each checkpoint that another trial continued from."""
     scores = {each.name: dict(each.history) for each in scored}
     copies = 0
     for number, each in list(enumerate(scored))[::-1]:  # the best on top
         best = number == 0
         color = "black" if best else f"C{number % 10}"
-        # A line ends where the trial was replaced by a copy of another.
+        # A line ends where the trial was replaced by a copy of another trial.
         breaks = sorted(epoch for epoch, _ in each.parents)
         for segment in _split(each.history, breaks):
             plot.plot(
@@ -71,7 +74,7 @@ def _draw_lineage(plot: Any, scored: Sequence[Outcome]) -> None:
             copies += 1
             arrow = {"arrowstyle": "->", "color": color, "linestyle": "dashed", "linewidth": 1.6 if best else 0.9}
             plot.annotate("", xy=end, xytext=(epoch, begin), arrowprops=arrow)
-    title = "trials over time, the best in black"
+    title = "trials over epochs, best in black"
     if copies:
         title += f"\ndashed: {copies} continued from the checkpoint of another"
     plot.set(xlabel="epoch", ylabel="score", title=title)
@@ -80,7 +83,7 @@ def _draw_lineage(plot: Any, scored: Sequence[Outcome]) -> None:
 
 
 def _split(history: Sequence[tuple[int, float]], breaks: Sequence[int]) -> list[list[tuple[int, float]]]:
-    """Return the points of a trial up to each break, and those after the last."""
+    """Split the points of a trial at the given epochs; drop empty segments."""
     edges = [-1, *breaks, float("inf")]
     parts = [[point for point in history if low < point[0] <= high] for low, high in itertools.pairwise(edges)]
     return [part for part in parts if part]
@@ -100,7 +103,7 @@ def _draw_importance(plot: Any, scored: Sequence[Outcome], space: Space) -> None
 
 
 def _log_axis(plot: Any, values: Sequence[float]) -> None:
-    """Make the x axis logarithmic, with labels that do not overlap for values of one decade or of many."""
+    """Make the x axis logarithmic, with labels that do not overlap."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     plot.set_xscale("log")
@@ -110,22 +113,22 @@ def _log_axis(plot: Any, values: Sequence[float]) -> None:
 
 
 def _draw_key(plot: Any, scored: Sequence[Outcome], parameter: Parameter) -> None:
-    """Draw the trials' scores against the values of a key."""
+    """Draw the scores of the trials against the values of a key."""
     key = parameter.key
     stages = list(dict.fromkeys(each.stage for each in scored))
-    whole = max((each.epochs for each in scored), default=0)
-    # A choice is drawn at its place, so that its values stand in order and no two share a place.
-    places = {value: place for place, value in enumerate(map(str, parameter.values))}
+    full = max((each.epochs for each in scored), default=0)
+    # Categorical: each value of a choice is drawn at its index.
+    positions = {value: index for index, value in enumerate(map(str, parameter.values))}
     for stage in stages:
-        those = [each for each in scored if each.stage == stage]
-        at = [places[str(each.values[key])] if parameter.kind == "choice" else each.values[key] for each in those]
+        trials = [each for each in scored if each.stage == stage]
+        at = [positions[str(each.values[key])] if parameter.kind == "choice" else each.values[key] for each in trials]
         color = f"C{stages.index(stage)}"
-        filled = [color if each.epochs == whole else "none" for each in those]
-        plot.scatter(at, [each.score for each in those], c=filled, edgecolors=color, label=stage)
-        if scored[0] in those:
-            plot.plot(at[those.index(scored[0])], scored[0].score, "*", color="black", markersize=12, zorder=3)
+        filled = [color if each.epochs == full else "none" for each in trials]
+        plot.scatter(at, [each.score for each in trials], c=filled, edgecolors=color, label=stage)
+        if scored[0] in trials:
+            plot.plot(at[trials.index(scored[0])], scored[0].score, "*", color="black", markersize=12, zorder=3)
     if parameter.kind == "choice":
-        plot.set_xticks(list(places.values()), list(places))
+        plot.set_xticks(list(positions.values()), list(positions))
     elif parameter.kind == "loguniform":
         _log_axis(plot, [each.values[key] for each in scored])
     else:

@@ -1,4 +1,4 @@
-"""Progress of a search: a line for each trial that ends, tables in between, and results so far."""
+"""Progress of a search: a log line per finished trial, periodic tables, and intermediate results."""
 
 import logging
 import time
@@ -23,18 +23,18 @@ _ENDED = ("TERMINATED", "ERROR")
 
 
 class Progress(ray.tune.Callback):
-    """Log a line for each trial that ends, and once a minute a table of all; keep the results so far up to date.
+    """Log a line per finished trial and a table of all trials once per minute; update the result files.
 
-    After each trial that ends, OUTPUT_DIR's ``trials.csv`` and ``best_config.yaml`` have those that have ended, and of
-    these no more than the best keeps its weights.
+    When a trial ends, ``trials.csv`` and ``best_config.yaml`` in OUTPUT_DIR are updated, and the weights of finished
+    trials other than the best one are deleted.
 
     Args:
-        search: the search.
+        search: the search to log.
     """
 
     def __init__(self, search: Search) -> None:
         self.search = search
-        # Fraction of a whole trial that each has done; those that ended early count as whole.
+        # Completed fraction of each trial; a trial that ended early counts as complete.
         self.done: dict[str, float] = {}
         self.ended: dict[str, Outcome] = {}
 
@@ -43,7 +43,7 @@ class Progress(ray.tune.Callback):
         self.began = self.shown = time.perf_counter()
         self.done_before = sum(self.done.values())
         logger.info(
-            "%s: %d trials of %d epochs, of %s",
+            "%s: %d trials of %d epochs; keys: %s",
             search.title,
             search.trials,
             search.rounds.epochs,
@@ -60,8 +60,8 @@ class Progress(ray.tune.Callback):
         self._end(trials, trial, None)
 
     def on_trial_error(self, iteration: int, trials: Sequence[Any], trial: Any, **info: Any) -> None:
-        # Ray has not written the error itself yet.
-        self._end(trials, trial, RuntimeError(f"it crashed; its error is in {trial.path}/error.txt"))
+        # Ray writes error.txt after this callback.
+        self._end(trials, trial, RuntimeError(f"trial crashed; see {trial.path}/error.txt"))
 
     def get_state(self) -> dict[str, Any]:
         return {"done": self.done, "ended": self.ended}
@@ -77,10 +77,10 @@ class Progress(ray.tune.Callback):
         if outcome.history:
             text += f", last score {outcome.history[-1][1]:.2f}"
         if outcome.score is not None:
-            text += f", best with its last values {outcome.score:.2f}"
+            text += f", best score {outcome.score:.2f}"
         if outcome.failure:
             text += f", failed: {outcome.failure}"
-        # Ray marks a trial as ended after this call.
+        # Ray updates the trial's status after this callback.
         ended = sum(each.status in _ENDED or each is trial for each in trials)
         logger.info(
             "trial %d of %d (%s): %s; %s", ended, self.search.trials, trial.trial_id, text, self._summary(trials)
@@ -89,11 +89,11 @@ class Progress(ray.tune.Callback):
             self._write(Path(trial.path).parent)
 
     def _write(self, search_dir: Path) -> None:
-        """Write the results so far, and delete the weights of trials that cannot win."""
+        """Write intermediate results and delete the weights of trials that cannot win."""
         folder = search_dir.parent
         # Outcomes from before a resume have the search folder's earlier path.
         outcomes = best_first(replace(each, folder=run_dir(search_dir / each.name)) for each in self.ended.values())
-        if self.search.scheduler != "pbt":  # in which others may still continue from them
+        if self.search.scheduler != "pbt":  # other trials may continue from these checkpoints
             prune_losers(outcomes, self.search)
         earlier = EARLIER.get(self.search.title)
         try:
@@ -110,7 +110,7 @@ class Progress(ray.tune.Callback):
         return outcome_of(Path(trial.path), trial.config, error, self.search)
 
     def _outcomes(self, trials: Sequence[Any]) -> dict[str, Outcome]:
-        """Return what came of each trial that has begun so far."""
+        """Return the outcome so far of each started trial."""
         begun = {each.trial_id: self.ended.get(each.trial_id) or self._outcome(each) for each in trials if each.path}
         return {name: each for name, each in begun.items() if each.history or each.failure}
 

@@ -1,4 +1,4 @@
-"""Results of a search: the table of trials and the winner's config."""
+"""Result files of a search: the table of trials and the winner's config."""
 
 import csv
 import io
@@ -17,18 +17,18 @@ _METRICS = ("mAP", "Rank-1", "skipped_steps", "peak_memory_mb", "images_per_seco
 
 
 def write_results(outcomes: Sequence[Outcome], cfg: CfgNode, space: Space, folder: Path) -> list[Path]:
-    """Write ``trials.csv`` and, where there is a winner, ``best_config.yaml``.
+    """Write ``trials.csv`` and, if there is a winner, ``best_config.yaml``.
 
-    ``best_config.yaml`` is ``cfg`` with the winner's values, and a folder of its own as its OUTPUT_DIR.
+    ``best_config.yaml`` is ``cfg`` with the winner's values and with OUTPUT_DIR ``folder/trained``.
 
     Args:
-        outcomes: the best first.
-        cfg: that the values were put into.
-        space: what was drawn.
+        outcomes: trials, best first.
+        cfg: base config of the search.
+        space: search space of the trials.
         folder: OUTPUT_DIR of the search.
 
     Returns:
-        The paths.
+        Paths of the written files.
 
     Raises:
         WriteError: a file cannot be written.
@@ -46,7 +46,7 @@ def write_results(outcomes: Sequence[Outcome], cfg: CfgNode, space: Space, folde
     content = {"trials.csv": text.getvalue()}
     winner = winner_of(list(outcomes))
     if winner:
-        # Not among the search's files.
+        # A new training must not overwrite the files of the search.
         best = space.apply(cfg, winner.values).with_values({"OUTPUT_DIR": str(folder / "trained")})
         content["best_config.yaml"] = best.dump()
     for name, value in content.items():
@@ -55,7 +55,7 @@ def write_results(outcomes: Sequence[Outcome], cfg: CfgNode, space: Space, folde
 
 
 def table(outcomes: Sequence[Outcome], space: Space, *, most: int = 10) -> str:
-    """Return the best trials as a table."""
+    """Format the best trials as a table."""
     rows = [
         [each.stage, each.name, "" if each.score is None else f"{each.score:.2f}", each.epochs]
         + [short(each.values.get(key, "")) for key in space.parameters]
@@ -67,12 +67,12 @@ def table(outcomes: Sequence[Outcome], space: Space, *, most: int = 10) -> str:
 
 
 def short(value: object) -> str:
-    """Return a value as it stands in a table."""
+    """Format a value for a table."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def short_keys(space: Space) -> list[str]:
-    """Return the ends of the keys, as long as they must be to differ."""
+    """Return the shortest suffix of each key that is unique in the space."""
     keys = [key.split(".") for key in space.parameters]
     ends = []
     for key in keys:

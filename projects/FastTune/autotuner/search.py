@@ -1,4 +1,4 @@
-"""A search over Ray Tune: which values are tried, which trials are stopped, and what came of them."""
+"""Hyper-parameter search on Ray Tune: settings, execution, and outcomes of the trials."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ from fastamp.utils.errors import ConfigError, writing
 
 ALGORITHMS = ("hyperopt", "bohb", "optuna", "random")
 SCHEDULERS = ("asha", "hyperband", "pbt", "none")
-# What a training that goes on from another's checkpoint takes as it is told; anything else must be as it was.
+# Keys that may change when a training continues from a checkpoint; all other keys must stay the same.
 MUTABLE = (
     "SOLVER.BASE_LR",
     "SOLVER.*_LR_FACTOR",
@@ -36,42 +36,43 @@ MUTABLE = (
 _SETTINGS, _OUTCOMES = "search.json", "outcomes.json"
 _FORMER_FLAGS = {"--parts": "--plugin"}
 EARLIER = {"refine": "search"}
-"""Title of a search -> folder of the one before it, whose trials count too."""
+"""Title of a search -> folder of the preceding search, whose trials are part of the results."""
 
 
 def is_mutable(key: str) -> bool:
-    """Return whether a key can change in the midst of a training."""
+    """Return True if the key can change during a training."""
     return any(fnmatchcase(key, pattern) for pattern in MUTABLE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is searched, and with what.
+    """Settings of a search.
 
     Attributes:
-        title: of this search, for people.
-        folder: that holds it, made anew; a search that is in there already is gone on with under ``resume``.
-        cfg: the config that values are put into.
-        space: what is drawn.
-        algorithm: one of ``ALGORITHMS``, or ``"grid"``: each combination of choices once.
-        scheduler: one of ``SCHEDULERS``; what stops trials that fall behind. ``"pbt"`` (population based training,
-            Jaderberg et al. 2017, arXiv:1711.09846) has them go on from better ones with changed values instead; it
-            draws at random at first, and changes keys in ``MUTABLE`` alone.
-        trials: how many.
-        trials_flag: the command line's flag that says so.
-        with_recipe: begin with the recipe's own values, so that no search ends below it.
-        seed: of the draws and of the validation set.
-        fraction: of the training identities, that trials are judged on; 0 is none, trials are judged on
-            ``DATASETS.TESTS``.
-        grace_epochs: no trial is stopped before as many.
-        cpus, gpus: of a trial; fractions of a GPU are shared.
-        max_concurrent: trials at once; 0 is as many as fit.
-        max_failures: times that a trial which crashes is tried again.
+        title: name of the search in messages and results.
+        folder: folder of the search; an existing search in it is continued with ``resume``.
+        cfg: base config of the trials.
+        space: search space.
+        algorithm: one of ``ALGORITHMS``, or ``"grid"`` (each combination of choices once). Default ``"hyperopt"``.
+        scheduler: one of ``SCHEDULERS``. ``"pbt"`` (population based training, Jaderberg et al. 2017,
+            arXiv:1711.09846) does not stop trials that fall behind; they continue from better trials with perturbed
+            values. It samples the first values at random and only changes keys in ``MUTABLE``. Default ``"asha"``.
+        trials: number of trials. Default 20.
+        trials_flag: command-line flag of ``trials``, for messages.
+        with_recipe: run the recipe's own values as the first trial, so that the search is never worse than the
+            recipe. Default True.
+        seed: seed of the sampling and of the validation split. Default 0.
+        fraction: fraction of the training identities to hold out for validation, in 0..1. With 0, trials are
+            evaluated on ``DATASETS.TESTS``. Default 0.2.
+        grace_epochs: epochs before which no trial is stopped. Default 0.
+        cpus, gpus: resources per trial; a fractional GPU is shared. Default 1 and 0.
+        max_concurrent: maximum number of concurrent trials; 0 for as many as fit. Default 0.
+        max_failures: how often a crashed trial is restarted. Default 0.
         plugin: Python file that registers custom components; "" for none.
 
     Raises:
-        ConfigError: an algorithm and a scheduler that do not go together, or ``"pbt"`` with keys that cannot change in
-            a training.
+        ConfigError: the algorithm and the scheduler are incompatible, or the space of ``"pbt"`` has keys that cannot
+            change during a training.
     """
 
     title: str
@@ -94,31 +95,37 @@ class Search:
 
     def __post_init__(self) -> None:
         if self.algorithm == "bohb" and self.scheduler != "hyperband":
-            raise ConfigError(f"--srch-algo bohb draws by HyperBand's rungs; --scheduler {self.scheduler} has none")
+            raise ConfigError(
+                f"--srch-algo bohb needs --scheduler hyperband, got --scheduler {self.scheduler}.\n"
+                "  fix: remove --scheduler, or choose another --srch-algo"
+            )
         if self.scheduler != "pbt":
             return
         if self.algorithm != "random":
-            raise ConfigError(f"--scheduler pbt draws by itself; --srch-algo {self.algorithm} would have no part in it")
+            raise ConfigError(
+                f"--scheduler pbt samples values itself, so --srch-algo {self.algorithm} has no effect.\n"
+                "  fix: remove --srch-algo"
+            )
         fixed = [key for key in self.space.parameters if not is_mutable(key)]
         if fixed:
             raise ConfigError(
-                f"--scheduler pbt changes values in the midst of a training, and {', '.join(fixed)} cannot change "
-                f"there.\n  fix: a space of {', '.join(MUTABLE)}, or another --scheduler"
+                f"--scheduler pbt changes values during a training, but {', '.join(fixed)} cannot change.\n"
+                f"  fix: search only {', '.join(MUTABLE)}, or choose another --scheduler"
             )
 
     @property
     def rounds(self) -> Rounds:
-        """The evaluations that schedulers go by."""
+        """Evaluations that the scheduler counts."""
         epochs = self.cfg.SOLVER.MAX_EPOCH
         return Rounds(min(self.cfg.TEST.EVAL_PERIOD, epochs), epochs, self.grace_epochs)
 
     def first(self) -> list[dict[str, Any]]:
-        """Return the sample of the recipe itself; none where it is not asked for, or cannot be drawn."""
+        """Return the recipe's own values as the first sample; empty if disabled or outside the search space."""
         sample = self.space.sample_of(self.cfg) if self.with_recipe else None
         return [] if sample is None else [sample]
 
     def description(self) -> dict[str, Any]:
-        """Return what a resume must find unchanged, as flags are called."""
+        """Return the settings that must not change on resume, by flag or config key."""
         space = {each.key: {each.kind: list(each.values)} for each in self.space.parameters.values()}
         config = {key.path: value for key, value in self.cfg.keys_below() if key.path != "OUTPUT_DIR"}
         facts = {
@@ -139,21 +146,21 @@ class Search:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a trial.
+    """Outcome of a trial.
 
     Attributes:
-        stage: title of its search.
-        name: Ray's, and that of its folder.
-        values: what was drawn, by the keys of the space.
-        score: the best that was reached with these values, in percent; None without any evaluation.
-        epochs: that were trained.
-        failure: headline of what ended it before its time; empty for none.
-        folder: its OUTPUT_DIR.
-        metrics: of the evaluation with the best score, see ``tune_hooks.TuneReportHook``; ``skipped_steps`` in all,
-            the greatest ``peak_memory_mb``, the mean of ``images_per_second``.
+        stage: title of the search.
+        name: name of the trial in Ray Tune and of its folder.
+        values: sampled value of each key of the space.
+        score: best score with these values, in percent; None without an evaluation.
+        epochs: number of trained epochs.
+        failure: first line of the error that ended the trial; empty if it did not fail.
+        folder: OUTPUT_DIR of the trial.
+        metrics: metrics of the evaluation with the best score, see ``tune_hooks.TuneReportHook``; the total of
+            ``skipped_steps``, the maximum of ``peak_memory_mb`` and the mean of ``images_per_second``.
         history: (epoch, score) of each report.
-        history_values: the values of each report; they change where population based training changes them.
-        parents: (epoch, name) of each trial whose checkpoint it continued from, and the epoch of that checkpoint.
+        history_values: sampled values at each report; population based training changes them.
+        parents: (epoch, name) of each checkpoint of another trial that this trial continued from.
     """
 
     stage: str
@@ -170,22 +177,22 @@ class Outcome:
 
 
 def threads_of(cpus: float) -> int:
-    """Return how many threads a trial with a number of CPUs computes with."""
+    """Return the number of threads of a trial with ``cpus`` CPUs, at least 1."""
     return max(1, int(cpus))
 
 
 def start_ray(*, address: str, cpus: float, gpus: float) -> None:
-    """Start Ray on this machine, or connect to a cluster; nothing where that has been done.
+    """Start Ray on this machine or connect to a cluster, unless Ray is already initialized.
 
     Args:
-        address: of a running cluster, ``"auto"`` for the one that this machine belongs to; empty starts one here.
-        cpus, gpus: that a trial will ask for.
+        address: address of a running cluster; ``"auto"`` for the cluster of this machine; empty to start Ray locally.
+        cpus, gpus: resources per trial.
 
     Raises:
-        ConfigError: Ray is not installed, there is no such cluster, or it can never run such a trial.
+        ConfigError: Ray is not installed, the cluster is not reachable, or it has too few resources for one trial.
     """
-    # Ray sends statistics of its use to its makers otherwise, takes an interrupt for an end, prints boxes, and writes
-    # down what trials there are when they have been under way for 10 s or more.
+    # Disable usage statistics, Ray's own SIGINT handler and its table output; save the experiment state every 2 s
+    # instead of every 10 s or more.
     for name, value in (
         ("RAY_USAGE_STATS_ENABLED", "0"),
         ("TUNE_DISABLE_SIGINT_HANDLER", "1"),
@@ -201,11 +208,11 @@ def start_ray(*, address: str, cpus: float, gpus: float) -> None:
     if not ray.is_initialized():
         here = Path(__file__).resolve().parent
         roots = {name: os.environ[name] for name in ("FASTAMP_DATASETS", "FASTREID_DATASETS") if name in os.environ}
-        # A trial has as many threads as CPUs, whatever this process has.
+        # The number of threads of a trial does not depend on OMP_NUM_THREADS of this process.
         threads = {"OMP_NUM_THREADS": str(threads_of(cpus))}
         environment = {"env_vars": roots | threads, "py_modules": [str(here)]}
-        # Ray's processes inherit the mask. One that ended by a signal to the whole group would take this one with it,
-        # before it could say how to resume.
+        # Ray's processes inherit the signal mask. Otherwise a SIGTERM to the process group would end them, and with
+        # them this process, before it prints how to resume.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             ray.init(
@@ -217,45 +224,46 @@ def start_ray(*, address: str, cpus: float, gpus: float) -> None:
             )
         except ConnectionError as error:
             raise ConfigError(
-                f"--address {address}: no Ray cluster answers there.\n  fix: ray start --head on one machine and ray "
-                "start --address on the others, or leave --address out to search on this machine alone"
+                f"--address {address}: cannot connect to a Ray cluster.\n  fix: run `ray start --head` on one machine "
+                "and `ray start --address` on the others, or remove --address to search on this machine only"
             ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    there = ray.cluster_resources()
+    available = ray.cluster_resources()
     for flag, asked, kind in (("--cpus-per-trial", cpus, "CPU"), ("--gpus-per-trial", gpus, "GPU")):
-        if asked > there.get(kind, 0):
+        if asked > available.get(kind, 0):
             raise ConfigError(
-                f"{flag} {asked:g} is more than Ray found: {there.get(kind, 0):g} {kind}s; no trial could ever start"
+                f"{flag} is {asked:g}, but Ray has {available.get(kind, 0):g} {kind}s: no trial could start.\n"
+                f"  fix: lower {flag}, or add machines to the cluster"
             )
 
 
 def shut_down_ray() -> None:
-    """End what ``start_ray`` has started, or leave the cluster."""
+    """Shut down the local Ray instance, or disconnect from the cluster."""
     import ray
 
     ray.shutdown()
 
 
 def concurrent_trials(search: Search) -> int:
-    """Return how many trials run at once on what Ray has; it must have been started."""
+    """Return the number of trials that fit on Ray's resources at once; Ray must be initialized."""
     import ray
 
-    there = ray.cluster_resources()
-    fit = [there.get(kind, 0) / asked for kind, asked in (("CPU", search.cpus), ("GPU", search.gpus)) if asked]
+    available = ray.cluster_resources()
+    fit = [available.get(kind, 0) / asked for kind, asked in (("CPU", search.cpus), ("GPU", search.gpus)) if asked]
     return max(1, min(int(min(fit)), search.max_concurrent or search.trials))
 
 
 def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
-    """Run the trials and return what came of each, the best first; Ray must have been started.
+    """Run the trials and return their outcomes, best first; Ray must be initialized.
 
     Args:
-        search: what is searched.
-        resume: go on with the search that is in its folder, if there is one.
+        search: settings of the search.
+        resume: continue the search in its folder, if there is one.
 
     Raises:
-        ConfigError: the folder has a search and ``resume`` is off; it is another one; the search cannot be resumed; or
-            the algorithm's package is not installed.
+        ConfigError: the folder contains a search and ``resume`` is False; its settings differ; it cannot be resumed;
+            or a package of the algorithm is not installed.
     """
     from ray import tune
 
@@ -272,13 +280,13 @@ def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
         here=os.getcwd(),
         folder=str(search.folder),
         population=search.scheduler == "pbt",
-        resumed=began and search.scheduler != "pbt",  # where a trial may have to continue from another's
+        resumed=began and search.scheduler != "pbt",  # a PBT trial may continue from another trial instead
         threads=threads_of(search.cpus),
     )
     trainable = tune.with_resources(
         tune.with_parameters(ray_trial, settings=settings), {"cpu": search.cpus, "gpu": search.gpus}
     )
-    random.seed(search.seed)  # from which PBT draws
+    random.seed(search.seed)  # PBT samples from the global generators
     np.random.seed(search.seed)
     tuner = tune.Tuner.restore(str(search.folder), trainable) if began else _new_tuner(search, trainable)
     results = tuner.fit()
@@ -289,11 +297,11 @@ def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
 
 
 def prune_losers(outcomes: list[Outcome], search: Search) -> None:
-    """Delete the checkpoints of trials that have ended, and the best weights of all but the winner.
+    """Delete the checkpoints of finished trials, and the best weights of all trials except the winner.
 
     Args:
-        outcomes: of these trials, the best first.
-        search: where it trains on all identities (``fraction`` 0), no trial is a loser.
+        outcomes: finished trials, best first.
+        search: settings of the search; with ``fraction`` 0 all trials keep their best weights.
     """
     winner = winner_of(outcomes)
     for each in outcomes:
@@ -301,7 +309,7 @@ def prune_losers(outcomes: list[Outcome], search: Search) -> None:
 
 
 def _new_tuner(search: Search, trainable: Any) -> Any:
-    """Return Ray's tuner for a search that begins."""
+    """Build the Ray tuner of a new search."""
     from ray import tune
 
     from autotuner.algorithms import ray_space, scheduler, search_algorithm
@@ -322,15 +330,15 @@ def _new_tuner(search: Search, trainable: Any) -> Any:
                 algorithm=search.algorithm,
             ),
             max_concurrent_trials=search.max_concurrent or None,
-            # Trials that are paused go on at once in a process that is there.
+            # Paused trials resume in an existing process, without starting a new one.
             reuse_actors=search.scheduler in ("pbt", "hyperband"),
             trial_dirname_creator=lambda trial: f"trial_{trial.trial_id}",
         ),
         run_config=tune.RunConfig(
             name=search.folder.name,
             storage_path=str(search.folder.parent),
-            # A trial that is paused or copied continues from its last one; Ray lost trials when two were kept. They
-            # name files of the trial and are small.
+            # A paused or copied trial continues from its last checkpoint; with two kept, Ray lost trials. They only
+            # contain file names, so they are small.
             checkpoint_config=tune.CheckpointConfig(num_to_keep=4),
             failure_config=tune.FailureConfig(max_failures=search.max_failures),
             callbacks=[Progress(search)],
@@ -340,7 +348,7 @@ def _new_tuner(search: Search, trainable: Any) -> Any:
 
 
 def best_first(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Return trials by their scores, then those that failed, then those without any evaluation; equal ones by name."""
+    """Sort trials by score, then failed trials, then trials without an evaluation; ties by name."""
     return sorted(
         sorted(outcomes, key=lambda outcome: outcome.name),
         key=lambda outcome: (outcome.score is not None, not outcome.failure, outcome.score or 0.0),
@@ -349,12 +357,16 @@ def best_first(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def winner_of(outcomes: list[Outcome]) -> Outcome | None:
-    """Return the first of trials that are best first, None where none came to its end with an evaluation."""
+    """Return the first of the trials sorted best first, or None if it failed or has no evaluation."""
     return outcomes[0] if outcomes and outcomes[0].score is not None and not outcomes[0].failure else None
 
 
 def _check_folder(search: Search, *, resume: bool) -> bool:
-    """Write down what is searched, or check it against what is written; return whether there is something to resume."""
+    """Write the settings of a new search, or compare them with the stored ones.
+
+    Returns:
+        True if there are trials to resume.
+    """
     file = search.folder / _SETTINGS
     facts = search.description()
     if not file.is_file():
@@ -362,42 +374,44 @@ def _check_folder(search: Search, *, resume: bool) -> bool:
             search.folder.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(facts, indent=1), encoding="utf-8")
         if resume:
-            print(f"--resume: no search is in {search.folder} yet; it begins")
+            print(f"--resume: no search found in {search.folder}; starting a new one")
         return False
     if not resume:
         raise ConfigError(
-            f"{search.folder} holds a search already.\n  fix: --resume goes on with it; or set OUTPUT_DIR to another "
-            "folder"
+            f"{search.folder} already contains a search.\n  fix: continue it with --resume, or set OUTPUT_DIR to "
+            "another folder"
         )
     before = json.loads(file.read_text(encoding="utf-8"))
     before = {_FORMER_FLAGS.get(name, present_path(name)): value for name, value in before.items()}
     changed = [
-        f"{name} was {before.get(name)} and is {facts.get(name)}"
+        f"{name} was {before.get(name)}, got {facts.get(name)}"
         for name in before | facts
         if before.get(name) != facts.get(name)
     ]
     if before.get(search.trials_flag) != search.trials:
         changed = changed[[search.trials_flag in each for each in changed].index(True) :][:1]
     if changed:
-        raise ConfigError(f"--resume goes on with a search as it was begun, but {'; '.join(changed)}")
+        raise ConfigError(
+            f"--resume: the settings of the search in {search.folder} differ: {'; '.join(changed)}.\n"
+            "  fix: repeat the command that started the search, or set OUTPUT_DIR to another folder"
+        )
     began = any(search.folder.glob("experiment_state-*.json"))
     if began and search.scheduler == "hyperband" and not (search.folder / _OUTCOMES).is_file():
         raise ConfigError(
-            f"{search.folder}: a search with --scheduler hyperband, which BOHB has too, cannot be resumed: its rungs "
-            "are not saved, and trials would be stopped in the wrong place.\n  fix: set OUTPUT_DIR to another folder "
-            "and begin again; --scheduler asha can be resumed"
+            f"{search.folder}: a search with --scheduler hyperband (also used by bohb) cannot be resumed, because its "
+            "rungs are not saved.\n  fix: start a new search with another OUTPUT_DIR; --scheduler asha can be resumed"
         )
     return began
 
 
 def outcome_of(path: Path, sample: dict[str, Any] | None, error: Exception | None, search: Search) -> Outcome:
-    """Return what came of one of Ray's trials so far.
+    """Return the outcome so far of a Ray trial.
 
     Args:
-        path: the trial's folder in that of its search.
-        sample: what Ray drew last for it.
-        error: that it crashed with.
-        search: that it is of.
+        path: folder of the trial in the search folder.
+        sample: last sample of the trial.
+        error: error that crashed the trial, or None.
+        search: settings of the search.
     """
     folder = run_dir(path)
     rows = read_reports(folder)
@@ -406,11 +420,11 @@ def outcome_of(path: Path, sample: dict[str, Any] | None, error: Exception | Non
         failure = str(error).strip().splitlines()[-1]
     values = search.space.decoded(sample or {})
     if rows and rows[-1][VALUES] != plain_values(values):
-        # It took over another trial's end, with other values, and trained no more.
+        # PBT copied a finished trial and perturbed the values, and no epoch was left to train.
         values = _with_tuples(rows[-1][VALUES])
-    judged = [row for row in rows if FAILURE not in row]
-    # Of a trial that went on with other values, what it reached with them counts.
-    reports = [row for row in judged if row[VALUES] == plain_values(values)]
+    evaluated = [row for row in rows if FAILURE not in row]
+    # If the values changed during the trial, only evaluations with the last values count.
+    reports = [row for row in evaluated if row[VALUES] == plain_values(values)]
     metrics = {}
     if reports:
         best = max(reports, key=lambda row: row[SCORE])
@@ -427,18 +441,18 @@ def outcome_of(path: Path, sample: dict[str, Any] | None, error: Exception | Non
         name=path.name,
         values=values,
         score=max(scores, default=None),
-        epochs=max((int(row[EPOCH]) for row in judged), default=0),
+        epochs=max((int(row[EPOCH]) for row in evaluated), default=0),
         failure=failure,
         folder=folder,
         metrics={name: float(value) for name, value in metrics.items()},
-        history=[(int(row[EPOCH]), float(row[SCORE])) for row in judged],
-        history_values=[row[VALUES] for row in judged],
-        parents=[(int(row[PARENT][0]), f"trial_{row[PARENT][1]}") for row in judged if PARENT in row],
+        history=[(int(row[EPOCH]), float(row[SCORE])) for row in evaluated],
+        history_values=[row[VALUES] for row in evaluated],
+        parents=[(int(row[PARENT][0]), f"trial_{row[PARENT][1]}") for row in evaluated if PARENT in row],
     )
 
 
 def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values that were written down as they were before."""
+    """Restore tuples, which JSON stores as lists."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
@@ -449,7 +463,7 @@ def _write_outcomes(folder: Path, outcomes: list[Outcome]) -> None:
 
 
 def read_outcomes(folder: Path) -> list[Outcome]:
-    """Return what came of a search that has ended, nothing where there is none in the folder."""
+    """Read the outcomes of a finished search; empty if the folder has none."""
     if not (folder / _OUTCOMES).is_file():
         return []
     rows = json.loads((folder / _OUTCOMES).read_text(encoding="utf-8"))

@@ -1,12 +1,12 @@
-"""Search spaces: a YAML file of config keys, each with what its values are drawn from.
+"""Search spaces: a YAML file of config keys, each with a distribution of its values.
 
     SOLVER.BASE_LR: {loguniform: [1e-6, 1e-3]}
     SOLVER.WEIGHT_DECAY: {choice: [0.0, 1e-4, 5e-4]}
     IDENTITIES: {randint: [8, 33]}
     DATALOADER.NUM_INSTANCE: {choice: [2, 4, 8]}
 
-``IDENTITIES`` is no key of the config but the number P of identities in a batch. With K images of each
-(``DATALOADER.NUM_INSTANCE``) a batch has P x K images, so that it always divides.
+``IDENTITIES`` is not a config key but the number P of identities per batch. With K images per identity
+(``DATALOADER.NUM_INSTANCE``) a batch has P x K images, so it is always divisible.
 """
 
 import math
@@ -23,7 +23,7 @@ from fastamp.config.key import Key, convert, plain
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 IDENTITIES, IMAGES, BATCH = "IDENTITIES", "DATALOADER.NUM_INSTANCE", "SOLVER.IMS_PER_BATCH"
-# FastReID's names.
+# Names that FastReID uses.
 SHORT_NAMES = {
     "lr": "SOLVER.BASE_LR",
     "wd": "SOLVER.WEIGHT_DECAY",
@@ -32,10 +32,10 @@ SHORT_NAMES = {
     "bsz": BATCH,
     "num_inst": IMAGES,
 }
-# What makes trials incomparable, or is not the model's.
+# Keys that would make trials incomparable, or that do not affect the model.
 _NOT_SEARCHED = ("OUTPUT_DIR", "SOLVER.MAX_EPOCH", "TEST.EVAL_PERIOD", "DATASETS.*", "MODEL.DEVICE", "TUNE.*")
 _SPACES = Path(__file__).resolve().parents[1] / "configs"
-# How many numbers each kind of range has; a choice has any number of values.
+# Number of values in each kind of range; a choice has any number of values.
 _BOUNDS = {"uniform": 2, "loguniform": 2, "randint": 2, "quniform": 3}
 KINDS = ("choice", *_BOUNDS)
 
@@ -45,10 +45,10 @@ class Parameter:
     """One key of a search space.
 
     Attributes:
-        key: a path of the config, or ``IDENTITIES``.
-        kind: ``"choice"``; ``"uniform"`` and ``"loguniform"`` from low to high; ``"randint"``, whole numbers from low
-            up to, not including, high; ``"quniform"``, low to high in steps.
-        values: the choices; or low and high; or low, high and the step.
+        key: config key, or ``IDENTITIES``.
+        kind: ``"choice"``; ``"uniform"`` or ``"loguniform"`` in [low, high]; ``"randint"``, integers in [low, high);
+            ``"quniform"``, multiples of a step in [low, high].
+        values: the choices; (low, high); or (low, high, step).
     """
 
     key: str
@@ -56,26 +56,26 @@ class Parameter:
     values: tuple[Any, ...]
 
     def decode(self, number: Any) -> Any:
-        """Return the value that a search algorithm's number stands for: the place of a choice or of a step."""
+        """Convert a sampled number to a value: a choice or a step is sampled by index."""
         number = plain(number)
         if self.kind == "choice":
             return self.values[int(number)]
         return self._on_grid(int(number)) if self.kind == "quniform" else number
 
     def encode(self, value: float) -> float:
-        """Return the number that stands for a value of a range, or for the nearest in it; see ``decode``."""
+        """Convert a value of a range to the number that stands for it, clamped to the range; inverse of ``decode``."""
         low, high = self.extremes()
         value = min(max(value, low), high)
         return round((value - low) / self.values[2]) if self.kind == "quniform" else value
 
     @property
     def steps(self) -> int:
-        """How many steps a ``"quniform"`` range has."""
+        """Number of steps in a ``"quniform"`` range."""
         low, high, step = self.values
         return math.floor((high - low) / step + 1e-9)
 
     def extremes(self) -> tuple[Any, ...]:
-        """Return the values that any other lies between; all of a choice."""
+        """Return the smallest and the largest value of a range, or all values of a choice."""
         if self.kind == "choice":
             return self.values
         low, high = self.values[:2]
@@ -84,7 +84,7 @@ class Parameter:
         return (self._on_grid(0), self._on_grid(self.steps)) if self.kind == "quniform" else (low, high)
 
     def around(self, value: float) -> tuple[float, ...]:
-        """Return a third of a range's width around a value in it, cut where the range ends."""
+        """Return a third of the range centered at ``value``, clipped to the range."""
         low, high = self.values[:2]
         if self.kind == "loguniform":
             part = (high / low) ** (1 / 6)
@@ -92,7 +92,7 @@ class Parameter:
         if self.kind == "uniform":
             part = (high - low) / 6
             return max(low, value - part), min(high, value + part)
-        # Whole steps, one to either side at least.
+        # Whole steps, at least one on either side.
         step = 1 if self.kind == "randint" else self.values[2]
         part = max(1, round((high - low) / step / 6)) * step
         if self.kind == "randint":
@@ -105,30 +105,33 @@ class Parameter:
 
 
 class Space:
-    """The parameters of a search, and the config that a draw of them makes.
+    """Parameters of a search, and the config that results from a sample.
 
     Args:
-        parameters: one for each key.
+        parameters: one per key.
 
     Raises:
-        ConfigError: keys that contradict each other.
+        ConfigError: both ``IDENTITIES`` and SOLVER.IMS_PER_BATCH are searched.
     """
 
     def __init__(self, parameters: list[Parameter]) -> None:
         self.parameters = {parameter.key: parameter for parameter in parameters}
         if {IDENTITIES, BATCH} <= set(self.parameters):
-            raise ConfigError(f"search space: {IDENTITIES} and {BATCH} are both searched; one follows from the other")
+            raise ConfigError(
+                f"search space: {IDENTITIES} and {BATCH} exclude each other, since one determines the other.\n"
+                "  fix: remove one of them"
+            )
 
     def decoded(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that a search algorithm's sample stands for, see ``Parameter.decode``."""
+        """Convert a sample to values, see ``Parameter.decode``."""
         return {key: self.parameters[key].decode(number) for key, number in sample.items()}
 
     def overrides(self, cfg: CfgNode, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return config path -> value for a draw, the size of the batch among them where it follows.
+        """Return the config key -> value pairs of a sample, including the batch size that it implies.
 
         Args:
-            cfg: what is not drawn.
-            values: a value for each key; NumPy's numbers become Python's.
+            cfg: config with the values of all other keys.
+            values: value of each key; NumPy scalars are converted to Python scalars.
         """
         changed = {key: plain(value) for key, value in values.items()}
         identities = changed.pop(IDENTITIES, None)
@@ -136,21 +139,21 @@ class Space:
             return changed
         images = changed.get(IMAGES, cfg.DATALOADER.NUM_INSTANCE)
         if identities is None:
-            # The wanted batch, to the nearest that divides.
-            wanted = changed.get(BATCH, cfg.SOLVER.IMS_PER_BATCH)
-            identities = max(1, round(wanted / images))
+            # Round the batch size to a multiple of the images per identity.
+            batch = changed.get(BATCH, cfg.SOLVER.IMS_PER_BATCH)
+            identities = max(1, round(batch / images))
         return changed | {BATCH: identities * images}
 
     def apply(self, cfg: CfgNode, values: Mapping[str, Any]) -> CfgNode:
-        """Return a frozen copy of ``cfg`` with a draw.
+        """Return a frozen copy of ``cfg`` with the values of a sample.
 
         Raises:
-            ConfigError: the config refuses a value.
+            ConfigError: a value is invalid.
         """
         return cfg.with_values(self.overrides(cfg, values))
 
     def sample_of(self, cfg: CfgNode) -> dict[str, Any] | None:
-        """Return the sample that stands for a config's own values, None where one is none of its key's choices."""
+        """Return the sample with the config's own values, or None if a value is not among the choices of its key."""
         own = {key.path: value for key, value in cfg.keys_below()}
         own[IDENTITIES] = cfg.SOLVER.IMS_PER_BATCH // cfg.DATALOADER.NUM_INSTANCE
         sample: dict[str, Any] = {}
@@ -158,7 +161,7 @@ class Space:
             if parameter.kind != "choice":
                 sample[key] = parameter.encode(own[present_path(key)])
                 continue
-            # However a choice is spelled, the config's own changes nothing.
+            # Compare configs, since one value may have several spellings.
             same = [self.apply(cfg, {key: value}) == cfg for value in parameter.values]
             if True not in same:
                 return None
@@ -166,16 +169,18 @@ class Space:
         return sample
 
     def narrowed(self, best: Mapping[str, Any], good: Sequence[Mapping[str, Any]]) -> "Space":
-        """Return a space around a draw: of each range a third of its width, of each choice what good draws have.
+        """Return a smaller space around a sample.
+
+        Each range shrinks to a third of its width; each choice keeps the values of the best and the good samples.
 
         Args:
-            best: the draw in the middle; where it is near an end, the range ends there.
-            good: other draws.
+            best: sample at the center; near a bound, the range is clipped.
+            good: further samples with a high score.
         """
         parameters = []
         for key, each in self.parameters.items():
             if each.kind == "choice":
-                kept = [best[key], *(draw[key] for draw in good)]
+                kept = [best[key], *(each[key] for each in good)]
                 values: tuple[Any, ...] = tuple(value for value in each.values if value in kept)
             else:
                 values = each.around(best[key])
@@ -183,30 +188,34 @@ class Space:
         return Space(parameters)
 
     def check(self, cfg: CfgNode) -> None:
-        """Check every choice and both ends of every range against the config.
+        """Validate every choice and both bounds of every range with the config.
 
         Raises:
-            ConfigError: the config refuses one, or a range gives fractions to a key of whole numbers.
+            ConfigError: a value is invalid, or a range gives fractions for an integer key.
         """
         types = {key.path: type(key.default) for key, _ in cfg.keys_below()}
         for parameter in self.parameters.values():
             if any(fnmatchcase(parameter.key, pattern) for pattern in _NOT_SEARCHED):
-                raise ConfigError(f"search space: {parameter.key} cannot be searched: it must be alike in all trials")
+                raise ConfigError(
+                    f"search space: {parameter.key} cannot be searched: it must be the same in all trials.\n"
+                    f"  fix: remove it from the space, and set {parameter.key} for all trials instead"
+                )
             kind = types.get(present_path(parameter.key), float)
             number = parameter.key == IDENTITIES or kind in (int, float, type(None))
             if parameter.kind != "choice" and not number:
                 raise ConfigError(
-                    f"search space: {parameter.key} is no number, so {parameter.kind} cannot draw it.\n  fix: choice"
+                    f"search space: {parameter.key} is not a number, so {parameter.kind} cannot sample it.\n"
+                    "  fix: use choice"
                 )
             whole = kind is int or parameter.key == IDENTITIES
             if whole and not _gives_whole_numbers(parameter):
                 raise ConfigError(
-                    f"search space: {parameter.key} takes whole numbers, and {parameter.kind} "
-                    f"{list(parameter.values)} gives fractions.\n  fix: randint, or quniform with whole numbers"
+                    f"search space: {parameter.key} must be a whole number, but {parameter.kind} "
+                    f"{list(parameter.values)} gives fractions.\n  fix: use randint, or quniform with whole numbers"
                 )
             for value in parameter.extremes():
                 if parameter.key == IDENTITIES and value < 1:
-                    raise ConfigError(f"search space: {IDENTITIES} is {value}; it must be at least 1")
+                    raise ConfigError(f"search space: {IDENTITIES} must be at least 1, got {value}")
                 try:
                     self.apply(cfg, {parameter.key: value})
                 except ConfigError as error:
@@ -214,10 +223,10 @@ class Space:
 
 
 def default_space(config_file: str) -> Path:
-    """Return the space for a recipe: that whose name begins the config file's name, or is its folder's.
+    """Return the space of a recipe: the file whose name is a prefix of the config's name, or the name of its folder.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such file.
     """
     spaces = {file.stem: file for file in sorted(_SPACES.glob("*.yml"))}
     file = Path(config_file)
@@ -227,25 +236,25 @@ def default_space(config_file: str) -> Path:
     if file.parent.name.lower() in spaces:
         return spaces[file.parent.name.lower()]
     raise ConfigError(
-        f"no search space is known for {config_file or 'the defaults'}.\n  fix: --space FILE, your own or one of "
-        f"{', '.join(str(space) for space in spaces.values())}"
+        f"no search space found for {config_file or 'the default config'}.\n  fix: --space FILE, with a new file or "
+        f"one of {', '.join(str(space) for space in spaces.values())}"
     )
 
 
 def read_space(path: str | Path, cfg: CfgNode) -> Space:
-    """Return the search space in a YAML file, checked against a config.
+    """Read a search space from a YAML file and validate it with a config.
 
     Raises:
-        ConfigError: the file cannot be read, or a key, a kind or a value is wrong.
+        ConfigError: the file cannot be read, or a key, a kind or a value is invalid.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--space {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise ConfigError(f"--space: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     content = parse_yaml(text, str(path))
     if not content:
         raise ConfigError(
-            f"--space {path} is empty; expected lines such as SOLVER.BASE_LR: {{loguniform: [1e-6, 1e-3]}}"
+            f"--space: {path} is empty; expected lines such as SOLVER.BASE_LR: {{loguniform: [1e-6, 1e-3]}}"
         )
     space = Space([_as_numbers(each, cfg) for each in _parameters(content, str(path))])
     space.check(cfg)
@@ -253,7 +262,7 @@ def read_space(path: str | Path, cfg: CfgNode) -> Space:
 
 
 def _as_numbers(parameter: Parameter, cfg: CfgNode) -> Parameter:
-    """Return a choice of numbers as such, however they are spelled."""
+    """Convert the values of a choice to the number type of the key."""
     keys = {key.path: key for key, _ in cfg.keys_below()} | {IDENTITIES: Key(IDENTITIES, 1, "", low=1)}
     key = keys.get(present_path(parameter.key))
     if parameter.kind != "choice" or key is None or type(key.default) not in (int, float):
@@ -270,20 +279,22 @@ def _parameters(content: Mapping[str, Any], source: str) -> Iterator[Parameter]:
         key = SHORT_NAMES.get(name, name)
         present = present_path(str(key))
         if present in seen:
-            raise ConfigError(f"{source}: {seen[present]} and {name} are the same key")
+            raise ConfigError(f"{source}: {seen[present]} and {name} are the same key; remove one of them")
         seen[present] = name
         if not isinstance(value, Mapping) or len(value) != 1:
             raise ConfigError(f"{source}: {name}: expected one of {', '.join(KINDS)}, e.g. {{uniform: [0.0, 1.0]}}")
         ((kind, values),) = value.items()
         if kind not in KINDS and isinstance(values, Mapping):
-            raise ConfigError(f"{source}: keys are written in one piece: {name}.{kind}: {{...}}")
+            raise ConfigError(f"{source}: expected a dotted key, got nested keys.\n  fix: {name}.{kind}: {{...}}")
         if kind not in KINDS:
-            raise ConfigError(f"{source}: {name}: {kind!r}; choices: {', '.join(KINDS)}.{did_you_mean(kind, KINDS)}")
+            raise ConfigError(
+                f"{source}: {name}: unknown kind {kind!r}.{did_you_mean(kind, KINDS)}\n  choices: {', '.join(KINDS)}"
+            )
         yield Parameter(key, kind, _values(kind, values, f"{source}: {name}"))
 
 
 def _values(kind: str, values: Any, where: str) -> tuple[Any, ...]:
-    """Return the values of a kind, its numbers as numbers."""
+    """Convert the values of a parameter; numbers written as text become numbers."""
     if not isinstance(values, list) or not values:
         raise ConfigError(f"{where}: {kind} needs a list, got {values!r}")
     if kind == "choice":

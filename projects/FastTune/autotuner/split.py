@@ -1,4 +1,4 @@
-"""A validation set out of the training identities: a search must not see the test set."""
+"""Validation split of the training identities, so that a search does not use the test set."""
 
 from fastamp.config import CfgNode
 from fastamp.data.build import build_dataset, training_items
@@ -10,36 +10,39 @@ VAL_FRACTION = "TUNE.VAL_FRACTION"
 
 def define_keys(cfg: CfgNode) -> None:
     """Declare FastTune's keys."""
-    cfg.define(VAL_FRACTION, 0.2, "Share of the training identities, in 0..1, that trials are judged on.")
+    cfg.define(VAL_FRACTION, 0.2, "Fraction of the training identities, in 0..1, that is held out to evaluate trials.")
 
 
 def split_training(
     cfg: CfgNode, fraction: float, seed: int
 ) -> tuple[list[ImageItem], list[ImageItem], list[ImageItem]]:
-    """Return the training images of DATASETS.NAMES as training, query and gallery, see ``hold_out``.
+    """Split the training images of DATASETS.NAMES into training, query and gallery, see ``hold_out``.
 
     Raises:
-        ConfigError: nothing has such a name, or too few identities are left.
-        DataError: a data set is not there.
+        ConfigError: a dataset name is unknown, or too few identities are left.
+        DataError: a dataset is missing.
     """
     items = training_items([build_dataset(name, cfg) for name in cfg.DATASETS.NAMES])
     return hold_out(items, fraction, seed, key=VAL_FRACTION)
 
 
 def register_split(cfg: CfgNode, fraction: float, seed: int) -> tuple[str, str]:
-    """Register the two parts of the training images; return names for ``DATASETS.NAMES`` and ``DATASETS.TESTS``.
+    """Register the training and the validation part as datasets; return their names.
 
     Args:
-        cfg: reads DATASETS.
+        cfg: config with DATASETS.
         fraction, seed: see ``hold_out``.
 
+    Returns:
+        Names for ``DATASETS.NAMES`` and ``DATASETS.TESTS``.
+
     Raises:
-        ConfigError: nothing has such a name, or too few identities are left.
-        DataError: a data set is not there.
+        ConfigError: a dataset name is unknown, or too few identities are left.
+        DataError: a dataset is missing.
     """
     training, query, gallery = split_training(cfg, fraction, seed)
     title = "+".join(cfg.DATASETS.NAMES)
-    # The title comes last: a name that begins with csv: or folder: is a path.
+    # The title comes last, because a name that starts with csv: or folder: is a path.
     parts = {
         f"training part of {title}": (training, [], []),
         f"validation part of {title}": ([], query, gallery),
@@ -50,7 +53,7 @@ def register_split(cfg: CfgNode, fraction: float, seed: int) -> tuple[str, str]:
 
 
 _PARTS: dict[str, tuple[list[ImageItem], list[ImageItem], list[ImageItem]]] = {}
-"""Registered name -> its training, query and gallery images: those of the last search in this process."""
+"""Registered name -> training, query and gallery images of the last search in this process."""
 
 
 def _register(name: str, images: tuple[list[ImageItem], list[ImageItem], list[ImageItem]]) -> None:

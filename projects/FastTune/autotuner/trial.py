@@ -1,4 +1,4 @@
-"""One trial of a search: an ordinary training under DefaultTrainer that reports as it goes."""
+"""Trial of a search: a training with DefaultTrainer that reports after each evaluation."""
 
 import gc
 import json
@@ -27,21 +27,22 @@ _REPORTS, _LAST_REPORT = "reports.jsonl", "report.json"
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """What all trials of a search have in common; goes to Ray's processes.
+    """Settings that all trials of a search share; sent to Ray's processes.
 
     Attributes:
-        config: YAML of the config that values are put into.
-        space: what is drawn.
+        config: base config as YAML.
+        space: search space.
         rounds: see ``Rounds``.
-        fraction: of the training identities, held out to judge trials; 0 trains on all and judges on DATASETS.TESTS.
-        seed: of that split.
+        fraction: fraction of the training identities to hold out for validation, in 0..1. With 0, trials train on all
+            identities and are evaluated on DATASETS.TESTS.
+        seed: seed of the validation split.
         plugin: Python file that registers custom components; "" for none.
-        here: folder that relative paths start from.
-        folder: the search's.
-        population: whether trials continue from the checkpoints of others, as in population based training.
-        resumed: whether a trial that begins may be one that was killed, which goes on from what it saved last: that
-            is later than what Ray knows of.
-        threads: that a trial computes with.
+        here: working folder, the base of relative paths.
+        folder: folder of the search.
+        population: True if trials continue from checkpoints of other trials, as in population based training.
+        resumed: True if a starting trial may have been killed before; it then continues from its own last checkpoint,
+            which may be newer than the one that Ray recorded.
+        threads: number of threads per trial.
     """
 
     config: str
@@ -58,11 +59,11 @@ class TrialSettings:
 
 
 class TrialTrainer(DefaultTrainer):
-    """Training that keeps the best weights without the optimizer, and no checkpoints but those of its report hook.
+    """Trainer that saves the best weights without the optimizer, and only the checkpoints of its report hook.
 
     Args:
         cfg: see ``DefaultTrainer``.
-        recipe: config that checkpoints hold instead of ``cfg``, whose data sets other programs may not know.
+        recipe: config to store in checkpoints instead of ``cfg``, whose datasets are only registered in this process.
     """
 
     def __init__(self, cfg: CfgNode, recipe: CfgNode | None = None) -> None:
@@ -90,19 +91,20 @@ def run_trial(
     recipe: CfgNode | None = None,
     keep: int = 1,
 ) -> str:
-    """Train by a config, from the beginning or on from a trial's checkpoint.
+    """Train from the beginning, or continue from the checkpoint of a trial.
 
     Args:
-        cfg: of this trial, with its own OUTPUT_DIR.
-        report: see ``TuneReportHook``; what it raises ends the trial.
-        checkpoint: a file that ``report`` was given, of a trial of the same model; learning rates are those of ``cfg``.
-        with_other_values: whether ``cfg`` has other values than the checkpoint's trial: its best is none of this one's.
+        cfg: config of this trial, with its own OUTPUT_DIR.
+        report: see ``TuneReportHook``; an exception in it ends the trial.
+        checkpoint: file that was passed to ``report`` by a trial of the same model; None to start from the beginning.
+            Learning rates are those of ``cfg``.
+        with_other_values: True if the values of ``cfg`` differ from those of the checkpoint's trial; the best score of
+            the checkpoint is then discarded.
         recipe: see ``TrialTrainer``.
         keep: see ``TuneReportHook``.
 
     Returns:
-        The headline of the failure when the config, mixed precision or the training fails in a way that fastamp knows;
-        empty when the trial came to its end.
+        First line of the UserError that ended the trial; empty if the trial finished.
     """
     try:
         default_setup(cfg)
@@ -121,12 +123,12 @@ def run_trial(
 
 
 def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
-    """Run one trial in a process of Ray's, which may have run others before."""
+    """Run one trial in a Ray process, which may be reused for several trials."""
     from ray import tune
 
     os.chdir(settings.here)
     torch.set_num_threads(settings.threads)
-    _forget_former_trials()
+    _free_memory()
     cfg = get_cfg()
     if settings.plugin:
         load_plugin(settings.plugin, cfg)
@@ -143,9 +145,9 @@ def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
     values = plain_values(settings.space.decoded(sample))
     start = _start(settings, cfg.OUTPUT_DIR)
     if start and settings.resumed:
-        _tell_ray(start)
+        _report_to_ray(start)
     if start and (start[EPOCH] >= settings.rounds.epochs or not start["file"]):
-        return  # it was killed after its last evaluation, or takes over the end of another: nothing is left to train
+        return  # killed after its last evaluation, or a copy of a finished trial: no epoch is left to train
     parent = {}
     if start and start.get("trial", trial) != trial:
         parent = {PARENT: [start[EPOCH], start["trial"]]}
@@ -153,8 +155,8 @@ def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
     def report(metrics: dict[str, Any], file: Path) -> None:
         metrics = metrics | {ROUND: settings.rounds.at(metrics[EPOCH]), VALUES: values, "trial": trial, **parent}
         parent.clear()
-        _write_down(metrics, cfg.OUTPUT_DIR)
-        _tell_ray(metrics | {"file": str(file)})
+        _append_report(metrics, cfg.OUTPUT_DIR)
+        _report_to_ray(metrics | {"file": str(file)})
 
     failure = run_trial(
         cfg,
@@ -162,21 +164,21 @@ def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
         checkpoint=start["file"] if start else None,
         with_other_values=bool(start) and start[VALUES] != values,
         recipe=recipe,
-        # Others may still have to begin with the one before, when a trial has trained on.
+        # Other trials may still start from the previous checkpoint while this trial continues.
         keep=2 if settings.population else 1,
     )
     if failure:
         metrics = {SCORE: 0.0, EPOCH: settings.rounds.epochs, ROUND: settings.rounds.total, FAILURE: failure}
-        _write_down(metrics | {VALUES: values, "trial": trial}, cfg.OUTPUT_DIR)
+        _append_report(metrics | {VALUES: values, "trial": trial}, cfg.OUTPUT_DIR)
         if not settings.population:
             tune.report(metrics)
 
 
 def _start(settings: TrialSettings, folder: str) -> dict[str, Any] | None:
-    """Return the report whose checkpoint, ``file``, a trial continues from; None begins.
+    """Return the report whose checkpoint ``file`` the trial continues from; None to start from the beginning.
 
-    The file of a trial that has ended and lost is empty: its checkpoint has been deleted, even where the search was
-    killed before Ray recorded the end.
+    ``file`` is empty if the trial has finished and lost: its checkpoint was deleted, possibly before Ray recorded the
+    end of the trial.
     """
     from ray import tune
 
@@ -189,40 +191,40 @@ def _start(settings: TrialSettings, folder: str) -> dict[str, Any] | None:
     if checkpoint is None:
         return None
     with checkpoint.as_directory() as content:
-        told = json.loads((Path(content) / _LAST_REPORT).read_text(encoding="utf-8"))
-    if Path(told["file"]).is_file() or told[EPOCH] >= settings.rounds.epochs:
-        return told
-    # After a kill Ray's records may be older than the files that are kept.
+        recorded = json.loads((Path(content) / _LAST_REPORT).read_text(encoding="utf-8"))
+    if Path(recorded["file"]).is_file() or recorded[EPOCH] >= settings.rounds.epochs:
+        return recorded
+    # After a kill, Ray's records may be older than the remaining files.
     return latest if files else None
 
 
 def plain_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values as they are after they were written down."""
+    """Return values after a round trip through JSON."""
     return json.loads(json.dumps(values))
 
 
-def _tell_ray(metrics: dict[str, Any]) -> None:
-    """Report to Ray; its checkpoint holds the report, which names the file, and not the weights once more."""
+def _report_to_ray(metrics: dict[str, Any]) -> None:
+    """Report metrics to Ray with a checkpoint that only contains the report, which names the checkpoint file."""
     from ray import tune
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / _LAST_REPORT).write_text(json.dumps(metrics), encoding="utf-8")
-        told = {name: value for name, value in metrics.items() if name not in (VALUES, "trial", "file", PARENT)}
-        tune.report(told, checkpoint=tune.Checkpoint.from_directory(folder))
+        scalars = {name: value for name, value in metrics.items() if name not in (VALUES, "trial", "file", PARENT)}
+        tune.report(scalars, checkpoint=tune.Checkpoint.from_directory(folder))
 
 
 def output_dir(folder: str | Path, trial_id: str) -> Path:
-    """Return a trial's OUTPUT_DIR in the folder of its search."""
+    """Return the OUTPUT_DIR of a trial in the search folder."""
     return run_dir(Path(folder) / f"trial_{trial_id}")
 
 
 def run_dir(trial_dir: str | Path) -> Path:
-    """Return the OUTPUT_DIR in a trial's folder."""
+    """Return the OUTPUT_DIR in the folder of a trial."""
     return Path(trial_dir) / "run"
 
 
 def read_reports(output_dir: str | Path) -> list[dict[str, Any]]:
-    """Return what a trial has reported; Ray's own record loses lines of trials that are paused."""
+    """Read the reports of a trial. Ray's own record misses reports of paused trials."""
     file = Path(output_dir) / _REPORTS
     if not file.is_file():
         return []
@@ -230,21 +232,21 @@ def read_reports(output_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def prune(output_dir: str | Path, *, keep_best: bool) -> None:
-    """Delete the checkpoints of a trial that has ended, and unless ``keep_best`` its best weights."""
+    """Delete the checkpoints of a finished trial, and its best weights unless ``keep_best``."""
     for file in Path(output_dir).glob("model_*.pth"):
         if not (keep_best and file.name == "model_best.pth"):
             file.unlink(missing_ok=True)
 
 
-def _write_down(metrics: dict[str, Any], output_dir: str) -> None:
+def _append_report(metrics: dict[str, Any], output_dir: str) -> None:
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _REPORTS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(metrics) + "\n")
 
 
-def _forget_former_trials() -> None:
-    """Give back what the trials before this one left in the process."""
+def _free_memory() -> None:
+    """Free the memory of earlier trials in this process."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

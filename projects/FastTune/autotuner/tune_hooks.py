@@ -1,4 +1,4 @@
-"""What a trial tells the search after each evaluation, and what it leaves to go on from."""
+"""Hook that reports the evaluations and checkpoints of a trial to the search."""
 
 import math
 import time
@@ -17,12 +17,12 @@ CHECKPOINT = "model_tune"
 
 @dataclass(frozen=True)
 class Rounds:
-    """Evaluations that count: those after warm-up and freezing, so that no scheduler stops a trial before.
+    """Evaluations that the scheduler counts: those after warm-up and freezing, so that no trial is stopped before.
 
     Attributes:
-        period: epochs from one evaluation to the next; the last epoch always has one.
-        epochs: of a whole trial.
-        grace: epochs after which warm-up and freezing have ended.
+        period: epochs between evaluations; the last epoch is always evaluated.
+        epochs: epochs of a full trial.
+        grace: epochs until warm-up and freezing have ended.
     """
 
     period: int
@@ -30,25 +30,25 @@ class Rounds:
     grace: int
 
     def at(self, epoch: int) -> int:
-        """Return how many evaluations that count there are up to an epoch, from 0."""
+        """Return the number of counted evaluations up to an epoch."""
         first = max(1, math.ceil(min(self.grace, self.epochs) / self.period))
         return max(0, math.ceil(epoch / self.period) - first + 1)
 
     @property
     def total(self) -> int:
-        """Those of a whole trial, 1 at least."""
+        """Number of counted evaluations in a full trial, at least 1."""
         return self.at(self.epochs)
 
 
 class TuneReportHook(HookBase):
-    """Report the scores of each evaluation, and a checkpoint; register it after the trainer's own hooks.
+    """Report the metrics of each evaluation together with a checkpoint; register it after the trainer's own hooks.
 
     Args:
-        trainer: of the trial.
-        report: takes the metrics and the checkpoint file: ``mAP``, ``Rank-1`` and ``score`` (the mean of both), in
-            percent, means over the data sets; ``epoch``, those done; ``skipped_steps`` so far; ``peak_memory_mb`` and
-            ``images_per_second`` of training since the last report.
-        keep: checkpoints that are kept, the newest. Above 1 each file has its epoch in its name.
+        trainer: trainer of the trial.
+        report: called with the metrics and the checkpoint file. Metrics: ``mAP``, ``Rank-1`` and ``score`` (their
+            mean), in percent, averaged over the datasets; ``epoch``, the number of finished epochs; ``skipped_steps``
+            so far; ``peak_memory_mb``; ``images_per_second`` of training since the last report.
+        keep: number of newest checkpoints to keep. Above 1, file names contain the epoch. Default 1.
     """
 
     saves = True
@@ -89,5 +89,5 @@ class TuneReportHook(HookBase):
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """Return the checkpoints that a trial in a folder can resume from, the oldest first."""
+    """Return the checkpoints in the folder of a trial, oldest first."""
     return sorted(Path(folder).glob(f"{CHECKPOINT}*.pth"))
