@@ -1,4 +1,4 @@
-"""The demo data set: drawn pedestrians in Market-1501's layout, generated on first use."""
+"""Demo dataset of generated pedestrians in the layout of Market-1501."""
 
 from fastamp.demo.attributes import VALUES, ImageAttributes
 from fastamp.demo.generate import DEMO_VERSION, generate_demo, image_attributes, is_complete, write_attributes

@@ -1,4 +1,4 @@
-"""Attributes of the drawn people: what is seen in each image of the demo data set, as data."""
+"""Attributes of the generated pedestrians and images of the demo dataset."""
 
 import csv
 import math
@@ -22,7 +22,7 @@ from fastamp.demo.wardrobe import (
     Appearance,
 )
 
-# Wardrobe's hair style -> hair and hat: some hats are drawn in place of a style.
+# Hair style in ``wardrobe`` -> hair and hat.
 _HAIR_AND_HAT = {
     "short": ("short", "none"),
     "bald": ("bald", "none"),
@@ -40,7 +40,7 @@ _FABRICS, _HAIR_COLORS, _LOWER_COLORS, _SHOE_COLORS = (
     {color: name for name, color in names.items()}
     for names in (FABRIC_NAMES, HAIR_COLOR_NAMES, TROUSER_COLOR_NAMES, SHOE_COLOR_NAMES)
 )
-# A stride beyond it, in radians, is a walk.
+# Minimum stride of walking, in radians.
 _WALK = 0.1
 
 VALUES: dict[str, tuple[str, ...]] = {
@@ -69,49 +69,52 @@ VALUES: dict[str, tuple[str, ...]] = {
     "occluder": ("none", *OCCLUDERS),
     "scene": tuple(make_camera(index, 0).scene for index in range(6)),
 }
-"""Text attribute -> its values."""
+"""Text attribute -> possible values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageAttributes:
-    """What one image shows; ``VALUES`` has the values of each text. None is what does not apply, "" in a CSV file.
+    """Attributes of one image; ``VALUES`` lists the values of text attributes.
+
+    None (empty in a CSV file) means not applicable.
 
     Attributes:
-        path: of the image, from the folder of the data set, with ``/``.
-        pid: as in the file name: 0 is a distractor, -1 junk.
-        camid: from 0, as that of ``ImageItem``; the file name counts from 1.
-        split: part of the data set.
-        person: who is in the box: one of the identities, a distractor that resembles one, any stranger, or nobody. All
-            attributes from ``height`` to ``posture`` are of this person, and None for nobody.
-        box: whether the box shows the whole person; most of it is outside in junk images.
-        height: body height, 0.92..1.06 of the mean.
-        breadth: body breadth, 0.84..1.28 of the mean.
-        skin: tone, 1 (lightest) to 5.
-        hair: under a hood it is hidden.
-        hair_color: None if bald or hidden.
-        hat: cap, beanie or hood; a hood is part of the upper garment.
-        hat_color: None without a hat.
-        upper_color: of the upper garment.
-        upper_pattern: its pattern.
-        pattern_color: second color of the pattern; None if plain.
-        upper_length: where the garment ends.
-        sleeve: its length.
-        sleeve_color: ``pattern_color`` or another than ``upper_color`` where sleeves contrast; None without sleeves.
-        lower: lower garment.
-        lower_color: of it.
-        stripe_color: of stripes down the sides of trousers; None without.
-        shoe, shoe_color: footwear.
-        bag: ``carrier`` is a shopping bag in the hand.
-        bag_color: None without a bag.
-        view: side of the person that the camera sees, or where in the image the person faces: front, back, left, right.
-        yaw: direction that the person faces, in degrees in -180..180: 0 to the camera, 90 to the right of the image.
-        posture: whether the person walks.
-        passer_by: whether a stranger is drawn behind the person, or beside the middle of an empty box; it may lie
-            partly or wholly outside the image.
-        occluder: what hides a part of the person.
-        scene: background, one for each of the first six cameras.
-        sequence: hour of the day, 1..3, as in the file name.
-        light: gain of the camera at this hour, 1 is neutral; each image varies by 10 %.
+        path (str): image file relative to the dataset folder, with ``/``.
+        pid (int): identity, as in the file name: 0 is a distractor, -1 is junk.
+        camid (int): camera from 0, as in ``ImageItem``; file names count from 1.
+        split (str): split of the image.
+        person (str): person in the box: a labeled identity, a distractor similar to an identity (``lookalike``), an
+            unrelated distractor (``stranger``), or ``none``. The attributes from ``height`` to ``posture`` describe
+            this person and are None for ``none``.
+        box (str): ``full``, ``partial`` (junk images, most of the person is outside) or ``empty``.
+        height (float): body height relative to the mean, 0.92..1.06.
+        breadth (float): body breadth relative to the mean, 0.84..1.28.
+        skin (int): skin tone, 1 (lightest) to 5.
+        hair (str): hairstyle; ``hidden`` under a hood.
+        hair_color (str): None if bald or hidden.
+        hat (str): cap, beanie or hood; a hood is part of the upper garment.
+        hat_color (str): None without a hat.
+        upper_color (str): color of the upper garment.
+        upper_pattern (str): pattern of the upper garment.
+        pattern_color (str): second color of the pattern; None if plain.
+        upper_length (str): where the upper garment ends.
+        sleeve (str): sleeve length.
+        sleeve_color (str): ``pattern_color`` or a contrasting color; None without sleeves.
+        lower (str): lower garment.
+        lower_color (str): color of the lower garment.
+        stripe_color (str): color of the side stripes of trousers; None without stripes.
+        shoe, shoe_color (str): footwear.
+        bag (str): bag; ``carrier`` is a shopping bag in the hand.
+        bag_color (str): None without a bag.
+        view (str): side of the person that faces the camera: front, back, left or right.
+        yaw (float): direction of the person in degrees, -180..180: 0 faces the camera, 90 faces right in the image.
+        posture (str): standing or walking.
+        passer_by (bool): True if another person is drawn behind the person, or off center in an empty box; may be
+            partly or completely outside of the image.
+        occluder (str): object that occludes part of the person.
+        scene (str): background; the first six cameras have one each.
+        sequence (int): hour of the day, 1..3, as in the file name.
+        light (float): gain of the camera at this hour, 1 is neutral; images vary by 10 %.
     """
 
     path: str
@@ -181,13 +184,13 @@ def describe_person(person: Appearance) -> dict[str, str | int | float | None]:
 def describe_picture(
     picture: Composition, camera: int, sequence: int, seed: int
 ) -> dict[str, str | int | float | None]:
-    """Return the attributes of one image beside those of the person, by name.
+    """Return the attributes of an image other than those of the person, by name.
 
     Args:
-        picture: its composition.
-        camera: number of the camera, from 0.
-        sequence: hour of the day, from 1.
-        seed: of the data set.
+        picture (Composition): composition of the image.
+        camera (int): camera index, from 0.
+        sequence (int): hour of the day, from 1.
+        seed (int): seed of the dataset.
     """
     seen_by = make_camera(camera, seed)
     found: dict[str, str | int | float | None] = {
@@ -205,7 +208,7 @@ def describe_picture(
 
 
 def write_csv(rows: Iterable[ImageAttributes], path: Path) -> None:
-    """Write a line for each image, with the names of the attributes in the first; truth values are 0 and 1."""
+    """Write one line per image below a header with the attribute names; booleans are 0 and 1."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(field.name for field in fields(ImageAttributes))

@@ -1,4 +1,4 @@
-"""The demo's surveillance cameras: where each one hangs, and what its light and its lens do to a picture."""
+"""Simulated surveillance cameras: viewpoint, exposure, blur and noise."""
 
 from dataclasses import dataclass, replace
 
@@ -8,11 +8,19 @@ from PIL import Image, ImageFilter
 
 @dataclass(frozen=True)
 class Camera:
-    """One camera. Angles are in radians, colors are gains, lengths are in pixels of the final picture.
+    """One camera. Angles are in radians, color values are gains, lengths are in pixels of the output image.
 
-    ``wall_foot`` is where the wall meets the ground, as a share of the box height; ``yaws`` are the directions in
-    which people mostly walk past; ``detail`` below 1 is the resolution lost in a distant or cheap camera,
-    ``person_height`` is the share of the box that a person fills, ``jpeg`` the range of qualities it saves with.
+    Attributes:
+        scene (str): name of the background.
+        pitch (float): downward angle.
+        yaws (tuple[float, ...]): typical walking directions.
+        wall_foot (float): where the wall meets the ground, as a fraction of the box height.
+        gain, gamma (float): exposure.
+        cast (tuple[float, float, float]): gain of each color channel.
+        haze, saturation, blur, noise (float): image quality.
+        detail (float): resolution relative to the output; below 1 for distant or low-quality cameras.
+        person_height (float): fraction of the box height that a person fills.
+        jpeg (tuple[int, int]): range of JPEG qualities.
     """
 
     scene: str
@@ -132,7 +140,7 @@ _CAMERAS = (
 
 
 def make_camera(index: int, seed: int) -> Camera:
-    """Return camera ``index`` (0, 1, ...): six fixed ones, then the same six in another light."""
+    """Return camera ``index`` (0, 1, ...): six predefined cameras, then the same six with different light."""
     camera = _CAMERAS[index % len(_CAMERAS)]
     if index < len(_CAMERAS):
         return camera
@@ -142,21 +150,21 @@ def make_camera(index: int, seed: int) -> Camera:
 
 
 def hour_gain(sequence: int) -> float:
-    """Return how much brighter the hour ``sequence`` (1, 2, ...) of the day is than the first."""
+    """Return the brightness at hour ``sequence`` (1, 2, ...) relative to the first hour."""
     return (1.0, 0.9, 1.08)[(sequence - 1) % 3]
 
 
 def expose(rng: np.random.Generator, picture: np.ndarray, camera: Camera, sequence: int) -> Image.Image:
-    """Return the picture as the camera records it.
+    """Render an image as recorded by the camera.
 
     Args:
-        rng: owned generator of this picture.
-        picture: (H, W, 3) float32 in 0..255, the scene in neutral light.
-        camera: whose light, color cast, blur and noise to apply.
-        sequence: 1, 2, ...: the hour of the day, which changes the light of one camera.
+        rng (np.random.Generator): generator of this image.
+        picture (np.ndarray): (H, W, 3) float32 in 0..255, the scene in neutral light.
+        camera (Camera): light, color cast, blur and noise to apply.
+        sequence (int): hour of the day, from 1; changes the light.
 
     Returns:
-        RGB image of the same size.
+        PIL.Image.Image: RGB image of the same size.
     """
     height, width = picture.shape[:2]
     hour = hour_gain(sequence)
@@ -185,7 +193,7 @@ def expose(rng: np.random.Generator, picture: np.ndarray, camera: Camera, sequen
 
 
 def _shadow_edge(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
-    """Return a (H, W, 1) float32 gain: the shadow of a roof or a tree over the upper or the lower part."""
+    """Return a (H, W, 1) float32 gain that shades the upper or lower part of the image."""
     edge = rng.uniform(0.2, 0.8) + np.linspace(-0.15, 0.15, width, dtype=np.float32)[None, :] * rng.uniform(-1, 1)
     rows = np.linspace(0, 1, height, dtype=np.float32)[:, None]
     shaded = 1 / (1 + np.exp((rows - edge) * rng.choice((-40.0, 40.0))))

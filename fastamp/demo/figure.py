@@ -1,4 +1,4 @@
-"""Draws one clothed person: a skeleton in three dimensions, seen from a yaw and a pitch, filled with flat shapes."""
+"""Draw a clothed person: a 3D skeleton, projected for a yaw and pitch and filled with flat shapes."""
 
 import math
 
@@ -19,23 +19,23 @@ _HEAD_CENTER = 0.932
 
 
 def draw_person(canvas: Image.Image, person: Appearance, pose: Pose, foot: tuple[float, float], height: float) -> None:
-    """Paint ``person`` onto ``canvas``.
+    """Paint a person onto a canvas.
 
     Args:
-        canvas: RGBA image, painted on in place; straight alpha, and untouched where the person is not.
-        person: what the person looks like.
-        pose: how the person stands.
-        foot: pixel (x, y) of the ground point between the feet.
-        height: pixels from sole to crown of a person of height 1.
+        canvas (PIL.Image.Image): RGBA image with straight alpha, modified in place; unchanged outside of the person.
+        person (Appearance): appearance of the person.
+        pose (Pose): pose of the person.
+        foot (tuple[float, float]): pixel (x, y) of the ground point between the feet.
+        height (float): pixels from sole to crown for a person of height 1.
     """
     _Figure(canvas, person, pose, foot, height).paint()
 
 
 class _Figure:
-    """One person on one canvas; holds the projection, and paints from far to near.
+    """One person on a canvas: holds the projection and paints from far to near.
 
-    Body axes, in body heights: x to the side, y up from the ground, z forward. The camera sees
-    ``x cos(yaw) + z sin(yaw)`` to its right and ``z cos(yaw) - x sin(yaw)`` towards itself.
+    Body axes, in body heights: x to the side, y up from the ground, z forward. In camera coordinates, ``x cos(yaw) + z
+    sin(yaw)`` points right and ``z cos(yaw) - x sin(yaw)`` points towards the camera.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class _Figure:
         self.legs = {side: self._leg_joints(side) for side in (-1, 1)}
 
     def paint(self) -> None:
-        """Paint all parts; the order is what hides what."""
+        """Paint all parts from far to near."""
         near = -1 if self.sin > 0 else 1
         facing = self.cos > 0
         sideways = abs(self.sin) > 0.35
@@ -81,14 +81,14 @@ class _Figure:
     # -- projection and primitives -------------------------------------------------------------------------------
 
     def _at(self, x: float, y: float, z: float) -> tuple[float, float]:
-        """Return the pixel of a body point."""
+        """Project a body point to a pixel."""
         right = x * self.cos + z * self.sin
         towards = z * self.cos - x * self.sin
         up = y * self.pitch_cos - towards * self.pitch_sin
         return self.foot_x + right * self.unit, self.foot_y - up * self.unit
 
     def _half_width(self, breadth: float, depth: float) -> float:
-        """Return half the visible width of an upright ellipse with these half axes, in body heights."""
+        """Return half the projected width of an ellipse with these half axes, in body heights."""
         return math.hypot(breadth * self.cos, depth * self.sin)
 
     def _limb(self, start: Point, end: Point, start_width: float, end_width: float, color: Color) -> None:
@@ -124,7 +124,7 @@ class _Figure:
     # -- legs ----------------------------------------------------------------------------------------------------
 
     def _leg_joints(self, side: int) -> tuple[Point, Point, Point]:
-        """Return hip, knee and ankle of one leg; the trailing leg bends at the knee."""
+        """Return hip, knee and ankle of a leg; the trailing leg bends at the knee."""
         swing = self.pose.stride * side
         bend = self.pose.knee if swing < 0 else 0.06
         hip_x = 0.047 * self.breadth * side
@@ -155,7 +155,7 @@ class _Figure:
             self._limb(top, ankle, 0.033, 0.028, _shade(person.shoe_color, light))
 
     def _side_stripe(self, side: int, hip: Point, knee: Point, ankle: Point, light: float) -> None:
-        """Paint the stripe along the outer seam, where the camera can see it."""
+        """Paint the stripe along the outer seam if it faces the camera."""
         if -side * self.sin < -0.45:
             return
         offset = 0.03 * side
@@ -192,7 +192,7 @@ class _Figure:
     # -- torso ---------------------------------------------------------------------------------------------------
 
     def _torso(self) -> None:
-        """Paint the upper garment: a silhouette filled with its pattern wrapped around the body."""
+        """Paint the upper garment: a silhouette filled with its pattern, wrapped around the body."""
         person, unit = self.person, self.unit
         hem = person.upper_hem
         profile = (
@@ -225,7 +225,7 @@ class _Figure:
         self.canvas.paste(Image.fromarray(cloth.astype(np.uint8)), (left, top), mask)
 
     def _straps(self) -> None:
-        """Paint what a bag leaves on the chest or the back: the straps, and a cross-body bag itself."""
+        """Paint the straps of a bag, and a cross-body bag."""
         person, unit = self.person, self.unit
         width = max(1, round(0.02 * unit))
         if "backpack" in person.bag and self.cos > 0.1:
@@ -310,7 +310,7 @@ class _Figure:
             self.brush.line(line, fill=fill, width=max(1, round(1.75 * width * self.unit)))
 
     def _hand_bag(self, wrist: Point) -> None:
-        """Paint a handbag or a carrier bag that hangs from ``wrist``."""
+        """Paint a handbag or shopping bag that hangs from ``wrist``."""
         person, unit = self.person, self.unit
         x, y = self._at(*wrist)
         if person.bag == "handbag":
@@ -391,6 +391,6 @@ class _Figure:
 
 
 def _shade(color: Color, light: float) -> Color:
-    """Return ``color`` made ``light`` times as bright."""
+    """Scale the brightness of ``color`` by ``light``."""
     red, green, blue = color
     return (min(255, int(red * light)), min(255, int(green * light)), min(255, int(blue * light)))

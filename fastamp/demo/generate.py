@@ -1,7 +1,7 @@
-"""Writes the demo data set: a Market-1501 look-alike of drawn pedestrians, made on first use.
+"""Generate the demo dataset: pedestrians in the layout of Market-1501, written on first use.
 
-The set is built in a hidden folder beside its place and renamed when its manifest is written, so a folder that
-exists is whole, whoever was killed or came second.
+The dataset is built in a hidden folder next to its final path and renamed after its manifest is written, so that an
+existing folder is complete even if processes are killed or run concurrently.
 """
 
 import json
@@ -21,7 +21,7 @@ from fastamp.demo.wardrobe import Appearance, draw_appearance, draw_lookalike, d
 from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
 from fastamp.utils.errors import DataError
 
-# Names the default folder: change it with every change that alters a picture.
+# Part of the default folder name: increment it with every change of the images.
 DEMO_VERSION = "1"
 MANIFEST = "demo.json"
 ATTRIBUTES = "attributes.csv"
@@ -30,13 +30,13 @@ SPLITS = ("bounding_box_train", "query", "bounding_box_test")
 _QUERIES_PER_IDENTITY = 2
 _LOOKALIKES = 2
 _LOOKALIKE_FRACTION = 0.34
-# First entry of each random stream's key after the seed; 0 and 1 belong to the cameras.
+# First entry of each random stream's key after the seed; 0 and 1 are used by the cameras.
 _TRAIN, _TEST, _DISTRACTOR, _JUNK = 10, 11, 12, 13
 
 
 @dataclass(frozen=True)
 class _Shot:
-    """One picture to be drawn: where it goes, who is in it, and the key of its random stream."""
+    """One image to draw: path, person, and key of its random stream."""
 
     path: str
     pid: int
@@ -61,26 +61,31 @@ def generate_demo(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write the demo data set to ``folder``, unless it is there already.
+    """Write the demo dataset to ``folder`` unless it exists.
 
-    The same arguments give the same bytes, whatever ``workers`` is (for one version of NumPy and Pillow). A run that
-    is killed leaves nothing that counts as a data set; of two at once, one wins and the other throws its work away.
+    The same arguments give identical files for one version of NumPy and Pillow, independent of ``workers``. An
+    interrupted run leaves no dataset. If two processes run concurrently, one result is kept.
 
     Args:
-        folder: the data set's own folder; parents are made.
-        train_identities: people in ``bounding_box_train``, at least 1; a third has lookalikes.
-        test_identities: people in ``query`` and ``bounding_box_test``, at least 1, all others than in training.
-        images_per_identity: pictures of each person, at least 4; two of a test person's are queries.
-        distractors: gallery pictures of strangers and of nobody (pid 0); a tenth as many junk boxes (pid -1) are added.
-        cameras: number of cameras, at least 2; each person passes up to half as many as there are pictures of it.
-        image_size: height and width in pixels; at least (32, 16).
-        seed: decides everything, 0 or above.
-        workers: drawing threads; None takes one per processor, up to 4.
-        progress: called as ``progress(pictures written, pictures in all)`` in the calling thread.
+        folder (str or Path): folder of the dataset; parents are created.
+        train_identities (int): people in ``bounding_box_train``, at least 1; a third of them have lookalikes. Default
+            180.
+        test_identities (int): people in ``query`` and ``bounding_box_test``, at least 1, disjoint from training.
+            Default 50.
+        images_per_identity (int): images of each person, at least 4; two images of a test person are queries. Default
+            10.
+        distractors (int): gallery images of other people or of no one (pid 0); one tenth as many junk boxes (pid -1)
+            are added. Default 160.
+        cameras (int): number of cameras, at least 2; a person is seen by at most ``images_per_identity // 2``. Default
+            6.
+        image_size (tuple[int, int]): height and width in pixels, at least (32, 16). Default (128, 64).
+        seed (int): random seed, at least 0. Default 0.
+        workers (int, optional): number of threads. Default: the number of processors, at most 4.
+        progress (Callable, optional): called as ``progress(images_written, total_images)`` in the calling thread.
 
     Raises:
-        ValueError: an argument is out of its range.
-        DataError: ``folder`` holds something else: files that are no demo set, or one made with other arguments.
+        ValueError: if an argument is out of range.
+        DataError: if ``folder`` contains other files, or a demo dataset with different arguments.
     """
     _check_minimum(
         train_identities=(train_identities, 1),
@@ -125,7 +130,7 @@ def generate_demo(
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Return whether ``folder`` holds a whole demo set of this version: a manifest, and as many files as it says."""
+    """Return True if ``folder`` has the manifest of this version and as many images as it states."""
     folder = Path(folder)
     manifest = _read_manifest(folder)
     if manifest is None or manifest.get("version") != DEMO_VERSION:
@@ -137,22 +142,22 @@ def is_complete(folder: str | Path) -> bool:
 
 
 def image_attributes(folder: str | Path) -> list[ImageAttributes]:
-    """Return the attributes of all images of a demo set, as its ``attributes.csv`` has them, without drawing.
+    """Compute the attributes of all images of a demo dataset, as in ``attributes.csv``, without drawing.
 
     Raises:
-        DataError: ``folder`` holds no whole demo set of this version.
+        DataError: if ``folder`` is not a complete demo dataset of this version.
     """
     if not is_complete(folder):
-        raise DataError(f"{folder} holds no demo data set of version {DEMO_VERSION}; fix: generate_demo(folder)")
+        raise DataError(f"{folder} is not a demo dataset of version {DEMO_VERSION}; fix: generate_demo(folder)")
     settings = _read_manifest(Path(folder)) or {}
     return _attributes(_plan(settings), settings)
 
 
 def write_attributes(folder: str | Path) -> Path:
-    """Write ``attributes.csv`` of a demo set that was generated before there was one; return its path.
+    """Write ``attributes.csv`` for a demo dataset that was generated without it, and return its path.
 
     Raises:
-        DataError: ``folder`` holds no whole demo set of this version.
+        DataError: if ``folder`` is not a complete demo dataset of this version.
     """
     path = Path(folder) / ATTRIBUTES
     write_csv(image_attributes(folder), path)
@@ -182,11 +187,11 @@ def _attributes(shots: list[_Shot], settings: dict) -> list[ImageAttributes]:
     return rows
 
 
-# -- what is drawn ---------------------------------------------------------------------------------------------------
+# -- content ---------------------------------------------------------------------------------------------------
 
 
 def _plan(settings: dict) -> list[_Shot]:
-    """Return every picture of the set, in the order of their names within each split."""
+    """List every image of the dataset, sorted by name within each split."""
     seed, cameras = settings["seed"], settings["cameras"]
     per_identity = settings["images_per_identity"]
     shots = []
@@ -214,16 +219,17 @@ def _plan(settings: dict) -> list[_Shot]:
 
 
 def _people(seed: int, split: int, count: int) -> list[Appearance]:
-    """Return the identities of one split, lookalikes next to each other."""
+    """Draw the identities of one split, lookalikes next to each other."""
     return draw_people(np.random.default_rng([seed, split]), count, _LOOKALIKES, _LOOKALIKE_FRACTION)
 
 
 def _identity_shots(
     seed: int, split: int, index: int, pid: int, person: Appearance, count: int, cameras: int
 ) -> list[_Shot]:
-    """Return the pictures of one person: each camera passed takes at least two, so that a query always has a match.
+    """Plan the images of one person: at least two per camera, so that a query always has a match.
 
-    The first two pictures, of two cameras, are the queries of a test person; every camera's next one is in the gallery.
+    The first two images, from two cameras, are the queries of a test person; each camera's next image is in the
+    gallery.
     """
     rng = np.random.default_rng([seed, split, index])
     passed = rng.permutation(cameras)[: min(cameras, count // 2)]
@@ -242,7 +248,7 @@ def _identity_shots(
 def _distractor_shot(
     rng: np.random.Generator, key: tuple[int, int], pid: int, kind: str, person: Appearance | None, cameras: int
 ) -> _Shot:
-    """Return a gallery picture that matches no query; a numbered frame keeps the names apart."""
+    """Plan a gallery image without a match; the frame number makes the file name unique."""
     camera, sequence = int(rng.integers(cameras)), int(rng.integers(1, 4))
     name = f"{'0000' if pid == 0 else pid}_c{camera + 1}s{sequence}_{key[1] * 25 + 1:06d}_00.jpg"
     return _Shot(f"bounding_box_test/{name}", pid, (*key, 0), person, camera, sequence, kind, bad_box=pid == -1)
@@ -256,10 +262,10 @@ def _draw_all(
     workers: int | None,
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Draw and save all pictures.
+    """Draw and save all images.
 
-    Threads, since NumPy and Pillow release the lock in a third of the work, and a process would spend on its start
-    what it saves.
+    Uses threads: NumPy and Pillow release the GIL for a third of the work, and starting processes takes as long as they
+    would save.
     """
 
     def draw(shot: _Shot) -> None:
@@ -279,18 +285,18 @@ def _draw_all(
         pool.shutdown(cancel_futures=True)
 
 
-# -- where it is put -------------------------------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------------------
 
 
 def _check_minimum(**named: tuple[int, int]) -> None:
-    """Raise ValueError naming the first argument whose value is below its minimum."""
+    """Raise ValueError for the first argument below its minimum."""
     for name, (value, least) in named.items():
         if value < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
+            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def _read_manifest(folder: Path) -> dict | None:
-    """Return the manifest of a demo set, or None if there is none that can be read."""
+    """Read the manifest of a demo dataset; None if it cannot be read."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -299,25 +305,28 @@ def _read_manifest(folder: Path) -> dict | None:
 
 
 def _check_folder(folder: Path, settings: dict) -> None:
-    """Raise DataError if writing to ``folder`` would destroy more than a damaged or outdated copy of this set."""
+    """Raise DataError if writing to ``folder`` would overwrite anything but a corrupt or outdated demo dataset."""
     if not folder.exists():
         return
     if not folder.is_dir() or (not (folder / MANIFEST).is_file() and any(folder.iterdir())):
         raise DataError(
-            f"{folder} exists and is no demo data set (no {MANIFEST} in it); move it away or choose another folder."
+            f"{folder} exists and is not a demo dataset ({MANIFEST} not found).\n"
+            "  fix: move it, or choose another folder"
         )
     manifest = _read_manifest(folder) or {}
     other = [name for name, value in settings.items() if name != "version" and manifest.get(name, value) != value]
     if other:
-        differences = ", ".join(f"{name} {manifest[name]} (asked for: {settings[name]})" for name in other)
-        raise DataError(f"{folder} holds a demo data set with {differences}; delete it or choose another folder.")
+        differences = ", ".join(f"{name} {manifest[name]} (requested: {settings[name]})" for name in other)
+        raise DataError(
+            f"{folder} contains a demo dataset with {differences}.\n  fix: delete it, or choose another folder"
+        )
 
 
 def _move_into_place(build: Path, folder: Path) -> None:
-    """Rename ``build`` to ``folder``; do nothing if another process has put a whole set there meanwhile.
+    """Rename ``build`` to ``folder`` unless another process has created a complete dataset there.
 
     Raises:
-        OSError: the rename failed and no whole set is there.
+        OSError: if renaming fails and there is no complete dataset.
     """
     if (folder / MANIFEST).exists() and not is_complete(folder):
         damaged = temporary_path(folder)

@@ -1,4 +1,4 @@
-"""The patterns of the demo's clothes, wrapped around a body."""
+"""Patterns of the generated clothes, wrapped around a body."""
 
 import numpy as np
 
@@ -8,15 +8,15 @@ __getattr__ = moved_names(__name__, {"accented_at": "fastamp.demo.pattern.accent
 
 
 def accent_mask(name: str, down: np.ndarray, azimuth: np.ndarray) -> np.ndarray:
-    """Return where a garment shows its accent color.
+    """Compute the pixels of a garment that show its accent color.
 
     Args:
-        name: one of ``wardrobe.PATTERNS``.
-        down: (H, 1) float32, 0 at the collar and 1 at the hip, more on a coat.
-        azimuth: (1, W) float32 radians around the body, 0 in front, in -pi..pi.
+        name (str): one of ``wardrobe.PATTERNS``.
+        down (np.ndarray): (H, 1) float32, 0 at the collar and 1 at the hip; more for coats.
+        azimuth (np.ndarray): (1, W) float32 angle around the body in radians, -pi..pi, 0 in front.
 
     Returns:
-        bool, broadcastable to (H, W).
+        np.ndarray: bool, broadcastable to (H, W).
     """
     front_or_back = np.minimum(np.abs(azimuth), np.pi - np.abs(azimuth))
     if name == "stripes":

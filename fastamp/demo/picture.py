@@ -1,4 +1,4 @@
-"""One picture: a person in front of a scene, perhaps behind something, in a box that a detector might have drawn."""
+"""Draw one image: a person in front of a scene, possibly occluded, in a box of a simulated detector."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from fastamp.demo.pose import Pose, draw_pose
 from fastamp.demo.scene import crop_scene, paint_scene
 from fastamp.demo.wardrobe import Appearance, draw_appearance
 
-# Figures are painted this many times larger and averaged down, which smooths their edges.
+# Figures are painted at this multiple of the size and averaged down for antialiasing.
 _SUPERSAMPLING = 3
 
 OCCLUDERS = ("stranger", "pole", "bin", "hedge")
@@ -30,21 +30,21 @@ def _camera_and_scene(index: int, seed: int, width: int, height: int) -> tuple[C
 
 
 Paint = Callable[[Image.Image], None]
-"""Paints one thing onto a canvas."""
+"""Function that paints one object onto a canvas."""
 
 
 @dataclass(frozen=True)
 class Composition:
-    """All that is decided about a picture before light and noise. Lengths are in pixels of the canvas.
+    """Content of an image before light and noise. Lengths are in pixels of the canvas.
 
     Attributes:
-        background: (H, W, 3) float32, the part of the scene that is seen.
-        foot: (x, y) of the ground point between the feet.
-        tall: from sole to crown of a person of height 1.
-        pose: of the person; None where nobody is meant to be in the box.
-        passer_by: whether a stranger stands behind the person, or half in a box of nobody.
-        occluder: what stands before the person: ``"none"`` or one of ``OCCLUDERS``.
-        layers: all that is painted on the background, from far to near.
+        background (np.ndarray): (H, W, 3) float32, visible part of the scene.
+        foot (tuple[float, float]): (x, y) of the ground point between the feet.
+        tall (float): pixels from sole to crown for a person of height 1.
+        pose (Pose, optional): pose of the person; None for an empty box.
+        passer_by (bool): True if another person is behind the person, or partly in an empty box.
+        occluder (str): object in front of the person: ``"none"`` or one of ``OCCLUDERS``.
+        layers (tuple[Paint, ...]): everything painted on the background, from far to near.
     """
 
     background: np.ndarray
@@ -66,19 +66,20 @@ def draw_picture(
     image_size: tuple[int, int],
     bad_box: bool = False,
 ) -> Image.Image:
-    """Return one picture of ``person`` as a camera sees it.
+    """Draw an image of ``person`` as seen by a camera.
 
     Args:
-        rng: owned generator of this picture; it decides pose, box, occlusion, light and noise.
-        person: who is in the box; None for a false alarm of the detector, a box with nobody or half a passer-by.
-        camera_index: 0, 1, ...
-        sequence: 1, 2, ..., the hour of the day.
-        seed: seed of the data set, which decides the scenes.
-        image_size: height and width in pixels.
-        bad_box: whether the box misses most of the person, as a junk image's does.
+        rng (np.random.Generator): generator of this image: pose, box, occlusion, light and noise.
+        person (Appearance, optional): person in the box; None for a false detection, which is empty or shows part of a
+            passer-by.
+        camera_index (int): camera, from 0.
+        sequence (int): hour of the day, from 1.
+        seed (int): seed of the dataset, which determines the scenes.
+        image_size (tuple[int, int]): height and width in pixels.
+        bad_box (bool): if True, most of the person is outside of the box, as in junk images. Default False.
 
     Returns:
-        RGB image of ``image_size``.
+        PIL.Image.Image: RGB image of ``image_size``.
     """
     height, width = image_size
     picture = compose(rng, person, camera_index, seed=seed, image_size=image_size, bad_box=bad_box)
@@ -101,7 +102,7 @@ def compose(
     image_size: tuple[int, int],
     bad_box: bool = False,
 ) -> Composition:
-    """Return the composition of a picture without painting it; see ``draw_picture``."""
+    """Return the composition of an image without painting it; see ``draw_picture``."""
     height, width = image_size
     camera, scene = _camera_and_scene(camera_index, seed, width, height)
     background = crop_scene(rng, scene, camera, width, height)
@@ -134,7 +135,7 @@ def compose(
 
 
 def _passer_by(rng: np.random.Generator, camera: Camera, foot_x: float, foot_y: float, tall: float) -> Paint:
-    """Return a stranger beside the place where a person stands."""
+    """Return a random person next to the position of the main person."""
     offset = rng.uniform(0.25, 0.38) * rng.choice((-1.0, 1.0)) * tall
     pose = draw_pose(rng, rng.choice(camera.yaws) + rng.normal(0, 0.4), camera.pitch)
     return partial(draw_person, person=draw_appearance(rng), pose=pose, foot=(foot_x + offset, foot_y), height=tall)
@@ -149,7 +150,7 @@ def _occluder(
     foot_y: float,
     tall: float,
 ) -> list[Paint]:
-    """Return something between the camera and the person: a stranger, a pole, a bin or a hedge."""
+    """Return an object between camera and person: another person, a pole, a bin or a hedge."""
     width, height = canvas_size
     if kind == "stranger":
         return [_passer_by(rng, camera, foot_x, foot_y + 0.07 * tall, tall)]
@@ -182,14 +183,14 @@ def _occluder(
 
 
 def _shape(kind: str, box: tuple[float, float, float, float], **options: Any) -> Paint:
-    """Return a shape that ``PIL.ImageDraw`` has."""
+    """Return a function that paints a shape of ``PIL.ImageDraw``."""
     return lambda canvas: getattr(ImageDraw.Draw(canvas), kind)(box, **options)
 
 
 def _composite(
     rng: np.random.Generator, background: np.ndarray, canvas: Image.Image, shadow: tuple[float, float, float]
 ) -> np.ndarray:
-    """Return the (H, W, 3) float32 picture: background, shadow on the ground, and the rounded, creased figures."""
+    """Blend background, shadow on the ground and shaded figures to a (H, W, 3) float32 image."""
     height, width = background.shape[:2]
     layer = np.asarray(canvas.reduce(_SUPERSAMPLING), dtype=np.float32)
     color, alpha = layer[:, :, :3], layer[:, :, 3:] / 255
@@ -199,7 +200,7 @@ def _composite(
     rows = (np.arange(height, dtype=np.float32) - np.float32(y)) / (0.045 * tall)
     darkness = np.exp(-(columns[None, :, None] ** 2) - rows[:, None, None] ** 2) * np.float32(0.5)
 
-    # Light from one side: the slope of the blurred silhouette stands in for the slope of the body's surface.
+    # Light from one side: the gradient of the blurred silhouette approximates the surface normal.
     soft = Image.fromarray(layer[:, :, 3].astype(np.uint8)).filter(ImageFilter.GaussianBlur(height / 40))
     body = np.asarray(soft, dtype=np.float32) / 255
     slope = np.gradient(body, axis=1) * height / 128

@@ -1,4 +1,4 @@
-"""How people stand and walk in the demo's pictures."""
+"""Poses of the generated pedestrians."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Pose:
-    """How a person stands in one picture. Angles are in radians.
+    """Pose of a person in one image. Angles are in radians.
 
-    yaw 0 faces the camera, pi shows the back; pitch is how far the camera looks down; ``stride`` swings the legs and
-    ``arms`` both arms; ``elbows`` bends the left and the right one.
+    Attributes:
+        yaw (float): direction of the person: 0 faces the camera, pi shows the back.
+        pitch (float): downward angle of the camera.
+        stride (float): swing of the legs.
+        arms (float): swing of the arms.
+        elbows (tuple[float, float]): bend of the left and right elbow.
+        knee (float): bend of the trailing knee.
+        light (float): direction of the light.
     """
 
     yaw: float
@@ -23,7 +29,7 @@ class Pose:
 
 
 def draw_pose(rng: np.random.Generator, yaw: float, pitch: float) -> Pose:
-    """Return a random walking or standing pose near the given view."""
+    """Draw a random walking or standing pose near the given direction."""
     standing = rng.random() < 0.25
     stride = rng.uniform(-0.08, 0.08) if standing else rng.uniform(0.12, 0.5) * rng.choice((-1.0, 1.0))
     elbows = [rng.uniform(0.1, 0.5), rng.uniform(0.1, 0.5)]

@@ -1,28 +1,27 @@
-"""What the demo's cameras see when nobody is there: a street, a wall, a park, a square, a hall and a car park."""
+"""Backgrounds of the demo cameras: shopfront, brick wall, park, plaza, hall and parking lot at night."""
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
 from fastamp.demo.camera import Camera
 
-# A scene is this many boxes wide, and two boxes high with the foot of the wall half-way down.
+# Width of a scene in boxes. It is two boxes high, and the wall meets the ground halfway down.
 _SCENE_BOXES = 8
-# Streets are grayer than clothes: how far scenes are drawn towards gray.
+# Scenes are less saturated than clothes: fraction of gray that is blended in.
 _SCENE_DESATURATION = 0.45
 
 
 def paint_scene(camera: Camera, index: int, seed: int, width: int, height: int) -> np.ndarray:
-    """Return what camera ``index`` sees when nobody is there.
+    """Paint the empty scene of camera ``index``.
 
     Args:
-        camera: the camera; its ``scene`` is painted, its light is not.
-        index: number of the camera, which together with ``seed`` decides the details.
-        seed: seed of the data set.
-        width: width of one person's box in pixels.
-        height: height of one person's box in pixels.
+        camera (Camera): camera; its ``scene`` is painted in neutral light.
+        index (int): camera index, which determines the details together with ``seed``.
+        seed (int): seed of the dataset.
+        width, height (int): size of a person's box in pixels.
 
     Returns:
-        (2 height, 8 width, 3) uint8; the wall meets the ground in row ``height``.
+        np.ndarray: (2 height, 8 width, 3) uint8; the wall meets the ground in row ``height``.
     """
     rng = np.random.default_rng([seed, 0, index])
     size = (_SCENE_BOXES * width, 2 * height)
@@ -35,7 +34,7 @@ def paint_scene(camera: Camera, index: int, seed: int, width: int, height: int) 
 
 
 def crop_scene(rng: np.random.Generator, scene: np.ndarray, camera: Camera, width: int, height: int) -> np.ndarray:
-    """Return a random (height, width, 3) float32 view of the scene, its wall's foot where the camera has it."""
+    """Crop a random (height, width, 3) float32 view, with the wall's foot at the camera's ``wall_foot``."""
     left = int(rng.integers(scene.shape[1] - width + 1))
     wall_foot = camera.wall_foot + rng.uniform(-0.1, 0.1)
     top = int(np.clip(height * (1 - wall_foot), 0, scene.shape[0] - height))
@@ -43,7 +42,7 @@ def crop_scene(rng: np.random.Generator, scene: np.ndarray, camera: Camera, widt
 
 
 def _clouds(rng: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
-    """Return (H, W, 1) float32 smooth noise of about unit size, coarse and fine."""
+    """Return (H, W, 1) float32 smooth noise of about unit variance, at two scales."""
     total = np.zeros((size[1], size[0]), dtype=np.float32)
     for cell in (48, 12):
         coarse = rng.standard_normal((size[1] // cell + 2, size[0] // cell + 2), dtype=np.float32)
@@ -51,11 +50,11 @@ def _clouds(rng: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
     return total[:, :, None]
 
 
-# -- scenes: each paints onto an image whose wall meets the ground half-way down; unit is the height of a person ------
+# -- scenes: the wall meets the ground halfway down the image; unit is the height of a person -----------------------
 
 
 def _ground(draw: ImageDraw.ImageDraw, size: tuple[int, int], color: tuple, line: tuple | None, unit: int) -> None:
-    """Paint the ground, and its slabs in perspective if they have a line color."""
+    """Paint the ground, and slabs in perspective if ``line`` is a color."""
     width, height = size
     foot = height // 2
     draw.rectangle((0, foot, width, height), fill=color)

@@ -1,4 +1,4 @@
-"""A contact sheet of the demo data set: one row a person, one column a camera."""
+"""Contact sheet of the demo dataset: one row per person, one column per camera."""
 
 import re
 from collections import defaultdict
@@ -20,25 +20,24 @@ def contact_sheet(
     columns: int = 8,
     scale: int = 2,
 ) -> None:
-    """Write one PNG with a row of pictures for each of the first ``identities`` people.
+    """Write a PNG with one row of images for each of the first ``identities`` people.
 
-    Lookalikes have neighboring numbers, so they stand below each other; groups come first. A row goes through the
-    cameras in turn, and then through them again.
+    Lookalikes have adjacent identities and therefore adjacent rows, at the top. A row cycles through the cameras.
 
     Args:
-        folder: a complete demo set.
-        path: the PNG to write.
-        split: ``"train"``, or ``"test"`` for queries and gallery together.
-        identities: rows, at least 1; distractors and junk boxes are left out.
-        columns: pictures in a row, at least 1.
-        scale: how many times larger than on disk, at least 1.
+        folder (str or Path): complete demo dataset.
+        path (str or Path): PNG file to write.
+        split (str): ``"train"``, or ``"test"`` for queries and gallery together. Default "test".
+        identities (int): number of rows, at least 1; distractors and junk are excluded. Default 9.
+        columns (int): images per row, at least 1. Default 8.
+        scale (int): enlargement factor, at least 1. Default 2.
 
     Raises:
-        ValueError: another split, or no picture of a person in it.
+        ValueError: if the split is unknown or has no image of a person.
     """
     splits = {"train": ("bounding_box_train",), "test": ("query", "bounding_box_test")}
     if split not in splits:
-        raise ValueError(f"split is {split!r}; choices: {', '.join(splits)}")
+        raise ValueError(f"unknown split {split!r}; choices: {', '.join(splits)}")
     by_person: dict[str, dict[int, list[Path]]] = defaultdict(lambda: defaultdict(list))
     for part in splits[split]:
         for picture in sorted((Path(folder) / part).glob("*.jpg")):
@@ -47,7 +46,7 @@ def contact_sheet(
                 by_person[match[1]][int(match[2])].append(picture)
     rows = [_interleave_cameras(by_person[pid])[:columns] for pid in sorted(by_person)[:identities]]
     if not rows:
-        raise ValueError(f"{folder} holds no picture of a person for split {split!r}")
+        raise ValueError(f"{folder} has no image of a person in split {split!r}")
 
     with Image.open(rows[0][0]) as first:
         width, height = first.width * scale, first.height * scale
@@ -62,6 +61,6 @@ def contact_sheet(
 
 
 def _interleave_cameras(by_camera: dict[int, list[Path]]) -> list[Path]:
-    """Return one picture of each camera, then the second of each, and so on."""
+    """Return the first image of each camera, then the second of each, and so on."""
     longest = max(map(len, by_camera.values()))
     return [by_camera[c][turn] for turn in range(longest) for c in sorted(by_camera) if turn < len(by_camera[c])]

@@ -1,4 +1,4 @@
-"""What an identity looks like: build, hair, clothes, shoes and bag, and the lookalikes that share most of them."""
+"""Appearance of the generated identities: build, hair, clothes, shoes and bag, and similar lookalikes."""
 
 from dataclasses import dataclass, replace
 
@@ -87,7 +87,7 @@ SHOE_COLORS: tuple[Color, ...] = tuple(SHOE_COLOR_NAMES.values())
 SHOE_STYLES = ("shoe", "boot")
 BAGS = ("none", "backpack", "handbag", "cross_body", "carrier", "big_backpack")
 
-# How often each choice is drawn where the choices are not equally likely.
+# Probabilities of choices that are not uniform.
 _HAIR_STYLE_ODDS = (0.3, 0.06, 0.2, 0.12, 0.08, 0.1, 0.07, 0.07)
 _PATTERN_ODDS = (0.16, 0.1, 0.1, 0.05, 0.1, 0.11, 0.1, 0.08, 0.05, 0.05, 0.06, 0.04)
 _LOWER_ODDS = (0.58, 0.14, 0.09, 0.09, 0.1)
@@ -97,7 +97,7 @@ _SLEEVE_ODDS = (0.4, 0.52, 0.08)
 
 @dataclass(frozen=True)
 class Appearance:
-    """All that stays the same in every picture of one person. Lengths are in body heights."""
+    """Appearance of a person, constant across images. Lengths are in body heights."""
 
     height: float
     breadth: float
@@ -123,7 +123,7 @@ _LOOKALIKE_DETAILS = ("pattern", "bag", "lower", "hair", "accent", "lower_color"
 
 
 def draw_appearance(rng: np.random.Generator) -> Appearance:
-    """Return a random person; ``accent`` always stands out against ``upper``."""
+    """Draw a random person; ``accent`` always contrasts with ``upper``."""
     upper = _pick(rng, FABRICS)
     return Appearance(
         height=rng.uniform(0.92, 1.06),
@@ -148,22 +148,22 @@ def draw_appearance(rng: np.random.Generator) -> Appearance:
 
 
 def draw_lookalike(rng: np.random.Generator, person: Appearance) -> Appearance:
-    """Return ``person`` with three details changed, and everything else the same."""
+    """Return ``person`` with three details changed."""
     order = rng.permutation(len(_LOOKALIKE_DETAILS))
     return _with_changed(rng, person, [_LOOKALIKE_DETAILS[index] for index in order[:3]])
 
 
 def draw_people(rng: np.random.Generator, count: int, group_size: int, grouped: float) -> list[Appearance]:
-    """Return ``count`` different people, lookalikes next to each other.
+    """Draw different people, lookalikes next to each other.
 
     Args:
-        rng: owned generator; it is advanced.
-        count: number of people, at least 0.
-        group_size: people in one group of lookalikes.
-        grouped: share of the people, in 0..1, that belong to such a group; the others resemble nobody by intent.
+        rng (np.random.Generator): random generator.
+        count (int): number of people, at least 0.
+        group_size (int): people per group of lookalikes.
+        grouped (float): fraction of the people in such groups, in 0..1; the others are independent.
 
     Returns:
-        ``count`` appearances; the groups come first and fill ``group_size`` consecutive places each.
+        list[Appearance]: ``count`` appearances; groups come first, ``group_size`` consecutive people each.
     """
     people: list[Appearance] = []
     group_count = int(count * grouped) // group_size
@@ -180,7 +180,7 @@ def draw_people(rng: np.random.Generator, count: int, group_size: int, grouped: 
 
 
 def _visibly_different(one: Appearance, other: Appearance) -> bool:
-    """Whether two details differ that can be seen from afar: an accent color shows only on a pattern."""
+    """Return True if two details differ visibly at a distance; an accent color is only visible in a pattern."""
     names = ["pattern", "bag", "lower", "hair", "lower_color"]
     if one.pattern != "plain" and other.pattern != "plain":
         names.append("accent")
@@ -188,7 +188,7 @@ def _visibly_different(one: Appearance, other: Appearance) -> bool:
 
 
 def _with_changed(rng: np.random.Generator, person: Appearance, names: list[str]) -> Appearance:
-    """Return ``person`` with every named field redrawn until it differs."""
+    """Redraw every named field of ``person`` until it differs."""
     changes = {}
     for name in names:
         while True:
@@ -202,14 +202,14 @@ def _with_changed(rng: np.random.Generator, person: Appearance, names: list[str]
 
 
 def _contrasting(rng: np.random.Generator, color: Color) -> Color:
-    """Return a fabric color that is far from ``color`` in RGB."""
+    """Draw a fabric color that is far from ``color`` in RGB."""
     distances = np.abs(np.array(FABRICS) - np.array(color)).sum(axis=1)
     far = np.flatnonzero(distances > 170)
     return FABRICS[far[rng.integers(len(far))]]
 
 
 def _pick(rng: np.random.Generator, choices: tuple, odds: tuple[float, ...] | None = None):
-    """Return one of ``choices``, with the given odds or all equally likely."""
+    """Draw one of ``choices``, with the given odds or uniformly."""
     if odds is None:
         return choices[rng.integers(len(choices))]
     return choices[int(np.searchsorted(np.cumsum(odds), rng.random() * sum(odds), side="right"))]

@@ -1,4 +1,4 @@
-"""Attributes of the drawn people, and the pictures, which stay the same to the byte."""
+"""Attributes of the demo images, and digests of all demo files."""
 
 import csv
 import hashlib
@@ -24,18 +24,18 @@ SMALL = {
     "distractors": 10,
     "image_size": (64, 32),
 }
-# By which the digests were made; other versions may draw, compress or round otherwise.
+# Versions of the digests; other versions may draw, compress or round differently.
 VERSIONS = ("2.4.6", "13.0.0")
 same_versions = pytest.mark.skipif(
     (np.__version__, PIL.__version__) != VERSIONS,
-    reason=f"the digests are of NumPy {VERSIONS[0]}, Pillow {VERSIONS[1]}",
+    reason=f"digests are for NumPy {VERSIONS[0]}, Pillow {VERSIONS[1]}",
 )
-# Of the images and the manifest.
+# SHA-256 of images and manifest.
 DIGESTS = {
     "small": "d58e6dd175daf4ec0aabe12fea2a4fdf22c7e7124be779e64bf7f59d71de9c84",
     "default": "abd258394cd23c55f363b2ea3baa0dc21167ae0db9577bdb2dcc90e974c03013",
 }
-# Of attributes.csv of the small set.
+# SHA-256 of attributes.csv of the small dataset.
 ATTRIBUTES = "1808f50a60e040492ff3ff43a051c20049a981623951a8fce7b35e84e87f3ed6"
 
 
@@ -48,7 +48,7 @@ def small(tmp_path_factory):
 
 @same_versions
 @pytest.mark.parametrize("size", ["small", pytest.param("default", marks=pytest.mark.slow)])
-def test_pictures_and_manifest_stay_the_same_to_the_byte(size, small, tmp_path):
+def test_images_and_manifest_are_bit_identical(size, small, tmp_path):
     folder = small
     if size == "default":
         folder = tmp_path / "set"
@@ -61,11 +61,11 @@ def test_pictures_and_manifest_stay_the_same_to_the_byte(size, small, tmp_path):
 
 
 @same_versions
-def test_attributes_stay_the_same(small):
+def test_attributes_are_bit_identical(small):
     assert hashlib.sha256((small / "attributes.csv").read_bytes()).hexdigest() == ATTRIBUTES
 
 
-def test_a_row_for_each_image(small):
+def test_one_row_per_image(small):
     rows = image_attributes(small)
     assert sorted(row.path for row in rows) == sorted(
         path.relative_to(small).as_posix() for path in small.rglob("*.jpg")
@@ -80,23 +80,23 @@ def test_a_row_for_each_image(small):
     assert len({row.person for row in rows}) == 4
 
 
-def test_values_and_types(small):
+def test_attribute_values_and_types(small):
     types = get_type_hints(ImageAttributes)
     texts = {name for name, kind in types.items() if str in (kind, *get_args(kind))}
     assert set(VALUES) == texts - {"path"}
     for row in map(asdict, image_attributes(small)):
-        nobody = row["person"] == "none"
+        is_empty = row["person"] == "none"
         for name, value in row.items():
             assert isinstance(value, types[name])
             assert value is None or name not in VALUES or value in VALUES[name]
-            assert value is None or not nobody or type(None) not in get_args(types[name])
-        assert nobody or (row["yaw"] is not None and row["height"] is not None)
+            assert value is None or not is_empty or type(None) not in get_args(types[name])
+        assert is_empty or (row["yaw"] is not None and row["height"] is not None)
         assert (row["hat_color"] is None) == (row["hat"] in ("none", None))
         assert (row["bag_color"] is None) == (row["bag"] in ("none", None))
-        assert nobody or (row["pattern_color"] is None) == (row["upper_pattern"] == "plain")
+        assert is_empty or (row["pattern_color"] is None) == (row["upper_pattern"] == "plain")
 
 
-def test_an_identity_looks_the_same_in_all_images(small):
+def test_identity_has_constant_attributes(small):
     names = describe_person(draw_appearance(np.random.default_rng(0)))
     looks = {}
     for row in image_attributes(small):
@@ -105,21 +105,21 @@ def test_an_identity_looks_the_same_in_all_images(small):
     assert len(looks) == 10 and all(len(seen) == 1 for seen in looks.values())
 
 
-def test_every_value_is_drawn():
+def test_every_attribute_value_occurs():
     rng = np.random.default_rng(0)
     people = [describe_person(draw_appearance(rng)) for _ in range(1000)]
     for name in set(people[0]) & set(VALUES):
         assert {person[name] for person in people} - {None} == set(VALUES[name]), name
 
 
-def test_view_is_the_quarter_of_yaw(small):
+def test_view_is_the_quadrant_of_yaw(small):
     middle = {"front": 0, "right": 90, "back": 180, "left": -90}
     for row in image_attributes(small):
         if row.yaw is not None:
             assert abs((row.yaw - middle[row.view] + 180) % 360 - 180) <= 45
 
 
-def test_the_file_has_what_the_function_returns(small):
+def test_csv_equals_image_attributes(small):
     with (small / "attributes.csv").open(newline="", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     names = [field.name for field in fields(ImageAttributes)]
@@ -130,25 +130,25 @@ def test_the_file_has_what_the_function_returns(small):
         assert list(line.values()) == ["" if value is None else str(value) for value in values]
 
 
-def test_a_set_of_an_earlier_version_is_complete_without_the_file(small, tmp_path):
+def test_dataset_without_attributes_file_is_complete(small, tmp_path):
     folder = tmp_path / "set"
     generate_demo(folder, **SMALL)
     (folder / "attributes.csv").unlink()
     assert is_complete(folder)
-    generate_demo(folder, **SMALL, progress=lambda done, total: pytest.fail("it drew again"))
+    generate_demo(folder, **SMALL, progress=lambda done, total: pytest.fail("images were drawn again"))
     assert not (folder / "attributes.csv").exists()
     assert write_attributes(folder) == folder / "attributes.csv"
     assert (folder / "attributes.csv").read_bytes() == (small / "attributes.csv").read_bytes()
 
 
-def test_what_is_no_demo_set_has_no_attributes(tmp_path):
+def test_attributes_of_other_folders_fail(tmp_path):
     for function in (image_attributes, write_attributes):
-        with pytest.raises(DataError, match="no demo data set"):
+        with pytest.raises(DataError, match="not a demo dataset"):
             function(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_readers_ignore_the_file_and_it_is_a_data_set_itself(small):
+def test_attributes_file_is_ignored_by_demo_and_readable_as_csv_dataset(small):
     demo, listed = Demo(small.parent), CsvDataset(small / "attributes.csv")
     for split in ("train", "query", "gallery"):
         images, rows = getattr(demo, split), getattr(listed, split)
