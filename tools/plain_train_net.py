@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""The run of train_net.py as an open loop, for those who want to change the loop itself.
+"""Train with an explicit loop, as a starting point for custom training loops.
 
-The same parts, the same command line, the same weights at the end; what train_net.py does through hooks (freezing,
-averages of weights, precise batch norm, accumulation, the best model, TensorBoard, signals) is left out.
+Components, command line and final weights are the same as those of train_net.py. Features that train_net.py implements
+with hooks (freezing, weight averages, precise batch norm, accumulation, best model, TensorBoard, signals) are omitted.
 """
 
 import argparse
@@ -32,22 +32,22 @@ UNSUPPORTED += ["LOG_ACTIVATION_STATS", "TEST.PRECISE_BN"]
 
 
 class Progress(dict):
-    """The counts that a checkpoint keeps."""
+    """Checkpoint entry with the training progress."""
 
     state_dict = dict.copy
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         if (before := state["iters_per_epoch"]) != (now := self["iters_per_epoch"]):
-            raise ValueError(f"an epoch had {before} iterations and has {now} now")
+            raise ValueError(f"iterations per epoch changed from {before} to {now}: SOLVER.IMS_PER_BATCH, or the data")
         self.update(state)
 
 
 def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
-    """Train the model of ``cfg`` and return the last evaluation's metrics."""
+    """Train the model of ``cfg`` and return the metrics of the last evaluation."""
     loader = DefaultTrainer.build_train_loader(cfg)
     cfg = DefaultTrainer.auto_scale_hyperparams(cfg, loader.dataset.num_classes)
     model = DefaultTrainer.build_model(cfg)
-    comm.broadcast([*model.parameters(), *model.buffers()])  # drawn by each rank for itself
+    comm.broadcast([*model.parameters(), *model.buffers()])  # initialized on each rank
     optimizers, schedule = build_optimizers(cfg, model), build_lr_schedule(cfg, loader.iters_per_epoch)
     groups = [group for each in optimizers.values() for group in each.param_groups if group.get("scheduled", True)]
     policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
@@ -79,7 +79,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
         if iteration == loader.start_iter:
             precision_diagnostics.before_first_step(step, batch, policy, iteration=iteration)
         precision_diagnostics.remember(batch, first=True)
-        step.zero_grad()  # also copies the buffers that forward passes write
+        step.zero_grad()  # also copies the buffers that the forward pass modifies
         with policy.autocast():
             losses = parallel_model(batch)
         step.scale(losses).backward()
@@ -107,11 +107,11 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
             logger.info("saved %s", checkpointer.save("model_final"))
         elif within == 0 and epochs_done % cfg.SOLVER.CHECKPOINT_PERIOD == 0:
             logger.info("saved %s", checkpointer.save(f"model_{epoch:04d}"))
-    return DefaultTrainer.test(cfg, model) if results is None else results  # None: it was at its end already
+    return DefaultTrainer.test(cfg, model) if results is None else results  # None: already complete
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Run what the arguments ask for and return the metrics."""
+    """Train or evaluate, and return the metrics."""
     cfg = setup(args)
     if args.eval_only:
         return DefaultTrainer.test_weights(cfg)
@@ -119,7 +119,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     changed |= {f"SOLVER.AMP.PREFLIGHT {cfg.SOLVER.AMP.PREFLIGHT}"}
     for name in UNSUPPORTED:
         if name in changed or f"{name}.ENABLED" in changed:
-            raise ConfigError(f"{name} is set, which this open loop leaves out.\n  fix: train with tools/train_net.py")
+            raise ConfigError(f"{name} is not supported by plain_train_net.py.\n  fix: train with tools/train_net.py")
     return train(cfg, args.resume)
 
 

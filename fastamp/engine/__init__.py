@@ -1,4 +1,4 @@
-"""The training loop and what drives it."""
+"""Training loop, hooks, default trainer and launcher."""
 
 from fastamp.engine import hooks
 from fastamp.engine.command_line import run_command_line

@@ -1,4 +1,4 @@
-"""What a command line says at its end: an exit code that means something, and a message without a traceback."""
+"""Exit codes and error messages of the command line."""
 
 import errno
 import os
@@ -24,11 +24,11 @@ _RENDEZVOUS_PORT = 29400  # torchrun's own choice
 
 
 class TrainingInterrupted(Exception):
-    """A signal ended the training after its state was saved.
+    """Raised after a signal, when the state of the training has been saved.
 
     Args:
-        signal_number: the signal.
-        saved: the checkpoint that was written.
+        signal_number (int): number of the signal.
+        saved (str): path of the checkpoint.
     """
 
     def __init__(self, signal_number: int, saved: str) -> None:
@@ -38,18 +38,18 @@ class TrainingInterrupted(Exception):
 
 
 def resume_command() -> str:
-    """Return the command that continues the run that this process is; under torchrun that of every machine."""
+    """Build the command that resumes the current run; under torchrun, the command for every machine."""
     script, *arguments = sys.argv
     path, command = Path(script), []
     is_console_script = path.name in ("fastamp", "fastamp.exe")
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if is_console_script or path.parts[-2:] == ("fastamp", "__main__.py"):
-        program, command = ["-m", "fastamp"], [arguments.pop(0)]  # the flag is one of `train`
+        program, command = ["-m", "fastamp"], [arguments.pop(0)]  # `--resume` follows the subcommand
     elif spec is not None:  # python -m package.module
         program = ["-m", spec.name.removesuffix(".__main__")]
     elif script.endswith(".py") or not os.access(script, os.X_OK):
         program = [script]
-    else:  # a console script of a project's
+    else:  # console script of a project
         program = ["--no-python", script]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         machines = os.environ.get("GROUP_WORLD_SIZE", "1")
@@ -67,12 +67,20 @@ def resume_command() -> str:
 
 
 def run_command_line(command: Callable[[], Any]) -> int:
-    """Run ``command`` and return the process's exit code.
+    """Run ``command`` and return the exit code of the process.
 
-    0: done. 2: the user's input was wrong, or a file that it names cannot be reached; the message stands on stderr,
-    without a traceback. 128 + the signal's number: interrupted, with the command that resumes. Any other exception is a
-    bug and passes through. What fails inside ``launch`` among several processes ends there, with the same codes and
-    messages, and 1 for a bug.
+    Errors of the user are printed to stderr without a traceback. Errors inside ``launch`` with several processes end
+    the processes there, with the same codes and messages, and code 1 for other exceptions.
+
+    Args:
+        command (Callable): the command, without arguments.
+
+    Returns:
+        int: 0 for success; 2 for invalid input or an inaccessible file; 128 + n after signal n, with the command that
+        resumes.
+
+    Raises:
+        Exception: any other exception of ``command``, which is a bug.
     """
     try:
         outcome = run_and_capture(command)
@@ -83,7 +91,7 @@ def run_command_line(command: Callable[[], Any]) -> int:
 
 
 def run_and_capture(command: Callable[[], Any]) -> Outcome:
-    """Run ``command``; see ``run_command_line``."""
+    """Run ``command`` and convert errors of the user to an ``Outcome``, see ``run_command_line``."""
     try:
         command()
         sys.stdout.flush()
@@ -97,31 +105,31 @@ def run_and_capture(command: Callable[[], Any]) -> Outcome:
     except BrokenPipeError:
         if not stdout_has_no_reader():
             raise
-        discard_stdout()  # its reader, e.g. head, has stopped
+        discard_stdout()  # the reader, e.g. head, has exited
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             return Outcome(
                 USER_ERROR_EXIT_CODE,
-                f"error: too many files are open{f' to open {error.filename}' if error.filename else ''}.\n"
-                f"  found: the limit is {limit} for each process (ulimit -n)\n"
-                "  fix:   a higher limit (ulimit -n 4096, docker run --ulimit nofile=4096)",
+                f"error: too many open files{f': cannot open {error.filename}' if error.filename else ''}.\n"
+                f"  found: limit of {limit} per process (ulimit -n)\n"
+                "  fix:   raise the limit (ulimit -n 4096, docker run --ulimit nofile=4096)",
             )
-        # Names come from keys and flags, and any look at one of these may fail so.
+        # File names come from config keys and flags, so these errors are the user's.
         if error.errno not in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP) or not isinstance(error.filename, str):
             raise
         name = error.filename if len(error.filename) <= 200 else f"{error.filename[:200]}..."
         return Outcome(
             USER_ERROR_EXIT_CODE,
-            f"error: a file cannot be reached: {error.strerror}.\n"
+            f"error: cannot access file: {error.strerror}.\n"
             f"  found: {name} ({len(error.filename)} characters)\n"
-            "  fix:   change the key or the flag that names it, or who may read it",
+            "  fix:   correct the config key or flag that names it, or its permissions",
         )
     return Outcome(0)
 
 
 def print_exit_message(outcome: Outcome) -> None:
-    """Print an outcome's message, if it has one, on stderr; ranks above 0 say who they are."""
+    """Print the message of an outcome to stderr, with the rank if it is above 0."""
     if outcome.message:
         who = f"rank {outcome.rank}: " if outcome.rank and outcome.kind != "lost" else ""
         print(sanitize_terminal_text(f"{who}{outcome.message}"), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The ordinary run: the trainer that builds everything from a config."""
+"""Default trainer, built from a config."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -46,28 +46,29 @@ logger = logging.getLogger(__name__)
 
 
 class DefaultTrainer:
-    """Everything that a config describes, built and wired: model, loaders, optimizer, loop and hooks.
+    """Build model, data loaders, optimizers, training loop and hooks from a config, and train.
 
-    Subclass it and override a ``build_`` method to change one part; the loop itself is ``self.trainer``, built through
-    ``TRAINER_REGISTRY``.
+    Override a ``build_`` method in a subclass to replace one component. The training loop is ``self.trainer``, built
+    through ``TRAINER_REGISTRY``.
 
     Args:
-        cfg: ``MODEL.HEADS.NUM_CLASSES`` 0 is replaced, in a copy, by the number of training identities.
+        cfg (CfgNode): config of the run. In a copy of it, ``MODEL.HEADS.NUM_CLASSES`` 0 is replaced by the number of
+            training identities.
 
     Raises:
-        UserError: the config, the data or the weights are wrong; nothing has been written then.
+        UserError: invalid config, data or weights. No file has been written.
     """
 
     def __init__(self, cfg: CfgNode) -> None:
         self.data_loader = self.build_train_loader(cfg)
         self.cfg = cfg = self.auto_scale_hyperparams(cfg, self.data_loader.dataset.num_classes)
         self.model = self.build_model(cfg)
-        # Seeded by rank, so that dropout differs, and the initial weights must not.
+        # Ranks have different seeds, e.g. for dropout, but need the same initial weights.
         comm.broadcast([*self.model.parameters(), *self.model.buffers()])
         self.optimizer = self.build_optimizer(cfg, self.model)
         self.optimizers = {"optimizer": self.optimizer} | build_own_optimizers(self.model)
         self.trainer = self.build_trainer()
-        # Fails here, before a long training, when a test set is missing.
+        # Built before the training, so that a missing test set fails early.
         self.test_loaders = {name: self.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
         self.best_metric = self.build_best_metric()
         self.precise_bn_loader = self.build_precise_bn_loader(cfg)
@@ -83,24 +84,24 @@ class DefaultTrainer:
 
     @property
     def policy(self) -> PrecisionPolicy:
-        """The trainer's precision policy."""
+        """Precision policy of the trainer."""
         return self.trainer.policy
 
     def resume_or_load(self, resume: bool = True, *, folder: str | Path | None = None) -> None:
-        """Continue from the newest whole checkpoint when asked to and there is one, else load ``MODEL.WEIGHTS`` if set.
+        """Resume from the newest valid checkpoint if there is one, else load ``MODEL.WEIGHTS`` if set.
 
         Args:
-            resume: whether to look for a checkpoint.
-            folder: that is looked into; None is OUTPUT_DIR.
+            resume (bool): whether to search for a checkpoint. Default True.
+            folder (str | Path, optional): folder to search. Default OUTPUT_DIR.
 
         Raises:
-            WeightsError: no checkpoint is whole, or it is of another model; the weights are missing or damaged.
+            WeightsError: all checkpoints are damaged or belong to another model, or the weights are missing or damaged.
         """
         self._resumed = last = self.checkpointer.last_checkpoint(folder) if resume else None
         if last is not None:
             extra = self.checkpointer.resume(last)
             if "average" in extra:
-                logger.warning("the %s of the weights in %s is not continued", extra["average"]["kind"], last)
+                logger.warning("the %s of the weights in %s is discarded", extra["average"]["kind"], last)
             logger.info("resuming from %s at iteration %d", last, self.trainer.start_iter)
         elif self.cfg.MODEL.WEIGHTS:
             extra = self.checkpointer.load(self.cfg.MODEL.WEIGHTS)
@@ -109,10 +110,14 @@ class DefaultTrainer:
             logger.warning("nothing to resume in %s: starting from the beginning", folder or self.checkpointer.save_dir)
 
     def train(self) -> dict[str, Any]:
-        """Train to the end and return the last evaluation's metrics; rank 0 has the lock of OUTPUT_DIR meanwhile.
+        """Train and return the metrics of the last evaluation. Rank 0 locks OUTPUT_DIR during the training.
+
+        Returns:
+            dict[str, Any]: metrics of the test set, or dataset name -> metrics if there are several; empty on ranks
+            other than 0.
 
         Raises:
-            UserError: another process writes into OUTPUT_DIR, a file cannot be written, or training fails.
+            UserError: another process has locked OUTPUT_DIR, a file cannot be written, or the training failed.
         """
         output_dir = self.cfg.OUTPUT_DIR
         if comm.is_main_process():
@@ -128,7 +133,11 @@ class DefaultTrainer:
         self.data_loader.start_at(self.trainer.batches_before(start))
         if comm.is_main_process():
             if start == 0 and (output_dir / "last_checkpoint").exists():
-                logger.warning("%s holds an earlier run, whose files are overwritten as this one goes on", output_dir)
+                logger.warning(
+                    "%s already contains a run; its files will be overwritten (use --resume to continue it, or choose "
+                    "another OUTPUT_DIR)",
+                    output_dir,
+                )
             output_dir.mkdir(parents=True, exist_ok=True)
             self.checkpointer.remove_leftovers()
             write_atomically(output_dir / "config.yaml", lambda file: file.write(cfg.dump().encode()))
@@ -140,7 +149,7 @@ class DefaultTrainer:
             self.trainer.iters_per_epoch,
         )
         if start >= cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch:
-            logger.info("nothing is left to train, a larger SOLVER.MAX_EPOCH would go on; evaluating")
+            logger.info("the training is complete; evaluating. Increase SOLVER.MAX_EPOCH to continue it")
             try:
                 return unwrap_single(self._evaluate_finished_run(start))
             finally:
@@ -156,7 +165,7 @@ class DefaultTrainer:
         return unwrap_single(self.eval_hook.results)
 
     def _evaluate_finished_run(self, start: int) -> dict[str, dict[str, Any]]:
-        """Return the results of a run that is trained to its end; save what its last evaluation did not come to."""
+        """Evaluate a completed run; also save ``model_final`` if the run was stopped before its last evaluation."""
         end = self.cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch
         self.trainer.move_to(end - 1, self.cfg.SOLVER.MAX_EPOCH)
         if start > end or self._resumed is None or self._resumed.stem == "model_final":
@@ -180,26 +189,27 @@ class DefaultTrainer:
         self.trainer.register_hooks(hooks_)
 
     def evaluate(self, loaders: dict[str, tuple[Any, int]] | None = None) -> dict[str, dict[str, Any]]:
-        """Evaluate the model as it is, under the trainer's precision policy.
+        """Evaluate the current weights of the model under the precision policy of the trainer.
 
         Args:
-            loaders: data set name -> test loader and the number of its query images; None is every test set.
+            loaders (dict[str, tuple], optional): dataset name -> (test loader, number of query images). Default: all
+                test sets.
 
         Returns:
-            Data set name -> metrics; empty on ranks other than 0.
+            dict[str, dict]: dataset name -> metrics; empty on ranks other than 0.
         """
         policy = self.policy.for_evaluation(self.cfg.SOLVER.AMP.EVAL_DTYPE)
-        comm.broadcast(self.model.buffers())  # each rank's last batch has moved them elsewhere
+        comm.broadcast(self.model.buffers())  # batch-norm statistics differ between ranks
         check_finite(self.model)
         self._last = evaluate_sets(self.cfg, self.model, policy, loaders or self.test_loaders, self.build_evaluator)
         self._last_iteration = self.trainer.iter
         results = self._last.results
         if not self.cfg.TEST.REPORT:
-            self._last.sets.clear()  # of which a report alone has need
+            self._last.sets.clear()  # only needed for the report
         return results
 
     def _pop_run(self) -> Run | None:
-        """Return what was evaluated last, for a report; None when there is nothing new."""
+        """Build the report input of the last evaluation and clear it; None if it was reported before."""
         cfg, sets = self.cfg, list(self._last.sets)
         self._last.sets.clear()
         if not sets:
@@ -216,15 +226,15 @@ class DefaultTrainer:
         )
 
     def _pair_scores(self) -> dict[str, Any]:
-        """Return, for a checkpoint, each test set's ``PairScores``, if the model has not been trained on since."""
+        """Return the ``PairScores`` of each test set for a checkpoint, unless the model was trained since."""
         pairs = self._last.pairs
         return {"pairs": pairs} if pairs and self._last_iteration == self.trainer.iter else {}
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
-        """Let the model have what is to be evaluated inside: averaged weights, newly estimated batch-norm statistics.
+        """Context in which the model has the weights to evaluate: averaged, with precise batch-norm statistics.
 
-        Statistics that are estimated anew stay, with the weights that they belong to.
+        Re-estimated batch-norm statistics stay with the weights that they were estimated for.
         """
         cfg, average = self.cfg, self.average
         last = self.trainer.epoch + 1 == cfg.SOLVER.MAX_EPOCH
@@ -239,7 +249,7 @@ class DefaultTrainer:
                     self.model, self.precise_bn_loader, cfg.TEST.PRECISE_BN.NUM_ITER, policy=self.policy
                 )
             elif averaged and average.kind == "swa":
-                # The statistics are of the weights that were averaged, not of their average.
+                # The batch-norm statistics were collected with other weights than the average.
                 update_bn_statistics(
                     self.model,
                     self.build_train_loader(cfg),
@@ -249,7 +259,7 @@ class DefaultTrainer:
             yield
 
     def build_hooks(self) -> list[HookBase]:
-        """Return the hooks in the order in which they are called."""
+        """Build the hooks, in call order."""
         cfg, iters_per_epoch = self.cfg, self.trainer.iters_per_epoch
         batches_per_iteration = self.trainer.batches_before(iters_per_epoch) / iters_per_epoch
         return [
@@ -273,7 +283,7 @@ class DefaultTrainer:
         ]
 
     def build_trainer(self) -> TrainerBase:
-        """Return the training loop that ``SOLVER.TRAINER`` names."""
+        """Build the training loop of ``SOLVER.TRAINER``."""
         cfg, name = self.cfg, self.cfg.SOLVER.TRAINER
         if name == "auto":
             name = "AMPTrainer" if cfg.SOLVER.AMP.ENABLED else "SimpleTrainer"
@@ -285,7 +295,7 @@ class DefaultTrainer:
         return trainer
 
     def build_best_metric(self) -> hooks.BestMetric:
-        """Return the metric of ``SOLVER.BEST_METRIC``, of those that the evaluators report."""
+        """Parse ``SOLVER.BEST_METRIC`` and check that the evaluators report it."""
         reported = {
             name: self.build_evaluator(self.cfg, num_query).metric_names()
             for name, (_, num_query) in self.test_loaders.items()
@@ -293,7 +303,7 @@ class DefaultTrainer:
         return hooks.BestMetric.by_name(self.cfg.SOLVER.BEST_METRIC, reported)
 
     def build_checkpointer(self, parts: dict[str, Any] | None = None) -> Checkpointer:
-        """Return what writes checkpoints with these parts, by default all, into OUTPUT_DIR."""
+        """Build the checkpointer of OUTPUT_DIR with ``parts``, by default ``checkpoint_parts()``."""
         cfg = self.cfg
         return Checkpointer(
             self.model,
@@ -305,25 +315,25 @@ class DefaultTrainer:
         )
 
     def checkpoint_parts(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides the model: name -> object with state."""
+        """Return the content of a checkpoint besides the model: name -> object with ``state_dict``."""
         average = {"average": self.average} if self.average else {}
         optimizers = {name: OptimizerState(each, self.model) for name, each in self.optimizers.items()}
         run = {"random": RandomState(), "policy": TrainerPolicy(self.trainer), "config": ConfigText(self.cfg)}
         return average | optimizers | {"trainer": self.trainer} | run
 
     def build_best_checkpointer(self) -> Checkpointer:
-        """Return what saves the best model."""
+        """Return the checkpointer of the best model."""
         return self.checkpointer
 
     def build_eval_hook(self) -> hooks.EvalHook:
-        """Return the hook that evaluates and saves the best model."""
+        """Build the hook that evaluates and saves the best model."""
         period, checkpointer = self.cfg.TEST.EVAL_PERIOD, self.build_best_checkpointer()
         return hooks.EvalHook(
             period, self.evaluate, checkpointer, self.writers, self.best_metric, self.evaluated_weights
         )
 
     def build_writers(self, start_iter: int) -> list[Any]:
-        """Return the writers of metrics.json and of the TensorBoard events."""
+        """Build the writers of ``metrics.json`` and of TensorBoard events."""
         output_dir = Path(self.cfg.OUTPUT_DIR)
         return [
             JSONWriter(output_dir / "metrics.json", start_iter=start_iter),
@@ -332,40 +342,43 @@ class DefaultTrainer:
 
     @classmethod
     def auto_scale_hyperparams(cls, cfg: CfgNode, num_classes: int) -> CfgNode:
-        """Return a frozen copy of ``cfg`` whose ``MODEL.HEADS.NUM_CLASSES`` is the number of training identities.
+        """Set ``MODEL.HEADS.NUM_CLASSES`` to the number of training identities in a frozen copy of ``cfg``.
 
         Raises:
-            ConfigError: it was set to another number.
+            ConfigError: it was set to a different number.
         """
         return with_num_classes(cfg, num_classes)
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
-        """Return the model of the config."""
+        """Build the model of the config."""
         model = build_model(cfg)
         logger.info("model: %s, %d parameters", cfg.MODEL.META_ARCHITECTURE, sum(p.numel() for p in model.parameters()))
         return model
 
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the optimizer of the config."""
+        """Build the optimizer of the config."""
         return build_optimizer(cfg, model)
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
-        """Return the training loader."""
+        """Build the training loader.
+
+        A custom loader needs ``dataset.num_classes``, ``iters_per_epoch`` and ``start_at(iteration)``.
+        """
         return build_reid_train_loader(cfg)
 
     @classmethod
     def build_weight_average(cls, cfg: CfgNode, model: nn.Module) -> WeightAverage | None:
-        """Return the average of ``SOLVER.EMA`` or ``SOLVER.SWA``, None when neither is enabled."""
+        """Build the weight average of ``SOLVER.EMA`` or ``SOLVER.SWA``; None if neither is enabled."""
         if cfg.SOLVER.EMA.ENABLED:
             return WeightAverage(model, "ema")
         return WeightAverage(model, "swa") if cfg.SOLVER.SWA.ENABLED else None
 
     @classmethod
     def build_precise_bn_loader(cls, cfg: CfgNode) -> Any:
-        """Return the loader of ``TEST.PRECISE_BN.DATASET``'s training images; None when precise batch norm is off."""
+        """Build the loader of the training images of ``TEST.PRECISE_BN.DATASET``; None if precise batch norm is off."""
         if not cfg.TEST.PRECISE_BN.ENABLED:
             return None
         cfg = cfg.with_values({"DATASETS.NAMES": (cfg.TEST.PRECISE_BN.DATASET,)})
@@ -376,23 +389,24 @@ class DefaultTrainer:
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> tuple[Any, int]:
-        """Return a test loader and the number of its query images."""
+        """Build a test loader; return it with its number of query images."""
         return build_reid_test_loader(cfg, dataset_name)
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, num_query: int, output_dir: str | None = None) -> DatasetEvaluator:
-        """Return the evaluator of one test set."""
+        """Build the evaluator of a test set."""
         return ReidEvaluator(cfg, num_query, output_dir)
 
     @classmethod
     def test(cls, cfg: CfgNode, model: nn.Module) -> dict[str, Any]:
-        """Evaluate ``model`` on ``DATASETS.TESTS`` under the policy of the config, log the table, write the report.
+        """Evaluate ``model`` on ``DATASETS.TESTS`` under the policy of the config, log the results, write the report.
 
         Returns:
-            The metrics of the one test set, or data set name -> metrics when there are several.
+            dict[str, Any]: metrics of the test set, or dataset name -> metrics if there are several; empty on ranks
+            other than 0.
 
         Raises:
-            ConfigError: the report that ``TEST.REPORT`` asks for cannot be written; the table has been logged.
+            ConfigError: the report (``TEST.REPORT``) cannot be written. The results have been logged.
         """
         policy = evaluation_policy(cfg, model)
         loaders = {name: cls.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
@@ -402,17 +416,17 @@ class DefaultTrainer:
 
     @classmethod
     def test_weights(cls, cfg: CfgNode) -> dict[str, Any]:
-        """Evaluate the weights file ``MODEL.WEIGHTS``, as ``--eval-only`` does, and write ``metrics_eval.json``.
+        """Evaluate the weights file ``MODEL.WEIGHTS`` and write ``metrics_eval.json``, as ``--eval-only`` does.
 
         Returns:
-            What ``test`` returns.
+            dict[str, Any]: see ``test``.
 
         Raises:
-            UserError: no weights were named, they or the test data are wrong, or the metrics cannot be written; the
-                table has been logged then.
+            UserError: ``MODEL.WEIGHTS`` is empty, the weights or the test data are invalid, or the metrics cannot be
+                written. In the last case the results have been logged.
         """
         if not cfg.MODEL.WEIGHTS:
-            raise ConfigError("--eval-only needs weights: add MODEL.WEIGHTS path/to/model.pth")
+            raise ConfigError("--eval-only requires MODEL.WEIGHTS.\n  fix: add MODEL.WEIGHTS path/to/model.pth")
         model, extra = cls.load_model(cfg)
         policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
         evaluation = policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
@@ -429,15 +443,15 @@ class DefaultTrainer:
 
     @classmethod
     def load_model(cls, cfg: CfgNode) -> tuple[nn.Module, dict[str, Any]]:
-        """Return the model with the weights of ``MODEL.WEIGHTS``, as they are to be evaluated.
+        """Build the model with the weights of ``MODEL.WEIGHTS`` that are evaluated, see ``evaluated_average``.
 
         Returns:
-            The model, and the further entries of the file.
+            tuple[nn.Module, dict[str, Any]]: the model, and the other entries of the file.
 
         Raises:
-            UserError: the weights are missing, damaged, or of another model.
+            UserError: the weights are missing, damaged, or belong to another model.
         """
-        cfg = cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False})  # would be overwritten at once
+        cfg = cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False})  # overwritten below
         model = cls.build_model(cfg)
         weights, min_match = cfg.MODEL.WEIGHTS, cfg.MODEL.WEIGHTS_MIN_MATCH
         return model, load_evaluated_weights(model, weights, average=evaluated_average(cfg), min_match=min_match)

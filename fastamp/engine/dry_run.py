@@ -1,4 +1,4 @@
-"""A run tried in short: everything built, two iterations, a small evaluation, and what the whole of it will take."""
+"""Dry run: build everything, run two iterations and a small evaluation, and estimate the cost of the run."""
 
 import logging
 import os
@@ -37,28 +37,28 @@ __getattr__ = moved_names(__name__, {"TRIED": f"{__name__}.NUM_ITERATIONS"})
 logger = logging.getLogger(__name__)
 
 NUM_ITERATIONS = 2
-"""Iterations, and test batches of each process: the first warms up, the last is measured."""
+"""Number of iterations, and of test batches per process: the first warms up, the last is measured."""
 
 
 def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
-    """Try the run that ``cfg`` describes, and print what it will take.
+    """Test the run of ``cfg`` in two iterations and print an estimate of time, memory and disk space.
 
     Args:
-        cfg: of the run; nothing is written into its ``OUTPUT_DIR``.
-        folder: gets what is written meanwhile; nothing in it is worth keeping.
-        resume: try what is left of the run in ``OUTPUT_DIR``.
+        cfg (CfgNode): config of the run. Its ``OUTPUT_DIR`` is not modified.
+        folder (str): temporary folder for output files.
+        resume (bool): resume from the checkpoint in ``OUTPUT_DIR``. Default False.
 
     Raises:
-        UserError: what the run itself would raise up to its second iteration, or in an evaluation.
+        UserError: any error of the run in its first two iterations or in an evaluation.
     """
     output_dir = Path(cfg.OUTPUT_DIR)
-    tried = {"TEST.PRECISE_BN.NUM_ITER": NUM_ITERATIONS} if cfg.TEST.PRECISE_BN.ENABLED else {}
-    cfg = cfg.with_values({"OUTPUT_DIR": folder, **tried})
+    overrides = {"TEST.PRECISE_BN.NUM_ITER": NUM_ITERATIONS} if cfg.TEST.PRECISE_BN.ENABLED else {}
+    cfg = cfg.with_values({"OUTPUT_DIR": folder, **overrides})
     default_setup(cfg)
     free = _free_bytes(output_dir)
     trainer = _DryRunTrainer(cfg)
     trainer.resume_or_load(resume=resume, folder=output_dir)
-    trainer.trainer.precision_diagnostics.write_no_files()  # they would be gone before anybody could replay them
+    trainer.trainer.precision_diagnostics.write_no_files()  # crash dumps in a temporary folder are useless
     left = cfg.SOLVER.MAX_EPOCH * trainer.trainer.iters_per_epoch - trainer.trainer.start_iter
     rows = _describe_model(trainer)
     if left > 0:
@@ -68,19 +68,20 @@ def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
     rows += _evaluate(trainer, loaders)
     rows.append(["memory", _describe_memory(next(trainer.model.parameters()).device)])
     if left > 0:
-        evaluation = sum(len(whole.dataset) / part.images_per_second for part, whole, _ in loaders.values())
-        rows.append(["the whole run", _describe_duration(trainer, left * seconds[-1], evaluation)])
+        evaluation = sum(len(full.dataset) / subset.images_per_second for subset, full, _ in loaders.values())
+        rows.append(["total", _describe_duration(trainer, left * seconds[-1], evaluation)])
         rows.append(["checkpoints", _describe_checkpoints(trainer, free)])
     else:
-        rows.append(["the whole run", "nothing is left to train; a larger SOLVER.MAX_EPOCH would go on"])
+        rows.append(["total", "the training is complete; increase SOLVER.MAX_EPOCH to continue it"])
     if comm.is_main_process():
-        print(f"\n{tabulate(rows, ['dry run', ''], tablefmt='github')}\n\n{output_dir} is as it was", flush=True)
+        table = tabulate(rows, ["dry run", ""], tablefmt="github")
+        print(f"\n{table}\n\ndry run: nothing was written to {output_dir}", flush=True)
 
 
 def multiply_adds(model: nn.Module, inputs: Any) -> float:
-    """Return the multiply-adds of the convolutions and matrix products in ``model(inputs)``."""
+    """Count the multiply-adds of convolutions and matrix products in ``model(inputs)``."""
     counter = FlopCounterMode(display=False)
-    # A fused attention is not counted.
+    # The counter does not support fused attention.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
         model(inputs)
     return counter.get_total_flops() / 2
@@ -90,7 +91,7 @@ def multiply_adds(model: nn.Module, inputs: Any) -> float:
 
 
 class _DryRunTrainer(DefaultTrainer):
-    """The trainer without the hooks that write, or end, a run."""
+    """Trainer without the hooks that write files or stop the run."""
 
     EXCLUDED = (hooks.EvalHook, hooks.PeriodicCheckpointer, hooks.PeriodicWriter, hooks.StopOnSignal)
 
@@ -99,11 +100,11 @@ class _DryRunTrainer(DefaultTrainer):
 
 
 class _StopDryRun(Exception):
-    """As many iterations were tried as are wanted."""
+    """Raised to end the training loop after ``NUM_ITERATIONS``."""
 
 
 class _Stopwatch(HookBase):
-    """Takes the time of each iteration, and ends the loop after ``NUM_ITERATIONS``; register it last."""
+    """Measure the time of each iteration and end the loop after ``NUM_ITERATIONS``. Register last."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -124,7 +125,7 @@ class _Stopwatch(HookBase):
 
 
 def _train(trainer: DefaultTrainer) -> list[float]:
-    """Run ``NUM_ITERATIONS`` iterations, fewer where the run has fewer; return the seconds of each."""
+    """Run up to ``NUM_ITERATIONS`` iterations and return the duration of each in seconds."""
     loop = trainer.trainer
     stopwatch = _Stopwatch(next(trainer.model.parameters()).device)
     trainer.register_hooks([stopwatch])
@@ -138,11 +139,11 @@ def _train(trainer: DefaultTrainer) -> list[float]:
 
 
 class _TimedLoader:
-    """A loader that knows when its batches were asked for.
+    """Loader that records the times at which its batches are requested.
 
     Attributes:
-        images: in each batch.
-        times: when each was asked for, and the end.
+        images (list[int]): number of images in each batch.
+        times (list[float]): time of each request, and of the end, in seconds.
     """
 
     def __init__(self, loader: TestLoader) -> None:
@@ -158,11 +159,11 @@ class _TimedLoader:
         for batch in self.loader:
             yield batch
             self.images.append(len(batch["images"]))
-            self.times.append(time.perf_counter())  # the evaluator has taken the features to the CPU by now
+            self.times.append(time.perf_counter())  # the evaluator has copied the features to the CPU
 
     @property
     def images_per_second(self) -> float:
-        """The speed at the last batch, of all processes, whose shares are equal."""
+        """Throughput at the last batch, summed over all processes."""
         return comm.get_world_size() * self.images[-1] / (self.times[-1] - self.times[-2])
 
 
@@ -171,8 +172,8 @@ def _subset_loader(loader: TestLoader, num_query: int) -> TestLoader:
     dataset, size = loader.dataset, loader.batch_sampler.batch_size
     count = min(len(dataset), NUM_ITERATIONS * size * comm.get_world_size())
     queries = range(min(num_query, max(1, count // 4)) if count < len(dataset) else num_query)
-    wanted = {dataset.labels[index] for index in queries}
-    gallery = sorted(range(num_query, len(dataset)), key=lambda index: dataset.labels[index] not in wanted)
+    query_identities = {dataset.labels[index] for index in queries}
+    gallery = sorted(range(num_query, len(dataset)), key=lambda index: dataset.labels[index] not in query_identities)
     chosen = [*queries, *gallery[: count - len(queries)]]
     rank, world_size = comm.get_rank(), comm.get_world_size()
     sampler = InferenceSampler(size=len(chosen), batch_size=size, rank=rank, world_size=world_size, images=chosen)
@@ -180,20 +181,20 @@ def _subset_loader(loader: TestLoader, num_query: int) -> TestLoader:
 
 
 def _evaluate(trainer: DefaultTrainer, loaders: dict[str, tuple[_TimedLoader, TestLoader, int]]) -> list[list[str]]:
-    """Evaluate on the parts; return a row for each set."""
+    """Evaluate on subsets of the test sets and return one row per test set."""
     rows = []
-    logger.info("evaluating on a part of each test set: the metrics say nothing about the model")
+    logger.info("evaluating on a subset of each test set: the metrics are not meaningful")
     with trainer.evaluated_weights():
-        for name, (part, whole, num_query) in loaders.items():
-            indices = set(comm.gather_rows(torch.tensor(part.loader.batch_sampler.indices)).tolist())
+        for name, (subset, full, num_query) in loaders.items():
+            indices = set(comm.gather_rows(torch.tensor(subset.loader.batch_sampler.indices)).tolist())
             queries = sum(index < num_query for index in indices)
-            text = f"{len(indices)} of {len(whole.dataset)} images, {queries} of {num_query} queries"
+            text = f"{len(indices)} of {len(full.dataset)} images, {queries} of {num_query} queries"
             try:
-                trainer.evaluate({name: (part, queries)})
+                trainer.evaluate({name: (subset, queries)})
             except NoMatchError:
-                text += " without a match among them, so that ranking was not tried"
-            warm = "the last batch" if len(part) > 1 else "with what warms up"
-            rows.append([f"evaluation on {name}", f"{text}; {part.images_per_second:.0f} images/s ({warm})"])
+                text += " without a match among them, so ranking was not tested"
+            warm = "last batch" if len(subset) > 1 else "including warm-up"
+            rows.append([f"evaluation on {name}", f"{text}; {subset.images_per_second:.0f} images/s ({warm})"])
     return rows
 
 
@@ -206,13 +207,13 @@ def _describe_model(trainer: DefaultTrainer) -> list[list[str]]:
     loader, _ = next(iter(trainer.test_loaders.values()))
     batch = loader.dataset.__getitems__([(0, 0, 0)])
     batch["images"] = batch["images"].to(next(trainer.model.parameters()).device)
-    trainer.model.eval()  # the loop puts it into training mode
+    trainer.model.eval()  # the training loop switches back to training mode
     with uncompiled(trainer.model):
         work = multiply_adds(trainer.model, batch)
     return [
         ["precision", trainer.policy.describe()],
-        ["parameters", f"{total:,}, of which {trainable:,} are trained"],
-        ["multiply-adds", f"{work / 1e9:.3g} G an image, in evaluation"],
+        ["parameters", f"{total:,}, of which {trainable:,} trainable"],
+        ["multiply-adds", f"{work / 1e9:.3g} G per image, in evaluation"],
     ]
 
 
@@ -220,20 +221,20 @@ def _describe_training(trainer: DefaultTrainer, seconds: list[float]) -> str:
     cfg, loop = trainer.cfg, trainer.trainer
     end = loop.start_iter + len(seconds)
     images = cfg.SOLVER.IMS_PER_BATCH * (loop.batches_before(end) - loop.batches_before(end - 1))
-    text = f"{images / seconds[-1]:.0f} images/s: {seconds[-1]:.3f} s for the iteration that was measured"
+    text = f"{images / seconds[-1]:.0f} images/s: {seconds[-1]:.3f} s for the measured iteration"
     if len(seconds) > 1:
-        text += f"; {seconds[0]:.3f} s for the one before, which warms up"
+        text += f"; {seconds[0]:.3f} s for the warm-up iteration"
     if cfg.MODEL.FREEZE_LAYERS and end <= freeze_length(cfg, loop.iters_per_epoch):
-        text += "; longer when MODEL.FREEZE_LAYERS are trained too"
+        text += "; longer after MODEL.FREEZE_LAYERS are unfrozen"
     return text
 
 
 def _describe_memory(device: torch.device) -> str:
-    where = str(device) if device.type == "cuda" else "the system"
+    where = str(device) if device.type == "cuda" else "system memory"
     _, total = environment_queries.memory(device)
     of_total = f", of {total / 2**30:.1f} GiB of {where}" if total else ""
-    each = " by each process" if comm.get_world_size() > 1 else ""
-    return f"{peak_memory_mb(device):.0f} MiB at the peak{each}{of_total}"
+    each = " per process" if comm.get_world_size() > 1 else ""
+    return f"peak of {peak_memory_mb(device):.0f} MiB{each}{of_total}"
 
 
 def _describe_duration(trainer: DefaultTrainer, training: float, evaluation: float) -> str:
@@ -253,26 +254,26 @@ def _describe_checkpoints(trainer: DefaultTrainer, free: int) -> str:
     period, last = trainer.cfg.SOLVER.CHECKPOINT_PERIOD, trainer.cfg.SOLVER.MAX_EPOCH
     periodic = sum(epoch % period == 0 and epoch < last for epoch in _epochs_left(trainer))
     need = size * (periodic + 2)
-    short = "" if need <= free else "; that is too little"
+    short = "" if need <= free else "; not enough"
     return (
         f"{need / 2**20:.0f} MiB: {periodic} by SOLVER.CHECKPOINT_PERIOD, the best and the last, "
-        f"{size / 2**20:.1f} MiB each; {free / 2**30:.1f} GiB are free{short}"
+        f"{size / 2**20:.1f} MiB each; {free / 2**30:.1f} GiB free{short}"
     )
 
 
 def _epochs_left(trainer: DefaultTrainer) -> range:
-    """Return the numbers, from 1, of the epochs that end yet."""
+    """Return the numbers, from 1, of the epochs that are not complete."""
     return range(trainer.trainer.start_iter // trainer.trainer.iters_per_epoch + 1, trainer.cfg.SOLVER.MAX_EPOCH + 1)
 
 
 def _free_bytes(output_dir: Path) -> int:
-    """Return the bytes that are free where ``output_dir`` is, or would be.
+    """Return the free bytes on the file system of ``output_dir``, which need not exist.
 
     Raises:
-        ConfigError: it cannot be written to.
+        ConfigError: ``output_dir`` is not writable.
     """
     absolute = output_dir.expanduser().absolute()
-    there = next(path for path in (absolute, *absolute.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"OUTPUT_DIR {str(output_dir)!r} cannot be written to")
-    return shutil.disk_usage(there).free
+    existing = next(path for path in (absolute, *absolute.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"OUTPUT_DIR {str(output_dir)!r} is not writable")
+    return shutil.disk_usage(existing).free

@@ -1,4 +1,4 @@
-"""Evaluate a model on the test sets of a config."""
+"""Evaluation on the test sets of a config."""
 
 import logging
 from collections.abc import Callable
@@ -23,12 +23,12 @@ BuildEvaluator = Callable[[CfgNode, int, str], DatasetEvaluator]
 
 @dataclass
 class EvaluationOutput:
-    """What an evaluation has found; nothing on ranks other than 0.
+    """Output of an evaluation on several test sets; empty on ranks other than 0.
 
     Attributes:
-        results: data set name -> metrics.
-        sets: what a report shows of each set.
-        pairs: data set name -> the state of its ``PairScores``.
+        results (dict[str, dict]): dataset name -> metrics.
+        sets (list[EvaluatedSet]): report input of each test set.
+        pairs (dict[str, Any]): dataset name -> state of its ``PairScores``.
     """
 
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -43,14 +43,17 @@ def evaluate_sets(
     loaders: dict[str, tuple[Any, int]],
     build_evaluator: BuildEvaluator,
 ) -> EvaluationOutput:
-    """Evaluate a model as it is, and print the table of results.
+    """Evaluate a model on several test sets and print the table of results.
 
     Args:
-        cfg: its OUTPUT_DIR gets what evaluators write.
-        model: images -> (B, D) features.
-        policy: of the evaluation.
-        loaders: data set name -> test loader and the number of its query images.
-        build_evaluator: ``(cfg, number of query images, folder)`` -> the evaluator of a test set.
+        cfg (CfgNode): config; evaluators write files to its OUTPUT_DIR.
+        model (nn.Module): maps a batch of images to (B, D) features.
+        policy (PrecisionPolicy): precision of the evaluation.
+        loaders (dict[str, tuple]): dataset name -> (test loader, number of query images).
+        build_evaluator (Callable): maps (cfg, number of query images, folder) to an evaluator.
+
+    Returns:
+        EvaluationOutput: metrics and report input of each test set.
     """
     found = EvaluationOutput()
     for name, (loader, num_query) in loaders.items():
@@ -69,22 +72,22 @@ def evaluate_sets(
 
 
 def evaluation_policy(cfg: CfgNode, model: nn.Module) -> PrecisionPolicy:
-    """Return the policy of an evaluation by the config, without a training."""
+    """Build the policy for an evaluation without training."""
     policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
     return policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
 
 
 def report_evaluation(cfg: CfgNode, model: nn.Module, policy: PrecisionPolicy, sets: list[EvaluatedSet]) -> None:
-    """Write the report that ``TEST.REPORT`` asks for, of an evaluation without a training.
+    """Write the report of an evaluation without training, if ``TEST.REPORT`` is set. Runs on rank 0 only.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the report cannot be written.
     """
     if not cfg.TEST.REPORT or not comm.is_main_process():
         return
     run = Run(
         cfg=cfg,
-        weights=cfg.MODEL.WEIGHTS or "the model as it is",
+        weights=cfg.MODEL.WEIGHTS or "current weights of the model",
         protocol=describe_protocol(cfg, policy),
         policy=policy,
         device=next(model.parameters()).device,
@@ -95,11 +98,11 @@ def report_evaluation(cfg: CfgNode, model: nn.Module, policy: PrecisionPolicy, s
 
 
 def describe_protocol(cfg: CfgNode, policy: PrecisionPolicy) -> str:
-    """Return in one line how an evaluation under ``policy`` measures."""
+    """Describe the evaluation protocol and the precision of the features in one line."""
     flip = "flip test" if cfg.TEST.FLIP.ENABLED else "no flip test"
     return f"{Protocol.from_config(cfg).describe()}; {flip}; features {policy.describe()}"
 
 
 def unwrap_single(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the metrics alone when there is one data set, as FastReID does."""
+    """Return the metrics without the dataset name if there is one dataset, as FastReID."""
     return next(iter(results.values())) if len(results) == 1 else results

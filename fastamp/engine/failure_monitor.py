@@ -1,4 +1,4 @@
-"""What ends all processes of a training when one of them fails: each learns the cause, and it is said once."""
+"""Failure propagation: end all processes of a distributed training when one fails, and report the cause once."""
 
 import hmac
 import json
@@ -26,7 +26,7 @@ __getattr__ = moved_names(
 )
 
 GRACE_SECONDS = 2.0
-"""How long the other processes of a failed training have to say what they know."""
+"""Time for the other processes to report their own errors after the first failure."""
 _CONNECT_SECONDS = 60.0
 _HANDSHAKE_SECONDS = 5.0
 _LONGEST_MESSAGE = 2**20
@@ -34,13 +34,14 @@ _LONGEST_MESSAGE = 2**20
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a process ended.
+    """Exit status of a process.
 
     Attributes:
-        code: its exit code.
-        message: what is to be said on stderr.
-        rank: whose outcome it is.
-        kind: a cause; a consequence of another process's end; or a process that is lost, which said nothing.
+        code (int): exit code.
+        message (str): message for stderr. Empty if there is nothing to print.
+        rank (int): rank of the process.
+        kind (str): ``"cause"`` for an error of the process itself, ``"consequence"`` for an error caused by the end of
+            another process, ``"lost"`` for a process that ended without a report.
     """
 
     code: int
@@ -50,7 +51,7 @@ class Outcome:
 
 
 def select_causes(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Return what is to be said of ``outcomes``: each message once, consequences only where there is nothing else."""
+    """Select the outcomes to report: each message once; consequences only if there is no cause."""
     failed: dict[str, Outcome] = {}
     for outcome in outcomes:
         if outcome.code:
@@ -60,7 +61,7 @@ def select_causes(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def is_consequence(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it came from, says that another process is gone."""
+    """Return True if an error or one of its causes reports a lost connection to another process."""
     signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
     while error is not None:
         if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
@@ -72,17 +73,19 @@ def is_consequence(error: BaseException | None) -> bool:
 
 
 class FailureMonitor:
-    """A connection of each process with rank 0, which the system closes when the process at its end dies.
+    """Monitor the processes of a training and end all of them when one fails.
 
-    Collectives do not notice that a process has failed while it is still there, and NCCL's not even that it is gone.
-    Rank 0 hears of every failure, gives the others ``GRACE_SECONDS`` to report what they know, and tells all; each
-    then ends by itself, whatever its main thread waits for. Nothing is sent while all is well, so that a process that
-    is merely busy is never taken for a dead one.
+    Each process holds a TCP connection to rank 0, which the operating system closes when the process dies. Collectives
+    do not detect a process that failed but still runs, and NCCL does not detect a dead one either. Rank 0 receives
+    every failure, waits ``GRACE_SECONDS`` for further reports, and sends the causes to all ranks. Each rank then exits
+    from a listener thread, so a main thread that is blocked in a collective does not prevent it. There is no heartbeat:
+    a slow process is never treated as dead.
 
     Args:
-        connections: rank -> connection, see ``connect``.
-        report_causes: is called once with the causes, before the process ends.
-        wait_before_exit: called after that; returns when this process may exit. None exits at once.
+        connections (dict[int, _Connection]): rank -> connection, see ``connect``.
+        report_causes (Callable): called once with the causes before the process exits.
+        wait_before_exit (Callable, optional): called after ``report_causes``; returns when this process may exit.
+            Default None: exit immediately.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class FailureMonitor:
             listener.start()
 
     def close(self) -> None:
-        """Take leave, when every process is done."""
+        """Close the connections after all processes have finished."""
         with self._changed:
             self._closed.add(self.rank)
         for connection in self._connections.values():
@@ -114,21 +117,21 @@ class FailureMonitor:
                 connection.socket.shutdown(socket.SHUT_WR)
 
     def fail(self, outcome: Outcome) -> None:
-        """Report this process's outcome and end it, as soon as the cause is clear; does not return."""
-        set_handler(signal.SIG_IGN)  # it ends in a moment, with its own code
+        """Report the outcome of this process and exit once the cause is known. Does not return."""
+        set_handler(signal.SIG_IGN)  # the process exits within seconds, with its own code
         with suppress(OSError, ValueError):
             sys.stdout.flush()
         self._own_outcome = outcome = replace(outcome, rank=self.rank)
         if self.rank == 0:
             self._record(outcome)
         else:
-            with suppress(OSError):  # rank 0 is lost then, which the listener finds
+            with suppress(OSError):  # rank 0 is lost; the listener detects it
                 self._connections[0].send(asdict(outcome))
         threading.Event().wait(3 * GRACE_SECONDS)
         self._exit_with([outcome])
 
     def _listen(self, peer: int) -> None:
-        with suppress(OSError, ValueError):  # a broken connection is the end of one, too
+        with suppress(OSError, ValueError):  # a broken connection counts as closed
             while (message := self._connections[peer].receive()) is not None:
                 if "closed" in message:
                     self._closed.add(peer)
@@ -141,13 +144,13 @@ class FailureMonitor:
             if {peer, self.rank} & self._closed or peer in self._outcomes:
                 return
         lost = (
-            f"the process of rank {peer} ended without a word: it was killed, e.g. by the system when memory ran out, "
-            "or crashed"
+            f"the process of rank {peer} exited without reporting an error: it crashed or was killed, e.g. by the "
+            "out-of-memory killer"
         )
         self._record(Outcome(1, lost, peer, "lost"))
 
     def _record(self, outcome: Outcome) -> None:
-        """Take notice of a failure; on rank 0 the first one starts the end of all."""
+        """Record a failure. The first one on rank 0 starts the shutdown of all ranks."""
         if self.rank > 0:
             self._exit_with([outcome])
         with self._changed:
@@ -158,7 +161,7 @@ class FailureMonitor:
             threading.Thread(target=self._collect_and_exit, daemon=True).start()
 
     def _collect_and_exit(self) -> None:
-        """Wait for what the others have to report, and end all."""
+        """Wait for reports of the other ranks, then end all ranks."""
 
         def complete() -> bool:
             return len(self._outcomes) == self.size or any(each.kind == "lost" for each in self._outcomes.values())
@@ -169,20 +172,20 @@ class FailureMonitor:
         self._exit_with(causes)
 
     def _exit_with(self, causes: list[Outcome]) -> None:
-        """Tell the causes and end this process; does not return."""
-        self._ending.acquire()  # whoever comes second waits here for the end
+        """Report the causes and exit this process. Does not return."""
+        self._ending.acquire()  # a second thread blocks here until the process exits
         own = self._own_outcome
         try:
-            # Each machine has a command of its own that resumes.
+            # The resume command in an interruption message differs between machines.
             self._report_causes([own] if own and own.code > 128 else causes)
             if self.rank == 0:
                 for connection in self._connections.values():
                     with suppress(OSError):
                         connection.send({"causes": [asdict(each) for each in causes]})
-                for listener in self._listeners:  # they must have read it before the connections break
+                for listener in self._listeners:  # the ranks must read the causes before the connections close
                     if listener is not threading.current_thread():
                         listener.join(GRACE_SECONDS / self.size)
-            for connection in self._connections.values():  # rank 0 does not wait for what follows
+            for connection in self._connections.values():  # rank 0 does not wait for the cleanup below
                 with suppress(OSError):
                     connection.socket.shutdown(socket.SHUT_WR)
             if self._wait_before_exit is not None:
@@ -194,12 +197,12 @@ class FailureMonitor:
 
 
 class _Connection:
-    """A connection that carries JSON, a message a line."""
+    """Connection that carries newline-delimited JSON messages."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self._buffer = b""
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # for a machine that is lost as a whole
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects a machine that is down
         for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -209,10 +212,11 @@ class _Connection:
         self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any] | None:
-        """Return the next message; None at the end.
+        """Read the next message; None when the connection is closed.
 
         Raises:
-            OSError, ValueError: the connection is broken, or the message is none.
+            OSError: the connection is broken.
+            ValueError: the message is not valid JSON or longer than 1 MiB.
         """
         while b"\n" not in self._buffer:
             data = self.socket.recv(65536)
@@ -220,7 +224,7 @@ class _Connection:
                 return None
             self._buffer += data
             if len(self._buffer) > _LONGEST_MESSAGE:
-                raise ValueError("the message is too long")
+                raise ValueError(f"message longer than {_LONGEST_MESSAGE} bytes")
         line, self._buffer = self._buffer.split(b"\n", 1)
         return json.loads(line)
 
@@ -229,22 +233,22 @@ _open_connections: "weakref.WeakSet[_Connection]" = weakref.WeakSet()
 
 
 def _close_inherited_connections() -> None:
-    """Close, in a process that was forked, the connections of its parent, which it would keep open after its death."""
+    """Close the inherited connections in a forked process; they would stay open after the parent dies."""
     for connection in list(_open_connections):
         connection.socket.close()
 
 
 def connect(host: str | None) -> dict[int, _Connection]:
-    """Connect all processes with rank 0; all must call this together, when the process group is up.
+    """Connect every rank to rank 0. A collective call after ``init_process_group``.
 
     Args:
-        host: the address of rank 0's machine; None is the name that it has for itself.
+        host (str, optional): address of the machine of rank 0. None uses its host name.
 
     Returns:
-        Rank -> connection: those of all others on rank 0, rank 0's on the others.
+        dict[int, _Connection]: rank -> connection; all other ranks on rank 0, only rank 0 elsewhere.
 
     Raises:
-        OSError: a process could not be reached within a minute.
+        OSError: a rank did not connect within 60 s.
     """
     os.register_at_fork(after_in_child=_close_inherited_connections)
     rank, size = comm.get_rank(), comm.get_world_size()
@@ -278,7 +282,7 @@ def connect(host: str | None) -> dict[int, _Connection]:
 
 
 def _authenticated_rank(connection: _Connection, token: str) -> int | None:
-    """Return the rank of the process at the other end; None where that does not know the token."""
+    """Read the rank of the connected process; None if its token does not match."""
     try:
         message = connection.receive()
         authenticated = hmac.compare_digest(str(message["token"]).encode(), token.encode())

@@ -1,10 +1,10 @@
-"""Start the processes of a training, and end them together.
+"""Launch the processes of a distributed training and shut them down together.
 
-torch.distributed.elastic is not used, since with PyTorch 2.6, the oldest supported version, a run could not save after
-a signal: the agent has no handler for SIGUSR1, which ends it at once with code 138 while the ranks still save, and it
-kills the ranks 30 s after SIGINT or SIGTERM, also where a checkpoint takes 60 s to write. Neither can be configured
-there; later versions have ``signals_to_handle`` and ``shutdown_timeout``. An agent sees the processes of its machine
-alone: a failure on another machine, or under ``RANK`` and ``WORLD_SIZE`` without an agent, needs ``monitor`` anyway.
+``torch.distributed.elastic`` is not used because of PyTorch 2.6, the oldest supported version. Its agent has no
+handler for SIGUSR1: it exits with code 138 while the ranks are still saving. It also kills the ranks 30 s after SIGINT
+or SIGTERM, although writing a checkpoint may take 60 s. Neither is configurable there (later versions have
+``signals_to_handle`` and ``shutdown_timeout``). An agent monitors only the processes of its own machine, so a failure
+on another machine, or under ``RANK`` and ``WORLD_SIZE`` without an agent, requires ``failure_monitor`` in any case.
 """
 
 import gc
@@ -52,24 +52,29 @@ def launch(
     dist_url: str | None = None,
     args: tuple[Any, ...] = (),
 ) -> Any:
-    """Call ``main_func(*args)`` in each process of the training, with the process group up.
+    """Run ``main_func(*args)`` in every process of a training, with the process group initialized.
 
-    Under torchrun this process is one of them. Otherwise one process for each of ``num_gpus_per_machine`` is
-    started, or none when that is one. Each has its own CUDA device where there are that many, and computes on the CPU
-    otherwise if ``MODEL.DEVICE`` says so. When one fails all end, on every machine, with its error and exit code.
+    Under torchrun, the current process is one of them. Otherwise ``num_gpus_per_machine`` processes are started, or
+    ``main_func`` runs in the current process if the total is one. Each process uses its own CUDA device if there are
+    enough, else the CPU as ``MODEL.DEVICE`` requests. If one fails, all processes on all machines exit with its error
+    and exit code.
 
     Args:
-        main_func: a function that a new process can import.
-        num_gpus_per_machine, num_machines, machine_rank: processes on each machine, and which machine this is, from 0.
-        dist_url: where the processes meet, e.g. ``tcp://127.0.0.1:29500``; None is a free port of this machine.
-        args: of ``main_func``.
+        main_func (Callable): importable function.
+        num_gpus_per_machine (int): processes per machine. Default 1.
+        num_machines (int): number of machines. Default 1.
+        machine_rank (int): index of this machine, 0..num_machines-1. Default 0.
+        dist_url (str, optional): rendezvous address, e.g. ``tcp://127.0.0.1:29500``. None and ``"auto"`` select a free
+            port of this machine.
+        args (tuple): arguments of ``main_func``.
 
     Returns:
-        What ``main_func`` returned; None where it ran in other processes.
+        The result of ``main_func``; None if it ran in other processes.
 
     Raises:
-        ConfigError: numbers that do not fit each other, or several machines without a ``dist_url``.
-        SystemExit: a process that was started failed, with its exit code. Under torchrun the process itself ends.
+        ConfigError: invalid numbers of processes or machines, several machines without ``dist_url``, or the rendezvous
+            failed.
+        SystemExit: a started process failed, with its exit code. Under torchrun the current process exits instead.
     """
     if torchrun.is_worker():
         torchrun.exit_with_agent()
@@ -88,13 +93,16 @@ def launch(
     if num_gpus_per_machine < 1 or num_machines < 1 or not 0 <= machine_rank < num_machines:
         raise ConfigError(
             f"--num-gpus {num_gpus_per_machine} --num-machines {num_machines} --machine-rank {machine_rank}: expected "
-            "at least one GPU and one machine, and a rank from 0 up to, not including, the number of machines"
+            "at least one GPU, at least one machine, and 0 <= machine rank < number of machines"
         )
     if num_gpus_per_machine * num_machines == 1:
         return main_func(*args)
     if dist_url in (None, "auto"):
         if num_machines > 1:
-            raise ConfigError("several machines need --dist-url, e.g. tcp://<address of machine 0>:29500")
+            raise ConfigError(
+                f"--num-machines {num_machines} requires --dist-url.\n"
+                "  fix: --dist-url tcp://<address of machine 0>:29500"
+            )
         dist_url = f"tcp://127.0.0.1:{_free_port()}"
     _spawn(main_func, num_gpus_per_machine, num_machines, machine_rank, dist_url, args)
     return None
@@ -115,20 +123,19 @@ def _run_in_group(
     wait_before_exit: Callable[[], None] | None = None,
     **group: Any,
 ) -> Any:
-    """Return what ``main_func(*args)`` returns with the process group up; a failure ends this process and all others.
+    """Initialize the process group and run ``main_func(*args)``; a failure ends this process and all others.
 
     Args:
-        local_rank, local_size: which of this machine's processes this is, and how many these are.
-        report_causes: gets the causes before this process ends.
-        wait_before_exit: returns when it may end after a failure; None ends it at once.
-        group: of ``init_process_group``. Tensors on the host travel by gloo, those on CUDA devices by NCCL.
+        local_rank, local_size: rank within this machine, and number of processes on it.
+        report_causes, wait_before_exit: see ``FailureMonitor``.
+        group: keyword arguments of ``init_process_group``. CPU tensors use gloo, CUDA tensors NCCL.
 
     Raises:
-        ConfigError: the processes could not meet.
+        ConfigError: the rendezvous failed.
     """
     backend = "gloo"
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
-        torch.cuda.set_device(local_rank)  # before anything communicates, or all would use the first device
+        torch.cuda.set_device(local_rank)  # before the first collective, or all ranks would use device 0
         backend = "cpu:gloo,cuda:nccl"
     try:
         dist.init_process_group(backend, **group)
@@ -137,7 +144,7 @@ def _run_in_group(
         monitor = FailureMonitor(connections, report_causes, wait_before_exit)
     except (ValueError, RuntimeError, OSError) as error:
         raise ConfigError(
-            f"the processes of the training could not meet ({str(error).splitlines()[0]}).\n"
+            f"rendezvous of the training processes failed: {str(error).splitlines()[0]}.\n"
             "  fix: check --dist-url, --num-machines and --machine-rank, or torchrun's --rdzv-endpoint"
         ) from error
     results: list[Any] = []
@@ -150,15 +157,14 @@ def _run_in_group(
     if outcome.code:
         monitor.fail(outcome)
     monitor.close()
-    # Together, and when nothing uses the group any more: of gloo's groups, one that a DDP model still held did not come
-    # down once in 14 runs.
+    # Release DDP models first: a gloo group still referenced by one failed to shut down in 1 of 14 runs.
     gc.collect()
     dist.destroy_process_group()
     return results[0] if results else None
 
 
 def _run_and_capture_all(command: Callable[[], Any]) -> Outcome:
-    """Run ``command``; see ``run_and_capture``. A bug is an outcome too, with its traceback."""
+    """Run ``command`` like ``run_and_capture``; also capture other exceptions, with traceback and code 1."""
     try:
         return run_and_capture(command)
     except SystemExit as stop:
@@ -171,13 +177,13 @@ def _run_and_capture_all(command: Callable[[], Any]) -> Outcome:
 def _spawn(
     main_func: Callable[..., Any], local_size: int, num_machines: int, machine_rank: int, dist_url: str, args: Any
 ) -> None:
-    """Run ``main_func`` in ``local_size`` new processes; when one fails, end the others and say why.
+    """Run ``main_func`` in ``local_size`` new processes; if one fails, end the others and print the cause.
 
     Raises:
-        SystemExit: one failed.
+        SystemExit: a process failed.
     """
     context = multiprocessing.get_context("spawn")
-    # What PyTorch shares among cores, the processes have to share.
+    # Divide the cores among the processes.
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cores() // local_size))
     ranks: list[_RankProcess] = []
 
@@ -193,30 +199,30 @@ def _spawn(
             process = context.Process(
                 target=_worker, args=(main_func, local_rank, local_size, group, sys.argv, args, sender)
             )
-            # A process that starts would print a traceback for a Ctrl-C while it imports.
+            # Ctrl-C during the imports of the new process would print a traceback.
             with handling(signal.SIG_IGN, [signal.SIGINT]):
                 process.start()
-            sender.close()  # so that the end of the process ends the pipe
+            sender.close()  # the pipe then closes when the process exits
             ranks.append(_RankProcess(rank, process, receiver))
         deadline = None
         while any(rank.outcomes is None for rank in ranks) and (deadline is None or time.monotonic() < deadline):
             waiting = [rank for rank in ranks if rank.outcomes is None]
-            # Not the end of the pipe alone: what the process has forked, e.g. to load data, may hold that open.
+            # The exit code is checked as well: forked children, e.g. data loader workers, may keep the pipe open.
             ready = multiprocessing.connection.wait([rank.pipe for rank in waiting], _POLL_SECONDS)
             for rank in waiting:
                 if rank.pipe in ready or rank.process.exitcode is not None:
                     rank.receive()
             if deadline is None and any(rank.failed for rank in ranks):
-                # The cause reaches all together; whoever is not yet there to hear it says nothing.
+                # The failure monitor notifies all ranks at once; ranks that are not connected yet report nothing.
                 deadline = time.monotonic() + 2 * GRACE_SECONDS
         failed = any(rank.failed for rank in ranks)
         if failed:
             for rank in ranks:
-                rank.process.kill()  # waiting in a collective, one would not notice anything gentler
+                rank.process.kill()  # a process blocked in a collective ignores SIGTERM
         for rank in ranks:
             rank.process.join()
     if failed:
-        # What became of a lost process of this machine is known best here.
+        # For lost processes of this machine, the exit code is more precise than the report of rank 0.
         local = {each.rank: each for rank in ranks for each in rank.outcomes or () if each.rank == rank.number}
         outcomes = [each for rank in ranks for each in rank.outcomes or ()]
         causes = select_causes(local.get(each.rank, each) if each.kind == "lost" else each for each in outcomes)
@@ -226,12 +232,12 @@ def _spawn(
 
 
 class _RankProcess:
-    """A process that was started, and how it ended.
+    """Started process of one rank, with its outcome.
 
     Args:
-        number: its rank.
+        number: rank.
         process: the process.
-        pipe: where it says that it is ready, and later how all ended, as far as it knows.
+        pipe: receives ``_READY`` and later the list of outcomes.
     """
 
     def __init__(self, number: int, process: Any, pipe: Any) -> None:
@@ -242,11 +248,11 @@ class _RankProcess:
 
     @property
     def failed(self) -> bool:
-        """Whether it is known to have ended with another code than 0."""
+        """True if a reported outcome has a nonzero exit code."""
         return any(outcome.code for outcome in self.outcomes or ())
 
     def receive(self) -> None:
-        """Take what the process has sent, or find out how it ended without a word."""
+        """Receive a message of the process, or derive the outcome from its exit code if it exited without one."""
         try:
             message = self.pipe.recv() if self.pipe.poll() else None
         except EOFError:
@@ -261,16 +267,16 @@ class _RankProcess:
 
     def _outcome_from_exit_code(self, code: int) -> Outcome:
         if code >= 0:
-            return Outcome(code, f"the process of rank {self.number} ended with code {code}", self.number, "lost")
+            return Outcome(code, f"the process of rank {self.number} exited with code {code}", self.number, "lost")
         if self.signalled:
             return Outcome(128 + self.signalled, "interrupted", self.number, "lost")
-        message = f"the process of rank {self.number} was ended by {signal.Signals(-code).name}"
+        message = f"the process of rank {self.number} was terminated by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:
-            message += ", e.g. by the system when memory ran out (its log, dmesg, would say so)"
+            message += ", e.g. by the out-of-memory killer (check dmesg)"
         return Outcome(128 - code, message, self.number, "lost")
 
     def signal(self, number: int) -> None:
-        """Pass a signal on; a process that is not ready for it is ended."""
+        """Forward a signal; send SIGTERM if the process is not ready to handle it."""
         if self.process.exitcode is None:
             self.signalled = number
             os.kill(self.process.pid, number if self.ready else signal.SIGTERM)
@@ -285,9 +291,9 @@ def _worker(
     args: Any,
     pipe: Any,
 ) -> None:
-    """Be one process of the training, and report how it ended."""
+    """Run one rank and send its outcome through ``pipe``."""
     sys.argv = argv
-    # A terminal's Ctrl-C goes to the first process alone, which passes it on as it does a scheduler's signal.
+    # Only the parent receives Ctrl-C from the terminal; it forwards it like the signals of a scheduler.
     os.setpgid(0, 0)
     set_handler(signal.SIG_DFL, [signal.SIGINT])
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -298,7 +304,7 @@ def _worker(
 
 
 def _exit_with_parent() -> None:
-    """End this process when the one that started it is gone, e.g. killed, and could neither stop nor signal it."""
+    """Exit when the parent process is gone, e.g. killed, so that it could not forward a signal."""
     multiprocessing.parent_process().join()
     for child in multiprocessing.active_children():
         child.kill()

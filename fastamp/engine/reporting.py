@@ -1,4 +1,4 @@
-"""The report of a run, written when it has been evaluated, and the metrics of an evaluation of weights."""
+"""Reports of trainings and evaluations, and ``metrics_eval.json``."""
 
 import hashlib
 import json
@@ -40,20 +40,23 @@ __getattr__ = moved_names(
 
 
 def write_training_report(run: Run) -> None:
-    """Write the report of a training, on rank 0; a training does not end because that fails."""
+    """Write the report of a training on rank 0. A failure is logged and does not end the training."""
     if not comm.is_main_process():
         return
     try:
         logger.info("wrote %s", write_report(run, Path(run.cfg.OUTPUT_DIR)))
     except UserError as error:
-        logger.warning("no report: %s", error)
+        logger.warning("cannot write the report: %s", error)
 
 
 def write_evaluation_report(run: Run) -> Path:
-    """Write the report of an evaluation of weights, on rank 0, beside that of a training in the same folder; return it.
+    """Write the report of an evaluation of weights, without overwriting the report of a training in the same folder.
+
+    Returns:
+        Path: path of the report.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the report cannot be written.
     """
     folder = Path(run.cfg.OUTPUT_DIR)
     name = "report.html" if history_of(folder) is None else "report_eval.html"
@@ -61,15 +64,18 @@ def write_evaluation_report(run: Run) -> Path:
 
 
 def write_metrics(cfg: CfgNode, results: dict[str, dict[str, Any]], *, protocol: str) -> Path:
-    """Write ``OUTPUT_DIR/metrics_eval.json`` after an evaluation of weights, and return its path.
+    """Write ``OUTPUT_DIR/metrics_eval.json`` after an evaluation of weights.
 
     Args:
-        cfg: of the evaluation.
-        results: data set name -> metrics, in percent; what is not finite is written as null.
-        protocol: one line that states how was measured.
+        cfg (CfgNode): config of the evaluation.
+        results (dict[str, dict]): dataset name -> metrics, in percent. Non-finite values are written as null.
+        protocol (str): one-line description of the evaluation protocol.
+
+    Returns:
+        Path: path of the file.
 
     Raises:
-        WriteError: it cannot be written.
+        WriteError: the file cannot be written.
     """
     path = Path(cfg.OUTPUT_DIR) / "metrics_eval.json"
     content = {
@@ -86,7 +92,7 @@ def write_metrics(cfg: CfgNode, results: dict[str, dict[str, Any]], *, protocol:
 
 
 def _to_json(value: Any) -> Any:
-    """Return what a user's evaluator may return as values that JSON has."""
+    """Convert metrics of any evaluator to JSON values."""
     if isinstance(value, dict):
         return {str(name): _to_json(each) for name, each in value.items()}
     if isinstance(value, tuple | list):
@@ -99,7 +105,7 @@ def _to_json(value: Any) -> Any:
 
 
 def history_of(folder: str | PathLike[str]) -> History | None:
-    """Return the history of the training whose folder this is; None where there was none."""
+    """Read the training history from ``metrics.json`` in a folder; None if it is missing or invalid."""
     try:
         return read_history(Path(folder).expanduser() / "metrics.json")
     except DataError:

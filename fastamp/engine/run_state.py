@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run besides the weights, and what is whole when a file cannot be written."""
+"""Checkpoint entries that describe the run, and recovery hints after write errors."""
 
 import logging
 import zlib
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerPolicy:
-    """The present precision policy of a trainer, as a part of its checkpoints; on a resume another one is logged."""
+    """Checkpoint entry with the precision policy of a trainer. A resume logs a change of it."""
 
     def __init__(self, trainer: "SimpleTrainer") -> None:
         self.trainer = trainer
@@ -34,7 +34,7 @@ class TrainerPolicy:
 
 
 class ConfigText:
-    """The config as text, a part of every checkpoint; on a resume this run's own counts, and what differs is logged."""
+    """Checkpoint entry with the config as text. A resume logs the differences and uses the config of the new run."""
 
     def __init__(self, cfg: CfgNode) -> None:
         self.cfg, self.text = cfg, cfg.dump()
@@ -48,37 +48,40 @@ class ConfigText:
 
 
 def labels_checksum(data_loader: Any) -> int | None:
-    """Return the CRC32 of the labels of a loader's images; None where its data set does not list them."""
+    """Compute the CRC32 of the labels of a loader's dataset; None if it has no ``labels``."""
     labels = getattr(data_loader.dataset, "labels", None)
     return None if labels is None else zlib.crc32(np.array(labels, dtype=np.int64).tobytes())
 
 
 def recovery_hint(checkpointer: Checkpointer, *, has_best: bool) -> str:
-    """Return what is whole, and what to do, when a file of a run could not be written.
+    """Build a hint for recovery after a file of the run could not be written.
 
     Args:
-        checkpointer: of the run.
-        has_best: whether this run has saved a best model.
+        checkpointer (Checkpointer): checkpointer of the run.
+        has_best (bool): whether the run has saved a best model.
+
+    Returns:
+        str: the valid checkpoints, and the command that resumes.
     """
     try:
-        with comm.as_single_process():  # the other ranks, which could write, are somewhere else
+        with comm.as_single_process():  # other ranks may not reach this point
             last = checkpointer.last_checkpoint()
     except WeightsError as error:
         return f"  {error}"
     best = _describe_best(checkpointer.save_dir / "model_best.pth") if has_best else ""
     if last is None:
         return (
-            f"  {best or 'nothing was saved before'}\n"
-            f"  fix: make room, or choose another OUTPUT_DIR than {checkpointer.save_dir}"
+            f"  {best or 'no checkpoint was saved before'}\n"
+            f"  fix: free disk space, or change OUTPUT_DIR ({checkpointer.save_dir})"
         )
     best = f"  {best}\n" if best else ""
-    return f"  the checkpoint before is whole: {last}\n{best}  fix: make room, then resume with:\n  {resume_command()}"
+    return f"  last valid checkpoint: {last}\n{best}  fix: free disk space, then resume with:\n  {resume_command()}"
 
 
 def _describe_best(path: Path) -> str:
-    """Return a sentence about a best model; empty if it is not whole."""
+    """Describe a best model; empty if the file is damaged."""
     try:
         best = read_checkpoint(path, lazily=True)["best"]
-        return f"the best model is whole: {path} ({best['metric']} {best['value']:.2f})" if best else ""
+        return f"best model: {path} ({best['metric']} {best['value']:.2f})" if best else ""
     except (WeightsError, KeyError, TypeError, ValueError):
         return ""

@@ -1,4 +1,4 @@
-"""What comes before a run: command-line arguments, the log, the seeds."""
+"""Setup of a run: config checks, logging, seeds and determinism."""
 
 import argparse
 import logging
@@ -36,14 +36,18 @@ __getattr__ = moved_names(
 
 
 def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
-    """Check the config, start the log, seed the random generators, and choose deterministic computation or not.
+    """Check the config, set up logging, seed the random number generators, and configure determinism.
 
-    With the arguments of a training (``args.eval_only`` is False), rank 0 also takes the lock of OUTPUT_DIR, which
-    ``DefaultTrainer.train`` releases at its end, and the system when the process ends. An evaluation takes no lock.
+    For a training (``args.eval_only`` is False), rank 0 also locks OUTPUT_DIR. ``DefaultTrainer.train`` releases the
+    lock at its end, and the operating system when the process exits. An evaluation does not lock OUTPUT_DIR.
+
+    Args:
+        cfg (CfgNode): config of the run.
+        args (argparse.Namespace, optional): parsed command-line arguments.
 
     Raises:
-        ConfigError: a value that cannot work, a part that this version does not have, a device that is not there, or
-            another training writes into OUTPUT_DIR.
+        ConfigError: invalid value, unknown component, unavailable device, or OUTPUT_DIR is not writable or locked by
+            another training.
     """
     check_config(cfg)
     device = resolve_device(cfg.MODEL.DEVICE)
@@ -52,18 +56,18 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
     try:
         setup_logger(cfg.OUTPUT_DIR, rank=rank)
     except OSError as error:
-        raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} cannot be written to: {error.strerror}") from error
+        raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} is not writable: {error.strerror}") from error
     evaluates = getattr(args, "eval_only", None)
     if evaluates is False and rank == 0:
         lock_folder(cfg.OUTPUT_DIR, "OUTPUT_DIR")
     if evaluates and (training := describe_lock_holder(cfg.OUTPUT_DIR)):
         logger.warning(
-            "a training writes into OUTPUT_DIR %s (%s): this evaluation adds to its log.txt and replaces its report",
+            "OUTPUT_DIR %s is used by a training (%s): this evaluation appends to its log.txt and replaces its report",
             cfg.OUTPUT_DIR,
             training,
         )
     machine = inspect_environment(device, asked=cfg.MODEL.DEVICE)
-    logger.info("the machine:\n%s", machine.table())
+    logger.info("environment:\n%s", machine.table())
     for problem in machine.problems:
         logger.warning("%s", problem)
     if args is not None:
@@ -74,17 +78,17 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
     if device.type == "cpu":
         keep_freed_memory()
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # whose random state is kept
+        torch.cuda.set_device(device)  # checkpoints save the random state of the current device
     seed_all(cfg.SEED + rank)
     _set_deterministic(cfg.DETERMINISTIC, benchmark=cfg.CUDNN_BENCHMARK)
 
 
 def _set_deterministic(deterministic: bool, *, benchmark: bool) -> None:
-    """Let PyTorch compute deterministically, or as fast as it can, whatever a run before in this process had."""
+    """Configure deterministic algorithms and cuDNN benchmarking, overriding earlier runs in the same process."""
     if deterministic and benchmark:
-        logger.warning("CUDNN_BENCHMARK True has no effect: what cuDNN finds fastest is not the same in each run")
+        logger.warning("CUDNN_BENCHMARK True has no effect with DETERMINISTIC: its choices differ between runs")
     if deterministic:
-        # Without it cuBLAS shares its workspace among streams; read when CUDA is first used.
+        # Required by cuBLAS for deterministic results; read when CUDA is initialized.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
@@ -92,14 +96,17 @@ def _set_deterministic(deterministic: bool, *, benchmark: bool) -> None:
 
 
 def _check_links(output_dir: Path) -> None:
-    """Raise ConfigError for links in a run's folder, which may be a stranger's, by which it would write elsewhere.
+    """Check that OUTPUT_DIR, which may be untrusted, has no symbolic links that redirect writes to other folders.
 
     Other files of a run are renamed into place, which replaces a link.
+
+    Raises:
+        ConfigError: a link points outside OUTPUT_DIR.
     """
     for pattern in ("log.txt*", "amp_crash", "evaluation", "evaluation/*", "evaluation/*/*"):
         for path in output_dir.glob(pattern):
             if path.is_symlink() and not real_path(path).is_relative_to(real_path(output_dir)):
                 raise ConfigError(
-                    f"OUTPUT_DIR {str(output_dir)!r}: {path.relative_to(output_dir)} in it is a link to "
-                    f"{real_path(path)}; a run writes into its own folder alone.\n  fix: remove the link"
+                    f"OUTPUT_DIR {str(output_dir)!r}: {path.relative_to(output_dir)} is a link to {real_path(path)}, "
+                    "outside OUTPUT_DIR.\n  fix: remove the link"
                 )

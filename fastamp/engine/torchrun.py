@@ -1,4 +1,4 @@
-"""Ranks under torchrun: they end after the agents that use their agent's store, and with their agent."""
+"""Shutdown of ranks under torchrun: after the agents that use the rendezvous store, and with their own agent."""
 
 import multiprocessing
 import os
@@ -27,17 +27,17 @@ _ESTABLISHED, _LISTEN = "01", "0A"
 
 
 def is_worker() -> bool:
-    """Return whether torchrun started this process."""
+    """Return True if torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def wait_for_other_agents() -> None:
-    """Return when the other machines' agents have left the rendezvous store of this machine's agent, or after 6 s.
+    """Wait until the agents of other machines have disconnected from the local rendezvous store, at most 6 s.
 
-    An agent ends up to a tenth of a second and its own shutdown after its ranks, and that of one machine hosts the
-    store that all use until their end. If it ends first, the others print that the connection was closed, with a
-    traceback, after the cause. So the ranks of that machine end last. No effect on other machines, if the agent will
-    restart its ranks, and where the system does not list connections as Linux does.
+    The agent of one machine hosts the rendezvous store that all agents use until they exit, which is about 0.1 s after
+    their ranks. If the host exits first, the others print a traceback for the closed connection after the cause, so the
+    ranks of the host machine exit last. Returns immediately on other machines, if the agent restarts its ranks, and on
+    systems without ``/proc``.
     """
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
         return
@@ -47,15 +47,18 @@ def wait_for_other_agents() -> None:
 
 
 def count_store_connections(agent: int) -> int:
-    """Return how many connections others have with the rendezvous store in a process; 0 if it has none.
+    """Count the connections of other processes to the rendezvous store of an agent.
 
     Args:
-        agent: the process. Its store of the ranks, at MASTER_PORT, does not count.
+        agent (int): process id. Its store for the ranks, at MASTER_PORT, is excluded.
+
+    Returns:
+        int: number of connections; 0 if the process hosts no store.
     """
     links = []
     try:
         for path in Path(f"/proc/{agent}/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed meanwhile
+            with suppress(FileNotFoundError):  # closed in the meantime
                 links.append(os.readlink(path))
         tables = [Path(f"/proc/{agent}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     except OSError:
@@ -67,14 +70,14 @@ def count_store_connections(agent: int) -> int:
             sockets.append((state, *(int(address.rpartition(":")[2], 16) for address in (local, remote))))
     ports = {port for state, port, _ in sockets if state == _LISTEN} - {int(os.environ.get("MASTER_PORT") or 0)}
     served = sum(state == _ESTABLISHED and port in ports for state, port, _ in sockets)
-    # The agent's own connection has both its ends there.
+    # Both ends of the agent's own connection are in this process.
     return served - sum(state == _ESTABLISHED and port in ports for state, _, port in sockets)
 
 
 def exit_with_agent() -> None:
-    """Let this process stop, in a thread that waits for that, when its agent has ended, e.g. because it was killed.
+    """Start a thread that stops this process when its agent has exited, e.g. because it was killed.
 
-    A training finishes its step and saves as after SIGTERM, for which it has 30 seconds; anything else ends at once.
+    A training finishes its step and saves, as after SIGTERM, within 30 s. Other commands exit immediately.
     """
     threading.Thread(target=_exit_after_agent, args=(os.getppid(),), daemon=True).start()
 
@@ -84,7 +87,7 @@ def _exit_after_agent(agent: int) -> None:
         time.sleep(1)
     hook = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     if isinstance(hook, StopOnSignal):
-        if hook.received is None:  # a second signal would end it at once
+        if hook.received is None:  # a second signal would end it without saving
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_STOP_SECONDS)
     for child in multiprocessing.active_children():

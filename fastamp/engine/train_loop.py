@@ -1,4 +1,4 @@
-"""The training loop, and the one training step."""
+"""Training loop and training step."""
 
 import itertools
 import logging
@@ -29,16 +29,16 @@ TRAINER_REGISTRY = Registry("SOLVER.TRAINER")
 
 
 class TrainerBase:
-    """The loop: epochs, iterations and hooks, without a notion of what a step does.
+    """Training loop over epochs and iterations with hooks. Subclasses implement ``run_step``.
 
     Attributes:
-        iter: the current iteration, from 0.
-        epoch: the current epoch, from 0.
-        start_iter, max_iter: the loop runs ``iter`` from the one up to, not including, the other.
-        iters_per_epoch: iterations in an epoch.
-        labels_checksum: CRC32 of the training labels, verified on resume; None disables the check.
-        processes: how many train together.
-        metrics: what is written once a log period.
+        iter (int): current iteration, from 0.
+        epoch (int): current epoch, from 0.
+        start_iter, max_iter (int): first iteration, and number of iterations of the training.
+        iters_per_epoch (int): number of iterations in an epoch.
+        labels_checksum (int, optional): CRC32 of the training labels, verified on resume; None disables the check.
+        processes (int): number of training processes.
+        metrics (MetricStore): metrics of the current log period.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class TrainerBase:
         self.metrics = MetricStore()
 
     def register_hooks(self, hooks: Iterable[HookBase]) -> None:
-        """Add hooks; at each moment they are called in the order in which they were added, those that save last."""
+        """Add hooks. They are called in the order of registration, hooks with ``saves`` last."""
         for hook in hooks:
             hook.trainer = self
             self._hooks.append(hook)
@@ -62,10 +62,10 @@ class TrainerBase:
         self._callbacks.clear()
 
     def attach_internal_hooks(self, *hooks: HookBase) -> None:
-        """Add hooks that belong to the trainer, and have no state to save.
+        """Add stateless hooks of the trainer itself.
 
-        They are called before all others, but last at ``before_forward``. ``step_context`` calls their ``before_step``
-        and ``after_step``, so that they also run for a ``run_step`` outside ``train``.
+        They are called before all other hooks, except at ``before_forward``, where they are last. ``step_context``
+        calls their ``before_step`` and ``after_step``, so that they also run for a ``run_step`` outside ``train``.
         """
         for hook in hooks:
             hook.trainer = self
@@ -73,11 +73,11 @@ class TrainerBase:
         self._callbacks.clear()
 
     def set_data(self, iters_per_epoch: int, labels_checksum: int | None = None) -> None:
-        """Set what a resume compares: the iterations in an epoch, and the checksum of the training labels."""
+        """Set the properties of the training data that are verified on resume."""
         self.iters_per_epoch, self.labels_checksum = iters_per_epoch, labels_checksum
 
     def move_to(self, iteration: int, max_epoch: int) -> None:
-        """Set ``iter`` and ``epoch`` to those of an iteration of a training of ``max_epoch`` epochs."""
+        """Set ``iter`` and ``epoch``, and the length of the training to ``max_epoch`` epochs."""
         self.max_epoch, self.max_iter = max_epoch, max_epoch * self.iters_per_epoch
         self.iter, self.epoch = iteration, iteration // self.iters_per_epoch
 
@@ -100,15 +100,15 @@ class TrainerBase:
         self.call_hooks("after_train")
 
     def run_step(self) -> None:
-        """Do one iteration."""
+        """Run one iteration."""
         raise NotImplementedError
 
     def batches_before(self, iteration: int) -> int:
-        """Return how many batches of the whole training the iterations before ``iteration`` take: one each."""
+        """Count the batches consumed by the iterations before ``iteration``: one each."""
         return iteration
 
     def call_hooks(self, moment: str, *args: Any) -> None:
-        """Call the method ``moment`` of every hook, see ``attach_internal_hooks`` for the order."""
+        """Call the method ``moment`` of every hook that overrides it, see ``attach_internal_hooks`` for the order."""
         if moment not in self._callbacks:
             self._callbacks[moment] = self._overridden(moment)
         for callback in self._callbacks[moment]:
@@ -117,7 +117,7 @@ class TrainerBase:
     def _overridden(self, moment: str) -> list[Callable[..., None]]:
         """Return the hooks' methods for ``moment`` in call order, without those inherited from ``HookBase``."""
         own = [] if moment in ("before_step", "after_step") else self._internal_hooks
-        # Registered hooks may change a batch, and the own ones record what the model is given.
+        # Registered hooks may modify the batch; internal hooks record the batch that the model receives.
         order = (*self._hooks, *own) if moment == "before_forward" else (*own, *self._hooks)
         methods = [getattr(hook, moment) for hook in order]
         base = getattr(HookBase, moment, None)
@@ -125,9 +125,9 @@ class TrainerBase:
 
     @contextmanager
     def step_context(self) -> Iterator[None]:
-        """Let the trainer's own hooks act before and after a step, and show an error in it to all hooks, once.
+        """Context of one step: calls the internal hooks around it and reports an error in it to all hooks once.
 
-        Within itself it does nothing: ``train`` and ``run_step`` both use it, because either may be overridden.
+        Nested contexts have no effect. ``train`` and ``run_step`` both enter it because either may be overridden.
         """
         if self._in_step:
             yield
@@ -146,7 +146,7 @@ class TrainerBase:
             self._in_step = False
 
     def _notify_error(self, error: Exception) -> None:
-        """Call every hook's ``on_step_error``, then raise the first error that one of them raised, if any."""
+        """Call ``on_step_error`` of every hook, then raise the first error that a hook raised, if any."""
         first = None
         for hook in (*self._internal_hooks, *self._hooks):
             try:
@@ -159,7 +159,7 @@ class TrainerBase:
             raise first
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the next iteration, the length of an epoch, the number of processes, and the hooks' states."""
+        """Return the next iteration, the epoch length, the number of processes and the states of the hooks."""
         return {
             "iteration": self.iter + 1,
             "iters_per_epoch": self.iters_per_epoch,
@@ -169,27 +169,26 @@ class TrainerBase:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the iteration that ``state`` was made in; hooks must be registered already.
+        """Restore ``state``; all hooks must be registered before.
 
         Raises:
-            ValueError: an epoch had another number of iterations, or the training images other labels.
+            ValueError: the number of iterations in an epoch or the training labels changed.
         """
         if state["iters_per_epoch"] != self.iters_per_epoch:
             raise ValueError(
-                f"an epoch had {state['iters_per_epoch']} iterations and has {self.iters_per_epoch} now: "
-                "SOLVER.IMS_PER_BATCH, SOLVER.ACCUM_STEPS or the training data changed"
+                f"the number of iterations per epoch changed from {state['iters_per_epoch']} to "
+                f"{self.iters_per_epoch}: SOLVER.IMS_PER_BATCH, SOLVER.ACCUM_STEPS or the training data changed"
             )
         before = state.get("labels_checksum")
         if before is not None and self.labels_checksum is not None and before != self.labels_checksum:
             raise ValueError(
-                "the training images are others, or have other identities, than before: DATASETS, or the data itself, "
-                "changed"
+                "the training images or their identities do not match the checkpoint: DATASETS or the data changed"
             )
         processes = state.get("processes", self.processes)
         if processes != self.processes:
             logger.warning(
-                "the checkpoint is of %d processes, this run has %d: the batches are the same; dropout, and batch norm "
-                "and losses within each process's share, are not",
+                "the checkpoint was trained with %d processes, this run has %d: the batches are the same; dropout, and "
+                "batch norm and losses over the images of each process, are not",
                 processes,
                 self.processes,
             )
@@ -208,24 +207,25 @@ class TrainerBase:
 
 @TRAINER_REGISTRY.register()
 class SimpleTrainer(TrainerBase):
-    """One optimizer step an iteration, in float32.
+    """Trainer with one optimizer step per iteration, in float32.
 
-    ``AMPTrainer`` is the same step under another precision policy. Among several processes the gradients are averaged
-    by PyTorch's DistributedDataParallel, and rank 0's batch-norm statistics are everybody's.
+    ``AMPTrainer`` runs the same step under another precision policy. With several processes, DistributedDataParallel
+    averages the gradients and broadcasts the batch-norm statistics of rank 0.
 
     Args:
-        model: batch -> loss name -> (), in training mode.
-        data_loader: yields batches without end. Where it has ``iters_per_epoch``, the batches of an epoch, the last
-            step of an epoch takes what is left of them; otherwise every step takes ``accum_steps``.
-        optimizers: all step, or none.
-        policy: in which precision the forward pass runs.
-        accum_steps: batches whose gradients are averaged for one step.
-        on_failure: ``SOLVER.AMP.ON_FAILURE``: the dtype to go on in, once, when the policy's own cannot.
-        precision_diagnostics: the pre-flight, and what is done when a precision fails; None is nothing of that.
+        model (nn.Module): maps a batch to loss name -> (), in training mode.
+        data_loader (Iterable[dict]): endless batches. If it has ``iters_per_epoch``, the number of batches in an epoch,
+            the last step of an epoch takes the remaining ones; otherwise every step takes ``accum_steps`` batches.
+        optimizers (Sequence[Optimizer]): either all of them step, or none.
+        policy (PrecisionPolicy): precision of the forward pass.
+        accum_steps (int): number of batches whose gradients are averaged for one step. Default 1.
+        on_failure (str): ``SOLVER.AMP.ON_FAILURE``: the dtype to continue in, once, after too many skipped steps, or
+            ``"error"`` (default).
+        precision_diagnostics (PrecisionDiagnostics, optional): pre-flight and crash dumps. Default None disables both.
         scaler, clip, max_consecutive_skips, guard_buffers: see ``OptimizationStep``.
 
     Attributes:
-        on_failure, precision_diagnostics: as above; a later assignment takes effect from the next step.
+        on_failure, precision_diagnostics: the arguments; assigning another value takes effect from the next step.
     """
 
     @renamed_arguments(precautions="precision_diagnostics")
@@ -276,7 +276,7 @@ class SimpleTrainer(TrainerBase):
     def from_config(
         cls, cfg: Any, *, model: nn.Module, data_loader: Iterable[dict[str, Any]], optimizers: Sequence[Optimizer]
     ) -> "SimpleTrainer":
-        """Return the trainer, on the device of the model's parameters."""
+        """Build the trainer of a config, on the device of the model's parameters."""
         policy = cls.build_policy(cfg, next(model.parameters()).device)
         return cls(
             model,
@@ -294,23 +294,23 @@ class SimpleTrainer(TrainerBase):
 
     @classmethod
     def build_policy(cls, cfg: Any, device: torch.device) -> PrecisionPolicy:
-        """Return the precision policy that the trainer holds."""
+        """Build the precision policy of the trainer."""
         return PrecisionPolicy.float32(cfg, device)
 
     def train(self, start_iter: int, max_epoch: int, iters_per_epoch: int) -> None:
-        """Run the loop with the model in training mode."""
+        """Run the training loop with the model in training mode."""
         self.model.train()
         self._autocast_checked = False
         try:
             super().train(start_iter, max_epoch, iters_per_epoch)
         finally:
-            self._batches = self._parallel_model = None  # ends the loader's workers
+            self._batches = self._parallel_model = None  # stops the workers of the loader
             self._trainable = []
 
     def batches_before(self, iteration: int) -> int:
-        """Return how many batches of the whole training the iterations before ``iteration`` take.
+        """Count the batches consumed by the iterations before ``iteration``.
 
-        An iteration takes ``accum_steps``, and the last one of an epoch what is left.
+        An iteration takes ``accum_steps`` batches, the last one of an epoch the remaining ones.
         """
         if self.batches_per_epoch is None:
             return iteration * self.accum_steps
@@ -318,27 +318,27 @@ class SimpleTrainer(TrainerBase):
         return epochs * self.batches_per_epoch + min(within * self.accum_steps, self.batches_per_epoch)
 
     def run_step(self) -> None:
-        """Train on the batches of one step, which is taken if all losses and gradients are finite.
+        """Train on the batches of one step; skip the step unless all losses and gradients are finite.
 
         Raises:
             PrecisionFailure: too many steps in a row were skipped.
         """
-        with self.step_context():  # explains errors, and ends a training that skips too many steps
+        with self.step_context():  # explains errors; raises after too many skipped steps
             self._start_clock()
             model, step, history = self.parallel_model(), self.step, []
             count = self.batches_before(self.iter + 1) - self.batches_before(self.iter)
-            step.zero_grad()  # also copies the buffers that forward passes write
+            step.zero_grad()  # also copies the buffers that the forward pass modifies
             for number in range(count):
                 batch = self.next_batch()
                 self.call_hooks("before_forward", batch)
-                with nullcontext() if number == count - 1 else comm.no_sync(model):  # DDP averages after the last batch
+                with nullcontext() if number == count - 1 else comm.no_sync(model):  # DDP averages in the last backward
                     with self.autocast():
                         losses = model(batch)
                     step.scale(losses, weight=1 / count).backward()
                 history.append({"total_loss": step.total_loss} | {name: loss.detach() for name, loss in losses.items()})
             self.call_hooks("after_backward")
             gradients = step.unscale()
-            verdict = step.check_finite(gradients)  # on all ranks; the only time that the host waits for the device
+            verdict = step.check_finite(gradients)  # across ranks; the only host-device synchronization
             if verdict.ok:
                 step.clip_gradients(gradients)
                 step.apply(gradients)
@@ -358,17 +358,17 @@ class SimpleTrainer(TrainerBase):
         return batch
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return the policy's context; around the first forward pass it checks that mixed precision has an effect."""
+        """Autocast context of the policy; at the first forward pass it also checks that low precision is used."""
         if self._autocast_checked:
             return self.policy.autocast()
         self._autocast_checked = True
         return self.policy.checked_autocast()
 
     def parallel_model(self) -> nn.Module:
-        """Return the model as it is called in training: behind DDP among several processes, else itself.
+        """Return the model wrapped in DDP if there are several processes, else the model itself.
 
-        DDP waits for a gradient of each parameter that was trainable when it was made, so it is made again when others
-        are, after a freeze.
+        DDP expects a gradient for each parameter that was trainable when it was created, so it is created again when
+        the set of trainable parameters changes.
         """
         if not comm.is_distributed():
             return self.model
@@ -378,24 +378,24 @@ class SimpleTrainer(TrainerBase):
         return self._parallel_model
 
     def wrap_parallel(self, model: nn.Module) -> nn.Module:
-        """Return ``model`` behind DDP; override it to register a communication hook."""
+        """Wrap ``model`` in DDP. Override to register a communication hook."""
         return comm.data_parallel(model)
 
     def set_policy(self, policy: PrecisionPolicy) -> None:
-        """Continue under another policy, without loss scaling."""
+        """Switch to another policy, without loss scaling."""
         if policy is not self.policy:
             self.policy = policy
             self.step.disable_loss_scaling()
 
     def record_metrics(self, losses: Sequence[dict[str, torch.Tensor]]) -> None:
-        """Add the figures of the step that ends to the metrics.
+        """Add the values of the current step to ``metrics``.
 
         Args:
-            losses: of each of its batches, detached, with their sum as ``total_loss``.
+            losses: detached losses of each batch of the step, with their sum as ``total_loss``.
         """
         step, verdict = self.step, self.step.verdict
         if verdict.ok:
-            # Skipped steps stay out of every average: one infinite norm would make it infinite.
+            # Skipped steps are excluded from averages: one infinite norm would make the average infinite.
             for each in losses:
                 self.metrics.average(**each)
             self.metrics.average(grad_norm=verdict.grad_norm)
@@ -418,7 +418,7 @@ class SimpleTrainer(TrainerBase):
         self._step_began = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loop's state, the steps taken, the state of the step, and whether the precision was changed."""
+        """Return the state of the loop and of the step, the number of steps taken, and the precision fallback."""
         fallback = None
         if self.policy.dtype != self._first_dtype:
             fallback = {"from": dtype_name(self._first_dtype), "to": dtype_name(self.policy.dtype)}
@@ -426,7 +426,7 @@ class SimpleTrainer(TrainerBase):
         return super().state_dict() | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``."""
+        """Restore ``state``."""
         super().load_state_dict(state)
         self.steps_taken = state["steps_taken"]
         self.step.load_state_dict(state["step"])
@@ -439,12 +439,12 @@ class SimpleTrainer(TrainerBase):
 
 @TRAINER_REGISTRY.register()
 class AMPTrainer(SimpleTrainer):
-    """The same step in mixed precision: bfloat16, or float16 with a loss scale.
+    """Trainer in mixed precision: bfloat16, or float16 with loss scaling.
 
-    Stays in float32 where the device has no low precision of its own and ``SOLVER.AMP.DTYPE`` is auto.
+    Uses float32 if ``SOLVER.AMP.DTYPE`` is auto and the device has no native low precision.
     """
 
     @classmethod
     def build_policy(cls, cfg: Any, device: torch.device) -> PrecisionPolicy:
-        """Return the policy of ``SOLVER.AMP``."""
+        """Build the policy of ``SOLVER.AMP``."""
         return PrecisionPolicy.from_config(cfg, device)

@@ -55,8 +55,8 @@ def test_the_message_names_a_best_model_that_is_whole(demo, tmp_path, capsys, ev
 
     assert run_command_line(train) == 2
     said = capsys.readouterr().err
-    assert (f"the best model is whole: {tmp_path}/model_best.pth (" in said) == evaluated, said
-    assert ("nothing was saved before" in said) == (not evaluated)
+    assert (f"best model: {tmp_path}/model_best.pth (" in said) == evaluated, said
+    assert ("no checkpoint was saved" in said) == (not evaluated)
 
 
 def test_a_checkpoint_that_has_no_room(demo, tmp_path, capsys):
@@ -72,7 +72,7 @@ def test_a_checkpoint_that_has_no_room(demo, tmp_path, capsys):
     assert run_command_line(train) == 2
     said = capsys.readouterr().err
     assert f"error: {tmp_path}/model_0001.pth cannot be written: File too large (" in said and "MiB are free" in said
-    assert f"the checkpoint before is whole: {tmp_path}/model_0000.pth" in said and "--resume" in said
+    assert f"last valid checkpoint: {tmp_path}/model_0000.pth" in said and "--resume" in said
     assert "Traceback" not in said
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000.pth"
     assert not list(tmp_path.glob(".*.tmp")) and not (tmp_path / "model_0001.pth").exists()
@@ -121,7 +121,7 @@ def test_a_log_that_has_no_room_is_no_traceback(tmp_path, capsys):
 def test_a_name_that_is_too_long(capsys, name):
     assert run_command_line(lambda: Path(name).exists()) == 2
     stderr = capsys.readouterr().err
-    assert stderr.startswith("error: a file cannot be reached: File name too long.\n  found: ")
+    assert stderr.startswith("error: cannot access file: File name too long.\n  found: ")
     assert f"({len(name)} characters)" in stderr and len(stderr) < 500
 
 
@@ -131,7 +131,7 @@ def test_too_many_open_files(capsys):
 
     assert run_command_line(fail) == 2
     stderr = capsys.readouterr().err
-    assert stderr.startswith("error: too many files are open to open metrics.json") and "ulimit -n" in stderr
+    assert stderr.startswith("error: too many open files: cannot open metrics.json") and "ulimit -n" in stderr
 
 
 def test_other_errors_of_the_system_are_bugs():

@@ -18,8 +18,8 @@ from fastamp.engine.launch import _READY, _worker
 from fastamp.engine.torchrun import count_store_connections
 
 SCRIPT = str(Path(__file__).parents[1] / "helpers/failing_launch.py")
-DIED = "the process of rank 1 ended without a word"
-KILLED = "the process of rank 1 was ended by SIGKILL"
+DIED = "the process of rank 1 exited without"
+KILLED = "the process of rank 1 was terminated by SIGKILL"
 
 
 def free_port():

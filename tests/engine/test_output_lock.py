@@ -69,7 +69,7 @@ def test_an_evaluation_and_a_dry_run_go_ahead(running, capsys):
     assert content(folder) == before
     options = tiny.tiny_options(folder, "MODEL.WEIGHTS", str(folder / "model_best.pth"))
     assert main(["eval", *options]) == 0
-    assert "a training writes into OUTPUT_DIR" in capsys.readouterr().out
+    assert "is used by a training" in capsys.readouterr().out
     assert str(process.pid) in describe_lock_holder(folder)
 
 

@@ -42,7 +42,7 @@ def test_what_cannot_be_written_costs_no_result(demo, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "fastamp"):
         metrics = DefaultTrainer(cfg).train()
         assert metrics["mAP"] > 0 and (tmp_path / "model_final.pth").exists()
-        assert "no report: " in caplog.text and "report.html cannot be written" in caplog.text
+        assert "report.html cannot be written" in caplog.text
         caplog.clear()
         cfg.MODEL.WEIGHTS = str(tmp_path / "model_final.pth")
         with pytest.raises(ConfigError, match=r"report_eval.html cannot be written"):

@@ -78,4 +78,4 @@ def test_a_resume_knows_its_labels(pictures, tmp_path, monkeypatch, capfd):
     assert train_net.cli(["--resume", *options]) == 0
     table.write_text(table.read_text().replace(",0000,train", ",zz,train"))
     assert train_net.cli(["--resume", *options]) == 2
-    assert "the training images are others, or have other identities, than before" in capfd.readouterr().err
+    assert "do not match the checkpoint: DATASETS" in capfd.readouterr().err

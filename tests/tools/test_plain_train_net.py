@@ -57,7 +57,7 @@ def test_resumed_with_another_batch_or_at_its_end(demo, tmp_path, capfd):
     code, (results,) = run("--resume", *tiny.tiny_options(tmp_path, *options))
     assert code == 0 and results["mAP"] > 0
     assert run("--resume", *tiny.tiny_options(tmp_path, *options, "SOLVER.IMS_PER_BATCH", "32"))[0] == 2
-    assert "an epoch had 6 iterations and has 3 now" in capfd.readouterr().err
+    assert "from 6 to 3: SOLVER.IMS_PER_BATCH" in capfd.readouterr().err
     assert run("--resume", *tiny.tiny_options(tmp_path / "nothing", *options))[0] == 0
     assert "nothing to resume" in (tmp_path / "nothing/log.txt").read_text()
 
@@ -71,7 +71,7 @@ def test_what_is_left_out_is_refused(demo, tmp_path, capfd, name):
     key, _, value = name.partition(" ")
     value = value or values.get(name, "True")
     assert run(*tiny.tiny_options(tmp_path, key, value))[0] == 2
-    assert re.search(rf"{name} is set.*tools/train_net.py", capfd.readouterr().err, re.DOTALL)
+    assert re.search(rf"{name} .*tools/train_net.py", capfd.readouterr().err, re.DOTALL)
 
 
 def test_as_a_process():

@@ -1,4 +1,4 @@
-"""The hooks of a training: what happens around its steps."""
+"""Training hooks."""
 
 from fastamp.engine.hooks.activations import ActivationMonitor
 from fastamp.engine.hooks.averaging import EMA, SWA

@@ -1,4 +1,4 @@
-"""What can be watched in a run beside its losses."""
+"""Monitoring of activations."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -11,13 +11,13 @@ from fastamp.utils.compiled import uncompiled
 
 
 class ActivationMonitor(HookBase):
-    """Note the largest activation, its layer, and its share of the largest number of the policy's dtype.
+    """Record the largest activation, its layer, and its fraction of the largest value of the policy's dtype.
 
-    It looks in one iteration of each log period, the one that is written; register it before ``PeriodicWriter``.
+    Measured in the last iteration of each log period. Register before ``PeriodicWriter``.
 
     Args:
-        model: whose layers (modules without modules in them) are watched.
-        period: in iterations.
+        model (nn.Module): its leaf modules are monitored.
+        period (int): log period in iterations.
     """
 
     def __init__(self, model: nn.Module, period: int) -> None:

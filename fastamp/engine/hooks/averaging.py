@@ -1,15 +1,15 @@
-"""Hooks that average the weights over the training."""
+"""Averages of the weights: EMA and SWA."""
 
 from fastamp.engine.hooks.base import HookBase
 from fastamp.solver import WeightAverage
 
 
 class EMA(HookBase):
-    """Exponential moving average of the weights, over the steps that were taken.
+    """Exponential moving average of the weights over the optimizer steps, without skipped ones.
 
     Args:
-        average: is updated.
-        decay: share of the average that a step keeps, 0..1.
+        average (WeightAverage): the average to update.
+        decay (float): decay per step, 0..1.
     """
 
     def __init__(self, average: WeightAverage, decay: float) -> None:
@@ -19,10 +19,10 @@ class EMA(HookBase):
     def before_train(self) -> None:
         self._steps = self.trainer.steps_taken
         if self.average.updates == 0:
-            self.average.restart()  # weights may have been loaded since it was made
+            self.average.restart()  # weights may have been loaded since its construction
 
     def after_step(self) -> None:
-        if self.trainer.steps_taken > self._steps:  # a skipped step changed nothing
+        if self.trainer.steps_taken > self._steps:  # skipped steps do not change the weights
             self._steps = self.trainer.steps_taken
             self.average.update(1 - self.decay)
 
@@ -31,9 +31,9 @@ class SWA(HookBase):
     """Mean of the weights at the ends of epochs (Izmailov et al. 2018, arXiv:1803.05407).
 
     Args:
-        average: is updated.
-        start: epochs that are left out at first.
-        period: every so many epochs, and after the last one.
+        average (WeightAverage): the average to update.
+        start (int): number of epochs before the first update.
+        period (int): update period in epochs; also updated after the last epoch.
     """
 
     def __init__(self, average: WeightAverage, *, start: int, period: int) -> None:

@@ -1,4 +1,4 @@
-"""The moments of a training at which hooks are called."""
+"""Base class of training hooks."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 class HookBase:
-    """Something that happens at certain moments of training; ``self.trainer`` is the trainer that calls it.
+    """Base class of hooks: callbacks at fixed points of the training loop.
 
     ::
 
@@ -24,50 +24,52 @@ class HookBase:
             after_epoch()
         after_train()
 
-    After a resume in the middle of an epoch, that epoch's ``before_epoch`` is called again. A trainer with a
-    ``run_step`` of its own calls ``before_forward`` and ``after_backward`` if it wants to. A call of ``run_step``
-    outside ``train`` has the moments within it, and ``on_step_error``.
+    After a resume in the middle of an epoch, ``before_epoch`` is called again for that epoch. A trainer that overrides
+    ``run_step`` calls ``before_forward`` and ``after_backward`` itself. Outside ``train``, ``run_step`` only calls the
+    hooks inside it and ``on_step_error``.
 
     Attributes:
-        saves: whether it saves the run. Such a hook has its turn after all others, whose states it saves too.
+        trainer (TrainerBase): the trainer, set by ``register_hooks``.
+        saves (bool): whether the hook saves the state of the run. Such hooks are called last, so that they save the
+            state of the other hooks. Default False.
     """
 
     trainer: "TrainerBase"
     saves = False
 
     def before_train(self) -> None:
-        """Before the first iteration."""
+        """Called before the first iteration."""
 
     def after_train(self) -> None:
-        """After the last iteration; not after an error or an interruption."""
+        """Called after the last iteration, not after an error or an interruption."""
 
     def before_epoch(self) -> None:
-        """Before the first iteration of an epoch."""
+        """Called before the first iteration of an epoch."""
 
     def after_epoch(self) -> None:
-        """After the last iteration of an epoch."""
+        """Called after the last iteration of an epoch."""
 
     def before_step(self) -> None:
-        """Before each iteration."""
+        """Called before each iteration."""
 
     def after_step(self) -> None:
-        """After each iteration."""
+        """Called after each iteration."""
 
     def before_forward(self, batch: dict[str, Any]) -> None:
-        """Before each forward pass, of which an iteration has several under gradient accumulation."""
+        """Called before each forward pass; several times per iteration under gradient accumulation."""
 
     def after_backward(self) -> None:
-        """After the last backward pass of an iteration, before its gradients are unscaled."""
+        """Called after the last backward pass of an iteration, before the gradients are unscaled."""
 
     def on_step_error(self, error: Exception) -> None:
-        """After an exception in ``run_step``; may raise another one that explains it, which is raised instead.
+        """Called after an exception in ``run_step``; may raise a more specific error in its place.
 
-        Every hook is called with the original error; where several raise, the first one's is raised.
+        Every hook is called with the original error. If several hooks raise, the first error is raised.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the hook needs to continue after a resume, as tensors and plain values."""
+        """Return the state to save in checkpoints, as tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``."""
+        """Restore ``state``."""

@@ -1,4 +1,4 @@
-"""The hooks that a config asks for, of those that change how the model is trained or watched."""
+"""Builder of the training hooks of a config."""
 
 import logging
 
@@ -18,16 +18,19 @@ logger = logging.getLogger(__name__)
 def build_training_hooks(
     cfg: CfgNode, model: nn.Module, average: WeightAverage | None, iters_per_epoch: int
 ) -> list[HookBase]:
-    """Return the hooks of learning rate, freezing, averages of weights and activations, in this order.
+    """Build the hooks for learning rate, freezing, weight averages and activations, in this order.
 
     Args:
-        cfg: of the run.
-        model: is trained.
-        average: of ``SOLVER.EMA`` or ``SOLVER.SWA``; None when neither is enabled.
-        iters_per_epoch: iterations in an epoch.
+        cfg (CfgNode): config of the run.
+        model (nn.Module): the trained model.
+        average (WeightAverage, optional): average of ``SOLVER.EMA`` or ``SOLVER.SWA``; None if neither is enabled.
+        iters_per_epoch (int): number of iterations in an epoch.
+
+    Returns:
+        list[HookBase]: the hooks.
 
     Raises:
-        ConfigError: the model does not have what is to be frozen.
+        ConfigError: a module or classifier to freeze is not found in the model.
     """
     for name in ("WARMUP", "FREEZE"):
         epochs, iterations = cfg.SOLVER[f"{name}_EPOCHS"], cfg.SOLVER[f"{name}_ITERS"]
@@ -35,7 +38,9 @@ def build_training_hooks(
             logger.warning("SOLVER.%s_ITERS %d has no effect: %s_EPOCHS is %d", name, iterations, name, epochs)
     freezing = freeze_length(cfg, iters_per_epoch)
     if bool(cfg.MODEL.FREEZE_LAYERS) != bool(freezing):
-        logger.warning("nothing is frozen: set MODEL.FREEZE_LAYERS and SOLVER.FREEZE_ITERS or FREEZE_EPOCHS")
+        logger.warning(
+            "no layers are frozen: set both MODEL.FREEZE_LAYERS and one of SOLVER.FREEZE_ITERS and SOLVER.FREEZE_EPOCHS"
+        )
     hooks: list[HookBase] = [LRScheduler(build_lr_schedule(cfg, iters_per_epoch))]
     if cfg.MODEL.FREEZE_LAYERS:
         hooks.append(FreezeLayers(model, cfg.MODEL.FREEZE_LAYERS, freezing))

@@ -1,4 +1,4 @@
-"""When a run is saved, and how many of its checkpoints are kept."""
+"""Periodic checkpoints."""
 
 import logging
 import re
@@ -12,22 +12,22 @@ from fastamp.utils import comm
 
 logger = logging.getLogger(__name__)
 
-# Names come back from a checkpoint, and what they name is deleted: nothing but such files.
+# Files named in a loaded checkpoint may be deleted, so only names of this form are accepted.
 _PERIODIC = re.compile(r"model_(iter_)?\d+")
 
 
 class PeriodicCheckpointer(HookBase):
-    """Save ``model_<epoch>`` or ``model_iter_<iterations done>`` from time to time, and ``model_final`` at the end.
+    """Save ``model_<epoch>`` and ``model_iter_<iterations>`` periodically, and ``model_final`` at the end.
 
-    At the end of an epoch that is after its evaluation, and under the epoch's name where that is due.
+    A checkpoint at the end of an epoch is saved after the evaluation. It is named by the epoch if ``period`` applies.
 
     Args:
-        checkpointer: writes the files.
-        period: in epochs.
-        iterations: also every so many iterations; 0 is none.
-        minutes: also when so many minutes have passed since the last one, by the main process's clock; 0 is none.
-        keep: how many of these files are kept, the newest; 0 keeps all.
-        clock: returns seconds.
+        checkpointer (Checkpointer): writes the files.
+        period (int): period in epochs.
+        iterations (int): period in iterations; 0 (default) disables it.
+        minutes (float): time between checkpoints in minutes, by the clock of rank 0; 0 (default) disables it.
+        keep (int): number of newest checkpoints to keep; 0 (default) keeps all.
+        clock (Callable): returns seconds. Default ``time.monotonic``.
     """
 
     saves = True
@@ -68,7 +68,7 @@ class PeriodicCheckpointer(HookBase):
             self._save(f"model_iter_{self.trainer.iter + 1:07d}")
 
     def _is_due(self) -> bool:
-        """Whether iterations or minutes ask for a checkpoint; the same on every rank."""
+        """Return True if ``iterations`` or ``minutes`` require a checkpoint; the same on all ranks."""
         if self.iterations and (self.trainer.iter + 1) % self.iterations == 0:
             return True
         if not self.minutes:
@@ -76,7 +76,7 @@ class PeriodicCheckpointer(HookBase):
         return comm.broadcast_scalar(self.clock() - self._saved_at) >= 60 * self.minutes
 
     def _save(self, name: str) -> None:
-        # Before it is saved, so that the checkpoint itself is in its own list.
+        # Updated before saving, so that the checkpoint contains its own name.
         self._names = [*(each for each in self._names if each != name), name]
         logger.info("saved %s", self.checkpointer.save(name))
         self._saved_at = self.clock()

@@ -1,4 +1,4 @@
-"""Evaluation during a training, and the best model by one of its numbers."""
+"""Periodic evaluation and selection of the best model."""
 
 import logging
 import math
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BestMetric:
-    """The number by which models are compared, of which more is better.
+    """Metric that selects the best model; higher is better.
 
     Attributes:
-        metric: one of those that are reported, e.g. ``"mAP"``.
-        datasets: the test sets over which its mean is taken.
+        metric (str): name of a reported metric, e.g. ``"mAP"``.
+        datasets (tuple[str, ...]): test sets to average the metric over.
     """
 
     metric: str
@@ -30,14 +30,18 @@ class BestMetric:
 
     @classmethod
     def by_name(cls, name: str, reported: Mapping[str, Sequence[str] | None]) -> "BestMetric":
-        """Return what ``SOLVER.BEST_METRIC`` names.
+        """Parse ``SOLVER.BEST_METRIC``.
 
         Args:
-            name: ``<metric>``, or ``<data set>/<metric>``.
-            reported: data set name -> the metrics that its evaluation reports; None where that is not known.
+            name (str): ``<metric>`` or ``<dataset>/<metric>``.
+            reported (Mapping[str, Sequence[str] | None]): dataset name -> names of the reported metrics; None if
+                unknown.
+
+        Returns:
+            BestMetric: the metric.
 
         Raises:
-            ConfigError: none of them reports it.
+            ConfigError: the metric is not reported.
         """
         for dataset, metrics in reported.items():
             own = name.removeprefix(f"{dataset}/")
@@ -47,12 +51,12 @@ class BestMetric:
             return cls(name, tuple(reported))
         known = [metrics for metrics in reported.values() if metrics is not None]
         common = [metric for metric in known[0] if all(metric in metrics for metrics in known)]
-        alone = [f"{dataset}/{metric}" for dataset, metrics in reported.items() for metric in metrics or ()]
-        unreported = " It is reported under TEST.ROC on, at TEST.ROC.FAR." if "TAR@FAR=" in name else ""
+        by_dataset = [f"{dataset}/{metric}" for dataset, metrics in reported.items() for metric in metrics or ()]
+        unreported = " It requires TEST.ROC on and its rate in TEST.ROC.FAR." if "TAR@FAR=" in name else ""
         raise ConfigError(
-            f"SOLVER.BEST_METRIC: no evaluation reports {name!r}."
-            f"{unreported or did_you_mean(name, [*common, *alone])}\n"
-            f"  choices: {', '.join(common)}; or that of one test set, e.g. {alone[0]}"
+            f"SOLVER.BEST_METRIC: unknown metric {name!r}."
+            f"{unreported or did_you_mean(name, [*common, *by_dataset])}\n"
+            f"  choices: {', '.join(common)}; or a metric of one test set, e.g. {by_dataset[0]}"
         )
 
     def __str__(self) -> str:
@@ -61,33 +65,37 @@ class BestMetric:
         return f"{words} on {sets}" if len(self.datasets) == 1 else f"{words}, its mean over {sets}"
 
     def of(self, results: Mapping[str, Mapping[str, Any]]) -> float:
-        """Return its value.
+        """Compute the mean of the metric over ``datasets``.
 
         Args:
-            results: data set name -> metrics.
+            results (Mapping[str, Mapping[str, Any]]): dataset name -> metrics.
+
+        Returns:
+            float: value of the metric.
 
         Raises:
-            ConfigError: they do not have it.
+            ConfigError: the metric is missing.
         """
         for dataset in self.datasets:
             if self.metric not in results[dataset]:
                 raise ConfigError(
-                    f"SOLVER.BEST_METRIC: the evaluation of {dataset} reported no {self.metric!r}.\n"
-                    f"  it reported: {', '.join(results[dataset])}"
+                    f"SOLVER.BEST_METRIC: {self.metric!r} is missing from the results of {dataset}.\n"
+                    f"  found: {', '.join(results[dataset])}"
                 )
         return float(sum(results[dataset][self.metric] for dataset in self.datasets) / len(self.datasets))
 
 
 class EvalHook(HookBase):
-    """Evaluate every ``period`` epochs and after the last one, and keep the best model.
+    """Evaluate every ``period`` epochs and after the last one, and save the best model.
 
     Args:
-        period: in epochs.
-        evaluate: returns data set name -> metrics, on rank 0; an empty dict on the others.
-        checkpointer: gets ``model_best`` whenever ``metric`` is higher than ever before.
-        writers: get the metrics under ``<data set>/<metric>``.
-        metric: what the models are judged by.
-        weights: returns a context in which the model has the weights that are evaluated, and saved as the best.
+        period (int): period in epochs.
+        evaluate (Callable): returns dataset name -> metrics on rank 0 and an empty dict on other ranks.
+        checkpointer (Checkpointer): saves ``model_best`` when ``metric`` improves.
+        writers (list): receive the metrics as ``<dataset>/<metric>``.
+        metric (BestMetric): selects the best model.
+        weights (Callable): returns a context manager in which the model has the weights to evaluate and to save as
+            ``model_best``. Default: the current weights.
     """
 
     def __init__(
@@ -111,7 +119,7 @@ class EvalHook(HookBase):
     forget_best = renamed_attribute("forget_best", "reset_best")
 
     def reset_best(self) -> None:
-        """Let the next evaluation be the best so far."""
+        """Reset the best score, so that the next evaluation saves ``model_best``."""
         self.best = None
 
     def after_epoch(self) -> None:
@@ -123,13 +131,13 @@ class EvalHook(HookBase):
                 self.results = self.evaluate()
                 self._save_if_best()
         except Exception:
-            # What was trained must not be lost with an evaluation. The other ranks may be anywhere, and have the same.
+            # Keep the trained weights. Other ranks hold the same weights and may not reach this point.
             with comm.as_single_process():
                 logger.warning("the evaluation failed; saved %s", self.checkpointer.save("model_unevaluated"))
             raise
 
     def _save_if_best(self) -> None:
-        """Write the results, and save the model if they are the best so far."""
+        """Write the results and save the model if they are the best."""
         if not comm.any_across_ranks(bool(self.results)):
             return
         row = {key: value for name, metrics in self.results.items() for key, value in _flatten_metrics(name, metrics)}
@@ -138,8 +146,8 @@ class EvalHook(HookBase):
         score = comm.broadcast_scalar(self.metric.of(self.results) if self.results else 0.0)
         if self.best is None or math.isnan(self.best) or score > self.best:
             self.best = score
-            judged = {"metric": str(self.metric), "value": score, "iteration": self.trainer.iter + 1}
-            path = self.checkpointer.save("model_best", tag=False, best=judged)
+            best = {"metric": str(self.metric), "value": score, "iteration": self.trainer.iter + 1}
+            path = self.checkpointer.save("model_best", tag=False, best=best)
             logger.info("best so far: %.2f, %s; saved %s", score, self.metric, path)
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,12 +156,12 @@ class EvalHook(HookBase):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         best, before = state["best"], state.get("metric", "metric")
         if not (best is None or isinstance(best, float)):
-            raise ValueError(f"its best metric is {type(best).__name__}, no number")
+            raise ValueError(f"best metric: expected a number, got {type(best).__name__}")
         self.best = best
         if self.best is not None and before != str(self.metric):
             logger.warning(
-                "the best model so far was judged by another number (%s: %.2f); from now on it is judged by %s, and "
-                "the next evaluation replaces model_best.pth",
+                "the metric of the best model changed from %s (%.2f) to %s: the best score is reset, and the next "
+                "evaluation replaces model_best.pth",
                 before,
                 self.best,
                 self.metric,

@@ -1,4 +1,4 @@
-"""Keep parts of the model still at the start of the training, and the classifier at its end."""
+"""Freezing of layers at the start of the training, and of the classifier at its end."""
 
 import logging
 from collections.abc import Sequence
@@ -13,23 +13,23 @@ logger = logging.getLogger(__name__)
 
 
 def freeze_length(cfg: CfgNode, iters_per_epoch: int) -> int:
-    """Return how many iterations ``MODEL.FREEZE_LAYERS`` are frozen: ``SOLVER.FREEZE_EPOCHS`` or ``FREEZE_ITERS``."""
+    """Number of iterations to freeze ``MODEL.FREEZE_LAYERS``: ``SOLVER.FREEZE_EPOCHS`` or ``FREEZE_ITERS``."""
     return cfg.SOLVER.FREEZE_EPOCHS * iters_per_epoch or cfg.SOLVER.FREEZE_ITERS
 
 
 class FreezeLayers(HookBase):
-    """Freeze modules during the first iterations: no gradient for their parameters, evaluation mode for all in them.
+    """Freeze modules during the first iterations: parameters without gradients, submodules in evaluation mode.
 
-    A module that has parts keeps its own mode, by which a head, for one, decides what it returns. Whether they are
-    frozen follows from the iteration alone, so that a resumed run goes on where it was.
+    A named module with submodules keeps its own mode, because e.g. the output of a head depends on it. The frozen state
+    depends only on the iteration, so a resumed run is consistent.
 
     Args:
-        model: has the modules.
-        names: of the modules, e.g. ``"backbone"``.
-        iterations: how many.
+        model (nn.Module): contains the modules.
+        names (Sequence[str]): names of the modules, e.g. ``"backbone"``.
+        iterations (int): number of iterations.
 
     Raises:
-        ConfigError: the model has no module of that name.
+        ConfigError: a module is not found.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], iterations: int) -> None:
@@ -37,8 +37,8 @@ class FreezeLayers(HookBase):
         for name in names:
             if not name or name not in modules:
                 raise ConfigError(
-                    f"MODEL.FREEZE_LAYERS: the model has no part {name!r}.{did_you_mean(name, list(modules))}\n"
-                    f"  its parts: {', '.join(name for name, _ in model.named_children())}"
+                    f"MODEL.FREEZE_LAYERS: module {name!r} not found.{did_you_mean(name, list(modules))}\n"
+                    f"  choices: {', '.join(name for name, _ in model.named_children())}, and their submodules"
                 )
         chosen = [modules[name] for name in names]
         self._parts = [
@@ -49,7 +49,7 @@ class FreezeLayers(HookBase):
         ]
         self.names = list(names)
         self.iterations = iterations
-        # Those that are meant to stand still for ever, like the bias of a BNNeck, are not ours to release.
+        # Parameters that never train, e.g. the bias of a BNNeck, stay frozen.
         self._parameters = {id(p): p for module in chosen for p in module.parameters() if p.requires_grad}.values()
         self._frozen = False
 
@@ -63,33 +63,33 @@ class FreezeLayers(HookBase):
         for part in self._parts:
             part.training = not frozen
         self.trainer.step.set_frozen(self.names if frozen else ())
-        verb = f"frozen until iteration {self.iterations}" if frozen else "trained from here on"
+        verb = f"frozen until iteration {self.iterations}" if frozen else "no longer frozen"
         logger.info("%s: %s", ", ".join(self.names), verb)
 
 
 class FreezeClassifier(HookBase):
-    """Freeze the weights of the heads' classifiers during the last iterations, as FastReID's FREEZE_FC_ITERS.
+    """Freeze the classifier weights of the heads during the last iterations, as FastReID's FREEZE_FC_ITERS.
 
-    Whether they are frozen depends on the iteration alone, so that a resumed run continues the same way.
+    The frozen state depends only on the iteration, so a resumed run is consistent.
 
     Args:
-        model: the names of its classifiers' parameters are the ``classifiers`` of its heads.
+        model (nn.Module): its heads list the names of their classifier parameters in ``classifiers``.
         iterations (int): number of iterations at the end of the training.
 
     Raises:
-        ConfigError: no head of the model names its classifier.
+        ConfigError: no head lists a classifier.
     """
 
     def __init__(self, model: nn.Module, iterations: int) -> None:
         self._parameters = [
             module.get_parameter(parameter)
             for name, module in model.named_modules()
-            if not name.startswith("losses")  # whose weights, e.g. centers, are also shaped by the number of classes
+            if not name.startswith("losses")  # losses may have weights per class as well, e.g. centers
             for parameter in getattr(module, "classifiers", ())
         ]
         if not self._parameters:
             raise ConfigError(
-                f"SOLVER.FREEZE_FC_ITERS is {iterations}, but no head of this model names a classifier.\n"
+                f"SOLVER.FREEZE_FC_ITERS is {iterations}, but no head of the model has a classifier.\n"
                 "  fix: SOLVER.FREEZE_FC_ITERS 0"
             )
         self.iterations = iterations

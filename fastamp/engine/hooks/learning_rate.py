@@ -1,14 +1,14 @@
-"""The learning rate of each step."""
+"""Learning rate schedule."""
 
 from fastamp.engine.hooks.base import HookBase
 from fastamp.solver import LearningRateSchedule
 
 
 class LRScheduler(HookBase):
-    """Set each parameter group's learning rate before each step, but for those that are not ``scheduled``.
+    """Set the learning rate of each parameter group before each step, except groups with ``scheduled`` False.
 
     Args:
-        schedule: a pure function of the epoch and of the steps taken, so that there is nothing to save.
+        schedule (LearningRateSchedule): a stateless function of the epoch and the number of steps taken.
     """
 
     def __init__(self, schedule: LearningRateSchedule) -> None:
@@ -17,7 +17,7 @@ class LRScheduler(HookBase):
     def before_train(self) -> None:
         for optimizer in self.trainer.optimizers:
             for group in optimizer.param_groups:
-                group.setdefault("base_lr", group["lr"])  # an optimizer that somebody else built
+                group.setdefault("base_lr", group["lr"])  # for custom optimizers
 
     def before_step(self) -> None:
         trainer = self.trainer

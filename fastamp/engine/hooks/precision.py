@@ -1,4 +1,4 @@
-"""What guards each step of a training: hooks that the trainer attaches by itself, whatever others it is given."""
+"""Internal hooks of the trainer: precision diagnostics, DDP checks and device errors."""
 
 import logging
 import time
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class PrecisionHook(HookBase):
-    """The pre-flight on the first batch, the recording of batches, and the crash file or fallback when steps fail.
+    """Run the pre-flight on the first batch, record batches, and write a crash dump or fall back when steps fail.
 
-    The work is done by the trainer's ``precision_diagnostics``. Its ``on_failure`` is the dtype to continue in, once,
-    after too many skipped steps in a row.
+    Uses ``precision_diagnostics`` of the trainer. After too many consecutive skipped steps, the training continues
+    once in the dtype ``on_failure`` of the trainer.
     """
 
     def __init__(self) -> None:
@@ -50,9 +50,9 @@ class PrecisionHook(HookBase):
         trainer.precision_diagnostics.remember(batch)
 
     def after_step(self) -> None:
-        """Continue in another dtype where the config has one, and too many steps were skipped.
+        """Raise after too many consecutive skipped steps, or fall back to another dtype if configured.
 
-        These have changed neither weights nor statistics, so that the training continues from the last good state.
+        Skipped steps change neither weights nor batch-norm statistics, so the training continues from a valid state.
         """
         trainer = self.trainer
         try:
@@ -62,13 +62,13 @@ class PrecisionHook(HookBase):
             fallback = trainer.policy.fall_back(trainer.on_failure, reason)
             if fallback is None:
                 raise
-            logger.warning("%s\nSOLVER.AMP.ON_FAILURE: going on in %s", failure, trainer.on_failure)
+            logger.warning("%s\nSOLVER.AMP.ON_FAILURE: continuing in %s", failure, trainer.on_failure)
             trainer.set_policy(fallback)
             trainer.metrics.latest(skipped_in_a_row=0)
 
 
 class ParallelChecks(HookBase):
-    """Check the gradients of several processes when DDP has been made, at the start and after a freeze."""
+    """Check the gradients under DDP once per DDP instance: at the start, and after layers are frozen or unfrozen."""
 
     def __init__(self) -> None:
         self._checked: Any = lambda: None
@@ -77,10 +77,10 @@ class ParallelChecks(HookBase):
         self._checked = lambda: None
 
     def after_backward(self) -> None:
-        """Check how gradients travel, and that the losses reach every parameter: DDP would wait for the others forever.
+        """Check the dtype of the all-reduce, and that every trainable parameter has a gradient, else DDP would hang.
 
         Raises:
-            TrainingError: they travel in float16 under a loss scale, or do not reach a trainable parameter.
+            TrainingError: scaled gradients are communicated in float16, or a trainable parameter has no gradient.
         """
         if not comm.is_distributed():
             return
@@ -96,14 +96,14 @@ def _check_all_reached(model: nn.Module) -> None:
     missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if missing:
         raise TrainingError(
-            f"no loss reaches {len(missing)} trainable parameters, e.g. {', '.join(missing[:3])}, and with several "
-            "processes each must get a gradient.\n"
-            "  fix: name a loss in MODEL.LOSSES.NAME that reaches them, or train in one process"
+            f"{len(missing)} trainable parameters have no gradient, e.g. {', '.join(missing[:3])}; training with "
+            "several processes requires a gradient for each.\n"
+            "  fix: add a loss to MODEL.LOSSES.NAME that depends on them, or train in one process"
         )
 
 
 class DeviceErrors(HookBase):
-    """Turn a device's error in a step, e.g. out of memory, into a message with shapes, cause and fix."""
+    """Explain device errors in a step, e.g. out of memory, with shapes, cause and fix."""
 
     def __init__(self) -> None:
         self._batch: dict[str, Any] = {}
@@ -112,7 +112,7 @@ class DeviceErrors(HookBase):
         self._batch = batch
 
     def after_step(self) -> None:
-        self._batch = {}  # its memory is wanted
+        self._batch = {}  # release the memory
 
     def on_step_error(self, error: Exception) -> None:
         batch, self._batch = self._batch, {}

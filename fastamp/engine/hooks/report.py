@@ -1,4 +1,4 @@
-"""The report of a training, written after each evaluation."""
+"""Report of a training."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ from fastamp.report import Run
 
 
 class ReportHook(HookBase):
-    """Write the report after each evaluation, behind the checkpoint; register it behind what saves that.
+    """Write ``report.html`` after each evaluation. Register after the hooks that save checkpoints.
 
     Args:
-        run: returns what was evaluated last, None when that has been written already.
+        run (Callable): returns the last evaluated run, or None if its report has been written.
     """
 
     saves = True

@@ -1,4 +1,4 @@
-"""Stop a training on a signal, with its state saved."""
+"""Checkpoint and stop on a signal."""
 
 import logging
 import os
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 class StopOnSignal(HookBase):
-    """After SIGINT, SIGTERM or SIGUSR1, finish the step, save, and end the training; a second signal ends it at once.
+    """Finish the step, save and stop after SIGINT, SIGTERM or SIGUSR1; stop immediately on a second signal.
 
-    Among several processes the signal of one is everybody's, and the same again within a second is the same one: a
-    terminal or a scheduler signals all processes, and the one that started them passes it on as well.
+    With several processes, a signal to one stops all. The same signal within ``SAME_WITHIN`` seconds is ignored: a
+    terminal or scheduler signals all processes, and their parent forwards the signal as well.
 
     Args:
-        checkpointer: gets ``model_interrupted``.
+        checkpointer (Checkpointer): saves ``model_interrupted``.
     """
 
     saves = True
@@ -36,9 +36,9 @@ class StopOnSignal(HookBase):
         self._received_at = 0.0
 
     def watching(self) -> AbstractContextManager[None]:
-        """Handle the signals inside, and give them back to their former handlers afterwards.
+        """Context manager that handles the signals and restores the previous handlers on exit.
 
-        Outside the main thread, where Python cannot handle signals, they stay with whoever has them.
+        No effect outside the main thread, where Python cannot install handlers.
         """
         return handling(self._receive, self.SIGNALS)
 
@@ -54,12 +54,12 @@ class StopOnSignal(HookBase):
         if not passed_on:
             set_handler(signal.SIG_DFL, self.SIGNALS)
         logger.warning(
-            "%s: stopping after this step, or after the evaluation that follows it; a second one stops at once",
+            "%s: stopping after this step, or after the evaluation at the end of the epoch; a second one stops now",
             signal.Signals(number).name,
         )
 
     def after_step(self) -> None:
-        # At the end of an epoch its evaluation and checkpoint come first, so that the saved state is whole.
+        # At the end of an epoch, stop after the evaluation and the checkpoint, so that the saved state includes them.
         if (self.trainer.iter + 1) % self.trainer.iters_per_epoch:
             self._stop_if_signaled()
 
@@ -71,5 +71,5 @@ class StopOnSignal(HookBase):
         number = int(comm.all_reduce_max(self.received or 0))
         if number:
             path = self.checkpointer.save("model_interrupted")
-            comm.synchronize()  # when one process has ended, the others are ended
+            comm.synchronize()  # the exit of one process ends the others
             raise TrainingInterrupted(number, str(path))

@@ -1,4 +1,4 @@
-"""Metrics of each log period: written, logged, and shown as progress."""
+"""Periodic writing and logging of metrics."""
 
 import logging
 import math
@@ -15,13 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 class PeriodicWriter(HookBase):
-    """Write metrics every ``period`` iterations and at the end of the run, and show progress in between.
+    """Write and log metrics every ``period`` iterations and at the end of the run, and show a progress bar.
 
     Args:
-        period: in iterations.
-        writers: each has ``write(iteration, metrics)`` and ``close()``.
-        images_per_iteration: for the images/s.
-        device: for the peak memory.
+        period (int): log period in iterations.
+        writers (list): objects with ``write(iteration, metrics)`` and ``close()``.
+        images_per_iteration (int): number of images per iteration, for the throughput.
+        device (torch.device): device of the model, for the peak memory.
     """
 
     def __init__(self, period: int, writers: list[Any], *, images_per_iteration: int, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class PeriodicWriter(HookBase):
         metrics = _mean_losses(trainer.metrics.flush())
         steps = done - trainer.start_iter
         metrics["images_per_second"] = self.images_per_iteration / metrics["time"]
-        # Of the steps alone: evaluations come on top.
+        # Training steps only, without evaluations.
         self._busy += metrics["time"] * (done - self._written)
         self._written = done
         metrics["eta_seconds"] = self._busy / steps * (trainer.max_iter - done)
@@ -58,7 +58,7 @@ class PeriodicWriter(HookBase):
         self.close()
 
     def close(self) -> None:
-        """Close the writers and take the progress bar away; safe to call twice."""
+        """Close the writers and the progress bar. Can be called twice."""
         if hasattr(self, "_bar"):
             self._bar.close()
         for writer in self.writers:
@@ -66,19 +66,19 @@ class PeriodicWriter(HookBase):
 
 
 def _mean_losses(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return ``metrics`` with the mean of each loss over all ranks, whose steps are taken or skipped together."""
+    """Average the losses over all ranks, which take or skip their steps together."""
     names = _losses(metrics)
     sums = comm.sum_over_ranks([metrics[name] for name in names])
     return metrics | {name: total / comm.get_world_size() for name, total in zip(names, sums, strict=True)}
 
 
 def _losses(metrics: dict[str, Any]) -> list[str]:
-    """Return the names of the losses among ``metrics``, in their order."""
+    """List the names of the losses in ``metrics``."""
     return [name for name in metrics if name == "total_loss" or (name.startswith("loss_") and name != "loss_scale")]
 
 
 def console_line(done: int, total: int, metrics: dict[str, Any]) -> str:
-    """Return the one line that reports a log period."""
+    """Format the metrics of a log period as one line."""
     parts = [f"epoch {metrics['epoch']} iter {done}/{total}"]
     parts += [f"{name} {metrics[name]:.4g}" for name in _losses(metrics)]
     if "grad_norm" in metrics:
