@@ -1,4 +1,4 @@
-"""Tell from the names and shapes in a weights file which model it is of."""
+"""Infer the config of a model from the parameter names and shapes in a weights file."""
 
 import itertools
 import logging
@@ -19,28 +19,32 @@ __getattr__ = moved_names(__name__, {"recognize": "fastamp.modeling.infer_config
 
 logger = logging.getLogger(__name__)
 
-# What a file may have beside a backbone without prefix.
+# Prefixes of tensors that do not belong to the backbone, in files without a prefix for the backbone.
 _HEAD_PREFIXES = ("fc.", "classifier.", "heads.", "head.", "pixel_", "bottleneck", "b1.", "b2.", "b1_", "b2_", "b3")
 _DERIVED_SUFFIXES = ("num_batches_tracked", "relative_position_index", "attn_mask")
-# More than twice those of resnest 269x, the largest. The time to try a backbone grows with the number of names.
+# More than twice as many as in ResNeSt 269x, the largest. The time per candidate grows with the number of tensors.
 _MAX_TENSORS = 5000
-# Of a prefix: parts that are tried, and the fraction of a small backbone's weights that must be found below it.
+# Maximum number of components of a prefix, and minimum fraction of the smallest variant's weights below it.
 _MAX_PREFIX_PARTS, _MIN_PREFIX_FRACTION = 6, 0.6
 
 
 def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> dict[str, str]:
-    """Return the config keys of the model that ``state`` is of.
+    """Infer the config keys of a model from its state dict.
 
-    What leaves no trace in a file is not among them: the stem's pooling, the last stride, a pooling without weights,
-    the kind of classifier and its scale, the normalization of the images.
+    The state dict does not determine the max pooling of the stem, the last stride, pooling layers without weights, the
+    type and scale of the classifier, and the normalization of images; these keys are not in the result.
 
     Args:
-        state: name -> tensor, of a FastReID, torchreid or TransReID model, or of one here.
-        source: where it is from, for the message.
-        defaults: the config that the keys are for, with a project's own keys. Default: ``get_cfg()``.
+        state (dict[str, torch.Tensor]): parameter name -> tensor, of fastamp, FastReID, torchreid or TransReID.
+        source (str): origin of ``state``, for messages.
+        defaults (CfgNode | None): config that supplies all other keys, including those of projects. Default:
+            ``get_cfg()``.
+
+    Returns:
+        dict[str, str]: config key -> value, as text.
 
     Raises:
-        WeightsError: it is none of the models here.
+        WeightsError: no registered backbone matches.
     """
     is_mgn = any(name.startswith("b1_head.") for name in state)
     is_transreid = any(name.startswith("base.") for name in state)
@@ -51,7 +55,7 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
     elif "b1.0.norm1.weight" in state:  # JPM's copies of the last block
         number = sum(name.startswith("blocks.") and name.endswith(".norm1.weight") for name in trunk)
         if is_transreid:
-            number -= 1  # that is still there, though nothing uses it
+            number -= 1  # TransReID's files keep the unused last block
         trunk |= jpm_head.last_block_state(state, number=number)
     defaults = get_cfg() if defaults is None else defaults
     keys, width = _find_backbone(trunk, source, defaults)
@@ -65,10 +69,10 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
 
 
 def interpolation_keys(state: State) -> dict[str, str]:
-    """Return the config keys of the interpolation with which the program that wrote ``state`` resizes images.
+    """Infer the config keys of the image interpolation from the program that wrote the state dict.
 
-    torchreid resizes bilinearly, TransReID bicubically in training and bilinearly in tests; both are recognized by
-    their tensor names. For other files the result is empty.
+    torchreid resizes images by bilinear interpolation; TransReID by bicubic interpolation in training and bilinear
+    interpolation in tests. Both are identified by their parameter names; for other files the result is empty.
     """
     if any(name.startswith("base.") for name in state):
         return {"INPUT.INTERPOLATION_TEST": "bilinear"}
@@ -77,15 +81,15 @@ def interpolation_keys(state: State) -> dict[str, str]:
 
 
 def backbone_prefixes(tensors: State, defaults: CfgNode | None = None) -> dict[str, str]:
-    """Return the prefixes below which names are those of a backbone, the one with most tensors first.
+    """Find the prefixes of backbones in a file, sorted by the number of matching tensors.
 
     Args:
-        tensors: path -> tensor, of a whole file, see ``tensors_by_path``.
-        defaults: see ``infer_config``.
+        tensors (dict[str, torch.Tensor]): path -> tensor, of a whole file; see ``tensors_by_path``.
+        defaults (CfgNode | None): see ``infer_config``.
 
     Returns:
-        Prefix, with the dot at its end or empty -> which backbone's names, e.g. ``resnet``; of CLIP's vision
-        transformer, whose names no backbone here has, ``CLIP's image encoder``.
+        dict[str, str]: prefix (empty, or with a trailing dot) -> name of the backbone, e.g. ``resnet``. The prefix of
+        CLIP's vision transformer, which is not a supported backbone, has the name ``CLIP's image encoder``.
     """
     defaults = get_cfg() if defaults is None else defaults
     votes: dict[str, tuple[int, str]] = {}
@@ -94,7 +98,7 @@ def backbone_prefixes(tensors: State, defaults: CfgNode | None = None) -> dict[s
             own = _build_and_convert(_backbone_keys(name, variants.depths[0]), {}, defaults)[0]
         except _CannotBuildError:
             continue
-        # The first block of each stage is the same at every depth; a norm alone is too common a name.
+        # The first block of each stage is the same for every depth. Single-component names such as norm are too common.
         expected = {name for name in own if name.endswith(".weight") and "." in name.removesuffix(".weight")}
         counts: dict[str, int] = {}
         for path in tensors:
@@ -113,27 +117,27 @@ def backbone_prefixes(tensors: State, defaults: CfgNode | None = None) -> dict[s
 
 
 def _all_variants() -> dict[str, Variants]:
-    """Return the variants of each backbone that declares them, by its name in the config."""
+    """Return name in the config -> variants, for all backbones that declare them."""
     backbones = {name: BACKBONE_REGISTRY.get(name) for name in BACKBONE_REGISTRY}
     return {name: backbone.variants for name, backbone in backbones.items() if hasattr(backbone, "variants")}
 
 
 def _find_backbone(trunk: State, source: str, defaults: CfgNode) -> tuple[dict[str, str], int]:
-    """Return the keys of the backbone that takes all of ``trunk``, and its width.
+    """Find the best match for the tensors of a backbone; return its config keys and width.
 
-    Where several do, because a part of them has no weights, the first one counts.
+    The first of several full matches is used; they differ only in layers without weights.
     """
     count = sum(not name.startswith(_HEAD_PREFIXES) and not name.endswith(_DERIVED_SUFFIXES) for name in trunk)
     if count > _MAX_TENSORS:
         raise WeightsError(
-            f"{source} is not of a model that is known here: it has {count} tensors in its backbone; the largest has "
-            "about 2000.\n  fix: name the config that it was trained with, by --config-file or as KEY VALUE"
+            f"{source} matches no supported model: it has {count} tensors in the backbone, but the largest supported "
+            "backbone has about 2000.\n  fix: set the config of its training by --config-file or as KEY VALUE"
         )
     best: tuple[float, dict[str, str], int] = (0.0, {}, 0)
     for keys in _candidates(trunk, defaults):
         try:
             fraction, width = _match_fraction(keys, trunk, defaults)
-        except _CannotBuildError:  # a combination of options that the backbone does not take
+        except _CannotBuildError:  # e.g. an unsupported combination of options
             continue
         if fraction > best[0]:
             best = (fraction, keys, width)
@@ -141,16 +145,16 @@ def _find_backbone(trunk: State, source: str, defaults: CfgNode) -> tuple[dict[s
             break
     fraction, keys, width = best
     if fraction < 0.9:
-        nearest = f"; nearest is {' '.join(keys.values())}, of which {fraction:.0%} is in it" if keys else ""
+        nearest = f"; the nearest is {' '.join(keys.values())} with {fraction:.0%} of the tensors" if keys else ""
         raise WeightsError(
-            f"{source} is of no model that is known here{nearest}.\n"
-            "  fix: name the config that it was trained with, by --config-file or as KEY VALUE"
+            f"{source} matches no supported model{nearest}.\n"
+            "  fix: set the config of its training by --config-file or as KEY VALUE"
         )
     return keys, width
 
 
 def _candidates(trunk: State, defaults: CfgNode) -> Iterator[dict[str, str]]:
-    """Yield the keys of backbones: of those whose names are nearest first, and without options first."""
+    """Yield config keys of candidate backbones, in order of similar names, and without options first."""
     similarity: dict[str, float] = {}
     all_variants = _all_variants()
     for name, variants in all_variants.items():
@@ -173,7 +177,7 @@ def _backbone_keys(name: str, depth: str, options: tuple[str, ...] = ()) -> dict
 
 
 def _keys_from_tensors(keys: Mapping[str, str], trunk: State) -> dict[str, str]:
-    """Return what ``trunk`` tells beyond the ``keys`` of its backbone, such as a ViT's number of cameras."""
+    """Infer keys beyond name, depth and options, e.g. the number of cameras of a ViT."""
     return BACKBONE_REGISTRY.get(keys["MODEL.BACKBONE.NAME"]).variants.keys_of(trunk)
 
 
@@ -182,9 +186,12 @@ class _CannotBuildError(Exception):
 
 
 def _build_and_convert(keys: Mapping[str, str], trunk: State, defaults: CfgNode) -> tuple[State, State, int]:
-    """Return a backbone's tensors, without memory; ``trunk`` under its names, empty if it cannot be; and its width."""
+    """Build a backbone on the meta device; return its tensors, ``trunk`` under its names, and its width.
+
+    The converted state dict is empty if the backbone cannot convert ``trunk``.
+    """
     level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # what a candidate lacks is nobody's concern
+    logging.disable(logging.WARNING)  # warnings about candidates are irrelevant to the user
     try:
         cfg = defaults.with_values(keys | _keys_from_tensors(keys, trunk))
         with torch.device("meta"):
@@ -196,12 +203,12 @@ def _build_and_convert(keys: Mapping[str, str], trunk: State, defaults: CfgNode)
     own = {name: value for name, value in backbone.state_dict().items() if not name.endswith("num_batches_tracked")}
     try:
         return own, convert_state_dict(backbone, trunk)[0], backbone.feature_dim
-    except (WeightsError, RuntimeError, KeyError, IndexError):  # of another network, its names mean something else
+    except (WeightsError, RuntimeError, KeyError, IndexError):  # the names belong to a different architecture
         return own, {}, backbone.feature_dim
 
 
 def _match_fraction(keys: dict[str, str], trunk: State, defaults: CfgNode) -> tuple[float, int]:
-    """Return the fraction of tensors of the backbone and of ``trunk`` that both have, and the backbone's width."""
+    """Compute the fraction of matching tensors of backbone and ``trunk``; return it and the width of the backbone."""
     own, converted, width = _build_and_convert(keys, trunk, defaults)
     matching = sum(name in own and own[name].shape == value.shape for name, value in converted.items())
     unexpected = [name for name in converted if name not in own and not name.startswith(_HEAD_PREFIXES)]
@@ -210,7 +217,7 @@ def _match_fraction(keys: dict[str, str], trunk: State, defaults: CfgNode) -> tu
 
 
 def _head_keys(state: State, *, is_mgn: bool, is_transreid: bool) -> dict[str, str]:
-    """Return the keys of the head, and of what goes with it."""
+    """Infer the config keys of the head, and of the image normalization of TransReID."""
     prefix = "b1_head." if is_mgn else "heads."
     own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     head = own or {name: value for name, value in state.items() if not name.startswith(("backbone.", "base."))}
@@ -218,7 +225,7 @@ def _head_keys(state: State, *, is_mgn: bool, is_transreid: bool) -> dict[str, s
     classifiers = [head[name] for name in ("weight", "classifier.weight", "branches.0.weight") if name in head]
     if classifiers and classifiers[0].dim() == 2:
         keys["MODEL.HEADS.NUM_CLASSES"] = str(len(classifiers[0]))
-    if "fc.0.weight" in head and "fc.1.running_mean" in head:  # MoCo's projection has no batch norm there
+    if "fc.0.weight" in head and "fc.1.running_mean" in head:  # not a projection of MoCo
         return keys | {
             "MODEL.HEADS.NAME": "FCHead",
             "MODEL.HEADS.EMBEDDING_DIM": str(len(head["fc.0.weight"])),

@@ -1,4 +1,4 @@
-"""A trained model, ready for inference, from its checkpoint alone or from a config."""
+"""Load a trained model for inference from a checkpoint or a config."""
 
 import logging
 import os
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A trained model.
+    """Trained model with its precision policy and config.
 
     Attributes:
-        model: in evaluation mode, with the averaged weights where the config evaluates them.
-        policy: the precision of its evaluation; run the model inside ``policy.autocast()``.
-        cfg: its config, frozen.
-        extra: the further entries of the checkpoint.
+        model (nn.Module): model in evaluation mode, with averaged weights if the config evaluates them.
+        policy (PrecisionPolicy): precision policy for evaluation; run the model inside ``policy.autocast()``.
+        cfg (CfgNode): config of the model, frozen.
+        extra (dict[str, Any]): other entries of the checkpoint.
     """
 
     model: nn.Module
@@ -40,32 +40,32 @@ class LoadedModel:
 def load_model(
     source: CfgNode | str | os.PathLike[str], *, device: str | None = None, opts: Sequence[str] = ()
 ) -> LoadedModel:
-    """Return a trained model in evaluation mode, with the precision in which it is evaluated.
+    """Load a trained model in evaluation mode, with the precision policy for evaluation.
 
     Args:
-        source: a checkpoint that a run wrote, e.g. ``logs/x/model_best.pth``, which holds its config; or a config
-            with ``MODEL.WEIGHTS``.
-        device: ``auto`` (CUDA, else MPS, else the CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``. None is ``auto`` for
-            a checkpoint and ``MODEL.DEVICE`` for a config.
-        opts: KEY VALUE pairs over the config, e.g. ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
+        source (CfgNode | str | os.PathLike[str]): checkpoint of a run, e.g. ``logs/x/model_best.pth``, which contains
+            the config; or a config with ``MODEL.WEIGHTS``.
+        device (str | None): ``auto`` (CUDA, else MPS, else CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``. Default
+            None: ``auto`` for a checkpoint, ``MODEL.DEVICE`` for a config.
+        opts (Sequence[str]): KEY VALUE pairs that override the config, e.g. ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
 
     Returns:
-        The model. That of a checkpoint has the precision that it was trained in unless ``opts`` set ``SOLVER.AMP``;
-        that of a config has the config's.
+        LoadedModel: the model. For a checkpoint, its precision is the precision of the training unless ``opts`` set
+        ``SOLVER.AMP``; for a config, the config decides.
 
     Raises:
-        WeightsError: the weights are missing, damaged, or of another model; or a checkpoint holds no config.
-        ConfigError: an option is wrong, a config names no weights, or the device is not there or cannot compute in
-            that precision.
+        WeightsError: the weights are missing, damaged or do not match the model, or the checkpoint has no config.
+        ConfigError: an option is invalid, the config has no ``MODEL.WEIGHTS``, the device is not available, or the
+            device does not support the precision.
     """
     from_config = isinstance(source, CfgNode)
     cfg = (
         _with_options(source, device, opts) if from_config else _config_from_checkpoint(source, device or "auto", opts)
     )
     if not cfg.MODEL.WEIGHTS:
-        raise ConfigError("MODEL.WEIGHTS is empty; name the weights to load")
+        raise ConfigError("MODEL.WEIGHTS is empty.\n  fix: set MODEL.WEIGHTS to the weights file")
     resolved = resolve_device(cfg.MODEL.DEVICE)
-    model = build_model(cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False}))  # would be overwritten at once
+    model = build_model(cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False}))  # overwritten by MODEL.WEIGHTS
     extra = load_evaluated_weights(
         model, cfg.MODEL.WEIGHTS, average=evaluated_average(cfg), min_match=cfg.MODEL.WEIGHTS_MIN_MATCH
     )
@@ -87,7 +87,7 @@ def load_model(
 
 
 def _config_from_checkpoint(checkpoint: str | os.PathLike[str], device: str, opts: Sequence[str]) -> CfgNode:
-    """Return the config in a checkpoint, for inference with its weights."""
+    """Read the config from a checkpoint and adapt it for inference with its weights."""
     checkpoint = expand(checkpoint)
     cfg = get_cfg()
     merge_from_checkpoint(cfg, checkpoint)
@@ -99,7 +99,7 @@ def _config_from_checkpoint(checkpoint: str | os.PathLike[str], device: str, opt
 
 
 def _with_options(cfg: CfgNode, device: str | None, opts: Sequence[str]) -> CfgNode:
-    """Return a frozen copy of a config with a device and KEY VALUE pairs over it."""
+    """Copy a config, override it by a device and KEY VALUE pairs, and freeze it."""
     cfg = cfg.clone()
     cfg.defrost()
     cfg.merge_from_list([*(["MODEL.DEVICE", device] if device else []), *opts])
@@ -108,15 +108,15 @@ def _with_options(cfg: CfgNode, device: str | None, opts: Sequence[str]) -> CfgN
 
 
 def _stored_policy(extra: dict[str, Any], path: str) -> dict[str, Any] | None:
-    """Return the precision in which a checkpoint was trained; None where it holds none.
+    """Read the precision policy of the training from a checkpoint; None if it has none.
 
     Raises:
-        WeightsError: its entry has another form than what a run writes.
+        WeightsError: the entry does not have the expected structure.
     """
     policy = extra.get("policy")
     mismatch = structure_mismatch({"dtype": ""}, policy, "policy")
     if not mismatch and policy and "dtype" not in policy:
-        mismatch = "policy: expected a dtype"
+        mismatch = "policy: expected an entry dtype"
     if mismatch:
         raise damaged_entry_error(path, mismatch)
     return policy

@@ -1,4 +1,4 @@
-"""Memory that runs out while a model is built: one message with the config key instead of a killed process."""
+"""Error message, instead of a killed process, for models that do not fit into memory."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -16,26 +16,29 @@ from fastamp.utils.moved import moved_names
 __getattr__ = moved_names(__name__, {"building_model": "fastamp.modeling.out_of_memory.explain_out_of_memory"})
 
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.arange}
-_MIN_CHECKED_BYTES = 2**26  # bytes of a tensor; smaller ones are not worth a look at the system's memory
-_OVERFLOW_MESSAGES = ("size calculation overflowed", "multiplication overflow")  # of a number of bytes
-_MIN_SUSPECT_SIZE = 1024  # a key below it is not why a tensor is too large
+_MIN_CHECKED_BYTES = 2**26  # 64 MiB; smaller tensors are not checked, to save time
+_OVERFLOW_MESSAGES = (
+    "size calculation overflowed",
+    "multiplication overflow",
+)  # from the computation of the number of bytes
+_MIN_SUSPECT_SIZE = 1024  # smaller config values cannot be the cause
 
 
 @contextmanager
 def explain_out_of_memory(cfg: Any) -> Iterator[None]:
-    """Raise ConfigError where the model that is built inside does not fit into memory.
+    """Raise ConfigError if the model that is built in this context does not fit into memory.
 
-    Linux hands out more memory than it has, and kills the process when that is written to. So each large tensor is
-    compared with the available memory before it is made; earlier tensors are initialized by then and count.
-    A build on the meta device would tell the whole size, but would need every component, those of users included, to
-    support it, and no pretrained weights. Tensors that are made in other ways than by PyTorch's functions are found
-    when the allocator refuses them.
+    Linux overcommits memory and kills the process when the memory is written to. Therefore the size of each large
+    tensor is compared with the available memory before it is created; earlier tensors are initialized by then and
+    reduce the available memory. Building on the meta device would give the total size, but it requires support by all
+    components, including custom ones, and no pretrained weights. Tensors that are not created by PyTorch's factory
+    functions are detected only if their allocation fails.
 
     Args:
-        cfg: the config, whose keys below MODEL the message names.
+        cfg (CfgNode): the config; the message names keys below ``MODEL``.
 
     Raises:
-        ConfigError: with the key, and the sizes.
+        ConfigError: with the likely key and the sizes.
     """
     try:
         with _CheckTensorSizes(cfg):
@@ -48,7 +51,7 @@ def explain_out_of_memory(cfg: Any) -> Iterator[None]:
 
 
 class _CheckTensorSizes(TorchFunctionMode):
-    """Compare each large tensor that is made on the CPU with the available memory first."""
+    """Check the size of each large CPU tensor against the available memory before it is created."""
 
     def __init__(self, cfg: Any) -> None:
         super().__init__()
@@ -62,7 +65,7 @@ class _CheckTensorSizes(TorchFunctionMode):
         if func in _FACTORIES and device.type == "cpu" and kwargs.get("out") is None:
             arguments = {name: value for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
             self._check(func(*args, **arguments | {"device": "meta"}))
-        elif func is torch.Tensor.clone and args[0].device.type == "cpu":  # as a copy of a module does
+        elif func is torch.Tensor.clone and args[0].device.type == "cpu":  # copies of modules clone their tensors
             self._check(args[0])
         return func(*args, **kwargs)
 
@@ -78,7 +81,7 @@ class _CheckTensorSizes(TorchFunctionMode):
 def _out_of_memory_error(
     cfg: Any, *, shape: tuple[int, ...] = (), nbytes: int | None = None, free: int | None = None
 ) -> ConfigError:
-    """Return the error, which names the integers below MODEL that a dimension of the tensor is a multiple of."""
+    """Create the error; it names large integer keys below ``MODEL`` that divide a dimension of the tensor."""
     integers = {
         key.path: value
         for key, value in cfg.keys_below()
@@ -89,7 +92,7 @@ def _out_of_memory_error(
     suspects = sorted((divisors or large).items(), key=lambda item: -item[1])
     tensor = f"a tensor of shape {shape}" if shape else "a tensor"
     needs = f"{tensor} needs {_gigabytes(nbytes)}" if nbytes else f"{tensor} is too large"
-    available = f", and {_gigabytes(free)} are available" if free is not None else ""
+    available = f", but only {_gigabytes(free)} are available" if free is not None else ""
     values = f"\n  found: {', '.join(f'{name} {value}' for name, value in suspects[:3])}" if suspects else ""
     key_to_lower = suspects[0][0] if suspects else "the sizes below MODEL"
     return ConfigError(f"the model does not fit into memory: {needs}{available}.{values}\n  fix: lower {key_to_lower}")

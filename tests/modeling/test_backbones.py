@@ -1,4 +1,4 @@
-"""Every backbone learns in bfloat16, can be exported and compiled, and takes images of other channels."""
+"""All backbones: training in bfloat16, export, compilation and other numbers of image channels."""
 
 import pytest
 import torch
@@ -8,22 +8,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastamp.amp import OptimizationStep, PrecisionPolicy
 from fastamp.modeling import BACKBONE_REGISTRY, build_backbone, build_model
 
-# Options change few layers, and a compilation takes many seconds.
+# These are exported and compiled in every test run, the others only with ``-m export``: it takes seconds for each.
 FAST = {"resnet 18x", "resnext 50x", "shufflenetv2 0.5x", "mobilenetv3 Small", "vit deit_small"}
-"""Those that are traced on every run of the tests, which takes seconds each; the others with ``-m export``."""
-ONE_OF_A_KIND = list({each.split(" ")[0]: each for each in reversed(BACKBONES)}.values())
+# Options change only few layers.
+FIRST_VARIANTS = list({each.split(" ")[0]: each for each in reversed(BACKBONES)}.values())
 
 
-def test_none_is_left_out():
+def test_list_contains_all_registered_backbones():
     kinds = {backbone.split(" ")[0] for backbone in BACKBONES}
-    ours = {name for name in BACKBONE_REGISTRY if BACKBONE_REGISTRY.get(name).__module__.startswith("fastamp.")}
-    assert ours == {f"build_{kind}_backbone" for kind in kinds if not kind.startswith("timm/")}
-    for name in ours:  # so that its weights are recognized
+    registered = {name for name in BACKBONE_REGISTRY if BACKBONE_REGISTRY.get(name).__module__.startswith("fastamp.")}
+    assert registered == {f"build_{kind}_backbone" for kind in kinds if not kind.startswith("timm/")}
+    for name in registered:  # required by infer_config
         assert BACKBONE_REGISTRY.get(name).variants.depths, name
 
 
 @pytest.mark.parametrize("backbone", [each for each in BACKBONES if "DEPLOY" not in each])
-def test_it_overfits_a_batch_in_bfloat16(backbone):
+def test_overfits_batch_in_bfloat16(backbone):
     torch.manual_seed(0)
     cfg = config(backbone)
     model = build_model(cfg).train()
@@ -44,7 +44,7 @@ def test_it_overfits_a_batch_in_bfloat16(backbone):
 
 
 class _Convolutions(TorchDispatchMode):
-    """Collects (kernel size, strides, input channels) of the convolutions inside."""
+    """Record kernel size, stride and input channels of all convolutions."""
 
     def __init__(self):
         super().__init__()
@@ -57,30 +57,30 @@ class _Convolutions(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _of_the_faulty_kernel(seen):
-    return [each for each in seen if each[0] == (1, 1) and max(each[1]) > 1 and each[2] < 16]
+def _strided_pointwise(convolutions):
+    return [each for each in convolutions if each[0] == (1, 1) and max(each[1]) > 1 and each[2] < 16]
 
 
-@pytest.mark.parametrize("backbone", [each for each in ONE_OF_A_KIND if "DEPLOY" not in each])
-def test_none_trains_on_the_cpu_by_a_kernel_that_writes_outside_its_memory(backbone):
-    """oneDNN's weight gradient of strided 1x1 convolutions of few channels, see RepVGG's _PointwiseConv2d."""
+@pytest.mark.parametrize("backbone", [each for each in FIRST_VARIANTS if "DEPLOY" not in each])
+def test_training_on_cpu_avoids_strided_pointwise_convolutions_with_few_channels(backbone):
+    """Their weight gradient in oneDNN writes out of bounds; see ``_PointwiseConv2d`` of RepVGG."""
     model = build_backbone(config(backbone)).train()
     with _Convolutions() as convolutions, torch.no_grad():
         model(torch.randn(2, 3, *SIZE))
     assert convolutions.seen or "swin" in backbone or "vit" in backbone
-    assert _of_the_faulty_kernel(convolutions.seen) == []
+    assert _strided_pointwise(convolutions.seen) == []
 
 
-def test_that_kernel_is_seen():
+def test_strided_pointwise_convolution_is_detected():
     with _Convolutions() as convolutions, torch.no_grad():
         torch.nn.Conv2d(3, 8, 1, 2)(torch.randn(1, 3, 8, 8))
-    assert len(_of_the_faulty_kernel(convolutions.seen)) == 1
+    assert len(_strided_pointwise(convolutions.seen)) == 1
 
 
 @pytest.mark.parametrize(
-    "backbone", [pytest.param(each, marks=[] if each in FAST else pytest.mark.export) for each in ONE_OF_A_KIND]
+    "backbone", [pytest.param(each, marks=[] if each in FAST else pytest.mark.export) for each in FIRST_VARIANTS]
 )
-def test_it_is_exported_and_compiled_without_a_change(backbone):
+def test_exported_and_compiled_features_are_equal(backbone):
     torch.manual_seed(0)
     model = build_backbone(config(backbone)).eval()
     images = torch.randn(2, 3, *SIZE)
@@ -97,7 +97,7 @@ def test_it_is_exported_and_compiled_without_a_change(backbone):
 
 @pytest.mark.parametrize("channels", [1, 4])
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_it_takes_images_of_other_channels(backbone, channels):
+def test_accepts_other_numbers_of_image_channels(backbone, channels):
     with torch.device("meta"):
         model = build_backbone(config(backbone, "INPUT.CHANNELS", str(channels))).eval()
         assert model(torch.zeros(2, channels, *SIZE)).shape[1] == model.feature_dim

@@ -1,4 +1,4 @@
-"""Distillation: the loss against a naive loop, teachers from files, the student's moving average, what is refused."""
+"""Distillation: loss, teachers from files, moving average of the student, and invalid teachers."""
 
 import math
 from pathlib import Path
@@ -29,7 +29,7 @@ def tensors(model):
 
 
 def write_teacher(folder, *opts, name="teacher", state=None):
-    """Write a config and weights that differ from every fresh model's, and return KEY VALUE pairs that name them."""
+    """Write config and weights of a teacher that differs from a new model; return KEY VALUE pairs for them, and it."""
     cfg = tiny.tiny_config(folder / "unused", *CLASSES, *opts)
     (folder / f"{name}.yml").write_text(cfg.dump())
     torch.manual_seed(7)
@@ -38,7 +38,7 @@ def write_teacher(folder, *opts, name="teacher", state=None):
         for parameter in model.parameters():
             parameter.mul_(3)
         for _ in range(40):
-            model(BATCH)  # until its batch norm knows the images
+            model(BATCH)  # to update the statistics of batch norm
     torch.save({"model": model.state_dict() if state is None else state}, folder / f"{name}.pth")
     return ("KD.MODEL_CONFIG", f"{folder / name}.yml", "KD.MODEL_WEIGHTS", f"{folder / name}.pth"), model.eval()
 
@@ -49,7 +49,7 @@ def make(folder, *opts):
 
 
 def logits_of(model, batch):
-    """Return what a model's classifier says in evaluation mode, step by step."""
+    """Compute the class logits of a model in evaluation mode from its layers."""
     with torch.no_grad():
         maps = model.backbone((batch["images"] - model.pixel_mean) / model.pixel_std)
         return model.heads.bottleneck(maps.mean((2, 3), keepdim=True)).flatten(1) @ model.heads.weight.t()
@@ -60,7 +60,7 @@ def logits_of(model, batch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("temperature", [1.0, 16.0])
-def test_the_loss_equals_a_naive_loop(dtype, temperature):
+def test_loss_equals_naive_loop(dtype, temperature):
     student, teacher = 5 * torch.randn(6, 4, dtype=dtype), 5 * torch.randn(6, 4, dtype=dtype)
 
     def soften(row):
@@ -79,7 +79,7 @@ def test_the_loss_equals_a_naive_loop(dtype, temperature):
     torch.testing.assert_close(loss, temperature**2 * by_pytorch / 2)
 
 
-def test_the_loss_of_extreme_equal_and_single_logits():
+def test_loss_is_finite_for_extreme_and_zero_for_equal_or_single_logits():
     logits = torch.tensor([[1e4, -1e4, 0.0], [0.0, 0.0, 0.0]], requires_grad=True)
     loss = distillation_loss(logits, torch.tensor([[-1e4, 1e4, 0.0], [0.0, 0.0, 0.0]]))
     loss.backward()
@@ -94,7 +94,7 @@ def test_the_loss_of_extreme_equal_and_single_logits():
 # ---- teachers from files
 
 
-def test_teachers_of_two_files_teach_and_nothing_else(tmp_path):
+def test_two_teachers_from_files_add_only_the_distillation_loss(tmp_path):
     first, teacher = write_teacher(tmp_path)
     _, other = write_teacher(tmp_path, "MODEL.PIXEL_MEAN", "(0., 0., 0.)", name="other")
     files = ["KD.MODEL_CONFIG", f"[{first[1]}, {tmp_path}/other.yml]"]
@@ -110,9 +110,9 @@ def test_teachers_of_two_files_teach_and_nothing_else(tmp_path):
     losses = model(BATCH)
     hook.remove()
     assert list(losses) == ["loss_cls", "loss_triplet", "loss_jsdiv"]
-    lessons = [logits_of(each, BATCH) for each in (teacher, other)]
-    assert not torch.allclose(*lessons)
-    expected = [distillation_loss(captured["pred_class_logits"], lesson) for lesson in lessons]
+    teacher_logits = [logits_of(each, BATCH) for each in (teacher, other)]
+    assert not torch.allclose(*teacher_logits)
+    expected = [distillation_loss(captured["pred_class_logits"], logits) for logits in teacher_logits]
     torch.testing.assert_close(losses["loss_jsdiv"], sum(expected) / 2)
     losses["loss_jsdiv"].backward()
     assert model.backbone[0].weight.grad.abs().sum() > 0
@@ -122,7 +122,7 @@ def test_teachers_of_two_files_teach_and_nothing_else(tmp_path):
     assert model.eval()(BATCH).shape == (8, tiny.WIDTH)
 
 
-def test_a_student_learns_from_a_teacher_in_mixed_precision(tmp_path):
+def test_distillation_loss_decreases_in_mixed_precision(tmp_path):
     files, _ = write_teacher(tmp_path)
     model = make(tmp_path, *files, "MODEL.LOSSES.NAME", "CrossEntropyLoss", "MODEL.LOSSES.CE.SCALE", "0")
     cfg = tiny.tiny_config(tmp_path, "SOLVER.BASE_LR", "0.02")
@@ -138,14 +138,14 @@ def test_a_student_learns_from_a_teacher_in_mixed_precision(tmp_path):
     assert values[-1] < 0.5 * values[0]
 
 
-def test_teachers_go_along_to_another_device(tmp_path):
+def test_teachers_follow_model_conversions(tmp_path):
     files, _ = write_teacher(tmp_path)
     model = make(tmp_path, *files).to(torch.float64)
     assert model._teachers[0].heads.weight.dtype == torch.float64
 
 
 @pytest.mark.parametrize("arch", ["MoCo", "Distiller"])
-def test_a_teacher_that_was_more_than_a_baseline_is_one(tmp_path, arch):
+def test_moco_and_distiller_teachers_are_built_as_baseline(tmp_path, arch):
     files, _ = write_teacher(tmp_path, *EMA[2:], "MODEL.META_ARCHITECTURE", arch)
     teacher = make(tmp_path, *files)._teachers[0]
     assert type(teacher).__name__ == "Baseline"
@@ -153,7 +153,7 @@ def test_a_teacher_that_was_more_than_a_baseline_is_one(tmp_path, arch):
     assert all(torch.equal(value, state[name]) for name, value in teacher.state_dict().items())
 
 
-def test_an_mgn_teaches_the_mean_of_its_heads(tmp_path):
+def test_logits_of_mgn_teacher_are_mean_over_heads(tmp_path):
     cfg = get_cfg()
     cfg.merge_from_list([
         "MODEL.META_ARCHITECTURE", "MGN", "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.DEPTH", "18x",
@@ -177,7 +177,7 @@ def test_an_mgn_teaches_the_mean_of_its_heads(tmp_path):
     assert torch.isfinite(model(batch)["loss_jsdiv"])
 
 
-def test_a_run_and_its_evaluation_without_the_teachers(demo, tmp_path):
+def test_run_is_evaluated_without_teacher_files(demo, tmp_path):
     files, _ = write_teacher(tmp_path, "MODEL.HEADS.NUM_CLASSES", "16")
     options = ("MODEL.META_ARCHITECTURE", "Distiller", *files, "SOLVER.AMP", "bf16", "SOLVER.MAX_EPOCH", "1")
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path / "run", *options))
@@ -192,7 +192,7 @@ def test_a_run_and_its_evaluation_without_the_teachers(demo, tmp_path):
 # ---- the moving average of the student
 
 
-def test_the_average_follows_weights_and_statistics(tmp_path):
+def test_moving_average_of_weights_and_statistics(tmp_path):
     model = make(tmp_path, *EMA[2:], "KD.EMA.MOMENTUM", "0.9")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = {name: value for name, value in tensors(model).items() if not name.startswith("ema.")}
@@ -210,7 +210,7 @@ def test_the_average_follows_weights_and_statistics(tmp_path):
     assert model.ema.backbone[1].running_mean.abs().sum() > 0
 
 
-def test_the_average_teaches_in_evaluation_mode(tmp_path):
+def test_moving_average_is_a_teacher_in_evaluation_mode(tmp_path):
     model = make(tmp_path, *EMA[2:], "KD.EMA.MOMENTUM", "1")
     start = build_model(tiny.tiny_config(tmp_path, *CLASSES))
     start.load_state_dict({name: value for name, value in model.state_dict().items() if not name.startswith("ema.")})
@@ -223,7 +223,7 @@ def test_the_average_teaches_in_evaluation_mode(tmp_path):
     torch.testing.assert_close(loss, expected)
 
 
-def test_a_skipped_step_leaves_no_trace(tmp_path):
+def test_skipped_step_restores_moving_average(tmp_path):
     model = make(tmp_path, *EMA[2:], "KD.EMA.MOMENTUM", "0.5")
     bad = BATCH | {"images": BATCH["images"] + torch.tensor([0.0] * 7 + [float("inf")]).view(8, 1, 1, 1)}
     seen = []
@@ -241,7 +241,7 @@ def test_a_skipped_step_leaves_no_trace(tmp_path):
     assert all(torch.isfinite(value).all() for value in seen[2].values())
 
 
-def test_loaded_weights_are_where_the_average_starts(tmp_path):
+def test_moving_average_is_initialized_from_loaded_weights(tmp_path):
     model, other = make(tmp_path, *EMA[2:]), build_model(tiny.tiny_config(tmp_path, *CLASSES))
     report = load_model_state(model, other.state_dict(), source="test")
     assert not report.missing
@@ -251,7 +251,7 @@ def test_loaded_weights_are_where_the_average_starts(tmp_path):
     assert not report.missing and all(name.startswith("ema.") for name in report.dropped)
 
 
-def test_a_resumed_run_equals_straight_through(demo, tmp_path):
+def test_resume_is_bit_identical(demo, tmp_path):
     finals = []
     for name, epochs in (("straight", ("2",)), ("resumed", ("1", "2"))):
         for number, epoch in enumerate(epochs):
@@ -265,29 +265,29 @@ def test_a_resumed_run_equals_straight_through(demo, tmp_path):
     assert all(torch.equal(value, finals[1][name]) for name, value in finals[0].items())
 
 
-# ---- what is refused
+# ---- invalid teachers
 
 
-def test_configs_that_cannot_teach(tmp_path):
+def test_invalid_teacher_config_raises(tmp_path):
     files, _ = write_teacher(tmp_path)
-    with pytest.raises(ConfigError, match="Distiller has no teacher"):
+    with pytest.raises(ConfigError, match="KD.EMA.ENABLED"):
         make(tmp_path)
-    with pytest.raises(ConfigError, match="KD.MODEL_CONFIG names 1 files and KD.MODEL_WEIGHTS 0"):
+    with pytest.raises(ConfigError, match="KD.MODEL_CONFIG.*1.*KD.MODEL_WEIGHTS.*0"):
         make(tmp_path, *files[:2])
-    with pytest.raises(ConfigError, match=r"KD.MODEL_CONFIG '.*nowhere.yml': .*there is no such config file"):
+    with pytest.raises(ConfigError, match=r"KD.MODEL_CONFIG '.*nowhere.yml'"):
         make(tmp_path, "KD.MODEL_CONFIG", f"{tmp_path}/nowhere.yml", *files[2:])
-    for key, value, told in (
-        ("MODEL.HEADS.NUM_CLASSES", "9", "NUM_CLASSES is 9, and the student tells 4 identities apart"),
-        ("INPUT.CHANNELS", "1", "INPUT.CHANNELS is 1, and the student's images have 3"),
+    for key, value, message in (
+        ("MODEL.HEADS.NUM_CLASSES", "9", "NUM_CLASSES is 9.*4"),
+        ("INPUT.CHANNELS", "1", "INPUT.CHANNELS is 1.*3"),
         ("MODEL.BACKBONE.NAME", "build_tinny_backbone", "'build_tiny_backbone'"),
     ):
         cfg = tiny.tiny_config(tmp_path, key, value)
         (tmp_path / "wrong.yml").write_text(cfg.dump())
-        with pytest.raises(ConfigError, match=r"KD.MODEL_CONFIG '.*wrong.yml': [\s\S]*" + told):
+        with pytest.raises(ConfigError, match=r"KD.MODEL_CONFIG '.*wrong.yml': [\s\S]*" + message):
             make(tmp_path, "KD.MODEL_CONFIG", f"{tmp_path}/wrong.yml", *files[2:])
 
 
-def test_a_model_without_logits_cannot_teach(tmp_path):
+def test_teacher_without_class_logits_raises(tmp_path):
     class Mute(nn.Linear):
         pass
 
@@ -295,39 +295,39 @@ def test_a_model_without_logits_cannot_teach(tmp_path):
     try:
         cfg = tiny.tiny_config(tmp_path, "MODEL.META_ARCHITECTURE", "Mute")
         (tmp_path / "mute.yml").write_text(cfg.dump())
-        with pytest.raises(ConfigError, match="a Mute has no class logits"):
+        with pytest.raises(ConfigError, match="KD.MODEL_CONFIG.*Mute"):
             make(tmp_path, "KD.MODEL_CONFIG", f"{tmp_path}/mute.yml", "KD.MODEL_WEIGHTS", "x.pth")
     finally:
         del META_ARCH_REGISTRY._components["Mute"]
 
 
-def test_weights_that_do_not_fit(tmp_path):
+def test_mismatching_teacher_weights_raise(tmp_path):
     files, teacher = write_teacher(tmp_path)
     state = teacher.state_dict()
     with pytest.raises(WeightsError, match=r"KD.MODEL_WEIGHTS '.*gone.pth'"):
         make(tmp_path, *files[:2], "KD.MODEL_WEIGHTS", f"{tmp_path}/gone.pth")
-    for wrong, told in (
-        (state | {"heads.weight": torch.zeros(9, tiny.WIDTH)}, "does not fill .* 1 tensors .* heads.weight"),
-        ({name: value for name, value in state.items() if name != "heads.weight"}, "does not fill .* heads.weight"),
-        ({name: value for name, value in state.items() if "heads" in name}, "do not match the model's backbone"),
+    for wrong, message in (
+        (state | {"heads.weight": torch.zeros(9, tiny.WIDTH)}, "1 tensors .* heads.weight"),
+        ({name: value for name, value in state.items() if name != "heads.weight"}, "heads.weight"),
+        ({name: value for name, value in state.items() if "heads" in name}, "MODEL.WEIGHTS_MIN_MATCH"),
     ):
         torch.save(wrong, tmp_path / "wrong.pth")
-        with pytest.raises(WeightsError, match=r"KD.MODEL_WEIGHTS '.*wrong.pth'[\s\S]*" + told):
+        with pytest.raises(WeightsError, match=r"KD.MODEL_WEIGHTS '.*wrong.pth'[\s\S]*" + message):
             make(tmp_path, *files[:2], "KD.MODEL_WEIGHTS", f"{tmp_path}/wrong.pth")
 
 
-def test_a_projects_own_keys_may_stand_in_a_teachers_config(tmp_path):
+def test_teacher_config_may_contain_project_keys(tmp_path):
     files, _ = write_teacher(tmp_path)
     path = Path(files[1])
     path.write_text(path.read_text() + "OWN:\n  KEY: 3\n")
     with pytest.raises(ConfigError, match="'OWN.KEY'|'OWN'"):
         make(tmp_path, *files)
     cfg = tiny.tiny_config(tmp_path, *CLASSES, "MODEL.META_ARCHITECTURE", "Distiller", *files)
-    cfg.define("OWN.KEY", 1, "A project's.")
+    cfg.define("OWN.KEY", 1, "Key of a project.")
     assert build_model(cfg)._teachers
 
 
-def test_a_teacher_needs_nothing_of_its_losses(tmp_path):
+def test_teacher_file_may_lack_loss_parameters(tmp_path):
     opts = ("MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'CenterLoss')")
     files, teacher = write_teacher(tmp_path, *opts)
     state = {name: value for name, value in teacher.state_dict().items() if not name.startswith("losses.")}
@@ -337,6 +337,6 @@ def test_a_teacher_needs_nothing_of_its_losses(tmp_path):
 
 
 @pytest.mark.parametrize("opts", [(), ("MODEL.META_ARCHITECTURE", "MoCo", *CLASSES)])
-def test_teachers_without_a_distiller_are_said_to_do_nothing(opts, tmp_path, caplog):
+def test_warns_about_kd_keys_without_distiller(opts, tmp_path, caplog):
     build_model(tiny.tiny_config(tmp_path, "KD.EMA.ENABLED", "True", *opts))
-    assert "KD.* does nothing" in caplog.text
+    assert "KD.*" in caplog.text

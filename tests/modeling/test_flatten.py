@@ -1,4 +1,4 @@
-"""POOL_LAYER Flatten: the head is as wide as the flattened map, whichever of the two widths FEAT_DIM is."""
+"""POOL_LAYER Flatten: input width of the head and supported values of FEAT_DIM."""
 
 import pytest
 import tiny
@@ -10,7 +10,7 @@ from fastamp.modeling import build_model
 from fastamp.modeling.backbones import vit
 from fastamp.utils.errors import ConfigError
 
-MAP = 16 * 8 * 4  # of the tiny backbone at 64 x 32
+MAP = 16 * 8 * 4  # flattened feature map of the tiny backbone at 64 x 32
 SMALL = ("MODEL.BACKBONE.DEPTH", "18x", "INPUT.SIZE_TRAIN", "(64, 32)", "INPUT.SIZE_TEST", "(64, 32)")
 
 
@@ -21,8 +21,8 @@ def config(*opts):
     return cfg
 
 
-@pytest.mark.parametrize("feat_dim", [512, 512 * 4 * 2], ids=["the backbone's", "FastReID's: the flattened map's"])
-def test_both_widths_make_the_same_model(feat_dim):
+@pytest.mark.parametrize("feat_dim", [512, 512 * 4 * 2], ids=["backbone_width", "flattened_size"])
+def test_both_values_of_feat_dim_build_the_same_model(feat_dim):
     model = build_model(config(*SMALL, "MODEL.BACKBONE.FEAT_DIM", str(feat_dim), "MODEL.HEADS.WITH_BNNECK", "True"))
     assert model.heads.weight.shape == (3, 4096) and model.heads.bottleneck[0].weight.shape == (4096,)
     images = torch.randint(256, (2, 3, 64, 32), dtype=torch.uint8)
@@ -34,14 +34,14 @@ def test_both_widths_make_the_same_model(feat_dim):
 
 
 @pytest.mark.parametrize("head, width", [("EmbeddingHead", 8), ("FCHead", 8), ("ClasHead", 3)])
-def test_every_pooling_head_flattens(head, width):
+def test_all_pooling_heads_support_flatten(head, width):
     opts = (*SMALL, "MODEL.BACKBONE.FEAT_DIM", "512", "MODEL.HEADS.NAME", head, "MODEL.HEADS.EMBEDDING_DIM", "8")
     model = build_model(config(*opts)).eval()
     with torch.no_grad():
         assert model({"images": torch.zeros(2, 3, 64, 32)}).shape == (2, width)
 
 
-def test_a_vit_with_cameras_has_a_map_of_one_place(monkeypatch):
+def test_vit_with_camera_embeddings_has_1x1_map(monkeypatch):
     monkeypatch.setitem(vit.DEPTHS, "base", vit.Depth(vit.DEPTHS["base"].pretrained, width=32, blocks=1, heads=2))
     opts = (
         "MODEL.BACKBONE.NAME",
@@ -55,31 +55,31 @@ def test_a_vit_with_cameras_has_a_map_of_one_place(monkeypatch):
     assert model.heads.weight.shape == (3, 32)
 
 
-def test_mgn_names_the_key():
-    with pytest.raises(ConfigError, match="POOL_LAYER Flatten needs maps of one size, and MGN"):
+def test_mgn_with_flatten_raises():
+    with pytest.raises(ConfigError, match="MODEL.HEADS.POOL_LAYER Flatten.*MGN"):
         build_model(config(*SMALL, "MODEL.BACKBONE.FEAT_DIM", "512", "MODEL.META_ARCHITECTURE", "MGN"))
 
 
-def test_a_wrong_width_names_both_that_are_right():
+def test_wrong_feat_dim_names_valid_values():
     for wrong in ("511", "1024"):
         with pytest.raises(ConfigError, match=f"FEAT_DIM is {wrong}.*512") as raised:
             build_model(config(*SMALL, "MODEL.BACKBONE.FEAT_DIM", wrong))
         assert "4096" in str(raised.value) or wrong == "511"
-    with pytest.raises(ConfigError, match="FEAT_DIM is 4096, .* is 512 wide"):
+    with pytest.raises(ConfigError, match="FEAT_DIM is 4096.*512"):
         build_model(config(*SMALL, "MODEL.BACKBONE.FEAT_DIM", "4096", "MODEL.HEADS.POOL_LAYER", "GlobalAvgPool"))
 
 
-def test_images_must_have_one_size():
+def test_flatten_requires_fixed_image_size():
     width = ("MODEL.BACKBONE.FEAT_DIM", "512")
-    with pytest.raises(ConfigError, match=r"Flatten needs maps of one size.*INPUT\.SIZE_TEST.*512 x 8 x 4"):
+    with pytest.raises(ConfigError, match=r"Flatten.*INPUT\.SIZE_TEST.*512 x 8 x 4"):
         build_model(config(*SMALL, *width, "INPUT.SIZE_TEST", "(128, 64)"))
-    with pytest.raises(ConfigError, match=r"Flatten needs images of one size, and INPUT\.SIZE_TEST \(64,\)"):
+    with pytest.raises(ConfigError, match=r"Flatten.*INPUT\.SIZE_TEST.*\(64,\)"):
         build_model(config(*SMALL, *width, "INPUT.SIZE_TEST", "(64,)"))
     cropped = build_model(config(*SMALL, *width, "INPUT.CROP", "True", "INPUT.CROP.SIZE", "(32,)"))
     assert cropped.heads.weight.shape == (3, 512 * 2 * 2)
 
 
-def test_a_model_with_a_flattened_map_trains_resumes_and_is_evaluated(demo, tmp_path):
+def test_training_and_resume_with_flatten(demo, tmp_path):
     opts = ("MODEL.HEADS.POOL_LAYER", "Flatten")
     losses = ("MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'TripletLoss', 'CenterLoss')")
     tiny.train(tmp_path, *opts, *losses)

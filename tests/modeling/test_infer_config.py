@@ -1,4 +1,4 @@
-"""Find the config of a weights file."""
+"""Infer the config of a weights file."""
 
 import logging
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ def unavailable_backbone(monkeypatch):
     monkeypatch.setitem(BACKBONE_REGISTRY._components, "build_unavailable_backbone", build)
 
 
-def test_a_backbone_that_cannot_be_built_is_skipped(unavailable_backbone, caplog):
+def test_unbuildable_backbone_is_skipped(unavailable_backbone, caplog):
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.WITH_IBN", "False"])
     with torch.device("meta"):
@@ -36,6 +36,6 @@ def test_a_backbone_that_cannot_be_built_is_skipped(unavailable_backbone, caplog
     assert backbone_prefixes(state) == {"backbone.": "resnet"}
 
 
-def test_unknown_weights_are_refused_beside_a_backbone_that_cannot_be_built(unavailable_backbone):
+def test_unknown_weights_raise_with_unbuildable_backbone(unavailable_backbone):
     with pytest.raises(WeightsError, match="weights.pth"):
         infer_config({"encoder.0.weight": torch.zeros(3, 3)}, "weights.pth")

@@ -1,4 +1,4 @@
-"""The jigsaw head: its parts, its features, its losses and their weights."""
+"""JPM head: shuffle, features, losses and their weights."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ TARGETS = torch.tensor([0, 0, 1, 1])
 
 @pytest.fixture
 def config(monkeypatch):
-    """Let DEPTH base be a small network, with the jigsaw head behind it."""
+    """Config of a JPM head; DEPTH base is patched to a small network."""
     monkeypatch.setitem(DEPTHS, "base", Depth(None, width=16, blocks=3, heads=2))
 
     def build(*opts):
@@ -36,18 +36,18 @@ def config(monkeypatch):
 
 
 def naive_shuffle(patches, shift, groups):
-    """Deal a list of patches by hand."""
+    """Shuffle a list of patches by a loop."""
     moved = patches[shift - 1 :] + patches[: shift - 1]
     if len(moved) % groups:
         moved.append(moved[-2])
     run = len(moved) // groups
-    return [moved[group * run + place] for place in range(run) for group in range(groups)]
+    return [moved[group * run + index] for index in range(run) for group in range(groups)]
 
 
 @pytest.mark.parametrize(
     "count, shift, groups", [(8, 5, 2), (210, 5, 2), (15, 8, 2), (12, 1, 3), (7, 3, 1), (11, 2, 3)]
 )
-def test_shuffling(count, shift, groups):
+def test_shuffle_equals_naive_loop(count, shift, groups):
     patches = torch.arange(count).float()[None, :, None].expand(2, -1, 3)
     found = shuffle_patches(patches, shift=shift, groups=groups)
     assert torch.equal(found[0], found[1]) and torch.equal(found[..., 0], found[..., 2])
@@ -62,8 +62,8 @@ def make(parts=4, **options):
     )
 
 
-def test_a_part_is_the_class_token_with_its_patches():
-    """With a block that averages its tokens, a feature is the mean of what it is of."""
+def test_group_consists_of_class_token_and_its_patches():
+    """With a block that averages its tokens, a feature is the mean of its group."""
 
     class Mean(nn.Module):
         def forward(self, tokens):
@@ -74,13 +74,13 @@ def test_a_part_is_the_class_token_with_its_patches():
         branches=[EmbeddingHead(feat_dim=1, num_classes=3, pool_layer="Identity", with_bnneck=False) for _ in range(4)],
         rearrange=False,
     ).eval()
-    tokens = torch.tensor([[100.0, 1, 2, 3, 4, 5, 6, 7]])[:, :, None]  # the seventh patch is left over
+    tokens = torch.tensor([[100.0, 1, 2, 3, 4, 5, 6, 7]])[:, :, None]  # the seventh patch is dropped
     expected = torch.tensor([[128 / 8, 103 / 3 / 3, 107 / 3 / 3, 111 / 3 / 3]])
     torch.testing.assert_close(head(tokens), expected)
 
 
 @pytest.mark.parametrize("eval_feat", ["before", "after"])
-def test_the_evaluation_feature(config, eval_feat):
+def test_evaluation_feature_concatenates_global_and_local_features(config, eval_feat):
     model = build_model(config("MODEL.HEADS.EVAL_FEAT", eval_feat)).eval()
     head = model.heads
     for branch in head.branches:
@@ -100,7 +100,7 @@ def test_the_evaluation_feature(config, eval_feat):
     torch.testing.assert_close(features, expected)
 
 
-def test_blocks_start_as_the_backbones_last_one(config):
+def test_blocks_are_copies_of_last_block_of_backbone(config):
     cfg = config()
     backbone = build_backbone(cfg)
     last = {name: value.clone() for name, value in backbone.blocks[2].state_dict().items()}
@@ -114,7 +114,7 @@ def test_blocks_start_as_the_backbones_last_one(config):
     assert head.b1[0].attn.qkv.weight is not head.b2[0].attn.qkv.weight
 
 
-def test_losses_are_half_the_global_ones_and_half_the_mean_of_the_local_ones(config):
+def test_loss_weights_of_global_and_local_features(config):
     cfg = config()
     model = build_model(cfg)
     images = torch.randint(256, (4, 3, 64, 40), dtype=torch.uint8)
@@ -131,7 +131,7 @@ def test_losses_are_half_the_global_ones_and_half_the_mean_of_the_local_ones(con
         assert found[name].item() == pytest.approx((0.5 * values[0] + 0.5 * sum(values[1:]) / 4).item(), rel=1e-5)
 
 
-def test_one_output_weighs_as_much_as_itself():
+def test_single_weighted_output_equals_plain_output():
     losses = build_losses(get_cfg())
     outputs = {"cls_outputs": torch.randn(4, 3), "features": torch.randn(4, 5)}
     plain = compute_losses(losses, outputs, TARGETS, gather=False)
@@ -139,7 +139,7 @@ def test_one_output_weighs_as_much_as_itself():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_everything_learns(config, checkpointing):
+def test_all_parameters_get_gradients(config, checkpointing):
     model = build_model(config("MODEL.BACKBONE.CHECKPOINTING", str(checkpointing)))
     images = torch.randint(256, (4, 3, 64, 40), dtype=torch.uint8)
     torch.manual_seed(1)
@@ -157,15 +157,15 @@ def test_everything_learns(config, checkpointing):
         assert all(p.grad is None or torch.equal(p.grad, kept[name]) for name, p in model.named_parameters())
 
 
-def test_its_own_checkpoint_and_one_of_other_identities(config):
+def test_loads_checkpoint_with_other_number_of_classes(config):
     model, other = build_model(config()), build_model(config("MODEL.HEADS.NUM_CLASSES", "7"))
     report = load_model_state(other, model.state_dict(), source="own")
     assert report.other_shape == [f"heads.branches.{number}.weight" for number in range(5)]
     assert report.missing == report.dropped == report.renamed == []
 
 
-def test_another_head_is_told_what_it_lacks(config):
-    """The backbone's own last block, which TransReID's files have too, is not the one that was trained."""
+def test_embedding_head_notes_jpm_weights(config):
+    """TransReID's files also contain the last block of the backbone, which was not trained."""
     state = build_model(config()).state_dict()
     state |= {
         f"backbone.blocks.2.{name.removeprefix('heads.b1.0.')}": value
@@ -175,22 +175,22 @@ def test_another_head_is_told_what_it_lacks(config):
     state |= {f"backbone.norm.{name}": state[f"heads.b1.1.{name}"] for name in ("weight", "bias")}
     model = build_model(config("MODEL.HEADS.NAME", "EmbeddingHead", "MODEL.HEADS.POOL_LAYER", "Identity"))
     report = load_model_state(model, state, source="x")
-    assert any("set MODEL.HEADS.NAME JPMHead" in note for note in report.notes)
+    assert any("MODEL.HEADS.NAME JPMHead" in note for note in report.notes)
 
 
-def test_errors(config):
-    with pytest.raises(ConfigError, match="JPMHead continues a Vision Transformer"):
+def test_unsupported_models_raise(config):
+    with pytest.raises(ConfigError, match="MODEL.HEADS.NAME JPMHead.*build_resnet_backbone"):
         build_model(config("MODEL.BACKBONE.NAME", "build_resnet_backbone", "MODEL.BACKBONE.DEPTH", "18x",
                            "MODEL.BACKBONE.FEAT_DIM", "512"))  # fmt: skip
     with pytest.raises(ConfigError, match=r"MODEL\.HEADS\.JPM\.PARTS is 4, but .* 3 patches"):
         make().eval()(torch.randn(1, 4, 6))
     for arch in ("Baseline", "MoCo"):
-        with pytest.raises(ConfigError, match="CenterLoss has weights of its own, and the outputs of JPMHead"):
+        with pytest.raises(ConfigError, match="CenterLoss.*JPMHead"):
             build_model(config("MODEL.META_ARCHITECTURE", arch, "MODEL.LOSSES.NAME", "CenterLoss"))
 
 
 @pytest.mark.parametrize("other", [("MODEL.HEADS.NUM_CLASSES", "5"), ("MODEL.HEADS.NAME", "EmbeddingHead")])
-def test_a_memory_bank_of_other_identities_or_another_head_is_not_taken(config, other):
+def test_memory_bank_of_other_identities_or_head_is_not_loaded(config, other):
     moco = ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "8", "MODEL.WEIGHTS_MIN_MATCH", "0.5")
     state = build_model(config(*moco, *other)).state_dict()
     state["memory.queue_label"].fill_(2)
@@ -207,7 +207,7 @@ def test_a_memory_bank_of_other_identities_or_another_head_is_not_taken(config, 
     "arch, term, opts",
     [("MoCo", "loss_mb", ("MODEL.QUEUE_SIZE", "8")), ("Distiller", "loss_jsdiv", ("KD.EMA.ENABLED", "True"))],
 )
-def test_architectures_that_look_at_one_output_take_the_global_one(config, arch, term, opts):
+def test_moco_and_distiller_use_the_global_output(config, arch, term, opts):
     torch.manual_seed(0)
     model = build_model(config("MODEL.META_ARCHITECTURE", arch, "MODEL.BACKBONE.DROP_PATH_RATIO", "0", *opts))
     captured = []

@@ -1,4 +1,4 @@
-"""A trained model from its checkpoint alone, or from a config."""
+"""load_model with a checkpoint or a config."""
 
 import subprocess
 import sys
@@ -28,23 +28,23 @@ def config_of(checkpoint, *opts):
     return cfg
 
 
-def test_a_checkpoint_and_its_config_give_the_same_model(demo, checkpoint):
-    """In evaluation mode, in the precision of the training."""
-    alone, of_config = load_model(checkpoint, device="cpu"), load_model(config_of(checkpoint))
-    for loaded in (alone, of_config):
+def test_checkpoint_and_config_load_the_same_model(demo, checkpoint):
+    """Both are in evaluation mode with the precision of the training."""
+    from_checkpoint, from_config = load_model(checkpoint, device="cpu"), load_model(config_of(checkpoint))
+    for loaded in (from_checkpoint, from_config):
         assert not loaded.model.training and loaded.policy.dtype == torch.bfloat16 and loaded.cfg.is_frozen()
         assert loaded.extra["best"]["metric"]
-    assert torch.equal(features(alone), features(of_config))
+    assert torch.equal(features(from_checkpoint), features(from_config))
 
 
-def test_the_precision(checkpoint):
+def test_precision_is_set_by_options_and_config(checkpoint):
     assert load_model(checkpoint, device="cpu", opts=["SOLVER.AMP", "off"]).policy.dtype == torch.float32
     assert not load_model(checkpoint, device="cpu", opts=["SOLVER.AMP.EVAL_DTYPE", "float32"]).policy.enabled
-    # A config has the last word, a checkpoint its training's.
+    # A config sets the precision itself; a checkpoint has the precision of its training.
     assert not load_model(config_of(checkpoint, "SOLVER.AMP", "off")).policy.enabled
 
 
-def test_options_do_not_change_the_config_given(checkpoint):
+def test_options_do_not_modify_the_config(checkpoint):
     cfg = config_of(checkpoint, "MODEL.DEVICE", "cuda")
     loaded = load_model(cfg, device="cpu", opts=["TEST.IMS_PER_BATCH", "7"])
     assert loaded.cfg.TEST.IMS_PER_BATCH == 7 and cfg.TEST.IMS_PER_BATCH != 7 and cfg.MODEL.DEVICE == "cuda"
@@ -52,7 +52,7 @@ def test_options_do_not_change_the_config_given(checkpoint):
 
 
 @pytest.mark.parametrize("options", [("SOLVER.EMA", "True"), ("SOLVER.EMA", "True", "SOLVER.EMA.EVALUATE", "False")])
-def test_the_averaged_weights_are_those_of_an_evaluation(demo, tmp_path, options):
+def test_loads_averaged_weights_if_the_config_evaluates_them(demo, tmp_path, options):
     tiny.train(tmp_path, *options)
     loaded = load_model(tmp_path / "model_final.pth", device="cpu")
     content = torch.load(tmp_path / "model_final.pth", weights_only=True)
@@ -60,24 +60,24 @@ def test_the_averaged_weights_are_those_of_an_evaluation(demo, tmp_path, options
     state = {name: value for name, value in loaded.model.state_dict().items() if value.numel()}  # no classifier
     assert any(not torch.equal(content["average"]["model"][name], content["model"][name]) for name in state)
     assert all(torch.equal(value, expected[name]) for name, value in state.items())
-    trainers, _ = DefaultTrainer.load_model(loaded.cfg)
-    assert all(torch.equal(trainers.state_dict()[name], value) for name, value in state.items())
+    trainer_model, _ = DefaultTrainer.load_model(loaded.cfg)
+    assert all(torch.equal(trainer_model.state_dict()[name], value) for name, value in state.items())
 
 
-def test_what_cannot_be_loaded(checkpoint, tmp_path):
-    with pytest.raises(ConfigError, match="MODEL.WEIGHTS is empty"):
+def test_invalid_sources_raise(checkpoint, tmp_path):
+    with pytest.raises(ConfigError, match="MODEL.WEIGHTS"):
         load_model(get_cfg(), device="cpu")
     content = torch.load(checkpoint, weights_only=True)
     torch.save(content | {"policy": {"dtype": 3}}, tmp_path / "damaged.pth")
     with pytest.raises(WeightsError, match="policy"):
         load_model(tmp_path / "damaged.pth", device="cpu")
     torch.save({"model": content["model"]}, tmp_path / "bare.pth")
-    with pytest.raises(WeightsError, match="config"):
+    with pytest.raises(WeightsError, match="bare.pth"):
         load_model(tmp_path / "bare.pth", device="cpu")
     assert load_model(config_of(checkpoint, "MODEL.WEIGHTS", str(tmp_path / "bare.pth"))).extra == {}
 
 
-def test_an_overridden_build_model_is_the_trainers(demo, checkpoint):
+def test_trainer_load_model_calls_overridden_build_model(demo, checkpoint):
     class Trainer(DefaultTrainer):
         @classmethod
         def build_model(cls, cfg):

@@ -1,4 +1,4 @@
-"""Losses against naive loops, at two dtypes and in the degenerate cases."""
+"""Losses: comparison with naive loops in two dtypes, and degenerate cases."""
 
 import math
 from pathlib import Path
@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.float64]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, -1.0])
-def test_cross_entropy_equals_a_naive_loop(dtype, epsilon):
+def test_cross_entropy_equals_naive_loop(dtype, epsilon):
     torch.manual_seed(0)
     logits, targets = torch.randn(6, 5, dtype=dtype), torch.tensor([0, 1, 2, 3, 4, 0])
     losses = []
@@ -36,18 +36,18 @@ def test_cross_entropy_equals_a_naive_loop(dtype, epsilon):
     assert loss.item() == pytest.approx(sum(losses) / 6, rel=1e-5)
 
 
-def test_cross_entropy_without_smoothing_is_pytorchs():
+def test_cross_entropy_without_smoothing_equals_pytorch():
     logits, targets = torch.randn(8, 10), torch.randint(10, (8,))
     torch.testing.assert_close(cross_entropy_loss(logits, targets), F.cross_entropy(logits, targets))
 
 
-def test_cross_entropy_averages_over_samples_with_a_loss():
+def test_cross_entropy_averages_over_nonzero_losses():
     logits = torch.tensor([[1000.0, 0.0], [0.0, 0.0]])
     assert cross_entropy_loss(logits, torch.tensor([0, 0])).item() == pytest.approx(math.log(2))
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, -1.0])
-def test_cross_entropy_of_one_class_or_one_image_is_finite(epsilon):
+def test_cross_entropy_is_finite_for_one_class_or_one_image(epsilon):
     for shape in ((3, 1), (1, 4)):
         logits = torch.randn(shape, requires_grad=True)
         loss = cross_entropy_loss(logits, torch.zeros(shape[0], dtype=torch.int64), epsilon=epsilon)
@@ -82,7 +82,7 @@ def naive_triplet(features, targets, margin, normalize, hard, weighting="softmax
 @pytest.mark.parametrize("margin", [0.3, 0.0])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("hard", "weighting"), [(True, "softmax"), (False, "softmax"), (False, "fastreid")])
-def test_triplet_equals_a_naive_loop(dtype, margin, normalize, hard, weighting):
+def test_triplet_equals_naive_loop(dtype, margin, normalize, hard, weighting):
     torch.manual_seed(0)
     features, targets = torch.randn(8, 6, dtype=dtype), torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
     loss = triplet_loss(features, targets, margin=margin, normalize=normalize, hard_mining=hard, weighting=weighting)
@@ -94,7 +94,7 @@ def test_triplet_equals_a_naive_loop(dtype, margin, normalize, hard, weighting):
 @pytest.mark.parametrize("targets", [[0, 0, 0, 0], [0, 1, 2, 3], [0]])
 @pytest.mark.parametrize("hard", [True, False])
 @pytest.mark.parametrize("margin", [0.3, 0.0])
-def test_triplet_without_negatives_or_positives_is_finite(targets, hard, margin, weighting):
+def test_triplet_is_finite_without_negatives_or_positives(targets, hard, margin, weighting):
     features = torch.randn(len(targets), 4, requires_grad=True)
     loss = triplet_loss(features, torch.tensor(targets), margin=margin, hard_mining=hard, weighting=weighting)
     loss.backward()
@@ -105,7 +105,7 @@ WRT = np.load(Path(__file__).parents[1] / "reference" / "methods" / "vi_losses1.
 
 
 @pytest.mark.parametrize(("factor", "name"), [(1, "wrt"), (4, "wrt_features_x4")])
-def test_fastreids_weighting_equals_agws_program(factor, name):
+def test_fastreid_weighting_equals_agw_reference(factor, name):
     features = torch.tensor(WRT["features"], requires_grad=True)
     targets = torch.tensor(WRT["labels"])
     loss = triplet_loss(factor * features, targets, margin=0.0, hard_mining=False, weighting="fastreid")
@@ -115,15 +115,15 @@ def test_fastreids_weighting_equals_agws_program(factor, name):
 
 
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 4.0, 1e3])
-def test_weighted_triplet_is_a_masked_softmax_at_any_scale(factor):
+def test_softmax_weighting_equals_naive_loop_at_any_scale(factor):
     features, targets = factor * torch.tensor(WRT["features"]), torch.tensor(WRT["labels"])
     loss = triplet_loss(features, targets, margin=0.0, hard_mining=False)
     expected = naive_triplet(features.double(), targets, 0.0, False, False)
     assert loss.item() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-def test_fastreids_weighting_is_wrong_beyond_distances_of_about_14():
-    """At a median distance of 42, where the weighted negative distance that it computes is 0."""
+def test_fastreid_weighting_is_wrong_for_distances_above_14():
+    """The median distance is 42, and the weighted negative distance is 0."""
     features, targets = 4 * torch.tensor(WRT["features"]), torch.tensor(WRT["labels"])
     right, fastreid = (
         triplet_loss(features, targets, margin=0.0, hard_mining=False, weighting=form)
@@ -132,7 +132,7 @@ def test_fastreids_weighting_is_wrong_beyond_distances_of_about_14():
     assert right.item() < 0.5 and fastreid.item() > 30
 
 
-def test_an_anchor_without_negatives_costs_nothing():
+def test_anchor_without_negatives_has_zero_loss():
     features = torch.tensor([[0.0], [1.0], [3.0]], requires_grad=True)
     for hard in (True, False):
         loss = triplet_loss(features, torch.tensor([0, 0, 0]), margin=0.0, hard_mining=hard)
@@ -159,7 +159,7 @@ def test_losses_are_float32_under_autocast(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gamma", [0.0, 1.5, 2.0])
-def test_focal_equals_a_naive_loop(dtype, gamma):
+def test_focal_equals_naive_loop(dtype, gamma):
     logits, targets = torch.randn(6, 5, dtype=dtype), torch.tensor([0, 1, 2, 3, 4, 0])
     losses = []
     for row, target in zip(logits.tolist(), targets.tolist(), strict=True):
@@ -169,7 +169,7 @@ def test_focal_equals_a_naive_loop(dtype, gamma):
 
 
 @pytest.mark.parametrize("gamma", [0.5, 2.0])
-def test_focal_of_certain_samples_is_finite(gamma):
+def test_focal_is_finite_for_confident_samples(gamma):
     logits = torch.tensor([[1000.0, 0.0], [0.0, 1000.0], [3.0, 3.0]], requires_grad=True)
     loss = focal_loss(logits, torch.tensor([0, 0, 1]), gamma=gamma)
     loss.backward()
@@ -203,7 +203,7 @@ PAIRWISE = {"circle": pairwise_circle_loss, "cosface": pairwise_cosface}
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PAIRWISE)
 @pytest.mark.parametrize("targets", [[0, 0, 1, 1, 2, 2], [0, 0, 0, 1, 2, 3]])
-def test_pairwise_cosine_losses_equal_a_naive_loop(dtype, name, targets):
+def test_pairwise_cosine_losses_equal_naive_loop(dtype, name, targets):
     features, targets = torch.randn(6, 4, dtype=dtype), torch.tensor(targets)
     loss = PAIRWISE[name](features, targets, margin=0.25, gamma=16.0)
     assert loss.item() == pytest.approx(naive_pairwise(name, features, targets, 0.25, 16.0), rel=1e-4)
@@ -219,14 +219,14 @@ def test_pairwise_cosine_losses_without_pairs_are_zero(name, targets):
 
 
 @pytest.mark.parametrize("function", [*PAIRWISE.values(), focal_loss])
-def test_new_losses_are_float32_under_autocast(function):
+def test_cosine_and_focal_losses_are_float32_under_autocast(function):
     values, targets = 100 * torch.randn(8, 6), torch.arange(8) // 2
     with torch.autocast("cpu", dtype=torch.float16):
         low = function(values, targets)
     assert low.dtype == torch.float32 and torch.equal(low, function(values, targets))
 
 
-def test_every_loss_is_built_with_its_own_settings():
+def test_each_loss_is_built_with_its_settings():
     cfg = get_cfg()
     cfg.MODEL.LOSSES.NAME = ["CrossEntropyLoss", "TripletLoss", "FocalLoss", "CircleLoss", "Cosface"]
     for node, scale in (("CIRCLE", 2.0), ("COSFACE", 3.0), ("FL", 4.0)):

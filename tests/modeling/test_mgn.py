@@ -1,4 +1,4 @@
-"""The Multiple Granularity Network: its branches and parts, and the weights of its losses."""
+"""MGN: branches, horizontal parts and loss weights."""
 
 import pytest
 import tiny
@@ -30,7 +30,7 @@ def model():
     return build_model(config())
 
 
-def test_branches_start_alike_and_cut_their_maps_in_parts(model):
+def test_branches_share_initial_weights_and_split_maps_into_parts(model):
     for branch in ("b2", "b3"):
         for name, value in model.get_submodule(branch).state_dict().items():
             assert torch.equal(value, model.b1.state_dict()[name])
@@ -38,14 +38,14 @@ def test_branches_start_alike_and_cut_their_maps_in_parts(model):
     model.eval()
     with torch.no_grad():
         features = model(batch)
-        maps = model.b3(model.feature_maps(batch))  # 96 / 16 rows
+        maps = model.b3(model.feature_maps(batch))  # height 96 / 16
         middle = model.b32_head(maps[:, :, 2:4])
     assert features.shape == (2, 8 * 8)
     position = 8 * HEADS.index("b32")
     torch.testing.assert_close(features[:, position : position + 8], middle)
 
 
-def test_the_losses_weigh_an_eighth_and_a_fifth(model):
+def test_loss_weights_are_one_eighth_and_one_fifth(model):
     model.train()
     batch = {"images": torch.randint(256, (4, 3, 96, 32), dtype=torch.uint8), "targets": TARGETS}
     captured = {}
@@ -60,15 +60,15 @@ def test_the_losses_weigh_an_eighth_and_a_fifth(model):
         hook.remove()
     expected = {f"loss_cls_{name}": cross_entropy_loss(captured[name]["cls_outputs"], TARGETS) / 8 for name in HEADS}
     parts = {"b1": ["b1"], "b2": ["b2"], "b3": ["b3"], "b22": ["b21", "b22"], "b33": ["b31", "b32", "b33"]}
-    for name, those in parts.items():
-        features = torch.cat([captured[part]["features"] for part in those], dim=1)
+    for name, branch_parts in parts.items():
+        features = torch.cat([captured[part]["features"] for part in branch_parts], dim=1)
         expected[f"loss_triplet_{name}"] = triplet_loss(features, TARGETS, hard_mining=False) / 5
     assert losses.keys() == expected.keys()
     for name, value in losses.items():
         torch.testing.assert_close(value, expected[name])
 
 
-def test_the_local_branches_do_not_stride():
+def test_local_branches_have_no_stride_in_last_stage():
     model = build_model(config("MODEL.BACKBONE.LAST_STRIDE", "2")).eval()
     with torch.no_grad():
         trunk = model.feature_maps({"images": torch.zeros(1, 3, 128, 64)})
@@ -76,20 +76,20 @@ def test_the_local_branches_do_not_stride():
         assert model.b2(trunk).shape[2:] == model.b3(trunk).shape[2:] == (8, 4)
 
 
-def test_weights_of_another_architecture_are_told_apart(model):
+def test_weights_of_other_architecture_raise(model):
     other = build_model(config("MODEL.META_ARCHITECTURE", "Baseline"))
     for one, state, message in (
-        (other, model, "are of MODEL.META_ARCHITECTURE MGN, and the model is not"),
-        (model, other, "are not of MODEL.META_ARCHITECTURE MGN, and the model is"),
+        (other, model, "weights are of MODEL.META_ARCHITECTURE MGN"),
+        (model, other, "weights are not of MODEL.META_ARCHITECTURE MGN"),
     ):
         with pytest.raises(WeightsError, match=message):
             load_model_state(one, state.state_dict(), source="x")
 
 
-def test_what_it_cannot_be_made_of():
-    with pytest.raises(ConfigError, match="MODEL.BACKBONE.NAME build_tiny_backbone is none"):
+def test_unsupported_backbone_loss_and_image_size_raise():
+    with pytest.raises(ConfigError, match="MODEL.BACKBONE.NAME.*build_tiny_backbone"):
         build_model(config("MODEL.BACKBONE.NAME", "build_tiny_backbone", "MODEL.BACKBONE.FEAT_DIM", str(tiny.WIDTH)))
-    with pytest.raises(ConfigError, match="CenterLoss has weights of its own"):
+    with pytest.raises(ConfigError, match="CenterLoss.*MGN"):
         build_model(config("MODEL.LOSSES.NAME", "CenterLoss"))
-    with pytest.raises(ConfigError, match="3 parts, and one 2 high"):
+    with pytest.raises(ConfigError, match="3 horizontal parts.*2"):
         build_model(config()).eval()({"images": torch.zeros(1, 3, 32, 32)})

@@ -1,4 +1,4 @@
-"""MobileNetV2 and V3: torchvision's functions, under FastReID's names too, and FastReID's last layer."""
+"""MobileNetV2 and V3: comparison with torchvision, FastReID's names and FastReID's last layer."""
 
 import pytest
 import torch
@@ -16,36 +16,36 @@ V2, V3 = "build_mobilenetv2_backbone", "build_mobilenetv3_backbone"
     "depth, millions",
     [("1.0x", 3.504), ("0.75x", 2.636), ("0.5x", 1.968), ("0.35x", 1.677), ("0.25x", 1.519), ("0.1x", 1.356)],
 )
-def test_sizes_of_v2(depth, millions):
-    """Those that the authors of the pretrained weights name, of which 1281000 are the classifier's."""
+def test_v2_parameter_counts(depth, millions):
+    """Published counts of the pretrained weights, of which 1281000 belong to the classifier."""
     assert (count_parameters(V2, depth, 1280) + 1281000) / 1e6 == pytest.approx(millions, abs=1.1e-3)
 
 
 @pytest.mark.parametrize("depth, width", [("Large", 1280), ("Small", 1024)])
-def test_sizes_of_v3(depth, width):
-    """Those of torchvision without its second classifier layer; a batch norm has two of what was one bias."""
+def test_v3_parameter_counts(depth, width):
+    """torchvision's counts without the second classifier layer, plus one more vector: batch norm replaces a bias."""
     with torch.device("meta"):
-        theirs = torchvision.models.get_model(f"mobilenet_v3_{depth.lower()}")
-    expected = sum(p.numel() for p in theirs.parameters()) - (width * 1000 + 1000) + width
+        reference = torchvision.models.get_model(f"mobilenet_v3_{depth.lower()}")
+    expected = sum(p.numel() for p in reference.parameters()) - (width * 1000 + 1000) + width
     assert count_parameters(V3, depth, width) == expected
 
 
-def fastreids_names(state):
-    """Translate torchvision's MobileNetV2: a block's layers in one row with their activations, the last one apart."""
-    in_row = {"0.0": 0, "0.1": 1, "1.0": 3, "1.1": 4, "2": 6, "3": 7}
+def to_fastreid_names(state):
+    """Rename torchvision's MobileNetV2: blocks number all layers consecutively, and the last layer is ``conv``."""
+    in_block = {"0.0": 0, "0.1": 1, "1.0": 3, "1.1": 4, "2": 6, "3": 7}
     in_first = {"0.0": 0, "0.1": 1, "1": 3, "2": 4}
     renamed = {}
     for key, value in state.items():
         parts = key.split(".")
         if parts[2] == "conv":
-            row = in_first if parts[1] == "1" else in_row
+            row = in_first if parts[1] == "1" else in_block
             key = ".".join([*parts[:3], str(row[".".join(parts[3:-1])]), parts[-1]])
         renamed[key.replace("features.18.", "conv.")] = value
     return renamed
 
 
 def naive_v2(state, x):
-    """MobileNetV2 from FastReID's names alone."""
+    """Compute MobileNetV2 from tensors with FastReID's names."""
     layers = Layers(state)
 
     def unit(x, conv, bn, stride=1, linear=False):
@@ -65,9 +65,9 @@ def naive_v2(state, x):
 
 
 @pytest.mark.parametrize("depth", ["1.0x", "0.35x", "0.1x"])
-def test_v2_under_fastreids_names(depth):
+def test_v2_with_fastreid_names_equals_naive_computation(depth):
     origin, images = build(V2, depth, 1280), torch.randn(2, 3, 71, 45).double()
-    state = fastreids_names(origin.state_dict())
+    state = to_fastreid_names(origin.state_dict())
     assert {"features.1.conv.4.running_var", "features.17.conv.7.bias", "conv.1.weight"} <= state.keys()
     backbone = build_backbone(config(V2, depth, 1280)).eval().double()
     report = load_model_state(backbone, state, source="FastReID", backbone_prefix="")
@@ -79,27 +79,27 @@ def test_v2_under_fastreids_names(depth):
 
 
 @pytest.mark.parametrize("depth", ["Large", "Small"])
-def test_v3_is_torchvisions_with_another_epsilon_and_last_layer(depth):
+def test_v3_equals_torchvision_with_other_epsilon_and_last_layer(depth):
     backbone = build(V3, depth, 1280 if depth == "Large" else 1024)
     state = backbone.state_dict()
-    theirs = torchvision.models.get_model(f"mobilenet_v3_{depth.lower()}").features.eval().double()
-    theirs.load_state_dict({k.removeprefix("features."): v for k, v in state.items() if k.startswith("features.")})
-    for module in theirs.modules():
+    reference = torchvision.models.get_model(f"mobilenet_v3_{depth.lower()}").features.eval().double()
+    reference.load_state_dict({k.removeprefix("features."): v for k, v in state.items() if k.startswith("features.")})
+    for module in reference.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             assert module.eps == 1e-3
             module.eps = 1e-5
     images, layers = torch.randn(2, 3, 64, 32).double(), Layers(state)
     with torch.no_grad():
-        expected = layers.bn(layers.conv(theirs(images), "conv.0"), "conv.1").clamp(0, 6)
+        expected = layers.bn(layers.conv(reference(images), "conv.0"), "conv.1").clamp(0, 6)
         maps = backbone(images)
     torch.testing.assert_close(maps, expected)
     assert maps.shape == (2, backbone.feature_dim, 2, 1) and maps.std() > 0.01
 
 
-@pytest.mark.parametrize("name, depth, theirs", [(V2, "1.0x", "mobilenet_v2"), (V3, "Small", "mobilenet_v3_small")])
+@pytest.mark.parametrize("name, depth, reference", [(V2, "1.0x", "mobilenet_v2"), (V3, "Small", "mobilenet_v3_small")])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_file_of_torchvisions(tmp_path, name, depth, theirs, channels):
-    origin, path = torchvision.models.get_model(theirs), tmp_path / "whole.pth"
+def test_loads_torchvision_file(tmp_path, name, depth, reference, channels):
+    origin, path = torchvision.models.get_model(reference), tmp_path / "model.pth"
     torch.save(origin.state_dict(), path)
     opts = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(path))
     width = 1280 if name == V2 else 1024
@@ -111,19 +111,19 @@ def test_a_file_of_torchvisions(tmp_path, name, depth, theirs, channels):
     assert all(torch.equal(value, expected[key]) for key, value in backbone.features.state_dict().items())
 
 
-def test_a_file_in_fastreids_names(tmp_path):
+def test_loads_file_with_fastreid_names(tmp_path):
     origin, path = build(V2, "0.25x", 1280), tmp_path / "mobilenetv2_0.25.pth"
-    torch.save(fastreids_names(origin.state_dict()) | {"classifier.weight": torch.ones(10, 1280)}, path)
+    torch.save(to_fastreid_names(origin.state_dict()) | {"classifier.weight": torch.ones(10, 1280)}, path)
     opts = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(path))
     backbone = build_backbone(config(V2, "0.25x", 1280, *opts))
     assert all(torch.equal(value, origin.state_dict()[key].float()) for key, value in backbone.state_dict().items())
-    with pytest.raises(WeightsError, match="shape mismatch"):
+    with pytest.raises(WeightsError, match="MODEL.BACKBONE.DEPTH"):
         build_backbone(config(V2, "0.35x", 1280, *opts))
 
 
 @pytest.mark.parametrize("name, depth", [(V2, "0.1x"), (V3, "Small")])
-def test_initial_weights(name, depth):
-    """Normal, with a variance of two over the outputs that an input has a part in."""
+def test_weight_initialization(name, depth):
+    """Normal with variance 2 / fan_out."""
     backbone = build_backbone(config(name, depth, 1280 if name == V2 else 1024, "INPUT.CHANNELS", "4"))
     big = [m for m in backbone.modules() if isinstance(m, torch.nn.Conv2d) and m.weight.numel() > 400]
     for module in [backbone.features[0][0], *big]:
@@ -132,14 +132,14 @@ def test_initial_weights(name, depth):
 
 
 @pytest.mark.parametrize("name, depth, choices", [(V2, "1.0", "'1.0x'"), (V3, "large", "'Large'")])
-def test_unknown_depth(name, depth, choices):
+def test_unknown_depth_suggests_nearest(name, depth, choices):
     with pytest.raises(ConfigError, match=rf"MODEL\.BACKBONE\.DEPTH: '{depth}'; choices: .*{choices}"):
         build_backbone(config(name, depth, 1280))
 
 
 @pytest.mark.parametrize("name, depth, width", [(V2, "0.1x", 1280), (V3, "Small", 1024)])
-def test_everything_learns(name, depth, width, caplog):
+def test_all_parameters_get_gradients(name, depth, width, caplog):
     backbone = build_backbone(config(name, depth, width, "MODEL.BACKBONE.WITH_NL", "True"))
     backbone(torch.randn(4, 3, 64, 64)).square().mean().backward()
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
-    assert "WITH_NL does nothing" in caplog.text
+    assert "MODEL.BACKBONE.WITH_NL" in caplog.text

@@ -1,4 +1,4 @@
-"""MoCo: the loss over the bank against a naive loop, its queue, the key encoder and skipped steps."""
+"""MoCo: memory bank loss, queue, key encoder, skipped steps and checkpoints."""
 
 import math
 from pathlib import Path
@@ -40,10 +40,10 @@ def naive(queries, keys, labels, targets, own, margin, gamma):
     total = 0.0
     for i in range(len(queries)):
         positives, negatives = [], []
-        for place, label in enumerate(labels):
-            if label < 0 or place == own[i]:
+        for slot, label in enumerate(labels):
+            if label < 0 or slot == own[i]:
                 continue
-            cosine = F.cosine_similarity(queries[i], keys[place], dim=0).item()
+            cosine = F.cosine_similarity(queries[i], keys[slot], dim=0).item()
             if label == targets[i]:
                 positives.append(math.exp(-gamma * cosine))
             else:
@@ -53,16 +53,16 @@ def naive(queries, keys, labels, targets, own, margin, gamma):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_loss_is_a_naive_loop_over_a_queue_that_wraps(dtype):
-    """Batches of 6 in a bank of 10: it is partly empty, then full, and 6 does not divide 10."""
+def test_loss_equals_naive_loop_with_wrapping_queue(dtype):
+    """With batches of 6 and a bank of 10, the bank is first partly empty and then wraps within a batch."""
     bank = MemoryBank(feature_dim=5, size=10, margin=0.25, gamma=8.0).to(dtype)
     kept, labels = torch.zeros(10, 5, dtype=dtype), [-1] * 10
     for step in range(4):
         queries, keys = torch.randn(6, 5, dtype=dtype), torch.randn(6, 5, dtype=dtype)
         targets = torch.randint(3, (6,))
         own = [(6 * step + i) % 10 for i in range(6)]
-        for i, place in enumerate(own):
-            kept[place], labels[place] = keys[i], targets[i].item()
+        for i, slot in enumerate(own):
+            kept[slot], labels[slot] = keys[i], targets[i].item()
         expected = naive(queries, kept, labels, targets.tolist(), own, 0.25, 8.0)
         assert bank(queries, keys, targets).item() == pytest.approx(expected, rel=1e-4)
         assert bank.queue_label.tolist() == [labels] and bank.queue_ptr.tolist() == [6 * (step + 1) % 10]
@@ -70,14 +70,14 @@ def test_the_loss_is_a_naive_loop_over_a_queue_that_wraps(dtype):
 
 
 @pytest.mark.parametrize("targets", [[0, 0, 0], [0, 1, 2], [0]])
-def test_the_loss_without_pairs_is_zero(targets):
+def test_loss_without_pairs_is_zero(targets):
     bank, queries = MemoryBank(feature_dim=5, size=8), torch.randn(len(targets), 5, requires_grad=True)
     loss = bank(queries, queries.detach(), torch.tensor(targets))
     loss.backward()
     assert loss.item() == 0 and torch.equal(queries.grad, torch.zeros_like(queries))
 
 
-def test_the_bank_is_float32_and_survives_a_second_pass_before_the_backward_pass():
+def test_bank_is_float32_and_supports_two_forward_passes_before_backward():
     bank, queries = MemoryBank(feature_dim=5, size=20), torch.randn(6, 5, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         losses = [bank(queries.bfloat16(), torch.randn(6, 5).bfloat16(), torch.arange(6) // 2) for _ in range(2)]
@@ -85,15 +85,15 @@ def test_the_bank_is_float32_and_survives_a_second_pass_before_the_backward_pass
     assert losses[0].dtype == bank.queue.dtype == torch.float32 and bank.queue_label.dtype == torch.int64
 
 
-def test_a_batch_larger_than_the_bank():
-    with pytest.raises(ConfigError, match="MODEL.QUEUE_SIZE is 20, and a batch of 21 images"):
+def test_batch_larger_than_bank_raises():
+    with pytest.raises(ConfigError, match="MODEL.QUEUE_SIZE is 20.*21"):
         MemoryBank(feature_dim=5, size=20)(torch.randn(21, 5), torch.randn(21, 5), torch.zeros(21, dtype=torch.int64))
 
 
 # ---- the key encoder
 
 
-def test_it_follows_the_model_and_nothing_trains_it():
+def test_key_encoder_is_moving_average_without_gradients():
     model = make("MODEL.MOCO.MOMENTUM", "0.9")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = {name for name, _ in model.named_parameters()}
@@ -113,10 +113,10 @@ def test_it_follows_the_model_and_nothing_trains_it():
         sum(losses.values()).backward()
         optimizer.step()
     assert not torch.allclose(own["backbone.0.weight"], model.backbone[0].weight)
-    assert own["backbone.1.num_batches_tracked"] == 3  # its batch norm has statistics of its own
+    assert own["backbone.1.num_batches_tracked"] == 3  # its batch norm has separate statistics
 
 
-def test_without_momentum_the_keys_are_the_models_own_features():
+def test_keys_without_momentum_are_features_of_the_model():
     model = make("MODEL.MOCO.MOMENTUM", "0")
     model.backbone[3].p = model.key_encoder.backbone[3].p = 0.0  # dropout
     captured = []
@@ -127,7 +127,7 @@ def test_without_momentum_the_keys_are_the_models_own_features():
     torch.testing.assert_close(model.memory.queue[:, 8:16].t(), F.normalize(captured[1].detach(), dim=1))
 
 
-def test_accumulation_keeps_the_momentum_once_a_step():
+def test_momentum_is_per_step_with_gradient_accumulation():
     model = make("MODEL.MOCO.MOMENTUM", "0.81", "SOLVER.ACCUM_STEPS", "2")
     start = model.backbone[0].weight.detach().clone()
     with torch.no_grad():
@@ -137,7 +137,7 @@ def test_accumulation_keeps_the_momentum_once_a_step():
     torch.testing.assert_close(own, 0.81 * start + 0.19 * (start + 1))
 
 
-def test_evaluation_is_the_models_own(tmp_path):
+def test_evaluation_ignores_key_encoder_and_bank(tmp_path):
     model, plain = make(), build_model(tiny.tiny_config(tmp_path, "MODEL.HEADS.NUM_CLASSES", "4"))
     model(BATCH)
     report = load_model_state(plain, model.state_dict(), source="test")
@@ -148,19 +148,19 @@ def test_evaluation_is_the_models_own(tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_it_computes_in_float32_where_the_model_does():
+def test_key_encoder_has_same_float32_regions():
     model = make("SOLVER.AMP.FORCE_FP32", "['backbone.4']")
     assert forced_modules(model) == ["backbone.4", "key_encoder.backbone.4"]
     model(BATCH)
 
 
-def test_it_is_compiled_where_the_model_is():
+def test_key_encoder_is_compiled_with_the_model():
     model = make("MODEL.COMPILE", "aot_eager")
     assert all(part.backbone._compiled_call_impl is not None for part in (model, model.key_encoder))
     assert torch.isfinite(model(BATCH)["loss_mb"])
 
 
-def test_frozen_parts_are_frozen_in_it_too():
+def test_key_encoder_copies_frozen_modes():
     model = make()
     hook = FreezeLayers(model, ["backbone"], 2)
     hook.trainer = make_trainer(model, [torch.optim.SGD(model.parameters(), lr=0.1)], [BATCH], torch.float32)
@@ -174,7 +174,7 @@ def test_frozen_parts_are_frozen_in_it_too():
     assert model.key_encoder.backbone[1].training
 
 
-def test_averages_of_the_weights_and_batch_norm_estimated_anew():
+def test_weight_average_and_batch_norm_update_exclude_key_encoder():
     model = make()
     average = WeightAverage(model, "ema")
     model(BATCH)
@@ -190,7 +190,7 @@ def test_averages_of_the_weights_and_batch_norm_estimated_anew():
 
 
 class Keep(HookBase):
-    """Keeps the model's tensors after each step in a list."""
+    """Store the tensors of the model after each step."""
 
     def __init__(self, seen):
         self.seen = seen
@@ -200,7 +200,7 @@ class Keep(HookBase):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_skipped_step_leaves_no_trace(dtype):
+def test_skipped_step_restores_key_encoder_and_bank(dtype):
     model = make("MODEL.MOCO.MOMENTUM", "0.5")
     bad = BATCH | {"images": BATCH["images"] + torch.tensor([0.0] * 7 + [float("inf")]).view(8, 1, 1, 1)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -216,7 +216,7 @@ def test_a_skipped_step_leaves_no_trace(dtype):
     assert all(torch.isfinite(value).all() for value in seen[2].values())
 
 
-def test_a_rehearsal_leaves_no_trace():
+def test_isolated_pass_does_not_change_the_model():
     model = make()
     sum(model(BATCH).values()).backward()
     before = tensors(model)
@@ -225,17 +225,17 @@ def test_a_rehearsal_leaves_no_trace():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def fastreids(model, size=20, classes=4):
-    """Return a file of FastReID's MoCo: the model's parts, and a bank that is full."""
+def fastreid_state(model, size=20, classes=4):
+    """Create a state dict of FastReID's MoCo with a full bank."""
     state = {name: 2 * value for name, value in model.state_dict().items() if name.startswith(("backbone.", "heads."))}
     state["heads.weight"] = torch.randn(classes, tiny.WIDTH)
     bank = {"queue": F.normalize(torch.randn(tiny.WIDTH, size), dim=0), "queue_label": torch.randint(4, (1, size))}
     return state | {f"memory.{name}": value for name, value in (bank | {"queue_ptr": torch.tensor([8])}).items()}
 
 
-def test_a_checkpoint_of_fastreids():
+def test_loads_fastreid_checkpoint():
     model = make()
-    state = fastreids(model)
+    state = fastreid_state(model)
     report = load_model_state(model, state, source="test")
     assert not report.missing and not report.dropped
     own = model.state_dict()
@@ -244,14 +244,14 @@ def test_a_checkpoint_of_fastreids():
         assert torch.equal(own[f"key_encoder.{name}"], own[name])
 
 
-@pytest.mark.parametrize("size, classes, note", [(16, 4, "16 x 16, and here 16 x 20"), (20, 7, "other identities")])
-def test_a_bank_that_does_not_fit_starts_empty(size, classes, note):
+@pytest.mark.parametrize("size, classes, note", [(16, 4, "16 x 16"), (20, 7, "other identities")])
+def test_bank_with_other_size_or_identities_starts_empty(size, classes, note):
     model = make()
-    report = load_model_state(model, fastreids(model, size, classes), source="test")
+    report = load_model_state(model, fastreid_state(model, size, classes), source="test")
     assert note in "".join(report.notes) and (model.memory.queue_label == -1).all()
 
 
-def test_a_resumed_run_equals_straight_through(demo, tmp_path):
+def test_resume_is_bit_identical(demo, tmp_path):
     options = ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "40", "SOLVER.AMP", "bf16")
     options += ("SOLVER.EMA.ENABLED", "True", "SOLVER.MAX_EPOCH", "2")
     finals = []
@@ -268,7 +268,7 @@ def test_a_resumed_run_equals_straight_through(demo, tmp_path):
     assert all(torch.equal(value, finals[1][name]) for name, value in finals[0].items())
 
 
-def test_the_optimizer_takes_the_models_parameters_alone(tmp_path):
+def test_optimizer_excludes_key_encoder(tmp_path):
     cfg = tiny.tiny_config(tmp_path, "MODEL.META_ARCHITECTURE", "MoCo", "MODEL.HEADS.NUM_CLASSES", "4")
     model = build_model(cfg)
     held = {id(p) for group in build_optimizer(cfg, model).param_groups for p in group["params"]}

@@ -1,4 +1,4 @@
-"""Losses of pytorch-metric-learning by name: their values, arguments, parameters, and what is refused."""
+"""Losses of pytorch-metric-learning: values, arguments, parameters and errors."""
 
 import inspect
 import sys
@@ -28,7 +28,7 @@ def config(names, *opts):
     return cfg
 
 
-def test_values_and_arguments_are_the_packages():
+def test_values_equal_the_package():
     names = ["pml/TripletMarginLoss", "pml/MultiSimilarityLoss", "TripletLoss"]
     args = "{TripletMarginLoss: {margin: 0.3, swap: True}, MultiSimilarityLoss: {beta: 40}}"
     built = build_losses(config(names, "MODEL.LOSSES.PML.ARGS", args, "MODEL.LOSSES.PML.SCALE", "2"))
@@ -43,7 +43,7 @@ def test_values_and_arguments_are_the_packages():
     assert not torch.allclose(built["loss_triplet_margin"]({"features": features}, TARGETS), 2 * other)
 
 
-def test_a_miner_chooses_the_pairs():
+def test_miner_selects_the_pairs():
     cfg = config(["pml/TripletMarginLoss"], "MODEL.LOSSES.PML.MINER", "TripletMarginMiner")
     cfg.MODEL.LOSSES.PML.ARGS = {"TripletMarginMiner": {"margin": 0.1, "type_of_triplets": "hard"}}
     features = torch.randn(12, 8)
@@ -65,7 +65,7 @@ WITH_WEIGHTS = [
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
-def test_what_a_loss_learns_is_the_models(name, tmp_path):
+def test_loss_weights_are_trained_as_model_parameters(name, tmp_path):
     opts = ("MODEL.LOSSES.NAME", f"('CrossEntropyLoss', 'pml/{name}')", "MODEL.HEADS.NUM_CLASSES", "3")
     cfg = tiny.tiny_config(tmp_path, *opts, "MODEL.HEADS.EMBEDDING_DIM", "4", "MODEL.HEADS.NECK_FEAT", "after")
     model = build_model(cfg)
@@ -79,7 +79,7 @@ def test_what_a_loss_learns_is_the_models(name, tmp_path):
     assert all(not torch.equal(p, before[key]) for key, p in own.items())
 
 
-def test_weights_of_other_identities_start_anew_and_evaluation_needs_none(tmp_path):
+def test_loss_weights_of_other_identities_are_not_loaded(tmp_path):
     opts = ("MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'pml/ProxyAnchorLoss')")
     models = [build_model(tiny.tiny_config(tmp_path, *opts, "MODEL.HEADS.NUM_CLASSES", n)) for n in ("3", "5", "0")]
     report = load_model_state(models[1], models[0].state_dict(), source="test")
@@ -96,7 +96,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_loss_has_a_second_step(name):
+def test_all_losses_support_two_steps(name):
     args = {"RankedListLoss": {"margin": 0.4, "Tn": 10.0}} if name == "RankedListLoss" else {}
     loss = build_losses(config([f"pml/{name}"], "MODEL.LOSSES.PML.ARGS", args))
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_every_loss_has_a_second_step(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_it_is_float32_under_autocast(dtype):
+def test_loss_is_float32_under_autocast(dtype):
     loss = build_losses(config(["pml/NTXentLoss"]))["loss_nt_xent"]
     features = torch.randn(12, 8).to(dtype)
     with torch.autocast("cpu", dtype=dtype):
@@ -116,7 +116,7 @@ def test_it_is_float32_under_autocast(dtype):
 
 
 @pytest.mark.parametrize("targets", [[0, 0, 0], [0, 1, 2], [0]])
-def test_without_pairs_the_loss_is_zero_and_has_a_graph(targets):
+def test_loss_without_pairs_is_zero_and_has_gradient(targets):
     features = torch.randn(len(targets), 8, requires_grad=True)
     loss = build_losses(config(["pml/TripletMarginLoss"]))["loss_triplet_margin"]
     loss({"features": features}, torch.tensor(targets)).backward()
@@ -127,12 +127,12 @@ def test_without_pairs_the_loss_is_zero_and_has_a_graph(targets):
     "names, opts, parts",
     [
         (["pml/TripletMarginLos"], (), ["MODEL.LOSSES.NAME: 'pml/TripletMarginLos'", "'pml/TripletMarginLoss'?"]),
-        (["pml/VICRegLoss"], (), ["can be named here", "choices: pml/AngularLoss"]),
-        (["pml/DynamicSoftMarginLoss"], (), ["'pml/DynamicSoftMarginLoss' is none", "can be named here"]),
+        (["pml/VICRegLoss"], (), ["pml/VICRegLoss", "pml/AngularLoss"]),
+        (["pml/DynamicSoftMarginLoss"], (), ["'pml/DynamicSoftMarginLoss'"]),
         (
             ["pml/TripletMarginLoss"],
             ("MODEL.LOSSES.PML.ARGS", "{TripletMarginLoss: 0.1}"),
-            ["TripletMarginLoss is 0.1; expected its arguments by name"],
+            ["TripletMarginLoss is 0.1"],
         ),
         (
             ["pml/ContrastiveLoss"],
@@ -142,30 +142,30 @@ def test_without_pairs_the_loss_is_zero_and_has_a_graph(targets):
         (
             ["pml/TripletMarginLoss"],
             ("MODEL.LOSSES.PML.ARGS", "{TripletMarginLoss: {margn: 0.1}}"),
-            ["TripletMarginLoss takes no argument 'margn'", "'margin'?", "choices: margin, swap, smooth_loss"],
+            ["TripletMarginLoss", "'margn'", "'margin'?", "choices: margin, swap, smooth_loss"],
         ),
         (
             ["pml/ArcFaceLoss"],
             ("MODEL.LOSSES.PML.ARGS.ArcFaceLoss.num_classes", "9"),
-            ["ArcFaceLoss takes no argument 'num_classes' here", "choices: margin, scale"],
+            ["ArcFaceLoss", "'num_classes'", "choices: margin, scale"],
         ),
         (
             ["pml/TripletMarginLoss"],
             ("MODEL.LOSSES.PML.ARGS", "{TripletMarginLos: {margin: 0.1}}"),
-            ["'TripletMarginLos.margin' is of no loss in MODEL.LOSSES.NAME", "'TripletMarginLoss'?"],
+            ["'TripletMarginLos.margin'", "MODEL.LOSSES.NAME", "'TripletMarginLoss'?"],
         ),
-        (["pml/RankedListLoss"], (), ["RankedListLoss refuses to be without arguments", "choices: margin, Tn"]),
-        (["pml/CircleLoss", "CircleLoss"], (), ["two of them are loss_circle"]),
+        (["pml/RankedListLoss"], (), ["MODEL.LOSSES.PML.ARGS: RankedListLoss", "choices: margin, Tn"]),
+        (["pml/CircleLoss", "CircleLoss"], (), ["loss_circle"]),
     ],
 )
-def test_what_is_refused(names, opts, parts):
+def test_invalid_names_and_arguments_raise(names, opts, parts):
     with pytest.raises(ConfigError) as caught:
         build_losses(config(names, *opts))
     for part in parts:
         assert part in str(caught.value)
 
 
-def test_without_the_package(monkeypatch):
+def test_missing_package_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_metric_learning", None)
-    with pytest.raises(ConfigError, match=r'pml/NCALoss .* not installed.\n  fix: pip install "fastamp\[metric-lear'):
+    with pytest.raises(ConfigError, match=r'pml/NCALoss(.|\n)*pip install "fastamp\[metric-learning\]"'):
         build_losses(config(["pml/NCALoss"]))

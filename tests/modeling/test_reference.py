@@ -1,4 +1,4 @@
-"""Features and training losses of every kind of model, against FastReID's under the same weights."""
+"""Features and training losses of all models: comparison with FastReID under the same weights."""
 
 import gzip
 import importlib.util
@@ -24,8 +24,8 @@ spec.loader.exec_module(reference_weights)
 
 BOT = "Market1501/bagtricks_R50.yml"
 RESNET18 = f"{BOT} MODEL.BACKBONE.NAME build_resnet_backbone MODEL.BACKBONE.DEPTH 18x MODEL.BACKBONE.FEAT_DIM 512"
-# Its losses were drawn with random drop path on.
-FEATURES_ALONE = ["Market1501/bagtricks_vit.yml"]
+# The reference losses were computed with random drop path.
+FEATURES_ONLY = ["Market1501/bagtricks_vit.yml"]
 
 
 def reference_model(name, *overrides):
@@ -38,7 +38,7 @@ def reference_model(name, *overrides):
 
 
 @pytest.mark.parametrize("name", MODELS, ids=str)
-def test_features_and_losses_equal_fastreids(name):
+def test_features_and_losses_equal_fastreid(name):
     expected = MODELS[name]
     model = reference_model(name)
     state = reference_weights.state_dict(expected["state_dict"])
@@ -51,7 +51,7 @@ def test_features_and_losses_equal_fastreids(name):
     reference = EMBEDDINGS[name]
     assert features.shape[1] == expected["feature_dim"]
     assert np.abs(features - reference).max() / np.abs(reference).max() < 1e-4
-    if name in FEATURES_ALONE:
+    if name in FEATURES_ONLY:
         return
     with torch.no_grad():
         images = reference_weights.images(expected["input_size"], n=4)
@@ -59,8 +59,8 @@ def test_features_and_losses_equal_fastreids(name):
     assert {key: value.item() for key, value in losses.items()} == pytest.approx(expected["train_losses"], rel=1e-3)
 
 
-def test_the_other_stem_pooling_gives_other_features():
-    """The negative control: same keys, another function."""
+def test_other_stem_pooling_changes_features():
+    """Negative control: the parameter names are the same, but the features differ."""
     model = reference_model(RESNET18, "MODEL.BACKBONE.STEM_POOL", "padded").eval()
     model.load_state_dict(reference_weights.state_dict(MODELS[RESNET18]["state_dict"]))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The RepVGG: names, timm's function, and that the deploy form computes what was trained."""
+"""RepVGG: comparison with timm, and equivalence of training form and deploy form."""
 
 import copy
 
@@ -31,7 +31,7 @@ def build_meta(depth, *opts):
 
 
 def randomized(module):
-    """Return ``module`` with normalizations that do something, for evaluation."""
+    """Randomize the batch norms and set evaluation mode."""
     for norm in module.modules():
         if isinstance(norm, torch.nn.BatchNorm2d):
             torch.nn.init.uniform_(norm.weight, -1.5, 1.5)
@@ -57,16 +57,16 @@ def shapes(state):
 
 
 @pytest.mark.parametrize("depth", [depth for depth in DEPTHS if "g2" not in depth])
-def test_names_and_shapes_are_timms_renamed(depth):
+def test_converted_timm_state_has_same_shapes(depth):
     with torch.device("meta"):
-        theirs = timm.create_model(f"repvgg_{depth.lower()}", num_classes=0)
+        reference = timm.create_model(f"repvgg_{depth.lower()}", num_classes=0)
     backbone = build_meta(depth)
-    assert shapes(convert_state_dict(backbone, theirs.state_dict())[0]) == shapes(backbone.state_dict())
+    assert shapes(convert_state_dict(backbone, reference.state_dict())[0]) == shapes(backbone.state_dict())
     assert not any(name.startswith("stem") for name in backbone.state_dict())
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_every_second_block_has_groups(depth):
+def test_every_second_block_is_grouped(depth):
     blocks = [module for module in build_meta(depth).modules() if isinstance(module, RepVGGBlock)]
     groups = int(depth[3:] or 1)
     assert [block.groups for block in blocks] == [1] + [1, groups] * (len(blocks) // 2 - 1) + [1]
@@ -75,23 +75,23 @@ def test_every_second_block_has_groups(depth):
         assert block.rbr_1x1.conv.weight.shape == (block.channels, block.in_channels // block.groups, 1, 1)
 
 
-def test_the_function_is_timms(tmp_path):
+def test_features_equal_timm(tmp_path):
     torch.manual_seed(0)
-    theirs = randomized(timm.create_model("repvgg_a0", num_classes=7))
-    torch.save(theirs.state_dict(), tmp_path / "repvgg.pth")
+    reference = randomized(timm.create_model("repvgg_a0", num_classes=7))
+    torch.save(reference.state_dict(), tmp_path / "repvgg.pth")
     path = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(tmp_path / "repvgg.pth"))
     for deploy in ("False", "True"):
         backbone = build_backbone(
             config("A0", *path, "MODEL.BACKBONE.LAST_STRIDE", "2", "MODEL.BACKBONE.DEPLOY", deploy)
         )
         for size in ((64, 32), (45, 27)):
-            assert_same_features(theirs.forward_features, backbone.eval(), torch.randn(2, 3, *size))
+            assert_same_features(reference.forward_features, backbone.eval(), torch.randn(2, 3, *size))
 
 
 @pytest.mark.parametrize("in_channels, channels", [(8, 8), (8, 16)])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_every_kind_of_block_switches_to_deploy(in_channels, channels, stride, groups):
+def test_block_switches_to_deploy(in_channels, channels, stride, groups):
     block = randomized(RepVGGBlock(in_channels, channels, stride=stride, groups=groups, norm="BN", deploy=False))
     fused = copy.deepcopy(block)
     fused.switch_to_deploy()
@@ -104,7 +104,7 @@ def test_every_kind_of_block_switches_to_deploy(in_channels, channels, stride, g
     assert all(torch.equal(fused.state_dict()[name], value) for name, value in state.items())
 
 
-def test_a_model_switches_to_deploy():
+def test_model_switches_to_deploy():
     backbone, images = small(), torch.randn(2, 3, 64, 32)
     fused = copy.deepcopy(backbone)
     fused.switch_to_deploy()
@@ -113,13 +113,13 @@ def test_a_model_switches_to_deploy():
     assert sum(isinstance(module, torch.nn.Conv2d) for module in fused.modules()) == 1 + sum(SMALL["blocks"])
 
 
-def test_the_deploy_form_takes_weights_of_both_forms():
+def test_deploy_form_loads_weights_of_both_forms():
     backbone, images = small(), torch.randn(2, 3, 64, 32)
     fused = copy.deepcopy(backbone)
     fused.switch_to_deploy()
-    fastreids = {name.replace("rbr_reparam.", "fused_"): value for name, value in fused.state_dict().items()}
+    fastreid_names = {name.replace("rbr_reparam.", "fused_"): value for name, value in fused.state_dict().items()}
     without_counters = {name: value for name, value in backbone.state_dict().items() if "num_batches" not in name}
-    for state in (backbone.state_dict(), without_counters, fused.state_dict(), fastreids):
+    for state in (backbone.state_dict(), without_counters, fused.state_dict(), fastreid_names):
         before = {name: value.clone() for name, value in state.items()}
         model = RepVGG(**SMALL, deploy=True).eval()
         report = load_model_state(model, state, source="a file", backbone_prefix="")
@@ -129,7 +129,7 @@ def test_the_deploy_form_takes_weights_of_both_forms():
 
 
 @pytest.mark.parametrize("suffixes", [("rbr_reparam.weight", "rbr_reparam.bias"), ("fused_weight", "fused_bias")])
-def test_the_training_form_refuses_the_deploy_form(suffixes):
+def test_training_form_with_deploy_weights_raises(suffixes):
     fused = small()
     fused.switch_to_deploy()
     names = dict(zip(("rbr_reparam.weight", "rbr_reparam.bias"), suffixes, strict=True))
@@ -143,22 +143,22 @@ def test_the_training_form_refuses_the_deploy_form(suffixes):
         load_model_state(RepVGG(**SMALL), state, source="a file", backbone_prefix="")
 
 
-def test_the_deploy_form_refuses_weights_with_a_branch_missing():
+def test_deploy_form_with_incomplete_branches_raises():
     state = {name: value for name, value in small().state_dict().items() if "rbr_1x1" not in name}
-    with pytest.raises(WeightsError, match="do not fit"):
+    with pytest.raises(WeightsError, match="MODEL.WEIGHTS_MIN_MATCH"):
         load_model_state(RepVGG(**SMALL, deploy=True), state, source="a file", backbone_prefix="")
 
 
 @pytest.mark.parametrize("deploy", [False, True])
-def test_weights_for_rgb_see_a_grey_image_as_three_equal_channels(tmp_path, deploy):
-    backbone, grey = small(), torch.randn(2, 1, 64, 32)
+def test_rgb_weights_on_gray_images_equal_three_equal_channels(tmp_path, deploy):
+    backbone, gray = small(), torch.randn(2, 1, 64, 32)
     torch.save(backbone.state_dict(), tmp_path / "repvgg.pth")
     model = RepVGG(**SMALL, in_channels=1, deploy=deploy).eval()
     load_pretrained_backbone(model, path=str(tmp_path / "repvgg.pth"), online=None)
-    assert_same_features(lambda images: backbone(images.expand(-1, 3, -1, -1)), model, grey)
+    assert_same_features(lambda images: backbone(images.expand(-1, 3, -1, -1)), model, gray)
 
 
-def test_trains():
+def test_all_parameters_get_gradients():
     backbone = RepVGG(**SMALL, norm="BN", last_stride=1).train()
     out = backbone(torch.randn(4, 3, 64, 32))
     assert out.shape == (4, 128, 4, 2)
@@ -166,25 +166,25 @@ def test_trains():
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
 
 
-def test_batch_norm_only():
+def test_deploy_without_batch_norm_raises():
     with pytest.raises(ConfigError, match="MODEL.BACKBONE.NORM BN"):
         build_meta("A1", "MODEL.BACKBONE.DEPLOY", "True", "MODEL.BACKBONE.NORM", "GN")
     with pytest.raises(ConfigError, match="MODEL.BACKBONE.NORM BN"):
         build_meta("A1", "MODEL.BACKBONE.NORM", "GN").switch_to_deploy()
 
 
-def test_what_is_said(caplog):
+def test_warnings_and_invalid_options(caplog):
     build_meta("A0", "MODEL.BACKBONE.DEPLOY", "True")
-    assert "DEPLOY is on" in caplog.text
+    assert "MODEL.BACKBONE.DEPLOY" in caplog.text
     build_meta("A0", "MODEL.BACKBONE.WITH_IBN", "True")
-    assert "WITH_IBN does nothing" in caplog.text
+    assert "MODEL.BACKBONE.WITH_IBN" in caplog.text
     with pytest.raises(ConfigError, match=r"'A0x'; choices: A0, A1.*Did you mean 'A0'"):
         build_backbone(config("A0x"))
     with pytest.raises(ConfigError, match="PRETRAIN_PATH"):
         build_meta("A0", "MODEL.BACKBONE.PRETRAIN", "True")
 
 
-def test_the_pointwise_branch_is_the_same_function_in_training():
+def test_pointwise_convolution_is_equal_in_training_and_evaluation():
     torch.manual_seed(0)
     block = RepVGGBlock(3, 8, stride=2, norm="BN", deploy=False)
     convolution, images = block.rbr_1x1.conv, torch.randn(2, 3, 9, 7)

@@ -1,4 +1,4 @@
-"""The ResNeSt: its authors' names and function, which are timm's, and FastReID's dilated last stage."""
+"""ResNeSt: comparison with timm, and FastReID's dilated last stage."""
 
 import pytest
 import timm
@@ -13,7 +13,7 @@ from fastamp.modeling.backbones import ResNeSt
 from fastamp.modeling.backbones.resnest import DEPTHS, SplitAttention
 from fastamp.utils.errors import ConfigError, WeightsError
 
-NAMESAKES = {"50x": "resnest50d", "101x": "resnest101e", "200x": "resnest200e", "269x": "resnest269e"}
+TIMM_NAMES = {"50x": "resnest50d", "101x": "resnest101e", "200x": "resnest200e", "269x": "resnest269e"}
 BLOCKS = (1, 2, 1, 3)
 
 
@@ -25,7 +25,7 @@ def build_meta(depth, *opts):
 
 
 def randomize(module):
-    """Give ``module`` normalizations that do something."""
+    """Randomize the batch norms."""
     for norm in module.modules():
         if isinstance(norm, torch.nn.BatchNorm2d):
             for value, low, high in ((norm.weight, 0.5, 1.5), (norm.bias, -0.2, 0.2)):
@@ -35,8 +35,8 @@ def randomize(module):
 
 
 @pytest.fixture(scope="module")
-def timms():
-    """A ResNeSt of timm's with few blocks."""
+def timm_model():
+    """timm's ResNeSt with few blocks."""
     torch.manual_seed(0)
     model = TimmResNet(
         ResNestBottleneck,
@@ -54,39 +54,39 @@ def timms():
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_names_and_shapes(depth):
+def test_names_and_shapes_equal_timm(depth):
     with torch.device("meta"):
-        theirs = timm.create_model(NAMESAKES[depth], num_classes=0)
-    expected = {name: tuple(value.shape) for name, value in theirs.state_dict().items()}
+        reference = timm.create_model(TIMM_NAMES[depth], num_classes=0)
+    expected = {name: tuple(value.shape) for name, value in reference.state_dict().items()}
     assert {name: tuple(value.shape) for name, value in build_meta(depth).state_dict().items()} == expected
 
 
 @pytest.mark.parametrize("size", [(64, 32), (75, 45)])
-def test_the_function_is_timms(timms, tmp_path, size):
-    torch.save(timms.state_dict(), tmp_path / "resnest.pth")
+def test_features_equal_timm(timm_model, tmp_path, size):
+    torch.save(timm_model.state_dict(), tmp_path / "resnest.pth")
     backbone = ResNeSt(blocks=BLOCKS, stem_width=16, last_stride=2).eval()
     load_pretrained_backbone(backbone, path=str(tmp_path / "resnest.pth"), online=None)
     images = torch.randn(2, 3, *size)
-    torch.testing.assert_close(backbone(images), timms.forward_features(images), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(backbone(images), timm_model.forward_features(images), rtol=1e-4, atol=1e-4)
 
 
-def test_split_attention_is_the_weighted_sum_of_the_splits():
+def test_split_attention_is_weighted_sum_of_splits():
     layer, x = SplitAttention(8, dilation=1, norm="BN"), torch.randn(3, 8, 5, 4)
     randomize(layer)
     layer.eval()
     first, second = torch.relu(layer.bn0(layer.conv(x))).chunk(2, dim=1)
     pooled = (first + second).mean((2, 3), keepdim=True)
     a, b = layer.fc2(torch.relu(layer.bn1(layer.fc1(pooled)))).chunk(2, dim=1)
-    share = torch.sigmoid(a - b)
-    torch.testing.assert_close(layer(x), share * first + (1 - share) * second)
+    weight = torch.sigmoid(a - b)
+    torch.testing.assert_close(layer(x), weight * first + (1 - weight) * second)
     assert layer.fc1.out_channels == 32
 
 
-def test_a_last_stride_of_one_dilates_all_but_the_first_block_of_the_last_stage():
+def test_last_stride_one_dilates_last_stage_except_first_block():
     backbone = build_meta("50x")
     assert [block.conv2.conv.dilation[0] for block in backbone.layer4] == [1, 2, 2]
     assert {block.conv2.conv.dilation[0] for block in backbone.layer3} == {1}
-    # The first block of each stage but the first one pools, even where that does not change the size.
+    # The first block of stages 2 to 4 has average pooling, even with stride 1.
     pools = [isinstance(block.avd_layer, torch.nn.AvgPool2d) for block in (backbone.layer1[0], *backbone.layer4)]
     assert pools == [False, True, False, False]
     assert backbone(torch.empty(2, 3, 64, 32, device="meta")).shape == (2, 2048, 4, 2)
@@ -96,13 +96,13 @@ def test_a_last_stride_of_one_dilates_all_but_the_first_block_of_the_last_stage(
 
 
 @pytest.mark.parametrize("norm", ["BN", "GN"])
-def test_trains(norm):
+def test_all_parameters_get_gradients(norm):
     backbone = ResNeSt(blocks=(1, 1, 1, 2), stem_width=32, in_channels=1, norm=norm)
     backbone(torch.randn(4, 1, 64, 32)).square().mean().backward()
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
 
 
-def test_mixed_precision():
+def test_bfloat16_features_are_close_to_float32():
     backbone, images = ResNeSt(blocks=(1, 1, 1, 1), stem_width=32).eval(), torch.randn(2, 3, 64, 32)
     with torch.no_grad():
         expected = backbone(images)
@@ -112,20 +112,20 @@ def test_mixed_precision():
     assert (out.float() - expected).norm() / expected.norm() < 0.03
 
 
-def test_options_that_it_does_not_have(caplog):
+def test_warns_about_ignored_options(caplog):
     options = [f"MODEL.BACKBONE.{key}" for key in ("WITH_IBN", "WITH_SE", "WITH_NL")]
     build_meta("50x", *(word for key in options for word in (key, "True")))
-    assert caplog.text.count("does nothing") == 3
+    assert all(key in caplog.text for key in options)
 
 
-def test_unknown_depth():
+def test_unknown_depth_suggests_nearest():
     with pytest.raises(ConfigError, match=r"'50'; choices: 50x, 101x, 200x, 269x.*'50x'"):
         build_meta("50")
 
 
-def test_a_file_of_another_network(tmp_path):
+def test_file_of_other_network_raises(tmp_path):
     torch.save(torch.nn.Conv2d(3, 3, 3).state_dict(), tmp_path / "other.pth")
-    with pytest.raises(WeightsError, match="do not fit"):
+    with pytest.raises(WeightsError, match="MODEL.WEIGHTS_MIN_MATCH"):
         load_pretrained_backbone(
             ResNeSt(blocks=(1, 1, 1, 1), stem_width=8), path=str(tmp_path / "other.pth"), online=None
         )

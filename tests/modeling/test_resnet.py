@@ -1,4 +1,4 @@
-"""Variants of the ResNet: what they consist of, and that each of their parts computes."""
+"""ResNet variants: non-local blocks, IBN, SE and image channels."""
 
 import pytest
 import torch
@@ -19,14 +19,14 @@ def build(depth, *opts):
 @pytest.mark.parametrize(
     "depth, non_local", [("18x", (0, 0)), ("34x", (0, 0)), ("50x", (2, 3)), ("101x", (2, 9)), ("152x", (2, 9))]
 )
-def test_non_local_blocks(depth, non_local, caplog):
+def test_number_of_non_local_blocks(depth, non_local, caplog):
     backbone = build(depth, "MODEL.BACKBONE.WITH_NL", "True")
     assert (len(backbone.NL_2), len(backbone.NL_3)) == non_local
     assert len(backbone.NL_1) == len(backbone.NL_4) == 0
-    assert ("WITH_NL does nothing" in caplog.text) is (non_local == (0, 0))
+    assert ("MODEL.BACKBONE.WITH_NL" in caplog.text) is (non_local == (0, 0))
 
 
-def test_non_local_blocks_stand_behind_the_last_blocks():
+def test_non_local_blocks_follow_last_blocks():
     backbone, order = build("50x", "MODEL.BACKBONE.WITH_NL", "True"), []
     for name, module in backbone.named_modules():
         if name.startswith(("layer", "NL_")) and name.count(".") == 1:
@@ -39,7 +39,7 @@ def test_non_local_blocks_stand_behind_the_last_blocks():
 
 @pytest.mark.parametrize("depth", ["18x", "50x"])
 @pytest.mark.parametrize("norm", ["BN", "GN"])
-def test_everything_on_trains(depth, norm):
+def test_all_options_together_get_gradients(depth, norm):
     options = [f"MODEL.BACKBONE.{key}" for key in ("WITH_IBN", "WITH_SE", "WITH_NL")]
     backbone = build(depth, *(word for key in options for word in (key, "True")), "MODEL.BACKBONE.NORM", norm)
     keys = backbone.state_dict().keys()
@@ -47,16 +47,15 @@ def test_everything_on_trains(depth, norm):
     assert not any("IN." in key for key in keys if key.startswith(("layer4", "bn1")))
     for module in backbone.modules():
         if type(module).__name__ == "NonLocal":
-            torch.nn.init.ones_(module.W[1].weight)  # 0 at the start, which keeps gradients from what is before it
+            torch.nn.init.ones_(module.W[1].weight)  # initialized to 0, which blocks gradients
     out = backbone(torch.randn(4, 3, 64, 32))
     assert out.shape == (4, WIDTHS[depth], 4, 2)
     out.square().mean().backward()
-    # A bias before batch norm, and what multiplies nothing but it, has no effect on the output.
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
 
 
 @pytest.mark.parametrize("channels", [1, 4])
-def test_channels_of_the_images(channels):
+def test_image_channels_change_only_first_convolution(channels):
     backbone = build("18x", "INPUT.CHANNELS", str(channels)).eval()
     assert backbone.conv1.weight.shape == (64, channels, 7, 7)
     assert backbone(torch.randn(2, channels, 64, 32)).shape == (2, 512, 4, 2)
@@ -65,8 +64,8 @@ def test_channels_of_the_images(channels):
     }
 
 
-def test_unknown_depth():
-    with pytest.raises(ConfigError, match=r"'50' is no ResNet.*'50x'"):
+def test_unknown_depth_suggests_nearest():
+    with pytest.raises(ConfigError, match=r"MODEL.BACKBONE.DEPTH.*'50'.*'50x'"):
         cfg = get_cfg()
         cfg.MODEL.BACKBONE.DEPTH = "50"
         build_backbone(cfg)

@@ -1,4 +1,4 @@
-"""The ResNeXt: torchvision's function under torchvision's names, and FastReID's options."""
+"""ResNeXt: comparison with torchvision, and FastReID's options."""
 
 import pytest
 import torch
@@ -26,27 +26,27 @@ def shapes(module):
     return {name: tuple(value.shape) for name, value in module.state_dict().items() if not name.startswith("fc.")}
 
 
-def test_torchvisions_file_gives_torchvisions_function(tmp_path):
+def test_features_equal_torchvision(tmp_path):
     torch.manual_seed(0)
-    theirs = torchvision.models.resnext50_32x4d()
-    torch.save(theirs.state_dict(), tmp_path / "resnext50.pth")
+    reference = torchvision.models.resnext50_32x4d()
+    torch.save(reference.state_dict(), tmp_path / "resnext50.pth")
     options = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(tmp_path / "resnext50.pth"))
     backbone = build("50x", *options, "MODEL.BACKBONE.LAST_STRIDE", "2").eval()
     images = torch.randn(2, 3, 64, 32)
-    expected = torch.nn.Sequential(*list(theirs.eval().children())[:-2])(images)
+    expected = torch.nn.Sequential(*list(reference.eval().children())[:-2])(images)
     torch.testing.assert_close(backbone(images), expected)
 
 
-def test_names_and_shapes_of_the_deeper_one():
+def test_names_and_shapes_of_101x_equal_torchvision():
     with torch.device("meta"):
-        theirs = torchvision.models.ResNet(
+        reference = torchvision.models.ResNet(
             torchvision.models.resnet.Bottleneck, [3, 4, 23, 3], groups=32, width_per_group=4
         )
-    assert shapes(build_meta("101x")) == shapes(theirs)
+    assert shapes(build_meta("101x")) == shapes(reference)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_instance_norm_is_in_all_stages(depth):
+def test_all_stages_have_instance_norm(depth):
     names = build_meta(depth, "MODEL.BACKBONE.WITH_IBN", "True").state_dict().keys()
     for stage, blocks in enumerate(DEPTHS[depth].blocks, start=1):
         assert sum(f"layer{stage}." in name and name.endswith("bn1.IN.weight") for name in names) == blocks
@@ -54,42 +54,44 @@ def test_instance_norm_is_in_all_stages(depth):
 
 
 @pytest.mark.filterwarnings("ignore:.*which is a no-op:UserWarning")
-def test_weights_without_instance_norm_in_the_last_stage_are_enough():
-    """IBN-Net's ResNeXt-101 is such."""
+def test_loads_weights_without_instance_norm_in_last_stage():
+    """As in IBN-Net's file of ResNeXt-101."""
     backbone = build_meta("101x", "MODEL.BACKBONE.WITH_IBN", "True")
     plain = build_meta("101x").state_dict()
-    ours = backbone.state_dict()
-    state = {name: value for name, value in ours.items() if not (name.startswith("layer4") and ".bn1." in name)}
+    full = backbone.state_dict()
+    state = {name: value for name, value in full.items() if not (name.startswith("layer4") and ".bn1." in name)}
     state |= {name: value for name, value in plain.items() if name.startswith("layer4") and ".bn1." in name}
-    state = {name: torch.zeros(()).expand(value.shape) for name, value in state.items()}  # of no size in memory
+    state = {
+        name: torch.zeros(()).expand(value.shape) for name, value in state.items()
+    }  # expanded scalars need no memory
     report = load_model_state(backbone, state, source="a file", backbone_prefix="")
     assert len(report.missing) == 3 * 6
     assert report.backbone_fraction > 0.95
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_non_local_blocks(depth):
+def test_number_of_non_local_blocks(depth):
     backbone = build_meta(depth, "MODEL.BACKBONE.WITH_NL", "True")
     assert [len(getattr(backbone, f"NL_{stage}")) for stage in (1, 2, 3, 4)] == [0, 2, 3, 0]
 
 
-def test_options_that_it_does_not_have(caplog):
+def test_warns_about_ignored_options(caplog):
     build_meta("50x", "MODEL.BACKBONE.WITH_SE", "True")
-    assert "WITH_SE does nothing" in caplog.text
+    assert "MODEL.BACKBONE.WITH_SE" in caplog.text
 
 
 @pytest.mark.parametrize("last_stride, size", [(1, (4, 2)), (2, (2, 1))])
-def test_last_stride_and_channels(last_stride, size):
+def test_last_stride_and_image_channels(last_stride, size):
     options = ("MODEL.BACKBONE.LAST_STRIDE", str(last_stride), "INPUT.CHANNELS", "1", "MODEL.BACKBONE.WITH_IBN", "True")
     backbone = build_meta("50x", *options)
     assert backbone(torch.empty(2, 1, 64, 32, device="meta")).shape == (2, 2048, *size)
 
 
-def test_unknown_depth():
+def test_unknown_depth_raises():
     with pytest.raises(ConfigError, match=r"MODEL.BACKBONE.DEPTH: '152x'; choices: 50x, 101x"):
         build("152x")
 
 
-def test_no_weights_to_download():
+def test_variant_without_published_weights_raises():
     with pytest.raises(ConfigError, match="PRETRAIN_PATH"):
         build("101x", "MODEL.BACKBONE.PRETRAIN", "True")

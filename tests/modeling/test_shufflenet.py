@@ -1,4 +1,4 @@
-"""ShuffleNetV2: its sizes, its function against a plain one, and its authors' files."""
+"""ShuffleNetV2: parameter counts, comparison with a plain computation, and the authors' files."""
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ NAME = "build_shufflenetv2_backbone"
 @pytest.mark.parametrize(
     "depth, width, millions", [("0.5x", 1024, 1.4), ("1.0x", 1024, 2.3), ("1.5x", 1024, 3.5), ("2.0x", 2048, 7.4)]
 )
-def test_sizes(depth, width, millions):
-    """Those that its authors name, with their classifier of 1000 classes."""
+def test_parameter_counts(depth, width, millions):
+    """Published counts, with a classifier of 1000 classes."""
     assert (count_parameters(NAME, depth, width) + 1000 * width) / 1e6 == pytest.approx(millions, abs=0.05)
 
 
 def naive_forward(state, x):
-    """ShuffleNetV2 from its names alone, channel by channel in the shuffle."""
+    """Compute ShuffleNetV2 from its tensors, with a loop over channels for the shuffle."""
     layers = Layers(state)
 
     def pointwise(x, name, position):
@@ -45,7 +45,7 @@ def naive_forward(state, x):
 
 
 @pytest.mark.parametrize("depth, width", [("0.5x", 1024), ("2.0x", 2048)])
-def test_the_function(depth, width):
+def test_features_equal_naive_computation(depth, width):
     backbone, images = build(NAME, depth, width), torch.randn(2, 3, 71, 45).double()
     with torch.no_grad():
         maps = backbone(images)
@@ -53,7 +53,7 @@ def test_the_function(depth, width):
     assert maps.shape == (2, width, 3, 2) and maps.std() > 0.01
 
 
-def test_a_file_of_its_authors(tmp_path):
+def test_loads_file_of_authors(tmp_path):
     origin, path = build(NAME, "0.5x", 1024), tmp_path / "ShuffleNetV2.0.5x.pth.tar"
     state = {f"module.{key}": value for key, value in origin.state_dict().items()}
     torch.save({"state_dict": state | {"module.classifier.0.weight": torch.ones(10, 1024)}}, path)
@@ -62,12 +62,12 @@ def test_a_file_of_its_authors(tmp_path):
     assert all(torch.equal(value, origin.state_dict()[key].float()) for key, value in backbone.state_dict().items())
 
 
-def test_nothing_to_download():
-    with pytest.raises(ConfigError, match="no ImageNet weights to download"):
+def test_pretrain_without_file_raises():
+    with pytest.raises(ConfigError, match="MODEL.BACKBONE.PRETRAIN"):
         build_backbone(config(NAME, "1.0x", 1024, "MODEL.BACKBONE.PRETRAIN", "True"))
 
 
-def test_initial_weights():
+def test_weight_initialization():
     backbone = build_backbone(config(NAME, "1.0x", 1024))
     assert backbone.first_conv[0].weight.std().item() == pytest.approx(0.01, rel=0.1)
     assert backbone.features[1].branch_main[3].weight.std().item() == pytest.approx(1, rel=0.1)
@@ -75,12 +75,12 @@ def test_initial_weights():
     assert (backbone.features[9].branch_main[1].bias == 0.0001).all()
 
 
-def test_unknown_depth():
+def test_unknown_depth_raises():
     with pytest.raises(ConfigError, match=r"MODEL\.BACKBONE\.DEPTH: '1x'; choices: 0\.5x, 1\.0x, 1\.5x, 2\.0x"):
         build_backbone(config(NAME, "1x", 1024))
 
 
-def test_everything_learns():
+def test_all_parameters_get_gradients():
     backbone = build_backbone(config(NAME, "0.5x", 1024, "INPUT.CHANNELS", "1"))
     backbone(torch.randn(4, 1, 64, 64)).square().mean().backward()
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []

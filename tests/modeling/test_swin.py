@@ -1,4 +1,4 @@
-"""Swin: torchvision's function, and files of torchvision's, the authors' and timm's."""
+"""Swin: comparison with torchvision, and weights files of torchvision, the authors and timm."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def build(depth, *opts):
     return build_backbone(cfg)
 
 
-def timms(size=(64, 32)):
+def timm_swin(size=(64, 32)):
     timm = pytest.importorskip("timm")
     torch.manual_seed(2)
     model = timm.models.swin_transformer.SwinTransformer(
@@ -36,31 +36,31 @@ def timms(size=(64, 32)):
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_names_are_torchvisions(depth):
+def test_names_and_shapes_equal_torchvision(depth):
     with torch.device("meta"):
-        backbone, theirs = build(depth), getattr(torchvision.models, DEPTHS[depth].weights)()
-    expected = {key: value.shape for key, value in theirs.state_dict().items() if "index" not in key}
+        backbone, reference = build(depth), getattr(torchvision.models, DEPTHS[depth].weights)()
+    expected = {key: value.shape for key, value in reference.state_dict().items() if "index" not in key}
     own = {key: value.shape for key, value in backbone.state_dict().items()}
     assert own == {key: shape for key, shape in expected.items() if not key.startswith("head.")}
 
 
-def test_the_function_is_torchvisions_under_its_weights(tmp_path, caplog):
+def test_features_equal_torchvision(tmp_path, caplog):
     torch.manual_seed(1)
-    theirs = torchvision.models.swin_t().eval()
-    torch.save(theirs.state_dict(), tmp_path / "swin_t.pth")
+    reference = torchvision.models.swin_t().eval()
+    torch.save(reference.state_dict(), tmp_path / "swin_t.pth")
     file = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(tmp_path / "swin_t.pth"))
     backbone = build("tiny", *file).eval()
     assert "keep their initial values" not in caplog.text
     x = torch.randn(2, 3, 64, 32)
     with torch.no_grad():
-        torch.testing.assert_close(backbone(x), theirs.norm(theirs.features(x)).permute(0, 3, 1, 2))
+        torch.testing.assert_close(backbone(x), reference.norm(reference.features(x)).permute(0, 3, 1, 2))
 
 
 @pytest.mark.parametrize("origin", ["timm", "authors"])
-def test_a_file_of_timms_or_the_authors(origin):
-    # The last map is 14x14 then: timm would make windows smaller that are no smaller than their map.
-    theirs = timms((448, 448))
-    state = dict(theirs.state_dict())
+def test_loads_files_of_timm_and_authors(origin):
+    # The last feature map is 14 x 14: for maps up to the window size, timm reduces the window.
+    reference = timm_swin((448, 448))
+    state = dict(reference.state_dict())
     if origin == "authors":
         for stage in (1, 2, 3):
             for key in [key for key in state if key.startswith(f"layers.{stage}.downsample.")]:
@@ -73,11 +73,11 @@ def test_a_file_of_timms_or_the_authors(origin):
     assert {key.split(".")[0] for key in report.dropped} == {"head"}
     x = torch.randn(1, 3, 448, 448)
     with torch.no_grad():
-        expected = theirs.forward_features(x).permute(0, 3, 1, 2)
+        expected = reference.forward_features(x).permute(0, 3, 1, 2)
         torch.testing.assert_close(backbone(x), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_its_own_checkpoint_has_everything():
+def test_loads_own_checkpoint_completely():
     backbone, other = Swin(**SMALL), Swin(**SMALL)
     report = load_model_state(other, backbone.state_dict(), source="own", backbone_prefix="")
     assert report.missing == report.dropped == report.renamed == []
@@ -86,12 +86,12 @@ def test_its_own_checkpoint_has_everything():
 
 
 @pytest.mark.parametrize("size, expected", [((256, 128), (8, 4)), ((75, 41), (3, 2)), ((64, 32), (2, 1))])
-def test_any_size(size, expected):
+def test_accepts_any_image_size(size, expected):
     with torch.no_grad():
         assert Swin(**SMALL).eval()(torch.randn(2, 3, *size)).shape == (2, 96, *expected)
 
 
-def test_options():
+def test_config_options_reach_the_layers():
     options = ["MODEL.BACKBONE.DROP_PATH_RATIO", "0.3", "MODEL.BACKBONE.ATT_DROP_RATE", "0.2", "INPUT.CHANNELS", "4"]
     backbone = build("tiny", *options, "MODEL.BACKBONE.DROP_RATIO", "0.1")
     ratios = [module.p for module in backbone.modules() if isinstance(module, StochasticDepth)]
@@ -101,20 +101,20 @@ def test_options():
     assert backbone.features[0][0].weight.shape == (96, 4, 4, 4)
 
 
-def test_gradients_of_all():
+def test_all_parameters_get_gradients():
     backbone = Swin(**SMALL, drop_path=0.0)
-    # The mean of normalized values is 0 whatever they are made of.
+    # The mean and the mean square of normalized values are constant.
     (backbone(torch.randn(4, 3, 64, 32)) ** 3).mean().backward()
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
 
 
-def test_weights_for_rgb_start_a_fourth_channel_at_zero(tmp_path):
+def test_rgb_weights_initialize_fourth_channel_to_zero(tmp_path):
     torch.save(Swin(**SMALL).state_dict(), tmp_path / "swin.pth")
     backbone = Swin(**SMALL, in_channels=4)
     load_pretrained_backbone(backbone, path=str(tmp_path / "swin.pth"), online=None)
     assert not backbone.features[0][0].weight[:, 3].any()
 
 
-def test_unknown_depth():
+def test_unknown_depth_suggests_nearest():
     with pytest.raises(ConfigError, match=r"DEPTH: 'bse'; choices: tiny, small, base.*'base'"):
         build("bse")

@@ -1,4 +1,4 @@
-"""TransReID's two models, and FastReID's ViT, compute the same from the same weights."""
+"""TransReID's models and FastReID's ViT: features under the same weights, and recipes."""
 
 import gzip
 import importlib.util
@@ -23,9 +23,9 @@ reference_weights = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(reference_weights)
 
 
-def reference(who, name):
-    models = json.loads(gzip.decompress((REFERENCE / f"{who}_models.json.gz").read_bytes()))
-    return models[name], np.load(REFERENCE / f"{who}_embeddings.npz")[name]
+def reference(origin, name):
+    models = json.loads(gzip.decompress((REFERENCE / f"{origin}_models.json.gz").read_bytes()))
+    return models[name], np.load(REFERENCE / f"{origin}_embeddings.npz")[name]
 
 
 def recipe(path, *opts):
@@ -37,8 +37,8 @@ def recipe(path, *opts):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_start():
-    """Draw no initial weights, which are replaced at once."""
+def without_initialization():
+    """Skip the weight initialization; the weights are replaced."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.init, "trunc_normal_", lambda tensor, **options: tensor)
         yield
@@ -50,7 +50,7 @@ def difference(features, expected):
 
 @pytest.fixture(scope="module", params=["vit_sie", "vit_transreid_stride"])
 def transreid(request):
-    """A model with the reference's weights, its batch and the features expected of it."""
+    """Model with the reference weights, report, batch and expected features."""
     expected, features = reference("transreid", request.param)
     if request.param == "vit_sie":
         cfg = recipe("Market1501/vit_base.yml", "MODEL.BACKBONE.SIE_CAMERAS", "6")
@@ -67,29 +67,29 @@ def transreid(request):
     return model, report, batch, features
 
 
-def test_features_equal_transreids(transreid):
+def test_features_equal_transreid(transreid):
     model, report, batch, expected = transreid
     assert report.missing == report.other_shape == []
-    # With the jigsaw, the backbone's own last block and norm are never computed; and an ImageNet classifier.
+    # Unused: an ImageNet classifier, and with JPM the last block and norm of the backbone.
     unused = ("backbone.fc.",) if len(expected[0]) == 768 else ("backbone.fc.", "backbone.blocks.11.", "backbone.norm.")
     assert all(name.startswith(unused) for name in report.dropped)
     with torch.no_grad():
         features = model(batch)
-        elsewhere = model(batch | {"camids": batch["camids"].flip(0)})
+        other_cameras = model(batch | {"camids": batch["camids"].flip(0)})
     assert features.shape == expected.shape
     assert difference(features, expected) < 1e-4
-    assert difference(elsewhere, expected) > 1e-3  # the negative control
+    assert difference(other_cameras, expected) > 1e-3  # negative control
 
 
-def test_features_equal_fastreids():
+def test_features_equal_fastreid():
     expected, features = reference("fastreid", "Market1501/bagtricks_vit.yml")
     model = build_model(recipe("Market1501/bagtricks_vit.yml")).eval()
     assert sum(parameter.numel() for parameter in model.parameters()) == expected["num_parameters"]
     report = load_model_state(model, reference_weights.state_dict(expected["state_dict"]), source="reference")
     assert report.missing == report.dropped == []
     with torch.no_grad():
-        ours = model({"images": reference_weights.images(expected["input_size"])})
-    assert difference(ours, features) < 1e-4
+        computed = model({"images": reference_weights.images(expected["input_size"])})
+    assert difference(computed, features) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_features_equal_fastreids():
     [("Market1501", 202, 6), ("DukeMTMC", 258, 8), ("MSMT17", 509, 15), ("VeRi", 590, 20)],
 )
 @pytest.mark.parametrize("kind", ["vit_base", "transreid_vit_base"])
-def test_recipes_have_transreids_settings(name, iters, cameras, kind):
+def test_recipes_equal_transreid_settings(name, iters, cameras, kind):
     cfg = recipe(f"{name}/{kind}.yml")
     full, vehicles, base_lr = kind != "vit_base", name == "VeRi", 0.01 if name == "VeRi" else 0.008
     schedule = build_lr_schedule(cfg, iters)

@@ -92,7 +92,7 @@ def test_a_file_with_more_tensors_than_any_backbone_is_refused_before_the_search
     monkeypatch.setattr("fastamp.modeling.infer_config._candidates", lambda *_: pytest.fail("it was searched"))
     extra = {f"backbone.extra.{number}": torch.zeros(1) for number in range(6000)}
     assert run(tmp_path, model(*RESNET18).state_dict() | extra) == 2
-    assert "tensors in its backbone; the largest has" in capsys.readouterr().err
+    assert "6100 tensors" in capsys.readouterr().err
 
 
 def test_links_that_lead_back_to_themselves(tmp_path, capsys):
@@ -269,7 +269,7 @@ def test_wrong_arguments(tmp_path, capsys):
         (("in.pth", "in.pth"), "is the file that is read"),
         (("in.pth", "out"), "ends with .pth"),
         (("gone.pth", "out.pth"), "gone.pth"),
-        (("in.pth", "out.pth"), "of no model that is known here"),
+        (("in.pth", "out.pth"), "--config-file"),
     ):
         assert import_checkpoint.cli([str(tmp_path / each) for each in arguments]) == 2
         assert message in capsys.readouterr().err
@@ -321,7 +321,7 @@ def test_other_models_are_recognized(name):
 
 
 def test_what_is_nobodys(tmp_path):
-    with pytest.raises(WeightsError, match="of no model that is known here"):
+    with pytest.raises(WeightsError, match="x.pth"):
         infer_config({"encoder.0.weight": torch.zeros(3, 3)}, "x.pth")
 
 

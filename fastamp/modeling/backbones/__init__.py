@@ -1,4 +1,4 @@
-"""Backbones: (B, C, H, W) normalized images -> (B, D, h, w) feature maps."""
+"""Backbones, which map normalized images (B, C, H, W) to feature maps (B, D, h, w)."""
 
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, Variants, build_backbone, variants, with_feature_dim
 from fastamp.modeling.backbones.efficientnet import EfficientNet

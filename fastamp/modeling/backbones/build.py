@@ -1,4 +1,4 @@
-"""Look up and build the backbone that a config names."""
+"""Registry and builder of backbones."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,13 +22,14 @@ Backbone = TypeVar("Backbone")
 
 @dataclass(frozen=True)
 class Variants:
-    """The models of a backbone, among which the one that a weights file is of is searched; see ``infer_config``.
+    """Variants of a backbone, the candidates when ``infer_config`` identifies a weights file.
 
     Attributes:
-        depths: values of ``MODEL.BACKBONE.DEPTH``.
-        options: switches in ``MODEL.BACKBONE`` that change the names of tensors, e.g. ``WITH_IBN``.
-        keys_of: the backbone's tensors in the file, under the file's names -> further config keys that they tell.
-            Default: none.
+        depths (tuple[str, ...]): supported values of ``MODEL.BACKBONE.DEPTH``.
+        options (tuple[str, ...]): boolean keys below ``MODEL.BACKBONE`` that change the parameter names, e.g.
+            ``WITH_IBN``.
+        keys_of (Callable[[State], dict[str, str]]): function that infers additional config keys from the backbone's
+            tensors, given under the names in the file. Default: none.
     """
 
     depths: tuple[str, ...]
@@ -37,13 +38,17 @@ class Variants:
 
 
 def variants(depths: Iterable[str], **fields: Any) -> Callable[[Backbone], Backbone]:
-    """Return a decorator that gives a backbone its ``variants``, so that its weights files are recognized.
+    """Declare the variants of a backbone, so that ``infer_config`` can identify its weights files.
 
     Parameter names of other programs are translated by the backbone's ``convert_state_dict`` method; see
     ``fastamp.checkpoint.load_state.convert_state_dict``.
 
     Args:
-        depths, others: see ``Variants``.
+        depths (Iterable[str]): supported values of ``MODEL.BACKBONE.DEPTH``.
+        fields: other attributes of ``Variants``.
+
+    Returns:
+        Callable[[Backbone], Backbone]: a decorator that sets the attribute ``variants`` of the backbone's builder.
     """
 
     def add(backbone: Backbone) -> Backbone:
@@ -54,35 +59,43 @@ def variants(depths: Iterable[str], **fields: Any) -> Callable[[Backbone], Backb
 
 
 def build_backbone(cfg: Any) -> nn.Module:
-    """Return the backbone ``MODEL.BACKBONE.NAME``; its ``feature_dim`` is the C of its (B, C, h, w) output.
+    """Build the backbone ``MODEL.BACKBONE.NAME``.
+
+    Returns:
+        nn.Module: a module that maps (B, in_channels, H, W) images to (B, C, h, w) feature maps. Its attribute
+        ``feature_dim`` is C.
+
 
     Raises:
-        ConfigError: unknown name or depth, or ``MODEL.BACKBONE.FEAT_DIM`` is not the backbone's width.
+        ConfigError: unknown name or depth, or ``MODEL.BACKBONE.FEAT_DIM`` differs from the width of the backbone.
     """
     name = cfg.MODEL.BACKBONE.NAME
     if name.startswith(_TIMM):
         return build_timm_backbone(cfg, name.removeprefix(_TIMM))
     backbone = BACKBONE_REGISTRY.build(name, cfg)
     width = getattr(backbone, "feature_dim", cfg.MODEL.BACKBONE.FEAT_DIM)
-    # Of a flattened map it may be a multiple, which `with_feature_dim` checks.
+    # With POOL_LAYER Flatten it may also be channels x height x width, which `with_feature_dim` checks.
     if cfg.MODEL.BACKBONE.FEAT_DIM % width if _flattens(cfg) else width != cfg.MODEL.BACKBONE.FEAT_DIM:
         raise ConfigError(
             f"MODEL.BACKBONE.FEAT_DIM is {cfg.MODEL.BACKBONE.FEAT_DIM}, but {cfg.MODEL.BACKBONE.NAME} with DEPTH "
-            f"{cfg.MODEL.BACKBONE.DEPTH!r} is {width} wide.\n  fix: MODEL.BACKBONE.FEAT_DIM {width}"
+            f"{cfg.MODEL.BACKBONE.DEPTH!r} outputs {width} channels.\n  fix: set MODEL.BACKBONE.FEAT_DIM {width}"
         )
     return backbone
 
 
 def with_feature_dim(cfg: Any, backbone: nn.Module) -> Any:
-    """Return ``cfg`` with the width of what the head pools as ``FEAT_DIM``.
+    """Set ``MODEL.BACKBONE.FEAT_DIM`` to the input width of the head.
 
-    That is the backbone's width, which for timm's models is read from the model. With ``POOL_LAYER Flatten`` it is the
-    width of the flattened map, channels x height x width, found by a pass over one image; ``FEAT_DIM`` may be either,
-    and is the latter in FastReID.
+    It is the width of the backbone, which is read from the model for timm backbones. With ``POOL_LAYER Flatten`` it is
+    the size of the flattened feature map, channels x height x width, computed by a forward pass over one image. The
+    config may hold either value; FastReID's configs hold the flattened size.
+
+    Returns:
+        A copy of ``cfg``, or ``cfg`` itself if nothing changes.
 
     Raises:
-        ConfigError: with ``Flatten``: ``FEAT_DIM`` is neither, or training and test images have maps of different
-            sizes.
+        ConfigError: with ``Flatten``, if ``FEAT_DIM`` is neither value, or if the feature maps of training and test
+            images differ in size.
     """
     timm = cfg.MODEL.BACKBONE.NAME.startswith(_TIMM)
     if not timm and not _flattens(cfg):
@@ -98,31 +111,32 @@ def _flattens(cfg: Any) -> bool:
 
 
 def _flattened_width(cfg: Any, backbone: nn.Module) -> int:
-    """Return C x h x w of the backbone's map; see ``with_feature_dim``."""
+    """Compute the size C x h x w of the flattened feature map; see ``with_feature_dim``."""
     needed_by = "MODEL.HEADS.POOL_LAYER Flatten"
     sizes = [fixed_input_size(cfg, is_train=is_train, needed_by=needed_by) for is_train in (True, False)]
     train, test = (_map_shape(cfg, backbone, size) for size in sizes)
     if train != test:
         keys = (size_key(cfg, is_train=is_train) for is_train in (True, False))
         found = (
-            f"{key} {size} makes {' x '.join(map(str, shape))}"
+            f"{key} {size} gives {' x '.join(map(str, shape))}"
             for key, size, shape in zip(keys, sizes, (train, test), strict=True)
         )
         raise ConfigError(
-            f"{needed_by} needs maps of one size, but {' and '.join(found)} (channels, height, width).\n"
-            "  fix: the same size for both, or another POOL_LAYER"
+            f"{needed_by} needs feature maps of a fixed size, but {' and '.join(found)} (channels x height x width).\n"
+            "  fix: set both to the same size, or choose another MODEL.HEADS.POOL_LAYER"
         )
     width = train.numel()
     if cfg.MODEL.BACKBONE.FEAT_DIM not in (train[0], width) and not cfg.MODEL.BACKBONE.NAME.startswith(_TIMM):
         raise ConfigError(
-            f"MODEL.BACKBONE.FEAT_DIM is {cfg.MODEL.BACKBONE.FEAT_DIM}, but the map is {' x '.join(map(str, train))} "
-            f"(channels, height, width).\n  fix: MODEL.BACKBONE.FEAT_DIM {train[0]}, or {width} as in FastReID"
+            f"MODEL.BACKBONE.FEAT_DIM is {cfg.MODEL.BACKBONE.FEAT_DIM}, but the feature map is "
+            f"{' x '.join(map(str, train))} (channels x height x width).\n"
+            f"  fix: set MODEL.BACKBONE.FEAT_DIM {train[0]}, or {width} as in FastReID"
         )
     return width
 
 
 def _map_shape(cfg: Any, backbone: nn.Module, size: tuple[int, int]) -> torch.Size:
-    """Return the shape of the backbone's map of an image of this height and width."""
+    """Return the shape (C, h, w) of the backbone's feature map for an image of size (height, width)."""
     training = backbone.training
     device = next((parameter.device for parameter in backbone.parameters()), None)
     images = torch.zeros(1, cfg.INPUT.CHANNELS, *size, device=device)

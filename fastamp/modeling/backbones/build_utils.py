@@ -1,4 +1,4 @@
-"""What the builders of all backbones do alike: choose a depth, say what does nothing, start from pretrained weights."""
+"""Helpers for backbone builders: depth lookup, ignored options, pretrained weights."""
 
 import logging
 from collections.abc import Mapping
@@ -21,31 +21,31 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def choose_depth(cfg: Any, depths: Mapping[str, Depth]) -> Depth:
-    """Return what ``MODEL.BACKBONE.DEPTH`` stands for in ``depths``.
+    """Look up ``MODEL.BACKBONE.DEPTH`` in ``depths``.
 
     Raises:
-        ConfigError: nothing; the message has the choices and the nearest one.
+        ConfigError: unknown depth; the message lists the choices and suggests the nearest one.
     """
     check_choice("MODEL.BACKBONE.DEPTH", cfg.MODEL.BACKBONE.DEPTH, tuple(depths))
     return depths[cfg.MODEL.BACKBONE.DEPTH]
 
 
 def warn_ignored_options(cfg: Any, *names: str) -> None:
-    """Log which of the options ``names``, e.g. WITH_NL, are on in ``MODEL.BACKBONE`` although the backbone has none."""
+    """Warn about enabled options in ``MODEL.BACKBONE``, e.g. ``WITH_NL``, that the backbone does not support."""
     for name in names:
         if cfg.MODEL.BACKBONE[name]:
-            logger.warning("MODEL.BACKBONE.%s does nothing: %s has no such option", name, cfg.MODEL.BACKBONE.NAME)
+            logger.warning("MODEL.BACKBONE.%s is ignored: %s does not support it", name, cfg.MODEL.BACKBONE.NAME)
 
 
 def with_pretrained_weights(
     model: Model, cfg: Any, online: TorchvisionWeights | Download | None, *, without: tuple[str, ...] = ()
 ) -> Model:
-    """Return ``model``, with pretrained weights if ``MODEL.BACKBONE.PRETRAIN`` is on.
+    """Load pretrained weights into ``model`` if ``MODEL.BACKBONE.PRETRAIN`` is on, and return it.
 
     Args:
-        model: a backbone, with random weights.
-        cfg: the config.
-        online, without: see ``load_pretrained_backbone``, which says what is raised.
+        model (Model): backbone with random weights, filled in place.
+        cfg (CfgNode): the config.
+        online, without: see ``load_pretrained_backbone``, which also lists the exceptions.
     """
     if cfg.MODEL.BACKBONE.PRETRAIN:
         load_pretrained_backbone(model, path=cfg.MODEL.BACKBONE.PRETRAIN_PATH, online=online, without=without)

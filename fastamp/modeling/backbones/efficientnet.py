@@ -1,4 +1,4 @@
-"""EfficientNet (Tan & Le 2019, arXiv:1905.11946) B0 to B5 with pycls's parameter names, which are FastReID's."""
+"""EfficientNet B0 to B5 (Tan & Le 2019, arXiv:1905.11946) with the parameter names of pycls and FastReID."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,23 +15,23 @@ from fastamp.modeling.backbones.init import init_convolutions
 from fastamp.modeling.backbones.pycls import PYCLS, SqueezeExcite, Stem
 from fastamp.utils.moved import renamed_attribute
 
-# Of the seven stages of every EfficientNet.
+# Values for each of the seven stages, the same for all depths.
 EXPANSIONS = (1, 6, 6, 6, 6, 6, 6)
 KERNELS = (3, 3, 5, 3, 5, 5, 3)
 STRIDES = (1, 2, 2, 2, 1, 2, 1)
-_LAST_STRIDE_STAGE = 5  # the stage whose stride MODEL.BACKBONE.LAST_STRIDE is
+_LAST_STRIDE_STAGE = 5  # index of the stage with stride MODEL.BACKBONE.LAST_STRIDE
 
 
 @dataclass(frozen=True)
 class Depth:
-    """An EfficientNet by its size.
+    """Configuration of an EfficientNet of a given depth.
 
     Attributes:
-        stem: width after the stem.
-        widths: of the seven stages.
-        blocks: in each of them.
-        head: width of the feature map.
-        pycls_id: number of the ImageNet weights.
+        stem (int): output channels of the stem.
+        widths (tuple[int, ...]): output channels of the seven stages.
+        blocks (tuple[int, ...]): number of blocks in each stage.
+        head (int): channels of the output feature map.
+        pycls_id (int): ID of the ImageNet weights in pycls's model zoo.
     """
 
     stem: int
@@ -52,15 +52,17 @@ DEPTHS = {
 
 
 class MBConv(nn.Module):
-    """Widen, convolve each channel, gate and narrow again, around a shortcut where the shape stays.
+    """Inverted residual block: expansion, depthwise convolution, squeeze-and-excitation and projection.
+
+    The residual connection exists if input and output have the same shape.
 
     Args:
-        in_channels: of the input.
-        channels: of the output.
-        expansion: how many times wider it is in between.
-        kernel: height and width of the depthwise convolution.
-        stride: of the depthwise convolution.
-        norm: name of the normalization layer.
+        in_channels (int): number of input channels.
+        channels (int): number of output channels.
+        expansion (int): factor on ``in_channels`` for the inner width; 1 skips the expansion.
+        kernel (int): kernel size of the depthwise convolution.
+        stride (int): stride of the depthwise convolution.
+        norm (str): name of the normalization layer.
     """
 
     def __init__(self, in_channels: int, channels: int, *, expansion: int, kernel: int, stride: int, norm: str) -> None:
@@ -73,7 +75,7 @@ class MBConv(nn.Module):
         self.dwise = nn.Conv2d(width, width, kernel, stride, padding=kernel // 2, groups=width, bias=False)
         self.dwise_bn = build_norm(norm, width)
         self.swish = nn.SiLU(inplace=True)
-        # A quarter of the block's input, not of what is squeezed.
+        # The reduction is relative to the input of the block, not to the expanded width.
         self.se = SqueezeExcite(width, in_channels // 4, nn.SiLU(inplace=True))
         self.lin_proj = nn.Conv2d(width, channels, 1, bias=False)
         self.lin_proj_bn = build_norm(norm, channels)
@@ -98,18 +100,18 @@ class _Head(nn.Module):
 
 
 class EfficientNet(nn.Module):
-    """The convolutional part of an EfficientNet, up to and with the 1x1 convolution of its head.
+    """EfficientNet up to the 1x1 convolution before global pooling.
 
-    Its drop-connect has the ratio 0 in all of FastReID's variants, and so there is none.
+    Drop-connect is not implemented; all FastReID variants have the ratio 0.
 
     Args:
-        stem: width after the stem.
-        widths: of the seven stages.
-        blocks: number of blocks in each of them.
-        head: width of the feature map.
-        in_channels: channels of the images.
-        last_stride: stride of the sixth stage, the last that may have one; 1 keeps a map twice as high and wide.
-        norm: name of the normalization layer.
+        stem (int): output channels of the stem.
+        widths (tuple[int, ...]): output channels of the seven stages.
+        blocks (tuple[int, ...]): number of blocks in each stage.
+        head (int): channels of the output feature map.
+        in_channels (int): number of image channels.
+        last_stride (int): stride of the sixth stage; 1 doubles the height and width of the output.
+        norm (str): name of the normalization layer.
     """
 
     def __init__(
@@ -147,15 +149,15 @@ class EfficientNet(nn.Module):
         init_convolutions(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/16, ~W/16) with last_stride 1."""
+        """Map normalized images (B, in_channels, H, W) to (B, feature_dim, ~H/16, ~W/16) if ``last_stride`` is 1."""
         for part in self.children():
             x = part(x)
         return x
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Return ``state`` with torchvision's names translated to these.
+        """Convert torchvision's parameter names.
 
-        The networks are the same, but torchvision's B5 was trained with an eps of 1e-3 in its norms, not of 1e-5.
+        The networks are the same, except that torchvision's B5 was trained with eps 1e-3 in the batch norms, not 1e-5.
         """
         names = {"features.0.0": "stem.conv", "features.0.1": "stem.bn"}
         for stage in range(1, len(STRIDES) + 1):
@@ -177,11 +179,11 @@ class EfficientNet(nn.Module):
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS)
 def build_effnet_backbone(cfg: Any) -> EfficientNet:
-    """Return the EfficientNet of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN``.
+    """Build the EfficientNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
         ConfigError: unknown ``DEPTH``.
-        WeightsError: the pretrained weights cannot be had or do not fit.
+        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)

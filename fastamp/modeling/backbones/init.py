@@ -1,4 +1,4 @@
-"""The first weights of convolutions."""
+"""Weight initialization of convolutions."""
 
 import math
 
@@ -6,7 +6,10 @@ from torch import nn
 
 
 def init_convolutions(model: nn.Module) -> None:
-    """Draw all convolution weights of ``model`` from N(0, 2 / fan-out), where groups do not count; biases stay."""
+    """Draw the convolution weights of ``model`` from N(0, 2 / fan_out), with the fan-out of ungrouped convolutions.
+
+    Biases are not changed.
+    """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels

@@ -1,7 +1,7 @@
-"""MobileNetV2 (Sandler et al. 2018, arXiv:1801.04381) and V3 (Howard et al. 2019, arXiv:1905.02244), torchvision's.
+"""MobileNetV2 (Sandler et al. 2018, arXiv:1801.04381) and MobileNetV3 (Howard et al. 2019, arXiv:1905.02244).
 
-FastReID's MobileNetV2 is the same function as torchvision's under other names. Its MobileNetV3 has torchvision's
-names, but another epsilon in the batch norms and a last layer of its own.
+FastReID's MobileNetV2 is equivalent to torchvision's, with different parameter names. Its MobileNetV3 has torchvision's
+parameter names, but a different epsilon in the batch norms and a different last layer.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from fastamp.utils.moved import renamed_attribute
 
 WIDTHS = {"1.0x": 1.0, "0.75x": 0.75, "0.5x": 0.5, "0.35x": 0.35, "0.25x": 0.25, "0.1x": 0.1}
 
-# Of the code that FastReID's is from, and so with FastReID's names.
+# Published with the implementation that FastReID copied, so the files have FastReID's parameter names.
 _RELEASE = "https://github.com/d-li14/mobilenetv2.pytorch/raw/master/pretrained/"
 PRETRAINED_V2 = {
     "1.0x": TorchvisionWeights("mobilenet_v2"),
@@ -35,12 +35,12 @@ V3_MODELS = {"Large": "mobilenet_v3_large", "Small": "mobilenet_v3_small"}
 
 
 class MobileNetV2(nn.Module):
-    """The convolutional part of torchvision's MobileNetV2.
+    """torchvision's MobileNetV2 without global pooling and classifier.
 
     Args:
-        width: times which the channels of MobileNetV2 are wide, but for the last layer's 1280.
-        in_channels: channels of the images.
-        norm: name of the normalization layer.
+        width (float): width multiplier; the last layer always has 1280 channels.
+        in_channels (int): number of image channels.
+        norm (str): name of the normalization layer.
     """
 
     feature_dim = 1280
@@ -49,18 +49,18 @@ class MobileNetV2(nn.Module):
         super().__init__()
         self.features = torchvision.models.MobileNetV2(
             width_mult=width,
-            # As in FastReID: multiples of 8 would be much wider than a tenth.
+            # As in FastReID: rounding to multiples of 8 would make the 0.1x model much wider.
             round_nearest=4 if width == 0.1 else 8,
             norm_layer=partial(build_norm, norm),
         ).features
         _set_image_channels(self.features, in_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, in_channels, H, W) float, normalized, to (B, 1280, ~H/32, ~W/32)."""
+        """Map normalized images (B, in_channels, H, W), float, to (B, 1280, ~H/32, ~W/32)."""
         return self.features(x)
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Return ``state`` under torchvision's names: FastReID numbers the layers of a block in one row."""
+        """Convert FastReID's parameter names, which number the layers of a block consecutively."""
         if "conv.0.weight" not in state:
             return state
         names = {f"conv.{layer}": f"features.{len(self.features) - 1}.{layer}" for layer in range(2)}
@@ -74,15 +74,15 @@ class MobileNetV2(nn.Module):
 
 
 class MobileNetV3(nn.Module):
-    """The convolutional part of torchvision's MobileNetV3, and FastReID's 1x1 convolution behind it.
+    """torchvision's MobileNetV3 without global pooling and classifier, followed by FastReID's 1x1 convolution.
 
-    That convolution, with a normalization and a ReLU6, stands for the first layer of torchvision's classifier.
-    torchvision's batch norms have an epsilon of 1e-3, these the usual 1e-5, as in FastReID.
+    The 1x1 convolution, with normalization and ReLU6, replaces the first layer of torchvision's classifier. The batch
+    norms have epsilon 1e-5, as in FastReID; torchvision's have 1e-3.
 
     Args:
-        model: torchvision's name of it.
-        in_channels: channels of the images.
-        norm: name of the normalization layer.
+        model (str): name of the model in torchvision.
+        in_channels (int): number of image channels.
+        norm (str): name of the normalization layer.
     """
 
     def __init__(self, *, model: str, in_channels: int = 3, norm: str = "BN") -> None:
@@ -100,12 +100,12 @@ class MobileNetV3(nn.Module):
         self.feature_dim = last.out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/32, ~W/32)."""
+        """Map normalized images (B, in_channels, H, W), float, to (B, feature_dim, ~H/32, ~W/32)."""
         return self.conv(self.features(x))
 
 
 def _set_image_channels(features: nn.Sequential, channels: int) -> None:
-    """Give a network's first convolution an input of ``channels``."""
+    """Replace the first convolution if the images do not have three channels."""
     first = features[0][0]
     if channels != first.in_channels:
         features[0][0] = nn.Conv2d(
@@ -115,18 +115,18 @@ def _set_image_channels(features: nn.Sequential, channels: int) -> None:
 
 
 def _init_convolution(convolution: nn.Conv2d) -> None:
-    """Draw weights as torchvision and FastReID do (He et al. 2015, arXiv:1502.01852)."""
+    """Initialize as in torchvision and FastReID (He et al. 2015, arXiv:1502.01852)."""
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out")
 
 
 @BACKBONE_REGISTRY.register()
 @variants(WIDTHS)
 def build_mobilenetv2_backbone(cfg: Any) -> MobileNetV2:
-    """Return the MobileNetV2 of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, pretrained if ``PRETRAIN`` is on.
+    """Build the MobileNetV2 configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
         ConfigError: unknown ``DEPTH``.
-        WeightsError: the pretrained weights cannot be had or do not fit.
+        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     width = choose_depth(cfg, WIDTHS)
@@ -138,16 +138,16 @@ def build_mobilenetv2_backbone(cfg: Any) -> MobileNetV2:
 @BACKBONE_REGISTRY.register()
 @variants(V3_MODELS)
 def build_mobilenetv3_backbone(cfg: Any) -> MobileNetV3:
-    """Return the MobileNetV3 of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, pretrained if ``PRETRAIN`` is on.
+    """Build the MobileNetV3 configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
         ConfigError: unknown ``DEPTH``.
-        WeightsError: the pretrained weights cannot be had or do not fit.
+        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     name = choose_depth(cfg, V3_MODELS)
-    # It has squeeze and excitation in any case, where the paper has it.
+    # WITH_SE is not ignored: the network has squeeze-and-excitation, as in the paper.
     warn_ignored_options(cfg, "WITH_IBN", "WITH_NL")
     model = MobileNetV3(model=name, in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
-    # The last convolution is in no ImageNet weights: it starts from random ones.
+    # ImageNet weights do not contain the last convolution, which stays randomly initialized.
     return with_pretrained_weights(model, cfg, TorchvisionWeights(name), without=("conv.*",))

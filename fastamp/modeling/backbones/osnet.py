@@ -1,4 +1,4 @@
-"""OSNet, the omni-scale network (Zhou et al. 2019, arXiv:1905.00953), with FastReID's and torchreid's names."""
+"""OSNet (Zhou et al. 2019, arXiv:1905.00953) with the parameter names of FastReID and torchreid."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ __getattr__ = moved_names(
     },
 )
 
-# Width of the stem and of the three stages.
+# Channels of the stem and of the three stages.
 CHANNELS = {
     "x1_0": (64, 256, 384, 512),
     "x0_75": (48, 192, 288, 384),
@@ -27,13 +27,13 @@ CHANNELS = {
     "x0_25": (16, 64, 96, 128),
 }
 
-# A block is this much narrower inside; the hidden layer of its gate is narrower again.
+# Reduction of the width inside a block, and of the hidden layer of its gate.
 _BOTTLENECK = 4
 _GATE_REDUCTION = 16
 
 
 def torchreid_weights(name: str, drive_id: str) -> Download:
-    """Return torchreid's ImageNet weights of its model ``name``."""
+    """Return the download of torchreid's ImageNet weights for its model ``name``."""
     return Download(f"https://drive.google.com/uc?export=download&id={drive_id}", f"{name}_imagenet.pth")
 
 
@@ -48,14 +48,14 @@ PRETRAINED = {
 
 
 class ConvNorm(nn.Module):
-    """A convolution, a normalization and, unless ``linear``, a ReLU.
+    """Convolution, normalization and ReLU.
 
     Args:
-        in_channels, out_channels: widths.
-        norm: the normalization.
-        kernel_size: odd; the input is padded by half of it.
-        stride: of the convolution.
-        linear: no ReLU at the end.
+        in_channels, out_channels (int): number of input and output channels.
+        norm (nn.Module): normalization layer.
+        kernel_size (int): odd; the padding is ``kernel_size // 2``.
+        stride (int): stride of the convolution.
+        linear (bool): omit the ReLU.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ConvNorm(nn.Module):
 
 
 class LightConv3x3(nn.Module):
-    """A 3x3 convolution in two parts: 1x1 over the channels, 3x3 within each, then normalization and ReLU."""
+    """1x1 convolution, depthwise 3x3 convolution, normalization and ReLU."""
 
     def __init__(self, channels: int, norm: str) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class LightConv3x3(nn.Module):
 
 
 class ChannelGate(nn.Module):
-    """Scale each channel by a gate in 0..1 that comes from the means of all of them."""
+    """Scale each channel by a gate in 0..1, computed from the global average of all channels."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -105,12 +105,12 @@ class ChannelGate(nn.Module):
 
 
 class OSBlock(nn.Module):
-    """Four streams that see 3, 5, 7 and 9 pixels, weighed by one gate that they share, around a shortcut.
+    """Residual block of four streams with receptive fields 3, 5, 7 and 9, fused by a shared channel gate.
 
     Args:
-        in_channels, out_channels: widths.
-        norm: name of the normalization layer.
-        instance_norm: instance norm after the shortcut was added (OSNet-IBN).
+        in_channels, out_channels (int): number of input and output channels.
+        norm (str): name of the normalization layer.
+        instance_norm (bool): instance norm after the residual addition (OSNet-IBN).
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, norm: str, instance_norm: bool = False) -> None:
@@ -135,19 +135,19 @@ class OSBlock(nn.Module):
 
 
 def shortcut(in_channels: int, out_channels: int, norm: str) -> nn.Module:
-    """Return what a block's input passes on its way around it."""
+    """Build the shortcut of a block: a 1x1 convolution with normalization if the width changes, else the identity."""
     if in_channels == out_channels:
         return nn.Identity()
     return ConvNorm(in_channels, out_channels, norm=build_norm(norm, out_channels), linear=True)
 
 
 def transition(channels: int, norm: str) -> nn.Sequential:
-    """Return the end of a stage: a 1x1 convolution, then half the height and width."""
+    """Build the transition after a stage: 1x1 convolution and 2x2 average pooling."""
     return nn.Sequential(ConvNorm(channels, channels, norm=build_norm(norm, channels)), nn.AvgPool2d(2, stride=2))
 
 
 def init_weights(model: nn.Module) -> None:
-    """Draw every convolution of ``model`` for ReLUs behind it (He et al. 2015, arXiv:1502.01852)."""
+    """Apply Kaiming initialization for ReLU to all convolutions of ``model`` (He et al. 2015, arXiv:1502.01852)."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -156,15 +156,16 @@ def init_weights(model: nn.Module) -> None:
 
 
 class OSNet(nn.Module):
-    """The convolutional part of an OSNet: a stem, three stages of two blocks, and a 1x1 convolution.
+    """OSNet without global pooling and classifier: a stem, three stages of two blocks, and a 1x1 convolution.
 
-    FastReID and torchreid both pool the stem with padding, so ``STEM_POOL`` has no meaning here.
+    ``MODEL.BACKBONE.STEM_POOL`` is not used: the max pooling is padded in both FastReID and torchreid.
 
     Args:
-        channels: width of the stem and of each stage.
-        in_channels: channels of the images.
-        norm: name of the normalization layer.
-        ibn: instance norm in the stem, in place of ``norm``, and in the first stage; torchreid's osnet_ibn_x1_0.
+        channels (tuple[int, int, int, int]): output channels of the stem and of the three stages.
+        in_channels (int): number of image channels.
+        norm (str): name of the normalization layer.
+        ibn (bool): instance norm in the stem, in place of ``norm``, and in the first stage, as in torchreid's
+            osnet_ibn_x1_0.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class OSNet(nn.Module):
         init_weights(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/16, ~W/16)."""
+        """Map normalized images (B, in_channels, H, W), float, to (B, feature_dim, ~H/16, ~W/16)."""
         x = self.maxpool(self.conv1(x))
         return self.conv5(self.conv4(self.conv3(self.conv2(x))))
 
@@ -197,11 +198,11 @@ class OSNet(nn.Module):
 @BACKBONE_REGISTRY.register()
 @variants(CHANNELS, options=("WITH_IBN",))
 def build_osnet_backbone(cfg: Any) -> OSNet:
-    """Return the OSNet of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
+    """Build the OSNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
-        ConfigError: unknown ``DEPTH``, or there are no pretrained weights of this variant.
-        WeightsError: the pretrained weights cannot be had or do not fit.
+        ConfigError: unknown ``DEPTH``, or no pretrained weights exist for this variant.
+        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     channels = choose_depth(cfg, CHANNELS)

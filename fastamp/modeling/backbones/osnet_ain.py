@@ -1,4 +1,7 @@
-"""OSNet-AIN, with instance norm where a search put it (Zhou et al. 2021, arXiv:1910.06827), with torchreid's names."""
+"""OSNet-AIN (Zhou et al. 2021, arXiv:1910.06827) with torchreid's parameter names.
+
+An architecture search chose the positions of the instance norms.
+"""
 
 from typing import Any
 
@@ -28,7 +31,7 @@ PRETRAINED = {
 
 
 class Stream(nn.Module):
-    """``count`` light 3x3 convolutions, one after the other."""
+    """Sequence of ``count`` light 3x3 convolutions."""
 
     def __init__(self, channels: int, count: int, norm: str) -> None:
         super().__init__()
@@ -39,12 +42,12 @@ class Stream(nn.Module):
 
 
 class AINBlock(nn.Module):
-    """OSNet's block, with or without instance norm before the shortcut is added, where OSNet-IBN has it behind.
+    """OSNet block with optional instance norm before the residual addition; OSNet-IBN has it after the addition.
 
     Args:
-        in_channels, out_channels: widths.
-        norm: name of the normalization layer.
-        instance_norm: instance norm in place of the last convolution's normalization.
+        in_channels, out_channels (int): number of input and output channels.
+        norm (str): name of the normalization layer.
+        instance_norm (bool): replace the normalization of the last convolution by instance norm.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, norm: str, instance_norm: bool) -> None:
@@ -66,12 +69,14 @@ class AINBlock(nn.Module):
 
 
 class OSNetAIN(nn.Module):
-    """The convolutional part of an OSNet-AIN: a stem with instance norm, three stages of two blocks, a 1x1 convolution.
+    """OSNet-AIN without global pooling and classifier.
+
+    It has a stem with instance norm, three stages of two blocks, and a 1x1 convolution.
 
     Args:
-        channels: width of the stem and of each stage.
-        in_channels: channels of the images.
-        norm: name of the normalization layer, where it is not instance norm.
+        channels (tuple[int, int, int, int]): output channels of the stem and of the three stages.
+        in_channels (int): number of image channels.
+        norm (str): name of the normalization layer that is used where the architecture has no instance norm.
     """
 
     def __init__(self, *, channels: tuple[int, int, int, int], in_channels: int = 3, norm: str = "BN") -> None:
@@ -89,7 +94,7 @@ class OSNetAIN(nn.Module):
         init_weights(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/16, ~W/16)."""
+        """Map normalized images (B, in_channels, H, W), float, to (B, feature_dim, ~H/16, ~W/16)."""
         x = self.maxpool(self.conv1(x))
         x = self.pool3(self.conv3(self.pool2(self.conv2(x))))
         return self.conv5(self.conv4(x))
@@ -106,11 +111,11 @@ def _stage(in_channels: int, out_channels: int, norm: str, instance_norms: tuple
 @BACKBONE_REGISTRY.register()
 @variants(CHANNELS)
 def build_osnet_ain_backbone(cfg: Any) -> OSNetAIN:
-    """Return the OSNet-AIN of ``MODEL.BACKBONE``, of OSNet's depths, with pretrained weights if ``PRETRAIN`` is on.
+    """Build the OSNet-AIN configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
         ConfigError: unknown ``DEPTH``.
-        WeightsError: the pretrained weights cannot be had or do not fit.
+        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     channels = choose_depth(cfg, CHANNELS)

@@ -1,4 +1,4 @@
-"""What the networks of pycls, EfficientNet and RegNet, have in common."""
+"""Blocks shared by EfficientNet and RegNet, with the parameter names of pycls."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ PYCLS = "https://dl.fbaipublicfiles.com/pycls/dds_baselines/"
 
 
 class Stem(nn.Module):
-    """A 3x3 convolution with stride 2, normalization and ``activation``."""
+    """3x3 convolution with stride 2, normalization and ``activation``."""
 
     def __init__(self, in_channels: int, channels: int, norm: str, activation: nn.Module) -> None:
         super().__init__()
@@ -22,12 +22,12 @@ class Stem(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    """Gate each channel by what all of them hold on average (Hu et al. 2018, arXiv:1709.01507).
+    """Squeeze-and-excitation: channel gates from global average pooling (Hu et al. 2018, arXiv:1709.01507).
 
     Args:
-        channels: of the (B, C, H, W) input.
-        squeezed: channels between the two layers.
-        activation: what stands between them.
+        channels (int): number of input channels.
+        squeezed (int): number of channels after the first layer.
+        activation (nn.Module): module after the first layer.
     """
 
     def __init__(self, channels: int, squeezed: int, activation: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""RegNet X and Y (Radosavovic et al. 2020, arXiv:2003.13678) with pycls's parameter names, which are FastReID's."""
+"""RegNet X and Y (Radosavovic et al. 2020, arXiv:2003.13678) with the parameter names of pycls and FastReID."""
 
 import math
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ _STAGES = ("s1", "s2", "s3", "s4")
 
 @dataclass(frozen=True)
 class Depth:
-    """A RegNet by the parameters of its design space (section 3.3 of the paper).
+    """Parameters of a RegNet in the design space (section 3.3 of the paper).
 
     Attributes:
-        blocks: in all stages together.
-        initial_width: w_0.
-        slope: w_a, by which the width grows from block to block before it is quantized.
-        step: w_m, the factor between the widths of two stages.
-        group_width: channels of a group in the 3x3 convolutions.
-        pycls_id: number and name of the ImageNet weights.
+        blocks (int): total number of blocks.
+        initial_width (int): w_0.
+        slope (float): w_a, the growth of the width per block before quantization.
+        step (float): w_m, the ratio between the widths of two consecutive stages.
+        group_width (int): channels per group of the 3x3 convolutions.
+        pycls_id (str): ID and name of the ImageNet weights in pycls's model zoo.
     """
 
     blocks: int
@@ -43,8 +43,8 @@ class Depth:
     pycls_id: str
 
 
-# MODEL.BACKBONE.DEPTH is the computation in MFLOPs and the kind: y has squeeze and excitation. FastReID has no 600,
-# 8000, 12000, 16000 and 32000.
+# MODEL.BACKBONE.DEPTH is the cost in MFLOPs and the type; type y has squeeze-and-excitation. FastReID does not have
+# 600, 8000, 12000, 16000 and 32000.
 DEPTHS = {
     "200x": Depth(13, 24, 36.44, 2.49, 8, "160905981/RegNetX-200MF"),
     "400x": Depth(22, 24, 24.48, 2.54, 16, "160905967/RegNetX-400MF"),
@@ -75,7 +75,7 @@ DEPTHS = {
 
 @dataclass(frozen=True)
 class Stage:
-    """Width, number of blocks and group width of a stage."""
+    """Output channels, number of blocks and channels per group of a stage."""
 
     width: int
     blocks: int
@@ -83,11 +83,12 @@ class Stage:
 
 
 def compute_stages(depth: Depth) -> list[Stage]:
-    """Return the stages that the parameters of a RegNet stand for (eq. 2 to 4 of the paper).
+    """Compute the stages of a RegNet from its parameters (eq. 2 to 4 of the paper).
 
-    Block j would be u_j = w_0 + w_a j wide; it gets the nearest w_0 w_m^s, a multiple of 8, and the blocks of one s are
-    a stage. Its width is then rounded to whole groups, up or down: torchvision rounds up what would lose more than a
-    tenth, and so its regnet_x_400mf, regnet_y_800mf and regnet_y_8gf are other, wider networks.
+    The width u_j = w_0 + w_a j of block j is quantized to the nearest w_0 w_m^s, rounded to a multiple of 8. Blocks
+    with the same s form a stage. The width of a stage is then rounded to the nearest multiple of the group width.
+    torchvision rounds up if rounding down would remove more than 10 % of the width; therefore its regnet_x_400mf,
+    regnet_y_800mf and regnet_y_8gf are wider networks.
     """
     counts: dict[int, int] = {}
     for block in range(depth.blocks):
@@ -102,7 +103,7 @@ def compute_stages(depth: Depth) -> list[Stage]:
 
 
 class _Transform(nn.Module):
-    """1x1, grouped 3x3 (which has the stride) and 1x1 convolutions, with squeeze and excitation before the last."""
+    """1x1, grouped 3x3 and 1x1 convolutions with squeeze-and-excitation before the last; the 3x3 has the stride."""
 
     def __init__(self, in_channels: int, channels: int, *, group_width: int, stride: int, se: bool, norm: str) -> None:
         super().__init__()
@@ -112,7 +113,7 @@ class _Transform(nn.Module):
         self.b = nn.Conv2d(channels, channels, 3, stride, padding=1, groups=groups, bias=False)
         self.b_bn = build_norm(norm, channels)
         self.relu = nn.ReLU(inplace=True)
-        # A quarter of the block's input, not of what is squeezed.
+        # The reduction is relative to the input of the block, not to the width of this layer.
         self.se = SqueezeExcite(channels, round(in_channels / 4), nn.ReLU(inplace=True)) if se else nn.Identity()
         self.c = nn.Conv2d(channels, channels, 1, bias=False)
         self.c_bn = build_norm(norm, channels)
@@ -124,15 +125,15 @@ class _Transform(nn.Module):
 
 
 class Block(nn.Module):
-    """A bottleneck that is no narrower inside, around a shortcut.
+    """Residual bottleneck block with bottleneck ratio 1.
 
     Args:
-        in_channels: of the input.
-        channels: of the output and inside.
-        group_width: channels of a group of the 3x3 convolution.
-        stride: of the 3x3 convolution.
-        se: squeeze and excitation.
-        norm: name of the normalization layer.
+        in_channels (int): number of input channels.
+        channels (int): number of inner and output channels.
+        group_width (int): channels per group of the 3x3 convolution.
+        stride (int): stride of the 3x3 convolution.
+        se (bool): add squeeze-and-excitation.
+        norm (str): name of the normalization layer.
     """
 
     def __init__(self, in_channels: int, channels: int, *, group_width: int, stride: int, se: bool, norm: str) -> None:
@@ -150,14 +151,14 @@ class Block(nn.Module):
 
 
 class RegNet(nn.Module):
-    """The convolutional part of a RegNet.
+    """RegNet without global pooling and classifier.
 
     Args:
-        stages: the four stages.
-        se: squeeze and excitation in all blocks (RegNet Y).
-        in_channels: channels of the images.
-        last_stride: stride of the last stage; 1 keeps a map twice as high and wide.
-        norm: name of the normalization layer.
+        stages (list[Stage]): the four stages.
+        se (bool): squeeze-and-excitation in all blocks (RegNet Y).
+        in_channels (int): number of image channels.
+        last_stride (int): stride of the last stage; 1 doubles the height and width of the output.
+        norm (str): name of the normalization layer.
     """
 
     def __init__(
@@ -184,13 +185,13 @@ class RegNet(nn.Module):
         init_convolutions(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/16, ~W/16) with last_stride 1."""
+        """Map normalized images (B, in_channels, H, W) to (B, feature_dim, ~H/16, ~W/16) if ``last_stride`` is 1."""
         for part in self.children():
             x = part(x)
         return x
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Return ``state`` with torchvision's names translated to these."""
+        """Convert torchvision's parameter names."""
         names = {"stem.0": "stem.conv", "stem.1": "stem.bn"}
         parts = {"proj.0": "proj", "proj.1": "bn", "f.se.fc1": "f.se.f_ex.0", "f.se.fc2": "f.se.f_ex.2"}
         parts |= {f"f.{letter}.0": f"f.{letter}" for letter in "abc"}
@@ -207,11 +208,11 @@ class RegNet(nn.Module):
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS)
 def build_regnet_backbone(cfg: Any) -> RegNet:
-    """Return the RegNet of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
+    """Build the RegNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
         ConfigError: unknown ``DEPTH``.
-        WeightsError: the pretrained weights cannot be had or do not fit.
+        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)

@@ -1,4 +1,4 @@
-"""RepVGG (Ding et al. 2021, arXiv:2101.03697): three branches a block in training, one convolution a block after it."""
+"""RepVGG (Ding et al. 2021, arXiv:2101.03697): three branches per block in training, one convolution for inference."""
 
 import logging
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ KEYS = (
     Key(
         "MODEL.BACKBONE.DEPLOY",
         False,
-        "RepVGG: one convolution a block, for inference; see tools/import_checkpoint.py.",
+        "RepVGG: one convolution per block, for inference. tools/import_checkpoint.py converts trained weights.",
     ),
 )
 
-# Other programs' names of the one convolution: FastReID's deploy form, and timm's.
+# Names of the fused convolution in FastReID and in timm.
 _DEPLOY_NAMES = {
     "fused_weight": "rbr_reparam.weight",
     "fused_bias": "rbr_reparam.bias",
@@ -36,18 +36,19 @@ _DEPLOY_NAMES = {
 }
 _TIMM_BRANCHES = {"conv_kxk": "rbr_dense", "conv_1x1": "rbr_1x1", "identity": "rbr_identity"}
 _NORM_TENSORS = ("weight", "bias", "running_mean", "running_var")
-_BATCH_NORM_EPS = 1e-5  # PyTorch's default, which RepVGGs of all programs have
+_BATCH_NORM_EPS = 1e-5  # PyTorch's default, used by all known RepVGG implementations
 
 
 class _PointwiseConv2d(nn.Conv2d):
-    """A 1x1 convolution; where it is strided and of few channels, a CPU trains it by the equal form of stride 1.
+    """1x1 convolution that avoids a memory error of oneDNN when it is trained on a CPU.
 
-    oneDNN's weight gradient of the strided form writes outside its memory where a channels-last input has fewer
-    channels than its block, 16 at most (https://github.com/uxlfoundation/oneDNN/issues/6035, PyTorch 2.15).
+    For a strided 1x1 convolution of a channels-last input with fewer channels than the block size (at most 16), the
+    weight gradient of oneDNN writes out of bounds (https://github.com/uxlfoundation/oneDNN/issues/6035, PyTorch 2.15).
+    In this case the input is subsampled and convolved with stride 1, which is equivalent.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, in_channels, H, W) float to (B, out_channels, ceil(H/stride), ceil(W/stride))."""
+        """Map (B, in_channels, H, W), float, to (B, out_channels, ceil(H/stride), ceil(W/stride))."""
         if self.training and x.device.type == "cpu" and self.stride[0] > 1 and self.in_channels < 16:
             rows, columns = self.stride
             return F.conv2d(x[:, :, ::rows, ::columns], self.weight, self.bias, groups=self.groups)
@@ -55,15 +56,17 @@ class _PointwiseConv2d(nn.Conv2d):
 
 
 class RepVGGBlock(nn.Module):
-    """The sum of a 3x3 convolution, a 1x1 convolution and, where shapes allow, the input, each normalized; then ReLU.
+    """RepVGG block: ReLU of the sum of a 3x3 branch, a 1x1 branch and an identity branch, each with normalization.
+
+    The identity branch exists if input and output have the same shape.
 
     Args:
-        in_channels: of the (B, C, H, W) input.
-        channels: of the output.
-        stride: of the convolutions.
-        groups: of the convolutions.
-        norm: name of the normalization layer.
-        deploy: one 3x3 convolution with a bias instead, for inference.
+        in_channels (int): number of input channels.
+        channels (int): number of output channels.
+        stride (int): stride of the convolutions.
+        groups (int): groups of the convolutions.
+        norm (str): name of the normalization layer.
+        deploy (bool): replace the branches by one 3x3 convolution with bias, for inference.
     """
 
     def __init__(
@@ -96,17 +99,17 @@ class RepVGGBlock(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, in_channels, H, W) float to (B, channels, ~H/stride, ~W/stride)."""
+        """Map (B, in_channels, H, W), float, to (B, channels, ~H/stride, ~W/stride)."""
         if self.deploy:
             return self.relu(self.rbr_reparam(x))
         out = self.rbr_dense(x) + self.rbr_1x1(x)
         return self.relu(out + self.rbr_identity(x) if self.with_identity else out)
 
     def switch_to_deploy(self) -> None:
-        """Become the one convolution that computes what the branches compute in evaluation.
+        """Fuse the branches into one convolution, in place, with the same output in evaluation mode up to rounding.
 
         Raises:
-            ConfigError: the branches are not batch-normalized.
+            ConfigError: the normalization is not batch norm.
         """
         if self.deploy:
             return
@@ -118,18 +121,18 @@ class RepVGGBlock(nn.Module):
         self.rbr_reparam, self.deploy = convolution, True
 
     def convert_state_dict(self, state: State, notes: list[str]) -> State:
-        """Return ``state`` for this block's form: the branches are fused for the deploy form.
+        """Convert names of the fused convolution, and fuse the branches if this block is in deploy form.
 
         Raises:
-            WeightsError: ``state`` is of the deploy form, and the block is not.
+            WeightsError: ``state`` is in deploy form, but this block is not.
         """
         state = {_DEPLOY_NAMES.get(key, key): value for key, value in state.items()}
         if not self.deploy:
             if "rbr_reparam.weight" in state:
                 raise WeightsError(
-                    "these weights are of a RepVGG's deploy form, one convolution a block, "
-                    "from which the branches that are trained cannot be had back\n"
-                    "  fix: set MODEL.BACKBONE.DEPLOY True for inference, or take the weights from before the fusion"
+                    "the weights are in RepVGG's deploy form, with one convolution per block; the branches for "
+                    "training cannot be restored from it\n"
+                    "  fix: set MODEL.BACKBONE.DEPLOY True for inference, or use the weights before the conversion"
                 )
             return state
         norms = ["rbr_dense.bn", "rbr_1x1.bn"] + ["rbr_identity"] * self.with_identity
@@ -145,18 +148,18 @@ class RepVGGBlock(nn.Module):
     adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
     def _fuse(self, state: State, *, eps: float) -> State:
-        """Return the weight and bias of the convolution that equals the branches in evaluation (section 3.3).
+        """Compute weight and bias of the convolution that is equivalent to the branches in evaluation (section 3.3).
 
         Args:
-            state: of the training form.
-            eps: of its batch normalizations.
+            state (dict[str, torch.Tensor]): tensors of the block in training form.
+            eps (float): epsilon of the batch norms.
         """
         dense = state["rbr_dense.conv.weight"]
         kernels = {"rbr_dense.bn": dense.double(), "rbr_1x1.bn": pad(state["rbr_1x1.conv.weight"].double(), (1,) * 4)}
         if self.with_identity:
             identity = torch.zeros_like(kernels["rbr_dense.bn"])
             channel = torch.arange(len(identity), device=identity.device)
-            # The second index counts within the group of channels that a grouped convolution sees.
+            # In a grouped convolution the second index counts channels within the group.
             identity[channel, channel % identity.shape[1], 1, 1] = 1
             kernels["rbr_identity"] = identity
         weight, bias = 0, 0
@@ -171,19 +174,19 @@ class RepVGGBlock(nn.Module):
 def _check_norm(norm: nn.Module) -> None:
     if getattr(norm, "running_var", None) is None:
         raise ConfigError(
-            f"the deploy form of a RepVGG exists for batch normalization only, not for {type(norm).__name__}\n"
-            "  fix: MODEL.BACKBONE.NORM BN, or MODEL.BACKBONE.DEPLOY False"
+            f"RepVGG's deploy form needs batch norm; MODEL.BACKBONE.NORM gives {type(norm).__name__}\n"
+            "  fix: set MODEL.BACKBONE.NORM BN, or MODEL.BACKBONE.DEPLOY False"
         )
 
 
 @dataclass(frozen=True)
 class Depth:
-    """A RepVGG by its name.
+    """Configuration of a RepVGG variant.
 
     Attributes:
-        blocks: blocks in each of the four stages behind the stem.
-        widths: factors on the 64, 128, 256 and 512 channels of the stages.
-        groups: of the convolutions of every second block.
+        blocks (tuple[int, int, int, int]): number of blocks in each of the four stages after the stem.
+        widths (tuple[float, float, float, float]): factors on the 64, 128, 256 and 512 channels of the stages.
+        groups (int): groups of the convolutions in every second block. Default 1.
     """
 
     blocks: tuple[int, int, int, int]
@@ -210,16 +213,17 @@ DEPTHS = {
 
 
 class RepVGG(nn.Module):
-    """The convolutional part of a RepVGG.
+    """RepVGG without global pooling and classifier.
 
     Args:
-        blocks: number of blocks in each of the four stages behind the stem.
-        widths: factors on the stages' channels, see ``Depth``.
-        groups: of the convolutions of every second block.
-        in_channels: channels of the images.
-        last_stride: stride of the last stage.
-        norm: name of the normalization layer.
-        deploy: one convolution a block, for inference; ``convert_state_dict`` fuses training weights.
+        blocks (tuple[int, int, int, int]): number of blocks in each of the four stages after the stem.
+        widths (tuple[float, float, float, float]): factors on the channels of the stages; see ``Depth``.
+        groups (int): groups of the convolutions in every second block.
+        in_channels (int): number of image channels.
+        last_stride (int): stride of the last stage.
+        norm (str): name of the normalization layer.
+        deploy (bool): one convolution per block, for inference. ``convert_state_dict`` fuses weights of the training
+            form.
     """
 
     def __init__(
@@ -240,7 +244,7 @@ class RepVGG(nn.Module):
         for stage, (count, factor, stride) in enumerate(zip(blocks, widths, strides, strict=True), start=1):
             width, layers = int(64 * 2 ** (stage - 1) * factor), []
             for index in range(count):
-                number += 1  # of the block, from the stem's 0
+                number += 1  # index of the block; the stem has 0
                 block = RepVGGBlock(
                     channels,
                     width,
@@ -255,21 +259,21 @@ class RepVGG(nn.Module):
         self.feature_dim = channels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/16, ~W/16) with last_stride 1."""
+        """Map normalized images (B, in_channels, H, W) to (B, feature_dim, ~H/16, ~W/16) if ``last_stride`` is 1."""
         return self.stage4(self.stage3(self.stage2(self.stage1(self.stage0(x)))))
 
     def switch_to_deploy(self) -> None:
-        """Turn every block into one convolution, in place; evaluation features stay the same, up to rounding.
+        """Fuse every block into one convolution, in place; evaluation features are the same up to rounding.
 
         Raises:
-            ConfigError: the backbone is not batch-normalized.
+            ConfigError: the normalization is not batch norm.
         """
         for block in self.modules():
             if isinstance(block, RepVGGBlock):
                 block.switch_to_deploy()
 
     def convert_state_dict(self, state: State, notes: list[str]) -> State:
-        """Return ``state`` with the authors' and FastReID's names instead of timm's."""
+        """Convert timm's parameter names to those of the authors and FastReID."""
         if not any(key.startswith("stem.") for key in state):
             return state
         return {_convert_timm_name(key): value for key, value in state.items()}
@@ -278,7 +282,7 @@ class RepVGG(nn.Module):
 
 
 def _convert_timm_name(key: str) -> str:
-    """Return the name here of timm's ``key``, e.g. stage1.0.rbr_1x1.bn.bias of stages.0.0.conv_1x1.bn.bias."""
+    """Convert a timm name, e.g. ``stages.0.0.conv_1x1.bn.bias`` to ``stage1.0.rbr_1x1.bn.bias``."""
     first, *rest = key.split(".")
     if first == "stem":
         first = "stage0"
@@ -290,18 +294,18 @@ def _convert_timm_name(key: str) -> str:
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS, options=("DEPLOY",))
 def build_repvgg_backbone(cfg: Any) -> RepVGG:
-    """Return the RepVGG of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
+    """Build the RepVGG configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
-        ConfigError: unknown ``DEPTH``, ``DEPLOY`` with another norm than batch norm, or ``PRETRAIN`` without a file.
-        WeightsError: the pretrained weights do not fit.
+        ConfigError: unknown ``DEPTH``, ``DEPLOY`` without batch norm, or ``PRETRAIN`` without ``PRETRAIN_PATH``.
+        WeightsError: the pretrained weights cannot be read or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
     warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     if backbone.DEPLOY:
         _check_norm(build_norm(backbone.NORM, 64))
-        logger.warning("MODEL.BACKBONE.DEPLOY is on: one convolution a block is for inference; train with DEPLOY False")
+        logger.warning("MODEL.BACKBONE.DEPLOY is on: the deploy form is for inference; train with DEPLOY False")
     model = RepVGG(
         blocks=depth.blocks,
         widths=depth.widths,
@@ -311,5 +315,5 @@ def build_repvgg_backbone(cfg: Any) -> RepVGG:
         norm=backbone.NORM,
         deploy=backbone.DEPLOY,
     )
-    # Its authors' weights have no address to download from.
+    # There is no download URL for the authors' weights.
     return with_pretrained_weights(model, cfg, None)

@@ -1,4 +1,4 @@
-"""ResNeSt with two splits (Zhang et al. 2020, arXiv:2004.08955), with its authors' parameter names."""
+"""ResNeSt with radix 2 (Zhang et al. 2020, arXiv:2004.08955) and the parameter names of its authors."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +16,13 @@ EXPANSION = 4
 
 
 class SplitAttention(nn.Module):
-    """A 3x3 convolution to several splits of each channel, which are added with weights that sum to one (section 3.1).
+    """Split attention: a 3x3 convolution to ``radix`` splits, and their sum weighted by a softmax (section 3.1).
 
     Args:
-        channels: of the (B, C, H, W) input and output.
-        dilation: of the convolution.
-        norm: name of the normalization layer.
-        radix: number of splits.
+        channels (int): number of input and output channels.
+        dilation (int): dilation of the convolution.
+        norm (str): name of the normalization layer.
+        radix (int): number of splits. Default 2.
     """
 
     def __init__(self, channels: int, *, dilation: int, norm: str, radix: int = 2) -> None:
@@ -43,21 +43,21 @@ class SplitAttention(nn.Module):
         splits = self.relu(self.bn0(self.conv(x))).unflatten(1, (self.radix, -1))  # (B, radix, C, H, W)
         pooled = splits.sum(1).mean((2, 3), keepdim=True)
         logits = self.fc2(self.relu(self.bn1(self.fc1(pooled)))).unflatten(1, (self.radix, -1))
-        # Softmax is float32 under autocast.
+        # Autocast runs softmax in float32.
         return (splits * logits.softmax(1).to(splits.dtype)).sum(1)
 
 
 class SplitAttentionBlock(nn.Module):
-    """1x1 convolution, split attention and 1x1 convolution around a shortcut.
+    """Residual block of a 1x1 convolution, split attention and a 1x1 convolution.
 
     Args:
-        in_channels: of the input.
-        channels: of the split attention; the output has ``EXPANSION`` times as many.
-        stride: of the average pooling behind the split attention.
-        dilation: of the split attention.
-        pool: whether there is that pooling.
-        norm: name of the normalization layer.
-        downsample: what the shortcut passes through, if anything.
+        in_channels (int): number of input channels.
+        channels (int): number of channels of the split attention; the output has ``EXPANSION`` times as many.
+        stride (int): stride of the average pooling after the split attention.
+        dilation (int): dilation of the split attention.
+        pool (bool): add average pooling after the split attention.
+        norm (str): name of the normalization layer.
+        downsample (nn.Module | None): module on the shortcut; None for the identity.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class SplitAttentionBlock(nn.Module):
 
 @dataclass(frozen=True)
 class Depth:
-    """A ResNeSt by its depth.
+    """Configuration of a ResNeSt of a given depth.
 
     Attributes:
-        blocks: blocks in each of the four stages.
-        stem_width: channels of the first two of the stem's three convolutions; the third has twice as many.
-        pretrained: ImageNet weights of its authors'.
+        blocks (tuple[int, int, int, int]): number of blocks in each of the four stages.
+        stem_width (int): output channels of the first two convolutions of the stem; the third has twice as many.
+        pretrained (Download): the authors' ImageNet weights.
     """
 
     blocks: tuple[int, int, int, int]
@@ -115,14 +115,14 @@ DEPTHS = {
 
 
 class ResNeSt(nn.Module):
-    """The convolutional part of a ResNeSt.
+    """ResNeSt without global pooling and classifier.
 
     Args:
-        blocks: number of blocks in each of the four stages.
-        stem_width: see ``Depth``.
-        in_channels: channels of the images.
-        last_stride: stride of the last stage; with 1 its blocks behind the first are dilated by 2 instead.
-        norm: name of the normalization layer.
+        blocks (tuple[int, int, int, int]): number of blocks in each of the four stages.
+        stem_width (int): see ``Depth``.
+        in_channels (int): number of image channels.
+        last_stride (int): stride of the last stage; with 1, all of its blocks but the first have dilation 2.
+        norm (str): name of the normalization layer.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class ResNeSt(nn.Module):
         init_convolutions(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/16, ~W/16) with last_stride 1."""
+        """Map normalized images (B, in_channels, H, W) to (B, feature_dim, ~H/16, ~W/16) if ``last_stride`` is 1."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         return self.layer4(self.layer3(self.layer2(self.layer1(x))))
 
@@ -167,7 +167,7 @@ class ResNeSt(nn.Module):
 def _stage(
     in_channels: int, channels: int, count: int, *, stride: int, dilation: int, pool: bool, norm: str
 ) -> nn.Sequential:
-    """Return one stage; its first block changes width and stride, is not dilated, and pools if ``pool``."""
+    """Build a stage; its first block changes the width, has the stride and ``pool``, and is not dilated."""
     out_channels = channels * EXPANSION
     downsample = nn.Sequential(
         nn.AvgPool2d(stride, stride, ceil_mode=True, count_include_pad=False),
@@ -184,11 +184,11 @@ def _stage(
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS)
 def build_resnest_backbone(cfg: Any) -> ResNeSt:
-    """Return the ResNeSt of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
+    """Build the ResNeSt configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
         ConfigError: unknown ``DEPTH``.
-        WeightsError: the pretrained weights cannot be had or do not fit.
+        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)

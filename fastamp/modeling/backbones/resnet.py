@@ -1,4 +1,4 @@
-"""ResNet (He et al. 2016, arXiv:1512.03385) with torchvision's parameter names, plain or with IBN, SE and attention."""
+"""ResNet (He et al. 2016, arXiv:1512.03385) with torchvision's parameter names; options: IBN, SE, non-local blocks."""
 
 import logging
 from dataclasses import dataclass
@@ -21,31 +21,31 @@ KEYS = (
     Key(
         "MODEL.BACKBONE.STEM_POOL",
         "ceil",
-        "Max pooling of the ResNet stem: ceil rounds the size up without padding, "
-        "as FastReID since 2020-08-14; padded pads by 1, as torchvision and FastReID's published v0.1.1 models. "
-        "ResNeXt and ResNeSt always pad.",
+        "Max pooling of the ResNet stem. ceil: no padding, output size rounded up, as in FastReID since 2020-08-14. "
+        "padded: padding 1, as in torchvision and FastReID's published v0.1.1 models. ResNeXt and ResNeSt always use "
+        "padded.",
         choices=("ceil", "padded"),
     ),
 )
 
 STEM_POOLS = {
-    # FastReID's since 2020-08-14; a 128-wide image gives 32 columns either way, other sizes may differ by one.
+    # FastReID since 2020-08-14. Both give 32 columns for a width of 128; other sizes may differ by one.
     "ceil": {"padding": 0, "ceil_mode": True},
-    # torchvision's, and that of every model that FastReID published up to v0.1.1.
+    # torchvision, and all models that FastReID published up to v0.1.1.
     "padded": {"padding": 1, "ceil_mode": False},
 }
 
 
 @dataclass(frozen=True)
 class BlockParts:
-    """What the blocks of a stage are made of.
+    """Options of the blocks in a stage.
 
     Attributes:
-        norm: name of the normalization layer.
-        ibn: instance norm on half of the channels of each block's first normalization (IBN-Net a).
-        se: squeeze and excitation at the end of each block.
-        groups: of channels in a bottleneck's 3x3 convolution (the cardinality of ResNeXt).
-        base_width: channels of one such group in the first stage; it doubles with each stage.
+        norm (str): name of the normalization layer.
+        ibn (bool): instance norm on half of the channels in the first normalization of each block (IBN-Net-a).
+        se (bool): squeeze-and-excitation at the end of each block.
+        groups (int): groups of the 3x3 convolution in a bottleneck (the cardinality of ResNeXt).
+        base_width (int): channels per group in the first stage; doubled in each later stage.
     """
 
     norm: str = "BN"
@@ -55,20 +55,20 @@ class BlockParts:
     base_width: int = 64
 
     def inner_width(self, channels: int) -> int:
-        """Return the width of a bottleneck's 3x3 convolution in the stage that is ``channels`` wide without groups."""
+        """Return the width of the 3x3 convolution in a bottleneck; ``channels`` is the width without groups."""
         return channels * self.base_width // 64 * self.groups
 
     def first_norm(self, channels: int) -> nn.Module:
-        """Return the normalization after a block's first convolution."""
+        """Build the normalization after the first convolution of a block."""
         return IBN(self.norm, channels) if self.ibn else build_norm(self.norm, channels)
 
     def gate(self, channels: int) -> nn.Module:
-        """Return what stands before the shortcut is added."""
+        """Build the module before the residual addition: squeeze-and-excitation or identity."""
         return SELayer(channels) if self.se else nn.Identity()
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions around a shortcut."""
+    """Residual block of two 3x3 convolutions."""
 
     expansion = 1
 
@@ -92,7 +92,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 (which has the stride) and 1x1 convolutions around a shortcut."""
+    """Residual block of 1x1, 3x3 and 1x1 convolutions; the 3x3 convolution has the stride."""
 
     expansion = 4
 
@@ -121,12 +121,13 @@ class Bottleneck(nn.Module):
 
 @dataclass(frozen=True)
 class Depth:
-    """A ResNet by its depth.
+    """Configuration of a ResNet of a given depth.
 
     Attributes:
-        block: the kind of block.
-        blocks: blocks in each of the four stages.
-        non_local: how many of a stage's last blocks have a non-local block behind them, when there are any at all.
+        block (type[BasicBlock] | type[Bottleneck]): class of the residual blocks.
+        blocks (tuple[int, int, int, int]): number of blocks in each of the four stages.
+        non_local (tuple[int, int, int, int]): number of non-local blocks in each stage if they are enabled; one follows
+            each of the last blocks.
     """
 
     block: type[BasicBlock] | type[Bottleneck]
@@ -139,7 +140,7 @@ DEPTHS = {
     "34x": Depth(BasicBlock, (3, 4, 6, 3)),
     "50x": Depth(Bottleneck, (3, 4, 6, 3), (0, 2, 3, 0)),
     "101x": Depth(Bottleneck, (3, 4, 23, 3), (0, 2, 9, 0)),
-    "152x": Depth(Bottleneck, (3, 8, 36, 3), (0, 2, 9, 0)),  # FastReID has none; those of ResNet-101
+    "152x": Depth(Bottleneck, (3, 8, 36, 3), (0, 2, 9, 0)),  # FastReID has no ResNet-152; as ResNet-101
 }
 
 _IBN_NET = "https://github.com/XingangPan/IBN-Net/releases/download/v1.0/"
@@ -154,19 +155,21 @@ PRETRAINED = {(depth, False, False): TorchvisionWeights(f"resnet{depth[:-1]}") f
 
 
 class ResNet(nn.Module):
-    """The convolutional part of a ResNet.
+    """ResNet without global pooling and classifier.
 
     Args:
-        block: ``BasicBlock`` or ``Bottleneck``.
-        blocks: number of blocks in each of the four stages.
-        in_channels: channels of the images.
-        non_local: number of non-local blocks in each stage: behind its last blocks, one behind each.
-        last_stride: stride of the last stage; 1 keeps a map twice as high and wide (Luo et al. 2019).
-        norm: name of the normalization layer.
-        ibn_stages: instance norm in this many of the first stages, see ``BlockParts``.
-        se: squeeze and excitation in all stages.
-        stem_pool: a name in ``STEM_POOLS``.
-        groups: of bottlenecks, see ``BlockParts``, as ``base_width`` is.
+        block (type[BasicBlock] | type[Bottleneck]): ``BasicBlock`` or ``Bottleneck``.
+        blocks (tuple[int, int, int, int]): number of blocks in each of the four stages.
+        in_channels (int): number of image channels.
+        non_local (tuple[int, int, int, int]): number of non-local blocks in each stage; one follows each of the last
+            blocks.
+        last_stride (int): stride of the last stage; 1 doubles the height and width of the output (Luo et al. 2019,
+            arXiv:1903.07071).
+        norm (str): name of the normalization layer.
+        ibn_stages (int): number of stages with instance norm, counted from the first; see ``BlockParts``.
+        se (bool): squeeze-and-excitation in all stages.
+        stem_pool (str): max pooling of the stem, a key of ``STEM_POOLS``.
+        groups, base_width (int): groups of the bottlenecks; see ``BlockParts``.
     """
 
     def __init__(
@@ -204,7 +207,7 @@ class ResNet(nn.Module):
             self.add_module(f"NL_{stage}", nn.ModuleList(NonLocal(width, norm) for _ in range(count)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/16, ~W/16) with last_stride 1."""
+        """Map normalized images (B, in_channels, H, W) to (B, feature_dim, ~H/16, ~W/16) if ``last_stride`` is 1."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         for blocks, attention in (
             (self.layer1, self.NL_1),
@@ -228,7 +231,7 @@ def _stage(
     stride: int,
     parts: BlockParts,
 ) -> nn.Sequential:
-    """Return one stage; its first block changes width and stride."""
+    """Build a stage; its first block changes the width and has the stride."""
     out_channels = channels * block.expansion
     downsample = None
     if stride != 1 or in_channels != out_channels:
@@ -243,22 +246,22 @@ def _stage(
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS, options=("WITH_IBN", "WITH_SE", "WITH_NL"))
 def build_resnet_backbone(cfg: Any) -> ResNet:
-    """Return the ResNet of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
+    """Build the ResNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
-        ConfigError: unknown ``DEPTH``, or there are no pretrained weights of this variant.
-        WeightsError: the pretrained weights cannot be had or do not fit.
+        ConfigError: unknown ``DEPTH``, or no pretrained weights exist for this variant.
+        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     if backbone.DEPTH not in DEPTHS:
         raise ConfigError(
-            f"MODEL.BACKBONE.DEPTH: {backbone.DEPTH!r} is no ResNet; choices: {', '.join(DEPTHS)}."
+            f"MODEL.BACKBONE.DEPTH: unknown ResNet depth {backbone.DEPTH!r}; choices: {', '.join(DEPTHS)}."
             f"{did_you_mean(backbone.DEPTH, DEPTHS)}"
         )
     depth = DEPTHS[backbone.DEPTH]
     if backbone.WITH_NL and not any(depth.non_local):
         logger.warning(
-            "MODEL.BACKBONE.WITH_NL does nothing: a ResNet of depth %s has no non-local blocks", backbone.DEPTH
+            "MODEL.BACKBONE.WITH_NL is ignored: a ResNet of depth %s has no non-local blocks", backbone.DEPTH
         )
     model = ResNet(
         block=depth.block,
@@ -267,11 +270,11 @@ def build_resnet_backbone(cfg: Any) -> ResNet:
         non_local=depth.non_local if backbone.WITH_NL else (0, 0, 0, 0),
         last_stride=backbone.LAST_STRIDE,
         norm=backbone.NORM,
-        # The last stage keeps what tells identities apart, which instance norm takes away (Pan et al. 2018).
+        # Instance norm removes discriminative information, so the last stage has none (Pan et al. 2018).
         ibn_stages=3 if backbone.WITH_IBN else 0,
         se=backbone.WITH_SE,
         stem_pool=backbone.STEM_POOL,
     )
     online = PRETRAINED.get((backbone.DEPTH, backbone.WITH_IBN, backbone.WITH_SE))
-    # No ImageNet weights have non-local blocks; they start as the identity.
+    # ImageNet weights do not contain the non-local blocks, which are initialized to the identity.
     return with_pretrained_weights(model, cfg, online, without=("NL_*",))

@@ -1,4 +1,4 @@
-"""ResNeXt 32x4d (Xie et al. 2017, arXiv:1611.05431): the ResNet with grouped bottlenecks."""
+"""ResNeXt 32x4d (Xie et al. 2017, arXiv:1611.05431), a ResNet with grouped convolutions in the bottlenecks."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ DEPTHS = {
 # (depth, with IBN) -> ImageNet weights
 PRETRAINED = {
     ("50x", False): TorchvisionWeights("resnext50_32x4d"),
-    # Its last stage has no instance norm; those normalizations keep their initial values, as in FastReID.
+    # The file has no instance norm in the last stage; those layers keep their initial values, as in FastReID.
     ("101x", True): Download(
         "https://github.com/XingangPan/IBN-Net/releases/download/v1.0/resnext101_ibn_a-6ace051d.pth"
     ),
@@ -25,13 +25,13 @@ PRETRAINED = {
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS, options=("WITH_IBN", "WITH_NL"))
 def build_resnext_backbone(cfg: Any) -> ResNet:
-    """Return the ResNeXt of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
+    """Build the ResNeXt configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
-    FastReID's has two ways of its own: IBN is in all four stages, and the stem always pads its pooling.
+    As in FastReID, ``WITH_IBN`` applies to all four stages, and the max pooling of the stem is always padded.
 
     Raises:
-        ConfigError: unknown ``DEPTH``, or there are no pretrained weights of this variant.
-        WeightsError: the pretrained weights cannot be had or do not fit.
+        ConfigError: unknown ``DEPTH``, or no pretrained weights exist for this variant.
+        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
@@ -48,5 +48,5 @@ def build_resnext_backbone(cfg: Any) -> ResNet:
         groups=32,
         base_width=4,
     )
-    # No ImageNet weights have non-local blocks; they start as the identity.
+    # ImageNet weights do not contain the non-local blocks, which are initialized to the identity.
     return with_pretrained_weights(model, cfg, PRETRAINED.get((backbone.DEPTH, backbone.WITH_IBN)), without=("NL_*",))

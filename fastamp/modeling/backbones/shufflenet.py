@@ -1,7 +1,8 @@
-"""ShuffleNetV2 (Ma et al. 2018, arXiv:1807.11164) as its authors wrote it, with their and FastReID's names.
+"""ShuffleNetV2 (Ma et al. 2018, arXiv:1807.11164) with the parameter names of its authors and FastReID.
 
-torchvision's is another function: it shuffles the channels after a block, this one before it and in another order, and
-at stride 2 it makes half of the output from what passes by, this one as many channels as the input has.
+It follows the authors' implementation and is not equivalent to torchvision's. torchvision shuffles the channels after a
+block; this network shuffles them before the block, in a different order. In blocks of stride 2, torchvision's shortcut
+branch outputs half of the output channels; here it outputs as many channels as the input has.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
 
-# Width of the three stages and of the last convolution.
+# Channels of the three stages and of the last convolution.
 CHANNELS = {
     "0.5x": (48, 96, 192, 1024),
     "1.0x": (116, 232, 464, 1024),
@@ -25,15 +26,16 @@ _BLOCKS = (4, 8, 4)
 
 
 class ShuffleBlock(nn.Module):
-    """Half of the channels pass by, the others through 1x1, depthwise 3x3 and 1x1 convolutions.
+    """Channel split, 1x1, depthwise 3x3 and 1x1 convolutions on one half, and concatenation with the other half.
 
-    With stride 2 all channels go both ways, and those that pass by have convolutions too.
+    With stride 2 the channels are not split: both branches process all channels, and the shortcut branch has a
+    depthwise and a 1x1 convolution.
 
     Args:
-        in_channels: of the (B, C, H, W) input, even.
-        out_channels: of the output.
-        stride: 1, with ``in_channels`` equal to ``out_channels``, or 2.
-        norm: name of the normalization layer.
+        in_channels (int): number of input channels, even.
+        out_channels (int): number of output channels.
+        stride (int): 1 (``in_channels`` must equal ``out_channels``) or 2.
+        norm (str): name of the normalization layer.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int, norm: str) -> None:
@@ -52,7 +54,7 @@ class ShuffleBlock(nn.Module):
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Every second channel passes by: of the last block's two halves, half of each.
+        # Taking every second channel shuffles: each branch gets half of the channels of both previous branches.
         passing, main = (x[:, ::2], x[:, 1::2]) if self.splits else (x, x)
         return torch.cat((self.branch_proj(passing), self.branch_main(main)), dim=1)
 
@@ -71,12 +73,12 @@ def _depthwise(channels: int, stride: int, norm: str) -> tuple[nn.Module, ...]:
 
 
 class ShuffleNetV2(nn.Module):
-    """The convolutional part of a ShuffleNetV2.
+    """ShuffleNetV2 without global pooling and classifier.
 
     Args:
-        channels: width of the three stages and of the last convolution.
-        in_channels: channels of the images.
-        norm: name of the normalization layer.
+        channels (tuple[int, int, int, int]): output channels of the three stages and of the last convolution.
+        in_channels (int): number of image channels.
+        norm (str): name of the normalization layer.
     """
 
     def __init__(self, *, channels: tuple[int, int, int, int], in_channels: int = 3, norm: str = "BN") -> None:
@@ -98,7 +100,7 @@ class ShuffleNetV2(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Draw weights as the authors do: by the input's channels, 1 within a channel, 0.01 for the images."""
+        """Initialize as the authors: std 1 / input channels per group, and 0.01 in the first convolution."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.normal_(module.weight, 0, 1 / module.weight.shape[1])
@@ -107,18 +109,18 @@ class ShuffleNetV2(nn.Module):
         nn.init.normal_(self.first_conv[0].weight, 0, 0.01)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/32, ~W/32)."""
+        """Map normalized images (B, in_channels, H, W), float, to (B, feature_dim, ~H/32, ~W/32)."""
         return self.conv_last(self.features(self.maxpool(self.first_conv(x))))
 
 
 @BACKBONE_REGISTRY.register()
 @variants(CHANNELS)
 def build_shufflenetv2_backbone(cfg: Any) -> ShuffleNetV2:
-    """Return the ShuffleNetV2 of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, pretrained if ``PRETRAIN`` is on.
+    """Build the ShuffleNetV2 configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
         ConfigError: unknown ``DEPTH``, or ``PRETRAIN`` without a ``PRETRAIN_PATH``.
-        WeightsError: the pretrained weights do not fit.
+        WeightsError: the pretrained weights cannot be read or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     channels = choose_depth(cfg, CHANNELS)

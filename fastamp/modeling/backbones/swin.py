@@ -1,4 +1,4 @@
-"""Swin Transformer (Liu et al. 2021, arXiv:2103.14030): torchvision's, as a backbone."""
+"""torchvision's Swin Transformer (Liu et al. 2021, arXiv:2103.14030) as a backbone."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +19,13 @@ WINDOW = 7
 
 @dataclass(frozen=True)
 class Depth:
-    """A Swin Transformer by its size.
+    """Configuration of a Swin Transformer.
 
     Attributes:
-        width: channels of the first stage; each of the three others doubles them.
-        blocks: in each of the four stages.
-        heads: of the attention, in each stage.
-        weights: torchvision's name of it.
+        width (int): channels of the first stage; doubled in each later stage.
+        blocks (tuple[int, int, int, int]): number of blocks in each of the four stages.
+        heads (tuple[int, int, int, int]): number of attention heads in each stage.
+        weights (str): name of the model in torchvision.
     """
 
     width: int
@@ -42,19 +42,19 @@ DEPTHS = {
 
 
 class Swin(SwinTransformer):
-    """A Swin Transformer without its classifier, under torchvision's names, for images of any size.
+    """Swin Transformer without classifier, with torchvision's parameter names, for images of any size.
 
-    Maps that windows do not divide are padded. The index of the relative positions follows from the window, and
-    is no part of the state dict. The stride stays 32: to merge patches is how this network gets wider.
+    Feature maps are padded to multiples of the window size. The relative position index is computed from the window
+    size and is not part of the state dict. The stride is always 32, because patch merging also doubles the width.
 
     Args:
-        width: channels of the first stage.
-        blocks: number of blocks in each of the four stages.
-        heads: of the attention, in each stage.
-        in_channels: channels of the images.
-        drop_path: probability of skipping the last block's branches; grows from 0 at the first.
-        dropout: of what attention and MLPs give.
-        attention_dropout: of the attention weights.
+        width (int): channels of the first stage.
+        blocks (tuple[int, int, int, int]): number of blocks in each of the four stages.
+        heads (tuple[int, int, int, int]): number of attention heads in each stage.
+        in_channels (int): number of image channels.
+        drop_path (float): stochastic depth probability of the last block; it grows linearly from 0 in the first block.
+        dropout (float): dropout probability of the attention and MLP outputs.
+        attention_dropout (float): dropout probability of the attention weights.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class Swin(SwinTransformer):
         self.feature_dim = self.norm.normalized_shape[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, ~H/32, ~W/32), after the last norm."""
+        """Map normalized images (B, in_channels, H, W) to (B, feature_dim, ~H/32, ~W/32), after the last norm."""
         return self.permute(self.norm(self.features(x)))
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Return ``state`` with the authors' names, or timm's, translated to torchvision's, and without indices."""
+        """Convert parameter names of the authors or timm to torchvision's, and remove derived buffers."""
         names = {"patch_embed.proj": "features.0.0", "patch_embed.norm": "features.0.2"}
         parts = {part: part for part in ("norm1", "norm2", "attn", "attn.qkv", "attn.proj")}
         parts |= {"mlp.fc1": "mlp.0", "mlp.fc2": "mlp.3"}
-        # Patches are merged at the end of a stage by the authors, at the start of the next one by timm.
+        # Patch merging belongs to the end of a stage in the authors' files, to the start of the next stage in timm's.
         first = 0 if any(key.startswith("layers.0.downsample.") for key in state) else 1
         for stage in range(4):
             for block in range(len(self.features[2 * stage + 1])):
@@ -115,11 +115,11 @@ class Swin(SwinTransformer):
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS)
 def build_swin_backbone(cfg: Any) -> Swin:
-    """Return the Swin of ``MODEL.BACKBONE`` for ``INPUT.CHANNELS``, with pretrained weights if ``PRETRAIN`` is on.
+    """Build the Swin configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
         ConfigError: unknown ``DEPTH``.
-        WeightsError: the pretrained weights cannot be had or do not fit.
+        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)

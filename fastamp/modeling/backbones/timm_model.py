@@ -1,4 +1,4 @@
-"""Any model of timm's as a backbone, with its last map, its class token or the mean of its tokens as the feature."""
+"""timm models as backbones: the output is the last feature map, the class token or the mean of the tokens."""
 
 import logging
 import sys
@@ -17,28 +17,28 @@ from fastamp.utils.moved import renamed_attribute
 logger = logging.getLogger(__name__)
 
 _PREFIX = "model."
-# What timm's models raise at an argument that they do not know, and at images that do not fit.
+# Exceptions of timm models on unsupported arguments and on unsupported image sizes.
 _TIMM_ERRORS = (AssertionError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 class TimmBackbone(nn.Module):
-    """A model of timm's without its pooling and classifier, whose output is always (B, feature_dim, h, w).
+    """timm model without pooling and classifier, with output (B, feature_dim, h, w).
 
     Args:
-        model: made with ``num_classes=0``, and with ``global_pool=""`` if it can be.
+        model (nn.Module): timm model created with ``num_classes=0``, and with ``global_pool=""`` if it supports that.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        # Some models, e.g. MobileNetV3, widen the last map once more.
+        # Some models, e.g. MobileNetV3, have a wider layer after the last feature map.
         self.feature_dim = getattr(model, "head_hidden_size", None) or model.num_features
         self.channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
         self.has_class_token = getattr(model, "cls_token", None) is not None
         self.prefix_tokens = getattr(model, "num_prefix_tokens", 0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, in_channels, H, W) float, normalized, to (B, feature_dim, h, w); tokens and vectors to h = w = 1."""
+        """Map normalized images (B, in_channels, H, W) to (B, feature_dim, h, w); h = w = 1 for tokens and vectors."""
         x = self.model(x)
         if x.dim() == 4:
             return x.permute(0, 3, 1, 2) if self.channels_last else x
@@ -47,10 +47,10 @@ class TimmBackbone(nn.Module):
         return x[:, :, None, None]
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Return a state dict of timm's, or one that timm can convert, under these names and with this image size."""
+        """Convert a state dict of timm, or one that timm can convert, and resize it to the image size of this model."""
         if any(key.startswith(_PREFIX) for key in state):
             return state
-        # Each family has a function of its own that resizes position embeddings and translates its authors' names.
+        # timm has one function per model family that resizes position embeddings and converts the authors' names.
         convert = getattr(sys.modules[type(self.model).__module__], "checkpoint_filter_fn", None)
         if convert is not None:
             state = convert(dict(state), self.model)
@@ -60,22 +60,26 @@ class TimmBackbone(nn.Module):
 
 
 def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone:
-    """Return timm's model ``name``, also with a tag, for ``INPUT.CHANNELS``; with pretrained weights if ``PRETRAIN``.
+    """Build the timm model ``name``; load pretrained weights if ``MODEL.BACKBONE.PRETRAIN`` is on.
 
-    Models that work at one image size get that of the training images, and may see others where timm can resize their
-    position embeddings or windows. With LAST_STRIDE 1, the map is that of stride 16 in models which can have it;
-    timm dilates the convolutions after it for that. Everything else about the model is as timm has it.
+    Models with a fixed image size are built for the size of the training images; other sizes work if timm can resize
+    the position embeddings or windows. With ``LAST_STRIDE`` 1, models that support it have an output stride of 16; timm
+    then dilates the later convolutions. All other settings are timm's defaults.
+
+    Args:
+        cfg (CfgNode): the config; the number of image channels is ``INPUT.CHANNELS``.
+        name (str): name of the model in timm, optionally with a tag of pretrained weights (``name.tag``).
 
     Raises:
-        ConfigError: timm is not installed, has no such model or tag, or that cannot be a backbone for these images.
-        WeightsError: the pretrained weights cannot be had or do not fit.
+        ConfigError: timm is not installed, the model or tag is unknown, or the model does not support these images.
+        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     timm = _import_timm(name)
     _check_name(timm, name)
     warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     if backbone.NORM != "BN":
-        logger.warning("MODEL.BACKBONE.NORM does nothing: %s has the normalization that timm gave it", name)
+        logger.warning("MODEL.BACKBONE.NORM is ignored: timm defines the normalization of %s", name)
     size = fixed_input_size(cfg, is_train=True, needed_by=f"MODEL.BACKBONE.NAME {backbone.NAME}")
     key = size_key(cfg, is_train=True)
     model, arguments = _create(timm, name, cfg.INPUT.CHANNELS, key, size, backbone.LAST_STRIDE)
@@ -103,21 +107,24 @@ def _import_timm(name: str) -> ModuleType:
 
 def _check_name(timm: ModuleType, name: str) -> None:
     known = timm.list_pretrained() if "." in name else timm.list_models()
-    # Old names of models are not in that list.
+    # The list does not contain deprecated model names.
     if name not in known and ("." in name or not timm.is_model(name)):
         raise ConfigError(
-            f"MODEL.BACKBONE.NAME: timm {timm.__version__} has no model {name!r}.{did_you_mean(name, known)}"
+            f"MODEL.BACKBONE.NAME: unknown model {name!r} in timm {timm.__version__}.{did_you_mean(name, known)}"
         )
 
 
 def _create(
     timm: ModuleType, name: str, channels: int, size_key: str, size: tuple[int, int], last_stride: int
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the model and the arguments that it took: the first that it does, since timm tells in no other way."""
+    """Create the model with the first supported set of arguments, and return both.
+
+    timm has no other way to query the supported arguments.
+    """
     options: list[dict[str, Any]] = [{"output_stride": 16}] if last_stride == 1 else []
     image = {"img_size": size}
     options += [image | {"dynamic_img_size": True}, image | {"strict_img_size": False}, image, {}]
-    # Few models insist on a pooling of their own, among them the distilled DeiT.
+    # A few models, e.g. the distilled DeiT, do not support global_pool="".
     for pooling in ({"global_pool": ""}, {}):
         for option in options:
             arguments = {"num_classes": 0, "in_chans": channels} | pooling | option
@@ -127,34 +134,34 @@ def _create(
                 failure = error
                 continue
             if last_stride == 1 and "output_stride" not in option:
-                logger.info("MODEL.BACKBONE.LAST_STRIDE 1 does nothing: timm's %s has one stride", name)
+                logger.info("MODEL.BACKBONE.LAST_STRIDE 1 is ignored: timm's %s does not support output_stride", name)
             return model, arguments
     raise ConfigError(
-        f"MODEL.BACKBONE.NAME: timm's {name} cannot be a backbone for {size_key} {size} and INPUT.CHANNELS "
-        f"{channels} ({str(failure) or type(failure).__name__})"
+        f"MODEL.BACKBONE.NAME: timm's {name} does not support {size_key} {size} with INPUT.CHANNELS {channels} "
+        f"({str(failure) or type(failure).__name__})"
     ) from failure
 
 
 def _create_pretrained(timm: ModuleType, name: str, arguments: dict[str, Any]) -> nn.Module:
     try:
         return timm.create_model(name, pretrained=True, **arguments)
-    except Exception as error:  # each of the places that timm downloads from raises errors of its own
+    except Exception as error:  # the exception type depends on the download source
         raise WeightsError(
-            f"MODEL.BACKBONE.PRETRAIN is on, but timm's weights of {name} could not be had ({error}).\n"
-            "  fix: download their pytorch_model.bin elsewhere and name it in MODEL.BACKBONE.PRETRAIN_PATH, "
-            "or start from random weights with MODEL.BACKBONE.PRETRAIN False"
+            f"MODEL.BACKBONE.PRETRAIN is on, but timm's weights of {name} cannot be downloaded ({error}).\n"
+            "  fix: download the pytorch_model.bin on another machine and set MODEL.BACKBONE.PRETRAIN_PATH to it, "
+            "or set MODEL.BACKBONE.PRETRAIN False to start from random weights"
         ) from error
 
 
 def _check_size(backbone: TimmBackbone, name: str, key: str, shape: tuple[int, int, int, int]) -> None:
-    """Raise ConfigError where images of this shape do not pass through, which timm may find out only then."""
+    """Raise ConfigError if a forward pass fails for images of this shape; timm may check the size only there."""
     training = backbone.training
     try:
         with torch.no_grad():
             backbone.eval()(torch.zeros(shape))
     except _TIMM_ERRORS as error:
         raise ConfigError(
-            f"{key} is {shape[2:]}, but timm's {name} cannot take such images ({str(error) or type(error).__name__})"
+            f"{key} {shape[2:]} is not supported by timm's {name} ({str(error) or type(error).__name__})"
         ) from error
     finally:
         backbone.train(training)

@@ -1,4 +1,4 @@
-"""Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) as FastReID's and TransReID's, with timm's names."""
+"""Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) as in FastReID and TransReID, with timm's names."""
 
 import itertools
 import math
@@ -31,27 +31,32 @@ KEYS = (
     Key(
         "MODEL.BACKBONE.STRIDE_SIZE",
         (16, 16),
-        "ViT: step between two patches, down and across, in pixels; below 16 patches overlap.",
+        "ViT: vertical and horizontal stride of the patches, in pixels; patches overlap if it is less than 16.",
         low=1,
         length=2,
     ),
     Key(
         "MODEL.BACKBONE.SIE_CAMERAS",
         0,
-        "ViT: cameras, numbered from 0, that have an embedding of their own (TransReID's SIE); 0 is none.",
+        "ViT: number of cameras with a learned embedding (TransReID's SIE); camera IDs start at 0. 0 disables it.",
         low=0,
     ),
-    Key("MODEL.BACKBONE.SIE_VIEWS", 0, "ViT: views, numbered from 0, that have one, alone or per camera.", low=0),
-    Key("MODEL.BACKBONE.SIE_COE", 3.0, "ViT: weight of the camera and view embedding that is added to the tokens."),
+    Key(
+        "MODEL.BACKBONE.SIE_VIEWS",
+        0,
+        "ViT: number of views with a learned embedding; with SIE_CAMERAS, one for each pair. 0 disables it.",
+        low=0,
+    ),
+    Key("MODEL.BACKBONE.SIE_COE", 3.0, "ViT: factor on the camera and view embedding, which is added to the tokens."),
     Key(
         "MODEL.BACKBONE.CHECKPOINTING",
         False,
-        "ViT: keep no block's activations, and compute them again for the gradient: less memory, a third slower.",
+        "ViT: recompute the activations of each block in the backward pass: less memory, about a third slower.",
     ),
     Key(
         "MODEL.BACKBONE.DROP_PATH_RATIO",
         0.1,
-        "ViT: probability of skipping a block (stochastic depth) at the last one; it grows from 0 at the first.",
+        "ViT: stochastic depth probability of the last block; it grows linearly from 0 in the first block.",
         low=0,
         high=0.99,
     ),
@@ -60,23 +65,23 @@ KEYS = (
 )
 
 PATCH = 16
-# The images that people train ViTs with, height and width.
+# Common image sizes for ViTs, (height, width).
 _COMMON_SIZES = ((256, 128), (384, 128), (256, 256), (224, 224))
-_EPS = 1e-6  # of every layer norm, as in the weights' own program
+_EPS = 1e-6  # of all layer norms, as in timm and TransReID
 
 
 @dataclass(frozen=True)
 class Depth:
-    """A Vision Transformer by its name.
+    """Configuration of a Vision Transformer.
 
     Attributes:
-        pretrained: ImageNet weights.
-        width: of a token.
-        blocks: their number.
-        heads: of each attention.
-        mlp_ratio: hidden width of an MLP, in widths.
-        qkv_bias: whether queries, keys and values have a bias.
-        scale: factor on the products of queries and keys; None is (width / heads) ** -0.5.
+        pretrained (Download): ImageNet weights.
+        width (int): width of the tokens. Default 768.
+        blocks (int): number of blocks. Default 12.
+        heads (int): number of attention heads. Default 12.
+        mlp_ratio (float): hidden width of the MLPs, relative to ``width``. Default 4.
+        qkv_bias (bool): use a bias for queries, keys and values. Default True.
+        scale (float | None): factor on the dot products of queries and keys. Default None: (width / heads) ** -0.5.
     """
 
     pretrained: Download
@@ -91,7 +96,7 @@ class Depth:
 _TIMM = "https://github.com/rwightman/pytorch-image-models/releases/download/"
 _DEIT = "https://dl.fbaipublicfiles.com/deit/"
 DEPTHS = {
-    # timm's first "small" ViT, which is no smaller in width; its scale is of the width, not of a head's.
+    # timm's first "small" ViT: width 768 like "base", and a scale from the width instead of the head width.
     "small": Depth(
         Download(_TIMM + "v0.1-weights/vit_small_p16_224-15ec54c9.pth"),
         blocks=8,
@@ -101,19 +106,19 @@ DEPTHS = {
         scale=768**-0.5,
     ),
     "base": Depth(Download(_TIMM + "v0.1-vitjx/jx_vit_base_p16_224-80ecf9dd.pth")),
-    # Touvron et al. 2021, arXiv:2012.12877; the distillation token is left out.
+    # Touvron et al. 2021, arXiv:2012.12877; the distillation token is not used.
     "deit_small": Depth(Download(_DEIT + "deit_small_distilled_patch16_224-649709d9.pth"), width=384, heads=6),
     "deit_base": Depth(Download(_DEIT + "deit_base_distilled_patch16_224-df68dfff.pth")),
 }
 
 
 class PatchEmbedding(nn.Module):
-    """A token for each patch of 16 x 16 pixels; with a stride below 16 patches overlap (TransReID, arXiv:2102.04378).
+    """Embedding of 16 x 16 patches; they overlap if the stride is less than 16 (TransReID, arXiv:2102.04378).
 
     Args:
-        in_channels: of the images.
-        width: of a token.
-        stride: step between patches, down and across.
+        in_channels (int): number of image channels.
+        width (int): width of the tokens.
+        stride (tuple[int, int]): vertical and horizontal stride of the patches.
     """
 
     def __init__(self, in_channels: int, width: int, stride: tuple[int, int]) -> None:
@@ -122,7 +127,7 @@ class PatchEmbedding(nn.Module):
         nn.init.normal_(self.proj.weight, 0, math.sqrt(2.0 / (PATCH * PATCH * width)))
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
-        """Return (B, h * w, width) tokens, row by row, and (h, w)."""
+        """Compute the tokens (B, h * w, width), row by row, and the grid size (h, w)."""
         patches = self.proj(images)
         return patches.flatten(2).transpose(1, 2), (patches.shape[2], patches.shape[3])
 
@@ -149,7 +154,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linear layers around a GELU."""
+    """Two linear layers with a GELU in between."""
 
     def __init__(self, width: int, hidden: int, *, dropout: float) -> None:
         super().__init__()
@@ -163,12 +168,13 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a layer norm and beside a shortcut.
+    """Transformer block: attention and MLP, each with a preceding layer norm and a residual connection.
 
     Args:
-        depth: the network's measures.
-        dropout, attention_dropout: of tokens and MLPs, and of attention weights.
-        drop_path: probability that an image goes by the shortcut alone (Huang et al. 2016, arXiv:1603.09382).
+        depth (Depth): configuration of the network.
+        dropout (float): dropout probability of the attention and MLP outputs.
+        attention_dropout (float): dropout probability of the attention weights.
+        drop_path (float): stochastic depth probability, per image (Huang et al. 2016, arXiv:1603.09382).
     """
 
     def __init__(self, depth: Depth, *, dropout: float, attention_dropout: float, drop_path: float) -> None:
@@ -187,28 +193,31 @@ class Block(nn.Module):
         self.drop_path = StochasticDepth(drop_path, mode="row") if drop_path > 0 else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, tokens, width) to the same."""
+        """Map (B, tokens, width) to the same shape."""
         x = x + self.drop_path(self.attn(self.norm1(x)))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
 class VisionTransformer(nn.Module):
-    """A ViT whose feature is its class token.
+    """Vision Transformer with the class token as feature.
 
     Args:
-        depth: the network's measures.
-        image_size: height and width that the position embedding is made for; for images of another size it is resized.
-        in_channels: of the images.
-        stride: step between patches, down and across.
-        dropout, attention_dropout: of tokens and MLPs, and of attention weights.
-        drop_path: probability of skipping at the last block; it grows from 0 at the first one, block by block.
-        cameras, views: numbers of cameras and views with an embedding that is added to every token of their images
-            (TransReID's side information embedding, arXiv:2102.04378); with both, one for each pair; 0 is none.
-        side_weight: factor on that embedding.
-        checkpointing: keep no block's activations for the gradient, and compute them again.
+        depth (Depth): configuration of the network.
+        image_size (tuple[int, int]): height and width of the images that the position embedding is created for. It is
+            resized for other images.
+        in_channels (int): number of image channels.
+        stride (tuple[int, int]): vertical and horizontal stride of the patches.
+        dropout (float): dropout probability of the tokens, and of the attention and MLP outputs.
+        attention_dropout (float): dropout probability of the attention weights.
+        drop_path (float): stochastic depth probability of the last block; it grows linearly from 0 in the first block.
+        cameras, views (int): number of cameras and views with an embedding, which is added to all tokens of an image
+            (TransReID's side information embedding, arXiv:2102.04378). With both, each pair has an embedding.
+            0 disables it.
+        side_weight (float): factor on this embedding.
+        checkpointing (bool): recompute the activations of each block in the backward pass.
 
     Attributes:
-        takes_cameras: whether ``forward`` needs to know where the images are from.
+        takes_cameras: True if ``forward`` needs camera or view IDs.
     """
 
     def __init__(
@@ -262,14 +271,18 @@ class VisionTransformer(nn.Module):
     def forward(
         self, x: torch.Tensor, camids: torch.Tensor | None = None, viewids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute the class token, or all tokens once the last block is handed over.
+        """Compute the class token, or all tokens if the last block was removed by ``hand_over_last_block``.
 
         Args:
-            x: (B, in_channels, H, W) float, normalized.
-            camids, viewids: (B,) int64 from 0; needed if they have embeddings.
+            x (torch.Tensor): (B, in_channels, H, W) float, normalized images.
+            camids, viewids (torch.Tensor | None): (B,) int64, starting at 0; required if they have embeddings.
 
         Returns:
-            (B, feature_dim, 1, 1), after the last norm; after ``hand_over_last_block`` (B, 1 + patches, feature_dim).
+            torch.Tensor: (B, feature_dim, 1, 1), the class token after the last norm; without the last block
+            (B, 1 + patches, feature_dim), all tokens.
+
+        Raises:
+            ValueError: required camera or view IDs are missing.
         """
         patches, grid = self.patch_embed(x)
         tokens = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), patches), dim=1) + self._positions(grid)
@@ -286,52 +299,52 @@ class VisionTransformer(nn.Module):
         return self.norm(tokens)[:, 0, :, None, None]
 
     def _positions(self, grid: tuple[int, int]) -> torch.Tensor:
-        """Return the position embedding of a ``grid`` of patches, (1, 1 + patches, width)."""
+        """Return the position embedding (1, 1 + patches, width) for a ``grid`` of patches."""
         return self.pos_embed if grid == self.grid else resize_positions(self.pos_embed, self.grid, grid)
 
     def _side_index(self, camids: torch.Tensor | None, viewids: torch.Tensor | None) -> torch.Tensor:
-        """Return the (B,) rows of ``sie_embed`` for images from these cameras and views."""
+        """Compute the rows of ``sie_embed`` for the images, (B,) int64."""
         for key, number, name, ids in (
             ("SIE_CAMERAS", self.cameras, "camids", camids),
             ("SIE_VIEWS", self.views, "viewids", viewids),
         ):
             if number and ids is None:
-                raise ValueError(f"MODEL.BACKBONE.{key} is {number}: the backbone needs to know the images' {name}")
+                raise ValueError(f"MODEL.BACKBONE.{key} is {number}, but the batch has no {name!r}")
         if self.cameras and self.views:
             return camids * self.views + viewids
         return camids if self.cameras else viewids
 
     def hand_over_last_block(self) -> nn.Sequential:
-        """Take the last block and the norm off, and return them; from now on ``forward`` returns all tokens."""
+        """Remove the last block and norm from this module and return them; ``forward`` then returns all tokens."""
         last = nn.Sequential(self.blocks[-1], self.norm)
         del self.blocks[-1]
         self.norm = None
         return last
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Return the tensors of a timm, DeiT, FastReID or TransReID file, with positions for this network's grid."""
+        """Convert a timm, DeiT, FastReID or TransReID state dict, and resize its position embedding to this grid."""
         state = dict(state)
         weight = state.get("patch_embed.proj.weight")
-        # timm's oldest, a linear layer over the pixels of a patch
+        # timm's oldest files have a linear layer over the pixels of a patch.
         if weight is not None and weight.dim() == 2 and weight.shape[1] % PATCH**2 == 0:
             state["patch_embed.proj.weight"] = weight.reshape(len(weight), -1, PATCH, PATCH)
         positions = state.get("pos_embed")
-        # Of any other shape they are no class token's and patches', and are refused for it.
+        # Embeddings of other shapes are kept, so that loading reports the shape mismatch.
         if positions is not None and positions.dim() == 3 and positions.shape[0] == 1 and positions.shape[1] > 2:
-            if state.pop("dist_token", None) is not None:  # DeiT's second token; its place is behind the class token's
+            if state.pop("dist_token", None) is not None:  # DeiT's second token, after the class token
                 positions = torch.cat((positions[:, :1], positions[:, 2:]), dim=1)
             if positions.shape[1] != self.pos_embed.shape[1]:
                 found = infer_grid(positions.shape[1] - 1, like=self.grid)
                 notes.append(
-                    f"its position embedding of {found[0]} x {found[1]} patches was resized to {self.grid[0]} x "
-                    f"{self.grid[1]} (INPUT.SIZE_TRAIN or CROP.SIZE, MODEL.BACKBONE.STRIDE_SIZE)"
+                    f"the position embedding was resized from {found[0]} x {found[1]} to {self.grid[0]} x "
+                    f"{self.grid[1]} patches (see INPUT.SIZE_TRAIN or CROP.SIZE, MODEL.BACKBONE.STRIDE_SIZE)"
                 )
                 positions = resize_positions(positions, found, self.grid)
             state["pos_embed"] = positions
         if "sie_embed" in state and not self.takes_cameras:
             notes.append(
-                f"it has {len(state['sie_embed'])} embeddings of cameras or views, which the model lacks: for its "
-                "features set MODEL.BACKBONE.SIE_CAMERAS or SIE_VIEWS"
+                f"the file has {len(state['sie_embed'])} camera or view embeddings, which the model does not use: to "
+                "reproduce its features, set MODEL.BACKBONE.SIE_CAMERAS or SIE_VIEWS"
             )
         return state
 
@@ -339,15 +352,15 @@ class VisionTransformer(nn.Module):
 
 
 def resize_positions(positions: torch.Tensor, old: tuple[int, int], new: tuple[int, int]) -> torch.Tensor:
-    """Return a position embedding for another grid, bilinearly; the class token keeps its own.
+    """Resize a position embedding to another grid by bilinear interpolation; the class token is not changed.
 
     Args:
-        positions: (1, 1 + h * w, D) float, the class token first.
-        old: (h, w).
-        new: (h', w').
+        positions (torch.Tensor): (1, 1 + h * w, D) float, the class token first.
+        old (tuple[int, int]): current grid (h, w).
+        new (tuple[int, int]): target grid (h', w').
 
     Returns:
-        (1, 1 + h' * w', D), of the same dtype.
+        torch.Tensor: (1, 1 + h' * w', D), same dtype as ``positions``.
     """
     width = positions.shape[2]
     maps = positions[:, 1:].reshape(1, *old, width).permute(0, 3, 1, 2)
@@ -356,9 +369,15 @@ def resize_positions(positions: torch.Tensor, old: tuple[int, int], new: tuple[i
 
 
 def infer_grid(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
-    """Return the rows and columns of so many patches: a square's, or else those whose ratio is nearest to ``like``'s.
+    """Infer the grid of a number of patches, which is not stored in weights files.
 
-    A file does not say them. ImageNet's are square; TransReID's 210 are 21 x 10.
+    Args:
+        patches (int): number of patches.
+        like (tuple[int, int]): grid (rows, columns) with the expected aspect ratio.
+
+    Returns:
+        tuple[int, int]: rows and columns: a square grid if possible, as for ImageNet; else the grid with the aspect
+        ratio nearest to that of ``like``, e.g. 21 x 10 for TransReID's 210 patches.
     """
     side = math.isqrt(patches)
     if side * side == patches:
@@ -370,10 +389,10 @@ def infer_grid(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
 
 
 def infer_embedding_keys(state: State) -> dict[str, str]:
-    """Return the config keys of a ViT's embeddings: the number of cameras, and a size and stride of so many patches.
+    """Infer config keys from the embeddings of a ViT: number of cameras, image size and patch stride.
 
     Args:
-        state: the tensors of a ViT.
+        state (dict[str, torch.Tensor]): tensors of a ViT.
     """
     keys = {}
     if "sie_embed" in state:
@@ -391,15 +410,15 @@ def infer_embedding_keys(state: State) -> dict[str, str]:
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS, keys_of=infer_embedding_keys)
 def build_vit_backbone(cfg: Any) -> VisionTransformer:
-    """Return the ViT of ``MODEL.BACKBONE`` for ``INPUT``, pretrained if ``PRETRAIN`` is on.
+    """Build the ViT configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
-    It has a position embedding for each patch of a training image, at INPUT.CROP.SIZE where INPUT.CROP is on, else at
-    SIZE_TRAIN.
+    The position embedding has the size of the training images: ``INPUT.CROP.SIZE`` if ``INPUT.CROP`` is on, else
+    ``INPUT.SIZE_TRAIN``.
 
     Raises:
-        ConfigError: unknown ``DEPTH``, images smaller than a patch, training images of different sizes, or a
-            ``STRIDE_SIZE`` that is not two positive numbers.
-        WeightsError: the pretrained weights cannot be had or do not fit.
+        ConfigError: unknown ``DEPTH``, images smaller than a patch, training images without a fixed size, or a
+            ``STRIDE_SIZE`` that is not two positive integers.
+        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
@@ -408,7 +427,7 @@ def build_vit_backbone(cfg: Any) -> VisionTransformer:
     for is_train, size in ((True, image_size), (False, input_size(cfg, is_train=False))):
         if size is not None and min(size) < PATCH:
             key = size_key(cfg, is_train=is_train)
-            raise ConfigError(f"{key} is {size}; a ViT cuts images into patches of {PATCH} x {PATCH}")
+            raise ConfigError(f"{key} is {size}, but a ViT needs images of at least {PATCH} x {PATCH} pixels")
     model = VisionTransformer(
         depth=depth,
         image_size=image_size,
@@ -422,5 +441,5 @@ def build_vit_backbone(cfg: Any) -> VisionTransformer:
         side_weight=backbone.SIE_COE,
         checkpointing=backbone.CHECKPOINTING,
     )
-    # ImageNet is from no camera.
+    # ImageNet weights do not contain camera embeddings.
     return with_pretrained_weights(model, cfg, depth.pretrained, without=("sie_embed",))

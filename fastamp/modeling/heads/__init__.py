@@ -1,4 +1,4 @@
-"""Heads: feature maps -> embeddings, logits."""
+"""Heads, which map feature maps to embeddings and class logits."""
 
 from fastamp.modeling.heads.build import HEADS_REGISTRY, build_heads
 from fastamp.modeling.heads.clas_head import ClasHead

@@ -1,4 +1,4 @@
-"""Look up and build the head that a config names."""
+"""Registry and builder of heads."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ HEADS_REGISTRY = Registry("MODEL.HEADS.NAME")
 
 
 def build_heads(cfg: Any, backbone: nn.Module | None = None) -> nn.Module:
-    """Return the head ``MODEL.HEADS.NAME``.
+    """Build the head ``MODEL.HEADS.NAME``.
 
     Args:
-        cfg: the config.
-        backbone: the one before it. A head that is made of a part of it has a class attribute ``continues_backbone =
-            True`` and is built as ``from_config(cfg, backbone=backbone)``.
+        cfg (CfgNode): the config.
+        backbone (nn.Module | None): backbone of the model. A head with the class attribute ``continues_backbone =
+            True`` takes over a part of it, and is built by ``from_config(cfg, backbone=backbone)``.
 
     Raises:
-        ConfigError: it, or one of its parts, is not registered, or it does not go with that backbone.
+        ConfigError: the head or one of its components is not registered, or it does not support this backbone.
     """
     name = cfg.MODEL.HEADS.NAME
     continues = getattr(HEADS_REGISTRY.get(name), "continues_backbone", False)

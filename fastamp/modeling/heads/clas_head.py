@@ -1,4 +1,4 @@
-"""The head that classifies in evaluation, too."""
+"""Classification head."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from fastamp.modeling.heads.embedding_head import EmbeddingHead
 
 @HEADS_REGISTRY.register()
 class ClasHead(EmbeddingHead):
-    """``EmbeddingHead`` that returns scaled class logits in evaluation, as FastReID's does.
+    """``EmbeddingHead`` that returns scaled class logits in evaluation mode, as in FastReID.
 
-    Also as there, the losses get the feature after the neck, whatever ``neck_feat`` says. Without classes, as for an
-    evaluation alone, it takes those of the weights that it is filled with.
+    As in FastReID, the losses get the feature after the neck; ``neck_feat`` is ignored. A head that is built without
+    classes, for evaluation only, takes the number of classes from the weights that are loaded.
 
     Args:
-        options: of ``EmbeddingHead``.
+        options: arguments of ``EmbeddingHead``.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -30,18 +30,18 @@ class ClasHead(EmbeddingHead):
     def forward(
         self, features: torch.Tensor, targets: torch.Tensor | None = None
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Compute class logits: in training mode what ``EmbeddingHead`` returns, in evaluation mode (B, K) float32."""
+        """Compute the outputs of ``EmbeddingHead`` in training mode, or logits (B, K), float32, in evaluation mode."""
         return super().forward(features, targets) if self.training else self.logits(features)
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Return what ``EmbeddingHead`` does, and make room for the file's classes where there are none.
+        """Convert as ``EmbeddingHead``; a head without classes is resized to the number of classes in ``state``.
 
         Raises:
-            WeightsError: see there.
+            WeightsError: see ``EmbeddingHead.convert_state_dict``.
         """
         state = super().convert_state_dict(state, notes)
         classes = state.get("weight")
-        # Contiguous: as much memory as the file has, whatever its shape claims.
+        # A non-contiguous tensor of an untrusted file can have a shape larger than its stored data.
         is_compatible = is_weight(classes) and classes.is_contiguous() and classes.shape[1:] == self.weight.shape[1:]
         if is_compatible and len(self.weight) == 0:
             self.weight = nn.Parameter(self.weight.new_zeros(classes.shape))

@@ -1,4 +1,4 @@
-"""The head of the strong baselines: pooling, reduction, BNNeck, classifier."""
+"""Head with pooling, reduction, BNNeck and classifier."""
 
 from typing import Any
 
@@ -14,25 +14,25 @@ from fastamp.utils.moved import renamed_attribute
 
 @HEADS_REGISTRY.register()
 class EmbeddingHead(nn.Module):
-    """Pool the map, reduce it, normalize it with a BNNeck, and classify it (Luo et al. 2019, arXiv:1903.07071).
+    """Embedding head with pooling, 1x1 convolution, BNNeck and classifier (Luo et al. 2019, arXiv:1903.07071).
 
-    Computed in float32 under any precision policy: it is a fraction of a per cent of the backbone's work, and its
-    output is what distances are made of.
+    It computes in float32 under any precision policy: it takes less than 1 % of the computation of the backbone, and
+    distances are computed from its output.
 
     Args:
-        feat_dim: channels of the feature map; with ``Flatten`` its channels x height x width.
-        embedding_dim: width after a 1x1 convolution; 0 for none.
-        num_classes: identities in the training set; 0 gives a head for evaluation alone.
-        neck_feat: which feature the metric losses get: "before" or "after" the neck.
-        eval_feat: which one evaluation gets.
-        pool_layer: a name in ``POOL_LAYER_REGISTRY``.
-        cls_layer: a name in ``CLS_LAYER_REGISTRY``.
-        scale, margin: of the classification layer.
-        with_bnneck: batch normalization, with a bias frozen at 0, before the classifier.
-        norm: the neck's normalization layer.
+        feat_dim (int): channels of the feature map; with ``Flatten`` channels x height x width.
+        embedding_dim (int): output channels of the 1x1 convolution. Default 0: no convolution.
+        num_classes (int): number of identities in the training set; 0 builds a head for evaluation only.
+        neck_feat (str): feature for the metric losses: ``"before"`` (default) or ``"after"`` the neck.
+        eval_feat (str): feature that is returned in evaluation mode: ``"before"`` or ``"after"`` (default) the neck.
+        pool_layer (str): a name in ``POOL_LAYER_REGISTRY``. Default ``"GlobalAvgPool"``.
+        cls_layer (str): a name in ``CLS_LAYER_REGISTRY``. Default ``"Linear"``.
+        scale, margin (float): scale and margin of the classification layer. Default 1 and 0.
+        with_bnneck (bool): batch norm with the bias frozen at 0 before the classifier. Default True.
+        norm (str): name of the normalization layer of the neck. Default ``"BN"``.
 
     Raises:
-        ConfigError: a part is not registered, or ``neck_feat`` is something else.
+        ConfigError: a component is not registered, or ``neck_feat`` is unknown.
     """
 
     classifiers = ("weight",)
@@ -66,7 +66,7 @@ class EmbeddingHead(nn.Module):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "EmbeddingHead":
-        """Return the head of ``MODEL.HEADS``."""
+        """Build the head configured in ``MODEL.HEADS``."""
         heads = cfg.MODEL.HEADS
         return cls(
             feat_dim=cfg.MODEL.BACKBONE.FEAT_DIM,
@@ -83,7 +83,7 @@ class EmbeddingHead(nn.Module):
         )
 
     def _make_neck(self, feat_dim: int, embedding_dim: int, with_bnneck: bool, norm: str) -> None:
-        """Set up what ``_neck`` computes."""
+        """Create the layers of ``_neck``."""
         neck: list[nn.Module] = []
         if embedding_dim > 0:
             neck.append(nn.Conv2d(feat_dim, embedding_dim, 1, bias=False))
@@ -103,14 +103,17 @@ class EmbeddingHead(nn.Module):
         """Compute embeddings, and in training mode logits.
 
         Args:
-            features: (B, feat_dim, h, w) float of any precision.
-            targets: (B,) int64 class numbers, needed in training mode.
+            features (torch.Tensor): (B, feat_dim, h, w) float of any precision.
+            targets (torch.Tensor | None): (B,) int64 class labels, required in training mode.
 
         Returns:
-            In evaluation mode (B, D) float32, the feature after the neck, or by ``eval_feat`` before it, not
-            normalized. In training mode
-            ``{"cls_outputs": (B, K), "pred_class_logits": (B, K), "features": (B, D)}``, float32; the features are
-            those before or after the neck, by ``neck_feat``.
+            In evaluation mode the features (B, D), float32, not normalized, before or after the neck as set by
+            ``eval_feat``. In training mode
+            ``{"cls_outputs": (B, K), "pred_class_logits": (B, K), "features": (B, D)}``, float32: the logits with and
+            without margin, and the features before or after the neck as set by ``neck_feat``.
+
+        Raises:
+            ConfigError: training without classes, or the pooled feature map does not have shape (B, feat_dim, 1, 1).
         """
         pooled = self._pool(features)
         if not self.training and self.eval_feat == "before":
@@ -128,64 +131,68 @@ class EmbeddingHead(nn.Module):
 
     @force_fp32
     def logits(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the class logits without any margin, scaled, of a map of features, in every mode.
+        """Compute scaled class logits without margin, in training and in evaluation mode.
 
         Args:
-            features: (B, feat_dim, h, w) float of any precision.
+            features (torch.Tensor): (B, feat_dim, h, w) float of any precision.
 
         Returns:
-            (B, K) float32.
+            torch.Tensor: (B, K) float32.
         """
         self._require_classes()
         return self.cls_layer.logits(self._neck(self._pool(features)), self.weight)
 
     def _pool(self, features: torch.Tensor) -> torch.Tensor:
-        """Return (B, feat_dim, 1, 1)."""
+        """Pool to (B, feat_dim, 1, 1)."""
         pooled = self.pool_layer(features)
         if pooled.dim() == 2:
             pooled = pooled[:, :, None, None]
         if pooled.shape[1] != self.pooled_dim:
             raise ConfigError(
-                f"MODEL.HEADS.POOL_LAYER {type(self.pool_layer).__name__} makes {pooled.shape[1]} values of a map of "
-                f"{' x '.join(map(str, features.shape[1:]))}; the head was built for {self.pooled_dim} "
-                "values, those of the images that the config describes"
+                f"MODEL.HEADS.POOL_LAYER {type(self.pool_layer).__name__} outputs {pooled.shape[1]} values for a "
+                f"feature map of {' x '.join(map(str, features.shape[1:]))}; expected {self.pooled_dim}.\n"
+                "  fix: use images of the size in the config (INPUT.SIZE_TRAIN, INPUT.SIZE_TEST)"
             )
         if pooled.shape[2:] != (1, 1):
             size = " x ".join(map(str, pooled.shape[2:]))
             raise ConfigError(
-                f"MODEL.HEADS.POOL_LAYER {type(self.pool_layer).__name__} leaves a map of {size}; the head needs 1 x 1"
+                f"MODEL.HEADS.POOL_LAYER {type(self.pool_layer).__name__} outputs a map of {size}; expected 1 x 1.\n"
+                "  fix: choose a global pooling, e.g. MODEL.HEADS.POOL_LAYER GlobalAvgPool"
             )
         return pooled
 
     def _require_classes(self) -> None:
         if len(self.weight) == 0:
-            raise ConfigError("MODEL.HEADS.NUM_CLASSES is 0: to train, set it to the number of identities")
+            raise ConfigError(
+                "MODEL.HEADS.NUM_CLASSES is 0, but training and class logits need classes.\n"
+                "  fix: set MODEL.HEADS.NUM_CLASSES to the number of identities"
+            )
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Return the head of a FastReID file of any age, or of a TransReID one without JPM, under present names.
+        """Convert the head of any FastReID release, or of TransReID without JPM.
 
         Raises:
-            WeightsError: it is FastReID v0.1.1's ReductionHead, which computes another function.
+            WeightsError: the weights are of FastReID v0.1.1's ReductionHead, which is not equivalent to this head.
         """
         if any(key.startswith("bnneck.") for key in state) and any(key.startswith("bottleneck.") for key in state):
             raise WeightsError(
-                "the weights have FastReID v0.1.1's ReductionHead (a reduction with its own batch norm before the "
-                "neck), which is another function than EmbeddingHead's.\n"
-                "  fix: take weights of a later FastReID, or train again; as a start for the backbone alone the file "
-                "can be named in MODEL.BACKBONE.PRETRAIN_PATH"
+                "the weights are of FastReID v0.1.1's ReductionHead, which has a second batch norm before the neck and "
+                "is not supported by EmbeddingHead.\n"
+                "  fix: use weights of a later FastReID release or train again; to load only the backbone, set "
+                "MODEL.BACKBONE.PRETRAIN_PATH to the file"
             )
-        has_fc = any(key.startswith("fc.0.") for key in state)  # torchvision's fc. is its classifier
+        has_fc = any(key.startswith("fc.0.") for key in state)  # torchvision's "fc." is the classifier
         if has_fc:
             notes.append(
-                "torchreid's features come after its fc layer, which MODEL.HEADS.NAME EmbeddingHead does not have: "
-                "set MODEL.HEADS.NAME FCHead for them"
+                "torchreid's features are the output of its fc layer, which MODEL.HEADS.NAME EmbeddingHead does not "
+                "have: set MODEL.HEADS.NAME FCHead to reproduce them"
             )
         if any(key.startswith("b1.") for key in state):
             notes.append(
-                "TransReID trained the copies of the last block in its JPM, not the backbone's own, which is what "
-                "MODEL.HEADS.NAME EmbeddingHead takes: set MODEL.HEADS.NAME JPMHead for its features"
+                "TransReID trained the copies of the last block in its JPM, not the last block of the backbone, which "
+                "MODEL.HEADS.NAME EmbeddingHead uses: set MODEL.HEADS.NAME JPMHead to reproduce its features"
             )
-        number = len(self.bottleneck) - 1  # of the batch norm
+        number = len(self.bottleneck) - 1  # index of the batch norm
         renamed = {}
         for key, value in state.items():
             if key == "classifier.weight" and not has_fc:

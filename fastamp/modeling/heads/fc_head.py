@@ -1,4 +1,4 @@
-"""torchreid's head: a fully connected layer behind the pooling, whose output is the feature."""
+"""torchreid's head: the feature is the output of a fully connected layer after the pooling."""
 
 import logging
 from typing import Any
@@ -15,27 +15,27 @@ logger = logging.getLogger(__name__)
 
 @HEADS_REGISTRY.register()
 class FCHead(EmbeddingHead):
-    """``EmbeddingHead`` whose neck is a linear layer, batch norm and ReLU (Zhou et al. 2019, arXiv:1905.00953).
+    """``EmbeddingHead`` with a linear layer, batch norm and ReLU as the neck (Zhou et al. 2019, arXiv:1905.00953).
 
-    torchreid gives the feature after it to the losses and to evaluation. The classifier has no bias, other than
-    torchreid's.
+    torchreid uses the feature after the neck in the losses and in evaluation. Unlike torchreid's, the classifier has no
+    bias.
 
     Args:
-        embedding_dim: width of the layer.
-        options: of ``EmbeddingHead``; its ``with_bnneck`` and ``norm`` have no meaning here.
+        embedding_dim (int): output width of the linear layer.
+        options: arguments of ``EmbeddingHead``; ``with_bnneck`` and ``norm`` are ignored.
 
     Raises:
-        ConfigError: there is no width; see also ``EmbeddingHead``.
+        ConfigError: ``embedding_dim`` is 0; see also ``EmbeddingHead``.
     """
 
     def __init__(self, *, embedding_dim: int, **options: Any) -> None:
         if embedding_dim < 1:
             raise ConfigError(
-                "MODEL.HEADS.EMBEDDING_DIM is 0: FCHead needs the width of its layer.\n"
-                "  fix: MODEL.HEADS.EMBEDDING_DIM 512, as in torchreid's OSNet"
+                "MODEL.HEADS.EMBEDDING_DIM is 0, but FCHead needs the width of its linear layer.\n"
+                "  fix: set MODEL.HEADS.EMBEDDING_DIM, e.g. to 512 as in torchreid's OSNet"
             )
         if options.get("with_bnneck") or options.get("norm", "BN") != "BN":
-            logger.warning("MODEL.HEADS.WITH_BNNECK and NORM do nothing: FCHead has torchreid's BatchNorm1d")
+            logger.warning("MODEL.HEADS.WITH_BNNECK and NORM are ignored: FCHead always uses BatchNorm1d, as torchreid")
         super().__init__(embedding_dim=embedding_dim, **options)
 
     def _make_neck(self, feat_dim: int, embedding_dim: int, with_bnneck: bool, norm: str) -> None:
@@ -47,5 +47,5 @@ class FCHead(EmbeddingHead):
         return self.fc(pooled.flatten(1))
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Return the head of a torchreid file under present names; its classifier has a bias, which is left over."""
+        """Convert the head of a torchreid file; the bias of its classifier is not used."""
         return {"weight" if key == "classifier.weight" else key: value for key, value in state.items()}

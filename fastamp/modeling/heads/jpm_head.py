@@ -1,4 +1,4 @@
-"""TransReID's jigsaw patch module: a global feature, and local ones of shuffled patches."""
+"""TransReID's jigsaw patch module: a global feature, and local features of shuffled patches."""
 
 import copy
 from typing import Any
@@ -23,44 +23,47 @@ __getattr__ = moved_names(
 )
 
 KEYS = (
-    Key("MODEL.HEADS.JPM.PARTS", 4, "JPMHead: parts of the patches with a feature of their own.", low=1),
+    Key("MODEL.HEADS.JPM.PARTS", 4, "JPMHead: number of patch groups, each with a local feature.", low=1),
     Key(
         "MODEL.HEADS.JPM.REARRANGE",
         True,
-        "JPMHead: shift and shuffle the patches first; off makes the parts bands of rows.",
+        "JPMHead: shift and shuffle the patches before they are grouped; off: each group is a band of rows.",
     ),
     Key(
         "MODEL.HEADS.JPM.SHIFT",
         5,
-        "JPMHead: patches that the rest moves before, counted as TransReID does: from 1, which moves nothing.",
+        "JPMHead: number of patches to shift by, plus 1, as TransReID counts; 1 disables the shift.",
         low=1,
     ),
-    Key("MODEL.HEADS.JPM.GROUPS", 2, "JPMHead: runs of patches that are shuffled, taking one of each in turn.", low=1),
+    Key(
+        "MODEL.HEADS.JPM.GROUPS",
+        2,
+        "JPMHead: number of runs of consecutive patches that the shuffle interleaves.",
+        low=1,
+    ),
 )
 
 
 @HEADS_REGISTRY.register()
 class JPMHead(nn.Module):
-    """Two copies of a ViT's last block, for all tokens and for parts of them (He et al. 2021, arXiv:2102.04378).
+    """Jigsaw patch module: a global feature and one local feature per patch group (He et al. 2021, arXiv:2102.04378).
 
-    The global feature is the class token after the first copy. The patches' tokens are shifted and shuffled, so that
-    each part of them is from all over the image, and cut into parts; each part goes through the second copy together
-    with the class token, and what becomes of that is a local feature. Each feature has a neck and a classifier of its
-    own. The head takes the last block and norm from the backbone, which then ends with all tokens: none is computed,
-    or waits for a gradient, in vain.
+    The head has two copies of the last block of a ViT. The global feature is the class token after the first copy. The
+    patch tokens are shifted and shuffled, so that each group covers the whole image, and split into groups. Each group
+    passes the second copy together with the class token, which becomes the local feature. Each feature has its own neck
+    and classifier. The last block and norm are removed from the backbone, so that they are not computed without use.
 
     Args:
-        last_block: (B, tokens, D) -> (B, tokens, D); it is copied, with its weights.
-        branches: the necks and classifiers: of the global feature first, then of each part.
-        shift: see ``shuffle_patches``.
-        groups: see ``shuffle_patches``.
-        rearrange: whether to shift and shuffle at all.
-        checkpointing: keep no activations of the blocks for the gradient, and compute them again.
+        last_block (nn.Module): module (B, tokens, D) -> (B, tokens, D); copied with its weights.
+        branches (list[EmbeddingHead]): heads of the features, the global one first, then one per group.
+        shift, groups (int): see ``shuffle_patches``. Default 5 and 2.
+        rearrange (bool): shift and shuffle the patches. Default True.
+        checkpointing (bool): recompute the activations of the blocks in the backward pass. Default False.
     """
 
     # Built as from_config(cfg, backbone=...).
     continues_backbone = True
-    # In training mode a list of them, of which each goes through the losses.
+    # In training mode the output is a list; the losses are computed for each entry.
     several_outputs = True
 
     def __init__(
@@ -84,18 +87,18 @@ class JPMHead(nn.Module):
 
     @classmethod
     def from_config(cls, cfg: Any, *, backbone: nn.Module) -> "JPMHead":
-        """Return the head of ``MODEL.HEADS``; ``backbone`` loses its last block to it.
+        """Build the head configured in ``MODEL.HEADS``; the last block is removed from ``backbone``.
 
         Raises:
-            ConfigError: the backbone has no block to hand over.
+            ConfigError: the backbone is not a Vision Transformer.
         """
         if not hasattr(backbone, "hand_over_last_block"):
             raise ConfigError(
-                f"MODEL.HEADS.NAME JPMHead continues a Vision Transformer, and MODEL.BACKBONE.NAME "
-                f"{cfg.MODEL.BACKBONE.NAME} is none.\n  fix: MODEL.BACKBONE.NAME build_vit_backbone"
+                f"MODEL.HEADS.NAME JPMHead needs a Vision Transformer; MODEL.BACKBONE.NAME is "
+                f"{cfg.MODEL.BACKBONE.NAME}.\n  fix: set MODEL.BACKBONE.NAME build_vit_backbone"
             )
         jpm = cfg.MODEL.HEADS.JPM
-        cfg = cfg.with_values({"MODEL.HEADS.POOL_LAYER": "Identity"})  # a token is a vector already
+        cfg = cfg.with_values({"MODEL.HEADS.POOL_LAYER": "Identity"})  # a token has no spatial dimensions
         return cls(
             last_block=backbone.hand_over_last_block(),
             branches=[EmbeddingHead.from_config(cfg) for _ in range(1 + jpm.PARTS)],
@@ -111,13 +114,13 @@ class JPMHead(nn.Module):
         """Compute embeddings, and in training mode logits.
 
         Args:
-            tokens: (B, 1 + patches, D) float of any precision, the class token first.
-            targets: (B,) int64 class numbers, needed in training mode.
+            tokens (torch.Tensor): (B, 1 + patches, D) float of any precision, the class token first.
+            targets (torch.Tensor | None): (B,) int64 class labels, required in training mode.
 
         Returns:
-            In evaluation mode (B, (1 + parts) * D) float32: the global feature, and the local ones each divided by
-            their number. In training mode ``EmbeddingHead``'s outputs of each feature with its weight in the losses:
-            the global one counts as much as all local ones together.
+            In evaluation mode (B, (1 + parts) * D) float32: the global feature and the local features, the latter
+            divided by ``parts``. In training mode a list of (loss weight, outputs of ``EmbeddingHead``): weight 0.5 for
+            the global feature, and 0.5 / ``parts`` for each local feature.
         """
         features = [self._run_block(self.b1, tokens)[:, 0], *self._local_features(tokens)]
         outputs = [
@@ -129,20 +132,20 @@ class JPMHead(nn.Module):
         return list(zip(weights, outputs, strict=True))
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return (B, K) float32 class logits of the global feature, in every mode; see ``EmbeddingHead.logits``."""
+        """Compute class logits (B, K), float32, from the global feature; see ``EmbeddingHead.logits``."""
         return self.branches[0].logits(self._run_block(self.b1, tokens)[:, 0, :, None, None])
 
     def _local_features(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return (B, D) for each part."""
+        """Compute the local features, (B, D) for each group."""
         class_token, patches = tokens[:, :1], tokens[:, 1:]
         length = patches.shape[1] // self.parts
         if length == 0:
             raise ConfigError(
-                f"MODEL.HEADS.JPM.PARTS is {self.parts}, but images of this size have {patches.shape[1]} patches"
+                f"MODEL.HEADS.JPM.PARTS is {self.parts}, but images of this size have only {patches.shape[1]} patches"
             )
         if self.rearrange:
             patches = shuffle_patches(patches, shift=self.shift, groups=self.groups)
-        # All parts as one batch; what is left over after the last part is dropped, as TransReID does.
+        # All groups are computed as one batch. The remaining patches are dropped, as in TransReID.
         parts = [
             torch.cat((class_token, patches[:, start : start + length]), dim=1)
             for start in range(0, length * self.parts, length)
@@ -155,7 +158,7 @@ class JPMHead(nn.Module):
         return block(tokens)
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Return TransReID's ``bottleneck_2.*`` and ``classifier_2.*`` as ``branches.2.*``, which knows the rest."""
+        """Convert TransReID's ``bottleneck_2.*`` and ``classifier_2.*`` to ``branches.2.*``."""
         renamed = {}
         for key, value in state.items():
             part, dot, rest = key.partition(".")
@@ -169,11 +172,14 @@ class JPMHead(nn.Module):
 
 
 def last_block_state(state: State, *, number: int) -> State:
-    """Return the backbone's last block and norm, which the head has, under the backbone's names.
+    """Extract the last block and norm of the backbone from the JPM head of a TransReID model.
 
     Args:
-        state: of a whole TransReID model.
-        number: of that block, from 0.
+        state (dict[str, torch.Tensor]): state dict of the whole model.
+        number (int): index of the last block in the backbone.
+
+    Returns:
+        dict[str, torch.Tensor]: the tensors under the names in the backbone.
     """
     block = {name.removeprefix("b1.0."): value for name, value in state.items() if name.startswith("b1.0.")}
     renamed = {f"blocks.{number}.{name}": value for name, value in block.items()}
@@ -181,18 +187,18 @@ def last_block_state(state: State, *, number: int) -> State:
 
 
 def shuffle_patches(patches: torch.Tensor, *, shift: int, groups: int) -> torch.Tensor:
-    """Return patches so that neighbours come from far apart: moved round, dealt into groups, one of each in turn.
+    """Shift the patches cyclically, split them into ``groups`` runs, and interleave the runs.
 
-    Differs from the paper as TransReID's program does: they move by one less than the shift, and where the groups do
-    not divide their number, those before the last one are there twice.
+    Differs from the paper, as TransReID's code does: the shift is by ``shift - 1`` patches, and if N is not a multiple
+    of ``groups``, the patches before the last one are repeated.
 
     Args:
-        patches: (B, N, D), row by row.
-        shift: 1 moves nothing.
-        groups: runs of neighbours that are interleaved; 1 shuffles nothing.
+        patches (torch.Tensor): (B, N, D), row by row.
+        shift (int): number of patches to shift by, plus 1; 1 disables the shift.
+        groups (int): number of runs; 1 disables the shuffle.
 
     Returns:
-        (B, N rounded up to a multiple of ``groups``, D).
+        torch.Tensor: (B, N rounded up to a multiple of ``groups``, D).
     """
     patches = patches.roll(1 - shift, dims=1)
     missing = -patches.shape[1] % groups

@@ -1,4 +1,4 @@
-"""Losses over a head's outputs, each computed in float32."""
+"""Losses of the outputs of a head, computed in float32."""
 
 from fastamp.modeling.losses.build import LOSS_REGISTRY, build_losses
 from fastamp.modeling.losses.center import CenterLoss, center_loss

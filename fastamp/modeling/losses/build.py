@@ -1,4 +1,4 @@
-"""Look up and build the losses that a config names."""
+"""Registry and builder of losses."""
 
 import logging
 from typing import Any
@@ -15,20 +15,24 @@ LOSS_REGISTRY = Registry("MODEL.LOSSES.NAME")
 
 
 def build_losses(cfg: Any) -> nn.ModuleDict:
-    """Return the losses of ``MODEL.LOSSES.NAME`` under the names that they are reported by, e.g. ``loss_cls``.
+    """Build the losses of ``MODEL.LOSSES.NAME``.
 
-    A loss is a module with a class attribute ``loss_name`` and ``forward(outputs, targets) -> ()``, where
-    ``outputs`` is what the head returns in training mode. With a class attribute ``over_pairs = True`` it compares the
-    images of a batch with each other by their ``features``, and sees those of all ranks under ``MODEL.LOSSES.GATHER``.
+    A loss is a module with a class attribute ``loss_name`` and ``forward(outputs, targets) -> ()``, where ``outputs``
+    is the output of the head in training mode. A loss with the class attribute ``over_pairs = True`` compares the
+    images of a batch with each other by their ``features``; with ``MODEL.LOSSES.GATHER`` it gets the features of all
+    ranks.
+
+    Returns:
+        nn.ModuleDict: loss name, e.g. ``loss_cls`` -> module. The names appear in the logs.
 
     Raises:
-        ConfigError: a name is not registered, or stands there twice, or two losses are reported by one name.
+        ConfigError: a loss is not registered or is listed twice, or two losses have the same ``loss_name``.
     """
     names = list(cfg.MODEL.LOSSES.NAME)
     if len(set(names)) < len(names):
-        raise ConfigError(f"MODEL.LOSSES.NAME names a loss twice: {', '.join(names)}")
+        raise ConfigError(f"MODEL.LOSSES.NAME contains a duplicate: {', '.join(names)}")
     if cfg.MODEL.LOSSES.PML.ARGS and not any(name.startswith(PML) for name in names):
-        logger.warning("MODEL.LOSSES.PML.ARGS does nothing: MODEL.LOSSES.NAME has no %s<Name>", PML)
+        logger.warning("MODEL.LOSSES.PML.ARGS is ignored: MODEL.LOSSES.NAME contains no %s<Name>", PML)
     losses: dict[str, nn.Module] = {}
     for name in names:
         if name.startswith(PML):
@@ -36,34 +40,36 @@ def build_losses(cfg: Any) -> nn.ModuleDict:
         else:
             loss = LOSS_REGISTRY.build(name, cfg)
         if loss is None:
-            continue  # a loss over classes, where there are none
+            continue  # the loss needs classes, and the model is built without them
         if loss.loss_name in losses:
-            raise ConfigError(f"MODEL.LOSSES.NAME {', '.join(names)}: two of them are {loss.loss_name}; name one")
+            raise ConfigError(
+                f"MODEL.LOSSES.NAME {', '.join(names)}: two losses are named {loss.loss_name}; remove one"
+            )
         losses[loss.loss_name] = loss
     return nn.ModuleDict(losses)
 
 
 def check_shareable(losses: nn.ModuleDict, owner: str) -> None:
-    """Check that losses can be computed of several features that differ.
+    """Check that the losses have no parameters, so that they can be applied to several outputs with different features.
 
     Args:
-        losses: of ``build_losses``.
-        by: what has those features, for the message.
+        losses (nn.ModuleDict): result of ``build_losses``.
+        owner (str): description of the component with these outputs, for the message.
 
     Raises:
-        ConfigError: a loss has weights of its own, e.g. a center of each identity.
+        ConfigError: a loss has parameters, e.g. a center for each identity.
     """
     with_parameters = [type(getattr(loss, "loss", loss)).__name__ for loss in losses.values() if [*loss.parameters()]]
     if with_parameters:
         raise ConfigError(
-            f"MODEL.LOSSES.NAME: {', '.join(with_parameters)} has weights of its own, and {owner}, whose features "
-            "differ, cannot share them"
+            f"MODEL.LOSSES.NAME: {', '.join(with_parameters)} has parameters, which cannot be shared by {owner} with "
+            "different features.\n  fix: remove it from MODEL.LOSSES.NAME"
         )
 
 
 def feature_dim(cfg: Any) -> int:
-    """Return the width of the ``features`` that a head gives to the losses."""
+    """Return the width of the ``features`` that the losses get from the head."""
     heads = cfg.MODEL.HEADS
     backbone_dim = cfg.MODEL.BACKBONE.FEAT_DIM
-    after = heads.NECK_FEAT == "after" or heads.NAME == "ClasHead"  # which knows no other
+    after = heads.NECK_FEAT == "after" or heads.NAME == "ClasHead"  # ClasHead ignores NECK_FEAT
     return (heads.EMBEDDING_DIM or backbone_dim) if after else backbone_dim

@@ -1,4 +1,4 @@
-"""Center loss: each identity's features are drawn to a center that is learned."""
+"""Center loss: pulls features to a learned center of their identity."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from fastamp.config import Key
 from fastamp.modeling.losses.build import LOSS_REGISTRY, feature_dim
 
 KEYS = (
-    Key("MODEL.LOSSES.CENTER.SCALE", 0.0005, "Center loss: weight in the sum.", low=0),
+    Key("MODEL.LOSSES.CENTER.SCALE", 0.0005, "Center loss: weight in the total loss.", low=0),
     Key(
         "MODEL.LOSSES.CENTER.LR",
         0.5,
-        "Center loss: learning rate of the centers, which have an SGD of their own.",
+        "Center loss: learning rate of the separate SGD optimizer for the centers.",
         low=0,
     ),
 )
@@ -22,31 +22,31 @@ KEYS = (
 
 @force_fp32
 def center_loss(features: torch.Tensor, targets: torch.Tensor, centers: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared distance of features from the centers of their identities.
+    """Compute the mean squared distance between the features and the centers of their identities.
 
-    Wen et al. 2016, "A Discriminative Feature Learning Approach for Deep Face Recognition", eq. 2; differs: the mean
-    over the batch, without the factor 1/2, as in the strong ReID baseline (Luo et al. 2019, arXiv:1903.07071).
+    Wen et al. 2016, "A Discriminative Feature Learning Approach for Deep Face Recognition", eq. 2. Differs: mean over
+    the batch and no factor 1/2, as in the strong ReID baseline (Luo et al. 2019, arXiv:1903.07071).
 
     Args:
-        features: (B, D) float.
-        targets: (B,) int64 in 0..K-1.
-        centers: (K, D) float32.
+        features (torch.Tensor): (B, D) float.
+        targets (torch.Tensor): (B,) int64 class labels in 0..K-1.
+        centers (torch.Tensor): (K, D) float32.
 
     Returns:
-        () float32.
+        torch.Tensor: () float32.
     """
     return (features - centers[targets]).square().sum(1).mean()
 
 
 @LOSS_REGISTRY.register()
 class CenterLoss(nn.Module):
-    """``center_loss`` of a head's ``features``, with an SGD of its own for the centers.
+    """Center loss of the ``features`` of a head, with a separate SGD optimizer for the centers.
 
     Args:
-        num_classes: identities in the training set.
-        feature_dim: D of the features.
-        scale: weight of this loss in the sum.
-        lr: learning rate of the centers; it is constant.
+        num_classes (int): number of identities in the training set.
+        feature_dim (int): width of the features.
+        scale (float): weight of this loss in the total loss.
+        lr (float): constant learning rate of the centers.
     """
 
     loss_name = "loss_center"
@@ -59,7 +59,7 @@ class CenterLoss(nn.Module):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "CenterLoss":
-        """Return the loss of ``MODEL.LOSSES.CENTER``."""
+        """Build the loss configured in ``MODEL.LOSSES.CENTER``."""
         center = cfg.MODEL.LOSSES.CENTER
         return cls(
             num_classes=cfg.MODEL.HEADS.NUM_CLASSES,
@@ -69,7 +69,7 @@ class CenterLoss(nn.Module):
         )
 
     def build_optimizer(self) -> torch.optim.Optimizer:
-        """Return the SGD of the centers, whose steps do not depend on the weight of the loss."""
+        """Build the SGD optimizer of the centers; its learning rate compensates the weight of the loss."""
         return torch.optim.SGD([{"params": [self.centers], "scheduled": False}], lr=self.lr / (self.scale or 1.0))
 
     def forward(self, outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""From what a head returns in training mode to the values of the losses."""
+"""Compute the losses from the outputs of a head."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ Outputs = dict[str, torch.Tensor]
 
 
 def main_outputs(outputs: Outputs | list[tuple[float, Outputs]]) -> Outputs:
-    """Return what a head returned in training mode; of several outputs the first, which are of the whole image."""
+    """Return the outputs of the whole image: the only outputs of a head, or the first of several."""
     return outputs[0][1] if isinstance(outputs, list) else outputs
 
 
@@ -22,17 +22,18 @@ def compute_losses(
     *,
     gather: bool,
 ) -> dict[str, torch.Tensor]:
-    """Return each loss of a head's outputs; where it has several, the sum of the loss of each times its weight.
+    """Compute each loss for the outputs of a head; for several outputs, the weighted sum.
 
     Args:
-        losses: name -> module of ``(outputs, targets) -> ()``.
-        outputs: what a head returns in training mode, or several of that with their weights.
-        targets: (B,) int64 class numbers.
-        gather: let the losses that compare images with each other (``over_pairs``) see those of all ranks, and those
-            that average over some of the images (``total_and_count``) average over those of all ranks.
+        losses (Mapping[str, nn.Module]): loss name -> module with ``forward(outputs, targets) -> ()``.
+        outputs (Outputs | list[tuple[float, Outputs]]): outputs of a head in training mode, or a list of (weight,
+            outputs).
+        targets (torch.Tensor): (B,) int64 class labels.
+        gather (bool): gather features and targets of all ranks for losses that compare images (``over_pairs``), and
+            average over the images of all ranks for losses that average over a part of the batch (``total_and_count``).
 
     Returns:
-        Loss name -> () float32.
+        dict[str, torch.Tensor]: loss name -> () float32.
     """
     if isinstance(outputs, list):
         per_output = [
@@ -50,14 +51,14 @@ def compute_losses(
 
 
 def _compute_per_image(loss: nn.Module, outputs: Outputs, targets: torch.Tensor, *, gather: bool) -> torch.Tensor:
-    """Return a loss that looks at each image by itself: this rank's share, whose mean over the ranks is the loss."""
+    """Compute a loss without pairs, scaled so that its mean over the ranks is the mean over the images of all ranks."""
     if not gather or not hasattr(loss, "total_and_count"):
         return loss(outputs, targets)
-    # The mean of the ranks' own means would weigh images differently where the ranks count different numbers of them.
+    # The mean of per-rank means would weight images differently if the counts of the ranks differ.
     total, count = loss.total_and_count(outputs, targets)
     return total * comm.get_world_size() / comm.all_reduce_sum(count).clamp(min=1)
 
 
 def over_pairs(loss: nn.Module) -> bool:
-    """Whether a loss compares images with each other, of which it then needs as many as there are."""
+    """Return True if a loss compares the images of a batch with each other."""
     return getattr(loss, "over_pairs", False)

@@ -1,4 +1,4 @@
-"""Cross entropy over identities, with FastReID's label smoothing."""
+"""Cross-entropy loss over identities with FastReID's label smoothing."""
 
 from typing import Any
 
@@ -14,14 +14,16 @@ KEYS = (
     Key(
         "MODEL.LOSSES.CE.EPSILON",
         0.0,
-        "Cross entropy: label smoothing, the probability spread over the wrong classes; "
-        "below 0 it follows the model's confidence (see ALPHA).",
+        "Cross entropy: label smoothing, the probability that is distributed over the other classes; a negative value "
+        "selects adaptive smoothing (see ALPHA).",
         high=1,
     ),
     Key(
-        "MODEL.LOSSES.CE.ALPHA", 0.2, "Cross entropy: adaptive smoothing is ALPHA times the right class's probability."
+        "MODEL.LOSSES.CE.ALPHA",
+        0.2,
+        "Cross entropy: adaptive smoothing, ALPHA times the predicted probability of the target class.",
     ),
-    Key("MODEL.LOSSES.CE.SCALE", 1.0, "Cross entropy: weight in the sum.", low=0),
+    Key("MODEL.LOSSES.CE.SCALE", 1.0, "Cross entropy: weight in the total loss.", low=0),
 )
 
 
@@ -29,24 +31,25 @@ KEYS = (
 def cross_entropy_total(
     logits: torch.Tensor, targets: torch.Tensor, *, epsilon: float = 0.0, alpha: float = 0.2
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the cross entropies with smoothed labels, and how many of them are not zero.
+    """Compute the sum of the cross entropies with smoothed labels, and the number of nonzero terms.
 
-    Differs from PyTorch's label smoothing: the right class gets 1 - eps and each of the K - 1 others eps / (K - 1),
-    where PyTorch spreads eps over all K.
+    Differs from PyTorch's label smoothing: the target class has probability 1 - eps and each of the K - 1 other classes
+    eps / (K - 1); PyTorch distributes eps over all K classes.
 
     Args:
-        logits: (B, K) float.
-        targets: (B,) int64 in 0..K-1.
-        epsilon: eps; below 0 it is adaptive, ``alpha`` times the predicted probability of the right class.
-        alpha: of the adaptive form.
+        logits (torch.Tensor): (B, K) float.
+        targets (torch.Tensor): (B,) int64 class labels in 0..K-1.
+        epsilon (float): eps in 0..1; if negative, eps is ``alpha`` times the predicted probability of the target class.
+            Default 0.
+        alpha (float): factor of the adaptive smoothing. Default 0.2.
 
     Returns:
-        () float32, () int64.
+        tuple[torch.Tensor, torch.Tensor]: sum, () float32, and count, () int64.
     """
     log_probabilities = F.log_softmax(logits, dim=1)
     right = log_probabilities.gather(1, targets[:, None]).squeeze(1)
     eps = alpha * right.detach().exp() if epsilon < 0 else epsilon
-    # With one class alone nothing is left to smooth over.
+    # max(): a single class has no other classes to smooth over.
     wrong = (log_probabilities.sum(1) - right) / max(logits.shape[1] - 1, 1)
     losses = -((1 - eps) * right + eps * wrong)
     return losses.sum(), torch.count_nonzero(losses.detach())
@@ -55,13 +58,13 @@ def cross_entropy_total(
 def cross_entropy_loss(
     logits: torch.Tensor, targets: torch.Tensor, *, epsilon: float = 0.0, alpha: float = 0.2
 ) -> torch.Tensor:
-    """Return the cross entropy with smoothed labels, averaged over the samples whose loss is not zero.
+    """Compute the cross entropy with smoothed labels, averaged over the samples with nonzero loss.
 
     Args:
         logits, targets, epsilon, alpha: see ``cross_entropy_total``.
 
     Returns:
-        () float32.
+        torch.Tensor: () float32.
     """
     total, count = cross_entropy_total(logits, targets, epsilon=epsilon, alpha=alpha)
     return total / count.clamp(min=1)
@@ -69,11 +72,11 @@ def cross_entropy_loss(
 
 @LOSS_REGISTRY.register()
 class CrossEntropyLoss(nn.Module):
-    """``cross_entropy_loss`` of a head's ``cls_outputs``.
+    """Cross-entropy loss of the ``cls_outputs`` of a head; see ``cross_entropy_loss``.
 
     Args:
-        epsilon, alpha: see ``cross_entropy_total``.
-        scale: weight of this loss in the sum.
+        epsilon, alpha (float): see ``cross_entropy_total``.
+        scale (float): weight of this loss in the total loss.
     """
 
     loss_name = "loss_cls"
@@ -84,14 +87,14 @@ class CrossEntropyLoss(nn.Module):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "CrossEntropyLoss":
-        """Return the loss of ``MODEL.LOSSES.CE``."""
+        """Build the loss configured in ``MODEL.LOSSES.CE``."""
         ce = cfg.MODEL.LOSSES.CE
         return cls(epsilon=ce.EPSILON, alpha=ce.ALPHA, scale=ce.SCALE)
 
     def total_and_count(
         self, outputs: dict[str, torch.Tensor], targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss's numerator and denominator, () each, of which several processes make one mean."""
+        """Compute numerator and denominator of the loss, () each, for an average over all ranks."""
         total, count = cross_entropy_total(outputs["cls_outputs"], targets, epsilon=self.epsilon, alpha=self.alpha)
         return self.scale * total, count
 

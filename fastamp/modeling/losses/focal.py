@@ -11,40 +11,45 @@ from fastamp.config import Key
 from fastamp.modeling.losses.build import LOSS_REGISTRY
 
 KEYS = (
-    Key("MODEL.LOSSES.FL.ALPHA", 0.25, "Focal loss: factor that balances the classes.", above=0),
-    Key("MODEL.LOSSES.FL.GAMMA", 2, "Focal loss: exponent that turns the weight away from easy samples.", low=0),
-    Key("MODEL.LOSSES.FL.SCALE", 1.0, "Focal loss: weight in the sum.", low=0),
+    Key("MODEL.LOSSES.FL.ALPHA", 0.25, "Focal loss: constant factor alpha.", above=0),
+    Key(
+        "MODEL.LOSSES.FL.GAMMA",
+        2,
+        "Focal loss: focusing parameter gamma; larger values reduce the weight of easy samples.",
+        low=0,
+    ),
+    Key("MODEL.LOSSES.FL.SCALE", 1.0, "Focal loss: weight in the total loss.", low=0),
 )
 
 
 @force_fp32
 def focal_loss(logits: torch.Tensor, targets: torch.Tensor, *, alpha: float = 0.25, gamma: float = 2.0) -> torch.Tensor:
-    """Return the mean of -alpha (1 - p)^gamma log p (Lin et al. 2017, arXiv:1708.02002, eq. 5).
+    """Compute the mean of -alpha (1 - p)^gamma log p (Lin et al. 2017, arXiv:1708.02002, eq. 5).
 
-    p is the probability of the right class in a softmax over all.
+    p is the softmax probability of the target class.
 
     Args:
-        logits: (B, K) float.
-        targets: (B,) int64 in 0..K-1.
-        alpha: factor.
-        gamma: at least 0; the larger, the less easy samples count.
+        logits (torch.Tensor): (B, K) float.
+        targets (torch.Tensor): (B,) int64 class labels in 0..K-1.
+        alpha (float): constant factor. Default 0.25.
+        gamma (float): focusing parameter, at least 0. Default 2.
 
     Returns:
-        () float32.
+        torch.Tensor: () float32.
     """
     right = F.log_softmax(logits, dim=1).gather(1, targets[:, None]).squeeze(1)
-    # 1 - p from log p without cancellation; not exactly 0, where the power's gradient may be infinite.
+    # expm1 avoids cancellation in 1 - p. The clamp avoids 0, where the gradient of the power can be infinite.
     wrong = (-torch.expm1(right)).clamp_min(torch.finfo(right.dtype).tiny)
     return (-alpha * wrong.pow(gamma) * right).mean()
 
 
 @LOSS_REGISTRY.register()
 class FocalLoss(nn.Module):
-    """``focal_loss`` of a head's ``cls_outputs``.
+    """Focal loss of the ``cls_outputs`` of a head; see ``focal_loss``.
 
     Args:
-        alpha, gamma: see ``focal_loss``.
-        scale: weight of this loss in the sum.
+        alpha, gamma (float): see ``focal_loss``.
+        scale (float): weight of this loss in the total loss.
     """
 
     loss_name = "loss_focal"
@@ -55,7 +60,7 @@ class FocalLoss(nn.Module):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "FocalLoss":
-        """Return the loss of ``MODEL.LOSSES.FL``."""
+        """Build the loss configured in ``MODEL.LOSSES.FL``."""
         fl = cfg.MODEL.LOSSES.FL
         return cls(alpha=fl.ALPHA, gamma=fl.GAMMA, scale=fl.SCALE)
 

@@ -1,4 +1,4 @@
-"""Losses over the cosine similarities of all pairs in a batch: Circle loss and pairwise CosFace."""
+"""Circle loss and pairwise CosFace: losses of the cosine similarities of all pairs in a batch."""
 
 from typing import Any
 
@@ -11,19 +11,19 @@ from fastamp.config import Key
 from fastamp.modeling.losses.build import LOSS_REGISTRY
 
 KEYS = (
-    Key("MODEL.LOSSES.CIRCLE.MARGIN", 0.25, "Circle loss: relaxation of the cosine similarities.", low=0),
-    Key("MODEL.LOSSES.CIRCLE.GAMMA", 128, "Circle loss: factor on the similarities.", above=0),
-    Key("MODEL.LOSSES.CIRCLE.SCALE", 1.0, "Circle loss: weight in the sum.", low=0),
+    Key("MODEL.LOSSES.CIRCLE.MARGIN", 0.25, "Circle loss: relaxation margin m of the cosine similarities.", low=0),
+    Key("MODEL.LOSSES.CIRCLE.GAMMA", 128, "Circle loss: scale factor of the similarities.", above=0),
+    Key("MODEL.LOSSES.CIRCLE.SCALE", 1.0, "Circle loss: weight in the total loss.", low=0),
     Key("MODEL.LOSSES.COSFACE.MARGIN", 0.25, "Pairwise CosFace: margin on the cosine similarities.", low=0),
-    Key("MODEL.LOSSES.COSFACE.GAMMA", 128, "Pairwise CosFace: factor on the similarities.", above=0),
-    Key("MODEL.LOSSES.COSFACE.SCALE", 1.0, "Pairwise CosFace: weight in the sum.", low=0),
+    Key("MODEL.LOSSES.COSFACE.GAMMA", 128, "Pairwise CosFace: scale factor of the similarities.", above=0),
+    Key("MODEL.LOSSES.COSFACE.SCALE", 1.0, "Pairwise CosFace: weight in the total loss.", low=0),
 )
 
 _EXCLUDED = -1e8
 
 
 def _pair_masks(targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which pairs are of one identity, each image with itself left out, and which of two: (B, B) bool each."""
+    """Compute the masks of positive and negative pairs, (B, B) bool each; an image is not paired with itself."""
     same = targets[:, None] == targets[None, :]
     diagonal = torch.eye(len(targets), dtype=torch.bool, device=targets.device)
     return same & ~diagonal, ~same
@@ -32,9 +32,14 @@ def _pair_masks(targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def log_sum_exp_loss(
     positive_logits: torch.Tensor, negative_logits: torch.Tensor, positive: torch.Tensor, negative: torch.Tensor
 ) -> torch.Tensor:
-    """Return the mean over rows of log(1 + sum over positives of exp() * sum over negatives of exp()).
+    """Compute the mean over rows of log(1 + sum of exp(positive logits) * sum of exp(negative logits)).
 
-    A row without a positive, or without a negative, counts as 0.
+    Args:
+        positive_logits, negative_logits (torch.Tensor): (B, N) float.
+        positive, negative (torch.Tensor): (B, N) bool masks of the pairs.
+
+    Returns:
+        torch.Tensor: () float. A row without positive or without negative pairs contributes 0.
     """
     positives = positive_logits.masked_fill(~positive, _EXCLUDED).logsumexp(1)
     negatives = negative_logits.masked_fill(~negative, _EXCLUDED).logsumexp(1)
@@ -45,16 +50,16 @@ def log_sum_exp_loss(
 def pairwise_circle_loss(
     features: torch.Tensor, targets: torch.Tensor, *, margin: float = 0.25, gamma: float = 128.0
 ) -> torch.Tensor:
-    """Return the circle loss over the pairs of a batch (Sun et al. 2020, arXiv:2002.10857, eq. 6).
+    """Compute the circle loss over the pairs of a batch (Sun et al. 2020, arXiv:2002.10857, eq. 6).
 
     Args:
-        features: (B, D) float; their cosine similarities are used.
-        targets: (B,) int64 identities.
-        margin: relaxation m; the optimum is 1 - m for a positive and m for a negative pair.
-        gamma: factor on the similarities.
+        features (torch.Tensor): (B, D) float; the loss uses their cosine similarities.
+        targets (torch.Tensor): (B,) int64 class labels.
+        margin (float): relaxation m; the optimum is 1 - m for positive and m for negative pairs. Default 0.25.
+        gamma (float): scale factor of the similarities. Default 128.
 
     Returns:
-        () float32.
+        torch.Tensor: () float32.
     """
     normalized = F.normalize(features, dim=1)
     cosines = normalized @ normalized.t()
@@ -68,16 +73,16 @@ def pairwise_circle_loss(
 def pairwise_cosface(
     features: torch.Tensor, targets: torch.Tensor, *, margin: float = 0.25, gamma: float = 128.0
 ) -> torch.Tensor:
-    """Return CosFace between the images of a batch instead of with class weights (Sun et al. 2020, eq. 1).
+    """Compute CosFace over the pairs of a batch instead of class weights (Sun et al. 2020, eq. 1).
 
     Args:
-        features: (B, D) float; their cosine similarities are used.
-        targets: (B,) int64 identities.
-        margin: a positive pair's similarity is to exceed a negative one's by this.
-        gamma: factor on the similarities.
+        features (torch.Tensor): (B, D) float; the loss uses their cosine similarities.
+        targets (torch.Tensor): (B,) int64 class labels.
+        margin (float): margin between the similarities of positive and negative pairs. Default 0.25.
+        gamma (float): scale factor of the similarities. Default 128.
 
     Returns:
-        () float32.
+        torch.Tensor: () float32.
     """
     normalized = F.normalize(features, dim=1)
     cosines = normalized @ normalized.t()
@@ -85,11 +90,11 @@ def pairwise_cosface(
 
 
 class _PairwiseCosineLoss(nn.Module):
-    """A loss of a head's ``features``.
+    """Base class of losses of the cosine similarities of ``features``.
 
     Args:
-        margin, gamma: of the function.
-        scale: weight of this loss in the sum.
+        margin, gamma (float): see the function of the loss.
+        scale (float): weight of this loss in the total loss.
     """
 
     over_pairs = True
@@ -101,13 +106,13 @@ class _PairwiseCosineLoss(nn.Module):
 
 @LOSS_REGISTRY.register()
 class CircleLoss(_PairwiseCosineLoss):
-    """``pairwise_circle_loss`` of a head's ``features``."""
+    """Circle loss of the ``features`` of a head; see ``pairwise_circle_loss``."""
 
     loss_name = "loss_circle"
 
     @classmethod
     def from_config(cls, cfg: Any) -> "CircleLoss":
-        """Return the loss of ``MODEL.LOSSES.CIRCLE``."""
+        """Build the loss configured in ``MODEL.LOSSES.CIRCLE``."""
         circle = cfg.MODEL.LOSSES.CIRCLE
         return cls(margin=circle.MARGIN, gamma=circle.GAMMA, scale=circle.SCALE)
 
@@ -117,13 +122,13 @@ class CircleLoss(_PairwiseCosineLoss):
 
 @LOSS_REGISTRY.register()
 class Cosface(_PairwiseCosineLoss):
-    """``pairwise_cosface`` of a head's ``features``."""
+    """Pairwise CosFace of the ``features`` of a head; see ``pairwise_cosface``."""
 
     loss_name = "loss_cosface"
 
     @classmethod
     def from_config(cls, cfg: Any) -> "Cosface":
-        """Return the loss of ``MODEL.LOSSES.COSFACE``."""
+        """Build the loss configured in ``MODEL.LOSSES.COSFACE``."""
         cosface = cfg.MODEL.LOSSES.COSFACE
         return cls(margin=cosface.MARGIN, gamma=cosface.GAMMA, scale=cosface.SCALE)
 

@@ -1,4 +1,4 @@
-"""Any loss of pytorch-metric-learning (Musgrave et al. 2020, arXiv:2008.09164), as ``pml/<its name>``."""
+"""Losses of pytorch-metric-learning (Musgrave et al. 2020, arXiv:2008.09164), named ``pml/<Name>``."""
 
 import inspect
 import re
@@ -17,18 +17,17 @@ KEYS = (
     Key(
         "MODEL.LOSSES.PML.ARGS",
         {},
-        "Losses of pytorch-metric-learning: arguments by the name of the loss or miner, e.g. "
-        "{TripletMarginLoss: {margin: 0.1}}.",
+        "pytorch-metric-learning: arguments for each loss and miner, by name, e.g. {TripletMarginLoss: {margin: 0.1}}.",
         nested=True,
     ),
-    Key("MODEL.LOSSES.PML.MINER", "", "Losses of pytorch-metric-learning: its miner that chooses pairs; '' is none."),
-    Key("MODEL.LOSSES.PML.SCALE", 1.0, "Losses of pytorch-metric-learning: weight in the sum of each.", low=0),
+    Key("MODEL.LOSSES.PML.MINER", "", "pytorch-metric-learning: name of the miner that selects pairs; '': none."),
+    Key("MODEL.LOSSES.PML.SCALE", 1.0, "pytorch-metric-learning: weight of each loss in the total loss.", low=0),
 )
 
 PML = "pml/"
 
-# Base classes; one made of another loss; those for pairs of views, without labels; one whose histogram keeps the last
-# step's graph, so that the second step fails; a miner of data that come in triplets.
+# Base classes; a loss that wraps another loss; losses for pairs of views without labels; a loss that keeps the graph of
+# the previous step in its histogram and fails in the second step; a miner for data that are already triplets.
 _EXCLUDED = (
     "BaseMetricLossFunction",
     "BaseMiner",
@@ -38,7 +37,7 @@ _EXCLUDED = (
     "DynamicSoftMarginLoss",
     "EmbeddingsAlreadyPackagedAsTriplets",
 )
-# Made by a class of theirs, which no config can name.
+# Arguments that are objects of the package, which a config cannot express.
 _OBJECT_ARGUMENTS = (
     "distance",
     "reducer",
@@ -50,15 +49,15 @@ _OBJECT_ARGUMENTS = (
 
 
 class PMLLoss(nn.Module):
-    """A loss of pytorch-metric-learning over a head's ``features``, in float32.
+    """Loss of pytorch-metric-learning of the ``features`` of a head, computed in float32.
 
-    What it learns, e.g. the proxies of ``ProxyAnchorLoss``, are parameters of this module.
+    Learned weights of the loss, e.g. the proxies of ``ProxyAnchorLoss``, are parameters of this module.
 
     Args:
-        loss: of ``(embeddings, labels, indices_tuple) -> ()``.
-        miner: ``(embeddings, labels) -> indices_tuple``; None is none.
-        loss_name: what it is reported as.
-        scale: weight of this loss in the sum.
+        loss (nn.Module): module with ``forward(embeddings, labels, indices_tuple) -> ()``.
+        miner (nn.Module | None): module with ``forward(embeddings, labels) -> indices_tuple``; None uses all pairs.
+        loss_name (str): name of the loss in the logs.
+        scale (float): weight of this loss in the total loss.
     """
 
     over_pairs = True
@@ -67,7 +66,7 @@ class PMLLoss(nn.Module):
         super().__init__()
         self.loss, self.miner = loss, miner
         self.loss_name, self.scale = loss_name, scale
-        # They are of the identities of a training set, or of the number of them.
+        # These parameters depend on the identities of the training set, as classifiers do.
         self.classifiers = tuple(f"loss.{name}" for name, _ in loss.named_parameters())
 
     @force_fp32
@@ -78,20 +77,20 @@ class PMLLoss(nn.Module):
 
 
 def build_pml_loss(cfg: Any, name: str, *, feature_dim: int) -> PMLLoss | None:
-    """Return the loss ``name`` of pytorch-metric-learning with its arguments in ``MODEL.LOSSES.PML.ARGS``.
+    """Build the loss ``name`` of pytorch-metric-learning with the arguments in ``MODEL.LOSSES.PML.ARGS``.
 
-    How many classes there are and how wide the features are it is told where it must know.
+    The number of classes and the width of the features are passed to losses that require them.
 
     Args:
-        cfg: the config.
-        name: of the class, e.g. ``"TripletMarginLoss"``.
-        feature_dim: width of the features.
+        cfg (CfgNode): the config.
+        name (str): class name, e.g. ``"TripletMarginLoss"``.
+        feature_dim (int): width of the features.
 
     Returns:
-        The loss; None where it needs classes and the model is built without any, for evaluation alone.
+        The loss; None if it needs classes and the model is built without classes, for evaluation only.
 
     Raises:
-        ConfigError: the package is not installed, it has no such loss, or the loss refuses its arguments.
+        ConfigError: the package is not installed, the loss or miner is unknown, or an argument is invalid.
     """
     losses, miners = _import_package(name)
     args, miner = cfg.MODEL.LOSSES.PML.ARGS, cfg.MODEL.LOSSES.PML.MINER
@@ -99,14 +98,14 @@ def build_pml_loss(cfg: Any, name: str, *, feature_dim: int) -> PMLLoss | None:
     unused = [key for key in args if key.partition(".")[0] not in selected]
     if unused:
         raise ConfigError(
-            f"MODEL.LOSSES.PML.ARGS: {unused[0]!r} is of no loss in MODEL.LOSSES.NAME."
+            f"MODEL.LOSSES.PML.ARGS: {unused[0]!r} matches no loss in MODEL.LOSSES.NAME."
             f"{did_you_mean(unused[0].partition('.')[0], filter(None, selected))}"
         )
     unnested = [key for key in args if "." not in key]
     if unnested:
         raise ConfigError(
-            f"MODEL.LOSSES.PML.ARGS: {unnested[0]} is {args[unnested[0]]!r}; expected its arguments by name, "
-            f"e.g. {{{unnested[0]}: {{margin: 0.1}}}}"
+            f"MODEL.LOSSES.PML.ARGS: {unnested[0]} is {args[unnested[0]]!r}; expected a mapping of argument names to "
+            f"values, e.g. {{{unnested[0]}: {{margin: 0.1}}}}"
         )
     kind = _get_class("MODEL.LOSSES.NAME", PML, losses, "losses", name)
     needed = [key for key, p in _parameters(kind).items() if p.default is p.empty]
@@ -131,14 +130,14 @@ def _import_package(name: str) -> tuple[ModuleType, ModuleType]:
         from pytorch_metric_learning import losses, miners
     except ImportError as error:
         raise ConfigError(
-            f"MODEL.LOSSES.NAME {PML}{name} comes from pytorch-metric-learning, which is not installed.\n"
+            f"MODEL.LOSSES.NAME {PML}{name} needs pytorch-metric-learning, which is not installed.\n"
             '  fix: pip install "fastamp[metric-learning]"'
         ) from error
     return losses, miners
 
 
 def _get_class(key: str, prefix: str, module: ModuleType, base: str, name: str) -> type[nn.Module]:
-    """Return the class ``name`` of pytorch-metric-learning's ``losses`` or ``miners``."""
+    """Look up a class in ``losses`` or ``miners`` of pytorch-metric-learning."""
     parent = module.BaseMetricLossFunction if base == "losses" else module.BaseMiner
     choices = {
         each: value
@@ -147,7 +146,7 @@ def _get_class(key: str, prefix: str, module: ModuleType, base: str, name: str) 
     }
     if name not in choices:
         raise ConfigError(
-            f"{key}: {prefix + name!r} is none of pytorch-metric-learning's {base} that can be named here."
+            f"{key}: {prefix + name!r} is unknown or not supported among the {base} of pytorch-metric-learning."
             f"{did_you_mean(prefix + name, [prefix + each for each in choices])}\n"
             f"  choices: {', '.join(prefix + each for each in sorted(choices))}"
         )
@@ -155,12 +154,12 @@ def _get_class(key: str, prefix: str, module: ModuleType, base: str, name: str) 
 
 
 def _arguments(args: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return ``{"margin": 0.1}`` of ``{"TripletMarginLoss.margin": 0.1}``."""
+    """Select the arguments of a class: ``{"TripletMarginLoss.margin": 0.1}`` -> ``{"margin": 0.1}``."""
     return {key.removeprefix(f"{name}."): value for key, value in args.items() if key.startswith(f"{name}.")}
 
 
 def _parameters(kind: type) -> dict[str, inspect.Parameter]:
-    """Return the arguments that a class takes, those which it passes on to its bases too."""
+    """Collect the arguments of a class, including those that it passes to its base classes."""
     found: dict[str, inspect.Parameter] = {}
     for each in kind.__mro__:
         if "__init__" not in vars(each):
@@ -179,11 +178,11 @@ def _instantiate(kind: type[nn.Module], given: dict[str, Any], fixed: dict[str, 
     choices = f"\n  choices: {', '.join(accepted)}" if accepted else ""
     for key in given:
         if key not in accepted:
-            raise ConfigError(f"{prefix} takes no argument {key!r} here.{did_you_mean(key, accepted)}{choices}")
+            raise ConfigError(f"{prefix} has no supported argument {key!r}.{did_you_mean(key, accepted)}{choices}")
     try:
         return kind(**fixed | given)
-    except Exception as error:  # it checks its arguments with exceptions of all kinds, assertions among them
-        raise ConfigError(f"{prefix} refuses {given or 'to be without arguments'}: {error}{choices}") from error
+    except Exception as error:  # the package validates arguments by several exception types, including AssertionError
+        raise ConfigError(f"{prefix}: invalid arguments {given}: {error}{choices}") from error
 
 
 def _snake_case(name: str) -> str:

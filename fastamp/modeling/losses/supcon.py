@@ -1,4 +1,4 @@
-"""Supervised contrastive loss over the pairs of a batch."""
+"""Supervised contrastive loss."""
 
 from typing import Any
 
@@ -11,31 +11,37 @@ from fastamp.config import Key
 from fastamp.modeling.losses.build import LOSS_REGISTRY
 
 KEYS = (
-    Key("MODEL.LOSSES.SUPCON.TEMPERATURE", 0.1, "Supervised contrastive loss: cosines are divided by it.", above=0),
-    Key("MODEL.LOSSES.SUPCON.SCALE", 1.0, "Supervised contrastive loss: weight in the sum.", low=0),
+    Key(
+        "MODEL.LOSSES.SUPCON.TEMPERATURE",
+        0.1,
+        "Supervised contrastive loss: divisor of the cosine similarities.",
+        above=0,
+    ),
+    Key("MODEL.LOSSES.SUPCON.SCALE", 1.0, "Supervised contrastive loss: weight in the total loss.", low=0),
 )
 
 
 @force_fp32
 def supcon_loss(features: torch.Tensor, targets: torch.Tensor, *, temperature: float = 0.1) -> torch.Tensor:
-    """Return the supervised contrastive loss of a batch (Khosla et al. 2020, arXiv:2004.11362, eq. 2).
+    """Compute the supervised contrastive loss of a batch (Khosla et al. 2020, arXiv:2004.11362, eq. 2).
 
-    With cosines c, anchor i's loss is the mean over its positives p of -log(exp(c_ip / T) / sum_a exp(c_ia / T)),
-    where a is every other image of the batch. Differs: the mean over the anchors that have a positive instead of the
-    sum, and one view of each image, the other images of its identity being the positives.
+    The loss of anchor i is the mean over its positives p of -log(exp(c_ip / T) / sum_a exp(c_ia / T)), where c are
+    cosine similarities and a runs over all other images of the batch. Differs: the loss is averaged over the anchors
+    that have a positive, not summed, and there is one view per image; the positives are the other images of the
+    identity.
 
     Args:
-        features: (B, D) float; their cosine similarities are used.
-        targets: (B,) int64 identities.
-        temperature: T, more than 0.
+        features (torch.Tensor): (B, D) float; the loss uses their cosine similarities.
+        targets (torch.Tensor): (B,) int64 class labels.
+        temperature (float): T, greater than 0. Default 0.1.
 
     Returns:
-        () float32; 0 where no anchor has a positive.
+        torch.Tensor: () float32; 0 if no anchor has a positive.
     """
     normalized = F.normalize(features, dim=1)
     diagonal = torch.eye(len(targets), dtype=torch.bool, device=targets.device)
     positive = (targets[:, None] == targets[None, :]) & ~diagonal
-    # Not minus infinity: of an image alone in its batch nothing would be left, and the gradient be NaN.
+    # Not minus infinity: with a single image in the batch, the softmax and its gradient would be NaN.
     logits = (normalized @ normalized.t() / temperature).masked_fill(diagonal, torch.finfo(normalized.dtype).min / 2)
     losses = -F.log_softmax(logits, dim=1).masked_fill(~positive, 0)
     counts = positive.sum(1)
@@ -44,11 +50,11 @@ def supcon_loss(features: torch.Tensor, targets: torch.Tensor, *, temperature: f
 
 @LOSS_REGISTRY.register()
 class SupConLoss(nn.Module):
-    """``supcon_loss`` of a head's ``features``.
+    """Supervised contrastive loss of the ``features`` of a head; see ``supcon_loss``.
 
     Args:
-        temperature: see ``supcon_loss``.
-        scale: weight of this loss in the sum.
+        temperature (float): see ``supcon_loss``.
+        scale (float): weight of this loss in the total loss.
     """
 
     loss_name = "loss_supcon"
@@ -60,7 +66,7 @@ class SupConLoss(nn.Module):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "SupConLoss":
-        """Return the loss of ``MODEL.LOSSES.SUPCON``."""
+        """Build the loss configured in ``MODEL.LOSSES.SUPCON``."""
         supcon = cfg.MODEL.LOSSES.SUPCON
         return cls(temperature=supcon.TEMPERATURE, scale=supcon.SCALE)
 

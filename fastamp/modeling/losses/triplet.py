@@ -1,4 +1,4 @@
-"""Triplet loss with mining in the batch."""
+"""Triplet loss with batch mining."""
 
 from typing import Any
 
@@ -16,47 +16,47 @@ KEYS = (
     Key(
         "MODEL.LOSSES.TRI.MARGIN",
         0.3,
-        "Triplet loss: distance by which a negative must be farther; 0 is a soft margin.",
+        "Triplet loss: margin between the distances of negative and positive; 0 selects the soft margin.",
         low=0,
     ),
-    Key("MODEL.LOSSES.TRI.NORM_FEAT", False, "Triplet loss: on L2-normalized features."),
+    Key("MODEL.LOSSES.TRI.NORM_FEAT", False, "Triplet loss: use L2-normalized features."),
     Key(
         "MODEL.LOSSES.TRI.HARD_MINING",
         False,
-        "Triplet loss: the hardest positive and negative of each anchor; off weighs "
-        "all of them by the softmax of their distances.",
+        "Triplet loss: use the hardest positive and negative of each anchor; off: all of them, weighted by a softmax "
+        "of the distances (see WEIGHTING).",
     ),
     Key(
         "MODEL.LOSSES.TRI.WEIGHTING",
         "softmax",
-        "Triplet loss without HARD_MINING: a softmax over the distances (Ye et al. 2020, arXiv:2001.04193), or "
-        "FastReID's form of it, whose weighted negative distance is wrong beyond distances of about 14 and falls to 0.",
+        "Triplet loss without HARD_MINING: softmax of the distances (Ye et al. 2020, arXiv:2001.04193), or FastReID's "
+        "variant, whose weighted negative distance is wrong for distances above about 14, where it decreases to 0.",
         choices=("softmax", "fastreid"),
     ),
-    Key("MODEL.LOSSES.TRI.SCALE", 1.0, "Triplet loss: weight in the sum.", low=0),
+    Key("MODEL.LOSSES.TRI.SCALE", 1.0, "Triplet loss: weight in the total loss.", low=0),
 )
 
 WEIGHTINGS = ("softmax", "fastreid")
-# Distance of the negatives of an anchor that has none: beyond every margin, so that its loss is 0.
+# Negative distance of an anchor without negatives: larger than any margin, so that its loss is 0.
 _NO_NEGATIVE = 1e9
 
 
 def _hardest(distances: torch.Tensor, positive: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each anchor's farthest positive and nearest negative: (B,), (B,)."""
+    """Compute the distances of the farthest positive and nearest negative of each anchor, (B,) each."""
     farthest = distances.masked_fill(~positive, 0).amax(1)
     nearest = distances.masked_fill(positive, _NO_NEGATIVE).amin(1)
     return farthest, nearest
 
 
 def _softmax_weighted(distances: torch.Tensor, positive: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each anchor's softmax-weighted positive and negative distance: (B,), (B,).
+    """Compute the softmax-weighted positive and negative distances of each anchor, (B,) each.
 
     The weights are a softmax of d over the positives and of -d over the negatives (Ye et al. 2020, arXiv:2001.04193,
-    weighted regularization triplet). An anchor is one of its own positives, at distance 0.
+    weighted regularization triplet). The positives of an anchor include the anchor itself, at distance 0.
     """
 
     def weighted(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        # Not minus infinity: a row without any True would become NaN.
+        # Not minus infinity: rows without any True would be NaN.
         weights = logits.masked_fill(~mask, torch.finfo(logits.dtype).min / 2).softmax(1)
         return (distances * weights * mask).sum(1)
 
@@ -65,16 +65,16 @@ def _softmax_weighted(distances: torch.Tensor, positive: torch.Tensor) -> tuple[
 
 
 def _fastreid_weighted(distances: torch.Tensor, positive: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what FastReID computes instead of ``_softmax_weighted``: (B,), (B,).
+    """Compute FastReID's variant of ``_softmax_weighted``, (B,) each.
 
-    Its largest value is taken over products with the mask, whose zeros exceed every -d, so nothing is subtracted for
-    negatives, and 1e-6 is added to the divisor. Beyond distances of about 14 (exp(-14) = 8e-7) the weights no longer
-    sum to 1, and the weighted negative distance falls to 0 as the distances grow.
+    FastReID takes the maximum over products with the mask, whose zeros exceed all -d; therefore nothing is subtracted
+    for negatives. It also adds 1e-6 to the denominator. For distances above about 14 (exp(-14) = 8e-7) the weights do
+    not sum to 1, and the weighted negative distance decreases to 0 with growing distances.
     """
 
     def weighted(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         largest = (logits * mask).amax(1, keepdim=True)
-        # Differs: masked before the exponential. FastReID's is NaN where it overflows outside of the mask.
+        # Differs: the mask is applied before the exponential. FastReID's overflows to NaN outside of the mask.
         exponentials = (logits - largest).masked_fill(~mask, -torch.inf).exp()
         return (distances * exponentials / (exponentials.sum(1, keepdim=True) + 1e-6)).sum(1)
 
@@ -91,24 +91,25 @@ def triplet_loss(
     hard_mining: bool = True,
     weighting: str = "softmax",
 ) -> torch.Tensor:
-    """Return the mean triplet loss over all anchors of a batch (Hermans et al. 2017, arXiv:1703.07737, eq. 5).
+    """Compute the mean triplet loss over all anchors of a batch (Hermans et al. 2017, arXiv:1703.07737, eq. 5).
 
     Args:
-        features: (B, D) float.
-        targets: (B,) int64 identities.
-        margin: in units of the distance; 0 means the soft margin, log(1 + exp(d_ap - d_an)).
-        normalize: use the squared Euclidean distance of L2-normalized features instead of the Euclidean
-            distance of the features as they are.
-        hard_mining: the farthest positive and the nearest negative; otherwise all positives and all negatives,
-            weighted by a softmax over their distances.
-        weighting: without hard mining, ``"softmax"``, or ``"fastreid"`` for FastReID's form of it, which is wrong
-            for distances beyond about 14 (see ``_fastreid_weighted``). Default ``"softmax"``.
+        features (torch.Tensor): (B, D) float.
+        targets (torch.Tensor): (B,) int64 class labels.
+        margin (float): triplet margin, in units of the distance; 0 selects the soft margin log(1 + exp(d_ap - d_an)).
+            Default 0.3.
+        normalize (bool): use squared Euclidean distances of L2-normalized features instead of Euclidean distances of
+            the unnormalized features. Default False.
+        hard_mining (bool): use the farthest positive and the nearest negative; otherwise all positives and negatives,
+            weighted by a softmax of their distances. Default True.
+        weighting (str): weights without hard mining: ``"softmax"``, or ``"fastreid"`` for FastReID's variant, which is
+            wrong for distances above about 14 (see ``_fastreid_weighted``). Default ``"softmax"``.
 
     Returns:
-        () float32.
+        torch.Tensor: () float32.
 
     Raises:
-        ConfigError: another weighting.
+        ConfigError: ``weighting`` is unknown.
     """
     check_choice("MODEL.LOSSES.TRI.WEIGHTING", weighting, WEIGHTINGS)
     if normalize:
@@ -129,11 +130,11 @@ def triplet_loss(
 
 @LOSS_REGISTRY.register()
 class TripletLoss(nn.Module):
-    """``triplet_loss`` of a head's ``features``.
+    """Triplet loss of the ``features`` of a head; see ``triplet_loss``.
 
     Args:
         margin, normalize, hard_mining, weighting: see ``triplet_loss``.
-        scale: weight of this loss in the sum.
+        scale (float): weight of this loss in the total loss.
     """
 
     loss_name = "loss_triplet"
@@ -154,7 +155,7 @@ class TripletLoss(nn.Module):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "TripletLoss":
-        """Return the loss of ``MODEL.LOSSES.TRI``."""
+        """Build the loss configured in ``MODEL.LOSSES.TRI``."""
         tri = cfg.MODEL.LOSSES.TRI
         return cls(
             margin=tri.MARGIN,

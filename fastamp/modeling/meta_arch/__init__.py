@@ -1,4 +1,4 @@
-"""Meta-architectures: a batch in, features or losses out."""
+"""Meta-architectures, which map a batch to features or losses."""
 
 from fastamp.modeling.meta_arch.baseline import Baseline
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY, build_model

@@ -1,4 +1,4 @@
-"""One backbone, one head, and the configured losses."""
+"""Baseline meta-architecture: one backbone, one head and the configured losses."""
 
 from typing import Any
 
@@ -16,13 +16,13 @@ from fastamp.modeling.meta_arch.image_model import ImageModel, normalization
 
 @META_ARCH_REGISTRY.register()
 class Baseline(ImageModel):
-    """Normalize images, run backbone and head, and in training mode the losses.
+    """Baseline: image normalization, backbone, head and, in training mode, losses.
 
     Args:
         backbone, pixel_mean, pixel_std: see ``ImageModel``.
-        heads: see ``EmbeddingHead``.
-        losses: loss name -> module of ``(outputs, targets) -> ()``.
-        gather: let the losses that compare images with each other (``over_pairs``) see those of all ranks.
+        heads (nn.Module): see ``EmbeddingHead``.
+        losses (nn.ModuleDict): loss name -> module with ``forward(outputs, targets) -> ()``.
+        gather (bool): gather the features of all ranks for losses that compare images (``over_pairs``). Default False.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class Baseline(ImageModel):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "Baseline":
-        """Return the model of ``MODEL``, for images of ``INPUT.CHANNELS``.
+        """Build the model configured in ``MODEL`` for images with ``INPUT.CHANNELS`` channels.
 
         Raises:
-            ConfigError: see ``normalization``, and what backbone, heads and losses raise; or a loss has weights of its
-                own, and the head several outputs.
+            ConfigError: see ``normalization`` and the builders of backbone, head and losses; or a loss has parameters
+                and the head has several outputs.
         """
         backbone = build_backbone(cfg)
         cfg = with_feature_dim(cfg, backbone)
@@ -64,19 +64,19 @@ class Baseline(ImageModel):
 
     @classmethod
     def further_options(cls, cfg: Any) -> dict[str, Any]:
-        """Return what a subclass takes besides, from a config with the backbone's ``FEAT_DIM``."""
+        """Return additional constructor arguments of a subclass; ``cfg`` has the backbone's ``FEAT_DIM``."""
         return {}
 
     def forward(self, batch: dict[str, Any] | torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Compute features, or losses.
+        """Compute features or losses.
 
         Args:
-            batch: ``{"images": (B, C, H, W) in 0..255}``, in training mode also ``"targets": (B,) int64``; with camera
-                or view embeddings ``"camids"`` and ``"viewids"``, (B,) int64 from 0. In evaluation mode also the
-                images alone.
+            batch (dict[str, Any] | torch.Tensor): ``{"images": (B, C, H, W) in 0..255}``; in training mode also
+                ``"targets": (B,) int64``; for camera or view embeddings also ``"camids"`` and ``"viewids"``, (B,)
+                int64, starting at 0. In evaluation mode it may be the tensor of images.
 
         Returns:
-            In evaluation mode (B, D) float32 features; in training mode loss name -> () float32.
+            In evaluation mode the features (B, D), float32; in training mode loss name -> () float32.
         """
         batch = self.as_batch(batch)
         maps = self.feature_maps(batch)
@@ -88,9 +88,9 @@ class Baseline(ImageModel):
     def loss_terms(
         self, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor, batch: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """Return loss name -> () float32, of what the head returned for a training batch."""
+        """Compute loss name -> () float32 from the outputs of the head in training mode."""
         return compute_losses(self.losses, outputs, targets, gather=self.gather)
 
     def class_logits(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return (B, K) float32 class logits, scaled and without a margin, in the mode that the model is in."""
+        """Compute scaled class logits without margin, (B, K) float32, in training or evaluation mode."""
         return self.heads.logits(self.feature_maps(batch))

@@ -1,4 +1,4 @@
-"""What every meta-architecture does first: normalize images and run the backbone."""
+"""Base class of the meta-architectures: image normalization and backbone."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,16 +12,17 @@ from fastamp.utils.moved import renamed_attribute
 
 
 class ImageModel(nn.Module):
-    """A model of images in 0..255 whose subclass says what comes behind its ``backbone``.
+    """Base class of models for images in 0..255; subclasses define the modules after the ``backbone``.
 
     Attributes:
-        trunks: names of the submodules that do most of the work, and are worth compiling.
-        training_only: names of those that evaluation has no use for.
+        trunks (tuple[str, ...]): names of the submodules with most of the computation, which ``MODEL.COMPILE``
+            compiles.
+        training_only (tuple[str, ...]): names of the submodules that evaluation does not use.
 
     Args:
-        backbone: (B, C, H, W) -> feature maps. With an attribute ``takes_cameras`` that is true it is also given
-            ``camids`` and ``viewids``.
-        pixel_mean, pixel_std: C values each, in 0..255.
+        backbone (nn.Module): module (B, C, H, W) -> feature maps. If its attribute ``takes_cameras`` is True, it also
+            gets ``camids`` and ``viewids``.
+        pixel_mean, pixel_std (list[float] | tuple[float, ...]): C values each, in the range of the pixels, 0..255.
     """
 
     trunks: tuple[str, ...] = ("backbone",)
@@ -36,13 +37,13 @@ class ImageModel(nn.Module):
     ) -> None:
         super().__init__()
         self.backbone = backbone
-        # Not in the state dict: they belong to the config.
+        # Not persistent: the values are in the config.
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(1, -1, 1, 1), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std).view(1, -1, 1, 1), persistent=False)
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return self.pixel_mean.device
 
     def take_normalized_images(self) -> None:
@@ -50,52 +51,56 @@ class ImageModel(nn.Module):
         self.preprocess = _identity
 
     def preprocess(self, images: torch.Tensor) -> torch.Tensor:
-        """Move (B, C, H, W) images in 0..255, of any dtype, to the device and normalize them into a new tensor."""
-        # Pixels travel as they come, e.g. as uint8, a quarter of float32's bytes.
+        """Move images (B, C, H, W) in 0..255, of any dtype, to the device and normalize them, not in place."""
+        # Transferred in the original dtype: uint8 needs a quarter of the bytes of float32.
         images = images.to(self.device, non_blocking=True)
         return (images - self.pixel_mean) / self.pixel_std
 
     def as_batch(self, batch: dict[str, Any] | torch.Tensor) -> dict[str, Any]:
-        """Return what the model was called with as a batch; a tensor of images is one in evaluation mode.
+        """Check the input of the model, and wrap a tensor of images in a dict.
 
         Args:
-            batch: ``{"images": (B, C, H, W) in 0..255, ...}``, or the images alone, as FastReID's models take them.
+            batch (dict[str, Any] | torch.Tensor): ``{"images": (B, C, H, W) in 0..255, ...}``; in evaluation mode also
+                the tensor of images, as in FastReID.
 
         Raises:
-            TypeError: it is neither, or a tensor in training mode, which needs targets.
-            KeyError: there are no images in it.
-            ValueError: the images have another number of dimensions or channels.
+            TypeError: ``batch`` is neither, or is a tensor in training mode, which needs targets.
+            KeyError: ``batch`` has no images.
+            ValueError: the images have a wrong number of dimensions or channels.
         """
         if isinstance(batch, torch.Tensor):
             if self.training:
                 raise TypeError(
-                    f"{type(self).__name__} is in training mode and needs a dict with images and targets; found a "
-                    'tensor.\n  fix: model.eval(), or model({"images": images, "targets": targets})'
+                    f"{type(self).__name__} is in training mode: expected a dict with images and targets, got a "
+                    'tensor.\n  fix: call model.eval() first, or model({"images": images, "targets": targets})'
                 )
             batch = {"images": batch}
         if not isinstance(batch, Mapping):
             raise TypeError(
-                f"{type(self).__name__} takes a dict or, in evaluation mode, a tensor of images (B, C, H, W) in "
-                f"0..255; found {type(batch).__name__}.\n"
-                '  fix: model({"images": images}); from files, fastamp.Predictor(checkpoint).features(paths)'
+                f"{type(self).__name__}: expected a dict or, in evaluation mode, a tensor of images (B, C, H, W) in "
+                f"0..255, got {type(batch).__name__}.\n"
+                '  fix: call model({"images": images}); for files, fastamp.Predictor(checkpoint).features(paths)'
             )
         if "images" not in batch:
-            raise KeyError(f'the batch has no "images"; found: {", ".join(map(str, batch))}')
+            raise KeyError(f'the batch has no "images"; its keys are: {", ".join(map(str, batch))}')
         images, channels = batch["images"], self.pixel_mean.shape[1]
         if not isinstance(images, torch.Tensor) or images.dim() != 4 or images.shape[1] != channels:
             found = tuple(images.shape) if hasattr(images, "shape") else type(images).__name__
             raise ValueError(
-                f"images are {found}; expected a tensor (B, {channels}, H, W) in 0..255.\n"
-                "  fix: images[None] for a single image, images.permute(0, 3, 1, 2) where the channels come last"
+                f"images: expected a tensor (B, {channels}, H, W) in 0..255, got {found}.\n"
+                "  fix: use images[None] for a single image, images.permute(0, 3, 1, 2) for channels-last images"
             )
         return batch
 
     def feature_maps(self, batch: dict[str, Any], backbone: nn.Module | None = None) -> torch.Tensor:
-        """Return what the backbone makes of a batch's images, and of their cameras and views where it takes those.
+        """Run the backbone on the images of a batch, with camera and view IDs if it takes them.
 
         Args:
-            batch: see the subclass.
-            backbone: another one of the same kind; None for the model's own.
+            batch (dict[str, Any]): see ``forward`` of the subclass.
+            backbone (nn.Module | None): another backbone of the same kind. Default None: the backbone of the model.
+
+        Raises:
+            KeyError: the backbone needs ``camids``, but the batch has none.
         """
         backbone = self.backbone if backbone is None else backbone
         images = self.preprocess(batch["images"])
@@ -107,23 +112,25 @@ class ImageModel(nn.Module):
         return backbone(images, **{name: batch[name].to(self.device, non_blocking=True) for name in names})
 
     def targets(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return a training batch's (B,) int64 class numbers, on the device."""
+        """Return the class labels of a training batch, (B,) int64, on the device."""
         if "targets" not in batch:
-            raise KeyError('the model is in training mode, but the batch has no "targets"; call model.eval() first?')
+            raise KeyError(
+                'the model is in training mode, but the batch has no "targets"; for evaluation, call model.eval() first'
+            )
         return batch["targets"].to(self.device, non_blocking=True)
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Return the tensors of a FastReID, torchreid or TransReID file under ``backbone.`` and ``heads.``."""
+        """Convert the names of a FastReID, torchreid or TransReID file to ``backbone.*`` and ``heads.*``."""
         for name in ("pixel_mean", "pixel_std"):
             if name in state and not torch.allclose(state[name].flatten().float(), getattr(self, name).cpu().flatten()):
                 notes.append(
-                    f"the weights were trained with MODEL.{name.upper()} {state[name].flatten().tolist()}; the config "
-                    f"has {getattr(self, name).flatten().tolist()}"
+                    f"the weights were trained with MODEL.{name.upper()} {state[name].flatten().tolist()}, but the "
+                    f"config has {getattr(self, name).flatten().tolist()}"
                 )
         is_mgn = any(name.startswith("b1_head.") for name in state)
         if is_mgn != hasattr(self, "b1_head"):
             notes.append(
-                f"the weights are{'' if is_mgn else ' not'} of MODEL.META_ARCHITECTURE MGN, and the model is"
+                f"the weights are{'' if is_mgn else ' not'} of MODEL.META_ARCHITECTURE MGN, but the model is"
                 f"{' not' if is_mgn else ''}"
             )
         return whole_model_names(state, self.backbone, notes)
@@ -132,7 +139,7 @@ class ImageModel(nn.Module):
 
 
 def normalization(cfg: Any) -> dict[str, Any]:
-    """Return ``pixel_mean`` and ``pixel_std`` of ``MODEL`` for ``INPUT.CHANNELS``.
+    """Read ``pixel_mean`` and ``pixel_std`` from ``MODEL``, with one value for each of ``INPUT.CHANNELS`` channels.
 
     Raises:
         ConfigError: see ``per_channel``.

@@ -1,4 +1,4 @@
-"""Multiple Granularity Network: a global branch, and two whose maps are also cut into horizontal parts."""
+"""Multiple Granularity Network (MGN): a global branch, and two branches with horizontal parts."""
 
 import copy
 import logging
@@ -22,27 +22,28 @@ __getattr__ = moved_names(__name__, {"backbone_of": "fastamp.modeling.meta_arch.
 
 logger = logging.getLogger(__name__)
 
-# The order in which their features stand side by side.
+# In the order of their features in the output.
 HEADS = ("b1", "b2", "b3", "b21", "b22", "b31", "b32", "b33")
-# What the losses that compare images with each other see: the parts of a branch together.
+# Pair losses use the concatenated features of the parts of a branch.
 _PAIR_LOSS_PARTS = {"b1": ("b1",), "b2": ("b2",), "b3": ("b3",), "b22": ("b21", "b22"), "b33": ("b31", "b32", "b33")}
 
 
 @META_ARCH_REGISTRY.register()
 class MGN(ImageModel):
-    """A ResNet up to the first block of its third stage, then three copies of the rest (Wang et al. 2018,
-    arXiv:1804.01438).
+    """Multiple Granularity Network (Wang et al. 2018, arXiv:1804.01438).
 
-    Branches 2 and 3 do not stride in the last stage, and have a head for the whole map and one for each of two or
-    three parts of its height. As FastReID's: each head has its own reduction and classifier; each of the eight
-    classification losses weighs 1/8, each of the five pair losses 1/5.
+    A ResNet up to the first block of its third stage is followed by three branches, which are copies of the remaining
+    blocks. The last stage of branches 2 and 3 has no stride. These branches have a head for the whole feature map, and
+    one for each of two or three horizontal parts. As in FastReID, each head has its own reduction and classifier, each
+    of the eight classification losses has weight 1/8, and each of the five pair losses has weight 1/5.
 
     Args:
-        backbone: a ResNet, taken apart; its weights start all three branches.
-        heads: head of each name in ``HEADS``.
-        losses: loss name -> module of ``(outputs, targets) -> ()``.
-        gather: let the losses that compare images with each other (``over_pairs``) see those of all ranks.
-        pixel_mean, pixel_std: see ``ImageModel``.
+        backbone (ResNet): a ResNet; its layers are moved into this module, and its weights initialize all three
+            branches.
+        heads (dict[str, nn.Module]): name in ``HEADS`` -> head.
+        losses (nn.ModuleDict): loss name -> module with ``forward(outputs, targets) -> ()``.
+        gather (bool): gather the features of all ranks for losses that compare images (``over_pairs``). Default False.
+        pixels: ``pixel_mean`` and ``pixel_std``; see ``ImageModel``.
     """
 
     trunks = ("backbone", "b1", "b2", "b3")
@@ -81,25 +82,25 @@ class MGN(ImageModel):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "MGN":
-        """Return the model of ``MODEL``, for images of ``INPUT.CHANNELS``.
+        """Build the model configured in ``MODEL`` for images with ``INPUT.CHANNELS`` channels.
 
         Raises:
-            ConfigError: the backbone is no ResNet, POOL_LAYER is Flatten, or a loss has weights of its own; see also
-                ``normalization``, and what backbone, heads and losses raise.
+            ConfigError: the backbone is not a ResNet, ``POOL_LAYER`` is Flatten, or a loss has parameters; see also
+                ``normalization`` and the builders of backbone, heads and losses.
         """
         if cfg.MODEL.HEADS.POOL_LAYER == "Flatten":
             raise ConfigError(
-                "MODEL.HEADS.POOL_LAYER Flatten needs maps of one size, and MGN's eight heads pool parts of several.\n"
-                "  fix: another POOL_LAYER"
+                "MODEL.HEADS.POOL_LAYER Flatten needs feature maps of a fixed size, but the heads of MGN pool parts of "
+                "different sizes.\n  fix: choose another MODEL.HEADS.POOL_LAYER"
             )
         backbone = build_backbone(cfg)
         if not isinstance(backbone, ResNet):
             raise ConfigError(
-                f"MODEL.META_ARCHITECTURE MGN takes a ResNet apart, and MODEL.BACKBONE.NAME "
-                f"{cfg.MODEL.BACKBONE.NAME} is none.\n  fix: MODEL.BACKBONE.NAME build_resnet_backbone"
+                f"MODEL.META_ARCHITECTURE MGN needs a ResNet; MODEL.BACKBONE.NAME is {cfg.MODEL.BACKBONE.NAME}.\n"
+                "  fix: set MODEL.BACKBONE.NAME build_resnet_backbone"
             )
         if cfg.MODEL.BACKBONE.WITH_NL:
-            logger.warning("MODEL.BACKBONE.WITH_NL does nothing: MGN has no non-local blocks")
+            logger.warning("MODEL.BACKBONE.WITH_NL is ignored: MGN has no non-local blocks")
         losses = build_losses(cfg)
         check_shareable(losses, "MGN's eight heads")
         return cls(
@@ -111,15 +112,15 @@ class MGN(ImageModel):
         )
 
     def forward(self, batch: dict[str, Any] | torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Compute features, or losses.
+        """Compute features or losses.
 
         Args:
-            batch: ``{"images": (B, C, H, W) in 0..255}``, in training mode also ``"targets": (B,) int64``. In
-                evaluation mode also the images alone.
+            batch (dict[str, Any] | torch.Tensor): ``{"images": (B, C, H, W) in 0..255}``; in training mode also
+                ``"targets": (B,) int64``. In evaluation mode it may be the tensor of images.
 
         Returns:
-            In evaluation mode (B, 8 D) float32 features, in the order of ``HEADS``; in training mode loss name with
-            the head's -> () float32.
+            In evaluation mode the features (B, 8 D), float32, in the order of ``HEADS``; in training mode
+            ``<loss name>_<head>`` -> () float32.
         """
         batch = self.as_batch(batch)
         maps = self._head_maps(batch)
@@ -140,30 +141,30 @@ class MGN(ImageModel):
         return losses
 
     def class_logits(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return (B, K) float32 class logits, the mean of the eight heads', in the mode that the model is in."""
+        """Compute the mean of the class logits of all heads, (B, K) float32, in training or evaluation mode."""
         maps = self._head_maps(batch)
         return torch.stack([self.get_submodule(f"{name}_head").logits(maps[name]) for name in HEADS]).mean(0)
 
     def _head_maps(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the feature map of each head."""
+        """Compute the feature map of each head."""
         trunk = self.feature_maps(batch)
         maps = {branch: self.get_submodule(branch)(trunk) for branch in ("b1", "b2", "b3")}
         return maps | self._split_height("b2", maps["b2"], 2) | self._split_height("b3", maps["b3"], 3)
 
     @staticmethod
     def _split_height(branch: str, maps: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
-        """Return (B, D, h, w) cut into ``count`` parts of its height, from the top: ``b21``, ``b22``, ..."""
+        """Split (B, D, h, w) into ``count`` horizontal parts, from the top: ``b21``, ``b22``, ..."""
         parts = maps.chunk(count, dim=2)
         if len(parts) < count:
             raise ConfigError(
-                f"MGN cuts a feature map into {count} parts, and one {maps.shape[2]} high cannot be: "
-                "INPUT.SIZE_TRAIN and INPUT.SIZE_TEST are too low for it"
+                f"MGN splits feature maps into {count} horizontal parts, but the feature map has height "
+                f"{maps.shape[2]}.\n  fix: increase the height in INPUT.SIZE_TRAIN and INPUT.SIZE_TEST"
             )
         return {f"{branch}{number}": part for number, part in enumerate(parts, start=1)}
 
 
 def backbone_state(state: State) -> State:
-    """Return the ResNet that the trunk and the first branch of an MGN's ``state`` are, under a ResNet's names."""
+    """Extract a ResNet from the state dict of an MGN: the shared layers and the first branch."""
     stages = {"backbone.0.": "conv1.", "backbone.1.": "bn1.", "backbone.4.": "layer1.", "backbone.5.": "layer2."}
     stages |= {"backbone.6.": "layer3.0.", "b1.1.": "layer4."}
     renamed = {}
@@ -178,7 +179,7 @@ def backbone_state(state: State) -> State:
 
 
 def _copy_without_stride(stage: nn.Sequential) -> nn.Sequential:
-    """Return a copy of a ResNet's stage whose convolutions keep the map's size."""
+    """Copy a stage of a ResNet and set the stride of its convolutions to 1."""
     stage = copy.deepcopy(stage)
     for module in stage.modules():
         if isinstance(module, nn.Conv2d):

@@ -1,4 +1,4 @@
-"""Momentum contrast with labels: a memory bank of features, which an encoder that moves slowly has filled."""
+"""Momentum contrast (MoCo) with labels: a memory bank of features from a momentum encoder."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,18 +20,18 @@ from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 
 KEYS = (
-    Key("MODEL.QUEUE_SIZE", 8192, "Features kept in the memory bank of the MoCo architecture.", low=1),
+    Key("MODEL.QUEUE_SIZE", 8192, "MoCo: number of features in the memory bank.", low=1),
     Key(
         "MODEL.MOCO.MOMENTUM",
         0.999,
-        "MoCo: share of the key encoder's weights that each iteration keeps, the rest being the model's; 0 stores the "
-        "model's own features, as FastReID does.",
+        "MoCo: momentum of the key encoder, per iteration; 0: the memory bank holds features of the model itself, as "
+        "in FastReID.",
         low=0,
         high=1,
     ),
-    Key("MODEL.MOCO.MARGIN", 0.25, "MoCo: margin on the cosine similarities with the memory bank.", low=0),
-    Key("MODEL.MOCO.GAMMA", 32.0, "MoCo: factor on them.", above=0),
-    Key("MODEL.MOCO.SCALE", 1.0, "MoCo: weight of the loss over the memory bank in the sum.", low=0),
+    Key("MODEL.MOCO.MARGIN", 0.25, "MoCo: margin of the cosine similarities with the memory bank.", low=0),
+    Key("MODEL.MOCO.GAMMA", 32.0, "MoCo: scale factor of the cosine similarities with the memory bank.", above=0),
+    Key("MODEL.MOCO.SCALE", 1.0, "MoCo: weight of the memory bank loss in the total loss.", low=0),
 )
 
 _EMPTY = -1
@@ -39,26 +39,27 @@ _EMPTY = -1
 
 @META_ARCH_REGISTRY.register()
 class MoCo(Baseline):
-    """Baseline and a loss between its features and a memory bank of keys (He et al. 2020, arXiv:1911.05722).
+    """Baseline with a loss between its features and a memory bank of keys (He et al. 2020, arXiv:1911.05722).
 
-    The keys of a batch are the features that the key encoder has for its images. That encoder is a moving average of
-    backbone and head, moved before each training forward pass, and computes as they do, batch norm with the statistics
-    of the batch. Evaluation uses backbone and head alone.
+    The keys of a batch are the features of its images from the key encoder. The key encoder is a moving average of
+    backbone and head, updated before each forward pass in training mode. It computes in the same mode as they do: batch
+    norm uses the statistics of the batch. Evaluation uses only backbone and head.
 
-    Differs from the paper: the classes are known, so that all keys of an image's identity are positives; one view of
-    an image is enough, and its own key is left out; the loss is pairwise CosFace; batch norm is not shuffled over the
-    ranks, as FastReID's is not. Differs from FastReID: its keys are the model's own features (momentum 0 here), its
-    bank starts with random features of class 0, and the key that it leaves out is the image's own only where the
-    batch stands first in the bank.
+    Differs from the paper: labels are known, so that all keys of the identity are positives; there is one view per
+    image, and its own key is excluded; the loss is pairwise CosFace; there is no shuffling BN across ranks, as in
+    FastReID. Differs from FastReID: FastReID's keys are features of the model itself (momentum 0 here), its memory bank
+    starts with random features of class 0, and it excludes the own key of an image only if the batch is at the start of
+    the bank.
 
     Args:
-        queue_size: keys in the memory bank.
-        feature_dim: width of the head's ``features``.
-        momentum: share of the key encoder's weights that a forward pass keeps, 0..1.
-        margin, gamma: see ``MemoryBank``.
-        scale: weight of the loss over the bank in the sum.
-        force_fp32: ``SOLVER.AMP.FORCE_FP32``, which the key encoder is to have in common with the model.
-        parts: see ``Baseline``.
+        queue_size (int): number of keys in the memory bank.
+        feature_dim (int): width of the ``features`` of the head.
+        momentum (float): momentum of the key encoder per forward pass, in 0..1. Default 0.999.
+        margin, gamma (float): see ``MemoryBank``.
+        scale (float): weight of the memory bank loss in the total loss. Default 1.
+        force_fp32 (Sequence[str]): ``SOLVER.AMP.FORCE_FP32``, applied to the model before the key encoder is copied
+            from it.
+        parts: arguments of ``Baseline``.
     """
 
     trunks = ("backbone", "key_encoder.backbone")
@@ -84,12 +85,12 @@ class MoCo(Baseline):
 
     @classmethod
     def further_options(cls, cfg: Any) -> dict[str, Any]:
-        """Return those of ``MODEL.QUEUE_SIZE`` and ``MODEL.MOCO``."""
+        """Return the arguments configured in ``MODEL.QUEUE_SIZE`` and ``MODEL.MOCO``."""
         moco = cfg.MODEL.MOCO
         return {
             "queue_size": cfg.MODEL.QUEUE_SIZE,
             "feature_dim": feature_dim(cfg),
-            "momentum": moco.MOMENTUM ** (1 / cfg.SOLVER.ACCUM_STEPS),  # so that a step keeps so much of it
+            "momentum": moco.MOMENTUM ** (1 / cfg.SOLVER.ACCUM_STEPS),  # per iteration, not per micro-batch
             "margin": moco.MARGIN,
             "gamma": moco.GAMMA,
             "scale": moco.SCALE,
@@ -97,7 +98,7 @@ class MoCo(Baseline):
         }
 
     def forward(self, batch: dict[str, Any] | torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Compute features, or losses; see ``Baseline.forward``."""
+        """Compute features or losses; see ``Baseline.forward``."""
         batch = self.as_batch(batch)
         if self.training:
             self.key_encoder.update(self, statistics=False)
@@ -106,7 +107,7 @@ class MoCo(Baseline):
     def loss_terms(
         self, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor, batch: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """Return ``Baseline``'s losses, and ``loss_mb`` over the memory bank."""
+        """Compute the losses of ``Baseline`` and ``loss_mb``, the memory bank loss."""
         losses = super().loss_terms(outputs, targets, batch)
         self.key_encoder.copy_training_modes(self)
         with torch.no_grad():
@@ -115,9 +116,9 @@ class MoCo(Baseline):
         return losses | {"loss_mb": self.scale * self.memory(main_outputs(outputs)["features"], keys, targets)}
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Return the tensors of a file of this or another architecture, as ``Baseline`` does.
+        """Convert as ``Baseline``; if the file has no key encoder, initialize it with the model in the file.
 
-        Without a key encoder in it, the file's model is where that starts.
+        The memory bank of the file is not loaded if its size or its labels do not match.
         """
         state = self.key_encoder.fill_from_model(super().convert_state_dict(state, notes), "key_encoder.")
         file_queue = state.get("memory.queue")
@@ -129,27 +130,30 @@ class MoCo(Baseline):
         file_head, head_state = convert_state_dict(self.heads, head_tensors)[0], self.heads.state_dict()
         mismatch, queue = "", self.memory.queue
         if file_queue.shape != queue.shape:
-            mismatch = f"it is {' x '.join(map(str, file_queue.shape))}, and here {' x '.join(map(str, queue.shape))}"
+            mismatch = f"shape {' x '.join(map(str, file_queue.shape))}, expected {' x '.join(map(str, queue.shape))}"
         elif any(
             name not in file_head or file_head[name].shape != head_state[name].shape for name in classifiers(self.heads)
         ):
-            mismatch = "its labels are of other identities"
+            mismatch = "labels of other identities"
         if not mismatch:
             return state
-        notes.append(f"the file's memory bank is not taken, and this model's is empty: {mismatch}")
+        notes.append(
+            f"the memory bank in the file does not match and was not loaded; the bank starts empty: {mismatch}"
+        )
         return {name: value for name, value in state.items() if not name.startswith("memory.")}
 
 
 class MemoryBank(nn.Module):
-    """The newest normalized keys and their classes, the same on all ranks, and a loss of queries over them.
+    """Queue of the latest normalized keys and their class labels, and the loss of queries against it.
 
-    Keys, classes and the place of the next key are buffers under FastReID's names; places that are empty have class -1.
+    The buffers are equal on all ranks and have FastReID's names: keys (``queue``), class labels (``queue_label``; -1 in
+    empty slots) and the next slot (``queue_ptr``).
 
     Args:
-        feature_dim: width of a key.
-        size: keys that are kept.
-        margin: a positive pair's similarity is to exceed a negative one's by this.
-        gamma: factor on the similarities.
+        feature_dim (int): width of a key.
+        size (int): number of slots.
+        margin (float): margin between the similarities of positive and negative pairs. Default 0.25.
+        gamma (float): scale factor of the similarities. Default 32.
     """
 
     written_in_forward = True
@@ -163,23 +167,23 @@ class MemoryBank(nn.Module):
 
     @force_fp32
     def forward(self, queries: torch.Tensor, keys: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Store the keys of all ranks over the oldest ones, and return the loss of this rank's queries over the bank.
+        """Replace the oldest keys by the keys of all ranks, and compute the loss of this rank's queries.
 
-        The loss is pairwise CosFace's (``pairwise_cosface``), where a query is compared with every key but its own.
+        The loss is pairwise CosFace (see ``pairwise_cosface``) of each query with all keys except its own.
 
         Args:
-            queries: (B, D) float features.
-            keys: (B, D) float features of the same images, without a gradient.
-            targets: (B,) int64 class numbers.
+            queries (torch.Tensor): (B, D) float, features of the model.
+            keys (torch.Tensor): (B, D) float, features of the same images from the key encoder, without gradient.
+            targets (torch.Tensor): (B,) int64 class labels.
 
         Returns:
-            () float32.
+            torch.Tensor: () float32.
 
         Raises:
-            ConfigError: the batch, over all ranks, is larger than the bank.
+            ConfigError: the batch of all ranks is larger than the memory bank.
         """
         slots = self._store(keys, targets)
-        # The bank itself is written into by the next forward pass, which may come before this one's backward pass.
+        # clone(): the next forward pass, which modifies the queue in place, may precede this backward pass.
         cosines = F.normalize(queries, dim=1) @ self.queue.clone()
         same = targets[:, None] == self.queue_label
         own_key = slots[:, None] == torch.arange(cosines.shape[1], device=cosines.device)
@@ -192,11 +196,14 @@ class MemoryBank(nn.Module):
 
     @torch.no_grad()
     def _store(self, keys: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Store the keys of all ranks, in the order of the ranks, and return the places of this rank's: (B,) int64."""
+        """Store the keys of all ranks, in rank order, and return the slots of this rank's keys, (B,) int64."""
         count, size = len(keys), self.queue.shape[1]
         keys, targets = comm.all_gather(F.normalize(keys, dim=1)), comm.all_gather(targets)
         if len(keys) > size:
-            raise ConfigError(f"MODEL.QUEUE_SIZE is {size}, and a batch of {len(keys)} images does not fit into it")
+            raise ConfigError(
+                f"MODEL.QUEUE_SIZE is {size}, less than the batch of {len(keys)} images over all ranks.\n"
+                f"  fix: set MODEL.QUEUE_SIZE to at least {len(keys)}"
+            )
         slots = (self.queue_ptr + torch.arange(len(keys), device=keys.device)) % size
         self.queue.index_copy_(1, slots, keys.t())
         self.queue_label.index_copy_(1, slots, targets[None])
@@ -205,5 +212,5 @@ class MemoryBank(nn.Module):
         return slots[first : first + count]
 
     def equal_on_all_ranks(self) -> tuple[str, ...]:
-        """Return the buffers that every rank computes alike: all."""
+        """Return the names of the buffers that are equal on all ranks."""
         return ("queue", "queue_label", "queue_ptr")

@@ -1,4 +1,4 @@
-"""A second set of weights that follows a model's as an exponential moving average."""
+"""Momentum copy of a model: an exponential moving average of its weights."""
 
 import copy
 from collections.abc import Iterator
@@ -10,16 +10,16 @@ from fastamp.utils.moved import renamed_attribute
 
 
 class MomentumCopy(nn.Module):
-    """Copies of some parts of a model whose weights are a moving average of those parts' weights, in float32.
+    """Copies of submodules with the exponential moving average of their weights, in float32.
 
-    All of it is buffers, the weights too: no gradient and no optimizer reaches them, a checkpoint holds them, and a
-    step that is skipped gives them back as it does the running statistics of batch norm. ``update`` comes first in a
-    training forward pass, where the model's weights are those of the last step that was taken.
+    The weights are buffers, not parameters: they have no gradients and are not optimized, checkpoints contain them, and
+    a skipped step restores them like the running statistics of batch norm. Call ``update`` at the start of a forward
+    pass in training mode, when the model has the weights of the last applied step.
 
     Args:
-        model: has the parts.
-        parts: their names in it, which are those of the copies here.
-        momentum: share of the average that an update keeps, 0..1.
+        model (nn.Module): model with the submodules.
+        parts (tuple[str, ...]): names of the submodules; the copies have the same names.
+        momentum (float): momentum of the average per update, in 0..1.
     """
 
     written_in_forward = True
@@ -34,11 +34,11 @@ class MomentumCopy(nn.Module):
 
     @torch.no_grad()
     def update(self, model: nn.Module, *, statistics: bool) -> None:
-        """Move the weights by 1 - momentum of their difference to the model's.
+        """Update the average: weights = momentum * weights + (1 - momentum) * weights of the model.
 
         Args:
-            model: the one that the copies were made of.
-            statistics: its other buffers too, e.g. batch norm's; those that are no floating-point numbers are copied.
+            model (nn.Module): the model that the submodules were copied from.
+            statistics (bool): average the buffers too, e.g. the statistics of batch norm; integer buffers are copied.
         """
         averaged = dict(self.named_buffers())
         current = {name: tensor for name, tensor in self._tensors_of(model, statistics=statistics) if name in averaged}
@@ -50,22 +50,22 @@ class MomentumCopy(nn.Module):
             averaged[name].copy_(current[name])
 
     def copy_training_modes(self, model: nn.Module) -> None:
-        """Be in training and evaluation mode where the model is, part by part: parts of it may be frozen."""
+        """Copy the training mode of each module of ``model``, since some of them may be frozen in evaluation mode."""
         for part in self._modules:
             pairs = zip(self.get_submodule(part).modules(), model.get_submodule(part).modules(), strict=True)
             for module, original in pairs:
                 module.training = original.training
 
     def equal_on_all_ranks(self) -> tuple[str, ...]:
-        """Return the buffers that every rank computes alike: the weights, from weights that are the same everywhere."""
+        """Return the names of the buffers that are equal on all ranks: the weights, as those of the model are."""
         return self.weights
 
     def fill_from_model(self, state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-        """Return ``state`` of a whole model with this module's tensors, taken from the model's where it has none.
+        """Add the tensors of this module to a state dict without them, as copies of the tensors of the model.
 
         Args:
-            state: name -> tensor.
-            prefix: of this module's names in it, with the dot.
+            state (dict[str, torch.Tensor]): state dict of the whole model.
+            prefix (str): prefix of this module in ``state``, with the dot.
         """
         if any(name.startswith(prefix) for name in state):
             return state
@@ -84,7 +84,7 @@ class MomentumCopy(nn.Module):
 
 
 def _parameters_to_buffers(root: nn.Module) -> None:
-    """Make buffers of all parameters, in place; those that share a tensor go on sharing it."""
+    """Convert all parameters to buffers, in place; shared parameters stay shared."""
     buffers: dict[nn.Parameter, torch.Tensor] = {}
     for module in root.modules():
         for name, parameter in list(module._parameters.items()):

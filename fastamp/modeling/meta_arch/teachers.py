@@ -1,4 +1,4 @@
-"""Teachers for distillation: whole models from config and weights files, at rest."""
+"""Teacher models for distillation, built from config and weights files."""
 
 from typing import Any
 
@@ -11,27 +11,27 @@ from fastamp.config.defaults import KEYS
 from fastamp.modeling.meta_arch.build import build_model
 from fastamp.utils.errors import ConfigError, UserError, WeightsError
 
-# What these add to Baseline is for their own training.
+# Built as Baseline: their additional modules are only for training.
 _TEACH_AS_BASELINE = ("Distiller", "MoCo")
 
 
 def build_teachers(cfg: Any) -> list[nn.Module]:
-    """Return the models of ``KD.MODEL_CONFIG`` with the weights of ``KD.MODEL_WEIGHTS``, on ``MODEL.DEVICE``.
+    """Build the teachers of ``KD.MODEL_CONFIG`` with the weights of ``KD.MODEL_WEIGHTS`` on ``MODEL.DEVICE``.
 
-    They are in evaluation mode and without gradients. A teacher's config says all about it but the device, the memory
-    format, the compiler and the precision that is on, which are the student's; where it has
-    ``MODEL.HEADS.NUM_CLASSES`` 0, the number of classes is too. It normalizes images by its own ``MODEL.PIXEL_MEAN``
-    and ``PIXEL_STD``.
+    The teachers are in evaluation mode without gradients. Device, memory format, compilation and precision are those of
+    the student, and so is the number of classes if a teacher's ``MODEL.HEADS.NUM_CLASSES`` is 0. Everything else comes
+    from the config of the teacher, including ``MODEL.PIXEL_MEAN`` and ``PIXEL_STD``.
 
     Raises:
-        ConfigError: there are not as many configs as weights, or a config is missing, wrong, or of a model that cannot
-            teach this one.
-        WeightsError: weights are missing, damaged, or not those of the config.
+        ConfigError: the numbers of config and weights files differ, or a config is missing, invalid or not usable as a
+            teacher of this model.
+        WeightsError: a weights file is missing, damaged or does not match its config.
     """
     configs, weights = cfg.KD.MODEL_CONFIG, cfg.KD.MODEL_WEIGHTS
     if len(configs) != len(weights):
         raise ConfigError(
-            f"KD.MODEL_CONFIG names {len(configs)} files and KD.MODEL_WEIGHTS {len(weights)}: each teacher needs both"
+            f"KD.MODEL_CONFIG has {len(configs)} files, but KD.MODEL_WEIGHTS has {len(weights)}.\n"
+            "  fix: name one config file and one weights file for each teacher"
         )
     return [_build_teacher(cfg, *files) for files in zip(configs, weights, strict=True)]
 
@@ -43,7 +43,7 @@ def _build_teacher(cfg: Any, config_file: str, weights_file: str) -> nn.Module:
         raise ConfigError(f"KD.MODEL_CONFIG {config_file!r}: {error}") from error
     if not hasattr(teacher, "class_logits"):
         raise ConfigError(
-            f"KD.MODEL_CONFIG {config_file!r}: a {type(teacher).__name__} has no class logits to teach with"
+            f"KD.MODEL_CONFIG {config_file!r}: {type(teacher).__name__} has no class_logits, so it cannot be a teacher"
         )
     try:
         state = state_dict_in(read_checkpoint(weights_file), weights_file)
@@ -53,41 +53,41 @@ def _build_teacher(cfg: Any, config_file: str, weights_file: str) -> nn.Module:
     missing = report.missing + report.other_shape
     if missing:
         raise WeightsError(
-            f"KD.MODEL_WEIGHTS {weights_file!r} does not fill the model of {config_file}: {len(missing)} tensors are "
-            f"missing or of another number of classes, e.g. {', '.join(missing[:3])}.\n"
-            "  fix: take the teacher's own config, trained on the student's identities, with its classifier in the file"
+            f"KD.MODEL_WEIGHTS {weights_file!r} does not match {config_file}: {len(missing)} tensors are missing or "
+            f"have a different number of classes, e.g. {', '.join(missing[:3])}.\n"
+            "  fix: use the config of the teacher's run, and weights with a classifier for the student's identities"
         )
     return teacher.requires_grad_(False).eval()
 
 
 def _teacher_config(cfg: Any, path: str) -> Any:
-    """Return the config of a teacher, as it is built beside the student of ``cfg``."""
+    """Read the config of a teacher and adapt it to the student of ``cfg``."""
     teacher = get_cfg()
     for key, _ in cfg.keys_below():
-        if key.path not in KEYS:  # a project's own
+        if key.path not in KEYS:  # keys defined by a project
             teacher.define(key.path, key.default, key.meaning, key.choices, key.aliases, key.of)
     teacher.merge_from_file(path)
     if teacher.INPUT.CHANNELS != cfg.INPUT.CHANNELS:
         raise ConfigError(
-            f"INPUT.CHANNELS is {teacher.INPUT.CHANNELS}, and the student's images have {cfg.INPUT.CHANNELS}"
+            f"INPUT.CHANNELS is {teacher.INPUT.CHANNELS}; expected {cfg.INPUT.CHANNELS}, as for the student"
         )
     classes = cfg.MODEL.HEADS.NUM_CLASSES
     if teacher.MODEL.HEADS.NUM_CLASSES not in (0, classes):
         raise ConfigError(
-            f"MODEL.HEADS.NUM_CLASSES is {teacher.MODEL.HEADS.NUM_CLASSES}, and the student tells {classes} identities "
-            "apart: a teacher must have been trained on the same ones"
+            f"MODEL.HEADS.NUM_CLASSES is {teacher.MODEL.HEADS.NUM_CLASSES}; expected {classes}, as for the student: a "
+            "teacher must be trained on the same identities"
         )
     teacher.MODEL.HEADS.NUM_CLASSES = classes
     teacher.MODEL.DEVICE = cfg.MODEL.DEVICE
     teacher.MODEL.CHANNELS_LAST, teacher.MODEL.COMPILE = cfg.MODEL.CHANNELS_LAST, cfg.MODEL.COMPILE
     teacher.SOLVER.AMP.ENABLED, teacher.SOLVER.AMP.DTYPE = cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE
-    teacher.MODEL.BACKBONE.PRETRAIN = False  # would be overwritten at once
+    teacher.MODEL.BACKBONE.PRETRAIN = False  # overwritten by the weights file
     if teacher.MODEL.META_ARCHITECTURE in _TEACH_AS_BASELINE:
         teacher.MODEL.META_ARCHITECTURE = "Baseline"
-    teacher.KD = get_cfg().KD  # its own teachers have done their work
-    teacher.MODEL.LOSSES.NAME = ()  # as have its losses, whose weights a file need not have
+    teacher.KD = get_cfg().KD  # the teacher needs no teachers
+    teacher.MODEL.LOSSES.NAME = ()  # nor losses, whose parameters may be missing in the file
     for norm in (teacher.MODEL.BACKBONE, teacher.MODEL.HEADS):
-        if norm.NORM.lower() == "syncbn":  # the same in evaluation, and for every device
+        if norm.NORM.lower() == "syncbn":  # equivalent in evaluation, and supported by every device
             norm.NORM = "BN"
     teacher.freeze()
     return teacher
