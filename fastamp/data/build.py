@@ -256,9 +256,9 @@ def _drop_shared_images(
         earlier: earlier datasets, with their images.
     """
     seen: dict[Any, tuple[ImageDataset, int | str]] = {}  # image in a shared folder -> dataset, identity
-    for other, items in earlier:
+    for earlier_dataset, items in earlier:
         for item in (items[row] for row in items.rows_in(set(part.folders)).tolist()):
-            seen.setdefault((item.path, item.box), (other, item.pid))
+            seen.setdefault((item.path, item.box), (earlier_dataset, item.pid))
     folders = {split_path(path)[0] for path, _ in seen}
     same, conflicting = [], []
     for row in part.rows_in(folders).tolist():
@@ -321,7 +321,7 @@ def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str])
             "  fix: MODEL.BACKBONE.SIE_CAMERAS 0, or a single training set whose cameras are integers"
         )
     viewids = dataset.items.viewids
-    for key, number, what, ids in (
+    for key, number, plural, ids in (
         ("SIE_CAMERAS", backbone.SIE_CAMERAS, "cameras", dataset.camids),
         ("SIE_VIEWS", backbone.SIE_VIEWS, "views", viewids),
     ):
@@ -329,7 +329,7 @@ def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str])
         if number and (low < 0 or high >= number):
             fix = f"\n  fix: MODEL.BACKBONE.{key} {high + 1}" if low >= 0 else ""
             raise ConfigError(
-                f"MODEL.BACKBONE.{key} is {number}: expected {what} 0 to {number - 1}, got {low} to {high} in "
+                f"MODEL.BACKBONE.{key} is {number}: expected {plural} 0 to {number - 1}, got {low} to {high} in "
                 f"{title}.{fix}"
             )
     if backbone.SIE_VIEWS and (viewids == viewids[0]).all():

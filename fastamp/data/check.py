@@ -254,12 +254,12 @@ def _find_near_duplicates(
     index.add(np.stack([summaries[item.path, item.box].hash_bits for item in first_items]))
     distances, nearest = index.search(np.stack([summaries[item.path, item.box].hash_bits for item in second_items]), 1)
     for item, distance, number in zip(second_items, distances[:, 0], nearest[:, 0], strict=True):
-        one = first_items[number]
-        is_copy = summaries[item.path, item.box].digest == summaries[one.path, one.box].digest
+        nearest_item = first_items[number]
+        is_copy = summaries[item.path, item.box].digest == summaries[nearest_item.path, nearest_item.box].digest
         # Adjacent frames of one camera are excluded from the evaluation: SAME_CAMERA in fastamp.evaluation.protocol.
-        is_junk = one.pid == item.pid and one.camid == item.camid
+        is_junk = nearest_item.pid == item.pid and nearest_item.camid == item.camid
         if distance <= _NEAR_DUPLICATE_BITS and not is_copy and not is_junk:
-            yield f"{one.path} ~ {item.path}"
+            yield f"{nearest_item.path} ~ {item.path}"
 
 
 def _find_rare_identities(train: Sequence[ImageItem]) -> Iterable[Finding]:

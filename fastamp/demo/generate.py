@@ -314,9 +314,9 @@ def _check_folder(folder: Path, settings: dict) -> None:
             "  fix: move it, or choose another folder"
         )
     manifest = _read_manifest(folder) or {}
-    other = [name for name, value in settings.items() if name != "version" and manifest.get(name, value) != value]
-    if other:
-        differences = ", ".join(f"{name} {manifest[name]} (requested: {settings[name]})" for name in other)
+    different = [name for name, value in settings.items() if name != "version" and manifest.get(name, value) != value]
+    if different:
+        differences = ", ".join(f"{name} {manifest[name]} (requested: {settings[name]})" for name in different)
         raise DataError(
             f"{folder} contains a demo dataset with {differences}.\n  fix: delete it, or choose another folder"
         )

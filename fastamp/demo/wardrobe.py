@@ -171,20 +171,20 @@ def draw_people(rng: np.random.Generator, count: int, group_size: int, grouped: 
         first = draw_appearance(rng)
         group = [first]
         while len(group) < group_size:
-            other = draw_lookalike(rng, first)
-            if all(_visibly_different(other, member) for member in group):
-                group.append(other)
+            candidate = draw_lookalike(rng, first)
+            if all(_visibly_different(candidate, member) for member in group):
+                group.append(candidate)
         people += group
     people += [draw_appearance(rng) for _ in range(count - len(people))]
     return people
 
 
-def _visibly_different(one: Appearance, other: Appearance) -> bool:
+def _visibly_different(first: Appearance, second: Appearance) -> bool:
     """Return True if two details differ visibly at a distance; an accent color is only visible in a pattern."""
     names = ["pattern", "bag", "lower", "hair", "lower_color"]
-    if one.pattern != "plain" and other.pattern != "plain":
+    if first.pattern != "plain" and second.pattern != "plain":
         names.append("accent")
-    return sum(getattr(one, name) != getattr(other, name) for name in names) >= 2
+    return sum(getattr(first, name) != getattr(second, name) for name in names) >= 2
 
 
 def _with_changed(rng: np.random.Generator, person: Appearance, names: list[str]) -> Appearance:

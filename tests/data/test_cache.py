@@ -38,12 +38,12 @@ class Read:
 def items(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (150, 20, 10, 3), dtype=np.uint8)
     (tmp_path / "data").mkdir()
-    made = []
+    image_items = []
     for number, image in enumerate(pixels):
         path = tmp_path / "data" / f"{number} ü.png"
         Image.fromarray(image).save(path)
-        made.append(ImageItem(str(path), number, 0))
-    return made
+        image_items.append(ImageItem(str(path), number, 0))
+    return image_items
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,15 @@ import shutil
 import pytest
 
 from fastamp.data.build import build_dataset, training_items
-from fastamp.data.datasets import DATASET_REGISTRY, Demo, ImageDataset, ImageItem, Market1501, data_root
+from fastamp.data.datasets import (
+    DATASET_REGISTRY,
+    Demo,
+    FilenameDataset,
+    ImageDataset,
+    ImageItem,
+    Market1501,
+    data_root,
+)
 from fastamp.data.datasets import demo as demo_module
 from fastamp.utils.errors import ConfigError, DataError
 
@@ -198,3 +206,15 @@ def test_demo_in_read_only_folder_fails(tmp_path, small_demo):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="FASTAMP_DATASETS"):
         Demo(root=str(tmp_path / "file" / "root"))
+
+
+def test_old_attribute_names_warn(market):
+    with pytest.warns(DeprecationWarning, match="excluded_ids"):
+
+        class Farm(FilenameDataset):
+            left_out = frozenset({7})
+
+    assert Farm.excluded_ids == {7} and FilenameDataset.excluded_ids == {-1}
+    dataset = Market1501(root=market.parent)
+    with pytest.warns(DeprecationWarning, match="dataset_dir"):
+        assert dataset.place == dataset.dataset_dir == market

@@ -53,10 +53,10 @@ def batches(cfg, count=6, start_iter=0):
     return list(itertools.islice(build_reid_train_loader(cfg, start_iter=start_iter), count))
 
 
-def equal_batches(one, other):
+def equal_batches(expected, actual):
     return all(
         torch.equal(a[name], b[name])
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(expected, actual, strict=True)
         for name in ("images", "targets", "camids", "indices")
     )
 
@@ -85,9 +85,9 @@ def test_cuda_augmentation_equals_workers(root, tmp_path):
     options = [*AUGMENTED, "INPUT.CROP.SIZE", "(64, 32)", "MODEL.DEVICE", "cuda"]
     in_workers = batches(config(tmp_path, *options))
     on_device = batches(config(tmp_path, *options, "INPUT.AUGMENT_ON", "device"))
-    for one, other in zip(in_workers, on_device, strict=True):
-        assert one["images"].is_cuda and other["images"].is_cuda
-        difference = (one["images"].int() - other["images"].int()).abs()
+    for expected, actual in zip(in_workers, on_device, strict=True):
+        assert expected["images"].is_cuda and actual["images"].is_cuda
+        difference = (expected["images"].int() - actual["images"].int()).abs()
         assert (difference > 2).float().mean() < 1e-3
 
 
@@ -133,9 +133,9 @@ def test_skip_replaces_a_corrupt_image_with_its_identity(root, tmp_path, cache, 
         if path == str(files[8])
     )
     replaced = 0
-    for one, other in zip(before, after, strict=True):
-        assert one["img_paths"] == other["img_paths"] and torch.equal(one["targets"], other["targets"])
-        for original, current, path in zip(one["images"], other["images"], one["img_paths"], strict=True):
+    for expected, actual in zip(before, after, strict=True):
+        assert expected["img_paths"] == actual["img_paths"] and torch.equal(expected["targets"], actual["targets"])
+        for original, current, path in zip(expected["images"], actual["images"], expected["img_paths"], strict=True):
             replaced += path == str(files[7])
             assert torch.equal(current, replacement if path == str(files[7]) else original)
     assert replaced and files[7].name[:4] == files[8].name[:4]
@@ -169,10 +169,10 @@ def test_single_identity_fails(root, tmp_path):
 
 
 def test_set_weight_controls_the_batch_composition(root, tmp_path):
-    mine = tmp_path / "mine.csv"
-    files = sorted(shutil.copytree(next(root.rglob("bounding_box_train")), tmp_path / "mine").glob("*.jpg"))
-    mine.write_text("\n".join(["path,pid", *(f"{file},{file.name[:4]}" for file in files[:24])]))
-    names = f"('Demo', 'csv:{mine}')"
+    csv_file = tmp_path / "mine.csv"
+    files = sorted(shutil.copytree(next(root.rglob("bounding_box_train")), tmp_path / "csv_file").glob("*.jpg"))
+    csv_file.write_text("\n".join(["path,pid", *(f"{file},{file.name[:4]}" for file in files[:24])]))
+    names = f"('Demo', 'csv:{csv_file}')"
     options = [
         "DATASETS.NAMES",
         names,
@@ -186,4 +186,4 @@ def test_set_weight_controls_the_batch_composition(root, tmp_path):
     for batch in itertools.islice(loader, 5):
         from_mine = [loader.dataset.items[index].pid.startswith("csv:") for index in batch["indices"].tolist()]
         assert sum(from_mine) == 4 and len(from_mine) == 16
-    assert Path(mine).exists()
+    assert Path(csv_file).exists()

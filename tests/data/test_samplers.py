@@ -170,7 +170,7 @@ def test_ranks_together_see_single_process_batches(name, world_size):
     expected_counts = [batches(sampler, 8, rank=rank, world_size=world_size) for rank in range(world_size)]
     combined = [list(itertools.chain(*parts)) for parts in zip(*expected_counts, strict=True)]
     assert combined == batches(sampler, 8)
-    assert {len(part) for share in expected_counts for part in share} == {12 // world_size}
+    assert {len(part) for rank_batches in expected_counts for part in rank_batches} == {12 // world_size}
 
 
 def test_keys_are_epoch_position_index():

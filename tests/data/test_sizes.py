@@ -154,19 +154,19 @@ def test_images_of_different_sizes_form_a_batch(market_mixed_sizes, tmp_path, op
     found = batches(config(tmp_path, *opts))
     size = (24, 24) if "(0,)" in opts else (24, 20) if "INPUT.CROP" in opts else (32, 32)
     assert all(batch["images"].shape == (16, 3, *size) for batch in found)
-    for other in (("DATALOADER.NUM_WORKERS", "2"), ("INPUT.AUGMENT_ON", "device")):
-        for one, two in zip(found, batches(config(tmp_path, *opts, *other)), strict=True):
-            assert torch.equal(one["images"], two["images"])
+    for variant in (("DATALOADER.NUM_WORKERS", "2"), ("INPUT.AUGMENT_ON", "device")):
+        for expected, actual in zip(found, batches(config(tmp_path, *opts, *variant)), strict=True):
+            assert torch.equal(expected["images"], actual["images"])
     assert len({batch["images"].float().mean().item() for batch in found}) == len(found)
 
 
 def test_augmentation_is_equal_for_one_and_two_size_numbers(market, tmp_path):
     # All images are 64 x 32.
     opts = ("SOLVER.IMS_PER_BATCH", "8", "INPUT.CROP", "True", "INPUT.CROP.SIZE", "(40, 20)")
-    two = batches(config(tmp_path, *opts, "INPUT.SIZE_TRAIN", "(64, 32)"))
+    reference = batches(config(tmp_path, *opts, "INPUT.SIZE_TRAIN", "(64, 32)"))
     for size in ("(0,)", "(32,)"):
-        for one, other in zip(batches(config(tmp_path, *opts, "INPUT.SIZE_TRAIN", size)), two, strict=True):
-            assert (one["images"].int() - other["images"].int()).abs().max() <= 1
+        for actual, expected in zip(batches(config(tmp_path, *opts, "INPUT.SIZE_TRAIN", size)), reference, strict=True):
+            assert (actual["images"].int() - expected["images"].int()).abs().max() <= 1
 
 
 def test_images_of_one_size_without_resizing(market, tmp_path):
@@ -207,7 +207,7 @@ def test_cache_depends_on_crop_and_interpolation(market_mixed_sizes, tmp_path):
         return next(iter(loader))["images"]
 
     found = [images(*opts, "DATALOADER.CACHE", "disk") for opts in variants]
-    assert all(torch.equal(one, images(*opts)) for one, opts in zip(found, variants, strict=True))
+    assert all(torch.equal(cached, images(*opts)) for cached, opts in zip(found, variants, strict=True))
     assert torch.equal(found[0], found[-1]) and len({each.float().mean().item() for each in found}) == 5
 
 

@@ -119,8 +119,8 @@ def test_erasing_fills_each_channel_with_its_value(colors):
     parameters = draw(erasing, len(images))
     erased = erasing.apply(images, parameters)
     for channel, color in enumerate(colors):
-        alone = RandomErasing(prob=1.0, value=(color,)).apply(images[:, channel, None], parameters)
-        assert torch.equal(erased[:, channel, None], alone)
+        single = RandomErasing(prob=1.0, value=(color,)).apply(images[:, channel, None], parameters)
+        assert torch.equal(erased[:, channel, None], single)
     top, left = parameters["top"][0], parameters["left"][0]
     assert erased[0, :, top, left].tolist() == [round(color) for color in colors]
 
@@ -141,8 +141,8 @@ def test_geometric_transforms_are_equal_for_all_channels(transform):
     changed = transform.apply(images, parameters)
     assert changed.shape == images.shape and not torch.equal(changed, images)
     for channel in range(4):
-        alone = transform.apply(images[:, channel, None], parameters)
-        assert torch.equal(changed[:, channel, None], alone)
+        single = transform.apply(images[:, channel, None], parameters)
+        assert torch.equal(changed[:, channel, None], single)
 
 
 def test_resize_is_equal_for_all_channels():
@@ -265,14 +265,14 @@ def test_augmentation_is_independent_of_the_batch(images):
     augmentation = Augmentation(transforms=ALL, seed=3)
     together = augmentation.apply(images, augmentation.draw([2] * len(images), range(7, 7 + len(images)), SIZE))
     for index in range(len(images)):
-        alone = augmentation.apply(images[index : index + 1], augmentation.draw([2], [7 + index], SIZE))
-        assert torch.equal(alone[0], together[index])
+        single = augmentation.apply(images[index : index + 1], augmentation.draw([2], [7 + index], SIZE))
+        assert torch.equal(single[0], together[index])
 
 
 def test_random_numbers_of_transforms_are_independent(images):
-    alone = Augmentation(transforms=ALL[1:2], seed=3).draw([0] * 50, range(50), SIZE)[0]
+    single = Augmentation(transforms=ALL[1:2], seed=3).draw([0] * 50, range(50), SIZE)[0]
     with_others = Augmentation(transforms=ALL, seed=3).draw([0] * 50, range(50), SIZE)[1]
-    assert torch.equal(alone["flip"], with_others["flip"])
+    assert torch.equal(single["flip"], with_others["flip"])
     twice = Augmentation(transforms=[ALL[1], ALL[1]], seed=3).draw([0] * 50, range(50), SIZE)
     assert not torch.equal(twice[0]["flip"], twice[1]["flip"])
 
@@ -381,8 +381,8 @@ def test_torchvision_transform_is_seeded_per_image(name, channels):
         torch.manual_seed(parameters["seed"][index].item())
         assert torch.equal(after, expected_values(image) if parameters["chosen"][index] else image)
     assert not torch.equal(changed, images)
-    alone = actual.apply(images[3:4], {key: value[3:4] for key, value in parameters.items()})
-    assert torch.equal(alone[0], changed[3])
+    single = actual.apply(images[3:4], {key: value[3:4] for key, value in parameters.items()})
+    assert torch.equal(single[0], changed[3])
 
 
 def test_torchvision_transform_seeds_and_probability():

@@ -44,13 +44,15 @@ class AirportALERT(ImageDataset):
         wrong = next((row[0] for row in rows if len(row) != 4 or not isinstance(as_number(row[2]), int)), None)
         if wrong is not None:
             raise DataError(f"AirportALERT: expected camera\\pid\\file on each line of {self._list}, got {wrong!r}")
-        kept = [fields for _, *fields in rows if int(fields[1]) >= _FIRST_IDENTITY]
-        logger.info("AirportALERT: excluded %d images of identities below %d", len(rows) - len(kept), _FIRST_IDENTITY)
-        if not kept:
+        selected = [fields for _, *fields in rows if int(fields[1]) >= _FIRST_IDENTITY]
+        logger.info(
+            "AirportALERT: excluded %d images of identities below %d", len(rows) - len(selected), _FIRST_IDENTITY
+        )
+        if not selected:
             raise DataError(f"AirportALERT: {self._list} lists no identity of {_FIRST_IDENTITY} or above")
-        numbers = number_cameras(as_number(camera) for camera, _, _ in kept)
+        numbers = number_cameras(as_number(camera) for camera, _, _ in selected)
         items = [
             ImageItem(str(self.dataset_dir.joinpath(*fields)), int(fields[1]), numbers[as_number(fields[0])])
-            for fields in kept
+            for fields in selected
         ]
         return self._add_name_prefix(check_first_image("AirportALERT", self._list, items))

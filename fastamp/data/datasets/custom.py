@@ -204,8 +204,8 @@ def _resolve_path(name: str, path: str | Path) -> Path:
     for candidate in candidates:
         if candidate.exists():
             return candidate
-    several = "; separate several datasets as \"('csv:a.csv', 'csv:b.csv')\"" if "," in str(path) else ""
-    raise missing_dataset_error(name, candidates, fix=f"correct the path{several}")
+    hint = "; separate several datasets as \"('csv:a.csv', 'csv:b.csv')\"" if "," in str(path) else ""
+    raise missing_dataset_error(name, candidates, fix=f"correct the path{hint}")
 
 
 def image_files(folder: Path) -> list[str]:
@@ -365,8 +365,8 @@ def _check_line(where: str, names: Sequence[str], values: Sequence[str]) -> None
     empty = [name for name in names if name in _COLUMNS and not row.get(name)]
     if empty or len(values) > len(names):
         more = len(values) - len(names)
-        what = f"no value for {', '.join(empty)}" if empty else f"{more} more values than columns"
-        raise DataError(f"{where}: {what}")
+        problem = f"no value for {', '.join(empty)}" if empty else f"{more} more values than columns"
+        raise DataError(f"{where}: {problem}")
     with_control = [name for name, value in row.items() if _CONTROL_CHARACTERS.search(value)]
     if with_control:
         raise DataError(f"{where}: control characters in {with_control[0]}: {row[with_control[0]]!r:.100}")

@@ -66,10 +66,10 @@ def _best_similarity(name: str, choices: Iterable[str]) -> float:
     return max(_similarity(_normalize_name(name), _normalize_name(choice)) for choice in choices)
 
 
-def _similarity(one: str, other: str) -> float:
-    if min(len(one), len(other)) >= 3 and (one in other or other in one):
+def _similarity(first: str, second: str) -> float:
+    if min(len(first), len(second)) >= 3 and (first in second or second in first):
         return 1.0
-    return SequenceMatcher(None, one, other).ratio()
+    return SequenceMatcher(None, first, second).ratio()
 
 
 def _normalize_name(name: str) -> str:
