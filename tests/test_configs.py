@@ -164,7 +164,7 @@ def test_a_recipe_of_an_old_release_trains_and_logs_its_translation(demo, tmp_pa
     ])  # fmt: skip
     assert code == 0
     log = (tmp_path / "run/log.txt").read_text()
-    assert "recognized as a config of FastReID v0.1.1" in log
+    assert "FastReID v0.1.1" in log
     assert "Base-bagtricks.yml: INPUT.DO_PAD True -> INPUT.PADDING.ENABLED True" in log
     assert "backbone: frozen until iteration 4" in log
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.json").read_text().splitlines()]

@@ -172,7 +172,7 @@ def test_a_loss(project, capsys):
     assert len(rows) == 2 and all(row["loss_length"] > 0 for row in rows)
     command = ["train", "--plugin", str(component), "--config-file", str(recipe), "MODEL.LOSSES.LENGTH.SCALE"]
     assert main([*command, "-1"]) == 2
-    assert "MODEL.LOSSES.LENGTH.SCALE is -1.0; it must be at least 0" in capsys.readouterr().err
+    assert "MODEL.LOSSES.LENGTH.SCALE must be at least 0; got -1.0" in capsys.readouterr().err
     assert main(["config", "explain", "MODEL.LOSSES.LENGTH.SCALE", "--plugin", str(component)]) == 0
     assert "Length loss: weight in the sum." in capsys.readouterr().out
 

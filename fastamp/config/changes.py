@@ -1,4 +1,4 @@
-"""What differs between a config and one that was written down before, or the defaults."""
+"""Differences between a config and a saved one, or the defaults."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ def describe_changes(cfg: CfgNode, before: str, source: str) -> list[str]:
     """Return a line ``KEY: before -> now`` for each key whose value differs.
 
     Args:
-        cfg: as it is now.
-        before: what ``cfg.dump()`` returned once; keys that it does not have had their defaults then.
-        source: where that is from, for messages.
+        cfg: the present config.
+        before: saved output of ``cfg.dump()``; keys that are missing in it had their default values.
+        source: name of the saved config, for messages.
 
     Raises:
-        ConfigError: ``before`` is no YAML of a config.
+        ConfigError: if ``before`` is not a YAML mapping.
     """
     then, now = parse_yaml(before, source), parse_yaml(cfg.dump(), "this config")
     lines = []
@@ -30,7 +30,7 @@ def describe_changes(cfg: CfgNode, before: str, source: str) -> list[str]:
 
 
 def changed_values(cfg: CfgNode) -> dict[str, Any]:
-    """Return the nested values that differ from their defaults; merged into the defaults they give ``cfg`` again."""
+    """Return the values that differ from the defaults, as nested dicts; merged into the defaults, they give ``cfg``."""
     values, changed = parse_yaml(cfg.dump(), "this config"), {}
     for key, _ in cfg.keys_below():
         default = list(key.default) if isinstance(key.default, tuple) else key.default
@@ -45,7 +45,7 @@ def changed_values(cfg: CfgNode) -> dict[str, Any]:
 
 
 def _at(mapping: Any, path: str, default: Any) -> Any:
-    """Return the value of a key in nested dicts, which may have a former path of it; ``default`` if it is not set."""
+    """Return the value at the present or former path of a key in nested dicts; ``default`` if it is not set."""
     for each in (path, *former_paths(path)):
         value = mapping
         for name in each.split("."):

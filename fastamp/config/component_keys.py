@@ -9,44 +9,44 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def component_keys(package: Path = _PACKAGE) -> dict[str, Key]:
-    """Return the keys of all components, in the order of their files' names.
+    """Collect the config keys of all components, sorted by file name.
 
-    A loss, head, backbone, transform or data set declares its keys at the top of its own file::
+    A loss, head, backbone, transform or dataset declares its keys at the top of its file::
 
         from fastamp.config import Key
 
         KEYS = (Key("MODEL.LOSSES.SUPCON.SCALE", 1.0, "Supervised contrastive loss: weight in the sum.", low=0),)
 
-    Only that statement is evaluated, and nothing else of the file: the config does not depend on the packages that
-    stand above it, and a command can read its config before it imports torch.
+    Only this statement is evaluated; the file is not imported. The config therefore does not depend on the packages
+    above it, and a command can read its config before importing torch.
 
     Args:
-        package: folder with a subfolder for each package. Default: fastamp.
+        package: folder with one subfolder per package. Default: fastamp.
 
     Returns:
-        Path of each key -> the key.
+        Path of the key -> key.
 
     Raises:
-        ValueError: two components declare the same key.
+        ValueError: if two components declare the same key.
     """
     keys: dict[str, Key] = {}
     for file in sorted(package.glob("*/**/*.py")):
         names = file.relative_to(package).with_suffix("").parts
-        # Editors and systems leave hidden files and copies, which are no modules.
+        # Skip hidden files and copies left by editors and operating systems.
         if names[0] == Path(__file__).parent.name or not all(name.isidentifier() for name in names):
             continue
         for key in declared_keys(file):
             if key.path in keys:
-                raise ValueError(f"{file} declares the config key {key.path}, which another component has already")
+                raise ValueError(f"{file}: config key {key.path} is already declared by another component")
             keys[key.path] = key
     return keys
 
 
 def declared_keys(file: Path) -> tuple[Key, ...]:
-    """Return the ``KEYS`` of a Python file, without importing it; empty if it has none.
+    """Return the ``KEYS`` of a Python file without importing it; () if it has none.
 
     Raises:
-        ValueError: the value is not a tuple of ``Key(...)`` with literals.
+        ValueError: if the value is not a tuple of ``Key(...)`` with literal arguments.
     """
     source = file.read_text(encoding="utf-8")
     if "\nKEYS" not in source:  # parsing all files takes half a second
@@ -57,6 +57,8 @@ def declared_keys(file: Path) -> tuple[Key, ...]:
             try:
                 value = eval(compile(ast.Expression(statement.value), str(file), "eval"), {"Key": Key})
             except NameError as error:
-                raise ValueError(f"{file}:{statement.lineno}: KEYS needs Key(...) with literals: {error}") from error
+                raise ValueError(
+                    f"{file}:{statement.lineno}: KEYS: expected Key(...) with literals: {error}"
+                ) from error
             return value
     return ()

@@ -1,4 +1,4 @@
-"""The config tree: FastReID's yacs nodes, with forgiving conversions, strict keys and messages that help."""
+"""Config tree compatible with yacs, with declared keys and checked values."""
 
 import copy
 import logging
@@ -20,24 +20,26 @@ from fastamp.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 COMMAND_LINE, ASSIGNMENT = "command line", "assignment"
-_NO_MEANING = "Added by code, which gives no meaning."
+_NO_MEANING = "Declared by assignment, without a description."
 Edit = Callable[[], Any]
 
 
 class FrozenConfigError(ConfigError, AttributeError):
-    """A frozen config was asked to change."""
+    """A frozen config was modified."""
 
 
 class CfgNode(YacsCfgNode):
-    """A section of the config, or all of it.
+    """The config, or one of its sections.
 
-    Every change (file, command line, other config, attribute) is looked up among the declared keys and converted to
-    their type before anything is written, so one that fails leaves the config as it was. A section with an
-    ``ENABLED`` key takes a bool in its place, and is true exactly when it is enabled; other sections are true when
-    they hold anything.
+    All values that are set (from a file, a command line, another config or an attribute) are checked against the
+    declared keys and converted to their types before the first one is written, so a failed merge leaves the config
+    unchanged. A section with a key ``ENABLED`` accepts a bool in its place, and its truth value is that of ``ENABLED``;
+    other sections are true if they are not empty.
 
-    A node made by hand, ``CfgNode()``, belongs to code: assigning to a new attribute declares a key. Assigned to an
-    attribute of a config, it becomes a section of it, and goes on declaring keys.
+    In a node created by ``CfgNode()``, assignment to a new attribute declares a key. When such a node is assigned to an
+    attribute of a config, it becomes a section, and assignments still declare keys.
+
+    Former names of keys and sections are aliases; see ``RENAMED`` in ``config/defaults.py``.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class CfgNode(YacsCfgNode):
     ) -> None:
         super().__init__(None, key_list, new_allowed)
         self.__dict__.update(_path="", _keys={}, _declares=True)
-        # Not `init_dict or {}`: a section that is not enabled is false.
+        # Not `init_dict or {}`: a section that is not enabled has the truth value False.
         for name, value in ({} if init_dict is None else init_dict).items():
             self[name] = value
 
@@ -60,7 +62,7 @@ class CfgNode(YacsCfgNode):
             raise AttributeError(self._unknown(name)) from None
 
     def __missing__(self, name: str) -> Any:
-        """Look up a key or section by a former name, so that code written for it still reads its value."""
+        """Look up a key or section by its former name."""
         present = self._present(name)
         if present == name:
             raise KeyError(name)
@@ -73,7 +75,7 @@ class CfgNode(YacsCfgNode):
         return bool(self["ENABLED"]) if "ENABLED" in self else len(self) > 0
 
     def keys_below(self) -> Iterator[tuple[Key, Any]]:
-        """Yield each declared key under this node with its present value, in the order of declaration."""
+        """Yield the declared keys below this node with their values, in the order of declaration."""
         for name, value in self.items():
             if name in self._keys:
                 yield self._keys[name], value
@@ -81,24 +83,24 @@ class CfgNode(YacsCfgNode):
                 yield from value.keys_below()
 
     def dump(self, **options: Any) -> str:
-        """Return YAML that gives this config again when it is merged into the defaults.
+        """Serialize the config as YAML; merged into the defaults, it reproduces the config.
 
         Args:
-            options: of ``yaml.safe_dump``.
+            options: keyword arguments of ``yaml.safe_dump``.
         """
-        return yaml.safe_dump(_to_plain(self), **options)
+        return yaml.safe_dump(_to_builtin(self), **options)
 
     # ---- changing
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__:
-            raise ConfigError(f"{name!r} is a part of the config's own machinery, not a key")
-        self._refuse_if_frozen(name)
+            raise ConfigError(f"{name!r} is a reserved attribute of CfgNode and cannot be a config key")
+        self._check_not_frozen(name)
         present = self._present(name)
         if present != name and "." not in present:
             name = present
         if isinstance(value, YacsCfgNode) and (name not in self or self._is_section(name)):
-            self._adopt(name, value)
+            self._attach_or_merge(name, value)
         elif self._declares and name not in self and present == name:
             self._declare_value(name, value)
         else:
@@ -107,20 +109,20 @@ class CfgNode(YacsCfgNode):
     __setitem__ = __setattr__
 
     def merge_from_file(self, cfg_filename: Any, release: str = "") -> None:
-        """Merge a YAML file, after the files that its ``_BASE_`` names.
+        """Merge a YAML file, after the files in its ``_BASE_``.
 
-        Files of FastReID v0.1.1 and v1.0.0 are recognized: their release's defaults are merged first, and all is
-        translated to the present keys. The log says what was translated, and what has no counterpart.
+        Files of FastReID v0.1.1 and v1.0.0 are detected: the defaults of the release are merged first, and all keys are
+        translated to the present ones. Translated keys, and keys without a counterpart, are logged.
 
         Args:
-            cfg_filename: path.
-            release: "v0.1.1" or "v1.0.0" where the release is known; "" detects it from the keys. Default "".
+            cfg_filename: path of the file.
+            release: "v0.1.1" or "v1.0.0"; "" detects the release from the keys. Default "".
 
         Raises:
-            ConfigError: a file cannot be read, has an unknown key or a wrong value, or is of an old release and merged
-                with one of the present keys; the message names that file.
+            ConfigError: if a file cannot be read, has an unknown key or an invalid value, or if files of an old release
+                and of the present keys are mixed. The message names the file.
         """
-        self._refuse_if_frozen()
+        self._check_not_frozen()
         recipe = read_recipe(cfg_filename, known={key.path for key, _ in self.keys_below()}, release=release)
         _apply(edit for source, mapping in recipe.layers for edit in self._mapping_edits(mapping, source))
         self.__dict__["_notes"] = [*self.translation_notes(), *recipe.notes()]
@@ -130,62 +132,63 @@ class CfgNode(YacsCfgNode):
             logger.warning("no counterpart: %s", line)
 
     def translation_notes(self) -> list[str]:
-        """Return one line for each old key that ``merge_from_file`` translated, or found no counterpart for."""
+        """Return the log lines of ``merge_from_file`` about old keys: translations, and keys without a counterpart."""
         return self.__dict__.get("_notes", [])
 
     def merge_from_other_cfg(self, cfg_other: Mapping[str, Any]) -> None:
         """Merge another config or a nested dict.
 
         Raises:
-            ConfigError: it has an unknown key or a wrong value.
+            ConfigError: if a key is unknown or a value is invalid.
         """
-        self._refuse_if_frozen()
+        self._check_not_frozen()
         if not isinstance(cfg_other, Mapping):
             raise ConfigError(f"expected a config or a dict to merge, got {brief(cfg_other)}")
         _apply(self._mapping_edits(cfg_other, "another config"))
 
     def merge_from_list(self, cfg_list: Sequence[Any]) -> None:
-        """Merge ``[KEY, VALUE, KEY, VALUE, ...]``, as given on a command line.
+        """Merge ``[KEY, VALUE, KEY, VALUE, ...]`` from a command line.
 
         Raises:
-            ConfigError: the count is odd, a key is unknown or a value is wrong.
+            ConfigError: if the length is odd, a key is unknown or a value is invalid.
         """
-        self._refuse_if_frozen()
+        self._check_not_frozen()
         flag = next((word for word in cfg_list[::2] if str(word).startswith("--")), None)
         if flag is not None:
             raise ConfigError(
-                f"{COMMAND_LINE}: {flag} stands where a config key should; put flags before KEY VALUE pairs"
+                f"{COMMAND_LINE}: expected a config key, got the option {flag}.\n"
+                "  fix: write options before the KEY VALUE pairs"
             )
         if isinstance(cfg_list, str) or len(cfg_list) % 2:
-            hint = next((f"; write {k.replace('=', ' ', 1)}" for k in cfg_list if "=" in str(k)), "")
+            hint = next((f".\n  fix: {k.replace('=', ' ', 1)}" for k in cfg_list if "=" in str(k)), "")
             raise ConfigError(f"{COMMAND_LINE}: expected pairs of KEY VALUE, got {brief(cfg_list)}{hint}")
         pairs = zip(cfg_list[::2], cfg_list[1::2], strict=True)
         _apply(edit for name, value in pairs for edit in self._edits(name, value, COMMAND_LINE))
 
     def with_values(self, values: Mapping[str, Any]) -> "CfgNode":
-        """Return a frozen copy with other values; this config, which may be frozen, stays as it is.
+        """Return a frozen copy with some values replaced. This config may be frozen and is not modified.
 
         Args:
             values: dotted key -> value, e.g. ``{"SOLVER.AMP.ENABLED": True}``.
 
         Raises:
-            ConfigError: a key is unknown or a value is wrong.
+            ConfigError: if a key is unknown or a value is invalid.
         """
-        twin = self.clone()
-        twin.defrost()
-        _apply(edit for name, value in values.items() for edit in twin._edits(name, value, ASSIGNMENT))
-        twin.freeze()
-        return twin
+        copied = self.clone()
+        copied.defrost()
+        _apply(edit for name, value in values.items() for edit in copied._edits(name, value, ASSIGNMENT))
+        copied.freeze()
+        return copied
 
     def changes(self, mapping: Mapping[Any, Any], source: str) -> list[tuple[str, Any]]:
-        """Return path and converted value of each key that merging ``mapping`` would set, without doing it.
+        """Return the path and converted value of each key that merging ``mapping`` would set.
 
         Args:
-            mapping: as a config file holds it.
-            source: where it comes from, for messages.
+            mapping: contents of a config file.
+            source: name of the file, for messages.
 
         Raises:
-            ConfigError: it has an unknown key or a wrong value.
+            ConfigError: if a key is unknown or a value is invalid.
         """
         edits = [edit for edit in self._mapping_edits(mapping, source) if isinstance(edit, partial)]
         return [(node._full(name), value) for node, name, value in (edit.args for edit in edits)]
@@ -199,84 +202,86 @@ class CfgNode(YacsCfgNode):
         aliases: Mapping[str, str] | None = None,
         of: type | None = None,
     ) -> None:
-        """Declare a key of a project's own, which every check and the documentation then know.
+        """Declare a config key of a project. It is then checked and documented like the keys of fastamp.
 
         Args:
-            path: dotted, below this node; sections on the way are made.
-            default: its type becomes the key's; ``{}`` makes a section that takes any key.
-            meaning: one sentence, with the unit.
-            choices: the only texts or numbers allowed.
-            aliases: further spellings, each with the choice that it stands for.
-            of: the type of the elements where the default is an empty tuple or list.
+            path: dotted path below this node; missing sections are created.
+            default: default value, which defines the type; ``{}`` makes a free-form section.
+            meaning: description in one sentence, with the unit.
+            choices: allowed strings or numbers. Default (): any value.
+            aliases: alternative spelling -> choice.
+            of: element type, if the default is an empty tuple or list.
 
         Raises:
-            FrozenConfigError: the config is frozen.
-            ValueError: there is such a key or section already, or the meaning is empty.
+            FrozenConfigError: if the config is frozen.
+            ValueError: if the key or section exists already, or the description is empty.
         """
         self._define(Key(path, default, meaning, tuple(choices), dict(aliases or {}), of))
 
     def add_keys(self, keys: Iterable[Key]) -> None:
-        """Declare the ``KEYS`` of a component, see ``define``, which says what is raised; paths are below this node."""
+        """Declare the ``KEYS`` of a component, with paths below this node; raises the errors of ``define``."""
         for key in keys:
             self._define(key)
 
     def _define(self, key: Key) -> None:
-        """Declare ``key``, whose path is dotted and below this node."""
+        """Declare a key with a dotted path below this node."""
         *sections, name = key.path.split(".")
         if not all([*sections, name]) or not key.meaning:
-            raise ValueError(f"{key.path!r}: a config key needs a dotted path and a meaning")
+            raise ValueError(f"config key {key.path!r}: expected a dotted path and a description")
         node = self
-        node._refuse_if_frozen(key.path)
+        node._check_not_frozen(key.path)
         for section in sections:
             if section not in node:
                 node._attach(section, CfgNode())
                 node[section].__dict__["_declares"] = False
             elif not node._is_section(section):
-                raise ValueError(f"{node._full(section)} is a value already, so {key.path} cannot stand below it")
+                raise ValueError(f"cannot declare {key.path}: {node._full(section)} is a key, not a section")
             node = node[section]
         if name in node:
-            raise ValueError(f"the config key {node._full(name)} exists already")
+            raise ValueError(f"config key {node._full(name)} is already declared")
         node._declare(replace(key, path=node._full(name)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CfgNode":
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(self.__dict__, _keys=dict(self._keys))
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(self.__dict__, _keys=dict(self._keys))
         for name, value in self.items():
-            dict.__setitem__(twin, name, copy.deepcopy(value, memo))
-        return twin
+            dict.__setitem__(copied, name, copy.deepcopy(value, memo))
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (type(self), dict(self.__dict__), dict(self))
 
     @classmethod
     def load_cfg(cls, cfg_file_obj_or_str: Any) -> "CfgNode":
-        """Return a node of its own from YAML text or an open YAML file.
+        """Create a node from YAML text or an open YAML file.
 
         Raises:
-            ConfigError: it is no YAML mapping; Python files are not run.
+            ConfigError: if it is not a YAML mapping, or is a Python file, which is never executed.
         """
         if isinstance(cfg_file_obj_or_str, str):
             return cls(parse_yaml(cfg_file_obj_or_str, "config text"))
         name = str(cfg_file_obj_or_str.name)
         if name.endswith(".py"):
-            raise ConfigError(f"{name}: a config is a YAML file; Python files are not run")
+            raise ConfigError(f"{name}: expected a YAML file, got a Python file, which is never executed")
         return cls(parse_yaml(cfg_file_obj_or_str.read(), name))
 
-    # ---- how a change is made: names and values become edits, and only when all are known to be right are they applied
+    # ---- setting values: edits are collected and checked first, then applied together
 
     def _mapping_edits(self, mapping: Mapping[Any, Any], source: str) -> Iterator[Edit]:
         for name, value in mapping.items():
             yield from self._edits(name, value, source)
 
     def _edits(self, name: Any, value: Any, source: str) -> Iterator[Edit]:
-        """Yield what must be done so that ``name``, dotted and below this node, gets ``value``."""
+        """Yield the edits that set the key or section ``name``, a dotted path below this node, to ``value``."""
         if not isinstance(name, str):
             where = f" in {self._path}" if self._path else ""
-            raise ConfigError(f"{source}: a config key is text, got {brief(name)} ({type(name).__name__}){where}")
+            raise ConfigError(
+                f"{source}: expected a string as config key, got {brief(name)} ({type(name).__name__}){where}"
+            )
         name = self._present(name)
         head, dot, rest = name.partition(".")
-        self._refuse_if_frozen(head)
+        self._check_not_frozen(head)
         if dot and isinstance(self.get(head), CfgNode):
             yield from self[head]._edits(rest, value, source)
         elif head in self and not dot:
@@ -285,13 +290,13 @@ class CfgNode(YacsCfgNode):
             else:
                 yield self._set(head, value, source)
         elif self.is_new_allowed() and head:
-            yield self._set(name, value, source)  # with its dots: a free-form section's keys may be globs
+            yield self._set(name, value, source)  # not split at dots: keys of a free-form section may be globs
         else:
             raise ConfigError(f"{source}: {self._unknown(name)}")
 
     def _section_edits(self, value: Any, source: str, free_form: Key | None) -> Iterator[Edit]:
-        """Yield what must be done so that this section gets ``value``: a mapping, or a short spelling."""
-        self._refuse_if_frozen()
+        """Yield the edits that set this section to ``value``: a mapping, or a shorthand such as ``True``."""
+        self._check_not_frozen()
         if isinstance(value, str) and value.lstrip().startswith("{"):
             value = parse_literal(value) or parse_yaml(value, f"{source}: {self._path}")
         shorthand = SHORTHANDS.get(self._path)
@@ -306,17 +311,17 @@ class CfgNode(YacsCfgNode):
             yield self._set(shorthand, value, source)
             yield self._set("ENABLED", True, source)
         else:
-            accepts = "a section" + (", or true or false" if "ENABLED" in self else "")
-            example = next((f"; a key of it is {self._full(name)}" for name in self), "")
-            got = "nothing (null)" if value is None else f"{brief(value)} ({type(value).__name__})"
+            accepts = "a section" + (" or true/false" if "ENABLED" in self else "")
+            example = next((f" (e.g. with the key {self._full(name)})" for name in self), "")
+            got = "null" if value is None else f"{brief(value)} ({type(value).__name__})"
             old = f"\n  {text}" if (text := hint(self._path)) else ""
-            raise ConfigError(f"{source}: {self._path}: expected {accepts}, got {got}{example}{old}")
+            raise ConfigError(f"{source}: {self._path}: expected {accepts}{example}, got {got}{old}")
 
     def _set(self, name: str, value: Any, source: str) -> Edit:
-        """Return the edit that gives the key ``name`` of this node ``value``, converted."""
-        self._refuse_if_frozen(name)
+        """Return the edit that sets the key ``name`` of this node to the converted value."""
+        self._check_not_frozen(name)
         if isinstance(value, Mapping):
-            raise ConfigError(f"{source}: {self._full(name)} is a value, not a section; got {brief(dict(value))}")
+            raise ConfigError(f"{source}: {self._full(name)}: expected a value, got a section: {brief(dict(value))}")
         try:
             key = self._keys.get(name)
             converted = convert(key, value) if key else free_value(self._full(name), value)
@@ -328,7 +333,7 @@ class CfgNode(YacsCfgNode):
         return f"{self._path}.{name}" if self._path else name
 
     def _present(self, name: Any) -> Any:
-        """Return the present name, below this node, of a key or section; ``name`` may be dotted or a former one."""
+        """Return the present path, below this node, of a key or section given by its present or former path."""
         if not isinstance(name, str) or name.partition(".")[0] in self:
             return name
         path = self._full(name)
@@ -336,10 +341,10 @@ class CfgNode(YacsCfgNode):
         return name if present == path else present.removeprefix(f"{self._path}.")
 
     def _unknown(self, name: str) -> str:
-        """Return the message for the key ``name`` that is not below this node."""
+        """Return the error message for an unknown key below this node."""
         head, _, rest = name.partition(".")
         if rest and head in self:
-            return f"{self._full(head)} is a value, not a section, so there is no {self._full(name)}"
+            return f"unknown config key {self._full(name)!r}: {self._full(head)} is a key, not a section"
         if old := hint(self._full(name)):
             return old
         return unknown_key(self._full(name), self._path, self, {*KEYS, *(key.path for key, _ in self.keys_below())})
@@ -347,17 +352,17 @@ class CfgNode(YacsCfgNode):
     def _is_section(self, name: str) -> bool:
         return isinstance(self.get(name), CfgNode)
 
-    def _refuse_if_frozen(self, name: Any = "") -> None:
+    def _check_not_frozen(self, name: Any = "") -> None:
         if self.is_frozen():
-            what = f"{self._full(name)}: " if name else ""
-            raise FrozenConfigError(f"{what}this config is frozen; defrost() or clone it to change it")
+            prefix = f"{self._full(name)}: " if name else ""
+            raise FrozenConfigError(f"{prefix}the config is frozen.\n  fix: cfg.defrost(), or cfg.with_values(...)")
 
-    # ---- how a key or a section comes into being
+    # ---- declaring keys and sections
 
     def _declare(self, key: Key) -> None:
         name = key.path.rpartition(".")[2]
         if not (key.default is None or isinstance(key.default, bool | int | float | str | tuple | list | Mapping)):
-            raise ConfigError(f"{ASSIGNMENT}: {key.path}: a config holds no {type(key.default).__name__}")
+            raise ConfigError(f"{ASSIGNMENT}: {key.path}: unsupported type {type(key.default).__name__}")
         if key.is_free_form:
             node = CfgNode(new_allowed=True)
             self._attach(name, node)
@@ -368,10 +373,10 @@ class CfgNode(YacsCfgNode):
         self._keys[name] = key
 
     def _declare_value(self, name: str, value: Any) -> None:
-        """Declare a key, or for a dict a section, by assignment to a node made by hand."""
+        """Declare a key, or a section for a dict, by assignment."""
         value = plain(value)
         if not isinstance(name, str) or "." in name:
-            raise ConfigError(f"{ASSIGNMENT}: {brief(name)} cannot be the name of a config key")
+            raise ConfigError(f"{ASSIGNMENT}: invalid name of a config key: {brief(name)}")
         if isinstance(value, dict):
             self._attach(name, CfgNode(value))
         elif self.is_new_allowed():
@@ -379,12 +384,12 @@ class CfgNode(YacsCfgNode):
         else:
             self._declare(Key(self._full(name), value, _NO_MEANING))
 
-    def _adopt(self, name: str, node: YacsCfgNode) -> None:
-        """Make ``node`` a section of this one, or add what it holds to the section that is there."""
+    def _attach_or_merge(self, name: str, node: YacsCfgNode) -> None:
+        """Attach ``node`` as a section, or merge it into the existing section."""
         if name not in self:
-            # A node of another config is copied; one made by hand stays the object that its maker holds.
-            is_hand_made = isinstance(node, CfgNode) and node._declares and not node._path
-            self._attach(name, node if is_hand_made else CfgNode(node, new_allowed=node.is_new_allowed()))
+            # A node of another config is copied; one created by CfgNode() stays the same object.
+            is_detached = isinstance(node, CfgNode) and node._declares and not node._path
+            self._attach(name, node if is_detached else CfgNode(node, new_allowed=node.is_new_allowed()))
         elif name in self._keys or not getattr(node, "_declares", True):
             _apply(self._edits(name, node, ASSIGNMENT))
         else:
@@ -394,18 +399,18 @@ class CfgNode(YacsCfgNode):
                 section[child] = value
 
     def _attach(self, name: str, node: "CfgNode") -> None:
-        node._move_to(self._full(name))
+        node._set_path(self._full(name))
         if node.is_new_allowed():
             self._keys[name] = Key(self._full(name), {}, _NO_MEANING)
         dict.__setitem__(self, name, node)
 
-    def _move_to(self, path: str) -> None:
+    def _set_path(self, path: str) -> None:
         self.__dict__["_path"] = path
         for name, key in self._keys.items():
             self._keys[name] = replace(key, path=self._full(name))
         for name, value in self.items():
             if isinstance(value, CfgNode):
-                value._move_to(self._full(name))
+                value._set_path(self._full(name))
 
 
 @cache
@@ -417,18 +422,18 @@ def _defaults() -> CfgNode:
 
 
 def get_cfg() -> CfgNode:
-    """Return a fresh config with every default."""
+    """Return a new config with the default values."""
     return _defaults().clone()
 
 
 def _apply(edits: Iterable[Edit]) -> None:
-    """Collect all edits, so that a wrong one stops them all, then make them."""
+    """Collect all edits, so that an invalid one raises before the first is applied, then apply them."""
     for edit in list(edits):
         edit()
 
 
 def _flat(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return ``{"a.b": 1}`` for ``{"a": {"b": 1}}``."""
+    """Flatten one level: ``{"a": {"b": 1}}`` to ``{"a.b": 1}``."""
     flat: dict[Any, Any] = {}
     for name, value in mapping.items():
         inner = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, Mapping) else {name: value}
@@ -443,7 +448,7 @@ def _restore(cls: type[CfgNode], state: dict[str, Any], items: dict[str, Any]) -
     return node
 
 
-def _to_plain(value: Any) -> Any:
+def _to_builtin(value: Any) -> Any:
     if isinstance(value, CfgNode):
-        return {name: _to_plain(child) for name, child in value.items()}
-    return [_to_plain(element) for element in value] if isinstance(value, tuple | list) else value
+        return {name: _to_builtin(child) for name, child in value.items()}
+    return [_to_builtin(element) for element in value] if isinstance(value, tuple | list) else value

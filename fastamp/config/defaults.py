@@ -1,4 +1,4 @@
-"""Every config key with its default and its meaning: the one table behind the config and its documentation."""
+"""Table of all config keys, and aliases of keys and sections."""
 
 from fastamp.config.component_keys import component_keys
 from fastamp.config.key import Key
@@ -7,22 +7,22 @@ from fastamp.utils.errors import ConfigError
 
 
 def _all_keys() -> dict[str, Key]:
-    """Return the keys of ``SECTIONS`` in their order, those of components where they are marked, the others last."""
-    of_components = component_keys()
+    """Collect the keys of ``SECTIONS`` in order; component keys replace their markers, and unmarked ones come last."""
+    from_components = component_keys()
     keys: dict[str, Key] = {}
     for entry in SECTIONS:
         if isinstance(entry, Key):
-            assert entry.path not in keys | of_components, f"{entry.path} is declared twice"
+            assert entry.path not in keys | from_components, f"{entry.path} is declared twice"
             keys[entry.path] = entry
         else:
-            marked = {path: key for path, key in of_components.items() if f"{path}.".startswith(f"{entry}.")}
+            marked = {path: key for path, key in from_components.items() if f"{path}.".startswith(f"{entry}.")}
             if not marked:
                 raise ConfigError(
                     f"no component declares the config keys {entry}.*: the installed package has no .py files.\n"
                     "  fix: install fastamp with its .py files, as pip does"
                 )
             keys |= marked
-    return keys | of_components
+    return keys | from_components
 
 
 KEYS: dict[str, Key] = _all_keys()
@@ -42,7 +42,7 @@ RENAMED = FASTREID_SPELLINGS | {
     "TEST.REPEATS": "TEST.NUM_TRIALS",
     "TEST.RERANK.FORM": "TEST.RERANK.VARIANT",
 }
-# Sections that take a bare value in their place: it goes to this key, and the section is enabled.
+# Sections that accept a single value: it is assigned to this key, and the section is enabled.
 SHORTHANDS = {"SOLVER.AMP": "DTYPE"}
 
 

@@ -1,4 +1,4 @@
-"""The documentation of every config key, as text for a terminal."""
+"""Documentation of config keys as text for a terminal."""
 
 import textwrap
 from collections.abc import Mapping
@@ -13,60 +13,62 @@ _WIDTH = 100
 
 
 def describe_config(prefix: str = "", cfg: CfgNode | None = None) -> str:
-    """Return keys, defaults and meanings, grouped by section, at most 100 columns wide.
+    """Describe config keys, grouped by section: default, description and constraints, at most 100 columns wide.
 
     Args:
-        prefix: a section or a key, in any case; empty for all.
-        cfg: the config to document, with a project's own keys; values that differ from the default are shown too.
+        prefix: a section or a key, in any case; "" for all. Default "".
+        cfg: config whose keys are described, including a project's; values that differ from the default are shown.
+            Default None: the defaults.
 
     Raises:
-        ConfigError: no key or section has that name; the message has the nearest one.
+        ConfigError: if no key or section has this name. The message suggests the nearest one.
     """
     keys = list((get_cfg() if cfg is None else cfg).keys_below())
-    wanted = _present(prefix, RENAMED)
-    chosen = [(key, value) for key, value in keys if f"{key.path.lower()}.".startswith(f"{wanted}." if wanted else "")]
+    path = _present(prefix, RENAMED)
+    chosen = [(key, value) for key, value in keys if f"{key.path.lower()}.".startswith(f"{path}." if path else "")]
     if not chosen:
         names = {key.path for key, _ in keys} | {key.path.rpartition(".")[0] for key, _ in keys} - {""}
-        raise ConfigError(f"there is no config key or section {prefix!r}.{did_you_mean(prefix, sorted(names))}")
+        raise ConfigError(f"unknown config key or section {prefix!r}.{did_you_mean(prefix, sorted(names))}")
     lines: list[str] = []
     section = None
     for key, value in chosen:
-        if (here := key.path.rpartition(".")[0]) != section:
-            section = here
-            lines += ["", f"[{section or 'the run'}]"] if lines else [f"[{section or 'the run'}]"]
+        if (parent := key.path.rpartition(".")[0]) != section:
+            section = parent
+            lines += ["", f"[{section or 'run'}]"] if lines else [f"[{section or 'run'}]"]
         lines += _describe(key, value)
     return "\n".join(lines)
 
 
 def explain_key(name: str, cfg: CfgNode | None = None, config_file: str = "") -> str:
-    """Return all that is known of one key: default, meaning, what it takes, other spellings, and where a file sets it.
+    """Describe one key: default, description, type, constraints, aliases, and the lines of a file that set it.
 
     Args:
-        name: of the key, in any case, also in FastReID's spelling; a section gives what ``describe_config`` does.
-        cfg: has the defaults, and a project's own keys.
-        config_file: is looked at with the files that its ``_BASE_`` names; empty is none.
+        name: key in any case; former names and FastReID's names are accepted. A section is described as by
+            ``describe_config``.
+        cfg: config with the keys, including a project's. Default None: the defaults.
+        config_file: config file to search, with its ``_BASE_`` files; "" for none. Default "".
 
     Raises:
-        ConfigError: no key or section has that name (the message has the nearest one), or the file is wrong.
+        ConfigError: if no key or section has this name (the message suggests the nearest one), or the file is invalid.
     """
     cfg = get_cfg() if cfg is None else cfg
     spellings = present_names() | FASTREID_SPELLINGS
-    wanted = _present(name, spellings | RENAMED)
-    key = next((key for key, _ in cfg.keys_below() if key.path.lower() == wanted), None)
+    path = _present(name, spellings | RENAMED)
+    key = next((key for key, _ in cfg.keys_below() if key.path.lower() == path), None)
     if key is None:
         return describe_config(name, cfg)
     section, _, last = key.path.rpartition(".")
-    facts = [f"takes {key.expected}" + (f", {key.bounds}" if key.bounds else "")]
+    facts = [f"accepts {key.expected}" + (f", {key.bounds}" if key.bounds else "")]
     if key.choices:
         facts.append(f"choices: {', '.join(map(str, key.choices))}")
     if key.aliases:
-        facts.append(f"also spelled: {', '.join(f'{alias} ({choice})' for alias, choice in key.aliases.items())}")
-    facts += [f"FastReID's spelling: {old}" for old, new in spellings.items() if new == key.path]
+        facts.append(f"aliases: {', '.join(f'{alias} ({choice})' for alias, choice in key.aliases.items())}")
+    facts += [f"name in FastReID: {old}" for old, new in spellings.items() if new == key.path]
     facts += [f"former name: {old}" for old in former_paths(key.path) if old not in spellings]
     if SHORTHANDS.get(section) == last:
-        facts.append(f"in short: `{section} VALUE`, which also makes {section}.ENABLED True")
+        facts.append(f"shorthand: `{section} VALUE`, which also sets {section}.ENABLED True")
     if last == "ENABLED":
-        facts.append(f"in short: `{section} True` and `{section} False`")
+        facts.append(f"shorthand: `{section} True` and `{section} False`")
     if config_file:
         facts += _where_set(key, cfg, config_file)
     lines = [*_wrap(f"{key.path}: {show_value(key.default)}", "", "      "), *_wrap(key.meaning, "    ", "    ")]
@@ -76,7 +78,7 @@ def explain_key(name: str, cfg: CfgNode | None = None, config_file: str = "") ->
 
 
 def _present(name: str, spellings: Mapping[str, str]) -> str:
-    """Return the present path, in lower case, of a key or section in any case and of any spelling."""
+    """Return the present path, in lower case, of a key or section given by any of its names in any case."""
     lower = {old.lower(): new.lower() for old, new in spellings.items()}
     names = name.strip().strip(".").lower().split(".")
     for count in range(len(names), 0, -1):
@@ -86,10 +88,10 @@ def _present(name: str, spellings: Mapping[str, str]) -> str:
 
 
 def _where_set(key: Key, cfg: CfgNode, config_file: str) -> list[str]:
-    """Return a line for each time that one of the file's layers sets the key; the last one holds."""
+    """Return one line per file that sets the key, in the order of merging; the last one applies."""
     lines = []
     cfg = cfg.clone()
-    cfg.defrost()  # what is asked is what would change
+    cfg.defrost()  # ``changes`` does not accept a frozen config
     for source, mapping in read_recipe(config_file, known={each.path for each, _ in cfg.keys_below()}).layers:
         for path, value in cfg.changes(mapping, source):
             if path == key.path:
@@ -102,7 +104,7 @@ def _where_set(key: Key, cfg: CfgNode, config_file: str) -> list[str]:
 def _describe(key: Key, value: object) -> list[str]:
     default = show_value(key.default)
     now = show_value(value)
-    head = f"{key.path}: {default}" + (f"   (here: {now})" if now != default else "")
+    head = f"{key.path}: {default}" + (f"   (set to: {now})" if now != default else "")
     meaning = key.meaning
     if key.choices:
         meaning += f" Choices: {', '.join(map(str, key.choices))}."
@@ -112,6 +114,6 @@ def _describe(key: Key, value: object) -> list[str]:
 
 
 def _wrap(text: str, first: str, further: str) -> list[str]:
-    """Return lines that begin with these indents; paths stay in one piece."""
+    """Wrap text with these indents, without breaking paths."""
     indents = {"initial_indent": first, "subsequent_indent": further}
     return textwrap.wrap(text, _WIDTH, **indents, break_on_hyphens=False, break_long_words=False)

@@ -1,4 +1,4 @@
-"""Reading config files: safe YAML, one mapping a file, ``_BASE_`` files first."""
+"""Read config files: safe YAML, one mapping per file, with ``_BASE_`` files."""
 
 import os
 import reprlib
@@ -12,21 +12,23 @@ from fastamp.utils.files import check_not_device
 
 BASE_KEY = "_BASE_"
 LARGEST = 2**17
-"""Bytes of a config file, which take some seconds to read; and values that its aliases may come to."""
-# What PyYAML's constructors raise on text that is no valid value of its tag, e.g. `!!int x` or the date 2024-13-45.
+"""Maximum size of a config file in bytes (parsed in a few seconds), and maximum number of values after expanding its
+YAML aliases.
+"""
+# Raised by PyYAML's constructors for a value that is invalid for its tag, e.g. `!!int x` or the date 2024-13-45.
 _VALUE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, which also refuses a key that stands twice: YAML would drop the first without a word; and
-    aliases of aliases, by which some lines come to values without end.
+    """Safe loader that also rejects duplicate keys, which PyYAML overwrites silently, and nested aliases that expand to
+    an excessive number of values ("billion laughs").
     """
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
         if node is not None and _values(node, {}) > LARGEST:
             raise yaml.constructor.ConstructorError(
-                None, None, "its aliases come to values without end", node.start_mark
+                None, None, "the aliases expand to too many values", node.start_mark
             )
         return node
 
@@ -36,14 +38,14 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
                 if key_node.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key_node.value!r} stands twice in one section", key_node.start_mark
+                        None, None, f"duplicate key {key_node.value!r}", key_node.start_mark
                     )
                 seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)
 
 
 def _values(node: yaml.Node, counted: dict[int, int]) -> int:
-    """Return how many values ``node`` comes to with its aliases followed, more than ``LARGEST`` for a circle."""
+    """Count the values of ``node`` with its aliases expanded; more than ``LARGEST`` for a cycle."""
     if id(node) not in counted:
         counted[id(node)] = LARGEST + 1  # while it is being counted
         children = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -54,27 +56,28 @@ def _values(node: yaml.Node, counted: dict[int, int]) -> int:
 
 
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
-    """Return the mapping that YAML ``text`` holds; empty text is an empty mapping.
+    """Parse YAML text that holds a mapping; empty text gives an empty mapping.
 
     Args:
-        text: YAML; nothing in it is executed.
-        source: where it comes from, for messages.
+        text: YAML; it is parsed with the safe loader, so nothing in it is executed.
+        source: name of the file, for messages.
 
     Raises:
-        ConfigError: the text is no valid YAML (with its line), has a tag such as ``!!python/...``, or is no mapping.
+        ConfigError: if the text is not valid YAML (with the line), has a tag such as ``!!python/...``, or is not a
+            mapping.
     """
     if len(text) > LARGEST:
-        raise ConfigError(f"{source}: this has more than {LARGEST} characters; that is no config")
+        raise ConfigError(f"{source}: too large for a config file: {len(text)} characters, expected at most {LARGEST}")
     try:
         content = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        place = f", line {mark.line + 1}" if mark else ""
+        line = f", line {mark.line + 1}" if mark else ""
         words = [getattr(error, name, None) for name in ("context", "problem", "reason")]
         problem = ", ".join(filter(None, words)) or str(error)
-        raise ConfigError(f"{source}{place}: this is no valid YAML for a config: {problem}") from error
+        raise ConfigError(f"{source}{line}: invalid YAML: {problem}") from error
     except _VALUE_ERRORS as error:
-        raise ConfigError(f"{source}: this is no valid YAML for a config: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{source}: invalid YAML: {type(error).__name__}: {error}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -83,31 +86,31 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
 
 
 def read_layers(path: str | os.PathLike[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the mapping of a config file and of its ``_BASE_`` files, in the order in which they are merged.
+    """Read a config file and its ``_BASE_`` files, in the order of merging.
 
     Args:
-        path: a YAML file; ``~`` is the home folder.
+        path: a YAML file; ``~`` is expanded.
 
     Returns:
-        pairs of a file's path and its mapping without ``_BASE_``; the bases come first, the file itself last.
+        Pairs (path, mapping without ``_BASE_``); bases first, the file itself last.
 
     Raises:
-        ConfigError: a file is missing, unreadable, a ``.py`` file or no YAML mapping; ``_BASE_`` is no path or list
-            of paths, or leads back to a file that is being read.
+        ConfigError: if a file is missing, unreadable, a ``.py`` file or not a YAML mapping, if ``_BASE_`` is not a path
+            or a list of paths, or if it is cyclic.
     """
     return _read(os.path.expanduser(os.fspath(path)), ())
 
 
 def _read(path: str, chain: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
-    """Read ``path``, which the last file of ``chain`` names as its base."""
+    """Read ``path``; ``chain`` holds the files that lead to it by ``_BASE_``."""
     if any(os.path.realpath(path) == os.path.realpath(opened) for opened in chain):
-        raise ConfigError(f"{chain[-1]}: {BASE_KEY} goes in a circle: {' -> '.join((*chain, path))}")
+        raise ConfigError(f"{chain[-1]}: cyclic {BASE_KEY}: {' -> '.join((*chain, path))}")
     mapping = dict(parse_yaml(_read_text(path, chain), path))
     bases = mapping.pop(BASE_KEY, [])
     if isinstance(bases, str):
         bases = [bases]
     if not isinstance(bases, list) or not all(isinstance(base, str) and base and "\0" not in base for base in bases):
-        raise ConfigError(f"{path}: {BASE_KEY} must be a path or a list of paths, got {reprlib.repr(bases)}")
+        raise ConfigError(f"{path}: {BASE_KEY}: expected a path or a list of paths, got {reprlib.repr(bases)}")
     layers = []
     for base in bases:
         base_path = os.path.join(os.path.dirname(path), os.path.expanduser(base))
@@ -116,9 +119,9 @@ def _read(path: str, chain: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]
 
 
 def _read_text(path: str, chain: tuple[str, ...]) -> str:
-    named_by = f" ({BASE_KEY} of {chain[-1]})" if chain else ""
+    base_of = f" ({BASE_KEY} of {chain[-1]})" if chain else ""
     if Path(path).suffix.lower() in (".py", ".pyc"):
-        raise ConfigError(f"{path}{named_by}: a config is a YAML file; Python files are not run")
+        raise ConfigError(f"{path}{base_of}: expected a YAML file, got a Python file, which is never executed")
     try:
         check_not_device(Path(path))
         with Path(path).open("rb") as file:
@@ -127,20 +130,20 @@ def _read_text(path: str, chain: tuple[str, ...]) -> str:
     except FileNotFoundError:
         hint = ""
         if Path(path).name == "Base-Strongerbaseline.yml":
-            hint = "\n  fix: it is one of FastReID v0.1.1's base files; copy configs/Base-*.yml of that release there"
-        raise ConfigError(f"{path}{named_by}: there is no such config file{_neighbours(path)}{hint}") from None
+            hint = "\n  fix: copy configs/Base-*.yml of FastReID v0.1.1 to this folder"
+        raise ConfigError(f"{path}{base_of}: config file not found{_describe_folder(path)}{hint}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}{named_by}: this is a folder, not a config file") from None
+        raise ConfigError(f"{path}{base_of}: expected a config file, got a folder") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}{named_by}: this is no text in UTF-8: {error.reason} at byte {error.start}") from None
+        raise ConfigError(f"{path}{base_of}: not UTF-8: {error.reason} at byte {error.start}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}{named_by}: cannot read this config file: {error}") from error
+        raise ConfigError(f"{path}{base_of}: cannot read config file: {error}") from error
 
 
-def _neighbours(path: str) -> str:
-    """Return the config files of the folder that ``path`` names, as a hint."""
+def _describe_folder(path: str) -> str:
+    """List the config files in the folder of ``path``, as a hint."""
     folder = Path(path).parent
     if not folder.is_dir():
-        return f"; nor is there a folder {str(folder)!r}"
+        return f"; the folder {str(folder)!r} does not exist"
     names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".yml", ".yaml"))
-    return f"\n  there are: {', '.join(names[:8])}" if names else ""
+    return f"\n  found: {', '.join(names[:8])}" if names else ""

@@ -1,4 +1,4 @@
-"""A config key, and the conversion of what people write to the type that the key has."""
+"""Config keys, and the conversion of values to their types."""
 
 import ast
 import math
@@ -14,27 +14,27 @@ from fastamp.utils.errors import ConfigError, did_you_mean
 
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 _NONE = ("none", "null")
-_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text", None: "a value"}
-_EXPECTED_MANY = {bool: "true/false", int: "whole numbers", float: "numbers", str: "names", None: "values"}
+_EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "a string", None: "a value"}
+_EXPECTED_MANY = {bool: "true/false", int: "integers", float: "numbers", str: "strings", None: "values"}
 
 
 @dataclass(frozen=True)
 class Key:
-    """One config key: where it stands, what it is when nobody sets it, and what it means.
+    """A config key: path, default, description and constraints.
 
     Attributes:
         path: dotted, e.g. ``"SOLVER.BASE_LR"``.
-        default: a bool, int, float, str, or a tuple or list of them; its type is the key's type. ``None``
-            takes any of these, ``{}`` makes a free-form section whose keys are nobody's business.
-        meaning: one sentence or two, with the unit.
-        choices: the only texts allowed, in the spelling that the code reads, or the only numbers.
-        aliases: further spellings, each with the choice that it stands for.
-        of: the type of the elements of a sequence; needed where the default is empty.
-        low, above, high: bounds of a number, or of each in a sequence: at least, more than, at most.
-        length: how many elements a sequence has; None for any number.
-        forms: the forms of an image size in words, e.g. ``(height, width) or (side,)``: one or two positive numbers
-            up to ``high``, or ``(0,)`` where ``low`` is 0. Empty for keys that are not an image size.
-        nested: a free-form section takes sections as values, ``{a: {b: 1}}``, and keeps them as ``{a.b: 1}``.
+        default: a bool, int, float, str, or a tuple or list of them; its type is the key's type. ``None`` accepts any
+            of these types. ``{}`` makes a free-form section, whose keys are not validated.
+        meaning: description in one or two sentences, with the unit.
+        choices: allowed strings, spelled as the code reads them, or allowed numbers. Default (): any value.
+        aliases: alternative spelling -> choice.
+        of: element type of a sequence; required if the default is empty.
+        low, above, high: bounds of a number, or of each element of a sequence: low <= x, above < x, x <= high.
+        length: number of elements of a sequence. Default None: any number.
+        forms: description of an image size, e.g. ``(height, width) or (side,)``. The value is then one or two positive
+            integers of at most ``high``, or ``(0,)`` if ``low`` is 0. Default "": the key is not an image size.
+        nested: a free-form section accepts sections as values: ``{a: {b: 1}}`` is stored as ``{a.b: 1}``.
     """
 
     path: str
@@ -52,34 +52,36 @@ class Key:
 
     @property
     def bounds(self) -> str:
-        """The bounds in words, empty when there are none."""
+        """Description of the bounds, e.g. "2 numbers, each at least 1"; empty if there are none."""
         if self.forms:
             return f"{self.forms}, each at most {self.high:g}"
-        parts = [(self.low, "at least"), (self.above, "more than"), (self.high, "at most")]
-        words = [
-            f"{word} {bound if isinstance(bound, int) else format(bound, 'g')}"
-            for bound, word in parts
-            if bound is not None
-        ]
-        return " and ".join([*words, *([f"{self.length} numbers"] if self.length else [])])
+        limits = [(self.low, "at least"), (self.above, "greater than"), (self.high, "at most")]
+        text = " and ".join(
+            f"{comparison} {limit if isinstance(limit, int) else format(limit, 'g')}"
+            for limit, comparison in limits
+            if limit is not None
+        )
+        if text and isinstance(self.default, tuple | list):
+            text = f"each {text}"
+        return ", ".join(filter(None, [f"{self.length} numbers" if self.length else "", text]))
 
     @property
     def expected(self) -> str:
-        """What values are, in words."""
+        """Description of the type, e.g. "a list of integers"."""
         if self.is_free_form:
-            return "a section of any keys"
+            return "a section with any keys"
         if isinstance(self.default, tuple | list):
             return f"a list of {_EXPECTED_MANY[self.element_type]}"
         return _EXPECTED[None if self.default is None else type(self.default)]
 
     @property
     def is_free_form(self) -> bool:
-        """Whether the key is a section that takes any key."""
+        """True if the key is a section that accepts any key."""
         return isinstance(self.default, Mapping)
 
     @property
     def element_type(self) -> type | None:
-        """The type of a sequence's elements; float for a mix of int and float, None when nothing tells."""
+        """Element type of a sequence: float for a mix of int and float, None if it cannot be inferred."""
         types = {type(element) for element in self.default}
         if self.of or not types:
             return self.of
@@ -89,7 +91,7 @@ class Key:
 
 
 def parse_bool(value: Any) -> bool | None:
-    """Return the bool that ``value`` is or spells (true/false, yes/no, on/off in any case), else None."""
+    """Parse a bool, or true/false, yes/no or on/off in any case; None for any other value."""
     value = plain(value)
     if isinstance(value, bool):
         return value
@@ -98,26 +100,27 @@ def parse_bool(value: Any) -> bool | None:
 
 
 def convert(key: Key, value: Any) -> Any:
-    """Return ``value`` as the type of ``key``, where that loses nothing.
+    """Convert a value to the type of a key, if the conversion is lossless.
 
     Args:
-        key: not free-form.
-        value: from YAML, a command line or code.
+        key: a key that is not free-form.
+        value: value from YAML, a command line or code.
 
     Raises:
-        ConfigError: the value cannot be that type, is None where the key takes no None, is not among the choices, or
-            is out of bounds.
+        ConfigError: if the value has another type, is None and the key does not accept None, is not among the choices,
+            or is out of bounds.
     """
     converted = _converted(key, value)
     elements = converted if isinstance(converted, tuple | list) else [converted]
     if key.forms:
         sides = len(elements) in (1, 2) and all(1 <= element <= key.high for element in elements)
         if not sides and not (key.low == 0 and tuple(elements) == (0,)):
-            raise ConfigError(f"{key.path} needs {key.bounds}; got {brief(converted)}")
+            raise ConfigError(f"{key.path} must be {key.bounds}; got {brief(converted)}")
         return converted
     wrong_length = key.length is not None and len(elements) != key.length
     if wrong_length or any(_out_of_bounds(key, element) for element in elements):
-        raise ConfigError(f"{key.path} is {brief(converted)}; it must be {key.bounds}")
+        subject = f"{key.path}: each element" if key.bounds.startswith("each ") else key.path
+        raise ConfigError(f"{subject} must be {key.bounds.removeprefix('each ')}; got {brief(converted)}")
     return converted
 
 
@@ -130,12 +133,12 @@ def _out_of_bounds(key: Key, number: Any) -> bool:
 
 
 def _converted(key: Key, value: Any) -> Any:
-    """Return ``value`` as the type of ``key``, bounds aside."""
+    """Convert a value to the type of a key, without checking the bounds."""
     value = plain(value)
     if key.default is None:
         return free_value(key.path, value)
     if isinstance(value, str) and value == key.default and not key.choices:
-        return value  # "none" among others, which elsewhere stands for nothing
+        return value  # e.g. "none", which is null elsewhere
     if isinstance(key.default, tuple | list):
         if isinstance(value, str):
             value = _split(key, value)
@@ -155,15 +158,15 @@ def _converted(key: Key, value: Any) -> Any:
 
 
 def free_value(path: str, value: Any, nested: bool = False) -> Any:
-    """Return ``value`` for a key whose type nobody declared: a number where text spells one, lists as tuples.
+    """Convert a value of a key without a declared type: strings of numbers to numbers, lists to tuples.
 
     Raises:
-        ConfigError: the value is neither a scalar nor a flat list of scalars.
+        ConfigError: if the value is neither a scalar nor a flat list of scalars.
     """
     value = plain(value)
     if isinstance(value, str):
         if not _is_clean(value):
-            raise _wrong(path, "text in UTF-8 without the character 0", value)
+            raise _type_error(path, "a UTF-8 string without null characters", value)
         number, word = _number(value), value.strip().lower()
         if number is not None and not _is_huge(number):
             return number
@@ -178,21 +181,21 @@ def free_value(path: str, value: Any, nested: bool = False) -> Any:
         return tuple(free_value(path, element, nested=True) for element in value)
     if value is None or (isinstance(value, bool | int | float) and not _is_huge(value)):
         return value
-    raise _wrong(path, "a number, text, true/false or a flat list of them", value)
+    raise _type_error(path, "a number, a string, true/false or a flat list of them", value)
 
 
 def parse_literal(text: str) -> Any:
-    """Return the Python literal that ``text`` is, without running anything; None if it is none."""
+    """Parse a Python literal without executing code; None if ``text`` is not a literal."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns of odd escapes in text that is only data here
+            warnings.simplefilter("ignore")  # of invalid escape sequences in the text
             return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
 
 
 def plain(value: Any) -> Any:
-    """Return NumPy scalars and arrays as Python's numbers and lists, and paths as text."""
+    """Convert NumPy scalars and arrays to Python numbers and lists, and paths to strings."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
@@ -201,7 +204,7 @@ def plain(value: Any) -> Any:
 
 
 def show_value(value: Any) -> str:
-    """Return a config's value as it would be written in YAML."""
+    """Format a config value as in YAML."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {show_value(item)}" for name, item in value.items()) + "}"
     if isinstance(value, tuple | list):
@@ -212,17 +215,17 @@ def show_value(value: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """Return ``repr(value)``, cut where it would fill the terminal."""
+    """Return ``repr(value)``, truncated to 100 characters."""
     try:
         text = repr(value)
     except ValueError:  # Python does not print integers of more than 4300 digits
-        return "a huge integer"
+        return "an integer of more than 4300 digits"
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _wrong(path: str, expected: str, value: Any) -> ConfigError:
+def _type_error(path: str, expected: str, value: Any) -> ConfigError:
     if value is None:
-        return ConfigError(f"{path}: expected {expected}, got nothing (null); remove the line, or give a value")
+        return ConfigError(f"{path}: expected {expected}, got null.\n  fix: set a value, or remove the key")
     return ConfigError(f"{path}: expected {expected}, got {brief(value)} ({type(value).__name__})")
 
 
@@ -238,12 +241,12 @@ def _choice(key: Key, value: Any) -> str:
 
 def _not_among_choices(key: Key, value: Any, hint: str = "") -> ConfigError:
     choices = ", ".join(map(str, key.choices))
-    return ConfigError(f"{key.path}: {brief(value)} is not one of the choices.{hint}\n  choices: {choices}")
+    return ConfigError(f"{key.path}: unknown value {brief(value)}.{hint}\n  choices: {choices}")
 
 
 def _scalar(path: str, kind: type, value: Any, expected: str) -> Any:
-    """Convert to bool, int, float or str, or raise."""
-    wrong = _wrong(path, expected, value)
+    """Convert a value to bool, int, float or str, or raise ConfigError."""
+    wrong = _type_error(path, expected, value)
     if kind is bool:
         flag = parse_bool(value)
         if flag is None:
@@ -253,7 +256,7 @@ def _scalar(path: str, kind: type, value: Any, expected: str) -> Any:
         raise wrong
     if kind is str:
         if isinstance(value, str) and value.strip().lower() in _NONE:
-            raise ConfigError(f"{path}: expected {expected}, got {value!r}; for none at all write an empty text ''")
+            raise ConfigError(f"{path}: expected {expected}, got {value!r}.\n  fix: '' for an empty string")
         if not isinstance(value, str | int | float) or _is_huge(value) or not _is_clean(str(value)):
             raise wrong
         return str(value)
@@ -270,7 +273,7 @@ def _scalar(path: str, kind: type, value: Any, expected: str) -> Any:
 
 
 def _is_clean(text: str) -> bool:
-    """Whether a file could have the name ``text``: it has no character 0, and is UTF-8 or what a file name had."""
+    """Return True if ``text`` has no null character and is UTF-8, or bytes of a file name (surrogateescape)."""
     try:
         text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -279,7 +282,7 @@ def _is_clean(text: str) -> bool:
 
 
 def _is_huge(value: Any) -> bool:
-    """Whether an integer does not fit in the 64 bits that tensors have for it."""
+    """Return True for an integer that does not fit in int64."""
     return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
@@ -294,7 +297,7 @@ def _number(text: str) -> int | float | None:
 
 
 def _split(key: Key, text: str) -> list[Any]:
-    """Return the elements of ``(a, b)``, ``[1, 2]`` or ``1,2``; empty text has none, any other is one."""
+    """Split ``(a, b)``, ``[1, 2]`` or ``1,2`` into elements; any other non-empty string is one element."""
     text = text.strip()
     if not text:
         return []
@@ -308,5 +311,5 @@ def _split(key: Key, text: str) -> list[Any]:
         pieces = (piece.strip().strip("'\"") for piece in text[1:-1].split(","))
         return [piece for piece in pieces if piece]
     if closer and closer not in text:
-        raise ConfigError(f"{key.path}: {brief(text)} opens a list with {text[0]!r} and never closes it")
+        raise ConfigError(f"{key.path}: cannot parse {brief(text)}: missing {closer!r}")
     return [text]

@@ -1,6 +1,6 @@
-"""FastReID v0.1.1 and v1.0.0 as data: their defaults under the names of that time, and what replaced keys and values.
+"""Defaults of FastReID v0.1.1 and v1.0.0 under their old names, and tables of renamed keys and values.
 
-A config file of a release says only what differs from its defaults, so that they are a part of the recipe.
+A config file of a release only sets what differs from its defaults, so the defaults belong to the recipe.
 """
 
 from typing import Any
@@ -157,7 +157,7 @@ RELEASE_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Old keys whose value is that of the present key.
+# Old key -> present key with the same value.
 RENAMED = {
     "INPUT.DO_FLIP": "INPUT.FLIP.ENABLED",
     "INPUT.FLIP_PROB": "INPUT.FLIP.PROB",
@@ -171,7 +171,7 @@ RENAMED = {
     "INPUT.DO_AFFINE": "INPUT.AFFINE.ENABLED",
     "INPUT.REA.MEAN": "INPUT.REA.VALUE",
     "SOLVER.FP16_ENABLED": "SOLVER.AMP.ENABLED",
-    # Epochs, in spite of their names; a few files of v1.0.0 still have them.
+    # These count epochs despite their names; a few files of v1.0.0 still use them.
     "SOLVER.MAX_ITER": "SOLVER.MAX_EPOCH",
     "SOLVER.WARMUP_ITERS": "SOLVER.WARMUP_EPOCHS",
     "SOLVER.DELAY_ITERS": "SOLVER.DELAY_EPOCHS",
@@ -179,7 +179,7 @@ RENAMED = {
     "TEST.ROC_ENABLED": "TEST.ROC.ENABLED",
     "TEST.FLIP_ENABLED": "TEST.FLIP.ENABLED",
 }
-# Old keys that another rule replaces, each with the present key to look at; "" where there is none.
+# Old keys that are translated by another rule: the present key to refer to, "" if there is none.
 REPLACED = {
     "DATALOADER.PK_SAMPLER": "DATALOADER.SAMPLER_TRAIN",
     "DATALOADER.NAIVE_WAY": "DATALOADER.SAMPLER_TRAIN",
@@ -191,7 +191,7 @@ REPLACED = {
     "SOLVER.SWA.ETA_MIN_LR": "",
     "SOLVER.SWA.LR_SCHED": "",
 }
-# Old values of keys whose names stayed.
+# Old values of keys that kept their names.
 VALUES = {
     "MODEL.HEADS.POOL_LAYER": {
         "avgpool": "GlobalAvgPool",
@@ -214,5 +214,5 @@ VALUES = {
     "MODEL.HEADS.NAME": dict.fromkeys(("BNneckHead", "LinearHead", "ReductionHead"), "EmbeddingHead"),
     "SOLVER.SCHED": {"WarmupMultiStepLR": "MultiStepLR", "WarmupCosineAnnealingLR": "CosineAnnealingLR"},
 }
-# Of these, the values that only v0.1.1 had.
+# Keys of VALUES whose old values exist only in v0.1.1.
 FIRST_VALUES = {"MODEL.HEADS.NAME", "SOLVER.SCHED"}

@@ -1,7 +1,7 @@
-"""Config files of FastReID v0.1.1 and v1.0.0, translated to the present keys.
+"""Translation of config files of FastReID v0.1.1 and v1.0.0 to the present keys.
 
-A file of an old release means that release's defaults, then the file. Both are translated together, because some keys
-depend on others: the margin of a ``linear`` classifier, for one, was never used.
+The defaults of the release and the file are translated together, because some keys depend on others; for example, the
+margin of a ``linear`` classifier was not used.
 """
 
 import os
@@ -23,7 +23,7 @@ _OLD_ONLY = {key for key in (*_ALL_OLD, *RENAMED, *REPLACED) if key not in KEYS}
 _FIRST_ONLY = set(RELEASE_DEFAULTS["v0.1.1"]) - set(RELEASE_DEFAULTS["v1.0.0"])
 _LAST_ONLY = set(RELEASE_DEFAULTS["v1.0.0"]) - set(RELEASE_DEFAULTS["v0.1.1"])
 _TYPES = {RENAMED.get(key, key): value for each in RELEASE_DEFAULTS.values() for key, value in each.items()}
-# How many losses of each kind MGN has, and the section of its keys.
+# Loss -> section of its keys, and the number of these losses in MGN.
 _MGN_LOSSES = {
     "CrossEntropyLoss": ("CE", 8),
     "FocalLoss": ("FL", 8),
@@ -34,13 +34,13 @@ _MGN_LOSSES = {
 
 @dataclass
 class Recipe:
-    """A config file with its bases, in the present keys.
+    """A config file and its bases, in the present keys.
 
     Attributes:
-        layers: source and mapping of each file in the order of merging; for an old release one, translated.
+        layers: source and mapping of each file in the order of merging; one translated mapping for an old release.
         release: "v0.1.1", "v1.0.0", or "" for a file of the present keys.
-        lines: what was detected, and one line for each key that was translated.
-        missing: one line for each key that has no counterpart.
+        lines: log lines: the detected release, and one line per translated key.
+        missing: one line per key without a counterpart.
     """
 
     layers: Layers
@@ -49,27 +49,27 @@ class Recipe:
     missing: list[str] = field(default_factory=list)
 
     def notes(self) -> list[str]:
-        """Return all of ``lines`` and ``missing``, for a log."""
+        """Return ``lines`` and ``missing`` as log lines."""
         return [*self.lines, *(f"no counterpart: {line}" for line in self.missing)]
 
 
 def read_recipe(path: str | os.PathLike[str], *, known: Iterable[str] = KEYS, release: str = "") -> Recipe:
-    """Read a config file and its ``_BASE_`` files, and translate them if they are of an old release of FastReID.
+    """Read a config file and its ``_BASE_`` files, and translate files of old FastReID releases.
 
     Args:
         path: a YAML file.
-        known: the paths of all keys, those of projects included.
-        release: "v0.1.1" or "v1.0.0" where the release is known; "" detects it from the keys of all files.
+        known: paths of all keys, including those of projects.
+        release: "v0.1.1" or "v1.0.0"; "" detects the release from the keys of all files. Default "".
 
     Raises:
-        ConfigError: a file cannot be read, an unknown ``release``, a value of the wrong type, or files of an old
-            release and files of the present keys are mixed.
+        ConfigError: if a file cannot be read, ``release`` is unknown, a value has the wrong type, or files of an old
+            release and of the present keys are mixed.
     """
     if release:
         check_choice("release", release, RELEASES)
     layers, known = read_layers(path), set(known)
     flat = [(source, dict(_flat(mapping))) for source, mapping in layers]
-    found, lines = release, [f"read as a config of FastReID {release}, as stated"]
+    found, lines = release, [f"read as a config of FastReID {release}, as requested"]
     if not release:
         found, lines = detect(flat, known)
     if not found:
@@ -79,72 +79,76 @@ def read_recipe(path: str | os.PathLike[str], *, known: Iterable[str] = KEYS, re
 
 
 def present_names() -> dict[str, str]:
-    """Return the present key of each old one that has another name."""
+    """Return a mapping from each renamed or replaced old key to the present key."""
     return {old: new for old, new in (RENAMED | REPLACED).items() if new and old in _OLD_ONLY}
 
 
 def hint(path: str) -> str:
-    """Return what an old key is called now, or an empty string if it is not a key of an old release."""
+    """Return the error message for a key of an old release, with its present name; "" for any other key."""
     if path not in _OLD_ONLY:
         return ""
     new = RENAMED.get(path) or REPLACED.get(path)
-    now = f"it is {new} now." if new else "it has no counterpart."
-    return f"{path!r} is a key of old releases of FastReID; {now}"
+    fix = f"\n  fix: {new}" if new else " It has no counterpart."
+    return f"unknown config key {path!r}: it belongs to old releases of FastReID.{fix}"
 
 
 def detect(layers: Layers, known: set[str]) -> tuple[str, list[str]]:
-    """Return the release that config files were written for ("" for the present keys), and why.
+    """Detect the release that config files were written for.
 
     Args:
-        layers: source and mapping, by dotted keys, of each file.
-        known: the paths of the present keys.
+        layers: source and mapping with dotted keys of each file.
+        known: paths of the present keys.
+
+    Returns:
+        The release, "" for the present keys; and log lines with the reasons.
 
     Raises:
-        ConfigError: one file has keys that only an old release had, and another keys that only the present one has.
+        ConfigError: if one file has keys that exist only in an old release, and another has keys that exist only in the
+            present version.
     """
     old_keys = _OLD_ONLY - known  # a project may declare a key of such a name
     old = {source: _old_marks(mapping, old_keys) for source, mapping in layers}
     present = {source: _present_marks(mapping, known) for source, mapping in layers}
-    # Not by values alone: a user's own head, for one, may be named LinearHead too.
+    # Values are not sufficient: a custom head, for example, may also be named LinearHead.
     if not any(key in old_keys for _, mapping in layers for key in mapping):
         return "", []
     of_old = next(source for source, marks in old.items() if marks)
     of_new = next((source for source, keys in present.items() if keys and not old[source]), None)
     if of_new:
         raise ConfigError(
-            f"{of_old} is of an old release of FastReID ({_some(old[of_old])}), and {of_new}, which is merged with it, "
-            f"has the present keys ({_some(present[of_new])}): together they mean neither recipe.\n"
-            "  fix: put the base files of the same release next to it (configs/Base-*.yml of its tag), then load it or "
-            "run `fastamp config convert`"
+            f"cannot merge {of_old}, a config of an old release of FastReID ({_first_few(old[of_old])}), with "
+            f"{of_new}, which has present keys ({_first_few(present[of_new])}).\n"
+            "  fix: use the base files of the same release (configs/Base-*.yml of its tag), then load it or translate "
+            "it with `fastamp config convert`"
         )
     given = {key for _, mapping in layers for key in mapping}
     by_value = [f"{key} {mapping[key]}" for _, mapping in layers for key in FIRST_VALUES if _is_old_value(mapping, key)]
     first = [*sorted(given & _FIRST_ONLY, key=lambda key: (key in KEYS, key)), *dict.fromkeys(by_value)]
     last = sorted(given & _LAST_ONLY, key=lambda key: (key in KEYS, key))
     release, reasons = ("v0.1.1", first) if len(first) > len(last) else ("v1.0.0", last)
-    lines = [f"recognized as a config of FastReID {release} by {_some(reasons)}"]
+    lines = [f"detected a config of FastReID {release} by {_first_few(reasons)}"]
     if not reasons:
         marks = [mark for each in old.values() for mark in each]
         lines = [
-            f"recognized as a config of FastReID v0.1.1 or v1.0.0 by {_some(marks)}; read as v1.0.0's (if it is "
-            "v0.1.1's: fastamp config convert --release v0.1.1)"
+            f"detected a config of FastReID v0.1.1 or v1.0.0 by {_first_few(marks)}; read as v1.0.0 (for v0.1.1: "
+            "fastamp config convert --release v0.1.1)"
         ]
     elif first and last:
         others = last if release == "v0.1.1" else first
-        lines.append(f"FastReID {release} did not have {_some(others)}: translated as in the release that had it")
+        lines.append(f"not in FastReID {release}: {_first_few(others)}; translated as in the other release")
     if both := [key for keys in present.values() for key in keys]:
-        lines.append(f"no old release had {_some(both)}: taken as present keys")
+        lines.append(f"not in any old release: {_first_few(both)}; read as present keys")
     return release, lines
 
 
 def _old_marks(mapping: Mapping[str, Any], old_keys: set[str]) -> list[str]:
-    """Return the keys and values that only old releases had."""
+    """List the keys and values that exist only in old releases."""
     keys = [key for key in mapping if key in old_keys]
     return keys + [f"{key} {mapping[key]}" for key in VALUES if _is_old_value(mapping, key)]
 
 
 def _present_marks(mapping: Mapping[str, Any], known: set[str]) -> list[str]:
-    """Return the keys that no old release had."""
+    """List the keys that exist in no old release."""
     return [key for key in mapping if key not in _ALL_OLD and key not in FASTREID_SPELLINGS and _is_known(key, known)]
 
 
@@ -154,7 +158,7 @@ def _is_old_value(mapping: Mapping[str, Any], key: str) -> bool:
 
 
 def _is_known(key: str, known: set[str]) -> bool:
-    """Whether ``key`` is a present key, below a free-form one, or a section that takes a value in its place."""
+    """Return True for a present key, a key of a free-form section, or a section that accepts a value in its place."""
     key = present_path(key)
     if key in known or f"{key}.ENABLED" in known:
         return True
@@ -166,9 +170,9 @@ def _parents(key: str) -> list[str]:
 
 
 def _flat(mapping: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Yield dotted key and value of each leaf; a section of any keys is one value.
+    """Yield the dotted key and value of each leaf; a free-form section is one value.
 
-    INPUT.PADDING is a number of pixels in an old file, and short for INPUT.PADDING.ENABLED in a present one.
+    INPUT.PADDING is a number of pixels in an old file, and a shorthand of INPUT.PADDING.ENABLED in a present one.
     """
     for name, value in mapping.items():
         path = f"{prefix}{name}"
@@ -181,25 +185,25 @@ def _flat(mapping: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, A
             yield path, value
 
 
-def _some(marks: list[str]) -> str:
-    """Return the first few, separated by commas."""
+def _first_few(marks: list[str]) -> str:
+    """Join the first five, separated by commas."""
     return ", ".join(marks[:5]) + (", ..." if len(marks) > 5 else "")
 
 
 @dataclass(frozen=True)
 class _Setting:
-    name: str  # as the file or the release calls the key
+    name: str  # old name of the key
     value: Any
     source: str  # file; "" for the release's default
 
 
 class _Translation:
-    """The present keys and values of an old release's files.
+    """Translation of an old release's files to the present keys.
 
     Args:
-        release: whose defaults and rules hold.
-        layers: source and mapping, by dotted keys, of each file.
-        known: the paths of the present keys.
+        release: release whose defaults and rules apply.
+        layers: source and mapping with dotted keys of each file.
+        known: paths of the present keys.
 
     Attributes:
         new: present key -> value.
@@ -217,9 +221,9 @@ class _Translation:
                 if name in _OLD_ONLY or name in _ALL_OLD or _is_known(name, known):
                     self._read(name, value, source)
                 else:
-                    near = did_you_mean(name, [*known, *_ALL_OLD])
-                    self.missing.append(f"{_file(source)}: {name} {show_value(value)}: not a key of any release.{near}")
-        self._rates()
+                    hint = did_you_mean(name, [*known, *_ALL_OLD])
+                    self.missing.append(f"{_file(source)}: {name} {show_value(value)}: not a key of any release.{hint}")
+        self._schedule()
         self._model()
         self._input()
         for key in self._settings:
@@ -240,7 +244,7 @@ class _Translation:
         self._settings[key] = _Setting(name, value, source)
 
     def _put(self, values: Mapping[str, Any], *keys: str, why: str = "") -> None:
-        """Set present keys, in place of the old ``keys``, and write it down unless nothing changed."""
+        """Set present keys in place of the old ``keys``, and log the change if there is one."""
         self.new |= values
         self._translated |= set(keys)
         settings = [self._settings[key] for key in keys if key in self._settings]
@@ -256,27 +260,27 @@ class _Translation:
             arrow = f"{before} -> {after}" if settings and before != after else after
             self.lines.append(f"{'default' if settings else 'rule'} of {self.release}: {arrow}{why}")
 
-    def _drop(self, *keys: str, why: str, matters: bool = True) -> None:
-        """Set nothing in place of the old ``keys``, and write down those that a file sets."""
+    def _drop(self, *keys: str, why: str, has_effect: bool = True) -> None:
+        """Drop the old ``keys``, and log those that a file sets."""
         self._translated |= set(keys)
         for setting in (self._settings[key] for key in keys if key in self._settings):
             if setting.source:
-                lines = self.missing if matters else self.lines
+                lines = self.missing if has_effect else self.lines
                 lines.append(f"{_file(setting.source)}: {setting.name} {show_value(setting.value)}: {why}")
 
-    def _rates(self) -> None:
-        """Translate learning rates, lengths and periods."""
+    def _schedule(self) -> None:
+        """Translate learning-rate schedules, lengths and periods."""
         first, warmup = self.release == "v0.1.1", self._settings["SOLVER.WARMUP_EPOCHS"]
         if not first and warmup.name == "SOLVER.WARMUP_ITERS" and warmup.value > self["SOLVER.MAX_EPOCH"]:
-            # Releases after v1.0.0 had old keys yet, and the present schedule.
+            # Releases after v1.0.0 still had old keys, but the present schedule.
             values = {"SOLVER.WARMUP_ITERS": warmup.value, "SOLVER.WARMUP_EPOCHS": 0}
-            self._put(values, "SOLVER.WARMUP_EPOCHS", why="more than all epochs, so iterations, as after v1.0.0")
+            self._put(values, "SOLVER.WARMUP_EPOCHS", why="longer than the training, so in iterations, as after v1.0.0")
         else:
             rule = {"SOLVER.EPOCH_SCHEDULE": "after_warmup", "SOLVER.LR_UPDATE": "epoch"}
-            why = "the rate changed once an epoch, and epochs counted after the warm-up"
+            why = "the learning rate changed once per epoch; epochs counted from the end of the warm-up"
             if first:
                 rule = {"SOLVER.EPOCH_SCHEDULE": "absolute", "SOLVER.LR_UPDATE": "iteration"}
-                why = "the rate changed each iteration, and epochs counted from the start"
+                why = "the learning rate changed at each iteration; epochs counted from the start"
             self._put(rule | {"SOLVER.WARMUP_ITERS": 0}, why=why)
         self._put({"SOLVER.SCHED": _value("SOLVER.SCHED", self["SOLVER.SCHED"])}, "SOLVER.SCHED")
         decay = self["SOLVER.WEIGHT_DECAY"]
@@ -284,35 +288,35 @@ class _Translation:
             self._put({"SOLVER.WEIGHT_DECAY": decay, "SOLVER.WEIGHT_DECAY_NORM": decay}, "SOLVER.WEIGHT_DECAY")
         if first and self["SOLVER.FREEZE_EPOCHS"] is None:
             epochs = {"SOLVER.FREEZE_EPOCHS": self["SOLVER.FREEZE_ITERS"], "SOLVER.FREEZE_ITERS": 0}
-            self._put(epochs, "SOLVER.FREEZE_ITERS", why="epochs in that release")
+            self._put(epochs, "SOLVER.FREEZE_ITERS", why="counted in epochs in this release")
         layers = tuple(name for name in self["MODEL.FREEZE_LAYERS"] if name)
         self._put({"MODEL.FREEZE_LAYERS": layers}, "MODEL.FREEZE_LAYERS")
         for period in ("SOLVER.CHECKPOINT_PERIOD", "TEST.EVAL_PERIOD"):
             if self[period] < 1:
-                self._put({period: self["SOLVER.MAX_EPOCH"]}, period, why="0 was none before the end")
+                self._put({period: self["SOLVER.MAX_EPOCH"]}, period, why="0 meant only at the end")
         if self["SOLVER.NESTEROV"] and not self["SOLVER.MOMENTUM"]:
-            self._put({"SOLVER.NESTEROV": False}, "SOLVER.NESTEROV", why="it had no effect without momentum")
+            self._put({"SOLVER.NESTEROV": False}, "SOLVER.NESTEROV", why="no effect without momentum")
         self._average(self["SOLVER.MAX_EPOCH"])
 
     def _average(self, epochs: int) -> None:
-        """Translate stochastic weight averaging, for which v0.1.1 added epochs at the end."""
+        """Translate stochastic weight averaging, for which v0.1.1 added epochs after the training."""
         keys = [f"SOLVER.SWA.{name}" for name in ("ITER", "PERIOD", "LR_FACTOR", "ETA_MIN_LR", "LR_SCHED")]
         iterations, period, _, _, cyclic = (self[key] for key in keys)
-        if iterations is None:  # not of v1.0.0
+        if iterations is None:  # not in v1.0.0
             return
         if not self["SOLVER.SWA.ENABLED"]:
-            self._drop(*keys, why="no effect, since SOLVER.SWA.ENABLED is False", matters=False)
+            self._drop(*keys, why="no effect, because SOLVER.SWA.ENABLED is False", has_effect=False)
             return
         lengths = {"SOLVER.MAX_EPOCH": epochs + iterations, "SOLVER.SWA.START_EPOCH": epochs}
-        self._put(lengths, "SOLVER.MAX_EPOCH", "SOLVER.SWA.ITER", why="the averaging came after MAX_ITER epochs")
+        self._put(lengths, "SOLVER.MAX_EPOCH", "SOLVER.SWA.ITER", why="averaging started after MAX_ITER epochs")
         self._put({"SOLVER.SWA.PERIOD": period or 1}, "SOLVER.SWA.PERIOD")
         if cyclic:
-            self._drop(*keys[2:], why="no counterpart: the rate went through a cosine in each period of the averaging")
-        self._drop(*keys[2:], why="no effect, since SOLVER.SWA.LR_SCHED is False", matters=False)
+            self._drop(*keys[2:], why="no counterpart: cyclic cosine learning rate during averaging")
+        self._drop(*keys[2:], why="no effect, because SOLVER.SWA.LR_SCHED is False", has_effect=False)
         self.new["SOLVER.SWA.LR_FACTOR"] = 0.0
         if "Cosine" in self["SOLVER.SCHED"]:
             self.missing.append(
-                f"SOLVER.SCHED {self['SOLVER.SCHED']} with SOLVER.SWA: the cosine ended where the averaging begins; "
+                f"SOLVER.SCHED {self['SOLVER.SCHED']} with SOLVER.SWA: the cosine ended at the start of averaging; "
                 "now it ends with the training"
             )
 
@@ -320,7 +324,7 @@ class _Translation:
         """Translate backbone, head and losses."""
         first, mgn = self.release == "v0.1.1", self["MODEL.META_ARCHITECTURE"] == "MGN"
         if first:
-            self._put({"MODEL.BACKBONE.STEM_POOL": "padded"}, why="how the stem pooled until 2020-08-14")
+            self._put({"MODEL.BACKBONE.STEM_POOL": "padded"}, why="pooling of the stem until 2020-08-14")
         self._head(mgn)
         pool = self["MODEL.HEADS.POOL_LAYER"]
         pools = {"gempool": "GeneralizedMeanPoolingP"} if first else {}
@@ -332,7 +336,7 @@ class _Translation:
         self._put({"MODEL.HEADS.CLS_LAYER": classifier}, "MODEL.HEADS.CLS_LAYER")
         if classifier == "Linear":
             for key, value in (("MODEL.HEADS.SCALE", 1), ("MODEL.HEADS.MARGIN", 0.0)):
-                self._put({key: value}, key, why="linear did not use it")
+                self._put({key: value}, key, why="not used by linear")
         for part in ("BACKBONE", "HEADS"):
             splits = self[f"MODEL.{part}.NORM_SPLIT"] or 1
             ghost = self[f"MODEL.{part}.NORM"] == "GhostBN" and splits > 1
@@ -341,19 +345,19 @@ class _Translation:
                 if ghost
                 else "no effect: only GhostBN splits batches"
             )
-            self._drop(f"MODEL.{part}.NORM_SPLIT", why=why, matters=ghost)
+            self._drop(f"MODEL.{part}.NORM_SPLIT", why=why, has_effect=ghost)
         if not self["MODEL.LOSSES.TRI.HARD_MINING"] and self["MODEL.LOSSES.TRI.WEIGHTING"] is None:
-            self._put({"MODEL.LOSSES.TRI.WEIGHTING": "fastreid"}, why="the form of the loss without HARD_MINING")
+            self._put({"MODEL.LOSSES.TRI.WEIGHTING": "fastreid"}, why="the variant of the loss without HARD_MINING")
         if first and self["MODEL.LOSSES.TRI.NORM_FEAT"]:
-            self.missing.append("MODEL.LOSSES.TRI.NORM_FEAT True: distances were Euclidean; now they are squared")
+            self.missing.append("MODEL.LOSSES.TRI.NORM_FEAT True: distances were Euclidean and are squared now")
         if first and mgn:
             self.missing.append(
-                "MODEL.META_ARCHITECTURE MGN: batch norm and ReLU after each reduction, and one pooling for all heads"
+                "MODEL.META_ARCHITECTURE MGN: batch norm and ReLU after each reduction; one pooling layer for all heads"
             )
             for name, (section, count) in _MGN_LOSSES.items():
                 key = f"MODEL.LOSSES.{section}.SCALE"
                 if name in self["MODEL.LOSSES.NAME"]:
-                    self._put({key: self[key] * count}, key, why=f"MGN itself divides by its {count} losses now")
+                    self._put({key: self[key] * count}, key, why=f"MGN now divides by its {count} losses")
 
     def _head(self, mgn: bool) -> None:
         name, width, reduced = (self[f"MODEL.HEADS.{key}"] for key in ("NAME", "IN_FEAT", "REDUCTION_DIM"))
@@ -368,9 +372,9 @@ class _Translation:
         if name == "ReductionHead":
             self._put({"MODEL.HEADS.EMBEDDING_DIM": reduced}, "MODEL.HEADS.REDUCTION_DIM")
             self.missing.append(
-                "MODEL.HEADS.NAME ReductionHead: its batch norm and leaky ReLU between the reduction and the neck"
+                "MODEL.HEADS.NAME ReductionHead: batch norm and leaky ReLU between the reduction and the neck"
             )
-        self._drop("MODEL.HEADS.REDUCTION_DIM", why="no effect without ReductionHead", matters=False)
+        self._drop("MODEL.HEADS.REDUCTION_DIM", why="no effect without ReductionHead", has_effect=False)
 
     def _input(self) -> None:
         """Translate augmentation and sampling."""
@@ -380,20 +384,22 @@ class _Translation:
         if self.release != "v0.1.1":
             return
         if self["INPUT.CJ.ENABLED"]:
-            self._put({"INPUT.CJ.ENABLED": False}, "INPUT.CJ.ENABLED", why="color jitter never ran in that release")
+            self._put(
+                {"INPUT.CJ.ENABLED": False}, "INPUT.CJ.ENABLED", why="color jitter was never applied in this release"
+            )
         if self["INPUT.AUTOAUG.ENABLED"] and self["INPUT.AUTOAUG.PROB"] is None:
             self._put(
                 {"INPUT.AUTOAUG.ENABLED": True, "INPUT.AUTOAUG.PROB": 0.0},
                 "INPUT.AUTOAUG.ENABLED",
-                why="its probability fell from 1 to 0 within the first few hundred images of each worker",
+                why="the probability dropped from 1 to 0 within the first few hundred images of each worker",
             )
         if self["INPUT.AUGMIX.ENABLED"] and self["INPUT.AUGMIX.PROB"] is None:
             values = {"INPUT.AUGMIX.ENABLED": True, "INPUT.AUGMIX.PROB": 1.0}
-            self._put(values, "INPUT.AUGMIX.ENABLED", why="of every image")
+            self._put(values, "INPUT.AUGMIX.ENABLED", why="applied to every image")
 
 
 def _value(key: str, value: Any) -> Any:
-    """Return the present spelling of an old value."""
+    """Return the present name of an old value."""
     return VALUES[key].get(value, value)
 
 

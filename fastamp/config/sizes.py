@@ -1,4 +1,4 @@
-"""Size of the images that a model sees, from the INPUT keys."""
+"""Input size of the model, from the INPUT keys."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from fastamp.utils.errors import ConfigError
 
 
 def crop_size(cfg: Any) -> tuple[int, int] | None:
-    """Return (height, width) of INPUT.CROP in pixels, None where it is off."""
+    """Return (height, width) of INPUT.CROP in pixels; None if it is disabled."""
     if not cfg.INPUT.CROP.ENABLED:
         return None
     size = tuple(cfg.INPUT.CROP.SIZE)
@@ -14,14 +14,14 @@ def crop_size(cfg: Any) -> tuple[int, int] | None:
 
 
 def input_size(cfg: Any, *, is_train: bool) -> tuple[int, int] | None:
-    """Return (height, width) of the model's input in pixels, None where it depends on the image.
+    """Return (height, width) of the model's input in pixels; None if it depends on the image.
 
-    INPUT.CROP.SIZE where INPUT.CROP is on, else SIZE_TRAIN or SIZE_TEST. Padding and cropping training images of
-    SIZE_TRAIN ``(side,)`` makes them squares of that side, as in FastReID.
+    The size is INPUT.CROP.SIZE if INPUT.CROP is enabled, else SIZE_TRAIN or SIZE_TEST. With SIZE_TRAIN ``(side,)``,
+    padding and cropping make training images squares of that side, as in FastReID.
 
     Args:
-        cfg: reads INPUT.
-        is_train: for training images, else for test images.
+        cfg: config; INPUT is read.
+        is_train: True for training images, False for test images.
     """
     crop = crop_size(cfg)
     if crop is not None:
@@ -33,27 +33,27 @@ def input_size(cfg: Any, *, is_train: bool) -> tuple[int, int] | None:
 
 
 def size_key(cfg: Any, *, is_train: bool) -> str:
-    """Return the config key that ``input_size`` follows."""
+    """Return the config key that determines ``input_size``."""
     if cfg.INPUT.CROP.ENABLED:
         return "INPUT.CROP.SIZE"
     return "INPUT.SIZE_TRAIN" if is_train else "INPUT.SIZE_TEST"
 
 
 def fixed_input_size(cfg: Any, *, is_train: bool, needed_by: str) -> tuple[int, int]:
-    """Return ``input_size`` where it is needed.
+    """Return ``input_size``, or raise an error if it depends on the image.
 
     Args:
         cfg, is_train: see ``input_size``.
-        needed_by: what needs images of one size, for the message.
+        needed_by: name of the component that requires a fixed size, for the message.
 
     Raises:
-        ConfigError: the size depends on the image.
+        ConfigError: if the size depends on the image.
     """
     size = input_size(cfg, is_train=is_train)
     if size is None:
         key = size_key(cfg, is_train=is_train)
         raise ConfigError(
-            f"{needed_by} needs images of one size, and {key} {tuple(cfg.INPUT[key.removeprefix('INPUT.')])} keeps "
-            f"their aspect ratios.\n  fix: {key} (height, width), or INPUT.CROP.ENABLED True"
+            f"{needed_by} requires a fixed image size, but {key} {tuple(cfg.INPUT[key.removeprefix('INPUT.')])} keeps "
+            f"aspect ratios.\n  fix: {key} (height, width), or INPUT.CROP.ENABLED True"
         )
     return size

@@ -1,4 +1,4 @@
-"""What differs between two configs, in the words that a resume logs."""
+"""Differences between two configs, as logged on resume."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from fastamp.config import describe_changes, get_cfg
 from fastamp.utils.errors import ConfigError
 
 
-def test_each_difference_is_a_line():
+def test_one_line_per_difference():
     cfg = get_cfg()
     cfg.merge_from_list(["SOLVER.BASE_LR", "1e-5", "SOLVER.STEPS", "(3, 4)", "SOLVER.OPT_ARGS", "{eps: 1.0e-6}"])
     before = cfg.dump()
@@ -23,7 +23,7 @@ def test_each_difference_is_a_line():
     ]
 
 
-def test_keys_that_were_not_there_had_their_defaults_and_unknown_ones_say_nothing():
+def test_missing_keys_had_their_defaults_and_unknown_keys_are_ignored():
     cfg = get_cfg()
     assert describe_changes(cfg, "SOLVER: {GONE: 1}\nMODEL: 3", "x") == []
     cfg.SOLVER.STEPS = (1,)
@@ -31,6 +31,6 @@ def test_keys_that_were_not_there_had_their_defaults_and_unknown_ones_say_nothin
 
 
 @pytest.mark.parametrize("text", ["!!python/object/apply:os.system [ls]", "- 1", "a: [", "{a: 1, a: 2}"])
-def test_text_that_is_no_config(text):
+def test_invalid_saved_config_is_an_error(text):
     with pytest.raises(ConfigError, match="the checkpoint's config"):
         describe_changes(get_cfg(), text, "the checkpoint's config")

@@ -1,4 +1,4 @@
-"""Keys that components declare in their own files."""
+"""Config keys declared in the files of components."""
 
 import compileall
 import importlib
@@ -22,7 +22,7 @@ DECLARING = [path for path in sorted((ROOT / "fastamp").glob("*/**/*.py")) if "\
 DECLARING = [path for path in DECLARING if path.parts[-2] != "config" and path.parts[-3] != "config"]
 
 
-def test_what_is_read_is_what_the_module_has():
+def test_declared_keys_equal_those_of_the_module():
     assert len(DECLARING) > 20
     for path in DECLARING:
         module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
@@ -30,7 +30,7 @@ def test_what_is_read_is_what_the_module_has():
         assert all(isinstance(key, Key) and KEYS[key.path] == key for key in module.KEYS), path
 
 
-def test_the_config_is_read_without_torch():
+def test_config_does_not_import_torch():
     code = "import sys; from fastamp.config import get_cfg; get_cfg(); print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert out.split() == ["False"]
@@ -50,7 +50,7 @@ def test_installation_without_sources_is_a_user_error(tmp_path):
 
 @pytest.fixture
 def package(tmp_path):
-    """A folder with two components, whose files cannot be imported."""
+    """Package with two components whose files cannot be imported."""
     losses = tmp_path / "modeling/losses"
     losses.mkdir(parents=True)
     for name in ("b", "a"):
@@ -62,7 +62,7 @@ def package(tmp_path):
     return tmp_path
 
 
-def test_keys_are_found_in_the_order_of_the_files(package):
+def test_keys_are_sorted_by_file_name(package):
     keys = component_keys(package)
     assert list(keys) == ["MODEL.LOSSES.A", "MODEL.LOSSES.B"]
     cfg = get_cfg()
@@ -70,13 +70,13 @@ def test_keys_are_found_in_the_order_of_the_files(package):
     assert list(cfg.MODEL.LOSSES)[-2:] == ["A", "B"] and cfg.MODEL.LOSSES.A == 1.0
 
 
-def test_a_key_has_one_owner(package):
+def test_duplicate_key_is_an_error(package):
     (package / "modeling/losses/c.py").write_text('\nKEYS = (Key("MODEL.LOSSES.B", 1.0, "Weight."),)\n')
     with pytest.raises(ValueError, match=r"c\.py.*MODEL\.LOSSES\.B"):
         component_keys(package)
 
 
-def test_files_that_are_no_modules_are_left_alone(package):
+def test_files_that_are_not_modules_are_skipped(package):
     losses = package / "modeling/losses"
     for name in (".a.py", "._b.py", "a-copy.py", ".ipynb_checkpoints/a-checkpoint.py"):
         (losses / name).parent.mkdir(exist_ok=True)
@@ -85,7 +85,7 @@ def test_files_that_are_no_modules_are_left_alone(package):
     assert list(component_keys(package)) == ["MODEL.LOSSES.A", "MODEL.LOSSES.B"]
 
 
-def test_keys_are_python(tmp_path):
+def test_keys_must_be_literals(tmp_path):
     file = tmp_path / "c.py"
     file.write_text('A = 1\nKEYS: tuple = (\n    Key("A.B", 1.0, "One."),\n\n    Key("A.C", 2.0, "Two."),\n)\n')
     assert [key.path for key in declared_keys(file)] == ["A.B", "A.C"]
@@ -95,19 +95,19 @@ def test_keys_are_python(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, there",
+    "text, declared",
     [
         ("KEYS = ['a', 'b']", False),
         ("KEYS = (Key('MODEL.MINE', 1, 'Mine.'),)", True),
         ("KEYS = (Key('MODEL.MINE', 1, 'Mine.'),)\ndef add_config(cfg):\n    cfg.add_keys(KEYS)", True),
     ],
 )
-def test_plugin_declares_its_keys(tmp_path, text, there):
+def test_plugin_declares_its_keys(tmp_path, text, declared):
     file = tmp_path / "plugin.py"
     file.write_text(f"from fastamp.config import Key\n{text}\n")
     cfg = get_cfg()
     load_plugin(str(file), cfg)
-    assert ("MINE" in cfg.MODEL) == there
+    assert ("MINE" in cfg.MODEL) == declared
 
 
 def test_former_names_of_plugin_arguments_warn(tmp_path):

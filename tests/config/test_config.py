@@ -1,4 +1,4 @@
-"""The config tree: spellings, conversions, messages, and merges that are all or nothing."""
+"""Config tree: shorthands, conversions, error messages, atomic merges."""
 
 import copy
 import pickle
@@ -22,7 +22,7 @@ def cfg():
 
 @pytest.fixture
 def from_yaml(tmp_path):
-    """A function that merges YAML text into the defaults."""
+    """Function that merges YAML text into the defaults."""
 
     def merge(text):
         file = tmp_path / "config.yml"
@@ -40,9 +40,9 @@ def from_list(*opts):
     return merged
 
 
-# ---- SOLVER.AMP in all its spellings
+# ---- shorthands of SOLVER.AMP
 
-AMP_SPELLINGS = [
+AMP_SHORTHANDS = [
     ("True", True, "auto"),
     ("on", True, "auto"),
     ("yes", True, "auto"),
@@ -59,9 +59,9 @@ AMP_SPELLINGS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "enabled", "dtype"), AMP_SPELLINGS)
+@pytest.mark.parametrize(("text", "enabled", "dtype"), AMP_SHORTHANDS)
 @pytest.mark.parametrize("quote", ["", "'"])
-def test_amp_in_yaml_and_base_and_command_line(text, enabled, dtype, quote, from_yaml, tmp_path):
+def test_amp_shorthand_in_yaml_base_and_command_line(text, enabled, dtype, quote, from_yaml, tmp_path):
     in_file = from_yaml(f"SOLVER: {{AMP: {quote}{text}{quote}}}")
     (tmp_path / "child.yml").write_text("_BASE_: config.yml\nSEED: 3\n")
     through_base = get_cfg()
@@ -73,7 +73,7 @@ def test_amp_in_yaml_and_base_and_command_line(text, enabled, dtype, quote, from
         assert bool(merged.SOLVER.AMP) is enabled
 
 
-def test_amp_by_attribute(cfg):
+def test_amp_shorthand_by_attribute(cfg):
     cfg.SOLVER.AMP = True
     assert cfg.SOLVER.AMP
     assert cfg.SOLVER.AMP.ENABLED is True
@@ -87,13 +87,13 @@ def test_amp_by_attribute(cfg):
     assert "AMP_ENABLED" not in cfg.SOLVER
 
 
-def test_fastreids_old_key(from_yaml):
+def test_fastreid_spelling_of_amp_enabled(from_yaml):
     assert from_yaml("SOLVER: {AMP_ENABLED: True}").SOLVER.AMP.ENABLED is True
     assert from_list("SOLVER.AMP_ENABLED", "True").SOLVER.AMP.ENABLED is True
     assert from_list("SOLVER.AMP.ENABLED", "True").SOLVER.AMP.ENABLED is True
 
 
-def test_amp_off_keeps_the_dtype_of_a_base(tmp_path):
+def test_amp_off_keeps_dtype_of_base(tmp_path):
     (tmp_path / "base.yml").write_text("SOLVER: {AMP: fp16}")
     (tmp_path / "child.yml").write_text("_BASE_: base.yml\nSOLVER: {AMP: off}")
     cfg = get_cfg()
@@ -103,21 +103,21 @@ def test_amp_off_keeps_the_dtype_of_a_base(tmp_path):
     assert (cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE) == (True, "float16")
 
 
-def test_a_wrong_dtype_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"command line: SOLVER.AMP.DTYPE: 'bf17'.*'bf16'"):
+def test_wrong_dtype_suggests_nearest():
+    with pytest.raises(ConfigError, match=r"command line: SOLVER.AMP.DTYPE: .*'bf17'.*'bf16'"):
         from_list("SOLVER.AMP", "bf17")
 
 
-def test_any_section_with_enabled_takes_a_bool(cfg, from_yaml):
+def test_section_with_enabled_key_accepts_bool(cfg, from_yaml):
     assert from_yaml("TEST: {FLIP: True}").TEST.FLIP.ENABLED is True
     assert from_list("INPUT.REA", "on").INPUT.REA.ENABLED is True
     cfg.SOLVER.CLIP_GRADIENTS = True
     assert cfg.SOLVER.CLIP_GRADIENTS.ENABLED is True
-    with pytest.raises(ConfigError, match=r"SOLVER: expected a section, got True"):
+    with pytest.raises(ConfigError, match=r"SOLVER: .*True"):
         cfg.SOLVER = True
 
 
-def test_truth_of_sections(cfg):
+def test_truth_value_of_sections(cfg):
     assert cfg.SOLVER
     assert not cfg.SOLVER.OPT_ARGS
     assert not cfg.TEST.FLIP
@@ -181,7 +181,7 @@ def test_truth_of_sections(cfg):
     ],
 )
 @pytest.mark.parametrize("way", ["list", "attribute", "dict"])
-def test_conversions(key, value, expected, way, cfg):
+def test_lossless_conversions(key, value, expected, way, cfg):
     section, _, name = key.rpartition(".")
     node = cfg
     for part in filter(None, section.split(".")):
@@ -198,78 +198,78 @@ def test_conversions(key, value, expected, way, cfg):
         assert [type(element) for element in node[name]] == [type(element) for element in expected]
 
 
-def test_scientific_notation_in_yaml_lists(from_yaml):
-    # YAML 1.1 takes 3e-4 (no dot) for text.
+def test_yaml_list_with_scientific_notation(from_yaml):
+    # YAML 1.1 reads 3e-4 (no dot) as a string.
     assert from_yaml("DATALOADER: {SET_WEIGHT: [3e-4, 1e-3]}").DATALOADER.SET_WEIGHT == (3e-4, 1e-3)
     assert from_yaml("SOLVER: {BASE_LR: 3e-4}").SOLVER.BASE_LR == 3e-4
 
 
-def test_tuples_written_as_fastreid_writes_them_in_yaml(from_yaml):
+def test_python_tuples_in_yaml(from_yaml):
     cfg = from_yaml('DATASETS:\n  NAMES: ("A", "B",)\n')
     assert cfg.DATASETS.NAMES == ("A", "B")
     assert from_yaml("MODEL:\n  BACKBONE:\n    STRIDE_SIZE: (12, 12)\n").MODEL.BACKBONE.STRIDE_SIZE == (12, 12)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "told"),
+    ("key", "value", "shown"),
     [
-        ("SOLVER.MAX_EPOCH", 30.5, "expected a whole number, got 30.5 (float)"),
-        ("SOLVER.MAX_EPOCH", True, "expected a whole number, got True (bool)"),
-        ("SOLVER.MAX_EPOCH", float("inf"), "expected a whole number, got inf (float)"),
-        ("SOLVER.MAX_EPOCH", None, "expected a whole number, got nothing (null)"),
-        ("SOLVER.MAX_EPOCH", 2**80, "expected a whole number"),
-        pytest.param("SOLVER.MAX_EPOCH", 16**5000, "a huge integer", id="huge"),
-        ("SOLVER.BASE_LR", "fast", "expected a number, got 'fast' (str)"),
-        ("SOLVER.BASE_LR", "nan", "expected a number, got 'nan' (str)"),
-        ("SOLVER.BASE_LR", [0.1], "expected a number, got [0.1] (list)"),
-        pytest.param("SOLVER.BASE_LR", 10**400, "expected a number", id="overflow"),
-        ("SOLVER.BASE_LR", True, "expected a number, got True (bool)"),
-        ("CUDNN_BENCHMARK", 1, "expected true or false, got 1 (int)"),
-        ("CUDNN_BENCHMARK", "maybe", "expected true or false, got 'maybe' (str)"),
-        ("OUTPUT_DIR", None, "expected text, got nothing (null)"),
-        ("OUTPUT_DIR", "None", "expected text, got 'None'"),
-        ("OUTPUT_DIR", True, "expected text, got True (bool)"),
-        ("OUTPUT_DIR", ["a"], "expected text, got ['a'] (list)"),
-        ("SOLVER.STEPS", [40, 90.5], "expected a list of whole numbers, got 90.5 (float)"),
-        ("SOLVER.STEPS", [40, None], "expected a list of whole numbers, got nothing"),
-        ("SOLVER.STEPS", [[40]], "expected a list of whole numbers, got [40] (list)"),
-        ("SOLVER.STEPS", "[40, 90", "opens a list with '[' and never closes it"),
-        ("SOLVER.STEPS", None, "expected a list of whole numbers, got nothing"),
-        ("DATASETS.NAMES", {"A"}, "expected a list of names, got {'A'} (set)"),
-        ("SOLVER.BASE_LR", {"A": 1}, "SOLVER.BASE_LR is a value, not a section; got {'A': 1}"),
-        ("SOLVER", 3, "SOLVER: expected a section, got 3 (int); a key of it is SOLVER.MAX_EPOCH"),
-        ("SOLVER", None, "SOLVER: expected a section, got nothing (null)"),
-        ("SOLVER.AMP", None, "SOLVER.AMP: expected a section, or true or false, got nothing"),
-        ("TEST.FLIP", "perhaps", "TEST.FLIP: expected a section, or true or false, got 'perhaps' (str)"),
-        ("SOLVER.AMP.EVAL_DTYPE", "flaot32", "Did you mean 'float32'?"),
-        ("SOLVER.EPOCH_SCHEDULE", 3, "choices: after_warmup, absolute"),
-        ("MODEL.BACKBONE.STEM_POOL", None, "is not one of the choices"),
-        ("INPUT.CHANNELS", 2, "INPUT.CHANNELS: 2 is not one of the choices.\n  choices: 1, 3, 4"),
-        ("INPUT.CHANNELS", "grey", "expected a whole number, got 'grey' (str)"),
-        ("INPUT.CHANNELS", True, "expected a whole number, got True (bool)"),
-        ("SOLVER.OPT_ARGS", 3, "SOLVER.OPT_ARGS: expected a section, got 3 (int)"),
-        ("SOLVER.OPT_ARGS", {"a": {"b": 1}}, "SOLVER.OPT_ARGS.a is a value, not a section"),
-        ("SOLVER.OPT_ARGS", {"a": [[1]]}, "expected a number, text, true/false or a flat list"),
-        ("SOLVER.OPT_ARGS", {1: 2}, "a config key is text, got 1 (int) in SOLVER.OPT_ARGS"),
-        ("SOLVER", {None: 2}, "a config key is text, got None (NoneType) in SOLVER"),
+        ("SOLVER.MAX_EPOCH", 30.5, "30.5 (float)"),
+        ("SOLVER.MAX_EPOCH", True, "True (bool)"),
+        ("SOLVER.MAX_EPOCH", float("inf"), "inf (float)"),
+        ("SOLVER.MAX_EPOCH", None, "null"),
+        ("SOLVER.MAX_EPOCH", 2**80, "SOLVER.MAX_EPOCH: "),
+        pytest.param("SOLVER.MAX_EPOCH", 16**5000, "SOLVER.MAX_EPOCH: ", id="huge"),
+        ("SOLVER.MAX_EPOCH", 0, "at least 1"),
+        ("SOLVER.BASE_LR", "fast", "'fast' (str)"),
+        ("SOLVER.BASE_LR", "nan", "'nan' (str)"),
+        ("SOLVER.BASE_LR", [0.1], "[0.1] (list)"),
+        pytest.param("SOLVER.BASE_LR", 10**400, "SOLVER.BASE_LR: ", id="overflow"),
+        ("SOLVER.BASE_LR", True, "True (bool)"),
+        ("CUDNN_BENCHMARK", 1, "1 (int)"),
+        ("CUDNN_BENCHMARK", "maybe", "'maybe' (str)"),
+        ("OUTPUT_DIR", None, "null"),
+        ("OUTPUT_DIR", "None", "'None'"),
+        ("OUTPUT_DIR", True, "True (bool)"),
+        ("OUTPUT_DIR", ["a"], "['a'] (list)"),
+        ("SOLVER.STEPS", [40, 90.5], "90.5 (float)"),
+        ("SOLVER.STEPS", [40, None], "null"),
+        ("SOLVER.STEPS", [[40]], "[40] (list)"),
+        ("SOLVER.STEPS", [40, -1], "(40, -1)"),
+        ("SOLVER.STEPS", "[40, 90", "'[40, 90'"),
+        ("SOLVER.STEPS", None, "null"),
+        ("MODEL.BACKBONE.STRIDE_SIZE", [1, 2, 3], "2 numbers"),
+        ("DATASETS.NAMES", {"A"}, "{'A'} (set)"),
+        ("SOLVER.BASE_LR", {"A": 1}, "{'A': 1}"),
+        ("SOLVER", 3, "3 (int)"),
+        ("SOLVER", None, "null"),
+        ("SOLVER.AMP", None, "null"),
+        ("TEST.FLIP", "perhaps", "'perhaps' (str)"),
+        ("SOLVER.AMP.EVAL_DTYPE", "flaot32", "'float32'"),
+        ("SOLVER.EPOCH_SCHEDULE", 3, "after_warmup, absolute"),
+        ("MODEL.BACKBONE.STEM_POOL", None, "None"),
+        ("INPUT.CHANNELS", 2, "choices: 1, 3, 4"),
+        ("INPUT.CHANNELS", "gray", "'gray' (str)"),
+        ("INPUT.CHANNELS", True, "True (bool)"),
+        ("SOLVER.OPT_ARGS", 3, "3 (int)"),
+        ("SOLVER.OPT_ARGS", {"a": {"b": 1}}, "SOLVER.OPT_ARGS.a"),
+        ("SOLVER.OPT_ARGS", {"a": [[1]]}, "SOLVER.OPT_ARGS.a: "),
+        ("SOLVER.OPT_ARGS", {1: 2}, "1 (int) in SOLVER.OPT_ARGS"),
+        ("SOLVER", {None: 2}, "None (NoneType) in SOLVER"),
     ],
 )
-def test_a_wrong_value_names_key_value_type_and_expectation(key, value, told, cfg):
+def test_invalid_value_names_source_key_and_value(key, value, shown, cfg):
     before = cfg.clone()
     with pytest.raises(ConfigError) as caught:
         cfg.merge_from_list(["SEED", 5, key, value])
-    assert told in str(caught.value)
-    assert str(caught.value).startswith("command line: ")
-    assert key.split(".")[0] in str(caught.value)
+    message = str(caught.value)
+    assert message.startswith("command line: ") and key in message and shown in message
     assert cfg == before
 
 
-def test_a_wrong_value_in_a_file_names_the_file(tmp_path, from_yaml):
-    with pytest.raises(
-        ConfigError, match=r"config\.yml: SOLVER.MAX_EPOCH: expected a whole number, got 30.5 \(float\)"
-    ):
+def test_invalid_value_in_a_file_names_the_file(from_yaml):
+    with pytest.raises(ConfigError, match=r"config\.yml: SOLVER.MAX_EPOCH: .*30.5 \(float\)"):
         from_yaml("SOLVER: {MAX_EPOCH: 30.5}")
-    with pytest.raises(ConfigError, match=r"OUTPUT_DIR: expected text, got .*\(date\)"):
+    with pytest.raises(ConfigError, match=r"OUTPUT_DIR: .*\(date\)"):
         from_yaml("OUTPUT_DIR: 2024-01-02")
 
 
@@ -277,33 +277,33 @@ def test_a_wrong_value_in_a_file_names_the_file(tmp_path, from_yaml):
 
 
 @pytest.mark.parametrize(
-    ("key", "told"),
+    ("key", "suggested"),
     [
-        ("SOLVER.BASELR", "'SOLVER.BASELR' is no config key. Did you mean 'SOLVER.BASE_LR'?"),
-        ("SOLVR.BASE_LR", "'SOLVR.BASE_LR' is no config key. Did you mean 'SOLVER.BASE_LR'?"),
-        ("solver.base_lr", "Did you mean 'SOLVER.BASE_LR'?"),
+        ("SOLVER.BASELR", "'SOLVER.BASE_LR'"),
+        ("SOLVR.BASE_LR", "'SOLVER.BASE_LR'"),
+        ("solver.base_lr", "'SOLVER.BASE_LR'"),
         ("MODEL.NUM_WORKERS", "DATALOADER.NUM_WORKERS"),
         ("MODEL.NUM_WORKERS", "TEST.NUM_WORKERS"),
         ("SOLVER.EVAL_PERIOD", "TEST.EVAL_PERIOD"),
-        ("SOLVER.AMP.DTYP", "Did you mean 'SOLVER.AMP.DTYPE'?"),
-        ("SOLVER.BASE_LR.X", "SOLVER.BASE_LR is a value, not a section"),
-        ("_BASE_", "'_BASE_' is no config key"),
-        (".SEED", "'.SEED' is no config key"),
-        ("SOLVER.SOLVER.BASE_LR", "'SOLVER.SOLVER.BASE_LR' is no config key"),
-        ("SOLVER.OPT_ARGS.", "'SOLVER.OPT_ARGS.' is no config key"),
-        ("SOLVER.", "'SOLVER.' is no config key"),
-        ("", "'' is no config key"),
-        ("SOLVER.AMP.X.Y", "'SOLVER.AMP.X.Y' is no config key"),
-        ("ZZZ", "--list-config"),
+        ("SOLVER.AMP.DTYP", "'SOLVER.AMP.DTYPE'"),
+        ("SOLVER.BASE_LR.X", "SOLVER.BASE_LR "),
+        ("_BASE_", ""),
+        (".SEED", ""),
+        ("SOLVER.SOLVER.BASE_LR", ""),
+        ("SOLVER.OPT_ARGS.", ""),
+        ("SOLVER.", ""),
+        ("", ""),
+        ("SOLVER.AMP.X.Y", ""),
+        ("ZZZ", "config list"),
     ],
 )
-def test_an_unknown_key_names_the_nearest(key, told):
+def test_unknown_key_suggests_nearest(key, suggested):
     with pytest.raises(ConfigError) as caught:
         from_list(key, "1")
-    assert told in str(caught.value)
+    assert f"{key!r}" in str(caught.value) and suggested in str(caught.value)
 
 
-def test_an_unknown_key_names_the_very_file(tmp_path):
+def test_unknown_key_names_the_base_file(tmp_path):
     (tmp_path / "base.yml").write_text("SOLVER: {BASE_LT: 0.1}")
     (tmp_path / "child.yml").write_text("_BASE_: base.yml\nSEED: 1")
     cfg = get_cfg()
@@ -311,29 +311,29 @@ def test_an_unknown_key_names_the_very_file(tmp_path):
         cfg.merge_from_file(tmp_path / "child.yml")
     assert str(tmp_path / "base.yml") in str(caught.value)
     assert "child" not in str(caught.value)
-    assert "'SOLVER.BASE_LT' is no config key. Did you mean 'SOLVER.BASE_LR'?" in str(caught.value)
+    assert "'SOLVER.BASE_LT'" in str(caught.value) and "'SOLVER.BASE_LR'" in str(caught.value)
     assert cfg == get_cfg()
 
 
-def test_an_unknown_section_in_a_file(from_yaml):
-    with pytest.raises(ConfigError, match=r"'SOVLER' is no config key. Did you mean 'SOLVER'\?"):
+def test_unknown_section_suggests_nearest(from_yaml):
+    with pytest.raises(ConfigError, match=r"'SOVLER'.*'SOLVER'"):
         from_yaml("SOVLER: {BASE_LR: 0.1}")
 
 
-def test_an_unknown_attribute(cfg):
-    with pytest.raises(ConfigError, match=r"'SOLVER.BASE_LT' is no config key. Did you mean 'SOLVER.BASE_LR'\?"):
+def test_unknown_attribute_suggests_nearest(cfg):
+    with pytest.raises(ConfigError, match=r"'SOLVER.BASE_LT'.*'SOLVER.BASE_LR'"):
         cfg.SOLVER.BASE_LT = 1
-    with pytest.raises(ConfigError, match="'NEW' is no config key"):
+    with pytest.raises(ConfigError, match="'NEW'"):
         cfg["NEW"] = 1
-    with pytest.raises(AttributeError, match=r"Did you mean 'SOLVER.BASE_LR'"):
+    with pytest.raises(AttributeError, match=r"'SOLVER.BASE_LR'"):
         _ = cfg.SOLVER.BASE_LT
     assert getattr(cfg, "NEW", None) is None
     assert not hasattr(cfg.SOLVER, "BASE_LT")
 
 
 @pytest.mark.parametrize("opts", [["SEED"], ["SEED", "1", "SOLVER.BASE_LR"], ["SEED=1"], "SEED"])
-def test_an_odd_command_line(opts, cfg):
-    with pytest.raises(ConfigError, match="command line: expected pairs of KEY VALUE"):
+def test_odd_number_of_words_is_an_error(opts, cfg):
+    with pytest.raises(ConfigError, match="command line: .*SEED"):
         cfg.merge_from_list(opts)
 
 
@@ -347,7 +347,7 @@ def test_an_odd_command_line(opts, cfg):
         max_size=3,
     )
 )
-def test_garbage_raises_nothing_but_a_config_error(pairs):
+def test_arbitrary_text_raises_only_config_errors(pairs):
     cfg = get_cfg()
     try:
         cfg.merge_from_list([text for pair in pairs for text in pair])
@@ -394,29 +394,29 @@ def test_merge_from_other_cfg(cfg):
     assert cfg.SOLVER.AMP.ENABLED is False
     cfg.merge_from_other_cfg(YacsCfgNode({"SEED": 9}))
     assert cfg.SEED == 9
-    with pytest.raises(ConfigError, match=r"another config: 'SEDE' is no config key. Did you mean 'SEED'"):
+    with pytest.raises(ConfigError, match=r"another config: .*'SEDE'.*'SEED'"):
         cfg.merge_from_other_cfg({"SEDE": 1})
-    with pytest.raises(ConfigError, match="expected a config or a dict"):
+    with pytest.raises(ConfigError, match="got 3"):
         cfg.merge_from_other_cfg(3)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda c: pickle.loads(pickle.dumps(c)), CfgNode.clone])
-def test_copies_keep_values_checks_and_frozenness(copied, cfg):
+def test_copies_keep_values_validation_and_frozen_state(copied, cfg):
     cfg.SOLVER.AMP = "bf16"
     cfg.freeze()
-    twin = copied(cfg)
-    assert twin == cfg
-    assert twin.is_frozen()
-    assert twin.SOLVER.is_frozen()
+    result = copied(cfg)
+    assert result == cfg
+    assert result.is_frozen()
+    assert result.SOLVER.is_frozen()
     if copied is not copy.copy:
-        twin.defrost()
-        twin.SOLVER.BASE_LR = 1
+        result.defrost()
+        result.SOLVER.BASE_LR = 1
         assert cfg.SOLVER.BASE_LR == 3e-4
         with pytest.raises(ConfigError, match=r"SOLVER.BASE_LT"):
-            twin.SOLVER.BASE_LT = 1
+            result.SOLVER.BASE_LT = 1
 
 
-def test_get_cfg_is_fresh(cfg):
+def test_get_cfg_returns_a_new_config(cfg):
     cfg.SEED = 1
     cfg.define("EXTRA.KEY", 1, "A key.")
     assert get_cfg().SEED == 0
@@ -440,7 +440,7 @@ def test_dump_round_trip(cfg, tmp_path):
         assert "!!" not in file.read_text(encoding="utf-8")
 
 
-def test_a_frozen_config_refuses_changes(cfg):
+def test_frozen_config_rejects_changes(cfg):
     cfg.freeze()
     changes = (
         lambda: setattr(cfg, "SEED", 1),
@@ -457,43 +457,43 @@ def test_a_frozen_config_refuses_changes(cfg):
     cfg.defrost()
     cfg.SEED = 1
     cfg.SOLVER.freeze()
-    with pytest.raises(FrozenConfigError, match=r"SOLVER.BASE_LR: this config is frozen"):
+    with pytest.raises(FrozenConfigError, match=r"SOLVER.BASE_LR: .*frozen"):
         cfg.merge_from_list(["SEED", 2, "SOLVER.BASE_LR", 1])
     assert cfg.SEED == 1
 
 
-def test_a_copy_with_other_values(cfg):
+def test_with_values_returns_a_frozen_copy(cfg):
     cfg.freeze()
-    twin = cfg.with_values({"SOLVER.AMP": "fp16", "SOLVER.BASE_LR": "1e-3", "DATASETS.TESTS": ("a",)})
-    assert twin.is_frozen() and twin.SOLVER.is_frozen()
-    assert (twin.SOLVER.AMP.ENABLED, twin.SOLVER.AMP.DTYPE) == (True, "float16")
-    assert (twin.SOLVER.BASE_LR, twin.DATASETS.TESTS) == (1e-3, ("a",))
+    other = cfg.with_values({"SOLVER.AMP": "fp16", "SOLVER.BASE_LR": "1e-3", "DATASETS.TESTS": ("a",)})
+    assert other.is_frozen() and other.SOLVER.is_frozen()
+    assert (other.SOLVER.AMP.ENABLED, other.SOLVER.AMP.DTYPE) == (True, "float16")
+    assert (other.SOLVER.BASE_LR, other.DATASETS.TESTS) == (1e-3, ("a",))
     assert cfg == get_cfg() and cfg.is_frozen()
     with pytest.raises(ConfigError, match=r"SOLVER.BASE_LRR"):
         cfg.with_values({"SOLVER.BASE_LRR": 1})
 
 
-def test_the_machinery_is_no_key(cfg):
-    with pytest.raises(ConfigError, match="machinery"):
+def test_reserved_attribute_is_not_a_key(cfg):
+    with pytest.raises(ConfigError, match="_path"):
         cfg._path = "x"
 
 
 # ---- keys of projects
 
 
-def test_define(cfg):
+def test_defined_keys_are_validated(cfg):
     cfg.define("TUNE.SEARCH.TRIALS", 8, "Trials.")
-    cfg.define("TUNE.MODE", "max", "Which end is better.", choices=("min", "max"))
+    cfg.define("TUNE.MODE", "max", "Direction of optimization.", choices=("min", "max"))
     cfg.define("TUNE.SPACE", {}, "Search space.")
     cfg.SOLVER.define("LOOKAHEAD", (), "Steps.", of=int)
     cfg.merge_from_list(["TUNE.SEARCH.TRIALS", "9.0", "TUNE.MODE", "MIN", "SOLVER.LOOKAHEAD", "3", "TUNE.SPACE.a", "1"])
     assert cfg.TUNE == {"SEARCH": {"TRIALS": 9}, "MODE": "min", "SPACE": {"a": 1}}
     assert cfg.SOLVER.LOOKAHEAD == (3,)
-    with pytest.raises(ConfigError, match=r"'TUNE.SEARCH.TRAILS' is no config key. Did you mean 'TUNE.SEARCH.TRIALS'"):
+    with pytest.raises(ConfigError, match=r"'TUNE.SEARCH.TRAILS'.*'TUNE.SEARCH.TRIALS'"):
         cfg.merge_from_list(["TUNE.SEARCH.TRAILS", "9"])
-    with pytest.raises(ConfigError, match=r"TUNE.MODE: 'mix' is not one of the choices"):
+    with pytest.raises(ConfigError, match=r"TUNE.MODE: .*'mix'"):
         cfg.clone().TUNE.MODE = "mix"
-    with pytest.raises(ConfigError, match="is no config key"):
+    with pytest.raises(ConfigError, match="TUNE.OTHER"):
         cfg.TUNE.OTHER = 1
 
 
@@ -501,20 +501,20 @@ def test_define(cfg):
     ("path", "meaning"),
     [("SEED", "x"), ("SOLVER", "x"), ("SEED.X", "x"), ("A..B", "x"), ("", "x"), ("A", "")],
 )
-def test_define_refuses_what_is_no_new_key(path, meaning, cfg):
-    with pytest.raises(ValueError, match=r"key|value"):
+def test_define_rejects_existing_and_invalid_paths(path, meaning, cfg):
+    with pytest.raises(ValueError, match="config key|section"):
         cfg.define(path, 1, meaning)
     assert cfg == get_cfg()
 
 
-def test_define_refuses_a_default_that_is_no_value(cfg):
-    with pytest.raises(ConfigError, match="a config holds no object"):
+def test_define_rejects_invalid_defaults(cfg):
+    with pytest.raises(ConfigError, match="A: .*object"):
         cfg.define("A", object(), "x")
-    with pytest.raises(ConfigError, match="is not one of the choices"):
+    with pytest.raises(ConfigError, match="A: .*'b'"):
         cfg.define("A", "b", "x", choices=("c",))
 
 
-def test_fastreid_style_extension(cfg):
+def test_nodes_added_by_assignment_declare_keys(cfg):
     cfg.DISTILL = CfgNode()
     cfg.DISTILL.WEIGHT = 1
     cfg.DISTILL.TEACHER = CfgNode({"ENABLED": False, "FILES": ["a"]})
@@ -524,40 +524,40 @@ def test_fastreid_style_extension(cfg):
     cfg.merge_from_list(["DISTILL.WEIGHT", "2", "DISTILL.TEACHER", "on", "DISTILL.TEACHER.FILES", "b", "KD.ALPHA", "1"])
     assert cfg.DISTILL == {"WEIGHT": 2, "TEACHER": {"ENABLED": True, "FILES": ["b"]}}
     assert (cfg.KD.ALPHA, cfg.KD.EMA.MOMENTUM, cfg.KD.EMA.WARMUP) == (1.0, 0.999, 3)
-    with pytest.raises(ConfigError, match=r"'DISTILL.WIEGHT' is no config key. Did you mean 'DISTILL.WEIGHT'"):
+    with pytest.raises(ConfigError, match=r"'DISTILL.WIEGHT'.*'DISTILL.WEIGHT'"):
         cfg.merge_from_list(["DISTILL.WIEGHT", "2"])
     node = CfgNode()
     cfg.LATER = node
     node.KEY = 1
     assert cfg.LATER.KEY == 1
-    twin = pickle.loads(pickle.dumps(cfg))
-    twin.merge_from_list(["LATER.KEY", "5"])
-    assert twin.LATER.KEY == 5
+    restored = pickle.loads(pickle.dumps(cfg))
+    restored.merge_from_list(["LATER.KEY", "5"])
+    assert restored.LATER.KEY == 5
     cfg.PLAIN = YacsCfgNode({"A": {"B": 1}})
     cfg.merge_from_list(["PLAIN.A.B", "2"])
     assert cfg.PLAIN.A.B == 2
 
 
-def test_a_section_of_another_config_can_be_assigned(cfg):
+def test_assigning_a_section_of_another_config_copies_it(cfg):
     other = get_cfg()
     other.SOLVER.AMP = "fp16"
     cfg.SOLVER = other.SOLVER
     assert cfg.SOLVER == other.SOLVER
     assert cfg.SOLVER is not other.SOLVER
-    with pytest.raises(ConfigError, match="is no config key"):
+    with pytest.raises(ConfigError, match="SOLVER.NEW"):
         cfg.SOLVER.NEW = 1
     other.SOLVER.BASE_LR = 1
     assert cfg.SOLVER.BASE_LR == 3e-4
 
 
-def test_a_node_of_its_own():
+def test_detached_node():
     node = CfgNode({"A": 1, "B": {"C": "x"}})
     node.D = None
     node.merge_from_list(["A", "2", "B.C", "y", "D", "free"])
     assert node == {"A": 2, "B": {"C": "y"}, "D": "free"}
-    with pytest.raises(ConfigError, match=r"'B.E' is no config key"):
+    with pytest.raises(ConfigError, match=r"'B.E'"):
         node.merge_from_list(["B.E", "1"])
-    with pytest.raises(ConfigError, match="holds no object"):
+    with pytest.raises(ConfigError, match="E: .*object"):
         node.E = object()
     assert CfgNode(new_allowed=True).is_new_allowed()
     node.MIXED = (1, "b", None)
@@ -565,17 +565,17 @@ def test_a_node_of_its_own():
     assert node.MIXED == ("c", 2)
 
 
-def test_a_copy_through_the_constructor_is_whole(cfg):
+def test_constructor_copies_a_node(cfg):
     assert CfgNode(cfg) == cfg
     assert CfgNode(cfg.SOLVER) == cfg.SOLVER
     assert CfgNode(cfg.SOLVER.AMP) == cfg.SOLVER.AMP
 
 
-def test_load_cfg_is_safe(tmp_path):
+def test_load_cfg_executes_nothing(tmp_path):
     assert CfgNode.load_cfg("A: 1") == {"A": 1}
     file = tmp_path / "config.py"
     file.write_text("raise SystemExit(9)")
-    with file.open() as opened, pytest.raises(ConfigError, match="Python files are not run"):
+    with file.open() as opened, pytest.raises(ConfigError, match=r"config\.py"):
         CfgNode.load_cfg(opened)
-    with pytest.raises(ConfigError, match="no valid YAML"):
+    with pytest.raises(ConfigError, match="python/object/apply"):
         CfgNode.load_cfg("!!python/object/apply:os.system ['false']")

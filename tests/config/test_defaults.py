@@ -1,4 +1,4 @@
-"""The defaults are FastReID's, every key is documented, and what is not acted upon is refused."""
+"""Default values, and the documentation of config keys."""
 
 import json
 from pathlib import Path
@@ -16,12 +16,12 @@ VALUES = json.loads((Path(__file__).parents[1] / "reference" / "fastreid_config_
 
 
 def flat(cfg):
-    """Return {path: value} with tuples as lists, as JSON has them."""
+    """Return path -> value, with tuples as lists."""
     return {key.path: list(value) if isinstance(value, tuple) else value for key, value in cfg.keys_below()}
 
 
 def nested(values):
-    """Return {"A": {"B": 1}} for {"A.B": 1}."""
+    """Convert {"A.B": 1} to {"A": {"B": 1}}."""
     tree = {}
     for path, value in values.items():
         *sections, name = path.split(".")
@@ -32,7 +32,7 @@ def nested(values):
     return tree
 
 
-def test_all_of_fastreids_defaults():
+def test_defaults_equal_those_of_fastreid():
     ours = flat(get_cfg())
     assert len(VALUES["defaults"]) == 131
     for path, value in VALUES["defaults"].items():
@@ -40,7 +40,7 @@ def test_all_of_fastreids_defaults():
         assert type(ours[path]) is type(value), path
 
 
-def test_every_recipe_of_fastreids_merges_and_survives_a_dump(tmp_path, subtests):
+def test_fastreid_recipes_merge_and_round_trip(tmp_path, subtests):
     file = tmp_path / "recipe.yml"
     for recipe, changes in VALUES["resolved"].items():
         with subtests.test(recipe):
@@ -56,20 +56,20 @@ def test_every_recipe_of_fastreids_merges_and_survives_a_dump(tmp_path, subtests
             assert "!!" not in cfg.dump()
 
 
-def test_there_are_43_recipes():
+def test_number_of_fastreid_recipes():
     assert len(VALUES["resolved"]) == 43
 
 
-def test_our_bag_of_tricks_is_fastreids():
+def test_bagtricks_recipe_equals_that_of_fastreid():
     cfg = get_cfg()
     cfg.merge_from_file(ROOT / "configs" / "Market1501" / "bagtricks_R50.yml")
     assert flat(cfg) == flat(get_cfg()) | VALUES["resolved"]["Market1501/bagtricks_R50.yml"]
 
 
-def test_every_key_is_complete(subtests):
+def test_keys_are_complete(subtests):
     for key in KEYS.values():
         with subtests.test(key.path):
-            assert key.meaning.endswith("."), "a meaning is a sentence"
+            assert key.meaning.endswith("."), "the description is a sentence"
             assert set(key.aliases.values()) <= set(key.choices)
             if not key.is_free_form:
                 assert convert(key, key.default) == key.default
@@ -77,7 +77,7 @@ def test_every_key_is_complete(subtests):
                     assert key.element_type is not None, "an empty default needs of="
 
 
-def test_new_keys_have_the_defaults_of_the_design():
+def test_defaults_of_new_keys():
     cfg = get_cfg()
     amp = dict(cfg.SOLVER.AMP)
     assert amp == {
@@ -102,7 +102,7 @@ def test_new_keys_have_the_defaults_of_the_design():
     assert (cfg.SOLVER.EPOCH_SCHEDULE, cfg.SOLVER.OPT_ARGS, cfg.SOLVER.TF32) == ("after_warmup", {}, False)
 
 
-def test_the_tables_name_keys_that_exist():
+def test_renamed_keys_and_shorthands_exist():
     for old, new in RENAMED.items():
         assert any(f"{key}.".startswith(f"{new}.") for key in KEYS)
         assert not any(f"{key}.".startswith(f"{old}.") for key in KEYS)
@@ -114,14 +114,14 @@ def test_the_tables_name_keys_that_exist():
 # ---- documentation
 
 
-def test_the_documentation_has_every_key_and_fits_the_terminal():
+def test_documentation_has_every_key_within_100_columns():
     text = describe_config()
     for key in KEYS.values():
         assert f"\n{key.path}: " in f"\n{text}"
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_a_prefix_chooses_a_section_or_a_key():
+def test_prefix_selects_a_section_or_key():
     text = describe_config("solver.amp")
     assert "SOLVER.AMP.DTYPE: auto" in text
     assert "SOLVER.BASE_LR" not in text
@@ -130,14 +130,14 @@ def test_a_prefix_chooses_a_section_or_a_key():
     assert describe_config("SOLVER.BASE_LR").count("\n") >= 1
 
 
-def test_an_unknown_prefix_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"'SOLVERS'.*Did you mean 'SOLVER"):
+def test_unknown_prefix_suggests_nearest():
+    with pytest.raises(ConfigError, match=r"'SOLVERS'.*'SOLVER"):
         describe_config("SOLVERS")
 
 
-def test_a_changed_value_and_a_projects_key_are_shown():
+def test_documentation_shows_changed_values_and_project_keys():
     cfg = get_cfg()
     cfg.define("TUNE.TRIALS", 8, "Trials of the search.")
     cfg.SOLVER.BASE_LR = 0.1
     assert "TUNE.TRIALS: 8" in describe_config(cfg=cfg)
-    assert "SOLVER.BASE_LR: 0.0003   (here: 0.1)" in describe_config("SOLVER.BASE_LR", cfg)
+    assert "SOLVER.BASE_LR: 0.0003   (set to: 0.1)" in describe_config("SOLVER.BASE_LR", cfg)

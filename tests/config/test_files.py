@@ -1,4 +1,6 @@
-"""Config files: bases, circles, and files that are no config."""
+"""Config files: bases, cycles, and invalid files."""
+
+import re
 
 import pytest
 
@@ -9,7 +11,7 @@ from fastamp.utils.errors import ConfigError
 
 @pytest.fixture
 def write(tmp_path):
-    """A function that writes a file below tmp_path and returns its path."""
+    """Function that writes a file below tmp_path and returns its path."""
 
     def write_file(name, content):
         file = tmp_path / name
@@ -26,7 +28,7 @@ def merge(path):
     return cfg
 
 
-def test_a_base_is_relative_to_the_file_that_names_it(write, tmp_path, monkeypatch):
+def test_base_path_is_relative_to_its_file(write, tmp_path, monkeypatch):
     write("base/root.yml", "SEED: 1\nSOLVER: {BASE_LR: 0.1, MAX_EPOCH: 3}")
     write("base/middle.yml", "_BASE_: root.yml\nSOLVER: {BASE_LR: 0.2}")
     child = write("recipes/child.yml", "_BASE_: ../base/middle.yml\nLOG_PERIOD: 7")
@@ -37,7 +39,7 @@ def test_a_base_is_relative_to_the_file_that_names_it(write, tmp_path, monkeypat
     assert merge("child.yml").SOLVER.BASE_LR == 0.2
 
 
-def test_a_list_of_bases_in_order_and_a_diamond(write):
+def test_bases_merge_in_order_with_a_shared_base(write):
     write("root.yml", "SEED: 1")
     write("a.yml", "_BASE_: root.yml\nLOG_PERIOD: 1\nSOLVER: {GAMMA: 0.5}")
     write("b.yml", "_BASE_: root.yml\nLOG_PERIOD: 2")
@@ -45,108 +47,101 @@ def test_a_list_of_bases_in_order_and_a_diamond(write):
     assert (cfg.SEED, cfg.LOG_PERIOD, cfg.SOLVER.GAMMA) == (1, 2, 0.5)
 
 
-def test_the_home_folder(write, tmp_path, monkeypatch):
+def test_tilde_is_expanded(write, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write("base.yml", "SEED: 6")
     write("deep/er/child.yml", "_BASE_: ~/base.yml")
     assert merge("~/deep/er/child.yml").SEED == 6
 
 
-def test_an_absolute_base(write):
+def test_absolute_base(write):
     base = write("base.yml", "SEED: 6")
     assert merge(write("deep/child.yml", f"_BASE_: {base}")).SEED == 6
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-def test_a_circle_shows_the_chain(write, length):
+def test_cycle_shows_the_chain(write, length):
     files = [write(f"{i}.yml", f"_BASE_: {(i + 1) % length}.yml") for i in range(length)]
     with pytest.raises(ConfigError) as caught:
         merge(files[0])
     assert " -> ".join(map(str, [*files, files[0]])) in str(caught.value)
 
 
-def test_a_circle_through_a_link(write, tmp_path):
+def test_cycle_through_a_link(write, tmp_path):
     file = write("a.yml", "_BASE_: link.yml")
     (tmp_path / "link.yml").symlink_to(file)
-    with pytest.raises(ConfigError, match="circle"):
+    with pytest.raises(ConfigError, match=r"a\.yml -> .*link\.yml"):
         merge(file)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"# only a comment\n", b"---\n", b"\xef\xbb\xbf", b"{}", b"~"])
-def test_an_empty_file_merges_nothing(write, content):
+def test_empty_file_merges_nothing(write, content):
     assert merge(write("empty.yml", content)) == get_cfg()
 
 
-def test_a_byte_order_mark_and_line_ends_of_windows(write):
+def test_byte_order_mark_and_windows_line_ends(write):
     assert merge(write("bom.yml", b"\xef\xbb\xbfSEED: 3\r\nSOLVER:\r\n  AMP: on\r\n")).SEED == 3
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "shown"),
     [
         ("a.yml", "SEED: 1\nSOLVER: [1, 2\nX: 3\n", "line 3"),
         ("a.yml", "SEED: 1\n\tSOLVER: 2\n", "line 2"),
-        ("a.yml", "- 1\n- 2\n", "expected a mapping of config keys, got list"),
-        ("a.yml", "just text", "expected a mapping of config keys, got str"),
-        ("a.yml", "42", "expected a mapping of config keys, got int"),
+        ("a.yml", "- 1\n- 2\n", "got list"),
+        ("a.yml", "just text", "got str"),
+        ("a.yml", "42", "got int"),
         ("a.yml", "SEED: 1\n---\nSEED: 2\n", "single document"),
-        (
-            "a.yml",
-            "SEED: 1\nSOLVER: {GAMMA: 1}\nSEED: 2\n",
-            "line 3: this is no valid YAML for a config: the key 'SEED'",
-        ),
+        ("a.yml", "SEED: 1\nSOLVER: {GAMMA: 1}\nSEED: 2\n", "line 3: invalid YAML: duplicate key 'SEED'"),
         ("a.yml", b"SEED: \xff\xfe\n", "UTF-8"),
         ("a.yml", "SEED: 1\n".encode("utf-16"), "UTF-8"),
-        ("a.yml", b"SEED: \x00\n", "no valid YAML"),
-        ("a.yml", "SEED: !!int x\n", "no valid YAML"),
-        ("a.yml", "SEED: !!timestamp x\n", "no valid YAML"),
-        ("a.yml", "SEED: 2024-13-45\n", "no valid YAML"),
+        ("a.yml", b"SEED: \x00\n", "invalid YAML"),
+        ("a.yml", "SEED: !!int x\n", "invalid YAML"),
+        ("a.yml", "SEED: !!timestamp x\n", "invalid YAML"),
+        ("a.yml", "SEED: 2024-13-45\n", "invalid YAML"),
         ("a.yml", "SEED: *nowhere\n", "line 1"),
         ("a.yml", "? [1, 2]\n: 3\n", "a.yml"),
-        ("a.yml", "? {a: 1}\n: 3\n", "no valid YAML"),
-        ("a.yml", "1: 2\n", "a config key is text, got 1 (int)"),
-        ("a.yml", "on: 2\n", "a config key is text, got True (bool)"),
-        ("a.yml", "&a SEED: &b [*b]\n", "values without end"),
-        ("a.yml", "SOLVER: &a {OPT_ARGS: *a}\n", "values without end"),
-        ("a.yml", "SOLVER: &a {AMP: *a}\n", "values without end"),
-        ("a.yml", "SOLVER: {STEPS: &b [*b]}\n", "values without end"),
-        ("a.yml", "SEED: " + "[" * 5000 + "\n", "no valid YAML"),
-        ("a.yml", "SOLVER:\n", "SOLVER: expected a section, got nothing (null)"),
-        ("a.yml", "_BASE_: 3\n", "_BASE_ must be a path or a list of paths, got 3"),
-        ("a.yml", "_BASE_:\n", "_BASE_ must be a path"),
-        ("a.yml", "_BASE_: ['']\n", "_BASE_ must be a path"),
-        ("a.yml", "_BASE_: {a: b}\n", "_BASE_ must be a path"),
+        ("a.yml", "? {a: 1}\n: 3\n", "invalid YAML"),
+        ("a.yml", "1: 2\n", "got 1 (int)"),
+        ("a.yml", "on: 2\n", "got True (bool)"),
+        ("a.yml", "&a SEED: &b [*b]\n", "aliases"),
+        ("a.yml", "SOLVER: &a {OPT_ARGS: *a}\n", "aliases"),
+        ("a.yml", "SOLVER: &a {AMP: *a}\n", "aliases"),
+        ("a.yml", "SOLVER: {STEPS: &b [*b]}\n", "aliases"),
+        ("a.yml", "SEED: " + "[" * 5000 + "\n", "invalid YAML"),
+        ("a.yml", "SOLVER:\n", "SOLVER: "),
+        ("a.yml", "_BASE_: 3\n", "_BASE_: expected a path or a list of paths, got 3"),
+        ("a.yml", "_BASE_:\n", "_BASE_: expected a path"),
+        ("a.yml", "_BASE_: ['']\n", "_BASE_: expected a path"),
+        ("a.yml", "_BASE_: {a: b}\n", "_BASE_: expected a path"),
         ("a.yml", "_BASE_: gone.yml\n", "gone.yml (_BASE_ of "),
-        ("a.yml", "_BASE_: .\n", "this is a folder"),
+        ("a.yml", "_BASE_: .\n", "folder"),
         ("a.yml", "_BASE_: evil.py\n", "evil.py (_BASE_ of "),
-        ("a.yml", '_BASE_: "a\\0b"\n', "_BASE_ must be a path"),
-        ("a.yml", "SOLVER: {_BASE_: b.yml}\n", "'SOLVER._BASE_' is no config key"),
-        ("a.py", "cfg = {}\n", "Python files are not run"),
-        ("a.PYC", b"\x00", "Python files are not run"),
+        ("a.yml", '_BASE_: "a\\0b"\n', "_BASE_: expected a path"),
+        ("a.yml", "SOLVER: {_BASE_: b.yml}\n", "'SOLVER._BASE_'"),
+        ("a.py", "cfg = {}\n", "Python file"),
+        ("a.PYC", b"\x00", "Python file"),
     ],
 )
-def test_what_is_no_config_is_named(write, name, content, told):
+def test_invalid_file_is_named(write, name, content, shown):
     file = write(name, content)
     cfg = get_cfg()
     with pytest.raises(ConfigError) as caught:
         cfg.merge_from_file(file)
-    assert told in str(caught.value)
+    assert shown in str(caught.value)
     assert str(file) in str(caught.value)
     assert cfg == get_cfg()
 
 
-def test_missing_file_and_folder(tmp_path, write):
+def test_missing_file_lists_the_files_of_its_folder(tmp_path, write):
     write("near.yml", "SEED: 1")
-    with pytest.raises(ConfigError, match=r"gone\.yml: there is no such config file\n  there are: near\.yml"):
+    with pytest.raises(ConfigError, match=r"gone\.yml: (.|\n)*near\.yml"):
         merge(tmp_path / "gone.yml")
-    with pytest.raises(ConfigError, match=r"nor is there a folder"):
+    with pytest.raises(ConfigError, match=r"gone\.yml: (.|\n)*folder '.*no'"):
         merge(tmp_path / "no" / "gone.yml")
-    with pytest.raises(ConfigError, match=r"this is a folder"):
-        merge(tmp_path)
-    with pytest.raises(ConfigError, match=r"this is a folder"):
-        merge("")
-    with pytest.raises(ConfigError, match=r"cannot read this config file"):
-        merge("a\0b.yml")
+    for path in (tmp_path, "", "a\0b.yml"):
+        with pytest.raises(ConfigError, match=re.escape(f"{path}: ")):
+            merge(path)
 
 
 @pytest.mark.parametrize(
@@ -159,15 +154,15 @@ def test_missing_file_and_folder(tmp_path, write):
         "!custom x",
     ],
 )
-def test_a_tag_is_refused_and_nothing_runs(write, tmp_path, tag):
-    witness = tmp_path / "ran"
-    file = write("evil.yml", f"SEED: 1\nOUTPUT_DIR: {tag.format(witness)}\n")
-    with pytest.raises(ConfigError, match=r"evil\.yml, line 2: .*could not determine a constructor"):
+def test_yaml_tags_are_rejected_and_nothing_runs(write, tmp_path, tag):
+    created = tmp_path / "ran"
+    file = write("evil.yml", f"SEED: 1\nOUTPUT_DIR: {tag.format(created)}\n")
+    with pytest.raises(ConfigError, match=r"evil\.yml, line 2: .*tag"):
         merge(file)
-    assert not witness.exists()
+    assert not created.exists()
 
 
-def test_anchors_and_merge_keys_work(write):
+def test_yaml_anchors_and_merge_keys(write):
     text = (
         "INPUT:\n  SIZE_TRAIN: &size [384, 128]\n  SIZE_TEST: *size\nTEST: {FLIP: &on {ENABLED: True}, ROC: {<<: *on}}"
     )
@@ -176,6 +171,6 @@ def test_anchors_and_merge_keys_work(write):
     assert cfg.TEST.ROC.ENABLED is True
 
 
-def test_layers_are_pairs_of_path_and_mapping(write):
+def test_read_layers_returns_path_and_mapping_of_each_file(write):
     base, child = write("base.yml", "SEED: 1"), write("child.yml", "_BASE_: base.yml\nSEED: 2")
     assert read_layers(child) == [(str(base), {"SEED": 1}), (str(child), {"SEED": 2})]

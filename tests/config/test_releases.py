@@ -1,4 +1,4 @@
-"""Config files of FastReID v0.1.1 and v1.0.0 give the recipe of their release in the present keys."""
+"""Translation of config files of FastReID v0.1.1 and v1.0.0."""
 
 import logging
 
@@ -14,7 +14,7 @@ from fastamp.solver import build_lr_schedule
 from fastamp.utils.errors import ConfigError
 
 BOTH_LOSSES = ["CrossEntropyLoss", "TripletLoss"]
-# Written by hand from the releases' facts: what differs from the present defaults.
+# Differences from the present defaults, written by hand from the releases.
 COMMON = {
     "CUDNN_BENCHMARK": True,
     "MODEL.BACKBONE.PRETRAIN": True,
@@ -130,7 +130,7 @@ BACKBONES = {
 
 
 def expected(name):
-    """Return what differs from the present defaults: the method's table, the backbone's, and the data set."""
+    """Return the differences from the present defaults: of the method, the backbone and the dataset."""
     release, _, *folder, file = name.removesuffix(".yml").split("/")
     method, part = file.split("_") if folder else ("Base", file.removeprefix("Base-"))
     if not folder:
@@ -157,7 +157,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Load a mapping that is written to a file."""
+    """Function that writes a mapping to a file and loads it."""
 
     def read(mapping, release=""):
         (tmp_path / "old.yml").write_text(yaml.safe_dump(mapping))
@@ -169,7 +169,7 @@ def recipe(tmp_path):
 # ---- the files of the releases
 
 
-def test_every_file_gives_the_recipe_of_its_release(root, subtests):
+def test_files_give_the_recipe_of_their_release(root, subtests):
     for name in old_configs.FILES:
         with subtests.test(name):
             cfg = load(root / name)
@@ -177,22 +177,22 @@ def test_every_file_gives_the_recipe_of_its_release(root, subtests):
             assert f"FastReID {name.split('/')[0]} by" in cfg.translation_notes()[0]
 
 
-def test_there_are_25_files_of_each():
+def test_number_of_files():
     assert [sum(name.startswith(release) for name in old_configs.FILES) for release in EXPECTED] == [25, 25]
 
 
 @pytest.mark.parametrize(
     "name", ["v0.1.1/configs/Market1501/sbs_R50-ibn.yml", "v1.0.0/configs/DukeMTMC/mgn_R50-ibn.yml"]
 )
-def test_the_wrong_release_gives_another_recipe(root, name):
-    """What the comparison above would see, if a release were mistaken for the other, or its defaults left out."""
+def test_wrong_release_gives_another_recipe(root, name):
+    """Negative control of the comparison above."""
     right, other = load(root / name), {"v0.1.1": "v1.0.0", "v1.0.0": "v0.1.1"}[name.split("/")[0]]
     wrong = load(root / name, release=other)
     differ = {key for key, value in flat(wrong).items() if value != flat(right)[key]}
     assert {"SOLVER.LR_UPDATE", "MODEL.BACKBONE.STEM_POOL", "SOLVER.NESTEROV", "INPUT.CJ.PROB"} <= differ
 
 
-def test_every_translated_key_has_a_line(root, subtests):
+def test_every_translated_key_is_logged(root, subtests):
     for name in old_configs.FILES:
         with subtests.test(name):
             text = "\n".join(load(root / name).translation_notes())
@@ -203,7 +203,7 @@ def test_every_translated_key_has_a_line(root, subtests):
 
 
 def read_layers_of(path):
-    """Yield name and dotted settings of a file and its bases, by a reading of its own."""
+    """Yield name and dotted settings of a file and its bases, read independently."""
     mapping = yaml.safe_load(path.read_text())
     if base := mapping.pop("_BASE_", None):
         yield from read_layers_of((path.parent / base).resolve())
@@ -218,7 +218,7 @@ def read_layers_of(path):
     yield path.name, dict(leaves(mapping))
 
 
-def test_the_log_has_it(root, caplog):
+def test_translations_are_logged(root, caplog):
     with caplog.at_level(logging.INFO, "fastamp"):
         load(root / "v0.1.1/configs/Base-AGW.yml")
     assert "Base-bagtricks.yml: INPUT.DO_PAD True -> INPUT.PADDING.ENABLED True" in caplog.messages
@@ -226,7 +226,7 @@ def test_the_log_has_it(root, caplog):
 
 
 @pytest.mark.parametrize("name, rates", [
-    # 100 iterations an epoch: shares of BASE_LR by iteration.
+    # 100 iterations per epoch: iteration -> fraction of BASE_LR.
     ("v0.1.1/configs/Base-bagtricks.yml", {0: 0.01, 500: 0.505, 1000: 1, 3999: 1, 4000: 0.1, 8999: 0.1, 9000: 0.01}),
     ("v0.1.1/configs/Base-Strongerbaseline.yml", {0: 0.01, 500: 0.505, 3000: 1, 4500: 0.5011, 5999: 0.0022}),
     ("v1.0.0/configs/Base-bagtricks.yml", {0: 0.1, 99: 0.1, 100: 0.19, 1000: 1, 4999: 1, 5000: 0.1, 10000: 0.01}),
@@ -245,7 +245,7 @@ def test_learning_rates(root, name, rates):
 # ---- single keys
 
 
-def test_a_file_of_a_few_keys_has_the_defaults_of_its_release(recipe):
+def test_file_with_few_keys_has_the_defaults_of_its_release(recipe):
     cfg = recipe({"SOLVER": {"MAX_ITER": 7, "DELAY_ITERS": 1}})
     assert (cfg.SOLVER.MAX_EPOCH, cfg.SOLVER.WARMUP_EPOCHS, cfg.SOLVER.WEIGHT_DECAY_BIAS) == (7, 10, 0.0)
     assert (cfg.DATALOADER.SAMPLER_TRAIN, cfg.TEST.EVAL_PERIOD) == ("BalancedIdentitySampler", 50)
@@ -257,8 +257,8 @@ def test_a_file_of_a_few_keys_has_the_defaults_of_its_release(recipe):
 
 
 @pytest.mark.parametrize("release", RELEASE_DEFAULTS)
-def test_a_whole_config_of_a_run_with_the_defaults_changes_nothing(recipe, release):
-    """As a run of that release wrote it, with every key."""
+def test_complete_config_with_defaults_changes_nothing(recipe, release):
+    """A run of that release saved a config with every key."""
     whole = {
         key: list(value) if isinstance(value, tuple) else value for key, value in RELEASE_DEFAULTS[release].items()
     }
@@ -274,7 +274,7 @@ def test_a_whole_config_of_a_run_with_the_defaults_changes_nothing(recipe, relea
     ("v1.0.0", "gempoolP", "GeneralizedMeanPoolingP"), ("v1.0.0", "clipavgpool", "ClipGlobalAvgPool"),
     ("v1.0.0", "identity", "Identity"), ("v1.0.0", "flatten", "Flatten"),
 ])  # fmt: skip
-def test_pooling(recipe, release, old, new):
+def test_old_names_of_pooling_layers(recipe, release, old, new):
     assert new == recipe({"MODEL": {"HEADS": {"POOL_LAYER": old}}}, release).MODEL.HEADS.POOL_LAYER
 
 
@@ -282,13 +282,13 @@ def test_pooling(recipe, release, old, new):
     ("linear", "Linear", 1, 0.0), ("arcSoftmax", "ArcSoftmax", 30, 0.5), ("circleSoftmax", "CircleSoftmax", 30, 0.5),
     ("amSoftmax", "CosSoftmax", 30, 0.5), ("cosSoftmax", "CosSoftmax", 30, 0.5),
 ])  # fmt: skip
-def test_classifiers(recipe, old, new, scale, margin):
+def test_old_names_of_classifiers(recipe, old, new, scale, margin):
     """The old linear classifier ignored SCALE and MARGIN; the present one would multiply by SCALE."""
     heads = recipe({"MODEL.HEADS": {"CLS_LAYER": old, "SCALE": 30, "MARGIN": 0.5}}, "v0.1.1").MODEL.HEADS
     assert (new, scale, margin) == (heads.CLS_LAYER, heads.SCALE, heads.MARGIN)
 
 
-def test_a_margin_softmax_has_the_old_defaults(recipe):
+def test_margin_softmax_has_the_old_defaults(recipe):
     heads = recipe({"MODEL": {"HEADS": {"CLS_LAYER": "circleSoftmax"}}}, "v1.0.0").MODEL.HEADS
     assert (heads.SCALE, heads.MARGIN) == (128, 0.15)
 
@@ -314,12 +314,12 @@ def test_heads_of_the_first_release(recipe, heads, architecture, neck, embedding
     (False, False, "TrainingSampler"),
 ])  # fmt: skip
 @pytest.mark.parametrize("release", ["v0.1.1", "v1.0.0"])
-def test_samplers(recipe, release, identities, naive, sampler):
+def test_identity_samplers(recipe, release, identities, naive, sampler):
     cfg = recipe({"DATALOADER": {"PK_SAMPLER": identities, "NAIVE_WAY": naive}}, release)
     assert sampler == cfg.DATALOADER.SAMPLER_TRAIN
 
 
-def test_augmentation_without_a_probability(recipe):
+def test_augmentation_without_probability(recipe):
     mapping = {"INPUT": {"DO_AUTOAUG": True, "DO_AUGMIX": True, "DO_FLIP": False, "CJ": {"ENABLED": True}}}
     first, last = recipe(mapping, "v0.1.1").INPUT, recipe(mapping, "v1.0.0").INPUT
     assert [each.AUTOAUG.PROB for each in (first, last)] == [0.0, 0.0]
@@ -328,7 +328,7 @@ def test_augmentation_without_a_probability(recipe):
     assert (first.CJ.ENABLED, last.CJ.ENABLED) == (False, True)  # it was built and dropped in v0.1.1
 
 
-def test_further_renames(recipe):
+def test_other_renamed_keys(recipe):
     mapping = {"INPUT": {"PADDING": 7, "PADDING_MODE": "edge", "FLIP_PROB": 0.3, "DO_AFFINE": True, "AUGMIX_PROB": 0.2}}
     mapping |= {"TEST": {"ROC_ENABLED": True, "FLIP_ENABLED": True}, "SOLVER": {"FREEZE_FC_ITERS": 50}}
     cfg = recipe(mapping | {"KD": {"MODEL_CONFIG": "teacher.yml"}})
@@ -338,8 +338,8 @@ def test_further_renames(recipe):
     assert recipe({"MODEL.LOSSES.CIRCLE.ALPHA": 64}).MODEL.LOSSES.CIRCLE.GAMMA == 64
 
 
-def test_losses_of_mgn(recipe):
-    """v0.1.1 applied the scales of its file once; the present model divides by the number of losses itself."""
+def test_loss_scales_of_mgn(recipe):
+    """v0.1.1 applied the scales as given; the present model divides by the number of losses."""
     losses = {"NAME": BOTH_LOSSES, "CE": {"SCALE": 0.25}, "TRI": {"SCALE": 0.2}}
     mapping = {"MODEL": {"META_ARCHITECTURE": "MGN", "LOSSES": losses}}
     cfg = recipe(mapping, "v0.1.1")
@@ -354,13 +354,13 @@ def test_losses_of_mgn(recipe):
 
 @pytest.mark.parametrize("release, euclidean", [("v0.1.1", True), ("v1.0.0", False)])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_triplets_of_normalized_features(recipe, release, euclidean, normalize):
+def test_triplet_loss_of_normalized_features(recipe, release, euclidean, normalize):
     cfg = recipe({"MODEL": {"LOSSES": {"TRI": {"NORM_FEAT": normalize}}}}, release)
     named = any("no counterpart: MODEL.LOSSES.TRI.NORM_FEAT" in line for line in cfg.translation_notes())
     assert cfg.MODEL.LOSSES.TRI.NORM_FEAT is normalize and named == (euclidean and normalize)
 
 
-def test_weight_decay_of_norms_was_that_of_weights(recipe):
+def test_weight_decay_of_norms_equals_that_of_weights(recipe):
     solver = recipe({"SOLVER": {"MAX_ITER": 5, "WEIGHT_DECAY": 0.01}}).SOLVER
     assert (solver.WEIGHT_DECAY, solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_BIAS) == (0.01, 0.01, 0.0)
 
@@ -376,7 +376,7 @@ def test_weight_averaging(recipe):
     assert any("SOLVER.SWA.ITER 15: no effect" in line for line in cfg.translation_notes())
 
 
-def test_what_has_no_counterpart_is_named_and_ends_nothing(recipe, caplog):
+def test_keys_without_counterpart_are_logged_as_warnings(recipe, caplog):
     backbone = {"NORM": "GhostBN", "NORM_SPLIT": 4}
     cfg = recipe({"MODEL": {"BACKBONE": backbone, "HEADS": {"NORM_SPLIT": 2}}, "SOLVER": {"MAX_ITERS": 7}})
     assert cfg.MODEL.BACKBONE.NORM == "GhostBN"
@@ -387,43 +387,43 @@ def test_what_has_no_counterpart_is_named_and_ends_nothing(recipe, caplog):
     assert any("MODEL.HEADS.NORM_SPLIT 2: no effect" in line for line in cfg.translation_notes())
 
 
-def test_values_that_only_old_releases_took(recipe):
+def test_values_accepted_only_by_old_releases(recipe):
     mapping = {"SOLVER": {"FP16_ENABLED": False, "MOMENTUM": 0.0}, "TEST": {"EVAL_PERIOD": 0}}
     cfg = recipe(mapping | {"MODEL": {"FREEZE_LAYERS": [""]}})
     assert (cfg.TEST.EVAL_PERIOD, cfg.SOLVER.NESTEROV, cfg.MODEL.FREEZE_LAYERS) == (120, False, ())
 
 
-def test_a_value_of_the_wrong_type_names_the_file_and_the_old_key(recipe):
-    with pytest.raises(ConfigError, match=r"old.yml: SOLVER.MAX_ITER: expected a whole number, got 'many'"):
+def test_wrong_type_names_the_file_and_the_old_key(recipe):
+    with pytest.raises(ConfigError, match=r"old.yml: SOLVER.MAX_ITER: .*'many'"):
         recipe({"SOLVER": {"MAX_ITER": "many"}})
 
 
-# ---- which release
+# ---- detection of the release
 
 
-def test_epochs_that_a_later_file_calls_iterations(recipe):
-    """Files of v1.0.0 for vehicles kept v0.1.1's names."""
+def test_epochs_under_iteration_keys_in_later_files(recipe):
+    """Files of v1.0.0 for vehicles kept the key names of v0.1.1."""
     solver = {"FP16_ENABLED": True, "MAX_EPOCH": 120, "WARMUP_EPOCHS": 10, "NESTEROV": True}
     cfg = recipe({"SOLVER": solver | {"MAX_ITER": 60, "WARMUP_ITERS": 5, "STEPS": [30, 50]}})
     assert "FastReID v1.0.0 by" in cfg.translation_notes()[0]
-    assert "did not have SOLVER.MAX_ITER, SOLVER.WARMUP_ITERS" in cfg.translation_notes()[1]
+    assert "SOLVER.MAX_ITER, SOLVER.WARMUP_ITERS" in cfg.translation_notes()[1]
     assert (cfg.SOLVER.MAX_EPOCH, cfg.SOLVER.WARMUP_EPOCHS, cfg.SOLVER.WARMUP_ITERS) == (60, 5, 0)
 
 
-def test_a_warm_up_longer_than_the_training_is_in_iterations(recipe):
-    """As in the releases after v1.0.0, which had some of the old keys and the present schedule."""
+def test_warmup_longer_than_the_training_is_in_iterations(recipe):
+    """Releases after v1.0.0 had some of the old keys and the present schedule."""
     cfg = recipe({"INPUT": {"DO_PAD": True}, "SOLVER": {"WARMUP_ITERS": 2000, "MAX_EPOCH": 60, "AMP": True}})
     assert (cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.WARMUP_EPOCHS, cfg.SOLVER.LR_UPDATE) == (2000, 0, "mixed")
-    assert any("so iterations" in line for line in cfg.translation_notes())
-    assert any("no old release had SOLVER.AMP.ENABLED" in line for line in cfg.translation_notes())
+    assert any("WARMUP_ITERS 2000" in line for line in cfg.translation_notes())
+    assert any("SOLVER.AMP.ENABLED" in line and "present" in line for line in cfg.translation_notes())
 
 
-def test_keys_of_both_old_releases_are_taken_for_the_later(recipe):
+def test_keys_of_both_releases_are_read_as_the_later_one(recipe):
     cfg = recipe({"INPUT": {"DO_PAD": False}})
     assert "v0.1.1 or v1.0.0 by INPUT.DO_PAD" in cfg.translation_notes()[0]
     assert cfg.SOLVER.LR_UPDATE == "epoch" and not cfg.INPUT.PADDING.ENABLED
     stated = recipe({"INPUT": {"DO_PAD": False}}, "v0.1.1")
-    assert stated.SOLVER.LR_UPDATE == "iteration" and "as stated" in stated.translation_notes()[0]
+    assert stated.SOLVER.LR_UPDATE == "iteration" and "v0.1.1" in stated.translation_notes()[0]
     with pytest.raises(ConfigError, match="'v0.2'"):
         recipe({}, "v0.2")
 
@@ -432,16 +432,16 @@ def test_keys_of_both_old_releases_are_taken_for_the_later(recipe):
     {},
     {"DATASETS": {"NAMES": '("DukeMTMC",)'}, "OUTPUT_DIR": "logs/x"},
     {"SOLVER": {"WARMUP_ITERS": 2000, "MAX_EPOCH": 60, "FREEZE_ITERS": 1000}, "MODEL": {"HEADS": {"EMBEDDING_DIM": 9}}},
-    {"MODEL": {"HEADS": {"NAME": "LinearHead"}}},  # of a user's own
+    {"MODEL": {"HEADS": {"NAME": "LinearHead"}}},  # a custom head
     {"INPUT": {"PADDING": True}, "SOLVER": {"AMP_ENABLED": True, "SWA": {"ENABLED": True, "PERIOD": 2}}},
 ])  # fmt: skip
-def test_a_file_without_anything_old_is_a_present_one(recipe, mapping):
+def test_file_without_old_keys_is_not_translated(recipe, mapping):
     cfg, same = recipe(mapping), get_cfg()
     same.merge_from_other_cfg(mapping)
     assert cfg == same and cfg.translation_notes() == []
 
 
-def test_a_projects_key_of_an_old_name_is_not_old(tmp_path):
+def test_project_key_with_an_old_name_is_not_translated(tmp_path):
     (tmp_path / "project.yml").write_text("MODEL: {HEADS: {IN_FEAT: 3}}\n")
     cfg = get_cfg()
     cfg.define("MODEL.HEADS.IN_FEAT", 1, "Width of a project's head.")
@@ -449,7 +449,7 @@ def test_a_projects_key_of_an_old_name_is_not_old(tmp_path):
     assert cfg.MODEL.HEADS.IN_FEAT == 3 and cfg.translation_notes() == []
 
 
-def test_present_keys_in_an_old_file_stay(recipe):
+def test_present_keys_in_an_old_file_are_kept(recipe):
     cfg = recipe(
         {"SOLVER": {"MAX_ITER": 7, "AMP": "bf16"}, "TEST": {"RERANK": True, "REPORT": True}, "INPUT.FLIP": False}
     )
@@ -458,20 +458,19 @@ def test_present_keys_in_an_old_file_stay(recipe):
 
 
 @pytest.mark.parametrize("old, present", [("child", "base"), ("base", "child")])
-def test_old_and_present_files_are_not_mixed(tmp_path, old, present):
+def test_mixing_old_and_present_files_is_an_error(tmp_path, old, present):
     files = {old: {"SOLVER": {"MAX_ITER": 60}}, present: {"INPUT": {"FLIP": True}}}
     (tmp_path / "base.yml").write_text(yaml.safe_dump(files["base"]))
     (tmp_path / "child.yml").write_text(yaml.safe_dump({"_BASE_": "base.yml"} | files["child"]))
     with pytest.raises(ConfigError) as caught:
         load(tmp_path / "child.yml")
-    assert f"{tmp_path / old}.yml is of an old release of FastReID (SOLVER.MAX_ITER)" in str(caught.value)
-    assert f"{tmp_path / present}.yml, which is merged with it, has the present keys (INPUT.FLIP" in str(caught.value)
-    assert "fix: " in str(caught.value)
+    for text in (f"{tmp_path / old}.yml", "(SOLVER.MAX_ITER)", f"{tmp_path / present}.yml", "(INPUT.FLIP", "fix: "):
+        assert text in str(caught.value)
 
 
-def test_a_base_file_of_the_first_release_that_is_missing(tmp_path):
+def test_missing_base_file_of_the_first_release_has_a_fix(tmp_path):
     (tmp_path / "sbs.yml").write_text("_BASE_: Base-Strongerbaseline.yml\n")
-    with pytest.raises(ConfigError, match="no such config file(.|\n)*fix: .*FastReID v0.1.1's base files"):
+    with pytest.raises(ConfigError, match=r"Base-Strongerbaseline\.yml(.|\n)*fix: .*v0\.1\.1"):
         load(tmp_path / "sbs.yml")
 
 
@@ -479,24 +478,24 @@ def test_a_base_file_of_the_first_release_that_is_missing(tmp_path):
 
 
 @pytest.mark.parametrize("key, value, now", [
-    ("INPUT.DO_PAD", "True", "it is INPUT.PADDING.ENABLED now"),
-    ("SOLVER.MAX_ITER", "60", "it is SOLVER.MAX_EPOCH now"),
-    ("INPUT.PADDING", "10", "it is INPUT.PADDING.SIZE now"),
-    ("MODEL.BACKBONE.NORM_SPLIT", "2", "it has no counterpart"),
-    ("DATALOADER.PK_SAMPLER", "True", "it is DATALOADER.SAMPLER_TRAIN now"),
+    ("INPUT.DO_PAD", "True", "INPUT.PADDING.ENABLED"),
+    ("SOLVER.MAX_ITER", "60", "SOLVER.MAX_EPOCH"),
+    ("INPUT.PADDING", "10", "INPUT.PADDING.SIZE"),
+    ("MODEL.BACKBONE.NORM_SPLIT", "2", "MODEL.BACKBONE.NORM_SPLIT"),
+    ("DATALOADER.PK_SAMPLER", "True", "DATALOADER.SAMPLER_TRAIN"),
 ])  # fmt: skip
-def test_old_keys_on_a_command_line_name_the_present_one(key, value, now):
+def test_old_key_on_command_line_suggests_the_present_one(key, value, now):
     with pytest.raises(ConfigError, match=now) as caught:
         get_cfg().merge_from_list([key, value])
     assert "CROP" not in str(caught.value)
 
 
-def test_explain_takes_old_names_and_reads_old_files(root):
+def test_explain_accepts_old_names_and_files(root):
     text = explain_key("INPUT.DO_PAD", config_file=str(root / "v0.1.1/configs/Base-AGW.yml"))
     assert text.startswith("INPUT.PADDING.ENABLED: False") and "Base-AGW.yml: True" in text
 
 
-def test_what_was_translated_gives_the_same_config_again(root, tmp_path):
+def test_translated_config_round_trips(root, tmp_path):
     cfg = load(root / "v0.1.1/configs/VeRi/sbs_R50-ibn.yml")
     (tmp_path / "new.yml").write_text(yaml.safe_dump(changed_values(cfg)))
     assert load(tmp_path / "new.yml") == cfg and not read_recipe(tmp_path / "new.yml").release
@@ -504,7 +503,7 @@ def test_what_was_translated_gives_the_same_config_again(root, tmp_path):
     assert load(tmp_path / "dump.yml") == cfg
 
 
-def test_the_tables_are_consistent():
+def test_release_tables_are_consistent():
     old = {key for defaults in RELEASE_DEFAULTS.values() for key in defaults}
     for new in RENAMED.values():
         assert new in KEYS

@@ -1,4 +1,4 @@
-"""Image sizes: their forms, and the size of the model's input that follows from them."""
+"""Image sizes: accepted forms, and the input size of the model."""
 
 import pytest
 
@@ -14,21 +14,21 @@ def config(*opts):
 
 @pytest.mark.parametrize("key", ["INPUT.SIZE_TRAIN", "INPUT.SIZE_TEST", "INPUT.CROP.SIZE"])
 @pytest.mark.parametrize("text", ["(64, 32, 3)", "()", "(0, 32)", "(0, 0)", "-1", "(9000,)", "(64, 9000)"])
-def test_a_wrong_size_names_the_forms(key, text):
+def test_invalid_size_lists_the_accepted_forms(key, text):
     forms = "(height, width) or (side,)" if "CROP" in key else "(height, width), (shorter_side,) or (0,)"
     with pytest.raises(ConfigError) as raised:
         config(key, text)
-    assert f"{key} needs {forms}, each at most 8192; got (" in str(raised.value)
+    assert key in str(raised.value) and forms in str(raised.value)
 
 
 @pytest.mark.parametrize("text, size", [("(0,)", (0,)), ("[256,]", (256,)), ("256", (256,)), ("(64, 32)", (64, 32))])
-def test_the_forms_of_a_size(text, size):
+def test_accepted_forms_of_a_size(text, size):
     cfg = config("INPUT.SIZE_TRAIN", text, "INPUT.SIZE_TEST", text)
     assert cfg.INPUT.SIZE_TRAIN == cfg.INPUT.SIZE_TEST == size
 
 
-def test_a_crop_of_0_pixels_is_refused():
-    with pytest.raises(ConfigError, match=r"INPUT\.CROP\.SIZE needs \(height, width\) or \(side,\)"):
+def test_crop_of_zero_pixels_is_an_error():
+    with pytest.raises(ConfigError, match=r"INPUT\.CROP\.SIZE .*\(0,\)"):
         config("INPUT.CROP.SIZE", "(0,)")
 
 
@@ -44,15 +44,15 @@ def test_a_crop_of_0_pixels_is_refused():
         (("INPUT.SIZE_TRAIN", "(0,)", "INPUT.SIZE_TEST", "(64,)", "INPUT.CROP", "True"), (224, 224), (224, 224)),
     ],
 )
-def test_the_size_of_the_input(opts, train, test):
+def test_input_size(opts, train, test):
     cfg = config(*opts)
     assert (input_size(cfg, is_train=True), input_size(cfg, is_train=False)) == (train, test)
     assert size_key(cfg, is_train=False) == ("INPUT.CROP.SIZE" if "INPUT.CROP" in opts else "INPUT.SIZE_TEST")
 
 
-def test_a_size_that_depends_on_the_image_is_refused_where_it_must_be_fixed():
+def test_fixed_input_size_rejects_sizes_that_depend_on_the_image():
     cfg = config("INPUT.SIZE_TEST", "(64,)")
     assert fixed_input_size(cfg, is_train=True, needed_by="X") == (256, 128)
-    with pytest.raises(ConfigError, match=r"X needs images of one size, and INPUT\.SIZE_TEST \(64,\) keeps") as raised:
+    with pytest.raises(ConfigError, match=r"X .*INPUT\.SIZE_TEST \(64,\)") as raised:
         fixed_input_size(cfg, is_train=False, needed_by="X")
     assert "fix: INPUT.SIZE_TEST (height, width), or INPUT.CROP.ENABLED True" in str(raised.value)

@@ -135,6 +135,6 @@ def test_images_of_any_size_go_one_by_one(demo, checkpoint, tmp_path):
         predictor.features(images)
     one_by_one = fastamp.Predictor(checkpoint, device="cpu", opts=[*opts, "TEST.IMS_PER_BATCH", "1"])
     assert torch.equal(one_by_one.features(images), torch.cat([predictor.features(image) for image in images]))
-    with pytest.raises(ConfigError, match=r"an exported model needs images of one size, and INPUT\.SIZE_TEST \(24,\)"):
+    with pytest.raises(ConfigError, match=r"INPUT\.SIZE_TEST \(24,\)"):
         export(predictor, tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())

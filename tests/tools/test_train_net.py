@@ -218,24 +218,24 @@ def test_wrong_weights(assert_refused, tmp_path):
         ("SOLVER.TRAINER", "AmpTrainer", ["SOLVER.TRAINER", "'AMPTrainer'"]),
         ("TEST.METRIC", "euclid", ["TEST.METRIC", "euclidean"]),
         ("TEST.PROTOCOL", "market", ["TEST.PROTOCOL", "'market1501'"]),
-        ("TEST.RERANK.LAMBDA", "1.5", ["TEST.RERANK.LAMBDA is 1.5", "at most 1"]),
-        ("TEST.ROC.FAR", "[0.1, 0]", ["TEST.ROC.FAR", "more than 0"]),
+        ("TEST.RERANK.LAMBDA", "1.5", ["TEST.RERANK.LAMBDA", "got 1.5"]),
+        ("TEST.ROC.FAR", "[0.1, 0]", ["TEST.ROC.FAR", "got (0.1, 0.0)"]),
         ("MODEL.HEADS.NUM_CLASSES", "5", ["MODEL.HEADS.NUM_CLASSES is 5", "16 identities"]),
         ("MODEL.BACKBONE.FEAT_DIM", "2048", ["MODEL.BACKBONE.FEAT_DIM is 2048", "16 wide"]),
-        ("TEST.EVAL_PERIOD", "0", ["TEST.EVAL_PERIOD is 0", "at least 1"]),
+        ("TEST.EVAL_PERIOD", "0", ["TEST.EVAL_PERIOD", "got 0"]),
         ("SOLVER.IMS_PER_BATCH", "1000", ["SOLVER.IMS_PER_BATCH", "1000", "96 images"]),
         ("DATALOADER.NUM_INSTANCE", "3", ["DATALOADER.NUM_INSTANCE 3", "16"]),
-        ("DATALOADER.NUM_INSTANCE", "0", ["DATALOADER.NUM_INSTANCE is 0"]),
+        ("DATALOADER.NUM_INSTANCE", "0", ["DATALOADER.NUM_INSTANCE", "got 0"]),
         ("MODEL.META_ARCHITECTURE", "Distiller", ["has no teacher", "KD.MODEL_CONFIG"]),
-        ("KD.EMA.MOMENTUM", "1.5", ["KD.EMA.MOMENTUM is 1.5"]),
+        ("KD.EMA.MOMENTUM", "1.5", ["KD.EMA.MOMENTUM", "got 1.5"]),
         ("MODEL.HEADS.NORM", "IN", ["MODEL.HEADS.NORM", "choices: BN, FrozenBN, GN"]),
         ("SOLVER.LR_FACTORS", "{'backbon.*': 0.1}", ["SOLVER.LR_FACTORS", "matches no parameter"]),
-        ("SOLVER.ACCUM_STEPS", "0", ["SOLVER.ACCUM_STEPS is 0", "at least 1"]),
-        ("SOLVER.EMA.DECAY", "1", ["SOLVER.EMA.DECAY is 1.0"]),
+        ("SOLVER.ACCUM_STEPS", "0", ["SOLVER.ACCUM_STEPS", "got 0"]),
+        ("SOLVER.EMA.DECAY", "1", ["SOLVER.EMA.DECAY", "got 1.0"]),
         ("SOLVER.LR_FACTORS", "{'backbone.*': .inf}", ["SOLVER.LR_FACTORS", "inf", "at least 0"]),
         ("MODEL.HEADS.NORM", "GN", ["GN", "32", "16"]),
-        ("MODEL.HEADS.SCALE", "0", ["MODEL.HEADS.SCALE is 0"]),
-        ("MODEL.LOSSES.FL.GAMMA", "-3", ["MODEL.LOSSES.FL.GAMMA is -3"]),
+        ("MODEL.HEADS.SCALE", "0", ["MODEL.HEADS.SCALE", "got 0"]),
+        ("MODEL.LOSSES.FL.GAMMA", "-3", ["MODEL.LOSSES.FL.GAMMA", "got -3"]),
         ("MODEL.FREEZE_LAYERS", "backbon", ["MODEL.FREEZE_LAYERS", "'backbone'"]),
         ("SOLVER.OPT_ARGS", "{betas: [0.9]}", ["SOLVER.OPT_ARGS: betas", "(0.9, 0.999)"]),
         ("SOLVER.OPT_ARGS", "{amsgrad: hello}", ["SOLVER.OPT_ARGS: amsgrad", "'hello'"]),
@@ -244,16 +244,16 @@ def test_wrong_weights(assert_refused, tmp_path):
         ("SOLVER.OPT_ARGS", "{weight_decay: 10.0}", ["SOLVER.OPT_ARGS: weight_decay", "WEIGHT_DECAY"]),
         ("SOLVER.AMP.FORCE_FP32", "head", ["SOLVER.AMP.FORCE_FP32", "'heads'"]),
         ("SOLVER.AMP", "fp17", ["SOLVER.AMP", "fp17"]),
-        ("SOLVER.BASE_LR", "-1", ["SOLVER.BASE_LR is -1.0", "at least 0"]),
-        ("SOLVER.AMP.BACKOFF_FACTOR", "2", ["SOLVER.AMP.BACKOFF_FACTOR is 2.0"]),
-        ("INPUT.SIZE_TRAIN", "(64, 32, 3)", ["INPUT.SIZE_TRAIN needs (height, width)", "got (64, 32, 3)"]),
-        ("INPUT.REA.PROB", "1.5", ["INPUT.REA.PROB is 1.5", "at most 1"]),
-        ("MODEL.PIXEL_STD", "(0, 0, 0)", ["MODEL.PIXEL_STD", "more than 0"]),
-        ("MODEL.PIXEL_MEAN", "(1.0, 2.0)", ["MODEL.PIXEL_MEAN has 2 values", "INPUT.CHANNELS is 3", "fix: write 3"]),
+        ("SOLVER.BASE_LR", "-1", ["SOLVER.BASE_LR", "got -1.0"]),
+        ("SOLVER.AMP.BACKOFF_FACTOR", "2", ["SOLVER.AMP.BACKOFF_FACTOR", "got 2.0"]),
+        ("INPUT.SIZE_TRAIN", "(64, 32, 3)", ["INPUT.SIZE_TRAIN", "(height, width)", "got (64, 32, 3)"]),
+        ("INPUT.REA.PROB", "1.5", ["INPUT.REA.PROB", "got 1.5"]),
+        ("MODEL.PIXEL_STD", "(0, 0, 0)", ["MODEL.PIXEL_STD", "got (0.0, 0.0, 0.0)"]),
+        ("MODEL.PIXEL_MEAN", "(1.0, 2.0)", ["MODEL.PIXEL_MEAN", "INPUT.CHANNELS 3", "got 2", "fix: "]),
         ("INPUT.CHANNELS", "2", ["INPUT.CHANNELS", "choices: 1, 3, 4"]),
-        ("INPUT.CHANNELS", "4", ["MODEL.PIXEL_MEAN has 3 values", "INPUT.CHANNELS is 4", "fix: write 4"]),
-        ("INPUT.REA.VALUE", "(1, 2)", ["INPUT.REA.VALUE has 2 values", "fix: write 3"]),
-        ("MODEL.BACKBONE.LAST_STRIDE", "0", ["MODEL.BACKBONE.LAST_STRIDE is 0"]),
+        ("INPUT.CHANNELS", "4", ["MODEL.PIXEL_MEAN", "INPUT.CHANNELS 4", "got 3", "fix: "]),
+        ("INPUT.REA.VALUE", "(1, 2)", ["INPUT.REA.VALUE", "got 2", "fix: "]),
+        ("MODEL.BACKBONE.LAST_STRIDE", "0", ["MODEL.BACKBONE.LAST_STRIDE", "got 0"]),
         ("MODEL.LOSSES.NAME", "('TripletLoss', 'TripletLoss')", ["MODEL.LOSSES.NAME", "twice"]),
         ("MODEL.LOSSES.NAME", "()", ["MODEL.LOSSES.NAME is empty"]),
         ("SOLVER.OPT", "SparseAdam", ["SOLVER.OPT", "SparseAdam"]),
@@ -309,7 +309,7 @@ def test_resume_of_another_model(demo, tmp_path, capfd):
 
 def test_flags_behind_the_pairs(demo, tmp_path, capfd):
     code, stderr = run(capfd, *tiny.tiny_options(tmp_path), "--resume")
-    assert code == 2 and "put flags before KEY VALUE pairs" in stderr
+    assert code == 2 and "--resume" in stderr
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_list_config_into_head():
         text=True,
         cwd=ROOT,
     )
-    assert process.stdout == "[the run]\n" and process.stderr == ""
+    assert process.stdout == "[run]\n" and process.stderr == ""
 
 
 def test_list_config(capsys):
