@@ -176,8 +176,8 @@ def test_dataset_smaller_than_a_batch_fails(market, cfg):
         (["DATASETS.NAMES", ()], {}, "DATASETS.NAMES is empty"),
         (["DATASETS.NAMES", ("Market",)], {}, "Did you mean 'Market1501'"),
         (["DATALOADER.SAMPLER_TRAIN", "RandomSampler"], {}, "choices: BalancedIdentitySampler"),
-        (["DATALOADER.NUM_WORKERS", -3], {}, "DATALOADER.NUM_WORKERS is -3"),
-        (["SOLVER.IMS_PER_BATCH", 0], {}, "SOLVER.IMS_PER_BATCH is 0"),
+        (["DATALOADER.NUM_WORKERS", -3], {}, "DATALOADER.NUM_WORKERS"),
+        (["SOLVER.IMS_PER_BATCH", 0], {}, "SOLVER.IMS_PER_BATCH"),
         (["SOLVER.IMS_PER_BATCH", 9], {"rank": 0, "world_size": 2}, "got 9"),
     ],
 )
