@@ -117,7 +117,7 @@ def backbone_prefixes(tensors: State, defaults: CfgNode | None = None) -> dict[s
 
 
 def _all_variants() -> dict[str, Variants]:
-    """Return name in the config -> variants, for all backbones that declare them."""
+    """Return the variants of all backbones that declare them, by name in the registry."""
     backbones = {name: BACKBONE_REGISTRY.get(name) for name in BACKBONE_REGISTRY}
     return {name: backbone.variants for name, backbone in backbones.items() if hasattr(backbone, "variants")}
 

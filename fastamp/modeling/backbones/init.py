@@ -6,9 +6,9 @@ from torch import nn
 
 
 def init_convolutions(model: nn.Module) -> None:
-    """Draw the convolution weights of ``model`` from N(0, 2 / fan_out), with the fan-out of ungrouped convolutions.
+    """Draw the convolution weights of ``model`` from N(0, 2 / fan_out).
 
-    Biases are not changed.
+    The fan-out ignores groups. Biases are not changed.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):

@@ -38,5 +38,5 @@ class SqueezeExcite(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, C, H, W) float to the same shape."""
+        """Map (B, C, H, W) to the same shape."""
         return x * self.f_ex(self.avg_pool(x))

@@ -48,7 +48,7 @@ class _PointwiseConv2d(nn.Conv2d):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, in_channels, H, W), float, to (B, out_channels, ceil(H/stride), ceil(W/stride))."""
+        """Map (B, in_channels, H, W) to (B, out_channels, ceil(H/stride), ceil(W/stride))."""
         if self.training and x.device.type == "cpu" and self.stride[0] > 1 and self.in_channels < 16:
             rows, columns = self.stride
             return F.conv2d(x[:, :, ::rows, ::columns], self.weight, self.bias, groups=self.groups)
@@ -99,7 +99,7 @@ class RepVGGBlock(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, in_channels, H, W), float, to (B, channels, ~H/stride, ~W/stride)."""
+        """Map (B, in_channels, H, W) to (B, channels, ~H/stride, ~W/stride)."""
         if self.deploy:
             return self.relu(self.rbr_reparam(x))
         out = self.rbr_dense(x) + self.rbr_1x1(x)

@@ -39,7 +39,7 @@ class SplitAttention(nn.Module):
         self.fc2 = nn.Conv2d(hidden, channels * radix, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, C, H, W) float to the same shape."""
+        """Map (B, C, H, W) to the same shape."""
         splits = self.relu(self.bn0(self.conv(x))).unflatten(1, (self.radix, -1))  # (B, radix, C, H, W)
         pooled = splits.sum(1).mean((2, 3), keepdim=True)
         logits = self.fc2(self.relu(self.bn1(self.fc1(pooled)))).unflatten(1, (self.radix, -1))

@@ -100,7 +100,7 @@ class ShuffleNetV2(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Initialize as the authors: std 1 / input channels per group, and 0.01 in the first convolution."""
+        """Initialize as in the authors' code: std 1 / (input channels per group), and 0.01 in the first convolution."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.normal_(module.weight, 0, 1 / module.weight.shape[1])

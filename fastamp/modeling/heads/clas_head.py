@@ -34,7 +34,7 @@ class ClasHead(EmbeddingHead):
         return super().forward(features, targets) if self.training else self.logits(features)
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert as ``EmbeddingHead``; a head without classes is resized to the number of classes in ``state``.
+        """Convert like ``EmbeddingHead``; a head without classes is resized to the number of classes in ``state``.
 
         Raises:
             WeightsError: see ``EmbeddingHead.convert_state_dict``.

@@ -88,7 +88,7 @@ class Baseline(ImageModel):
     def loss_terms(
         self, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor, batch: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """Compute loss name -> () float32 from the outputs of the head in training mode."""
+        """Compute the losses, name -> () float32, from the outputs of the head in training mode."""
         return compute_losses(self.losses, outputs, targets, gather=self.gather)
 
     def class_logits(self, batch: dict[str, Any]) -> torch.Tensor:

@@ -47,7 +47,7 @@ class ImageModel(nn.Module):
         return self.pixel_mean.device
 
     def take_normalized_images(self) -> None:
-        """Expect normalized images: ``preprocess`` returns its input from now on."""
+        """Disable the normalization: afterwards ``preprocess`` returns its input."""
         self.preprocess = _identity
 
     def preprocess(self, images: torch.Tensor) -> torch.Tensor:

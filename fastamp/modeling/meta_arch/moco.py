@@ -116,7 +116,7 @@ class MoCo(Baseline):
         return losses | {"loss_mb": self.scale * self.memory(main_outputs(outputs)["features"], keys, targets)}
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert as ``Baseline``; if the file has no key encoder, initialize it with the model in the file.
+        """Convert like ``Baseline``; if the file has no key encoder, initialize it from the model in the file.
 
         The memory bank of the file is not loaded if its size or its labels do not match.
         """
