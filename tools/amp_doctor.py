@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Examine the mixed precision of a model on its own data, as `fastamp doctor`."""
+"""Check the mixed precision of a model on its own data; alias of `fastamp doctor`."""
 
 import sys
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Replay a step whose precision failed: amp_replay.py OUTPUT_DIR/amp_crash [KEY VALUE ...].
+"""Replay a failed training step: amp_replay.py OUTPUT_DIR/amp_crash [KEY VALUE ...].
 
-Exit code 0 when all values are finite, e.g. under the KEY VALUE cure that was tried; 1 while they are not; 2 when the
-file or an option is wrong.
+The exit code is 0 if all values are finite, e.g. with the KEY VALUE pairs of a fix; 1 if they are not finite; 2 if the
+file or an option is invalid.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from fastamp.utils.logger import setup_logger
 def cli(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("crash", metavar="CRASH", help="a crash file, or the folder amp_crash, whose newest is meant")
+    parser.add_argument("crash", metavar="CRASH", help="crash dump, or the folder amp_crash with the newest dump")
     add_plugin_argument(parser)
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and values to try")
     args = parser.parse_args(argv)

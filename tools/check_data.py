@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Look at a data set before training on it, as `fastamp check-data`."""
+"""Check a dataset before training; alias of `fastamp check-data`."""
 
 import sys
 

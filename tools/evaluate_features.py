@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Judge saved features, fastamp's or any other project's: evaluate_features.py FEATURES.npz [TEST.KEY VALUE ...].
+"""Evaluate saved features of fastamp or of another project: evaluate_features.py FEATURES.npz [TEST.KEY VALUE ...].
 
-The file holds query_features (Q, D) and gallery_features (G, D), and query_pids, gallery_pids, query_camids and
-gallery_camids, whole numbers or texts; cameras may be left out under TEST.PROTOCOL no_camera and vehicleid. Or it is
-what `fastamp extract` writes of a data set: features, pids, camids, and split, which is query or gallery. It is read
-without running anything in it. Keys below TEST are those of the config: python tools/train_net.py --list-config TEST.
+The file contains query_features (Q, D), gallery_features (G, D), and query_pids, gallery_pids, query_camids and
+gallery_camids as integers or text; cameras are optional with TEST.PROTOCOL no_camera and vehicleid. Alternatively, it
+is the output of `fastamp extract` for a dataset: features, pids, camids, and split with the values query and gallery.
+No code in the file is executed. For the keys below TEST see: python tools/train_net.py --list-config TEST.
 """
 
 import argparse
@@ -30,19 +30,23 @@ from fastamp.utils.logger import setup_logger
 
 SIDES = ("query", "gallery")
 COLUMNS = ("features", "pids", "camids")
-# Keys of how features are made, or of files that this tool has an option for.
+# Keys that only affect the computation of features, or that this tool replaces by an option.
 WITHOUT_EFFECT = ("TEST.FLIP", "TEST.BASELINES", "TEST.PRECISE_BN", "TEST.PER_QUERY")
 
 
 def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
-    """Return the file's arrays by name; ``cameras`` says whether there must be camera numbers.
+    """Read the arrays of a file by name.
+
+    Args:
+        path: npz file.
+        cameras: True if camids are required.
 
     Raises:
-        DataError: there is no such file, it is damaged or not an npz file, or arrays are missing.
+        DataError: the file is missing, damaged or not an npz file, or arrays are missing.
     """
     names = [f"{side}_{column}" for column in COLUMNS for side in SIDES]
     needed = [name for name in names if cameras or "camids" not in name]
-    with open_arrays(path, "npz file of plain arrays", fix="numpy.savez writes one") as archive:
+    with open_arrays(path, "npz file of plain arrays", fix="write the file with numpy.savez") as archive:
         found = sorted(name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy"))
         if "split" in found and not any(name in found for name in names):
             columns = {name: read_array(archive, name) for name in ("split", *COLUMNS) if name in found}
@@ -53,7 +57,7 @@ def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
     if missing:
         text = f"{path} has no {', '.join(missing)}."
         if all("camids" in name for name in missing):
-            text += "\n  fix: where there are no cameras TEST.PROTOCOL no_camera"
+            text += "\n  fix: add them, or set TEST.PROTOCOL no_camera"
         else:
             text += did_you_mean(missing[0], [name for name in found if name not in names])
         raise DataError(f"{text}\n  found: {', '.join(found) or 'nothing'}\n  expected: {', '.join(needed)}")
@@ -61,10 +65,12 @@ def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
 
 
 def split_arrays(file: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the arrays of an extraction by side and column; views of them where a side's rows are consecutive."""
+    """Split the arrays of an extraction into query and gallery; consecutive rows become views."""
     split, arrays = file["split"], {}
     if split.ndim != 1 or split.dtype.kind != "U":
-        raise DataError(f"split: expected (N,) texts, query or gallery; found {split.shape} {split.dtype}")
+        raise DataError(
+            f"split: expected text of shape (N,), query or gallery; got {split.dtype} of shape {split.shape}"
+        )
     for column in COLUMNS:
         rows = np.atleast_1d(file.get(column, np.empty(0)))
         for side in SIDES:
@@ -77,15 +83,15 @@ def split_arrays(file: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def features_of(arrays: dict[str, np.ndarray], side: str) -> torch.Tensor:
-    """Return (N, D) float features.
+    """Return the features of one side as a float tensor (N, D).
 
     Raises:
-        DataError: they are no numbers, or have other dimensions.
+        DataError: the array is not numeric or not two-dimensional.
     """
     features = arrays[f"{side}_features"]
     if features.ndim != 2 or features.dtype.kind not in "fiu":
         raise DataError(
-            f"{side}_features: expected (N, D) numbers, one row an image; found {features.shape} {features.dtype}"
+            f"{side}_features: expected numbers of shape (N, D); got {features.dtype} of shape {features.shape}"
         )
     native = features.dtype.newbyteorder("=")
     native = native if native in (np.float16, np.float32, np.float64) else np.float32
@@ -93,18 +99,20 @@ def features_of(arrays: dict[str, np.ndarray], side: str) -> torch.Tensor:
 
 
 def numbers_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (Q,) and (G,) int64; where texts are no whole numbers, they are numbered, alike on both sides.
+    """Return a column as int64 tensors (Q,) and (G,). Text that is not an integer is numbered consistently.
 
     Raises:
-        DataError: they are neither whole numbers nor texts, or have other dimensions.
+        DataError: an array is neither integers nor text, or not one-dimensional.
     """
     both = []
     for side in SIDES:
         array = arrays[f"{side}_{column}"]
         if array.dtype.kind == "S":
             array = np.char.decode(array, "latin-1")
-        if array.ndim != 1 or not (array.dtype.kind in "iuU" or _whole(array)):
-            raise DataError(f"{side}_{column}: expected (N,) whole numbers or texts; found {array.shape} {array.dtype}")
+        if array.ndim != 1 or not (array.dtype.kind in "iuU" or _is_integral(array)):
+            raise DataError(
+                f"{side}_{column}: expected integers or text of shape (N,); got {array.dtype} of shape {array.shape}"
+            )
         both.append(array if array.dtype.kind == "U" else array.astype(np.int64))
     try:
         both = [array.astype(np.int64) for array in both]
@@ -114,13 +122,13 @@ def numbers_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor
     return tuple(torch.from_numpy(array.astype(np.int64)) for array in both)
 
 
-def _whole(array: np.ndarray) -> bool:
-    # Above 2^53 not every whole number is a float.
+def _is_integral(array: np.ndarray) -> bool:
+    # float64 cannot represent every integer above 2^53.
     return array.dtype.kind == "f" and bool((np.abs(array) < 2**53).all()) and np.array_equal(array, np.round(array))
 
 
 def evaluate(args: argparse.Namespace, cfg: CfgNode) -> None:
-    """Judge, print and write."""
+    """Compute the metrics, print them and write the files."""
     protocol = Protocol.from_config(cfg)
     arrays = read_arrays(args.features, cameras=protocol.cross_camera)
     (query_pids, gallery_pids), (query_camids, gallery_camids) = (
@@ -131,7 +139,7 @@ def evaluate(args: argparse.Namespace, cfg: CfgNode) -> None:
     saved = " and ".join(dict.fromkeys(str(arrays[f"{side}_features"].dtype) for side in SIDES))
     arrays.clear()
     device = ranking_device(features[1], protocol, resolve_device(cfg.MODEL.DEVICE))
-    # A bar of progress has no place among what is read from stdout.
+    # With --json, only JSON may be printed on stdout.
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         result = compute_metrics(*(side.to(device) for side in features), ids, protocol)
     metrics = result.metrics()
@@ -152,24 +160,24 @@ def evaluate(args: argparse.Namespace, cfg: CfgNode) -> None:
 
 
 def no_cameras(arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return zeros, (Q,) and (G,) int64."""
+    """Return int64 zeros of shapes (Q,) and (G,)."""
     return tuple(torch.zeros(arrays[f"{side}_pids"].size, dtype=torch.int64) for side in SIDES)
 
 
 def check(args: argparse.Namespace, cfg: CfgNode) -> None:
-    """Check what would otherwise fail, or be of no effect, after all the work.
+    """Check the options before the computation.
 
     Raises:
-        ConfigError: see the message.
+        ConfigError: a key has no effect on saved features, or an output file cannot be created.
     """
     for key in args.opts[::2]:
         if key.startswith(WITHOUT_EFFECT):
-            fix = "--per-query OUT.npz" if key.startswith("TEST.PER_QUERY") else "set it where the features are made"
+            fix = "--per-query OUT.npz" if key.startswith("TEST.PER_QUERY") else "set it when you compute the features"
             raise ConfigError(f"{key} has no effect on saved features.\n  fix: {fix}")
     if args.per_query is not None:
         path = Path(args.per_query)
         if path.is_dir() or not path.parent.is_dir():
-            raise ConfigError(f"--per-query {args.per_query!r}: expected a file in a folder that exists")
+            raise ConfigError(f"--per-query: expected a file in an existing folder, got {args.per_query!r}")
     if cfg.TEST.ROC.ENABLED:
         with writing(cfg.OUTPUT_DIR):
             Path(cfg.OUTPUT_DIR).mkdir(parents=True, exist_ok=True)
@@ -179,15 +187,17 @@ def cli(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("features", metavar="FEATURES.npz")
-    parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config file, for what is below TEST")
+    parser.add_argument(
+        "--config-file", default="", metavar="FILE", help="YAML config file; only the keys below TEST are used"
+    )
     parser.add_argument("--json", action="store_true", help="print mAP, mINP, Rank-1 and num_valid_queries as JSON")
-    parser.add_argument("--per-query", metavar="OUT.npz", help="keep ap, inp, valid and first_match of each query")
+    parser.add_argument("--per-query", metavar="OUT.npz", help="write ap, inp, valid and first_match of each query")
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and their values")
     args = parser.parse_intermixed_args(argv)
 
     def run() -> None:
         if len(args.opts) % 2:
-            raise ConfigError(f"KEY VALUE: a key without a value among {' '.join(args.opts)}")
+            raise ConfigError(f"expected pairs of KEY VALUE, got {' '.join(args.opts)}")
         cfg = read_config(args.config_file, ["MODEL.DEVICE", "auto", *args.opts])
         check(args, cfg)
         evaluate(args, cfg)

@@ -1,13 +1,14 @@
 #!/usr/bin/env python
-"""Turn weights of FastReID, torchreid or TransReID into a fastamp checkpoint: import_checkpoint.py IN OUT.
+"""Convert weights of FastReID, torchreid or TransReID to a fastamp checkpoint: import_checkpoint.py IN OUT.
 
-The model is that of --config-file and of KEY VALUE pairs; without a file it is recognized from the names and shapes in
-IN, and the KEY VALUE pairs say what leaves no trace there. Prints what was matched, renamed, dropped and missing. With
-MODEL.BACKBONE.DEPLOY True a RepVGG is written in its form for inference. Exit code 2 when the weights are of another
-model.
+--config-file and KEY VALUE pairs define the model. Without a file, the model is inferred from the names and shapes in
+IN; KEY VALUE pairs set options that cannot be inferred. The tool prints matched, renamed, dropped and missing tensors.
+With MODEL.BACKBONE.DEPLOY True, a RepVGG is written in its inference form. The exit code is 2 if the weights belong to
+another model.
 
-Files of DINO, MoCo, Lightning and others hold several models, or a backbone below a prefix: --prefix teacher.backbone.
-takes what is below it, sub-dictionaries included. Without it the tool lists the prefixes where it finds a backbone.
+Files of DINO, MoCo, Lightning and others contain several models, or a backbone below a prefix: --prefix
+teacher.backbone. takes the tensors below it, including nested dicts. Without it, the tool lists the prefixes of all
+backbones that it finds.
 """
 
 import argparse
@@ -36,26 +37,26 @@ from fastamp.utils.terminal_text import sanitize_terminal_text
 def import_checkpoint(
     source: str, target: str, *, config_file: str, opts: list[str], plugin: str, prefix: str = ""
 ) -> None:
-    """Read ``source``, print the report, and write ``target``.
+    """Convert ``source``, print a report, and write ``target``.
 
     Args:
         source: weights file.
-        target: checkpoint, .pth.
-        config_file: config of the model; empty to recognize it.
+        target: checkpoint to write, .pth.
+        config_file: config of the model; empty to infer it.
         opts: KEY VALUE pairs.
         plugin: Python file with custom components; empty for none.
-        prefix: take what is below it only, see ``tensors_by_path``; empty for the whole file.
+        prefix: use only the tensors below it, see ``tensors_by_path``; empty for all. Default empty.
 
     Raises:
-        ConfigError: ``target`` is ``source`` or cannot be written, or the config is wrong.
-        WeightsError: ``source`` cannot be read, is of another model, or has weights that are not finite.
+        ConfigError: ``target`` is ``source`` or cannot be written, or the config is invalid.
+        WeightsError: ``source`` cannot be read, belongs to another model, or has non-finite weights.
     """
     out = expand(target)
     if out.suffix != ".pth":
-        raise ConfigError(f"{target}: a checkpoint's name ends with .pth")
+        raise ConfigError(f"OUT: expected a file name that ends in .pth, got {target}")
     if real_path(out) == real_path(expand(source)):
-        raise ConfigError(f"{target} is the file that is read; name another one")
-    read_config(config_file, opts, plugin=plugin)  # what is wrong in them is said first
+        raise ConfigError(f"OUT is the same file as IN: {target}\n  fix: choose another file for OUT")
+    read_config(config_file, opts, plugin=plugin)  # report config errors before reading the weights
     defaults = read_config("", (), plugin=plugin)
     content = read_checkpoint(source)
     try:
@@ -69,10 +70,10 @@ def import_checkpoint(
 
 
 def weights_below(content: Any, prefix: str, source: str, defaults: CfgNode) -> dict[str, torch.Tensor]:
-    """Return the state dict of a file, or the tensors below ``prefix`` without it.
+    """Return the state dict of a file, or the tensors below ``prefix`` with the prefix removed.
 
     Raises:
-        WeightsError: there is no state dict, or nothing below ``prefix``.
+        WeightsError: there is no state dict, or no tensor below ``prefix``.
     """
     if not prefix:
         return state_dict_in(content, source)
@@ -82,44 +83,47 @@ def weights_below(content: Any, prefix: str, source: str, defaults: CfgNode) -> 
     if not state:
         hint = did_you_mean(prefix, backbone_prefixes(tensors, defaults))
         raise WeightsError(
-            f"{source} has nothing below --prefix {prefix}.{hint}\n"
+            f"--prefix {prefix!r}: {source} has no tensors below it.{hint}\n"
             f"  found: {', '.join(sorted({path.partition('.')[0] for path in tensors})[:8]) or 'no tensors'}"
         )
     return state
 
 
 def prefix_hint(content: Any, defaults: CfgNode) -> str:
-    """Return where in a file backbones are, and how to import them; empty if that is not below a prefix."""
+    """Return a message that lists the prefixes of backbones in a file; empty if there are none."""
     with contextlib.suppress(WeightsError):
         if not backbone_prefixes(state_dict_in(content, ""), defaults).keys().isdisjoint(("", "backbone.", "base.")):
-            return ""  # where it is looked for
+            return ""  # already searched without --prefix
     found = {prefix: name for prefix, name in backbone_prefixes(tensors_by_path(content), defaults).items() if prefix}
     if not found:
         return ""
     lines = [f"    --prefix {prefix}   ({name})" for prefix, name in found.items()]
-    text = "  this file has a backbone below a prefix; to import it, add one of:\n" + "\n".join(lines[:8])
+    text = "  fix: this file has a backbone below a prefix; add one of:\n" + "\n".join(lines[:8])
     if any("CLIP" in name for name in found.values()):
-        text += "\n  CLIP's vision transformers have other layers: MODEL.BACKBONE.NAME build_timm_backbone has them"
+        text += "\n  note: the layers of CLIP's vision transformers differ from build_vit_backbone; use a timm backbone"
     return text
 
 
 def write_model(
     state: dict[str, torch.Tensor], source: str, out: Path, *, config_file: str, opts: list[str], plugin: str
 ) -> None:
-    """Load ``state`` into the model of the config, or of the recognized one, print the report, and write ``out``."""
+    """Load ``state`` into the configured or inferred model, print the report, and write ``out``."""
     if not config_file:
         keys = infer_config(state, source, read_config("", (), plugin=plugin))
-        print("recognized:", *(f"{key} {value!r}" if " " in value else f"{key} {value}" for key, value in keys.items()))
         print(
-            "not told by a file, and as by default unless given as KEY VALUE: MODEL.BACKBONE.STEM_POOL, LAST_STRIDE, "
-            "SIE_VIEWS (SIE_CAMERAS is the number of all embeddings); MODEL.HEADS.CLS_LAYER, SCALE, MARGIN, JPM.SHIFT, "
-            "POOL_LAYER without weights; MODEL.PIXEL_MEAN, PIXEL_STD"
+            "inferred config:",
+            *(f"{key} {value!r}" if " " in value else f"{key} {value}" for key, value in keys.items()),
+        )
+        print(
+            "cannot be inferred, default unless set by KEY VALUE: MODEL.BACKBONE.STEM_POOL, LAST_STRIDE, SIE_VIEWS "
+            "(SIE_CAMERAS is set to the number of all embeddings); MODEL.HEADS.CLS_LAYER, SCALE, MARGIN, JPM.SHIFT, "
+            "POOL_LAYER if it has no weights; MODEL.PIXEL_MEAN, PIXEL_STD"
         )
         opts = [*(each for pair in keys.items() for each in pair), *opts]
-    # No downloads: the weights are here.
+    # Download nothing: the weights come from IN.
     opts = ["MODEL.DEVICE", "cpu", *opts, "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.BACKBONE.PRETRAIN_PATH", ""]
     cfg = read_config(config_file, opts, plugin=plugin)
-    if cfg.MODEL.META_ARCHITECTURE == "Distiller":  # what it leaves is a Baseline, and its teachers may not be here
+    if cfg.MODEL.META_ARCHITECTURE == "Distiller":  # the student is a Baseline; the teachers' files may be missing
         opts += ["MODEL.META_ARCHITECTURE", "Baseline"]
         cfg = read_config(config_file, opts, plugin=plugin)
     model = build_model(cfg)
@@ -134,31 +138,31 @@ def write_model(
     found = cfg.INPUT.INTERPOLATION if cfg.INPUT.INTERPOLATION_TEST == "same" else cfg.INPUT.INTERPOLATION_TEST
     for key, value in interpolation_keys(state).items():
         if found != value:
-            print(f"note: test images are resized by {found}, but the weights were tested with {key} {value}")
+            print(f"note: the config resizes test images with {found}, but the weights were tested with {key} {value}")
     bad = [name for name, value in model.state_dict().items() if not value.isfinite().all()]
     if bad:
         raise WeightsError(
-            f"{source}: {len(bad)} tensors are not finite{examples(bad)}; nothing was written\n"
-            "  fix: take an earlier checkpoint, from before the training diverged"
+            f"{source}: {len(bad)} tensors are not finite{examples(bad)}; nothing was written.\n"
+            "  fix: use a checkpoint from before the training diverged"
         )
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         Checkpointer(model, out.parent).save(out.stem, tag=False, config=cfg.dump())
-    print(f"written: {out}")
+    print(f"wrote {out}")
 
 
 def cli(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", metavar="IN", help="weights file of another program, or of an older version")
+    parser.add_argument("source", metavar="IN", help="weights file of another project, or of an older version")
     parser.add_argument("target", metavar="OUT", help="checkpoint to write, .pth")
     parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config of the model")
-    parser.add_argument("--prefix", default="", help="take the tensors below it, e.g. teacher.backbone.")
+    parser.add_argument("--prefix", default="", help="use only the tensors below this prefix, e.g. teacher.backbone.")
     add_plugin_argument(parser)
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and their values")
     args = parser.parse_intermixed_args(argv)
     setup_logger()
-    logging.getLogger("fastamp.checkpoint.load_state").setLevel(logging.WARNING)  # the report is printed here
+    logging.getLogger("fastamp.checkpoint.load_state").setLevel(logging.WARNING)  # write_model prints the report
     return run_command_line(
         lambda: import_checkpoint(
             args.source,

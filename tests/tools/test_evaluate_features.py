@@ -1,4 +1,4 @@
-"""Features of any project, judged from the command line."""
+"""tools/evaluate_features.py: metrics of saved features."""
 
 import json
 import re
@@ -17,7 +17,7 @@ VALUES = json.loads((REFERENCE / "values.json").read_text())
 
 
 def save(path, **changes):
-    """Write the first reference set with some arrays changed; None leaves one out."""
+    """Write the first reference set with some arrays changed; None removes an array."""
     data = np.load(REFERENCE / "g1_small_junk.npz")
     arrays = {}
     for side, letter in (("query", "q"), ("gallery", "g")):
@@ -51,7 +51,7 @@ def run(capsys, *argv):
         (("TEST.RERANK", "on", "TEST.KNN_BACKEND", "faiss", "TEST.RERANK.VARIANT", "torchreid"), "tr_rerank"),
     ],
 )
-def test_json_holds_the_other_programs_numbers_and_nothing_else(capsys, features, opts, key):
+def test_json_output_matches_reference_metrics(capsys, features, opts, key):
     code, out, err = run(capsys, features, "--json", *opts)
     assert code == 0 and err == ""
     found, expected = json.loads(out), VALUES["g1_small_junk"][key]
@@ -62,7 +62,7 @@ def test_json_holds_the_other_programs_numbers_and_nothing_else(capsys, features
     assert found["num_valid_queries"] == 40
 
 
-def test_options_and_keys_in_any_order_and_per_query_results(capsys, features, tmp_path):
+def test_options_in_any_order_and_per_query_file(capsys, features, tmp_path):
     out = tmp_path / "each.results"
     code, text, _ = run(capsys, features, "TEST.METRIC", "euclidean", "--per-query", str(out), "--json")
     assert code == 0 and json.loads(text)["num_valid_queries"] == 40
@@ -72,13 +72,13 @@ def test_options_and_keys_in_any_order_and_per_query_results(capsys, features, t
     assert saved["valid"].all() and saved["valid"].shape == (40,)
 
 
-def test_the_trapezoid_leaves_out_identity_minus_one(capsys, features):
+def test_trapezoid_excludes_identity_minus_one(capsys, features):
     _, out, _ = run(capsys, features, "--json", "TEST.METRIC", "euclidean", "TEST.AP_METHOD", "trapezoid")
     expected = VALUES["g1_small_junk"]["trapezoid_mAP_euclidean(pid -1 also removed)"]
     assert json.loads(out)["mAP"] == pytest.approx(100 * expected, abs=1e-6)
 
 
-def test_the_table_says_the_protocol_and_writes_the_curve(capsys, features, tmp_path):
+def test_table_has_protocol_and_curve_is_written(capsys, features, tmp_path):
     code, out, _ = run(capsys, features, "TEST.ROC", "on", "TEST.RANKS", "20", "OUTPUT_DIR", str(tmp_path / "out"))
     assert code == 0
     for text in ("own camera are junk", "no re-ranking", "saved as float32", "| features", "Rank-20", "TAR@FAR=0.01"):
@@ -90,7 +90,7 @@ def test_the_table_says_the_protocol_and_writes_the_curve(capsys, features, tmp_
     )
 
 
-def test_half_precision_and_whole_numbers_and_texts(capsys, tmp_path):
+def test_float16_features_and_text_columns(capsys, tmp_path):
     data = np.load(REFERENCE / "g1_small_junk.npz")
     half = {f"{side}_features": data[short].astype(np.float16) for side, short in (("query", "qf"), ("gallery", "gf"))}
     _, expected, _ = run(
@@ -104,7 +104,7 @@ def test_half_precision_and_whole_numbers_and_texts(capsys, tmp_path):
     assert json.loads(found) == json.loads(expected)
 
 
-def test_cameras_may_be_left_out_where_there_are_none(capsys, tmp_path):
+def test_cameras_are_optional_for_protocol_no_camera(capsys, tmp_path):
     path = save(tmp_path / "features.npz", query_camids=None, gallery_camids=None)
     assert run(capsys, path, "--json", "TEST.PROTOCOL", "no_camera")[0] == 0
     code, out, _ = run(capsys, path, "--json", "TEST.PROTOCOL", "vehicleid")
@@ -114,27 +114,27 @@ def test_cameras_may_be_left_out_where_there_are_none(capsys, tmp_path):
 QUERY = np.zeros((40, 64), dtype=np.float32)
 NONE = np.zeros(0, dtype=np.int64)
 BAD = {
-    "missing keys": ({"query_pids": None, "gallery_camids": None}, "has no query_pids, gallery_camids"),
-    "another name": ({"query_features": None, "query_feature": QUERY}, "Did you mean 'query_feature'?"),
-    "not finite": ({"query_features": QUERY + np.nan}, r"40 of 40 query features are NaN or infinite"),
-    "empty": ({"query_features": QUERY[:0], "query_pids": NONE, "query_camids": NONE}, "query set is empty"),
-    "shapes": ({"query_features": QUERY[:39]}, r"features \(39, 64\), 40 identities and 40 cameras do not fit"),
-    "widths": ({"query_features": QUERY[:, :63]}, "63 wide, gallery features 64"),
-    "dimensions": ({"query_features": QUERY[0]}, r"expected \(N, D\) numbers, one row an image; found \(64,\)"),
-    "no numbers": ({"query_features": np.full((40, 64), "a")}, "expected .N, D. numbers"),
-    "half a camera": ({"gallery_camids": np.full(200, 0.5)}, "gallery_camids: expected .N,. whole numbers or texts"),
-    "no dimension": ({"query_pids": np.array(3)}, r"query_pids: expected \(N,\) whole numbers or texts; found \(\)"),
-    "huge numbers": ({"query_pids": np.arange(40) * 1e300}, r"query_pids: expected"),
-    "infinite numbers": ({"query_pids": np.full(40, np.inf)}, r"query_pids: expected"),
-    "cameras missing": ({"query_camids": None}, r"has no query_camids.\n  fix: where there are no cameras"),
-    "too large": ({"query_features": QUERY.astype(float) + 1e200, "gallery_features": np.ones((200, 64))}, "overflow"),
-    "objects": ({"query_pids": np.full(40, None)}, "damaged, or not an npz file of plain arrays"),
-    "no match": ({"gallery_pids": np.full(200, 12345)}, "none of the 40 queries has a match"),
+    "missing keys": ({"query_pids": None, "gallery_camids": None}, "query_pids, gallery_camids"),
+    "another name": ({"query_features": None, "query_feature": QUERY}, "'query_feature'"),
+    "not finite": ({"query_features": QUERY + np.nan}, "40 of 40 query features"),
+    "empty": ({"query_features": QUERY[:0], "query_pids": NONE, "query_camids": NONE}, "query"),
+    "shapes": ({"query_features": QUERY[:39]}, r"\(39, 64\)"),
+    "widths": ({"query_features": QUERY[:, :63]}, "63"),
+    "dimensions": ({"query_features": QUERY[0]}, r"query_features: .*\(64,\)"),
+    "not numeric": ({"query_features": np.full((40, 64), "a")}, "query_features: "),
+    "fractional cameras": ({"gallery_camids": np.full(200, 0.5)}, "gallery_camids: "),
+    "no dimension": ({"query_pids": np.array(3)}, r"query_pids: .*\(\)"),
+    "huge numbers": ({"query_pids": np.arange(40) * 1e300}, "query_pids: "),
+    "infinite numbers": ({"query_pids": np.full(40, np.inf)}, "query_pids: "),
+    "cameras missing": ({"query_camids": None}, r"query_camids(.|\n)*TEST.PROTOCOL no_camera"),
+    "too large": ({"query_features": QUERY.astype(float) + 1e200, "gallery_features": np.ones((200, 64))}, "1e\\+200"),
+    "objects": ({"query_pids": np.full(40, None)}, "bad.npz"),
+    "no match": ({"gallery_pids": np.full(200, 12345)}, "40 queries"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_files(capsys, tmp_path, name):
+def test_invalid_files_are_errors(capsys, tmp_path, name):
     changes, message = BAD[name]
     code, out, err = run(capsys, save(tmp_path / "bad.npz", **changes), "--json")
     assert code == 2 and out == "" and "Traceback" not in err
@@ -144,26 +144,26 @@ def test_bad_files(capsys, tmp_path, name):
 @pytest.mark.parametrize(
     "opts, message",
     [
-        (["TEST.METRIC", "cosin"], "Did you mean 'cosine'"),
-        (["TEST.RERANK.VARIANT", "zong"], "Did you mean 'zhong'"),
-        (["TEST.PROTOCOL", "vehicleid", "TEST.RERANK", "on"], "TEST.RERANK.ENABLED needs one gallery"),
-        (["--per-query", "no/such/folder.npz"], "--per-query 'no/such/folder.npz': expected a file in a folder"),
-        (["--per-query", "tests"], "expected a file in a folder that exists"),
-        (["--per-query", ""], "expected a file in a folder that exists"),
-        (["TEST.ROC", "on", "OUTPUT_DIR", "setup.py"], "setup.py cannot be written: File exists"),
-        (["TEST.PER_QUERY", "True"], "TEST.PER_QUERY has no effect on saved features.\n  fix: --per-query"),
-        (["TEST.FLIP.ENABLED", "True"], "TEST.FLIP.ENABLED has no effect"),
-        (["TEST.AQE", "on", "TEST.AQE.ALPHA", "-12", "TEST.AQE.QE_K", "200"], "TEST.AQE.ALPHA -12: "),
-        (["TEST.METRIC"], "a key without a value among TEST.METRIC MODEL.DEVICE cpu"),
-        (["TEST.MEMORY_BUDGET_MB", "0"], "at least 1"),
+        (["TEST.METRIC", "cosin"], "'cosine'"),
+        (["TEST.RERANK.VARIANT", "zong"], "'zhong'"),
+        (["TEST.PROTOCOL", "vehicleid", "TEST.RERANK", "on"], "TEST.RERANK.ENABLED"),
+        (["--per-query", "no/such/folder.npz"], "no/such/folder.npz"),
+        (["--per-query", "tests"], "--per-query"),
+        (["--per-query", ""], "--per-query"),
+        (["TEST.ROC", "on", "OUTPUT_DIR", "setup.py"], "setup.py"),
+        (["TEST.PER_QUERY", "True"], "TEST.PER_QUERY"),
+        (["TEST.FLIP.ENABLED", "True"], "TEST.FLIP.ENABLED"),
+        (["TEST.AQE", "on", "TEST.AQE.ALPHA", "-12", "TEST.AQE.QE_K", "200"], "TEST.AQE.ALPHA"),
+        (["TEST.METRIC"], "KEY VALUE"),
+        (["TEST.MEMORY_BUDGET_MB", "0"], "TEST.MEMORY_BUDGET_MB"),
     ],
 )
-def test_bad_options(capsys, features, opts, message):
+def test_invalid_options_are_errors(capsys, features, opts, message):
     code, out, err = run(capsys, features, *opts)
     assert code == 2 and out == "" and message in err
 
 
-def test_bad_paths(capsys, tmp_path):
+def test_invalid_paths_are_errors(capsys, tmp_path):
     (tmp_path / "text.npz").write_text("no archive")
     np.savez_compressed(tmp_path / "broken.npz", query_features=np.random.default_rng(0).standard_normal(2000))
     content = bytearray((tmp_path / "broken.npz").read_bytes())
@@ -197,7 +197,7 @@ def write(path, features, *, names=str):
     return str(path)
 
 
-def test_what_the_evaluator_finds_is_what_the_file_gives(capsys, tmp_path):
+def test_result_equals_evaluator(capsys, tmp_path):
     features = random_set(0)
     queries, gallery, ids = features
     evaluator = ReidEvaluator(get_cfg(), len(queries))
@@ -212,10 +212,10 @@ def test_what_the_evaluator_finds_is_what_the_file_gives(capsys, tmp_path):
         assert json.loads(out)["mAP"] == expected["mAP"]
 
 
-def test_identity_minus_one_is_left_out_as_a_text_too(capsys, tmp_path):
+def test_identity_minus_one_as_text_is_excluded(capsys, tmp_path):
     features = random_set(1)
     features[2].gallery_pids[:20] = -1
-    features[2].query_pids[:2] = -1  # which have no match then
+    features[2].query_pids[:2] = -1  # these queries have no match
     found = []
     for names in (int, str):
         path = write(tmp_path / "saved.npz", features, names=names)
@@ -223,8 +223,8 @@ def test_identity_minus_one_is_left_out_as_a_text_too(capsys, tmp_path):
     assert found[0] == found[1] and found[0]["num_valid_queries"] == 28 and found[0]["mAP"] < 100
 
 
-def test_float64_is_ranked_in_float64_and_said(capsys, tmp_path):
-    """Features apart by less than float32 sees."""
+def test_float64_features_are_ranked_in_float64(capsys, tmp_path):
+    """The features differ by less than the resolution of float32."""
     queries = np.ones((2, 4))
     gallery = np.ones((4, 4)) + 1e-12 * np.arange(4)[:, None] * np.array([1.0, -1, 0, 0])
     path = tmp_path / "fine.npz"
@@ -236,6 +236,6 @@ def test_float64_is_ranked_in_float64_and_said(capsys, tmp_path):
     assert "euclidean distance in float32" in out
 
 
-def test_accept_rates_that_so_few_pairs_do_not_show_are_said(capsys, features, tmp_path):
+def test_false_accept_rate_below_resolution_warns(capsys, features, tmp_path):
     _, out, _ = run(capsys, features, "TEST.ROC", "on", "TEST.ROC.FAR", "[1e-7, 0.1]", "OUTPUT_DIR", str(tmp_path))
-    assert "TEST.ROC.FAR 1e-07: of 7706 impostor pairs none may be accepted" in out
+    assert "TEST.ROC.FAR" in out and "7706" in out

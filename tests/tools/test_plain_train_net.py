@@ -1,4 +1,4 @@
-"""The open loop gives the run of train_net.py, resumes, and refuses what it leaves out."""
+"""tools/plain_train_net.py: same results as train_net.py, resume, and unsupported keys."""
 
 import re
 import subprocess
@@ -24,12 +24,12 @@ def run(*argv):
     return code, results
 
 
-def test_about_a_hundred_lines():
+def test_length_of_the_script():
     assert len(Path(plain_train_net.__file__).read_text().splitlines()) <= 130
 
 
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
-def test_the_same_weights_as_train_net(demo, tmp_path, precision):
+def test_weights_equal_train_net(demo, tmp_path, precision):
     options = ("SOLVER.AMP", precision, "SOLVER.CLIP_GRADIENTS", "True", "SOLVER.MAX_EPOCH", "2")
     assert train_net.cli(tiny.tiny_options(tmp_path / "hooks", *options)) == 0
     code, (results,) = run(*tiny.tiny_options(tmp_path / "plain", *options))
@@ -38,7 +38,7 @@ def test_the_same_weights_as_train_net(demo, tmp_path, precision):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_resumed_and_evaluated(demo, tmp_path):
+def test_resume_and_eval_only(demo, tmp_path):
     options = ("SOLVER.AMP", "bf16", "SOLVER.MAX_EPOCH", "2", "SOLVER.SCHED", "ConstantLR")
     run(*tiny.tiny_options(tmp_path / "straight", *options))
     run(*tiny.tiny_options(tmp_path / "resumed", *options, "SOLVER.MAX_EPOCH", "1"))
@@ -51,19 +51,19 @@ def test_resumed_and_evaluated(demo, tmp_path):
     assert run("--eval-only", *tiny.tiny_options(tmp_path / "eval", *options, *weights))[0] == 0
 
 
-def test_resumed_with_another_batch_or_at_its_end(demo, tmp_path, capfd):
+def test_resume_with_another_batch_size_or_at_the_end(demo, tmp_path, capfd):
     options = ("SOLVER.MAX_EPOCH", "1")
     run(*tiny.tiny_options(tmp_path, *options))
     code, (results,) = run("--resume", *tiny.tiny_options(tmp_path, *options))
     assert code == 0 and results["mAP"] > 0
     assert run("--resume", *tiny.tiny_options(tmp_path, *options, "SOLVER.IMS_PER_BATCH", "32"))[0] == 2
-    assert "from 6 to 3: SOLVER.IMS_PER_BATCH" in capfd.readouterr().err
+    assert "SOLVER.IMS_PER_BATCH" in capfd.readouterr().err
     assert run("--resume", *tiny.tiny_options(tmp_path / "nothing", *options))[0] == 0
     assert "nothing to resume" in (tmp_path / "nothing/log.txt").read_text()
 
 
 @pytest.mark.parametrize("name", plain_train_net.UNSUPPORTED)
-def test_what_is_left_out_is_refused(demo, tmp_path, capfd, name):
+def test_unsupported_keys_are_errors(demo, tmp_path, capfd, name):
     values = {"SOLVER.ACCUM_STEPS": "2", "SOLVER.TRAINER": "AMPTrainer"}
     values |= {f"SOLVER.FREEZE_{unit}": "3" for unit in ("ITERS", "EPOCHS", "FC_ITERS")}
     values |= {f"SOLVER.CHECKPOINT_{unit}": "3" for unit in ("ITERS", "MINUTES", "KEEP")}

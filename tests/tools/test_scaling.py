@@ -1,4 +1,4 @@
-"""What the scaling benchmark computes: the ring's formula by hand, and its bounds."""
+"""tools/benchmark/scaling.py: ring all-reduce formula and its bounds."""
 
 import importlib.util
 from pathlib import Path
@@ -11,18 +11,18 @@ scaling = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(scaling)
 
 
-def test_the_ring_by_hand():
+def test_ring_all_reduce_time():
     links = scaling.Links("some", inside=100.0, between=10.0, latency=0.25)
-    # 1000 bytes at 80 bytes/s, 7/8 of them twice, and 14 hops; between machines at 8 bytes/s, and 126 hops.
+    # 2 x 7/8 x 1000 bytes at 80 bytes/s plus 14 hops; between machines at 8 bytes/s plus 126 hops.
     assert scaling.all_reduce_seconds(1000, 8, links) == pytest.approx(2 * 7 / 8 * 1000 / 80 + 14 * 0.25)
     assert scaling.all_reduce_seconds(1000, 64, links) == pytest.approx(2 * 63 / 64 * 1000 / 8 + 126 * 0.25)
-    assert scaling.all_reduce_seconds(2 * scaling.BUCKET, 2, links) > 2 * 2 * 0.25  # each bucket goes round
+    assert scaling.all_reduce_seconds(2 * scaling.BUCKET, 2, links) > 2 * 2 * 0.25  # latency per bucket
 
 
-def test_overlap_hides_what_the_backward_pass_lasts():
+def test_overlap_hides_communication_during_backward():
     assert scaling.efficiencies(0.3, 0.1) == pytest.approx((0.75, 1.0))
     assert scaling.efficiencies(0.3, 0.3) == pytest.approx((0.5, 0.75))
 
 
-def test_the_table_has_every_link_twice():
+def test_table_has_two_rows_per_link():
     assert scaling.prediction(0.1, 10**8, 64).count("\n") == 1 + 2 * len(scaling.LINKS)

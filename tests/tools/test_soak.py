@@ -1,4 +1,4 @@
-"""What the soak looks at: that one value more or less is found, and that a broken checkpoint is no whole one."""
+"""tools/soak.py: differences between runs, and damaged checkpoints."""
 
 import json
 
@@ -17,7 +17,7 @@ def make_run(folder, **changes):
 
 
 @pytest.mark.parametrize(
-    "changes, place",
+    "changes, path",
     [
         ({}, None),
         ({"model": {"w": torch.tensor([1.0, 1 + 2**-23])}}, ".model.w"),
@@ -26,31 +26,31 @@ def make_run(folder, **changes):
         ({"random": (1, (2.0, "y"))}, ".random.1.1"),
     ],
 )
-def test_any_value_that_differs_is_found(tmp_path, changes, place):
+def test_different_values_are_found(tmp_path, changes, path):
     one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other", **changes)
-    assert soak.differences(one, other) == ([place] if place else [])
+    assert soak.differences(one, other) == ([path] if path else [])
 
 
-def test_a_line_of_metrics_that_is_there_twice_is_found(tmp_path):
+def test_duplicate_line_of_metrics_is_found(tmp_path):
     one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other")
     with (other / "metrics.json").open("a") as file:
         file.write('{"iteration": 2}\n')
-    assert soak.differences(one, other) == ["the iterations in metrics.json"]
+    assert soak.differences(one, other) == ["iterations in metrics.json"]
 
 
-def test_a_truncated_checkpoint_is_not_whole(tmp_path):
+def test_truncated_checkpoint_is_not_loadable(tmp_path):
     run = soak.Run(tmp_path / "none", [], tmp_path / "console")
-    assert not run.is_whole() and run.newest_time() == 0
+    assert not run.is_loadable() and run.newest_time() == 0
     run = soak.Run(make_run(tmp_path / "run"), [], tmp_path / "console")
-    assert run.is_whole() and run.newest_time() > 0
+    assert run.is_loadable() and run.newest_time() > 0
     assert run.truncate() == "model_final.pth"
-    assert not run.is_whole()
+    assert not run.is_loadable()
 
 
-def test_bad_input(tmp_path, capsys):
+def test_invalid_input_is_an_error(tmp_path, capsys):
     config = ["--config-file", "configs/Demo/quickstart.yml"]
     assert soak.cli([*config, "--kills", "2"]) == 2
-    assert "--kills is 2" in capsys.readouterr().err
+    assert "--kills" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert soak.cli([*config, "OUTPUT_DIR", str(tmp_path)]) == 2
-    assert "is not empty" in capsys.readouterr().err
+    assert "OUTPUT_DIR" in capsys.readouterr().err

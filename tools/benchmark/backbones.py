@@ -1,10 +1,9 @@
 #!/usr/bin/env python
-"""Compare backbones with their namesakes in torchvision and timm: size, work, and images a second, in one run.
+"""Compare backbones with the same networks in torchvision and timm: parameters, multiply-adds and images/s.
 
-Each row is an evaluation pass over a batch of 256x128 images, without the head, with the last stride and the stem's
-pooling that the namesake has. The two take turns, so that a machine whose speed drifts favours neither, and the fastest
-of the rounds are compared, since other work on the machine only slows. Multiply-adds are those of convolutions and
-matrix products, of one image.
+Each row is an evaluation pass over a batch of 256x128 images without the head, with the last stride and the stem
+pooling of the reference. Both networks run in turns, so that drift of the machine's speed does not bias the comparison;
+the fastest rounds are compared. Multiply-adds are those of convolutions and matrix products for one image.
 """
 
 import argparse
@@ -29,7 +28,7 @@ SIZE = (256, 128)
 
 
 def _vision(name: str) -> nn.Module:
-    """Return torchvision's model without its head."""
+    """Build the torchvision model without its head."""
     model = torchvision.models.get_model(name)
     if hasattr(model, "features"):
         return model.features
@@ -38,29 +37,29 @@ def _vision(name: str) -> nn.Module:
 
 
 def _timm(name: str) -> nn.Module:
-    """Return timm's model without its head."""
+    """Build the timm model without its head."""
     options = {"img_size": SIZE} if name.startswith(("vit", "deit")) else {}
     return timm.create_model(name, num_classes=0, global_pool="", **options)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A backbone by its config, and who has the same network."""
+    """Config of a backbone, and the name of the same network in torchvision or timm."""
 
     name: str
     depth: str
     width: int
-    namesake: str = ""
+    reference: str = ""
     make: Callable[[str], nn.Module] = _vision
     option: str = ""
 
     @property
     def label(self) -> str:
-        """Its name for people."""
+        """Name in the table."""
         return " ".join([self.name, self.depth, self.option.removeprefix("WITH_")]).strip()
 
     def build(self) -> nn.Module:
-        """Return ours."""
+        """Build the fastamp backbone."""
         cfg = get_cfg()
         cfg.merge_from_list(["MODEL.BACKBONE.NAME", f"build_{self.name}_backbone", "MODEL.BACKBONE.DEPTH", self.depth])
         cfg.merge_from_list(["MODEL.BACKBONE.FEAT_DIM", str(self.width), "INPUT.SIZE_TRAIN", SIZE])
@@ -93,7 +92,7 @@ ROWS = [
 
 
 def compare(models: list[nn.Module], images: torch.Tensor, rounds: int, bf16: bool) -> list[float]:
-    """Return each model's images a second in its fastest round; a first round warms up."""
+    """Return images/s of each model in its fastest round, after one warm-up round."""
     seconds: list[list[float]] = [[] for _ in models]
     synchronize = torch.cuda.synchronize if images.is_cuda else lambda: None
     cfg = get_cfg()
@@ -111,19 +110,19 @@ def compare(models: list[nn.Module], images: torch.Tensor, rounds: int, bf16: bo
 
 
 def main() -> None:
-    """Print the table."""
+    """Run the benchmark and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--bf16", action="store_true", help="in bfloat16 instead of float32")
-    parser.add_argument("--only", default="", help="rows whose name has this in it")
+    parser.add_argument("--bf16", action="store_true", help="use bfloat16 instead of float32")
+    parser.add_argument("--only", default="", help="run only rows with this text in the name")
     args = parser.parse_args()
     print(inspect_environment(torch.device(args.device), asked=args.device).table(), file=sys.stderr)
     images = torch.randn(args.batch, 3, *SIZE, device=args.device).to(memory_format=torch.channels_last)
     table = []
     for row in (each for each in ROWS if args.only in each.name):
-        made = [row.build(), *([row.make(row.namesake)] if row.namesake else [])]
+        made = [row.build(), *([row.make(row.reference)] if row.reference else [])]
         made = [model.eval().to(args.device, memory_format=torch.channels_last) for model in made]
         work = multiply_adds(made[0], images[:1]) / 1e9
         speeds = compare(made, images, args.rounds, args.bf16)
@@ -134,13 +133,13 @@ def main() -> None:
                 f"{sum(p.numel() for p in made[0].parameters()) / 1e6:.1f} M",
                 f"{work:.2f} G",
                 f"{speeds[0]:.0f}",
-                f"{source}'s {row.namesake}" if row.namesake else "",
-                f"{speeds[1]:.0f}" if row.namesake else "",
-                f"{speeds[0] / speeds[1]:.2f}" if row.namesake else "",
+                f"{source}'s {row.reference}" if row.reference else "",
+                f"{speeds[1]:.0f}" if row.reference else "",
+                f"{speeds[0] / speeds[1]:.2f}" if row.reference else "",
             ]
         )
         print(f"{row.label} done", file=sys.stderr)
-    headers = ["backbone", "parameters", "multiply-adds", "images/s", "namesake", "its images/s", "ratio"]
+    headers = ["backbone", "parameters", "multiply-adds", "images/s", "reference", "reference images/s", "ratio"]
     print(tabulate(table, headers, tablefmt="github", disable_numparse=True))
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Compare FastTune's HyperOpt with random search: the same number of whole trainings, the same held-out identities.
+"""Compare HyperOpt in FastTune with random search, at equal numbers of full trainings and equal held-out identities.
 
-A network of two convolutions is trained on a generated data set of 80 identities (30 more are the test set), 64x32
-pixels, over seven keys. Prints for each seed the best score of each search, the mean of its five best, and the winner's
-score on the test set. A pair of searches of 24 trials takes about ten minutes on two cores.
+The searches optimize seven keys of a network of two convolutions on a generated dataset of 80 training and 30 test
+identities at 64x32 pixels. The table shows for each seed the best score of each search, the mean of the five best
+trials, and the score of the winner on the test set. Two searches of 24 trials take about ten minutes on two cores.
 """
 
 import argparse
@@ -62,7 +62,7 @@ IDENTITIES: {choice: [4, 8, 12]}
 
 
 def search(folder: Path, algorithm: str, seed: int, trials: int) -> list[object]:
-    """Run one search and return a row of the table."""
+    """Run one search; return its row of the table."""
     output = folder / f"{algorithm}-{seed}"
     words = ["--config-file", folder / "base.yml", "--space", folder / "space.yml", "--plugin", folder / "plugin.py"]
     words += ["--srch-algo", algorithm, "--scheduler", "none", "--seed", seed, "--num-trials", trials]
@@ -78,7 +78,7 @@ def search(folder: Path, algorithm: str, seed: int, trials: int) -> list[object]
 def main() -> None:
     """Run the searches and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path, help="folder of the searches; it must be new")
+    parser.add_argument("output", type=Path, help="folder of the searches; must not exist")
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
@@ -101,7 +101,7 @@ def main() -> None:
         for seed in range(args.seeds)
         for algorithm in ("hyperopt", "random")
     ]
-    headers = ["seed", "search", "trials", "best", "mean of the best five", "mean of all", "winner on the test set"]
+    headers = ["seed", "search", "trials", "best", "mean of best five", "mean of all", "winner on the test set"]
     print(tabulate(rows, headers=headers, tablefmt="github", floatfmt=".2f"))
 
 

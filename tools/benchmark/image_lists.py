@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Measure what a CSV file of a million images costs: CPU time, peak memory, a worker's growing private memory.
+"""Measure CPU time, peak memory and memory growth of a worker for a CSV file of a million images.
 
-Two variants are compared: `plain` holds a list of tuples and lists of labels, as most projects do; `fastamp` is
-`build_reid_train_loader` as it is imported. Each runs in a process of its own, and they take turns. The first number is
-of reading the list and building the loader. Then one worker fetches batches at random; its private memory (USS, from
-/proc/PID/smaps_rollup) is read after the first 20 batches and after the last. A worker shares its parent's memory
-until one of them writes to it, and taking a Python object out of a list is such a write: it counts references.
+`plain` uses a list of tuples and a list of labels, as most projects do; `fastamp` is `build_reid_train_loader`. Each
+variant runs in a separate process, in turns. CPU time and peak memory are those of reading the list and building the
+loader. Then one worker fetches random batches; its private memory (USS, from /proc/PID/smaps_rollup) is read after the
+first 20 batches and after the last. A worker shares its parent's memory until one of them writes to it, and accessing a
+Python object in a list is such a write, because it changes the reference count.
 
-The images are links to one small file; each is listed many times, with text of its own for each line.
+The images are links to one small file; each is listed many times, with separate strings for each line.
 """
 
 import argparse
@@ -41,7 +41,7 @@ BATCH, WARM_UP, FILES, CAMERAS, SIZE = 64, 20, 10_000, 20, (32, 16)
 
 
 def write_list(folder: Path, rows: int) -> Path:
-    """Write a CSV file of ``rows`` lines, 20 images an identity, and the images; return the file."""
+    """Write the images and a CSV file of ``rows`` lines with 20 images per identity; return its path."""
     pixels = np.random.default_rng(0).integers(0, 256, (*SIZE, 3), dtype=np.uint8)
     first = folder / "first.jpg"
     Image.fromarray(pixels).save(first)
@@ -58,7 +58,7 @@ def write_list(folder: Path, rows: int) -> Path:
 
 
 class PlainDataset(Dataset):
-    """A list of tuples (path, identity, camera), as most projects have it."""
+    """Dataset with a list of tuples (path, identity, camera)."""
 
     def __init__(self, file: Path) -> None:
         with file.open() as stream:
@@ -76,7 +76,7 @@ class PlainDataset(Dataset):
 
 
 class _Endless(torch.utils.data.Sampler):
-    """Batches of random indices without end."""
+    """Infinite batches of random indices."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -88,13 +88,13 @@ class _Endless(torch.utils.data.Sampler):
 
 
 def plain(file: Path) -> Any:
-    """Return the plain loader."""
+    """Build the plain loader."""
     dataset = PlainDataset(file)
     return DataLoader(dataset, batch_sampler=_Endless(len(dataset)), num_workers=1, multiprocessing_context="fork")
 
 
 def fastamp(file: Path) -> Any:
-    """Return fastamp's loader."""
+    """Build the fastamp loader."""
     cfg = get_cfg()
     options = {
         "DATASETS.NAMES": f"('csv:{file}',)",
@@ -113,24 +113,24 @@ VARIANTS = {"plain": plain, "fastamp": fastamp}
 
 
 def private_memory_mb(pid: int) -> float:
-    """Return the memory in MB (10^6 bytes) that only this process has (USS)."""
+    """Return the private memory (USS) of a process in MB (10^6 bytes)."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / 1e6
 
 
 def children() -> set[int]:
-    """Return the processes that this one has started."""
+    """Return the PIDs of the child processes."""
     found = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     return {int(pid) for file in found for pid in file.read_text().split()}
 
 
 def peak_mb() -> float:
-    """Return the largest resident set of this process so far, in MB (10^6 bytes)."""
+    """Return the peak resident set size of this process in MB (10^6 bytes)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def measure(variant: str, file: Path, batches: int) -> dict[str, float]:
-    """Run one variant in this process."""
+    """Run one variant in this process; return CPU seconds, peak memory and growth in MB."""
     torch.set_num_threads(1)
     before, began = peak_mb(), time.process_time()
     loader = VARIANTS[variant](file)
@@ -146,13 +146,15 @@ def measure(variant: str, file: Path, batches: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run all variants in turns and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000, help="(default: %(default)s)")
-    parser.add_argument("--batches", type=int, default=400, help=f"of {BATCH} images (default: %(default)s)")
+    parser.add_argument(
+        "--batches", type=int, default=400, help=f"number of batches of {BATCH} images (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--variant", choices=VARIANTS, help="measure this one alone, in this process, as JSON")
-    parser.add_argument("--file", type=Path, help="the list of that")
+    parser.add_argument("--variant", choices=VARIANTS, help="run only this variant in this process and print JSON")
+    parser.add_argument("--file", type=Path, help="CSV file of --variant")
     args = parser.parse_args()
     if args.variant:
         print(json.dumps(measure(args.variant, args.file, args.batches)))

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Compare the training input pipeline with PIL and torchvision's transforms, image by image, in one run on one core.
+"""Compare the training input pipeline with PIL and torchvision transforms on one core.
 
-Both decode JPEG files of generated pedestrians and make batches of 64 of them at 256x128: bicubic resizing, mirroring,
-padding, cropping, erasing. The reference is the usual pipeline: PIL, torchvision.transforms (v1), torch.stack. The
-variants take turns, so that a machine whose speed drifts favours none. With a CUDA device, also the share of a training
-step (ResNet-50, bf16, batch 128) that waits for data.
+All variants decode JPEG files of generated pedestrians and build batches of 64 images at 256x128: bicubic resize, flip,
+padding, crop and random erasing. The reference uses PIL, torchvision.transforms (v1) and torch.stack. The variants run
+in turns, so that drift of the machine's speed does not bias the comparison. With a CUDA device, the fraction of a
+training step (ResNet-50, bf16, batch size 128) that waits for data is measured as well.
 """
 
 import argparse
@@ -39,7 +39,7 @@ TARGETS = {"uncached": (2.5, 2.0), "cached": (8.0, 6.0)}
 
 
 def reference(paths: list[str], cfg: Any) -> Callable[[list[int]], Tensor]:
-    """Return the usual pipeline: indices -> (B, 3, H, W) float32."""
+    """Build the reference pipeline: indices -> (B, 3, H, W) float32."""
     recipe = v1.Compose(
         [
             v1.Resize(SIZE, interpolation=v1.InterpolationMode.BICUBIC),
@@ -57,13 +57,13 @@ def reference(paths: list[str], cfg: Any) -> Callable[[list[int]], Tensor]:
     return batch
 
 
-def ours(dataset: ReidDataset) -> Callable[[list[int]], Tensor]:
-    """Return fastamp's: indices -> (B, 3, H, W) uint8."""
+def fastamp_pipeline(dataset: ReidDataset) -> Callable[[list[int]], Tensor]:
+    """Build the fastamp pipeline: indices -> (B, 3, H, W) uint8."""
     return lambda indices: dataset.__getitems__([(0, index, index) for index in indices])["images"]
 
 
 def compare(source: tuple[int, int], rounds: int, folder: Path) -> list[list[Any]]:
-    """Return a row for each variant: name, images/s, and how many times the reference's."""
+    """Return a row per variant: name, images/s, and ratio to the reference."""
     generate_demo(
         folder,
         train_identities=40,
@@ -80,7 +80,11 @@ def compare(source: tuple[int, int], rounds: int, folder: Path) -> list[list[Any
     items = [ImageItem(path, number, 0) for number, path in enumerate(paths)]
     uncached, cached = (ReidDataset(items, build_transforms(cfg), relabel=True) for _ in range(2))
     cached.use_cache(ImageCache(items, (3, *SIZE), cached.read, where="ram"))
-    variants = {"PIL, torchvision": reference(paths, cfg), "uncached": ours(uncached), "cached": ours(cached)}
+    variants = {
+        "PIL, torchvision": reference(paths, cfg),
+        "uncached": fastamp_pipeline(uncached),
+        "cached": fastamp_pipeline(cached),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
@@ -101,7 +105,7 @@ def compare(source: tuple[int, int], rounds: int, folder: Path) -> list[list[Any
 
 
 def waiting(steps: int, cache: str, augment_on: str, root: str) -> tuple[float, float]:
-    """Return the seconds of a training step on CUDA, and the share of them that waits for data."""
+    """Return the seconds per training step on CUDA, and the fraction that waits for data."""
     os.environ["FASTAMP_DATASETS"] = root
     cfg = get_cfg()
     cfg.merge_from_file(str(RECIPE))
@@ -134,9 +138,9 @@ def waiting(steps: int, cache: str, augment_on: str, root: str) -> tuple[float, 
 
 
 def main() -> None:
-    """Print the tables."""
+    """Run the benchmarks and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=100, help="training steps on CUDA (default: %(default)s)")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -146,16 +150,16 @@ def main() -> None:
         rows = []
         with tempfile.TemporaryDirectory() as root:
             for cache, augment_on in (("none", "worker"), ("none", "device"), ("ram", "worker"), ("ram", "device")):
-                seconds, share = waiting(args.steps, cache, augment_on, root)
-                rows.append([cache, augment_on, f"{1000 * seconds:.1f}", f"{100 * share:.1f}"])
+                seconds, fraction = waiting(args.steps, cache, augment_on, root)
+                rows.append([cache, augment_on, f"{1000 * seconds:.1f}", f"{100 * fraction:.1f}"])
         print(tabulate(rows, ["CACHE", "AUGMENT_ON", "step [ms]", "waiting for data [%]"], tablefmt="github"))
     for number, source in enumerate(((128, 64), (256, 128))):
         with tempfile.TemporaryDirectory() as folder:
             rows = compare(source, args.rounds, Path(folder))
         for row in rows[1:]:
             row.append(f"{TARGETS[row[0]][number]:.1f}")
-        print(f"\nsources of {source[0]}x{source[1]}, one core")
-        print(tabulate(rows, ["pipeline", "images/s", "times", "target"], tablefmt="github"))
+        print(f"\nsource images of {source[0]}x{source[1]}, one core")
+        print(tabulate(rows, ["pipeline", "images/s", "ratio", "target"], tablefmt="github"))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""What evaluation costs beyond its matrix product, in time and memory, and what a plain argsort evaluator costs.
+"""Compare time and memory of the evaluation with those of its matrix product and of a plain argsort evaluator.
 
-Features are generated at the sizes of Market-1501 and MSMT17: clusters of identities with as many images, cameras and
-distractors, noisy enough that matches lie near and far. Each variant runs in a process of its own, so that its peak
-memory is its own; the variants take turns, and ratios are of medians over the rounds. Memory is what a process takes at
-its peak above what it holds before: the features.
+Features are generated with the sizes of Market-1501 and MSMT17: clusters of identities with the same numbers of images,
+cameras and distractors, and with noise that spreads the ranks of the matches. Each variant runs in a separate process
+to measure its peak memory. The variants run in turns; ratios are those of medians over the rounds. Memory is the peak
+above the features.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from fastamp.layers.distance import DistanceBlocks, matrix_product
 
 
 class Size(NamedTuple):
-    """A test set: queries, gallery images, identities among them, cameras, share of distractors in the gallery."""
+    """Sizes of a test set: queries, gallery images, identities, cameras, and fraction of distractors in the gallery."""
 
     queries: int
     gallery: int
@@ -47,24 +47,24 @@ SIZES = {
 RANKING = ("product", "fastamp", "argsort")
 RE_RANKING = ("search", "re-ranking")
 WIDTH = 2048
-# Standard deviation of an image's own part of a feature, beside an identity's of 1.
+# Standard deviation of the image component of a feature; that of the identity component is 1.
 NOISE = 2.7
 
 
 def generate(size: Size, path: Path) -> None:
-    """Write features and identities to ``path``."""
+    """Generate features and identities and write them to ``path``."""
     random = np.random.default_rng(0)
-    centres = random.standard_normal((size.identities + 1, WIDTH), dtype=np.float32)
+    centers = random.standard_normal((size.identities + 1, WIDTH), dtype=np.float32)
     arrays = {}
     for side, count in (("query", size.queries), ("gallery", size.gallery)):
         pids = random.integers(1, size.identities + 1, count)
         if side == "gallery":
             pids[random.random(count) < size.distractors] = 0
-        # Some images are much harder than others.
+        # The noise differs between images.
         hardness = random.gamma(4.0, NOISE / 4, (count, 1)).astype(np.float32)
         features = random.standard_normal((count, WIDTH), dtype=np.float32)
         features *= hardness
-        features += np.where(pids[:, None] > 0, centres[pids], 0)
+        features += np.where(pids[:, None] > 0, centers[pids], 0)
         arrays |= {f"{side}_features": features, f"{side}_pids": pids}
         arrays[f"{side}_camids"] = random.integers(0, size.cameras, count)
     for name, array in arrays.items():
@@ -72,7 +72,7 @@ def generate(size: Size, path: Path) -> None:
 
 
 def load(path: Path) -> tuple[torch.Tensor, torch.Tensor, Identities]:
-    """Return query and gallery features, and who is on them."""
+    """Load query and gallery features and their identities."""
     arrays = {
         name: torch.from_numpy(np.load(path / f"{name}.npy"))
         for name in (f"{side}_{column}" for side in ("query", "gallery") for column in ("features", "pids", "camids"))
@@ -82,7 +82,7 @@ def load(path: Path) -> tuple[torch.Tensor, torch.Tensor, Identities]:
 
 
 def product(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> dict[str, float]:
-    """Run the matrix product alone, in the blocks that ranking has."""
+    """Run only the matrix product, in the same blocks as the ranking."""
     shape = DistanceBlocks()
     shape.shape, shape.dtype, shape.memory_budget_mb = (len(queries), len(gallery)), torch.float32, 256
     rows = shape.block_rows
@@ -93,12 +93,12 @@ def product(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> di
 
 
 def fastamp(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> dict[str, float]:
-    """Run the whole evaluation, as ReidEvaluator does, with its defaults."""
+    """Run the evaluation with the defaults of ReidEvaluator."""
     return compute_metrics(queries, gallery, ids).metrics()
 
 
 def argsort(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> dict[str, float]:
-    """Run a common evaluator, without code of fastamp: all distances, all sorted, then a loop over queries."""
+    """Run a common evaluator without fastamp: all distances, a full sort, and a loop over queries."""
     unit = [torch.nn.functional.normalize(side, dim=1) for side in (queries, gallery)]
     distances = (1 - unit[0] @ unit[1].t()).numpy()
     order = np.argsort(distances, axis=1)
@@ -120,14 +120,14 @@ def argsort(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> di
 
 
 def search(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> dict[str, float]:
-    """Run the neighbour search of re-ranking alone."""
+    """Run only the nearest-neighbor search of re-ranking."""
     features = torch.nn.functional.normalize(torch.cat((queries, gallery)), dim=1)
     nearest_neighbors(features, features, ReRanking().num_neighbors)
     return {}
 
 
 def re_ranking(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> dict[str, float]:
-    """Run the whole evaluation with re-ranking."""
+    """Run the evaluation with re-ranking."""
     return compute_metrics(queries, gallery, ids, Protocol(re_ranking=ReRanking())).metrics()
 
 
@@ -141,7 +141,7 @@ FUNCTIONS: dict[str, Callable[..., dict[str, float]]] = {
 
 
 def memory_mb(field: str) -> float:
-    """Return this process's memory in MiB: ``"VmRSS"`` at present, ``"VmHWM"`` at its peak."""
+    """Return the memory of this process in MiB: ``"VmRSS"`` is the current value, ``"VmHWM"`` the peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 1024
@@ -149,17 +149,18 @@ def memory_mb(field: str) -> float:
 
 
 def measure(variant: str, path: Path, runs: int) -> dict[str, float]:
-    """Run one variant in this process; return its metrics, the seconds of the fastest run, and the peak of the first.
+    """Run one variant in this process.
 
-    The peak is in MiB above the features. The first run meets memory that the system has to find first.
+    Returns:
+        Metrics, seconds of the fastest run, and peak memory of the first run in MiB above the features.
     """
     queries, gallery, ids = load(path)
-    # Threads and libraries start outside the measurement.
-    few = Identities(
+    # Warm up: start threads and load libraries.
+    first_identities = Identities(
         *(side[:1000] for side in (ids.query_pids, ids.gallery_pids, ids.query_camids, ids.gallery_camids))
     )
-    FUNCTIONS[variant](queries[:1000], gallery[:1000], few)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    FUNCTIONS[variant](queries[:1000], gallery[:1000], first_identities)
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = memory_mb("VmRSS")
     seconds = []
     for number in range(runs):
@@ -173,14 +174,14 @@ def measure(variant: str, path: Path, runs: int) -> dict[str, float]:
 
 
 def measured(variant: str, folder: str, runs: int) -> dict[str, float]:
-    """Run ``measure`` in a process of its own."""
+    """Run ``measure`` in a separate process."""
     command = [sys.executable, __file__, "--variant", variant, "--features", folder, "--runs", str(runs)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
 
 
 def compare(name: str, size: Size, variants: tuple[str, ...], rounds: int, runs: int) -> str:
-    """Return the table of ``variants``, with ratios to the first."""
+    """Run the variants in turns; return a table with ratios to the first one."""
     results: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
     with TemporaryDirectory() as folder:
         generate(size, Path(folder))
@@ -209,7 +210,7 @@ def compare(name: str, size: Size, variants: tuple[str, ...], rounds: int, runs:
 
 
 def growth(runs: int) -> str:
-    """Return the table of three sizes, each with twice the queries and twice the gallery of the one before."""
+    """Return a table of three sizes; each has twice the queries and gallery images of the one before."""
     rows = []
     with TemporaryDirectory() as folder:
         for factor in (1, 2, 4):
@@ -219,25 +220,25 @@ def growth(runs: int) -> str:
             seconds = measured("fastamp", folder, runs)["seconds"]
             products = size.queries * size.gallery * WIDTH
             rows.append((size.queries, size.gallery, f"{seconds:.2f}", f"{1e12 * seconds / products:.2f}"))
-    headers = ["queries", "gallery", "s", "ps for each query x gallery x width"]
+    headers = ["queries", "gallery", "s", "ps per query x gallery x width"]
     return f"growth\n{tabulate(rows, headers=headers, tablefmt='github', disable_numparse=True)}"
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmarks and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["market1501", "msmt17"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--runs", type=int, default=2, help="in each process; the fastest counts (default: %(default)s)"
+        "--runs", type=int, default=2, help="runs per process, of which the fastest counts (default: %(default)s)"
     )
-    parser.add_argument("--no-argsort", action="store_true", help="leave the plain evaluator out (MSMT17: 13 GB)")
+    parser.add_argument("--no-argsort", action="store_true", help="skip the argsort evaluator (MSMT17: 13 GB)")
     parser.add_argument(
-        "--re-ranking", action="store_true", help="measure re-ranking, too (MSMT17: 10 minutes a round)"
+        "--re-ranking", action="store_true", help="also measure re-ranking (MSMT17: 10 minutes per round)"
     )
-    parser.add_argument("--growth", action="store_true", help="measure three sizes, too")
-    parser.add_argument("--variant", choices=FUNCTIONS, help="measure this one alone, in this process, as JSON")
-    parser.add_argument("--features", help="the folder of its features")
+    parser.add_argument("--growth", action="store_true", help="also measure three sizes")
+    parser.add_argument("--variant", choices=FUNCTIONS, help="run only this variant in this process and print JSON")
+    parser.add_argument("--features", help="folder with the features of --variant")
     args = parser.parse_args()
     if args.variant:
         print(json.dumps(measure(args.variant, Path(args.features), args.runs)))

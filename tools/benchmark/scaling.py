@@ -1,9 +1,10 @@
 #!/usr/bin/env python
-"""Measure a training step in two processes against one on this machine, and compute how it would scale to many GPUs.
+"""Compare a training step in one and in two processes, and predict the scaling to many GPUs.
 
-The global batch is the same and the threads are divided: one process with 2 threads against two with 1. The two take
-turns, so that a machine whose speed drifts favours neither. The all-reduce of as many bytes as the gradients have is
-measured by itself. Images are random and in memory: no input pipeline. What --predict prints is computed, not measured.
+The global batch is the same and the threads are divided: one process with 2 threads, two processes with 1 thread each.
+Both settings run in turns, so that drift of the machine's speed does not bias the comparison. An all-reduce of the size
+of the gradients is measured separately. Images are random and in memory, without an input pipeline. The output of
+--predict is computed, not measured.
 """
 
 import argparse
@@ -37,22 +38,22 @@ from fastamp.utils.env import available_cores, keep_freed_memory
 QUICKSTART = Path(__file__).parents[2] / "configs/Demo/quickstart.yml"
 NUM_CLASSES = 751
 BUCKET = 25 * 2**20
-"""Bytes that DistributedDataParallel sends at once."""
+"""Bucket size of DistributedDataParallel in bytes."""
 BACKWARD = 2 / 3
-"""Share of a step that is its backward pass, behind which gradients can travel: twice the work of the forward pass."""
+"""Fraction of a step spent in the backward pass, which can overlap with communication; twice the forward pass."""
 REACHED = 0.8
-"""Share of a link's nominal speed that is reached."""
+"""Achieved fraction of a link's nominal bandwidth."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What joins GPUs, eight to a machine.
+    """Interconnect of GPUs with eight GPUs per machine.
 
     Attributes:
-        name: in the table.
-        inside: bytes/s in one direction, of a GPU to its neighbour in the machine.
-        between: bytes/s in one direction, of a machine to another; as many rings as it has cards share them.
-        latency: seconds of one hop.
+        name: name in the table.
+        inside: bandwidth between GPUs of a machine in bytes/s, one direction.
+        between: bandwidth between machines in bytes/s, one direction; shared by the rings of all network cards.
+        latency: latency of one hop in seconds.
     """
 
     name: str
@@ -69,12 +70,12 @@ LINKS = (
 
 
 def all_reduce_seconds(size: int, gpus: int, links: Links) -> float:
-    """Return how long a ring takes to all-reduce gradients: 2 (N - 1) / N x bytes / bandwidth, and its hops.
+    """Return the time of a ring all-reduce: 2 (N - 1) / N x bytes / bandwidth, plus the latency of the hops.
 
     Args:
-        size: bytes of the gradients.
-        gpus: N; beyond 8 the ring also passes between machines, and its slowest link counts.
-        links: of the machines.
+        size: size of the gradients in bytes.
+        gpus: number N of GPUs; above 8 the ring spans machines, and the slowest link counts.
+        links: interconnect.
     """
     bandwidth = REACHED * (links.inside if gpus <= 8 else min(links.inside, links.between))
     hops = 2 * (gpus - 1) * math.ceil(size / BUCKET)
@@ -82,45 +83,45 @@ def all_reduce_seconds(size: int, gpus: int, links: Links) -> float:
 
 
 def efficiencies(step: float, communication: float) -> tuple[float, float]:
-    """Return a GPU's share of its speed alone: with nothing of the communication behind the backward pass, and all."""
+    """Return the scaling efficiency in 0..1 without and with full overlap of communication and backward pass."""
     exposed = max(0.0, communication - BACKWARD * step)
     return step / (step + communication), step / (step + exposed)
 
 
 def predict(cfg: CfgNode, step: float, size: int, origin: str) -> None:
-    """Print how training should scale, and from what that is computed.
+    """Print the predicted scaling and its assumptions.
 
     Args:
-        cfg: of the model.
-        step: seconds of a GPU's step alone, with ``SOLVER.IMS_PER_BATCH`` images.
-        size: bytes of the gradients.
-        origin: where ``step`` is from.
+        cfg: config with SOLVER.IMS_PER_BATCH.
+        step: seconds per step on one GPU with SOLVER.IMS_PER_BATCH images.
+        size: size of the gradients in bytes.
+        origin: source of ``step``, for the output.
     """
     batch = cfg.SOLVER.IMS_PER_BATCH
     print(
-        f"computed, not measured: {batch} images and {step:g} s a step on each GPU ({origin}), gradients "
-        f"{size / 2**20:.1f} MiB;\nrings with {100 * REACHED:.0f} % of each link's nominal speed, 8 GPUs a machine, "
-        "buckets of 25 MiB; from no overlap with the backward\npass (two thirds of a step) to a full one; the input "
-        "pipeline keeps up"
+        f"computed, not measured: {batch} images and {step:g} s per step on each GPU ({origin}), gradients "
+        f"{size / 2**20:.1f} MiB;\nrings with {100 * REACHED:.0f} % of the nominal bandwidth, 8 GPUs per machine, "
+        "buckets of 25 MiB; ranges are from no overlap\nwith the backward pass (two thirds of a step) to full "
+        "overlap; the input pipeline is not a bottleneck"
     )
     print(prediction(step, size, batch))
 
 
 def prediction(step: float, size: int, batch: int) -> str:
-    """Return the computed table.
+    """Return the table of predicted speeds.
 
     Args:
-        step: seconds of a GPU's step alone.
-        size: bytes of the gradients.
-        batch: images of a GPU's step; as many on each, so that the global batch grows with the GPUs.
+        step: seconds per step on one GPU.
+        size: size of the gradients in bytes.
+        batch: images per step and GPU; the global batch grows with the number of GPUs.
     """
     rows = []
     for links in LINKS:
         for gpus in (8, 64):
             seconds = all_reduce_seconds(size, gpus, links)
-            shares = efficiencies(step, seconds)
-            speeds = " to ".join(f"{gpus * batch / step * share:.0f}" for share in shares)
-            per_cent = " to ".join(f"{100 * share:.1f}" for share in shares)
+            fractions = efficiencies(step, seconds)
+            speeds = " to ".join(f"{gpus * batch / step * fraction:.0f}" for fraction in fractions)
+            per_cent = " to ".join(f"{100 * fraction:.1f}" for fraction in fractions)
             rows.append((links.name, gpus, f"{1e3 * seconds:.1f}", speeds, f"{per_cent} %"))
     headers = ["links", "GPUs", "all-reduce, ms", "images/s", "of linear scaling"]
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
@@ -131,30 +132,30 @@ def _image_size(cfg: CfgNode) -> tuple[int, int]:
 
 
 def batches(cfg: CfgNode) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield this process's share of the same random batch without end."""
+    """Yield this process's shard of one random batch, infinitely."""
     size, generator = cfg.SOLVER.IMS_PER_BATCH, torch.Generator().manual_seed(0)
-    share = slice(*comm.shard_range(size))
+    shard = slice(*comm.shard_range(size))
     images = torch.randint(256, (size, cfg.INPUT.CHANNELS, *_image_size(cfg)), dtype=torch.uint8, generator=generator)
-    batch = {"images": images[share], "targets": (torch.arange(size) // 4)[share]}
+    batch = {"images": images[shard], "targets": (torch.arange(size) // 4)[shard]}
     batch |= {name: torch.zeros_like(batch["targets"]) for name in ("camids", "viewids")}
     while True:
         yield batch
 
 
 def config(args: argparse.Namespace) -> CfgNode:
-    """Return the config with random weights."""
+    """Build the config, without pretrained weights."""
     given = ["MODEL.DEVICE", "auto", "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.HEADS.NUM_CLASSES", str(NUM_CLASSES)]
-    given += ["SOLVER.AMP.PREFLIGHT", "off"]  # of a run, not of a step
+    given += ["SOLVER.AMP.PREFLIGHT", "off"]  # not part of a step
     return read_config(args.config_file, [*given, *args.opts])
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Return the bytes that the ranks exchange each step."""
+    """Return the size of the gradients in bytes."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Time steps and all-reduces in this process and those beside it, and write the medians as JSON."""
+    """Time steps and all-reduces in this process group and write the medians as JSON."""
     cfg = config(args)
     device = resolve_device(cfg.MODEL.DEVICE)
     if device.type == "cpu":
@@ -171,7 +172,7 @@ def measure(args: argparse.Namespace) -> None:
 
     def step() -> None:
         trainer.run_step()
-        trainer.iter += 1  # only the first iteration looks for low precision
+        trainer.iter += 1  # only iteration 0 checks that low precision is used
 
     size = gradient_bytes(model)
     found = {"step": timed(step, args.warmup, args.steps, device), "bytes": size, "all_reduce": 0.0}
@@ -201,7 +202,7 @@ def timed(function: Any, warmup: int, count: int, device: torch.device) -> float
 
 
 def compare(args: argparse.Namespace, counts: tuple[int, ...]) -> dict[int, dict[str, float]]:
-    """Measure each number of processes in turns, and return the medians over the rounds."""
+    """Measure each number of processes in turns; return the medians over the rounds."""
     results: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "measured.json"
@@ -223,19 +224,21 @@ def compare(args: argparse.Namespace, counts: tuple[int, ...]) -> dict[int, dict
 
 
 def main() -> None:
-    """Measure, print the table, and where it is asked for what is computed from it."""
+    """Run the benchmark and print the table and, with --predict, the predicted scaling."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config-file", default=str(QUICKSTART))
-    parser.add_argument("--processes", type=int, default=2, help="processes to compare with one")
-    parser.add_argument("--threads", type=int, default=available_cores(), help="threads of all processes together")
+    parser.add_argument("--processes", type=int, default=2, help="number of processes to compare with one process")
+    parser.add_argument(
+        "--threads", type=int, default=available_cores(), help="total number of threads of all processes"
+    )
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--predict", action="store_true", help="also compute how it should scale to 8 and 64 GPUs")
+    parser.add_argument("--predict", action="store_true", help="also predict the scaling to 8 and 64 GPUs")
     parser.add_argument(
-        "--step-seconds", type=float, help="compute it from this time of a GPU's step, and measure nothing"
+        "--step-seconds", type=float, help="predict from this time per step of one GPU, without a measurement"
     )
-    parser.add_argument("--measure", type=int, help="measure this many processes alone, into --output")
+    parser.add_argument("--measure", type=int, help="only measure this number of processes and write to --output")
     parser.add_argument("--output")
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE")
     args = parser.parse_args()
@@ -249,7 +252,7 @@ def main() -> None:
     device = resolve_device(cfg.MODEL.DEVICE)
     print(inspect_environment(device, asked=cfg.MODEL.DEVICE).table(), file=sys.stderr)
     found = compare(args, (1, args.processes))
-    batch, alone = cfg.SOLVER.IMS_PER_BATCH, found[1]["step"]
+    batch, single = cfg.SOLVER.IMS_PER_BATCH, found[1]["step"]
     precision = "AMP" if cfg.SOLVER.AMP.ENABLED else "float32"
     size, mib = "x".join(map(str, _image_size(cfg))), found[1]["bytes"] / 2**20
     print(
@@ -260,17 +263,17 @@ def main() -> None:
             f"{count} x {max(1, args.threads // count)}",
             f"{each['step']:.3f}",
             f"{batch / each['step']:.1f}",
-            f"{alone / each['step']:.2f}",
+            f"{single / each['step']:.2f}",
             f"{1e3 * each['all_reduce']:.1f}",
             f"{100 * each['all_reduce'] / each['step']:.1f} %",
         )
         for count, each in found.items()
     ]
-    headers = ["processes x threads", "s/step", "images/s", "x one process", "all-reduce alone, ms", "of the step"]
+    headers = ["processes x threads", "s/step", "images/s", "x one process", "all-reduce, ms", "of the step"]
     print(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True))
     if args.predict:
         print()
-        predict(cfg, alone, int(found[1]["bytes"]), "measured here, in one process")
+        predict(cfg, single, int(found[1]["bytes"]), "measured in one process")
 
 
 if __name__ == "__main__":

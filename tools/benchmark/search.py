@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""What an index of a gallery costs and finds: build time, memory, recall against exact search, time of a query.
+"""Measure gallery indices: build time, memory, recall relative to exact search, and time per query.
 
-Features are clustered as those of identities are: as many images around each centre, which a camera shifts and noise
-spreads. Centres and noise vary in fewer dimensions than the features have, and in each less than in the one before, as
-principal components do; some noise is in all dimensions. Queries are further images of the same identities. Each kind
-is built and searched in processes of its own, so that its memory is its own. Where others use the machine too, the CPU
-time, of all threads together, says more than the time by the clock.
+Features form clusters: each identity has a center and the same number of images, with a shift per camera and noise.
+Centers and noise have fewer dimensions than the features, with decreasing variance like principal components; a part of
+the noise is isotropic. Queries are further images of the same identities. Each kind of index is built and searched in a
+separate process to measure its memory. On a shared machine, the CPU time of all threads is more reliable than the wall
+time.
 """
 
 import argparse
@@ -28,38 +28,38 @@ from fastamp.utils.env import peak_memory_mb
 
 INNER_WIDTH = 128
 CAMERAS = 8
-# Lengths of what is added to an identity's centre, of length 1; the last is in all dimensions.
+# Lengths of the components that are added to the center, which has length 1; the last is isotropic.
 CAMERA_SHIFT, NOISE, REST = 0.2, 0.7, 0.3
 BLOCK = 20_000
-# Queries that are searched one by one.
+# Number of queries that are searched one by one.
 SINGLE = 30
 
 
 class Images:
-    """Generates images' features of identities."""
+    """Generator of image features."""
 
     def __init__(self, identities: int, width: int) -> None:
         self.random = np.random.default_rng(0)
         self.components = self.random.standard_normal((INNER_WIDTH, width), dtype=np.float32)
         self.components /= np.sqrt(np.arange(1, INNER_WIDTH + 1, dtype=np.float32))[:, None]
-        self.centres = self.varied(identities, 1.0)
+        self.centers = self.varied(identities, 1.0)
         self.shifts = self.varied(CAMERAS, CAMERA_SHIFT)
 
     def varied(self, count: int, length: float) -> np.ndarray:
-        """Return vectors of this length along the components."""
+        """Return ``count`` random vectors of the given length in the space of the components."""
         vectors = self.random.standard_normal((count, INNER_WIDTH), dtype=np.float32) @ self.components
         return vectors * (length / np.linalg.norm(vectors, axis=1, keepdims=True))
 
     def of(self, pids: np.ndarray) -> np.ndarray:
-        """Return a feature of each of (N) identities."""
-        count, width = len(pids), self.centres.shape[1]
+        """Return one feature (N, D) for each of N identities."""
+        count, width = len(pids), self.centers.shape[1]
         features = self.random.standard_normal((count, width), dtype=np.float32) * (REST / width**0.5)
-        features += self.centres[pids] + self.varied(count, NOISE)
+        features += self.centers[pids] + self.varied(count, NOISE)
         return features + self.shifts[self.random.integers(0, CAMERAS, count)]
 
 
 def generate(folder: Path, identities: int, images: int, width: int, queries: int) -> None:
-    """Write an extraction and queries."""
+    """Write an extraction and query features."""
     count, source = identities * images, Images(identities, width)
     pids = source.random.permutation(np.repeat(np.arange(identities), images))
 
@@ -76,7 +76,7 @@ def generate(folder: Path, identities: int, images: int, width: int, queries: in
 
 
 def anonymous_mb() -> float:
-    """Return this process's memory that is no file's, in MiB."""
+    """Return the anonymous memory of this process in MiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) / 1024
@@ -84,7 +84,7 @@ def anonymous_mb() -> float:
 
 
 def build(folder: Path, kind: str) -> dict[str, float]:
-    """Build one kind in this process."""
+    """Build an index of one kind in this process; return times and sizes."""
     extraction = read_extraction(folder / "gallery.npz")
     start, busy = time.perf_counter(), time.process_time()
     build_index(extraction, folder / f"{kind}.index", kind=kind)
@@ -95,7 +95,7 @@ def build(folder: Path, kind: str) -> dict[str, float]:
 
 
 def search(folder: Path, kind: str, efforts: list[int]) -> list[dict[str, float]]:
-    """Search with one kind in this process, at each effort."""
+    """Search an index of one kind in this process at each effort; return recall and times."""
     queries = np.load(folder / "queries.npy")
     start = time.perf_counter()
     index = load_index(folder / f"{kind}.index")
@@ -133,22 +133,24 @@ def search(folder: Path, kind: str, efforts: list[int]) -> list[dict[str, float]
 
 
 def in_own_process(*arguments: str) -> dict[str, float] | list[dict[str, float]]:
-    """Run this file and return what it prints."""
+    """Run this script in a separate process and return its JSON output."""
     output = subprocess.run([sys.executable, __file__, *arguments], check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(output.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--identities", type=int, default=50_000)
-    parser.add_argument("--images", type=int, default=20, help="of each identity (default: %(default)s)")
+    parser.add_argument("--images", type=int, default=20, help="images per identity (default: %(default)s)")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--queries", type=int, default=1000)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--nprobe", type=int, nargs="+", default=[], help="of IVF (default: the search's own)")
-    parser.add_argument("--ef-search", type=int, nargs="+", default=[], help="of HNSW (default: the search's own)")
-    parser.add_argument("--folder", help="for the temporary files; default: the system's")
+    parser.add_argument("--nprobe", type=int, nargs="+", default=[], help="efforts of IVF (default: that of the index)")
+    parser.add_argument(
+        "--ef-search", type=int, nargs="+", default=[], help="efforts of HNSW (default: that of the index)"
+    )
+    parser.add_argument("--folder", help="folder for temporary files (default: that of the system)")
     parser.add_argument("--step", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.step:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measure how long commands take that only parse their arguments.
+"""Measure the run time of commands that only parse their arguments.
 
 python tools/benchmark/startup.py                 # this checkout
 python tools/benchmark/startup.py OTHER_CHECKOUT  # and another one, e.g. a git worktree of an earlier version
@@ -29,7 +29,7 @@ COMMANDS = (
 
 
 def measure(root: Path, command: str, runs: int) -> tuple[float, float]:
-    """Return the least CPU time and the least wall time of some runs, in seconds."""
+    """Return the minimum CPU time and wall time of ``runs`` runs, in seconds."""
     cpu, wall = [], []
     for _ in range(runs):
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
@@ -42,10 +42,12 @@ def measure(root: Path, command: str, runs: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print a table of all commands."""
+    """Run all commands and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("roots", nargs="*", type=Path, metavar="CHECKOUT", help="further checkouts to compare with")
-    parser.add_argument("--runs", type=int, default=3, help="of which the fastest counts (default: %(default)s)")
+    parser.add_argument("roots", nargs="*", type=Path, metavar="CHECKOUT", help="other checkouts to compare with")
+    parser.add_argument(
+        "--runs", type=int, default=3, help="number of runs, of which the fastest counts (default: %(default)s)"
+    )
     args = parser.parse_args()
     roots = [*args.roots, ROOT]
     rows = []

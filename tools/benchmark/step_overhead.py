@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""What fastamp's training step costs beyond a bare PyTorch AMP loop of the same model: verdict, guard, bookkeeping.
+"""Measure the overhead of a fastamp training step over a bare PyTorch AMP loop with the same model.
 
-Both train the same ResNet-50 recipe on the same random images, a step of the one and a step of the other in turns, so
-that a machine whose speed drifts favours neither; the figure is the median ratio of their times over the pairs.
+Both loops train the same ResNet-50 recipe on the same random images in alternating steps, so that drift of the
+machine's speed does not bias the comparison. The result is the median ratio of the times over the pairs of steps.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from fastamp.utils.progress import track
 
 
 def fastamp_step(args: argparse.Namespace) -> Callable[[], None]:
-    """Return a function that runs one iteration of AMPTrainer with everything that is on by default."""
+    """Return a function that runs one iteration of AMPTrainer with the default config."""
     cfg = config(args, amp=True)
     torch.manual_seed(0)
     model = build_model(cfg)
@@ -41,7 +41,7 @@ def fastamp_step(args: argparse.Namespace) -> Callable[[], None]:
 
 
 def bare_step(args: argparse.Namespace) -> Callable[[], None]:
-    """Return a function that runs one step of the loop that PyTorch's documentation shows, with the same model."""
+    """Return a function that runs one step of the AMP loop in the PyTorch documentation, with the same model."""
     cfg = config(args, amp=True)
     torch.manual_seed(0)
     model = build_model(cfg)
@@ -69,36 +69,36 @@ def timed(step: Callable[[], None], device: torch.device) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--size", type=int, nargs=2, default=(256, 128), metavar=("HEIGHT", "WIDTH"))
-    parser.add_argument("--warmup", type=int, default=4, help="pairs before the first that counts")
+    parser.add_argument("--warmup", type=int, default=4, help="number of warm-up pairs (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=40)
     args = parser.parse_args()
     device = resolve_device(args.device)
     print(inspect_environment(device).table(), file=sys.stderr)
     if device.type == "cpu":
         keep_freed_memory()  # as default_setup does
-    ours, bare = fastamp_step(args), bare_step(args)
+    fastamp, bare = fastamp_step(args), bare_step(args)
     times: list[tuple[float, float]] = []
     for pair in track(range(args.warmup + args.pairs), args.warmup + args.pairs, "pairs of steps"):
-        # Which one goes first alternates, since the second may find the caches warm.
-        order = (ours, bare) if pair % 2 else (bare, ours)
+        # Alternate the order, since the second step may benefit from warm caches.
+        order = (fastamp, bare) if pair % 2 else (bare, fastamp)
         seconds = {step: timed(step, device) for step in order}
         if pair >= args.warmup:
-            times.append((seconds[ours], seconds[bare]))
+            times.append((seconds[fastamp], seconds[bare]))
     ratios = sorted(one / other for one, other in times)
     quarter = len(ratios) // 4
-    # The median of each order's ratios, then their mean: whatever being first is worth cancels.
+    # The mean of the medians of both orders cancels the effect of the order.
     by_order = [statistics.median(a / b for a, b in itertools.islice(times, first, None, 2)) for first in (0, 1)]
     ratio = statistics.mean(by_order)
     medians = [statistics.median(column) for column in zip(*times, strict=True)]
     print(f"ResNet-50, {args.size[0]}x{args.size[1]}, batch {args.batch}, {len(times)} pairs of steps")
-    print(f"fastamp {medians[0]:.4f} s, bare PyTorch AMP {medians[1]:.4f} s a step (medians)")
+    print(f"fastamp {medians[0]:.4f} s, bare PyTorch AMP {medians[1]:.4f} s per step (medians)")
     middle = f"{ratios[quarter]:.4f} to {ratios[-quarter - 1]:.4f}"
-    print(f"fastamp / bare: {ratio:.4f} ({100 * (ratio - 1):+.2f} %), the middle half of the pairs {middle}")
+    print(f"fastamp / bare: {ratio:.4f} ({100 * (ratio - 1):+.2f} %), interquartile range {middle}")
 
 
 if __name__ == "__main__":

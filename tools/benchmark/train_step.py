@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Compare the training step in mixed precision with float32, and both with a plain PyTorch loop, in one run.
+"""Compare the training step in mixed precision with float32, and both with a plain PyTorch loop.
 
-Each variant runs in a process of its own, so that its peak memory is its own, and the variants take turns, so that
-a machine whose speed drifts does not favour one of them. Images are random and in memory: no input pipeline.
+Each variant runs in a separate process to measure its peak memory. The variants run in turns, so that drift of the
+machine's speed does not bias the comparison. Images are random and in memory, without an input pipeline.
 """
 
 import argparse
@@ -33,17 +33,17 @@ NUM_CLASSES = 751
 
 
 def config(args: argparse.Namespace, *, amp: bool) -> Any:
-    """Return the BoT R50 recipe's config with random weights."""
+    """Build the config of the BoT R50 recipe without pretrained weights."""
     cfg = get_cfg()
     cfg.merge_from_file(str(RECIPE))
     cfg.merge_from_list(["MODEL.BACKBONE.PRETRAIN", "False", "MODEL.DEVICE", args.device, "SOLVER.AMP", str(amp)])
-    cfg.merge_from_list(["SOLVER.AMP.PREFLIGHT", "off"])  # of a run, not of a step
+    cfg.merge_from_list(["SOLVER.AMP.PREFLIGHT", "off"])  # not part of a step
     cfg.merge_from_list(["MODEL.HEADS.NUM_CLASSES", str(NUM_CLASSES)])
     return cfg
 
 
 def batches(args: argparse.Namespace) -> Any:
-    """Yield the same random batch without end."""
+    """Yield the same random batch infinitely."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (args.batch, 3, *args.size), dtype=torch.uint8, generator=generator)
     targets = torch.arange(args.batch) // 4
@@ -52,7 +52,7 @@ def batches(args: argparse.Namespace) -> Any:
 
 
 def fastamp_step(args: argparse.Namespace, *, amp: bool) -> Any:
-    """Return a function that runs one iteration of fastamp's trainer."""
+    """Return a function that runs one iteration of the fastamp trainer."""
     if resolve_device(args.device).type == "cpu":
         keep_freed_memory()  # as default_setup does
     cfg = config(args, amp=amp)
@@ -68,13 +68,13 @@ def fastamp_step(args: argparse.Namespace, *, amp: bool) -> Any:
 
     def step() -> None:
         trainer.run_step()
-        trainer.iter += 1  # only the first iteration looks for low precision
+        trainer.iter += 1  # only iteration 0 checks that low precision is used
 
     return step
 
 
 class PlainModel(nn.Module):
-    """torchvision's ResNet-50 with last stride 1, BNNeck and classifier: what a plain script would have."""
+    """ResNet-50 of torchvision with last stride 1, BNNeck and classifier, as in a plain script."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class PlainModel(nn.Module):
 
 
 def plain_step(args: argparse.Namespace, *, amp: bool, channels_last: bool) -> Any:
-    """Return a function that runs one iteration of a plain loop: cross entropy and batch-hard triplet, Adam."""
+    """Return a function that runs one iteration of a plain loop: cross entropy, batch-hard triplet loss and Adam."""
     device = resolve_device(args.device)
     policy = PrecisionPolicy.from_config(config(args, amp=amp), device)
     model = PlainModel().to(device).train()
@@ -123,7 +123,7 @@ def plain_step(args: argparse.Namespace, *, amp: bool, channels_last: bool) -> A
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Run one variant in this process and return its images/s and peak memory in MiB."""
+    """Run one variant in this process; return images/s and peak memory in MiB."""
     amp = "amp" in args.variant
     if args.variant.startswith("plain"):
         step = plain_step(args, amp=amp, channels_last="channels_last" in args.variant)
@@ -143,7 +143,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure every variant in turns and print the table."""
+    """Run all variants in turns and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batch", type=int, default=16)
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--variant", choices=VARIANTS, help="measure this one alone, in this process, as JSON")
+    parser.add_argument("--variant", choices=VARIANTS, help="run only this variant in this process and print JSON")
     args = parser.parse_args()
     if args.variant:
         print(json.dumps(measure(args)))
@@ -175,7 +175,7 @@ def main() -> None:
          f"{memory[v] / memory['float32']:.2f}")
         for v in VARIANTS
     ]  # fmt: skip
-    headers = ["variant", "images/s", "x float32", "peak MiB", "x float32's"]
+    headers = ["variant", "images/s", "x float32", "peak MiB", "x float32"]
     print(f"ResNet-50, {args.size[0]}x{args.size[1]}, batch {args.batch}")
     print(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True))
 
