@@ -65,7 +65,7 @@ def missing_files(items: PackedItems) -> np.ndarray:
         not_listed = [
             row for row, name in zip(rows.tolist(), items.names.encoded(rows), strict=True) if name not in names
         ]
-        # Test these individually: the file system may ignore case.
+        # Test these individually: the file system may ignore case or Unicode normalization.
         missing += [row for row in not_listed if not os.path.isfile(items.path(row))]
     return np.array(sorted(missing), dtype=np.int64)
 

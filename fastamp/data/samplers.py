@@ -394,7 +394,7 @@ def batch_size_per_rank(batch_size: int, world_size: int) -> int:
     """
     if batch_size < 1 or batch_size % world_size:
         raise ConfigError(
-            f"SOLVER.IMS_PER_BATCH, the batch size over all ranks, must be a positive multiple of the {world_size} "
-            f"ranks; got {batch_size}"
+            "SOLVER.IMS_PER_BATCH, the batch size over all ranks, must be a positive multiple of the number of ranks "
+            f"({world_size}); got {batch_size}"
         )
     return batch_size // world_size

@@ -148,7 +148,7 @@ def image_attributes(folder: str | Path) -> list[ImageAttributes]:
         DataError: if ``folder`` is not a complete demo dataset of this version.
     """
     if not is_complete(folder):
-        raise DataError(f"{folder} is not a demo dataset of version {DEMO_VERSION}; fix: generate_demo(folder)")
+        raise DataError(f"{folder} is not a demo dataset of version {DEMO_VERSION}.\n  fix: generate_demo(folder)")
     settings = _read_manifest(Path(folder)) or {}
     return _attributes(_plan(settings), settings)
 

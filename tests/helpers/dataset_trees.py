@@ -1,4 +1,4 @@
-"""Miniature trees of all data sets; readers look at names and lists, so the images are empty files."""
+"""Miniature files of all datasets; readers only use names and lists, so the images are empty files."""
 
 MARKET = {
     "bounding_box_train": ("0002_c1s1_000451_03.jpg", "0002_c6s2_000001_01.jpg", "0007_c3s1_000001_00.jpg"),
@@ -50,14 +50,14 @@ def under(folder, files):
     return {f"{folder}/{path}": files[path] if isinstance(files, dict) else "" for path in files}
 
 
-def alone(folder, files, train):
-    """Return the row of a data set with training images alone."""
+def training_only(folder, files, train):
+    """Return the entry of a dataset with only training images."""
     return under(folder, files), train, [], []
 
 
 VEHICLE_TRAIN = [(7, 1), (7, 2), (9, 3)]
 WILD_TRAIN = [(1, 2), (2, 0)]
-# The files of each data set, and its training, query and gallery images as (identity, camera).
+# Files of each dataset, and its training, query and gallery images as (identity, camera).
 TREES = {
     "Market1501": (under("Market-1501-v15.09.15", MARKET_FILES), *MARKET_ITEMS),
     "DukeMTMC": (under("DukeMTMC-reID", MARKET_FILES), *MARKET_ITEMS),
@@ -90,7 +90,7 @@ TREES = {
             ("LargeVeRiWild", 7, 1, 1),
         )
     },
-    "AirportALERT": alone(
+    "AirportALERT": training_only(
         "AirportALERT",
         {
             "filepath.txt": "cam4\\11001\\a b.jpg\ncam10\\12000\\c.jpg\ncam10\\11000\\d.jpg\n",
@@ -98,33 +98,37 @@ TREES = {
         },
         [(11001, 1), (12000, 0)],
     ),
-    "CAVIARa": alone("CAVIARa", ["1001001.jpg", "1001002.jpg", "1002.jpg"], [(1001, 0), (1001, 0), (1002, 0)]),
-    "cuhkSYSU": alone("cuhk_sysu/cropped_images", ["p11422_s16929_1.jpg", "p-1_s1_1.jpg"], [(11422, 0)]),
-    "GRID": alone(
+    "CAVIARa": training_only("CAVIARa", ["1001001.jpg", "1001002.jpg", "1002.jpg"], [(1001, 0), (1001, 0), (1002, 0)]),
+    "cuhkSYSU": training_only("cuhk_sysu/cropped_images", ["p11422_s16929_1.jpg", "p-1_s1_1.jpg"], [(11422, 0)]),
+    "GRID": training_only(
         "underground_reid/images", ["0001_1_2_3.jpeg", "0001_6_2_3.jpeg", "0000_2_2_3.jpeg"], [(1, 0), (1, 1)]
     ),
-    "iLIDS": alone("iLIDS", ["person001/cam1_x.png", "person9/cam2_x.png"], [("person001", 0), ("person9", 1)]),
-    "LPW": alone(
+    "iLIDS": training_only("iLIDS", ["person001/cam1_x.png", "person9/cam2_x.png"], [("person001", 0), ("person9", 1)]),
+    "LPW": training_only(
         "pep_256x128/data_slim", ["scen1/view1/3/a.jpg", "scen2/view3/3/a.jpg"], [("scen1-3", 0), ("scen2-3", 1)]
     ),
-    "PeS3D": alone("3DPeS", ["12/1_c9.bmp", "13/2_c8.bmp"], [(12, 0), (13, 0)]),
-    "PKU": alone("PKUv1a_128x48", ["001_1_4.png", "114_2_10.png"], [(1, 0), (114, 1)]),
-    "PRAI": alone("PRAI-1581/images", ["0001_2_3.jpg", "0002_10_3.jpg"], [(1, 0), (2, 1)]),
-    "PRID": alone("prid_2011/slim_train", ["person_0001/a_1.png", "deep/er/person_0200/b_1.png"], [(1, 0), (200, 1)]),
-    "SAIVT": alone("SAIVT-SoftBio/cropped_images", ["15/x-1-C3-2.jpeg", "16/x-1-C8.jpeg"], [(15, 0), (16, 1)]),
+    "PeS3D": training_only("3DPeS", ["12/1_c9.bmp", "13/2_c8.bmp"], [(12, 0), (13, 0)]),
+    "PKU": training_only("PKUv1a_128x48", ["001_1_4.png", "114_2_10.png"], [(1, 0), (114, 1)]),
+    "PRAI": training_only("PRAI-1581/images", ["0001_2_3.jpg", "0002_10_3.jpg"], [(1, 0), (2, 1)]),
+    "PRID": training_only(
+        "prid_2011/slim_train", ["person_0001/a_1.png", "deep/er/person_0200/b_1.png"], [(1, 0), (200, 1)]
+    ),
+    "SAIVT": training_only("SAIVT-SoftBio/cropped_images", ["15/x-1-C3-2.jpeg", "16/x-1-C8.jpeg"], [(15, 0), (16, 1)]),
     "SenseReID": (
         under("SenseReID", ["test_probe/00012_0.jpg", "test_gallery/00012_1.jpg", "test_gallery/00099_1.jpg"]),
         [(12, 0), (12, 1), (99, 1)],
         [(12, 0)],
         [(12, 1), (99, 1)],
     ),
-    "Shinpuhkan": alone("shinpuhkan", ["001_02_03_4.jpg", "a/b/002_02_16.jpg"], [(1, 0), (2, 1)]),
-    "SYSU_mm": alone(
+    "Shinpuhkan": training_only("shinpuhkan", ["001_02_03_4.jpg", "a/b/002_02_16.jpg"], [(1, 0), (2, 1)]),
+    "SYSU_mm": training_only(
         "SYSU-MM01", [f"cam{number}/{number:04d}/0001.jpg" for number in range(1, 7)], [(1, 0), (2, 1), (4, 2), (5, 3)]
     ),
-    "Thermalworld": alone("thermalworld_rgb", ["12/3.jpg", "13/3.jpg"], [(12, 0), (13, 0)]),
+    "Thermalworld": training_only("thermalworld_rgb", ["12/3.jpg", "13/3.jpg"], [(12, 0), (13, 0)]),
     "VIPeR": (under("VIPeR", [f"cam_{ab}/{pid:03d}_45.bmp" for pid in range(8) for ab in "ab"]), None, None, None),
-    "WildTrackCrop": alone("Wildtrack_crop_dataset/crop", ["12/3_0001.png", "13/4_0001.png"], [(12, 0), (13, 1)]),
+    "WildTrackCrop": training_only(
+        "Wildtrack_crop_dataset/crop", ["12/3_0001.png", "13/4_0001.png"], [(12, 0), (13, 1)]
+    ),
 }
 
 

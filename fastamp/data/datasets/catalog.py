@@ -13,7 +13,7 @@ Raises:
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.filename_dataset import FilenameDataset, MarketStyleDataset
 
-# ---- training, query and gallery images in the tree of Market-1501
+# ---- layout of Market-1501: training, query and gallery images
 
 
 @DATASET_REGISTRY.register()

@@ -107,7 +107,7 @@ def check_first_image(name: str, file: Path, items: Sequence[ImageItem]) -> list
     """
     first = Path(items[0].path)
     if not first.is_file():
-        raise DataError(f"{name}: {first.absolute()} not found, the first image in {file.absolute()}")
+        raise DataError(f"{name}: {first.absolute()} not found; it is the first image in {file.absolute()}")
     return list(items)
 
 

@@ -37,10 +37,10 @@ class FilenameDataset(ImageDataset):
         train_folders, query_folders, gallery_folders (Sequence[str]): folders of each split, relative to ``folder``; ""
             is the folder itself. A split without folders is empty.
         needed (Sequence[str]): files and folders that must exist. Default: the folders of the splits.
-        layout (Sequence[str]): regular expressions with groups ``pid`` and ``camera``. One for each folder level below
-            the split's folder, matched against the whole folder name ("**" stands for any depth); the last one is
-            searched in the file name. Other groups become part of the identity. Without ``camera`` all images are from
-            one camera.
+        layout (Sequence[str]): regular expressions with groups ``pid`` and ``camera``: one for each folder level below
+            the split's folder, which must match the whole folder name ("**" matches folders of any depth), and a last
+            one, which is searched in the file name. Other groups become part of the identity. Without a group
+            ``camera``, all images are from one camera.
         suffix (str): suffix of image files, in lowercase; matched case-insensitively. Default ".jpg".
         first_camera (int, optional): number of the first camera, which becomes camera 0. Default: cameras are numbered
             in sorted order.
