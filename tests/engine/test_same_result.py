@@ -73,22 +73,22 @@ def test_two_processes_take_the_steps_of_one(folders, way, count):
 
 def test_without_gathering_they_take_others(folders):
     """The negative control: mining in each process's share is another loss."""
-    one, apart = steps(folders[0] / "gathered"), steps(folders[1] / "apart")
-    difference = max((one[5][name] - value).abs().max().item() for name, value in apart[5].items())
+    one, local = steps(folders[0] / "gathered"), steps(folders[1] / "local")
+    difference = max((one[5][name] - value).abs().max().item() for name, value in local[5].items())
     assert difference > 1e-4
 
 
 @pytest.mark.parametrize("name", same_result.LOSSES)
 def test_every_loss_has_the_gradients_of_one_process(folders, name):
     one, two = (torch.load(folder / "gradients.pth", weights_only=True) for folder in folders)
-    expected, found, apart = one["gathered"][name], two["gathered"][name], two["apart"][name]
+    expected, found, local = one["gathered"][name], two["gathered"][name], two["local"][name]
     assert expected.keys() == found.keys() and all(value.abs().max() > 0 for value in expected.values())
     for key, value in expected.items():
         assert value.dtype == torch.float64
         torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-14)
-        torch.testing.assert_close(one["apart"][name][key], value, rtol=0, atol=0)
+        torch.testing.assert_close(one["local"][name][key], value, rtol=0, atol=0)
     # Those that look at each image by itself need no gathering, but for the one that leaves images out.
-    same = all(torch.allclose(apart[key], value, rtol=1e-9, atol=0) for key, value in expected.items())
+    same = all(torch.allclose(local[key], value, rtol=1e-9, atol=0) for key, value in expected.items())
     assert same == (name in ("FocalLoss", "CenterLoss", "adaptive smoothing"))
 
 

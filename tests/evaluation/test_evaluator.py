@@ -230,12 +230,12 @@ def judged(made_once):
     return folder
 
 
-@pytest.mark.parametrize("way", evaluate_ranks.WAYS)
+@pytest.mark.parametrize("way", evaluate_ranks.CONFIGS)
 def test_several_processes_find_what_one_finds(judged, way):
     found = []
     for processes in (1, 2, 3):
         folder = judged / str(processes) / way
         found.append(json.loads((folder / "metrics.json").read_text()))
-        if "TEST.PER_QUERY" in evaluate_ranks.WAYS[way]:
+        if "TEST.PER_QUERY" in evaluate_ranks.CONFIGS[way]:
             found[-1]["ap"] = np.load(folder / "per_query.npz")["ap"].tolist()
     assert found[0] == found[1] == found[2] and found[0]["mAP"] > 20

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to over a pipe: what a page shows, asks for, and complains of."""
+"""Headless Chromium, controlled through a pipe with the DevTools protocol."""
 
 import base64
 import json
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-# The browser reads commands from file 3 and writes to file 4.
+# The browser reads commands from fd 3 and writes to fd 4.
 _START = (
     "import os,sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 )
@@ -21,11 +21,11 @@ _SECONDS = 60
 
 
 class Browser:
-    """One page of one browser; use it in a ``with`` statement.
+    """Context manager for a browser with one page.
 
     Attributes:
-        complaints: what the page wrote to the console, errors and warnings of the browser among it.
-        requests: addresses that the page asked for.
+        complaints (list[str]): console output of the page, and errors and warnings of the browser.
+        requests (list[str]): requested URLs.
     """
 
     def __init__(self, profile: Path) -> None:
@@ -53,7 +53,7 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._to)  # at the end of its commands the browser ends
+        os.close(self._to)  # the browser exits when the pipe is closed
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -62,7 +62,7 @@ class Browser:
         os.close(self._from)
 
     def call(self, method: str, **params: object) -> dict:
-        """Return the result of a command of the DevTools protocol."""
+        """Run a command of the DevTools protocol and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         if self._session:
@@ -75,7 +75,7 @@ class Browser:
                 return answer["result"]
 
     def open(self, page: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Show a page as a screen of this size would, and wait until it has loaded."""
+        """Load a page at a given screen size and color scheme, and wait until it is complete."""
         mobile = width < 600
         self.call(
             "Emulation.setDeviceMetricsOverride",
@@ -88,7 +88,7 @@ class Browser:
         self.wait_for("document.readyState === 'complete' && location.protocol === 'file:'")
 
     def value(self, expression: str) -> object:
-        """Return what a JavaScript expression gives in the page."""
+        """Evaluate a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
@@ -97,22 +97,22 @@ class Browser:
         """Wait until a JavaScript expression is true in the page."""
         end = time.monotonic() + _SECONDS
         while not self.value(condition):
-            assert time.monotonic() < end, f"{condition} did not come true"
+            assert time.monotonic() < end, f"timeout: {condition}"
             time.sleep(0.02)
 
     def screenshot(self, path: Path) -> None:
-        """Write a picture of the whole page."""
+        """Write a screenshot of the whole page."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         content = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
         path.write_bytes(base64.b64decode(content))
 
     def _read(self) -> dict:
-        """Return the next message, an answer or an event; events are noted."""
+        """Read the next message, an answer or an event; record events."""
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._from], [], [], _SECONDS)
             content = os.read(self._from, 2**20) if ready else b""
-            assert content, "the browser says nothing"
+            assert content, "no answer from the browser"
             self._buffer += content
         line, _, self._buffer = self._buffer.partition(b"\0")
         message = json.loads(line)

@@ -1,11 +1,11 @@
-"""Run a subcommand in this process."""
+"""Run a command of the console script in this process."""
 
 import argparse
 from types import ModuleType
 
 
 def run_command(module: ModuleType, *arguments: object) -> int:
-    """Parse arguments as the console script does, run, and return the exit code."""
+    """Parse arguments, run the command, and return the exit code."""
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     return module.run(parser.parse_args([str(argument) for argument in arguments]))

@@ -1,4 +1,4 @@
-"""Two convolutions and a batch for them, for checks of a precision."""
+"""Model with two convolutions and a batch, for precision checks."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ def policy(dtype):
 
 
 class Net(nn.Module):
-    """Two convolutions for images of any number of channels and any size."""
+    """Two convolutions and a linear head, for any image size."""
 
     def __init__(self, channels, gain=1.0):
         super().__init__()
@@ -36,7 +36,7 @@ def make_batch(channels=3, size=(12, 10)):
 
 
 class Hungry(Net):
-    """Runs out of memory above so many images, in float32 alone or in both."""
+    """Model that runs out of memory for more than ``most`` images, in float32 or in every precision."""
 
     def __init__(self, most, in_low_too):
         super().__init__(3)

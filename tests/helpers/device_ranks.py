@@ -1,8 +1,8 @@
-"""Train a small ResNet with a norm over the ranks on one device: device_ranks.py FOLDER DEVICE NORM
+"""Train a small ResNet with normalization across ranks on one device: device_ranks.py FOLDER DEVICE NORM
 
-Without a process group, in a group of one with everything that a group does (NCCL on CUDA), and in two that share the
-device (gloo). In float64, the same batches in all, each process its share. FOLDER/<processes>.pth gets the model's
-tensors after each step.
+Trains without a process group, in a group of one process (NCCL on CUDA), and in two processes that share the device
+(gloo), in float64 with the same global batches. The model's tensors after each step are saved to
+FOLDER/<processes>.pth.
 """
 
 import itertools
@@ -23,7 +23,7 @@ STEPS, IMAGES, CLASSES = 20, 8, 4
 
 
 class Record(HookBase):
-    """Keeps the model's tensors after each step."""
+    """Record the tensors of the model after each step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, torch.Tensor]] = []
@@ -33,7 +33,7 @@ class Record(HookBase):
 
 
 def batches(device: str):
-    """Yield this process's share of each batch."""
+    """Yield the part of each batch for this process."""
     generator, share = torch.Generator().manual_seed(0), slice(*comm.shard_range(IMAGES))
     targets = torch.arange(IMAGES) % CLASSES
     for _ in itertools.count():
@@ -43,7 +43,7 @@ def batches(device: str):
 
 def main(folder: str, device: str, norm: str, processes: int) -> None:
     if processes == 1:
-        comm.is_distributed = lambda: True  # what is a no-op otherwise
+        comm.is_distributed = lambda: True  # so that collectives are called
     cfg = get_cfg()
     options = ["MODEL.DEVICE", device, "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.BACKBONE.DEPTH", "18x"]
     options += ["MODEL.BACKBONE.FEAT_DIM", "512", "MODEL.BACKBONE.NORM", norm, "MODEL.HEADS.NORM", norm]

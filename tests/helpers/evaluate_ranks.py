@@ -1,7 +1,7 @@
-"""Evaluate random features in 1, 2 and 3 processes, in several ways: evaluate_ranks.py FOLDER
+"""Evaluate random features in 1, 2 and 3 processes with several configs: evaluate_ranks.py FOLDER
 
-Each process takes its share of the batches, as the test loader gives it. FOLDER/<processes>/<way>/ gets
-metrics.json and the files of ``TEST.PER_QUERY``.
+The batches are divided among the processes as by the test loader. metrics.json and the files of ``TEST.PER_QUERY`` are
+written to FOLDER/<processes>/<config>/.
 """
 
 import json
@@ -17,7 +17,7 @@ from fastamp.config import get_cfg
 from fastamp.evaluation import ReidEvaluator
 from fastamp.utils import comm
 
-WAYS = {
+CONFIGS = {
     "plain": ["TEST.BASELINES", "True", "TEST.PER_QUERY", "True", "TEST.REPORT", "True"],
     "all": ["TEST.METRIC", "euclidean", "TEST.RERANK", "on", "TEST.AQE", "on", "TEST.ROC", "on"],
     "cuhk03": ["TEST.PROTOCOL", "cuhk03", "TEST.RERANK", "on", "TEST.KNN_BACKEND", "faiss"],
@@ -27,13 +27,13 @@ WAYS = {
 
 
 def main(folder):
-    for name, opts in WAYS.items():
+    for name, opts in CONFIGS.items():
         evaluate(Path(folder) / str(comm.get_world_size()) / name, opts, torch.float64 if name == "float64" else None)
 
 
 def evaluate(folder, opts, dtype):
     cfg = get_cfg()
-    cfg.merge_from_list([*opts, "TEST.MEMORY_BUDGET_MB", "1"])  # several blocks for each
+    cfg.merge_from_list([*opts, "TEST.MEMORY_BUDGET_MB", "1"])  # so that distances are computed in several blocks
     queries, gallery, ids = random_set(5, queries=700, gallery=900, width=32, pids=60)
     columns = {
         "targets": torch.cat((ids.query_pids, ids.gallery_pids)),

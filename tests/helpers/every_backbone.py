@@ -1,8 +1,8 @@
-"""Every backbone, each in its smallest size, and a config of it."""
+"""All backbones in their smallest size, with their configs."""
 
 from fastamp.config import CfgNode, get_cfg
 
-# The smallest of each kind.
+# Name and options -> feature dimension (0: read from timm).
 BACKBONES = {
     "resnet 18x": 512,
     "resnet 18x WITH_IBN": 512,
@@ -31,7 +31,7 @@ SIZE = (64, 32)
 
 
 def config(backbone: str, *opts: str) -> CfgNode:
-    """Return the config of one of ``BACKBONES``, with ``opts`` over it."""
+    """Build the config of one of ``BACKBONES``; ``opts`` are applied last."""
     cfg = get_cfg()
     name, *rest = backbone.split(" ")
     if not name.startswith("timm/"):

@@ -1,7 +1,7 @@
-"""Processes that meet again and again until one fails: failing_launch.py FAULT RANK PROCESSES [MACHINES MACHINE URL].
+"""Synchronize processes repeatedly until one fails: failing_launch.py FAULT RANK PROCESSES [MACHINES MACHINE URL].
 
-A FAULT that is a path is none: each process makes a file of this name, with its process number as suffix, and waits.
-Under torchrun PROCESSES and what follows are of no consequence.
+If FAULT is a path, no process fails: each creates a file of this name with its process ID as suffix, and waits. Under
+torchrun, PROCESSES and the following arguments are ignored.
 """
 
 import multiprocessing
@@ -19,7 +19,7 @@ from fastamp.utils.errors import DataError
 
 
 def main(fault: str, failing: int) -> None:
-    # Like a worker that loads data it holds what its parent has open, also when that is dead.
+    # Like a data-loading worker, it inherits the open files of its parent and can outlive it.
     multiprocessing.get_context("fork").Process(target=time.sleep, args=(8,), daemon=True).start()
     if "/" in fault:
         Path(f"{fault}.{os.getpid()}").touch()
@@ -32,7 +32,7 @@ def main(fault: str, failing: int) -> None:
                 raise DataError("an image cannot be read")
             raise AssertionError("a bug")
         if fault == "stuck" and step == 5:
-            time.sleep(1000)  # whatever it waits for, it does not notice
+            time.sleep(1000)  # simulates a process that does not react
         comm.synchronize()
 
 

@@ -1,6 +1,6 @@
-"""Failures that need two processes, plainly and with fastamp: failing_ranks.py FOLDER RANK.
+"""Failures that need two processes, in plain PyTorch and with fastamp: failing_ranks.py FOLDER RANK.
 
-Each of the two writes FOLDER/rank<RANK>.pth: scenario -> what was seen on that rank.
+Each process writes FOLDER/rank<RANK>.pth: scenario -> history on that rank.
 """
 
 import copy
@@ -23,7 +23,7 @@ BAD_STEP = 2
 
 
 class Record(HookBase):
-    """Keeps the model's values and the loss scale after each step."""
+    """Record the values of the model and the loss scale after each step."""
 
     def __init__(self) -> None:
         self.history: list[dict[str, Any]] = []
@@ -36,7 +36,7 @@ class Record(HookBase):
 
 
 def ours(model: nn.Module, batches: list[Any], dtype: torch.dtype, **options: Any) -> list[dict[str, Any]]:
-    """Return the history of fastamp's training."""
+    """Train with fastamp and return the history."""
     record = Record()
     trainer = make_trainer(model, [sgd(model)], batches, dtype, **options)
     trainer.register_hooks([record])
@@ -47,7 +47,7 @@ def ours(model: nn.Module, batches: list[Any], dtype: torch.dtype, **options: An
 def plain(
     model: nn.Module, parallel: nn.Module, batches: list[Any], dtype: torch.dtype, **options: Any
 ) -> list[dict[str, Any]]:
-    """Return the history of PyTorch's loop, where each process has a scaler of its own."""
+    """Train with a plain PyTorch loop, with one scaler per process, and return the history."""
     record, optimizer, scaler = Record(), sgd(model), plain_scaler(**options)
     for batch in batches:
         plain_step(parallel, optimizer, batch, dtype, scaler)
@@ -56,7 +56,7 @@ def plain(
 
 
 def overflow(dtype: torch.dtype, rank: int, bad_rank: int) -> dict[str, Any]:
-    """The batch of one rank overflows."""
+    """Train with a batch that overflows on one rank."""
     batches = [make_batch(seed=10 * step + rank) for step in range(STEPS)]
     if rank == bad_rank:
         batches[BAD_STEP] = spoil(batches[BAD_STEP])
@@ -69,7 +69,7 @@ def overflow(dtype: torch.dtype, rank: int, bad_rank: int) -> dict[str, Any]:
 
 
 class TwoHeads(nn.Module):
-    """Net, and a second head on its detached features, times the batch's factor."""
+    """Net with a second head on its detached features, multiplied by a factor of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class TwoHeads(nn.Module):
 
 
 class Features(Net):
-    """Net with its features."""
+    """Net that also returns its features."""
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         features = self.body(batch["images"])
@@ -91,21 +91,21 @@ class Features(Net):
 
 
 def second_head_outside(model: TwoHeads) -> TwoHeads:
-    """Return the model with DDP around all but the second head."""
+    """Wrap all modules except the second head in DDP."""
     parallel = copy.copy(model)
     parallel._modules = model._modules | {"net": DistributedDataParallel(model.net)}
     return parallel
 
 
 class HeadOutside(SimpleTrainer):
-    """Leaves the second head out of DDP."""
+    """Trainer that excludes the second head from DDP."""
 
     def wrap_parallel(self, model: nn.Module) -> nn.Module:
         return second_head_outside(model)
 
 
 def head_outside(dtype: torch.dtype, rank: int) -> dict[str, Any]:
-    """Both ranks have the same batches, but that once the second head's input is infinite on rank 1."""
+    """Train with equal batches on both ranks, except for one infinite input of the second head on rank 1."""
     batches = [make_batch(seed) | {"factor": torch.ones(())} for seed in range(STEPS)]
     if rank == 1:
         batches[BAD_STEP]["factor"] = torch.tensor(float("inf"))
@@ -115,7 +115,7 @@ def head_outside(dtype: torch.dtype, rank: int) -> dict[str, Any]:
 
 
 class Centers(Net):
-    """Also pulls a center of each class, a float32 parameter far off, to the features: its gradients are above 1."""
+    """Net with float32 class centers far from the features, so that their gradients exceed 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,35 +129,35 @@ class Centers(Net):
 
 
 def hooked(hook: Any, model: nn.Module) -> DistributedDataParallel:
-    """Return DDP with a communication hook."""
+    """Wrap a model in DDP with a communication hook."""
     parallel = DistributedDataParallel(model)
     parallel.register_comm_hook(None, hook)
     return parallel
 
 
 class Fp16Hook(SimpleTrainer):
-    """Sends gradients in float16."""
+    """Trainer that communicates gradients in float16."""
 
     def wrap_parallel(self, model: nn.Module) -> nn.Module:
         return hooked(fp16_compress_hook, model)
 
 
 class Bf16Hook(SimpleTrainer):
-    """Sends gradients in bfloat16."""
+    """Trainer that communicates gradients in bfloat16."""
 
     def wrap_parallel(self, model: nn.Module) -> nn.Module:
         return hooked(bf16_compress_hook, model)
 
 
 class InnerFp16Hook(SimpleTrainer):
-    """Sends gradients in float16, by a DDP model inside another module."""
+    """Trainer that communicates gradients in float16, with DDP nested in another module."""
 
     def wrap_parallel(self, model: nn.Module) -> nn.Module:
         return nn.Sequential(hooked(fp16_compress_hook, model))
 
 
 def compression(dtype: torch.dtype, rank: int) -> dict[str, Any]:
-    """Gradients are sent in low precision."""
+    """Train with gradients that are communicated in low precision."""
     batches = [make_batch(seed=10 * step + rank) for step in range(STEPS)]
     seen: dict[str, Any] = {}
     for name, hook in (("fp16", fp16_compress_hook), ("bf16", bf16_compress_hook)):

@@ -1,4 +1,4 @@
-"""Processes of a group without an import for each: forked from one that has imported, and computed nothing yet."""
+"""Start processes of a group by forking, without importing PyTorch in each; the parent must not have computed yet."""
 
 import multiprocessing
 import os
@@ -14,17 +14,24 @@ from fastamp.engine import launch
 
 
 def launch_forked(main: Callable[..., Any], *numbers: Any, args: tuple[Any, ...]) -> None:
-    """Do what ``launch`` does with processes that are forked from this one."""
+    """Call ``launch`` with forked instead of spawned processes."""
     fork = multiprocessing.get_context("fork")
     with mock.patch("multiprocessing.get_context", lambda method: fork):
         launch(main, *numbers, args=args)
 
 
 def run_forked(function: Callable[..., Any], processes: int, folder: Path, *args: Any, backend: str = "gloo") -> None:
-    """Call ``function(*args)`` in each of a group of processes, which meet in ``folder``.
+    """Call ``function(*args)`` in a process group of forked processes.
+
+    Args:
+        function (Callable): called in each process.
+        processes (int): number of processes.
+        folder (Path): folder for the rendezvous file.
+        args (Any): arguments of ``function``.
+        backend (str): backend of the process group. Default ``"gloo"``.
 
     Raises:
-        SystemExit: one failed.
+        SystemExit: a process failed.
     """
     children = []
     for rank in range(processes):

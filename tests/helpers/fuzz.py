@@ -1,4 +1,4 @@
-"""Inputs gone wrong in every way, and what must hold of the command line whatever it is given."""
+"""Fuzzed inputs, and limits and write checks for commands that read them."""
 
 import io
 import os
@@ -34,15 +34,15 @@ NASTY: list[Any] = [
     *([], [[]], [None], [1, 2], [0.5, "a"], [-1, -1], [1, 1], [0, 0], ["a", "a"], [float("nan")] * 3),
     *({}, {"a": 1}, {"ENABLED": True}, {"ENABLED": {"ENABLED": 1}}, {1: 2}, {None: None}, {"": ""}, {"a.b": {"c": []}}),
 ]
-"""Values that a key may not expect."""
+"""Values that may be invalid for a config key."""
 
 
 class Hang(Exception):
-    """A run took too long."""
+    """A command exceeded the time limit."""
 
 
 class Watch:
-    """What a process writes, and what it runs, between ``start`` and ``stop``; an audit hook cannot be taken away."""
+    """Audit hook that records writes outside of allowed folders and started programs; it cannot be removed."""
 
     def __init__(self) -> None:
         self.allowed: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class Watch:
     def _check(self, event: str, path: Any) -> None:
         if "\0" in os.fsdecode(path):
             return
-        self.active = False  # for what follows opens nothing, but may be heard
+        self.active = False  # realpath itself may trigger audit events
         try:
             real = os.path.realpath(os.fsdecode(path))
         finally:
@@ -77,7 +77,7 @@ class Watch:
 
     @contextmanager
     def over(self, *allowed: Path) -> Iterator[None]:
-        """Watch what is inside, which may write below ``allowed``."""
+        """Context manager that records violations; writing is allowed below ``allowed``."""
         self.seen.clear()
         self.allowed = (*(os.path.realpath(folder) for folder in allowed), "/dev/null", "/proc")
         self.active = True
@@ -89,10 +89,10 @@ class Watch:
 
 @contextmanager
 def bounded(seconds: int = SECONDS, memory: int = MEMORY) -> Iterator[None]:
-    """Raise Hang after ``seconds``, and let the process have no more than ``memory`` further bytes."""
+    """Context manager that raises Hang after ``seconds`` and limits additional memory to ``memory`` bytes."""
 
     def expire(number: int, frame: Any) -> None:
-        raise Hang(f"no end after {seconds} s")
+        raise Hang(f"still running after {seconds} s")
 
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -114,7 +114,7 @@ def bounded(seconds: int = SECONDS, memory: int = MEMORY) -> Iterator[None]:
 
 
 def damage(rng: random.Random, content: bytes, others: list[bytes]) -> bytes:
-    """Return ``content`` with some of its bytes flipped, lost, doubled, or those of another file."""
+    """Flip, remove, repeat or overwrite random bytes of ``content``, or insert bytes of other files."""
     data = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 5, 20))):
         place, count = rng.randrange(len(data) + 1), rng.choice((1, 2, 4, 16, 64, 500))
@@ -136,7 +136,7 @@ def damage(rng: random.Random, content: bytes, others: list[bytes]) -> bytes:
 
 
 def image_files() -> dict[str, bytes]:
-    """Return a small picture as a file of each format."""
+    """Encode a small image in each format."""
     pixels = np.random.default_rng(0).integers(0, 256, (32, 16, 3), dtype=np.uint8)
     picture, files = Image.fromarray(pixels), {}
     for kind, options in {"PNG": {}, "JPEG": {}, "BMP": {}, "WEBP": {}, "GIF": {}, "TIFF": {}, "PPM": {}}.items():
@@ -145,8 +145,8 @@ def image_files() -> dict[str, bytes]:
         files[kind] = stream.getvalue()
     for kind, mode in (("PNG", "P"), ("PNG", "I;16"), ("PNG", "RGBA"), ("JPEG", "CMYK"), ("JPEG", "L"), ("TIFF", "F")):
         stream = io.BytesIO()
-        grey = mode in ("I;16", "F")
-        image = Image.fromarray(pixels[..., 0].astype({"I;16": np.uint16, "F": np.float32}[mode])) if grey else None
+        gray = mode in ("I;16", "F")
+        image = Image.fromarray(pixels[..., 0].astype({"I;16": np.uint16, "F": np.float32}[mode])) if gray else None
         (image or picture.convert(mode)).save(stream, kind)
         files[f"{kind} {mode}"] = stream.getvalue()
     stream = io.BytesIO()
@@ -159,7 +159,7 @@ def image_files() -> dict[str, bytes]:
 
 
 def nasty_value(rng: random.Random, key: str | None = None) -> Any:
-    """Return a value that a key may not expect, or one near to its default."""
+    """Draw a value that may be invalid for a key, or one close to its default."""
     default = KEYS[key].default if key in KEYS else None
     if KEYS.get(key) is not None and KEYS[key].choices and rng.random() < 0.3:
         return rng.choice(KEYS[key].choices)
@@ -171,7 +171,7 @@ def nasty_value(rng: random.Random, key: str | None = None) -> Any:
 
 
 def nasty_config(rng: random.Random, config: dict[str, Any]) -> bytes:
-    """Return a config file: ``config`` with some keys set to what they may not expect, and perhaps damaged text."""
+    """Create a config file from ``config`` with random invalid values and, sometimes, damaged bytes."""
     config = yaml.safe_load(yaml.safe_dump(config))
     keys = list(KEYS)
     for _ in range(rng.choice((0, 1, 1, 2, 4))):
@@ -208,7 +208,7 @@ _CELLS = [
 
 
 def nasty_csv(rng: random.Random, rows: list[list[str]]) -> bytes:
-    """Return a CSV file: ``rows`` with cells, columns and lines changed, and perhaps damaged text."""
+    """Create a CSV file from ``rows`` with random changes of cells, columns and lines and, sometimes, damaged bytes."""
     rows = [list(row) for row in rows]
     for _ in range(rng.choice((0, 1, 1, 2, 5))):
         row = rng.choice(rows)
@@ -240,11 +240,11 @@ def nasty_csv(rng: random.Random, rows: list[list[str]]) -> bytes:
 
 
 def nasty_checkpoint(rng: random.Random, content: Any) -> Any:
-    """Return a copy of what a checkpoint holds in which one or some entries are of other types, shapes or missing."""
+    """Copy the content of a checkpoint with entries of other types and shapes, or without entries."""
     places = list(_places(content, ()))
     changes: dict[tuple[Any, ...], Any] = {}
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        # Few tensors and counts stand beside many random numbers: choose how deep first.
+        # Choose the depth first: most of the entries are deeply nested random states.
         depth = rng.choice((1, 2, 2, 3, 3, 4, 5))
         found = [each for each in places if len(each) <= depth] or places
         deepest = [each for each in found if len(each) == depth] or found
@@ -327,11 +327,11 @@ def _changed(value: Any, path: tuple[Any, ...], changes: dict[tuple[Any, ...], A
 
 
 def nasty_arrays(rng: random.Random, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return arrays of which some are missing, or of other shapes or dtypes."""
+    """Remove arrays, or change their shapes and dtypes."""
     arrays = dict(arrays)
     for _ in range(rng.choice((1, 1, 2, 4))):
         name = rng.choice(sorted(arrays))
-        with suppress(TypeError, ValueError):  # of an array that was changed before, and cannot be in this way
+        with suppress(TypeError, ValueError):  # the change is not applicable to an array that was already changed
             arrays[name] = rng.choice(_ARRAY_CHANGES)(arrays[name])
         if rng.random() < 0.15 and len(arrays) > 1:
             del arrays[name]

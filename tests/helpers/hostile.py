@@ -1,4 +1,4 @@
-"""A run whose names, paths and values are made to break out of a page."""
+"""Report data with names, paths and values that attempt HTML injection."""
 
 import json
 
@@ -15,11 +15,11 @@ from fastamp.report import EvaluatedSet, Run, read_history
 
 SCRIPT = "<script>console.error('broken out')</script>"
 HOSTILE = f"\"'>{SCRIPT}<img src=http://127.0.0.1:9/x onerror=console.error(1)>\x00\ud800\u202e&amp;"
-IN_CONFIG = HOSTILE.replace("\x00", "").replace("\ud800", "")  # which a config refuses
+IN_CONFIG = HOSTILE.replace("\x00", "").replace("\ud800", "")  # a config rejects these characters
 
 
 def hostile_run(folder, *, sets=2, **protocol):
-    """Return a run of ``sets`` test sets, whose images are in ``folder``."""
+    """Create a run with ``sets`` test sets; the images are written to ``folder``."""
     queries, gallery, ids = random_set(3, queries=24, gallery=60, cameras=5)
     result = compute_metrics(queries, gallery, ids, Protocol(**protocol), ReportOptions())
     rng = np.random.default_rng(0)

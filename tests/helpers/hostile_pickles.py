@@ -1,6 +1,6 @@
-"""Checkpoints that are small and made to occupy the reader: written opcode by opcode, in both of torch's formats.
+"""Small checkpoints whose loading would exhaust time or memory, written as opcodes in both formats of torch.
 
-Run as a script it reads each file that is named, in one process, and prints what ``read_checkpoint`` said.
+As a script: read the given files in one process and print the first line of each error of ``read_checkpoint``.
 """
 
 import pickle
@@ -22,12 +22,12 @@ def _get(number):
 
 
 def shared_tuples(levels=60):
-    """A tuple of two references to a tuple of two references to ...: 2**levels leaves in a few bytes a level."""
+    """Create nested tuples of two references each: 2**levels leaves in a few bytes per level."""
     return b")" + b"".join(_put(n) + _get(n) + b"\x86" for n in range(levels))
 
 
 def wide_tuples():
-    """Four levels of 1,000 references: as many leaves, at a depth that ordinary files have, too."""
+    """Create four levels of 1,000 references: as many leaves at an ordinary depth."""
     code = b")" + _put(0)
     for level in range(4):
         code += b"(" + _get(level) * 1000 + b"t" + _put(level + 1)
@@ -35,7 +35,7 @@ def wide_tuples():
 
 
 def _big_ints(count):
-    """Integers with the same hash, as items of a dict."""
+    """Yield integers with the same hash."""
     for number in range(1, count + 1):
         data = pickle.encode_long(number * (2**61 - 1))
         yield b"\x8a" + bytes([len(data)]) + data
@@ -70,11 +70,11 @@ PICKLES = {
     "a list of itself": _with_value(b"]" + _put(0) + _get(0) + b"a"),
     "very deep lists": _with_value(b"]" * 20_000 + b"a" * 19_999),
 }  # fmt: skip
-"""Pickles of a dict, without the opcode that begins and that ends them."""
+"""Pickles of a dict, without the first and last opcode."""
 
 
 def write(code, path, *, legacy=False):
-    """Write a checkpoint whose content is the pickle ``code``."""
+    """Write a checkpoint that contains the pickle ``code``."""
     main = PROTO + code + STOP
     if legacy:
         parts = [0x1950A86A20F9469CFC6C, 1001, {"protocol_version": 1001, "little_endian": True, "type_sizes": {}}]
@@ -87,7 +87,7 @@ def write(code, path, *, legacy=False):
 
 
 def legacy_keys(path):
-    """Write a file of the older format whose list of storages, behind the content, has such a tuple."""
+    """Write a file of the older format with nested tuples in its list of storages."""
     write(b"}", path, legacy=True)
     content = path.read_bytes()
     path.write_bytes(content.removesuffix(pickle.dumps([], 2)) + PROTO + b"]" + shared_tuples() + b"a.")

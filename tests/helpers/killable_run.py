@@ -1,4 +1,4 @@
-"""Train the tiny config, or resume it, and die by SIGKILL at a given moment: killable_run.py OUTPUT_DIR MOMENT."""
+"""Train or resume the tiny config, with SIGKILL at a given moment: killable_run.py OUTPUT_DIR MOMENT."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ def die() -> None:
 
 
 class DieInStep(HookBase):
-    """Dies in the middle of the third epoch, one iteration behind a checkpoint."""
+    """Kill the process in the third epoch, one iteration after a checkpoint."""
 
     def after_step(self) -> None:
         if self.trainer.iter == 2 * self.trainer.iters_per_epoch + 3:

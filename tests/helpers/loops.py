@@ -1,4 +1,4 @@
-"""The smallest model and two loops around it: PyTorch's own, as its documentation has it, and fastamp's."""
+"""Minimal model with two training loops: plain PyTorch, as in its documentation, and fastamp."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -33,54 +33,54 @@ class Net(nn.Module):
 
 
 def make_net(kind: type[Net] = Net, **options: Any) -> Net:
-    """Return a model that starts from the same weights each time."""
+    """Build a model with the same initial weights on each call."""
     torch.manual_seed(0)
     return kind(**options)
 
 
 def make_batch(seed: int = 0, size: int = 8) -> dict[str, torch.Tensor]:
-    """Return a batch that can be learned."""
+    """Create a random batch with four classes."""
     generator = torch.Generator().manual_seed(seed)
     return {"images": torch.randn(size, 8, generator=generator), "targets": torch.arange(size) % 4}
 
 
 def spoil(batch: dict[str, torch.Tensor], value: float = float("inf")) -> dict[str, torch.Tensor]:
-    """Return the batch with images that overflow."""
+    """Replace the images of a batch by ``value``."""
     return batch | {"images": torch.full_like(batch["images"], value)}
 
 
 def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
-    """Return the plain optimizer of a model."""
+    """Build plain SGD for a model."""
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of the parameters and buffers."""
+    """Copy the parameters and buffers."""
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    """Whether two models' ``values`` are equal bit for bit."""
+    """Return True if two results of ``values`` are bit-identical."""
     return first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 def finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether every element is finite."""
+    """Return True if all elements are finite."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def grad_norm(model: nn.Module) -> float:
-    """Return the total L2 norm of the gradients as they lie in the model."""
+    """Compute the total L2 norm of the gradients."""
     return torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()])).item()
 
 
 def autocast(dtype: torch.dtype) -> torch.autocast:
-    """Return PyTorch's own context, off for float32."""
+    """Create PyTorch's autocast context, disabled for float32."""
     return torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
 
 
 def plain_scaler(**options: Any) -> torch.amp.GradScaler:
-    """Return PyTorch's own loss scaler."""
+    """Create PyTorch's loss scaler."""
     return torch.amp.GradScaler("cpu", **options)
 
 
@@ -91,7 +91,7 @@ def plain_step(
     dtype: torch.dtype,
     scaler: torch.amp.GradScaler | None = None,
 ) -> float:
-    """Do one step of PyTorch's own loop and return the loss."""
+    """Run one step of the plain PyTorch loop and return the loss."""
     optimizer.zero_grad()
     with autocast(dtype):
         loss = sum(model(batch).values())
@@ -115,7 +115,7 @@ def make_trainer(
     init_scale: float = 65536.0,
     **options: Any,
 ) -> SimpleTrainer:
-    """Return fastamp's trainer in ``dtype``, with a loss scale in float16."""
+    """Build fastamp's trainer in ``dtype``, with a loss scale for float16."""
     policy = PrecisionPolicy("cpu", dtype, "test")
     scaler = LossScaler(init_scale=init_scale) if policy.needs_loss_scaling else None
     return kind(model, batches, optimizers, policy=policy, scaler=scaler, **options)
@@ -129,7 +129,7 @@ def train(
     steps: int = 5,
     hooks: Iterable[HookBase] = (),
 ) -> None:
-    """Train with fastamp on one batch."""
+    """Train with fastamp on a single batch."""
     trainer = make_trainer(model, optimizers, [make_batch()] * steps, dtype)
     trainer.register_hooks(hooks)
     trainer.train(0, 1, steps)

@@ -1,7 +1,7 @@
-"""Train MoCo for four steps in one process or several: moco_ranks.py FOLDER PROCESSES KEY VALUE ..
+"""Train MoCo for four steps in one or several processes: moco_ranks.py FOLDER PROCESSES KEY VALUE ..
 
-The same images in all, each process its share; the third batch overflows in its last image. Each process writes
-FOLDER/rank<RANK>.pth: the model's tensors before the training and after each step.
+The global batches do not depend on the number of processes; the last image of the third batch overflows. Each process
+writes the tensors of the model before training and after each step to FOLDER/rank<RANK>.pth.
 """
 
 import sys
@@ -20,7 +20,7 @@ BATCH = 8
 
 
 class Record(HookBase):
-    """Keeps the model's tensors after each step."""
+    """Record the tensors of the model after each step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, torch.Tensor]] = []
@@ -30,7 +30,7 @@ class Record(HookBase):
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
-    """Return this process's share of each of the four batches."""
+    """Create the part of each of the four batches for this process."""
     generator, share = torch.Generator().manual_seed(0), slice(*comm.shard_range(BATCH))
     whole = [torch.randint(256, (BATCH, 3, 32, 16), generator=generator).float() for _ in range(4)]
     whole[2][-1] = float("inf")

@@ -1,4 +1,4 @@
-"""Features and identities for tests of the evaluation, and what a naive loop makes of them."""
+"""Features and identities for evaluation tests, and a naive ranking loop as reference."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ REFERENCE = Path(__file__).parents[1] / "reference/ranking"
 
 
 def load(name):
-    """Return a reference file, its query and gallery features, and who is on them."""
+    """Load a reference file: its arrays, query features, gallery features and identities."""
     data = np.load(REFERENCE / f"{name}.npz")
     tensors = {key: torch.from_numpy(data[key]) for key in ("qf", "gf", "qp", "gp", "qc", "gc")}
     ids = Identities(*(tensors[key].long() for key in ("qp", "gp", "qc", "gc")))
@@ -20,12 +20,12 @@ def load(name):
 
 
 def random_set(seed, queries=30, gallery=120, *, width=16, pids=8, cameras=3, noise=1.0):
-    """Return clustered features with distractors (identity 0), and who is on them."""
+    """Create clustered features with distractors (identity 0), and their identities."""
     random = np.random.default_rng(seed)
-    centres = random.standard_normal((pids + 1, width))
+    centers = random.standard_normal((pids + 1, width))
     sides = [random.integers(low, pids + 1, n) for low, n in ((1, queries), (0, gallery))]
     features = [
-        torch.from_numpy((centres[side] + noise * random.standard_normal((len(side), width))).astype(np.float32))
+        torch.from_numpy((centers[side] + noise * random.standard_normal((len(side), width))).astype(np.float32))
         for side in sides
     ]
     camids = [random.integers(0, cameras, len(side)) for side in sides]
@@ -33,9 +33,9 @@ def random_set(seed, queries=30, gallery=120, *, width=16, pids=8, cameras=3, no
 
 
 def naive_rows(distances, ids, *, cross_camera=True, same_identity_only=True):
-    """Yield for each query the ranks (from 1) of its matches in a stable sort, junk left out.
+    """Yield for each query the ranks (from 1) of its matches in a stable sort without junk.
 
-    Junk is of the query's camera; without ``same_identity_only`` images of other identities are junk, too.
+    Junk images are from the query's camera; with ``same_identity_only=False`` this includes other identities.
     """
     for q in range(len(distances)):
         order = sorted(range(len(distances[q])), key=lambda g: (distances[q][g], g))
@@ -56,7 +56,7 @@ def naive(distances, ids, **rule):
 
 
 def random_distances(seed, num_query, num_gallery, levels, dtype=np.float32, pids=4):
-    """Few levels make ties, few identities many matches; identity 0 is a distractor."""
+    """Draw distances: few levels give ties, few identities give many matches; identity 0 is a distractor."""
     rng = np.random.default_rng(seed)
     distances = torch.from_numpy(rng.integers(0, levels, (num_query, num_gallery)).astype(dtype))
     ids = Identities(
@@ -75,7 +75,7 @@ def rows_of(result):
 
 
 def protocol(*opts):
-    """Return the protocol of the default config with these keys and values."""
+    """Build the protocol of the default config with the given keys and values."""
     cfg = get_cfg()
     cfg.merge_from_list(list(opts))
     return Protocol.from_config(cfg)

@@ -1,4 +1,4 @@
-"""Config files of FastReID v0.1.1 and v1.0.0, written out from the reference."""
+"""Config files of FastReID v0.1.1 and v1.0.0, from the reference data."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ FILES = json.loads((Path(__file__).parents[1] / "reference" / "fastreid_old_conf
 
 
 def write(root):
-    """Write ``<release>/configs/...`` below ``root``, as the releases have them, and return ``root``."""
+    """Write the files of each release to ``root/<release>/configs/...``, and return ``root``."""
     for name, mapping in FILES.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Run scripts in processes of their own without an import of PyTorch for each: forked from one that has imported it.
+"""Run scripts in subprocesses forked from a server process that has imported PyTorch, to save the import time.
 
-The importing process knows nothing of fastamp, computes nothing and has one thread; the process that runs the tests has
-computed. The forked processes differ from new ones: they share a hash seed, and environment variables that PyTorch
-reads when it is imported have no effect. Where that matters, start a new process.
+The server does not import fastamp, does not compute and has a single thread, so that forking is safe. In contrast to
+new processes, the forked ones share a hash seed, and environment variables that PyTorch reads at import have no effect.
+Start a new process if this matters.
 """
 
 import atexit
@@ -22,12 +22,12 @@ from typing import Any
 
 
 class Run:
-    """A started script.
+    """Running script.
 
     Args:
-        words (list[str]): path of the script, or ``-m`` and the name of a module, and its arguments.
-        environment (dict[str, str]): environment variables to add.
-        stdout (int): file descriptor that takes the output; -1: ``finish`` returns it.
+        words (list[str]): path of the script, or ``-m`` and a module name, followed by its arguments.
+        environment (dict[str, str]): additional environment variables.
+        stdout (int): fd to write the output to; -1 to capture it for ``finish``. Default -1.
     """
 
     def __init__(self, words: list[str], environment: dict[str, str], stdout: int = -1) -> None:
@@ -43,10 +43,13 @@ class Run:
         self.pid = int(self._status.readline())
 
     def finish(self, timeout: float = 300) -> "subprocess.CompletedProcess[str]":
-        """Wait for the end; return what ``subprocess.run`` returns, with the output as text.
+        """Wait until the script exits.
+
+        Returns:
+            subprocess.CompletedProcess[str]: exit code and captured output.
 
         Raises:
-            subprocess.TimeoutExpired: it did not end within ``timeout`` seconds, and was killed.
+            subprocess.TimeoutExpired: the script did not exit within ``timeout`` seconds and was killed.
         """
         if not select.select([self._status], [], [], timeout)[0]:
             os.kill(self.pid, signal.SIGKILL)
@@ -65,18 +68,18 @@ class Run:
 
 
 def run(script: str | Path, *words: object, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Run a script to its end, with further environment variables."""
+    """Run a script with additional environment variables, and wait until it exits."""
     return start(script, *words, **environment).finish()
 
 
 def start(script: str | Path, *words: object, **environment: str) -> Run:
-    """Start a script, with further environment variables."""
+    """Start a script with additional environment variables."""
     return Run([str(script), *map(str, words)], environment)
 
 
 @functools.cache
 def _importing_process() -> socket.socket:
-    """Start the process; return the socket that takes requests, at whose end it ends."""
+    """Start the server, and return the socket for requests; the server exits when it is closed."""
     requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -94,7 +97,7 @@ def _importing_process() -> socket.socket:
 
 
 def _serve(requests: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """For each request fork a process that waits for a process of its own; return in the latter."""
+    """Fork a monitor and a worker for each request; return the request in the worker."""
     waiting: set[int] = set()
     while True:
         content, files, *_ = socket.recv_fds(requests, 1 << 20, 3)
@@ -116,8 +119,8 @@ def _serve(requests: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 if __name__ == "__main__":
-    # What exists by now is not collected at the end of each process, which takes a second less; Triton would complain
-    # of it on stderr.
+    # Exclude existing objects from garbage collection, which saves a second at the exit of each process. Triton would
+    # print warnings about this to stderr.
     sys.modules["triton"] = None  # type: ignore[assignment]
     import torchvision.transforms.v2  # noqa: F401
 

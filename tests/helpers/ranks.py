@@ -1,7 +1,7 @@
-"""Train the tiny config in one process or several: ranks.py [FLAGS] OUTPUT_DIR PROCESSES KEY VALUE ..
+"""Train the tiny config in one or several processes: ranks.py [FLAGS] OUTPUT_DIR PROCESSES KEY VALUE ..
 
-Several are forked from this one, which is quicker; ``--spawn`` starts them as a user's are. Under torchrun PROCESSES is
-of no consequence. OUTPUT_DIR/steps.pth gets the parameters after each step.
+Several processes are forked from this one, which is faster; ``--spawn`` starts them as in normal use. Under torchrun,
+PROCESSES is ignored. The parameters after each step are saved to OUTPUT_DIR/steps.pth.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from fastamp.utils.errors import DataError, WriteError
 
 
 class RecordSteps(HookBase):
-    """Keeps the parameters after each step."""
+    """Record the parameters after each step."""
 
     def __init__(self, output_dir: Path) -> None:
         self.path = output_dir / "steps.pth"
@@ -33,7 +33,7 @@ class RecordSteps(HookBase):
 
 
 class Fault(HookBase):
-    """Does something bad in the third iteration."""
+    """Inject a fault in the third iteration."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -53,7 +53,7 @@ class Fault(HookBase):
         if self.name == "infinite loss on rank 1" and comm.get_rank() == 1:
             step = self.trainer.step
             scale = step.scale
-            # Its gradients are finite, so that the other rank could not know of it by them.
+            # The gradients are finite, so that the other rank cannot detect it from them.
             step.scale = lambda losses, weight: scale({k: v + float("inf") for k, v in losses.items()}, weight)
         if self.name == "infinite images on rank 1":
             self.make_infinite()
@@ -62,7 +62,7 @@ class Fault(HookBase):
             hook.received = 15
 
     def make_infinite(self) -> None:
-        """Make all further images of rank 1 infinite."""
+        """Make all following images of rank 1 infinite."""
         if comm.get_rank() == 1:
             batches = self.trainer._batches or iter(self.trainer.data_loader)
             self.trainer._batches = ({**batch, "images": batch["images"] + float("inf")} for batch in batches)
@@ -75,7 +75,7 @@ def main(output_dir: str, resume: bool, fault: str, options: list[str]) -> None:
     trainer.resume_or_load(resume=resume)
     trainer.register_hooks([RecordSteps(Path(output_dir))])
     if fault:
-        # In front of StopOnSignal, which has its turn at the end of the same step.
+        # Before StopOnSignal, which runs at the end of the same step.
         trainer.trainer.register_hooks([Fault(fault)])
     trainer.train()
 

@@ -1,10 +1,10 @@
-"""Record what this version computes, or the files that it leaves, or compare two records.
+"""Record the results of this version, or write its files, or compare two records.
 
-    python tests/helpers/record.py OUTPUT           short runs, evaluations, export, features, pictures
-    python tests/helpers/record.py --compare A B    print each difference of two such records; exit code 1 if any
+    python tests/helpers/record.py OUTPUT           short runs, evaluations, export, features, figures
+    python tests/helpers/record.py --compare A B    print the differences of two records; exit code 1 if there are any
     python tests/helpers/record.py --files FOLDER   the files of tests/reference/recorded
 
-Records are comparable between versions on one machine with the same OMP_NUM_THREADS, bit by bit.
+On one machine with the same OMP_NUM_THREADS, records of different versions can be compared bit by bit.
 """
 
 # ruff: noqa: E402
@@ -26,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX512_CORE_BF16")  # as tests/conftest.py
+os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX512_CORE_BF16")  # as in tests/conftest.py
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tools"), str(ROOT / "projects/FastTune")]
 
@@ -82,7 +82,7 @@ def record(output: Path) -> None:
 
 @contextlib.contextmanager
 def in_scratch_folder() -> Iterator[None]:
-    """Work in a temporary folder with a demo set in ``datasets``; all paths in files are relative to it."""
+    """Change to a temporary folder with a demo set in ``datasets``, so that all paths in files are relative."""
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -95,14 +95,14 @@ def in_scratch_folder() -> Iterator[None]:
 
 
 def short_run(name: str, options: tuple[str, ...]) -> dict[str, Any]:
-    """Train in this process as ``train_net.py`` does, and return its metrics of each step and its end."""
+    """Train in this process with ``train_net.py``; return the metrics of each step and the final state."""
     words = tiny.tiny_options(Path(name), *options)
     assert train_net.cli(words) == 0
     return run_record(Path(name))
 
 
 def run_record(folder: Path) -> dict[str, Any]:
-    """Return the metrics of each step and what the last checkpoint holds; hooks' names are no part of it."""
+    """Collect the metrics of each step and the content of the last checkpoint, without the names of hooks."""
     rows = [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
     content = torch.load(folder / "model_final.pth", weights_only=True)
     trainer = content.pop("trainer")
@@ -126,7 +126,7 @@ def evaluation(*options: str) -> dict[str, Any]:
 
 
 class _Text(HTMLParser):
-    """Collect the text of a page by its sections, and its pictures."""
+    """HTML parser that collects the text and images of a page by section."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class _Text(HTMLParser):
 
 
 def report_text(path: Path) -> dict[str, list[str]]:
-    """Return the text and drawings of a report by section, without those that tell of the machine and of times."""
+    """Collect the text and drawings of a report by section, without those that depend on the machine or on time."""
     page = _Text()
     page.feed(path.read_text(encoding="utf-8"))
     training = page.sections.get("training", [])
@@ -157,7 +157,7 @@ def report_text(path: Path) -> dict[str, list[str]]:
 
 
 def exported() -> dict[str, Any]:
-    """Export as torch.export does, and return the parity and the features of the exported program."""
+    """Export with torch.export; return the parity and the features of the exported program."""
     report = export(predictor(), "model.pt2", data="")
     program = torch.export.load("model.pt2").module()
     parity = [vars(each) for each in report.comparisons]
@@ -169,7 +169,7 @@ def predictor() -> Predictor:
 
 
 def inference() -> dict[str, Any]:
-    """Return features, an extraction, and what each kind of index finds."""
+    """Compute features, an extraction, and the search results of each kind of index."""
     model = predictor()
     features = model.features(list(recorded.IMAGES))
     extraction, _ = extract(model, "Demo", "gallery.npz")
@@ -182,7 +182,7 @@ def inference() -> dict[str, Any]:
 
 
 def pictures() -> dict[str, Any]:
-    """Return checksums of the pixels of what ``fastamp visualize`` draws, and the report of a training."""
+    """Compute checksums of the pixels in the figures of ``fastamp visualize``."""
     words = ["visualize", "two_convolutions_off", "--output", "pictures", "--device", "cpu", "--num", "2"]
     assert fastamp_command(words) == 0
     pixels = {
@@ -194,7 +194,7 @@ def pictures() -> dict[str, Any]:
 
 
 def trained_with_report() -> dict[str, Any]:
-    """Return what the report of a training says, but for the figures of speed."""
+    """Collect the text of a training report, without the speed."""
     words = tiny.tiny_options(Path("reported"), "SOLVER.MAX_EPOCH", "1", "TEST.REPORT", "True")
     assert train_net.cli(words) == 0
     sections = report_text(Path("reported/report.html"))
@@ -229,7 +229,7 @@ RECORDS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def checksum(values: dict[str, Any]) -> str:
-    """Return a hash of names and values."""
+    """Hash names and values."""
     digest = hashlib.sha256()
     for name, value in sorted(values.items()):
         digest.update(name.encode())
@@ -241,10 +241,10 @@ def checksum(values: dict[str, Any]) -> str:
 
 
 def differences(first: Path, second: Path) -> list[str]:
-    """Return a line for each difference of two records."""
+    """List the differences between two records, one line each."""
     lines = []
     names = [{path.stem for path in folder.glob("*.pth")} for folder in (first, second)]
-    lines += [f"{name}: only in one of them" for name in sorted(names[0] ^ names[1])]
+    lines += [f"{name}: only in one of the records" for name in sorted(names[0] ^ names[1])]
     for name in sorted(names[0] & names[1]):
         one, two = (torch.load(folder / f"{name}.pth", weights_only=True) for folder in (first, second))
         for key in sorted(one.keys() | two.keys()):
@@ -254,7 +254,7 @@ def differences(first: Path, second: Path) -> list[str]:
 
 
 def difference(one: dict[str, Any], two: dict[str, Any], key: str) -> str | None:
-    """Return how a value differs; None where all its bits are equal."""
+    """Describe the difference of a value; None if it is bit-identical."""
     if key not in one or key not in two:
         return f"only in the {'first' if key in one else 'second'}"
     a, b = one[key], two[key]
@@ -268,9 +268,9 @@ def difference(one: dict[str, Any], two: dict[str, Any], key: str) -> str | None
 
 
 def compare(first: Path, second: Path) -> int:
-    """Print each difference, and return the exit code."""
+    """Print the differences and return the exit code."""
     lines = differences(first, second)
-    print("\n".join(lines) or "equal in every bit")
+    print("\n".join(lines) or "bit-identical")
     return int(bool(lines))
 
 
@@ -278,7 +278,7 @@ def compare(first: Path, second: Path) -> int:
 
 
 def write_files(folder: Path) -> None:
-    """Write the files of ``tests/reference/recorded``, made in a folder of which no path is in them."""
+    """Write the files of ``tests/reference/recorded``; they contain no paths of the scratch folder."""
     folder = folder.resolve()
     (folder / "names.json").write_text(to_json({"modules": recorded.public_names(), "commands": recorded.commands()}))
     (folder / "keys.json").write_text(to_json(recorded.keys()))
@@ -307,7 +307,7 @@ def write_files(folder: Path) -> None:
 
 
 def hide_paths(folder: Path) -> None:
-    """Replace, by text of the same length, the paths of Python and of this code in what Ray has pickled."""
+    """Replace the paths of Python and of this code in Ray's pickles by text of the same length."""
     for path in filter(Path.is_file, folder.rglob("*")):
         content = before = path.read_bytes()
         for place in {str(ROOT), sys.prefix, sys.base_prefix, str(Path.home())}:
@@ -324,7 +324,7 @@ def to_json(value: Any) -> str:
 
 
 def take(source: Path, target: Path, names: list[str]) -> None:
-    """Copy files into a folder that is emptied before."""
+    """Copy files to a folder, and remove its former content."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     for name in names:
@@ -332,14 +332,14 @@ def take(source: Path, target: Path, names: list[str]) -> None:
 
 
 def two_ranks() -> None:
-    """Train in two processes until one gets a signal."""
+    """Train in two processes until one receives a signal."""
     flags = ("--fault", "signal on rank 1", "two_ranks", "2")
     command = [sys.executable, str(ROOT / "tests/helpers/ranks.py"), *flags, *recorded.TWO_RANKS]
     assert subprocess.run(command, capture_output=True).returncode == 128 + signal.SIGTERM
 
 
 def crash() -> None:
-    """Train with weights that float16 cannot hold, until a crash file is written."""
+    """Train with weights that overflow in float16 until a crash dump is written."""
     recorded.train(tiny.tiny_config(Path("planted"), "SOLVER.MAX_EPOCH", "1"))
     content = torch.load("planted/model_final.pth", weights_only=True)
     content["model"]["backbone.4.weight"] *= 1e6
@@ -349,7 +349,7 @@ def crash() -> None:
 
 
 def gallery() -> dict[str, Any]:
-    """Write an extraction and an index of each kind by the averaged weights of a run; return what they give."""
+    """Write an extraction and indexes with the averaged weights of a run; return the search results."""
     model = Predictor("ema/model_best.pth", device="cpu")
     features = model.features(list(recorded.IMAGES))
     extraction, _ = extract(model, "Demo", "gallery.npz")
@@ -366,9 +366,9 @@ def gallery() -> dict[str, Any]:
 
 
 def search() -> None:
-    """Begin a search of FastTune and kill it while a trial trains.
+    """Start a FastTune search and kill it during a trial.
 
-    From a copy of the code, since Ray's state holds the paths of source files.
+    The search runs from a copy of the code, because Ray's state contains the paths of source files.
     """
     shutil.copytree(ROOT / "projects/FastTune", "FastTune")
     shutil.copytree(ROOT / "fastamp", "fastamp")
@@ -378,7 +378,7 @@ def search() -> None:
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
     while True:
         time.sleep(0.05)
-        assert process.poll() is None, "the search ended"
+        assert process.poll() is None, "the search exited early"
         reports = list(Path("search/search").glob("trial_*/run/reports.jsonl"))
         if len(reports) > 1 and any(2 <= len(path.read_text().splitlines()) <= 6 for path in reports):
             break

@@ -1,4 +1,4 @@
-"""Runs, and the files they leave, that record the behavior of a version: see tests/reference/recorded/README.md."""
+"""Runs that record the behavior of a version; see tests/reference/recorded/README.md."""
 
 import ast
 import hashlib
@@ -24,7 +24,7 @@ from fastamp.engine.command_line import TrainingInterrupted
 
 FILES = Path(__file__).parents[1] / "reference/recorded"
 STOP = 8
-"""Iterations before the interruption, in the second of two epochs of six."""
+"""Number of iterations before the interruption, in the second of two epochs with six iterations each."""
 COMMON = (
     "SOLVER.MAX_EPOCH",
     "2",
@@ -38,7 +38,7 @@ COMMON = (
 RUNS = {
     "ema": ("SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True", "SOLVER.EMA.DECAY", "0.9"),
     "swa": ("SOLVER.SWA.ENABLED", "True", "SOLVER.SWA.START_EPOCH", "0", "SOLVER.SWA.LR_FACTOR", "0.5"),
-    # Without the pre-flight, which would lower the first scale, the first steps are skipped.
+    # The pre-flight would lower the initial scale; without it the first steps are skipped.
     "fp16": (
         "SOLVER.AMP", "fp16", "SOLVER.AMP.PREFLIGHT", "off", "SOLVER.AMP.INIT_SCALE", "4194304",
         "SOLVER.AMP.GROWTH_INTERVAL", "3",
@@ -52,7 +52,7 @@ RUNS = {
     "moco": ("SOLVER.AMP", "bf16", "MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "40"),
     "distiller": ("MODEL.META_ARCHITECTURE", "Distiller", "KD.EMA.ENABLED", "True", "KD.EMA.MOMENTUM", "0.8"),
 }  # fmt: skip
-"""Run folders that hold an interrupted run -> its options after those of ``tiny`` and ``COMMON``."""
+"""Folder of an interrupted run -> its options, in addition to those of ``tiny`` and ``COMMON``."""
 TWO_RANKS = (
     "SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True", "SOLVER.MAX_EPOCH", "1", "SOLVER.CHECKPOINT_ITERS", "2",
 )  # fmt: skip
@@ -69,7 +69,7 @@ SEARCH_OPTIONS = ("SOLVER.MAX_EPOCH", "12", "SOLVER.STEPS", "(10,)", "TEST.EVAL_
 
 
 class Interrupt(HookBase):
-    """Send this process a signal in the middle of an epoch."""
+    """Raise SIGTERM in the middle of an epoch."""
 
     def before_step(self) -> None:
         if self.trainer.iter == STOP - 1:
@@ -77,7 +77,7 @@ class Interrupt(HookBase):
 
 
 class KeepWeights(HookBase):
-    """Keep the model's tensors as they are where the interrupted run was saved."""
+    """Copy the tensors of the model at the iteration at which the interrupted run was saved."""
 
     def before_step(self) -> None:
         if self.trainer.iter == STOP:
@@ -85,12 +85,12 @@ class KeepWeights(HookBase):
 
 
 def config(folder: Path, name: str) -> CfgNode:
-    """Return the config of one of ``RUNS``."""
+    """Build the config of one of ``RUNS``."""
     return tiny.tiny_config(folder, *COMMON, *RUNS[name])
 
 
 def train(cfg: CfgNode, *hooks: HookBase, resume: bool = False) -> None:
-    """Train to the end, or until a hook interrupts."""
+    """Train to the end or until a hook interrupts the run."""
     torch.manual_seed(0)
     trainer = DefaultTrainer(cfg)
     trainer.resume_or_load(resume=resume)
@@ -108,7 +108,7 @@ def interrupt(folder: Path, name: str) -> None:
 
 
 def machine() -> str:
-    """Return a hash of what rounding and decoding depend on: where it is the same, results are the same bits."""
+    """Hash the hardware and versions that affect rounding and decoding; results are bit-identical if it is equal."""
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.is_file() else [platform.processor()]
     facts = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU"))}) or lines
@@ -118,7 +118,7 @@ def machine() -> str:
 
 
 def search_arguments(folder: Path) -> list[str]:
-    """Write the files of FastTune's command line into the working folder, and return its arguments."""
+    """Write the input files of a FastTune search to the working folder, and return its arguments."""
     Path("space.yml").write_text(SPACE)
     Path("parts.py").write_text(PARTS)
     files = ("--space", "space.yml", "--parts", "parts.py")
@@ -129,7 +129,7 @@ def search_arguments(folder: Path) -> list[str]:
 
 
 def module_names() -> Iterator[str]:
-    """Yield the public modules of the package."""
+    """Yield the names of the public modules of the package."""
     yield "fastamp"
     for found in pkgutil.walk_packages(fastamp.__path__, "fastamp."):
         if not any(part.startswith("_") for part in found.name.split(".")):
@@ -137,7 +137,7 @@ def module_names() -> Iterator[str]:
 
 
 def public_names() -> dict[str, list[str]]:
-    """Return module -> the public names that it defines, and those of its ``__all__``."""
+    """Map each module to the public names that it defines or lists in ``__all__``."""
     names = {}
     for module in module_names():
         imported = importlib.import_module(module)
@@ -153,7 +153,7 @@ def public_names() -> dict[str, list[str]]:
 
 
 def commands() -> dict[str, list[str]]:
-    """Return the console script's commands, and the scripts in ``tools``."""
+    """List the commands of the console script and the scripts in ``tools``."""
     from fastamp.cli import COMMANDS
 
     tools = Path(__file__).parents[2] / "tools"
@@ -161,7 +161,7 @@ def commands() -> dict[str, list[str]]:
 
 
 def keys() -> dict[str, Any]:
-    """Return each key with type and default, and what other spellings stand for."""
+    """Map each config key to its type and default, and each alias to its key."""
     from fastamp.config.defaults import RENAMED, SHORTHANDS
     from fastamp.config.releases import present_names
 
@@ -174,7 +174,7 @@ def keys() -> dict[str, Any]:
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and plain values in dicts and lists under dotted names."""
+    """Yield the tensors and plain values in nested dicts and lists with their names, joined by slashes."""
     if isinstance(value, dict | list | tuple):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, each in pairs:

@@ -1,8 +1,8 @@
-"""Train in several ways, for what one process and several must have in common: same_result.py FOLDER
+"""Train in several variants to compare one process with several: same_result.py FOLDER
 
-Under torchrun, or by ``main`` in a single process. In float64, with batch norm and dropout as in evaluation, so
-that rounding and mixed images hide nothing. FOLDER/<way>/steps.pth gets the parameters after each step, and
-FOLDER/gradients.pth each loss's gradients.
+Run it under torchrun, or call ``main`` in a single process. Training is in float64 with batch norm and dropout in
+evaluation mode, so that rounding and batch statistics do not hide differences. The parameters after each step are saved
+to FOLDER/<variant>/steps.pth, and the gradients of each loss to FOLDER/gradients.pth.
 """
 
 import sys
@@ -28,7 +28,7 @@ SGD = ("SOLVER.OPT", "SGD", "SOLVER.AMP", "off", "SOLVER.BASE_LR", "0.002", "MOD
 GATHERED = (*SGD, "MODEL.LOSSES.NAME", str(("CrossEntropyLoss", "CenterLoss", *PAIRS)), "MODEL.LOSSES.GATHER", "True")
 IN_FLOAT64 = {
     "gathered": GATHERED,  # 24 steps, two evaluations
-    # Soft mining, a loss with weights of its own, accumulation, and layers that are frozen at first.
+    # Soft mining, a loss with parameters, accumulation, and layers that are frozen at the start.
     "soft": (
         *GATHERED,
         *("MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'TripletLoss', 'pml/ProxyAnchorLoss')"),
@@ -37,10 +37,10 @@ IN_FLOAT64 = {
         *("MODEL.FREEZE_LAYERS", "backbone.0", "SOLVER.FREEZE_ITERS", "2"),
     ),
 }
-"""Ways of which one process and two take the same steps."""
+"""Variants in which one process and two processes take the same steps."""
 ONE_EPOCH = ("SOLVER.MAX_EPOCH", "1")
 AMONG_TWO = {
-    "apart": ("", (*GATHERED, "MODEL.LOSSES.GATHER", "False", *ONE_EPOCH)),
+    "local": ("", (*GATHERED, "MODEL.LOSSES.GATHER", "False", *ONE_EPOCH)),
     "skipped": ("infinite loss on rank 1", (*tiny.PLAIN, "SOLVER.AMP", "off", *ONE_EPOCH)),
     "preflight": ("", ("SOLVER.AMP", "bf16", "MODEL.LOSSES.GATHER", "True", *ONE_EPOCH)),
     "no preflight": (
@@ -50,7 +50,7 @@ AMONG_TWO = {
     "unreached": ("", ("MODEL.LOSSES.NAME", "TripletLoss", *ONE_EPOCH)),
     "broken": ("infinite images on rank 1 from the first on", ("SOLVER.AMP", "bf16", *ONE_EPOCH)),
 }
-"""Ways of several processes alone, with what happens in them."""
+"""Variants for several processes only, with the fault to inject."""
 OPEN_LOOP = ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "40", *ONE_EPOCH)
 MOCO = (*tiny.PLAIN, "MODEL.QUEUE_SIZE", "20", "MODEL.MOCO.MOMENTUM", "0.5")
 
@@ -63,11 +63,11 @@ LOSSES = {
     "normalized": ("MODEL.LOSSES.NAME", "TripletLoss", "MODEL.LOSSES.TRI.NORM_FEAT", "True"),
     "adaptive smoothing": ("MODEL.LOSSES.NAME", "CrossEntropyLoss", "MODEL.LOSSES.CE.EPSILON", "-1.0"),
 }
-"""Every loss there is, and their forms."""
+"""All losses and their variants."""
 
 
 class StillTrainer(DefaultTrainer):
-    """Trains in float64, with batch norm and dropout as in evaluation."""
+    """Trainer in float64, with batch norm and dropout in evaluation mode."""
 
     @classmethod
     def build_model(cls, cfg):
@@ -78,21 +78,21 @@ class StillTrainer(DefaultTrainer):
 
 
 class Still(HookBase):
-    """Puts batch norm and dropout in evaluation mode."""
+    """Set batch norm and dropout to evaluation mode before training."""
 
     def before_train(self) -> None:
         still(self.trainer.model)
 
 
 def still(model: nn.Module) -> None:
-    """Put what mixes or drops in evaluation mode."""
+    """Set batch norm and dropout to evaluation mode."""
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.Dropout):
             module.eval()
 
 
 def train(kind: type[DefaultTrainer], folder: Path, options: tuple[str, ...], fault: str = "") -> None:
-    """Train, and leave the message of a user's error in ``error<RANK>.txt``."""
+    """Train, and write the message of a ``UserError`` to ``error<RANK>.txt``."""
     cfg = tiny.tiny_config(folder, *options)
     default_setup(cfg)
     trainer = kind(cfg)
@@ -106,7 +106,7 @@ def train(kind: type[DefaultTrainer], folder: Path, options: tuple[str, ...], fa
 
 
 def loss_gradients(name: str, *, gather: bool) -> dict[str, torch.Tensor]:
-    """Return the gradients that this process's share of a batch contributes to, as an average over the processes."""
+    """Compute the gradients of a loss for the part of a batch on this process, averaged over the processes."""
     generator = torch.Generator().manual_seed(0)
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.HEADS.NUM_CLASSES", str(CLASSES), "MODEL.BACKBONE.FEAT_DIM", str(WIDTH), *LOSSES[name]])
@@ -115,12 +115,12 @@ def loss_gradients(name: str, *, gather: bool) -> dict[str, torch.Tensor]:
     features = torch.randn(IMAGES, WIDTH, generator=generator, dtype=torch.float64)
     logits = torch.randn(IMAGES, CLASSES, generator=generator, dtype=torch.float64)
     targets = torch.tensor([0, 1, 0, 2, 1, 3, 2, 0])
-    # So sure that their cross entropy is exactly 0, and three of four in one half of the batch.
+    # Logits so large that the cross entropy is exactly 0, for three of four images in one half of the batch.
     logits[:3] = 1e3 * torch.eye(CLASSES, dtype=torch.float64)[targets[:3]]
     share = slice(*comm.shard_range(IMAGES))
     outputs = {"features": features[share], "cls_outputs": logits[share], "pred_class_logits": logits[share]}
     outputs = {key: value.requires_grad_() for key, value in outputs.items()}
-    # As of a head with several outputs, each with its weight.
+    # As for a head with several weighted outputs.
     several = [(0.75, outputs), (0.25, outputs)]
     sum(compute_losses(losses, several, targets[share], gather=gather).values()).backward()
     found = {
@@ -133,7 +133,7 @@ def loss_gradients(name: str, *, gather: bool) -> dict[str, torch.Tensor]:
 
 
 def mgn_gradients() -> dict[str, torch.Tensor]:
-    """Return the gradients of a small MGN's parameters, averaged over the processes."""
+    """Compute the gradients of the parameters of a small MGN, averaged over the processes."""
     losses = str(("CrossEntropyLoss", *PAIRS))
     cfg = get_cfg()
     options = ["MODEL.META_ARCHITECTURE", "MGN", "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.PRETRAIN", "False"]
@@ -155,7 +155,7 @@ def main(folder: str) -> None:
         train(StillTrainer, Path(folder) / name, options)
     if comm.get_world_size() > 1:
         for name, (fault, options) in AMONG_TWO.items():
-            kind = StillTrainer if name == "apart" else DefaultTrainer
+            kind = StillTrainer if name == "local" else DefaultTrainer
             train(kind, Path(folder) / name, options, fault)
         train(DefaultTrainer, Path(folder) / "hooks", OPEN_LOOP)
         cfg = tiny.tiny_config(Path(folder) / "open_loop", *OPEN_LOOP)
@@ -165,7 +165,7 @@ def main(folder: str) -> None:
     moco_ranks.main(f"{folder}/moco", MOCO)
     gradients = {
         which: {name: loss_gradients(name, gather=gather) for name in LOSSES}
-        for which, gather in (("gathered", True), ("apart", False))
+        for which, gather in (("gathered", True), ("local", False))
     }
     gradients["MGN"] = mgn_gradients()
     if comm.is_main_process():

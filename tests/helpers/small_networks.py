@@ -1,4 +1,4 @@
-"""Build a backbone by its config, give it weights of a trained one's sizes, and compute its layers from them."""
+"""Backbones with realistic random weights, and reference implementations of their layers."""
 
 import math
 
@@ -17,7 +17,7 @@ def config(name, depth, width, *opts):
 
 
 def build(*args):
-    """Return the backbone in evaluation mode and float64 with weights that make no layer trivial."""
+    """Build a backbone in evaluation mode and float64, with random weights for which no layer is trivial."""
     backbone = build_backbone(config(*args)).eval().double()
     for name, value in backbone.state_dict().items():
         if value.dim() > 1:
@@ -35,19 +35,19 @@ def count_parameters(name, depth, width, *opts):
 
 
 class Layers:
-    """Layers by the names in a state dict, as plain functions."""
+    """Layers as plain functions, by their names in a state dict."""
 
     def __init__(self, state):
         self.state = state
 
     def conv(self, x, name, stride=1):
-        """A convolution, padded by half its kernel, within groups where its weight is narrower than ``x``."""
+        """Convolution with padding of half the kernel; grouped if its weight has fewer input channels than ``x``."""
         weight = self.state[f"{name}.weight"]
         groups = x.shape[1] // weight.shape[1]
         return F.conv2d(x, weight, self.state.get(f"{name}.bias"), stride, weight.shape[2] // 2, groups=groups)
 
     def bn(self, x, name):
-        """A batch norm, or, without running statistics, an instance norm."""
+        """Batch norm; instance norm if there are no running statistics."""
         if f"{name}.running_mean" in self.state:
             mean, var = (self.state[f"{name}.running_{key}"][:, None, None] for key in ("mean", "var"))
         else:

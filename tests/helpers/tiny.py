@@ -1,4 +1,4 @@
-"""A two-convolution backbone and the smallest demo set, for tests of everything around the model."""
+"""Backbone with two convolutions and the smallest demo set, for tests of training and evaluation."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ WIDTH = 16
 
 @BACKBONE_REGISTRY.register()
 def build_tiny_backbone(cfg: CfgNode) -> nn.Module:
-    """Return (B, C, H, W) -> (B, 16, H/8, W/8)."""
+    """Build a backbone (B, C, H, W) -> (B, 16, H/8, W/8)."""
     net = nn.Sequential(
         nn.Conv2d(cfg.INPUT.CHANNELS, WIDTH, 5, stride=4, padding=2, bias=False),
         nn.BatchNorm2d(WIDTH),
@@ -31,7 +31,7 @@ def build_tiny_backbone(cfg: CfgNode) -> nn.Module:
 
 @BACKBONE_REGISTRY.register()
 def build_plain_backbone(cfg: CfgNode) -> nn.Module:
-    """Return the same without normalization and dropout: each image's feature depends on that image alone."""
+    """Build the same backbone without normalization and dropout, so that features do not depend on other images."""
     return nn.Sequential(
         nn.Conv2d(cfg.INPUT.CHANNELS, WIDTH, 5, stride=4, padding=2),
         nn.ReLU(),
@@ -44,11 +44,11 @@ PLAIN = (
     "MODEL.BACKBONE.NAME", "build_plain_backbone", "MODEL.HEADS.WITH_BNNECK", "False",
     "MODEL.LOSSES.NAME", "CrossEntropyLoss", "SOLVER.OPT", "SGD", "SOLVER.WARMUP_ITERS", "0",
 )  # fmt: skip
-"""Options under which a batch's gradient is the mean of its images' gradients."""
+"""Options with which the gradient of a batch is the mean of the gradients of its images."""
 
 
 def make_demo(root: Path) -> Path:
-    """Generate a demo set of 16 + 4 identities under the data root ``root``."""
+    """Generate a demo set with 16 + 4 identities in the data root ``root``."""
     folder = root / f"fastamp-demo-v{DEMO_VERSION}"
     generate_demo(
         folder,
@@ -64,7 +64,7 @@ def make_demo(root: Path) -> Path:
 
 
 def tiny_options(output_dir: Path, *opts: str) -> list[str]:
-    """Return KEY VALUE pairs that train the tiny backbone on the demo in seconds, and ``opts`` after them."""
+    """List KEY VALUE pairs that train the tiny backbone on the demo in seconds, followed by ``opts``."""
     return [
             "MODEL.DEVICE", "cpu",
             "MODEL.BACKBONE.NAME", "build_tiny_backbone",
@@ -96,7 +96,7 @@ def tiny_options(output_dir: Path, *opts: str) -> list[str]:
 
 
 def tiny_config(output_dir: Path, *opts: str) -> CfgNode:
-    """Return the config of ``tiny_options``."""
+    """Build the config of ``tiny_options``."""
     cfg = get_cfg()
     cfg.merge_from_list(tiny_options(output_dir, *opts))
     return cfg
@@ -108,5 +108,5 @@ def train(output_dir: Path, *opts: str) -> None:
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return the model's tensors in a checkpoint."""
+    """Read the tensors of the model from a checkpoint."""
     return torch.load(path, weights_only=True)["model"]
