@@ -2,7 +2,8 @@
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,20 +74,23 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     )
 
 
+class NonFiniteParameters(TrainingError):
+    """Parameters or buffers that are not finite: the model cannot recover from them."""
+
+
+LARGEST_PARAMETER = 1e15
+"""Absolute value above which a parameter counts as diverged: its square overflows in the forward pass."""
+
+
 def check_finite(model: nn.Module) -> None:
     """Check that all parameters and buffers are finite, with one device-to-host copy.
 
     Raises:
-        TrainingError: a parameter or buffer has NaN or Inf; the message has the names.
+        NonFiniteParameters: a parameter or buffer has NaN or Inf; the message has the names.
     """
     named = itertools.chain(model.named_parameters(), model.named_buffers())
-    tensors = {name: t.detach() for name, t in named if t.is_floating_point() and t.numel()}
-    if not tensors:
-        return
-    largest = torch.stack([norm.float() for norm in torch._foreach_norm(list(tensors.values()), float("inf"))])
-    bad = [name for name, finite in zip(tensors, torch.isfinite(largest).tolist(), strict=True) if not finite]
-    if bad:
-        raise TrainingError(
+    if bad := _larger_than(torch.finfo(torch.float32).max, dict(named)):
+        raise NonFiniteParameters(
             f"{len(bad)} parameters or buffers are not finite, e.g. {', '.join(bad[:3])}: the model is not evaluated "
             "or saved.\n"
             "  cause: the weights diverged, or an overflow got into the running statistics "
@@ -94,6 +98,32 @@ def check_finite(model: nn.Module) -> None:
             "  fix:   resume from the last checkpoint with a lower SOLVER.BASE_LR, with SOLVER.CLIP_GRADIENTS, or with "
             "SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP on"
         )
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Check that all parameters are finite and at most ``LARGEST_PARAMETER``, with one device-to-host copy.
+
+    Raises:
+        NonFiniteParameters: a parameter is not; the message has the names. Neither another precision nor another loss
+            scale helps.
+    """
+    if bad := _larger_than(LARGEST_PARAMETER, dict(model.named_parameters())):
+        raise NonFiniteParameters(
+            f"the weights diverged: {len(bad)} parameters are not finite or above {LARGEST_PARAMETER:g}, e.g. "
+            f"{', '.join(bad[:3])}. Another precision does not help.\n"
+            "  cause: an update with a learning rate that is too high or not finite, or weights that were not finite "
+            "when they were loaded.\n"
+            "  fix:   resume from the last checkpoint with a lower SOLVER.BASE_LR or with SOLVER.CLIP_GRADIENTS"
+        )
+
+
+def _larger_than(limit: float, named: dict[str, torch.Tensor]) -> list[str]:
+    """List the tensors whose largest absolute value is above ``limit`` or NaN."""
+    tensors = {name: t.detach() for name, t in named.items() if t.is_floating_point() and t.numel()}
+    if not tensors:
+        return []
+    largest = torch.stack([norm.float() for norm in torch._foreach_norm(list(tensors.values()), float("inf"))])
+    return [name for name, within in zip(tensors, (largest <= limit).tolist(), strict=True) if not within]
 
 
 def explain_no_gradient(model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
@@ -195,19 +225,65 @@ def _reaches(loss: torch.Tensor, parameters: set[int]) -> bool:
     """Return True if the autograd graph of ``loss`` contains a tensor with one of these ids."""
     if loss.grad_fn is None:
         return id(loss) in parameters
-    nodes, seen = [loss.grad_fn], set()
+    # Custom autograd functions, e.g. activation checkpointing, can use parameters that are not in the graph.
+    return any(
+        isinstance(node, torch.autograd.function.BackwardCFunction) or id(getattr(node, "variable", None)) in parameters
+        for node in _nodes([loss])
+    )
+
+
+def _nodes(losses: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield the nodes of the autograd graph of ``losses``, each once."""
+    nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        # Custom autograd functions, e.g. activation checkpointing, can use parameters that are not in the graph.
-        if (
-            isinstance(node, torch.autograd.function.BackwardCFunction)
-            or id(getattr(node, "variable", None)) in parameters
-        ):
-            return True
+        yield node
         following = [each for each, _ in node.next_functions if each is not None and each not in seen]
         seen.update(following)
         nodes += following
-    return False
+
+
+def warn_of_foreign_leaves(losses: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+    """Warn about tensors that the losses are differentiated by and that are not parameters of the model.
+
+    Such tensors are not trained, not saved, and not moved to the device. The usual cause is a layer in a plain Python
+    list or dict.
+
+    Args:
+        losses (Mapping[str, Tensor]): losses of one batch.
+        model (nn.Module): model that returned them.
+    """
+    own = {id(p) for p in model.parameters()}
+    leaves = [node.variable for node in _nodes(losses.values()) if hasattr(node, "variable")]
+    foreign = {id(leaf): leaf for leaf in leaves if id(leaf) not in own}
+    if not foreign:
+        return
+    containers = {id(p): name for name, p in _parameters_in_containers(model)}
+    described = [containers.get(key, f"shape {tuple(leaf.shape)}") for key, leaf in foreign.items()]
+    logger.warning(
+        "the losses depend on %d tensors that require a gradient and are not parameters of the model: %s%s. They are "
+        "not trained and not saved.\n"
+        "  cause: a layer in a plain list or dict, or a tensor with requires_grad that is not an nn.Parameter.\n"
+        "  fix:   nn.ModuleList, nn.ModuleDict or nn.Parameter, or requires_grad_(False)",
+        len(described),
+        ", ".join(described[:5]),
+        ", ..." if len(described) > 5 else "",
+    )
+
+
+def _parameters_in_containers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the tensor of each parameter in a list, tuple or dict attribute of a module."""
+    for prefix, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute.startswith("_") or not isinstance(value, (list, tuple, dict)):
+                continue
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                name = f"{prefix}.{attribute}[{key!r}]".lstrip(".")
+                if isinstance(item, nn.Module):
+                    yield from ((f"{name}.{each}", p) for each, p in item.named_parameters())
+                elif isinstance(item, torch.Tensor):
+                    yield name, item
 
 
 def check_communication(parallel_model: nn.Module, *, scaled: bool) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fastamp.amp.buffers import ForwardBuffers
-from fastamp.amp.checks import ParameterUpdateMonitor, check_losses, explain_no_gradient, zero_fraction
+from fastamp.amp.checks import (
+    ParameterUpdateMonitor,
+    check_losses,
+    check_parameters,
+    explain_no_gradient,
+    warn_of_foreign_leaves,
+    zero_fraction,
+)
+from fastamp.amp.module_monitor import ModuleMonitor
 from fastamp.amp.policy import PrecisionPolicy
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
@@ -22,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 TINY_GRAD_NORM = 1e-3
 """Gradient norm below which the fraction of zero gradients is measured, as a sign of underflow."""
+
+SKIP_WINDOW = 200
+"""Number of steps over which the fraction of skipped steps is bounded: more than half of them end the training."""
 
 Clip = Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]
 """``clip(gradients, total_norm) -> coefficient``: in-place gradient clipping, see ``fastamp.solver.clip``."""
@@ -93,7 +105,7 @@ class LossScaler:
             self._good_steps = 0
             return
         self._good_steps += 1
-        if self._good_steps == self.growth_interval:
+        if self._good_steps >= self.growth_interval:
             self.scale = min(self.scale * self.growth_factor, self.max_scale)
             self._good_steps = 0
 
@@ -193,6 +205,8 @@ class OptimizationStep:
         max_consecutive_skips: largest allowed number of consecutive skipped steps. Default 25.
         guard_buffers: copy the buffers that forward passes write in ``zero_grad`` and restore them in ``skip``, see
             ``ForwardBuffers``. Default True.
+        monitor_period: applied steps between two checks that each part of the model trains, see ``ModuleMonitor``.
+            Default 50.
 
     Attributes:
         clip: as above.
@@ -211,6 +225,7 @@ class OptimizationStep:
         clip: Clip | None = None,
         max_consecutive_skips: int = 25,
         guard_buffers: bool = True,
+        monitor_period: int = 50,
     ) -> None:
         self.model = model
         self.buffers = ForwardBuffers(model) if guard_buffers else None
@@ -219,14 +234,17 @@ class OptimizationStep:
         self.max_consecutive_skips = max_consecutive_skips
         self.skipped_total = 0
         self.skipped_in_a_row = 0
+        self._recent: deque[bool] = deque(maxlen=SKIP_WINDOW)  # True for a skipped step
         self.frozen: Sequence[str] = ()
         self.verdict: StepVerdict | None = None
         self.clip = clip
         self.total_loss: torch.Tensor | None = None
         self._losses_finite: torch.Tensor | None = None
+        self._leaves_checked = False
         self._positions = {id(p): number for number, p in enumerate(model.parameters())}
         self._orders: dict[int, tuple[list[int], list[nn.Parameter]]] = {}
         self._update_monitor = ParameterUpdateMonitor(self.optimizers)
+        self._module_monitor = ModuleMonitor(model, self.optimizers, period=monitor_period)
 
     @classmethod
     def from_config(
@@ -271,6 +289,9 @@ class OptimizationStep:
             TrainingError: see ``check_losses``.
         """
         check_losses(losses, frozen=self.frozen, model=None if self._update_monitor.finished else self.model)
+        if not self._leaves_checked:
+            self._leaves_checked = True
+            warn_of_foreign_leaves(losses, self.model)
         total = torch.stack(list(losses.values())).sum()
         self.total_loss = total.detach()
         finite = torch.isfinite(self.total_loss)
@@ -307,8 +328,11 @@ class OptimizationStep:
         finite = (torch.isfinite(gradients.total_norm) & self._losses_finite).float()
         self._losses_finite = None
         scalars = [comm.all_reduce_min(finite), gradients.total_norm, *self._update_monitor.pending]
-        all_ok, grad_norm, *change = torch.stack(scalars).tolist()
-        self._update_monitor.check(*change)
+        pending = self._module_monitor.pending
+        values = torch.cat([torch.stack(scalars), *pending]) if pending else torch.stack(scalars)
+        all_ok, grad_norm, *measured = values.tolist()
+        self._update_monitor.check(*measured[: len(scalars) - 2])
+        self._module_monitor.check(measured[len(scalars) - 2 :])
         ok = bool(all_ok)
         self.verdict = StepVerdict(
             ok,
@@ -328,26 +352,39 @@ class OptimizationStep:
     def apply(self, gradients: Gradients) -> None:
         """Step all optimizers that have gradients, then clear the gradients."""
         self._update_monitor.before_step()
+        self._module_monitor.before_step(self.frozen)
         for optimizer in gradients.optimizers:
             optimizer.step()
         self._update_monitor.after_step(self.verdict.grad_norm)
+        self._module_monitor.after_step()
+        self._module_monitor.check_scale(self.scaler.scale if self.scaler else None)
         self.skipped_in_a_row = 0
+        self._recent.append(False)
         self._drop_gradients()
 
     def skip(self) -> None:
-        """Skip the update: restore the buffers, clear the gradients, count and log the skip."""
+        """Skip the update: restore the buffers, clear the gradients, count and log the skip.
+
+        Raises:
+            TrainingError: parameters are not finite, or so large that the forward pass overflows.
+        """
         self.skipped_total += 1
         self.skipped_in_a_row += 1
+        self._recent.append(True)
         if self.buffers:
             self.buffers.restore()
         self._drop_gradients()
-        logger.warning(
-            "step skipped (%d in a row, %d in total): %s; loss scale %g",
-            self.skipped_in_a_row,
-            self.skipped_total,
-            self._describe_non_finite(),
-            self.verdict.loss_scale,
-        )
+        if self.skipped_in_a_row == 1:
+            check_parameters(self.model)
+        # All of the first ten, then 20, 30, ..., 100, 200, ...
+        if self.skipped_total % 10 ** (len(str(self.skipped_total)) - 1) == 0:
+            logger.warning(
+                "step skipped (%d in a row, %d in total): %s; loss scale %g",
+                self.skipped_in_a_row,
+                self.skipped_total,
+                self._describe_non_finite(),
+                self.verdict.loss_scale,
+            )
 
     def update_scale(self, ok: bool) -> None:
         """Update the loss scale, if there is one, after a step that was applied (``ok``) or skipped."""
@@ -355,12 +392,20 @@ class OptimizationStep:
             self.scaler.update(ok)
 
     def check_skips(self) -> None:
-        """Check the number of consecutive skipped steps.
+        """Check the number of consecutive skipped steps, and the fraction of skipped steps.
 
         Raises:
-            PrecisionFailure: it exceeds ``max_consecutive_skips``.
+            PrecisionFailure: more than ``max_consecutive_skips`` in a row, or more than half of the last
+                ``SKIP_WINDOW`` steps.
         """
-        if self.skipped_in_a_row <= self.max_consecutive_skips:
+        recent = sum(self._recent)
+        if self.skipped_in_a_row > self.max_consecutive_skips:
+            count = f"{self.skipped_in_a_row} optimizer steps in a row were skipped"
+            limit = f"SOLVER.AMP.MAX_CONSECUTIVE_SKIPS ({self.max_consecutive_skips})"
+        elif recent > SKIP_WINDOW // 2:
+            count = f"{recent} of the last {len(self._recent)} optimizer steps were skipped"
+            limit = f"half of {SKIP_WINDOW}"
+        else:
             return
         at_minimum = self.scaler is not None and self.scaler.scale <= self.scaler.min_scale
         cause = (
@@ -374,8 +419,7 @@ class OptimizationStep:
         if self.scaler is not None:
             fix = f"try SOLVER.AMP.DTYPE bfloat16 or SOLVER.AMP False; if that also fails, {fix}"
         headline = (
-            f"{self.skipped_in_a_row} optimizer steps in a row were skipped, more than "
-            f"SOLVER.AMP.MAX_CONSECUTIVE_SKIPS ({self.max_consecutive_skips}).\n"
+            f"{count}, more than {limit}.\n"
             f"  found: {self._describe_non_finite()}; loss scale {self.verdict.loss_scale:g}"
         )
         raise PrecisionFailure(f"{headline}\n  cause: {cause}\n  fix:   {fix}", self.verdict, headline)
@@ -430,6 +474,7 @@ class OptimizationStep:
         """Disable loss scaling and reset the count of consecutive skips, after a change to another dtype."""
         self.scaler = None
         self.skipped_in_a_row = 0
+        self._recent.clear()
 
     go_on_without_scaling = renamed_attribute("go_on_without_scaling", "disable_loss_scaling")
 
@@ -439,12 +484,14 @@ class OptimizationStep:
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "skipped_total": self.skipped_total,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "recently_skipped": list(self._recent),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the numbers of skipped steps, and the loss scale if both the state and this step have one."""
         self.skipped_total = state["skipped_total"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
+        self._recent = deque(state.get("recently_skipped", ()), maxlen=SKIP_WINDOW)
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         elif self.scaler:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
-from fastamp.amp.checks import check_finite
+from fastamp.amp.checks import NonFiniteParameters, check_finite
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.evaluated_weights import evaluated_average, load_evaluated_weights
 from fastamp.config import CfgNode
@@ -28,7 +28,7 @@ from fastamp.engine.evaluation import (
 )
 from fastamp.engine.hooks.build import build_training_hooks
 from fastamp.engine.reporting import history_of, items_of, write_metrics, write_training_report
-from fastamp.engine.run_state import ConfigText, TrainerPolicy, labels_checksum, recovery_hint
+from fastamp.engine.run_state import ConfigText, TrainerPolicy, describe_last_checkpoint, labels_checksum, recovery_hint
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase, TrainerBase
 from fastamp.evaluation import ReidEvaluator, update_bn_statistics
 from fastamp.evaluation.evaluator import DatasetEvaluator
@@ -157,6 +157,8 @@ class DefaultTrainer:
         try:
             with self.stop.watching(), explain_lost_workers():
                 self.trainer.train(start, cfg.SOLVER.MAX_EPOCH, self.trainer.iters_per_epoch)
+        except NonFiniteParameters as error:
+            raise NonFiniteParameters(f"{error}\n  {describe_last_checkpoint(self.checkpointer)}") from error
         except WriteError as error:
             hint = recovery_hint(self.checkpointer, has_best=self.eval_hook.best is not None)
             raise WriteError(f"{error}\n{hint}") from error

@@ -78,6 +78,16 @@ def recovery_hint(checkpointer: Checkpointer, *, has_best: bool) -> str:
     return f"  last valid checkpoint: {last}\n{best}  fix: free disk space, then resume with:\n  {resume_command()}"
 
 
+def describe_last_checkpoint(checkpointer: Checkpointer) -> str:
+    """Name the newest checkpoint of a run; it holds finite weights, since they are checked before each save."""
+    try:
+        with comm.as_single_process():  # the other ranks may not get here
+            last = checkpointer.last_checkpoint()
+    except WeightsError as error:
+        return str(error)
+    return f"last checkpoint: {last}" if last else "no checkpoint was saved"
+
+
 def _describe_best(path: Path) -> str:
     """Describe a best model; empty if the file is damaged."""
     try:

@@ -51,6 +51,7 @@ class CenterLoss(nn.Module):
 
     loss_name = "loss_center"
     classifiers = ("centers",)
+    sparse_gradients = True  # only the centers of the identities in a batch get one
 
     def __init__(self, *, num_classes: int, feature_dim: int, scale: float = 0.0005, lr: float = 0.5) -> None:
         super().__init__()

@@ -1,0 +1,176 @@
+"""Detection of parts of a model that do not train."""
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+logger = logging.getLogger(__name__)
+
+FIRST_CHECK = 5
+"""Number of applied steps before the first check."""
+
+MOSTLY_ZERO = 0.5
+"""Fraction of exactly zero gradient elements above which a module is reported."""
+
+SMALLEST_UPDATE = 1e-10
+"""Update-to-weight ratio (L2 norms) below which float32 rounding absorbs the updates."""
+
+SMALL_SCALE = 128.0
+"""Loss scale below which float16 gradients under 5e-10 underflow: trained networks have many of them."""
+
+
+class ModuleMonitor:
+    """Measure zero gradients and updates of each top-level module, without an additional synchronization.
+
+    The total gradient norm and the largest update of all parameters hide a part whose gradients underflow to zero, e.g.
+    a float16 backbone below a float32 head. Every ``period`` applied steps, the monitor computes for each child module
+    of the model the fraction of gradient elements that are exactly zero and the update-to-weight ratio, leaves them on
+    the device, and reports them when the host reads the verdict of the next step. A parameter without a gradient counts
+    as zero. Parameters with learning rate 0 are excluded, and modules with an attribute ``sparse_gradients = True``,
+    such as the centers of a center loss.
+
+    Args:
+        model (nn.Module): model in training.
+        optimizers: its optimizers.
+        period (int): number of applied steps between two checks. Default 50.
+
+    Attributes:
+        pending (list[Tensor]): (2M,) float32, zero fractions and update-to-weight ratios of the M modules of the last
+            check, until ``check`` gets their host values.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], *, period: int = 50) -> None:
+        self.model = model
+        self.optimizers = optimizers
+        self.period = period
+        self.pending: list[torch.Tensor] = []
+        self._applied = 0
+        self._small_scale_steps = 0
+        self._names: list[str] = []
+        self._before: dict[str, tuple[list[nn.Parameter], list[torch.Tensor]]] = {}
+        self._zeros: list[torch.Tensor] = []
+        self._reported: set[tuple[str, str]] = set()
+
+    @torch.no_grad()
+    def before_step(self, frozen: Iterable[str] = ()) -> None:
+        """Measure the gradients and copy the parameters if the step is to be checked.
+
+        Args:
+            frozen: names of modules that are frozen on purpose (``MODEL.FREEZE_LAYERS``).
+        """
+        self._applied += 1
+        if self._applied == 1:
+            self._check_frozen(tuple(frozen))
+        if self._applied != FIRST_CHECK and self._applied % self.period:
+            return
+        moving = {
+            id(p) for opt in self.optimizers for group in opt.param_groups if group["lr"] for p in group["params"]
+        }
+        for name, module in _parts(self.model):
+            parameters = [p for p in _dense_parameters(module) if p.requires_grad and p.numel() and id(p) in moving]
+            if parameters:
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                nonzero = [torch.count_nonzero(gradient) for gradient in gradients]
+                total = sum(p.numel() for p in parameters)
+                nonzero_total = torch.stack(nonzero).sum() if nonzero else torch.zeros((), device=parameters[0].device)
+                self._zeros.append(1 - nonzero_total / total)
+                self._before[name] = parameters, [p.clone() for p in parameters]
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Measure the updates of a step that ``before_step`` selected."""
+        if not self._before:
+            return
+        ratios = []
+        for parameters, before in self._before.values():
+            change = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(torch._foreach_sub(parameters, before))))
+            size = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(before)))
+            ratios.append(change / size.clamp_min(torch.finfo(size.dtype).tiny))
+        self._names = list(self._before)
+        self.pending = [torch.stack([*self._zeros, *ratios]).float()]
+        self._before, self._zeros = {}, []
+
+    def check(self, values: Sequence[float]) -> None:
+        """Warn about the modules that do not train; each one once until it trains again.
+
+        Args:
+            values: host values of ``pending``; empty if nothing is pending.
+        """
+        if not values:
+            return
+        self.pending = []
+        count = len(self._names)
+        for name, zeros, ratio in zip(self._names, values[:count], values[count:], strict=True):
+            self._report(
+                name,
+                "zero gradients",
+                zeros > MOSTLY_ZERO,
+                f"{100 * zeros:.1f} % of the gradient elements of {name!r} are exactly zero: this part of the model "
+                "hardly trains.\n"
+                "  cause: gradients below 6e-8 divided by the loss scale underflow in float16, a hook or the loss sets "
+                "them to zero, or the losses do not depend on this part.\n"
+                "  fix:   SOLVER.AMP.DTYPE bfloat16, or a larger SOLVER.AMP.INIT_SCALE; in float32, check the losses",
+            )
+            self._report(
+                name,
+                "no update",
+                ratio < SMALLEST_UPDATE and zeros <= MOSTLY_ZERO,
+                f"the parameters of {name!r} do not change: update-to-weight ratio {ratio:.2g}.\n"
+                "  cause: the learning rate is too small for float32, or the parameters are reset after each step.\n"
+                "  fix:   a higher SOLVER.BASE_LR, or SOLVER.LR_FACTORS for this part",
+            )
+
+    def check_scale(self, scale: float | None) -> None:
+        """Warn if the loss scale stays below ``SMALL_SCALE`` for ``4 * period`` applied steps.
+
+        Args:
+            scale: loss scale of the applied step; None without loss scaling.
+        """
+        small = scale is not None and scale < SMALL_SCALE
+        self._small_scale_steps = self._small_scale_steps + 1 if small else 0
+        if not small or self._small_scale_steps % (4 * self.period) == 0:
+            self._report(
+                "loss scale",
+                "small",
+                small,
+                f"the loss scale is {scale}, and has been below {SMALL_SCALE:g} for {self._small_scale_steps} steps: "
+                "gradients underflow in float16.\n"
+                "  cause: repeated overflows reduced it, and it grows only after SOLVER.AMP.GROWTH_INTERVAL finite "
+                "steps.\n"
+                "  fix:   a smaller SOLVER.AMP.GROWTH_INTERVAL, or SOLVER.AMP.DTYPE bfloat16",
+            )
+
+    def _check_frozen(self, frozen: tuple[str, ...]) -> None:
+        """Warn about top-level modules without a trainable parameter."""
+        for name, module in _parts(self.model):
+            parameters = list(module.parameters())
+            on_purpose = any(name == each or each.startswith(f"{name}.") for each in frozen)
+            if parameters and not on_purpose and not any(p.requires_grad for p in parameters):
+                logger.warning(
+                    "requires_grad is False for all %d parameters of %r, which MODEL.FREEZE_LAYERS does not name: "
+                    "this part of the model does not train.\n"
+                    "  fix: set requires_grad to True, or list it in MODEL.FREEZE_LAYERS",
+                    len(parameters),
+                    name,
+                )
+
+    def _report(self, name: str, kind: str, found: bool, message: str) -> None:
+        """Log ``message`` when ``found`` becomes true."""
+        if not found:
+            self._reported.discard((name, kind))
+        elif (name, kind) not in self._reported:
+            self._reported.add((name, kind))
+            logger.warning("%s", message)
+
+
+def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List the child modules of the model; the model itself if it has none."""
+    return list(model.named_children()) or [(type(model).__name__, model)]
+
+
+def _dense_parameters(module: nn.Module) -> list[nn.Parameter]:
+    sparse = {id(p) for each in module.modules() if getattr(each, "sparse_gradients", False) for p in each.parameters()}
+    return [p for p in module.parameters() if id(p) not in sparse]

@@ -1,0 +1,237 @@
+"""Runs that train nothing, or only a part of the model, without an error in plain PyTorch: each is reported."""
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fastamp.amp import LossScaler, OptimizationStep, PrecisionFailure, PrecisionPolicy
+from fastamp.amp.checks import NonFiniteParameters
+from fastamp.amp.module_monitor import FIRST_CHECK
+from fastamp.amp.step import SKIP_WINDOW
+
+
+class ScaleGradient(torch.autograd.Function):
+    """Multiply the gradient by a factor."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+class Net(nn.Module):
+    """A backbone whose gradient is multiplied by ``factor``, and a head that computes in float32."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.backbone = nn.Linear(8, 8)
+        self.heads = nn.Linear(8, 4)
+        self.factor = factor
+
+    def forward(self, x, targets):
+        features = ScaleGradient.apply(self.backbone(x), self.factor)
+        with torch.autocast("cpu", enabled=False):
+            logits = self.heads(features.float())
+            return {"loss": nn.functional.cross_entropy(logits, targets)}
+
+
+def make(kind=Net, *, lr=0.1, scaler=None, **options):
+    torch.manual_seed(0)
+    model = kind(**options)
+    step = OptimizationStep(model, [torch.optim.SGD(model.parameters(), lr=lr)], scaler=scaler)
+    return model, step
+
+
+def batch(scale=1.0):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(8, 8, generator=generator) * scale, torch.arange(8) % 4
+
+
+def run(model, step, steps, dtype=torch.float32, hook=lambda number: None, check=True):
+    policy = PrecisionPolicy("cpu", dtype)
+    for number in range(steps):
+        step.zero_grad()
+        with policy.autocast():
+            losses = model(*batch(math.inf if hook(number) == "overflow" else 1.0))
+        step.scale(losses).backward()
+        if hook(number) == "zero the backbone":
+            for p in model.backbone.parameters():
+                p.grad.zero_()
+        step.finish()
+
+
+def plain_run(model, steps, dtype, scale):
+    """Train with PyTorch's own loop and a fixed loss scale; return the norm of the backbone's gradient."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype):
+            loss = model(*batch())["loss"]
+        (loss * scale).backward()
+        for p in model.parameters():
+            p.grad /= scale
+        optimizer.step()
+    return torch.cat([p.grad.flatten() for p in model.backbone.parameters()]).norm().item()
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_underflow_of_the_backbone_below_a_float32_head_is_reported(caplog):
+    model, _ = make(factor=1e-9)
+    weights = model.backbone.weight.clone()
+    assert plain_run(model, 20, torch.float16, 1.0) == 0
+    assert torch.equal(model.backbone.weight, weights) and not caplog.records  # plain PyTorch: silence
+
+    model, step = make(factor=1e-9, scaler=LossScaler(init_scale=1.0, max_scale=1.0))
+    run(model, step, FIRST_CHECK + 1, torch.float16)
+    (message,) = [each for each in warnings_of(caplog) if "'backbone'" in each]
+    assert "100.0 %" in message and "fp16" not in message and "SOLVER.AMP.INIT_SCALE" in message
+
+    caplog.clear()
+    model, step = make(factor=1e-9, scaler=LossScaler(init_scale=2.0**20))
+    run(model, step, FIRST_CHECK + 1, torch.float16)
+    assert not any("100.0 %" in each for each in warnings_of(caplog))
+
+
+def test_gradients_zeroed_from_step_5_on_are_reported_once(caplog):
+    model, step = make()
+    run(model, step, 160, hook=lambda number: "zero the backbone" if number >= 5 else None)
+    (message,) = warnings_of(caplog)
+    assert "'backbone'" in message and "100.0 %" in message
+
+
+def test_report_is_repeated_after_the_module_trained_again(caplog):
+    model, step = make()
+    run(model, step, 210, hook=lambda number: "zero the backbone" if number < 60 or number > 120 else None)
+    assert len(warnings_of(caplog)) == 2
+
+
+def test_backbone_frozen_by_accident_is_reported(caplog):
+    model, step = make()
+    model.backbone.requires_grad_(False)
+    run(model, step, 2)
+    (message,) = warnings_of(caplog)
+    assert "'backbone'" in message and "MODEL.FREEZE_LAYERS" in message
+
+
+@pytest.mark.parametrize("name", ["backbone", "backbone.layer1"])
+def test_backbone_frozen_on_purpose_is_not_reported(name, caplog):
+    model, step = make()
+    model.backbone.requires_grad_(False)
+    step.set_frozen([name])
+    run(model, step, FIRST_CHECK + 1)
+    assert not warnings_of(caplog)
+
+
+def test_learning_rate_0_and_sparse_gradients_are_not_reported(caplog):
+    class Centers(nn.Module):
+        sparse_gradients = True
+
+        def __init__(self):
+            super().__init__()
+            self.centers = nn.Parameter(torch.zeros(1000, 8))
+
+    model, step = make()
+    model.losses = Centers()
+    forward = model.forward
+    model.forward = lambda x, targets: forward(x, targets) | {"center": model.losses.centers[0].sub(1).square().sum()}
+    groups = [{"params": model.backbone.parameters(), "lr": 0.0}]
+    groups += [{"params": part.parameters()} for part in (model.heads, model.losses)]
+    step = OptimizationStep(model, [torch.optim.SGD(groups, lr=0.1)])
+    run(model, step, FIRST_CHECK + 1, hook=lambda number: "zero the backbone")
+    assert not warnings_of(caplog)
+
+
+def test_parameters_that_do_not_move_are_reported(caplog):
+    model, _ = make()
+    groups = [{"params": model.backbone.parameters(), "lr": 1e-30}, {"params": model.heads.parameters()}]
+    step = OptimizationStep(model, [torch.optim.SGD(groups, lr=0.1)])
+    run(model, step, FIRST_CHECK + 1)
+    (message,) = warnings_of(caplog)
+    assert "'backbone'" in message and "SOLVER.LR_FACTORS" in message
+
+
+def test_loss_scale_that_stays_small_is_reported(caplog):
+    scaler = LossScaler()
+    model, step = make(scaler=scaler)
+    run(model, step, 17, hook=lambda number: "overflow")
+    assert scaler.scale == 1.0
+    caplog.clear()
+    run(model, step, 200)
+    (message,) = warnings_of(caplog)
+    assert scaler.scale == 1.0 and "SOLVER.AMP.GROWTH_INTERVAL" in message
+
+
+def test_loss_scale_grows_after_the_growth_interval_was_lowered():
+    scaler = LossScaler(init_scale=1.0, growth_interval=10)
+    scaler.load_state_dict({"scale": 1.0, "good_steps": 25})
+    scaler.update(True)
+    assert scaler.scale == 2.0
+
+
+def test_more_than_half_of_the_steps_skipped_ends_training(caplog):
+    model, step = make()
+    with pytest.raises(PrecisionFailure, match=str(SKIP_WINDOW)):
+        run(model, step, 1000, hook=lambda number: "overflow" if number % 26 else None)
+    assert SKIP_WINDOW // 2 < step.skipped_total < SKIP_WINDOW
+    assert len(warnings_of(caplog)) < 25
+
+
+def test_resume_keeps_the_recently_skipped_steps():
+    model, step = make()
+    run(model, step, 90, hook=lambda number: "overflow" if number % 26 else None)
+    model, resumed = make()
+    resumed.load_state_dict(step.state_dict())
+    with pytest.raises(PrecisionFailure):
+        run(model, resumed, 30, hook=lambda number: "overflow" if number % 26 else None)
+
+
+@pytest.mark.parametrize("rate", [math.nan, 1e38])
+def test_diverged_weights_are_named_at_the_first_skip(rate):
+    model, step = make()
+    run(model, step, 1)
+    for group in step.optimizers[0].param_groups:
+        group["lr"] = rate
+    with pytest.raises(NonFiniteParameters, match=r"backbone\.weight"):
+        run(model, step, 3)
+    assert step.skipped_in_a_row == 1
+
+
+def test_overflow_with_finite_weights_is_not_a_divergence():
+    model, step = make()
+    run(model, step, 1, hook=lambda number: "overflow")
+    assert step.skipped_in_a_row == 1
+
+
+class Listed(Net):
+    """A net with layers in a plain list and a plain dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = [nn.Linear(8, 8)]
+        self.more = {"a": nn.Linear(8, 8, bias=False)}
+
+    def forward(self, x, targets):
+        return super().forward(self.more["a"](self.extra[0](x)), targets)
+
+
+def test_layers_in_plain_containers_are_named(caplog):
+    model, step = make(Listed)
+    weights = model.extra[0].weight.clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(*batch())["loss"].backward()
+    optimizer.step()
+    assert torch.equal(model.extra[0].weight, weights) and not caplog.records  # plain PyTorch: silence
+
+    run(model, step, 2)
+    (message,) = warnings_of(caplog)
+    assert all(name in message for name in ("extra[0].weight", "extra[0].bias", "more['a'].weight"))
