@@ -89,7 +89,11 @@ def check_finite(model: nn.Module) -> None:
         NonFiniteParameters: a parameter or buffer has NaN or Inf; the message has the names.
     """
     named = itertools.chain(model.named_parameters(), model.named_buffers())
-    if bad := _larger_than(torch.finfo(torch.float32).max, dict(named)):
+    tensors = {name: tensor for name, tensor in named if tensor.is_floating_point()}
+    if not tensors:
+        return
+    finite = torch.isfinite(magnitudes(tensors.values())).tolist()
+    if bad := [name for name, ok in zip(tensors, finite, strict=True) if not ok]:
         raise NonFiniteParameters(
             f"{len(bad)} parameters or buffers are not finite, e.g. {', '.join(bad[:3])}: the model is not evaluated "
             "or saved.\n"
@@ -100,30 +104,28 @@ def check_finite(model: nn.Module) -> None:
         )
 
 
-def check_parameters(model: nn.Module) -> None:
-    """Check that all parameters are finite and at most ``LARGEST_PARAMETER``, with one device-to-host copy.
+def explain_diverged(names: Sequence[str]) -> str:
+    """Build the error message for parameters that are not finite or above ``LARGEST_PARAMETER``."""
+    return (
+        f"the weights diverged: {len(names)} parameters are not finite or above {LARGEST_PARAMETER:g}, e.g. "
+        f"{', '.join(names[:3])}. Another precision does not help.\n"
+        "  cause: an update with a learning rate that is too high or not finite, or weights that were not finite "
+        "when they were loaded.\n"
+        "  fix:   resume from the last checkpoint with a lower SOLVER.BASE_LR or with SOLVER.CLIP_GRADIENTS"
+    )
 
-    Raises:
-        NonFiniteParameters: a parameter is not; the message has the names. Neither another precision nor another loss
-            scale helps.
+
+def magnitudes(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Compute the largest absolute value of each tensor, on the device.
+
+    Args:
+        tensors (Iterable[Tensor]): floating-point tensors; 0 for an empty one.
+
+    Returns:
+        Tensor: (N,) float32; NaN if a tensor has NaN.
     """
-    if bad := _larger_than(LARGEST_PARAMETER, dict(model.named_parameters())):
-        raise NonFiniteParameters(
-            f"the weights diverged: {len(bad)} parameters are not finite or above {LARGEST_PARAMETER:g}, e.g. "
-            f"{', '.join(bad[:3])}. Another precision does not help.\n"
-            "  cause: an update with a learning rate that is too high or not finite, or weights that were not finite "
-            "when they were loaded.\n"
-            "  fix:   resume from the last checkpoint with a lower SOLVER.BASE_LR or with SOLVER.CLIP_GRADIENTS"
-        )
-
-
-def _larger_than(limit: float, named: dict[str, torch.Tensor]) -> list[str]:
-    """List the tensors whose largest absolute value is above ``limit`` or NaN."""
-    tensors = {name: t.detach() for name, t in named.items() if t.is_floating_point() and t.numel()}
-    if not tensors:
-        return []
-    largest = torch.stack([norm.float() for norm in torch._foreach_norm(list(tensors.values()), float("inf"))])
-    return [name for name, within in zip(tensors, (largest <= limit).tolist(), strict=True) if not within]
+    filled = [t.detach() if t.numel() else t.new_zeros(1) for t in tensors]
+    return torch.stack([norm.float() for norm in torch._foreach_norm(filled, float("inf"))])
 
 
 def explain_no_gradient(model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
@@ -319,12 +321,16 @@ class ParameterUpdateMonitor:
 
     ``OptimizationStep`` owns it, so that custom loops have it too. The size of an update stays on the device and is
     read together with the verdict of the next step.
+
+    Attributes:
+        reported: True after a warning that the parameters do not change.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = optimizers
         self.taken = 0
         self.change = 0.0
+        self.reported = False
         self.pending: list[torch.Tensor] = []
         self._norms: list[float] = []
         self._rates: list[float] = []
@@ -381,6 +387,7 @@ class ParameterUpdateMonitor:
 
     def _report(self) -> None:
         """Warn or raise if the first steps did not change the parameters."""
+        self.reported = not any(self._rates) or not any(self._norms)
         if not any(self._rates):
             logger.warning("the learning rate is 0 in the first %d steps: the parameters do not change", FIRST_STEPS)
         elif not any(self._norms):

@@ -53,6 +53,7 @@ class ModuleMonitor:
         self._before: dict[str, tuple[list[nn.Parameter], list[torch.Tensor]]] = {}
         self._zeros: list[torch.Tensor] = []
         self._reported: set[tuple[str, str]] = set()
+        self._quiet = False
 
     @torch.no_grad()
     def before_step(self, frozen: Iterable[str] = ()) -> None:
@@ -93,15 +94,17 @@ class ModuleMonitor:
         self.pending = [torch.stack([*self._zeros, *ratios]).float()]
         self._before, self._zeros = {}, []
 
-    def check(self, values: Sequence[float]) -> None:
+    def check(self, values: Sequence[float], *, quiet: bool = False) -> None:
         """Warn about the modules that do not train; each one once until it trains again.
 
         Args:
             values: host values of ``pending``; empty if nothing is pending.
+            quiet: True if it was reported before that the whole model does not train. Default False.
         """
         if not values:
             return
         self.pending = []
+        self._quiet = quiet
         count = len(self._names)
         for name, zeros, ratio in zip(self._names, values[:count], values[count:], strict=True):
             self._report(
@@ -163,7 +166,8 @@ class ModuleMonitor:
             self._reported.discard((name, kind))
         elif (name, kind) not in self._reported:
             self._reported.add((name, kind))
-            logger.warning("%s", message)
+            if not self._quiet:
+                logger.warning("%s", message)
 
 
 def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:

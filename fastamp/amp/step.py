@@ -14,10 +14,13 @@ from torch.optim import Optimizer
 
 from fastamp.amp.buffers import ForwardBuffers
 from fastamp.amp.checks import (
+    LARGEST_PARAMETER,
+    NonFiniteParameters,
     ParameterUpdateMonitor,
     check_losses,
-    check_parameters,
+    explain_diverged,
     explain_no_gradient,
+    magnitudes,
     warn_of_foreign_leaves,
     zero_fraction,
 )
@@ -241,6 +244,7 @@ class OptimizationStep:
         self.total_loss: torch.Tensor | None = None
         self._losses_finite: torch.Tensor | None = None
         self._leaves_checked = False
+        self._diverged: list[str] = []
         self._positions = {id(p): number for number, p in enumerate(model.parameters())}
         self._orders: dict[int, tuple[list[int], list[nn.Parameter]]] = {}
         self._update_monitor = ParameterUpdateMonitor(self.optimizers)
@@ -332,7 +336,7 @@ class OptimizationStep:
         values = torch.cat([torch.stack(scalars), *pending]) if pending else torch.stack(scalars)
         all_ok, grad_norm, *measured = values.tolist()
         self._update_monitor.check(*measured[: len(scalars) - 2])
-        self._module_monitor.check(measured[len(scalars) - 2 :])
+        self._module_monitor.check(measured[len(scalars) - 2 :], quiet=self._update_monitor.reported)
         ok = bool(all_ok)
         self.verdict = StepVerdict(
             ok,
@@ -366,7 +370,7 @@ class OptimizationStep:
         """Skip the update: restore the buffers, clear the gradients, count and log the skip.
 
         Raises:
-            TrainingError: parameters are not finite, or so large that the forward pass overflows.
+            NonFiniteParameters: parameters are not finite, or so large that the forward pass overflows.
         """
         self.skipped_total += 1
         self.skipped_in_a_row += 1
@@ -374,8 +378,8 @@ class OptimizationStep:
         if self.buffers:
             self.buffers.restore()
         self._drop_gradients()
-        if self.skipped_in_a_row == 1:
-            check_parameters(self.model)
+        if self._diverged:
+            raise NonFiniteParameters(explain_diverged(self._diverged))
         # All of the first ten, then 20, 30, ..., 100, 200, ...
         if self.skipped_total % 10 ** (len(str(self.skipped_total)) - 1) == 0:
             logger.warning(
@@ -396,13 +400,13 @@ class OptimizationStep:
 
         Raises:
             PrecisionFailure: more than ``max_consecutive_skips`` in a row, or more than half of the last
-                ``SKIP_WINDOW`` steps.
+                ``SKIP_WINDOW`` steps and more than ``max_consecutive_skips`` of them.
         """
         recent = sum(self._recent)
         if self.skipped_in_a_row > self.max_consecutive_skips:
             count = f"{self.skipped_in_a_row} optimizer steps in a row were skipped"
             limit = f"SOLVER.AMP.MAX_CONSECUTIVE_SKIPS ({self.max_consecutive_skips})"
-        elif recent > SKIP_WINDOW // 2:
+        elif recent > max(SKIP_WINDOW // 2, self.max_consecutive_skips):
             count = f"{recent} of the last {len(self._recent)} optimizer steps were skipped"
             limit = f"half of {SKIP_WINDOW}"
         else:
@@ -514,8 +518,13 @@ class OptimizationStep:
         return order
 
     def _non_finite_names(self, gradients: Gradients) -> list[str]:
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        finite = torch.isfinite(gradients.norms).tolist()
+        """List the parameters with a non-finite gradient, and look for diverged parameters in the same transfer."""
+        parameters = {name: p for name, p in self.model.named_parameters() if p.is_floating_point()}
+        within = magnitudes(parameters.values()) <= LARGEST_PARAMETER
+        flags = torch.cat([torch.isfinite(gradients.norms), within]).tolist()
+        finite, within = flags[: len(gradients.norms)], flags[len(gradients.norms) :]
+        self._diverged = [name for name, ok in zip(parameters, within, strict=True) if not ok]
+        names = {id(p): name for name, p in parameters.items()}
         pairs = zip(gradients.parameters, finite, strict=True)
         return [names.get(id(p), "(not a parameter of the model)") for p, ok in pairs if not ok]
 
