@@ -1,11 +1,10 @@
-"""The keys that belong to no single component, a module for each part of the program.
+"""Config keys that do not belong to a single component, one module per part of the program.
 
-A text among them, e.g. ``"INPUT.FLIP"``, marks where the keys of that section stand in listings; the component that
-reads them declares them in its own file (see ``component_keys``). The keys of a component that is not marked come last
-in their section.
+A string among them, e.g. ``"INPUT.FLIP"``, marks the position of a component's keys in listings; the component declares
+them in its own file (see ``component_keys``). Keys of components without a marker come last in their section.
 
-Lengths of time are in epochs or iterations (optimizer steps tried), sizes in pixels, height before width;
-a batch counts the images over all ranks; a share or a probability lies in 0..1.
+Durations are in epochs or iterations (attempted optimizer steps), sizes in pixels, height before width. Batch sizes are
+over all ranks. Fractions and probabilities are in 0..1.
 """
 
 from fastamp.config.key import Key

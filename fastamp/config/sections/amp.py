@@ -3,57 +3,67 @@
 from fastamp.config.key import Key
 
 KEYS = (
-    Key("SOLVER.AMP.ENABLED", False, "Mixed precision. SOLVER.AMP on, off, bf16 or fp16 is the short spelling."),
+    Key("SOLVER.AMP.ENABLED", False, "Train in mixed precision. Shorthand: SOLVER.AMP on, off, bf16 or fp16."),
     Key(
         "SOLVER.AMP.DTYPE",
         "auto",
-        "The low precision; auto takes bfloat16 where the device has it, else float16 with "
-        "loss scaling on CUDA, else none.",
+        "Low-precision dtype; auto selects bfloat16 if the device supports it natively, else float16 with loss "
+        "scaling on CUDA, else float32.",
         choices=("auto", "bfloat16", "float16"),
         aliases={"bf16": "bfloat16", "fp16": "float16"},
     ),
-    Key("SOLVER.AMP.INIT_SCALE", 65536.0, "Loss scale at the start (float16 only, as all of the scaling).", above=0),
-    Key("SOLVER.AMP.GROWTH_FACTOR", 2.0, "Factor on the loss scale after GROWTH_INTERVAL good steps.", above=1),
+    Key("SOLVER.AMP.INIT_SCALE", 65536.0, "Initial loss scale (float16 only, like all loss scaling).", above=0),
+    Key(
+        "SOLVER.AMP.GROWTH_FACTOR",
+        2.0,
+        "Factor of the loss scale after GROWTH_INTERVAL steps without overflow.",
+        above=1,
+    ),
     Key(
         "SOLVER.AMP.BACKOFF_FACTOR",
         0.5,
-        "Factor on the loss scale after a step that overflowed and was skipped.",
+        "Factor of the loss scale after a step that is skipped because of an overflow.",
         above=0,
         high=0.999,
     ),
-    Key("SOLVER.AMP.GROWTH_INTERVAL", 2000, "Good steps in a row before the loss scale grows, in iterations.", low=1),
-    Key("SOLVER.AMP.MIN_SCALE", 1.0, "Floor of the loss scale.", above=0),
-    Key("SOLVER.AMP.MAX_SCALE", 2.0**24, "Ceiling of the loss scale.", above=0),
+    Key(
+        "SOLVER.AMP.GROWTH_INTERVAL",
+        2000,
+        "Consecutive steps without overflow before the loss scale grows, in iterations.",
+        low=1,
+    ),
+    Key("SOLVER.AMP.MIN_SCALE", 1.0, "Minimum loss scale.", above=0),
+    Key("SOLVER.AMP.MAX_SCALE", 2.0**24, "Maximum loss scale.", above=0),
     Key(
         "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS",
         25,
-        "Skipped steps in a row, in iterations, after which ON_FAILURE decides.",
+        "Maximum number of consecutive skipped steps, in iterations; one more triggers ON_FAILURE.",
         low=0,
     ),
     Key(
         "SOLVER.AMP.ON_FAILURE",
         "error",
-        "When mixed precision cannot go on (see MAX_CONSECUTIVE_SKIPS): stop, or continue in that dtype, once.",
+        "Action after MAX_CONSECUTIVE_SKIPS: stop (error), or continue in this dtype, once per run.",
         choices=("error", "bfloat16", "float32"),
         aliases={"bf16": "bfloat16", "fp32": "float32"},
     ),
     Key(
         "SOLVER.AMP.FORCE_FP32",
         (),
-        "Modules that always compute in float32: globs of module names, or class names.",
+        "Modules that always compute in float32: glob patterns of module names, or class names.",
         of=str,
     ),
     Key(
         "SOLVER.AMP.PREFLIGHT",
         "error",
-        "A trial of the first batch before the first step, with AMP on or off; when it fails: warn, stop (error), or "
-        "train in bfloat16 where that is native, else in float32 (fallback).",
+        "Checks of the first batch before the first step, with AMP on or off. On failure: warn, stop (error), or "
+        "train in bfloat16 if it is native, else in float32 (fallback).",
         choices=("off", "warn", "error", "fallback"),
     ),
     Key(
         "SOLVER.AMP.EVAL_DTYPE",
         "same",
-        "Precision of evaluation: same as training, or float32.",
+        "Precision of evaluation: same as in training, or float32.",
         choices=("same", "float32"),
         aliases={"fp32": "float32"},
     ),
@@ -65,7 +75,8 @@ KEYS = (
     Key(
         "SOLVER.AMP.TRACE_NONFINITE",
         "on_failure",
-        "Search for the first module that made a non-finite value, and write OUTPUT_DIR/amp_crash/, when AMP fails.",
+        "Locate the first module with a non-finite output, and write OUTPUT_DIR/amp_crash/, when mixed precision "
+        "fails.",
         choices=("on_failure", "off"),
     ),
 )

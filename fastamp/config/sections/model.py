@@ -1,54 +1,52 @@
-"""The model: MODEL and KD."""
+"""Model: MODEL and KD."""
 
 from fastamp.config.key import Key
 
 KEYS = (
-    Key("MODEL.META_ARCHITECTURE", "Baseline", "The whole model: how backbone, heads and losses are put together."),
-    Key("MODEL.DEVICE", "cuda", "Where to compute: auto (CUDA, else MPS, else the CPU), cpu, cuda, cuda:N or mps."),
+    Key("MODEL.META_ARCHITECTURE", "Baseline", "Meta-architecture, which combines backbone, heads and losses."),
+    Key("MODEL.DEVICE", "cuda", "Device: auto (CUDA, else MPS, else CPU), cpu, cuda, cuda:N or mps."),
     Key(
         "MODEL.CHANNELS_LAST",
         "auto",
-        "Keep the channels of a feature map next to each other in memory; auto is on for a CPU, and for CUDA under "
-        "AMP.",
+        "Channels-last memory format; auto enables it on CPU, and on CUDA with AMP.",
         choices=("auto", "on", "off"),
     ),
-    Key("MODEL.WEIGHTS", "", "File whose weights the whole model starts from, or is evaluated with; '' is none."),
+    Key("MODEL.WEIGHTS", "", "Weights file for initialization or evaluation of the model; '' for none."),
     Key(
         "MODEL.WEIGHTS_MIN_MATCH",
         0.9,
-        "Share of the backbone's tensors that a MODEL.WEIGHTS file must provide, else it is refused.",
+        "Minimum fraction of the backbone's tensors that a MODEL.WEIGHTS file must provide; fewer are an error.",
         low=0,
         high=1,
     ),
     Key(
         "MODEL.COMPILE",
         "off",
-        "Compile the backbone by torch.compile with this backend; it takes minutes, and pays on a GPU where runs are "
-        "long.",
+        "Backend of torch.compile for the backbone. Compilation takes minutes and is useful for long runs on a GPU.",
         choices=("off", "inductor", "aot_eager", "cudagraphs"),
         aliases={"on": "inductor", "true": "inductor", "false": "off"},
     ),
     Key(
         "MODEL.FREEZE_LAYERS",
         (),
-        "Names of the model's parts, e.g. backbone or backbone.layer1, that stand still for SOLVER.FREEZE_ITERS.",
+        "Modules that are frozen for SOLVER.FREEZE_ITERS, e.g. backbone or backbone.layer1.",
         of=str,
     ),
     Key(
         "MODEL.PIXEL_MEAN",
         (123.675, 116.28, 103.53),
-        "Mean of each channel, in 0..255, taken off every image: INPUT.CHANNELS values, or three of RGB, which for "
-        "grey images become their luma.",
+        "Mean of each channel, in 0..255, subtracted from every image: INPUT.CHANNELS values, or three RGB values, "
+        "which are converted to luma for grayscale images.",
     ),
     Key(
         "MODEL.PIXEL_STD",
         (58.395, 57.120000000000005, 57.375),
-        "Standard deviation of each channel, in 0..255, that images are divided by; given as PIXEL_MEAN is.",
+        "Standard deviation of each channel, in 0..255, that images are divided by; same form as PIXEL_MEAN.",
         above=0,
     ),
     "MODEL.QUEUE_SIZE",
     "MODEL.MOCO",
-    Key("MODEL.BACKBONE.NAME", "build_resnet_backbone", "The network that turns images into feature maps."),
+    Key("MODEL.BACKBONE.NAME", "build_resnet_backbone", "Backbone, which computes feature maps from images."),
     Key(
         "MODEL.BACKBONE.DEPTH",
         "50x",
@@ -57,7 +55,7 @@ KEYS = (
     Key(
         "MODEL.BACKBONE.LAST_STRIDE",
         1,
-        "Stride of the last stage; 1 keeps a feature map twice as large as 2 does.",
+        "Stride of the last stage; 1 doubles the size of the last feature map.",
         low=1,
         high=2,
     ),
@@ -65,23 +63,27 @@ KEYS = (
     Key(
         "MODEL.BACKBONE.FEAT_DIM",
         2048,
-        "Channels of the backbone's last feature map. With MODEL.HEADS.POOL_LAYER Flatten the width of the flattened "
-        "map, channels x height x width, is accepted too, as in FastReID; the model is the same.",
+        "Number of channels of the last feature map. With MODEL.HEADS.POOL_LAYER Flatten, the width of the "
+        "flattened map (channels x height x width) is also accepted, as in FastReID; the model is the same.",
         low=1,
     ),
     Key(
         "MODEL.BACKBONE.NORM",
         "BN",
-        "Normalization layers of the backbone: BN, syncBN (statistics over all ranks, CUDA only), GN, or FrozenBN, "
-        "which stays as it was pretrained.",
+        "Normalization layers of the backbone: BN, syncBN (statistics over all ranks, CUDA only), GN, or FrozenBN "
+        "(fixed pretrained statistics).",
     ),
     Key(
         "MODEL.BACKBONE.WITH_IBN", False, "Instance norm on half of the channels in the first three stages (IBN-Net a)."
     ),
     Key("MODEL.BACKBONE.WITH_SE", False, "Squeeze-and-excitation in every block."),
     Key("MODEL.BACKBONE.WITH_NL", False, "Non-local attention blocks in stages 2 and 3."),
-    Key("MODEL.BACKBONE.PRETRAIN", False, "Start from ImageNet weights: PRETRAIN_PATH's, or else downloaded ones."),
-    Key("MODEL.BACKBONE.PRETRAIN_PATH", "", "File with pretrained weights of the backbone; '' is none."),
+    Key(
+        "MODEL.BACKBONE.PRETRAIN",
+        False,
+        "Initialize the backbone with ImageNet weights: from PRETRAIN_PATH, else downloaded.",
+    ),
+    Key("MODEL.BACKBONE.PRETRAIN_PATH", "", "File with pretrained weights of the backbone; '' for none."),
     "MODEL.BACKBONE.STRIDE_SIZE",
     "MODEL.BACKBONE.SIE_CAMERAS",
     "MODEL.BACKBONE.SIE_VIEWS",
@@ -91,34 +93,36 @@ KEYS = (
     "MODEL.BACKBONE.DROP_PATH_RATIO",
     "MODEL.BACKBONE.DROP_RATIO",
     "MODEL.BACKBONE.ATT_DROP_RATE",
-    Key("MODEL.HEADS.NAME", "EmbeddingHead", "The part that turns feature maps into features and class logits."),
+    Key("MODEL.HEADS.NAME", "EmbeddingHead", "Head, which computes features and class logits from feature maps."),
     Key(
         "MODEL.HEADS.POOL_LAYER",
         "GlobalAvgPool",
-        "Pooling of the feature map to one vector an image: GlobalAvgPool, GlobalMaxPool, GeneralizedMeanPooling, "
+        "Pooling of the feature map to one vector per image: GlobalAvgPool, GlobalMaxPool, GeneralizedMeanPooling, "
         "GeneralizedMeanPoolingP (learned exponent), AdaptiveAvgMaxPool, ClipGlobalAvgPool, FastGlobalAvgPool, "
         "Flatten, Identity.",
     ),
     Key(
         "MODEL.HEADS.EMBEDDING_DIM",
         0,
-        "Width that a 1x1 convolution reduces the feature to, 0 keeps FEAT_DIM; of FCHead, the width of its layer.",
+        "Feature width after a 1x1 convolution; 0 keeps FEAT_DIM. For FCHead, the width of its layer.",
         low=0,
     ),
     Key(
-        "MODEL.HEADS.WITH_BNNECK", False, "Batch normalization with a bias frozen at 0 between feature and classifier."
+        "MODEL.HEADS.WITH_BNNECK",
+        False,
+        "Batch normalization, with its bias frozen at 0, between feature and classifier (BNNeck).",
     ),
-    Key("MODEL.HEADS.NORM", "BN", "Normalization layer of that neck."),
+    Key("MODEL.HEADS.NORM", "BN", "Normalization layer of the BNNeck."),
     Key(
         "MODEL.HEADS.NECK_FEAT",
         "before",
-        "Which feature the metric losses see: before or after the neck.",
+        "Features for the metric losses: before or after the BNNeck.",
         choices=("before", "after"),
     ),
     Key(
         "MODEL.HEADS.EVAL_FEAT",
         "after",
-        "Which feature evaluation takes: after the neck, as FastReID, or before it, as TransReID.",
+        "Features for evaluation: after the BNNeck, as in FastReID, or before it, as in TransReID.",
         choices=("before", "after"),
     ),
     "MODEL.HEADS.JPM",
@@ -126,24 +130,24 @@ KEYS = (
     Key(
         "MODEL.HEADS.NUM_CLASSES",
         0,
-        "Identities that the classifier tells apart; 0 counts those of the training set.",
+        "Number of classes (identities); 0 counts those of the training set.",
         low=0,
     ),
     Key(
         "MODEL.HEADS.MARGIN", 0.0, "Margin of a margin softmax: a cosine, or an angle in radians for ArcSoftmax.", low=0
     ),
-    Key("MODEL.HEADS.SCALE", 1, "Factor on the classifier's logits; margin softmaxes need about 30 to 128.", above=0),
+    Key("MODEL.HEADS.SCALE", 1, "Factor of the classifier's logits; margin softmaxes need about 30 to 128.", above=0),
     Key(
         "MODEL.LOSSES.NAME",
         ("CrossEntropyLoss",),
-        "The losses, which are added up: CrossEntropyLoss, FocalLoss, TripletLoss, CircleLoss, Cosface, CenterLoss, "
-        "SupConLoss, or pml/ and the name of one of pytorch-metric-learning's.",
+        "Losses, which are summed: CrossEntropyLoss, FocalLoss, TripletLoss, CircleLoss, Cosface, CenterLoss, "
+        "SupConLoss, or pml/ and the name of a loss of pytorch-metric-learning.",
     ),
     Key(
         "MODEL.LOSSES.GATHER",
         False,
-        "Among several processes: let the triplet and pair losses compare the images of all, not of each process's "
-        "share, and the cross entropy average over those of all.",
+        "With several ranks: compute triplet and pair losses over the images of all ranks instead of each rank's "
+        "images, and average the cross entropy over all ranks.",
     ),
     "MODEL.LOSSES.CE",
     "MODEL.LOSSES.TRI",

@@ -1,20 +1,26 @@
-"""The run as a whole."""
+"""Run: top-level keys."""
 
 from fastamp.config.key import Key
 
 KEYS = (
-    Key("OUTPUT_DIR", "logs/", "Folder for the config, logs, metrics and checkpoints of the run."),
-    Key("SEED", 0, "Seed of every random draw: initial weights, sampling, augmentation.", low=0),
+    Key("OUTPUT_DIR", "logs/", "Run folder: config, logs, metrics and checkpoints."),
+    Key("SEED", 0, "Seed of all random draws: weight initialization, sampling, augmentation.", low=0),
     Key(
         "DETERMINISTIC",
         False,
-        "Compute so that two runs of the same seed are equal bit for bit; an operation that cannot is an error.",
+        "Use deterministic algorithms, so that two runs with the same seed are bit-identical; an operation without "
+        "one is an error.",
     ),
-    Key("LOG_PERIOD", 50, "Iterations between two lines of the log, metrics.json and TensorBoard.", low=1),
+    Key("LOG_PERIOD", 50, "Interval of writing to the log, metrics.json and TensorBoard, in iterations.", low=1),
     Key(
         "LOG_ACTIVATION_STATS",
         False,
-        "Report the largest activation, its layer and its share of the dtype's limit, once a log period.",
+        "Log the largest absolute activation, its layer, and its fraction of the largest value of the dtype, every "
+        "LOG_PERIOD iterations.",
     ),
-    Key("CUDNN_BENCHMARK", False, "Let cuDNN time its algorithms and keep the fastest; pays where sizes are constant."),
+    Key(
+        "CUDNN_BENCHMARK",
+        False,
+        "Let cuDNN benchmark its convolution algorithms and use the fastest; useful if input sizes are constant.",
+    ),
 )
