@@ -60,7 +60,7 @@ def fail_on_read(number):
 
 
 @pytest.mark.parametrize("where", ["disk", "ram"])
-def test_cache_equals_reading_and_reads_once(items, where):
+def test_cache_equals_decoded_images_and_is_built_once(items, where):
     cache = ImageCache(items, SHAPE, Read(items), where=where)
     assert cache.images.shape == (150, *SHAPE) and cache.images.dtype == torch.uint8
     for number in (0, 63, 64, 149):

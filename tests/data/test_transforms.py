@@ -507,7 +507,7 @@ def test_random_patch_pastes_from_another_image(channels):
         assert torch.equal(after, expected)
 
 
-def test_random_patch_with_a_batch_of_one():
+def test_random_patch_accepts_a_batch_of_one():
     images = make_images()[:1]
     patch = RandomPatch(prob=1.0)
     assert patch.apply(images, draw(patch, 1)).shape == images.shape

@@ -303,7 +303,7 @@ def test_every_appearance_can_be_drawn():
         assert np.asarray(image).std() > 5
 
 
-def test_more_cameras_than_scenes_and_empty_boxes():
+def test_additional_cameras_and_empty_boxes_can_be_drawn():
     rng = np.random.default_rng(0)
     for camera in range(6, 9):
         assert draw_picture(rng, None, camera, 1, seed=0, image_size=(64, 32)).size == (32, 64)

@@ -112,7 +112,7 @@ def test_example_in_messages_matches_the_layout(name, root):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_missing_dataset_describes_the_layout(name, root):
+def test_error_for_a_missing_dataset_describes_the_layout(name, root):
     text = message(lambda: build_dataset(name))
     assert f"dataset {name} not found" in text
     assert str(root / folder_of(name)) in text and "FASTAMP_DATASETS" in text
