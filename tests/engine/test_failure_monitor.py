@@ -1,4 +1,4 @@
-"""A process that fails ends all of them, on every machine, with its error first."""
+"""Failure propagation: a failed process ends all processes on all machines, and its error is printed first."""
 
 import multiprocessing
 import os
@@ -29,47 +29,47 @@ def free_port():
 
 
 def run_all(*commands):
-    """Run the commands at the same time; return their exit codes and what they said on stderr."""
+    """Run the commands concurrently; return their exit codes and stderr outputs."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     runs = [subprocess.Popen([sys.executable, *each], stderr=subprocess.PIPE, text=True, env=env) for each in commands]
-    said = [run.communicate(timeout=300)[1] for run in runs]
-    return [run.returncode for run in runs], said
+    stderr = [run.communicate(timeout=300)[1] for run in runs]
+    return [run.returncode for run in runs], stderr
 
 
-def test_a_killed_process_ends_those_of_another_machine():
-    """Although its children, like workers that load data, keep open what it had open."""
+def test_killed_process_ends_the_other_machine():
+    """Even if its children, e.g. data loader workers, keep its sockets open."""
     url = f"tcp://127.0.0.1:{free_port()}"
     runs = [preloaded.start(SCRIPT, "killed", "1", "1", "2", machine, url) for machine in "01"]
     done = [run.finish() for run in runs]
-    codes, said = [each.returncode for each in done], [each.stderr for each in done]
-    assert codes == [1, 128 + signal.SIGKILL], said
-    assert said[0].startswith(DIED) and said[1].startswith(KILLED)
-    assert not any("Traceback" in each or "peer" in each for each in said), said
+    codes, stderr = [each.returncode for each in done], [each.stderr for each in done]
+    assert codes == [1, 128 + signal.SIGKILL], stderr
+    assert stderr[0].startswith(DIED) and stderr[1].startswith(KILLED)
+    assert not any("Traceback" in each or "peer" in each for each in stderr), stderr
 
 
-def test_a_bug_under_torchrun_ends_the_other_machine_that_waits_for_something_else():
-    """The agent that looks after its rank once in two seconds still finds the other agent's store at its end."""
+def test_bug_under_torchrun_ends_a_blocked_rank_of_the_other_machine():
+    """The rendezvous store stays available for an agent that polls its ranks every two seconds."""
     endpoint = f"127.0.0.1:{free_port()}"
     torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
     options = (["--rdzv-conf", "is_host=1"], ["--rdzv-conf", "is_host=0", "--monitor-interval", "2"])
-    codes, said = run_all(*([*torchrun, *each, SCRIPT, "stuck", "1", "1"] for each in options))
+    codes, stderr = run_all(*([*torchrun, *each, SCRIPT, "stuck", "1", "1"] for each in options))
     assert codes == [1, 1]
-    for each in said:
+    for each in stderr:
         ours = each[each.index("rank 1: ") : each.index("torch/distributed/elastic")]
         assert ours.startswith("rank 1: Traceback") and ours.count("AssertionError: a bug") == 1, each
         assert "Connection" not in each and "exitcode  : 1" in each
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_agents_that_use_a_store_are_counted(monkeypatch):
+def test_count_store_connections(monkeypatch):
     code = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); s.recv(1)"
     with socket.create_server(("127.0.0.1", 0)) as store, socket.create_server(("127.0.0.1", 0)) as ranks:
         port = store.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(ranks.getsockname()[1]))
         assert count_store_connections(os.getpid()) == 0
         with socket.create_connection(("127.0.0.1", port)), store.accept()[0]:
-            assert count_store_connections(os.getpid()) == 0  # the agent's own
+            assert count_store_connections(os.getpid()) == 0  # excluding the connection of the agent itself
             with (
                 subprocess.Popen([sys.executable, "-c", code, str(port)]) as other,
                 subprocess.Popen([sys.executable, "-c", code, str(ranks.getsockname()[1])]) as rank,
@@ -77,7 +77,7 @@ def test_the_agents_that_use_a_store_are_counted(monkeypatch):
                 ranks.accept()[0],
             ):
                 assert count_store_connections(os.getpid()) == 1
-                assert count_store_connections(other.pid) == 0  # which hosts none
+                assert count_store_connections(other.pid) == 0  # hosts no store
                 other.kill()
                 other.wait()
                 deadline = time.monotonic() + 20
@@ -87,8 +87,8 @@ def test_the_agents_that_use_a_store_are_counted(monkeypatch):
                 rank.kill()
 
 
-def test_the_ranks_of_a_killed_agent_end(tmp_path):
-    """Those of one machine, and with them those of the other."""
+def test_ranks_exit_after_their_agent_is_killed(tmp_path):
+    """Ranks on the machine of the killed agent and on the other machine."""
     endpoint = f"127.0.0.1:{free_port()}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, SCRIPT, str(tmp_path / "pid"), "1", "1"]
@@ -117,33 +117,33 @@ def _is_running(pid):
         return False
 
 
-def _start_and_be_killed(meeting, started):
+def _start_worker_and_sleep(meeting, started):
     group = {"init_method": f"file://{meeting}", "world_size": 1, "rank": 0}
-    wait = (_say_and_wait, 0, 1, group, sys.argv, (started,), started)
+    wait = (_send_pid_and_sleep, 0, 1, group, sys.argv, (started,), started)
     multiprocessing.get_context("fork").Process(target=_worker, args=wait).start()
     time.sleep(60)
 
 
-def _say_and_wait(started):
+def _send_pid_and_sleep(started):
     started.send(os.getpid())
     time.sleep(60)
 
 
-def test_a_process_ends_with_the_one_that_started_it(tmp_path):
+def test_worker_exits_with_its_parent(tmp_path):
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
-    starter = fork.Process(target=_start_and_be_killed, args=(tmp_path / "meeting", sender))
+    starter = fork.Process(target=_start_worker_and_sleep, args=(tmp_path / "meeting", sender))
     starter.start()
     sender.close()
     assert receiver.recv() == _READY
     receiver.recv()
     starter.kill()
     assert receiver.poll(20)
-    with pytest.raises(EOFError):  # of a pipe that the process had open
+    with pytest.raises(EOFError):  # the write end was held by the worker
         receiver.recv()
 
 
-def test_what_is_said():
+def test_select_causes():
     bug, again = Outcome(1, "bug", rank=2), Outcome(1, "bug", rank=0)
     peer = Outcome(1, "Connection closed by peer", rank=3, kind="consequence")
     wrong, silent = Outcome(2, "error: x", rank=1), Outcome(3, rank=4)
@@ -158,10 +158,10 @@ def test_what_is_said():
         (dist.DistNetworkError("the store is gone"), True),
         (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (BrokenPipeError("Broken pipe"), False),  # of an output that nobody reads
+        (BrokenPipeError("Broken pipe"), False),  # closed stdout
     ],
 )
-def test_consequences(error, expected):
+def test_is_consequence(error, expected):
     assert is_consequence(error) == expected
     wrapped = ValueError("the model fails")
     wrapped.__cause__ = error

@@ -1,4 +1,4 @@
-"""One training at a time writes into OUTPUT_DIR; evaluations, dry runs and a resume after a kill are not kept out."""
+"""Lock of OUTPUT_DIR: exclusive for trainings, ignored by evaluations and dry runs, released after a kill."""
 
 import multiprocessing
 import signal
@@ -25,7 +25,7 @@ def hold(folder, pipe):
 
 @pytest.fixture
 def running(demo, tmp_path, monkeypatch):
-    """A training's folder, and the process that writes into it."""
+    """Folder of a training, and the process that holds its lock."""
     monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.0)
     folder, fork = tmp_path / "run", multiprocessing.get_context("fork")
     tiny.train(folder)
@@ -42,7 +42,7 @@ def content(folder):
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_second_training_changes_nothing_and_names_the_first(running, capsys):
+def test_second_training_exits_with_2_and_names_the_first(running, capsys):
     folder, process = running
     before = content(folder)
     assert main(["train", *tiny.tiny_options(folder, "SOLVER.MAX_EPOCH", "1")]) == 2
@@ -54,7 +54,7 @@ def test_a_second_training_changes_nothing_and_names_the_first(running, capsys):
         DefaultTrainer(tiny.tiny_config(folder)).train()
 
 
-def test_a_killed_training_is_resumed(running):
+def test_resume_after_a_killed_training(running):
     folder, process = running
     process.kill()
     process.join()
@@ -62,7 +62,7 @@ def test_a_killed_training_is_resumed(running):
     assert "resuming from" in (folder / "log.txt").read_text() and not (folder / lock.LOCK_FILE).exists()
 
 
-def test_an_evaluation_and_a_dry_run_go_ahead(running, capsys):
+def test_evaluation_and_dry_run_ignore_the_lock(running, capsys):
     folder, process = running
     before = content(folder)
     assert main(["train", "--dry-run", *tiny.tiny_options(folder)]) == 0
@@ -73,7 +73,7 @@ def test_an_evaluation_and_a_dry_run_go_ahead(running, capsys):
     assert str(process.pid) in describe_lock_holder(folder)
 
 
-def test_a_failed_training_gives_its_lock_back(demo, tmp_path, monkeypatch):
+def test_failed_training_releases_its_lock(demo, tmp_path, monkeypatch):
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path))
     monkeypatch.setattr(trainer.trainer, "train", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -81,7 +81,7 @@ def test_a_failed_training_gives_its_lock_back(demo, tmp_path, monkeypatch):
     assert not (tmp_path / lock.LOCK_FILE).exists()
 
 
-def test_of_several_processes_the_first_has_the_lock(running, demo_root):
+def test_rank_0_holds_the_lock(running, demo_root):
     folder, process = running
     words, root = (HELPERS / "ranks.py", folder, "2", "SOLVER.AMP", "off"), {"FASTAMP_DATASETS": str(demo_root)}
     run = preloaded.run(*words, **root)

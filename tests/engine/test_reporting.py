@@ -1,4 +1,4 @@
-"""TEST.REPORT in a run: written after evaluations, and never in the way of the results."""
+"""Reports (TEST.REPORT) of trainings and evaluations."""
 
 import logging
 import shutil
@@ -10,12 +10,12 @@ from fastamp.engine import DefaultTrainer
 from fastamp.utils.errors import ConfigError
 
 
-def test_training_and_evaluation_write_it(demo, tmp_path, capfd):
+def test_training_and_evaluation_write_reports(demo, tmp_path, capfd):
     options = ("TEST.REPORT", "True", "TEST.EVAL_PERIOD", "1", "SOLVER.MAX_EPOCH", "2")
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options))
     trainer.train()
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    # The curves have the last evaluation, and the counts the training images.
+    # The curves include the last evaluation, the counts the training images.
     for words in ("after epoch 2 of 2", "Demo: from", "<td>train</td><td>96</td><td>16</td>", "TEST.REPORT", "Losses"):
         assert words in text, words
     weights = str(tmp_path / "model_best.pth")
@@ -27,7 +27,7 @@ def test_training_and_evaluation_write_it(demo, tmp_path, capfd):
         assert weights in text and f"{metrics['mAP']:.1f}" in text and "Losses" in text, folder
     assert all(path.read_bytes() == content for path, content in training.items())
     assert sorted(path.name for path in other.glob("*.*")) == ["metrics_eval.json", "report.html"]
-    # Weights of another place have not been trained as the curves of this folder say.
+    # Curves are omitted for weights from another folder.
     strange = tmp_path / "other" / "model.pth"
     shutil.copy(weights, strange)
     DefaultTrainer.test_weights(tiny.tiny_config(tmp_path, *options, "MODEL.WEIGHTS", str(strange)))
@@ -35,7 +35,7 @@ def test_training_and_evaluation_write_it(demo, tmp_path, capfd):
     assert str(strange) in text and "Losses" not in text
 
 
-def test_what_cannot_be_written_costs_no_result(demo, tmp_path, caplog):
+def test_failed_report_keeps_the_results(demo, tmp_path, caplog):
     for name in ("report.html", "report_eval.html"):
         (tmp_path / name / "in_the_way").mkdir(parents=True)
     cfg = tiny.tiny_config(tmp_path, "TEST.REPORT", "True", "SOLVER.MAX_EPOCH", "1")
@@ -50,5 +50,5 @@ def test_what_cannot_be_written_costs_no_result(demo, tmp_path, caplog):
     assert "evaluation results in percent" in caplog.text
 
 
-def test_without_the_key_there_is_none(run_folder):
+def test_no_report_by_default(run_folder):
     assert not (run_folder / "report.html").exists()

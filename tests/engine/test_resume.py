@@ -1,4 +1,4 @@
-"""A resumed run is bit-identical to one that was never interrupted, however it ended."""
+"""Resumed runs are bit-identical to uninterrupted ones."""
 
 import importlib.util
 import json
@@ -40,11 +40,11 @@ def iterations(output_dir):
 
 
 class Killed(Exception):
-    """Stands for a kill: nothing is saved after it."""
+    """Simulates a kill: nothing is saved afterwards."""
 
 
 class Kill(HookBase):
-    """Ends the run in the middle of an epoch, without a word."""
+    """Simulate a kill in the middle of an epoch."""
 
     def __init__(self, at):
         self.at = at
@@ -55,7 +55,7 @@ class Kill(HookBase):
 
 
 class Interrupt(HookBase):
-    """Sends this process a signal in the middle of an epoch."""
+    """Send a signal to this process in the middle of an epoch."""
 
     def __init__(self, at, number=signal.SIGTERM):
         self.at, self.number = at, number
@@ -66,9 +66,9 @@ class Interrupt(HookBase):
 
 
 @pytest.fixture(scope="module")
-def straight_run(demo_root, made_once):
-    """The folder of a run of two epochs that nothing interrupted."""
-    with made_once("straight_run") as (folder, missing), pytest.MonkeyPatch.context() as patch:
+def uninterrupted_run(demo_root, made_once):
+    """Folder of an uninterrupted run of two epochs."""
+    with made_once("uninterrupted_run") as (folder, missing), pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTAMP_DATASETS", str(demo_root))
         if missing:
             run(tiny.tiny_config(folder, "SOLVER.MAX_EPOCH", "2"))
@@ -77,7 +77,7 @@ def straight_run(demo_root, made_once):
 
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
 @pytest.mark.parametrize("sampler", ["NaiveIdentitySampler", "BalancedIdentitySampler", "TrainingSampler"])
-def test_interrupted_in_an_epoch_and_resumed_equals_straight_through(demo, tmp_path, precision, sampler):
+def test_resume_within_an_epoch_is_bit_identical(demo, tmp_path, precision, sampler):
     options = ("SOLVER.AMP", precision, "DATALOADER.SAMPLER_TRAIN", sampler, "SOLVER.MAX_EPOCH", "2")
     run(tiny.tiny_config(tmp_path / "straight", *options))
     cfg = tiny.tiny_config(tmp_path / "resumed", *options)
@@ -132,7 +132,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
-# Options that have nothing to do with each other share a run.
+# Pairs of independent options, tested in one run.
 PAIRS = [
     ("freezing", "clipping by value"), ("freezing that is over", "AdamW"), ("accumulation", "clipping by norm"),
     ("short windows", "identities equally often"), ("clipping by global norm", "CosineAnnealingLR"),
@@ -142,19 +142,19 @@ PAIRS = [
 ]  # fmt: skip
 
 
-def test_every_option_is_in_a_pair():
+def test_all_options_are_paired():
     assert sorted(name for pair in PAIRS for name in pair) == sorted(OPTIONS)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 @pytest.mark.parametrize("precision", ["off", "fp16"])
-def test_resumed_equals_straight_through_under_each_option(demo, tmp_path, pair, precision):
+def test_resume_is_bit_identical_with_each_option(demo, tmp_path, pair, precision):
     has_timm = importlib.util.find_spec("timm") is not None
     names = [name for name in pair if name != "LAMB" or has_timm]
     options = ("SOLVER.AMP", precision, "SOLVER.MAX_EPOCH", "2", *(word for name in names for word in OPTIONS[name]))
     straight, _ = run(tiny.tiny_config(tmp_path / "straight", *options))
     cfg = tiny.tiny_config(tmp_path / "resumed", *options)
-    # Not at an end of an epoch, where the run would be interrupted behind the evaluation.
+    # Not the last iteration of an epoch: the run would be interrupted after the evaluation.
     at = 1 if "short windows" in names else 7
     with pytest.raises(TrainingInterrupted):
         run(cfg, Interrupt(at=at))
@@ -167,7 +167,7 @@ def test_resumed_equals_straight_through_under_each_option(demo, tmp_path, pair,
     )
     if "average" in first:
         assert all(torch.equal(t, second["average"]["model"][key]) for key, t in first["average"]["model"].items())
-    # The learning rates, and what the optimizer keeps in its groups and for each parameter.
+    # Learning rates, and the state of the optimizer per group and per parameter.
     assert first["optimizer"]["state"].keys() == second["optimizer"]["state"].keys()
     for key, state in first["optimizer"]["state"].items():
         torch.testing.assert_close(state, second["optimizer"]["state"][key], rtol=0, atol=0)
@@ -182,8 +182,8 @@ MUCH = (
 
 
 @pytest.mark.parametrize("precision", ["off", "fp16"])
-def test_killed_behind_a_checkpoint_within_an_epoch(demo, tmp_path, precision):
-    """Between checkpoint and kill there are iterations that are done again, by everything that has a state."""
+def test_resume_after_a_kill_within_an_epoch(demo, tmp_path, precision):
+    """Iterations between the checkpoint and the kill are repeated, with all states restored."""
     options = ("SOLVER.AMP", precision, "SOLVER.MAX_EPOCH", "2", *MUCH)
     run(tiny.tiny_config(tmp_path / "straight", *options))
     cfg = tiny.tiny_config(
@@ -200,11 +200,11 @@ def test_killed_behind_a_checkpoint_within_an_epoch(demo, tmp_path, precision):
         torch.load(tmp_path / f"{which}/model_final.pth", weights_only=True) for which in ("straight", "resumed")
     )
     assert all(torch.equal(t, second["average"]["model"][key]) for key, t in first["average"]["model"].items())
-    assert first["trainer"]["step"] == second["trainer"]["step"]  # the loss scale among others
+    assert first["trainer"]["step"] == second["trainer"]["step"]  # includes the loss scale
 
 
-def test_a_damaged_checkpoint_costs_time_and_nothing_else(demo, tmp_path, caplog, straight_run):
-    """The newest one is cut, the one before has a hole; the run goes on from the third."""
+def test_resume_falls_back_to_an_older_checkpoint(demo, tmp_path, caplog, uninterrupted_run):
+    """The newest checkpoint is truncated and the second corrupted; the run resumes from the third."""
     logging.getLogger("fastamp").setLevel(logging.INFO)
     options = ("SOLVER.MAX_EPOCH", "2", "SOLVER.CHECKPOINT_ITERS", "2")
     with pytest.raises(Killed):
@@ -223,11 +223,11 @@ def test_a_damaged_checkpoint_costs_time_and_nothing_else(demo, tmp_path, caplog
     assert f"resuming from {third} at iteration 4" in caplog.text
     differ = [line.split("checkpoint's: ")[1] for line in caplog.messages if "config differs" in line]
     assert sorted(differ) == ["LOG_PERIOD: 2 -> 4", "SOLVER.CHECKPOINT_KEEP: 0 -> 1"]
-    assert_same_weights(straight_run / "model_final.pth", tmp_path / "resumed/model_final.pth")
+    assert_same_weights(uninterrupted_run / "model_final.pth", tmp_path / "resumed/model_final.pth")
 
 
-def test_the_check_can_fail(demo, tmp_path, straight_run):
-    """The negative control: without the random state, the resumed run draws other dropout masks."""
+def test_resume_without_the_random_state_differs(demo, tmp_path, uninterrupted_run):
+    """Negative control: without the random state, the dropout masks differ."""
     cfg = tiny.tiny_config(tmp_path / "resumed", "SOLVER.MAX_EPOCH", "2")
     with pytest.raises(TrainingInterrupted):
         run(cfg, Interrupt(at=7))
@@ -237,10 +237,10 @@ def test_the_check_can_fail(demo, tmp_path, straight_run):
     torch.save(content, path)
     run(cfg, resume=True)
     with pytest.raises(AssertionError):
-        assert_same_weights(straight_run / "model_final.pth", tmp_path / "resumed/model_final.pth")
+        assert_same_weights(uninterrupted_run / "model_final.pth", tmp_path / "resumed/model_final.pth")
 
 
-def test_the_best_metric_survives_a_resume(demo, tmp_path):
+def test_resume_keeps_the_best_metric(demo, tmp_path):
     cfg = tiny.tiny_config(tmp_path, "TEST.EVAL_PERIOD", "1", "SOLVER.MAX_EPOCH", "2")
     with pytest.raises(TrainingInterrupted):
         run(cfg, Interrupt(at=7))
@@ -254,12 +254,12 @@ def test_the_best_metric_survives_a_resume(demo, tmp_path):
     assert (tmp_path / "model_best.pth").read_bytes() == best
 
 
-def test_resume_with_nothing_there_starts_from_the_beginning(demo, tmp_path):
+def test_resume_without_a_checkpoint_starts_from_the_beginning(demo, tmp_path):
     trainer, results = run(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "1"), resume=True)
     assert trainer.trainer.start_iter == 0 and results["mAP"] > 0
 
 
-def test_resuming_a_finished_run_changes_nothing(demo, tmp_path):
+def test_resuming_a_complete_run_changes_nothing(demo, tmp_path):
     cfg = tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "1")
     run(cfg)
     before = tiny.weights(tmp_path / "model_final.pth")
@@ -268,7 +268,7 @@ def test_resuming_a_finished_run_changes_nothing(demo, tmp_path):
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_what_a_failed_last_evaluation_left_is_done_by_a_resume(demo, tmp_path):
+def test_resume_runs_a_failed_last_evaluation(demo, tmp_path):
     straight, cfg = (tiny.tiny_config(tmp_path / name, "SOLVER.MAX_EPOCH", "1") for name in ("straight", "failed"))
     trainer, results = run(straight)
     torch.manual_seed(0)
@@ -296,9 +296,9 @@ def killable(output_dir, moment, root):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(demo_root, made_once):
-    """The folder of a run that nothing disturbed, in a new process: with a hash seed other than that of the killed."""
-    with made_once("undisturbed") as (folder, missing):
+def uninterrupted_process(demo_root, made_once):
+    """Folder of an uninterrupted run in a new process, with a different hash seed than the killed one."""
+    with made_once("uninterrupted_process") as (folder, missing):
         if missing:
             env = os.environ | {"FASTAMP_DATASETS": str(demo_root), "OMP_NUM_THREADS": "1"}
             command = [sys.executable, str(HELPERS / "killable_run.py"), str(folder), "never"]
@@ -308,7 +308,7 @@ def undisturbed(demo_root, made_once):
 
 
 @pytest.mark.parametrize("moment", ["step", "save", "evaluation"])
-def test_killed_and_resumed_equals_undisturbed(demo_root, tmp_path, undisturbed, moment):
+def test_resume_after_a_kill_is_bit_identical(demo_root, tmp_path, uninterrupted_process, moment):
     killed = killable(tmp_path, moment, demo_root)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (tmp_path / "model_final.pth").exists()
@@ -316,7 +316,7 @@ def test_killed_and_resumed_equals_undisturbed(demo_root, tmp_path, undisturbed,
     assert resumed.returncode == 0, resumed.stderr
     start = {"step": 15, "save": 6, "evaluation": 10}[moment]
     assert "resuming from" in resumed.stdout and f"at iteration {start}" in resumed.stdout
-    assert_same_weights(undisturbed / "model_final.pth", tmp_path / "model_final.pth")
-    assert iterations(tmp_path) == iterations(undisturbed)
+    assert_same_weights(uninterrupted_process / "model_final.pth", tmp_path / "model_final.pth")
+    assert iterations(tmp_path) == iterations(uninterrupted_process)
     names = {"model_best.pth", "model_final.pth", "model_0002.pth", "model_iter_0000020.pth"}
-    assert {path.name for path in tmp_path.glob("*model_*")} == names  # nor is a file left that was not finished
+    assert {path.name for path in tmp_path.glob("*model_*")} == names  # no partial files

@@ -1,4 +1,4 @@
-"""Two processes, started once by torchrun, against one in this process: steps, gradients, evaluation, what fails."""
+"""Two torchrun processes compared with one process: steps, gradients, evaluation and failures."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ HELPERS, TOOLS = Path(__file__).parents[1] / "helpers", Path(__file__).parents[2
 
 @pytest.fixture(scope="module")
 def folders(demo_root, made_once):
-    """The folders of the run in one process, and of that in two."""
+    """Folders of the run with one process and of the run with two."""
     with made_once("same_result") as (folder, missing):
         one, two = folder / "one", folder / "two"
         if missing:
@@ -61,25 +61,25 @@ def evaluations(folder):
 
 
 @pytest.mark.parametrize("way, count", [("gathered", 24), ("soft", 6)])
-def test_two_processes_take_the_steps_of_one(folders, way, count):
+def test_two_processes_match_one(folders, way, count):
     one, two = (folder / way for folder in folders)
     assert len(steps(one)) == count
     assert_same_steps(one, two)
     assert evaluations(one) == evaluations(two) and evaluations(one)[-1]["Demo/mAP"] > 0
-    # One rank writes.
+    # Only rank 0 writes files.
     names = [{path.name.split(".out.")[0] for path in folder.iterdir()} for folder in (one, two)]
     assert names[1] - names[0] == {"log.txt.rank1"} and not names[0] - names[1]
 
 
-def test_without_gathering_they_take_others(folders):
-    """The negative control: mining in each process's share is another loss."""
+def test_without_gathering_the_steps_differ(folders):
+    """Negative control: mining within the images of each rank changes the loss."""
     one, local = steps(folders[0] / "gathered"), steps(folders[1] / "local")
     difference = max((one[5][name] - value).abs().max().item() for name, value in local[5].items())
     assert difference > 1e-4
 
 
 @pytest.mark.parametrize("name", same_result.LOSSES)
-def test_every_loss_has_the_gradients_of_one_process(folders, name):
+def test_gradients_of_every_loss_match_one_process(folders, name):
     one, two = (torch.load(folder / "gradients.pth", weights_only=True) for folder in folders)
     expected, found, local = one["gathered"][name], two["gathered"][name], two["local"][name]
     assert expected.keys() == found.keys() and all(value.abs().max() > 0 for value in expected.values())
@@ -87,20 +87,20 @@ def test_every_loss_has_the_gradients_of_one_process(folders, name):
         assert value.dtype == torch.float64
         torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(one["local"][name][key], value, rtol=0, atol=0)
-    # Those that look at each image by itself need no gathering, but for the one that leaves images out.
+    # Losses per image need no gathering, unless they exclude images.
     same = all(torch.allclose(local[key], value, rtol=1e-9, atol=0) for key, value in expected.items())
     assert same == (name in ("FocalLoss", "CenterLoss", "adaptive smoothing"))
 
 
-def test_mgn_has_the_gradients_of_one_process(folders):
+def test_gradients_of_mgn_match_one_process(folders):
     one, two = (torch.load(folder / "gradients.pth", weights_only=True)["MGN"] for folder in folders)
     assert one.keys() == two.keys() and len(one) > 100
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-9, atol=1e-12)
 
 
-def test_the_ranks_hold_mocos_bank_of_one_process(folders):
-    """Nothing mixes the images here, so that two processes store and learn what one does; the third step is skipped."""
+def test_moco_queue_matches_one_process(folders):
+    """Without interaction between images, two processes match one. The third step is skipped."""
     paths = (folders[0] / "moco/rank0.pth", folders[1] / "moco/rank0.pth", folders[1] / "moco/rank1.pth")
     one, *two = (torch.load(path, weights_only=True) for path in paths)
     assert len(one) == 5 and [step["memory.queue_ptr"].item() for step in one] == [0, 8, 16, 16, 4]
@@ -113,7 +113,7 @@ def test_the_ranks_hold_mocos_bank_of_one_process(folders):
         assert not torch.equal(each[4]["key_encoder.backbone.0.weight"], each[3]["key_encoder.backbone.0.weight"])
 
 
-def test_the_ranks_skip_a_step_together(folders):
+def test_all_ranks_skip_a_step_together(folders):
     folder = folders[1] / "skipped"
     for log in ("log.txt", "log.txt.rank1"):
         assert (folder / log).read_text().count("step skipped (1 in a row, 1 in total)") == 1
@@ -122,26 +122,26 @@ def test_the_ranks_skip_a_step_together(folders):
     assert torch.load(folder / "model_final.pth", weights_only=True)["trainer"]["steps_taken"] == 5
 
 
-def test_the_pre_flight_leaves_no_trace_among_two(folders):
+def test_preflight_has_no_side_effects_with_two_ranks(folders):
     first, second = (steps(folders[1] / name) for name in ("preflight", "no preflight"))
     assert all(torch.equal(a[name], b[name]) for a, b in zip(first, second, strict=True) for name in a)
 
 
-def test_parameters_that_no_loss_reaches(folders):
+def test_parameters_without_gradient_raise(folders):
     for rank in (0, 1):
         message = (folders[1] / f"unreached/error{rank}.txt").read_text()
         assert "2 trainable parameters have no gradient, e.g. heads.weight" in message
 
 
-def test_the_pre_flight_finds_what_one_rank_alone_has(folders):
+def test_preflight_reports_a_failure_on_one_rank(folders):
     messages = [(folders[1] / f"broken/error{rank}.txt").read_text() for rank in (0, 1)]
     assert messages[0] == messages[1] and "broken in float32 already" in messages[0]
     assert "pre-flight: on rank 1: " in messages[0] and "batch not finite" in messages[0]
     assert "amp_crash/iteration_0_rank_1.pth" in messages[0]
 
 
-def test_the_open_loop_is_the_same_among_two(folders):
-    """With MoCo, whose key encoder DDP does not send from rank to rank."""
+def test_plain_train_net_matches_with_two_ranks(folders):
+    """With MoCo: DDP does not synchronize the key encoder."""
     first, second = (
         torch.load(folders[1] / name / "model_final.pth", weights_only=True) for name in ("hooks", "open_loop")
     )

@@ -1,4 +1,4 @@
-"""Signals: which ones stop a training, when a second one is the first again, and the command that resumes."""
+"""Stop signals, duplicate signals and the resume command."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from fastamp.engine.hooks import StopOnSignal
 
 @pytest.mark.parametrize("number", StopOnSignal.SIGNALS)
 @pytest.mark.parametrize("torchrun", [False, True])
-def test_the_second_signal_ends_at_once_but_not_the_first_passed_on(monkeypatch, number, torchrun):
+def test_second_signal_stops_immediately_but_forwarded_duplicate_does_not(monkeypatch, number, torchrun):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
@@ -22,7 +22,7 @@ def test_the_second_signal_ends_at_once_but_not_the_first_passed_on(monkeypatch,
     with hook.watching():
         signal.raise_signal(number)
         assert hook.received == number
-        # Without torchrun the system itself ends the process at the second one, whatever that is busy with.
+        # Without torchrun, the default handler ends the process at the second signal.
         assert (signal.getsignal(number) == signal.SIG_DFL) != torchrun
         if torchrun:
             ended = []
@@ -35,8 +35,8 @@ def test_the_second_signal_ends_at_once_but_not_the_first_passed_on(monkeypatch,
 
 
 @pytest.mark.parametrize("before", [None, signal.SIGUSR1])
-def test_a_training_whose_agent_is_gone_stops_as_after_a_signal(monkeypatch, before):
-    """Unless it is stopping already, which a second signal would cut short."""
+def test_training_saves_and_stops_when_its_agent_exits(monkeypatch, before):
+    """No second signal is sent if it is stopping already."""
     ended, signals, slept = [], [], []
     monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
     monkeypatch.setattr(os, "_exit", ended.append)
@@ -49,7 +49,7 @@ def test_a_training_whose_agent_is_gone_stops_as_after_a_signal(monkeypatch, bef
     assert slept == [torchrun._STOP_SECONDS] and ended == [1]
 
 
-def test_what_is_no_training_ends_at_once_when_its_agent_is_gone(monkeypatch):
+def test_other_commands_exit_immediately_when_their_agent_exits(monkeypatch):
     ended, signals = [], []
     monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number))
     monkeypatch.setattr(os, "_exit", ended.append)
@@ -69,7 +69,7 @@ def resume(monkeypatch, argv, module=None, **environment):
     return resume_command()
 
 
-def test_the_command_that_resumes(monkeypatch, tmp_path):
+def test_resume_command(monkeypatch, tmp_path):
     train, of_two = ["tools/train_net.py", "--num-gpus", "2", "OUTPUT_DIR", "a b"], "--num-gpus 2 OUTPUT_DIR 'a b'"
     assert resume(monkeypatch, train) == f"python tools/train_net.py --resume {of_two}"
     assert resume(monkeypatch, ["t.py", "--resume", "X", "1"]) == "python t.py --resume X 1"

@@ -1,4 +1,4 @@
-"""What is watched in a run: skips, gradients that are zero, the largest activation."""
+"""Monitored values of a run: skipped steps, zero gradients, largest activation."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def scalars(output):
 
 
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
-def test_a_run_reports_them(demo, tmp_path, precision):
+def test_run_reports_monitored_values(demo, tmp_path, precision):
     opts = (
         "SOLVER.AMP",
         precision,
@@ -66,7 +66,7 @@ def test_a_run_reports_them(demo, tmp_path, precision):
 
 
 class Controlled(nn.Module):
-    """Two weights, whose loss is given from outside."""
+    """Model with two weights and a loss function from the batch."""
 
     def __init__(self):
         super().__init__()
@@ -83,21 +83,21 @@ def train(batches):
     return trainer.metrics.flush()
 
 
-def test_skip_ratio_is_the_periods_share():
+def test_skip_ratio_of_a_log_period():
     good, bad = {"factors": torch.ones(4)}, {"factors": torch.full((4,), float("nan"))}
     metrics = train([good, bad, bad, good])
     assert metrics["skip_ratio"] == 0.5 and metrics["skipped_total"] == 2
-    assert metrics["grad_norm"] == 2.0  # of the steps taken
+    assert metrics["grad_norm"] == 2.0  # without skipped steps
 
 
-def test_share_of_zero_gradients_when_the_norm_is_tiny():
+def test_zero_gradients_are_reported_for_a_tiny_norm():
     tiny_norm = {"factors": torch.tensor([TINY_GRAD_NORM / 10, 0.0, 0.0, 0.0])}
     assert train([tiny_norm])["zero_gradients"] == 0.75
     assert "zero_gradients" not in train([{"factors": torch.tensor([1.0, 0.0, 0.0, 0.0])}])
 
 
-def test_gradients_that_float16_rounds_to_zero_are_seen():
-    """The negative control is the same model with a loss scale."""
+def test_gradients_underflowing_in_float16_are_reported():
+    """Negative control: the same model with loss scaling."""
 
     def share(scale):
         torch.manual_seed(0)
@@ -111,7 +111,7 @@ def test_gradients_that_float16_rounds_to_zero_are_seen():
     assert share(1.0) > 0.5 > 0.2 > share(65536.0)
 
 
-def test_the_console_line():
+def test_console_line():
     metrics = {
         "epoch": 0, "total_loss": 1.0, "loss_scale": 8.0, "skipped_total": 3, "skipped_in_a_row": 1, "lr": 0.1,
         "images_per_second": 1.0, "data_time": 0.0, "peak_memory_mb": 1.0, "eta_seconds": 1.0, "zero_gradients": 0.97,
@@ -122,7 +122,7 @@ def test_the_console_line():
     assert "skipped 3 (1 in a row)" in line
 
 
-def test_activations_are_watched_once_a_period():
+def test_activations_are_monitored_once_per_period():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     monitor = ActivationMonitor(model, period=3)
     hooked = []
@@ -145,7 +145,7 @@ def test_activations_are_watched_once_a_period():
     assert not model[0]._forward_hooks
 
 
-def test_the_clip_coefficient_of_a_step():
+def test_clip_coefficient():
     model = Controlled()
     clip = lambda gradients, norm: clip_gradients(gradients, norm, clip_type="global_norm", clip_value=1.0)  # noqa: E731
     step = OptimizationStep(model, [torch.optim.SGD(model.parameters(), 0.1)], clip=clip)

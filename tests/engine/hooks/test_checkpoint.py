@@ -1,4 +1,4 @@
-"""When checkpoints are written, what is in them by then, and which are kept."""
+"""Periodic checkpoints: schedule, content and deletion."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ class Killed(Exception):
 
 
 class KillAfter(HookBase):
-    """Ends the training behind everything else in an iteration, as a kill would."""
+    """End the training after all other hooks of an iteration, like a kill."""
 
     saves = True
 
@@ -34,7 +34,7 @@ class KillAfter(HookBase):
 
 
 class CountSteps(HookBase):
-    """A hook of a project's, with a state of its own."""
+    """Custom hook with a state."""
 
     count = 0
 
@@ -72,7 +72,7 @@ def iteration_in(path):
     return torch.load(path, weights_only=True)["trainer"]["iteration"]
 
 
-def test_by_epochs_and_by_iterations(tmp_path):
+def test_period_in_epochs_and_iterations(tmp_path):
     train(tmp_path, iterations=3)
     assert names(tmp_path) == ["0000", "0001", "final", "iter_0000003", "iter_0000006", "iter_0000009"]
     assert iteration_in(tmp_path / "model_iter_0000006.pth") == 6
@@ -80,7 +80,7 @@ def test_by_epochs_and_by_iterations(tmp_path):
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 
 
-def test_at_the_end_of_an_epoch_there_is_one_file_after_the_evaluation(tmp_path):
+def test_one_checkpoint_after_the_evaluation_of_an_epoch(tmp_path):
     class Evaluate(HookBase):
         evaluated = 0
 
@@ -99,30 +99,30 @@ def test_at_the_end_of_an_epoch_there_is_one_file_after_the_evaluation(tmp_path)
         assert content["trainer"]["hooks"]["Evaluate"]["evaluated"] == evaluated, name
 
 
-def test_by_minutes_from_the_last_one_on(tmp_path):
-    seconds = iter(range(0, 10**6, 20))  # 20 s from one look at the clock to the next
+def test_period_in_minutes(tmp_path):
+    seconds = iter(range(0, 10**6, 20))  # the clock advances by 20 s per call
     train(tmp_path, period=2, minutes=1.0, clock=lambda: float(next(seconds)))
-    # Looks: at the start, each step, and after each save; three of them make the minute.
+    # Called at the start, after each step and after each save; three calls are one minute.
     assert names(tmp_path) == ["0001", "final", "iter_0000003", "iter_0000006", "iter_0000011"]
 
 
 @pytest.mark.parametrize("minutes", [0.0, 5.0])
-def test_a_clock_is_read_by_all_ranks_only_where_minutes_are_asked_for(tmp_path, monkeypatch, minutes):
-    asked = []
-    monkeypatch.setattr("fastamp.utils.comm.broadcast_scalar", lambda number: asked.append(number) or 300.0)
+def test_clock_is_broadcast_only_with_a_period_in_minutes(tmp_path, monkeypatch, minutes):
+    broadcast = []
+    monkeypatch.setattr("fastamp.utils.comm.broadcast_scalar", lambda number: broadcast.append(number) or 300.0)
     train(tmp_path, epochs=1, minutes=minutes)
     assert names(tmp_path) == ["final"] + ["iter_0000001", "iter_0000002", "iter_0000003"] * (minutes > 0)
-    assert len(asked) == 3 * (minutes > 0)  # the main process's answer, not this one's own
+    assert len(broadcast) == 3 * (minutes > 0)  # the value of rank 0
 
 
-def test_states_of_hooks_that_come_later_are_those_after_the_step(tmp_path):
+def test_checkpoint_has_the_state_of_later_hooks_after_the_step(tmp_path):
     train(tmp_path, CountSteps(), iterations=1)
     for iteration in (1, 2, 3, 5):
         content = torch.load(tmp_path / f"model_iter_{iteration:07d}.pth", weights_only=True)
         assert content["trainer"]["hooks"]["CountSteps"]["count"] == iteration == content["trainer"]["iteration"]
 
 
-def test_the_newest_are_kept_and_nothing_else_is_deleted(tmp_path):
+def test_keep_deletes_only_older_periodic_checkpoints(tmp_path):
     others = ("model_best", "model_interrupted", "model_final", "model_unevaluated", "model_0099", "model_iter_x")
     for name in others:
         (tmp_path / f"{name}.pth").write_text("of before")
@@ -131,7 +131,7 @@ def test_the_newest_are_kept_and_nothing_else_is_deleted(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_files_of_before_a_resume_count(tmp_path, keep):
+def test_keep_counts_checkpoints_before_a_resume(tmp_path, keep):
     with pytest.raises(Killed):
         train(tmp_path, KillAfter(7), iterations=1, period=9, keep=0)
     assert len(names(tmp_path)) == 7
@@ -139,7 +139,7 @@ def test_files_of_before_a_resume_count(tmp_path, keep):
     assert names(tmp_path) == ["final", *(f"iter_{n:07d}" for n in range(12 - keep, 12))]
 
 
-def test_the_old_one_is_deleted_after_the_new_one_is_named(tmp_path, monkeypatch):
+def test_old_checkpoint_is_deleted_after_the_new_one_is_tagged(tmp_path, monkeypatch):
     seen = []
 
     def delete(self, doomed):
@@ -150,7 +150,7 @@ def test_the_old_one_is_deleted_after_the_new_one_is_named(tmp_path, monkeypatch
     assert seen == [([], "model_0000.pth"), (["model_0000"], "model_0001.pth")]
 
 
-def test_a_checkpoint_cannot_name_files_to_delete(tmp_path):
+def test_loaded_state_cannot_delete_other_files(tmp_path):
     (tmp_path / "run").mkdir()
     for path in ("precious.pth", "run/model_best.pth"):
         (tmp_path / path).write_text("precious")

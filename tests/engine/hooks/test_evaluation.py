@@ -1,4 +1,4 @@
-"""The best model: by which metric, over which test sets, and over a resume."""
+"""Selection of the best model: metric, test sets and resume."""
 
 import contextlib
 import logging
@@ -22,7 +22,7 @@ RESULTS = {
 
 
 @pytest.mark.parametrize(
-    "name, value, words",
+    "name, value, text",
     [
         ("metric", 47.5, "metric (the mean of mAP and Rank-1), its mean over A, csv:/b/c.csv"),
         ("mAP", 45.0, "mAP, its mean over A, csv:/b/c.csv"),
@@ -31,23 +31,23 @@ RESULTS = {
         ("csv:/b/c.csv/TAR@FAR=0.01", 3.0, "TAR@FAR=0.01 on csv:/b/c.csv"),
     ],
 )
-def test_names(name, value, words):
+def test_best_metric_by_name(name, value, text):
     metric = BestMetric.by_name(name, REPORTED)
-    assert metric.of(RESULTS) == value and str(metric) == words
+    assert metric.of(RESULTS) == value and str(metric) == text
 
 
 @pytest.mark.parametrize(
-    "name, near", [("map", "mAP"), ("A/rank-1", "A/Rank-1"), ("TAR@FAR=0.01", ""), ("A", ""), ("", "")]
+    "name, suggestion", [("map", "mAP"), ("A/rank-1", "A/Rank-1"), ("TAR@FAR=0.01", ""), ("A", ""), ("", "")]
 )
-def test_a_name_that_nothing_reports(name, near):
+def test_unknown_best_metric_suggests_nearest(name, suggestion):
     with pytest.raises(ConfigError, match="SOLVER.BEST_METRIC") as error:
         BestMetric.by_name(name, REPORTED)
-    assert f"Did you mean {near!r}?" in str(error.value) if near else True
+    assert f"Did you mean {suggestion!r}?" in str(error.value) if suggestion else True
     assert ("TEST.ROC.FAR" in str(error.value)) == ("FAR" in name)
     assert "choices: Rank-1, mAP, metric; or a metric of one test set, e.g. A/Rank-1" in str(error.value)
 
 
-def test_an_evaluator_that_does_not_tell_is_believed_until_it_reports():
+def test_missing_best_metric_raises_after_evaluation_if_names_are_unknown():
     assert BestMetric.by_name("A/purity", {"A": None, "B": METRICS}) == BestMetric("purity", ("A",))
     metric = BestMetric.by_name("purity", {"A": None})
     assert metric.of({"A": {"purity": 1.0}}) == 1.0
@@ -56,7 +56,7 @@ def test_an_evaluator_that_does_not_tell_is_believed_until_it_reports():
 
 
 def hook_for(folder, metric, scores):
-    """Return a hook whose evaluations give these mAPs, under a trainer of epochs of two iterations."""
+    """Build a hook whose evaluations return ``scores`` as mAP, with epochs of two iterations."""
 
     class Counting(TrainerBase):
         def run_step(self):
@@ -76,7 +76,7 @@ def best_in(folder):
     return torch.load(folder / "model_best.pth", weights_only=True)["best"]
 
 
-def test_the_best_file_says_what_it_is_the_best_by(tmp_path, caplog):
+def test_best_checkpoint_stores_metric_value_and_iteration(tmp_path, caplog):
     logging.getLogger("fastamp").setLevel(logging.INFO)
     hook = hook_for(tmp_path, "mAP", [10.0, 30.0, 20.0])
     hook.trainer.train(0, 3, 2)
@@ -84,20 +84,20 @@ def test_the_best_file_says_what_it_is_the_best_by(tmp_path, caplog):
     assert "best so far: 30.00, mAP on A; saved" in caplog.text and "20.00" not in caplog.text
 
 
-def test_what_is_no_number_is_never_the_best(tmp_path):
+def test_nan_is_never_the_best(tmp_path):
     hook = hook_for(tmp_path, "mAP", [float("nan"), 10.0, float("nan"), 20.0, float("nan")])
     hook.trainer.train(0, 5, 2)
     assert best_in(tmp_path) == {"metric": "mAP on A", "value": 20.0, "iteration": 8}
 
 
-def test_the_best_is_a_number_that_a_checkpoint_can_hold(tmp_path):
+def test_best_value_is_a_float(tmp_path):
     hook = hook_for(tmp_path, "mAP", [torch.tensor(30.0)])
     hook.trainer.train(0, 1, 2)
     hook.load_state_dict(hook.state_dict())
     assert type(hook.best) is float
 
 
-def test_a_resume_goes_on_judging_by_the_same_metric_and_anew_by_another(tmp_path, caplog):
+def test_resume_keeps_the_best_score_unless_the_metric_changes(tmp_path, caplog):
     first = hook_for(tmp_path, "mAP", [30.0])
     first.trainer.train(0, 1, 2)
     same = hook_for(tmp_path, "A/mAP", [20.0])
@@ -111,19 +111,19 @@ def test_a_resume_goes_on_judging_by_the_same_metric_and_anew_by_another(tmp_pat
     assert best_in(tmp_path) == {"metric": "mINP on A", "value": 5.0, "iteration": 2}
 
 
-def test_every_metric_that_the_evaluation_promises_is_reported(demo, tmp_path):
+def test_metric_names_match_the_results(demo, tmp_path):
     options = ("TEST.ROC.ENABLED", "True", "TEST.ROC.FAR", "[1e-1, 0.05]", "TEST.RANKS", "[3]", "SOLVER.MAX_EPOCH", "1")
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options, "SOLVER.BEST_METRIC", "Demo/TAR@FAR=0.05"))
     num_query = trainer.test_loaders["Demo"][1]
-    promised = trainer.build_evaluator(trainer.cfg, num_query).metric_names()
-    assert promised == ["Rank-1", "Rank-3", "Rank-5", "Rank-10", "mAP", "mINP", "metric", "TAR@FAR=0.05", "TAR@FAR=0.1"]
+    names = trainer.build_evaluator(trainer.cfg, num_query).metric_names()
+    assert names == ["Rank-1", "Rank-3", "Rank-5", "Rank-10", "mAP", "mINP", "metric", "TAR@FAR=0.05", "TAR@FAR=0.1"]
     results = trainer.train()
-    others = {"num_query", "num_gallery", "num_query_without_match", "intervals"}
-    assert set(promised) == results.keys() - others
+    counts = {"num_query", "num_gallery", "num_query_without_match", "intervals"}
+    assert set(names) == results.keys() - counts
     assert trainer.eval_hook.best == results["TAR@FAR=0.05"] == best_in(tmp_path)["value"]
 
 
-def test_a_wrong_name_is_an_error_before_anything_is_written(demo, tmp_path, capfd):
+def test_unknown_best_metric_exits_with_2_before_training(demo, tmp_path, capfd):
     import train_net
 
     assert train_net.cli(tiny.tiny_options(tmp_path, "SOLVER.BEST_METRIC", "TAR@FAR=0.1")) == 2
@@ -132,8 +132,8 @@ def test_a_wrong_name_is_an_error_before_anything_is_written(demo, tmp_path, cap
     assert {path.name for path in tmp_path.iterdir()} == {"log.txt"}
 
 
-def test_averaged_weights_never_leak_into_a_checkpoint(demo, tmp_path):
-    """An evaluation that fails has the average in the model; what is saved then are the weights themselves."""
+def test_failed_evaluation_saves_unaveraged_weights(demo, tmp_path):
+    """The model holds the average during the failed evaluation; the checkpoint has the current weights."""
     options = ("SOLVER.EMA.ENABLED", "True", "SOLVER.EMA.DECAY", "0.9", "SOLVER.MAX_EPOCH", "1")
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options))
     name = "backbone.0.weight"
