@@ -1,10 +1,10 @@
-"""Evaluation: from features of a test set to the metrics of the field.
+"""Evaluation of re-identification features: CMC, mAP, mINP and verification.
 
-The way of the features: ``evaluator`` collects them, ``metrics`` computes distances in blocks, ``protocol`` says which
-gallery images count for which query, ``rank`` computes AP, INP and CMC.
+Data flow: ``evaluator`` collects the features, ``metrics`` computes distances in blocks, ``protocol`` selects the
+gallery images that count for each query, and ``rank`` computes AP, INP and CMC.
 """
 
-from fastamp.evaluation import single_shot  # noqa: F401  adds rules
+from fastamp.evaluation import single_shot  # noqa: F401  registers its rules
 from fastamp.evaluation.evaluator import DatasetEvaluator, ReidEvaluator, inference_on_dataset
 from fastamp.evaluation.metrics import EvaluationResult, compute_metrics, rank_distances, rank_features
 from fastamp.evaluation.precise_bn import update_bn_statistics

@@ -1,7 +1,4 @@
-"""What simple pixel statistics reach without learning: the floors that a trained model must leave far behind.
-
-Compare the features by cosine similarity.
-"""
+"""Baselines without learning: features from raw pixels and color histograms, compared by cosine similarity."""
 
 import torch
 import torch.nn.functional as F
@@ -17,24 +14,23 @@ __getattr__ = moved_names(
 
 _PIXEL_GRID = (32, 16)
 _STRIPES = 6
-# Standard deviation, in box widths, of the weight around the middle column.
+# Standard deviation of the horizontal Gaussian weight, as a fraction of the box width.
 _WEIGHT_WIDTH = 0.22
-# Bins of hue, saturation and value.
 _HUE_BINS, _SATURATION_BINS, _VALUE_BINS = 12, 3, 4
 
 
 def raw_pixels(images: torch.Tensor) -> torch.Tensor:
-    """Return the pixels themselves, shrunk, with the image's own mean colour and contrast taken out.
+    """Compute standardized pixels of the downscaled image.
 
     Args:
-        images: (B, C, H, W) uint8 or float in 0..255: grey, RGB, or RGB and a channel that is left out.
+        images: (B, C, H, W) uint8 or float in 0..255: gray, RGB, or RGB and a fourth channel, which is ignored.
 
     Returns:
-        (B, 1536) float32: 32 x 16 pixels of 3 channels, each channel with mean 0 and standard deviation 1 (a flat
-        channel is 0); of grey images (B, 512).
+        (B, 1536) float32: 32 x 16 pixels of 3 channels, each channel of each image with mean 0 and standard deviation 1
+        (0 for a constant channel). (B, 512) for gray images.
 
     Raises:
-        ValueError: ``images`` has other dimensions, or not 1, 3 or 4 channels.
+        ValueError: ``images`` is not 4-dimensional with 1, 3 or 4 channels.
     """
     pixels = _color_channels(images).float()
     small = F.interpolate(pixels, size=_PIXEL_GRID, mode="bilinear", align_corners=False, antialias=True)
@@ -45,26 +41,27 @@ def raw_pixels(images: torch.Tensor) -> torch.Tensor:
 
 
 def color_histogram(images: torch.Tensor) -> torch.Tensor:
-    """Return joint HSV histograms of horizontal stripes, under the Hellinger map.
+    """Compute joint HSV histograms of horizontal stripes, with the Hellinger map (square root).
 
-    The classical appearance descriptor of the field (as in Gray and Tao 2008, "Viewpoint invariant pedestrian
-    recognition with an ensemble of localized features"; differs: one joint HSV space, and pixels near the box's middle
-    column weigh more, as in SDALF, Farenzena et al. 2010, since the box's edges show background).
+    Classical appearance feature of re-identification: Gray and Tao 2008, "Viewpoint invariant pedestrian recognition
+    with an ensemble of localized features"; differs: one joint HSV histogram, and pixels near the vertical axis have
+    larger weights, as in SDALF (Farenzena et al. 2010), because the left and right edges show background.
 
     Args:
-        images: (B, C, H, W) uint8 or float in 0..255: grey, RGB, or RGB and a channel that is left out; H at least 6.
+        images: (B, C, H, W) uint8 or float in 0..255: gray, RGB, or RGB and a fourth channel, which is ignored; H must
+            be at least 6.
 
     Returns:
-        (B, 864) float32 of unit length, entries in 0..1: the inner product of two is the mean over 6 stripes of the
-        Bhattacharyya coefficient of their 12 x 3 x 4 bin histograms.
+        (B, 864) float32 with unit length and entries in 0..1. The inner product of two features is the mean over 6
+        stripes of the Bhattacharyya coefficient of their 12 x 3 x 4 bin histograms.
 
     Raises:
-        ValueError: ``images`` has other dimensions, not 1, 3 or 4 channels, or fewer rows than stripes.
+        ValueError: ``images`` is not 4-dimensional with 1, 3 or 4 channels, or H is below 6.
     """
     pixels = _color_channels(images).expand(-1, 3, -1, -1)
     batch, _, height, width = pixels.shape
     if height < _STRIPES:
-        raise ValueError(f"images have {height} rows; {_STRIPES} stripes need at least as many")
+        raise ValueError(f"images must have at least {_STRIPES} rows, one per stripe; got {height}")
     hue, saturation, value = _rgb_to_hsv(pixels.float() / 255)
     bins = _index(hue, _HUE_BINS) * _SATURATION_BINS + _index(saturation, _SATURATION_BINS)
     bins = bins * _VALUE_BINS + _index(value, _VALUE_BINS)
@@ -80,19 +77,19 @@ def color_histogram(images: torch.Tensor) -> torch.Tensor:
 
 
 def _color_channels(images: torch.Tensor) -> torch.Tensor:
-    """Return the (B, 1 or 3, H, W) grey or RGB channels; raise ValueError if ``images`` is no batch of images."""
+    """Return the (B, 1 or 3, H, W) gray or RGB channels; raise ValueError if the shape is wrong."""
     if images.ndim != 4 or images.shape[1] not in (1, 3, 4):
         raise ValueError(f"images must be (B, C, H, W) with 1, 3 or 4 channels; got shape {tuple(images.shape)}")
     return images[:, :3]
 
 
 def _index(channel: torch.Tensor, bins: int) -> torch.Tensor:
-    """Return the int64 bin, 0..bins - 1, of every value in 0..1."""
+    """Return the int64 bin index in 0..bins - 1 of values in 0..1."""
     return (channel * bins).long().clamp_max(bins - 1)
 
 
 def _rgb_to_hsv(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return hue, saturation and value, each (B, H, W) in 0..1, of (B, 3, H, W) RGB in 0..1; a grey's hue is 0."""
+    """Convert (B, 3, H, W) RGB in 0..1 to hue, saturation and value, each (B, H, W) in 0..1; gray has hue 0."""
     red, green, blue = images.unbind(1)
     value, strongest = images.max(dim=1)
     chroma = value - images.amin(dim=1)

@@ -1,4 +1,4 @@
-"""Find features that cannot be told apart, whose ranking is the gallery's order."""
+"""Detection of collapsed features, whose ranking only reflects the order of the gallery."""
 
 import logging
 import math
@@ -14,12 +14,12 @@ from fastamp.utils.moved import renamed_arguments
 
 logger = logging.getLogger(__name__)
 
-# Roundings between the features and a distance: a largest distance below so many steps is noise.
+# Number of rounding steps from features to a distance; distances below that many units are noise.
 _ROUNDING_STEPS = 4
-# Fraction of the images from which on features that equal another identity's are reported: copies are normal.
+# Minimum fraction of images with the feature of another identity to warn about; a few copies of images are normal.
 _WARN_FRACTION = 0.05
 _BLOCK_ROWS = 4096
-# Features and columns that are looked at first: of most models these tell enough.
+# Number of features and columns that are tested first; they suffice for most models.
 _NUM_PROBED = 64
 
 
@@ -32,21 +32,22 @@ def count_indistinct(
     metric: str,
     dtype: torch.dtype,
 ) -> int:
-    """Return how many images have a feature that no distance tells from another identity's, and warn of many.
+    """Count images whose feature cannot be distinguished from another identity's, and warn about them.
 
-    All of them, if the largest distance between two features is below the resolution of ``dtype``: it is at most twice
-    the largest distance from the mean, so no pairs are needed. Otherwise those whose feature equals, bit for bit,
-    one of another identity. Below 5 % of the images, 0: a set may hold copies of an image.
+    Counts all images if the largest distance between two features is below the resolution of ``dtype``; it is bounded
+    by twice the largest distance from the mean, so no pairs are compared. Otherwise counts images whose feature is
+    bit-identical to one of another identity, or 0 if these are less than 5 % of the images, because a dataset may
+    contain copies of an image.
 
     Args:
-        query_features: (Q, D) finite float features.
-        gallery_features: (G, D) finite float features.
-        identities: of the Q and G images.
+        query_features: (Q, D) float, finite.
+        gallery_features: (G, D) float, finite.
+        identities: identities and cameras of the Q and G images.
         metric: ``"cosine"`` or ``"euclidean"``.
-        dtype: of the distances.
+        dtype: dtype of the distances.
 
     Returns:
-        0..Q + G.
+        Number of images, 0..Q + G.
     """
     pids = torch.cat((identities.query_pids, identities.gallery_pids)).cpu().numpy()
     if len(np.unique(pids)) < 2:
@@ -54,18 +55,18 @@ def count_indistinct(
     largest, length, resolution = _largest_distance((query_features, gallery_features), metric, dtype)
     if largest <= resolution:
         _warn(
-            f"all {len(pids)} features are the same for the {metric} distance: no two are farther apart than "
-            f"{largest:.2g}, and {str(dtype).removeprefix('torch.')} resolves {resolution:.2g} (largest length of a "
-            f"feature: {length:.3g}).",
-            "the model has collapsed to one output, its weights were not loaded or its features are too small",
+            f"all {len(pids)} features are equal within rounding: the largest {metric} distance is {largest:.2g}, the "
+            f"resolution of {str(dtype).removeprefix('torch.')} is {resolution:.2g} (largest feature norm: "
+            f"{length:.3g}).",
+            "the model collapsed to one output, its weights were not loaded, or its features are too small",
         )
         return len(pids)
     indistinct = _equal_to_another_identity((query_features, gallery_features), pids)
     if indistinct < _WARN_FRACTION * len(pids):
         return 0
     _warn(
-        f"{indistinct} of {len(pids)} features equal, bit for bit, the feature of another identity.",
-        "the model has partly collapsed (e.g. all outputs are 0 for some images), or identities share their images",
+        f"{indistinct} of {len(pids)} features are bit-identical to a feature of another identity.",
+        "the model partly collapsed (e.g. all outputs are 0 for some images), or identities share images",
     )
     return indistinct
 
@@ -73,9 +74,9 @@ def count_indistinct(
 def _warn(found: str, cause: str) -> None:
     if comm.is_main_process():
         logger.warning(
-            "%s Equal distances are ranked in the gallery's order: these metrics say nothing of the model.\n"
+            "%s Ties are ranked in gallery order, so these metrics are meaningless.\n"
             "  cause: %s\n"
-            "  fix:   check MODEL.WEIGHTS and the training's losses; an earlier checkpoint, or a lower SOLVER.BASE_LR",
+            "  fix:   check MODEL.WEIGHTS and the training losses; use an earlier checkpoint or a lower SOLVER.BASE_LR",
             found,
             cause,
         )
@@ -87,10 +88,10 @@ def _blocks(sides: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
 
 
 def _largest_distance(sides: tuple[torch.Tensor, ...], metric: str, dtype: torch.dtype) -> tuple[float, float, float]:
-    """Return a bound on the largest distance, the largest length of a feature, and the resolution of distances.
+    """Compute an upper bound of the largest distance, the largest feature norm and the resolution of distances.
 
-    The bound is from the mean of all features; where a few are already farther apart than the resolution, from theirs
-    alone. Euclidean distances, as they are ranked, are squared.
+    The bound uses the distances from the mean of all features, or of the first few if that already exceeds the
+    resolution. Euclidean distances are squared, as in the ranking.
     """
     exact = torch.float32 if sides[0].device.type == "mps" else torch.float64
     length = max(float(block.to(dtype).norm(dim=1).max()) for block in _blocks(sides))
@@ -110,14 +111,14 @@ def _largest_distance(sides: tuple[torch.Tensor, ...], metric: str, dtype: torch
         return (2 * radius) ** 2 / (2 if metric == "cosine" else 1)
 
     probe_bound = bound(tuple(side[:_NUM_PROBED] for side in sides))
-    # Their farthest pair is at least half as far apart as their bound, of squares a quarter.
+    # The distance of the farthest pair is at least half the bound, a quarter for squared distances.
     return probe_bound if probe_bound > 4 * resolution else bound(sides), length, resolution
 
 
 def _equal_to_another_identity(sides: tuple[torch.Tensor, ...], pids: np.ndarray) -> int:
-    """Return how many rows equal, bit for bit, a row of another identity (by a 64-bit hash of integers).
+    """Count rows that are bit-identical to a row of another identity, by 64-bit hashes.
 
-    Some columns are compared first, and all of them only of the rows that are equal in these.
+    A subset of the columns is hashed first; all columns are hashed only for rows that are equal in the subset.
     """
     rows, width = torch.arange(len(pids)), sides[0].shape[1]
     for step in dict.fromkeys((max(1, width // _NUM_PROBED), 1)):
@@ -133,7 +134,7 @@ def _equal_to_another_identity(sides: tuple[torch.Tensor, ...], pids: np.ndarray
 
 
 def _hashes(sides: tuple[torch.Tensor, ...], rows: torch.Tensor, step: int) -> np.ndarray:
-    """Return a hash of each of ``rows`` (sorted, numbered through all sides), of every ``step``-th column: (R,)."""
+    """Hash every ``step``-th column of ``rows`` (sorted indices into the concatenated sides): (R,) int64."""
     integer = torch.int64 if sides[0].dtype == torch.float64 else torch.int32
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (len(range(0, sides[0].shape[1], step)),), generator=generator) * 2 + 1
@@ -144,6 +145,6 @@ def _hashes(sides: tuple[torch.Tensor, ...], rows: torch.Tensor, step: int) -> n
         for part in side_rows.split(_BLOCK_ROWS):
             numbers = side[part.to(side.device), ::step]
             numbers = numbers.double() if integer == torch.int64 else numbers.float()
-            numbers = (numbers.cpu() + 0.0).contiguous()  # -0 is 0
+            numbers = (numbers.cpu() + 0.0).contiguous()  # maps -0 to 0
             hashes.append((numbers.view(integer).long() * factors).sum(1))
     return torch.cat(hashes).numpy()

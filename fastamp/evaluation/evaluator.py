@@ -1,4 +1,4 @@
-"""Run a model over a test set, collect its features, and compute the metrics from them."""
+"""Evaluators: run a model over a test set, collect the features and compute the metrics."""
 
 import itertools
 import logging
@@ -30,25 +30,25 @@ logger = logging.getLogger(__name__)
 
 Locator = Callable[[nn.Module, dict[str, Any], PrecisionPolicy], str]
 LOCATOR = "fastamp.diagnostics.nan_locator:describe_evaluation"
-"""Default of ``inference_on_dataset``. It is a name because diagnostics builds on evaluation; a failure imports it."""
+"""Default locator of ``inference_on_dataset``, imported only after a failure: diagnostics imports evaluation."""
 
 
 class DatasetEvaluator:
-    """Takes a test set batch by batch, then returns its metrics."""
+    """Base class of evaluators, which accumulate batches of a test set and compute its metrics."""
 
     def metric_names(self) -> list[str] | None:
-        """Return the metrics that ``evaluate`` returns and models can be compared by; None when that is not known."""
+        """List the metrics of ``evaluate`` that can select the best model; None if they are not known in advance."""
         return None
 
     def reset(self) -> None:
-        """Start anew."""
+        """Discard all accumulated batches."""
 
     def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
-        """Take one batch and what the model returned for it."""
+        """Accumulate one batch and the model's output for it."""
         raise NotImplementedError
 
     def evaluate(self) -> dict[str, Any] | None:
-        """Return the metrics; None on ranks other than 0."""
+        """Compute the metrics; None on ranks other than 0."""
         raise NotImplementedError
 
 
@@ -61,23 +61,22 @@ def inference_on_dataset(
     policy: PrecisionPolicy | None = None,
     locate: Locator | str | None = LOCATOR,
 ) -> dict[str, Any]:
-    """Evaluate a model; it is in evaluation mode meanwhile, and back in its former mode afterwards.
+    """Evaluate a model in evaluation mode; its former mode is restored afterwards.
 
     Args:
-        model: batch -> (B, D) features in evaluation mode.
-        data_loader: batches, of uint8 or float images in 0..255.
-        evaluator: gets each batch with its features.
-        flip_test: use the mean of the features of each image and of its mirror image.
-        policy: the trainer's precision policy; None computes in float32.
-        locate: function of the model, the first batch with non-finite features and the policy that returns text for
-            the error message, or its name, ``"module:function"``. Default: names the first module with a non-finite
-            output. None adds nothing.
+        model: maps a batch to (B, D) features in evaluation mode.
+        data_loader: batches with uint8 or float images in 0..255.
+        evaluator: receives each batch with its features.
+        flip_test: average the features of each image and its mirror image. Default: False.
+        policy: the trainer's precision policy. Default: float32.
+        locate: function (model, first batch with non-finite features, policy) -> text for the error message, or its
+            name ``"module:function"``. Default: name the first module with a non-finite output. None adds no text.
 
     Returns:
         The evaluator's metrics; an empty dict on ranks other than 0.
 
     Raises:
-        TrainingError: features are not finite, with what ``locate`` returned; or memory ran out.
+        TrainingError: features are not finite, or the device is out of memory.
     """
     policy = policy or PrecisionPolicy(next(model.parameters()).device.type, torch.float32, "no policy given")
     was_training = {module: module.training for module in model.modules()}
@@ -93,7 +92,7 @@ def inference_on_dataset(
                 finite.append(torch.isfinite(features).all())
                 evaluator.process(batch, features)
                 images += len(features)
-        # Read once, at the end: the loop need not wait for it.
+        # Read once after the loop to avoid one device synchronization per batch.
         flags = torch.stack(finite).tolist() if finite else []
         first_nonfinite = flags.index(False) if False in flags else None
         if comm.any_across_ranks(first_nonfinite is not None):
@@ -103,23 +102,25 @@ def inference_on_dataset(
             module.training = mode
     seconds = time.perf_counter() - start
     (images,) = comm.sum_over_ranks([images])
-    logger.info("features of %d images in %s (%.0f images/s)", images, format_duration(seconds), images / seconds)
+    logger.info(
+        "extracted features of %d images in %s (%.0f images/s)", images, format_duration(seconds), images / seconds
+    )
     return evaluator.evaluate() or {}
 
 
 def extract_features(
     model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy, flip_test: bool = False
 ) -> torch.Tensor:
-    """Return the features of a batch.
+    """Extract the features of a batch.
 
     Args:
-        model: batch -> (B, D) features, in evaluation mode.
-        batch: ``images``: (B, C, H, W) in 0..255, and whatever else the model needs.
-        policy: the precision that the model computes in.
-        flip_test: return the mean of the features of each image and of its mirror image.
+        model: maps a batch to (B, D) features, in evaluation mode.
+        batch: ``images``: (B, C, H, W) in 0..255, and further inputs of the model.
+        policy: precision policy of the forward pass.
+        flip_test: average the features of each image and its mirror image. Default: False.
 
     Returns:
-        (B, D) float32, on the model's device, not normalized; float64 of a float64 model.
+        (B, D) float32 on the model's device, not normalized; float64 if the model is float64.
     """
     with policy.autocast():
         features = to_float32(model(batch))
@@ -137,14 +138,12 @@ def _explain_not_finite(
     policy: PrecisionPolicy,
     locate: Locator | str | None,
 ) -> str:
-    """Return the message about batch ``number``, the first whose features are not finite; None has none."""
+    """Build the message for batch ``number``, the first with non-finite features on this rank, or None."""
     text = ""
     if number is not None:
         batch = next(itertools.islice(iter(data_loader), number, None))
-        where = f"test batch {number}" + (
-            f", which begins with {batch['img_paths'][0]}" if "img_paths" in batch else ""
-        )
-        text = f"the features that the model returned in {dtype_name(policy.dtype)} are not all finite ({where})"
+        where = f"test batch {number}" + (f", first image {batch['img_paths'][0]}" if "img_paths" in batch else "")
+        text = f"features are not finite: the model returned NaN or Inf in {dtype_name(policy.dtype)} ({where})"
         locate = pkgutil.resolve_name(locate) if isinstance(locate, str) else locate
         with comm.as_single_process():
             found = locate(model, batch, policy) if locate else ""
@@ -153,19 +152,19 @@ def _explain_not_finite(
 
 
 class ReidEvaluator(DatasetEvaluator):
-    """CMC, mAP, mINP and verification of one test set: query images first, then the gallery.
+    """Compute CMC, mAP, mINP and verification of one test set, in the order query images, then gallery images.
 
     Args:
-        cfg: ``TEST`` is read.
+        cfg: config; only ``TEST`` is read.
         num_query: number of query images.
-        output_dir: folder for the files that ``TEST.PER_QUERY`` and ``TEST.ROC`` write; None writes none.
-        report_options: what a report shows of the ranking. Default: ``ReportOptions()`` if ``TEST.REPORT``, else
-            nothing.
+        output_dir: folder for the files of ``TEST.PER_QUERY`` and ``TEST.ROC``; None writes no files.
+        report_options: size of the retrieval examples. Default: ``ReportOptions()`` if ``TEST.REPORT``, else no
+            examples.
 
     Attributes:
-        result: of the last evaluation, if its ranking is to be shown.
-        pairs: after ``evaluate``, on the main process: the scores of a sample of genuine and impostor pairs; None where
-            there are none.
+        result: result of the last evaluation; None without ``report_options``.
+        pairs: scores of sampled genuine and impostor pairs, set by ``evaluate`` on the main process; None if there are
+            no such pairs.
     """
 
     pairs: PairScores | None = None
@@ -187,22 +186,22 @@ class ReidEvaluator(DatasetEvaluator):
         self.reset()
 
     def metric_names(self) -> list[str]:
-        """Return the names of the metrics in percent."""
+        """List the metrics in percent."""
         return self.protocol.metric_names()
 
     def reset(self) -> None:
-        """Forget all features."""
+        """Discard all features."""
         self._batches: dict[str, list[torch.Tensor]] = {}
         self._num_images = 0
         self._device = torch.device("cpu")
 
     def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
-        """Take one batch.
+        """Accumulate one batch.
 
         Args:
-            inputs: the batch, with ``targets``, ``camids`` and, unless the batches come in the order of the test set
-                and in one process, ``indices``: (B,) int64 each.
-            outputs: (B, D) features, any precision; kept on the CPU as float32, float64 as it is.
+            inputs: the batch, with ``targets`` and ``camids``: (B,) int64. ``indices``: (B,) int64, positions in the
+                test set, may be omitted in a single process whose batches arrive in the order of the test set.
+            outputs: (B, D) features, any precision; stored on the CPU in float32, float64 features in float64.
         """
         self._device = outputs.device
         batch = {"features": to_float32(outputs.detach()).cpu()}
@@ -215,18 +214,18 @@ class ReidEvaluator(DatasetEvaluator):
             self._batches.setdefault(name, []).append(column)
 
     def evaluate(self) -> dict[str, Any] | None:
-        """Compute the metrics, on the model's device if the features fit there, and forget the features.
+        """Compute the metrics, on the model's device if the features fit there, and discard the features.
 
         Returns:
-            ``EvaluationResult.metrics``, percentages as floats; with ``TEST.BASELINES`` also ``baselines``:
-            name -> the same of that baseline. None on ranks other than 0.
+            The dict of ``EvaluationResult.metrics``; with ``TEST.BASELINES`` also ``baselines``: name -> its metrics.
+            None on ranks other than 0.
 
         Raises:
             ConfigError: a file cannot be written, or query expansion overflows.
             DataError: a feature is not finite, or no query has a match.
         """
         if not self._batches:
-            raise DataError("no image was evaluated: the test set, or this process's share of it, is empty")
+            raise DataError("no image was evaluated: the test set, or the part of this process, is empty")
         columns, n, protocol = self._gather(), self.num_query, self.protocol
         pids, camids = columns["targets"], columns["camids"]
         identities = Identities(pids[:n], pids[n:], camids[:n], camids[n:])
@@ -255,7 +254,7 @@ class ReidEvaluator(DatasetEvaluator):
         return metrics
 
     def _gather(self) -> dict[str, torch.Tensor]:
-        """Return the columns of all ranks in the order of ``indices``, and let go of the batches."""
+        """Gather the columns of all ranks in the order of ``indices``, and free the batches."""
         indices = comm.gather_rows(torch.cat(self._batches.pop("indices")))
         rows = indices.argsort().argsort()
         columns = {}
@@ -265,7 +264,7 @@ class ReidEvaluator(DatasetEvaluator):
                 parts = [comm.gather_rows(torch.cat(parts))]
             ordered = parts[0].new_empty(len(indices), *parts[0].shape[1:])
             begin = 0
-            # Batch by batch, each freed at once: two copies of all features need not fit into memory.
+            # Free each batch after copying it, so that memory holds only one copy of all features.
             while parts:
                 part = parts.pop(0)
                 ordered[rows[begin : begin + len(part)]] = part
@@ -291,19 +290,21 @@ class ReidEvaluator(DatasetEvaluator):
 
 @renamed_arguments(judgement="result")
 def write_per_query(result: EvaluationResult, path: Path) -> None:
-    """Write ``ap``, ``inp``, ``valid``: (Q,), and ``first_match``: (Q, R), see ``RankingResult``, to an npz file.
+    """Write the per-query results ``ap``, ``inp``, ``valid``: (Q,) and ``first_match``: (Q, R) to an npz file.
+
+    See ``RankingResult`` for their meaning.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     ranking = result.ranking
     columns = {name: getattr(ranking, name).numpy() for name in ("ap", "inp", "valid", "first_match")}
-    with writing(path), path.open("wb") as file:  # NumPy would add .npz to another name
+    with writing(path), path.open("wb") as file:  # np.savez appends .npz to other file names
         np.savez_compressed(file, **columns)
 
 
 def ranking_device(features: torch.Tensor, protocol: Protocol, device: torch.device) -> torch.device:
-    """Return where to rank (N, D) features: ``device`` if it is CUDA and has room on every rank, else the CPU."""
+    """Return ``device`` if it is CUDA and can rank (N, D) features in its free memory on all ranks, else the CPU."""
     if device.type != "cuda":
         return torch.device("cpu")
     copies = 1 + 4 * (protocol.expansion is not None) + 2 * (protocol.re_ranking is not None)
@@ -313,6 +314,6 @@ def ranking_device(features: torch.Tensor, protocol: Protocol, device: torch.dev
     if not comm.any_across_ranks(needed > free):
         return device
     logger.info(
-        "ranking on the CPU: it needs %.1f GiB, and %.1f GiB are free on %s", needed / 2**30, free / 2**30, device
+        "ranking on the CPU: requires %.1f GiB, but %.1f GiB are free on %s", needed / 2**30, free / 2**30, device
     )
     return torch.device("cpu")

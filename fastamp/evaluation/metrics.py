@@ -1,4 +1,4 @@
-"""From features to metrics: expansion, distances in blocks, re-ranking, ranking and verification, in one pass."""
+"""Compute metrics from features: query expansion, distances in blocks, re-ranking, ranking and verification."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
 
-# Queries drawn at once, of all resamples: they stay in the cache.
+# Indices drawn at once over all bootstrap resamples, so that they fit into the CPU cache.
 _RESAMPLED = 2**16
 _INTERVAL = (0.025, 0.975)
 
@@ -43,12 +43,13 @@ class EvaluationResult:
     """Result of evaluating features under a protocol.
 
     Attributes:
-        protocol: how they were evaluated.
-        ranking: per query; under VehicleID's protocol per image.
-        roc: None when verification was not asked for, or there were no genuine or no impostor pairs.
-        num_gallery: gallery images, of one draw where they are drawn.
-        examples: what a report shows of it; None when nothing was report_options.
-        num_indistinct: images whose feature no distance tells from another identity's; see ``count_indistinct``.
+        protocol: evaluation protocol.
+        ranking: per-query results; per-image results under the VehicleID protocol.
+        roc: ROC curve; None if verification is disabled, or there are no genuine or no impostor pairs.
+        num_gallery: number of gallery images; in one trial if the gallery is drawn at random.
+        examples: retrieval examples for a report; None if they were not requested.
+        num_indistinct: number of images whose feature cannot be distinguished from another identity's, see
+            ``count_indistinct``. Default: 0.
     """
 
     protocol: Protocol
@@ -60,16 +61,16 @@ class EvaluationResult:
     details = renamed_attribute("details", "examples")
 
     def metrics(self) -> dict[str, Any]:
-        """Return the numbers to report.
+        """Return all metrics by name.
 
-        To add a metric in percent, compute it here and name it in ``Protocol.metric_names``. The log's table shows
-        every float (``results_table``), a report those of ``fastamp.report.sections._tiles``.
+        To add a metric in percent, compute it here and add its name to ``Protocol.metric_names``. The table in the log
+        shows every float (``results_table``); ``fastamp.report.sections._tiles`` selects the metrics of a report.
 
         Returns:
-            ``Rank-r`` for each rank, ``mAP``, ``mINP``, ``metric`` (the mean of mAP and Rank-1) and, as asked for,
-            ``TAR@FAR=f``, all in percent; the counts ``num_query``, ``num_gallery``,
-            ``num_query_without_match`` and, only if there are some, ``num_indistinct``; and ``intervals``: ``mAP`` and
-            ``Rank-1`` -> the low and high end of 95 %.
+            In percent, as float: ``Rank-r`` for each rank, ``mAP``, ``mINP``, ``metric`` (mean of mAP and Rank-1) and,
+            with verification, ``TAR@FAR=f``. As int: ``num_query``, ``num_gallery``, ``num_query_without_match`` and,
+            if it is not 0, ``num_indistinct``. ``intervals``: ``mAP`` and ``Rank-1`` -> [low, high] of the 95 %
+            bootstrap confidence interval.
         """
         ranking = self.ranking
         metrics: dict[str, Any] = {f"Rank-{rank}": 100 * ranking.cmc(rank) for rank in self.protocol.ranks}
@@ -79,7 +80,7 @@ class EvaluationResult:
             metrics[accept_rate_name(rate)] = 100 * self.roc.tar_at(rate)
         metrics["num_query"], metrics["num_query_without_match"] = len(ranking.ap), len(ranking.ap) - ranking.num_valid
         metrics["num_gallery"] = self.num_gallery
-        if self.protocol.random_query_gallery_split:  # those of one draw, which has no query without a match
+        if self.protocol.random_query_gallery_split:  # counts of one trial, in which each query has a match
             draws = ranking.first_match.shape[1]
             metrics["num_query"], metrics["num_query_without_match"] = int(ranking.trials.sum()) // draws, 0
         if self.num_indistinct:
@@ -89,7 +90,7 @@ class EvaluationResult:
         return metrics
 
     def intervals(self) -> dict[str, list[float]]:
-        """Return the 95 % intervals of mAP and Rank-1 in percent, by the bootstrap over queries (percentiles)."""
+        """Compute 95 % percentile bootstrap confidence intervals of mAP and Rank-1 over queries, in percent."""
         ranking = self.ranking
         weights = ranking.trials[ranking.valid].numpy()
         values = {"mAP": ranking.ap, "Rank-1": ranking.hits(1)}
@@ -121,21 +122,23 @@ def compute_metrics(
     protocol: Protocol | None = None,
     report_options: ReportOptions | None = None,
 ) -> EvaluationResult:
-    """Evaluate the features of queries and gallery; several ranks, which all hold all features, share the work.
+    """Compute CMC, mAP, mINP and verification from query and gallery features.
+
+    In a distributed run every rank passes all features, and the ranks share the queries.
 
     Args:
         query_features: (Q, D) float, any precision.
-        gallery_features: (G, D) float, on the same device, on which all is computed.
-        identities: of the Q and G images.
-        protocol: None is Market-1501's by cosine distance.
-        report_options: how much is to be shown; None is nothing.
+        gallery_features: (G, D) float, on the same device, which also computes the metrics.
+        identities: identities and cameras of the Q and G images.
+        protocol: evaluation protocol. Default: Market-1501 with cosine distance.
+        report_options: size of the retrieval examples. Default: no examples.
 
     Returns:
-        The same on every rank, but for the rank lists, which rank 0 alone has.
+        The result, identical on all ranks except for the rank lists, which only rank 0 has.
 
     Raises:
-        ConfigError: query expansion whose weights overflow.
-        DataError: the sets cannot be ranked (see ``check_features``).
+        ConfigError: the weights of query expansion overflow.
+        DataError: the features are invalid, see ``check_features``.
         NoMatchError: no query has a match.
     """
     protocol = protocol or Protocol()
@@ -173,7 +176,7 @@ def compute_metrics(
             roc.add(first, distances)
         if example_counter is not None:
             example_counter.add(first, distances)
-        ranker.add(first, distances)  # the last: it overwrites the distances of junk
+        ranker.add(first, distances)  # last, because it overwrites the distances of junk
     local_ranking = ranker.result()
     ranking = RankingResult(
         *(comm.gather_rows(column) for column in (local_ranking.ap, local_ranking.inp, local_ranking.first_match))
@@ -198,18 +201,21 @@ def rank_features(
     metric: str = "cosine",
     memory_budget_mb: float = 256,
 ) -> RankingResult:
-    """Rank the gallery for each query by the distance of their features, under the Market-1501 rule.
+    """Rank the gallery for each query by feature distance, under the Market-1501 rule.
 
     Args:
         query_features: (Q, D) float, any precision.
         gallery_features: (G, D) float, on the same device.
-        identities: of the Q and G images.
-        metric: ``"cosine"`` or ``"euclidean"``; distances are float32 (float64 for float64 features).
-        memory_budget_mb: MiB of distances held at once.
+        identities: identities and cameras of the Q and G images.
+        metric: ``"cosine"`` (default) or ``"euclidean"``; distances are float32, or float64 for float64 features.
+        memory_budget_mb: memory for distances in MiB. Default: 256.
+
+    Returns:
+        Per-query results on the CPU.
 
     Raises:
-        ConfigError: unknown metric.
-        DataError: query or gallery is empty, shapes do not fit, or a feature is not finite.
+        ConfigError: the metric is unknown.
+        DataError: query or gallery is empty, shapes do not match, or a feature is not finite.
     """
     check_features(query_features, gallery_features, identities)
     blocks = FeatureDistances(query_features, gallery_features, metric=metric, memory_budget_mb=memory_budget_mb)
@@ -221,26 +227,27 @@ def rank_features(
 
 @renamed_arguments(ids="identities")
 def rank_distances(distances: torch.Tensor, identities: Identities, *, trapezoid: bool = False) -> RankingResult:
-    """Rank the gallery for each query by given distances, under the Market-1501 rule.
+    """Rank the gallery for each query by precomputed distances, under the Market-1501 rule.
 
-    Gallery images of the query's identity from the query's own camera are junk and excluded (Zheng et al. 2015).
-    Equal distances keep the gallery's order, so that the result does not depend on a sort.
+    Gallery images of the query's identity from the query's camera are junk and excluded (Zheng et al. 2015). Ties are
+    broken by gallery order, so that the result is deterministic.
 
     Args:
-        distances: (Q, G) numbers.
-        identities: of Q queries and G gallery images.
-        trapezoid: see ``Ranker``.
+        distances: (Q, G), any numeric dtype.
+        identities: identities and cameras of the Q queries and G gallery images.
+        trapezoid: see ``Ranker``. Default: False.
 
     Returns:
         Per-query results on the CPU.
 
     Raises:
-        DataError: the shapes do not fit, or a distance is NaN.
+        DataError: the shapes do not match, or a distance is NaN.
     """
     num_query, num_gallery = len(identities.query_pids), len(identities.gallery_pids)
     if distances.shape != (num_query, num_gallery):
         raise DataError(
-            f"distances are {tuple(distances.shape)}, for {num_query} queries and {num_gallery} gallery images"
+            f"shape mismatch: expected distances ({num_query}, {num_gallery}) for {num_query} queries and "
+            f"{num_gallery} gallery images, got {tuple(distances.shape)}"
         )
     if distances.isnan().any():
         raise DataError(f"{int(distances.isnan().sum())} of {distances.numel()} distances are NaN")
@@ -257,81 +264,83 @@ def check_features(
     identities: Identities,
     dtype: torch.dtype = torch.float64,
 ) -> None:
-    """Check that two sets of features can be ranked.
+    """Validate query and gallery features before ranking.
 
     Args:
         query_features: (Q, D) float.
         gallery_features: (G, D) float.
-        identities: of the Q and G images.
-        dtype: the widest that they are computed in; that of float32 and narrower features is float32 anyway.
+        identities: identities and cameras of the Q and G images.
+        dtype: dtype of the distances for float64 features; other features use float32. Default: float64.
 
     Raises:
-        DataError: a set is empty, shapes do not fit, or features are not finite or too large for their squares.
+        DataError: a set is empty, shapes do not match, or features are not finite or overflow when squared.
     """
     for name, features, pids, camids in (
         ("query", query_features, identities.query_pids, identities.query_camids),
         ("gallery", gallery_features, identities.gallery_pids, identities.gallery_camids),
     ):
         if len(features) == 0:
-            raise DataError(f"the {name} set is empty: there is nothing to rank")
+            raise DataError(f"the {name} set is empty: at least one image is required")
         if features.dim() != 2 or not len(features) == len(pids) == len(camids):
             raise DataError(
-                f"{name}: features {tuple(features.shape)}, {len(pids)} identities and {len(camids)} cameras "
-                "do not fit; expected (N, D) features and N of each"
+                f"shape mismatch in the {name} set: expected (N, D) features, N identities and N cameras, got "
+                f"{tuple(features.shape)}, {len(pids)} and {len(camids)}"
             )
         _check_finite(name, features, dtype)
     if query_features.shape[1] != gallery_features.shape[1]:
         raise DataError(
-            f"query features are {query_features.shape[1]} wide, gallery features {gallery_features.shape[1]}: "
-            "they are of two models"
+            f"shape mismatch: query features have {query_features.shape[1]} dimensions, gallery features "
+            f"{gallery_features.shape[1]}\n  fix: extract both with the same model"
         )
 
 
 def _check_finite(name: str, features: torch.Tensor, dtype: torch.dtype) -> None:
     if features.numel() == 0:
-        raise DataError(f"the {name} features are 0 wide")
+        raise DataError(f"the {name} features have 0 dimensions")
     low, high = (bound.item() for bound in torch.aminmax(features))
     largest = max(abs(low), abs(high))
     if not math.isfinite(largest):
         bad = (~torch.isfinite(features).all(1)).nonzero().flatten().tolist()
         raise DataError(
-            f"{len(bad)} of {len(features)} {name} features are NaN or infinite (the first: number "
-            f"{', '.join(map(str, bad[:5]))} of the {name} set, from 0): they cannot be ranked.\n"
-            "  cause: the model's training diverged, its weights or norm buffers are damaged, or float16 overflows\n"
-            "  fix: a lower SOLVER.BASE_LR or an earlier checkpoint; under float16, SOLVER.AMP.EVAL_DTYPE float32"
+            f"{name} features are not finite: {len(bad)} of {len(features)} contain NaN or Inf (first indices: "
+            f"{', '.join(map(str, bad[:5]))})\n"
+            "  cause: training diverged, weights or normalization buffers are corrupt, or float16 overflowed\n"
+            "  fix: lower SOLVER.BASE_LR or use an earlier checkpoint; with float16, set SOLVER.AMP.EVAL_DTYPE float32"
         )
     dtype = torch.float32 if features.dtype != torch.float64 else dtype
     limit = math.sqrt(torch.finfo(dtype).max / features.shape[1]) / 2
     if largest > limit:
         raise DataError(
-            f"{name} features reach {largest:.3g}: the squares of {features.shape[1]} values above {limit:.3g} "
-            f"overflow in {str(dtype).removeprefix('torch.')}, and with them the distances"
+            f"{name} features are too large: values up to {largest:.3g}, but squared distances of {features.shape[1]} "
+            f"dimensions overflow in {str(dtype).removeprefix('torch.')} above {limit:.3g}"
         )
 
 
 def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:
-    """Return the curve of all ranks' pairs; warn of accept rates that it does not have."""
+    """Compute the ROC curve over the pairs of all ranks; warn of false accept rates that are too low for it."""
     if roc is None:
         return None
     curve = roc.result()
     if curve is None:
-        logger.warning("TEST.ROC: there are no genuine or no impostor pairs, and so no accept rates")
+        logger.warning("TEST.ROC: no accept rates, because there are no genuine or no impostor pairs")
         return None
     unreachable = [f"{rate:.10g}" for rate in protocol.false_accept_rates if rate * curve.num_impostor < 1]
     if unreachable:
         logger.warning(
-            "TEST.ROC.FAR %s: of %d impostor pairs none may be accepted", ", ".join(unreachable), curve.num_impostor
+            "TEST.ROC.FAR %s: too low for %d impostor pairs, no pair may be accepted",
+            ", ".join(unreachable),
+            curve.num_impostor,
         )
     return curve
 
 
 def _explain_no_match(count: int, protocol: Protocol) -> str:
     if protocol.random_query_gallery_split:
-        return f"none of the {count} images has a match: no identity has two images"
+        return f"none of the {count} images has a match: each identity has only one image"
     if not protocol.cross_camera:
-        return f"none of the {count} queries has a match in the gallery: they have no identity in common"
+        return f"none of the {count} queries has a match in the gallery: query and gallery share no identity"
     return (
         f"none of the {count} queries has a match in the gallery (the same identity from another camera).\n"
-        "  cause: query and gallery have no identity in common, or all images are from one camera\n"
-        "  fix: for images without cameras TEST.PROTOCOL no_camera"
+        "  cause: query and gallery share no identity, or all images are from one camera\n"
+        "  fix: for images without camera labels, set TEST.PROTOCOL no_camera"
     )

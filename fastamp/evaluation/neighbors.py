@@ -1,6 +1,6 @@
-"""The nearest neighbours of every feature, exactly, in blocks; the same whatever computes them.
+"""Exact nearest-neighbor search in blocks, with the same result for every backend, block size and device.
 
-Several ranks share the work, so that all must call together.
+It is a collective operation: in a distributed run all ranks must call it, and they share the queries.
 """
 
 import math
@@ -26,22 +26,21 @@ __getattr__ = moved_names(
 )
 
 BACKENDS = ("auto", "torch", "faiss")
-# Neighbors that are searched for beyond those wanted, so that the last place is not decided by a rounding error.
+# Additional neighbors to search for, so that rounding errors do not decide the last place.
 _MARGIN = 8
-# Equally near features, of a model that has collapsed, that are no longer told apart in float64.
+# Above this number of equidistant features (a collapsed model), ties are not resolved in float64.
 _MAX_EXACT = 1024
-# Queries of one call of faiss.
+# Queries per call of faiss.
 _FAISS_ROWS = 2048
 
 
 @dataclass(frozen=True)
 class Neighbors:
-    """The nearest neighbours of (Q) features.
+    """Nearest neighbors of Q features.
 
     Attributes:
-        indices: (Q, k) int64, the nearest first; of equally near ones the first in the gallery's order.
-        farthest: (Q,) float32, the squared Euclidean distance to the farthest of the gallery, or to one that is as far
-            but for a rounding error.
+        indices: (Q, k) int64, gallery indices, nearest first; ties in gallery order.
+        farthest: (Q,) float32, squared Euclidean distance to the farthest gallery feature, up to rounding errors.
     """
 
     indices: np.ndarray
@@ -56,26 +55,25 @@ def nearest_neighbors(
     backend: str = "auto",
     memory_budget_mb: float = 256,
 ) -> Neighbors:
-    """Return the nearest gallery features of each query by Euclidean distance; several ranks share the queries.
+    """Find the nearest gallery features of each query by Euclidean distance.
 
-    Products of float32 matrices are rounded differently by different programs, block sizes and devices. So neighbours
-    whose distances differ by less than such an error are put in the order of their distances in float64, and those
-    that are equal there in the order of the gallery.
+    Rounding of float32 matrix products depends on the library, block size and device. Neighbors whose distances differ
+    by less than the rounding error are therefore sorted by their distances in float64, and ties by gallery order.
 
     Args:
         queries: (Q, D) float32.
         gallery: (G, D) float32, on the same device.
-        k: how many; no more than G are returned.
-        backend: ``"torch"`` computes distances in blocks on the features' device, ``"faiss"`` on the CPU; ``"auto"``
-            is torch, which needs one pass where faiss needs two, at the same speed (19281 x 2048, two cores of an
-            AMD EPYC: both at 190 GFLOP/s).
-        memory_budget_mb: MiB of distances held at once.
+        k: number of neighbors; at most G are returned.
+        backend: ``"torch"`` computes distances in blocks on the features' device, ``"faiss"`` on the CPU. ``"auto"``
+            (default) is torch, which needs one pass instead of faiss's two at the same speed (19281 x 2048, two cores
+            of an AMD EPYC: both at 190 GFLOP/s).
+        memory_budget_mb: memory for distances in MiB. Default: 256.
 
     Returns:
-        The neighbours of all queries, on every rank.
+        The neighbors of all queries, on every rank.
 
     Raises:
-        ConfigError: another backend.
+        ConfigError: the backend is unknown.
     """
     check_choice("TEST.KNN_BACKEND", backend, BACKENDS)
     k = min(k, len(gallery))
@@ -87,7 +85,7 @@ def nearest_neighbors(
     find = _faiss_candidates if backend == "faiss" else _torch_candidates
     source = find(distances, min(k + _MARGIN, len(gallery)), start, stop)
     indices, farthest = [torch.empty(0, k, dtype=torch.int64)], [torch.empty(0)]
-    for block in track(source, -(-(stop - start) // size), "nearest neighbours"):
+    for block in track(source, -(-(stop - start) // size), "nearest neighbors"):
         indices.append(_resolve_ties(distances, block, k).cpu())
         farthest.append(pair_distances(queries, gallery, block.queries, block.farthest).cpu())
     return Neighbors(
@@ -97,14 +95,14 @@ def nearest_neighbors(
 
 
 class _Candidates(NamedTuple):
-    """What a product says of the nearest features of (B) queries, before rounding errors are looked into.
+    """Candidates for the nearest features of B queries, before rounding errors are resolved.
 
     Attributes:
-        queries: (B,) int64, their numbers.
-        found: (B, c) int64, the nearest, c at least k.
+        queries: (B,) int64, query indices.
+        found: (B, c) int64, gallery indices of the nearest, c >= k.
         values: (B, c) float32, their squared distances, ascending.
-        farthest: (B,) int64.
-        rows: (B, G) float32, all distances; None where they are not at hand.
+        farthest: (B,) int64, gallery indices of the farthest.
+        rows: (B, G) float32, all distances; None if they are not available.
     """
 
     queries: torch.Tensor
@@ -138,18 +136,18 @@ def _faiss_candidates(distances: FeatureDistances, count: int, start: int, stop:
 
 
 def _resolve_ties(distances: FeatureDistances, block: _Candidates, k: int) -> torch.Tensor:
-    """Return the (B, k) nearest of the candidates, in the order of float64 and of the gallery."""
+    """Return the (B, k) nearest candidates, sorted by float64 distance, ties in gallery order."""
     found, values = block.found, block.values
-    # How far two products may be rounded apart, by the norms of what is near: a far feature may have any norm.
+    # Rounding error of two products, from the norms of the candidates only: far features may have any norm.
     norms = squared_norms(distances.query_features[block.queries]) + distances.gallery_squares[found].amax(1)
     tolerance = torch.finfo(torch.float32).eps * math.sqrt(distances.query_features.shape[1]) * 2 * norms
     close = values[:, 1:] - values[:, :-1] <= tolerance[:, None]
-    # Where even the last candidate is as near as the k-th, others may be too.
+    # If the last candidate ties with the k-th, features beyond the candidates may tie, too.
     is_truncated = (values[:, -1] - values[:, k - 1] <= tolerance) & (found.shape[1] < distances.shape[1])
     result = found[:, :k].clone()
     tied = (close[:, :k].any(1) & ~is_truncated).nonzero().flatten()
     if len(tied):
-        candidates = found[tied].sort(1).values  # so that a stable sort keeps the gallery's order
+        candidates = found[tied].sort(1).values  # ascending, so that a stable sort keeps gallery order
         exact = _exact_distances(distances, block.queries[tied], candidates)
         order = exact.argsort(dim=1, stable=True)[:, :k]
         result[tied] = candidates.gather(1, order)
@@ -172,7 +170,7 @@ def _row(distances: FeatureDistances, query: int) -> torch.Tensor:
 
 
 def _exact_distances(distances: FeatureDistances, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return the (n, c) squared distances of n queries to c gallery features each, in float64."""
+    """Compute (n, c) squared distances of n queries to c gallery features each, in float64."""
     rows = rows.repeat_interleave(columns.shape[1])
     exact = pair_distances(
         distances.query_features, distances.gallery_features, rows, columns.reshape(-1), dtype=torch.float64

@@ -1,4 +1,4 @@
-"""Batch-norm statistics of the weights as they are, over many batches."""
+"""Precise batch norm: recompute the running statistics for the current weights over many batches."""
 
 import itertools
 import logging
@@ -17,20 +17,20 @@ logger = logging.getLogger(__name__)
 
 
 class _PooledStatistics:
-    """Mean and variance of all inputs of a layer, from those of each batch (Chan et al. 1983, updating formulas).
+    """Pooled mean and variance of a layer's inputs over batches (Chan et al. 1983, updating formulas).
 
-    Sums of squares would lose a variance that is small against the mean.
+    Sums of squares would cancel if the variance is small relative to the mean.
     """
 
     def __init__(self, layer: nn.modules.batchnorm._BatchNorm) -> None:
         self.layer = layer
         self.count = 0
         self.mean = to_float32(torch.zeros_like(layer.running_mean))
-        self.squares = self.mean.clone()  # summed squared deviations from the mean, over the count
+        self.squares = self.mean.clone()  # sum of squared deviations from the mean, divided by the count
 
     @force_fp32
     def add(self, inputs: torch.Tensor) -> None:
-        """Take (B, C, ...) ``inputs``."""
+        """Update the statistics with (B, C, ...) ``inputs``."""
         variance, mean = torch.var_mean(inputs, [0, *range(2, inputs.dim())], unbiased=False)
         new = inputs.numel() // inputs.shape[1]
         self.count += new
@@ -40,12 +40,12 @@ class _PooledStatistics:
         self.squares += (variance - self.squares) * fraction + difference.square() * (fraction * (1 - fraction))
 
     def write(self) -> None:
-        """Put the statistics of all ranks' inputs into the layer."""
+        """Write the statistics over all ranks into the layer's buffers."""
         count = torch.tensor(float(self.count), device=self.mean.device)
         total = comm.all_reduce_sum(count)
         mean = comm.all_reduce_sum(self.mean * (count / total))
         squares = comm.all_reduce_sum((self.squares + (self.mean - mean).square()) * (count / total))
-        # A part that evaluation does not run, e.g. a second encoder of the training, keeps what it has.
+        # Layers that evaluation does not run, e.g. those of a momentum encoder, keep their statistics.
         for buffer, value in (
             (self.layer.running_mean, mean),
             (self.layer.running_var, squares * (total / (total - 1).clamp_min(1))),
@@ -57,20 +57,20 @@ class _PooledStatistics:
 def update_bn_statistics(
     model: nn.Module, batches: Iterable[dict[str, Any]], num_iter: int, *, policy: PrecisionPolicy
 ) -> int:
-    """Estimate the running statistics of batch norm anew, for the weights as they are.
+    """Recompute the running statistics of batch norm layers for the current weights (precise BN).
 
-    Batch norm computes with each batch's own statistics meanwhile, everything else as in evaluation. The mean and
-    the unbiased variance are those of all inputs together, over all ranks (Wu & Johnson 2021, arXiv:2105.07576,
-    section 3); layers without running statistics, and those in evaluation mode (frozen ones), stay as they are.
+    During the forward passes batch norm uses batch statistics, and all other modules are in evaluation mode. The mean
+    and the unbiased variance are pooled over all inputs and ranks (Wu & Johnson 2021, arXiv:2105.07576, section 3).
+    Layers without running statistics and layers in evaluation mode (frozen ones) are not changed.
 
     Args:
-        model: its buffers are changed, its modes and the random state are not.
-        batches: of which this many are taken ...
-        num_iter: ... but no more than there are.
-        policy: in which precision the forward passes run.
+        model: model whose batch norm buffers are updated; its modes are restored.
+        batches: training batches.
+        num_iter: maximum number of batches to use.
+        policy: precision policy of the forward passes.
 
     Returns:
-        The number of layers that were changed.
+        The number of updated layers.
     """
     layers = [
         layer
@@ -109,5 +109,5 @@ def update_bn_statistics(
             layer.num_batches_tracked.copy_(number)
     for each in statistics:
         each.write()
-    logger.info("batch-norm statistics of %d layers estimated anew from %d batches", len(layers), done)
+    logger.info("recomputed batch norm statistics of %d layers from %d batches", len(layers), done)
     return len(layers)

@@ -1,9 +1,9 @@
-"""Protocols: which gallery images count for which query, and all that an evaluation is configured by.
+"""Evaluation protocols: the gallery images that count for each query, and the settings of an evaluation.
 
-``RULES`` maps each ``TEST.PROTOCOL`` to its rule. A rule's ``Junk`` is the one place that says which gallery images are
-excluded for a query; ``Matches`` applies it, for the ranking, verification, the sample of pairs and the report alike.
-Apart from the rule, gallery images of identity -1 are excluded for all queries under trapezoid AP and in the sample of
-pairs (``Matches.unmatched``). Rules that draw a gallery are in ``single_shot``.
+``RULES`` maps each value of ``TEST.PROTOCOL`` to its rule. The rule's ``Junk`` defines which gallery images are
+excluded for a query; ``Matches`` applies it to ranking, verification, sampled pairs and reports. Independently of the
+rule, gallery images of identity -1 are excluded for all queries under trapezoid AP and from sampled pairs
+(``Matches.unmatched``). Rules with a randomly drawn gallery are in ``single_shot``.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,16 +26,16 @@ KEYS = (
     Key(
         "TEST.PROTOCOL",
         "market1501",
-        "What counts as a match: market1501 leaves out images of the query's identity from its own camera; no_camera "
-        "leaves out nothing; cuhk03 is market1501 with the CMC over one drawn gallery image of each identity; "
-        "vehicleid draws one gallery image of each identity from all images, and the others are the queries.",
+        "Rule that selects the gallery images for each query: market1501 excludes images of the query's identity and "
+        "camera; no_camera excludes none; cuhk03 is market1501 with the CMC over one random gallery image per "
+        "identity; vehicleid draws one gallery image per identity from all images and uses the others as queries.",
         choices=("market1501", "no_camera", "cuhk03", "vehicleid"),
     ),
 )
 
-# The identity that the first Market-1501 evaluation code excludes from the gallery.
+# Identity that the original Market-1501 evaluation code excludes from the gallery.
 JUNK_PID = -1
-# Pairs that are held at once, in some 60 bytes each.
+# Maximum number of pairs in memory, about 60 bytes each.
 _MAX_PAIRS = 2**19
 
 __getattr__ = moved_names(
@@ -57,7 +57,7 @@ class Identities:
     gallery_camids: torch.Tensor
 
     def all_images(self) -> "Identities":
-        """Return the queries and the gallery together as both sides."""
+        """Return identities in which all images are both queries and gallery."""
         pids = torch.cat((self.query_pids, self.gallery_pids))
         camids = torch.cat((self.query_camids, self.gallery_camids))
         return Identities(pids, pids, camids, camids)
@@ -65,7 +65,7 @@ class Identities:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Matches and junk of B queries in a row, as the entries of their (B, G) distances: int64, sorted by row."""
+    """Matches and junk of B consecutive queries, as int64 indices into their (B, G) distances, sorted by row."""
 
     rows: np.ndarray
     columns: np.ndarray
@@ -74,13 +74,13 @@ class Pairs:
 
 
 class GalleryGroups:
-    """The gallery images of each identity.
+    """Gallery images grouped by identity.
 
     Attributes:
-        order: (G,) int64, the gallery images sorted by identity, those of one in the gallery's order.
-        pids: (P,) int64, the gallery's identities, ascending.
-        starts: (P,) int64, where an identity's images begin in ``order``.
-        counts: (P,) int64, how many it has.
+        order: (G,) int64, gallery indices in a stable sort by identity.
+        pids: (P,) int64, identities in the gallery, ascending.
+        starts: (P,) int64, offset of each identity in ``order``.
+        counts: (P,) int64, number of images of each identity.
     """
 
     def __init__(self, gallery_pids: np.ndarray) -> None:
@@ -88,19 +88,19 @@ class GalleryGroups:
         self.pids, self.starts, self.counts = np.unique(gallery_pids[self.order], return_index=True, return_counts=True)
 
     def find(self, pids: np.ndarray) -> np.ndarray:
-        """Return the group of each of (B,) identities, -1 where the gallery has none."""
+        """Return the group index of each of (B,) identities, -1 for identities that are not in the gallery."""
         positions = np.searchsorted(self.pids, pids).clip(max=len(self.pids) - 1)
         return np.where(self.pids[positions] == pids, positions, -1)
 
 
 @dataclass(frozen=True)
 class Junk:
-    """Which gallery images are excluded for a query: neither matches, nor images of others.
+    """Gallery images that are excluded for a query: they count neither as matches nor as negatives.
 
     Attributes:
-        test: takes ``Matches`` and the int64 numbers of queries and of gallery images, two arrays that broadcast;
-            returns for each pair whether it is junk, bool.
-        same_identity_only: whether images of the query's identity alone can be junk; others then are not tested.
+        test: function (``Matches``, query indices, gallery indices) -> bool array, True for junk; the int64 index
+            arrays broadcast.
+        same_identity_only: if True (default), only images of the query's identity are tested.
     """
 
     test: Callable[["Matches", np.ndarray, np.ndarray], np.ndarray]
@@ -108,24 +108,24 @@ class Junk:
 
 
 def junk_from_cross_camera(cross_camera: bool) -> "Junk | None":
-    """Return the junk of the old argument ``cross_camera``."""
+    """Convert the deprecated argument ``cross_camera``."""
     return SAME_CAMERA if cross_camera else None
 
 
 class Matches:
-    """The matches and the junk of queries.
+    """Matches and junk of each query.
 
-    A gallery image of the query's identity is a match, unless it is junk.
+    A gallery image of the query's identity is a match unless it is junk.
 
     Args:
-        identities: of Q queries and G gallery images.
-        junk: the rule's; None is no junk.
-        unmatched_pid: an identity that matches nothing; None is none.
+        identities: identities and cameras of Q queries and G gallery images.
+        junk: junk rule; None for no junk.
+        unmatched_pid: identity that has no matches, e.g. ``JUNK_PID``. Default: None.
 
     Attributes:
         query_pids, query_camids: (Q,) int64.
         gallery_pids, gallery_camids: (G,) int64.
-        unmatched: (U,) int64, the gallery images of ``unmatched_pid``.
+        unmatched: (U,) int64, gallery indices of ``unmatched_pid``.
     """
 
     @renamed_arguments(ids="identities", cross_camera=("junk", junk_from_cross_camera))
@@ -138,7 +138,7 @@ class Matches:
         self.unmatched = np.flatnonzero(self.gallery_pids == unmatched_pid)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of the queries from ``start`` to ``stop`` whose pairs take little memory, one query at least."""
+        """Yield ranges within ``start:stop`` of at least one query with a bounded number of pairs."""
         group = self.groups.find(self.query_pids[start:stop])
         pairs = np.where(group >= 0, self.groups.counts[group], 0)
         if self._tests_all_images:
@@ -152,7 +152,7 @@ class Matches:
             first = last
 
     def pairs(self, start: int, stop: int) -> Pairs:
-        """Return the pairs of the queries from ``start`` up to, not including, ``stop``."""
+        """Return the matches and junk of the queries ``start:stop``."""
         pids = self.query_pids[start:stop]
         group = np.where(pids == self.unmatched_pid, -1, self.groups.find(pids))
         counts = np.where(group >= 0, self.groups.counts[group], 0)
@@ -175,26 +175,25 @@ class Matches:
 
 
 def same_camera(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
-    """Return whether a gallery image is from the query's camera, for each pair; see ``Junk``."""
+    """Return True for each pair of a query and a gallery image from the same camera; see ``Junk.test``."""
     return matches.query_camids[queries] == matches.gallery_camids[gallery]
 
 
 SAME_CAMERA = Junk(same_camera)
-"""Images of the query's identity from its own camera (Zheng et al. 2015, "Scalable person re-identification")."""
+"""Images of the query's identity and camera (Zheng et al. 2015, "Scalable person re-identification: a benchmark")."""
 
 
 class Ranker:
-    """Ranks the queries of one block of distances after the other, in any order.
+    """Rank the gallery for each query, from blocks of distances in any order.
 
     Args:
-        identities: of Q queries and G gallery images.
-        junk: the rule's; None is no junk. Default: Market-1501's.
-        trapezoid: the AP of the first Market-1501 evaluation code: the area under the precision-recall curve by the
-            trapezoidal rule, gallery images of identity -1 excluded. Without, the mean of the precisions at the
-            matches, as everybody reports it today.
+        identities: identities and cameras of Q queries and G gallery images.
+        junk: junk rule; None for no junk. Default: Market-1501's.
+        trapezoid: use the AP of the original Market-1501 evaluation code: area under the precision-recall curve by the
+            trapezoidal rule, without gallery images of identity -1. Default: False, mean precision at the matches.
 
     Attributes:
-        num_trials: draws of the gallery, R.
+        num_trials: number of random galleries, R.
     """
 
     num_trials = 1
@@ -209,14 +208,14 @@ class Ranker:
 
     @renamed_arguments(block="distances")
     def add(self, start: int, distances: torch.Tensor) -> None:
-        """Rank the gallery for the queries from ``start`` on by (B, G) distances; the junk's are overwritten."""
+        """Rank the gallery for queries ``start:start + B`` by (B, G) distances; overwrites the distances of junk."""
         for first, last in self.matches.spans(start, start + len(distances)):
             self._parts[first] = self.rank(first, distances[first - start : last - start])
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
-        """Return the (B,) AP, (B,) INP and (B, R) first match of the queries from ``start`` on."""
+        """Return (B,) AP, (B,) INP and (B, R) rank of the first match for queries ``start:start + B``."""
         pairs = self.matches.pairs(start, start + len(distances))
-        # NaN is neither closer nor farther than anything.
+        # Comparisons with NaN are False, so NaN excludes an image from all counts.
         junk = (torch.from_numpy(side).to(distances.device) for side in (pairs.junk_rows, pairs.junk_columns))
         distances[tuple(junk)] = torch.nan
         if len(self.matches.unmatched):
@@ -226,28 +225,28 @@ class Ranker:
         return ap, inp, first_match[:, None]
 
     def result(self) -> RankingResult:
-        """Return the results of the queries seen, on the CPU, in their order."""
+        """Return the results of all added queries on the CPU, in query order."""
         empty = np.empty(0), np.empty(0), np.empty((0, self.num_trials), dtype=np.int64)
         parts = [empty, *(self._parts[start] for start in sorted(self._parts))]
         return RankingResult(*(torch.from_numpy(np.concatenate(columns)) for columns in zip(*parts, strict=True)))
 
 
 def build_ranker(identities: Identities, protocol: "Protocol") -> Ranker:
-    """Return the ranker of all gallery images under a protocol."""
+    """Build the ranker over all gallery images."""
     return Ranker(identities, junk=protocol.junk, trapezoid=protocol.trapezoid)
 
 
 @renamed_arguments(cross_camera=("junk", junk_from_cross_camera), draws_queries="random_query_gallery_split")
 @dataclass(frozen=True, kw_only=True)
 class RankingRule:
-    """Which queries are ranked against which gallery images.
+    """Rule that selects queries and gallery images.
 
     Attributes:
-        text: the rule in words, with the protocol's ``num_trials`` and ``seed``.
-        junk: which gallery images are excluded for a query; None is none, and cameras are not needed.
-        build: returns its ranker, of ``protocol.junk``. Default: a ``Ranker``.
-        random_query_gallery_split: whether query and gallery are drawn from all images, which then are ranked against
-            all.
+        text: description for the log; a format string with the protocol as argument 0, e.g. ``{0.num_trials}``.
+        junk: junk rule; None for no junk, which requires no camera labels.
+        build: function (identities, protocol) -> ranker. Default: ``build_ranker``.
+        random_query_gallery_split: if True, query and gallery are drawn from all images, and all images are ranked
+            against all. Default: False.
     """
 
     text: str
@@ -259,42 +258,45 @@ class RankingRule:
 
 RULES = {
     "market1501": RankingRule(
-        text="Market-1501 (images of the query's identity from its own camera are junk)", junk=SAME_CAMERA
+        text="Market-1501 (images of the query's identity and camera are junk)", junk=SAME_CAMERA
     ),
     "no_camera": RankingRule(text="no cameras (no junk)", junk=None),
 }
-"""``TEST.PROTOCOL`` -> its rule; ``single_shot`` adds those that draw a gallery.
+"""``TEST.PROTOCOL`` -> rule; ``single_shot`` adds the rules with a random gallery.
 
-The names stand in the ``choices`` of ``KEYS`` above, too: the config is read without importing this module.
+``choices`` in ``KEYS`` repeats the names, because the config is read without importing this module.
 """
 
 
 def accept_rate_name(rate: float) -> str:
-    """Return the name of the true accept rate at a false accept rate in 0..1."""
+    """Format the metric name of the true accept rate at a false accept rate in 0..1."""
     return f"TAR@FAR={rate:.10g}"
 
 
 @renamed_arguments(repeats="num_trials")
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """How features are evaluated.
+    """Settings of an evaluation.
 
     Attributes:
-        metric: ``"cosine"`` or ``"euclidean"``.
-        rule: ``"market1501"``, ``"no_camera"``, ``"cuhk03"``, ``"vehicleid"``, or another name in ``RULES``.
-        trapezoid: see ``Ranker``.
-        num_trials: draws of a gallery, under a rule that draws.
-        seed: of these draws, and of the bootstrap's.
-        ranks: ranks of the CMC that are reported.
-        resamples: of the queries, for the 95 % intervals of mAP and Rank-1; 0 leaves them out.
-        false_accept_rates: at which the true accept rate is reported; None leaves verification out.
-        expansion: query expansion; None is none.
-        re_ranking: None is none.
-        backend: of neighbour searches, see ``nearest_neighbors``.
-        memory_budget_mb: MiB of distances held at once.
+        metric: ``"cosine"`` (default) or ``"euclidean"``.
+        rule: key of ``RULES``: ``"market1501"`` (default), ``"no_camera"``, ``"cuhk03"``, ``"vehicleid"``, or a custom
+            one.
+        trapezoid: trapezoidal AP, see ``Ranker``. Default: False.
+        num_trials: number of random galleries, for rules that draw them. Default: 10.
+        seed: seed of the random galleries and of the bootstrap. Default: 0.
+        ranks: ranks of the CMC to report. Default: 1, 5, 10.
+        resamples: bootstrap resamples for the 95 % confidence intervals of mAP and Rank-1. Default: 1000; 0 disables
+            them.
+        false_accept_rates: false accept rates in 0..1 at which to report the true accept rate. Default: None, no
+            verification.
+        expansion: query expansion. Default: None.
+        re_ranking: re-ranking. Default: None.
+        backend: backend of ``nearest_neighbors``. Default: ``"auto"``.
+        memory_budget_mb: memory for distances in MiB. Default: 256.
 
     Raises:
-        ConfigError: a value that does not exist, or parts that do not go together.
+        ConfigError: an unknown value, or incompatible settings.
     """
 
     metric: str = "cosine"
@@ -322,20 +324,21 @@ class Protocol:
         for name, part in parts.items():
             if part is not None:
                 raise ConfigError(
-                    f"TEST.{name}.ENABLED needs one gallery, and TEST.PROTOCOL {self.rule} draws several.\n"
-                    f"  fix: TEST.{name}.ENABLED False, or TEST.PROTOCOL no_camera for query and gallery as they are"
+                    f"TEST.{name}.ENABLED requires a fixed gallery, but TEST.PROTOCOL {self.rule} draws random ones.\n"
+                    f"  fix: set TEST.{name}.ENABLED False, or TEST.PROTOCOL no_camera to use the fixed gallery"
                 )
         if self.trapezoid:
             raise ConfigError(
-                f"TEST.AP_METHOD trapezoid is Market-1501's; under TEST.PROTOCOL {self.rule} a query has one match"
+                f"TEST.AP_METHOD trapezoid is not supported with TEST.PROTOCOL {self.rule}, under which each query has "
+                "one match\n  fix: set TEST.AP_METHOD standard"
             )
 
     @classmethod
     def from_config(cls, cfg: Any) -> "Protocol":
-        """Return the protocol that ``cfg.TEST`` describes.
+        """Build the protocol from ``cfg.TEST``.
 
         Raises:
-            ConfigError: parts that do not go together.
+            ConfigError: incompatible settings.
         """
         test = cfg.TEST
         return cls(
@@ -354,45 +357,45 @@ class Protocol:
         )
 
     def plain(self) -> "Protocol":
-        """Return the same rule for cosine distances and nothing else, as for baselines."""
+        """Return the protocol of baselines: the same rule, cosine distances, no re-ranking and no expansion."""
         return replace(self, metric="cosine", resamples=0, false_accept_rates=None, expansion=None, re_ranking=None)
 
     def metric_names(self) -> list[str]:
-        """Return the names of the metrics in percent, by which models can be compared before there are any results.
+        """List the metrics in percent that ``EvaluationResult.metrics`` computes under this protocol.
 
-        ``EvaluationResult.metrics`` computes them.
+        Known before an evaluation, so that the config can select the metric of the best model.
         """
         names = [*(f"Rank-{rank}" for rank in self.ranks), "mAP", "mINP", "metric"]
         return names + [accept_rate_name(rate) for rate in self.false_accept_rates or ()]
 
     @property
     def junk(self) -> Junk | None:
-        """Which gallery images are excluded for a query; None is none."""
+        """Junk rule; None for no junk."""
         return RULES[self.rule].junk
 
     @property
     def cross_camera(self) -> bool:
-        """Whether the rule has junk, for which it needs cameras."""
+        """True if the rule has junk and therefore requires camera labels."""
         return self.junk is not None
 
     @property
     def random_query_gallery_split(self) -> bool:
-        """Whether query and gallery are drawn from all images, which then are ranked against all."""
+        """True if query and gallery are drawn from all images, and all images are ranked against all."""
         return RULES[self.rule].random_query_gallery_split
 
     @renamed_arguments(ids="identities")
     def ranker(self, identities: Identities) -> Ranker:
-        """Return the ranker of this rule."""
+        """Build the ranker of this rule."""
         return RULES[self.rule].build(identities, self)
 
     def dtype(self, features: torch.dtype) -> torch.dtype:
-        """Return the dtype of the distances of features: float64 where those are and nothing else is asked for."""
+        """Return the dtype of distances: float64 for float64 features without AQE and re-ranking, else float32."""
         if features == torch.float64 and self.expansion is None and self.re_ranking is None:
             return torch.float64
         return torch.float32
 
     def describe(self, features: torch.dtype = torch.float32) -> str:
-        """Return the protocol for features of a dtype in one line."""
+        """Describe the protocol for features of a dtype in one line."""
         parts = [
             f"{self.metric} distance in {str(self.dtype(features)).removeprefix('torch.')}",
             RULES[self.rule].text.format(self),

@@ -1,4 +1,4 @@
-"""Query expansion: replace a feature by a weighted mean of its nearest neighbours."""
+"""Query expansion: replace each feature by a weighted mean of its nearest neighbors."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,25 +19,25 @@ __getattr__ = moved_names(
 )
 
 TARGETS = ("both", "query", "gallery")
-# Features whose neighbours are held at once.
+# Number of features whose neighbors are gathered at once.
 _BLOCK_ROWS = 64
 
 
 @renamed_arguments(sides="target")
 @dataclass(frozen=True, kw_only=True)
 class QueryExpansion:
-    """How to expand.
+    """Settings of alpha-weighted query expansion (alpha-QE).
 
     Attributes:
-        k: features in the mean, the expanded one itself among them.
-        alpha: exponent of the cosine similarity that weighs a neighbour; 0 weighs all alike.
-        times: rounds, each on the features of the one before.
-        target: what is expanded. ``"both"`` is FastReID's: neighbours are sought among queries and gallery together.
-            ``"query"`` expands the queries, by the query itself and the gallery; ``"gallery"`` the gallery, by the
-            gallery. Then no query depends on another query.
+        k: number of features in the mean, including the expanded one. Default: 5.
+        alpha: exponent of the cosine similarity in the weight of a neighbor. Default: 3; 0 weights all equally.
+        times: number of rounds, each on the features of the previous one. Default: 1.
+        target: features to expand. ``"both"`` (default), as in FastReID: queries and gallery, with neighbors from both.
+            ``"query"``: the queries, with neighbors from the gallery. ``"gallery"``: the gallery, with neighbors from
+            the gallery. With the last two, a query does not depend on other queries.
 
     Raises:
-        ConfigError: a value that is not among these.
+        ConfigError: a value is unknown or out of range.
     """
 
     k: int = 5
@@ -49,11 +49,11 @@ class QueryExpansion:
     def __post_init__(self) -> None:
         check_choice("TEST.AQE.TARGET", self.target, TARGETS)
         if min(self.k, self.times) < 1:
-            raise ConfigError(f"TEST.AQE: QE_K {self.k} and QE_TIME {self.times} must be at least 1")
+            raise ConfigError(f"TEST.AQE: QE_K and QE_TIME must be at least 1, got {self.k} and {self.times}")
 
     @classmethod
     def from_config(cls, cfg: Any) -> "QueryExpansion":
-        """Return what ``cfg.TEST.AQE`` describes."""
+        """Build the settings from ``cfg.TEST.AQE``."""
         keys = cfg.TEST.AQE
         return cls(k=keys.QE_K, alpha=keys.ALPHA, times=keys.QE_TIME, target=keys.TARGET)
 
@@ -72,21 +72,21 @@ def expand(
     backend: str = "auto",
     memory_budget_mb: float = 256,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return new features of queries and gallery.
+    """Expand query and gallery features.
 
-    The mean is of the features as they are, weighed by the cosine similarities to the power of alpha (Radenovic et al.
-    2019, arXiv:1711.02512, section 3.3; Chum et al. 2007 for alpha 0). A negative similarity weighs nothing, unless
-    alpha is a whole number from 0 on.
+    Each feature becomes the mean of its nearest neighbors, weighted by the cosine similarity to the power of alpha
+    (Radenovic et al. 2019, arXiv:1711.02512, section 3.3; Chum et al. 2007 for alpha 0). Features are not normalized
+    before the mean. A negative similarity has weight 0 unless alpha is a non-negative integer.
 
     Args:
         query_features: (Q, D) float, any precision; computed in float32.
         gallery_features: (G, D) float, on the same device.
-        options: the kind of expansion.
-        backend: of the neighbour search, see ``nearest_neighbors``.
-        memory_budget_mb: MiB of distances held at once.
+        options: settings of the expansion.
+        backend: backend of ``nearest_neighbors``. Default: ``"auto"``.
+        memory_budget_mb: memory for distances in MiB. Default: 256.
 
     Returns:
-        (Q, D) and (G, D) float32.
+        (Q, D) and (G, D) float32 expanded features.
 
     Raises:
         ConfigError: the weights overflow.
@@ -105,14 +105,17 @@ def expand(
         if not all(
             torch.isfinite(torch.stack(torch.aminmax(side))).all() for side in (query_features, gallery_features)
         ):
-            raise ConfigError(f"TEST.AQE.ALPHA {options.alpha:g}: similarities to this power overflow in float32")
+            raise ConfigError(
+                f"TEST.AQE.ALPHA {options.alpha:g}: similarities to this power overflow in float32.\n"
+                "  fix: use a smaller absolute value"
+            )
     return query_features, gallery_features
 
 
 def _expand(
     features: torch.Tensor, pool: torch.Tensor, options: QueryExpansion, search: dict, *, with_itself: bool = False
 ) -> torch.Tensor:
-    """Return (N, D): the weighted mean of each feature's nearest in the pool, and of itself where it is not there."""
+    """Compute (N, D) weighted means of each feature's neighbors in the pool; ``with_itself`` adds the feature."""
     unit = F.normalize(features, dim=1)
     unit_pool = unit if pool is features else F.normalize(pool, dim=1)
     found = nearest_neighbors(unit, unit_pool, options.k - with_itself, **search).indices

@@ -1,7 +1,7 @@
-"""Ranks of the matches, and the scores of each query that follow from them: AP, INP and the CMC.
+"""Ranks of the matches, and the AP, INP and CMC of each query.
 
-The rank of a match is the number of gallery images before it, which is counted, or found among those that are no
-farther than the last match: the whole gallery is not sorted.
+The rank of a match is the number of gallery images before it. It is counted, or searched in a sort of only the images
+up to the last match, instead of sorting the entire gallery.
 """
 
 import itertools
@@ -12,10 +12,10 @@ import torch
 
 from fastamp.utils.moved import moved_names
 
-# What ranking takes, in ns: sorting a row, for each element; comparing it with a match, for the call and each element
-# (one core of an AMD EPYC, NumPy 2.4, 16,000 and 82,000 float32: 250 and 1,800 us a sort, 4 and 9 us a comparison).
+# Time in ns per element of sorting a row, per call of a comparison with one match, and per compared element (one core
+# of an AMD EPYC, NumPy 2.4, rows of 16,000 and 82,000 float32: 250 and 1,800 us per sort, 4 and 9 us per comparison).
 _SORT, _COMPARE_CALL, _COMPARE = 18.0, 3500.0, 0.07
-# Taking out what is no farther than a match pays where it is less than one in so many of the gallery.
+# Selecting the images up to a match is faster if they are less than 1 / _CLOSE_FRACTION of the gallery.
 _CLOSE_FRACTION = 8
 
 __getattr__ = moved_names(
@@ -33,11 +33,11 @@ class RankingResult:
     """Per-query results of a ranking, in query order.
 
     Attributes:
-        ap: (Q,) float64, average precision in 0..1; 0 where not ``valid``.
-        inp: (Q,) float64, inverse negative penalty in 0..1: the number of matches over the rank of the last one
-            (Ye et al. 2021, arXiv:2001.04193, eq. 8); 0 where not ``valid``.
-        first_match: (Q, R) int64, rank of the first match from 0, junk excluded, in each of R draws of the gallery (one
-            where nothing is drawn); -1 where the query has no match, or is no query in that draw.
+        ap: (Q,) float64, average precision in 0..1; 0 for queries that are not ``valid``.
+        inp: (Q,) float64, inverse negative penalty in 0..1: number of matches divided by the rank of the last match
+            (Ye et al. 2021, arXiv:2001.04193, eq. 8); 0 for queries that are not ``valid``.
+        first_match: (Q, R) int64, 0-based rank of the first match without junk in each of R random galleries (R = 1 for
+            a fixed gallery); -1 if the query has no match or is in the gallery of that trial.
     """
 
     ap: torch.Tensor
@@ -46,17 +46,17 @@ class RankingResult:
 
     @property
     def valid(self) -> torch.Tensor:
-        """(Q,) bool, whether the query has a match; the others take no part in the means."""
+        """(Q,) bool, True for queries with a match; the means include only these."""
         return (self.first_match >= 0).any(1)
 
     @property
     def num_valid(self) -> int:
-        """The number of queries that have a match."""
+        """Number of queries with a match."""
         return int(self.valid.sum())
 
     @property
     def trials(self) -> torch.Tensor:
-        """(Q,) float64, in how many draws each query was ranked: its weight in the means."""
+        """(Q,) float64, number of trials in which each query was ranked; its weight in the means."""
         return (self.first_match >= 0).double().sum(1)
 
     @property
@@ -70,12 +70,12 @@ class RankingResult:
         return self._mean(self.inp)
 
     def hits(self, rank: int) -> torch.Tensor:
-        """Return (Q,) float64: the fraction of a query's draws with a match among the first ``rank`` (from 1)."""
+        """Return (Q,) float64, fraction of a query's trials with a match within the 1-based ``rank``."""
         hit = (self.first_match >= 0) & (self.first_match < rank)
         return hit.double().sum(1) / self.trials.clamp_min(1)
 
     def cmc(self, rank: int) -> float:
-        """Return the fraction of the valid queries that have a match among their first ``rank`` (from 1) images."""
+        """Compute the CMC at 1-based ``rank``: fraction in 0..1 of valid queries with a match within that rank."""
         return self._mean(self.hits(rank))
 
     def _mean(self, values: torch.Tensor) -> float:
@@ -85,22 +85,22 @@ class RankingResult:
 def query_scores(
     ranks: np.ndarray, rows: np.ndarray, num_queries: int, *, trapezoid: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compute the scores of each query from the ranks of its matches.
+    """Compute AP, INP and the rank of the first match of each query from the ranks of its matches.
 
     Args:
-        ranks: (P,) int64, ranks of all matches, from 0.
-        rows: (P,) int64, the query of each, ascending.
-        num_queries: B.
-        trapezoid: see ``Ranker``.
+        ranks: (P,) int64, 0-based ranks of all matches.
+        rows: (P,) int64, query index of each match, ascending.
+        num_queries: number of queries, B.
+        trapezoid: see ``Ranker``. Default: False.
 
     Returns:
         (B,) float64 average precision, (B,) float64 inverse negative penalty and (B,) int64 rank of the first match;
-        0, 0 and -1 of a query without matches.
+        0, 0 and -1 for a query without matches.
     """
     ranks = ranks[np.lexsort((ranks, rows))]
     counts = np.bincount(rows, minlength=num_queries)
     ends = np.cumsum(counts)
-    matches_before = np.arange(len(ranks)) - np.repeat(ends - counts, counts)  # matches before each
+    matches_before = np.arange(len(ranks)) - np.repeat(ends - counts, counts)
     precision = (matches_before + 1) / (ranks + 1)
     if trapezoid:
         precision_before = np.divide(matches_before, ranks, out=np.ones(len(ranks)), where=ranks > 0)
@@ -114,19 +114,19 @@ def query_scores(
 
 
 def ranks_of_matches(distances: torch.Tensor, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return the rank of each match in a stable sort of its row.
+    """Compute the rank of each match in a stable sort of its row.
 
     Args:
-        distances: (B, G) float; entries that are NaN are excluded.
-        rows: (P,) int64, the query of each match, ascending.
-        columns: (P,) int64, its gallery image.
+        distances: (B, G) float; NaN entries are excluded.
+        rows: (P,) int64, query index of each match, ascending.
+        columns: (P,) int64, gallery index of each match.
 
     Returns:
-        (P,) int64, from 0.
+        (P,) int64, 0-based ranks.
     """
     if distances.device.type != "cpu":
         return _ranks_on_device(distances, rows, columns)
-    # Row by row: a row stays in the cache, where NumPy compares it (threads gain nothing: steps of a few us).
+    # One row at a time, because a row fits into the cache. Threads do not help: each step takes only a few us.
     bounds = np.searchsorted(rows, np.arange(len(distances) + 1))
     ranks = np.empty(len(rows), dtype=np.int64)
     flags = np.empty(distances.shape[1], dtype=bool)
@@ -137,7 +137,7 @@ def ranks_of_matches(distances: torch.Tensor, rows: np.ndarray, columns: np.ndar
 
 
 def _ranks_in_row(row: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> np.ndarray:
-    """Return the ranks of ``columns`` in one row; ``flags`` is scratch memory of its size."""
+    """Compute the ranks of ``columns`` in one row; ``flags`` is a (G,) bool buffer."""
     match_distances = row[columns]
     ranks, order = np.empty(len(columns), dtype=np.int64), match_distances.argsort()
     remaining = len(order)
@@ -148,7 +148,7 @@ def _ranks_in_row(row: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> np
         if ranks[farthest] * _CLOSE_FRACTION < len(row):
             break
     if remaining:
-        # Whatever is farther than the last of the rest is of no consequence, and what is left keeps its order.
+        # Images farther than the last remaining match do not affect the ranks; the others keep their order.
         remaining_order = order[:remaining]
         kept = np.less_equal(row, match_distances[remaining_order[-1]], out=flags).nonzero()[0]
         ranks[remaining_order] = _ranks_among(
@@ -173,7 +173,7 @@ def _is_counting_faster(matches: int, size: int) -> bool:
 
 
 def _count_before(row: np.ndarray, column: int, flags: np.ndarray) -> int:
-    """Return the place of ``column`` in a stable sort: before it the not farther count, after it the closer."""
+    """Count the images before ``column`` in a stable sort: earlier columns win ties, later columns lose them."""
     match_distance = row[column]
     before, after = flags[:column], flags[column:]
     np.less_equal(row[:column], match_distance, out=before)
@@ -182,7 +182,7 @@ def _count_before(row: np.ndarray, column: int, flags: np.ndarray) -> int:
 
 
 def _ranks_on_device(distances: torch.Tensor, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Count by tensor operations over a few hundred matches at once, in as much memory as the distances take."""
+    """Compute ranks by tensor operations on chunks of matches, with as much memory as the distances."""
     rows, columns = (torch.from_numpy(side).to(distances.device) for side in (rows, columns))
     gallery = torch.arange(distances.shape[1], device=distances.device)
     ranks = []

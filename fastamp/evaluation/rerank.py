@@ -1,8 +1,8 @@
-"""Re-ranking by k-reciprocal neighbours (Zhong et al. 2017, arXiv:1701.08398), sparse and in blocks.
+"""Re-ranking with k-reciprocal neighbors (Zhong et al. 2017, arXiv:1701.08398), sparse and in blocks.
 
-Every image is described by how it weighs its k-reciprocal neighbours among all images, queries and gallery together;
-two images are near in the Jaccard distance when they weigh the same ones. Nothing of N x N is held: the sets have some
-tens of members, and are rows of sparse matrices.
+Each image is encoded as a vector of weights of its k-reciprocal neighbors among all query and gallery images; the
+Jaccard distance compares these vectors. No dense N x N matrix is allocated: the vectors have tens of nonzero entries
+and are rows of sparse matrices.
 """
 
 from dataclasses import dataclass
@@ -28,25 +28,26 @@ if TYPE_CHECKING:
     from scipy.sparse import csc_matrix, csr_matrix
 
 VARIANTS = ("zhong", "torchreid", "fastreid")
-# Entries of the Jaccard sums that are computed at once.
+# Number of entries of the Jaccard sums computed at once.
 _CHUNK = 2**21
 
 
 @renamed_arguments(share="lambda_value", form="variant")
 @dataclass(frozen=True, kw_only=True)
 class ReRanking:
-    """How to re-rank.
+    """Settings of k-reciprocal re-ranking.
 
     Attributes:
-        k1: neighbours that must be reciprocal.
-        k2: neighbours whose weights are averaged; 1 leaves that out.
-        lambda_value: of the original distance in the final one, lambda in the paper.
-        variant: ``"zhong"``: the authors' code, squared Euclidean distances divided by each row's maximum, k1 + 1
-            neighbors including the image itself. ``"torchreid"``: these distances squared again, as in torchreid and in
-            FastReID's older file. ``"fastreid"``: FastReID's current code, k1 neighbors and distances not scaled.
+        k1: number of neighbors that must be reciprocal. Default: 20.
+        k2: number of neighbors whose weights are averaged (local query expansion). Default: 6; 1 disables it.
+        lambda_value: weight of the original distance in the final one, in 0..1, lambda in the paper. Default: 0.3.
+        variant: implementation. ``"zhong"`` (default): the authors' code, squared Euclidean distances divided by each
+            row's maximum, k1 + 1 neighbors including the image itself. ``"torchreid"``: these distances squared again,
+            as in torchreid and in FastReID's older file. ``"fastreid"``: FastReID's current code, k1 neighbors and
+            distances not scaled.
 
     Raises:
-        ConfigError: a value that is not among these.
+        ConfigError: a value is unknown or out of range.
     """
 
     k1: int = 20
@@ -59,19 +60,20 @@ class ReRanking:
 
     @property
     def num_neighbors(self) -> int:
-        """How many neighbours must be reciprocal, the image itself among them."""
+        """Number of neighbors that must be reciprocal, including the image itself."""
         return self.k1 if self.variant == "fastreid" else self.k1 + 1
 
     def __post_init__(self) -> None:
         check_choice("TEST.RERANK.VARIANT", self.variant, VARIANTS)
         if min(self.k1, self.k2) < 1 or not 0 <= self.lambda_value <= 1:
             raise ConfigError(
-                f"TEST.RERANK: K1 {self.k1} and K2 {self.k2} must be at least 1, LAMBDA {self.lambda_value} in 0..1"
+                "TEST.RERANK: K1 and K2 must be at least 1 and LAMBDA in 0..1, got "
+                f"K1 {self.k1}, K2 {self.k2}, LAMBDA {self.lambda_value}"
             )
 
     @classmethod
     def from_config(cls, cfg: Any) -> "ReRanking":
-        """Return what ``cfg.TEST.RERANK`` describes."""
+        """Build the settings from ``cfg.TEST.RERANK``."""
         keys = cfg.TEST.RERANK
         return cls(k1=keys.K1, k2=keys.K2, lambda_value=keys.LAMBDA, variant=keys.VARIANT)
 
@@ -80,18 +82,18 @@ class ReRanking:
 
 
 class ReRankedDistances(DistanceBlocks):
-    """The final distances of re-ranking, of queries to the gallery.
+    """Re-ranked distances of queries to the gallery.
 
     Args:
-        query_features: (Q, D) float features, any precision; computed in float32.
-        gallery_features: (G, D) float features, on the same device.
-        metric: ``"cosine"`` normalizes the features first; ``"euclidean"`` takes them as they are.
-        options: the kind of re-ranking.
-        backend: of the neighbour search, see ``nearest_neighbors``.
-        memory_budget_mb: MiB of distances held at once.
+        query_features: (Q, D) float, any precision; computed in float32.
+        gallery_features: (G, D) float, on the same device.
+        metric: ``"cosine"`` normalizes the features first, ``"euclidean"`` does not.
+        options: settings of re-ranking.
+        backend: backend of ``nearest_neighbors``. Default: ``"auto"``.
+        memory_budget_mb: memory for distances in MiB. Default: 256.
 
     Raises:
-        ConfigError: another metric or backend.
+        ConfigError: the metric or backend is unknown.
     """
 
     @renamed_arguments(queries="query_features", gallery="gallery_features")
@@ -111,7 +113,7 @@ class ReRankedDistances(DistanceBlocks):
         features = torch.cat((query_features.detach().float(), gallery_features.detach().float()))
         if check_metric(metric) == "cosine":
             F.normalize(features, dim=1, out=features)
-        # Distances stay as they are, and what products round is relative to the spread instead of the offset.
+        # Centering keeps the distances and makes rounding errors relative to the spread instead of the offset.
         features -= features.mean(0)
         self._original = FeatureDistances(
             features[: len(query_features)],
@@ -119,7 +121,7 @@ class ReRankedDistances(DistanceBlocks):
             metric="euclidean",
             memory_budget_mb=memory_budget_mb,
         )
-        # FastReID mixes in the distance of the metric: 1 - cosine is half the squared distance of unit vectors.
+        # FastReID adds the distance of the metric: 1 - cosine is half the squared distance of unit vectors.
         self._scale = 0.5 if options.variant == "fastreid" and metric == "cosine" else 1.0
         search = {"backend": backend, "memory_budget_mb": memory_budget_mb}
         count = max(options.num_neighbors, options.k2)
@@ -145,24 +147,24 @@ class ReRankedDistances(DistanceBlocks):
 
     @property
     def block_rows(self) -> int:
-        """How many queries make a block, beside which two more of its size are needed."""
+        """Number of queries per block; a block requires two more buffers of its size."""
         return max(1, super().block_rows // 3)
 
 
 def _weights(features: torch.Tensor, neighbors: np.ndarray, farthest: np.ndarray, options: ReRanking) -> "csr_matrix":
-    """Return (N, N) float32 sparse: how each image weighs its k-reciprocal neighbours; rows sum to 1.
+    """Compute the (N, N) sparse float32 weights of each image's k-reciprocal neighbors; rows sum to 1.
 
     Args:
         features: (N, D) float32.
-        neighbours: (N, k) int64, the nearest first, each image itself among its own.
-        farthest: (N,) float32, each image's largest squared distance.
-        options: the kind of re-ranking.
+        neighbors: (N, k) int64, nearest first, including the image itself.
+        farthest: (N,) float32, largest squared distance of each image.
+        options: settings of re-ranking.
     """
     from scipy.sparse import csr_matrix
 
     reciprocal = _reciprocal(neighbors[:, : options.num_neighbors])
     near = _reciprocal(neighbors[:, : round(options.k1 / 2) + 1])
-    # A neighbour brings its own nearest ones along when more than 2/3 of them are in the set already.
+    # Add the k1 / 2 reciprocal neighbors of a neighbor if more than 2/3 of them are already in the set.
     common = (reciprocal @ near.T).multiply(reciprocal).tocsr()
     sizes = np.diff(near.indptr)
     common.data = (common.data > 2 / 3 * sizes[common.indices]).astype(np.float32)
@@ -177,7 +179,7 @@ def _weights(features: torch.Tensor, neighbors: np.ndarray, farthest: np.ndarray
         distances /= np.maximum(farthest, np.finfo(np.float32).tiny)[rows]
     if options.variant == "torchreid":
         np.square(distances, out=distances)
-    # An image's distance to itself is 0, so that no row underflows as a whole.
+    # The distance of an image to itself is 0, so no row underflows completely.
     weights = np.exp(-distances)
     weights /= np.bincount(rows, weights=weights, minlength=members.shape[0])[rows]
     weights = csr_matrix((weights.astype(np.float32), members.indices, members.indptr), shape=members.shape)
@@ -188,7 +190,7 @@ def _weights(features: torch.Tensor, neighbors: np.ndarray, farthest: np.ndarray
 
 
 def _adjacency(neighbors: np.ndarray, value: float = 1.0) -> "csr_matrix":
-    """Return (N, N) sparse with ``value`` at the neighbours of each row."""
+    """Build an (N, N) sparse matrix with ``value`` at the neighbors of each row."""
     from scipy.sparse import csr_matrix
 
     count, k = neighbors.shape
@@ -197,7 +199,7 @@ def _adjacency(neighbors: np.ndarray, value: float = 1.0) -> "csr_matrix":
 
 
 def _reciprocal(neighbors: np.ndarray) -> "csr_matrix":
-    """Return (N, N) sparse of ones where each of two images is among the neighbours of the other."""
+    """Build an (N, N) sparse matrix with ones for pairs of images that are neighbors of each other."""
     forward = _adjacency(neighbors)
     mutual = forward.multiply(forward.T).tocsr()
     mutual.sort_indices()
@@ -205,12 +207,12 @@ def _reciprocal(neighbors: np.ndarray) -> "csr_matrix":
 
 
 def _add_overlaps(query_weights: "csr_matrix", gallery_weights: "csc_matrix", overlap: torch.Tensor) -> None:
-    """Add to (B, G) ``overlap`` the sums, over all images, of the smaller of two images' weights.
+    """Add the sum over all images of min(query weight, gallery weight) to ``overlap``.
 
     Args:
-        query_weights: (B, N) sparse by rows.
-        gallery_weights: (G, N) sparse by columns.
-        overlap: (B, G) float32 zeros, contiguous.
+        query_weights: (B, N) sparse, CSR.
+        gallery_weights: (G, N) sparse, CSC.
+        overlap: (B, G) float32 zeros, contiguous; modified in place.
     """
     num_gallery = overlap.shape[1]
     rows = np.repeat(np.arange(query_weights.shape[0]), np.diff(query_weights.indptr))
@@ -219,7 +221,7 @@ def _add_overlaps(query_weights: "csr_matrix", gallery_weights: "csc_matrix", ov
     totals = np.cumsum(counts)
     first = 0
     while first < len(rows):
-        # As many of the queries' weights as make a chunk of pairs, one at least.
+        # At least one query weight, and as many as fit into a chunk of pairs.
         done = totals[first - 1] if first else 0
         last = max(first + 1, int(np.searchsorted(totals, done + _CHUNK, side="right")))
         part = slice(first, last)

@@ -1,6 +1,6 @@
-"""What a report shows of a ranking beside its numbers: rank lists, accept rates, and how cameras fare with each other.
+"""Retrieval examples for reports: rank lists, ROC curve and mAP for each pair of cameras.
 
-All of it is bounded: lists of a few queries, and the rest over a seeded sample of the queries where there are many.
+Memory and time are bounded: rank lists of a few queries, and statistics over a random sample of queries of large sets.
 """
 
 from collections.abc import Sequence
@@ -24,21 +24,23 @@ __getattr__ = moved_names(
     },
 )
 
-# Queries of a block that are looked at at once, which takes a copy of their distances.
+# Queries processed at once, which requires a copy of their distances.
 _BLOCK_ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """How much is to be shown.
+    """Size of the retrieval examples.
 
     Attributes:
-        kinds: of rank lists: ``"best"``, ``"worst"`` (by average precision) and ``"random"``.
-        lists: of each kind.
-        length: gallery images in a list.
-        pairs: of a query and a gallery image, that accept rates and cameras are counted over at most.
-        cameras: on either side of the camera matrix at most; those with the most images.
-        seed: of the sample of the queries, and of the random lists.
+        kinds: kinds of rank lists: ``"best"`` and ``"worst"`` (by average precision), ``"random"``. Default: best,
+            worst.
+        lists: number of rank lists per kind. Default: 6.
+        length: gallery images per rank list. Default: 10.
+        pairs: maximum number of pairs for the ROC curve and the camera matrix. Default: 2^26.
+        cameras: maximum number of query and of gallery cameras in the camera matrix; those with the most images.
+            Default: 16.
+        seed: seed of the query sample and of the random lists. Default: 0.
     """
 
     kinds: tuple[str, ...] = ("best", "worst")
@@ -51,15 +53,15 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class RankList:
-    """The gallery images nearest to a query, junk left out.
+    """Nearest gallery images of a query, without junk.
 
     Attributes:
-        query: its number in the query set; under a protocol that draws its queries, among all images.
-        gallery: (K,) int64, numbers in the gallery (among all images), the nearest first.
+        query: index in the query set; among all images if the protocol draws queries at random.
+        gallery: (K,) int64, indices in the gallery (or among all images), nearest first.
         distances: (K,) float32.
-        matches: (K,) bool, whether they show the query's identity.
-        ap: the query's average precision in 0..1.
-        first_match: rank of its first match, from 1.
+        matches: (K,) bool, True for images of the query's identity.
+        ap: average precision of the query in 0..1.
+        first_match: 1-based rank of the first match.
     """
 
     query: int
@@ -72,13 +74,13 @@ class RankList:
 
 @dataclass(frozen=True)
 class CameraMatrix:
-    """mAP of the queries of one camera among the gallery images of one camera.
+    """mAP for each pair of a query camera and a gallery camera.
 
     Attributes:
-        query_cameras, gallery_cameras: their numbers, ascending.
-        mean_ap: (Q, G) float64 in 0..1; NaN where no query has a match.
-        queries: (Q, G) int64, how many have one.
-        num_omitted: cameras of queries or gallery that are not among them.
+        query_cameras, gallery_cameras: camera ids, ascending.
+        mean_ap: (Q, G) float64 in 0..1; NaN if no query has a match.
+        queries: (Q, G) int64, number of queries with a match.
+        num_omitted: number of query and gallery cameras that are not in the matrix.
     """
 
     query_cameras: list[int]
@@ -91,15 +93,16 @@ class CameraMatrix:
 
 @dataclass(frozen=True)
 class RetrievalExamples:
-    """What there is to show of one test set.
+    """Retrieval examples of one test set.
 
     Attributes:
         lists: kind -> rank lists; empty on ranks other than 0.
-        roc: over the pairs of the sample, or over all where verification was asked for; None without such pairs.
-        roc_uses_all_pairs: whether it is over all.
-        cameras: over the sample; None without two cameras.
-        sampled: queries in the sample.
-        queries: all of them.
+        roc: ROC curve over the sampled queries, or over all queries with ``TEST.ROC``; None if there are no genuine or
+            no impostor pairs.
+        roc_uses_all_pairs: True if ``roc`` is over all queries.
+        cameras: camera matrix over the sampled queries; None with fewer than two cameras.
+        sampled: number of sampled queries.
+        queries: number of all queries.
     """
 
     lists: dict[str, list[RankList]]
@@ -112,13 +115,13 @@ class RetrievalExamples:
 
 
 class ExampleCounter:
-    """Takes blocks of distances one by one, and counts accept rates and the precision of each pair of cameras.
+    """Accumulate the ROC curve and the camera matrix over sampled queries, from blocks of distances.
 
     Args:
-        identities: of Q queries and G gallery images.
-        protocol: how they are evaluated.
-        report_options: how much is to be shown.
-        limit: see ``RocCounter``; None counts no accept rates.
+        identities: identities and cameras of Q queries and G gallery images.
+        protocol: evaluation protocol.
+        report_options: size of the retrieval examples.
+        limit: see ``RocCounter``; None accumulates no ROC curve.
     """
 
     @renamed_arguments(ids="identities", wanted="report_options")
@@ -152,14 +155,14 @@ class ExampleCounter:
 
     @renamed_arguments(block="distances")
     def add(self, start: int, distances: torch.Tensor) -> None:
-        """Count the queries of the sample from ``start`` on by their (B, G) distances, which stay as they are."""
+        """Add the sampled queries among ``start:start + B`` by their (B, G) distances, which are not modified."""
         if self._roc is None and not self._rankers:
             return
         first, last = np.searchsorted(self._sample, (start, start + len(distances))).tolist()
         self._first = min(self._first, first)
         for begin in range(first, last, _BLOCK_ROWS):
             rows = self._sample[begin : min(begin + _BLOCK_ROWS, last)] - start
-            # Without a sample they are a part of the distances, and need no copy.
+            # Consecutive rows are a view and need no copy.
             is_contiguous = rows[-1] - rows[0] == len(rows) - 1
             part = (
                 distances[rows[0] : rows[-1] + 1]
@@ -172,11 +175,11 @@ class ExampleCounter:
                 ranker.add(begin, part[:, columns.to(part.device)])
 
     def result(self, lists: dict[str, list[RankList]], roc: RocCurve | None) -> RetrievalExamples:
-        """Return what all ranks have counted.
+        """Combine the examples of all ranks.
 
         Args:
-            lists: of the examples.
-            roc: over all pairs, where that is known.
+            lists: rank lists.
+            roc: ROC curve over all pairs, or None to use the accumulated one.
         """
         uses_all_pairs = roc is not None
         if self._roc is not None:
@@ -204,16 +207,19 @@ class ExampleCounter:
 def rank_lists(
     ranking: RankingResult, blocks: DistanceBlocks, matches: Matches, protocol: Protocol, report_options: ReportOptions
 ) -> dict[str, list[RankList]]:
-    """Return the rank lists that are report_options, each of its row of distances, computed once more.
+    """Build rank lists; the distances of their queries are computed again.
 
-    The best and the worst queries show as many identities as there are; no query is in both.
+    Best and worst queries cover as many identities as possible; no query is in both.
 
     Args:
-        ranking: of the queries of ``blocks``.
+        ranking: per-query results.
         blocks: distances of the queries to the gallery.
-        matches: of the same.
-        protocol: by which ``ranking`` was made.
-        report_options: how many of which kinds.
+        matches: matches and junk of the queries.
+        protocol: protocol of ``ranking``.
+        report_options: kinds, number and length of the lists.
+
+    Returns:
+        Kind -> rank lists.
     """
     chosen: dict[str, list[int]] = {}
     generator = np.random.default_rng(report_options.seed)
@@ -230,7 +236,7 @@ def rank_lists(
 
 
 def _select_diverse_queries(queries: Sequence[int], pids: np.ndarray, count: int) -> list[int]:
-    """Return ``count`` of the queries in their order: the first of each identity, and then the rest."""
+    """Select ``count`` queries, preferring the first of each identity; their order is kept."""
     seen: set[int] = set()
     first = [query for query in queries if not (pids[query] in seen or seen.add(pids[query]))][:count]
     kept = set(first)
@@ -253,7 +259,7 @@ def _rank_list(
     pairs = matches.pairs(query, query + 1)
     excluded = np.zeros(len(distances), dtype=bool)
     excluded[pairs.junk_columns] = True
-    if protocol.random_query_gallery_split:  # the gallery holds the query itself
+    if protocol.random_query_gallery_split:  # the gallery contains the query itself
         excluded[query] = True
     excluded[matches.unmatched] = True
     order = np.argsort(np.where(excluded, np.inf, distances), kind="stable")[: int((~excluded).sum())]
@@ -269,7 +275,7 @@ def _rank_list(
 
 
 def _most_frequent(camids: torch.Tensor, count: int) -> tuple[list[int], int]:
-    """Return the ``count`` most frequent cameras, ascending, and how many there are besides."""
+    """Return the ``count`` most frequent cameras, ascending, and the number of other cameras."""
     cameras, images = camids.unique(return_counts=True)
     kept = cameras[images.argsort(descending=True, stable=True)[:count]]
     return sorted(kept.tolist()), len(cameras) - len(kept)

@@ -1,4 +1,4 @@
-"""Verification: the share of genuine pairs accepted at a given share of false accepts, in bounded memory."""
+"""Verification: ROC curve and true accept rate at given false accept rates, in bounded memory."""
 
 import logging
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from fastamp.utils.moved import moved_names, renamed_arguments
 
 logger = logging.getLogger(__name__)
 
-# Bins of equal width; cosine distances, from 0 to 2, are told apart to 2e-6.
+# Number of bins of equal width; the resolution of cosine distances in 0..2 is 2e-6.
 _BINS = 2**20
-# Entries of a block whose bins are held at once.
+# Number of distances that are binned at once.
 _CHUNK = 2**20
-# Below it a distance times the bins in its inverse would overflow in float32.
+# Below this limit, distances times bins per unit of distance overflow in float32.
 _MIN_LIMIT = 1e-30
-# Queries whose distances say where those of a metric without a bound lie.
+# Queries sampled to estimate the range of an unbounded metric.
 _NUM_SAMPLED = 64
 
 __getattr__ = moved_names(
@@ -36,7 +36,7 @@ __getattr__ = moved_names(
 
 @renamed_arguments(distances="blocks")
 def distance_limit(blocks: DistanceBlocks) -> float:
-    """Return a distance that few pairs lie above: the largest possible, or four times the median of some queries'."""
+    """Return an upper limit for most distances: the metric's maximum, or 4 times the median over sampled queries."""
     if blocks.limit is not None:
         return blocks.limit
     count, width = blocks.shape
@@ -48,21 +48,21 @@ def distance_limit(blocks: DistanceBlocks) -> float:
 
 
 def sum_over_ranks(counts: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all ranks, on the CPU."""
+    """Sum counts over all ranks; the result is on the CPU."""
     return comm.all_reduce_sum(counts.to(comm.transport_device())).cpu() if comm.is_distributed() else counts
 
 
 @dataclass(frozen=True)
 class RocCurve:
-    """Accept rates over all thresholds.
+    """True and false accept rates over all thresholds.
 
     Attributes:
-        thresholds: (T,) float64, ascending, of cosine, squared Euclidean or re-ranked distances; a pair is accepted
-            when its distance lies below. The last may be infinite.
-        tar: (T,) float64 in 0..1, true accept rate: the share of the genuine pairs accepted.
-        far: (T,) float64 in 0..1, false accept rate: the share of the impostor pairs accepted.
-        num_genuine: pairs of one identity, junk left out.
-        num_impostor: pairs of two identities.
+        thresholds: (T,) float64, ascending thresholds of cosine, squared Euclidean or re-ranked distances; a pair is
+            accepted if its distance is below. The last may be infinite.
+        tar: (T,) float64 in 0..1, true accept rate: fraction of genuine pairs accepted.
+        far: (T,) float64 in 0..1, false accept rate: fraction of impostor pairs accepted.
+        num_genuine: number of pairs of the same identity, without junk.
+        num_impostor: number of pairs of different identities.
     """
 
     thresholds: np.ndarray
@@ -72,24 +72,24 @@ class RocCurve:
     num_impostor: int
 
     def tar_at(self, far: float) -> float:
-        """Return the largest true accept rate, in 0..1, at which the false accept rate is not above ``far``."""
+        """Return the largest true accept rate in 0..1 whose false accept rate is at most ``far``."""
         allowed = self.far <= far
         return float(self.tar[allowed].max()) if allowed.any() else 0.0
 
 
 class RocCounter:
-    """Takes blocks of distances one by one, and counts genuine and impostor pairs by distance.
+    """Histogram of the distances of genuine and impostor pairs, filled from blocks of distances.
 
-    A threshold lies on the edge of one of 2^20 bins, so that a false accept rate is never above what was asked for, and
-    a true accept rate lacks at most the pairs that share a bin with the threshold.
+    Thresholds are edges of 2^20 bins: the false accept rate never exceeds the requested one, and the true accept rate
+    is too low by at most the pairs in the bin of the threshold.
 
     Args:
-        identities: of Q queries and G gallery images.
-        limit: where the last bin begins; distances above are not told apart.
-        junk: see ``Matches``; it is neither a genuine nor an impostor pair.
+        identities: identities and cameras of Q queries and G gallery images.
+        limit: lower edge of the last bin, which contains all larger distances.
+        junk: junk rule, see ``Matches``; junk pairs are neither genuine nor impostor. Default: Market-1501's.
 
     Attributes:
-        counts: (2, 2^20) int64, genuine and impostor pairs by distance.
+        counts: (2, 2^20) int64, number of genuine and impostor pairs per bin.
     """
 
     @renamed_arguments(ids="identities", cross_camera=("junk", junk_from_cross_camera))
@@ -100,7 +100,7 @@ class RocCounter:
 
     @renamed_arguments(block="distances")
     def add(self, start: int, distances: torch.Tensor) -> None:
-        """Count the pairs of the queries from ``start`` on by their (B, G) distances, which stay as they are."""
+        """Count the pairs of queries ``start:start + B`` by their (B, G) distances, which are not modified."""
         for first, last in self.matches.spans(start, start + len(distances)):
             self._count(distances[first - start : last - start], self.matches.pairs(first, last))
 
@@ -121,11 +121,11 @@ class RocCounter:
         return torch.bincount(bins, minlength=_BINS).cpu()
 
     def result(self) -> RocCurve | None:
-        """Return the curve of the pairs that all ranks have counted; None without genuine or without impostor pairs."""
+        """Compute the curve over the pairs of all ranks; None if there are no genuine or no impostor pairs."""
         genuine, impostor = sum_over_ranks(self.counts).numpy()
         if not genuine.any() or not impostor.any():
             return None
-        used = np.flatnonzero(genuine + impostor)  # a bin without pairs moves neither rate
+        used = np.flatnonzero(genuine + impostor)  # empty bins change neither rate
         tar, far = (counts[used].cumsum() / counts.sum() for counts in (genuine, impostor))
         zero = np.zeros(1)
         return RocCurve(
@@ -138,15 +138,18 @@ class RocCounter:
 
 
 def write_roc(curve: RocCurve, rates: Sequence[float], folder: Path) -> list[Path]:
-    """Write the curve to ``roc.npz`` and, where matplotlib is installed, to ``roc.png``; return the paths.
+    """Write the curve to ``roc.npz`` and, if matplotlib is installed, plot it to ``roc.png``.
 
     Args:
-        curve: to be written.
-        rates: false accept rates that are marked in the picture.
-        folder: created when missing.
+        curve: ROC curve.
+        rates: false accept rates to mark in the plot.
+        folder: output folder, created if missing.
+
+    Returns:
+        The paths of the files.
 
     Raises:
-        ConfigError: they cannot be written.
+        ConfigError: a file cannot be written.
     """
     paths = [folder / "roc.npz"]
     with writing(folder):
@@ -155,7 +158,7 @@ def write_roc(curve: RocCurve, rates: Sequence[float], folder: Path) -> list[Pat
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        logger.warning('no picture of the curve: it needs matplotlib (pip install "fastamp[vis]")')
+        logger.warning('skipped the plot of the ROC curve: matplotlib not found (pip install "fastamp[vis]")')
         return paths
     figure = Figure(figsize=(6, 5), layout="constrained")
     axes = figure.subplots()
@@ -163,7 +166,7 @@ def write_roc(curve: RocCurve, rates: Sequence[float], folder: Path) -> list[Pat
     for rate in rates:
         axes.plot(rate, 100 * curve.tar_at(rate), "o", label=f"{100 * curve.tar_at(rate):.2f} % at {rate:.10g}")
     axes.set(xscale="log", xlim=(min(0.1, 1 / curve.num_impostor), 1), ylim=(0, 100))
-    axes.set(xlabel="false accept rate", ylabel="true accept rate in percent")
+    axes.set(xlabel="false accept rate", ylabel="true accept rate (%)")
     axes.set_title(f"{curve.num_genuine:,} genuine and {curve.num_impostor:,} impostor pairs")
     axes.grid(alpha=0.3)
     if rates:

@@ -1,4 +1,4 @@
-"""Rules that draw one gallery image of each identity, several times: CUHK03's and VehicleID's."""
+"""Protocols with one random gallery image per identity: CUHK03 and VehicleID."""
 
 import numpy as np
 import torch
@@ -19,15 +19,15 @@ __getattr__ = moved_names(__name__, {"OneGalleryImageRanker": "fastamp.evaluatio
 
 
 class SingleGalleryShotRanker(Ranker):
-    """CUHK03's protocol: the CMC is over one drawn gallery image of each identity, AP and INP are over all.
+    """Ranker of the CUHK03 protocol: CMC over one random gallery image per identity, AP and INP over all.
 
-    Li et al. 2014, "DeepReID"; as torchreid computes it, but that the images of the other identities are drawn once
-    for all queries, not anew for each. A query's own image is drawn among its matches.
+    Li et al. 2014, "DeepReID". As in torchreid; differs: the images of the other identities are drawn once per trial
+    for all queries instead of once per query. The image of the query's identity is drawn from its matches.
 
     Args:
-        identities: of Q queries and G gallery images.
-        num_trials: draws, R.
-        seed: of the draws.
+        identities: identities and cameras of Q queries and G gallery images.
+        num_trials: number of random galleries, R.
+        seed: seed of the random galleries.
         junk, trapezoid: see ``Ranker``.
     """
 
@@ -45,7 +45,7 @@ class SingleGalleryShotRanker(Ranker):
         generator = np.random.default_rng(seed)
         self.num_trials = num_trials
         self._drawn = _draw_gallery(self.matches.groups, num_trials, generator)
-        # Which of its matches stands for a query, as a share of their number.
+        # Which of its matches a query gets in each trial, as a fraction of their number.
         self._choice = generator.random((num_trials, len(identities.query_pids)))
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
@@ -67,15 +67,15 @@ class SingleGalleryShotRanker(Ranker):
 
 
 class VehicleIDRanker(Ranker):
-    """VehicleID's protocol: one drawn image of each identity is the gallery, all the others are the queries.
+    """Ranker of the VehicleID protocol: one random image per identity is the gallery, all others are queries.
 
-    Liu et al. 2016, "Deep relative distance learning". There are no cameras. AP and INP of an image are the means over
-    the draws in which it is a query, and its weight in the means over images is their number.
+    Liu et al. 2016, "Deep relative distance learning". Cameras are ignored. The AP and INP of an image are means over
+    the trials in which it is a query; the number of these trials is its weight in the means over images.
 
     Args:
-        identities: of N images, the same on both sides.
-        num_trials: draws, R.
-        seed: of the draws.
+        identities: identities of N images, which are both queries and gallery.
+        num_trials: number of random galleries, R.
+        seed: seed of the random galleries.
     """
 
     @renamed_arguments(ids="identities", repeats="num_trials")
@@ -99,14 +99,14 @@ class VehicleIDRanker(Ranker):
 
 
 RULES["cuhk03"] = RankingRule(
-    text="CUHK03 single gallery shot (own camera is junk; CMC over {0.num_trials} draws, seed {0.seed})",
+    text="CUHK03 single gallery shot (same camera is junk; CMC over {0.num_trials} trials, seed {0.seed})",
     junk=SAME_CAMERA,
     build=lambda identities, protocol: SingleGalleryShotRanker(
         identities, num_trials=protocol.num_trials, seed=protocol.seed, junk=protocol.junk, trapezoid=protocol.trapezoid
     ),
 )
 RULES["vehicleid"] = RankingRule(
-    text="VehicleID (one gallery image of each identity, all others are queries; {0.num_trials} draws, seed {0.seed})",
+    text="VehicleID (one gallery image per identity, all others are queries; {0.num_trials} trials, seed {0.seed})",
     junk=None,
     build=lambda identities, protocol: VehicleIDRanker(identities, num_trials=protocol.num_trials, seed=protocol.seed),
     random_query_gallery_split=True,
@@ -114,7 +114,7 @@ RULES["vehicleid"] = RankingRule(
 
 
 def _draw_gallery(groups: GalleryGroups, num_trials: int, generator: np.random.Generator) -> np.ndarray:
-    """Return (R, P) int64: a gallery image of each of P identities, for each draw."""
+    """Return (R, P) int64, a random gallery index for each of R trials and P identities."""
     choice = generator.random((num_trials, len(groups.pids)))
     return groups.order[groups.starts + (choice * groups.counts).astype(np.int64)]
 
@@ -122,14 +122,14 @@ def _draw_gallery(groups: GalleryGroups, num_trials: int, generator: np.random.G
 def _rank_among_drawn(
     distances: torch.Tensor, rows: np.ndarray, match_columns: np.ndarray, drawn: np.ndarray, query_group: np.ndarray
 ) -> np.ndarray:
-    """Return the rank from 0 of each query's image among the images drawn of the other identities.
+    """Compute the 0-based rank of each query's match among the drawn images of the other identities.
 
     Args:
         distances: (B, G) float.
-        rows: (n,) int64, the queries' rows in it.
-        own: (n,) int64, the gallery image that stands for the query's own identity.
-        drawn: (P,) int64, the gallery image of each identity.
-        own_group: (n,) int64, the query's own identity among the P.
+        rows: (n,) int64, row of each query.
+        match_columns: (n,) int64, gallery index of each query's match.
+        drawn: (P,) int64, drawn gallery index of each identity.
+        query_group: (n,) int64, index of each query's identity in ``drawn``.
     """
     rows, match_columns, drawn, query_group = (
         torch.from_numpy(side).to(distances.device) for side in (rows, match_columns, drawn, query_group)

@@ -288,7 +288,7 @@ def test_precise_bn_before_each_evaluation(demo, tmp_path, caplog):
     logging.getLogger("fastamp").setLevel(logging.INFO)
     options = ("TEST.PRECISE_BN.ENABLED", "True", "TEST.PRECISE_BN.DATASET", "Demo", "TEST.PRECISE_BN.NUM_ITER", "4")
     trainer, results = run(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "2", "TEST.EVAL_PERIOD", "1", *options))
-    assert caplog.text.count("batch-norm statistics of 3 layers estimated anew from 4 batches") == 2
+    assert caplog.text.count("statistics of 3 layers from 4 batches") == 2
     model = build_model(trainer.cfg)
     model.load_state_dict(tiny.weights(tmp_path / "model_final.pth"))
     update_bn_statistics(model, DefaultTrainer.build_train_loader(trainer.cfg), 4, policy=FLOAT32)

@@ -1,4 +1,4 @@
-"""Evaluation as a whole: modes, flip, precision, the order of images, files, and several processes."""
+"""Evaluators: module modes, flip test, precision, order of images, output files and distributed runs."""
 
 import json
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ from fastamp.utils.errors import ConfigError, DataError, TrainingError
 
 
 class Model(nn.Module):
-    """Features that differ under mirroring; notes the dtype of its product."""
+    """Model that is not mirror-invariant and records the dtype of its matrix product."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ def batches(n=6, size=4):
     ]  # fmt: skip
 
 
-def test_flip_is_the_mean_with_the_mirror_image_and_leaves_the_batch_alone():
+def test_flip_averages_mirror_image_and_keeps_batch():
     model, loader = Model(), batches()
     before = [batch["images"].clone() for batch in loader]
     plain = inference_on_dataset(model, loader, Keep())["features"]
@@ -66,14 +66,14 @@ def test_flip_is_the_mean_with_the_mirror_image_and_leaves_the_batch_alone():
     assert all(torch.equal(a, batch["images"]) for a, batch in zip(before, loader, strict=True))
 
 
-def test_modes_come_back_even_for_frozen_parts():
+def test_modes_are_restored_for_frozen_modules():
     model = Model().train()
     model.bn.eval()
     inference_on_dataset(model, batches(), Keep())
     assert model.training and model.fc.training and not model.bn.training
 
 
-def test_runs_under_the_policy_and_returns_float32():
+def test_policy_applies_and_features_are_float32():
     model = Model()
     policy = PrecisionPolicy("cpu", torch.bfloat16, "test")
     features = inference_on_dataset(model, batches(), Keep(), policy=policy)["features"]
@@ -82,7 +82,7 @@ def test_runs_under_the_policy_and_returns_float32():
     assert model.dtypes == {torch.bfloat16, torch.float32}
 
 
-def test_batches_in_any_order_give_the_same_result():
+def test_result_is_independent_of_batch_order():
     cfg = get_cfg()
     loader = batches(size=1)
     evaluator = ReidEvaluator(cfg, num_query=3)
@@ -94,28 +94,28 @@ def test_batches_in_any_order_give_the_same_result():
     assert first["metric"] == (first["mAP"] + first["Rank-1"]) / 2
 
 
-def test_batches_without_indices_count_in_the_order_of_arrival():
+def test_batches_without_indices_use_order_of_arrival():
     loader, evaluator, model = batches(size=2), ReidEvaluator(get_cfg(), num_query=3), Model()
     plain = [{key: value for key, value in batch.items() if key != "indices"} for batch in loader]
     assert inference_on_dataset(model, plain, evaluator) == inference_on_dataset(model, loader, evaluator)
 
 
-def test_queries_without_a_match_are_counted():
+def test_queries_without_match_are_counted():
     loader = batches(size=6)
     loader[0]["targets"][0] = 9
     assert inference_on_dataset(Model(), loader, ReidEvaluator(get_cfg(), 3))["num_query_without_match"] == 1
     loader[0]["camids"][:] = 0
-    with pytest.raises(DataError, match="none of the 3 queries has a match"):
+    with pytest.raises(DataError, match="3 queries"):
         inference_on_dataset(Model(), loader, ReidEvaluator(get_cfg(), 3))
 
 
-def test_nothing_evaluated_is_an_error():
-    with pytest.raises(DataError, match="no image was evaluated"):
+def test_evaluate_without_images_raises():
+    with pytest.raises(DataError):
         ReidEvaluator(get_cfg(), 3).evaluate()
 
 
 class OnlyInTraining(nn.Module):
-    """Forced to float32 while gradients are on, and an overflow in float16 when they are not."""
+    """Layer that computes in float32 with gradients, and overflows in float16 without."""
 
     def __init__(self):
         super().__init__()
@@ -129,8 +129,8 @@ class OnlyInTraining(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_features_that_are_not_finite_name_the_layer(dtype):
-    """NaN at test time while training is fine: the failure is shown first, then what is said of it."""
+def test_nonfinite_features_name_the_module(dtype):
+    """The model is finite in training and overflows only in evaluation."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -162,7 +162,7 @@ def test_features_that_are_not_finite_name_the_layer(dtype):
     with pytest.raises(TrainingError) as error:
         inference_on_dataset(model.train(), [good, batch], Ignoring(), policy=policy)
     text = str(error.value)
-    assert "not all finite (test batch 1, which begins with a.jpg)" in text
+    assert "test batch 1" in text and "a.jpg" in text
     assert "forward overflow in part.linear (Linear)" in text and "SOLVER.AMP.EVAL_DTYPE float32" in text
     assert model.training
     with pytest.raises(TrainingError) as error:
@@ -186,15 +186,15 @@ def evaluator_with(features, cfg, folder=None):
     return evaluator
 
 
-def test_a_file_that_cannot_be_written(tmp_path):
+def test_unwritable_output_raises(tmp_path):
     (tmp_path / "taken").write_text("")
     cfg = get_cfg()
     cfg.merge_from_list(["TEST.PER_QUERY", "True"])
-    with pytest.raises(ConfigError, match="taken.*cannot be written: (File exists|Not a directory)"):
+    with pytest.raises(ConfigError, match="taken"):
         evaluator_with(random_set(3), cfg, str(tmp_path / "taken")).evaluate()
 
 
-def test_the_evaluator_puts_batches_in_order_and_writes_files(tmp_path):
+def test_evaluator_sorts_batches_and_writes_files(tmp_path):
     features = random_set(3)
     cfg = get_cfg()
     cfg.merge_from_list(["TEST.PER_QUERY", "True", "TEST.ROC", "on"])
@@ -210,7 +210,7 @@ def test_the_evaluator_puts_batches_in_order_and_writes_files(tmp_path):
     assert not (tmp_path / "Other").exists()
 
 
-def test_a_device_without_room_is_not_ranked_on(monkeypatch):
+def test_device_without_memory_ranks_on_cpu(monkeypatch):
     features = torch.zeros(1000, 2048)
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
@@ -222,20 +222,20 @@ def test_a_device_without_room_is_not_ranked_on(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def judged(made_once):
-    """The folder with what 1, 2 and 3 processes found."""
+def evaluated_folder(made_once):
+    """Folder with the results of 1, 2 and 3 processes."""
     with made_once("evaluate_ranks") as (folder, missing):
         if missing:
             preloaded.run(evaluate_ranks.__file__, folder).check_returncode()
     return folder
 
 
-@pytest.mark.parametrize("way", evaluate_ranks.CONFIGS)
-def test_several_processes_find_what_one_finds(judged, way):
+@pytest.mark.parametrize("name", evaluate_ranks.CONFIGS)
+def test_distributed_evaluation_equals_single_process(evaluated_folder, name):
     found = []
     for processes in (1, 2, 3):
-        folder = judged / str(processes) / way
+        folder = evaluated_folder / str(processes) / name
         found.append(json.loads((folder / "metrics.json").read_text()))
-        if "TEST.PER_QUERY" in evaluate_ranks.CONFIGS[way]:
+        if "TEST.PER_QUERY" in evaluate_ranks.CONFIGS[name]:
             found[-1]["ap"] = np.load(folder / "per_query.npz")["ap"].tolist()
     assert found[0] == found[1] == found[2] and found[0]["mAP"] > 20

@@ -1,4 +1,4 @@
-"""From features to metrics: options together, intervals, precision and errors."""
+"""Metrics from features: combined options, confidence intervals, precision and errors."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from fastamp.layers import pairwise_distance
 from fastamp.utils.errors import DataError
 
 
-def test_metrics_are_those_of_a_naive_loop():
+def test_metrics_equal_naive_loop():
     queries, gallery, ids = random_set(0)
     ids.query_pids[3] = 99
     metrics = compute_metrics(queries, gallery, ids, protocol("TEST.RANKS", "[3]")).metrics()
@@ -23,7 +23,7 @@ def test_metrics_are_those_of_a_naive_loop():
     assert metrics["num_query_without_match"] == 30 - len(rows) >= 1
 
 
-def test_intervals_hold_the_mean_and_shrink_with_the_queries():
+def test_confidence_intervals_contain_mean_and_shrink_with_queries():
     widths = []
     for count in (50, 800):
         queries, gallery, ids = random_set(1, queries=count, gallery=300, noise=2.0)
@@ -33,7 +33,7 @@ def test_intervals_hold_the_mean_and_shrink_with_the_queries():
             low, high = metrics["intervals"][name]
             assert low < metrics[name] < high
         widths.append(metrics["intervals"]["mAP"][1] - metrics["intervals"]["mAP"][0])
-        # The normal approximation of the mean's interval.
+        # Normal approximation of the confidence interval of the mean.
         ap = result.ranking.ap[result.ranking.valid]
         assert widths[-1] == pytest.approx(100 * 2 * 1.96 * (ap.std() / len(ap) ** 0.5).item(), rel=0.15)
         assert compute_metrics(queries, gallery, ids).intervals() == metrics["intervals"]
@@ -41,7 +41,7 @@ def test_intervals_hold_the_mean_and_shrink_with_the_queries():
     assert "intervals" not in compute_metrics(queries, gallery, ids, protocol("TEST.BOOTSTRAP", "0")).metrics()
 
 
-def test_everything_at_once_in_little_memory():
+def test_all_options_with_small_memory_budget():
     queries, gallery, ids = random_set(2, queries=200, gallery=300)
     opts = ["TEST.RERANK", "on", "TEST.AQE", "on", "TEST.ROC", "on"]
     whole = compute_metrics(queries, gallery, ids, protocol(*opts)).metrics()
@@ -54,19 +54,19 @@ def test_everything_at_once_in_little_memory():
 @pytest.mark.parametrize(
     "rule, message",
     [
-        ("market1501", "none of the 2 queries .*another camera.*fix: .*TEST.PROTOCOL no_camera"),
-        ("no_camera", "no identity in common"),
-        ("vehicleid", "no identity has two images"),
+        ("market1501", "2 queries.*TEST.PROTOCOL no_camera"),
+        ("no_camera", "2 queries"),
+        ("vehicleid", "4 images"),
     ],
 )
-def test_no_match_at_all(rule, message):
+def test_no_match_raises(rule, message):
     ids = Identities(*(torch.tensor(side) for side in ([1, 2], [3, 4], [0, 0], [1, 1])))
     with pytest.raises(DataError, match=f"(?s){message}"):
         compute_metrics(torch.eye(2), torch.eye(2), ids, Protocol(rule=rule))
 
 
 @pytest.mark.parametrize("opts", [[], ["TEST.RERANK", "on"], ["TEST.AQE", "on"]])
-def test_autocast_gradients_and_half_precision(opts):
+def test_autocast_gradients_and_float16_do_not_change_metrics(opts):
     queries, gallery, ids = random_set(6)
     expected = compute_metrics(queries, gallery, ids, protocol(*opts)).metrics()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -78,10 +78,10 @@ def test_autocast_gradients_and_half_precision(opts):
 
 
 @pytest.mark.parametrize("opts", [["TEST.RERANK", "on"], ["TEST.AQE", "on"], []])
-def test_what_overflows_is_an_error(opts):
+def test_overflow_raises(opts):
     queries, gallery, ids = random_set(7)
     limit = 1e50 if opts else 1e160
-    with pytest.raises(DataError, match="overflow in float"):
+    with pytest.raises(DataError, match="overflow"):
         compute_metrics(queries.double() * limit, gallery.double() * limit, ids, protocol(*opts))
 
 
@@ -96,11 +96,11 @@ def test_what_overflows_is_an_error(opts):
         ["TEST.PROTOCOL", "cuhk03", "TEST.ROC", "on"],
     ],
 )
-def test_the_device_and_the_cpu_give_the_same(opts):
+def test_cuda_equals_cpu(opts):
     queries, gallery, ids = random_set(4, queries=200, gallery=2000, width=256, pids=60, noise=2.0)
     on_cpu = compute_metrics(queries, gallery, ids, protocol(*opts)).metrics()
     allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True  # which ranking does not use
+    torch.backends.cuda.matmul.allow_tf32 = True  # ranking must not use it
     try:
         on_device = compute_metrics(queries.cuda(), gallery.cuda(), ids, protocol(*opts)).metrics()
         assert torch.backends.cuda.matmul.allow_tf32

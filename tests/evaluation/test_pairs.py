@@ -1,4 +1,4 @@
-"""The sample of pairs: against all pairs by a loop, and what it leaves out."""
+"""Sampled pairs: equality with a loop over all pairs, and exclusions."""
 
 import itertools
 
@@ -21,12 +21,12 @@ def small_set():
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
 @pytest.mark.parametrize("cross_camera", [True, False])
-def test_all_pairs_of_a_small_set(metric, cross_camera):
+def test_small_set_uses_all_pairs(metric, cross_camera):
     queries, gallery, ids = small_set()
     genuine, impostor = [], []
     for q, g in itertools.product(range(4), range(60)):
         if q == 3 or ids.gallery_pids[g] == -1:
-            continue  # a query without a match, nobody's image
+            continue  # query without a match, or distractor of identity -1
         score = torch.cosine_similarity(queries[q], gallery[g], dim=0)
         if metric == "euclidean":
             score = (queries[q] - gallery[g]).norm()
@@ -39,17 +39,17 @@ def test_all_pairs_of_a_small_set(metric, cross_camera):
     for quantiles, scores in ((found.genuine, genuine), (found.impostor, impostor)):
         assert quantiles.shape == (1001,) and quantiles.dtype == torch.float32
         assert np.allclose(quantiles[[0, -1]], [min(scores), max(scores)], atol=1e-6)
-    # The share of pairs less alike, by the quantiles and by counting.
+    # Fraction of less similar pairs, from the quantiles and by counting.
     for score in np.quantile(impostor, [0.1, 0.5, 0.9]):
-        shares = found.percentile_of(score)
+        fractions = found.percentile_of(score)
         less = np.less if metric == "cosine" else np.greater
-        for share, scores in zip(shares, (genuine, impostor), strict=True):
-            assert share == pytest.approx(less(scores, score).mean(), abs=1.5 / len(scores))
+        for fraction, scores in zip(fractions, (genuine, impostor), strict=True):
+            assert fraction == pytest.approx(less(scores, score).mean(), abs=1.5 / len(scores))
     low, high = (-2.0, 2.0) if metric == "cosine" else (1e9, -1.0)
     assert found.percentile_of(low) == (0, 0) and found.percentile_of(high) == (1, 1)
 
 
-def test_of_a_large_set_a_seeded_sample_is_taken(monkeypatch):
+def test_large_set_is_sampled_by_seed(monkeypatch):
     monkeypatch.setattr(pairs, "_QUERIES", 50)
     monkeypatch.setattr(pairs, "_GALLERY", 400)
     monkeypatch.setattr(pairs, "_MATCHES", 6)
@@ -65,7 +65,7 @@ def test_of_a_large_set_a_seeded_sample_is_taken(monkeypatch):
     assert not torch.equal(found.genuine, other.genuine)
 
 
-def test_an_image_makes_no_pair_with_itself():
+def test_image_is_not_paired_with_itself():
     pids = torch.tensor([1, 1, 2])
     ids = Identities(pids, pids, torch.zeros(3), torch.zeros(3))
     features = torch.eye(3)
@@ -74,7 +74,7 @@ def test_an_image_makes_no_pair_with_itself():
     assert PairScores(**found.state_dict()).num_impostor == found.num_impostor == 2
 
 
-def test_nothing_to_hold_against():
+def test_no_genuine_or_no_impostor_pairs_is_none():
     features = torch.eye(2)
     for each in ([1, 2], [1, 1], [-1, -1]):
         pids = torch.tensor(each)

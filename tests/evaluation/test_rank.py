@@ -1,4 +1,4 @@
-"""The ranking against other programs' values and a naive loop."""
+"""Ranking: equality with reference implementations and a naive loop."""
 
 import json
 
@@ -22,7 +22,7 @@ VALUES = json.loads((REFERENCE / "values.json").read_text())
 def check(result, name, metric):
     values = VALUES[name]
     expected = values[f"fr_{metric}_pystable"]
-    if "error" in expected:  # fewer valid gallery images than 50: there only FastReID's AP and INP are right
+    if "error" in expected:  # with fewer than 50 valid gallery images only FastReID's AP and INP are correct
         expected = {key: values[f"fr_{metric}_cy"][key] for key in ("mAP", "mINP")}
     assert result.num_valid == values["num_valid"]
     assert result.mean_ap == pytest.approx(expected["mAP"], abs=1e-7)
@@ -39,7 +39,7 @@ CASES = [(name, metric) for name in VALUES for metric in ("euclidean", "cosine")
 
 
 @pytest.mark.parametrize("name, metric", CASES)
-def test_equals_fastreid_on_its_own_distances(name, metric):
+def test_ranking_equals_fastreid_on_its_distances(name, metric):
     data, _, _, ids = load(name)
     result = rank_distances(torch.from_numpy(data[f"fr_dist_{metric}"]), ids)
     check(result, name, metric)
@@ -47,17 +47,17 @@ def test_equals_fastreid_on_its_own_distances(name, metric):
 
 @pytest.mark.parametrize("name, metric", CASES)
 @pytest.mark.parametrize("memory_budget_mb", [1e-9, 0.01, 1000])
-def test_features_in_blocks_equal_fastreid(name, metric, memory_budget_mb):
+def test_ranking_in_blocks_equals_fastreid(name, metric, memory_budget_mb):
     data, qf, gf, ids = load(name)
     distances = pairwise_distance(qf, gf, metric)
     distances = distances.square() if metric == "euclidean" else distances  # FastReID ranks by the square
     torch.testing.assert_close(distances, torch.from_numpy(data[f"fr_dist_{metric}"]), rtol=1e-4, atol=1e-5)
     result = rank_features(qf, gf, ids, metric=metric, memory_budget_mb=memory_budget_mb)
-    if (name, metric, memory_budget_mb) != ("g7_ties", "cosine", 1e-9):  # there the last bit of a distance decides
+    if (name, metric, memory_budget_mb) != ("g7_ties", "cosine", 1e-9):  # depends on the last bit of a distance
         check(result, name, metric)
 
 
-def test_without_any_valid_query():
+def test_no_valid_query():
     data, _, _, ids = load("g5_single_camera")
     result = rank_distances(torch.from_numpy(data["fr_dist_cosine"]), ids)
     assert result.num_valid == 0
@@ -65,13 +65,13 @@ def test_without_any_valid_query():
 
 
 @pytest.mark.parametrize("name, metric", [case for case in CASES if case[0][:2] in ("g1", "g4", "g7")])
-def test_each_query_equals_fastreid_and_the_trapezoid_the_first_evaluation_code(name, metric):
+def test_per_query_ap_equals_fastreid_and_trapezoid_equals_market1501_code(name, metric):
     data, _, _, ids = load(name)
     distances = torch.from_numpy(data[f"fr_dist_{metric}"])
     result = rank_distances(distances, ids)
     np.testing.assert_allclose(result.ap[result.valid], data[f"fr_{metric}_pystable_ap"], rtol=0, atol=1e-12)
     np.testing.assert_allclose(result.inp[result.valid], data[f"fr_{metric}_pystable_inp"], rtol=0, atol=1e-12)
-    if metric == "euclidean" and name != "g7_ties":  # whose sort was not stable
+    if metric == "euclidean" and name != "g7_ties":  # its sort was not stable
         trapezoid = rank_distances(distances, ids, trapezoid=True)
         np.testing.assert_allclose(
             trapezoid.ap[trapezoid.valid], data["trapezoid_ap_euclidean_junk_removed"], rtol=0, atol=1e-12
@@ -80,7 +80,7 @@ def test_each_query_equals_fastreid_and_the_trapezoid_the_first_evaluation_code(
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 20), st.integers(1, 4))
-def test_equals_a_naive_loop_with_ties_junk_and_distractors(seed, num_query, num_gallery, levels):
+def test_ranking_equals_naive_loop_with_ties_junk_and_distractors(seed, num_query, num_gallery, levels):
     distances, ids = random_distances(seed, num_query, num_gallery, levels)
     for ours, expected in zip(rows_of(rank_distances(distances, ids)), naive(distances.tolist(), ids), strict=True):
         assert ours == pytest.approx(expected, abs=1e-12)
@@ -94,10 +94,10 @@ def test_equals_a_naive_loop_with_ties_junk_and_distractors(seed, num_query, num
     st.sampled_from([3, 30, 300]),
     st.sampled_from([np.float32, np.float64]),
 )
-def test_large_galleries_with_few_and_with_many_matches(seed, num_gallery, levels, pids, dtype):
-    """Here matches are counted, sorted, and what is farther than the last is left out."""
+def test_large_galleries_equal_naive_loop(seed, num_gallery, levels, pids, dtype):
+    """Covers counting, sorting, and selecting the images up to the last match."""
     distances, ids = random_distances(seed, 4, num_gallery, levels, dtype, pids)
-    distances[seed % 4][ids.gallery_pids == ids.query_pids[seed % 4]] /= 100  # one query's matches are near
+    distances[seed % 4][ids.gallery_pids == ids.query_pids[seed % 4]] /= 100  # matches of one query are close
     before = distances.clone()
     result = rank_distances(distances, ids)
     assert torch.equal(distances, before)
@@ -107,7 +107,7 @@ def test_large_galleries_with_few_and_with_many_matches(seed, num_gallery, level
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.sampled_from([2, 10**6]))
-def test_the_way_of_other_devices_counts_the_same(seed, num_gallery, levels):
+def test_ranks_on_device_equal_ranks_on_cpu(seed, num_gallery, levels):
     distances, ids = random_distances(seed, 5, num_gallery, levels)
     pairs = Matches(ids, junk=SAME_CAMERA).pairs(0, 5)
     distances[pairs.junk_rows, pairs.junk_columns] = torch.nan
@@ -117,30 +117,30 @@ def test_the_way_of_other_devices_counts_the_same(seed, num_gallery, levels):
     )
 
 
-def test_infinite_distances_are_the_last():
+def test_infinite_distances_rank_last():
     ids = Identities(*(torch.tensor(side) for side in ([1], [1, 2, 1, 1, 3], [0], [1, 1, 0, 1, 1])))
     distances = torch.tensor([[torch.inf, torch.inf, torch.inf, 0.5, 1.0]])  # the third is junk
     for ours, expected in zip(rows_of(rank_distances(distances, ids)), naive(distances.tolist(), ids), strict=True):
         assert ours == pytest.approx(expected, abs=1e-12)
 
 
-def test_distances_that_cannot_be_ranked():
+def test_invalid_distances_raise():
     distances, ids = random_distances(2, 5, 60, 20)
-    with pytest.raises(DataError, match=r"distances are \(5, 59\), for 5 queries and 60 gallery images"):
+    with pytest.raises(DataError, match=r"\(5, 60\).*\(5, 59\)"):
         rank_distances(distances[:, 1:], ids)
-    with pytest.raises(DataError, match="1 of 300 distances are NaN"):
+    with pytest.raises(DataError, match="1 of 300.*NaN"):
         rank_distances(distances.index_put((torch.tensor(2), torch.tensor(3)), torch.tensor(torch.nan)), ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.float16])
-def test_distances_of_other_kinds(dtype):
+def test_other_dtypes_of_distances(dtype):
     distances, ids = random_distances(3, 5, 60, 20)
     assert torch.equal(rank_distances(distances.to(dtype), ids).ap, rank_distances(distances, ids).ap)
 
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_blocks_of_any_size_have_the_distances_of_the_whole(metric, dtype):
+def test_blocks_equal_full_distance_matrix(metric, dtype):
     queries, gallery, _ = random_set(0, queries=150, gallery=99)
     queries, gallery = queries.to(dtype), (3 * gallery).to(dtype)
     expected = pairwise_distance(queries, gallery, metric)
@@ -158,43 +158,43 @@ def test_blocks_of_any_size_have_the_distances_of_the_whole(metric, dtype):
     assert [start for start, _ in distances.blocks(3, 3)] == []
 
 
-def test_many_queries_in_blocks_equal_the_whole():
+def test_ranking_is_independent_of_memory_budget():
     queries, gallery, ids = random_set(1, queries=300, gallery=400)
     whole = rank_features(queries, gallery, ids)
     parts = rank_features(queries, gallery, ids, memory_budget_mb=0.2)
     assert torch.equal(whole.ap, parts.ap) and torch.equal(whole.first_match, parts.first_match)
 
 
-def test_cmc_beyond_the_gallery_carries_the_last_value_on():
+def test_cmc_beyond_gallery_size_is_one():
     data, _, _, ids = load("g8_gallery_lt_50")
     result = rank_distances(torch.from_numpy(data["fr_dist_cosine"]), ids)
     assert result.cmc(10_000) == 1.0
 
 
-def test_half_precision_features_are_ranked_in_float32():
+def test_float16_features_are_ranked_in_float32():
     _, qf, gf, ids = load("g1_small_junk")
     half = rank_features(qf.half(), gf.half(), ids)
     full = rank_features(qf.half().float(), gf.half().float(), ids)
     assert torch.equal(half.ap, full.ap)
 
 
-def test_bad_input():
+def test_invalid_features_raise():
     _, qf, gf, ids = load("g1_small_junk")
     with pytest.raises(ConfigError, match="TEST.METRIC.*'cosin'"):
         rank_features(qf, gf, ids, metric="cosin")
-    with pytest.raises(DataError, match="the gallery set is empty"):
+    with pytest.raises(DataError, match="gallery"):
         rank_features(qf, gf[:0], ids)
-    with pytest.raises(DataError, match="do not fit"):
+    with pytest.raises(DataError, match="query"):
         rank_features(qf[1:], gf, ids)
-    with pytest.raises(DataError, match="of two models"):
+    with pytest.raises(DataError, match="64.*63"):
         rank_features(qf, gf[:, 1:], ids)
-    with pytest.raises(DataError, match="0 wide"):
+    with pytest.raises(DataError, match="query.*0"):
         rank_features(qf[:, :0], gf[:, :0], ids)
-    with pytest.raises(DataError, match=r"gallery features reach 1e\+160.*float64"):
+    with pytest.raises(DataError, match=r"gallery.*1e\+160.*float64"):
         rank_features(qf.double(), gf.double() * 0 + 1e160, ids)
-    with pytest.raises(DataError, match=r"gallery features reach 1e\+20.*overflow"):
+    with pytest.raises(DataError, match=r"gallery.*1e\+20.*float32"):
         rank_features(qf, gf * 0 + 1e20, ids)
     bad = gf.clone()
     bad[7, 0] = float("nan")
-    with pytest.raises(DataError, match=r"1 of \d+ gallery features are NaN or infinite \(the first: number 7"):
+    with pytest.raises(DataError, match=r"gallery.*1 of \d+.*7"):
         rank_features(qf, bad, ids)

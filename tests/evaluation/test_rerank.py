@@ -1,4 +1,4 @@
-"""Re-ranking against other programs' values and against the paper's sets, written as loops."""
+"""Re-ranking: equality with reference implementations and a naive loop."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def final(queries, gallery, *, metric="cosine", backend="auto", budget=256, **op
     return torch.cat([block.clone() for _, block in distances.blocks()])
 
 
-# With ties (g7) the neighbours depend on the sort.
+# With ties (g7) the neighbors depend on the sort.
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "g7_ties"])
 @pytest.mark.parametrize("backend", ["torch", "faiss"])
 @pytest.mark.parametrize("budget", [256, 0.001])
@@ -29,15 +29,15 @@ def final(queries, gallery, *, metric="cosine", backend="auto", budget=256, **op
     "variant, key, tolerance",
     [("torchreid", "tr_rerank", 1e-5), ("fastreid", "fr_rerank_final", 1e-5), ("zhong", "sb_rerank", 4e-3)],
 )
-def test_equals_the_other_programs(name, backend, budget, variant, key, tolerance):
-    """The authors' variant is compared with a program that computes it in float16."""
+def test_reranking_equals_reference_implementations(name, backend, budget, variant, key, tolerance):
+    """The reference of the authors' variant computes in float16."""
     data, queries, gallery, _ = load(name)
     found = final(queries, gallery, variant=variant, backend=backend, budget=budget)
     np.testing.assert_allclose(found, data[key], rtol=0, atol=tolerance)
 
 
 def naive(queries, gallery, k1, k2, lambda_value, variant):
-    """The paper's equations 1 to 12 with sets, in float64."""
+    """Equations 1 to 12 of the paper with sets, in float64."""
     x = torch.nn.functional.normalize(torch.cat((queries, gallery)).double(), dim=1).numpy()
     squared = np.square(x[:, None] - x[None]).sum(-1)
     order = np.argsort(squared, axis=1, kind="stable")
@@ -75,14 +75,14 @@ def naive(queries, gallery, k1, k2, lambda_value, variant):
     st.integers(1, 8),
     st.sampled_from([0.0, 0.3, 1.0]),
 )
-def test_equals_the_paper_written_as_loops(seed, variant, k1, k2, lambda_value):
+def test_reranking_equals_naive_loop(seed, variant, k1, k2, lambda_value):
     queries, gallery, _ = random_set(seed, queries=5, gallery=25, pids=4)
     expected = naive(queries, gallery, k1, k2, lambda_value, variant)
     found = final(queries, gallery, variant=variant, k1=k1, k2=k2, lambda_value=lambda_value)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_improves_clustered_features_and_is_the_same_by_either_backend():
+def test_reranking_improves_clustered_features_with_both_backends():
     queries, gallery, ids = random_set(0, queries=60, gallery=400, pids=20, noise=1.0)
     plain = compute_metrics(queries, gallery, ids).ranking.mean_ap
     ranked = [
@@ -93,8 +93,8 @@ def test_improves_clustered_features_and_is_the_same_by_either_backend():
     assert torch.equal(ranked[0].ap, ranked[1].ap)
 
 
-def test_equal_and_zero_features():
-    """More copies than neighbours: some of them are not among their own."""
+def test_more_copies_than_neighbors():
+    """Some copies are not among their own k nearest neighbors."""
     features = torch.zeros(60, 4)
     features[30:] = torch.tensor([1.0, 2.0, 3.0, 4.0])
     for metric in ("cosine", "euclidean"):
@@ -103,7 +103,7 @@ def test_equal_and_zero_features():
         assert found[:15, :15].max() < found[:15, 15:].min()
 
 
-def test_a_common_offset_changes_nothing():
+def test_reranking_is_invariant_to_offset():
     queries, gallery, _ = random_set(3)
     expected = final(queries, gallery, metric="euclidean")
     for backend in ("torch", "faiss"):
@@ -111,7 +111,7 @@ def test_a_common_offset_changes_nothing():
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
 
 
-def test_what_does_not_exist():
+def test_invalid_options_raise():
     queries, gallery, _ = random_set(4)
     for options, message in (
         ({"variant": "zong"}, "Did you mean 'zhong'"),

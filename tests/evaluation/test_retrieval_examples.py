@@ -1,4 +1,4 @@
-"""What a report shows of a ranking: against naive loops, and bounded."""
+"""Retrieval examples: equality with naive loops, and bounded size."""
 
 import dataclasses
 
@@ -15,14 +15,14 @@ from fastamp.layers.distance import pairwise_distance
 ALL = ReportOptions(kinds=("best", "worst", "random"), lists=4, length=7)
 
 
-def judged(report_options=ALL, **protocol):
+def evaluate(report_options=ALL, **protocol):
     queries, gallery, ids = random_set(3, queries=90, cameras=4)
     return compute_metrics(queries, gallery, ids, Protocol(**protocol), report_options), queries, gallery, ids
 
 
 @pytest.mark.parametrize("rule", ["market1501", "no_camera"])
 def test_camera_pairs_are_rankings_of_their_images_alone(rule):
-    result, queries, gallery, ids = judged(rule=rule, memory_budget_mb=0.01)
+    result, queries, gallery, ids = evaluate(rule=rule, memory_budget_mb=0.01)
     matrix, distances = result.examples.cameras, pairwise_distance(queries, gallery, "cosine")
     assert matrix.query_cameras == matrix.gallery_cameras == [0, 1, 2, 3] and matrix.num_omitted == 0
     for row in range(4):
@@ -39,8 +39,8 @@ def test_camera_pairs_are_rankings_of_their_images_alone(rule):
     assert own_camera.all() == (rule == "market1501")
 
 
-def test_lists_show_the_nearest_images_without_junk():
-    result, queries, gallery, ids = judged()
+def test_rank_lists_are_nearest_images_without_junk():
+    result, queries, gallery, ids = evaluate()
     distances = pairwise_distance(queries, gallery, "cosine").numpy()
     shown = [one for lists in result.examples.lists.values() for one in lists]
     assert len(shown) == 12
@@ -55,8 +55,8 @@ def test_lists_show_the_nearest_images_without_junk():
         np.testing.assert_allclose(one.distances, distances[one.query][one.gallery], atol=1e-6)
 
 
-def test_best_and_worst_are_that_and_of_many_identities():
-    result, *_, ids = judged(dataclasses.replace(ALL, lists=8))
+def test_best_and_worst_lists_cover_many_identities():
+    result, *_, ids = evaluate(dataclasses.replace(ALL, lists=8))
     lists, ap = result.examples.lists, result.ranking.ap
     best, worst = ([one.query for one in lists[kind]] for kind in ("best", "worst"))
     assert not set(best) & set(worst)
@@ -65,27 +65,27 @@ def test_best_and_worst_are_that_and_of_many_identities():
     assert ap[best[0]] == ap.max() and ap[worst[0]] == ap[result.ranking.valid].min()
 
 
-def test_few_queries_are_in_one_list_each():
+def test_few_queries_are_in_at_most_one_of_best_and_worst():
     queries, gallery, ids = random_set(3, queries=3)
     examples = compute_metrics(queries, gallery, ids, report_options=ALL).examples
     assert [len(examples.lists[kind]) for kind in ("best", "worst", "random")] == [2, 1, 3]
 
 
-def test_accept_rates_are_those_of_verification():
-    plain, *_ = judged()
-    asked, *_ = judged(false_accept_rates=(0.1,))
+def test_roc_equals_verification():
+    plain, *_ = evaluate()
+    asked, *_ = evaluate(false_accept_rates=(0.1,))
     assert plain.roc is None and not plain.examples.roc_uses_all_pairs and asked.examples.roc is asked.roc
     np.testing.assert_array_equal(plain.examples.roc.tar, asked.roc.tar)
     assert plain.metrics().keys() < asked.metrics().keys()
 
 
 def test_large_sets_are_sampled():
-    result, *_ = judged(dataclasses.replace(ALL, pairs=120 * 40, cameras=2))
+    result, *_ = evaluate(dataclasses.replace(ALL, pairs=120 * 40, cameras=2))
     examples = result.examples
     assert (examples.sampled, examples.queries) == (40, 90)
     assert examples.roc.num_genuine + examples.roc.num_impostor <= 120 * 40
     assert len(examples.cameras.query_cameras) == 2 and examples.cameras.num_omitted == 4
-    again, *_ = judged(dataclasses.replace(ALL, pairs=120 * 40, cameras=2), memory_budget_mb=0.005)
+    again, *_ = evaluate(dataclasses.replace(ALL, pairs=120 * 40, cameras=2), memory_budget_mb=0.005)
     np.testing.assert_array_equal(examples.roc.tar, again.examples.roc.tar)
     np.testing.assert_allclose(examples.cameras.mean_ap, again.examples.cameras.mean_ap)
 
@@ -101,11 +101,11 @@ def test_large_sets_are_sampled():
         {"expansion": QueryExpansion(k=3, alpha=1.0, times=1, target="both")},
     ],
 )
-def test_what_is_shown_changes_no_number(protocol):
-    with_details, *_, ids = judged(**protocol)
-    without, *_ = judged(None, **protocol)
-    assert without.examples is None and with_details.metrics() == without.metrics()
-    for one in with_details.examples.lists["best"]:
+def test_examples_do_not_change_metrics(protocol):
+    with_examples, *_, ids = evaluate(**protocol)
+    without, *_ = evaluate(None, **protocol)
+    assert without.examples is None and with_examples.metrics() == without.metrics()
+    for one in with_examples.examples.lists["best"]:
         if protocol.get("rule") == "vehicleid":
             assert one.query not in one.gallery
             ids = ids.all_images() if len(ids.query_pids) == 90 else ids
@@ -114,7 +114,7 @@ def test_what_is_shown_changes_no_number(protocol):
         assert one.matches.tolist() == same.tolist()
 
 
-def test_one_camera_makes_no_matrix():
+def test_single_camera_has_no_matrix():
     queries, gallery, ids = random_set(3)
     ids = dataclasses.replace(ids, query_camids=ids.query_camids * 0, gallery_camids=ids.gallery_camids * 0)
     examples = compute_metrics(queries, gallery, ids, Protocol(rule="no_camera"), ALL).examples

@@ -1,4 +1,4 @@
-"""Protocols that draw a gallery, against loops over the same draws and against what draws must come to."""
+"""Protocols with random galleries: equality with loops over the same trials and with expectations."""
 
 import numpy as np
 import pytest
@@ -9,21 +9,21 @@ from fastamp.evaluation import Identities, Protocol, compute_metrics, rank_featu
 from fastamp.layers import pairwise_distance
 
 
-def judged(features, **options):
+def evaluate(features, **options):
     return compute_metrics(*features, Protocol(resamples=0, **options))
 
 
-def place(distances, images, own):
-    """Rank of ``own`` among ``images``, from 0, by distance and then by number."""
-    return sorted(images, key=lambda g: (distances[g], g)).index(own)
+def rank_of(distances, images, match):
+    """Return the 0-based rank of ``match`` among ``images``, by distance, then by index."""
+    return sorted(images, key=lambda g: (distances[g], g)).index(match)
 
 
-def test_cuhk03_has_the_expected_first_match_over_many_draws():
-    """The mean over all draws, one of each identity's images with the same probability, by enumeration."""
+def test_cuhk03_cmc_equals_expectation_over_trials():
+    """The expectation enumerates all galleries; each image of an identity has the same probability."""
     features = random_set(3, queries=12, gallery=14, pids=4, cameras=2)
     queries, gallery, ids = features
     distances = pairwise_distance(queries, gallery, "cosine").tolist()
-    result = judged(features, rule="cuhk03", num_trials=4000, seed=1).ranking
+    result = evaluate(features, rule="cuhk03", num_trials=4000, seed=1).ranking
     pids = ids.gallery_pids.tolist()
     for q in range(12):
         if not result.valid[q]:
@@ -34,44 +34,44 @@ def test_cuhk03_has_the_expected_first_match_over_many_draws():
         ]  # fmt: skip
         first = 0.0
         for match in own:
-            share = 1.0
+            probability = 1.0
             for pid in set(pids) - {int(ids.query_pids[q])}:
                 images = [g for g in range(14) if pids[g] == pid]
                 farther = [g for g in images if (distances[q][g], g) > (distances[q][match], match)]
-                share *= len(farther) / len(images)
-            first += share / len(own)
+                probability *= len(farther) / len(images)
+            first += probability / len(own)
         assert result.hits(1)[q].item() == pytest.approx(first, abs=0.04)
 
 
-def test_cuhk03_ap_is_over_the_whole_gallery():
+def test_cuhk03_ap_uses_full_gallery():
     features = random_set(4)
-    single, whole = judged(features, rule="cuhk03").ranking, judged(features).ranking
+    single, whole = evaluate(features, rule="cuhk03").ranking, evaluate(features).ranking
     assert torch.equal(single.ap, whole.ap) and torch.equal(single.inp, whole.inp)
     assert single.first_match.shape == (30, 10)
     assert torch.equal(single.valid, whole.valid)
 
 
-def test_cuhk03_of_one_image_per_identity_is_the_ordinary_protocol():
+def test_cuhk03_with_one_image_per_identity_equals_market1501():
     queries, gallery, ids = random_set(5, gallery=8)
     ids = Identities(ids.query_pids, torch.arange(1, 9), ids.query_camids, ids.gallery_camids)
-    single, whole = judged((queries, gallery, ids), rule="cuhk03").ranking, judged((queries, gallery, ids)).ranking
+    single, whole = evaluate((queries, gallery, ids), rule="cuhk03").ranking, evaluate((queries, gallery, ids)).ranking
     assert torch.equal(single.first_match, whole.first_match.expand(-1, 10))
     assert single.cmc(3) == whole.cmc(3)
 
 
-def test_vehicleid_equals_a_loop_over_the_same_draws():
+def test_vehicleid_equals_naive_loop_over_trials():
     queries, gallery, ids = random_set(6, queries=20, gallery=30)
     images = torch.cat((queries, gallery))
     pids = torch.cat((ids.query_pids, ids.gallery_pids)).tolist()
     distances = pairwise_distance(images, images, "cosine").tolist()
     ranker = Protocol(rule="vehicleid", num_trials=7, seed=3).ranker(ids.all_images())
-    found = judged((queries, gallery, ids), rule="vehicleid", num_trials=7, seed=3)
+    found = evaluate((queries, gallery, ids), rule="vehicleid", num_trials=7, seed=3)
     precisions, firsts = [], []
     for number, drawn in enumerate(ranker._drawn.tolist()):
         assert sorted(pids[g] for g in drawn) == sorted(set(pids))
         for q in sorted(set(range(50)) - set(drawn)):
             (own,) = (g for g in drawn if pids[g] == pids[q])
-            rank = place(distances[q], drawn, own)
+            rank = rank_of(distances[q], drawn, own)
             assert found.ranking.first_match[q, number] == rank
             precisions.append(1 / (rank + 1))
             firsts.append(rank == 0)
@@ -82,22 +82,22 @@ def test_vehicleid_equals_a_loop_over_the_same_draws():
 
 
 @pytest.mark.parametrize("rule", ["cuhk03", "vehicleid"])
-def test_draws_depend_on_the_seed_alone(rule):
+def test_trials_depend_only_on_seed(rule):
     features = random_set(7, queries=100)
-    first = judged(features, rule=rule, seed=1).ranking
-    again = judged(features, rule=rule, seed=1, memory_budget_mb=0.01).ranking
+    first = evaluate(features, rule=rule, seed=1).ranking
+    again = evaluate(features, rule=rule, seed=1, memory_budget_mb=0.01).ranking
     assert torch.equal(first.first_match, again.first_match) and torch.equal(first.ap, again.ap)
-    assert not torch.equal(first.first_match, judged(features, rule=rule, seed=2).ranking.first_match)
+    assert not torch.equal(first.first_match, evaluate(features, rule=rule, seed=2).ranking.first_match)
 
 
-def test_vehicleid_leaves_out_identities_of_one_image():
+def test_vehicleid_excludes_identities_with_one_image():
     queries, gallery, ids = random_set(8, queries=10, gallery=20)
     ids.query_pids[0] = 77
-    found = judged((queries, gallery, ids), rule="vehicleid").ranking
+    found = evaluate((queries, gallery, ids), rule="vehicleid").ranking
     assert not found.valid[0] and found.ap[0] == 0 and found.valid[1:].any()
 
 
-def test_the_plain_protocol_is_the_naive_loop():
+def test_market1501_equals_naive_loop():
     queries, gallery, ids = random_set(9)
     result = rank_features(queries, gallery, ids)
     expected = list(naive(pairwise_distance(queries, gallery, "cosine").tolist(), ids))

@@ -81,9 +81,9 @@ def test_trapezoid_excludes_identity_minus_one(capsys, features):
 def test_table_has_protocol_and_curve_is_written(capsys, features, tmp_path):
     code, out, _ = run(capsys, features, "TEST.ROC", "on", "TEST.RANKS", "20", "OUTPUT_DIR", str(tmp_path / "out"))
     assert code == 0
-    for text in ("own camera are junk", "no re-ranking", "saved as float32", "| features", "Rank-20", "TAR@FAR=0.01"):
+    for text in ("Market-1501", "no re-ranking", "saved as float32", "| features", "Rank-20", "TAR@FAR=0.01"):
         assert text in out
-    assert "40 queries, 200 gallery images, 0 queries without a match" in out and "in 95 % of resamples" in out
+    assert "40 queries, 200 gallery images, 0 queries without a match" in out and "95 %" in out
     assert (
         f"wrote {tmp_path / 'out/evaluation/features/roc.png'}" in out
         and (tmp_path / "out/evaluation/features/roc.npz").exists()
@@ -116,7 +116,7 @@ NONE = np.zeros(0, dtype=np.int64)
 BAD = {
     "missing keys": ({"query_pids": None, "gallery_camids": None}, "query_pids, gallery_camids"),
     "another name": ({"query_features": None, "query_feature": QUERY}, "'query_feature'"),
-    "not finite": ({"query_features": QUERY + np.nan}, "40 of 40 query features"),
+    "not finite": ({"query_features": QUERY + np.nan}, "query features.*40 of 40"),
     "empty": ({"query_features": QUERY[:0], "query_pids": NONE, "query_camids": NONE}, "query"),
     "shapes": ({"query_features": QUERY[:39]}, r"\(39, 64\)"),
     "widths": ({"query_features": QUERY[:, :63]}, "63"),
