@@ -78,7 +78,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
             group["lr"] = schedule.learning_rate(group["base_lr"], epoch=epoch, steps_taken=progress["steps_taken"])
         if iteration == loader.start_iter:
             precision_diagnostics.before_first_step(step, batch, policy, iteration=iteration)
-        precision_diagnostics.remember(batch, first=True)
+        precision_diagnostics.record(batch, first=True)
         step.zero_grad()  # also copies the buffers that the forward pass modifies
         with policy.autocast():
             losses = parallel_model(batch)

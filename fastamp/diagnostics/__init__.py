@@ -1,9 +1,10 @@
-"""Diagnostics: what looks for faults of a model, a precision, a config or a machine.
+"""Diagnostics of models, precisions, configs and the environment.
 
-passes: passes over one batch without side effects; error_context explains their errors.
-locate: the first module with a value that is not finite (observer watches, location describes).
-layer_check, precision_check: whether a precision holds a model, for the pre-flight (preflight) and for the doctor.
-doctor, doctor_report: analysis of a config's model (measures, fp32_search), and its tables, verdict and files.
-crash, replay: the file of a failed step, and its replay. config_check: values that do not fit each other.
-machine, devices, smoke_train: the machine, what it supports, and whether it trains at all.
+precision_diagnostics: pre-flight before the first step, crash dump after a failure; used by the trainer.
+isolated_passes: forward and backward passes over one batch without side effects; error_context explains their errors.
+nan_locator: first module with a non-finite value (nan_observer has the hooks, nan_location the message).
+precision_check: comparison of a precision with float32, for preflight and doctor; layer_check compares single layers.
+doctor: analysis of the model of a config (profiling, fp32_search); doctor_report has its tables, verdict and files.
+crash: crash dump of a failed step; replay runs it again. config_check: consistency of config values.
+environment: report of versions, devices and supported precisions (environment_queries), with a smoke_train.
 """

@@ -1,4 +1,4 @@
-"""Checks of a config that no single component can make."""
+"""Consistency checks between config values of different components."""
 
 import torch
 import torch.distributed as dist
@@ -12,49 +12,57 @@ from fastamp.utils.errors import ConfigError
 
 
 def check_config(cfg: CfgNode) -> None:
-    """Check what no single component can.
+    """Check config values that depend on each other.
 
     Raises:
-        ConfigError: with the key, the value and what to change.
+        ConfigError: a check fails; the message has the key, the value and the fix.
     """
     if not cfg.MODEL.LOSSES.NAME:
-        raise ConfigError("MODEL.LOSSES.NAME is empty; name at least one loss")
+        raise ConfigError("MODEL.LOSSES.NAME is empty.\n  fix: set at least one loss")
     if cfg.SOLVER.AMP.MIN_SCALE > cfg.SOLVER.AMP.MAX_SCALE:
-        raise ConfigError("SOLVER.AMP.MIN_SCALE is above SOLVER.AMP.MAX_SCALE")
+        raise ConfigError(
+            f"SOLVER.AMP.MIN_SCALE ({cfg.SOLVER.AMP.MIN_SCALE:g}) must be at most SOLVER.AMP.MAX_SCALE "
+            f"({cfg.SOLVER.AMP.MAX_SCALE:g})"
+        )
     for name in ("PIXEL_MEAN", "PIXEL_STD"):
         per_channel(f"MODEL.{name}", cfg.MODEL[name], channels=cfg.INPUT.CHANNELS)
     if not cfg.DATASETS.TESTS:
-        raise ConfigError("DATASETS.TESTS is empty; name at least one data set to evaluate on")
-    Protocol.from_config(cfg)  # raises what the first evaluation would
+        raise ConfigError("DATASETS.TESTS is empty.\n  fix: set at least one dataset to evaluate on")
+    Protocol.from_config(cfg)  # fail now instead of in the first evaluation
     if cfg.SOLVER.EMA.ENABLED and cfg.SOLVER.SWA.ENABLED:
-        raise ConfigError("SOLVER.EMA and SOLVER.SWA are both enabled; one average of the weights can be kept")
+        raise ConfigError(
+            "SOLVER.EMA and SOLVER.SWA are both enabled, but a run has only one weight average.\n"
+            "  fix: disable one of them"
+        )
     if cfg.SOLVER.SWA.ENABLED:
         swa_start(cfg)
-    share = cfg.SOLVER.IMS_PER_BATCH // comm.get_world_size()
-    if share == 1 and cfg.MODEL.HEADS.WITH_BNNECK and cfg.MODEL.HEADS.NORM == "BN":
+    images_per_rank = cfg.SOLVER.IMS_PER_BATCH // comm.get_world_size()
+    if images_per_rank == 1 and cfg.MODEL.HEADS.WITH_BNNECK and cfg.MODEL.HEADS.NORM == "BN":
         raise ConfigError(
-            f"SOLVER.IMS_PER_BATCH is {cfg.SOLVER.IMS_PER_BATCH}, one image for each process, and the batch norm of "
-            "MODEL.HEADS.WITH_BNNECK needs two at least"
+            f"SOLVER.IMS_PER_BATCH is {cfg.SOLVER.IMS_PER_BATCH}, which is one image per process, but the batch norm "
+            "of MODEL.HEADS.WITH_BNNECK needs at least two.\n"
+            f"  fix: SOLVER.IMS_PER_BATCH {2 * comm.get_world_size()} or more"
         )
     _check_distributed(cfg)
 
 
 def _check_distributed(cfg: CfgNode) -> None:
-    """Check what only several processes ask for."""
+    """Check config values for a distributed run."""
     if comm.get_world_size() == 1:
         return
     if ":" in cfg.MODEL.DEVICE:
         raise ConfigError(
             f"MODEL.DEVICE is {cfg.MODEL.DEVICE!r}, the same device for all {comm.get_world_size()} processes.\n"
-            "  fix: MODEL.DEVICE cuda, and each process takes its own"
+            "  fix: MODEL.DEVICE cuda, which assigns one device to each process"
         )
     device = resolve_device(cfg.MODEL.DEVICE)
     if device.type == "cuda" and "nccl" not in dist.get_backend_config():
         raise ConfigError(
-            f"there are more processes than CUDA devices on this machine ({torch.cuda.device_count()}).\n"
+            f"the number of processes exceeds the number of CUDA devices on this machine "
+            f"({torch.cuda.device_count()}).\n"
             "  fix: fewer processes (--num-gpus, --nproc-per-node), or MODEL.DEVICE cpu"
         )
     norms = {key: cfg.MODEL[key].NORM for key in ("BACKBONE", "HEADS")}
     sync = [f"MODEL.{key}.NORM" for key, name in norms.items() if name.lower() == "syncbn"]
     if sync and device.type != "cuda":
-        raise ConfigError(f"{sync[0]} is syncBN, which PyTorch has for CUDA only.\n  fix: {sync[0]} BN")
+        raise ConfigError(f"{sync[0]} is syncBN, which PyTorch supports only on CUDA.\n  fix: {sync[0]} BN")

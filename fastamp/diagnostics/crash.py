@@ -1,4 +1,4 @@
-"""The file that is left when a precision fails: all that is needed to see the failure again."""
+"""Crash dump of a step that failed because of its precision, for replay."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +34,8 @@ class MicroBatch:
     """One micro-batch of a step.
 
     Attributes:
-        batch: what the model was given.
-        random: the random state before its forward pass (``fastamp.utils.env.random_state``).
+        batch: input of the model.
+        random: random state before the forward pass (``fastamp.utils.env.random_state``).
     """
 
     batch: dict[str, Any]
@@ -44,22 +44,22 @@ class MicroBatch:
 
 @dataclass
 class CrashDump:
-    """A failed step.
+    """State of a failed step.
 
     Attributes:
-        message: what was said when it failed.
-        iteration, rank: where.
-        config: the run's whole config as YAML text.
-        policy: the precision, as ``PrecisionPolicy.state_dict``.
-        loss_scale: the loss scale of the step; 1 without loss scaling.
-        micro_batch: the one whose values were not finite.
-        losses: loss name -> value under the policy; may be infinite or NaN.
-        location: ``NonFiniteLocation.as_dict``; None when nothing was found on this process.
-        model: its parameters and buffers, those that checkpoints leave out too.
-        evaluating: names of the modules that were in evaluation mode, e.g. frozen ones.
-        frozen: names of the parameters that needed no gradient.
-        frozen_layers: ``MODEL.FREEZE_LAYERS``, where they were frozen at that time.
-        counters: module name -> its attributes that are plain numbers, e.g. a place in a queue.
+        message: error message.
+        iteration, rank: iteration and rank of the failed step.
+        config: complete config as YAML text.
+        policy: precision, as ``PrecisionPolicy.state_dict``.
+        loss_scale: loss scale of the step; 1 without loss scaling.
+        micro_batch: the micro-batch with non-finite values.
+        losses: loss name -> value under the policy; can be Inf or NaN.
+        location: ``NonFiniteLocation.as_dict``; None if nothing was located on this process.
+        model: parameters and buffers, including non-persistent buffers.
+        evaluating: names of the modules in evaluation mode, e.g. frozen ones.
+        frozen: names of the parameters with ``requires_grad=False``.
+        frozen_layers: ``MODEL.FREEZE_LAYERS``, if the layers were frozen in this step.
+        counters: module name -> numeric attributes, e.g. the position in a queue.
     """
 
     message: str
@@ -78,7 +78,7 @@ class CrashDump:
     counters: dict[str, dict[str, float]]
 
     def write(self, folder: Path) -> Path:
-        """Write the file, tensors and plain values alone, and return its path."""
+        """Write the crash dump, which has only tensors and plain values, and return its path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"iteration_{self.iteration}_rank_{self.rank}.pth"
         content = vars(self) | {"micro_batch": vars(self.micro_batch), "fastamp_crash": _FORMAT}
@@ -87,65 +87,69 @@ class CrashDump:
 
     @classmethod
     def read(cls, path: str | Path) -> "CrashDump":
-        """Read a file, or the newest one of a folder.
+        """Read a crash dump.
+
+        Args:
+            path: a file, or a folder, of which the newest file is read.
 
         Raises:
-            WeightsError: there is none, or it is something else.
+            WeightsError: no crash dump was found, or the file is not a crash dump of this version.
         """
         path = Path(path)
         if path.is_dir():
             files = sorted(path.glob("*.pth"), key=lambda file: file.stat().st_mtime)
             if not files:
-                raise WeightsError(f"{path} holds no crash file (*.pth)")
+                raise WeightsError(f"no crash dump (*.pth) found in {path}")
             path = files[-1]
         content = read_checkpoint(str(path))
         if not isinstance(content, dict) or content.pop("fastamp_crash", None) != _FORMAT:
-            raise WeightsError(f"{path} is no crash file: those stand in OUTPUT_DIR/{FOLDER}/")
+            raise WeightsError(f"{path} is not a crash dump.\n  fix: use a file in OUTPUT_DIR/{FOLDER}/")
         try:
             return cls(**content | {"micro_batch": MicroBatch(**content["micro_batch"])})
         except (TypeError, KeyError) as error:
-            raise WeightsError(f"{path} is no crash file of this version: {error}") from error
+            raise WeightsError(f"{path} is not a crash dump of this version: {error}") from error
 
     def restore(self, model: nn.Module, *, exact: bool = True) -> None:
-        """Give ``model``, built from ``config``, the state it failed in.
+        """Restore the state of the failed step.
 
         Args:
-            model: on any device.
-            exact: its modules' plain numbers too; not where the config was changed, which some of them come from.
+            model: model built from ``config``, on any device.
+            exact: restore numeric attributes of modules too. Set to False if the config was changed, because some of
+                them come from it.
 
         Raises:
-            WeightsError: it is another model.
+            WeightsError: names or shapes of the tensors do not match.
         """
-        own = _tensors(model)
-        differing = [name for name, t in own.items() if name not in self.model or self.model[name].shape != t.shape] + [
-            name for name in self.model if name not in own
-        ]
+        tensors = _tensors(model)
+        differing = [
+            name for name, t in tensors.items() if name not in self.model or self.model[name].shape != t.shape
+        ] + [name for name in self.model if name not in tensors]
         if differing:
             raise WeightsError(
-                f"the model of the crash file is another one than its config builds here: {len(differing)} tensors "
-                f"differ, e.g. {', '.join(differing[:3])}"
+                f"the model in the crash dump does not match the model of its config: {len(differing)} tensors differ, "
+                f"e.g. {', '.join(differing[:3])}"
             )
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in tensors.items():
                 tensor.copy_(self.model[name])
         evaluating, frozen = set(self.evaluating), set(self.frozen)
         for name, module in model.named_modules():
             if exact:
-                _take_numbers(module, self.counters.get(name, {}))
+                _restore_counters(module, self.counters.get(name, {}))
             module.training = name not in evaluating
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in frozen)
 
     def precision(self, device: torch.device) -> PrecisionPolicy:
-        """Return the policy of the failed step, for ``device``."""
+        """Build the policy of the failed step for ``device``."""
         return PrecisionPolicy(
-            device.type, DTYPES[self.policy["dtype"]], "as in the crash file", tf32=self.policy["tf32"]
+            device.type, DTYPES[self.policy["dtype"]], "as in the crash dump", tf32=self.policy["tf32"]
         )
 
 
-def _take_numbers(module: nn.Module, numbers: dict[str, float]) -> None:
-    """Set attributes that ``module`` has, and that are plain numbers there and here; a file sets no others."""
-    for key, number in numbers.items():
+def _restore_counters(module: nn.Module, counters: dict[str, float]) -> None:
+    """Set only existing numeric attributes to numbers, because the file is not trusted."""
+    for key, number in counters.items():
         if all(isinstance(value, bool | int | float) for value in (vars(module).get(key), number)):
             setattr(module, key, number)
 
@@ -162,12 +166,11 @@ def replay_failure(
     loss_scale: float,
     frozen: tuple[str, ...] = (),
 ) -> tuple[NonFiniteLocation | None, str, MicroBatch, dict[str, float]]:
-    """Replay the micro-batches of a step that failed.
+    """Replay the micro-batches of a failed step, and locate the first non-finite value.
 
     Returns:
-        Where the first value that is not finite was made (None when it was not on this process, or did not show
-        again), why it could not be searched if so, the micro-batch it was in (else the first), and the losses of that
-        one under the policy.
+        The location (None if the failure is on another process, or was not reproduced); the reason as text if locating
+        failed; the micro-batch with the failure, else the first one; and its losses under the policy.
     """
     location, note, losses = None, "", {}
     for micro_batch in reversed(micro_batches):
@@ -203,7 +206,7 @@ def build_crash_dump(
     location: NonFiniteLocation | None,
     frozen: tuple[str, ...],
 ) -> CrashDump:
-    """Return the crash of ``model`` as it is now, which is as it was before the step: that left no trace."""
+    """Build the crash dump. The model is still in its state before the step, because a skipped step changes nothing."""
     return CrashDump(
         message=message,
         iteration=iteration,
@@ -223,5 +226,5 @@ def build_crash_dump(
 
 
 def _counters(module: nn.Module) -> dict[str, float]:
-    """Return the attributes of a module that are plain numbers."""
+    """Public numeric attributes of a module."""
     return {name: value for name, value in vars(module).items() if type(value) in (int, float) and name[0] != "_"}

@@ -1,4 +1,4 @@
-"""Examine a model's mixed precision on its own data."""
+"""Doctor: analysis of mixed precision for a model on its own data."""
 
 import dataclasses
 import logging
@@ -50,16 +50,19 @@ T = TypeVar("T")
 
 
 def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 16, max_images: int = 512) -> AmpReport:
-    """Examine the model of ``cfg``, with ``MODEL.WEIGHTS`` where those are given, on its own data.
+    """Analyze the model of ``cfg``, with ``MODEL.WEIGHTS`` if set, on its own data.
 
     Args:
         cfg: a checked config.
-        dtypes: the low precisions to examine.
-        batch_size: training images that are looked at, from the first batch.
-        max_images: test images that are ranked; of a larger test set whole identities are taken.
+        dtypes: low precisions to analyze.
+        batch_size: number of training images, from the first batch. Default 16.
+        max_images: number of test images to rank; a larger test set is subsampled by identities. 0: all. Default 512.
+
+    Returns:
+        The report.
 
     Raises:
-        UserError: config, data or weights are wrong; memory ran out.
+        UserError: config, data or weights are wrong, or out of memory.
     """
     loader = build_reid_train_loader(cfg)
     cfg = with_num_classes(cfg, loader.dataset.num_classes)
@@ -73,12 +76,12 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
     policy = PrecisionPolicy.from_config(cfg.with_values({"SOLVER.AMP.ENABLED": True}), device)
     policy.check_model(model)
     if policy.enabled and policy.dtype not in dtypes:
-        dtypes = [policy.dtype, *dtypes]  # the one that the verdict is about
+        dtypes = [policy.dtype, *dtypes]  # the verdict is about this dtype
     machine = inspect_environment(device, asked=cfg.MODEL.DEVICE)
     batch = {key: value[:batch_size] for key, value in next(iter(loader)).items()}
     progress = _Progress(2 + 5 * len(dtypes))
     reference = progress("float32: first batch", lambda: check_float32(model, batch, policy.in_float32()))
-    diagnosis = AmpReport(
+    report = AmpReport(
         policy=policy,
         asked=asked,
         problem=reference.problem,
@@ -91,38 +94,36 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
         machine=machine.as_dict(),
     )
     if reference.problem:
-        return diagnosis
+        return report
     with IsolatedPasses(model, batch) as passes:
-        diagnosis.float32.cost = dataclasses.replace(measure_cost(passes, policy.in_float32()), relative=1.0)
+        report.float32.cost = dataclasses.replace(measure_cost(passes, policy.in_float32()), relative=1.0)
         statistics = passes.initial_statistics()
     with torch.no_grad():
-        # An untrained model is ranked with the statistics that it was examined with.
+        # Rank an untrained model with the same statistics.
         for buffer, value in statistics:
             if buffer.is_floating_point():
                 buffer.copy_(value)
-    batches, queries, diagnosis.images = subsample_identities(
-        test_loader, num_query, max_images, cfg.TEST.IMS_PER_BATCH
-    )
+    batches, queries, report.images = subsample_identities(test_loader, num_query, max_images, cfg.TEST.IMS_PER_BATCH)
 
     def rank(precision: PrecisionPolicy) -> dict[str, float]:
-        # Copies, for a model that writes into what it is given.
+        # A model may write into its batch.
         copies = [{key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in each.items()} for each in batches]
         metrics = inference_on_dataset(model, copies, ReidEvaluator(cfg, queries), policy=precision)
         return {key: metrics[key] for key in ("mAP", "Rank-1")}
 
-    diagnosis.float32.metrics = progress("float32: ranking", lambda: rank(policy.in_float32()))
+    report.float32.metrics = progress("float32: ranking", lambda: rank(policy.in_float32()))
     for dtype in dtypes:
-        low = dataclasses.replace(policy, dtype=dtype, reason="examined")
+        low = dataclasses.replace(policy, dtype=dtype, reason="analyzed")
         support = machine.support.get(dtype_name(dtype))
         if support and support.state == "no":
-            diagnosis.low.append(PrecisionReport(dtype_name(dtype), refused=support.reason))
+            report.low.append(PrecisionReport(dtype_name(dtype), refused=support.reason))
             continue
-        diagnosis.low.append(_examine(model, batch, low, reference, cfg, rank, progress))
+        report.low.append(_analyze(model, batch, low, reference, cfg, rank, progress))
     progress.close()
-    return diagnosis
+    return report
 
 
-def _examine(
+def _analyze(
     model: nn.Module,
     batch: dict[str, Any],
     policy: PrecisionPolicy,
@@ -131,7 +132,7 @@ def _examine(
     rank: Callable[[PrecisionPolicy], dict[str, float]],
     progress: "_Progress",
 ) -> PrecisionReport:
-    """Examine one low precision."""
+    """Analyze one low precision."""
     found = PrecisionReport(dtype_name(policy.dtype))
     amp = cfg.SOLVER.AMP
     policies = policy, policy.for_evaluation(amp.EVAL_DTYPE)
@@ -149,7 +150,7 @@ def _examine(
 
     try:
         state = progress(f"{found.dtype}: first batch", check)
-    except TrainingError as error:  # nothing computes in this precision, or a part of the model does not take it
+    except TrainingError as error:  # no operation computes in this precision, or a module does not support it
         if error.__cause__ is not None and is_out_of_memory(error.__cause__):
             raise
         found.failure, found.force_fp32 = str(error), None
@@ -158,7 +159,7 @@ def _examine(
         found.failure = state.problem
         logger.info("%s: %s", found.dtype, found.failure)
     found.force_fp32 = progress(
-        f"{found.dtype}: search for modules that must be float32",
+        f"{found.dtype}: search for modules that need float32",
         lambda: search_force_fp32(model, batch, policy, check=check, found=state, report=logger.info),
     )
     with forced(model, found.force_fp32 or []):
@@ -179,21 +180,21 @@ def _examine(
         with forced(model, found.force_fp32):
             try:
                 found.metrics = progress(f"{found.dtype}: ranking", lambda: rank(policies[1]))
-            except TrainingError as error:  # an image beyond the first batch
+            except TrainingError as error:  # images beyond the first batch can fail
                 found.failure, found.force_fp32 = str(error), None
                 logger.info("%s: %s", found.dtype, found.failure)
     return found
 
 
 class _Progress:
-    """Says what is being done, and how long the rest may take.
+    """Progress bar and log lines with the current step and the expected remaining time.
 
     Args:
         total: number of steps.
     """
 
     def __init__(self, total: int) -> None:
-        self._bar = ProgressBar(total, "examining")
+        self._bar = ProgressBar(total, "doctor")
 
     def __call__(self, title: str, work: Callable[[], T]) -> T:
         left = self._bar.seconds_left()
@@ -204,5 +205,5 @@ class _Progress:
         return result
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bar.close()

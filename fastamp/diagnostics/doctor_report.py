@@ -1,4 +1,4 @@
-"""What the examination of a model's mixed precision found: tables, a verdict, the YAML lines to paste, a picture."""
+"""Report of the doctor: tables, verdict, YAML lines for the config, and a figure."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from fastamp.amp.policy import dtype_name
 from fastamp.diagnostics.profiling import Cost, LayerReport
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import write_atomically
-from fastamp.utils.moved import moved_names
+from fastamp.utils.moved import moved_names, renamed_attribute
 
 __getattr__ = moved_names(
     __name__,
@@ -33,26 +33,26 @@ logger = logging.getLogger(__name__)
 FOLDER = "amp_doctor"
 
 LARGEST_MAP_DIFFERENCE = 1.0
-"""Points of mAP by which a precision may differ from float32, up or down."""
+"""Largest allowed difference in mAP between a precision and float32, in percentage points, up or down."""
 
 _SHOWN_LAYERS = 8
 
 
 @dataclass
 class PrecisionReport:
-    """One precision.
+    """Results for one precision.
 
     Attributes:
-        dtype: its name.
-        refused: why the device does not compute in it; empty when it does.
-        failure: what goes wrong with the config as it is; empty when nothing does.
-        force_fp32: modules to force besides the config's; None when no short list helps.
-        cosine: mean embedding cosine to float32, with these forced.
-        loss_scale: the largest power of two with finite gradients; None without loss scaling.
-        zero_share: share of the gradients' elements that are 0 in this precision alone.
-        cost: of a training pass.
+        dtype: name of the dtype.
+        refused: reason why the device does not support it; else empty.
+        failure: failure with the config as given; else empty.
+        force_fp32: modules to force to float32 in addition to those in the config; None if no short list helps.
+        cosine: mean cosine between the embeddings and those in float32, with these modules forced.
+        loss_scale: largest power of two with finite gradients; None without loss scaling.
+        zero_share: fraction of gradient elements that are 0 only in this precision, 0..1.
+        cost: time and memory of a training pass.
         metrics: ``mAP`` and ``Rank-1`` in percent.
-        layers: of the model as the config has it, in the order in which they are called.
+        layers: layers with the config as given, in the order of their calls.
     """
 
     dtype: str
@@ -66,39 +66,39 @@ class PrecisionReport:
     metrics: dict[str, float] = field(default_factory=dict)
     layers: list[LayerReport] = field(default_factory=list)
 
-    def ranks_as(self, reference: "PrecisionReport") -> bool:
-        """Whether its mAP is near enough to float32's, in both directions: rounding can raise a score too."""
+    def ranking_matches(self, reference: "PrecisionReport") -> bool:
+        """Return True if the mAP differs little from float32, up or down: rounding can also raise a score."""
         return bool(self.metrics) and abs(self.metrics["mAP"] - reference.metrics["mAP"]) <= LARGEST_MAP_DIFFERENCE
 
     def usable(self, reference: "PrecisionReport") -> bool:
-        """Whether a run can use it, with ``force_fp32`` where that is needed."""
-        return not self.refused and self.force_fp32 is not None and self.ranks_as(reference)
+        """Return True if a run can use this precision, with ``force_fp32`` if necessary."""
+        return not self.refused and self.force_fp32 is not None and self.ranking_matches(reference)
 
     def verdict(self, reference: "PrecisionReport") -> str:
-        """Return it in a word or a few."""
+        """Return the verdict in a few words."""
         if self.refused:
-            return "not on this device"
+            return "unsupported"
         if self.force_fp32 is None:
             return "fails"
-        if not self.ranks_as(reference):
-            return "ranks otherwise"
-        return "sound with FORCE_FP32" if self.force_fp32 else "sound"
+        if not self.ranking_matches(reference):
+            return "ranking differs"
+        return "ok with FORCE_FP32" if self.force_fp32 else "ok"
 
 
 @dataclass
 class AmpReport:
-    """All that was found.
+    """Report of the doctor.
 
     Attributes:
-        policy: the precision that the config asks for; where it asks for none, the one that ``SOLVER.AMP on`` takes.
-        asked: whether it asks for one.
-        problem: why float32 itself is broken; empty when it is not, else there is nothing more.
-        float32: the reference.
-        low: the precisions examined.
-        force_fp32: the config's own.
-        init_scale: the config's.
-        images: how many were ranked, and how many the test set has.
-        untrained: whether the ranking is that of a model without trained weights.
+        policy: precision of the config; if AMP is off, that of ``SOLVER.AMP True``.
+        asked: True if the config enables AMP.
+        problem: message if the model fails in float32, in which case there are no other results; else empty.
+        float32: reference results.
+        low: results for the low precisions.
+        force_fp32: ``SOLVER.AMP.FORCE_FP32`` of the config.
+        init_scale: ``SOLVER.AMP.INIT_SCALE`` of the config.
+        images: number of ranked images, and number of images in the test set.
+        untrained: True if the model has no trained weights.
         machine: ``EnvironmentReport.as_dict``.
     """
 
@@ -113,26 +113,28 @@ class AmpReport:
     untrained: bool
     machine: dict[str, Any]
 
+    own = renamed_attribute("own", "configured")
+
     @property
-    def own(self) -> PrecisionReport | None:
-        """The examination of the policy's precision; None where that is float32."""
+    def configured(self) -> PrecisionReport | None:
+        """Results for the precision of the config; None if that is float32."""
         return next((each for each in self.low if each.dtype == dtype_name(self.policy.dtype)), None)
 
     @property
     def healthy(self) -> bool:
-        """Whether the config can be run as it is."""
+        """True if the config can be used as given."""
         if self.problem:
             return False
-        return self.own is None or (self.own.usable(self.float32) and not self.own.force_fp32)
+        return self.configured is None or (self.configured.usable(self.float32) and not self.configured.force_fp32)
 
     @property
     def recommended(self) -> PrecisionReport | None:
-        """The precision to use: the config's own where it can be, else another one; None is float32."""
-        ranked = sorted(self.low, key=lambda each: (each is not self.own, bool(each.force_fp32), each.dtype))
+        """Recommended precision: that of the config if usable, else another one; None is float32."""
+        ranked = sorted(self.low, key=lambda each: (each is not self.configured, bool(each.force_fp32), each.dtype))
         return next((each for each in ranked if each.usable(self.float32)), None)
 
     def yaml(self) -> str:
-        """Return the config lines to paste."""
+        """Format the recommended config lines."""
         best = self.recommended
         amp: dict[str, Any] = {"ENABLED": best is not None}
         if best:
@@ -144,25 +146,26 @@ class AmpReport:
         return yaml.safe_dump({"SOLVER": {"AMP": amp}}, sort_keys=False)
 
     def conclusion(self) -> str:
-        """Return the verdict in words, with the lines to paste."""
+        """Format the verdict, with the recommended config lines."""
         if self.problem:
-            return f"the model is broken in float32, which comes before any mixed precision:\n{self.problem}"
+            return f"the model fails in float32; mixed precision was not analyzed:\n{self.problem}"
         name = dtype_name(self.policy.dtype)
-        how = f"SOLVER.AMP ({name})" if self.asked else f"SOLVER.AMP on ({name})"
-        if self.own is None:
-            head = f"{how} computes in float32 here: {self.policy.reason}."
+        amp = f"SOLVER.AMP ({name})" if self.asked else f"SOLVER.AMP True ({name})"
+        if self.configured is None:
+            head = f"{amp} computes in float32 on this device: {self.policy.reason}."
         elif self.healthy:
-            head = f"{how} is sound for this model."
-        elif self.own.usable(self.float32):
-            head = f"{how} fails as the config is, and is sound with the modules below in float32."
-        elif self.own.force_fp32 is not None and not self.own.refused:
-            head = f"{how} ranks otherwise than float32: mAP {self._difference(self.own, 'mAP')}."
+            head = f"{amp} works for this model."
+        elif self.configured.usable(self.float32):
+            head = f"{amp} fails with this config, and works with the modules below in float32."
+        elif self.configured.force_fp32 is not None and not self.configured.refused:
+            head = f"{amp} changes the ranking: mAP {self._difference(self.configured, 'mAP')}."
         else:
-            head = f"{how} cannot hold this model: {self.own.refused or 'no short list of float32 modules helps'}."
-        return f"{head} To paste into the config:\n{self.yaml()}"
+            reason = self.configured.refused or "no short list of float32 modules helps"
+            head = f"{amp} does not work for this model: {reason}."
+        return f"{head} Recommended config:\n{self.yaml()}"
 
     def table(self) -> str:
-        """Return the precisions side by side."""
+        """Format a table of all precisions."""
         rows = []
         for each in [self.float32, *self.low]:
             low = each is not self.float32
@@ -180,11 +183,11 @@ class AmpReport:
                 "" if each.cost is None else f"{each.cost.relative:.2f}",
                 "" if each.cost is None else f"{each.cost.memory:.1f}",
             ])  # fmt: skip
-        headers = ["precision", "verdict", "cosine", "mAP", "Rank-1", "loss scale", "lost gradients", "time", "MiB"]
+        headers = ["precision", "verdict", "cosine", "mAP", "Rank-1", "loss scale", "zero gradients", "time", "MiB"]
         return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
     def layer_table(self, each: PrecisionReport) -> str:
-        """Return the layers that stand out: the largest errors of their own, and the nearest to the dtype's limit."""
+        """Format a table of the layers with the largest errors and of those closest to the limit of the dtype."""
         erring = [layer for layer in each.layers if layer.own_error > 0]
         notable = sorted(erring, key=lambda layer: -layer.own_error)[:_SHOWN_LAYERS]
         notable += [
@@ -200,7 +203,7 @@ class AmpReport:
             )
             for layer in notable
         ]  # fmt: skip
-        headers = ["layer", "", "own error", "error so far", "largest value", "of the limit", "lost gradients"]
+        headers = ["layer", "", "layer error", "total error", "largest value", "of limit", "zero gradients"]
         return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
     def _difference(self, each: PrecisionReport, key: str) -> str:
@@ -210,7 +213,7 @@ class AmpReport:
         return f"{value:.2f} ({value - self.float32.metrics[key]:+.2f})"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON; what is not finite is None."""
+        """Return the report as plain values for JSON; non-finite numbers become None."""
         verdicts = {each.dtype: each.verdict(self.float32) for each in self.low} if not self.problem else {}
         content = {
             "healthy": self.healthy,
@@ -229,24 +232,24 @@ class AmpReport:
         return _finite(content)
 
 
-def write_amp_report(diagnosis: AmpReport, folder: Path) -> list[Path]:
-    """Write ``report.json``, and ``layers.png`` where matplotlib is installed; return the paths."""
+def write_amp_report(report: AmpReport, folder: Path) -> list[Path]:
+    """Write ``report.json``, and ``layers.png`` if matplotlib is installed; return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(diagnosis.as_dict(), indent=1, allow_nan=False)
+    text = json.dumps(report.as_dict(), indent=1, allow_nan=False)
     paths = [folder / "report.json"]
     write_atomically(paths[0], lambda file: file.write(text.encode()))
-    examined = [each for each in diagnosis.low if each.layers]
-    if examined:
+    analyzed = [each for each in report.low if each.layers]
+    if analyzed:
         try:
-            draw_layers(examined, folder / "layers.png")
+            draw_layers(analyzed, folder / "layers.png")
             paths.append(folder / "layers.png")
         except ConfigError as error:
-            logger.warning("no picture: %s", error)
+            logger.warning("layers.png was not written: %s", error)
     return paths
 
 
-def draw_layers(examined: Sequence[PrecisionReport], path: Path) -> None:
-    """Draw each layer's error and largest value against the limits of the precisions.
+def draw_layers(reports: Sequence[PrecisionReport], path: Path) -> None:
+    """Plot error and largest value of each layer.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -254,22 +257,22 @@ def draw_layers(examined: Sequence[PrecisionReport], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError('it needs matplotlib: pip install "fastamp[vis]"') from error
-    layers = examined[0].layers
+        raise ConfigError('matplotlib is not installed.\n  fix: pip install "fastamp[vis]"') from error
+    layers = reports[0].layers
     figure = Figure(figsize=(max(8, min(30, 0.22 * len(layers))), 9), layout="constrained")
     errors, sizes = figure.subplots(2, 1, sharex=True)
-    places = range(len(layers))
-    for colour, each in zip(("tab:blue", "tab:orange"), examined, strict=False):
-        own = [_drawable(layer.own_error) for layer in each.layers]
-        so_far = [_drawable(layer.error) for layer in each.layers]
-        errors.plot(places, own, ".", color=colour, label=f"{each.dtype}: the layer alone")
-        errors.plot(places, so_far, "-", color=colour, label=f"{each.dtype}: so far")
-    errors.set(yscale="log", ylabel="relative error to float32", title="error by layer; gaps overflow or are exact")
+    positions = range(len(layers))
+    for color, each in zip(("tab:blue", "tab:orange"), reports, strict=False):
+        layer_errors = [_drawable(layer.own_error) for layer in each.layers]
+        total_errors = [_drawable(layer.error) for layer in each.layers]
+        errors.plot(positions, layer_errors, ".", color=color, label=f"{each.dtype}: layer")
+        errors.plot(positions, total_errors, "-", color=color, label=f"{each.dtype}: total")
+    errors.set(yscale="log", ylabel="relative error", title="error compared with float32; gaps: overflow or exact")
     errors.legend()
-    sizes.plot(places, [_drawable(layer.magnitude) for layer in layers], "k.-", label="largest value, float32")
+    sizes.plot(positions, [_drawable(layer.magnitude) for layer in layers], "k.-", label="largest value, float32")
     limit = torch.finfo(torch.float16).max
-    sizes.axhline(limit, color="tab:red", linestyle="--", label=f"float16 ends at {limit:g}")
-    sizes.set(yscale="log", ylabel="magnitude", xticks=list(places))
+    sizes.axhline(limit, color="tab:red", linestyle="--", label=f"largest float16 number, {limit:g}")
+    sizes.set(yscale="log", ylabel="magnitude", xticks=list(positions))
     sizes.set_xticklabels([layer.name for layer in layers], rotation=90, fontsize=6)
     sizes.legend()
     figure.savefig(path, dpi=120)
@@ -280,7 +283,7 @@ def _drawable(value: float) -> float:
 
 
 def _finite(value: Any) -> Any:
-    """Return ``value`` with None for numbers that JSON does not have."""
+    """Replace non-finite numbers in a nested structure by None, because JSON does not have them."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):

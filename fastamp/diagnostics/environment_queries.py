@@ -1,4 +1,4 @@
-"""Questions to the machine: NVIDIA driver, PyTorch's build, device, memory, and the precisions a device computes in."""
+"""Queries of the environment: NVIDIA driver, PyTorch build, device, memory and supported precisions."""
 
 import ctypes
 import os
@@ -15,17 +15,17 @@ from fastamp import __version__
 from fastamp.amp.policy import cpu_flags, native_bfloat16
 from fastamp.utils.errors import summarize_error
 
-# asimdhp is Linux's name for what PyTorch calls fp16_arith.
+# Linux calls it asimdhp, PyTorch fp16_arith.
 _CPU_FP16_FLAGS = ("avx512_fp16", "asimdhp", "fp16_arith")
 
 
 @dataclass(frozen=True)
 class Support:
-    """How a device computes in one precision.
+    """Support of a precision by a device.
 
     Attributes:
         state: ``"native"``, ``"slow"`` (emulated) or ``"no"``.
-        reason: in words.
+        reason: explanation.
     """
 
     state: str
@@ -33,7 +33,7 @@ class Support:
 
 
 def versions() -> dict[str, str]:
-    """Return package -> version, Python's among them."""
+    """Return the versions of fastamp, Python, PyTorch, torchvision and NumPy."""
     found = {"fastamp": __version__, "Python": platform.python_version(), "torch": torch.__version__}
     for package in ("torchvision", "numpy"):
         try:
@@ -53,14 +53,14 @@ def system() -> str:
 
 
 def build() -> str:
-    """Return what PyTorch was built for: ``"CUDA 13.2"``, ``"ROCm 6.3"``, or nothing for the CPU alone."""
+    """Return the platform of the PyTorch build: ``"CUDA 13.2"``, ``"ROCm 6.3"``, or ``""`` for CPU only."""
     if torch.version.cuda:
         return f"CUDA {torch.version.cuda}"
     return f"ROCm {torch.version.hip}" if torch.version.hip else ""
 
 
 def cuda_error() -> str:
-    """Return PyTorch's own words on why it cannot use a GPU; empty when it can."""
+    """Return PyTorch's error message if it cannot use a GPU, else an empty string."""
     if torch.cuda.is_available():
         return ""
     try:
@@ -71,10 +71,10 @@ def cuda_error() -> str:
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """Return the newest CUDA that the NVIDIA driver supports; None without one. It answers without a usable GPU too.
+    """Return the newest CUDA version that the NVIDIA driver supports, also without a usable GPU; None without a driver.
 
     Raises:
-        RuntimeError: the library is there and refuses to answer, e.g. the stub that the CUDA toolkit links with.
+        RuntimeError: the driver library returns an error, e.g. the stub library of the CUDA toolkit.
     """
     try:
         library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
@@ -88,24 +88,24 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def driver_version() -> str | None:
-    """Return the driver's version as nvidia-smi has it; None where that program is not there.
+    """Return the driver version according to nvidia-smi; None if nvidia-smi is not installed.
 
     Raises:
-        RuntimeError: it found no GPU or failed, with what it said.
+        RuntimeError: nvidia-smi failed or found no GPU; has its output.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
     command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    answer, *_ = (done.stdout.strip() or done.stderr.strip() or "nothing").splitlines()
+    output, *_ = (done.stdout.strip() or done.stderr.strip() or "no output").splitlines()
     if done.returncode != 0 or not done.stdout.strip():
-        raise RuntimeError(f"nvidia-smi said: {answer}")
-    return answer
+        raise RuntimeError(f"nvidia-smi failed: {output}")
+    return output
 
 
 def loaded_driver_version() -> str | None:
-    """Return the version of the driver's kernel module, on Linux without starting a program; else as nvidia-smi has it.
+    """Return the version of the loaded driver, from /proc on Linux without starting a process, else from nvidia-smi.
 
     Raises:
         RuntimeError: see ``driver_version``.
@@ -119,19 +119,20 @@ def loaded_driver_version() -> str | None:
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of a CUDA device; None of one of ROCm's."""
+    """Return the compute capability of a CUDA device; None for ROCm."""
     return torch.cuda.get_device_capability(device) if torch.version.cuda else None
 
 
 def runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """Return whether code that was built for ``arch`` runs on a device.
+    """Return True if code built for ``arch`` runs on a device.
 
-    Machine code (``sm_86``) runs on the same major version from its minor version up, PTX (``compute_80``) on all that
-    came later; with the suffix f both run on the same major version, and with a only on what they name.
+    Machine code (``sm_86``) runs on the same major version with the same or a higher minor version; PTX
+    (``compute_80``) on the same and all later versions. With suffix f, both run only on the same major version; with
+    suffix a, only on exactly the named version.
 
     Args:
         arch: an entry of ``torch.cuda.get_arch_list()``.
-        capability: the device's compute capability.
+        capability: compute capability of the device.
     """
     parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
     if not parts:
@@ -145,7 +146,7 @@ def runs_on(arch: str, capability: tuple[int, int]) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or of the CPU; empty when the system has none for it."""
+    """Return the name of the GPU or CPU; empty if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -159,7 +160,7 @@ def device_name(device: torch.device) -> str:
 
 
 def memory(device: torch.device) -> tuple[int | None, int | None]:
-    """Return the free and the total memory in bytes, of a CUDA device or else of the system; None is not known."""
+    """Return free and total memory in bytes, of a CUDA device, else of the system; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
     try:
@@ -171,8 +172,8 @@ def memory(device: torch.device) -> tuple[int | None, int | None]:
 
 
 def supported(device: torch.device) -> dict[str, Support]:
-    """Return precision -> how ``device`` computes in it: float32, bfloat16, float16, and of CUDA's devices tf32."""
-    found = {"float32": Support("native", "every device computes in it")}
+    """Return the support of ``device`` for float32, bfloat16 and float16, on CUDA also tf32."""
+    found = {"float32": Support("native", "all devices support float32")}
     if device.type == "cuda" and torch.version.cuda:
         found["tf32"] = _tf32(device)
     native, reason = native_bfloat16(device)
@@ -184,8 +185,8 @@ def supported(device: torch.device) -> dict[str, Support]:
 def _tf32(device: torch.device) -> Support:
     name = torch.cuda.get_device_name(device)
     if torch.cuda.get_device_capability(device) >= (8, 0):
-        return Support("native", f"{name} has TF32; SOLVER.TF32 allows it")
-    return Support("no", f"{name} has no TF32; SOLVER.TF32 changes nothing")
+        return Support("native", f"{name} has TF32; SOLVER.TF32 enables it")
+    return Support("no", f"{name} has no TF32; SOLVER.TF32 has no effect")
 
 
 def _without_native_bfloat16(device: torch.device) -> str:
@@ -200,10 +201,10 @@ def _float16(device: torch.device) -> Support:
         return Support("native", "MPS has native float16")
     if device.type == "cuda":
         name, version = torch.cuda.get_device_name(device), capability(device)
-        # 5.3, 6.0 and 6.2 compute it twice as fast as float32, 6.1 at 1/64 of its speed; tensor cores came with 7.0.
+        # 5.3, 6.0 and 6.2 compute float16 at twice the speed of float32, 6.1 at 1/64; 7.0 introduced tensor cores.
         if version is None or version >= (7, 0) or version in ((5, 3), (6, 0), (6, 2)):
             return Support("native", f"{name} has native float16")
-        return Support("slow", f"{name} has no native float16, or a slow one")
+        return Support("slow", f"{name} has no native float16, or only at low speed")
     flags = cpu_flags()
     found = [flag for flag in _CPU_FP16_FLAGS if flag in flags]
     if found:

@@ -1,4 +1,4 @@
-"""Errors of a model's passes, explained: which module, which line, which batch."""
+"""Error messages for failing passes of a model, with the module, the source line and the batch."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,18 +24,21 @@ def run_passes(
     frozen: tuple[str, ...] = (),
     halve_from: int | None = None,
 ) -> tuple[T, int]:
-    """Return what ``run`` returns, and the number of images it was run on; explain its errors.
+    """Call ``run`` with isolated passes over a batch, and explain its errors.
 
     Args:
         model, batch, frozen: see ``IsolatedPasses``.
-        run: runs the model.
-        precision: name of the dtype it computes in.
-        halve_from: when memory is short, run on half of the images, and so on, as long as there are so many; None
-            never does.
+        run: function that runs the model.
+        precision: name of the dtype, for messages.
+        halve_from: halve the batch after an out-of-memory error as long as it has at least this many images. None
+            (default) never halves it.
+
+    Returns:
+        The return value of ``run``, and the number of images of the batch.
 
     Raises:
-        TrainingError: memory ran out, or the model raised an error.
-        UserError: the model's own.
+        TrainingError: out of memory, or an exception in the model.
+        UserError: raised by the model.
     """
     count = batch_size(batch)
     while True:
@@ -54,17 +57,17 @@ def run_passes(
 
 
 class ErrorContext:
-    """Knows in which module an error was raised.
+    """Context manager that records the current module, to report where an error was raised.
 
     Args:
         model: the model.
-        precision: name of the dtype that it computes in.
+        precision: name of the dtype, for messages.
     """
 
     def __init__(self, model: nn.Module, precision: str) -> None:
         self.model = model
         self.precision = precision
-        self._inside: list[tuple[str, nn.Module, Any]] = []
+        self._stack: list[tuple[str, nn.Module, Any]] = []
         self._handles = ExitStack()
 
     def __enter__(self) -> "ErrorContext":
@@ -81,55 +84,55 @@ class ErrorContext:
         self._handles.close()
 
     def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
-        return lambda module, args: self._inside.append((name, module, args))
+        return lambda module, args: self._stack.append((name, module, args))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._inside.pop()
+        self._stack.pop()
 
     def explain(self, error: Exception, batch: dict[str, Any]) -> None:
-        """Raise what a user should read instead of ``error``, or ``error`` itself where it is for users already.
+        """Convert ``error`` into a TrainingError with module, source line and batch, and raise it.
 
         Raises:
-            TrainingError: always, but for a ``UserError``.
+            TrainingError: for all errors except UserErrors, which are raised unchanged.
         """
         if isinstance(error, UserError):
             raise error
-        name, module, args = self._inside[-1] if self._inside else ("", self.model, ())
-        where = f"{name or 'the model itself'} ({type(module).__name__})" if self._inside else "the backward pass"
-        refused = explain_device_error(error, f"the pre-flight, in {self.precision}, in {where}", batch, IN_TRAINING)
-        if refused is not None:
-            raise refused from error
-        blame = "an error of the model or of the data, not of mixed precision"
+        name, module, args = self._stack[-1] if self._stack else ("", self.model, ())
+        where = f"{name or 'the model itself'} ({type(module).__name__})" if self._stack else "the backward pass"
+        explained = explain_device_error(error, f"the pre-flight, in {self.precision}, in {where}", batch, IN_TRAINING)
+        if explained is not None:
+            raise explained from error
+        reason = "an error of the model or the data, not of mixed precision"
         if self.precision != "float32":
-            blame = "and not in float32: a part of the model does not take this precision"
+            reason = "it passes in float32, so a module does not support this precision"
         raise TrainingError(
-            f"the model fails on the first training batch in {self.precision}: {blame}.\n"
+            f"the model fails on the first training batch in {self.precision}: {reason}.\n"
             f"  found: {summarize_error(error)}\n"
             f"  where: {where}, {_line_of(error)}\n"
             f"  batch: {shapes_of(batch)}\n"
             f"{_channels_hint(module, args)}"
-            "  (SOLVER.AMP.PREFLIGHT off shows the whole traceback)"
+            "  (SOLVER.AMP.PREFLIGHT off shows the full traceback)"
         ) from error
 
 
 def _channels_hint(module: nn.Module, args: Any) -> str:
-    """Return a line when a convolution was given another number of channels than it takes."""
+    """Explain a wrong number of input channels of a convolution; empty for other errors."""
     image = args[0] if args and isinstance(args[0], torch.Tensor) else None
-    takes = getattr(module, "in_channels", None)
-    if image is None or takes is None or image.dim() != 4 or image.shape[1] == takes:
+    expected = getattr(module, "in_channels", None)
+    if image is None or expected is None or image.dim() != 4 or image.shape[1] == expected:
         return ""
     return (
-        f"  cause: it takes {takes} channels and was given {image.shape[1]}.\n"
-        "  fix:   INPUT.CHANNELS is what images are read as: it and the model's first convolution must agree\n"
+        f"  cause: channel mismatch: expected {expected} channels, got {image.shape[1]}.\n"
+        "  fix:   set INPUT.CHANNELS to the number of channels of the model's first convolution, or change the model\n"
     )
 
 
 def _line_of(error: Exception) -> str:
-    """Return the innermost line that is not PyTorch's own."""
+    """Return file and line of the innermost frame outside of PyTorch."""
     frame, found = error.__traceback__, None
     while frame is not None:
         path = frame.tb_frame.f_code.co_filename
         if "/torch/" not in path.replace("\\", "/"):
             found = f"{path}:{frame.tb_lineno}"
         frame = frame.tb_next
-    return found or "an unknown line"
+    return found or "unknown line"

@@ -1,4 +1,4 @@
-"""Search for the modules that must compute in float32 so that a low precision holds the model."""
+"""Search for modules that must compute in float32 for a low precision to pass the precision check."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from fastamp.utils.errors import TrainingError
 
 @contextmanager
 def forced(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Have these modules be float32 regions inside, as ``SOLVER.AMP.FORCE_FP32`` makes them."""
+    """Turn modules into float32 regions for the duration of the context, like ``SOLVER.AMP.FORCE_FP32``."""
     classes = [(module, type(module)) for module in model.modules()]
     patched = [(module, vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)]
     try:
@@ -40,24 +40,24 @@ def search_force_fp32(
     found: PrecisionCheck,
     report: Callable[[str], None] = lambda text: None,
 ) -> list[str] | None:
-    """Find a short list of modules that make a precision hold the model when they compute in float32.
+    """Find a short list of modules that pass the precision check if they compute in float32.
 
-    First what overflows, one module after the other as the locator names them; then, while the embeddings are too far
-    from float32's, the layers whose own error is largest; at last each is taken out again that is not needed.
+    First the modules that overflow are added, in the order in which they are located. While the embeddings still
+    differ from float32, the layers with the largest errors are added. Finally, modules that are not needed are removed.
 
     Args:
-        model: in training mode.
-        batch: that of the checks.
+        model: model in training mode.
+        batch: batch of the checks.
         policy: the low precision.
-        check: checks the precision of the model as it is, by ``check_precision``.
-        found: what it found before anything was forced.
-        report: is told what was found, as it goes on.
+        check: function that runs ``check_precision`` on the current model.
+        found: its result without forced modules.
+        report: function that logs a line of progress.
 
     Returns:
-        The names; empty when none is needed; None when more than half of the layers would be.
+        Names of the modules; empty if none is needed; None if more than half of the layers would be needed.
 
     Raises:
-        TrainingError: memory ran out.
+        TrainingError: out of memory.
     """
     with IsolatedPasses(model, batch) as passes:
         layers = call_order(passes, policy.in_float32())
@@ -67,7 +67,7 @@ def search_force_fp32(
         with forced(model, names):
             try:
                 return check()
-            except TrainingError as error:  # nothing is left that computes in low precision
+            except TrainingError as error:  # no operation in low precision is left
                 if error.__cause__ is not None and is_out_of_memory(error.__cause__):
                     raise
                 return None
@@ -101,22 +101,22 @@ def search_force_fp32(
         fewer = [each for each in chosen if each != name]
         fewer_state = check_with(fewer)
         if fewer_state is not None and not fewer_state.problem:
-            report(f"{name} need not be forced")
+            report(f"{name} does not need float32")
             chosen = fewer
     return chosen
 
 
 def _next_to_force(location: NonFiniteLocation, layers: list[str], chosen: list[str]) -> list[str]:
-    """Return the modules to force next, by where the first value that is not finite was made."""
+    """Select the modules to force next, given the location of the first non-finite value."""
     module, neighbours = location.module, [name for name in dict.fromkeys(location.neighbours) if name]
     if module and module not in chosen and not location.part.startswith("between"):
         return [module]
-    # A function between two layers has no name; it computes in float32 when its input is float32.
+    # A function between two layers has no name; it computes in float32 if its input is float32.
     if new := [name for name in neighbours if name not in chosen]:
         return new
     if module and module not in chosen:
         return [module]
-    # Forced already, and still too large at its border: its neighbours.
-    places = [layers.index(name) for name in [module, *neighbours] if name in layers]
-    beside = [place + step for place in places for step in (-1, 1)]
-    return [layers[place] for place in beside if 0 <= place < len(layers) and layers[place] not in chosen][:1]
+    # All are forced and the value still overflows: try the layers before and after.
+    positions = [layers.index(name) for name in [module, *neighbours] if name in layers]
+    adjacent = [position + step for position in positions for step in (-1, 1)]
+    return [layers[n] for n in adjacent if 0 <= n < len(layers) and layers[n] not in chosen][:1]

@@ -1,4 +1,4 @@
-"""Passes of a model over one batch that leave no trace, so that a run goes on as if they had never been."""
+"""Forward and backward passes without side effects."""
 
 import copy
 import random
@@ -28,19 +28,19 @@ __getattr__ = moved_names(
     },
 )
 
-# What PyTorch keeps in a module's attributes, and a forward that was put there: no state.
-_OF_PYTORCH = frozenset(vars(nn.Module()).keys() - {"training"} | {"forward"})
+# Attributes of nn.Module itself, and a patched forward; other attributes may be state.
+_NOT_STATE = frozenset(vars(nn.Module()).keys() - {"training"} | {"forward"})
 
 
 @dataclass(frozen=True)
 class TrainPass:
-    """What a forward and a backward pass gave.
+    """Losses and gradients of a forward and a backward pass.
 
     Attributes:
-        losses: loss name -> its value.
-        gradients: parameter name -> gradient, divided by the loss scale again; without those that got none.
-        bad_gradients: names of the parameters whose gradient was not finite, before that division.
-        reached: how many parameters got a gradient.
+        losses: loss name -> value.
+        gradients: parameter name -> unscaled gradient, for parameters that received one.
+        bad_gradients: names of the parameters with a gradient that was not finite before unscaling.
+        reached: number of parameters that received a gradient.
     """
 
     losses: dict[str, float]
@@ -50,27 +50,27 @@ class TrainPass:
 
     @property
     def bad_losses(self) -> list[str]:
-        """Names of the losses that are not finite."""
+        """Names of the non-finite losses."""
         return [name for name, value in self.losses.items() if value - value != 0]
 
     @property
     def finite(self) -> bool:
-        """Whether all losses and all gradients are."""
+        """True if all losses and gradients are finite."""
         return not self.bad_losses and not self.bad_gradients
 
 
 class IsolatedPasses:
-    """Passes over one batch, each from the same state of the model and of all random generators.
+    """Context manager for passes over one batch, each from the same state of the model and of all random generators.
 
-    Use it as a context: at its end buffers, gradients, modes, modules' other attributes (numbers, tensors, generators,
-    and lists, dicts and sets of them) and random states are, bit for bit, what they were. Parameters are not changed by
-    passes, and are not kept.
+    On exit it restores, bit for bit, buffers, gradients, training modes, random states and other attributes of modules
+    (numbers, tensors, generators, and lists, dicts and sets of them). Parameters are not saved, since passes do not
+    change them.
 
     Args:
-        model: batch -> losses in training mode, features in evaluation mode.
-        batch: of the model's own kind; the model gets copies of it.
-        random: the random state that passes start from (``fastamp.utils.env.random_state``); None is the present one.
-        frozen: modules that are frozen on purpose, see ``OptimizationStep``.
+        model: returns losses in training mode and features in evaluation mode.
+        batch: input of the model; each pass gets a copy.
+        random: random state at the start of each pass (``fastamp.utils.env.random_state``). Default: the current one.
+        frozen: names of frozen modules, see ``OptimizationStep``.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class IsolatedPasses:
             for module in modules
             for name, buffer in module._buffers.items()
         ]
-        # Modes, and whatever else layers remember in plain attributes: counters, queues, generators, tensors.
+        # Training modes, and state in plain attributes: counters, queues, generators, tensors.
         self._attributes = [(module, _attributes(module)) for module in modules]
         self._restorers = [
             restore
@@ -116,16 +116,17 @@ class IsolatedPasses:
         set_random_state(self._random)
 
     def train(self, policy: PrecisionPolicy, *, scale: float = 1.0, checked: bool = False) -> TrainPass:
-        """Run the forward pass under ``policy`` and the backward pass of ``scale`` times the sum of the losses.
+        """Run a forward pass and the backward pass of ``scale`` times the sum of the losses.
 
-        The model is in the mode that it came in: training, frozen parts as in evaluation.
+        The training mode of each module is that at the start of the context.
 
         Args:
-            policy, scale: of the pass.
-            checked: look whether anything computes in the policy's dtype, and follow each loss to the parameters.
+            policy: precision of the pass.
+            scale: loss scale. Default 1.
+            checked: check that an operation computes in the dtype of the policy, and trace each loss to the parameters.
 
         Raises:
-            TrainingError: the losses could not train anything, see ``check_losses``; nothing computes in low precision.
+            TrainingError: see ``check_losses`` and ``PrecisionPolicy.checked_autocast``.
         """
         self._rewind()
         with torch.enable_grad():
@@ -143,16 +144,16 @@ class IsolatedPasses:
         return TrainPass(
             losses={name: loss.item() for name, loss in losses.items()},
             gradients=gradients,
-            bad_gradients=[name for name, good in zip(names, finite, strict=True) if not good],
+            bad_gradients=[name for name, ok in zip(names, finite, strict=True) if not ok],
             reached=len(names),
         )
 
     @torch.no_grad()
     def evaluate(self, policy: PrecisionPolicy) -> torch.Tensor:
-        """Return what the model returns in evaluation mode under ``policy``, e.g. (B, D) features, as float32.
+        """Run a forward pass in evaluation mode; return its output, e.g. (B, D) features, as float32.
 
-        A normalization layer that has seen no batch yet takes this one's statistics: with those that it was made
-        with, a deep network's values may grow without bound, which says nothing about the precision.
+        Batch norm layers without any training step use the statistics of this batch: with initial statistics the
+        activations of a deep network may grow without bound, regardless of the precision.
         """
         statistics = self.initial_statistics()
         self._rewind()
@@ -165,18 +166,22 @@ class IsolatedPasses:
 
     @property
     def untrained(self) -> bool:
-        """Whether there are normalization layers that have seen no batch yet.
+        """True if there are batch norm layers without any training step.
 
-        The features of such a model hardly differ from image to image; behind a batch norm, which takes their mean
-        away, what is left of a low precision's rounding is of their size.
+        Features of such a model hardly differ between images. After batch norm has subtracted their mean, rounding
+        errors of a low precision are as large as the features.
         """
         return bool(self.initial_statistics())
 
     @torch.no_grad()
     def initial_statistics(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (buffer, this batch's float32 value) of the normalization layers that have seen no batch yet.
+        """Compute float32 statistics of this batch for batch norm layers without any training step.
 
-        ``evaluate`` needs them, from a forward pass of its own the first time; who watches layers asks before.
+        The first call runs a forward pass. Code that registers hooks calls it before, so that ``evaluate`` runs only
+        one pass under the hooks.
+
+        Returns:
+            Pairs of a buffer and its value.
         """
         if self._statistics is None:
             self._rewind()
@@ -204,7 +209,7 @@ class IsolatedPasses:
 
     @torch.no_grad()
     def _rewind(self) -> None:
-        """Give modes, attributes, buffers and generators the state that passes start from."""
+        """Restore the training modes, attributes, buffers and random states at the start of a pass."""
         for module, attributes in self._attributes:
             for name in _attributes(module).keys() - attributes.keys():
                 del vars(module)[name]
@@ -214,19 +219,19 @@ class IsolatedPasses:
         names: dict[nn.Module, set[str]] = {}
         for module, name, buffer, kept in self._buffers:
             names.setdefault(module, set()).add(name)
-            if buffer is not None and buffer.is_inference():  # cannot be written to here
+            if buffer is not None and buffer.is_inference():  # inference tensors cannot be updated in place
                 buffer = kept.clone()
             elif buffer is not None:
                 buffer.copy_(kept)
             module._buffers[name] = buffer
         for module, _ in self._attributes:
             for name in module._buffers.keys() - names.get(module, set()):
-                del module._buffers[name]  # registered by a pass
+                del module._buffers[name]  # a pass registered it
         set_random_state(self._start)
 
 
 def _copied(value: Any) -> Any:
-    """Return ``value`` with copies of the tensors, lists and dicts in it."""
+    """Copy the tensors, lists and dicts in a nested structure."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if type(value) is dict:
@@ -235,12 +240,12 @@ def _copied(value: Any) -> Any:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that may be state: not parameters, buffers, modules and hooks."""
-    return {name: value for name, value in vars(module).items() if name not in _OF_PYTORCH}
+    """Attributes of a module that may be state: all except parameters, buffers, submodules and hooks."""
+    return {name: value for name, value in vars(module).items() if name not in _NOT_STATE}
 
 
 def restore_generator(value: Any) -> Callable[[], Any] | None:
-    """Return what resets a generator of PyTorch, NumPy or Python to its present state; None for any other value."""
+    """Create a function that resets a generator of PyTorch, NumPy or Python to its current state; None for others."""
     if isinstance(value, torch.Generator):
         state = value.get_state()
         return lambda: value.set_state(state)
@@ -255,12 +260,12 @@ def restore_generator(value: Any) -> Callable[[], Any] | None:
 
 
 def _restorer(value: Any) -> Callable[[], Any] | None:
-    """Return what gives ``value`` the content that it has now; None where it cannot change, or is not looked into."""
+    """Create a function that restores the current content of ``value``; None for immutable or unsupported types."""
     if (restore := restore_generator(value)) is not None:
         return restore
     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-        kept = value.detach().clone()
-        return lambda: value.copy_(kept) if not (value.requires_grad or value.is_inference()) else None
+        saved = value.detach().clone()
+        return lambda: value.copy_(saved) if not (value.requires_grad or value.is_inference()) else None
     if not isinstance(value, (list, dict, set, deque)):
         return None
     content = copy.copy(value)
@@ -277,18 +282,18 @@ def _restorer(value: Any) -> Callable[[], Any] | None:
 
 @contextmanager
 def without_collectives(model: nn.Module) -> Iterator[None]:
-    """Have passes inside wait for no other process: gathering losses and syncBN see this process's images alone.
+    """Run passes on this process only: gathering losses and SyncBatchNorm use the images of this process.
 
-    Among several processes all of them must come here together; what they do inside need not be the same.
+    All processes must enter the context together; they may run different code inside.
     """
     if not comm.is_distributed():
         yield
         return
     layers = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
-    own, former = comm.single_process_group() if layers else None, [layer.process_group for layer in layers]
+    group, former = comm.single_process_group() if layers else None, [layer.process_group for layer in layers]
     try:
         for layer in layers:
-            layer.process_group = own
+            layer.process_group = group
         with comm.as_single_process():
             yield
     finally:
@@ -297,7 +302,7 @@ def without_collectives(model: nn.Module) -> Iterator[None]:
 
 
 def batch_size(batch: dict[str, Any]) -> int:
-    """Return the number of images of a batch: the length of its longest tensor."""
+    """Number of images in a batch: length of its longest tensor."""
     sizes = [len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
     return max(sizes, default=1)
 

@@ -1,4 +1,4 @@
-"""Check each layer in low precision: against itself, and against float32 on the same inputs."""
+"""Check of each layer in low precision: repeatability, and error compared with float32 on the same input."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -25,29 +25,29 @@ __getattr__ = moved_names(
 )
 
 _PRODUCTS = (nn.modules.conv._ConvNd, nn.Linear)
-"""Layers whose inputs and weights autocast rounds to the low precision."""
+"""Layers with inputs and weights that autocast rounds to the low precision."""
 
 _ROUND_ONCE = ("conv", "linear", "batchnorm", "instancenorm", "normalization", "pooling", "activation")
-"""Modules of ``torch.nn.modules`` whose layers round only their result, and so can be compared with float32."""
+"""Modules of ``torch.nn.modules`` with layers that round only their result, so that float32 is a reference for them."""
 
 _ROUND_MORE = (nn.Tanhshrink, nn.LocalResponseNorm, nn.LPPool1d, nn.LPPool2d, nn.LPPool3d)
-"""Layers among these that are several operations."""
+"""Exceptions: layers that consist of several operations."""
 
 _ROUNDINGS = 6
-"""Allowed relative L2 difference to float32, in unit roundoffs. Rounding the output once gives 0.3 to 1."""
+"""Largest allowed relative L2 error compared with float32, in unit roundoffs; rounding the output is 0.3 to 1."""
 
 
 @dataclass(frozen=True)
 class LayerError:
-    """A layer whose result in low precision is wrong by more than rounding explains.
+    """Layer with an error in low precision that rounding does not explain.
 
     Attributes:
-        name, kind: the module's name (``""`` is the model itself) and class.
-        dtype: the low precision.
-        repeated: relative L2 difference between two calls with the same input and random state; infinity where one is
-            not finite.
-        error: relative L2 difference to the layer in float32, from the same (rounded) input and weights.
-        limit: what rounding explains of the larger of the two.
+        name, kind: name (``""`` is the whole model) and class of the module.
+        dtype: name of the low precision.
+        repeated: relative L2 difference between two calls with the same input and random state; infinity if one of
+            them is not finite; 0 if they agree.
+        error: relative L2 error compared with the layer in float32, with the same (rounded) input and weights.
+        limit: largest difference or error that rounding explains.
     """
 
     name: str
@@ -58,57 +58,57 @@ class LayerError:
     limit: float
 
     def describe(self) -> str:
-        """Return what was found, the cause and the fix, in a few lines."""
+        """Format the finding, its cause and the fix in a few lines."""
         where = f"{self.name or 'the model itself'} ({self.kind})"
         if self.repeated:
-            found = f"{where} returns different values for the same input in {self.dtype}"
-            difference, cause = self.repeated, "returns different values from call to call"
+            found = f"{where} is not deterministic in {self.dtype}"
+            difference, cause = self.repeated, "returns different values for the same input"
         else:
             found = f"{where} in {self.dtype} differs from float32 on the same input"
-            difference, cause = self.error, "computes something else"
-        size = f"relative difference {difference:.2g}" if math.isfinite(difference) else "one of them is not finite"
+            difference, cause = self.error, "is wrong"
+        size = f"relative difference {difference:.2g}" if math.isfinite(difference) else "one result is not finite"
         fix = f"SOLVER.AMP.FORCE_FP32 \"['{self.name}']\", or " if self.name else ""
         return (
-            f"{found}: {size}; rounding explains {self.limit:.2g}.\n"
-            f"  cause: the kernel of this device or PyTorch version {cause}, or the layer's own code does.\n"
-            f"  fix:   {fix}SOLVER.AMP off, or another version of PyTorch"
+            f"{found}: {size}, expected at most {self.limit:.2g} from rounding.\n"
+            f"  cause: the kernel of this device or PyTorch version {cause}, or the code of the layer does.\n"
+            f"  fix:   {fix}SOLVER.AMP False, or another version of PyTorch"
         )
 
 
 def check_layers(passes: IsolatedPasses, policy: PrecisionPolicy) -> tuple[list[LayerError], Any]:
-    """Compare layers in low precision with themselves and with float32, in evaluation mode.
+    """Check each layer in low precision, in evaluation mode.
 
-    Each layer (module without modules in it) is called a second time with the input that it gets under ``policy`` and
-    the same random state. PyTorch's layers that round once are also called in float32, from the same input and weights
-    as rounded by autocast. What remains is the rounding of the output and the order of summation, whatever the depth,
-    the training and the input of the model. Finally, the whole model runs a second time.
+    Each layer (module without submodules) is called again with the input that it gets under ``policy`` and the same
+    random state. PyTorch layers that round once are also called in float32, with the input and weights rounded as by
+    autocast. The remaining difference is the rounding of the output and the order of summation. It does not depend on
+    depth, training or input of the model. Finally, the whole model runs a second time.
 
     Args:
-        passes: model and batch.
+        passes: passes of a model over a batch.
         policy: the low precision.
 
     Returns:
-        The layers that are wrong, in the order of their calls; what the model returned, as float32.
+        Errors of layers, in the order of their calls; and the output of the model, as float32.
     """
-    watcher = _LayerCheck(passes.model, policy.dtype)
+    check = _LayerCheck(passes.model, policy.dtype)
     passes.initial_statistics()
-    with watcher.watching():
+    with check.watching():
         output = passes.evaluate(policy)
-    wrong = list(watcher.errors.values())
-    if not wrong and not _same(output, passes.evaluate(policy)):
+    errors = list(check.errors.values())
+    if not errors and not _same(output, passes.evaluate(policy)):
         error = _first_difference(passes, policy)
-        wrong = [error] if error else []
-    return wrong, output
+        errors = [error] if error else []
+    return errors, output
 
 
 def _flat(output: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return all floating-point tensors in ``output`` side by side."""
+    """Concatenate all floating-point tensors in ``output``."""
     parts = [t.detach().to(dtype).reshape(-1) for t in tensors_in(output)]
     return torch.cat(parts) if len(parts) != 1 else parts[0]
 
 
 def _first_difference(passes: IsolatedPasses, policy: PrecisionPolicy) -> LayerError | None:
-    """Run the model twice in evaluation mode; return the first module to end with another output, if there is one."""
+    """Run the model twice in evaluation mode, and find the first module with a different output."""
     unit = torch.finfo(policy.dtype).eps / 2
     modules = {module: name for name, module in passes.model.named_modules()}
     runs: list[list[tuple[nn.Module, torch.Tensor]]] = []
@@ -133,7 +133,7 @@ def _first_difference(passes: IsolatedPasses, policy: PrecisionPolicy) -> LayerE
 
 
 class _LayerCheck:
-    """Compare each layer with itself and with float32 while the model runs.
+    """Hooks that compare each layer with a second call and with float32.
 
     Args:
         model: the model.
@@ -150,15 +150,15 @@ class _LayerCheck:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Have the hooks in place inside."""
+        """Register the hooks for the duration of the context."""
         with hooked(self.model, self.layers, enter=self._enter, leave=self._leave):
             yield
 
     def _enter(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._inside:
-            own = [restore for value in vars(layer).values() if (restore := restore_generator(value)) is not None]
-            kept = args if _is_pytorchs(layer) and not getattr(layer, "inplace", False) else cloned(args)
-            self._calls.append((kept, random_state(), own))
+            generators = [restore for value in vars(layer).values() if (restore := restore_generator(value))]
+            saved = args if _rounds_once(layer) and not getattr(layer, "inplace", False) else cloned(args)
+            self._calls.append((saved, random_state(), generators))
 
     def _leave(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._inside:
@@ -172,12 +172,12 @@ class _LayerCheck:
             set_random_state(before)
             for restore in generators:
                 restore()
-            second = layer(*self._given(layer, args), **kwargs)
+            second = layer(*self._arguments(layer, args), **kwargs)
             repeated = 0.0 if _same(output, second) else relative_error(_flat(second), _flat(output))
             limit, error = unit, 0.0
             if repeated <= unit:
                 repeated = 0.0
-                if _is_pytorchs(layer) and not _draws(before, random_state()):
+                if _rounds_once(layer) and not _draws(before, random_state()):
                     limit = _ROUNDINGS * unit
                     error = self._error(layer, args, kwargs, output, limit)
         finally:
@@ -188,37 +188,38 @@ class _LayerCheck:
             kind = type(layer).__name__
             self.errors[name] = LayerError(name, kind, dtype_name(self.dtype), repeated, error, limit)
 
-    def _given(self, layer: nn.Module, args: Any) -> Any:
-        """Return the arguments for one more call, which may write into them if the layer works in place."""
-        return cloned(args) if getattr(layer, "inplace", False) or not _is_pytorchs(layer) else args
+    def _arguments(self, layer: nn.Module, args: Any) -> Any:
+        """Arguments for another call, copied if the layer may overwrite them."""
+        return cloned(args) if getattr(layer, "inplace", False) or not _rounds_once(layer) else args
 
     def _error(self, layer: nn.Module, args: Any, kwargs: Any, output: Any, limit: float) -> float:
-        """Return the smallest relative difference to float32 over what autocast may have rounded.
+        """Smallest relative error compared with float32, over the possible roundings of autocast.
 
-        It is 0 where float32 itself is not finite, or beyond the low precision's range: the locator names these.
+        It is 0 if the float32 output is not finite or exceeds the range of the low precision: the NaN locator reports
+        that.
         """
         error, low_output = math.inf, _flat(output)
         low = isinstance(layer, _PRODUCTS) and any(t.dtype == self.dtype for t in tensors_in(output))
-        # A product in low precision has both rounded; a subclass may compute its weight first, from an exact one.
+        # Autocast rounds inputs and weights of products; a subclass may compute its weight from unrounded parameters.
         choices = [(True, True), (True, False)] if low else [(False, False)]
         for inputs, weights in choices:
             rounded = tuple(self._rounded(a) if inputs else a for a in args)
             with _parameters(layer, self._rounded if weights else None):
-                reference = _flat(force_fp32(layer)(*self._given(layer, rounded), **kwargs))
+                reference = _flat(force_fp32(layer)(*self._arguments(layer, rounded), **kwargs))
                 largest = float(reference.abs().max())
                 if not largest <= torch.finfo(self.dtype).max:
                     return 0.0
                 error = min(error, relative_error(low_output, reference))
                 if limit < error < math.inf and reference.device.type != "mps":
-                    # Below float32's own rounding error, e.g. of a difference of equals, nothing can be said.
+                    # Allow differences up to the rounding error of float32 itself, e.g. after cancellation.
                     exact = _flat(_in_float64(layer, rounded, kwargs), torch.float64)
                     noise = float(torch.linalg.vector_norm(reference - exact))
-                    # Tiny outputs: half a step of the smallest numbers, of each element.
+                    # Subnormal outputs: allow the spacing of the smallest numbers for each element.
                     tiny = torch.finfo(self.dtype).smallest_normal * 2 * torch.finfo(self.dtype).eps
-                    floor = 8 * noise + tiny * math.sqrt(reference.numel())
+                    tolerance = 8 * noise + tiny * math.sqrt(reference.numel())
                     difference = float(torch.linalg.vector_norm(low_output - exact))
                     size = float(torch.linalg.vector_norm(exact))
-                    if difference <= limit * size + floor:
+                    if difference <= limit * size + tolerance:
                         return 0.0
             if error <= limit:
                 break
@@ -230,41 +231,41 @@ class _LayerCheck:
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Return whether two results are equal, NaN included."""
+    """Return True if two results are equal, with NaN equal to NaN."""
     pairs = list(zip(tensors_in(first), tensors_in(second), strict=False))
     return all(
         a.shape == b.shape and (torch.equal(a, b) or torch.equal(a.nan_to_num(), b.nan_to_num())) for a, b in pairs
     )
 
 
-def _is_pytorchs(layer: nn.Module) -> bool:
-    """Return whether a layer is one of PyTorch's that rounds once, or a convolution or linear layer derived from it."""
+def _rounds_once(layer: nn.Module) -> bool:
+    """Return True for PyTorch layers that round once, and for subclasses of convolution and linear layers."""
     package, _, module = type(layer).__module__.rpartition(".")
     known = package == "torch.nn.modules" and module in _ROUND_ONCE and not isinstance(layer, _ROUND_MORE)
     return isinstance(layer, _PRODUCTS) or known
 
 
 def _draws(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Return whether random numbers of PyTorch were drawn in between; in float32 they would be others."""
+    """Return True if random numbers were drawn in between; a float32 call would draw other numbers."""
     return any(not torch.equal(before[key], after[key]) for key in ("torch", "cuda", "mps") if key in before)
 
 
 @contextmanager
 def _parameters(layer: nn.Module, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Have ``function`` of a layer's own parameters in their place inside; None changes nothing."""
-    own = dict(layer._parameters)
+    """Replace the parameters of a layer by ``function`` of them for the duration of the context; None: no change."""
+    original = dict(layer._parameters)
     try:
         if function is not None:
-            for name, parameter in own.items():
+            for name, parameter in original.items():
                 if parameter is not None:
                     layer._parameters[name] = nn.Parameter(function(parameter.detach()), requires_grad=False)
         yield
     finally:
-        layer._parameters.update(own)
+        layer._parameters.update(original)
 
 
 def _in_float64(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the output of a layer in float64, its parameters and buffers included."""
+    """Run a layer in float64, with its parameters and buffers in float64."""
 
     def double(value: Any) -> Any:
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value

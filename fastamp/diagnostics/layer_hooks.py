@@ -9,7 +9,7 @@ from fastamp.utils.compiled import uncompiled
 
 
 def leaf_layers(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the modules without modules in them, with their names."""
+    """Map each module without submodules to its name."""
     return {module: name for name, module in model.named_modules() if next(module.children(), None) is None}
 
 
@@ -21,7 +21,14 @@ def hooked(
     enter: Callable[..., None] | None = None,
     leave: Callable[..., None] | None = None,
 ) -> Iterator[None]:
-    """Call ``enter(layer, args, kwargs)`` before and ``leave(layer, args, kwargs, output)`` after layers run inside."""
+    """Register hooks on layers for the duration of the context.
+
+    Args:
+        model: the model; compiled parts run eagerly, so that hooks are called.
+        layers: layer -> name.
+        enter: called as ``enter(layer, args, kwargs)`` before a layer.
+        leave: called as ``leave(layer, args, kwargs, output)`` after a layer.
+    """
     handles = []
     for layer in layers:
         if enter:

@@ -1,4 +1,4 @@
-"""Find the first module that made a value which is not finite, in the forward or in the backward pass."""
+"""NaN locator: the first module with a non-finite value in the forward or backward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,18 +30,18 @@ __getattr__ = moved_names(
 def locate_in_training(
     passes: IsolatedPasses, policy: PrecisionPolicy, *, scale: float = 1.0
 ) -> NonFiniteLocation | None:
-    """Find where the first value that is not finite is made in a training step under ``policy``.
+    """Locate the first non-finite value in a training step under ``policy``.
 
-    Values that are infinite in float32 as well, e.g. a mask of minus infinity, do not count where the float32 step is
-    finite.
+    If the float32 step is finite, values that are not finite in float32 either, e.g. a mask of minus infinity, are
+    ignored.
 
     Args:
-        passes: model and batch.
-        policy: the precision in which something goes wrong.
-        scale: the loss scale that was in force.
+        passes: passes of a model over a batch.
+        policy: precision that fails.
+        scale: loss scale of the failed step.
 
     Returns:
-        None when losses and gradients are finite.
+        The location; None if losses and gradients are finite.
     """
     reference = _observe_training(passes, policy.in_float32(), 1.0)
     if reference.failed:
@@ -70,15 +70,15 @@ def try_locate(
     random: dict[str, Any] | None = None,
     frozen: tuple[str, ...] = (),
 ) -> tuple[NonFiniteLocation | None, str]:
-    """Locate as well as it can be done: what is searched for must not be lost with the search.
+    """Locate the first non-finite value, without raising if that fails.
 
     Args:
-        model, batch, random, frozen: see ``IsolatedPasses``. The batch is halved until a float32 pass fits
-            into memory.
+        model, batch, random, frozen: see ``IsolatedPasses``. The batch is halved until a float32 pass fits into
+            memory.
         find: ``locate_in_training`` or ``locate_in_evaluation`` under a policy.
 
     Returns:
-        The location, if there is one, and if the search itself failed, why.
+        The location, or None; and the reason as text if ``find`` failed.
     """
     count = batch_size(batch)
     while True:
@@ -87,13 +87,13 @@ def try_locate(
                 return find(passes), ""
         except Exception as error:
             if not is_out_of_memory(error) or count < 8:
-                why = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
-                return None, f"(the place could not be searched: {why})"
+                reason = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+                return None, f"(the first non-finite value could not be located: {reason})"
         count //= 2
 
 
 def locate_in_evaluation(passes: IsolatedPasses, policy: PrecisionPolicy) -> NonFiniteLocation | None:
-    """Find where the first value that is not finite is made in an evaluation under ``policy``; None if all are."""
+    """Locate the first non-finite value in an evaluation under ``policy``; None if all values are finite."""
     passes.initial_statistics()
     reference = NonFiniteObserver(passes.model, "float32")
     with reference.watching():
@@ -110,9 +110,9 @@ def describe_evaluation(model: nn.Module, batch: dict[str, Any], policy: Precisi
     """Describe the first non-finite value in an evaluation of ``batch``, and the fix; empty if all values are finite.
 
     Args:
-        model: in evaluation mode.
-        batch: its features are not finite.
-        policy: the precision of the evaluation.
+        model: model in evaluation mode.
+        batch: batch with non-finite features.
+        policy: precision of the evaluation.
     """
     location, note = try_locate(model, batch, lambda passes: locate_in_evaluation(passes, policy))
     if location is None:
@@ -122,9 +122,11 @@ def describe_evaluation(model: nn.Module, batch: dict[str, Any], policy: Precisi
 
 
 def largest_finite_scale(passes: IsolatedPasses, policy: PrecisionPolicy, start: float) -> float | None:
-    """Return the largest power of two up to ``start`` under which the gradients are finite.
+    """Find the largest loss scale up to ``start`` with finite gradients.
 
-    ``start`` itself, whatever number it is, is tried first. None when they are not finite at 1.
+    Returns:
+        ``start`` if the gradients are finite with it, else the largest such power of two below; None if the gradients
+        are not finite at scale 1.
     """
 
     def finite(scale: float) -> bool:
@@ -142,7 +144,7 @@ def largest_finite_scale(passes: IsolatedPasses, policy: PrecisionPolicy, start:
 
 
 def _exponent_below(number: float) -> int:
-    """Return the largest n with 2**n < ``number``."""
+    """Largest n with 2**n < ``number``."""
     mantissa, exponent = torch.frexp(torch.tensor(number, dtype=torch.float64))
     return int(exponent) - (2 if mantissa == 0.5 else 1)
 

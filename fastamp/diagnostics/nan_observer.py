@@ -1,4 +1,4 @@
-"""Hooks that find the first value that is not finite among a model's inputs, outputs and gradients."""
+"""Hooks that find the first non-finite value among the inputs, outputs and gradients of modules."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,16 +18,16 @@ from fastamp.utils.moved import moved_names
 __getattr__ = moved_names(__name__, {"Observer": "fastamp.diagnostics.nan_observer.NonFiniteObserver"})
 
 Key = tuple[str, str, int]
-"""What happened, in which module, in which of its calls."""
+"""(kind of value, name of the module, number of its call)."""
 
 
 class NonFiniteObserver:
-    """Watches every module's inputs, outputs and gradients during one pass.
+    """Check the inputs, outputs and gradients of all modules during one pass.
 
     Args:
         model: the model.
-        policy_dtype: for values whose own dtype is not seen.
-        reference: the observer of a float32 pass; what was not finite there is not counted.
+        policy_dtype: name of the low precision; reported for gradients that were cast to float32 before the hook.
+        reference: observer of a float32 pass; values that are not finite there are ignored.
     """
 
     def __init__(self, model: nn.Module, policy_dtype: str, reference: "NonFiniteObserver | None" = None) -> None:
@@ -45,14 +45,14 @@ class NonFiniteObserver:
         self._inputs_finite = True
         self._input_magnitude = 0.0
         self._last_layer = ""
-        self._looked_at = self._position = 0
+        self._checked = self._position = 0
         self._neighbours: tuple[str, ...] = ()
         self._stack: list[tuple[str, int, bool, float]] = []
         self._calls: Counter[str] = Counter()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Have the hooks in place inside."""
+        """Register the hooks for the duration of the context."""
         handles = []
         for module in self.names:
             handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
@@ -68,14 +68,14 @@ class NonFiniteObserver:
                 handle.remove()
 
     def location(self, kind: str, scale: float, safe_scale: float | None = None) -> NonFiniteLocation:
-        """Return the first find as a location."""
+        """Build the location of the first non-finite value."""
         key = self.first
-        if key is None:  # made outside of every module, e.g. in the loss that is added up
+        if key is None:  # computed outside of all modules, e.g. the sum of the losses
             key, self._part = ("output", "", 0), "the sum of its losses"
         elif key == ("input", "", 0):
             kind = "batch not finite"
         module = self.model.get_submodule(self._module)
-        own = [p.detach() for p in module.parameters(recurse=False)]
+        parameters = [p.detach() for p in module.parameters(recurse=False)]
         return NonFiniteLocation(
             kind=kind,
             module=self._module,
@@ -85,7 +85,7 @@ class NonFiniteObserver:
             inputs_finite=self._inputs_finite,
             input_magnitude=self._input_magnitude,
             float32_magnitude=self.reference.magnitudes.get(key) if self.reference else None,
-            parameter_magnitude=magnitude(own) if own else None,
+            parameter_magnitude=magnitude(parameters) if parameters else None,
             loss_scale=scale,
             safe_scale=safe_scale,
             neighbours=self._neighbours,
@@ -93,18 +93,18 @@ class NonFiniteObserver:
             position=self._position,
         )
 
-    def _note(
+    def _record(
         self, key: Key, value: torch.Tensor, *, module: str, part: str, inputs: tuple[bool, float] | None = None
     ) -> bool:
-        """Look at one value; the first that is not finite and was in the reference is the find."""
+        """Record one value; return True if it is finite. The first value finite only in the reference is located."""
         finite = bool(torch.isfinite(value).all())
-        self._looked_at += 1
+        self._checked += 1
         self.magnitudes[key] = max(self.magnitudes.get(key, 0.0), magnitude(value))
         if finite:
             return True
         self.bad.add(key)
         if self.first is None and not (self.reference and key in self.reference.bad):
-            self.first, self._position = key, self._looked_at
+            self.first, self._position = key, self._checked
             self._module, self._part = module, part
             self._dtype = dtype_name(value.dtype)
             self._inputs_finite, self._input_magnitude = inputs or (True, 0.0)
@@ -117,10 +117,10 @@ class NonFiniteObserver:
         parent = self._stack[-1] if self._stack else (name, 0, True, 0.0)
         finite = True
         for tensor in tensors_in((args, kwargs)):
-            part = f"between its parts, before {name}" if self._stack else "input"
+            part = f"between its submodules, before {name}" if self._stack else "input"
             key = ("input", name, call)
             seen = self.first is not None
-            finite &= self._note(key, tensor.detach(), module=parent[0], part=part, inputs=parent[2:])
+            finite &= self._record(key, tensor.detach(), module=parent[0], part=part, inputs=parent[2:])
             if not seen and self.first == key:
                 self._neighbours = (self._last_layer, name)
         self._stack.append((name, call, finite, magnitude((args, kwargs))))
@@ -128,7 +128,7 @@ class NonFiniteObserver:
             return args, kwargs
 
         def watched(tensor: torch.Tensor) -> torch.Tensor:
-            # A view has the gradient that flows back through this module alone.
+            # A hook on a view sees only the gradient that flows back through this module.
             view = tensor.view_as(tensor)
             self._watch(view, ("gradient of its input", name, call), module=name, part="gradient of its input")
             return view
@@ -141,36 +141,36 @@ class NonFiniteObserver:
         if next(module.children(), None) is None:
             self._last_layer = name
         for tensor in tensors_in(output):
-            self._note(("output", name, call), tensor.detach(), module=name, part="output", inputs=(finite, size))
+            self._record(("output", name, call), tensor.detach(), module=name, part="output", inputs=(finite, size))
             if tensor.requires_grad and torch.is_grad_enabled():
                 key = ("gradient of output", name, call)
-                self._watch(tensor, key, module=parent, part=f"between its parts, behind {name}, the gradient")
+                self._watch(tensor, key, module=parent, part=f"between its submodules, gradient after {name}")
 
     def _watch(self, tensor: torch.Tensor, key: Key, *, module: str, part: str) -> None:
-        def look(gradient: torch.Tensor) -> None:
-            arriving = self.magnitudes.get(("gradient of output", *key[1:]), 0.0)
-            self._note(key, gradient.detach(), module=module, part=part, inputs=(True, arriving))
+        def check(gradient: torch.Tensor) -> None:
+            incoming = self.magnitudes.get(("gradient of output", *key[1:]), 0.0)
+            self._record(key, gradient.detach(), module=module, part=part, inputs=(True, incoming))
             if self.first == key and key[0] == "gradient of output":
                 self._neighbours = (key[1],)
 
-        tensor.register_hook(look)
+        tensor.register_hook(check)
 
     def _watch_parameter(self, name: str, parameter_name: str) -> Callable[[torch.Tensor], None]:
         key = (f"gradient of {parameter_name}", name, 0)
 
-        def look(gradient: torch.Tensor) -> None:
-            arriving = self.magnitudes.get(("gradient of output", name, 0), 0.0)
-            self._note(key, gradient.detach(), module=name, part=key[0], inputs=(True, arriving))
+        def check(gradient: torch.Tensor) -> None:
+            incoming = self.magnitudes.get(("gradient of output", name, 0), 0.0)
+            self._record(key, gradient.detach(), module=name, part=key[0], inputs=(True, incoming))
             if self.first == key and self.policy_dtype != "float32":
-                self._dtype = self.policy_dtype  # it was cast to the parameter's float32 on its way
+                self._dtype = self.policy_dtype  # autograd has cast it to the float32 of the parameter
 
-        return look
+        return check
 
 
 def _mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return ``value`` with ``function`` applied to each tensor in it that has a gradient.
+    """Apply ``function`` to a tensor, or to the tensors in a tuple, that require a gradient.
 
-    Lists and dicts are passed on as they are: modules may write into them.
+    Lists and dicts are returned unchanged, because modules may write into them.
     """
     if isinstance(value, torch.Tensor):
         return function(value) if value.requires_grad and value.is_floating_point() else value

@@ -1,4 +1,4 @@
-"""Check whether a precision holds a model, against float32, on one batch: layers, training, evaluation."""
+"""Precision check: comparison of a low precision with float32 on one batch, in layers, training and evaluation."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,31 +26,31 @@ __getattr__ = moved_names(
 )
 
 PREFLIGHT_MIN_COSINE = 0.9
-"""A mean cosine between a trained model's embeddings in the two precisions below this is a failure: ranking would be
-another one."""
+"""Smallest mean cosine between low-precision and float32 embeddings of a trained model that passes the pre-flight.
+Below it the ranking changes."""
 
 DOCTOR_MIN_COSINE = 0.99
-"""A trained model whose mean embedding cosine to float32 is below this gets more layers forced to float32."""
+"""Smallest mean embedding cosine of a trained model in the doctor, which below it forces more layers to float32."""
 
 _CHECKED_IMAGES = 16
-"""Images on which layers are checked one by one; the training pass that is repeated has all."""
+"""Number of images for the check of single layers; the repeated training pass uses the whole batch."""
 
 _LARGEST_REPEAT = 0.1
-"""Relative L2 difference between the gradients of two passes in low precision from the same state above this is a
-failure. Sums in another order, as CUDA's atomics have them, stay far below."""
+"""Largest allowed relative L2 difference between the gradients of two passes from the same state. Differences from the
+order of summation, e.g. of CUDA atomics, are far smaller."""
 
 
 @dataclass(frozen=True)
 class Float32Check:
-    """What a model does with a batch in float32, the reference for low precision.
+    """Result of the passes in float32, the reference for low precision.
 
     Attributes:
-        problem: why it is broken in float32 already; empty if it is not.
-        location: where the first value that is not finite was made, if there was one.
+        problem: message if the model fails in float32; else empty.
+        location: first non-finite value, if there is one.
         losses: loss name -> value.
-        unreached: trainable parameters that no loss reaches.
-        features: (B, D) what it returns in evaluation mode.
-        images: on how many images of the batch it was run.
+        unreached: names of trainable parameters without a gradient.
+        features: (B, D), float32, output in evaluation mode.
+        images: number of images of the batch that were used.
     """
 
     problem: str
@@ -63,18 +63,18 @@ class Float32Check:
 
 @dataclass
 class PrecisionCheck:
-    """Whether a precision holds a model on one batch; each text is empty where that finding is not there.
+    """Findings of the precision check on one batch. Each message is empty if there is no such finding.
 
     Attributes:
-        layers: layers that differ from themselves, or from float32 by more than rounding explains.
-        unrepeatable: two training passes from the same state have different gradients.
-        overflow: losses, gradients (at any loss scale) or features are not finite.
-        location: where the first of these was made; None where it was not found.
-        imprecise: embeddings are too far from float32's; never those of an untrained model, see
-            ``IsolatedPasses.untrained``, unless they vanish.
+        layers: layers that are not deterministic, or differ from float32 by more than rounding explains.
+        unrepeatable: message if two training passes from the same state have different gradients.
+        overflow: message if losses, gradients (at every loss scale) or features are not finite.
+        location: first non-finite value; None if it was not located.
+        imprecise: message if the embeddings differ too much from float32. For an untrained model (see
+            ``IsolatedPasses.untrained``) only if they are all zero.
         losses: loss name -> value.
-        loss_scale: the largest power of two up to the scaler's with finite gradients; None without loss scaling.
-        cosine: (mean, lowest) cosine between the embeddings and float32's; None where they are not compared.
+        loss_scale: largest power of two up to the scale of the scaler with finite gradients; None without loss scaling.
+        cosine: (mean, lowest) cosine between the embeddings and those in float32; None if not compared.
     """
 
     layers: list[LayerError] = field(default_factory=list)
@@ -88,36 +88,36 @@ class PrecisionCheck:
 
     @property
     def kernel(self) -> bool:
-        """Whether a kernel of the device or of PyTorch is wrong."""
+        """True if a kernel of the device or of PyTorch is not deterministic or wrong."""
         return bool(self.layers or self.unrepeatable)
 
     @property
     def problem(self) -> str:
-        """The first finding in the order of cause and effect, with its cause and fix; empty if the precision holds."""
+        """Message of the first finding, causes before effects; empty if the precision passes."""
         return self._wrong_layers() or self.unrepeatable or self.overflow or self.imprecise
 
     def _wrong_layers(self) -> str:
         if not self.layers:
             return ""
         others = [error.name for error in self.layers[1:]]
-        more = f"\n  too:   {', '.join(others[:5])}" + (", ..." if len(others) > 5 else "") if others else ""
+        more = f"\n  also:  {', '.join(others[:5])}" + (", ..." if len(others) > 5 else "") if others else ""
         return self.layers[0].describe() + more
 
 
 def check_float32(
     model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy, *, frozen: tuple[str, ...] = ()
 ) -> Float32Check:
-    """Run a batch in float32.
+    """Run training and evaluation passes in float32.
 
     Args:
-        model: in training mode.
-        batch: if ``policy`` is a low precision, a batch that fits into memory in that one alone is cut in half until it
-            fits in float32 too.
-        policy: the precision to be checked.
-        frozen: modules that are frozen on purpose.
+        model: model in training mode.
+        batch: a training batch. If ``policy`` is a low precision, the batch is halved until it fits into memory in
+            float32.
+        policy: the precision to check later.
+        frozen: names of frozen modules.
 
     Raises:
-        TrainingError: the losses could train nothing; memory ran out; the model raised an error.
+        TrainingError: see ``check_losses``; out of memory; or an exception in the model.
     """
     float32 = policy.in_float32()
 
@@ -130,19 +130,19 @@ def check_float32(
     )
     if not isinstance(features, torch.Tensor):
         raise TrainingError(
-            f"in evaluation mode the model returned a {type(features).__name__}, not a tensor of (B, D) "
-            "features.\n  fix: return the features when self.training is False"
+            f"in evaluation mode the model must return a tensor of (B, D) features, got {type(features).__name__}.\n"
+            "  fix: return the features if self.training is False"
         )
     unreached = [name for name, p in model.named_parameters() if p.requires_grad and name not in trained.gradients]
-    trained.gradients.clear()  # frees their memory, which a search needs
+    trained.gradients.clear()  # frees memory for the NaN locator
     problem, location = "", None
     if not (trained.finite and all_finite(features)):
         find = locate_in_evaluation if trained.finite else locate_in_training
         location, note = try_locate(model, slice_batch(batch, count), lambda each: find(each, float32), frozen=frozen)
         found = "the features in evaluation are not finite" if trained.finite else _not_finite(trained)
         problem = (
-            "on the first training batch the model is broken in float32 already: an error of the model or of the data, "
-            f"not of mixed precision.\n  found: {found}\n{_place(location, note)}"
+            "the model fails on the first training batch in float32: an error of the model or the data, not of mixed "
+            f"precision.\n  found: {found}\n{_describe_location(location, note)}"
         )
     return Float32Check(problem, location, trained.losses, unreached, features, count)
 
@@ -160,25 +160,25 @@ def check_precision(
     checked_images: int = _CHECKED_IMAGES,
     first_problem_only: bool = False,
 ) -> PrecisionCheck:
-    """Check a low precision on one batch, in training and in evaluation.
+    """Check a low precision on one batch, in training and evaluation.
 
-    Each layer must return the same values again for the same input, and those of float32 up to rounding (see
-    ``check_layers``). Losses must be finite, and gradients at some loss scale; a second training pass must have the
-    same gradients. Embeddings must be finite, and point where float32's do.
+    Layers must be deterministic and match float32 up to rounding (see ``check_layers``). Losses must be finite, and
+    gradients must be finite at some loss scale. A second training pass must have the same gradients. Embeddings must be
+    finite and have a high cosine similarity with float32.
 
     Args:
-        model, frozen: as for ``reference``.
-        batch: training runs on all of it, evaluation on what ``reference`` was run on.
-        policy: the precision of training; nothing is checked if it is float32.
-        reference: what ``check_float32`` returned, without a problem.
-        eval_policy: the precision of evaluation; None is the same.
-        scaler: the loss scaling; it is not changed. None checks at a loss scale of 1.
-        min_cosine: of a trained model's embeddings to float32's, their mean.
-        checked_images: images of the batch on which layers are compared.
-        first_problem_only: end with the first finding; the passes behind it are not run.
+        model, frozen: as in ``check_float32``.
+        batch: training uses the whole batch, evaluation the first ``reference.images`` images.
+        policy: precision of training; float32 passes without a check.
+        reference: result of ``check_float32``, without a problem.
+        eval_policy: precision of evaluation. Default: ``policy``.
+        scaler: loss scaler, which is not changed. None (default) checks with a loss scale of 1.
+        min_cosine: smallest mean cosine with float32 for embeddings of a trained model. Default 0.9.
+        checked_images: number of images for the check of single layers. Default 16.
+        first_problem_only: stop after the first finding. Default False.
 
     Raises:
-        TrainingError: nothing computes in low precision; memory ran out; the model raised an error.
+        TrainingError: no operation computes in low precision; out of memory; or an exception in the model.
     """
     check = PrecisionCheck()
     if not policy.enabled:
@@ -211,7 +211,7 @@ def _check_training(
     scaler: LossScaler | None,
     frozen: tuple[str, ...],
 ) -> None:
-    """Note the losses, the largest loss scale with finite gradients, and whether a second pass has the same."""
+    """Check losses, gradients and their repeatability; fill in the fields of ``check``."""
     scale = scaler.scale if scaler else 1.0
     precision = dtype_name(policy.dtype)
 
@@ -219,7 +219,7 @@ def _check_training(
         low = passes.train(policy, scale=scale, checked=True)
         if low.finite:
             check.unrepeatable = _not_repeatable(passes, policy, scale, low)
-        low.gradients.clear()  # frees their memory
+        low.gradients.clear()  # frees memory
         found = scale if low.finite else None
         if scaler and not low.finite and not low.bad_losses:
             found = largest_finite_scale(passes, policy, scale)
@@ -233,8 +233,11 @@ def _check_training(
     check.location, note = try_locate(
         model, batch, lambda each: locate_in_training(each, policy, scale=scale), frozen=frozen
     )
-    whatever = ", whatever the loss scale from SOLVER.AMP.MIN_SCALE on" if scaler and not low.bad_losses else ""
-    check.overflow = f"in {precision} {_not_finite(low)}{whatever}; in float32 all are.\n{_place(check.location, note)}"
+    all_scales = " at every loss scale down to SOLVER.AMP.MIN_SCALE" if scaler and not low.bad_losses else ""
+    check.overflow = (
+        f"in {precision} {_not_finite(low)}{all_scales}; in float32 all are finite.\n"
+        f"{_describe_location(check.location, note)}"
+    )
 
 
 def _check_embeddings(
@@ -246,7 +249,7 @@ def _check_embeddings(
     frozen: tuple[str, ...],
     min_cosine: float,
 ) -> None:
-    """Note how far the embeddings under the evaluation's policy are from float32's."""
+    """Compare the embeddings with float32; fill in the fields of ``check``."""
     name = dtype_name(policy.dtype)
     (low, untrained), _ = run_passes(
         model,
@@ -259,8 +262,8 @@ def _check_embeddings(
         find = locate_in_evaluation
         check.location, note = try_locate(model, batch, lambda each: find(each, policy), frozen=frozen)
         check.overflow = (
-            f"in evaluation the model's features are not finite in {name}; in float32 they are.\n"
-            f"{_place(check.location, note)}\n"
+            f"in evaluation the features are not finite in {name}; in float32 they are finite.\n"
+            f"{_describe_location(check.location, note)}\n"
             "  or:    SOLVER.AMP.EVAL_DTYPE float32, to evaluate in float32"
         )
     elif low.dim() == 2:
@@ -268,22 +271,26 @@ def _check_embeddings(
         check.cosine = (float(cosine.mean()), float(cosine.min()))
         vanished = bool((~low.any(dim=1) & features.any(dim=1)).any())
         if vanished or (check.cosine[0] < min_cosine and not untrained):
-            found = "some are all zero" if vanished else f"mean cosine {check.cosine[0]:.3f}, below {min_cosine}"
+            found = (
+                "some embeddings are all zero"
+                if vanished
+                else f"mean cosine {check.cosine[0]:.3f}, expected at least {min_cosine}"
+            )
             check.imprecise = (
-                f"the embeddings in {name} are others than float32's: {found}.\n"
-                "  cause: some layers lose too much precision."
+                f"{name} embeddings differ from float32: {found}.\n  cause: some layers lose too much precision."
             )
 
 
 def _not_repeatable(passes: IsolatedPasses, policy: PrecisionPolicy, scale: float, first: TrainPass) -> str:
-    """Return what is wrong where a second training pass from the same state has other gradients; empty if nothing.
+    """Compare the gradients of two training passes from the same state; empty if they agree.
 
-    A model whose float32 passes differ as well draws other random numbers each time, e.g. with a seed from the clock.
+    A model with different gradients in float32 too is not reported: it draws new random numbers in each pass, e.g. with
+    a seed from the clock.
     """
     difference, name = _difference(first, passes.train(policy, scale=scale))
     if difference <= _LARGEST_REPEAT:
         return ""
-    first.gradients.clear()  # frees their memory
+    first.gradients.clear()  # frees memory
     repeats = [passes.train(policy.in_float32()) for _ in range(2)]
     if _difference(*repeats)[0] > _LARGEST_REPEAT:
         return ""
@@ -291,14 +298,14 @@ def _not_repeatable(passes: IsolatedPasses, policy: PrecisionPolicy, scale: floa
     return (
         f"two training passes in {dtype} from the same state have different gradients: relative difference "
         f"{difference:.2g}, most of it in {name}; in float32 they agree.\n"
-        "  cause: a kernel of this device or PyTorch version returns different values from call to call.\n"
-        f"  fix:   SOLVER.AMP.FORCE_FP32 \"['{name.rpartition('.')[0]}']\", or SOLVER.AMP off, or another version of "
+        "  cause: a kernel of this device or PyTorch version is not deterministic.\n"
+        f"  fix:   SOLVER.AMP.FORCE_FP32 \"['{name.rpartition('.')[0]}']\", or SOLVER.AMP False, or another version of "
         "PyTorch"
     )
 
 
 def _difference(first: TrainPass, second: TrainPass) -> tuple[float, str]:
-    """Return the relative L2 difference of all gradients together, and the parameter that differs most."""
+    """Relative L2 difference between all gradients of two passes, and the parameter with the largest difference."""
     if not second.finite:
         return float("inf"), (second.bad_gradients or second.bad_losses)[0]
     names = [name for name in first.gradients if name in second.gradients]
@@ -312,12 +319,12 @@ def _difference(first: TrainPass, second: TrainPass) -> tuple[float, str]:
 
 
 def _not_finite(result: TrainPass) -> str:
-    """Return which losses, or else which gradients, are not finite."""
+    """Describe the non-finite losses, or else the non-finite gradients."""
     names = result.bad_losses or result.bad_gradients
-    what = "losses" if result.bad_losses else "gradients"
+    kind = "losses" if result.bad_losses else "gradients"
     total = len(result.losses) if result.bad_losses else result.reached
-    return f"{len(names)} of {total} {what} are not finite, e.g. {', '.join(names[:3])}"
+    return f"{len(names)} of {total} {kind} are not finite, e.g. {', '.join(names[:3])}"
 
 
-def _place(location: NonFiniteLocation | None, note: str) -> str:
+def _describe_location(location: NonFiniteLocation | None, note: str) -> str:
     return location.describe() if location else note

@@ -1,4 +1,4 @@
-"""A trial of the first batch before the first step: is the model sound in float32, and does the precision hold it?"""
+"""Pre-flight: checks on the first batch before the first step, in float32 and in the precision of the run."""
 
 import math
 from dataclasses import dataclass, field
@@ -25,20 +25,20 @@ __getattr__ = moved_names(
 
 @dataclass
 class PreflightReport:
-    """What the trial of one batch has shown.
+    """Result of the pre-flight.
 
     Attributes:
-        policy: the precision that was tried.
-        problem: why the run should not begin; empty when it can.
-        in_float32: whether the problem is one of float32 too, so that the precision is not to blame.
-        location: where the first value that is not finite was made, if there was one.
+        policy: the precision that was checked.
+        problem: message if the run should not start; else empty.
+        in_float32: True if the problem also occurs in float32, so that the precision is not the cause.
+        location: first non-finite value, if there is one.
         losses: loss name -> (value in float32, value under the policy).
-        loss_scale: the largest one up to the first with finite gradients; None without loss scaling.
-        cosine: (mean, lowest) cosine between the embeddings under the policy and in float32; None when not compared.
-        unreached: trainable parameters that no loss reaches.
-        images: how many were compared with float32, and how many the batch has.
-        kernel: whether the problem is a layer or a pass that differs from itself, or from float32 on the same input,
-            by more than rounding explains.
+        loss_scale: largest loss scale up to the initial one with finite gradients; None without loss scaling.
+        cosine: (mean, lowest) cosine between the embeddings under the policy and in float32; None if not compared.
+        unreached: names of trainable parameters without a gradient.
+        images: number of images compared with float32, and number of images in the batch.
+        kernel: True if the problem is a layer or pass that is not deterministic, or differs from float32 by more than
+            rounding explains.
     """
 
     policy: PrecisionPolicy
@@ -53,7 +53,7 @@ class PreflightReport:
     kernel: bool = False
 
     def describe(self) -> str:
-        """Return a line or a few for the log."""
+        """Format the result in one or a few lines for the log."""
         parts = [f"{name} {low:.4g} (float32 {reference:.4g})" for name, (reference, low) in self.losses.items()]
         if not self.policy.enabled or self.in_float32:
             parts = [f"{name} {reference:.4g}" for name, (reference, _) in self.losses.items()]
@@ -62,12 +62,12 @@ class PreflightReport:
         if self.cosine is not None:
             parts.append(f"embedding cosine to float32 {self.cosine[0]:.5f} (lowest {self.cosine[1]:.5f})")
         if self.images[0] != self.images[1]:
-            parts.append(f"float32 on {self.images[0]} of {self.images[1]} images, for want of memory")
+            parts.append(f"float32 on {self.images[0]} of {self.images[1]} images because of limited memory")
         verdict = "failed" if self.problem else "passed"
         name = "float32" if self.in_float32 else dtype_name(self.policy.dtype)
         text = f"pre-flight {verdict} in {name}: {', '.join(parts)}".removesuffix(": ")
         if self.unreached:
-            text += f"\nno loss reaches {len(self.unreached)} trainable parameters: {', '.join(self.unreached[:5])}"
+            text += f"\n{len(self.unreached)} trainable parameters have no gradient: {', '.join(self.unreached[:5])}"
             text += ", ..." if len(self.unreached) > 5 else ""
         return text + (f"\n{self.problem}" if self.problem else "")
 
@@ -81,31 +81,31 @@ def preflight(
     scaler: LossScaler | None = None,
     frozen: tuple[str, ...] = (),
 ) -> PreflightReport:
-    """Try one batch: in float32 first, then under the policy; in training, then in evaluation.
+    """Check one batch in float32, then under the policy, in training and evaluation.
 
-    A model that fails in float32 is reported as that. Under the policy losses and gradients must be finite, the latter
-    at some loss scale, and the embeddings must point where float32's do. Each layer must return the same values again
-    for the same input, and those of float32 up to rounding, whether the model is trained or not (see
-    ``check_layers``). Buffers, gradients, modes and random states are afterwards what they were, bit for bit.
+    A model that fails in float32 is reported as such; see ``check_precision`` for the checks under the policy. Buffers,
+    gradients, training modes and random states are restored bit for bit. Among several processes, all of them report
+    the same problem.
 
     Args:
-        model: in training mode, with what is frozen frozen.
-        batch: a real one of the run.
-        policy, eval_policy: the precision of training and that of evaluation; None is the same.
-        scaler: the loss scaling of float16; nothing is changed in it.
-        frozen: modules that are frozen on purpose.
+        model: model in training mode, with frozen layers frozen.
+        batch: first batch of the run.
+        policy: precision of training.
+        eval_policy: precision of evaluation. Default: ``policy``.
+        scaler: loss scaler for float16, which is not changed.
+        frozen: names of frozen modules.
 
     Raises:
-        TrainingError: the losses could train nothing; memory ran out; the model raised an error in float32.
-        UserError: the model's own.
+        TrainingError: see ``check_losses``; out of memory; or an exception in the model.
+        UserError: raised by the model.
     """
     error, report = None, PreflightReport(policy)
     try:
         with without_collectives(model):
-            _try_here(report, model, batch, eval_policy or policy, scaler, frozen)
+            _check_batch(report, model, batch, eval_policy or policy, scaler, frozen)
     except UserError as raised:
         error = raised
-    # Among several processes what one finds is everybody's.
+    # All processes must report the same problem, or some would start training.
     found = comm.select_message(str(error) if error else "")
     if found:
         raise error or TrainingError(found)
@@ -113,13 +113,13 @@ def preflight(
     report.problem = comm.select_message(report.problem, order)
     report.in_float32 = comm.any_across_ranks(report.in_float32)
     report.kernel = comm.any_across_ranks(report.kernel)
-    if scaler is not None:  # on all ranks, whatever each of them found
+    if scaler is not None:  # a collective: all ranks take part, with or without a result
         smallest = -comm.all_reduce_max(-math.inf if report.loss_scale is None else -report.loss_scale)
         report.loss_scale = None if report.loss_scale is None else smallest
     return report
 
 
-def _try_here(
+def _check_batch(
     report: PreflightReport,
     model: nn.Module,
     batch: dict[str, Any],
@@ -127,7 +127,7 @@ def _try_here(
     scaler: LossScaler | None,
     frozen: tuple[str, ...],
 ) -> None:
-    """Fill in the report of this process's batch."""
+    """Check the batch of this process; fill in ``report``."""
     policy = report.policy
     reference = check_float32(model, batch, policy, frozen=frozen)
     report.images = (reference.images, batch_size(batch))
@@ -151,7 +151,7 @@ def _try_here(
     report.problem, report.kernel = check.problem, check.kernel
     if check.imprecise and check.problem == check.imprecise:
         report.problem += (
-            "\n  fix:   tools/amp_doctor.py shows which ones, and the SOLVER.AMP.FORCE_FP32 that they need"
+            "\n  fix:   run tools/amp_doctor.py, which lists these layers and the SOLVER.AMP.FORCE_FP32 to set"
         )
     report.location = None if check.kernel else check.location
     report.losses = {name: (value, check.losses.get(name, value)) for name, value in reference.losses.items()}

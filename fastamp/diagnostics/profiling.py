@@ -1,4 +1,4 @@
-"""Measurements of a model in a precision: layer by layer, gradients, loss scale, speed and memory."""
+"""Profile of a model in one precision: layer errors, gradient underflow, loss scale, speed and memory."""
 
 import statistics
 import time
@@ -17,7 +17,7 @@ from fastamp.diagnostics.nan_locator import largest_finite_scale
 from fastamp.diagnostics.tensors import cloned, magnitude, relative_error, tensors_in
 
 _SAMPLE = 65536
-"""Elements of a layer's output that errors are computed from; magnitudes are of all."""
+"""Number of output elements per layer from which errors are computed; magnitudes are computed from all elements."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class LayerReport:
     """One layer in one precision, on one batch in evaluation mode.
 
     Attributes:
-        name, kind: the module's name and class.
-        error: relative L2 error of its output to float32's, with the inputs that it has under the policy: what the
-            layers before it did included.
-        own_error: the same with float32's inputs: what the layer alone does.
-        magnitude: largest magnitude of its output in float32.
-        limit_share: that over the largest number of the policy's dtype; above 1 it overflows.
-        zero_gradients: share of its parameters' gradient elements that are 0 in this precision and not in float32;
-            None without parameters that are trained, or where it was not measured.
+        name, kind: name and class of the module.
+        error: relative L2 error of the output compared with float32, with the input under the policy: accumulated
+            error of this layer and all layers before it.
+        own_error: the same with the float32 input: error of this layer only.
+        magnitude: largest absolute value of the output in float32.
+        limit_share: ``magnitude`` divided by the largest number of the low precision; above 1 the layer overflows.
+        zero_gradients: fraction of gradient elements of its parameters that are 0 in this precision but not in
+            float32, 0..1; None without trainable parameters, or if not measured.
     """
 
     name: str
@@ -47,15 +47,15 @@ class LayerReport:
 def measure_layers(
     passes: IsolatedPasses, policy: PrecisionPolicy, *, lost: dict[str, tuple[int, int]] | None = None
 ) -> list[LayerReport]:
-    """Return a report of each layer (module without modules in it), in the order in which they are called.
+    """Measure errors and magnitudes of each layer (module without submodules), in the order of the calls.
 
     Args:
-        passes: model and batch.
+        passes: passes of a model over a batch.
         policy: the low precision.
-        lost: what ``lost_gradients`` returned, for the layers' ``zero_gradients``.
+        lost: return value of ``lost_gradients``, for ``LayerReport.zero_gradients``.
     """
     passes.initial_statistics()
-    reference = _Outputs(passes.model, beside=policy)
+    reference = _Outputs(passes.model, second_policy=policy)
     with reference.watching():
         passes.evaluate(policy.in_float32())
     low = _Outputs(passes.model)
@@ -81,7 +81,7 @@ def measure_layers(
 def lost_gradients(
     passes: IsolatedPasses, policy: PrecisionPolicy, *, scale: float = 1.0
 ) -> dict[str, tuple[int, int]]:
-    """Return module name -> (gradient elements of its parameters that only the low precision has as 0, all of them)."""
+    """Count gradient elements that underflow: module name -> (number that is zero only in low precision, total)."""
     reference = passes.train(policy.in_float32()).gradients
     low = passes.train(policy, scale=scale).gradients
     counts: dict[str, tuple[int, int]] = {}
@@ -94,24 +94,24 @@ def lost_gradients(
 
 
 def _sample(output: Any) -> torch.Tensor:
-    """Return evenly spread elements of the floating-point tensors in ``output``, as float32."""
+    """Take evenly spaced elements of the floating-point tensors in ``output``, as float32."""
     parts = [t.detach().float().reshape(-1) for t in tensors_in(output)]
-    whole = torch.cat(parts) if parts else torch.empty(0)
-    return whole[:: max(1, whole.numel() // _SAMPLE)].clone()
+    flat = torch.cat(parts) if parts else torch.empty(0)
+    return flat[:: max(1, flat.numel() // _SAMPLE)].clone()
 
 
 class _Outputs:
-    """Watches what each layer returns during one pass.
+    """Hooks that record the output of each layer during one pass.
 
     Args:
         model: the model.
-        beside: also run each layer a second time under this policy, on the inputs that it has.
+        second_policy: also run each layer under this policy on the same input. Default None.
     """
 
-    def __init__(self, model: nn.Module, beside: PrecisionPolicy | None = None) -> None:
+    def __init__(self, model: nn.Module, second_policy: PrecisionPolicy | None = None) -> None:
         self.model = model
         self.layers = leaf_layers(model)
-        self.beside = beside
+        self.second_policy = second_policy
         self.samples: dict[str, torch.Tensor] = {}
         self.magnitudes: dict[str, float] = {}
         self.own_errors: dict[str, float] = {}
@@ -119,8 +119,8 @@ class _Outputs:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Have the hooks in place inside."""
-        enter = self._enter if self.beside else None
+        """Register the hooks for the duration of the context."""
+        enter = self._enter if self.second_policy else None
         with hooked(self.model, self.layers, enter=enter, leave=self._leave):
             yield
 
@@ -132,8 +132,8 @@ class _Outputs:
         if not sample.numel():
             return
         own_error = 0.0
-        if self.beside:
-            with self.beside.autocast():
+        if self.second_policy:
+            with self.second_policy.autocast():
                 own_error = relative_error(_sample(type(layer).forward(layer, *self._inputs, **kwargs)), sample)
         self.samples[name] = sample
         self.magnitudes[name] = max(self.magnitudes.get(name, 0.0), magnitude(output))
@@ -141,7 +141,7 @@ class _Outputs:
 
 
 def call_order(passes: IsolatedPasses, policy: PrecisionPolicy) -> list[str]:
-    """Return the names of the layers that have outputs, in the order of their first call in training."""
+    """List the layers with floating-point outputs in the order of their first call in training."""
     outputs = _Outputs(passes.model)
     with outputs.watching():
         passes.train(policy)
@@ -149,18 +149,18 @@ def call_order(passes: IsolatedPasses, policy: PrecisionPolicy) -> list[str]:
 
 
 def safe_loss_scale(passes: IsolatedPasses, policy: PrecisionPolicy, *, up_to: float) -> float | None:
-    """Return the largest power of two up to ``up_to`` whose gradients are finite; None without loss scaling."""
+    """Find the largest power of two up to ``up_to`` with finite gradients; None without loss scaling."""
     return largest_finite_scale(passes, policy, up_to) if policy.needs_loss_scaling else None
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a training pass takes in one precision.
+    """Time and memory of a training pass in one precision.
 
     Attributes:
-        seconds: of a forward and a backward pass, median of three.
-        relative: to float32, the median ratio of passes that took turns.
-        memory: MiB; on CUDA the peak of what tensors took, elsewhere what is kept from forward to backward.
+        seconds: time of a forward and a backward pass, median of three.
+        relative: time relative to float32, median over alternating passes.
+        memory: MiB; on CUDA the peak allocated memory, on other devices the tensors saved for the backward pass.
     """
 
     seconds: float
@@ -169,7 +169,7 @@ class Cost:
 
 
 def measure_cost(passes: IsolatedPasses, policy: PrecisionPolicy) -> Cost:
-    """Return the cost of a training pass over the batch, beside float32's, which takes turns with it."""
+    """Measure time and memory of a training pass; passes in float32 alternate with it."""
     memory = _memory(passes, policy)
     times = [(_seconds(passes, policy.in_float32()), _seconds(passes, policy)) for _ in range(3)]
     return Cost(
@@ -181,23 +181,23 @@ def measure_cost(passes: IsolatedPasses, policy: PrecisionPolicy) -> Cost:
 
 def _seconds(passes: IsolatedPasses, policy: PrecisionPolicy) -> float:
     start = time.perf_counter()
-    passes.train(policy)  # reads its losses on the host, so that the device is done
+    passes.train(policy)  # synchronizes, because it copies the losses to the host
     return time.perf_counter() - start
 
 
 def _memory(passes: IsolatedPasses, policy: PrecisionPolicy) -> float:
-    """Return ``Cost.memory`` of a pass, which also warms up."""
+    """Measure ``Cost.memory``; the pass is also the warm-up."""
     device = next(passes.model.parameters()).device
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         passes.train(policy)
-    bytes_used = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else sum(kept.values())
+    bytes_used = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else sum(saved.values())
     return bytes_used / 2**20

@@ -1,4 +1,4 @@
-"""Replay a step whose precision failed, from its crash file."""
+"""Replay of a failed step from its crash dump."""
 
 import logging
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ logger = logging.getLogger(__name__)
 
 @renamed_arguments(parts="plugin")
 def replay(path: str, opts: Sequence[str] = (), *, plugin: str = "") -> bool:
-    """Replay a crash file, print what comes out beside what was recorded, and where it goes wrong.
+    """Replay a crash dump; log the losses next to the recorded ones, and the first non-finite value.
 
     Args:
-        path: the file, or the folder ``amp_crash``, whose newest file is meant.
-        opts: KEY VALUE pairs over the run's config, to try a cure on the very step: ``SOLVER.AMP.FORCE_FP32``,
+        path: a crash dump, or the folder ``amp_crash``, of which the newest file is replayed.
+        opts: KEY VALUE pairs that override the config, to test a fix on the failed step: ``SOLVER.AMP.FORCE_FP32``,
             ``SOLVER.AMP bf16``, ``SOLVER.AMP.INIT_SCALE``, ``MODEL.DEVICE``.
         plugin: Python file that registers the model's custom components, see ``load_plugin``.
 
     Returns:
-        Whether all values are finite now.
+        True if all values are finite in the replay.
 
     Raises:
-        UserError: the file, an option or the config is wrong, or the model is another one.
+        UserError: the file, an option or the config is wrong, or the model does not match.
     """
     crash = CrashDump.read(path)
     cfg = get_cfg()
@@ -59,7 +59,7 @@ def replay(path: str, opts: Sequence[str] = (), *, plugin: str = "") -> bool:
     scale = cfg.SOLVER.AMP.INIT_SCALE if "SOLVER.AMP.INIT_SCALE" in keys else crash.loss_scale
     scale = scale if policy.needs_loss_scaling else 1.0
     logger.info(
-        "replaying iteration %d of rank %d, %s, loss scale %g", crash.iteration, crash.rank, policy.describe(), scale
+        "replaying iteration %d of rank %d: %s, loss scale %g", crash.iteration, crash.rank, policy.describe(), scale
     )
     batch = crash.micro_batch
     with IsolatedPasses(model, batch.batch, random=batch.random, frozen=tuple(crash.frozen_layers)) as passes:
@@ -76,15 +76,16 @@ def replay(path: str, opts: Sequence[str] = (), *, plugin: str = "") -> bool:
     ]
     logger.info("%s", tabulate(rows, headers=["", "recorded", "now", "float32"], disable_numparse=True))
     total = sum(p.requires_grad for p in model.parameters())
-    logger.info("gradients that are not finite: %d of %d", len(now.bad_gradients), total)
+    logger.info("non-finite gradients: %d of %d", len(now.bad_gradients), total)
     if location:
         logger.info("%s", location.describe())
     finite = now.finite and evaluates
     outcome = "all values are finite" if finite else "reproduced: values are not finite"
     if finite and not opts:
         outcome = (
-            "NOT reproduced: all values are finite here, under the very settings that failed.\n"
-            "  cause: another device or library, or what failed needs all processes (MODEL.LOSSES.GATHER, syncBN)"
+            "NOT reproduced: all values are finite with the same settings.\n"
+            "  cause: another device or library version, or a failure that needs all processes (MODEL.LOSSES.GATHER, "
+            "syncBN)"
         )
     logger.info("%s", outcome)
     return finite

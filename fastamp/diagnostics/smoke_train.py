@@ -1,4 +1,4 @@
-"""Ten training steps of a tiny model: whether a device trains in a precision at all."""
+"""Smoke test of training: ten steps of a tiny model on a device in one precision."""
 
 import logging
 import warnings
@@ -31,12 +31,12 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class SmokeTrainResult:
-    """What ``smoke_train`` has shown.
+    """Result of ``smoke_train``.
 
     Attributes:
-        taken, skipped: optimizer steps.
-        first_loss, last_loss: before the first step and after the last; None when it did not come to that.
-        error: why training does not work in this precision; empty when it does.
+        taken, skipped: number of applied and skipped optimizer steps.
+        first_loss, last_loss: loss before the first and after the last step; None after an exception.
+        error: error message; empty if training works.
     """
 
     taken: int = 0
@@ -46,16 +46,16 @@ class SmokeTrainResult:
     error: str = ""
 
     def describe(self) -> str:
-        """Return it in half a line, e.g. ``"loss 1.5550 -> 0.1374, 10 steps taken, 0 skipped"``, or the error."""
+        """Format the result, e.g. ``"loss 1.5550 -> 0.1374, 10 steps applied, 0 skipped"``, or return the error."""
         if self.error:
             return self.error
-        return f"loss {self.first_loss:.4f} -> {self.last_loss:.4f}, {self.taken} steps taken, {self.skipped} skipped"
+        return f"loss {self.first_loss:.4f} -> {self.last_loss:.4f}, {self.taken} steps applied, {self.skipped} skipped"
 
 
 class _TinyModel(nn.Module):
-    """A convolution and a linear layer, so that cuDNN or oneDNN and the matrix products all have their turn.
+    """A convolution and a linear layer, to cover cuDNN or oneDNN and matrix products.
 
-    Its weights come from a generator of its own, where a layer's constructor would draw from the global one.
+    Weights are drawn from ``generator``; layer constructors would draw from the global generator.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -64,18 +64,18 @@ class _TinyModel(nn.Module):
         self.weight = nn.Parameter(_normal(generator, 4, 8 * 4 * 4) / 128**0.5)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return logits (B, 4) of images (B, 3, 8, 8)."""
+        """Map images (B, 3, 8, 8) to logits (B, 4)."""
         return F.linear(F.conv2d(images, self.filters, stride=2, padding=1).relu().flatten(1), self.weight)
 
 
 def smoke_train(policy: PrecisionPolicy, device: torch.device) -> SmokeTrainResult:
-    """Train a tiny model on one batch under ``policy``, with the step of every training, in this process alone.
+    """Train a tiny model for ten steps on one batch with ``OptimizationStep``, in this process only.
 
-    Random states, TF32 flags and the log stay as they are, and an error is a part of the result.
+    Random states, TF32 flags and the log are not changed. An exception becomes the error of the result.
 
     Args:
-        policy: the precision to try.
-        device: of model and batch.
+        policy: precision to test.
+        device: device of model and batch.
     """
     taken, losses = 0, []
     scaler = LossScaler() if policy.needs_loss_scaling else None
@@ -97,11 +97,11 @@ def smoke_train(policy: PrecisionPolicy, device: torch.device) -> SmokeTrainResu
     except Exception as error:
         return SmokeTrainResult(taken, first_loss=losses[0] if losses else None, error=summarize_error(error))
     skipped, error = STEPS - taken, ""
-    # A step that overflows is skipped by right where there is a loss scale to lower.
+    # With loss scaling, skipped steps after an overflow are normal.
     if not taken or (skipped and not scaler):
         error = f"{skipped} of {STEPS} steps were skipped: losses or gradients are not finite"
     elif not losses[-1] < losses[0]:
-        error = f"the loss did not fall in {taken} steps ({losses[0]:.4f} -> {losses[-1]:.4f})"
+        error = f"the loss did not decrease in {taken} steps ({losses[0]:.4f} -> {losses[-1]:.4f})"
     return SmokeTrainResult(taken, skipped, losses[0], losses[-1], error)
 
 
@@ -111,20 +111,20 @@ def _loss(model: nn.Module, images: torch.Tensor, targets: torch.Tensor, policy:
             logits = model(images)
     except TrainingError as error:
         raise TrainingError(
-            f"low precision did not run: no operation computed in {dtype_name(policy.dtype)} under autocast for "
-            f"{policy.device_type}, the model being on {images.device}"
+            f"autocast has no effect: no operation computed in {dtype_name(policy.dtype)} under autocast for "
+            f"{policy.device_type}, with the model on {images.device}"
         ) from error
     return F.cross_entropy(logits.float(), targets)
 
 
 def _normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    # dtype and device are given, whatever the defaults are that a program has set.
+    # Explicit dtype and device: a program may have changed the defaults.
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Drop the warnings and the log lines of a step; that it was skipped is in the result."""
+    """Suppress the warnings and log lines of steps; the result has the number of skipped steps."""
 
     def drop(record: logging.LogRecord) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""Tensors nested in what modules take and return: finiteness, magnitude, distance to a reference."""
+"""Functions on tensors in nested structures: finiteness, magnitude, distance to a reference."""
 
 import math
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ import torch.nn.functional as F
 
 
 def all_finite(value: Any) -> bool:
-    """Return whether every floating-point tensor nested in ``value`` is finite; reads the device."""
+    """Return True if all floating-point tensors in a nested structure are finite; synchronizes with the device."""
     return all(bool(torch.isfinite(t).all()) for t in tensors_in(value))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the non-empty floating-point tensors nested in lists, tuples and dicts."""
+    """Iterate over the non-empty floating-point tensors in nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point() and value.numel():
             yield value
@@ -27,7 +27,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def magnitude(value: Any) -> float:
-    """Return the largest finite magnitude in ``value``; 0 when there is none."""
+    """Largest finite absolute value in a nested structure; 0 if there is none."""
     found = 0.0
     for tensor in tensors_in(value):
         sizes = tensor.detach().abs().float()
@@ -36,29 +36,32 @@ def magnitude(value: Any) -> float:
 
 
 def cloned(args: Any) -> Any:
-    """Return the arguments of a call with copies of its tensors: layers that work in place write over them."""
+    """Copy the tensors among the arguments of a call, because in-place layers overwrite them."""
     return tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
 
 
 def relative_error(value: torch.Tensor | None, reference: torch.Tensor) -> float:
-    """Return the L2 norm of the difference over that of the reference; infinity where one of them is not finite."""
+    """Relative L2 error: norm of the difference divided by the norm of the reference; infinity if not finite."""
     if value is None or value.shape != reference.shape:
         return math.inf
     norm, difference = (float(torch.linalg.vector_norm(each)) for each in (reference, value - reference))
     if not math.isfinite(difference) and value.dtype == torch.float32 and value.device.type != "mps":
-        return relative_error(value.double(), reference.double())  # squares beyond 1e38
+        return relative_error(value.double(), reference.double())  # squares overflow float32
     if not math.isfinite(difference):
         return math.inf
     return difference / norm if norm else math.inf if difference else 0.0
 
 
 def embedding_cosine(low: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the cosine similarity of each embedding to its reference: (B,), -1 to 1.
+    """Cosine similarity of each embedding to its reference.
 
-    It is 1 where both are all zero: the model has collapsed, which no precision changes.
+    It is 1 if both are all zero: a collapsed model does so in every precision.
 
     Args:
-        low, reference: (B, D), of the same images in two precisions.
+        low, reference: (B, D), embeddings of the same images in two precisions.
+
+    Returns:
+        (B,), -1..1.
     """
     both_zero = ~(low.any(dim=1) | reference.any(dim=1))
     return F.cosine_similarity(low, reference, dim=1).masked_fill(both_zero, 1)

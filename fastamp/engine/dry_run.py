@@ -58,7 +58,7 @@ def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
     free = _free_bytes(output_dir)
     trainer = _DryRunTrainer(cfg)
     trainer.resume_or_load(resume=resume, folder=output_dir)
-    trainer.trainer.precision_diagnostics.write_no_files()  # crash dumps in a temporary folder are useless
+    trainer.trainer.precision_diagnostics.disable_crash_dumps()  # crash dumps in a temporary folder are useless
     left = cfg.SOLVER.MAX_EPOCH * trainer.trainer.iters_per_epoch - trainer.trainer.start_iter
     rows = _describe_model(trainer)
     if left > 0:

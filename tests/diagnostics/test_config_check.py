@@ -1,4 +1,4 @@
-"""Checks of config values that must fit each other."""
+"""Consistency checks between config values."""
 
 import pytest
 import tiny
@@ -16,7 +16,7 @@ from fastamp.utils.errors import ConfigError
         (("MODEL.DEVICE", "cuda:0"), "MODEL.DEVICE"),
     ],
 )
-def test_several_processes_reject_options_of_one_process(tmp_path, monkeypatch, options, key):
+def test_distributed_run_rejects_single_process_options(tmp_path, monkeypatch, options, key):
     cfg = tiny.tiny_config(tmp_path, *options)
     check_config(cfg)
     monkeypatch.setattr(comm, "get_world_size", lambda: 2)

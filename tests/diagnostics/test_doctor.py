@@ -1,4 +1,4 @@
-"""The doctor's measurements, and the modules that it would force to float32."""
+"""Doctor: layer measurements, and the search for modules to force to float32."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ FLOAT32, BFLOAT16, FLOAT16 = (
 
 
 class Net(nn.Module):
-    """Four linear layers with batch norm between them; ``gains`` are multiplied into their weights."""
+    """Four linear layers with batch norm; weights are multiplied by ``gains``."""
 
     def __init__(self, gains=(1, 1, 1, 1), function=None):
         super().__init__()
@@ -50,16 +50,16 @@ def checker(model, policy):
 
 
 def search(model, policy):
-    told, check = [], checker(model, policy)
-    return search_force_fp32(model, BATCH, policy, check=check, found=check(), report=told.append), told
+    lines, check = [], checker(model, policy)
+    return search_force_fp32(model, BATCH, policy, check=check, found=check(), report=lines.append), lines
 
 
-def sound(model, policy, names=()):
+def passes_check(model, policy, names=()):
     with forced(model, names):
         return not checker(model, policy)().problem
 
 
-def test_a_healthy_model_needs_nothing():
+def test_normal_model_needs_no_forced_modules():
     assert search(Net(), FLOAT16) == ([], []) and search(Net(), BFLOAT16) == ([], [])
 
 
@@ -67,26 +67,26 @@ def test_a_healthy_model_needs_nothing():
     "gains, names",
     [((1, 1e6, 1, 1), ["layers.1"]), ((1e6, 1, 1, 1e6), ["layers.0", "layers.3"])],
 )
-def test_planted_overflows_are_found_and_nothing_else(gains, names):
-    found, told = search(Net(gains), FLOAT16)
-    assert found == names and all(any(name in text for text in told) for name in names)
-    assert not sound(Net(gains), FLOAT16) and sound(Net(gains), FLOAT16, names)
-    for name in names:  # none can be left out
-        assert not sound(Net(gains), FLOAT16, [each for each in names if each != name])
+def test_search_forces_exactly_the_overflowing_layers(gains, names):
+    found, lines = search(Net(gains), FLOAT16)
+    assert found == names and all(any(name in line for line in lines) for name in names)
+    assert not passes_check(Net(gains), FLOAT16) and passes_check(Net(gains), FLOAT16, names)
+    for name in names:  # each is necessary
+        assert not passes_check(Net(gains), FLOAT16, [each for each in names if each != name])
     assert search(Net(gains), BFLOAT16)[0] == []
 
 
-def test_a_function_between_layers():
-    """It has no name; its neighbours do."""
+def test_search_forces_neighbors_of_an_overflowing_function():
+    """A function has no module name, so the layers next to it are forced."""
     model = Net(function=lambda x: x * 1e6 / 1e6)
     found, _ = search(model, FLOAT16)
-    assert found == ["relu"] and sound(model, FLOAT16, found)
-    # Without the division all gradients are a million times larger, and nothing is left that float16 could do.
+    assert found == ["relu"] and passes_check(model, FLOAT16, found)
+    # Without the division all gradients are a million times larger, and no module can use float16.
     assert search(Net(function=lambda x: x * 1e6), FLOAT16)[0] is None
 
 
-def test_layers_that_lose_too_much_precision():
-    """A difference of large numbers: nothing overflows, and the features are noise."""
+def test_search_forces_layers_that_lose_precision():
+    """Cancellation of large numbers: no overflow, but features dominated by rounding."""
 
     class Cancelling(nn.Module):
         def __init__(self):
@@ -103,22 +103,19 @@ def test_layers_that_lose_too_much_precision():
             super().__init__()
             self.cancelling = Cancelling()
             for norm in self.norms:
-                norm.num_batches_tracked += 1  # a trained model, whose embeddings count
+                norm.num_batches_tracked += 1  # embeddings are compared for trained models only
 
         def forward(self, batch):
             out = super().forward(batch)
             return out if self.training else self.cancelling(out)
 
-    found, told = search(Model(), BFLOAT16)
-    assert any(name.startswith("cancelling") for name in found) and any(
-        "embeddings in bfloat16 are others than float32's" in text for text in told
-    )
-    assert sound(Model(), BFLOAT16, found) and not sound(Model(), BFLOAT16)
+    found, lines = search(Model(), BFLOAT16)
+    assert any(name.startswith("cancelling") for name in found)
+    assert any("bfloat16 embeddings differ from float32" in line for line in lines)
+    assert passes_check(Model(), BFLOAT16, found) and not passes_check(Model(), BFLOAT16)
 
 
-def test_no_short_list_helps():
-    """Every layer overflows."""
-
+def test_search_returns_none_if_every_layer_overflows():
     class Loud(nn.Module):
         def __init__(self):
             super().__init__()
@@ -135,7 +132,7 @@ def test_no_short_list_helps():
     assert search(Loud(), FLOAT16)[0] is None and search(Loud(), BFLOAT16)[0] == []
 
 
-def test_forced_ends_with_its_context():
+def test_forced_restores_classes_and_forwards():
     model = Net((1, 1e6, 1, 1))
     classes = [type(module) for module in model.modules()]
     with forced(model, ["layers.1"]):
@@ -147,7 +144,7 @@ def test_forced_ends_with_its_context():
     assert model.head.forward is original
 
 
-def test_layers_are_measured():
+def test_measure_layers():
     model = Net((1, 300, 1, 1))
     with IsolatedPasses(model, BATCH) as passes:
         low, half = (measure_layers(passes, policy) for policy in (BFLOAT16, FLOAT16))
@@ -155,14 +152,14 @@ def test_layers_are_measured():
     by_name = {layer.name: layer for layer in low}
     assert 1e-3 < by_name["layers.0"].own_error < 1e-2 and by_name["layers.0"].error == by_name["layers.0"].own_error
     assert by_name["layers.3"].error > by_name["layers.0"].error  # errors add up
-    assert by_name["norms.0"].own_error == 0.0  # autocast leaves it alone
+    assert by_name["norms.0"].own_error == 0.0  # autocast runs it in float32
     halves = {layer.name: layer for layer in half}
-    assert halves["layers.0"].own_error < by_name["layers.0"].own_error / 4  # three bits more
+    assert halves["layers.0"].own_error < by_name["layers.0"].own_error / 4  # three more bits
     assert halves["layers.1"].magnitude == by_name["layers.1"].magnitude > 100
     assert halves["layers.1"].limit_share == halves["layers.1"].magnitude / 65504
 
 
-def test_magnitude_and_error_are_those_of_a_plain_computation():
+def test_layer_error_matches_a_plain_computation():
     model = Net()
     with IsolatedPasses(model, BATCH) as passes:
         layer = measure_layers(passes, BFLOAT16)[0]
@@ -173,7 +170,7 @@ def test_magnitude_and_error_are_those_of_a_plain_computation():
     assert layer.own_error == pytest.approx(((low - plain).norm() / plain.norm()).item())
 
 
-def test_lost_gradients_grow_as_the_scale_falls():
+def test_lower_loss_scale_increases_gradient_underflow():
     def lost(model, scale):
         with IsolatedPasses(model, BATCH) as passes:
             counts = lost_gradients(passes, FLOAT16, scale=scale)
@@ -195,21 +192,21 @@ def test_lost_gradients_grow_as_the_scale_falls():
     assert layers["relu"].zero_gradients is None
 
 
-def test_the_safe_scale():
+def test_safe_loss_scale_is_the_largest_finite_one():
     with IsolatedPasses(Net(), BATCH) as passes:
         scale = safe_loss_scale(passes, FLOAT16, up_to=2.0**24)
         assert passes.train(FLOAT16, scale=scale).finite and not passes.train(FLOAT16, scale=2 * scale).finite
         assert safe_loss_scale(passes, BFLOAT16, up_to=2.0**24) is None
 
 
-def test_the_cost_of_a_pass():
+def test_measure_cost():
     with IsolatedPasses(Net(), BATCH) as passes:
         full, low = measure_cost(passes, FLOAT32), measure_cost(passes, BFLOAT16)
     assert full.seconds > 0 and full.memory > 0 and low.memory > 0 and low.relative > 0
 
 
-def test_a_forward_that_was_put_into_a_module_can_be_forced():
-    """The passes gives attributes back, and a forced forward is not one of them."""
+def test_patched_forward_can_be_forced():
+    """Isolated passes restore attributes, except for a patched forward."""
     model = Net((1, 1e6, 1, 1))
     model.layers[1].forward = model.layers[1].forward
     assert search(model, FLOAT16)[0] == ["layers.1"]

@@ -1,4 +1,4 @@
-"""The check of the machine: what it finds, what it calls a problem, and that it leaves no trace."""
+"""Environment report: queries, problems, table, smoke test."""
 
 import ctypes
 import io
@@ -30,7 +30,7 @@ def policy(dtype, device_type="cpu"):
 
 
 def raising(error):
-    """Return a function that raises ``error`` whatever it is called with."""
+    """Create a function that raises ``error``."""
 
     def function(*args, **kwargs):
         raise error
@@ -40,9 +40,9 @@ def raising(error):
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    """Make the machine one without GPU and driver, and its PyTorch one for CUDA 13.2."""
+    """Simulate a machine without GPU and driver, with a PyTorch build for CUDA 13.2."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError("in PyTorch's words\nmore")))
+    monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError("CUDA is not available\nmore")))
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(environment_queries, "driver_cuda", lambda: None)
@@ -52,7 +52,7 @@ def no_gpu(monkeypatch):
 
 
 def row(report, check):
-    """Return what the table says was found by ``check``."""
+    """Return the text in column "found" of one row of the table."""
     cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in report.table().splitlines()]
     start = [cell[0] for cell in cells].index(check)
     end = next((n for n in range(start + 1, len(cells)) if cells[n][0]), len(cells))
@@ -61,7 +61,7 @@ def row(report, check):
 
 @pytest.fixture
 def gpu(no_gpu):
-    """Make the machine one with a GPU of compute capability 8.6, and its PyTorch one for that."""
+    """Simulate a machine with a GPU of compute capability 8.6 and a PyTorch build that supports it."""
     no_gpu.setattr(torch.cuda, "is_available", lambda: True)
     no_gpu.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     no_gpu.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
@@ -76,7 +76,7 @@ def gpu(no_gpu):
     return no_gpu
 
 
-def test_this_cpu():
+def test_cpu_report():
     report = inspect_environment(CPU, asked="cpu", train=True)
     assert report.problems == [] and report.unknown == {}
     assert {"fastamp", "Python", "torch", "torchvision", "numpy"} == set(report.versions)
@@ -93,7 +93,7 @@ def test_this_cpu():
     assert "ten steps in float16" in table and "problem" not in table
 
 
-def test_nothing_is_trained_unless_asked_for(monkeypatch):
+def test_smoke_test_runs_only_on_request(monkeypatch):
     monkeypatch.setattr(environment, "smoke_train", raising(AssertionError("trained")))
     report = inspect_environment(CPU, asked="cpu")
     assert report.loops == {} and report.problems == [] and "ten steps" not in report.table()
@@ -103,7 +103,7 @@ def test_nothing_is_trained_unless_asked_for(monkeypatch):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_this_gpu():
+def test_gpu_report():
     before = torch.cuda.get_rng_state()
     report = inspect_environment(CUDA, train=True)
     assert report.problems == [] and report.driver_fits and report.capability_fits
@@ -111,16 +111,16 @@ def test_this_gpu():
     assert torch.equal(before, torch.cuda.get_rng_state())
 
 
-def test_no_trace_is_left(caplog):
+def test_report_restores_random_states_flags_and_log(caplog):
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
-    np.random.standard_normal()  # its generator keeps the second of each pair
+    np.random.standard_normal()  # the generator caches the second number of each pair
     before = random_state()
     flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     with warnings.catch_warnings(record=True) as warned, caplog.at_level(logging.DEBUG), torch.no_grad():
         warnings.simplefilter("always")
         report = inspect_environment(CPU, asked="cpu", train=True)
         assert report.problems == [] and not torch.is_grad_enabled()
-        # A device type that is not there makes PyTorch warn.
+        # PyTorch warns about a missing device type.
         smoke_train.smoke_train(policy(torch.bfloat16, "cuda"), CPU)
     assert warned == [] and caplog.text == ""
     after = random_state()
@@ -131,7 +131,7 @@ def test_no_trace_is_left(caplog):
     assert flags == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
 
 
-def test_the_result_does_not_depend_on_what_a_program_has_set():
+def test_smoke_train_ignores_seed_and_default_dtype():
     expected = smoke_train.smoke_train(policy(torch.bfloat16), CPU)
     try:
         torch.manual_seed(5)
@@ -141,7 +141,7 @@ def test_the_result_does_not_depend_on_what_a_program_has_set():
         torch.set_default_dtype(torch.float32)
 
 
-def test_no_collective_among_several_processes(monkeypatch):
+def test_smoke_train_uses_no_collectives(monkeypatch):
     monkeypatch.setattr(comm.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(comm.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(comm.dist, "all_reduce", raising(AssertionError("a collective")))
@@ -150,18 +150,18 @@ def test_no_collective_among_several_processes(monkeypatch):
     assert smoke_train.smoke_train(policy(torch.float32), CPU).error == ""
 
 
-def test_low_precision_that_does_not_run_is_found():
+def test_smoke_train_reports_autocast_without_effect():
     loop = smoke_train.smoke_train(policy(torch.bfloat16, "cuda"), CPU)
-    assert "low precision did not run" in loop.error and "bfloat16 under autocast for cuda" in loop.error
+    assert "bfloat16 under autocast for cuda" in loop.error
 
 
-def test_an_overflow_that_the_loss_scale_cures_is_no_failure(monkeypatch, caplog):
+def test_smoke_train_allows_skipped_steps_with_loss_scaling(monkeypatch, caplog):
     monkeypatch.setattr(smoke_train, "LossScaler", lambda: smoke_train.step.LossScaler(init_scale=2.0**20))
     loop = smoke_train.smoke_train(policy(torch.float16), CPU)
     assert loop.skipped > 0 and loop.taken > 0 and loop.error == "" and caplog.text == ""
 
 
-def test_steps_that_cannot_be_taken_are_found(monkeypatch, caplog):
+def test_smoke_train_reports_skipped_steps(monkeypatch, caplog):
     monkeypatch.setattr(smoke_train.F, "cross_entropy", lambda logits, targets: logits.sum() * float("inf"))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         loop = smoke_train.smoke_train(policy(dtype), CPU)
@@ -169,22 +169,22 @@ def test_steps_that_cannot_be_taken_are_found(monkeypatch, caplog):
     assert caplog.text == ""
 
 
-def test_a_loss_that_does_not_fall_is_found(monkeypatch, caplog):
+def test_smoke_train_reports_a_constant_loss(monkeypatch, caplog):
     sgd = torch.optim.SGD
     monkeypatch.setattr(torch.optim, "SGD", lambda parameters, lr: sgd(parameters, lr=0.0))
-    assert "the loss did not fall in 10 steps" in smoke_train.smoke_train(policy(torch.float32), CPU).error
+    assert "did not decrease in 10 steps" in smoke_train.smoke_train(policy(torch.float32), CPU).error
     assert caplog.text == ""
 
 
 @pytest.mark.parametrize(
     "broken, parts",
     [
-        (("float16",), ["in float16 on cpu", "fix: SOLVER.AMP.DTYPE bfloat16 or SOLVER.AMP off"]),
-        (("bfloat16", "float16"), ["in bfloat16 on cpu", "fix: SOLVER.AMP off"]),
-        (("float32", "bfloat16", "float16"), ["not even in float32", "the precision is not to blame"]),
+        (("float16",), ["in float16 on cpu", "SOLVER.AMP.DTYPE bfloat16 or SOLVER.AMP False"]),
+        (("bfloat16", "float16"), ["in bfloat16 on cpu", "SOLVER.AMP False"]),
+        (("float32", "bfloat16", "float16"), ["on cpu in float32", "reinstall PyTorch"]),
     ],
 )
-def test_a_loop_that_fails_is_a_problem(no_gpu, broken, parts):
+def test_failed_smoke_test_is_a_problem(no_gpu, broken, parts):
     convolve = torch.nn.functional.conv2d
 
     def conv2d(images, *args, **kwargs):
@@ -203,13 +203,13 @@ def test_a_loop_that_fails_is_a_problem(no_gpu, broken, parts):
         assert row(report, f"ten steps in {name}").startswith("RuntimeError") is (name in broken)
 
 
-def test_no_gpu_is_no_problem(no_gpu):
+def test_missing_gpu_is_not_a_problem(no_gpu):
     report = inspect_environment(CPU)
     assert report.problems == []
     assert row(report, "PyTorch built for") == "CUDA 13.2" and row(report, "driver") == "no NVIDIA driver"
 
 
-def test_a_gpu_that_is_well(gpu):
+def test_working_gpu_has_no_problems(gpu):
     report = inspect_environment(CUDA)
     assert report.problems == [] and report.driver_fits is True and report.capability_fits is True
     assert row(report, "device") == "cuda (Some GPU, compute capability 8.6)"
@@ -221,44 +221,44 @@ def test_a_gpu_that_is_well(gpu):
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_a_build_without_cuda_beside_a_driver(no_gpu, device):
+def test_build_without_cuda_is_a_problem_if_there_is_a_driver(no_gpu, device):
     no_gpu.setattr(torch.version, "cuda", None)
     no_gpu.setattr(environment_queries, "driver_cuda", lambda: (12, 4))
     report = inspect_environment(device)
     (problem,) = report.problems
-    for part in ("was built without CUDA", "NVIDIA driver for CUDA 12.4", "found: RuntimeError: in PyTorch's words\n"):
+    for part in ("NVIDIA driver for CUDA 12.4", "RuntimeError: CUDA is not available\n"):
         assert part in problem
-    assert "fix: a PyTorch built for CUDA 12 " in problem
-    assert row(report, "PyTorch built for") == "the CPU alone"
+    assert "built for CUDA 12 " in problem
+    assert row(report, "PyTorch built for") == "CPU only"
     assert row(report, "driver") == "NVIDIA driver for CUDA 12.4"
     assert "| problem" in report.table()
-    # Who asks for the CPU does not miss the GPU.
+    # A run on the CPU needs no GPU.
     assert inspect_environment(CPU, asked="cpu").problems == []
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_a_driver_that_is_too_old(no_gpu, device):
+def test_old_driver_is_a_problem(no_gpu, device):
     no_gpu.setattr(environment_queries, "driver_cuda", lambda: (12, 4))
     no_gpu.setattr(environment_queries, "driver_version", lambda: "550.54.15")
     report = inspect_environment(device)
     (problem,) = report.problems
-    assert "the NVIDIA driver 550.54.15 for CUDA 12.4 is too old" in problem and "built for CUDA 13.2" in problem
-    assert "fix: a driver for CUDA 13, a PyTorch built for CUDA 12" in problem
+    assert "NVIDIA driver 550.54.15 for CUDA 12.4" in problem and "built for CUDA 13.2" in problem
+    assert "a driver for CUDA 13, a PyTorch built for CUDA 12" in problem
     assert report.driver_fits is False
 
 
-def test_cuda_asked_for_without_a_driver(no_gpu):
+def test_requested_cuda_without_a_driver_is_a_problem(no_gpu):
     report = inspect_environment(CUDA, asked="cuda", train=True)
     (problem,) = report.problems
     assert "MODEL.DEVICE is cuda" in problem and "no NVIDIA driver" in problem and "fix: MODEL.DEVICE auto" in problem
     assert report.loops == {} and report.support == {} and report.auto is None
     assert "SOLVER.AMP.DTYPE auto" not in report.table()
-    # The same where the rest of the machine is looked at, as there is no such device.
+    # Also in a report on the CPU, which the doctor prints if the device is missing.
     report = inspect_environment(CPU, asked="cuda:1", train=True)
     assert "MODEL.DEVICE is cuda:1" in report.problems[0] and report.loops["float32"].error == ""
 
 
-def test_the_table_stays_narrow(no_gpu):
+def test_table_wraps_long_cells(no_gpu):
     no_gpu.setattr(torch.cuda, "init", raising(RuntimeError("many words " * 20)))
     table = inspect_environment(CUDA).table()
     assert table.count("many words") == 20 and table.count("| problem") == 1
@@ -266,26 +266,26 @@ def test_the_table_stays_narrow(no_gpu):
     assert len(table.splitlines()[0]) < 130
 
 
-def test_a_gpu_that_does_not_answer(no_gpu):
+def test_gpu_that_does_not_respond_is_a_problem(no_gpu):
     no_gpu.setattr(environment_queries, "driver_cuda", lambda: (13, 0))
-    # A driver's library alone, as on a login node, is no GPU.
+    # A driver library without a GPU, e.g. on a login node, is not a problem.
     assert inspect_environment(CPU).problems == []
     no_gpu.setattr(environment_queries, "driver_version", lambda: "580.65.06")
-    assert "no GPU answers" in inspect_environment(CPU).problems[0]
+    assert "CUDA_VISIBLE_DEVICES" in inspect_environment(CPU).problems[0]
     no_gpu.setenv("CUDA_VISIBLE_DEVICES", "")
     assert inspect_environment(CPU).problems == []
     assert "CUDA_VISIBLE_DEVICES is ''" in inspect_environment(CUDA).problems[0]
 
 
-def test_a_gpu_that_the_build_has_no_code_for(gpu):
+def test_unsupported_compute_capability_is_a_problem(gpu):
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     gpu.setattr(
         environment, "smoke_train", lambda policy, device: SmokeTrainResult(error="no kernel image is available")
     )
     report = inspect_environment(CUDA, train=True)
     (problem,) = report.problems
-    assert "has no code for Some GPU" in problem and "compute capability 6.1; the build has sm_80 sm_90" in problem
-    assert "fix: a PyTorch built for sm_61" in problem
+    assert "Some GPU" in problem and "compute capability 6.1; the build has sm_80 sm_90" in problem
+    assert "a PyTorch built for sm_61" in problem
     assert row(report, "ten steps in bfloat16") == "no kernel image is available"
     assert report.support["tf32"].state == "no" and report.support["float16"].state == "slow"
 
@@ -304,7 +304,7 @@ def test_a_gpu_that_the_build_has_no_code_for(gpu):
         ("gfx90a", [], [(9, 0)]),
     ],
 )
-def test_which_code_runs_on_which_gpu(arch, yes, no):
+def test_runs_on(arch, yes, no):
     assert all(runs_on(arch, capability) for capability in yes)
     assert not any(runs_on(arch, capability) for capability in no)
 
@@ -312,23 +312,23 @@ def test_which_code_runs_on_which_gpu(arch, yes, no):
 @pytest.mark.parametrize(
     "flags, state", [({"avx512_fp16"}, "native"), ({"asimdhp", "fphp"}, "native"), ({"avx512f", "f16c"}, "slow")]
 )
-def test_float16_on_a_cpu(monkeypatch, flags, state):
+def test_float16_support_on_cpu(monkeypatch, flags, state):
     monkeypatch.setattr(environment_queries, "cpu_flags", lambda: flags)
     assert environment_queries.supported(CPU)["float16"].state == state
 
 
 class Library:
-    """The NVIDIA driver's library, as far as it is asked."""
+    """Fake of the NVIDIA driver library."""
 
-    def __init__(self, status, number):
-        self.answer = status, number
+    def __init__(self, status, version):
+        self.status, self.version = status, version
 
     def cuDriverGetVersion(self, pointer):
-        pointer._obj.value = self.answer[1]
-        return self.answer[0]
+        pointer._obj.value = self.version
+        return self.status
 
 
-def test_the_driver_is_asked_for_its_cuda(monkeypatch):
+def test_driver_cuda(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library(0, 12040))
     assert environment_queries.driver_cuda() == (12, 4)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library(34, 0))
@@ -338,7 +338,7 @@ def test_the_driver_is_asked_for_its_cuda(monkeypatch):
     assert environment_queries.driver_cuda() is None
 
 
-def test_nvidia_smi_is_asked_for_the_drivers_version(monkeypatch, tmp_path):
+def test_driver_version_from_nvidia_smi(monkeypatch, tmp_path):
     program = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment_queries.driver_version() is None
@@ -358,18 +358,18 @@ def test_nvidia_smi_is_asked_for_the_drivers_version(monkeypatch, tmp_path):
             "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build\n",
             "570.86.10",
         ),
-        ("of another form\n", "as nvidia-smi has it"),
-        (None, "as nvidia-smi has it"),
+        ("another format\n", "from nvidia-smi"),
+        (None, "from nvidia-smi"),
     ],
 )
-def test_the_version_of_the_driver_that_is_loaded(monkeypatch, text, version):
+def test_loaded_driver_version(monkeypatch, text, version):
     opened = (lambda *_, **__: io.StringIO(text)) if text else raising(FileNotFoundError("no such file"))
-    monkeypatch.setattr(environment_queries, "driver_version", lambda: "as nvidia-smi has it")
+    monkeypatch.setattr(environment_queries, "driver_version", lambda: "from nvidia-smi")
     monkeypatch.setattr(environment_queries, "open", opened, raising=False)
     assert environment_queries.loaded_driver_version() == version
 
 
-def test_a_question_that_fails_is_reported_and_ends_nothing(no_gpu):
+def test_failed_queries_are_listed(no_gpu):
     fail = raising(OSError("cannot be read\nat all"))
     no_gpu.setattr(environment_queries, "driver_cuda", lambda: (13, 0))
     for name in ("driver_version", "memory", "supported", "versions", "device_name"):
@@ -377,25 +377,25 @@ def test_a_question_that_fails_is_reported_and_ends_nothing(no_gpu):
     no_gpu.setattr(torch.cuda, "get_arch_list", fail)
     no_gpu.setattr(environment_queries, "system", fail)
     report = inspect_environment(CPU, train=True)
-    assert report.unknown["memory"] == "OSError: cannot be read" and "memory unknown" in report.table()
+    assert report.unknown["memory"] == "OSError: cannot be read" and row(report, "memory") == "memory unknown"
     assert len(report.unknown) == 7 and row(report, "system") == "OSError: cannot be read"
     assert report.table().count("| unknown") == 7
     assert report.problems == [] and report.loops["float32"].error == ""
 
 
-def test_the_log_of_a_training_begins_with_it(demo, tmp_path, capfd, monkeypatch):
+def test_training_log_starts_with_the_report(demo, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(environment, "smoke_train", raising(AssertionError("trained")))
     assert train_net.cli(tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1")) == 0
     log = (tmp_path / "log.txt").read_text()
     table = inspect_environment(CPU, asked="cpu").table().splitlines()
     written = log.splitlines()[1 : 1 + len(table)]
-    assert log.splitlines()[0].endswith("the machine:")
+
     assert [line for line in written if "| memory" not in line] == [line for line in table if "| memory" not in line]
     assert "fix:" not in log.partition("config:")[0]
 
 
-def test_the_log_of_a_training_warns_of_problems(no_gpu, demo, tmp_path):
+def test_training_log_warns_about_problems(no_gpu, demo, tmp_path):
     no_gpu.setattr(environment_queries, "driver_cuda", lambda: (12, 4))
     default_setup(tiny.tiny_config(tmp_path, "MODEL.DEVICE", "auto"))
     log = (tmp_path / "log.txt").read_text()
-    assert "WARNING: PyTorch cannot use a GPU, and MODEL.DEVICE auto stands for the CPU." in log
+    assert "WARNING: PyTorch cannot use a GPU" in log and "MODEL.DEVICE auto" in log

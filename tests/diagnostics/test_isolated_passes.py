@@ -1,4 +1,4 @@
-"""Passes that leave no trace: the state afterwards is that before, bit for bit."""
+"""Isolated passes: the state of model and generators is restored bit for bit."""
 
 import copy
 import random
@@ -15,7 +15,7 @@ FLOAT32, BFLOAT16 = (PrecisionPolicy("cpu", dtype, "test") for dtype in (torch.f
 
 
 class Stateful(nn.Module):
-    """Draws from every generator, counts, keeps a bank, and replaces a buffer by another tensor."""
+    """Module with random numbers of all generators, counters, a memory bank, and a buffer that is replaced."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class Stateful(nn.Module):
         torch.rand(1, generator=self.generators[0])
         noise = torch.rand(1, generator=self.generator) + random.random() + float(np.random.rand())
         x = self.drop(self.norm(self.conv(self.frozen_norm(batch["images"])))).mean((2, 3))
-        batch["seen"] += 1  # models may write into what they are given
+        batch["seen"] += 1  # models may write into their batch
         return {"loss": (x.float().square().mean() + noise).sum()} if self.training else x
 
 
@@ -85,7 +85,7 @@ def assert_same(a, b):
 
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_left(gradients, fails):
+def test_state_is_restored_after_passes(gradients, fails):
     model = Stateful()
     batch = {"images": torch.randn(4, 2, 6, 6), "seen": torch.zeros(2)}
     if gradients:
@@ -94,7 +94,7 @@ def test_nothing_is_left(gradients, fails):
     try:
         with IsolatedPasses(model, batch) as passes:
             passes.train(FLOAT32)
-            assert model.calls != before["calls"]  # the negative control: a pass does leave traces
+            assert model.calls != before["calls"]  # the negative control: a pass changes the state
             passes.evaluate(BFLOAT16)
             if fails:
                 raise RuntimeError
@@ -104,7 +104,7 @@ def test_nothing_is_left(gradients, fails):
     assert not batch["seen"].any()
 
 
-def test_buffers_that_were_replaced_under_inference_mode():
+def test_inference_mode_buffers_are_restored():
     model = Stateful().eval()
     with torch.inference_mode():
         model({"images": torch.randn(4, 2, 6, 6), "seen": torch.zeros(2)})
@@ -115,7 +115,7 @@ def test_buffers_that_were_replaced_under_inference_mode():
     assert torch.equal(model.hidden, before)
 
 
-def test_every_pass_starts_from_the_same_state():
+def test_each_pass_starts_from_the_same_state():
     model = Stateful()
     with IsolatedPasses(model, {"images": torch.randn(4, 2, 6, 6), "seen": torch.zeros(2)}) as passes:
         first, second = passes.train(FLOAT32), passes.train(FLOAT32)
@@ -124,24 +124,24 @@ def test_every_pass_starts_from_the_same_state():
         assert torch.equal(passes.evaluate(FLOAT32), passes.evaluate(FLOAT32))
 
 
-def test_a_given_random_state_is_started_from():
+def test_passes_start_from_a_given_random_state():
     from fastamp.utils.env import random_state
 
     model = Stateful()
     batch = {"images": torch.randn(4, 2, 6, 6), "seen": torch.zeros(2)}
-    kept = random_state()
+    saved = random_state()
     with IsolatedPasses(model, batch) as passes:
         first = passes.train(FLOAT32).losses
     torch.rand(5)
     random.random()
     with IsolatedPasses(model, batch) as passes:
         assert passes.train(FLOAT32).losses != first
-    with IsolatedPasses(model, batch, random=kept) as passes:
+    with IsolatedPasses(model, batch, random=saved) as passes:
         assert passes.train(FLOAT32).losses == first
 
 
-def test_new_normalization_layers_evaluate_with_this_batch():
-    """With the statistics it was made with, an untrained deep network grows without bound."""
+def test_untrained_batch_norm_evaluates_with_batch_statistics():
+    """With initial statistics, activations of an untrained deep network grow without bound."""
 
     def deep():
         torch.manual_seed(0)

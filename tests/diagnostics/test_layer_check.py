@@ -1,4 +1,4 @@
-"""Layers in low precision against themselves and against float32: planted faults are named, sound models pass."""
+"""Layer check: injected faults are found, correct models pass."""
 
 import importlib.util
 import itertools
@@ -68,12 +68,12 @@ def is_low(x):
     return x.dtype in LOW
 
 
-# ---- against float32
+# ---- comparison with float32
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_an_error_of_5_percent_in_any_convolution_is_named(monkeypatch, dtype):
-    """Of a model that is not trained, in whose embeddings it would not show."""
+def test_error_of_5_percent_in_a_convolution_is_found(monkeypatch, dtype):
+    """Even in an untrained model, where the embeddings hide it."""
     model, original = small_resnet(), nn.Conv2d.forward
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     planted, error = None, 0.05
@@ -98,7 +98,7 @@ class NoisyLinear(nn.Linear):
         return out + 0.05 * out.std() * torch.ones_like(out) if is_low(out) else out
 
 
-def test_an_error_in_a_subclass_of_a_linear_layer_is_named():
+def test_error_in_a_subclass_of_linear_is_found():
     class Net(Block):
         def __init__(self):
             super().__init__(nn.Identity())
@@ -113,7 +113,7 @@ def test_an_error_in_a_subclass_of_a_linear_layer_is_named():
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_values_that_are_not_finite_in_low_precision_alone(monkeypatch, wrong):
+def test_values_non_finite_only_in_low_precision_are_found(monkeypatch, wrong):
     original = nn.Conv2d.forward
 
     def forward(layer, x):
@@ -127,7 +127,7 @@ def test_values_that_are_not_finite_in_low_precision_alone(monkeypatch, wrong):
     assert [layer.name for layer in found] == ["conv"] and "not finite" in found[0].describe()
 
 
-def test_an_overflow_is_left_to_the_locator():
+def test_overflow_is_reported_by_the_nan_locator():
     model = Block(nn.Conv2d(8, 8, 1)).train()
     with torch.no_grad():
         model.layer.weight.mul_(1e7)
@@ -148,8 +148,8 @@ def test_an_overflow_is_left_to_the_locator():
 )  # fmt: skip
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
 @pytest.mark.parametrize("constant", [False, True])
-def test_sound_layers_pass_at_any_scale(layer, dtype, scale, constant):
-    """Also where a norm subtracts equals, of which float32 itself resolves nothing."""
+def test_correct_layers_pass_at_any_scale(layer, dtype, scale, constant):
+    """Also for a norm of constant inputs, where rounding errors dominate even in float32."""
     model = Block(layer).train()
     with torch.no_grad():
         model.conv.weight.mul_(scale)
@@ -162,8 +162,8 @@ def test_sound_layers_pass_at_any_scale(layer, dtype, scale, constant):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_a_recurrent_layer_passes(dtype):
-    """Its steps each round, so that it is compared with itself alone."""
+def test_recurrent_layer_passes(dtype):
+    """It rounds at each step, so that it is only checked for repeatability."""
 
     class Rows(nn.Module):
         def __init__(self):
@@ -180,31 +180,31 @@ def test_a_recurrent_layer_passes(dtype):
     assert wrong_layers(model, dtype, (12, 12)) == []
 
 
-# ---- against themselves
+# ---- repeatability
 
 
-class OtherOnItsSecondCall(nn.Module):
-    """Its values differ by a factor, from the second call on."""
+class DiffersOnSecondCall(nn.Module):
+    """Multiply the output by a factor in every second call."""
 
-    def __init__(self, factor, low_alone):
+    def __init__(self, factor, low_only):
         super().__init__()
-        self.factor, self.low_alone, self.calls = factor, low_alone, itertools.count()
+        self.factor, self.low_only, self.calls = factor, low_only, itertools.count()
 
     def forward(self, x):
-        if self.low_alone and not is_low(x):
+        if self.low_only and not is_low(x):
             return x
         return x * self.factor if next(self.calls) % 2 else x
 
 
-@pytest.mark.parametrize("low_alone", [False, True])
+@pytest.mark.parametrize("low_only", [False, True])
 @pytest.mark.parametrize("factor", [1.05, 0.0, float("nan")])
-def test_a_layer_that_returns_other_values_on_its_second_call_is_named(factor, low_alone):
-    (found,) = wrong_layers(Block(OtherOnItsSecondCall(factor, low_alone)).train(), torch.bfloat16)
-    assert (found.name, found.kind) == ("layer", "OtherOnItsSecondCall") and found.repeated > found.limit
-    assert "returns different values for the same input in bfloat16" in found.describe()
+def test_nondeterministic_layer_is_found(factor, low_only):
+    (found,) = wrong_layers(Block(DiffersOnSecondCall(factor, low_only)).train(), torch.bfloat16)
+    assert (found.name, found.kind) == ("layer", "DiffersOnSecondCall") and found.repeated > found.limit
+    assert "not deterministic in bfloat16" in found.describe()
 
 
-def test_a_counter_in_an_attribute_does_not_hide_it():
+def test_layer_that_depends_on_a_call_counter_is_found():
     class Counting(nn.Module):
         calls = 0
 
@@ -215,7 +215,7 @@ def test_a_counter_in_an_attribute_does_not_hide_it():
     assert [layer.name for layer in wrong_layers(Block(Counting()).train(), torch.bfloat16)] == ["layer"]
 
 
-def test_what_a_module_computes_between_its_layers_is_checked_by_a_second_pass():
+def test_nondeterministic_code_between_layers_is_found():
     class Between(Block):
         passes = itertools.count()
 
@@ -233,7 +233,7 @@ class AlwaysDropout(nn.Module):
 
 
 class Noise(nn.Module):
-    """Noise of a generator of its own."""
+    """Add noise from an owned generator."""
 
     def __init__(self, kind):
         super().__init__()
@@ -248,7 +248,7 @@ class Noise(nn.Module):
 @pytest.mark.parametrize(
     "layer", [AlwaysDropout(), nn.Dropout(0.5), nn.RReLU(), Noise("torch"), Noise("numpy")], ids=str
 )
-def test_layers_that_draw_random_numbers_pass(layer):
+def test_random_layers_pass(layer):
     model = Block(layer).train()
     report = preflight(model, images(4, (12, 12)), policy=policy(torch.bfloat16))
     assert report.problem == ""
@@ -267,31 +267,31 @@ class RandomGradient(torch.autograd.Function):
 
 
 class RandomBackward(nn.Module):
-    """Its backward pass draws from a generator that nobody can rewind, in low precision alone or always."""
+    """Multiply gradients by noise from a generator that passes do not reset, in low precision or always."""
 
-    def __init__(self, low_alone):
+    def __init__(self, low_only):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.function = lambda x: RandomGradient.apply(x if low_alone else x.to(torch.bfloat16), generator)
+        self.function = lambda x: RandomGradient.apply(x if low_only else x.to(torch.bfloat16), generator)
 
     def forward(self, x):
         return self.function(x).to(x.dtype)
 
 
-def test_gradients_that_differ_between_two_passes_in_low_precision_alone():
+def test_nondeterministic_gradients_in_low_precision_are_found():
     report = preflight(Block(RandomBackward(True)).train(), images(4, (12, 12)), policy=policy(torch.bfloat16))
-    assert report.kernel and "have different gradients" in report.problem and "conv." in report.problem
-    # A model whose gradients are random in float32 too is not the precision's fault.
+    assert report.kernel and "different gradients" in report.problem and "conv." in report.problem
+    # Random gradients in float32 are not caused by the precision.
     report = preflight(Block(RandomBackward(False)).train(), images(4, (12, 12)), policy=policy(torch.bfloat16))
     assert report.problem == ""
 
 
-# ---- what becomes of it
+# ---- pre-flight and doctor
 
 
 @pytest.fixture
 def broken(monkeypatch):
-    """A ResNet-18 one of whose convolutions is wrong in bfloat16."""
+    """A ResNet-18 with one convolution that is wrong in bfloat16."""
     model, original = small_resnet(), nn.Conv2d.forward
     planted = model.get_submodule("backbone.layer2.0.conv1")
 
@@ -304,23 +304,23 @@ def broken(monkeypatch):
 
 
 @pytest.mark.parametrize("choice", ["error", "warn", "fallback"])
-def test_preflight_stops_warns_or_falls_back(broken, choice, caplog, tmp_path):
-    diagnostics = PrecisionDiagnostics(preflight=choice, locate=True, folder=tmp_path)
+def test_wrong_layer_in_the_preflight(broken, choice, caplog, tmp_path):
+    diagnostics = PrecisionDiagnostics(preflight=choice, trace_nonfinite=True, folder=tmp_path)
     step = OptimizationStep(broken, [torch.optim.SGD(broken.parameters(), 0.1)])
     batch = images(4, every_backbone.SIZE)
-    asked = policy(torch.bfloat16)
+    requested = policy(torch.bfloat16)
     if choice == "error":
-        with pytest.raises(TrainingError, match=r"backbone.layer2.0.conv1 \(Conv2d\) in bfloat16 differs") as error:
-            diagnostics.before_first_step(step, batch, asked)
+        with pytest.raises(TrainingError, match=r"backbone.layer2.0.conv1 \(Conv2d\) in bfloat16") as error:
+            diagnostics.before_first_step(step, batch, requested)
         assert "SOLVER.AMP.FORCE_FP32 \"['backbone.layer2.0.conv1']\"" in str(error.value)
-        assert "amp_replay" not in str(error.value)  # it could not show it
+        assert "amp_replay" not in str(error.value)  # a replay does not reproduce it
         return
-    taken = diagnostics.before_first_step(step, batch, asked)
-    assert taken.dtype == (torch.bfloat16 if choice == "warn" else torch.float32)
-    assert "backbone.layer2.0.conv1 (Conv2d) in bfloat16 differs from float32" in caplog.text
+    chosen = diagnostics.before_first_step(step, batch, requested)
+    assert chosen.dtype == (torch.bfloat16 if choice == "warn" else torch.float32)
+    assert "backbone.layer2.0.conv1 (Conv2d) in bfloat16" in caplog.text
 
 
-def test_the_doctor_forces_the_layer(broken):
+def test_search_forces_the_wrong_layer(broken):
     low, batch = policy(torch.bfloat16), images(4, every_backbone.SIZE)
     reference = check_float32(broken, batch, low)
 
@@ -333,7 +333,7 @@ def test_the_doctor_forces_the_layer(broken):
     assert found == ["backbone.layer2.0.conv1"]
 
 
-# ---- no false alarm
+# ---- no false positives
 
 
 QUICK = ["resnet 18x", "osnet x0_25", "vit deit_small"]
@@ -347,19 +347,19 @@ def check_backbone(name):
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_sound_backbones_pass(name):
+def test_backbones_pass(name):
     check_backbone(name)
 
 
 @pytest.mark.export
 @pytest.mark.parametrize("name", [name for name in every_backbone.BACKBONES if name not in QUICK])
-def test_every_sound_backbone_passes(name):
+def test_all_backbones_pass(name):
     check_backbone(name)
 
 
 @pytest.mark.export
 @pytest.mark.parametrize("name", reference.MODELS)
-def test_every_reference_model_passes_at_initialization(name):
+def test_untrained_reference_models_pass(name):
     torch.manual_seed(0)
     model = reference.reference_model(name).train()
     batch = images(4, reference.MODELS[name]["input_size"])

@@ -1,4 +1,4 @@
-"""One precision check: the pre-flight and the doctor find the same."""
+"""Precision check, as used by the pre-flight and by the doctor."""
 
 import itertools
 
@@ -25,9 +25,9 @@ def check(model, batch, low, **options):
 
 
 class Noisy(Net):
-    """Has another loss in low precision each time it is called, as a broken kernel does."""
+    """Net with another loss in each low-precision pass, like a nondeterministic kernel."""
 
-    calls = itertools.count(1)  # outside of what is restored
+    calls = itertools.count(1)  # isolated passes do not restore it
 
     def forward(self, batch):
         out = super().forward(batch)
@@ -60,7 +60,7 @@ class OverflowNet(Net):
         (lambda: VanishingNet(3), BFLOAT16, "imprecise"),
     ],
 )
-def test_the_pre_flight_says_what_the_check_finds(model, low, finding):
+def test_preflight_reports_the_findings_of_the_check(model, low, finding):
     batch = make_batch()
     torch.manual_seed(0)
     found, report = check(model(), batch, low), preflight(model(), batch, policy=low)
@@ -72,8 +72,8 @@ def test_the_pre_flight_says_what_the_check_finds(model, low, finding):
         assert {name: (value, found.losses[name]) for name, (value, _) in report.losses.items()} == report.losses
 
 
-def test_both_a_wrong_layer_and_an_overflow_are_noted(monkeypatch):
-    """The wrong layer comes first: what overflows may be its consequence."""
+def test_wrong_layer_is_reported_before_an_overflow(monkeypatch):
+    """The wrong layer may be the cause of the overflow."""
     model, original = Net(3, gain=1e7), nn.Conv2d.forward
 
     def forward(layer, x):
@@ -92,17 +92,15 @@ def test_both_a_wrong_layer_and_an_overflow_are_noted(monkeypatch):
     assert report.kernel and report.location is None and report.problem == found.problem
 
 
-def test_an_overflow_that_cannot_be_located_is_one(monkeypatch):
-    monkeypatch.setattr(
-        precision_check, "try_locate", lambda *args, **kwargs: (None, "(the place could not be searched)")
-    )
+def test_overflow_without_a_location_fails(monkeypatch):
+    monkeypatch.setattr(precision_check, "try_locate", lambda *args, **kwargs: (None, "(not located)"))
     model, batch = Net(3, gain=1e7), make_batch()
     found = check(model, batch, FLOAT16)
-    assert found.overflow and found.location is None and "could not be searched" in found.problem
+    assert found.overflow and found.location is None and "(not located)" in found.problem
     assert search_force_fp32(model, batch, FLOAT16, check=lambda: found, found=found) is None
 
 
-def test_a_search_does_not_take_memory_for_precision():
+def test_search_raises_on_out_of_memory():
     model, batch = Net(3, gain=1e7), make_batch()
     hungry = Hungry(4, in_low_too=True)
     with pytest.raises(TrainingError, match="out of memory"):
@@ -117,7 +115,7 @@ def test_a_search_does_not_take_memory_for_precision():
 
 @BACKBONE_REGISTRY.register()
 def build_float32_only_backbone(cfg):
-    """Return the tiny backbone and a part that takes float32 alone."""
+    """Build the tiny backbone with a module that only supports float32."""
 
     class Float32Only(nn.Module):
         def forward(self, x):
@@ -128,23 +126,23 @@ def build_float32_only_backbone(cfg):
     return nn.Sequential(*list(tiny.build_tiny_backbone(cfg))[:5], Float32Only(), *tiny.build_tiny_backbone(cfg)[5:])
 
 
-def test_a_part_that_does_not_take_the_precision_is_a_verdict(demo, tmp_path, capfd):
+def test_doctor_reports_a_module_that_does_not_support_the_dtype(demo, tmp_path, capfd):
     opts = ("MODEL.BACKBONE.NAME", "build_float32_only_backbone", "SOLVER.AMP", "bf16")
     assert amp_doctor.cli(["--dtypes", "bf16", *tiny.tiny_options(tmp_path, *opts)]) == 1
     out = capfd.readouterr().out
-    assert "a part of the model does not take this precision" in out and "backbone.5 (Float32Only)" in out
+    assert "does not support this precision" in out and "backbone.5 (Float32Only)" in out
 
 
-def test_the_pre_flight_ends_with_its_first_finding(monkeypatch):
-    """A layer that is wrong is reported, not an error in the passes behind it."""
+def test_first_problem_only_stops_after_the_first_finding(monkeypatch):
+    """Later passes, which may fail, are not run."""
 
     def fail(*args, **kwargs):
-        raise AssertionError("a pass behind the finding")
+        raise AssertionError("a later pass")
 
     found = object()
     monkeypatch.setattr(precision_check, "check_layers", lambda passes, policy: ([found], 1))
     monkeypatch.setattr(precision_check, "_check_training", fail)
     model, batch = Net(3).train(), make_batch()
     assert check(model, batch, BFLOAT16, first_problem_only=True).layers == [found]
-    with pytest.raises(AssertionError, match="behind the finding"):
+    with pytest.raises(AssertionError, match="a later pass"):
         check(model, batch, BFLOAT16)

@@ -1,4 +1,4 @@
-"""The trial before the first step: on the run's own batch, blaming the right thing, leaving no trace."""
+"""Pre-flight: findings, messages, fallback, crash dumps, and no effect on the run."""
 
 import amp_replay
 import pytest
@@ -25,7 +25,7 @@ SAVED = ("model", "optimizer", "random")
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("size", [(12, 10), (33, 7), (64, 64)])
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
-def test_any_batch_of_a_healthy_model_passes(channels, size, dtype):
+def test_normal_model_passes_with_any_image_shape(channels, size, dtype):
     report = preflight(Net(channels), make_batch(channels, size), policy=policy(dtype), scaler=LossScaler())
     assert report.problem == "" and report.unreached == []
     assert report.losses["loss_cls"][0] == pytest.approx(report.losses["loss_cls"][1], rel=0.02)
@@ -35,7 +35,7 @@ def test_any_batch_of_a_healthy_model_passes(channels, size, dtype):
 
 
 def naive_preflight(model):
-    """What others do: images of their own, and any exception is mixed precision's fault."""
+    """Check as in other projects: random RGB images, and all exceptions count as AMP failures."""
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             model.eval()({"images": torch.rand(1, 3, 32, 32)})
@@ -44,31 +44,29 @@ def naive_preflight(model):
         return "AMP checks failed"
 
 
-def test_a_grey_model_is_tried_with_grey_images():
-    assert naive_preflight(Net(1)) == "AMP checks failed"  # though nothing is wrong with it
+def test_one_channel_model_is_checked_with_its_own_batch():
+    assert naive_preflight(Net(1)) == "AMP checks failed"  # although the model is correct
     assert preflight(Net(1), make_batch(1), policy=policy(torch.bfloat16)).problem == ""
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_a_model_for_other_channels_is_an_error_of_the_model(dtype):
+def test_wrong_number_of_channels_raises(dtype):
     with pytest.raises(TrainingError) as error:
         preflight(Net(1), make_batch(3), policy=policy(dtype))
     text = str(error.value)
-    assert "fails on the first training batch in float32: an error of the model or of the data" in text
-    assert "body.0 (Conv2d)" in text and "takes 1 channels and was given 3" in text and "INPUT.CHANNELS" in text
-    assert "images (8, 3, 12, 10)" in text
-    assert isinstance(error.value.__cause__, RuntimeError)  # nothing is swallowed
+    assert "float32" in text and "body.0 (Conv2d)" in text and "expected 1 channels, got 3" in text
+    assert "INPUT.CHANNELS" in text and "images (8, 3, 12, 10)" in text
+    assert isinstance(error.value.__cause__, RuntimeError)
 
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
-def test_a_model_broken_in_float32_is_reported_as_that(dtype):
+def test_float32_failure_is_reported_as_such(dtype):
     report = preflight(Net(3, gain=float("nan")), make_batch(), policy=policy(dtype), scaler=LossScaler())
-    assert report.in_float32 and "broken in float32 already" in report.problem
-    assert "loss_cls" in report.problem and "mixed precision is not the cause" in report.problem
+    assert report.in_float32 and "in float32" in report.problem and "loss_cls" in report.problem
     assert preflight(Net(3), make_batch(), policy=policy(dtype)).problem == ""  # the negative control
 
 
-def test_the_first_loss_scale_is_one_whose_gradients_are_finite():
+def test_loss_scale_is_the_largest_finite_one():
     scaler = LossScaler(init_scale=65536.0)
     model, batch = Net(3, gain=100.0), make_batch()
     report = preflight(model, batch, policy=policy(torch.float16), scaler=scaler)
@@ -85,26 +83,26 @@ def test_the_first_loss_scale_is_one_whose_gradients_are_finite():
         return all(torch.isfinite(g).all() for g in gradients)
 
     assert finite(report.loss_scale) and not finite(2 * report.loss_scale)
-    assert scaler.scale == 65536.0  # it is the caller's
+    assert scaler.scale == 65536.0  # the pre-flight does not change it
     assert preflight(model, batch, policy=policy(torch.float16), scaler=LossScaler(init_scale=4)).loss_scale == 4
 
 
-def test_gradients_that_no_loss_scale_makes_finite():
+def test_gradient_overflow_at_every_loss_scale_fails():
     report = preflight(Net(3, gain=1e7), make_batch(), policy=policy(torch.float16), scaler=LossScaler())
-    assert "whatever the loss scale" in report.problem and report.location.kind == "backward overflow"
+    assert "SOLVER.AMP.MIN_SCALE" in report.problem and report.location.kind == "backward overflow"
     assert preflight(Net(3, gain=1e7), make_batch(), policy=policy(torch.bfloat16)).problem == ""
 
 
-def test_parameters_that_no_loss_reaches_are_listed():
+def test_parameters_without_a_gradient_are_listed():
     model = Net(3)
     model.unused.requires_grad_(True)
     report = preflight(model, make_batch(), policy=policy(torch.bfloat16))
     assert report.problem == "" and report.unreached == ["unused.weight", "unused.bias"]
-    assert "no loss reaches 2 trainable parameters: unused.weight, unused.bias" in report.describe()
+    assert "2 trainable parameters have no gradient: unused.weight, unused.bias" in report.describe()
 
 
-def test_embeddings_that_vanish_without_an_infinity():
-    """Normalizing in float16, as plain code does: lengths overflow, and every feature becomes zero."""
+def test_embeddings_that_become_zero_fail():
+    """L2 normalization in float16: norms overflow, and all features become zero without Inf or NaN."""
 
     class Normalizing(Net):
         def forward(self, batch):
@@ -114,17 +112,17 @@ def test_embeddings_that_vanish_without_an_infinity():
             return out * 3e4 / (out * 3e4).square().sum(dim=1, keepdim=True).sqrt()
 
     report = preflight(Normalizing(3), make_batch(), policy=policy(torch.float16))
-    assert "embeddings in float16 are others than float32's" in report.problem
+    assert "float16 embeddings differ from float32" in report.problem
 
 
-def test_a_batch_that_fits_into_memory_in_low_precision_alone():
+def test_float32_reference_uses_fewer_images_if_memory_is_short():
     batch = {"images": torch.rand(16, 3, 12, 10), "targets": torch.arange(16) % 4}
     report = preflight(Hungry(4, in_low_too=False), batch, policy=policy(torch.bfloat16))
-    assert report.problem == "" and report.images == (4, 16) and "for want of memory" in report.describe()
+    assert report.problem == "" and report.images == (4, 16) and "4 of 16 images" in report.describe()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_running_out_of_memory_is_reported_as_that(dtype):
+def test_out_of_memory_raises(dtype):
     with pytest.raises(TrainingError, match=r"out of memory in the pre-flight.*(?s:.)*SOLVER.IMS_PER_BATCH"):
         preflight(Hungry(4, in_low_too=True), make_batch(), policy=policy(dtype))
 
@@ -139,9 +137,9 @@ def run(output, *opts):
 
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
 @pytest.mark.parametrize("channels", ["1", "3", "4"])
-def test_a_run_is_the_same_with_and_without_it(demo, tmp_path, caplog, precision, channels):
-    """Bit for bit: weights, statistics, optimizer, random states. Dropout draws, and batch norm counts."""
-    colours = [
+def test_run_is_bit_identical_with_and_without_preflight(demo, tmp_path, caplog, precision, channels):
+    """Weights, statistics, optimizer and random states; the model has dropout and batch norm."""
+    colors = [
         "MODEL.PIXEL_MEAN",
         "(1, 2, 3, 4)",
         "MODEL.PIXEL_STD",
@@ -149,8 +147,8 @@ def test_a_run_is_the_same_with_and_without_it(demo, tmp_path, caplog, precision
         "INPUT.REA.VALUE",
         "(0, 0, 0, 0)",
     ]
-    opts = ["SOLVER.AMP", precision, "INPUT.CHANNELS", channels, *(colours if channels == "4" else [])]
-    opts += ["SOLVER.AMP.INIT_SCALE", "256"]  # which the pre-flight leaves as it is
+    opts = ["SOLVER.AMP", precision, "INPUT.CHANNELS", channels, *(colors if channels == "4" else [])]
+    opts += ["SOLVER.AMP.INIT_SCALE", "256"]  # low enough that the pre-flight does not change it
     caplog.set_level("INFO")
     checked = run(tmp_path / "on", *opts)
     assert "pre-flight passed" in caplog.text
@@ -165,7 +163,7 @@ def test_a_run_is_the_same_with_and_without_it(demo, tmp_path, caplog, precision
 
 @BACKBONE_REGISTRY.register()
 def build_planted_backbone(cfg):
-    """Return the tiny backbone whose second convolution only float16 cannot hold."""
+    """Build the tiny backbone with a second convolution that overflows in float16."""
     net = tiny.build_tiny_backbone(cfg)
     with torch.no_grad():
         net[4].weight.mul_(1e6)
@@ -176,7 +174,7 @@ def planted(output, *opts):
     return tiny.tiny_options(output, "MODEL.BACKBONE.NAME", "build_planted_backbone", "SOLVER.MAX_EPOCH", "1", *opts)
 
 
-def test_training_names_the_layer_and_leaves_a_file(demo, tmp_path, capfd):
+def test_training_failure_writes_a_crash_dump_that_replays(demo, tmp_path, capfd):
     assert train_net.cli(planted(tmp_path, "SOLVER.AMP", "fp16")) == 2
     error = capfd.readouterr().err
     assert "forward overflow in backbone.4 (Conv2d)" in error and "FORCE_FP32 \"['backbone.4']\"" in error
@@ -184,7 +182,7 @@ def test_training_names_the_layer_and_leaves_a_file(demo, tmp_path, capfd):
         f"python tools/amp_replay.py {tmp_path}/amp_crash/iteration_0_rank_0.pth" in error and "Traceback" not in error
     )
     assert not (tmp_path / "last_checkpoint").exists()
-    # One command shows it again, and tries a cure on the very step.
+    # The replay command reproduces the failure, and tests a fix on the same step.
     crash = str(tmp_path / "amp_crash")
     assert amp_replay.cli([crash]) == 1
     out = capfd.readouterr().out
@@ -194,16 +192,16 @@ def test_training_names_the_layer_and_leaves_a_file(demo, tmp_path, capfd):
     assert train_net.cli(planted(tmp_path, "SOLVER.AMP", "fp16", "SOLVER.AMP.FORCE_FP32", "['backbone.4']")) == 0
 
 
-def test_fallback(demo, tmp_path, capfd):
+def test_preflight_fallback(demo, tmp_path, capfd):
     assert train_net.cli(planted(tmp_path, "SOLVER.AMP", "fp16", "SOLVER.AMP.PREFLIGHT", "fallback")) == 0
     log = (tmp_path / "log.txt").read_text()
-    assert "pre-flight failed in float16" in log and "SOLVER.AMP.PREFLIGHT fallback: training in" in log
+    assert "pre-flight failed in float16" in log and "SOLVER.AMP.PREFLIGHT fallback" in log
     saved = torch.load(tmp_path / "model_final.pth", weights_only=True)
     assert saved["policy"]["dtype"] in ("bfloat16", "float32") and saved["trainer"]["step"]["scaler"] is None
-    assert "the pre-flight failed in float16" in saved["policy"]["reason"]
+    assert "float16" in saved["policy"]["reason"]
 
 
-def test_fallback_where_bfloat16_is_not_native(demo, tmp_path, monkeypatch):
+def test_preflight_falls_back_to_float32_without_native_bfloat16(demo, tmp_path, monkeypatch):
     from fastamp.diagnostics import precision_diagnostics
 
     monkeypatch.setattr(precision_diagnostics, "native_bfloat16", lambda device: (False, "not here"))
@@ -211,19 +209,18 @@ def test_fallback_where_bfloat16_is_not_native(demo, tmp_path, monkeypatch):
     assert torch.load(tmp_path / "model_final.pth", weights_only=True)["policy"]["dtype"] == "float32"
 
 
-def test_warn_goes_on(demo, tmp_path, capfd):
+def test_preflight_warn_continues(demo, tmp_path, capfd):
     opts = ("SOLVER.AMP", "fp16", "SOLVER.AMP.PREFLIGHT", "warn", "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "2")
     assert train_net.cli(planted(tmp_path, *opts)) == 2
     log, error = (tmp_path / "log.txt").read_text(), capfd.readouterr().err
     assert "WARNING: pre-flight failed in float16" in log
-    assert "3 optimizer steps in a row were skipped" in error and "forward overflow in backbone.4" in error
+    assert "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS (2)" in error and "forward overflow in backbone.4" in error
     crash = CrashDump.read(tmp_path / "amp_crash")
     assert crash.iteration == 2 and crash.location["module"] == "backbone.4" and crash.loss_scale == 16384
     assert amp_replay.cli([str(tmp_path / "amp_crash")]) == 1
 
 
-def test_the_first_scale_of_a_run(demo, tmp_path):
-    """Logged, taken over, and no failure; a run that is resumed keeps its own."""
+def test_preflight_sets_the_initial_loss_scale(demo, tmp_path):
 
     @META_ARCH_REGISTRY.register()
     class Loud(Baseline):
@@ -234,10 +231,10 @@ def test_the_first_scale_of_a_run(demo, tmp_path):
     opts = ("SOLVER.AMP", "fp16", "MODEL.META_ARCHITECTURE", "Loud", "SOLVER.MAX_EPOCH", "1")
     assert train_net.cli(tiny.tiny_options(tmp_path, *opts)) == 0
     log = (tmp_path / "log.txt").read_text()
-    assert "first loss scale " in log and "above it gradients overflow on the first batch" in log
+    assert "initial loss scale " in log
     saved = torch.load(tmp_path / "model_final.pth", weights_only=True)["trainer"]["step"]
     assert saved["scaler"]["scale"] < 65536 and saved["skipped_total"] == 0
-    # The negative control: without it, steps are skipped until the scale is down.
+    # The negative control: without the pre-flight, steps are skipped until the scale is low enough.
     assert train_net.cli(tiny.tiny_options(tmp_path / "off", *opts, "SOLVER.AMP.PREFLIGHT", "off")) == 0
     saved = torch.load(tmp_path / "off" / "model_final.pth", weights_only=True)["trainer"]["step"]
     assert saved["skipped_total"] > 0
@@ -245,46 +242,46 @@ def test_the_first_scale_of_a_run(demo, tmp_path):
 
 @BACKBONE_REGISTRY.register()
 def build_rgb_backbone(cfg):
-    """Return the tiny backbone for three channels, whatever the config says."""
+    """Build the tiny backbone for three channels regardless of INPUT.CHANNELS."""
     return tiny.build_tiny_backbone(cfg.with_values({"INPUT.CHANNELS": 3}))
 
 
 @pytest.mark.parametrize("precision", ["off", "bf16"])
-def test_channels_that_do_not_fit_by_the_command_line(demo, tmp_path, capfd, precision):
+def test_wrong_number_of_channels_exits_with_2(demo, tmp_path, capfd, precision):
     opts = ("MODEL.BACKBONE.NAME", "build_rgb_backbone", "INPUT.CHANNELS", "1", "SOLVER.AMP", precision)
     assert train_net.cli(tiny.tiny_options(tmp_path, *opts)) == 2
     error = capfd.readouterr().err
-    assert "takes 3 channels and was given 1" in error and "INPUT.CHANNELS" in error and "Traceback" not in error
+    assert "expected 3 channels, got 1" in error and "INPUT.CHANNELS" in error and "Traceback" not in error
 
 
-def test_a_damaged_crash_file(tmp_path, capfd):
-    for content, words in ((None, "holds no crash file"), ({"a": 1}, "is no crash file")):
+def test_damaged_crash_dump_exits_with_2(tmp_path, capfd):
+    for content, expected in ((None, str(tmp_path)), ({"a": 1}, "x.pth")):
         if content:
             torch.save(content, tmp_path / "x.pth")
         assert amp_replay.cli([str(tmp_path)]) == 2
-        assert words in capfd.readouterr().err
+        assert expected in capfd.readouterr().err
     assert amp_replay.cli([str(tmp_path / "missing.pth")]) == 2
     (tmp_path / "x.pth").write_bytes(b"PK nonsense")
     assert amp_replay.cli([str(tmp_path / "x.pth")]) == 2
 
 
-def test_a_model_that_returns_no_features():
+def test_model_without_features_raises():
     class Tuple(Net):
         def forward(self, batch):
             out = super().forward(batch)
             return out if self.training else (out, out)
 
-    with pytest.raises(TrainingError, match="in evaluation mode the model returned a tuple"):
+    with pytest.raises(TrainingError, match=r"evaluation.* tuple"):
         preflight(Tuple(3), make_batch(), policy=policy(torch.bfloat16))
 
 
-def test_amp_without_effect_is_found_before_the_first_step():
+def test_amp_without_effect_raises():
     class Off(Net):
         def forward(self, batch):
             with torch.autocast("cpu", enabled=False):
                 return super().forward(batch)
 
-    with pytest.raises(TrainingError, match="ran no operation in bfloat16"):
+    with pytest.raises(TrainingError, match=r"SOLVER.AMP .*bfloat16"):
         preflight(Off(3), make_batch(), policy=policy(torch.bfloat16))
 
 
@@ -294,24 +291,24 @@ class WritesIntoItsBatch(Net):
         return super().forward(batch)
 
 
-def test_a_failed_step_is_kept_as_it_was_given(tmp_path):
-    """Though the model writes into its batches."""
+def test_crash_dump_has_the_unmodified_batch(tmp_path):
+    """Even if the model writes into its batches."""
     model = WritesIntoItsBatch(3)
     good, bad = make_batch(), make_batch()
     bad["images"][0] = float("inf")
-    kept = bad["images"].clone()
+    expected = bad["images"].clone()
     batches = [good, *({**bad, "images": bad["images"].clone()} for _ in range(3))]
-    diagnostics = PrecisionDiagnostics(locate=True, folder=tmp_path)
+    diagnostics = PrecisionDiagnostics(trace_nonfinite=True, folder=tmp_path)
     trainer = SimpleTrainer(
         model, batches, [torch.optim.SGD(model.parameters(), 0.1)], policy=policy(torch.bfloat16),
         precision_diagnostics=diagnostics, max_consecutive_skips=1,
     )  # fmt: skip
     with pytest.raises(PrecisionFailure, match="batch not finite"):
         trainer.train(0, 1, 4)
-    assert torch.equal(CrashDump.read(tmp_path).micro_batch.batch["images"], kept)
+    assert torch.equal(CrashDump.read(tmp_path).micro_batch.batch["images"], expected)
 
 
-def test_out_of_memory_is_recognized():
+def test_is_out_of_memory():
     yes = [
         MemoryError(),
         torch.OutOfMemoryError("x"),
@@ -322,9 +319,9 @@ def test_out_of_memory_is_recognized():
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_a_model_whose_embeddings_are_zero_in_float32_too_is_not_blamed_on_the_precision(dtype):
+def test_embeddings_that_are_zero_in_float32_pass(dtype):
     model, batch = Net(3), make_batch()
-    model(batch)  # statistics of a model that is trained
+    model(batch)  # sets the running statistics, as in a trained model
     torch.nn.init.zeros_(model.body[3].weight)
     torch.nn.init.zeros_(model.body[3].bias)
     report = preflight(model, batch, policy=policy(dtype), scaler=LossScaler())

@@ -257,7 +257,7 @@ def test_precision_diagnostics_and_on_failure_can_be_assigned():
 
 def test_only_batches_of_the_current_step_are_recorded():
     """Also with a constant ``iter``, and in a second training."""
-    diagnostics = PrecisionDiagnostics(locate=True)
+    diagnostics = PrecisionDiagnostics(trace_nonfinite=True)
     model = Explosive(bad=set())
     optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
     trainer = SimpleTrainer(
@@ -281,7 +281,7 @@ def test_recorded_batch_is_the_model_input():
         def before_forward(self, batch):
             batch["number"] = 7
 
-    trainer = explosive_trainer([{"number": 0}], precision_diagnostics=PrecisionDiagnostics(locate=True))
+    trainer = explosive_trainer([{"number": 0}], precision_diagnostics=PrecisionDiagnostics(trace_nonfinite=True))
     trainer.register_hooks([Replace()])
     trainer.train(0, 1, 1)
     assert [each.batch for each in trainer.precision_diagnostics._micro_batches] == [{"number": 7}]

@@ -47,7 +47,7 @@ class PrecisionHook(HookBase):
             policy = diagnostics.before_first_step(trainer.step, batch, trainer.policy, iteration=trainer.iter)
             trainer.set_policy(policy)
             trainer.exclude_time(time.perf_counter() - start)
-        trainer.precision_diagnostics.remember(batch)
+        trainer.precision_diagnostics.record(batch)
 
     def after_step(self) -> None:
         """Raise after too many consecutive skipped steps, or fall back to another dtype if configured.
