@@ -87,4 +87,4 @@ try:
 except TrainingError as error:
     said = str(error)
 print(f"\na three-channel model on one-channel images, after {trainer.steps_taken} steps: {said}")
-check("not of mixed precision" in said and "takes 3 channels and was given 1" in said, "the number of channels")
+check("not of mixed precision" in said and "expected 3 channels, got 1" in said, "the number of channels")

@@ -27,7 +27,7 @@ def test_doctor_suggests_the_planted_layer(demo, tmp_path, capfd, monkeypatch):
     assert amp_doctor.cli([*command("amp_doctor"), "OUTPUT_DIR", str(tmp_path), *SMALL]) == 1
     out = capfd.readouterr().out
     assert "forward overflow in backbone.4 (Times)" in out
-    suggestion = yaml.safe_load(out.split("To paste into the config:\n")[1].split("\n\n")[0])
+    suggestion = yaml.safe_load(out.split("Recommended config:\n")[1].split("\n\n")[0])
     assert suggestion["SOLVER"]["AMP"]["FORCE_FP32"] == ["backbone.4"]
 
 
