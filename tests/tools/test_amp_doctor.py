@@ -147,7 +147,10 @@ def test_figure(demo, tmp_path, capfd):
 def test_without_matplotlib(demo, tmp_path, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert amp_doctor.cli(["--dtypes", "bf16", *options(tmp_path, "1", "SOLVER.AMP", "bf16")]) == 0
-    assert 'layers.png was not written: matplotlib is not installed.\n  fix: pip install "fastamp[vis]"' in (tmp_path / "log.txt").read_text()
+    assert (
+        'layers.png was not written: matplotlib is not installed.\n  fix: pip install "fastamp[vis]"'
+        in (tmp_path / "log.txt").read_text()
+    )
     assert not (tmp_path / FOLDER / "layers.png").exists()
 
 
