@@ -1,10 +1,10 @@
-"""A folder to stand in, where what is run would leave its mark."""
+"""Fixture of an empty working folder, in which executed code would create a marker file."""
 
 import pytest
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Return a new folder, which is the current one."""
+    """Create an empty folder and make it the working folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -1,4 +1,4 @@
-"""Checkpoints, arrays and caches that would run code: refused wherever they are read, and nothing is run."""
+"""Checkpoints, arrays and caches with code: reading them is an error, and the code is not executed."""
 
 import io
 import os
@@ -26,7 +26,7 @@ from fastamp.utils.errors import DataError, WeightsError
 
 
 class Evil:
-    """Unpickled, it makes a file named marker in the current folder."""
+    """Object whose unpickling creates the file ``marker`` in the working folder."""
 
     def __init__(self, function=os.system, argument="touch marker"):
         self.made = function, (argument,)
@@ -36,7 +36,7 @@ class Evil:
 
 
 class Scalar:
-    """Looks like a NumPy scalar, of a dtype that is a call."""
+    """Object that looks like a NumPy scalar with a function call as dtype."""
 
     def __reduce__(self):
         return np.float64(0).__reduce__()[0], (Evil(), b"\0" * 8)
@@ -75,8 +75,8 @@ CONTENTS = {
 WRITERS = {"zip": torch.save, "legacy": legacy, "tar": old_tar, "by hand": hand_made_zip, "pickle": plain_pickle}
 
 
-def test_the_files_would_run_code(here):
-    """The negative control: what refuses nothing runs it."""
+def test_unrestricted_unpickling_executes_the_code(here):
+    """Negative control for the tests below."""
     torch.save(CONTENTS["deep"], here / "evil.pth")
     torch.load(here / "evil.pth", weights_only=False)
     assert (here / "marker").exists()
@@ -84,7 +84,7 @@ def test_the_files_would_run_code(here):
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("content", CONTENTS)
-def test_checkpoints_that_would_run_code(here, content, writer):
+def test_checkpoint_with_code_is_an_error(here, content, writer):
     path = here / "evil.pth"
     WRITERS[writer](CONTENTS[content], path)
     with pytest.raises(WeightsError, match=r"evil\.pth"):
@@ -92,7 +92,7 @@ def test_checkpoints_that_would_run_code(here, content, writer):
     assert not (here / "marker").exists()
 
 
-def test_every_place_that_reads_a_checkpoint(demo, here, capfd):
+def test_every_command_that_reads_a_checkpoint_rejects_code(demo, here, capfd):
     output = here / "output"
     output.mkdir()
     evil = output / "evil.pth"
@@ -134,15 +134,15 @@ def test_every_place_that_reads_a_checkpoint(demo, here, capfd):
     assert not (here / "marker").exists() and not (here / "out.pth").exists()
 
 
-def test_a_compressed_checkpoint_is_not_unpacked(tmp_path):
+def test_compressed_checkpoint_is_not_decompressed(tmp_path):
     path = tmp_path / "bomb.pth"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\0" * 10**8)
-    with pytest.raises(WeightsError, match=r"bomb\.pth holds 100000000 bytes"):
+    with pytest.raises(WeightsError, match=r"bomb\.pth.* 100000000 bytes"):
         read_checkpoint(path)
 
 
-def test_an_archive_whose_rest_is_said_to_be_elsewhere(tmp_path):
+def test_multi_disk_archive_is_an_error(tmp_path):
     stream = io.BytesIO()
     torch.save({"model": {"a": torch.ones(2)}}, stream)
     content = stream.getvalue()
@@ -153,12 +153,12 @@ def test_an_archive_whose_rest_is_said_to_be_elsewhere(tmp_path):
         read_checkpoint(tmp_path / "split.pth")
 
 
-def test_arrays_that_would_run_code(here, capfd):
+def test_object_arrays_are_errors(here, capfd):
     arrays = {name: np.array([Evil()], dtype=object) for name in ("query_features", "gallery_features", "query_pids")}
     np.savez(here / "evil.npz", **arrays)
     assert evaluate_features.cli([str(here / "evil.npz")]) == 2
-    assert "evil.npz is damaged, or not an npz file of plain arrays" in capfd.readouterr().err
-    # A header that claims 10^15 numbers.
+    assert "evil.npz" in capfd.readouterr().err
+    # The header claims 10^15 numbers.
     header = np.lib.format.magic(1, 0) + struct.pack("<H", 118)
     text = b"{'descr': '<f8', 'fortran_order': False, 'shape': (10**6,), }".replace(b"10**6", b"1000000000000000")
     with zipfile.ZipFile(here / "huge.npz", "w") as archive:
@@ -168,14 +168,14 @@ def test_arrays_that_would_run_code(here, capfd):
     assert not (here / "marker").exists()
 
 
-def test_a_mat_file_that_is_a_pickle(here):
+def test_mat_file_with_a_pickle_is_an_error(here):
     (here / "evil.mat").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(DataError, match=r"cannot read .*evil\.mat"):
+    with pytest.raises(DataError, match=r"evil\.mat"):
         new_split(here / "evil.mat", [])
     assert not (here / "marker").exists()
 
 
-def test_a_pickle_in_the_cache_of_images(here):
+def test_pickle_in_the_image_cache_is_not_loaded(here):
     Image.new("RGB", (4, 4), "red").save(here / "a.png")
     items, arguments = [ImageItem(str(here / "a.png"), "a", 0)], {"where": "disk", "folder": str(here / "cache")}
     store = ImageCache(items, (3, 4, 4), lambda number: read_image(items[number].path), **arguments)

@@ -1,4 +1,4 @@
-"""Config files that mean harm: no code, no memory without end, no device that is read for ever."""
+"""Malicious config files: code, exponential expansion, devices and pipes."""
 
 import os
 
@@ -27,7 +27,7 @@ YAMLS = {
 
 
 @pytest.mark.parametrize("name", YAMLS)
-def test_configs_that_mean_harm(here, name):
+def test_malicious_config_is_an_error(here, name):
     file = here / "evil.yml"
     file.write_text(YAMLS[name])
     (here / "child.yml").write_text("_BASE_: evil.yml\n")
@@ -41,19 +41,19 @@ def test_configs_that_mean_harm(here, name):
     assert not (here / "marker").exists()
 
 
-def test_a_config_is_a_file_on_disk(here):
+def test_config_must_be_a_regular_yaml_file(here):
     os.mkfifo(here / "pipe.yml")
     for path in (here / "pipe.yml", "/dev/zero"):
-        with pytest.raises(ConfigError, match="a pipe or a device"):
+        with pytest.raises(ConfigError, match="pipe or .*device"):
             get_cfg().merge_from_file(path)
     for base in ("config.py", "/etc/passwd.py", "http://127.0.0.1/a.yml", "file:///etc/passwd", "/dev/zero"):
         (here / "child.yml").write_text(f"_BASE_: {base}\n")
-        with pytest.raises(ConfigError, match=r"_BASE_ of .*child\.yml"):
+        with pytest.raises(ConfigError, match=r"_BASE_.*child\.yml"):
             get_cfg().merge_from_file(here / "child.yml")
 
 
 @pytest.mark.parametrize("text", ["a\0b", "\ud800"])
-def test_text_that_no_file_could_have_as_its_name(text):
+def test_text_with_null_or_surrogate_is_an_error(text):
     for key in ("OUTPUT_DIR", "DATASETS.NAMES", "SOLVER.OPT_ARGS.x"):
         with pytest.raises(ConfigError, match=key):
             get_cfg().merge_from_list([key, text])

@@ -1,4 +1,4 @@
-"""Lists of images, and images, that mean harm: they do not hang, fill the memory, or run a program."""
+"""Malicious image lists and images: no hang, no memory exhaustion, no external program."""
 
 import io
 import os
@@ -23,41 +23,41 @@ def csv_set(folder, text, name="a.csv"):
 
 
 @pytest.mark.parametrize(
-    "text, told",
+    "text, expected",
     [
-        ("path,pid\na.png,\x1b[2Jb\n", "line 2: control characters in pid: '\\\\x1b"),
+        ("path,pid\na.png,\x1b[2Jb\n", "line 2.*pid.*\\\\x1b"),
         ("path,pid\na\0.png,b\n", "control characters|NUL"),
-        ('path,pid\n"a\n.png",b\n', "line 3: control characters in path"),
-        ("path,pid," + ",".join(map(str, range(10**5))) + "\n", "at most 65536 characters"),
+        ('path,pid\n"a\n.png",b\n', "line 3.*path"),
+        ("path,pid," + ",".join(map(str, range(10**5))) + "\n", "65536"),
         ("path,pid," + "a," * 10_000 + "\n", "duplicate"),
-        ("path,pid\na.png," + "x" * 200_000 + "\n", "field larger than field limit"),
+        ("path,pid\na.png," + "x" * 200_000 + "\n", "field limit"),
         ('path,pid\n"a.png,b\n' * 3, "cannot read the CSV file"),
     ],
 )
-def test_lists_that_mean_harm(tmp_path, text, told):
-    with pytest.raises(DataError, match=told) as caught:
+def test_malicious_csv_file_is_an_error(tmp_path, text, expected):
+    with pytest.raises(DataError, match=expected) as caught:
         csv_set(tmp_path, text)
     assert len(str(caught.value)) < 1000
 
 
-def test_a_list_of_images_is_text_alone(tmp_path):
-    """Formulas are names like others, and a path may lead anywhere, to be read."""
+def test_csv_values_are_plain_text(tmp_path):
+    """Formulas are not evaluated; paths may point anywhere, since images are only read."""
     found = csv_set(tmp_path, "path,pid\n../b.png,=1+1\n~no-such-user/a.png,@SUM(A1)\n/c.png,+cmd|' /C calc'!A0\n")
     assert [item.path for item in found.train] == [f"{tmp_path}/../b.png", f"{tmp_path}/~no-such-user/a.png", "/c.png"]
 
 
-def test_devices_and_pipes_and_links_do_not_hang(tmp_path):
+def test_devices_pipes_and_circular_links_do_not_hang(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     for path in (tmp_path / "pipe", "/dev/zero", "/dev/stdin"):
         if Path(path).is_file():
-            continue  # what runs the tests may give them a file to read
-        with pytest.raises(DataError, match="a pipe or a device"):
+            continue  # stdin may be a regular file
+        with pytest.raises(DataError, match="pipe or .*device"):
             read_image(str(path))
         assert "a pipe or a device" in _inspect_image(ImageItem(str(path), 0, 0)).fault
-        with pytest.raises(DataError, match="a pipe or a device"):
+        with pytest.raises(DataError, match="pipe or .*device"):
             CsvDataset(path)
-        with pytest.raises(WeightsError, match="a pipe or a device"):
+        with pytest.raises(WeightsError, match="pipe or .*device"):
             read_checkpoint(path)
     with pytest.raises(DataError, match="loop: Too many levels"):
         read_image(str(tmp_path / "loop"))
@@ -79,8 +79,8 @@ def jpeg(width, height):
     stream = io.BytesIO()
     Image.new("RGB", (8, 8)).save(stream, "JPEG")
     content = bytearray(stream.getvalue())
-    place = content.index(b"\xff\xc0")
-    content[place + 5 : place + 9] = struct.pack(">HH", height, width)
+    start = content.index(b"\xff\xc0")
+    content[start + 5 : start + 9] = struct.pack(">HH", height, width)
     return bytes(content)
 
 
@@ -95,10 +95,10 @@ SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"
 
 
 @pytest.mark.parametrize(
-    "content, told",
+    "content, expected",
     [
         (png(60_000, 60_000), "pixels"),
-        (jpeg(65_000, 65_000), "65000 x 65000 pixels, more than INPUT.MAX_PIXELS"),
+        (jpeg(65_000, 65_000), "65000 x 65000 (.*)INPUT.MAX_PIXELS"),
         (bmp(2**20, 2**20), "pixels"),
         (EPS, "cannot identify"),
         (SVG, "cannot identify"),
@@ -106,16 +106,16 @@ SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"
     ids=["png", "jpeg", "bmp", "eps", "svg"],
 )
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_images_that_mean_harm(tmp_path, content, told, channels, recwarn):
+def test_malicious_image_is_an_error(tmp_path, content, expected, channels, recwarn):
     (tmp_path / "a.jpg").write_bytes(content)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=expected):
         read_image(str(tmp_path / "a.jpg"), channels)
     assert _inspect_image(ImageItem(str(tmp_path / "a.jpg"), 0, 0)).fault
 
 
-def test_a_damaged_png_does_not_end_the_process(tmp_path):
-    """torchvision's decoder ended it with a segmentation fault."""
-    rows = b"".join(b"\x09" + bytes(48) for _ in range(32))  # there is no filter 9
+def test_damaged_png_does_not_crash(tmp_path):
+    """The decoder of torchvision crashes with a segmentation fault on this file."""
+    rows = b"".join(b"\x09" + bytes(48) for _ in range(32))  # filter type 9 does not exist
     content = png(16, 32)
     start, stop = content.index(b"IDAT") - 4, content.index(b"IEND") - 4
     data = zlib.compress(rows)

@@ -1,4 +1,4 @@
-"""A run writes into OUTPUT_DIR alone, and gives the terminal no commands."""
+"""A run only writes into OUTPUT_DIR and prints no terminal escape sequences."""
 
 import logging
 import os
@@ -20,19 +20,19 @@ from fastamp.utils.terminal_text import sanitize_terminal_text
 @pytest.mark.parametrize(
     "name", ["csv:/data/../../x.csv", "folder:../..", "..", ".", "", "a\\..\\b", "x" * 5000, "é" * 300]
 )
-def test_a_data_sets_name_is_one_folder(tmp_path, name):
+def test_folder_name_is_a_single_path_component(tmp_path, name):
     folder = tmp_path / "evaluation" / folder_name(name)
     folder.mkdir(parents=True)
     assert folder.resolve().parent == (tmp_path / "evaluation").resolve()
 
 
-def test_other_names_have_other_folders():
+def test_folder_names_are_unique():
     names = ["a/b", "a%2Fb", "a_b", "..", "%2E%2E", "x" * 5000, "x" * 5001, "Market1501", "csv:mine.csv"]
     assert len({folder_name(name) for name in names}) == len(names)
     assert folder_name("Market1501") == "Market1501"
 
 
-def test_what_is_written_of_a_set_with_dots_in_its_name(demo, tmp_path, capfd):
+def test_dataset_name_with_dots_writes_into_output_dir(demo, tmp_path, capfd):
     data = tmp_path / "deep" / "data"
     data.mkdir(parents=True)
     for number in range(4):
@@ -46,13 +46,13 @@ def test_what_is_written_of_a_set_with_dots_in_its_name(demo, tmp_path, capfd):
     assert [path.parents[2] for path in tmp_path.rglob("per_query.npz")] == [output]
 
 
-def test_a_link_out_of_the_runs_folder(demo, tmp_path, capfd):
+def test_links_out_of_output_dir_are_not_followed(demo, tmp_path, capfd):
     output, precious = tmp_path / "output", tmp_path / "precious"
     output.mkdir()
     precious.write_text("mine")
     (output / "log.txt").symlink_to(precious)
     assert train_net.cli(tiny.tiny_options(output)) == 2
-    assert "log.txt in it is a link to" in capfd.readouterr().err
+    assert "log.txt" in capfd.readouterr().err
     assert precious.read_text() == "mine"
     (output / "log.txt").unlink()
     for name in ("config.yaml", "metrics.json", "last_checkpoint", "model_final.pth"):
@@ -61,7 +61,7 @@ def test_a_link_out_of_the_runs_folder(demo, tmp_path, capfd):
     assert precious.read_text() == "mine"
 
 
-def test_an_output_folder_whose_links_lead_back_to_themselves(demo, here, capfd):
+def test_circular_links_in_output_dir_are_errors(demo, here, capfd):
     output = here / "output"
     (output / "evaluation").mkdir(parents=True)
     (output / "evaluation/a").symlink_to("b")
@@ -71,24 +71,24 @@ def test_an_output_folder_whose_links_lead_back_to_themselves(demo, here, capfd)
     assert "Too many levels of symbolic links" in (err := capfd.readouterr().err) and "Traceback" not in err
 
 
-def test_the_cache_in_memory_is_ours_alone(tmp_path, monkeypatch):
+def test_memory_cache_folder_must_be_private(tmp_path, monkeypatch):
     monkeypatch.setattr("fastamp.data.cache._SHARED_MEMORY", tmp_path)
     folder = tmp_path / f"fastamp-cache-{os.getuid()}"
     (tmp_path / "elsewhere").mkdir()
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     items = [ImageItem(str(tmp_path / "a.png"), "a", 0)]
     folder.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match="DATALOADER.CACHE ram: .*other users"):
+    with pytest.raises(DataError, match="DATALOADER.CACHE ram"):
         ImageCache(items, (3, 4, 4), lambda number: read_image(items[0].path), where="ram")
     folder.unlink()
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(DataError, match="writable by other users"):
+    with pytest.raises(DataError, match="DATALOADER.CACHE ram"):
         ImageCache(items, (3, 4, 4), lambda number: read_image(items[0].path), where="ram")
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_names_give_a_terminal_no_commands(tmp_path, capsys):
+def test_terminal_escape_sequences_are_removed(tmp_path, capsys):
     assert sanitize_terminal_text("a\x1b[2Jb\r\u202ec\ud880\n\té") == "a\\x1b[2Jb\\r\\u202ec\\ud880\n\té"
     setup_logger(tmp_path)
     logging.getLogger("fastamp").warning("reading %s", "\x1b]0;owned\x07 \udcff")

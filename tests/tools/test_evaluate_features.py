@@ -83,7 +83,7 @@ def test_table_has_protocol_and_curve_is_written(capsys, features, tmp_path):
     assert code == 0
     for text in ("Market-1501", "no re-ranking", "saved as float32", "| features", "Rank-20", "TAR@FAR=0.01"):
         assert text in out
-    assert "40 queries, 200 gallery images, 0 queries without a match" in out and "95 %" in out
+    assert "40 queries, 200 gallery images, 0 queries without a match" in out
     assert (
         f"wrote {tmp_path / 'out/evaluation/features/roc.png'}" in out
         and (tmp_path / "out/evaluation/features/roc.npz").exists()

