@@ -319,7 +319,8 @@ def test_asha_restores_rungs_after_the_search_folder_was_moved(tmp_path):
     (tmp_path / "old").rename(tmp_path / "new")
     resumed = cloudpickle.loads(cloudpickle.dumps(asha))
     for number in range(3):
-        trial = SimpleNamespace(trial_id=str(number), path=str(tmp_path / f"new/trial_{number}"))
+        storage = SimpleNamespace(trial_dir_name=f"trial_{number}")
+        trial = SimpleNamespace(trial_id=str(number), path=str(tmp_path / f"new/trial_{number}"), storage=storage)
         resumed.on_trial_add(None, trial)
     rung = resumed._brackets[0]._rungs[-1]
     assert rung[1] == {"0": 0.0, "1": 1.0, "2": 2.0}

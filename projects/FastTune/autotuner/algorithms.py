@@ -32,6 +32,8 @@ class ResumedASHA(schedulers.ASHAScheduler):
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
         super().on_trial_add(tune_controller, trial)
+        if trial.storage.trial_dir_name is None:  # a new trial has no folder yet
+            return
         for result in read_reports(run_dir(trial.path)):
             super().on_trial_result(tune_controller, trial, result)
 
