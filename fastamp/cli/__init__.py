@@ -1,4 +1,4 @@
-"""The console script `fastamp`: one command a module, which is imported when it is asked for."""
+"""Console script `fastamp`: one module per command, imported on demand."""
 
 import argparse
 import importlib
@@ -10,25 +10,28 @@ from fastamp.utils.errors import USER_ERROR_EXIT_CODE, UserError, did_you_mean
 from fastamp.utils.files import ignore_closed_stdout
 
 COMMANDS = {
-    "train": "train the model that a config file describes",
-    "eval": "evaluate weights on the test sets of a config",
-    "extract": "write the features of images to a file",
-    "search": "find the nearest of many images",
-    "compare": "say how similar two images are",
-    "visualize": "draw rank lists, curves and what a model looks at",
-    "export": "write a model as ONNX or torch.export",
-    "strip": "write a checkpoint without its training state",
-    "doctor": "examine the mixed precision of a machine and a model",
-    "check-data": "look for what is wrong with a data set",
-    "config": "list and explain config keys, compare and convert configs",
+    "train": "train a model",
+    "eval": "evaluate a model on test datasets",
+    "extract": "extract the features of images to a file",
+    "search": "search a gallery for the images nearest to a query",
+    "compare": "compute the similarity of two images",
+    "visualize": "draw rank lists, curves and similarity maps",
+    "export": "export a model to ONNX or torch.export",
+    "strip": "remove the training state from a checkpoint",
+    "doctor": "check a model and a machine for mixed precision",
+    "check-data": "check a dataset for errors",
+    "config": "list and explain config keys; compare and convert configs",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `fastamp COMMAND ...` and return its exit code: 0 done, 2 the input was wrong.
+    """Run `fastamp COMMAND ...`.
 
     Args:
-        argv: the words after `fastamp`; None takes those of this process.
+        argv: arguments after `fastamp`. Default None: ``sys.argv[1:]``.
+
+    Returns:
+        The exit code: 0 for success, 1 for a failed check, 2 for invalid input, 128 + n after signal n.
     """
     try:
         with ignore_closed_stdout():
@@ -47,8 +50,8 @@ def _run(command: str, *words: str) -> int:
         print(_versions())
         return 0
     if command not in COMMANDS:
-        near = did_you_mean(command, COMMANDS)
-        print(f"error: {command!r} is no command.{near}\n  commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        hint = did_you_mean(command, COMMANDS)
+        print(f"error: unknown command {command!r}.{hint}\n  commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE
     return run_command(command, list(words), program=f"fastamp {command}")
 
@@ -57,12 +60,12 @@ def run_command(command: str, argv: Sequence[str] | None = None, *, program: str
     """Run one of ``COMMANDS`` and return its exit code.
 
     Args:
-        command: its name.
-        argv: its arguments; None takes those of this process.
-        program: what the help calls it; None is the name of the file that runs.
+        command: name of the command.
+        argv: arguments of the command. Default None: ``sys.argv[1:]``.
+        program: program name in the help. Default None: name of the running file.
 
     Raises:
-        SystemExit: the arguments are no such command's, help was asked for, or a process that was started failed.
+        SystemExit: for invalid arguments, after ``--help``, or if a child process failed.
     """
     module = _module(command)
     parser = argparse.ArgumentParser(
@@ -71,10 +74,10 @@ def run_command(command: str, argv: Sequence[str] | None = None, *, program: str
     module.add_arguments(parser)
     with ignore_closed_stdout():  # of the help
         try:
-            args = parser.parse_intermixed_args(argv)  # options may stand before, between and after KEY VALUE pairs
-        except TypeError:  # not where the pairs are all that is left, or there are subcommands
+            args = parser.parse_intermixed_args(argv)  # allows options between KEY VALUE pairs
+        except TypeError:  # not supported with argparse.REMAINDER or subcommands
             args = parser.parse_args(argv)
-    from fastamp.engine import run_command_line  # imports PyTorch, which the help has no need of
+    from fastamp.engine import run_command_line  # imports PyTorch, which --help does not need
 
     codes = [0]
     return run_command_line(lambda: codes.append(module.run(args))) or codes[-1]
@@ -98,13 +101,14 @@ def _help() -> str:
 
 
 def _versions() -> str:
-    """Return the versions of fastamp and of what it stands on, and whether there is a GPU."""
+    """Describe the versions of fastamp and its dependencies, and the GPU."""
     from fastamp.diagnostics import environment_queries
 
     cuda = environment_queries.cuda_error()
     return "\n".join(
         [
             *(f"{name} {version}" for name, version in environment_queries.versions().items()),
-            f"built for {environment_queries.build() or 'CPU only'}; {f'no GPU ({cuda})' if cuda else 'GPU available'}",
+            f"PyTorch built for {environment_queries.build() or 'CPU only'}; "
+            + (f"no GPU ({cuda})" if cuda else "GPU available"),
         ]
     )

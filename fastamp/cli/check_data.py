@@ -1,8 +1,12 @@
-"""Look at a data set before training on it.
+"""Check a dataset for errors before training on it.
 
-NAME is one of DATASETS.NAMES: a registered data set, csv:FILE or folder:FOLDER. Prints counts, sizes and what is wrong:
-images that cannot be read, identities in training and test, queries without a match, copies across splits. Writes a
-contact sheet. Exit code 1 when something would make results wrong, 2 for a wrong name or tree.
+Prints the numbers of images, identities and cameras, a histogram of image sizes, and all findings: unreadable images,
+identities shared by training and test, queries without a match, duplicate images across splits. Also writes a contact
+sheet. Exit code: 0 if no error was found, 1 if a finding invalidates results, 2 for an unknown or missing dataset.
+
+examples:
+  fastamp check-data Market1501
+  fastamp check-data csv:my_images.csv --output logs/check
 """
 
 import argparse
@@ -22,21 +26,21 @@ _BAR = 40
 
 
 def text(report: "Report") -> str:
-    """Return a report for people."""
-    parts = [tabulate(report.rows, ["split", "images", "identities", "cameras"], tablefmt="github")]
+    """Format a report as text."""
+    blocks = [tabulate(report.rows, ["split", "images", "identities", "cameras"], tablefmt="github")]
     if report.sizes:
-        parts.append(_histogram(report))
+        blocks.append(_histogram(report))
     for finding in report.findings:
         more = f"\n    and {finding.count - len(finding.examples)} more" * (finding.count > len(finding.examples))
         word = "ERROR" if finding.is_error else "note"
-        parts.append(f"{word}: {finding.count} {finding.fault}\n    " + "\n    ".join(finding.examples) + more)
+        blocks.append(f"{word}: {finding.count} {finding.fault}\n    " + "\n    ".join(finding.examples) + more)
     if not report.findings:
-        parts.append("nothing wrong was found")
-    return "\n\n".join(parts)
+        blocks.append("no errors found")
+    return "\n\n".join(blocks)
 
 
 def _histogram(report: "Report", *, lines: int = 8) -> str:
-    """Return how many images are how large, in bars."""
+    """Format the histogram of image sizes as text."""
     total, common = sum(report.sizes.values()), report.sizes.most_common(lines)
     rest = total - sum(count for _, count in common)
     rows = [(f"{width} x {height}", count) for (width, height), count in common]
@@ -51,15 +55,19 @@ def _histogram(report: "Report", *, lines: int = 8) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the data set, and where its contact sheet goes."""
-    parser.add_argument("name", metavar="NAME", help="as in DATASETS.NAMES")
-    parser.add_argument("--output", default="logs/check_data", metavar="DIR", help="(default: %(default)s)")
+    """Add the arguments of this command."""
+    parser.add_argument(
+        "name", metavar="NAME", help="dataset, as in DATASETS.NAMES: a registered name, csv:FILE or folder:FOLDER"
+    )
+    parser.add_argument(
+        "--output", default="logs/check_data", metavar="DIR", help="folder of the contact sheet (default: %(default)s)"
+    )
     add_plugin_argument(parser)
-    parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and their values")
+    parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and values")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report and write the contact sheet; 1 when something would make results wrong, else 0."""
+    """Print the report and write the contact sheet; return 1 if a finding is an error, else 0."""
     from fastamp.config import read_config
     from fastamp.data.build import build_dataset
     from fastamp.data.check import check_dataset, contact_sheet

@@ -1,26 +1,34 @@
-"""Say how alike two images are, and where that stands among the model's genuine and impostor pairs."""
+"""Compute the similarity of two images, with its percentiles among genuine and impostor pairs.
+
+example:
+  fastamp compare logs/run/model_best.pth a.jpg b.jpg
+"""
 
 import argparse
 import json
 
-from fastamp.cli.model_arguments import add_model_arguments, add_place_arguments, predictor_of
+from fastamp.cli.model_arguments import add_camera_view_arguments, add_model_arguments, predictor_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments."""
+    """Add the arguments of this command."""
     add_model_arguments(parser)
-    parser.add_argument("images", nargs=2, metavar="IMAGE")
+    parser.add_argument("images", nargs=2, metavar="IMAGE", help="image files")
     parser.add_argument(
         "--reference",
         metavar="FILE.npz",
-        help="an extraction of images with identities, whose pairs are taken (default: those in the checkpoint)",
+        help="extraction with identities, whose pairs are the reference (default: the pairs stored in the checkpoint)",
     )
-    add_place_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON; the shares are of pairs that are less alike")
+    add_camera_view_arguments(parser)
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print JSON; genuine_share and impostor_share are the fractions of less similar pairs",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare and print."""
+    """Compare two images and print the result."""
     comparison = predictor_of(args).compare(
         *args.images, reference=args.reference, camids=args.camids, viewids=args.viewids
     )

@@ -1,4 +1,11 @@
-"""List and explain config keys, compare configs, and convert those of old releases of FastReID."""
+"""List and explain config keys, compare configs, and translate configs of old FastReID releases.
+
+examples:
+  fastamp config list SOLVER.AMP
+  fastamp config explain SOLVER.BASE_LR --config-file configs/Market1501/sbs_R50.yml
+  fastamp config diff logs/a logs/b/model_best.pth
+  fastamp config convert old.yml -o new.yml
+"""
 
 import argparse
 import logging
@@ -23,27 +30,31 @@ from fastamp.utils.moved import renamed_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add list, explain, diff and convert."""
+    """Add the subcommands list, explain, diff and convert."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="list | explain | diff | convert")
-    listing = actions.add_parser("list", help="print the keys of a section, or all, with default and meaning")
-    listing.add_argument("prefix", nargs="?", default="", metavar="PREFIX", help="a section or a key")
-    explaining = actions.add_parser("explain", help="print all that is known of one key")
-    explaining.add_argument("key", metavar="KEY")
+    listing = actions.add_parser("list", help="print config keys with default and description")
+    listing.add_argument("prefix", nargs="?", default="", metavar="PREFIX", help="section or key (default: all keys)")
+    explaining = actions.add_parser("explain", help="print all details of one key")
+    explaining.add_argument("key", metavar="KEY", help="config key, in any case; former names are accepted")
     for each in (listing, explaining):
-        each.add_argument("--config-file", default="", metavar="FILE", help="also print what this YAML file sets")
-    comparing = actions.add_parser("diff", help="print the keys whose values differ between two configs")
+        each.add_argument(
+            "--config-file", default="", metavar="FILE", help="also print the values set by this YAML file"
+        )
+    comparing = actions.add_parser("diff", help="print the differences between two configs")
     for name, letter in (("first", "A"), ("second", "B")):
-        comparing.add_argument(name, metavar=letter, help="a YAML file, a checkpoint (.pth) or a run's folder")
+        comparing.add_argument(name, metavar=letter, help="YAML file, checkpoint (.pth) or run folder")
     converting = actions.add_parser("convert", help="translate a config file of FastReID v0.1.1 or v1.0.0")
-    converting.add_argument("file", metavar="OLD.yml", help="with the files that its _BASE_ names")
-    converting.add_argument("--output", "-o", default="", metavar="NEW.yml", help="default: print it")
-    converting.add_argument("--release", choices=RELEASES, default="", help="default: detect it from the keys")
+    converting.add_argument("file", metavar="OLD.yml", help="config file; its _BASE_ files are merged")
+    converting.add_argument("--output", "-o", default="", metavar="NEW.yml", help="output file (default: stdout)")
+    converting.add_argument(
+        "--release", choices=RELEASES, default="", help="release of the file (default: detected from its keys)"
+    )
     for each in (listing, explaining, comparing, converting):
         add_plugin_argument(each)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was asked for."""
+    """Run one of the subcommands."""
     if args.action == "list":
         print(describe_config(args.prefix, read_config(args.config_file, [], plugin=args.plugin)))
     elif args.action == "explain":
@@ -52,29 +63,28 @@ def run(args: argparse.Namespace) -> int:
         convert(args.file, args.output, release=args.release, plugin=args.plugin)
     else:
         first, second = (config_of(source, args.plugin) for source in (args.first, args.second))
-        found = describe_changes(second, first.dump(), args.first)
-        print("\n".join(found) or "no difference")
+        print("\n".join(describe_changes(second, first.dump(), args.first)) or "no difference")
     return 0
 
 
 @renamed_arguments(parts="plugin")
 def convert(source: str, output: str = "", *, release: str = "", plugin: str = "") -> None:
-    """Write a config file of an old release of FastReID, with its bases and its defaults, in the present keys.
+    """Translate a config file of an old FastReID release, including its bases and defaults, to the present keys.
 
-    What was translated, and what has no counterpart, goes to stderr line by line.
+    Translated keys, and keys without a counterpart, are printed to stderr.
 
     Args:
-        source: the YAML file.
-        output: the file to write; "" prints it.
-        release: whose config it is; "" detects it.
+        source: YAML file.
+        output: file to write; "" prints the result. Default "".
+        release: release of the file; "" detects it. Default "".
         plugin: see ``read_config``.
 
     Raises:
-        ConfigError: the file cannot be read or translated, or ``output`` exists already.
-        WriteError: ``output`` cannot be written.
+        ConfigError: if the file cannot be read or translated, or ``output`` exists.
+        WriteError: if ``output`` cannot be written.
     """
     if output and Path(output).exists():
-        raise ConfigError(f"--output {output} exists already.\n  fix: choose another name, or remove the file")
+        raise ConfigError(f"--output {output}: file exists.\n  fix: choose another name, or remove the file")
     cfg = read_config("", [], plugin=plugin).clone()
     cfg.defrost()
     log, console = logging.getLogger("fastamp"), logging.StreamHandler(sys.stderr)
@@ -88,9 +98,13 @@ def convert(source: str, output: str = "", *, release: str = "", plugin: str = "
         log.setLevel(level)
     notes = cfg.translation_notes()
     if not notes:
-        print(f"{source} has the present keys: nothing to translate", file=sys.stderr)
+        print(f"{source}: nothing to translate, all keys are present ones", file=sys.stderr)
     title = notes[0] if notes else f"{source} with its bases"
-    head = [title, *(note for note in notes if note.startswith("no counterpart")), "Other keys have their defaults."]
+    head = [
+        title,
+        *(note for note in notes if note.startswith("no counterpart")),
+        "Other keys have their default values.",
+    ]
     text = "".join(f"# {line}\n" for line in head) + yaml.safe_dump(changed_values(cfg), sort_keys=False)
     if not output:
         print(text, end="")
@@ -101,16 +115,16 @@ def convert(source: str, output: str = "", *, release: str = "", plugin: str = "
 
 @renamed_arguments(parts="plugin")
 def config_of(source: str, plugin: str = "") -> CfgNode:
-    """Return the whole config of a YAML file, a checkpoint or a run's folder.
+    """Read the complete config of a YAML file, a checkpoint or a run folder.
 
     Raises:
-        UserError: it cannot be read, or holds no config.
+        UserError: if the source cannot be read or has no config.
     """
     path = Path(source).expanduser()
     if path.is_dir():
         path /= "config.yaml"
         if not path.is_file():
-            raise ConfigError(f"{source} is a folder without a config.yaml, and so no run's")
+            raise ConfigError(f"{source}: not a run folder: config.yaml not found")
     if path.suffix != ".pth":
         return read_config(str(path), [], plugin=plugin)
     cfg = read_config("", [], plugin=plugin).clone()

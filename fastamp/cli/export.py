@@ -1,4 +1,9 @@
-"""Export a trained model to ONNX or torch.export, and check the file against PyTorch."""
+"""Export a trained model to ONNX or torch.export, and compare the exported model with PyTorch.
+
+examples:
+  fastamp export logs/run/model_best.pth model.onnx
+  fastamp export logs/run/model_best.pth model.pt2 --precision fp16 --l2
+"""
 
 import argparse
 
@@ -6,35 +11,53 @@ PRECISIONS = ("float32", "fp16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a file that a run wrote, e.g. logs/x/model_best.pth")
-    parser.add_argument("output", metavar="OUT", help="OUT.onnx, or OUT.pt2 for torch.export")
-    parser.add_argument("--precision", choices=PRECISIONS, default="float32", help="fp16: the features stay float32")
+    """Add the arguments of this command."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint of a run, e.g. logs/run/model_best.pth")
+    parser.add_argument("output", metavar="OUT", help="output file: OUT.onnx, or OUT.pt2 for torch.export")
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="float32",
+        help="precision of the exported model; with fp16, the features are still float32 (default: %(default)s)",
+    )
     parser.add_argument(
         "--normalization",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="images in 0..255, with mean and standard deviation in the file; else they are normalized by the caller",
+        help="take images in 0..255 and normalize them in the exported model; otherwise the caller normalizes them",
+    )
+    parser.add_argument("--l2", action=argparse.BooleanOptionalAction, default=False, help="L2-normalize the features")
+    parser.add_argument(
+        "--data",
+        metavar="DATASET",
+        help="test dataset for the comparison (default: the first of DATASETS.TESTS, if available)",
     )
     parser.add_argument(
-        "--l2", action=argparse.BooleanOptionalAction, default=False, help="features of length 1 instead of any"
+        "--max-images",
+        type=int,
+        default=1000,
+        help="approximate number of images to compare, in whole identities; 0 for all (default: %(default)s)",
     )
     parser.add_argument(
-        "--data", metavar="DATASET", help="test set to compare on; default: the config's first, if it is there"
+        "--tolerance",
+        type=float,
+        default=0.1,
+        metavar="POINTS",
+        help="maximum loss of mAP, in percentage points (default: %(default)s)",
+    )
+    parser.add_argument("--opset", type=int, help="ONNX opset version (default: chosen by PyTorch)")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="device of the PyTorch model: auto, cpu, cuda, cuda:N or mps (default: %(default)s)",
     )
     parser.add_argument(
-        "--max-images", type=int, default=1000, help="compare whole identities of about so many images; 0: all"
+        "opts", metavar="KEY VALUE", nargs="*", help="config keys and values that override the config of the checkpoint"
     )
-    parser.add_argument(
-        "--tolerance", type=float, default=0.1, metavar="POINTS", help="of mAP that may be lost; default 0.1"
-    )
-    parser.add_argument("--opset", type=int, help="of ONNX; default: PyTorch's choice")
-    parser.add_argument("--device", default="auto", help="where PyTorch computes what is compared with")
-    parser.add_argument("opts", metavar="KEY VALUE", nargs="*", help="changes of the checkpoint's config")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export, and print how near the file is to the model."""
+    """Export the model and print the comparison."""
     from fastamp.inference import Predictor
     from fastamp.inference.export import export
 

@@ -1,4 +1,11 @@
-"""Write the features of a folder, a CSV file or a data set to one .npz file; killed, it goes on where it was."""
+"""Extract the features of a folder, a CSV file or a dataset to one .npz file.
+
+An interrupted extraction continues when the same command runs again.
+
+examples:
+  fastamp extract logs/run/model_best.pth images/ -o features.npz
+  fastamp extract logs/run/model_best.pth Market1501 -o gallery.npz --splits gallery
+"""
 
 import argparse
 
@@ -8,22 +15,30 @@ SPLITS = ("query", "gallery", "train")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments."""
+    """Add the arguments of this command."""
     add_model_arguments(parser)
     parser.add_argument(
-        "source", metavar="SOURCE", help="a folder, a CSV file, or a name as in DATASETS.NAMES (Demo, folder:FOLDER)"
+        "source", metavar="SOURCE", help="folder, CSV file, or name as in DATASETS.NAMES (Demo, folder:FOLDER)"
     )
-    parser.add_argument("--output", "-o", required=True, metavar="OUT.npz", help="its parts are kept in OUT.npz.parts")
-    parser.add_argument("--splits", nargs="+", choices=SPLITS, default=SPLITS, help="of a data set (default: all)")
-    parser.add_argument("--skip-corrupt", action="store_true", help="leave out, and list, images that cannot be read")
-    parser.add_argument("--workers", type=int, help="processes that decode (default: the config's TEST.NUM_WORKERS)")
+    parser.add_argument(
+        "--output",
+        "-o",
+        required=True,
+        metavar="OUT.npz",
+        help="output file; partial results are kept in OUT.npz.parts until it is complete",
+    )
+    parser.add_argument(
+        "--splits", nargs="+", choices=SPLITS, default=SPLITS, help="splits of a dataset (default: all)"
+    )
+    parser.add_argument("--skip-corrupt", action="store_true", help="skip and list images that cannot be read")
+    parser.add_argument("--workers", type=int, help="worker processes (default: TEST.NUM_WORKERS of the config)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Extract, and print what was written."""
+    """Extract the features and print a summary."""
     from fastamp.inference.extract import extract
 
-    extraction, left_out = extract(
+    extraction, skipped = extract(
         predictor_of(args),
         args.source,
         args.output,
@@ -32,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         num_workers=args.workers,
     )
     count, width = extraction.features.shape
-    if left_out:
-        print(f"left out {len(left_out)} images:", *left_out, sep="\n  ")
-    print(f"wrote {extraction.path}: {count} features of {width}, model {extraction.config_hash}")
+    if skipped:
+        print(f"skipped {len(skipped)} unreadable images:", *skipped, sep="\n  ")
+    print(f"wrote {extraction.path}: {count} features of width {width}, model {extraction.config_hash}")
     return 0

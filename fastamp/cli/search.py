@@ -1,4 +1,11 @@
-"""Find the images of a gallery that are nearest to query images."""
+"""Search a gallery for the images nearest to query images.
+
+The gallery is an extraction (.npz), for which an index is built first, or an index file.
+
+examples:
+  fastamp search logs/run/model_best.pth query.jpg --gallery gallery.npz
+  fastamp search logs/run/model_best.pth queries/ --gallery gallery.index --top 20 --json
+"""
 
 import argparse
 import json
@@ -7,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from fastamp.cli.model_arguments import add_model_arguments, add_place_arguments, predictor_of
+from fastamp.cli.model_arguments import add_camera_view_arguments, add_model_arguments, predictor_of
 from fastamp.utils.errors import DataError
 
 if TYPE_CHECKING:
@@ -18,34 +25,39 @@ PROBED, EF_SEARCH = 0.2, 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments."""
+    """Add the arguments of this command."""
     add_model_arguments(parser)
-    parser.add_argument("queries", nargs="+", metavar="QUERY", help="images, or folders of images")
+    parser.add_argument("queries", nargs="+", metavar="QUERY", help="images or folders of images")
     parser.add_argument(
         "--gallery",
         required=True,
         metavar="FILE",
-        help="what extract wrote, of which an index is made at first, or an index",
+        help="output of `fastamp extract`, or an index file",
     )
-    parser.add_argument("--index", metavar="FILE", help="where that index is (default: GALLERY with .index at its end)")
     parser.add_argument(
-        "--kind", choices=("auto", *KINDS), default="auto", help="of that index (default: by the number of features)"
+        "--index", metavar="FILE", help="index file to build or load (default: GALLERY with the suffix .index)"
     )
-    parser.add_argument("--top", "-k", type=int, default=10, help="images to be found (default: %(default)s)")
+    parser.add_argument(
+        "--kind",
+        choices=("auto", *KINDS),
+        default="auto",
+        help="type of a new index (default: auto, by the number of features)",
+    )
+    parser.add_argument("--top", "-k", type=int, default=10, help="number of results per query (default: %(default)s)")
     parser.add_argument(
         "--effort",
         type=int,
         metavar="N",
-        help=f"lists looked into (ivf; default: {100 * PROBED:g} %%), candidates kept (hnsw; default: {EF_SEARCH}); "
-        "more find more, and take longer",
+        help=f"number of lists to probe (ivf; default: {100 * PROBED:g} %% of the lists) or efSearch (hnsw; default: "
+        f"{EF_SEARCH}); larger values increase recall and time",
     )
-    add_place_arguments(parser)
-    parser.add_argument("--exact", action="store_true", help="compare with all images")
-    parser.add_argument("--json", action="store_true", help="print JSON: for each query the images found")
+    add_camera_view_arguments(parser)
+    parser.add_argument("--exact", action="store_true", help="exact search instead of the index")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search, and print what was found."""
+    """Search and print the results."""
     from fastamp.data.datasets.custom import image_files
     from fastamp.inference.features_file import check_same_model
     from fastamp.inference.index import open_gallery
@@ -57,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     for query in args.queries:
         images = image_files(Path(query)) if Path(query).is_dir() else [query]
         if not images:
-            raise DataError(f"no image is in the folder {query}")
+            raise DataError(f"no images found in the folder {query}")
         queries += images
     result = predictor.search(
         queries,
@@ -79,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rows(result: "SearchResult", query: int) -> list[dict[str, Any]]:
-    """Return what was found for a query, in plain values."""
+    """Return the results of a query as rows of plain values."""
     columns = {"score": result.scores, "path": result.paths, "pid": result.pids, "camid": result.camids}
     if result.boxes is not None:
         columns["box"] = result.boxes

@@ -1,16 +1,24 @@
-"""Write a checkpoint without its training state: smaller, for evaluation, extraction, export and fine-tuning."""
+"""Remove the training state from a checkpoint.
+
+The smaller file works for evaluation, extraction, export and fine-tuning, but not for --resume.
+
+example:
+  fastamp strip logs/run/model_best.pth model.pth
+"""
 
 import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a file that a run wrote, e.g. logs/x/model_best.pth")
-    parser.add_argument("output", metavar="OUT", nargs="?", help="default: CHECKPOINT_stripped.pth, in its folder")
+    """Add the arguments of this command."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint of a run, e.g. logs/run/model_best.pth")
+    parser.add_argument(
+        "output", metavar="OUT", nargs="?", help="output file (default: CHECKPOINT_stripped.pth in the same folder)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Strip, and print what was written."""
+    """Strip the checkpoint and print a summary."""
     from fastamp.checkpoint.strip import strip
 
     report = strip(args.checkpoint, args.output)

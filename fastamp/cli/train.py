@@ -1,4 +1,10 @@
-"""Train the model that a config file describes, or evaluate it."""
+"""Train a model from a config file, or evaluate it with --eval-only.
+
+examples:
+  fastamp train --config-file configs/Market1501/sbs_R50-ibn.yml SOLVER.AMP on
+  fastamp train --config-file my.yml --num-gpus 4 OUTPUT_DIR logs/run
+  fastamp train --resume --config-file my.yml OUTPUT_DIR logs/run
+"""
 
 import argparse
 import signal
@@ -11,39 +17,42 @@ from typing import TYPE_CHECKING, Any
 from fastamp.cli.options import add_plugin_argument
 from fastamp.utils.arguments import add_training_arguments, default_argument_parser
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.moved import moved_names
 from fastamp.utils.signals import handling
 
 if TYPE_CHECKING:
     from fastamp.config import CfgNode
 
+__getattr__ = moved_names(__name__, {"try_out": "fastamp.cli.train.run_dry"})
+
 
 def argument_parser() -> argparse.ArgumentParser:
-    """Return the parser of FastReID's command line, and of what is new in it."""
+    """Return the parser of FastReID's command line, with ``--plugin``."""
     parser = default_argument_parser()
     add_plugin_argument(parser)
     return parser
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the same, and what needs no training."""
+    """Add the arguments of this command."""
     add_training_arguments(parser)
     add_plugin_argument(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="build everything, try two iterations and a small evaluation, say what the run will take, and stop",
+        help="run two iterations and a small evaluation, print an estimate of time and memory, and exit",
     )
     parser.add_argument(
         "--list-config",
         nargs="?",
         const="",
         metavar="PREFIX",
-        help="print the config keys that begin with PREFIX, with default and meaning, and stop",
+        help="print the config keys of a section with default and description, and exit",
     )
 
 
 def setup(args: argparse.Namespace) -> "CfgNode":
-    """Return the frozen config of the config file and the command line."""
+    """Read the config and set up logging; return the frozen config."""
     from fastamp.config import read_config
     from fastamp.engine import default_setup
 
@@ -53,7 +62,7 @@ def setup(args: argparse.Namespace) -> "CfgNode":
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Run what the arguments ask for and return the metrics."""
+    """Train or evaluate in one process and return the metrics."""
     from fastamp.engine import DefaultTrainer
 
     cfg = setup(args)
@@ -64,8 +73,8 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     return trainer.train()
 
 
-def try_out(args: argparse.Namespace, folder: str) -> None:
-    """Try the run that the arguments ask for, with ``folder`` for what it writes."""
+def run_dry(args: argparse.Namespace, folder: str) -> None:
+    """Run a dry run that writes to ``folder``."""
     from fastamp.config import read_config
     from fastamp.engine.dry_run import dry_run
 
@@ -73,29 +82,29 @@ def try_out(args: argparse.Namespace, folder: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the processes that do what the arguments ask for."""
+    """Launch the training, evaluation or dry run."""
     if args.list_config is not None:
         from fastamp.config import describe_config
 
         print(describe_config(args.list_config))
         return 0
     if args.dry_run and args.eval_only:
-        raise ConfigError("--dry-run tries a training, and --eval-only asks for none.\n  fix: leave one of them out")
+        raise ConfigError("--dry-run and --eval-only exclude each other.\n  fix: remove one of them")
     from fastamp.engine import launch
 
     processes = (args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
     if not args.dry_run:
         launch(main, *processes, args=(args,))
         return 0
-    # Made here: a process of several that fails is ended with no time to clear up.
-    with _clearing_up(), TemporaryDirectory(prefix="fastamp_dry_run_", ignore_cleanup_errors=True) as folder:
-        launch(try_out, *processes, args=(args, folder))
+    # Created in the parent process: a failing child process is killed without time for cleanup.
+    with _exit_on_signals(), TemporaryDirectory(prefix="fastamp_dry_run_", ignore_cleanup_errors=True) as folder:
+        launch(run_dry, *processes, args=(args, folder))
     return 0
 
 
 @contextmanager
-def _clearing_up() -> Iterator[None]:
-    """Let the signals that would end this process at once raise SystemExit inside, with the same exit code."""
+def _exit_on_signals() -> Iterator[None]:
+    """Raise SystemExit with exit code 128 + n on signals that would kill this process without cleanup."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

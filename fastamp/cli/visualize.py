@@ -1,4 +1,9 @@
-"""Draw a trained model's rank lists, curves, score histograms and similarity maps as PNG files."""
+"""Draw rank lists, curves, score histograms and similarity maps of a trained model as PNG files.
+
+examples:
+  fastamp visualize logs/run
+  fastamp visualize logs/run/model_best.pth --kind rank-lists grad-cam --data Market1501
+"""
 
 import argparse
 import re
@@ -10,23 +15,29 @@ KINDS = ("rank-lists", "cmc", "roc", "histogram", "grad-cam", "curves")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line."""
-    parser.add_argument("source", metavar="RUN", help="a checkpoint of a run, or its OUTPUT_DIR (model_best.pth)")
-    parser.add_argument("--data", metavar="NAME", help="test set, as in DATASETS.TESTS (default: those of the run)")
-    parser.add_argument("--kind", nargs="+", choices=KINDS, default=KINDS, help="(default: all)")
-    parser.add_argument("--num", type=int, default=6, metavar="N", help="queries in a picture (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=10, metavar="K", help="images a query (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn at random (default: %(default)s)")
-    parser.add_argument("--output", metavar="DIR", help="(default: RUN's folder/pictures)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps (default: %(default)s)")
-    parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and values over the run's own")
+    """Add the arguments of this command."""
+    parser.add_argument("source", metavar="RUN", help="checkpoint, or run folder (its model_best.pth)")
+    parser.add_argument("--data", metavar="NAME", help="test dataset (default: DATASETS.TESTS of the run)")
+    parser.add_argument("--kind", nargs="+", choices=KINDS, default=KINDS, help="kinds of figures (default: all)")
+    parser.add_argument("--num", type=int, default=6, metavar="N", help="queries per figure (default: %(default)s)")
+    parser.add_argument(
+        "--length", type=int, default=10, metavar="K", help="gallery images per query (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random queries (default: %(default)s)")
+    parser.add_argument("--output", metavar="DIR", help="output folder (default: pictures/ in the run folder)")
+    parser.add_argument(
+        "--device", default="auto", help="device: auto, cpu, cuda, cuda:N or mps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "opts", nargs="*", metavar="KEY VALUE", help="config keys and values that override the config of the run"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw what was asked for, and print the files' names.
+    """Draw the figures and print the file names.
 
     Raises:
-        UserError: matplotlib is missing, the run, data or weights are wrong, or a file cannot be written.
+        UserError: if matplotlib is missing, the run, data or weights are invalid, or a file cannot be written.
     """
     from fastamp.evaluation import ReportOptions
     from fastamp.inference import Predictor
@@ -36,14 +47,14 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.report.figures import new_figure, panel_figure
 
     if args.num < 1 or args.length < 1:
-        raise ConfigError(f"--num {args.num} and --length {args.length}: both are 1 at least")
-    new_figure(1, 1)  # fails before the work, where matplotlib is missing
+        raise ConfigError(f"--num and --length must be at least 1; got --num {args.num} --length {args.length}")
+    new_figure(1, 1)  # fails early if matplotlib is missing
     checkpoint = checkpoint_of(Path(args.source))
     folder = Path(args.output) if args.output else checkpoint.parent / "pictures"
     kinds = set(args.kind)
     if "curves" in kinds:
         metrics = checkpoint.parent / "metrics.json"
-        # Without a wish for curves their absence is no fault: a checkpoint alone is enough for the others.
+        # Without an explicit --kind curves, a missing metrics.json is not an error.
         if metrics.exists() or kinds != set(KINDS):
             history = read_history(metrics)
             write(panel_figure(training_panels(history) + health_panels(history)), folder / "curves.png")
@@ -58,10 +69,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def checkpoint_of(source: Path) -> Path:
-    """Return the checkpoint that a path means: itself, or the best, else the final one in a folder.
+    """Return the path of a checkpoint: ``source`` itself, or model_best.pth or model_final.pth in a folder.
 
     Raises:
-        WeightsError: the folder has neither.
+        WeightsError: if the folder has neither.
     """
     if not source.is_dir():
         return source
@@ -70,6 +81,6 @@ def checkpoint_of(source: Path) -> Path:
             return source / name
     found = sorted(path.name for path in source.glob("*.pth"))
     raise WeightsError(
-        f"{source} has neither model_best.pth nor model_final.pth.\n  found: {', '.join(found) or 'no .pth file'}\n"
-        "  fix: name a checkpoint"
+        f"{source}: neither model_best.pth nor model_final.pth found.\n  found: {', '.join(found) or 'no .pth file'}\n"
+        "  fix: give the path of a checkpoint"
     )

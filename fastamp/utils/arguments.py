@@ -24,15 +24,26 @@ def default_argument_parser() -> argparse.ArgumentParser:
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of FastReID's command line."""
     parser.add_argument("--resume", action="store_true", help="continue from OUTPUT_DIR/last_checkpoint")
-    parser.add_argument("--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS on DATASETS.TESTS")
+    parser.add_argument(
+        "--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS on DATASETS.TESTS, without training"
+    )
     add_process_arguments(parser)
 
 
 def add_process_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add those of them that say with which config, and in which processes."""
+    """Add the arguments of the config and of distributed processes."""
     parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config file")
-    parser.add_argument("--num-gpus", type=int, default=1, help="GPUs per machine")
-    parser.add_argument("--num-machines", type=int, default=1)
-    parser.add_argument("--machine-rank", type=int, default=0, help="this machine's number, from 0")
-    parser.add_argument("--dist-url", default=None, help="where the processes meet, e.g. tcp://127.0.0.1:29500")
-    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and their values")
+    parser.add_argument(
+        "--num-gpus", type=int, default=1, help="number of processes (GPUs) per machine (default: %(default)s)"
+    )
+    parser.add_argument("--num-machines", type=int, default=1, help="number of machines (default: %(default)s)")
+    parser.add_argument(
+        "--machine-rank", type=int, default=0, help="rank of this machine, from 0 (default: %(default)s)"
+    )
+    parser.add_argument("--dist-url", default=None, help="address of the first machine, e.g. tcp://127.0.0.1:29500")
+    parser.add_argument(
+        "opts",
+        nargs=argparse.REMAINDER,
+        metavar="KEY VALUE",
+        help="config keys and values that override the config file",
+    )

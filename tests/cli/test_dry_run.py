@@ -1,4 +1,4 @@
-"""fastamp train --dry-run: what it says, that it leaves nothing, and that it fails as the run itself would."""
+"""Command `fastamp train --dry-run`: report, cleanup, and the errors of a training."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def dry_run(demo, tmp_path, monkeypatch, capfd):
-    """Try the tiny run and return exit code, stdout and stderr, after a look that nothing was left or changed."""
+    """Function that dry-runs the tiny run, checks that no file changed, and returns exit code, stdout and stderr."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
@@ -35,24 +35,24 @@ def dry_run(demo, tmp_path, monkeypatch, capfd):
 
 
 def content(folder):
-    """Return the bytes of each file of a folder; nothing where there is none."""
+    """Return the bytes of each file of a folder; None if it does not exist."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} if folder.is_dir() else None
 
 
 def rows(out):
-    """Return the rows of the report, the last table that was printed."""
+    """Parse the rows of the report, the last table of the output."""
     lines = [line for line in out[out.index("| dry run") :].splitlines() if line.startswith("|")][2:]
     return dict([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
 
 
-def test_what_it_says(dry_run, tmp_path):
+def test_report_of_a_dry_run(dry_run, tmp_path):
     code, out, err = dry_run("SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True", "TEST.IMS_PER_BATCH", "4")
     assert code == 0, err
     report = rows(out)
     assert report["precision"].startswith("bf16 on cpu")
-    # two convolutions, their norms, the neck whose bias does not learn, and 16 classes of 16 values
+    # two convolutions, their norms, the neck with a frozen bias, and 16 classes x 16 features
     assert report["parameters"] == "3,856, of which 3,840 trainable"
-    # (5 x 5 x 3 + 3 x 3 x 16 / 4) x 16 channels x 16 x 8 places, by hand
+    # (5 x 5 x 3 + 3 x 3 x 16 / 4) x 16 channels x 16 x 8 positions
     assert report["multiply-adds"] == f"{(75 * 128 + 144 * 32) * 16 / 1e9:.3g} G per image, in evaluation"
     assert "pre-flight passed" in out and "images/s" in report["training"] and "warm-up" in report["training"]
     assert report["evaluation on Demo"].startswith("8 of 30 images, 2 of 8 queries; ")
@@ -62,7 +62,7 @@ def test_what_it_says(dry_run, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_everything_that_a_run_may_have(dry_run):
+def test_dry_run_of_all_options(dry_run):
     options = ("SOLVER.ACCUM_STEPS", "2", "SOLVER.SWA.ENABLED", "True", "TEST.PRECISE_BN.ENABLED", "True")
     options += ("TEST.PRECISE_BN.DATASET", "Demo", "TEST.FLIP", "True", "TEST.RERANK", "on", "TEST.ROC", "on")
     options += ("MODEL.FREEZE_LAYERS", "backbone", "SOLVER.FREEZE_ITERS", "5", "TEST.PER_QUERY", "True")
@@ -73,13 +73,13 @@ def test_everything_that_a_run_may_have(dry_run):
     assert "MODEL.FREEZE_LAYERS" in report["training"]
 
 
-def test_a_run_of_one_iteration(dry_run):
+def test_dry_run_of_one_iteration(dry_run):
     code, out, err = dry_run("SOLVER.MAX_EPOCH", "1", "SOLVER.IMS_PER_BATCH", "64", "SOLVER.STEPS", "()")
     assert code == 0, err
     assert "warm-up" not in rows(out)["training"] and ": 1 iterations" in rows(out)["total"]
 
 
-def test_an_earlier_run_stays_as_it_is_and_can_be_resumed(dry_run, run_folder, tmp_path):
+def test_dry_run_resumes_an_existing_run_without_changing_it(dry_run, run_folder, tmp_path):
     shutil.copytree(run_folder, tmp_path / "run")
     options = ("SOLVER.AMP", "bf16")
     assert ": 24 iterations " in rows(dry_run(*options)[1])["total"]
@@ -91,7 +91,7 @@ def test_an_earlier_run_stays_as_it_is_and_can_be_resumed(dry_run, run_folder, t
 
 
 @pytest.mark.parametrize("folder, name", [("bounding_box_train", "Demo"), ("query", "Demo"), ("", "Market1501")])
-def test_wrong_data_is_said_as_by_the_run(dry_run, demo_root, tmp_path, monkeypatch, capfd, folder, name):
+def test_invalid_data_gives_the_error_of_the_training(dry_run, demo_root, tmp_path, monkeypatch, capfd, folder, name):
     root = tmp_path / "datasets"
     shutil.copytree(demo_root, root)
     for path in root.glob(f"*/{folder}/*.jpg"):
@@ -112,34 +112,34 @@ def test_wrong_data_is_said_as_by_the_run(dry_run, demo_root, tmp_path, monkeypa
         (("SOLVER.OPT", "Adamm"), "SOLVER.OPT"),
     ],
 )
-def test_wrong_values(dry_run, options, message):
+def test_invalid_values_exit_with_2(dry_run, options, message):
     code, _, err = dry_run(*options)
     assert code == 2 and message in err and "Traceback" not in err
 
 
-def test_a_model_that_is_broken(dry_run, tmp_path):
+def test_nonfinite_weights_fail_the_preflight(dry_run, tmp_path):
     torch.save({"model": {"backbone.0.weight": torch.full((16, 3, 5, 5), float("nan"))}}, tmp_path / "nan.pth")
     options = ("MODEL.WEIGHTS", tmp_path / "nan.pth", "MODEL.WEIGHTS_MIN_MATCH", "0")
     code, _, err = dry_run(*options)
     assert code == 2 and "pre-flight" in err
-    assert "amp_replay" not in err  # there is no file of it to replay
+    assert "amp_replay" not in err  # there is no crash dump to replay
 
 
-def test_it_is_of_a_training(dry_run):
+def test_dry_run_excludes_eval_only(dry_run):
     code, _, err = dry_run(flags=["--eval-only"])
     assert code == 2 and "--dry-run" in err and "--eval-only" in err
 
 
-def test_a_part_without_a_match(dry_run, demo_root, tmp_path):
-    """The first query has no match in the gallery, and no other one is in the part."""
+def test_subset_without_a_match(dry_run, demo_root, tmp_path):
+    """The only query of the subset has no match in the gallery."""
     (folder,) = demo_root.iterdir()
     lines = ["path,pid,camid,split"]
     lines += [
         f"{path},{path.name[:4]},{path.name[6]},train" for path in sorted(folder.glob("bounding_box_train/*.jpg"))
     ]
     images = sorted(folder.glob("bounding_box_test/*.jpg"))[:4]
-    places = [(9001, 1, "query"), (9002, 1, "query"), (9002, 2, "gallery"), (9003, 2, "gallery")]
-    lines += [f"{image},{pid},{cam},{split}" for image, (pid, cam, split) in zip(images, places, strict=True)]
+    items = [(9001, 1, "query"), (9002, 1, "query"), (9002, 2, "gallery"), (9003, 2, "gallery")]
+    lines += [f"{image},{pid},{cam},{split}" for image, (pid, cam, split) in zip(images, items, strict=True)]
     (tmp_path / "own.csv").write_text("\n".join(lines))
     name = f"csv:{tmp_path / 'own.csv'}"
     options = ("DATASETS.NAMES", name, "DATASETS.TESTS", name, "TEST.IMS_PER_BATCH", "1")
@@ -149,7 +149,7 @@ def test_a_part_without_a_match(dry_run, demo_root, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_a_signal_leaves_nothing(dry_run, monkeypatch, tmp_path, number):
+def test_signal_cleans_up(dry_run, monkeypatch, tmp_path, number):
     monkeypatch.setattr("fastamp.engine.dry_run._train", lambda trainer: os.kill(os.getpid(), number))
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as stopped:
@@ -159,8 +159,8 @@ def test_a_signal_leaves_nothing(dry_run, monkeypatch, tmp_path, number):
 
 
 @pytest.mark.slow
-def test_two_processes_as_a_module(demo_root, tmp_path):
-    """python -m fastamp starts processes that find its function; rank 0 alone reports; no folder is left behind."""
+def test_dry_run_of_two_processes(demo_root, tmp_path):
+    """`python -m fastamp` launches two processes; only rank 0 reports; no folder is left behind."""
     (tmp_path / "scratch").mkdir()
     options = tiny.tiny_options(tmp_path / "run", "SOLVER.AMP", "bf16", "TEST.IMS_PER_BATCH", "8")
     command = [sys.executable, "-m", "fastamp", "train", "--dry-run", "--num-gpus", "2"]

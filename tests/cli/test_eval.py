@@ -1,4 +1,4 @@
-"""fastamp eval: the config in a checkpoint, and the metrics as JSON."""
+"""Command `fastamp eval`: the config in a checkpoint, and the metrics as JSON."""
 
 import hashlib
 import json
@@ -16,11 +16,11 @@ from fastamp.utils.errors import ConfigError
 
 @pytest.fixture
 def weights(run_folder):
-    """A checkpoint of a run in bfloat16 whose model is not the default one."""
+    """Checkpoint of a bfloat16 run with a model other than the default."""
     return run_folder / "model_best.pth"
 
 
-def test_the_checkpoints_own_config_is_used(demo, weights, tmp_path, capsys):
+def test_config_of_the_checkpoint_is_used(demo, weights, tmp_path, capsys):
     words = ["MODEL.WEIGHTS", str(weights), "OUTPUT_DIR", str(tmp_path), "MODEL.DEVICE", "cpu"]
     before = {path.name: path.read_bytes() for path in weights.parent.iterdir() if path.is_file()}
     assert main(["eval", *words]) == 0
@@ -31,11 +31,11 @@ def test_the_checkpoints_own_config_is_used(demo, weights, tmp_path, capsys):
     assert content["weights"] == str(weights) and "bfloat16" in content["protocol"]
     cfg, source = evaluation_config("", words)
     assert content["config_sha256"] == hashlib.sha256(cfg.dump().encode()).hexdigest()
-    assert source == f"that in {weights}" and source in capsys.readouterr().out
+    assert source == f"from {weights}" and source in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in weights.parent.iterdir() if path.is_file()} == before
 
 
-def test_what_belongs_to_the_machine_is_not_taken_over(weights, tmp_path):
+def test_machine_keys_of_the_checkpoint_are_ignored(weights, tmp_path):
     content = torch.load(weights, weights_only=True)
     cfg = CfgNode.load_cfg(content["config"])
     cfg.OUTPUT_DIR, cfg.MODEL.DEVICE = "/elsewhere", "cuda:3"
@@ -47,7 +47,7 @@ def test_what_belongs_to_the_machine_is_not_taken_over(weights, tmp_path):
     assert list(found.INPUT.SIZE_TEST) == list(cfg.INPUT.SIZE_TEST) != list(get_cfg().INPUT.SIZE_TEST)
 
 
-def test_a_config_file_wins_and_weights_alone_take_the_defaults(weights, tmp_path):
+def test_config_file_overrides_and_bare_weights_use_the_defaults(weights, tmp_path):
     (tmp_path / "recipe.yml").write_text("SEED: 5\n")
     words = ["MODEL.WEIGHTS", str(weights)]
     cfg, source = evaluation_config(str(tmp_path / "recipe.yml"), words)
@@ -57,21 +57,21 @@ def test_a_config_file_wins_and_weights_alone_take_the_defaults(weights, tmp_pat
     torch.save(torch.load(weights, weights_only=True)["model"], bare)
     cfg, source = evaluation_config("", ["MODEL.WEIGHTS", str(bare), "MODEL.BACKBONE.DEPTH", "18x", "SEED", "6"])
     assert cfg.SEED == 6 and cfg.INPUT.SIZE_TEST == get_cfg().INPUT.SIZE_TEST
-    assert source == f"the defaults and the command line, since {bare} holds no config"
+    assert str(bare) in source
     with pytest.raises(ConfigError, match="bare.*\n.*--config-file"):
         evaluation_config("", ["MODEL.WEIGHTS", str(bare), "MODEL.DEVICE", "cpu", "SEED", "6"])
     with pytest.raises(ConfigError, match="SEDE"):
         evaluation_config("", [*words, "SEDE", "1"])
 
 
-def test_without_weights_or_with_a_missing_file(capsys):
+def test_missing_weights_exit_with_2(capsys):
     assert main(["eval", "SEED", "1"]) == 2
     assert "MODEL.WEIGHTS" in capsys.readouterr().err
     assert main(["eval", "MODEL.WEIGHTS", "/nowhere.pth"]) == 2
     assert "/nowhere.pth" in capsys.readouterr().err
 
 
-def test_eval_only_writes_the_metrics_of_each_set(demo, weights, tmp_path):
+def test_eval_only_writes_metrics_of_each_dataset(demo, weights, tmp_path):
     options = tiny.tiny_options(tmp_path, "MODEL.WEIGHTS", str(weights))
     assert train_net.cli(["--eval-only", *options]) == 0
     content = json.loads((tmp_path / "metrics_eval.json").read_text())

@@ -1,4 +1,4 @@
-"""Pictures of a finished run."""
+"""Command `fastamp visualize`."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ def draw(*words):
     return visualize.run(parser.parse_intermixed_args([str(word) for word in words]))
 
 
-def test_everything_of_a_run(demo, run_folder, tmp_path):
+def test_all_figures_of_a_run(demo, run_folder, tmp_path):
     options = ("--device", "cpu", "--num", 1, "--length", 2, "TEST.PROTOCOL")
     assert draw(run_folder, "--output", tmp_path, *options, "no_camera") == 0
     names = {f"rank_list_{kind}.png" for kind in ("best", "worst", "random")}
@@ -28,20 +28,20 @@ def test_everything_of_a_run(demo, run_folder, tmp_path):
     assert (tmp_path / "curves.png").exists()
 
 
-def test_one_kind_of_a_checkpoint(demo, checkpoint, tmp_path, capsys):
+def test_one_kind_of_figure_of_a_checkpoint(demo, checkpoint, tmp_path, capsys):
     assert draw(checkpoint, "--kind", "cmc", "--output", tmp_path, "--device", "cpu") == 0
     assert [path.name for path in tmp_path.rglob("*.png")] == ["cmc.png"]
     assert f"wrote {tmp_path}/Demo/cmc.png" in capsys.readouterr().out
 
 
-def test_without_matplotlib(checkpoint, monkeypatch):
+def test_missing_matplotlib_names_the_extra(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r'pip install "fastamp\[vis\]"'):
         draw(checkpoint)
 
 
-def test_what_is_not_there(tmp_path, checkpoint):
-    with pytest.raises(WeightsError, match="neither model_best.pth nor model_final.pth"):
+def test_missing_files_and_invalid_numbers(tmp_path, checkpoint):
+    with pytest.raises(WeightsError, match="model_best.pth"):
         draw(tmp_path)
     with pytest.raises(DataError, match=r"metrics.json"):
         draw(tmp_path / "x.pth", "--kind", "curves")
@@ -49,7 +49,7 @@ def test_what_is_not_there(tmp_path, checkpoint):
         draw(checkpoint, "--num", 0)
 
 
-def test_an_unwritable_folder(run_folder, tmp_path):
+def test_unwritable_folder(run_folder, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"file/curves.png cannot be written"):
+    with pytest.raises(ConfigError, match=r"file/curves.png"):
         draw(run_folder, "--kind", "curves", "--output", tmp_path / "file")
