@@ -23,16 +23,16 @@ EXPECTED = {
         ["TypeError", "'device_type'", "output torch.float32", "a loss of 1 is scaled to 1.0", "evaluated in float16"],
         [
             "bf16 on cpu",
-            "the first of the ranking for 0 of 500",
+            "the first-ranked image for 0 of 500",
             "the precision policy is for cuda, but parameters are on cpu",
             "ran no operation in bfloat16",
             "these weights were trained in bfloat16",
         ],
     ),
     "one_channel": (
-        ["a healthy one-channel model: AMP checks failed"],
+        ["a valid one-channel model: AMP checks failed"],
         [
-            "a healthy one-channel model: pre-flight passed in bfloat16",
+            "a valid one-channel model: pre-flight passed in bfloat16",
             "squash (Root)",
             "SOLVER.BASE_LR",
             "expected 3 channels, got 1",

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""autocast without a device type, or with a wrong one; evaluation in another precision than training (RF-DETR)."""
+"""autocast with a missing or wrong device type; evaluation in another precision than training (RF-DETR)."""
 
 import io
 import logging
@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # every machine is one without CUDA here
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # same result on machines with CUDA
 
 import torch
 from torch import nn
@@ -29,18 +29,18 @@ def features_under(context):
 
 
 def compare(name, features, reference):
-    """Print for how many of 500 queries another image of the gallery comes first, and return that."""
+    """Count and print for how many of 500 queries the first-ranked gallery image changes."""
     first, expected = ((f[:500] @ f[500:].T).argmax(dim=1) for f in (features, reference))
     changed = int((first != expected).sum())
-    far = (features - reference).abs().max()
-    print(f"{name}: features differ by up to {far:.1e}, the first of the ranking for {changed} of 500 queries")
+    largest = (features - reference).abs().max()
+    print(f"{name}: features differ by up to {largest:.1e}, the first-ranked image for {changed} of 500 queries")
     return changed
 
 
 torch.manual_seed(0)
-warnings.simplefilter("ignore")  # PyTorch warns of missing CUDA; of CPU tensors where there is CUDA it says nothing
+warnings.simplefilter("ignore")  # PyTorch warns if CUDA is missing, but not about CPU tensors
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128))
-images, targets = 1 + 0.05 * torch.randn(2000, 64), torch.arange(2000) % 128  # much alike, as people are
+images, targets = 1 + 0.05 * torch.randn(2000, 64), torch.arange(2000) % 128  # similar features, as in ReID
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(5):
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -55,17 +55,17 @@ try:
     check(False, "a TypeError")
 except TypeError as error:
     print(f"autocast(enabled=True): TypeError: {error}")
-    check("device_type" in str(error), "the TypeError of a device type that is missing")
+    check("device_type" in str(error), "the TypeError of a missing device type")
 with torch.autocast("cuda", dtype=torch.bfloat16):
     output = model(images)
 scaled = torch.amp.GradScaler("cuda").scale(torch.ones(()))
 print(f'autocast("cuda", dtype=bfloat16), model on the CPU: no error, output {output.dtype}')
 print(f'GradScaler("cuda"): no error, a loss of 1 is scaled to {scaled}')
-check(output.dtype == torch.float32 and scaled == 1, "AMP that is off without an error")
+check(output.dtype == torch.float32 and scaled == 1, "AMP that is disabled without an error")
 trained = features_under(torch.autocast("cpu", dtype=torch.bfloat16))
 for dtype in (torch.float32, torch.float16):
     features = features_under(torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32))
-    check(compare(f"trained in bfloat16, evaluated in {str(dtype)[6:]}", features, trained) > 0, "another ranking")
+    check(compare(f"trained in bfloat16, evaluated in {str(dtype)[6:]}", features, trained) > 0, "a different ranking")
 
 print("\n== fastamp ==")
 cfg = get_cfg()
@@ -74,20 +74,20 @@ policy = PrecisionPolicy.from_config(cfg, resolve_device("cpu"))
 print(policy.describe())
 policy.check_model(model)
 evaluation = policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
-changed = compare("trained and evaluated under it", features_under(evaluation.checked_autocast()), trained)
+changed = compare("trained and evaluated with this policy", features_under(evaluation.checked_autocast()), trained)
 check(changed == 0, "an evaluation in the precision of training")
-wrong = PrecisionPolicy("cuda", torch.bfloat16, "written by hand")
+wrong = PrecisionPolicy("cuda", torch.bfloat16, "example")
 for use in (lambda: wrong.check_model(model), lambda: features_under(wrong.checked_autocast())):
     try:
         use()
-        check(False, "the error of a wrong device type")
+        check(False, "an error for the wrong device type")
     except TrainingError as error:
-        print(f"\na policy of another device type: {error}")
+        print(f"\na policy with another device type: {error}")
 log = io.StringIO()
 logging.getLogger("fastamp").addHandler(logging.StreamHandler(log))
 cfg.SOLVER.AMP = "fp16"
 other = PrecisionPolicy.from_config(cfg, resolve_device("cpu"))
 other.compare(policy.state_dict(), "these weights were trained")
-print(f"\nthat checkpoint under another policy: {log.getvalue().strip()}")
-print(f"{other.describe()}; loss scale {LossScaler.from_config(cfg, other).scale:g}, whatever the device")
-check("trained in bfloat16, but the precision is now float16" in log.getvalue(), "the stated difference")
+print(f"\nthe checkpoint under another policy: {log.getvalue().strip()}")
+print(f"{other.describe()}; loss scale {LossScaler.from_config(cfg, other).scale:g}, independent of the device")
+check("trained in bfloat16, but the precision is now float16" in log.getvalue(), "the logged difference")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Hours of training that learn nothing, without a message (FastReID on PyTorch >= 2, without AMP)."""
+"""Training without any parameter update and without a message (FastReID on PyTorch >= 2, without AMP)."""
 
 import itertools
 import sys
@@ -22,12 +22,12 @@ class Net(nn.Module):
 
 
 def flat_buffer(model):
-    """Return one parameter of which the model's are views, gradients too: one kernel a step instead of many."""
-    own = list(model.parameters())
-    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in own]))
+    """Flatten the parameters and gradients of a model into one parameter: one kernel per step instead of many."""
+    parameters = list(model.parameters())
+    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in parameters]))
     flat.grad = torch.zeros_like(flat)
-    sizes = [p.numel() for p in own]
-    for p, values, gradients in zip(own, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
+    sizes = [p.numel() for p in parameters]
+    for p, values, gradients in zip(parameters, flat.data.split(sizes), flat.grad.split(sizes), strict=True):
         p.data, p.grad = values.view_as(p), gradients.view_as(p)
     return flat
 
@@ -38,17 +38,17 @@ def check(shown, what):
 
 
 def train(model, optimizer):
-    """Do 300 steps as every tutorial has them; return how many values the loss had."""
+    """Train for 300 steps with a standard loop; return the number of distinct loss values."""
     losses, norms = [], []
     for _ in range(300):
         loss = model(batch)["loss_cls"]
-        optimizer.zero_grad()  # since PyTorch 2 it drops gradients instead of writing zeros, and the buffer is cut off
+        optimizer.zero_grad()  # since PyTorch 2, sets gradients to None, which detaches the flat buffer
         loss.backward()
         norms.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm().item())
         optimizer.step()
         losses.append(loss.item())
     print(f"  loss {losses[0]:.6f} -> {losses[-1]:.6f}, {len(set(losses))} value(s) in 300 steps")
-    print(f"  gradient norm {norms[0]:.3f} at first, {norms[-1]:.3f} at last; no message")
+    print(f"  gradient norm {norms[0]:.3f} -> {norms[-1]:.3f}; no message")
     return len(set(losses))
 
 
@@ -64,29 +64,29 @@ print("== plain PyTorch ==")
 for name, build_optimizer in cases.items():
     model = Net()
     print(f"{name}:")
-    check(train(model, build_optimizer(model)) == 1, "a loss that never changes")
+    check(train(model, build_optimizer(model)) == 1, "a constant loss")
 
 print("\n== fastamp ==")
-policy = PrecisionPolicy("cpu", torch.float32, "AMP is off")
+policy = PrecisionPolicy("cpu", torch.float32, "AMP is disabled")
 for name, build_optimizer in cases.items():
-    model, said = Net(), ""
+    model, message = Net(), ""
     trainer = SimpleTrainer(model, itertools.repeat(batch), [build_optimizer(model)], policy=policy)
     try:
         trainer.train(0, max_epoch=1, iters_per_epoch=300)
     except TrainingError as error:
-        said = str(error)
-    print(f"{name}, at iteration {trainer.iter}:\n{said}\n")
-    check("fix:" in said and trainer.iter <= 3, "an error within the first iterations")
-    check("(676,)" in said or "no parameter changed" in said, "the cause")
+        message = str(error)
+    print(f"{name}, at iteration {trainer.iter}:\n{message}\n")
+    check("fix:" in message and trainer.iter <= 3, "an error within the first iterations")
+    check("(676,)" in message or "no parameter changed" in message, "the cause")
 
 model = Net()
 step = OptimizationStep(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
 losses = []
-for _ in range(300):  # a loop of your own has the same checks of the first steps, through the step alone
+for _ in range(300):  # OptimizationStep runs the same checks in a custom loop
     step.zero_grad()
     loss = step.scale(model(batch))
     loss.backward()
     losses.append(loss.item())
     step.finish()
 print(f"after the fix: loss {losses[0]:.4f} -> {losses[-1]:.4f} in 300 steps")
-check(losses[-1] < 0.5 * losses[0], "that the loss falls after the fix")
+check(losses[-1] < 0.5 * losses[0], "a falling loss after the fix")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Training is fine and the test is NaN, with a gradient norm of inf on the way (VMamba)."""
+"""NaN features in evaluation after a successful training, and infinite gradient norms (VMamba)."""
 
 import math
 import sys
@@ -15,7 +15,7 @@ class Scan(nn.Module):
     """y_t = sum over s <= t of exp(-(delta_(s+1) + ... + delta_t)) x_s, of x and delta (B, T, D)."""
 
     def forward(self, x, delta):
-        if torch.is_grad_enabled():  # the mistake: float32 for the gradients' sake, in training alone
+        if torch.is_grad_enabled():  # the bug: float32 only in training
             x, delta = x.float(), delta.float()
         decay = delta.cumsum(dim=1)
         return torch.exp(-decay) * (torch.exp(decay) * x).cumsum(dim=1)
@@ -47,7 +47,7 @@ def new_model():
 
 
 def report(model, losses, norms, context):
-    """Print what a training and its test gave, and return how many of the features are NaN."""
+    """Print the results of training and evaluation; return the number of NaN features."""
     model.eval()
     with torch.no_grad(), context:
         features = model(batch)
@@ -55,7 +55,7 @@ def report(model, losses, norms, context):
     print(f"training: loss {losses[0]:.4f} -> {losses[-1]:.4f}, {sum(map(math.isnan, losses))} of 30 are NaN")
     print(f"gradient norm: {', '.join(f'{norm:.3f}' for norm in norms[:3])}, ...; mean of the run {mean:.3f}")
     print(f"test: {bad} of {features.numel()} features are NaN")
-    check(losses[-1] < 0.5, "a training that is fine")
+    check(losses[-1] < 0.5, "a successful training")
     return bad
 
 
@@ -77,25 +77,28 @@ for _ in range(30):
     scaler.update()
     losses.append(loss.item())
 bad = report(model, losses, norms, torch.autocast("cpu", dtype=torch.float16))
-check(bad > 0 and math.inf in norms, "a gradient norm of inf and a test that is NaN, without a message")
+check(bad > 0 and math.inf in norms, "infinite gradient norms and NaN features in evaluation, without a message")
 
 print("\n== fastamp ==")
 policy = PrecisionPolicy("cpu", torch.float16, "asked for")
 (model, optimizer), losses, norms = new_model(), [], []
-found = preflight(model, batch, policy=policy, scaler=LossScaler())  # SOLVER.AMP.PREFLIGHT, on by default
+found = preflight(model, batch, policy=policy, scaler=LossScaler())  # SOLVER.AMP.PREFLIGHT, enabled by default
 print(f"before the first step: {found.problem}")
-check("in evaluation" in found.problem and found.location.module == "scan", "the module, before the first step")
+check(
+    "in evaluation" in found.problem and found.location.module == "scan",
+    "the module that overflows, before the first step",
+)
 
-apply_force_fp32(model, ["scan"])  # as SOLVER.AMP.FORCE_FP32; in code of your own, @force_fp32 on its forward
+apply_force_fp32(model, ["scan"])  # same as SOLVER.AMP.FORCE_FP32; in code, decorate forward with @force_fp32
 found = preflight(model, batch, policy=policy, scaler=LossScaler())
 print(f"\nwith that fix: {found.describe()}")
 step = OptimizationStep(model, [optimizer], scaler=LossScaler(init_scale=found.loss_scale))
 for _ in range(30):
     step.zero_grad()
     with policy.autocast():
-        terms = model(batch)
-    step.scale(terms).backward()
-    losses.append(sum(terms.values()).item())
+        loss_terms = model(batch)
+    step.scale(loss_terms).backward()
+    losses.append(sum(loss_terms.values()).item())
     norms.append(step.finish().grad_norm)
 bad = report(model, losses, norms, policy.autocast())
-check(bad == 0 and all(map(math.isfinite, norms)), "neither inf nor NaN with the fix")
+check(bad == 0 and all(map(math.isfinite, norms)), "finite values with the fix")

@@ -14,7 +14,7 @@ from fastamp.utils.errors import TrainingError
 
 
 class Net(nn.Module):
-    """A batch -> losses, in the form that fastamp's trainers take."""
+    """Model that maps a batch to a dict of losses."""
 
     def __init__(self):
         super().__init__()
@@ -26,10 +26,10 @@ class Net(nn.Module):
 
 class Losses(HookBase):
     def before_train(self):
-        self.seen = []
+        self.values = []
 
     def after_step(self):
-        self.seen.append(self.trainer.metrics.flush()["total_loss"])
+        self.values.append(self.trainer.metrics.flush()["total_loss"])
 
 
 def check(shown, what):
@@ -40,7 +40,7 @@ def check(shown, what):
 torch.manual_seed(0)
 batch = {"images": torch.randn(64, 16), "targets": torch.arange(64) % 8}
 model = Net()
-# So do flat buffers, a model that is rebuilt, and load_state_dict(assign=True): other tensors than those that train.
+# Flat buffers, a rebuilt model and load_state_dict(assign=True) also leave other tensors in the optimizer.
 stale = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.5)
 
 print("== plain PyTorch ==")
@@ -50,7 +50,7 @@ with torch.autocast("cpu", dtype=torch.float16):
 scaler.scale(loss).backward()
 try:
     scaler.step(stale)
-    check(False, "an assertion")
+    check(False, "an AssertionError")
 except AssertionError as error:
     print(f"loss {loss.item():.4f}, backward done, then AssertionError: {error}")
     check("No inf checks were recorded" in str(error), "PyTorch's assertion")
@@ -59,17 +59,17 @@ print("\n== fastamp ==")
 policy = PrecisionPolicy("cpu", torch.float16, "asked for")
 model.zero_grad()
 trainer = SimpleTrainer(model, itertools.repeat(batch), [stale], policy=policy, scaler=LossScaler())
-said = ""
+message = ""
 try:
     trainer.train(0, max_epoch=1, iters_per_epoch=30)
 except TrainingError as error:
-    said = str(error)
-print(f"SimpleTrainer.train, after {trainer.steps_taken} steps:\n{said}")
-check("0 in both" in said and "fix:" in said and trainer.steps_taken == 0, "the error before the first step")
+    message = str(error)
+print(f"SimpleTrainer.train, after {trainer.steps_taken} steps:\n{message}")
+check("0 in both" in message and "fix:" in message and trainer.steps_taken == 0, "an error before the first step")
 
-# A loop of your own that has only the step gets the cause with the assertion's own words, so that it can be searched.
+# In a custom loop, OptimizationStep also quotes the assertion, so that the message can be searched.
 step = OptimizationStep(model, [stale], scaler=LossScaler())
-said = ""
+message = ""
 try:
     step.zero_grad()
     with policy.autocast():
@@ -77,9 +77,9 @@ try:
     step.scale(losses).backward()
     step.finish()
 except TrainingError as error:
-    said = str(error)
-print(f"\nOptimizationStep.finish:\n{said}")
-check("No inf checks" in said and "0 of them in the optimizer" in said, "the step's own error")
+    message = str(error)
+print(f"\nOptimizationStep.finish:\n{message}")
+check("No inf checks" in message and "0 of them in the optimizer" in message, "the error of OptimizationStep")
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 model.zero_grad()
@@ -87,5 +87,5 @@ trainer = SimpleTrainer(model, itertools.repeat(batch), [optimizer], policy=poli
 losses = Losses()
 trainer.register_hooks([losses])
 trainer.train(0, max_epoch=1, iters_per_epoch=30)
-print(f"\nafter the fix: loss {losses.seen[0]:.4f} -> {losses.seen[-1]:.4f} in {trainer.steps_taken} steps")
-check(losses.seen[-1] < 0.9 * losses.seen[0], "that the loss falls after the fix")
+print(f"\nafter the fix: loss {losses.values[0]:.4f} -> {losses.values[-1]:.4f} in {trainer.steps_taken} steps")
+check(losses.values[-1] < 0.9 * losses.values[0], "a falling loss after the fix")
