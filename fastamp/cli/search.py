@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--effort",
         type=int,
         metavar="N",
-        help=f"number of lists to probe (ivf; default: {100 * PROBED:g} %% of the lists) or efSearch (hnsw; default: "
+        help=f"number of lists to search (ivf; default: {100 * PROBED:g} %% of the lists) or efSearch (hnsw; default: "
         f"{EF_SEARCH}); larger values increase recall and time",
     )
     add_camera_view_arguments(parser)
