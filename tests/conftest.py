@@ -1,15 +1,15 @@
-"""What tests share: the smallest demo set, and random generators that start alike."""
+"""Shared fixtures: the smallest demo dataset, a run on it, and seeded random generators."""
 
 import contextlib
 import fcntl
 import logging
 import os
 
-# Each of several test processes has a core; set before torch counts them.
+# One core per test process; set before torch counts the cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-# With AMX, some of oneDNN's bfloat16 convolutions are wrong on small maps (fastamp/amp/README.md): tests go without, so
-# that they say the same on every CPU. DNNL_MAX_CPU_ISA=ALL tests with it.
+# With AMX, some bfloat16 convolutions of oneDNN are incorrect on small maps (fastamp/amp/README.md). Tests disable it,
+# for equal results on every CPU; DNNL_MAX_CPU_ISA=ALL enables it.
 os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
@@ -19,7 +19,7 @@ import torch
 
 @pytest.fixture(scope="session")
 def demo_root(tmp_path_factory):
-    """A data root that holds the smallest demo set."""
+    """Data root with the smallest demo dataset."""
     root = tmp_path_factory.mktemp("datasets")
     tiny.make_demo(root)
     return root
@@ -27,7 +27,7 @@ def demo_root(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory):
-    """A context of a folder's name: the folder, which all test processes share, and whether it is yet to be filled."""
+    """Context manager of a folder shared by all test processes, and whether it must still be filled."""
     base = tmp_path_factory.getbasetemp()
     root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -46,14 +46,14 @@ def made_once(tmp_path_factory):
 
 @pytest.fixture
 def demo(demo_root, monkeypatch):
-    """Make that data root the one in use."""
+    """Use the demo data root."""
     monkeypatch.setenv("FASTAMP_DATASETS", str(demo_root))
     return demo_root
 
 
 @pytest.fixture(scope="session")
 def run_folder(demo_root, tmp_path_factory):
-    """The OUTPUT_DIR of a run of one epoch in bf16."""
+    """OUTPUT_DIR of a bfloat16 run of one epoch."""
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTAMP_DATASETS", str(demo_root))
@@ -63,18 +63,18 @@ def run_folder(demo_root, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def checkpoint(run_folder):
-    """The ``model_best.pth`` of that run."""
+    """``model_best.pth`` of ``run_folder``."""
     return run_folder / "model_best.pth"
 
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    """Each test starts from the same random state and leaves no log handlers behind."""
+    """Start each test with the same random state, and remove its log handlers."""
     torch.manual_seed(0)
     logger = logging.getLogger("fastamp")
     logger.setLevel(logging.INFO)
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("fastamp."):  # a tool silences some of them for the rest of its process
+        if name.startswith("fastamp."):  # some tools silence loggers of their process
             logging.getLogger(name).setLevel(logging.NOTSET)
     yield
     logger.propagate = True

@@ -1,4 +1,4 @@
-"""Every YAML in configs/ builds, and what the README names exists and parses."""
+"""Recipes in configs/, and the commands, keys and links of the README."""
 
 import ast
 import dataclasses
@@ -27,16 +27,16 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 @pytest.fixture
 def shallow_vit(monkeypatch):
-    """Let ViTs have two blocks."""
+    """Reduce ViTs to two blocks."""
     for name, depth in vit.DEPTHS.items():
         monkeypatch.setitem(vit.DEPTHS, name, dataclasses.replace(depth, blocks=2))
 
 
-# The smallest that MGN can cut in three; the reference tests compute at the recipes' own sizes.
+# The smallest size that MGN can split in three; reference tests use the sizes of the recipes.
 SIZE = (96, 48)
 
 
-# Recipes of which Market-1501's differs in the data sets alone.
+# Recipes that exist for several datasets and differ only in the dataset keys.
 COPIES = [path for path in CONFIGS if path.parent.name in ("DukeMTMC", "MSMT17") and "vit" not in path.name]
 
 
@@ -46,7 +46,7 @@ def load(path):
     return cfg
 
 
-def test_recipes_of_three_data_sets_differ_in_the_data_alone(subtests):
+def test_recipes_of_three_datasets_differ_only_in_dataset_keys(subtests):
     assert len(COPIES) == 26
     for path in COPIES:
         with subtests.test(str(path.relative_to(ROOT))):
@@ -58,7 +58,7 @@ def test_recipes_of_three_data_sets_differ_in_the_data_alone(subtests):
 @pytest.mark.parametrize(
     "path", sorted({*CONFIGS} - {*COPIES}), ids=lambda path: str(path.relative_to(ROOT / "configs"))
 )
-def test_every_config_trains_and_evaluates_a_step(path, shallow_vit):
+def test_recipe_trains_and_evaluates_one_step(path, shallow_vit):
     cfg = load(path)
     cfg.merge_from_list(["MODEL.DEVICE", "cpu", "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.HEADS.NUM_CLASSES", "2"])
     cfg.merge_from_list(["INPUT.SIZE_TRAIN", SIZE, "INPUT.SIZE_TEST", SIZE])
@@ -82,12 +82,12 @@ def test_every_config_trains_and_evaluates_a_step(path, shallow_vit):
 
 
 RECIPES = json.loads((ROOT / "tests/reference/fastreid_config_values.json").read_text())["resolved"]
-# FastReID's file names a path of one of its authors' machines.
+# FastReID's file has a path of an author's machine.
 PRIVATE = {"Market1501/bagtricks_vit.yml": {"MODEL.BACKBONE.PRETRAIN_PATH": ""}}
 
 
 def of_fastamp_alone(recipe):
-    """Return the keys that FastReID does not have, by which a recipe states the form of a formula."""
+    """Return the keys without counterpart in FastReID that select FastReID's variant of a formula."""
     if RECIPES[recipe].get("MODEL.LOSSES.TRI.HARD_MINING", False):
         return {}
     return {"MODEL.LOSSES.TRI.WEIGHTING": "fastreid"}
@@ -97,7 +97,7 @@ def values(cfg):
     return {key.path: list(value) if isinstance(value, tuple) else value for key, value in cfg.keys_below()}
 
 
-def test_recipes_mean_what_fastreids_mean(subtests):
+def test_recipes_equal_those_of_fastreid(subtests):
     for recipe in RECIPES:
         with subtests.test(recipe):
             expected = values(get_cfg()) | RECIPES[recipe] | PRIVATE.get(recipe, {})
@@ -105,7 +105,7 @@ def test_recipes_mean_what_fastreids_mean(subtests):
 
 
 def in_fastreids_spelling(settings):
-    """Return YAML as FastReID's files have it: quoted names, lists of names as the text of a tuple, plain numbers."""
+    """Return YAML in the style of FastReID's files: quoted names, lists of names as text of a tuple, plain numbers."""
     lines, section = [], ()
     for path in sorted(settings):
         *sections, name = path.split(".")
@@ -121,7 +121,7 @@ def in_fastreids_spelling(settings):
     return "\n".join(lines)
 
 
-def test_fastreids_way_of_writing_yaml_means_the_same(tmp_path, subtests):
+def test_yaml_style_of_fastreid_gives_the_same_config(tmp_path, subtests):
     for recipe in RECIPES:
         with subtests.test(recipe):
             (tmp_path / "recipe.yml").write_text(in_fastreids_spelling(RECIPES[recipe]))
@@ -131,7 +131,7 @@ def test_fastreids_way_of_writing_yaml_means_the_same(tmp_path, subtests):
 @pytest.mark.parametrize(
     "recipe", [f"Market1501/{name}.yml" for name in ("bagtricks_R50", "sbs_R101-ibn", "transreid_vit_base")]
 )
-def test_recipes_run_end_to_end_at_a_small_size(demo, tmp_path, recipe, monkeypatch, shallow_vit):
+def test_recipe_runs_end_to_end_at_a_small_size(demo, tmp_path, recipe, monkeypatch, shallow_vit):
     monkeypatch.setattr(DefaultTrainer, "build_train_loader", with_fewer_batches(DefaultTrainer.build_train_loader))
     code = train_net.cli([
         "--config-file", str(ROOT / "configs" / recipe), "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.PRETRAIN", "False",
@@ -150,8 +150,8 @@ def test_recipes_run_end_to_end_at_a_small_size(demo, tmp_path, recipe, monkeypa
     assert all(torch.isfinite(tensor).all() for tensor in state.values())
 
 
-def test_a_recipe_of_an_old_release_trains_and_logs_its_translation(demo, tmp_path, monkeypatch):
-    """Under its release's schedule: the rate changes each iteration from the start of the warm-up on."""
+def test_recipe_of_an_old_release_trains_and_logs_its_translation(demo, tmp_path, monkeypatch):
+    """The schedule of the release changes the learning rate at each iteration, including the warm-up."""
     monkeypatch.setattr(DefaultTrainer, "build_train_loader", with_fewer_batches(DefaultTrainer.build_train_loader))
     old = old_configs.write(tmp_path) / "v0.1.1/configs/Market1501/sbs_R50-ibn.yml"
     code = train_net.cli([
@@ -175,7 +175,7 @@ def test_a_recipe_of_an_old_release_trains_and_logs_its_translation(demo, tmp_pa
 
 
 def with_fewer_batches(build):
-    """Return ``build`` with loaders whose epoch is four batches."""
+    """Wrap ``build`` so that an epoch of its loaders has four batches."""
 
     def build_short(cls, cfg):
         loader = build(cfg)
@@ -185,7 +185,7 @@ def with_fewer_batches(build):
     return classmethod(build_short)
 
 
-def test_there_are_configs():
+def test_recipes_exist():
     assert {"Base-bagtricks.yml", "bagtricks_R50.yml", "quickstart.yml"} <= {path.name for path in CONFIGS}
 
 
@@ -195,7 +195,7 @@ def readme_commands():
             yield from (part.strip() for part in line.split("&&"))
 
 
-def test_train_commands_in_the_readme_parse():
+def test_train_commands_of_the_readme_parse():
     commands = [shlex.split(c)[2:] for c in readme_commands() if c.startswith("python tools/train_net.py")]
     assert len(commands) >= 4
     for arguments in commands:
@@ -205,14 +205,14 @@ def test_train_commands_in_the_readme_parse():
         cfg.merge_from_list(args.opts)
 
 
-def test_python_and_links_in_the_readme_are_real():
+def test_python_and_links_of_the_readme_are_valid():
     for block in re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
         ast.parse(block)
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
 
 
-def test_keys_in_the_readme_exist():
+def test_keys_of_the_readme_exist():
     cfg = get_cfg()
     known = {key.path for key, _ in cfg.keys_below()}
     sections = {".".join(path.split(".")[:depth]) for path in known for depth in range(1, 4)}

@@ -1,4 +1,4 @@
-"""A newcomer's loss, transform, backbone and data set: each is one Python file and one YAML, and nothing is edited."""
+"""Custom loss, transform, backbone and dataset: one Python file and one YAML file each."""
 
 import json
 
@@ -16,7 +16,7 @@ from fastamp.data.transforms import TRANSFORM_REGISTRY, build_transforms
 from fastamp.modeling import BACKBONE_REGISTRY, HEADS_REGISTRY, LOSS_REGISTRY
 
 LOSS = '''
-"""Keep the length of features near one."""
+"""Loss that keeps the norm of features near one."""
 
 import torch
 from torch import nn
@@ -79,7 +79,7 @@ class Darken(BatchTransform):
 '''
 
 BACKBONE = '''
-"""Patches and a few 1x1 convolutions."""
+"""Backbone of patches and 1x1 convolutions."""
 
 from torch import nn
 
@@ -107,7 +107,7 @@ class PatchNet(nn.Module):
         return self.mix(x)
 
     def convert_state_dict(self, state, notes):
-        """Translate the names of the program that the published weights are from."""
+        """Translate the parameter names of the original implementation."""
         return {key.replace("embed.", "patches."): value for key, value in state.items()}
 
 
@@ -119,7 +119,7 @@ def build_patchnet_backbone(cfg):
 '''
 
 DATASET = '''
-"""Cows, two cameras."""
+"""Dataset of cows with two cameras."""
 
 from fastamp.data.datasets import DATASET_REGISTRY, FilenameDataset
 
@@ -138,14 +138,14 @@ class Cows(FilenameDataset):
 
 @pytest.fixture(autouse=True)
 def own_registries(monkeypatch):
-    """Forget afterwards what a test registers."""
+    """Restore the registries after each test."""
     for registry in (BACKBONE_REGISTRY, DATASET_REGISTRY, HEADS_REGISTRY, LOSS_REGISTRY, TRANSFORM_REGISTRY):
         monkeypatch.setattr(registry, "_components", dict(registry._components))
 
 
 @pytest.fixture
 def project(demo, tmp_path):
-    """Write the two files, and return their paths; the YAML stands on one that trains two iterations."""
+    """Function that writes the two files and returns their paths; the recipe trains two iterations."""
 
     def write(code, text):
         (tmp_path / "component.py").write_text(code)
@@ -160,13 +160,13 @@ def project(demo, tmp_path):
 
 
 def train(component, recipe, *opts):
-    """Train and return the rows of metrics.json of the iterations."""
+    """Train and return the training rows of metrics.json."""
     assert main(["train", "--plugin", str(component), "--config-file", str(recipe), *opts]) == 0
     rows = map(json.loads, (component.parent / "run/metrics.json").read_text().splitlines())
     return [row for row in rows if "total_loss" in row]
 
 
-def test_a_loss(project, capsys):
+def test_custom_loss(project, capsys):
     component, recipe = project(LOSS, "MODEL: {LOSSES: {NAME: [CrossEntropyLoss, LengthLoss], LENGTH: {SCALE: 0.5}}}")
     rows = train(component, recipe)
     assert len(rows) == 2 and all(row["loss_length"] > 0 for row in rows)
@@ -177,7 +177,7 @@ def test_a_loss(project, capsys):
     assert "Length loss: weight in the sum." in capsys.readouterr().out
 
 
-def test_a_transform(project):
+def test_custom_transform(project):
     component, recipe = project(TRANSFORM, "INPUT: {DARKEN: {ENABLED: True, PROB: 1.0}, REA: False}")
     assert len(train(component, recipe)) == 2
     bright, dark = (
@@ -185,7 +185,7 @@ def test_a_transform(project):
         for opts in (("INPUT.DARKEN", "False"), ())
     )
     images = torch.randint(256, (6, 3, 64, 32), dtype=torch.uint8)
-    # The draws of the other transforms are those of a config without this one.
+    # The random draws of other transforms do not change.
     expected = bright.apply(images, bright.draw([0] * 6, range(6), (64, 32))) // 2
     assert torch.equal(dark.apply(images, dark.draw([0] * 6, range(6), (64, 32))), expected)
     cfg = read_config(str(recipe), ("INPUT.REA", "True"), plugin=str(component))
@@ -193,12 +193,12 @@ def test_a_transform(project):
     assert names == ["PadAndRandomCrop", "RandomHorizontalFlip", "Darken", "RandomErasing"]
 
 
-def test_a_backbone(project, tmp_path, capsys):
+def test_custom_backbone(project, tmp_path, capsys):
     text = "MODEL: {BACKBONE: {NAME: build_patchnet_backbone, DEPTH: wide, FEAT_DIM: 32, WITH_GATE: True}}"
     component, recipe = project(BACKBONE, text)
     assert len(train(component, recipe)) == 2
     state = tiny.weights(tmp_path / "run/model_final.pth")
-    # Its weights are recognized: a checkpoint's, and those of the program that has other names for them.
+    # Its weights are recognized, under its own names and under those of the original implementation.
     foreign = {name.replace("backbone.patches.", "backbone.embed."): value for name, value in state.items()}
     for number, content in enumerate((state, foreign)):
         source, target = tmp_path / f"in{number}.pth", tmp_path / f"out{number}.pth"
@@ -214,7 +214,7 @@ def test_a_backbone(project, tmp_path, capsys):
     assert "--prefix teacher.   (patchnet)" in capsys.readouterr().err
 
 
-def test_a_data_set(project, demo, tmp_path, monkeypatch):
+def test_custom_dataset(project, demo, tmp_path, monkeypatch):
     generator = np.random.default_rng(0)
     places = [
         ("train", str(pid), camera, number) for pid in range(12) for camera in ("barn", "field") for number in range(4)

@@ -1,6 +1,6 @@
-"""Every formula of the core against a naive float64 computation from its definition, extremes included.
+"""Formulas of the core compared with naive float64 implementations of their definitions, including extreme inputs.
 
-The cases: features at the scales 1e-3, 1 and 1e3, with ties, all equal, of one identity, of one image.
+Cases: features at scales 1e-3, 1 and 1e3, with ties, all equal, of one identity, of one image.
 """
 
 import math
@@ -75,7 +75,7 @@ def unit(x):
 
 
 def check(function, features, *args, expected, rel=1e-5, absolute=1e-5, **options):
-    """Compare a loss with its value, and look that its gradient is finite."""
+    """Compare a loss with the expected value, and check that its gradient is finite."""
     x = torch.tensor(features, requires_grad=True)
     loss = function(x, *(torch.tensor(a) if isinstance(a, np.ndarray) else a for a in args), **options)
     loss.backward()
@@ -172,7 +172,7 @@ def test_margin_softmaxes(name, kind):
     logits, plain = layer(x, torch.tensor(weight), torch.tensor(targets))
     logits.sum().backward()
     assert torch.isfinite(x.grad).all()
-    # Cosines end at 1 - 1e-6, so that the angle's gradient is finite: an angle of 0.0014, times sin(m) in ArcFace.
+    # Cosines are clamped to 1 - 1e-6 (an angle of 0.0014, times sin(m) in ArcFace) to keep gradients finite.
     limit = scale * 1.5e-3 if name == "ArcSoftmax" else scale * 1e-5
     np.testing.assert_allclose(logits.detach().numpy(), expected, rtol=1e-5, atol=limit)
     assert plain.dtype == torch.float32
@@ -203,7 +203,7 @@ def test_triplet_loss(case, mining, margin, normalize):
             ap = p.max() if mining == "hard" else softmax(p) @ p
             an = math.inf if not len(n) else n.min() if mining == "hard" else softmax(-n) @ n
         losses.append(max(0.0, ap - an + margin) if margin else softplus(ap - an))
-    # An anchor's distance to itself is 1e-6 at least.
+    # The distance of an anchor to itself is at least 1e-6.
     check(
         triplet_loss, features, ids, expected=np.mean(losses), absolute=2e-3 if features.max() > 100 else 1e-4,
         margin=margin, normalize=normalize, hard_mining=mining == "hard",
@@ -312,7 +312,7 @@ def test_generalized_mean(name, kind, p, scale):
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-def test_other_poolings(scale):
+def test_average_and_maximum_pooling(scale):
     maps = (RNG.normal(size=(2, 3, 4, 2)) * scale).astype(np.float32)
     mean, largest = maps.astype(np.float64).mean((2, 3)), maps.max((2, 3))
     expected = {
@@ -325,11 +325,11 @@ def test_other_poolings(scale):
 
 
 def test_pairwise_distances(case):
-    """The floor of 1e-6 for the Euclidean distance keeps its gradient finite; cosine ends at float32's resolution."""
+    """The minimum Euclidean distance of 1e-6 keeps gradients finite; cosine is limited by float32 resolution."""
     features, _ = case
     x = torch.tensor(features)
     expected = distances_of(features, normalize=False)
-    # What a product cannot resolve is relative to the spread of the features, not to their distance from 0.
+    # The rounding error is relative to the spread of the features, not to their norm.
     spread = np.abs(features.astype(np.float64) - features.mean(0, dtype=np.float64)).max()
     np.testing.assert_allclose(pairwise_distance(x, x).numpy(), expected, rtol=1e-3, atol=2e-3 * spread + 2e-6)
     np.testing.assert_allclose(
@@ -340,7 +340,7 @@ def test_pairwise_distances(case):
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
-def test_distances_of_the_evaluation(case, metric):
+def test_distances_of_evaluation(case, metric):
     features, _ = case
     distances = FeatureDistances(torch.tensor(features), torch.tensor(features), metric=metric)
     out = torch.empty(distances.shape)
@@ -355,7 +355,7 @@ def test_distances_of_the_evaluation(case, metric):
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("kind", ["ema", "swa"])
-def test_averages_of_weights(kind, scale):
+def test_weight_averages(kind, scale):
     """EMA: a <- d a + (1 - d) w. SWA: the mean (Izmailov et al. 2018, arXiv:1803.05407, algorithm 1)."""
     model = torch.nn.Linear(3, 2)
     steps = [scale * np.random.default_rng(k).normal(size=(2, 3)) for k in range(50)]
@@ -374,7 +374,7 @@ def test_averages_of_weights(kind, scale):
 
 
 def ranked_set(kind, scale):
-    """Return features, with ties among them where ``kind`` says so, and their identities and cameras."""
+    """Return features (with ties if ``kind`` is "ties"), identities and cameras."""
     queries, gallery, ids = random_set(0, queries=10, gallery=40)
     if kind == "ties":  # on a coarse grid, with copies
         queries, gallery = queries.round(), gallery.round()
@@ -394,7 +394,7 @@ def exact_distances(queries, gallery, metric):
 def test_mean_average_precision_minp_cmc_and_accept_rates(kind, scale):
     """Zheng et al. 2015 (mAP, CMC), Ye et al. 2020, arXiv:2001.04193, eq. 9 (mINP); TAR at FAR by counting pairs."""
     queries, gallery, ids = ranked_set(kind, scale)
-    # Whole numbers times a power of two: float32's squared distances are exact where there are ties.
+    # Integers times a power of two: squared float32 distances of ties are exact.
     options = {"resamples": 0, "false_accept_rates": (0.1, 0.5), "metric": "euclidean"}
     metrics = compute_metrics(queries, gallery, ids, Protocol(**options)).metrics()
     distances = exact_distances(queries, gallery, "euclidean")
@@ -423,15 +423,17 @@ def test_query_expansion(scale, alpha):
         weights = cosines[i, each] ** alpha
         expected.append((weights[:, None] * x[each]).sum(0) / len(each))
     found = np.concatenate([side.numpy() for side in expand(queries, gallery, QueryExpansion(k=4, alpha=alpha))])
-    # Their directions: cosine distances do not depend on the length.
+    # Directions only: cosine distances do not depend on the norm.
     np.testing.assert_allclose(unit(found), unit(expected), atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [2.0**-10, 2.0**10])
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
-def test_re_ranking_does_not_depend_on_the_scale(scale, metric):
-    """Zhong et al. 2017, arXiv:1701.08398: distances are divided by the largest of their row. Its values are checked in
-    tests/evaluation/test_rerank.py."""
+def test_re_ranking_is_scale_invariant(scale, metric):
+    """Zhong et al. 2017, arXiv:1701.08398: distances are divided by the maximum of their row.
+
+    Values are checked in tests/evaluation/test_rerank.py.
+    """
     results = []
     for factor in (1.0, scale):
         queries, gallery, _ = ranked_set("random", factor)

@@ -38,7 +38,7 @@ fuzzed = settings(
     max_examples=EXAMPLES or 5,
     derandomize=not EXAMPLES,
     database=None,
-    deadline=None,  # a hang is an alarm's affair, which a slow machine does not set off
+    deadline=None,  # hangs are detected by an alarm that tolerates slow machines
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
@@ -47,7 +47,7 @@ WATCH = fuzz.Watch()
 
 
 class Place:
-    """A folder with a few images listed in a CSV file, a run's config for them, and a checkpoint of it."""
+    """Folder with a few images in a CSV file, a config for them, and a checkpoint."""
 
     def __init__(self, root):
         self.root, self.output = root, root / "output"
@@ -80,9 +80,9 @@ class Place:
         self.output.mkdir()
 
     def run(self, *argv, opts=()):
-        """Return the exit code and stderr, after checking what must hold of every run."""
+        """Return the exit code and stderr, after checking the invariants of every run."""
         out, err = io.StringIO(), io.StringIO()
-        # What a run is free to write elsewhere, or would take long.
+        # Keys that would write elsewhere or take long.
         kept = (
             "OUTPUT_DIR",
             self.output,
@@ -102,7 +102,7 @@ class Place:
         with quiet, fuzz.bounded(), WATCH.over(self.output, self.root / ".fastamp-cache", "/dev/shm"):
             try:
                 code = train_net.cli(argv)
-            except SystemExit as stopped:  # argparse has said what is wrong with a flag
+            except SystemExit as stopped:  # argparse has printed the error
                 code = stopped.code
         stderr = err.getvalue()
         assert WATCH.seen == [], WATCH.seen
@@ -114,7 +114,7 @@ class Place:
 
 
 class NoChange(random.Random):
-    """Chooses what changes nothing."""
+    """Random source whose choices change nothing."""
 
     def choice(self, options):
         return options[0]
@@ -124,7 +124,7 @@ class NoChange(random.Random):
 
 
 def _set_keys(cfg):
-    """Return the keys of ``cfg`` that differ from their defaults, as a config file has them."""
+    """Return the keys of ``cfg`` that differ from their defaults, in the form of a config file."""
     changed = {}
     for key, value in cfg.keys_below():
         if key.path in KEYS and value != KEYS[key.path].default and not key.is_free_form:
@@ -141,7 +141,7 @@ def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("fuzz")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTAMP_DATASETS", str(root))
-        # The same in every run, and half of what one takes.
+        # The same in every run, and half of its time.
         patch.setattr(setup, "inspect_environment", functools.cache(setup.inspect_environment))
         patch.setattr(os, "fsync", lambda file: None)
         place = Place(root)
@@ -151,7 +151,7 @@ def place(tmp_path_factory):
 
 @fuzzed
 @seeds
-def test_config_files(place, seed):
+def test_damaged_config_files(place, seed):
     rng = random.Random(seed)
     place.clean()
     file = place.root / "nasty.yml"
@@ -167,7 +167,7 @@ def test_config_files(place, seed):
 
 @fuzzed
 @seeds
-def test_pairs_on_the_command_line(place, seed):
+def test_random_pairs_on_the_command_line(place, seed):
     rng = random.Random(seed)
     place.clean()
     opts = []
@@ -186,7 +186,7 @@ def test_pairs_on_the_command_line(place, seed):
 
 @fuzzed
 @seeds
-def test_lists_of_images(place, seed):
+def test_damaged_image_lists(place, seed):
     rng = random.Random(seed)
     place.clean()
     place.write_csv(fuzz.nasty_csv(rng, place.rows))
@@ -199,7 +199,7 @@ def test_lists_of_images(place, seed):
 
 @fuzzed
 @seeds
-def test_images(place, seed):
+def test_damaged_images(place, seed):
     rng = random.Random(seed)
     place.clean()
     kind = rng.choice(list(place.files))
@@ -217,7 +217,7 @@ def test_images(place, seed):
 @pytest.mark.parametrize("resume", [True, False])
 @fuzzed
 @seeds
-def test_checkpoints(place, seed, resume):
+def test_damaged_checkpoints(place, seed, resume):
     rng = random.Random(seed)
     place.clean()
     path = place.output / "model_0000.pth"
@@ -225,7 +225,7 @@ def test_checkpoints(place, seed, resume):
         path.write_bytes(fuzz.damage(rng, place.good, [place.good, *place.files.values()]))
     else:
         content = place.content
-        if rng.random() < 0.5:  # as if in the middle of the training, so that it goes on
+        if rng.random() < 0.5:  # interrupted in the middle of the training, so that it resumes
             content = content | {"trainer": content["trainer"] | {"iteration": 1}}
         legacy = {"_use_new_zipfile_serialization": rng.random() < 0.8}
         torch.save(fuzz.nasty_checkpoint(rng, content), path, **legacy)
@@ -238,7 +238,7 @@ def test_checkpoints(place, seed, resume):
     assert code == 0 or path.name in stderr or "finite" in stderr, stderr
 
 
-# ---- files of features, indices and checkpoints, read without a run
+# ---- extractions, indices and checkpoints, read without a run
 
 PREVIOUS = Path(__file__).parent / "reference/previous_version"
 SLOWEST: dict[str, float] = {}
@@ -246,7 +246,7 @@ SLOWEST: dict[str, float] = {}
 
 @contextlib.contextmanager
 def read_in_time(kind):
-    """Let an input end in a message or in a result; keep the longest time of each kind."""
+    """Run a call that must return a result or raise a UserError; record the maximum time of each kind."""
     started = time.perf_counter()
     with fuzz.bounded(), WATCH.over(Path("/nowhere")):
         try:
@@ -270,7 +270,7 @@ def arrays_in(path):
 
 
 def nasty_npz(rng, content, arrays, others):
-    """Return an npz file: the bytes of one damaged, or others of its arrays, packed in one of the ways there are."""
+    """Return an npz file with damaged bytes or with changed arrays, in a random compression."""
     if rng.random() < 0.5:
         return fuzz.damage(rng, content, others)
     file = io.BytesIO()
@@ -281,7 +281,7 @@ def nasty_npz(rng, content, arrays, others):
 
 @fuzzed
 @seeds
-def test_extractions(tmp_path_factory, seed):
+def test_damaged_extractions(tmp_path_factory, seed):
     rng, path = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.npz"
     good = (PREVIOUS / "gallery.npz").read_bytes()
     path.write_bytes(nasty_npz(rng, good, arrays_in(PREVIOUS / "gallery.npz"), [good, *fuzz.image_files().values()]))
@@ -298,13 +298,13 @@ def test_extractions(tmp_path_factory, seed):
 
 @fuzzed
 @seeds
-def test_indices(tmp_path_factory, seed):
+def test_damaged_indices(tmp_path_factory, seed):
     rng, path = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.index"
     files = {kind: (PREVIOUS / f"{kind}.index").read_bytes() for kind in index.KINDS}
     kind = rng.choice(index.KINDS)
     if rng.random() < 0.5:
         path.write_bytes(fuzz.damage(rng, files[kind], list(files.values())))
-    else:  # with the index itself whole, so that its checksum is right
+    else:  # the index is unchanged, so that its checksum matches
         arrays, file = arrays_in(PREVIOUS / f"{kind}.index"), io.BytesIO()
         file.write(files[kind][: int(arrays["size"])])
         whole = {name: arrays.pop(name) for name in ("size", "crc")}
@@ -319,13 +319,13 @@ def test_indices(tmp_path_factory, seed):
 
 @fuzzed
 @seeds
-def test_checkpoints_of_predictors(tmp_path_factory, seed):
+def test_damaged_checkpoints_of_predictors(tmp_path_factory, seed):
     rng, path = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.pth"
     good = (PREVIOUS / "model_final.pth").read_bytes()
     kind = rng.randrange(4)
     if kind == 0:
         path.write_bytes(fuzz.damage(rng, good, [good, *fuzz.image_files().values()]))
-    elif kind == 1:  # the pickle alone is damaged, with a right checksum
+    elif kind == 1:  # only the pickle is damaged; the checksum matches
         code = rng.choice((pickle_of(good), *hostile_pickles.PICKLES.values()))
         code = code if len(code) < 10**5 else code[: rng.choice((10**3, 10**5))]
         hostile_pickles.write(fuzz.damage(rng, code, [code]), path, legacy=rng.random() < 0.5)
@@ -339,7 +339,7 @@ def test_checkpoints_of_predictors(tmp_path_factory, seed):
 
 
 def pickle_of(content):
-    """Return the opcodes of a checkpoint's pickle, without the first and the last."""
+    """Return the opcodes of the pickle of a checkpoint, without the first and the last."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
         return archive.read(name)[2:-1]

@@ -1,4 +1,4 @@
-"""Imports point down, and importing is cheap."""
+"""Import order of packages, and cost of importing."""
 
 import ast
 import subprocess
@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FLOORS = ["utils", "config", "amp", "layers", "checkpoint", "demo", "data modeling solver evaluation", "diagnostics"]
-FLOORS += ["report", "engine inference", "cli"]
-LEVEL = {name: number for number, floor in enumerate(FLOORS) for name in floor.split()}
+LAYERS = ["utils", "config", "amp", "layers", "checkpoint", "demo", "data modeling solver evaluation", "diagnostics"]
+LAYERS += ["report", "engine inference", "cli"]
+LEVEL = {name: number for number, layer in enumerate(LAYERS) for name in layer.split()}
 
 
 def violations(root):
@@ -30,11 +30,11 @@ def violations(root):
                     yield f"{path.relative_to(root)}:{node.lineno} imports {module}"
 
 
-def test_imports_point_down():
+def test_packages_import_only_lower_packages():
     assert list(violations(ROOT)) == []
 
 
-def test_the_check_can_fail(tmp_path):
+def test_import_check_finds_violations(tmp_path):
     for name in ("amp", "data", "layers"):
         (tmp_path / "fastamp" / name).mkdir(parents=True)
     (tmp_path / "fastamp/amp/a.py").write_text("from fastamp.engine import hooks\nfrom fastamp import layers\n")
@@ -42,13 +42,13 @@ def test_the_check_can_fail(tmp_path):
     assert len(list(violations(tmp_path))) == 3
 
 
-def test_import_fastamp_loads_nothing_heavy():
+def test_import_fastamp_does_not_import_torch():
     code = "import fastamp, sys; print(fastamp.__version__, 'torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert out.split()[1] == "False"
 
 
-def test_optional_packages_are_not_needed_to_import():
+def test_optional_packages_are_not_imported():
     code = (
         "import sys\n"
         "optional = ('matplotlib', 'ray', 'timm', 'onnx', 'faiss', 'tensorboard', 'scipy', 'h5py')\n"

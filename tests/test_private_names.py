@@ -1,4 +1,4 @@
-"""No module uses private attributes, or assigns attributes, of objects whose class another module defines."""
+"""Modules neither use private attributes nor assign attributes of objects of other modules."""
 
 import ast
 from collections.abc import Iterator
@@ -8,40 +8,40 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fastamp"
 ALLOWED = {
-    # PyTorch's own, which have no public name.
+    # PyTorch, without a public name.
     "_BatchNorm", "_InstanceNorm", "_ConvNd", "_C", "_to_copy", "_buffers", "_parameters", "_apply", "_version",
     "_compiled_call_impl", "_set_params_and_buffers_to_ignore_for_model",
     "_foreach_copy_", "_foreach_norm", "_foreach_mul_", "_foreach_sub", "_foreach_lerp_", "_foreach_clamp_min_",
     "_foreach_clamp_max_",
-    # Of the standard library: a named tuple's copy with other values, and the end of a process.
+    # Standard library: namedtuple._replace and os._exit.
     "_replace", "_exit",
     "_bit_generator",  # NumPy's RandomState
 }  # fmt: skip
 
 ASSIGNED = {
-    # PyTorch's own.
+    # PyTorch.
     "data", "grad", "training", "momentum", "stride", "process_group", "param_groups", "state", "forward", "__class__",
     "relative_position_index", "allow_tf32", "deterministic", "benchmark",
-    # Of the standard library.
+    # Standard library.
     "propagate", "prefix", "name", "loader_state", "__spec__", "__init__", "daemon", "argv",
     "entry.key", "entry.value", "dim.dim_param", "options.log_severity_level",  # ONNX
     "index.cp.spherical", "index.cp.min_points_per_centroid", "index.hnsw.efConstruction",  # faiss
     "last_score", "last_train_time",  # Ray's PopulationBasedTraining
-    "in_float32.is_fp32_region", "backbone.variants",  # a decorator's mark on the function
+    "in_float32.is_fp32_region", "backbone.variants",  # set on functions by decorators
     "ctx.own",  # torch.autograd.Function
     "hook.trainer",  # the contract of HookBase
     "args.scheduler", "args.srch_algo",  # argparse.Namespace
-    # The doctor fills its result.
+    # Result objects of the doctor.
     "diagnosis.images", "diagnosis.float32.cost", "diagnosis.float32.metrics", "found.cost", "found.loss_scale",
     "found.cosine", "found.zero_share", "found.layers", "found.metrics", "found.force_fp32", "found.failure",
-    # Contexts that are told what happens inside them.
+    # Context managers that record events.
     "computing.batch", "reference.failed", "low.failed", "observer.failed",
 }  # fmt: skip
-"""Attribute, or expression, that may be assigned where its class is not defined."""
+"""Attributes or expressions that may be assigned outside the module of their class."""
 
 
 def defined(tree: ast.Module) -> set[str]:
-    """Return the private names that a module defines: functions, methods, classes, variables, attributes of self."""
+    """Collect the private names defined in a module: functions, methods, classes, variables, attributes of self."""
     names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     names |= {
@@ -58,14 +58,14 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 def of_its_own(value: ast.expr) -> bool:
-    """Return whether an expression is self, cls or super()."""
+    """Return True if an expression is self, cls or super()."""
     if isinstance(value, ast.Call):
         return isinstance(value.func, ast.Name) and value.func.id == "super"
     return isinstance(value, ast.Name) and value.id in ("self", "cls")
 
 
 def foreign(source: str) -> Iterator[str]:
-    """Yield ``"line: expression"`` of each private attribute of something that this source does not define."""
+    """Yield ``"line: expression"`` for each private attribute that the source does not define."""
     tree = ast.parse(source)
     own = defined(tree) | ALLOWED
     for node in ast.walk(tree):
@@ -75,7 +75,7 @@ def foreign(source: str) -> Iterator[str]:
 
 
 def own_attributes(tree: ast.Module) -> set[str]:
-    """Return the attributes that the classes of a module have: assigned in their bodies or to self."""
+    """Collect the attributes of the classes of a module, assigned in class bodies or to self."""
     bodies = [statement for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for statement in node.body]
     targets = [target for each in bodies if isinstance(each, ast.Assign) for target in each.targets]
     targets += [each.target for each in bodies if isinstance(each, ast.AnnAssign)]
@@ -84,14 +84,14 @@ def own_attributes(tree: ast.Module) -> set[str]:
 
 
 def assigned(tree: ast.Module) -> Iterator[ast.Attribute]:
-    """Yield each attribute that is assigned or deleted."""
+    """Yield the attributes that are assigned or deleted."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             yield node
 
 
 def foreign_assignments(source: str) -> Iterator[str]:
-    """Yield ``"line: expression"`` of each assignment to an attribute of something that this source does not define.
+    """Yield ``"line: expression"`` for each assignment to an attribute that the source does not define.
 
     Names in capitals are keys of the config.
     """
@@ -103,7 +103,7 @@ def foreign_assignments(source: str) -> Iterator[str]:
             yield f"{node.lineno}: {expression}"
 
 
-def test_no_attribute_of_another_object_is_assigned():
+def test_attributes_of_other_modules_are_not_assigned():
     root = PACKAGE.parent
     paths = [*PACKAGE.rglob("*.py"), *(root / "tools").glob("*.py"), *(root / "projects").rglob("*.py")]
     found = [
@@ -126,11 +126,11 @@ def test_no_attribute_of_another_object_is_assigned():
     ],
 )
 def test_foreign_assignment_is_found(source, expected):
-    """The negative control."""
+    """Negative control."""
     assert list(foreign_assignments(source)) == expected
 
 
-def test_no_object_reaches_into_another():
+def test_private_attributes_of_other_modules_are_not_used():
     found = [
         f"{path.relative_to(PACKAGE.parent)}:{each}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -149,12 +149,12 @@ def test_no_object_reaches_into_another():
         ("torch._foreach_norm(x), x.__class__, _y", []),
     ],
 )
-def test_it_is_found(source, expected):
-    """The negative control."""
+def test_foreign_private_attribute_is_found(source, expected):
+    """Negative control."""
     assert list(foreign(source)) == expected
 
 
-def test_no_allowed_name_is_unused():
+def test_allowed_names_are_used():
     used = {
         node.attr
         for path in PACKAGE.rglob("*.py")
@@ -164,7 +164,7 @@ def test_no_allowed_name_is_unused():
     assert ALLOWED - used == set()
 
 
-def test_no_allowed_assignment_is_unused():
+def test_allowed_assignments_are_used():
     root = PACKAGE.parent
     paths = [*PACKAGE.rglob("*.py"), *(root / "projects").rglob("*.py")]
     nodes = [node for path in paths for node in assigned(ast.parse(path.read_text(encoding="utf-8")))]

@@ -1,4 +1,4 @@
-"""Files of an earlier version load and resume with identical results, and its names and keys are still there.
+"""Files, names and keys of an earlier version: they load, resume with identical results, and exist.
 
 ``tests/reference/recorded`` holds them and says how they were written.
 """
@@ -40,10 +40,10 @@ HELPERS = Path(__file__).parent / "helpers"
 FACTS = json.loads((FILES / "recorded.json").read_text())
 EXPECTED = FACTS["expected"]
 LARGEST_DISTANCE = 0.03
-"""Difference of weights relative to how far they moved since the interruption, where the machine is another one.
+"""Maximum difference of weights on another machine, relative to their change since the interruption.
 
-With other instruction sets or threads it was 0.0075 at most; without an average, moments, a queue or a teacher it was
-0.088 at least. Other states show in counters, which are compared exactly everywhere.
+Measured: at most 0.0075 with other instruction sets or threads; at least 0.088 without an average, moments, a queue or a
+teacher. Other states change counters, which are compared exactly on every machine.
 """
 
 
@@ -63,7 +63,7 @@ REMOVED = {
     ),
     *(f"fastamp.report.svg.{name}" for name in ("COLOURS", "chart", "drawing")),
 }
-"""Names without a successor, which no documentation had. Documented names never come here: they get an old name."""
+"""Undocumented names that were removed without a successor. Documented names keep an alias instead."""
 
 
 def same_machine():
@@ -79,7 +79,7 @@ def stored(name):
 
 
 def resumable(folder, name, content=None):
-    """Return a copy of a stored run folder, with other content of its checkpoint where that is given."""
+    """Copy a stored run folder, optionally with other content of its checkpoint."""
     shutil.copytree(FILES / name, folder / name)
     if content is not None:
         torch.save(content, folder / name / "model_interrupted.pth")
@@ -88,7 +88,7 @@ def resumable(folder, name, content=None):
 
 @pytest.fixture(scope="module")
 def straight(demo_root, tmp_path_factory):
-    """Return a function of a run's name: what its uninterrupted training holds at the stop and at the end."""
+    """Function that trains a run without interruption and returns its checkpoints at the stop and at the end."""
     found = {}
 
     def train(name):
@@ -102,7 +102,7 @@ def straight(demo_root, tmp_path_factory):
 
 
 def assert_same_end(start, first, second, *, exact):
-    """Check that two trainings, which were alike at ``start``, end alike in everything that a checkpoint holds."""
+    """Check that two trainings, equal at ``start``, have equal checkpoints at the end."""
     parts = [key for key in first if key not in ("config", "policy", "pairs", "random")]
     ours, theirs = (dict(recorded.flat({key: content[key] for key in parts})) for content in (first, second))
     assert ours.keys() == theirs.keys()
@@ -133,8 +133,8 @@ def resume_and_compare(straight, name, folder):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_resumes_to_the_end_of_an_uninterrupted_one(demo, tmp_path, straight, name):
-    """Bit-identical on the machine that wrote the file; elsewhere rounding differs, and a lost state differs more."""
+def test_resumed_run_equals_uninterrupted_run(demo, tmp_path, straight, name):
+    """Bit-identical on the machine that wrote the file; elsewhere within rounding, which is less than a lost state."""
     content = stored(name)
     assert content["trainer"]["iteration"] == STOP and STOP % content["trainer"]["iters_per_epoch"]
     folder = resumable(tmp_path, name)
@@ -183,8 +183,8 @@ def lose_steps(content):
         ("distiller", lose_buffers),
     ],
 )
-def test_a_lost_state_is_found(demo, tmp_path, straight, name, lose):
-    """The negative control."""
+def test_lost_state_is_detected(demo, tmp_path, straight, name, lose):
+    """Negative control."""
     content = stored(name)
     before = copy.deepcopy(content)
     lose(content)
@@ -197,11 +197,11 @@ def test_a_lost_state_is_found(demo, tmp_path, straight, name, lose):
         resume_and_compare(straight, name, resumable(tmp_path, name, content))
 
 
-# ---- hooks: their states are stored by name, and one that no hook asks for would be dropped without a message
+# ---- hooks: states are stored by class name; a state without a hook would be dropped silently
 
 
 def assert_hooks_continue(content, cfg):
-    """Check that each stored state, none of which is a new hook's, is that of a hook after the resume."""
+    """Check that each stored state equals that of a hook after the resume, and differs from that of a new hook."""
     new = DefaultTrainer(cfg).trainer.state_dict()["hooks"]
     trainer = DefaultTrainer(cfg)
     trainer.resume_or_load(resume=True)
@@ -217,21 +217,21 @@ def config_of(name, folder):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_hook_gets_its_state_back(demo, tmp_path, name):
+def test_hook_states_are_restored(demo, tmp_path, name):
     states = assert_hooks_continue(stored(name), config_of(name, resumable(tmp_path, name)))
-    assert len(states) == 2  # of the best metric, and of the names of periodic checkpoints
+    assert len(states) == 2  # best metric, and names of periodic checkpoints
 
 
 @pytest.mark.parametrize("name", ["EvalHook", "PeriodicCheckpointer"])
-def test_a_hook_of_another_name_is_found(demo, tmp_path, name):
-    """The negative control: what renaming a hook's class would do."""
+def test_renamed_hook_is_detected(demo, tmp_path, name):
+    """Negative control: a renamed hook class."""
     content = stored("ema")
     content["trainer"]["hooks"][f"{name}Renamed"] = content["trainer"]["hooks"].pop(name)
     with pytest.raises(AssertionError, match=f"{name}Renamed"):
         assert_hooks_continue(content, config_of("ema", resumable(tmp_path, "ema", content)))
 
 
-def test_two_ranks_resume_to_the_end_of_an_uninterrupted_run(demo_root, demo, tmp_path):
+def test_resumed_run_of_two_ranks_equals_uninterrupted_run(demo_root, demo, tmp_path):
     def run(folder, *flags):
         done = preloaded.run(HELPERS / "ranks.py", *flags, folder, "2", *recorded.TWO_RANKS)
         assert done.returncode == 0, done.stderr
@@ -251,7 +251,7 @@ def test_two_ranks_resume_to_the_end_of_an_uninterrupted_run(demo_root, demo, tm
 # ---- other files
 
 
-def test_a_crash_file_replays(capfd):
+def test_crash_dump_replays(capfd):
     crash = CrashDump.read(FILES / "amp_crash")
     assert crash.location["module"] == "backbone.4" and crash.iteration == 2
     assert amp_replay.cli([str(FILES / "amp_crash")]) == 1
@@ -262,7 +262,7 @@ def test_a_crash_file_replays(capfd):
     assert amp_replay.cli([str(FILES / "amp_crash"), "SOLVER.AMP", "bf16"]) == 0
 
 
-def test_an_extraction_reads_and_indexes_find_the_same():
+def test_extraction_and_indices_load_with_equal_results():
     extraction = read_extraction(FILES / "inference/gallery.npz")
     assert extraction.features.astype(float).sum(0).tolist() == EXPECTED["extraction_sum"]
     assert list(map(str, extraction.paths)) == EXPECTED["paths"]
@@ -273,7 +273,7 @@ def test_an_extraction_reads_and_indexes_find_the_same():
         np.testing.assert_allclose(found.scores, EXPECTED[kind]["scores"], atol=0 if same_machine() else 1e-5)
 
 
-def test_averaged_weights_give_the_same_features_and_gallery(monkeypatch):
+def test_averaged_weights_give_equal_features_and_gallery(monkeypatch):
     model = Predictor(FILES / "ema/model_best.pth", device="cpu")
     features, expected = model.features(list(recorded.IMAGES)), torch.tensor(EXPECTED["features"])
     if same_machine():
@@ -285,7 +285,7 @@ def test_averaged_weights_give_the_same_features_and_gallery(monkeypatch):
 # ---- FastTune
 
 
-def test_a_trial_continues_from_its_checkpoint(demo, tmp_path):
+def test_trial_continues_from_its_checkpoint(demo, tmp_path):
     (path,) = (FILES / "search/search").glob("trial_*/run/model_tune.pth")
     content, before = read(path), rows(path.with_name("reports.jsonl"))
     done = content["trainer"]["iteration"] // content["trainer"]["iters_per_epoch"]
@@ -310,7 +310,7 @@ def test_a_trial_continues_from_its_checkpoint(demo, tmp_path):
 
 
 def with_the_search_split(cfg):
-    """Return ``cfg`` with the data sets that trials of the stored search have."""
+    """Return ``cfg`` with the datasets of the trials of the stored search."""
     from autotuner.split import register_split
 
     facts = json.loads((FILES / "search/search/search.json").read_text())
@@ -320,7 +320,7 @@ def with_the_search_split(cfg):
 
 
 @pytest.mark.tune
-def test_a_killed_search_continues(demo, tmp_path, monkeypatch, capfd):
+def test_killed_search_continues(demo, tmp_path, monkeypatch, capfd):
     ray = pytest.importorskip("ray")
     if FACTS["ray"] != ray.__version__ or FACTS["python"].split(".")[:2] != sys.version.split(".")[:2]:
         pytest.skip(f"Ray pickles by its own version and Python's: {FACTS['ray']}, {FACTS['python']}")
@@ -342,7 +342,7 @@ def test_a_killed_search_continues(demo, tmp_path, monkeypatch, capfd):
         assert after[: len(reports)] == reports and [row["epoch"] for row in after] == list(range(1, len(after) + 1))
         if not (FILES / f"search/search/{name}/run/model_tune.pth").is_file():
             assert after == reports
-        elif after == reports:  # Ray let the new trial go first, and stopped this one as the worse
+        elif after == reports:  # Ray ran the new trial first and stopped this one
             others = [each for each in told.values() if each is not after and len(each) >= len(after)]
             assert any(each[len(after) - 1]["score"] > after[-1]["score"] for each in others)
 
@@ -354,8 +354,8 @@ def rows(path):
 # ---- names and keys
 
 
-def test_every_public_name_is_there():
-    """Names that moved may warn of it."""
+def test_public_names_exist():
+    """Moved names may raise a DeprecationWarning."""
     missing = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -369,7 +369,7 @@ def test_every_public_name_is_there():
     assert sorted(missing) == sorted(REMOVED)
 
 
-def test_every_command_is_there():
+def test_commands_exist():
     there = recorded.commands()
     stored_names = json.loads((FILES / "names.json").read_text())["commands"]
     assert {where: [name for name in names if name not in there[where]] for where, names in stored_names.items()} == {
@@ -377,7 +377,7 @@ def test_every_command_is_there():
     }
 
 
-def test_every_key_is_there_with_its_default():
+def test_keys_exist_with_their_defaults():
     before, now = json.loads((FILES / "keys.json").read_text()), recorded.keys()
     before["keys"] = {present_path(key): value for key, value in before["keys"].items()}
     changed = [
@@ -389,7 +389,7 @@ def test_every_key_is_there_with_its_default():
     assert changed == []
 
 
-def test_other_spellings_of_keys_are_understood():
+def test_aliases_of_keys():
     spellings, cfg = json.loads((FILES / "keys.json").read_text()), get_cfg()
     for old, new in spellings["renamed"].items():
         cfg.merge_from_list([old, "True"])
@@ -402,7 +402,7 @@ def test_other_spellings_of_keys_are_understood():
             get_cfg().merge_from_list([old, "1"])
 
 
-def test_a_difference_in_one_bit_is_found(tmp_path, capsys):
+def test_comparison_finds_a_difference_in_one_bit(tmp_path, capsys):
     one = {"weights": torch.tensor([1.0, float("nan")]), "loss": 0.1}
     changed = {"weights": one["weights"].clone(), "loss": np.nextafter(0.1, 1).item(), "mAP": 1.0}
     changed["weights"][0] = 1.0 + 2**-23
