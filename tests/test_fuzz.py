@@ -1,7 +1,7 @@
-"""Whatever a config, a list of images, an image or a checkpoint is: exit code 0, or 2 and one message that says what.
+"""Fuzz tests: any config, image list, image or checkpoint gives exit code 0, or 2 with one error message.
 
-Never a traceback, a hang, a program that is run, or a file written outside OUTPUT_DIR. A few inputs of each kind here;
-``FASTAMP_FUZZ=5000 python -m pytest -n 0 tests/test_fuzz.py`` tries as many of each, other ones each time.
+Tracebacks, hangs, executed programs and files outside OUTPUT_DIR are failures. Each kind of input has a few examples;
+``FASTAMP_FUZZ=5000 python -m pytest -n 0 tests/test_fuzz.py`` runs 5000 new ones of each kind.
 """
 
 import contextlib

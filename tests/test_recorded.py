@@ -42,8 +42,8 @@ EXPECTED = FACTS["expected"]
 LARGEST_DISTANCE = 0.03
 """Maximum difference of weights on another machine, relative to their change since the interruption.
 
-Measured: at most 0.0075 with other instruction sets or threads; at least 0.088 without an average, moments, a queue or a
-teacher. Other states change counters, which are compared exactly on every machine.
+Measured: at most 0.0075 with other instruction sets or threads; at least 0.088 without an average, moments, a queue or
+a teacher. Other states change counters, which are compared exactly on every machine.
 """
 
 
