@@ -17,10 +17,11 @@ __getattr__ = moved_names(__name__, {"building_model": "fastamp.modeling.out_of_
 
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.arange}
 _MIN_CHECKED_BYTES = 2**26  # 64 MiB; smaller tensors are not checked, to save time
+# PyTorch's errors if the number of bytes overflows.
 _OVERFLOW_MESSAGES = (
     "size calculation overflowed",
     "multiplication overflow",
-)  # from the computation of the number of bytes
+)
 _MIN_SUSPECT_SIZE = 1024  # smaller config values cannot be the cause
 
 

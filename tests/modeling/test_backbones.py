@@ -10,7 +10,7 @@ from fastamp.modeling import BACKBONE_REGISTRY, build_backbone, build_model
 
 # These are exported and compiled in every test run, the others only with ``-m export``: it takes seconds for each.
 FAST = {"resnet 18x", "resnext 50x", "shufflenetv2 0.5x", "mobilenetv3 Small", "vit deit_small"}
-# Options change only few layers.
+# One variant of each backbone: options change only a few layers.
 FIRST_VARIANTS = list({each.split(" ")[0]: each for each in reversed(BACKBONES)}.values())
 
 

@@ -20,7 +20,7 @@ from fastamp.utils.moved import renamed_attribute
 
 WIDTHS = {"1.0x": 1.0, "0.75x": 0.75, "0.5x": 0.5, "0.35x": 0.35, "0.25x": 0.25, "0.1x": 0.1}
 
-# Published with the implementation that FastReID copied, so the files have FastReID's parameter names.
+# Published with the implementation that FastReID's is based on, so the files have FastReID's parameter names.
 _RELEASE = "https://github.com/d-li14/mobilenetv2.pytorch/raw/master/pretrained/"
 PRETRAINED_V2 = {
     "1.0x": TorchvisionWeights("mobilenet_v2"),
