@@ -138,7 +138,7 @@ def _create(
             return model, arguments
     raise ConfigError(
         f"MODEL.BACKBONE.NAME: timm's {name} does not support {size_key} {size} with INPUT.CHANNELS {channels} "
-        f"({str(failure) or type(failure).__name__})"
+        f"({str(failure) or type(failure).__name__}).\n  fix: change {size_key}, or choose another MODEL.BACKBONE.NAME"
     ) from failure
 
 
@@ -161,7 +161,8 @@ def _check_size(backbone: TimmBackbone, name: str, key: str, shape: tuple[int, i
             backbone.eval()(torch.zeros(shape))
     except _TIMM_ERRORS as error:
         raise ConfigError(
-            f"{key} {shape[2:]} is not supported by timm's {name} ({str(error) or type(error).__name__})"
+            f"{key} {shape[2:]} is not supported by timm's {name} ({str(error) or type(error).__name__}).\n"
+            f"  fix: change {key}, or choose another MODEL.BACKBONE.NAME"
         ) from error
     finally:
         backbone.train(training)

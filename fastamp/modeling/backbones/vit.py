@@ -427,7 +427,9 @@ def build_vit_backbone(cfg: Any) -> VisionTransformer:
     for is_train, size in ((True, image_size), (False, input_size(cfg, is_train=False))):
         if size is not None and min(size) < PATCH:
             key = size_key(cfg, is_train=is_train)
-            raise ConfigError(f"{key} is {size}, but a ViT needs images of at least {PATCH} x {PATCH} pixels")
+            raise ConfigError(
+                f"{key} is {size}, but a ViT needs images of at least {PATCH} x {PATCH} pixels.\n  fix: increase {key}"
+            )
     model = VisionTransformer(
         depth=depth,
         image_size=image_size,

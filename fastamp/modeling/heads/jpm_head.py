@@ -141,7 +141,8 @@ class JPMHead(nn.Module):
         length = patches.shape[1] // self.parts
         if length == 0:
             raise ConfigError(
-                f"MODEL.HEADS.JPM.PARTS is {self.parts}, but images of this size have only {patches.shape[1]} patches"
+                f"MODEL.HEADS.JPM.PARTS is {self.parts}, but the images have only {patches.shape[1]} patches.\n"
+                "  fix: lower MODEL.HEADS.JPM.PARTS, or use larger images"
             )
         if self.rearrange:
             patches = shuffle_patches(patches, shift=self.shift, groups=self.groups)

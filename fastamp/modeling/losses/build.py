@@ -30,7 +30,7 @@ def build_losses(cfg: Any) -> nn.ModuleDict:
     """
     names = list(cfg.MODEL.LOSSES.NAME)
     if len(set(names)) < len(names):
-        raise ConfigError(f"MODEL.LOSSES.NAME contains a duplicate: {', '.join(names)}")
+        raise ConfigError(f"MODEL.LOSSES.NAME contains a duplicate: {', '.join(names)}.\n  fix: list each loss once")
     if cfg.MODEL.LOSSES.PML.ARGS and not any(name.startswith(PML) for name in names):
         logger.warning("MODEL.LOSSES.PML.ARGS is ignored: MODEL.LOSSES.NAME contains no %s<Name>", PML)
     losses: dict[str, nn.Module] = {}

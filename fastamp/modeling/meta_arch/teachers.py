@@ -30,7 +30,7 @@ def build_teachers(cfg: Any) -> list[nn.Module]:
     configs, weights = cfg.KD.MODEL_CONFIG, cfg.KD.MODEL_WEIGHTS
     if len(configs) != len(weights):
         raise ConfigError(
-            f"KD.MODEL_CONFIG has {len(configs)} files, but KD.MODEL_WEIGHTS has {len(weights)}.\n"
+            f"KD.MODEL_CONFIG and KD.MODEL_WEIGHTS differ in length: {len(configs)} and {len(weights)}.\n"
             "  fix: name one config file and one weights file for each teacher"
         )
     return [_build_teacher(cfg, *files) for files in zip(configs, weights, strict=True)]
