@@ -14,7 +14,7 @@ import fastamp
 from fastamp.modeling import BACKBONE_REGISTRY
 from fastamp.utils.compiled import compile_parts
 from fastamp.utils.errors import check_choice, writing
-from fastamp.utils.files import check_no_device
+from fastamp.utils.files import check_not_device
 from fastamp.utils.lock import lock_folder, unlock_all
 from fastamp.utils.moved import MODULES
 
@@ -89,7 +89,7 @@ def files(record):
         raise OSError(28, "No space left on device")
     with record("reading a pipe"):
         os.mkfifo(record.root / "pipe")
-        check_no_device(record.root / "pipe")
+        check_not_device(record.root / "pipe")
     folder = record.root / "locked"
     holder = subprocess.Popen(
         [sys.executable, "-c", "import sys; from fastamp.utils.lock import lock_folder\n"
@@ -139,5 +139,7 @@ def names(record):
     with record("an old keyword argument"):
         one = torch.zeros(1, dtype=torch.int64)
         rank_distances(torch.zeros(1, 1), ids=Identities(one, one, one, one + 1))
+    with record("an old attribute"):
+        fastamp.Predictor.places  # noqa: B018
     with record("an old and a new keyword argument"):
         rank_distances(None, ids=1, identities=2)

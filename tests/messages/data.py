@@ -16,10 +16,11 @@ from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import build_dataset, training_items
 from fastamp.data.cache import ImageCache
-from fastamp.data.datasets.base import ImageDataset, ImageItem
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
+from fastamp.data.datasets.filename_dataset import FilenameDataset
 from fastamp.data.decode import read_image
 from fastamp.data.loader import explain_exhausted_resources, explain_lost_workers, worker_count
-from fastamp.data.samplers import SetReWeightSampler
+from fastamp.data.samplers import NaiveIdentitySampler, SetReWeightSampler
 from fastamp.data.split import hold_out
 from fastamp.demo import contact_sheet, generate_demo, image_attributes
 
@@ -35,6 +36,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
         public_data_sets(record, patch)
         cuhk03(record, patch)
         demo(record, patch)
+    user_data_sets(record)
     training_data(record)
     test_data(record)
     transforms(record)
@@ -110,11 +112,12 @@ FAULTS = {
     "Market1501": [("Market-1501-v15.09.15", ["bounding_box_train/2_c1.jpg"])],
     "MSMT17": [("MSMT17_V1", {"list_train.txt": "0000/0000_000.jpg 0\n"}), ("MSMT17_V1", {"list_train.txt": "a b c\n"}),
                ("MSMT17_V1", {"list_train.txt": ""}), ("MSMT17_V1", {"list_train.txt": "0000/0000_000_09_x.jpg 0\n"})],
-    "VehicleID": [("vehicleid", {"train_test_split/train_list.txt": "0000001 seven\n"}),
+    "VehicleID": [("vehicleid", {}), ("vehicleid", {"train_test_split/train_list.txt": "0000001 seven\n"}),
                   ("vehicleid", {"train_test_split/train_list.txt": "0000999 7\n"})],
     "VeRiWild": [("VERI-Wild", {"train_test_split/train_list.txt": "00001.jpg\n"}),
                  ("VERI-Wild", {"train_test_split/train_list.txt": "00001/000077.jpg\n"})],
     "AirportALERT": [("AirportALERT", {"filepath.txt": "cam4/11001/a.jpg\n"}),
+                     ("AirportALERT", {"filepath.txt": "a.jpg\n"}),
                      ("AirportALERT", {"filepath.txt": "cam4\\1\\a.jpg\n"}), ("AirportALERT", {})],
     "SenseReID": [("SenseReID", {})],
     "VIPeR": [("VIPeR", {})],
@@ -153,7 +156,7 @@ def public_data_sets(record, patch):
           | {path: text for path, text in market.items() if "train" not in path})  # fmt: skip
     build("camera 0", "Market1501", market | {"Market-1501-v15.09.15/bounding_box_train/0002_c0s1_000451_03.jpg": ""})
     build("distractors", "Market1501", market | {"Market-1501-v15.09.15/images/0_c1s1_000451_03.jpg": ""},
-          "DATASETS.MARKET1501.ENABLE_500K", "True")  # fmt: skip
+          "DATASETS.MARKET1501_500K", "True")  # fmt: skip
     build("split 10", "VIPeR", TREES["VIPeR"][0], "DATASETS.VIPER.SPLIT", "10")
     build("views", "VeRi", views, "DATASETS.VERI.VIEWS", "True")
     for title, train, test in (
@@ -172,13 +175,18 @@ def cuhk03(record, patch):
         "an empty list of splits": {"images_detected/1_001_1_01.png": "", "splits_new_detected.json": "[]"},
         "splits without images": {"images_detected/1_001_1_01.png": "", "splits_new_detected.json": "[1]"},
         "split 3 of 1": {"images_detected/1_001_1_01.png": "", "splits_new_detected.json": "[1]"},
+        "images without splits, with .mat files": {
+            "images_detected/1_001_1_01.png": "",
+            "cuhk03_release/cuhk-03.mat": "x",
+            "cuhk03_new_protocol_config_detected.mat": "x",
+        },
         "a damaged cuhk-03.mat": {
             "cuhk03_release/cuhk-03.mat": "<html>",
             "cuhk03_new_protocol_config_detected.mat": "<html>",
             "cuhk03_new_protocol_config_labeled.mat": "<html>",
         },
     }.items():
-        root = record.root / "roots" / title.replace(" ", "_")
+        root = record.root / "roots" / title.replace(" ", "_").replace(",", "")
         write(root, under("cuhk03", files))
         patch.setenv("FASTAMP_DATASETS", str(root))
         with record(f"DATASETS.NAMES CUHK03: {title}"):
@@ -188,6 +196,29 @@ def cuhk03(record, patch):
     with record("DATASETS.NAMES CUHK03: h5py is not installed"), patch.context() as without:
         without.setitem(__import__("sys").modules, "h5py", None)
         build_dataset("CUHK03")
+
+
+class UserDataset(ImageDataset):
+    """A data set as in FastReID, with its files checked by the base class."""
+
+    def __init__(self, root="datasets"):
+        self.check_before_run([f"{root}/nowhere"])
+
+
+def user_data_sets(record):
+    """Data sets that a user registers."""
+    with record("check_before_run of a missing folder"):
+        UserDataset(str(record.root))
+    with record("a class with left_out"):
+
+        class Old(FilenameDataset):
+            left_out = (0,)
+
+    with record("VIPeR(split=10)"):
+        root = write(record.root / "viper", TREES["VIPeR"][0])
+        DATASET_REGISTRY.get("VIPeR")(str(root), split=10)
+    with record("NaiveIdentitySampler(num_instances=0)"):
+        NaiveIdentitySampler(labels=[0, 0, 1, 1], camids=[0, 1, 0, 1], batch_size=4, num_instances=0, seed=0)
 
 
 def demo(record, patch):
@@ -227,7 +258,7 @@ def training_data(record):
         ("MODEL.BACKBONE.SIE_CAMERAS", "6", "MODEL.BACKBONE.SIE_VIEWS", "8"),
         ("DATALOADER.CACHE", "ram", "INPUT.SIZE_TRAIN", "(0,)", "INPUT.CROP", "True"),
         ("DATALOADER.NUM_WORKERS", "9999"),
-        ("DATASETS.NAMES", "Demo,Demo"),
+        ("DATASETS.NAMES", "('Demo', 'Demo')"),
         ("INPUT.SIZE_TRAIN", "(0,)", "INPUT.PADDING", "False"),
     ):
         with record(f"training data {' '.join(opts)}"):
@@ -244,18 +275,21 @@ def training_data(record):
     one = record.file("one.csv", "path,pid,camid\n" + "".join(f"{number}.jpg,1,1\n" for number in range(20)))
     Image.new("RGB", (32, 64)).save(record.root / "there.png")
     two = record.file("two.csv", "path,pid,camid\n" + "".join(f"there.png,{number},1\n" for number in range(4)))
+    same = record.file("same.csv", "path,pid,camid\n" + "".join(f"there.png,{number},1\n" for number in range(4)))
+    single = record.file("single.csv", "path,pid,camid\n" + "".join("there.png,1,1\n" for _ in range(4)))
     tests = record.file("tests.csv", "path,pid,split\nthere.png,1,query\nthere.png,1,gallery\n")
     for names, *opts in (
         (f"csv:{one}",),
         (f"csv:{one}", "DATASETS.COMBINEALL", "True"),
         (f"csv:{tests}",),
-        (f"csv:{two},csv:{two}",),
-        (f"csv:{one},csv:{two}",),
+        (f"('csv:{two}', 'csv:{same}')", "SOLVER.IMS_PER_BATCH", "4", "DATALOADER.NUM_INSTANCE", "1"),
+        (f"csv:{single}", "SOLVER.IMS_PER_BATCH", "4"),
+        (f"('Demo', 'csv:{two}')", "MODEL.BACKBONE.SIE_CAMERAS", "4"),
     ):
         with record(f"DATASETS.NAMES {names} {' '.join(opts)}"):
             build_reid_train_loader(tiny_config(record.root / "run", "DATASETS.NAMES", names, *opts))
     missing = record.file("missing.csv", "path,pid,camid\n" + "".join(f"{n}.jpg,{n % 8},1\n" for n in range(32)))
-    for policy in ("raise", "skip"):
+    for policy in ("error", "skip"):
         with record(f"DATASETS.NAMES csv:{missing} DATALOADER.ON_CORRUPT {policy}"):
             opts = ("DATASETS.NAMES", f"csv:{missing}", "DATALOADER.ON_CORRUPT", policy)
             next(iter(build_reid_train_loader(tiny_config(record.root / "run", *opts))))
@@ -264,7 +298,7 @@ def training_data(record):
     record.file("bad.png", b"no image")
     lines = [f"{'bad.png' if n == 0 else f'good{n}.png'},{n % 4},1" for n in range(8)]
     corrupt = record.file("corrupt.csv", "\n".join(["path,pid,camid", *lines]))
-    for policy in ("raise", "skip"):
+    for policy in ("error", "skip"):
         with record(f"DATASETS.NAMES csv:{corrupt} DATALOADER.ON_CORRUPT {policy}"):
             opts = ("DATASETS.NAMES", f"csv:{corrupt}", "DATALOADER.ON_CORRUPT", policy, "SOLVER.IMS_PER_BATCH", "8",
                     "DATALOADER.SAMPLER_TRAIN", "TrainingSampler")  # fmt: skip
@@ -324,6 +358,7 @@ def transforms(record):
         ("INPUT.AUGMIX.ENABLED", "True", "INPUT.AUGMIX.PROB", "0"),
         ("INPUT.AUTOAUG.ENABLED", "True", "INPUT.AUTOAUG.PROB", "0"),
         ("INPUT.REA.VALUE", "(1, 2)"),
+        ("INPUT.AUGMENTATIONS", "('x',)"),
     ):
         for is_train in (True, False):
             with record(f"transforms {' '.join(opts)}{'' if is_train else ' (test)'}"):
@@ -401,6 +436,10 @@ def cache(record):
         ImageCache(items[:2], (3, 8, 4), read, where="disk", folder=folder)
     with record("DATALOADER.CACHE disk, too small"):
         ImageCache(items * 20, (4, 2**12, 2**12 * 1000), read, where="disk", folder=folder)
+    with record("DATALOADER.CACHE ram in a folder of another user"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastamp.data.cache._SHARED_MEMORY", record.root)
+        (record.root / f"fastamp-cache-{os.getuid()}").symlink_to(record.root)
+        ImageCache(items, (3, 8, 4), read, where="ram")
     with record("DATALOADER.CACHE disk without locks"), pytest.MonkeyPatch.context() as patch:
 
         def no_locks(file, kind):

@@ -1,20 +1,27 @@
 """Messages of fastamp/engine and fastamp/diagnostics: trainings, resumes, evaluations, pre-flight and replay."""
 
+import resource
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 import tiny
 import torch
 from conv_net import Hungry, Net, make_batch, policy
 from messages import Recorder
+from torch import nn
 
 from fastamp.amp import LossScaler
+from fastamp.diagnostics.config_check import check_config
 from fastamp.diagnostics.preflight import preflight
 from fastamp.engine import DefaultTrainer, HookBase, SimpleTrainer, launch
 from fastamp.engine.dry_run import dry_run
+from fastamp.engine.hooks import FreezeClassifier
 from fastamp.modeling import BACKBONE_REGISTRY, META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch import Baseline
+from fastamp.utils.errors import DataError
 
 SITES = ["fastamp/engine", "fastamp/diagnostics"]
 
@@ -26,10 +33,14 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
         configs(record)
         trainings(record)
         resumes(record)
+        changed_checkpoints(record)
+        failures(record)
         interruptions(record)
         evaluations(record)
         preflights(record)
         precision(record)
+        doctor(record)
+        several_processes(record)
         processes(record, patch)
         files(record)
 
@@ -124,6 +135,81 @@ def resumes(record):
     record.train("--resume", "OUTPUT_DIR", folder)
 
 
+def changed_checkpoints(record):
+    """--resume from checkpoints with changed entries."""
+    folder = record.root / "changed"
+    record.train("OUTPUT_DIR", folder, "SOLVER.EMA", "True", "TEST.REPORT", "True")
+    good = torch.load(folder / "model_final.pth", weights_only=True)
+    trainer = good["trainer"]
+    record.train("--resume", "OUTPUT_DIR", folder, "SOLVER.MAX_EPOCH", "2", "SOLVER.CHECKPOINT_PERIOD", "1",
+                 "TEST.REPORT", "True")  # fmt: skip
+    record.train("--eval-only", "MODEL.WEIGHTS", folder / "model_final.pth", "TEST.REPORT", "True")
+    for entry in (
+        {"labels_checksum": 1},
+        {"processes": 4},
+        {"hooks": trainer["hooks"] | {"EvalHook": {"best": {"a": 1}}}},
+        {"iteration": -1},
+    ):
+        torch.save(good | {"trainer": trainer | entry}, folder / "model_final.pth")
+        (folder / "last_checkpoint").write_text("model_final.pth")
+        record.train("--resume", "OUTPUT_DIR", folder, "SOLVER.EMA", "True", "SOLVER.MAX_EPOCH", "2")
+
+
+def failures(record):
+    """Trainings that fail after some steps."""
+    record.train("SOLVER.BASE_LR", "1e30", "SOLVER.WARMUP_ITERS", "0", "SOLVER.OPT", "SGD", "SOLVER.AMP", "off")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+    try:
+        record.train("SOLVER.CHECKPOINT_PERIOD", "1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fail(*_, **__):
+            raise DataError("cannot read the image a.jpg")
+
+        patch.setattr("fastamp.engine.evaluation.inference_on_dataset", fail)
+        record.train()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastamp.engine.reporting.write_report", fail)
+        record.train("TEST.REPORT", "True")
+    with record("SOLVER.FREEZE_FC_ITERS without a classifier"):
+        FreezeClassifier(nn.Linear(1, 1), 3)
+    old = record.file("old.yml", "MODEL: {META_ARCHITECTURE: Baseline, HEADS: {NAME: BNneckHead}}\n"
+                      "SOLVER: {MAX_ITER: 100}\nDATALOADER: {PK_SAMPLER: True}")  # fmt: skip
+    record.train("--config-file", old, "MODEL.DEVICE", "cpu", "DATASETS.NAMES", "x")
+    folder = record.root / "locked"
+    script = ("import sys; from fastamp.utils.lock import lock_folder\n"
+              "lock_folder(sys.argv[1], 'OUTPUT_DIR'); print('locked', flush=True); sys.stdin.read()")  # fmt: skip
+    holder = subprocess.Popen([sys.executable, "-c", script, str(folder)], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, text=True)  # fmt: skip
+    try:
+        assert holder.stdout.readline() == "locked\n"
+        record.train("--eval-only", "MODEL.WEIGHTS", record.root / "resumed/model_best.pth", "OUTPUT_DIR", folder)
+    finally:
+        holder.communicate()
+
+
+def several_processes(record):
+    """Configs that only fail in several processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastamp.utils.comm.get_world_size", lambda: 2)
+        for opts in (("MODEL.DEVICE", "cpu:0"), ("MODEL.BACKBONE.NORM", "syncBN"), ("SOLVER.IMS_PER_BATCH", "2")):
+            with record(f"2 processes: {' '.join(opts)}"):
+                check_config(tiny.tiny_config(record.root / "run", *opts))
+
+
+def doctor(record):
+    """fastamp doctor."""
+    overflow = ("MODEL.BACKBONE.NAME", "build_messages_overflow_backbone", "SOLVER.AMP", "fp16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        record.train("--dtypes", "fp16", "--images", "8", *overflow, program="doctor")
+    record.fastamp("doctor", "--env", "MODEL.DEVICE", "cuda")
+
+
 class Interrupt(HookBase):
     """Send a signal before the first step."""
 
@@ -142,7 +228,7 @@ def interruptions(record):
         def __init__(self, moment):
             self.moment = moment
 
-        def before_step(self):
+        def after_backward(self):
             raise ZeroDivisionError("in the step")
 
         def on_step_error(self, error):
@@ -151,10 +237,6 @@ def interruptions(record):
     with record("an error in a step and in a hook"):
         trainer = DefaultTrainer(tiny.tiny_config(record.root / "failing"))
         trainer.register_hooks([Failing("step")])
-        trainer.train()
-    with record("an evaluation that fails"):
-        trainer = DefaultTrainer(tiny.tiny_config(record.root / "failing", "SOLVER.MAX_EPOCH", "1"))
-        trainer.evaluate = lambda *_, **__: {}["mAP"]
         trainer.train()
 
 

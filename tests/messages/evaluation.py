@@ -4,14 +4,15 @@ import logging
 
 import pytest
 import torch
-from judging import random_set
 from messages import Recorder
+from naive_ranking import random_set
 from tiny import tiny_config
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import get_cfg
 from fastamp.evaluation import Identities, Protocol, compute_metrics
+from fastamp.evaluation.baselines import color_histogram
 from fastamp.evaluation.metrics import rank_distances
 from fastamp.evaluation.query_expansion import QueryExpansion
 from fastamp.evaluation.rerank import ReRanking
@@ -77,7 +78,7 @@ def features(record):
         ("no match in the gallery", (queries, gallery, strange), Protocol()),
         ("equal features", (*same, ids), Protocol()),
         ("partly equal features", (*part, ids), Protocol()),
-        ("a large TEST.AQE.ALPHA", (queries * 9, gallery * 9, ids),
+        ("a large TEST.AQE.ALPHA", (queries * 1e3, gallery * 1e3, ids),
          Protocol(metric="euclidean", expansion=QueryExpansion(alpha=3000))),
         ("too few impostor pairs for TEST.ROC.FAR", (queries[:2], gallery[:9], Identities(
             ids.query_pids[:2], ids.gallery_pids[:9], ids.query_camids[:2], ids.gallery_camids[:9])),
@@ -120,6 +121,8 @@ def models(record):
         ReidEvaluator(cfg, num_query).evaluate()
     with record("precise batch norm"):
         update_bn_statistics(build_model(cfg), loader, 2, policy=PrecisionPolicy("cpu", torch.float32, "test"))
+    with record("raw-pixel baseline of images with 2 channels"):
+        color_histogram(torch.zeros(1, 2, 64, 32))
     with record("an evaluation"):
         DefaultTrainer.test(cfg, build_model(cfg))
 

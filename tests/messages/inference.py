@@ -2,20 +2,24 @@
 
 import contextlib
 import errno
+import io
 import os
+import zipfile
 
 import numpy as np
 import PIL.Image
 import pytest
 import torch
 from messages import Recorder
+from torch import nn
 
 import fastamp
 from fastamp.inference import extract as extract_module
+from fastamp.inference.export import export
 from fastamp.inference.extract import extract
 from fastamp.inference.features_file import read_extraction, write_arrays
 from fastamp.inference.index import build_index, load_index, open_gallery
-from fastamp.inference.similarity import pairs_of
+from fastamp.inference.similarity import sample_pair_scores
 
 SITES = ["fastamp/inference"]
 
@@ -168,17 +172,45 @@ def features_files(record, gallery):
     }.items():
         with (record.root / f"{name}.npz").open("wb") as file:
             write_arrays(file, changed)
-    for name in ("nowhere", "empty", "cut", "other", "no_features", "float64", "pids", "texts"):
+    with zipfile.ZipFile(record.root / "claims.npz", "w") as archive:
+        for name, array in arrays.items():
+            content = npy(array)
+            if name == "features":
+                content = content.replace(b"(30, 16)", b"(99, 16)")
+            archive.writestr(f"{name}.npy", content)
+    with zipfile.ZipFile(record.root / "version.npz", "w") as archive:
+        for name, array in arrays.items():
+            archive.writestr(f"{name}.npy", npy(array)[:6] + (b"\x07" if name == "features" else b"\x01")
+                             + npy(array)[7:])  # fmt: skip
+    for name in ("nowhere", "empty", "claims", "version", "cut", "other", "no_features", "float64", "pids", "texts"):
         with record(f"read_extraction({name}.npz)"):
             read_extraction(record.root / f"{name}.npz")
     with record("read_extraction that is larger than the memory"), pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastamp.inference.features_file.available_memory", lambda: 0)
         np.savez_compressed(record.root / "large.npz", **arrays)
         read_extraction(record.root / "large.npz")
-    with record("pairs_of one identity"):
-        pairs_of(record.root / "one_identity.npz")
-    with record("pairs_of(cross_camera=True)"):
-        pairs_of(gallery, cross_camera=True)
+    with record("sample_pair_scores of one identity"):
+        sample_pair_scores(record.root / "one_identity.npz")
+    with record("sample_pair_scores(cross_camera=True)"):
+        sample_pair_scores(gallery, cross_camera=True)
+
+
+def npy(array):
+    """Return an array in the npy format."""
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def rewrite(source, target, entries, changes):
+    """Copy an index, whose archive follows faiss's data, with changed entries."""
+    with zipfile.ZipFile(source) as archive:
+        start = min(entry.header_offset for entry in archive.infolist())
+    target.write_bytes(source.read_bytes()[:start])
+    with zipfile.ZipFile(target, "a") as archive:
+        for name, content in (entries | changes).items():
+            if content is not None:
+                archive.writestr(name, content)
 
 
 def indices(record, predictor, checkpoint, gallery):
@@ -204,6 +236,17 @@ def indices(record, predictor, checkpoint, gallery):
     for name, damaged in (("cut", content[:-5]), ("flipped", flipped)):
         with record(f"load_index of a {name} file"):
             load_index(record.file(f"{name}.index", damaged))
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    for title, changes in {
+        "without a kind": {"kind.npy": None},
+        "whose size is text": {"size.npy": npy(np.array("x"))},
+        "of kind hnsw that holds another": {"kind.npy": npy(np.array("hnsw"))},
+    }.items():
+        changed = record.root / "changed.index"
+        rewrite(path, changed, entries, changes)
+        with record(f"load_index of an index {title}"):
+            load_index(changed, verify=False)
     with record("build_index of NaN"):
         with np.load(gallery, allow_pickle=False) as file:
             arrays = dict(file)
@@ -243,6 +286,12 @@ def exports(record, predictor, checkpoint):
     ):
         name, *rest = argv
         record.fastamp("export", checkpoint, record.root / name, *rest, "--device", "cpu")
+    with record("an export of another class of model"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(predictor, "model", nn.Linear(1, 1))
+        export(predictor, record.root / "model.pt2", data="")
+    with record("ExportReport of an inexact model"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastamp.inference.export.LEAST_COSINE", {"float32": 2.0, "fp16": 2.0})
+        export(predictor, record.root / "model.pt2", data="")
     (record.root / "folder.onnx").mkdir()
     record.fastamp("export", checkpoint, record.root / "folder.onnx", "--device", "cpu")
     with pytest.MonkeyPatch.context() as patch:

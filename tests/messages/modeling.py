@@ -80,6 +80,8 @@ def models(record):
         ("MODEL.BACKBONE.NAME", "timm/convnext_atto", "MODEL.BACKBONE.FEAT_DIM", "320", "MODEL.BACKBONE.NORM", "IN",
          "MODEL.BACKBONE.LAST_STRIDE", "1"),
         ("MODEL.BACKBONE.NAME", "timm/test_vit", "MODEL.BACKBONE.FEAT_DIM", "64", "INPUT.SIZE_TRAIN", "(65, 33)"),
+        ("MODEL.BACKBONE.NAME", "timm/test_vit", "MODEL.BACKBONE.FEAT_DIM", "64", "INPUT.CHANNELS", "1",
+         "INPUT.SIZE_TRAIN", "(8, 4)"),
         ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "4"),
         ("KD.EMA.ENABLED", "True"),
         ("MODEL.PIXEL_STD", "(1, 2)"),
@@ -212,13 +214,27 @@ def stored_weights(record, run):
         torch.save(state, path)
         record.command(import_checkpoint.cli, "tools/import_checkpoint.py", path, record.root / "imported.pth")
     torch.save({f"backbone.{number}.weight": torch.ones(1) for number in range(9000)}, record.root / "large.pth")
-    reduction = {"heads.bnneck.weight": torch.ones(4), "heads.bottleneck.1.weight": torch.ones(4)}
-    with record("weights of ReductionHead"):
+    with record("load_model of a RepVGG in deploy form"):
         from fastamp.checkpoint.load_state import load_model_state
 
+        repvgg = ("MODEL.BACKBONE.NAME", "build_repvgg_backbone", "MODEL.BACKBONE.DEPTH", "A0",
+                  "MODEL.BACKBONE.FEAT_DIM", "1280")  # fmt: skip
+        deployed = build(record, *repvgg, "MODEL.BACKBONE.DEPLOY", "True").state_dict()
+        load_model_state(build(record, *repvgg), deployed, source="x.pth")
+    with record("timm weights offline"), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr("timm.models._builder.load_state_dict_from_hf", fail)
+        build(record, "MODEL.BACKBONE.NAME", "timm/test_vit.r160_in1k", "MODEL.BACKBONE.FEAT_DIM", "64",
+              "MODEL.BACKBONE.PRETRAIN", "True")  # fmt: skip
+    reduction = {"heads.bnneck.weight": torch.ones(4), "heads.bottleneck.1.weight": torch.ones(4)}
+    with record("weights of ReductionHead"):
         model = build(record)
         load_model_state(model, model.state_dict() | {"heads.reduction.0.weight": torch.ones(4)} | reduction,
                          source="x.pth")  # fmt: skip
+
+
+def fail(*_, **__):
+    raise OSError("no network")
 
 
 def layers(record):
@@ -253,6 +269,9 @@ def optimizers(record):
                 from fastamp.solver.lr_schedule import swa_start
 
                 swa_start(cfg)
+    with record("Nesterov momentum without momentum"):
+        opts = ("SOLVER.OPT", "SGD", "SOLVER.OPT_ARGS", "{'nesterov': True}", "SOLVER.MOMENTUM", "0")
+        build_optimizer(tiny_config(record.root / "run", *opts), model)
     with record("build_optimizer of a frozen model"):
         frozen = build(record)
         frozen.requires_grad_(False)
