@@ -108,15 +108,15 @@ def search_force_fp32(
 
 def _next_to_force(location: NonFiniteLocation, layers: list[str], chosen: list[str]) -> list[str]:
     """Select the modules to force next, given the location of the first non-finite value."""
-    module, neighbours = location.module, [name for name in dict.fromkeys(location.neighbours) if name]
+    module, adjacent = location.module, [name for name in dict.fromkeys(location.adjacent) if name]
     if module and module not in chosen and not location.part.startswith("between"):
         return [module]
     # A function between two layers has no name; it computes in float32 if its input is float32.
-    if new := [name for name in neighbours if name not in chosen]:
+    if new := [name for name in adjacent if name not in chosen]:
         return new
     if module and module not in chosen:
         return [module]
     # All are forced and the value still overflows: try the layers before and after.
-    positions = [layers.index(name) for name in [module, *neighbours] if name in layers]
-    adjacent = [position + step for position in positions for step in (-1, 1)]
-    return [layers[n] for n in adjacent if 0 <= n < len(layers) and layers[n] not in chosen][:1]
+    positions = [layers.index(name) for name in [module, *adjacent] if name in layers]
+    candidates = [position + step for position in positions for step in (-1, 1)]
+    return [layers[n] for n in candidates if 0 <= n < len(layers) and layers[n] not in chosen][:1]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastamp.utils.moved import moved_names
+from fastamp.utils.moved import moved_names, renamed_attribute
 
 __getattr__ = moved_names(__name__, {"Location": "fastamp.diagnostics.nan_location.NonFiniteLocation"})
 
@@ -29,7 +29,7 @@ class NonFiniteLocation:
         parameter_magnitude: largest absolute value of the module's direct parameters; None if it has none.
         loss_scale: loss scale of the pass.
         safe_scale: largest power of two with finite gradients; only for a loss-scale overflow, else None.
-        neighbours: for a value between submodules: the layer called before it and the module called after it.
+        adjacent: for a value between submodules: the layer called before it and the module called after it.
         forced: modules already in ``SOLVER.AMP.FORCE_FP32``.
         position: number of values checked before it.
     """
@@ -45,9 +45,11 @@ class NonFiniteLocation:
     parameter_magnitude: float | None
     loss_scale: float
     safe_scale: float | None = None
-    neighbours: tuple[str, ...] = ()
+    adjacent: tuple[str, ...] = ()
     forced: tuple[str, ...] = ()
     position: int = 0
+
+    neighbours = renamed_attribute("neighbours", "adjacent")
 
     @property
     def order(self) -> int:
@@ -94,7 +96,7 @@ class NonFiniteLocation:
                 "loss scale"
             )
         # A function between two layers computes in float32 if its input is float32.
-        names = [name for name in self.neighbours if name] if self.part.startswith("between") else [self.module]
+        names = [name for name in self.adjacent if name] if self.part.startswith("between") else [self.module]
         names = list(dict.fromkeys([*self.forced, *names])) if any(names) else []
         force = f'SOLVER.AMP.FORCE_FP32 "{names}"' if names else "compute it in float32 (fastamp.amp.force_fp32)"
         alternative = "" if self.dtype == "bfloat16" else ", or SOLVER.AMP.DTYPE bfloat16"

@@ -46,7 +46,7 @@ class NonFiniteObserver:
         self._input_magnitude = 0.0
         self._last_layer = ""
         self._checked = self._position = 0
-        self._neighbours: tuple[str, ...] = ()
+        self._adjacent: tuple[str, ...] = ()
         self._stack: list[tuple[str, int, bool, float]] = []
         self._calls: Counter[str] = Counter()
 
@@ -88,7 +88,7 @@ class NonFiniteObserver:
             parameter_magnitude=magnitude(parameters) if parameters else None,
             loss_scale=scale,
             safe_scale=safe_scale,
-            neighbours=self._neighbours,
+            adjacent=self._adjacent,
             forced=tuple(forced_modules(self.model)),
             position=self._position,
         )
@@ -122,7 +122,7 @@ class NonFiniteObserver:
             seen = self.first is not None
             finite &= self._record(key, tensor.detach(), module=parent[0], part=part, inputs=parent[2:])
             if not seen and self.first == key:
-                self._neighbours = (self._last_layer, name)
+                self._adjacent = (self._last_layer, name)
         self._stack.append((name, call, finite, magnitude((args, kwargs))))
         if not torch.is_grad_enabled():
             return args, kwargs
@@ -151,7 +151,7 @@ class NonFiniteObserver:
             incoming = self.magnitudes.get(("gradient of output", *key[1:]), 0.0)
             self._record(key, gradient.detach(), module=module, part=part, inputs=(True, incoming))
             if self.first == key and key[0] == "gradient of output":
-                self._neighbours = (key[1],)
+                self._adjacent = (key[1],)
 
         tensor.register_hook(check)
 

@@ -347,7 +347,7 @@ class Predictor:
 def _check_pairs(pairs: Any, checkpoint: Path) -> None:
     """Raise WeightsError where the pairs of a checkpoint have another form than what a run writes."""
     form = PairScores.form()
-    wrong = "" if isinstance(pairs, dict) else f"pairs: expected a dict, found {type(pairs).__name__}"
+    wrong = "" if isinstance(pairs, dict) else f"pairs: expected a dict, got {type(pairs).__name__}"
     for name, each in pairs.items() if not wrong else ():
         wrong = wrong or structure_mismatch(form, each, f"pairs.{name}")
         if not wrong and each and each.keys() != form.keys():

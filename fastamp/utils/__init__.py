@@ -1,1 +1,1 @@
-"""What every other part may use: registry, errors, communication, events, logging, checkpoints."""
+"""Utilities for all other packages: registry, errors, communication, metrics, logging, files."""

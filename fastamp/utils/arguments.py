@@ -1,4 +1,4 @@
-"""Arguments of FastReID's command line; parsing needs no PyTorch."""
+"""FastReID's command-line arguments. Parsing does not import PyTorch."""
 
 import argparse
 from typing import NoReturn
@@ -7,7 +7,7 @@ from fastamp.utils.files import ignore_closed_stdout
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints its help also where the reader of stdout stops early."""
+    """Parser with a help that may be piped to ``head``."""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         with ignore_closed_stdout():
@@ -15,14 +15,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def default_argument_parser() -> argparse.ArgumentParser:
-    """Return the parser of FastReID's command line."""
+    """Build a parser with FastReID's command-line arguments."""
     parser = _Parser(description="Train or evaluate a re-identification model.")
     add_training_arguments(parser)
     return parser
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of FastReID's command line."""
+    """Add FastReID's command-line arguments."""
     parser.add_argument("--resume", action="store_true", help="continue from OUTPUT_DIR/last_checkpoint")
     parser.add_argument(
         "--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS on DATASETS.TESTS, without training"

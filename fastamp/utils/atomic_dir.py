@@ -1,4 +1,4 @@
-"""Folders that are built aside and renamed when they are done, so that one that exists is whole."""
+"""Atomic creation of folders: build under a temporary name, then rename."""
 
 import os
 import re
@@ -12,21 +12,20 @@ from fastamp.utils.moved import moved_names
 
 __getattr__ = moved_names(__name__, {"aside": "fastamp.utils.atomic_dir.temporary_path"})
 
-# A build folder of a process on another machine, or of an earlier version, in which nothing was written for so many
-# seconds belongs to a process that was killed.
+# A temporary folder of another machine, or of an earlier version, is removed if nothing was written for this long.
 _ABANDONED_SECONDS = 120
 
 
 def temporary_path(folder: Path) -> Path:
-    """Return a new, hidden name beside ``folder`` under which to build it; nothing is made."""
+    """Return a unique hidden path in the parent of ``folder``, to build it there. The path is not created."""
     return folder.with_name(f"{_prefix(folder)}{_machine()}-{os.getpid()}-{uuid.uuid4().hex}")
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove build folders that killed processes left next to ``folder``."""
+    """Remove temporary folders of killed processes next to ``folder``."""
     for build in folder.parent.glob(f"{_prefix(folder)}*"):
         if build.is_symlink() or not build.is_dir():
-            continue  # not made here
+            continue  # not created by this module
         try:
             last_write = max(path.stat().st_mtime for path in (build, *build.iterdir()))
         except OSError:
@@ -36,7 +35,7 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def _is_of_dead_process(build: Path, folder: Path) -> bool:
-    """Return whether the process that named the build folder ran on this machine, in this container, and has ended."""
+    """Return True if the process of the temporary folder ran in this container on this machine, and has ended."""
     found = re.fullmatch(r"(.+)-([0-9]+)-[0-9a-f]{32}", build.name.removeprefix(_prefix(folder)))
     if found is None or found[1] != _machine():
         return False
@@ -50,7 +49,7 @@ def _is_of_dead_process(build: Path, folder: Path) -> bool:
 
 
 def _machine() -> str:
-    """Return the name of the machine and of the container, which may have the machine's name but not its processes."""
+    """Identify the machine and its process namespace: containers can share a host name but not process numbers."""
     try:
         return f"{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
@@ -58,5 +57,5 @@ def _machine() -> str:
 
 
 def _prefix(folder: Path) -> str:
-    """Return how the names of this folder's build folders begin."""
+    """Prefix of the temporary folders of ``folder``."""
     return f".{folder.name}.building-"

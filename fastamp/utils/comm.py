@@ -1,4 +1,4 @@
-"""Rank, world size and the few collectives that fastamp uses; all are no-ops in a single process."""
+"""Rank, world size and collectives. In a single process, collectives return their input."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,28 +31,28 @@ _as_single_process = False
 
 
 def is_distributed() -> bool:
-    """Whether a process group of more than one process is up."""
+    """Return True if a process group of more than one process is initialized."""
     return not _as_single_process and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def get_rank() -> int:
-    """This process's number, 0 when there is one process only."""
+    """Return the rank of this process; 0 in a single process."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def get_world_size() -> int:
-    """The number of processes, at least 1."""
+    """Return the number of processes, at least 1."""
     return dist.get_world_size() if is_distributed() else 1
 
 
 def is_main_process() -> bool:
-    """Whether this process writes files and prints results."""
+    """Return True on rank 0, which writes files and prints results."""
     return get_rank() == 0
 
 
 @contextmanager
 def as_single_process() -> Iterator[None]:
-    """Behave as a single process inside: for what one rank does while the others do something else, or are gone."""
+    """Act as a single process inside the context, for code that not all ranks run, or after other ranks have ended."""
     global _as_single_process
     before, _as_single_process = _as_single_process, True
     try:
@@ -63,7 +63,7 @@ def as_single_process() -> Iterator[None]:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """Let the main process through first, and the others when it is done."""
+    """Run the context in the main process first, then in the other processes."""
     if not is_main_process():
         synchronize()
     try:
@@ -74,23 +74,23 @@ def main_process_first() -> Iterator[None]:
 
 
 def transport_device() -> torch.device:
-    """Return the device of tensors that are on the host: the CPU where the process group takes those, else CUDA."""
+    """Device for collectives on host data: CPU if the process group supports it, else CUDA."""
     return torch.device("cpu" if "cpu" in dist.get_backend_config() else "cuda")
 
 
 def synchronize() -> None:
-    """Wait until every process has come here."""
+    """Wait for all processes (barrier)."""
     if is_distributed():
         dist.all_reduce(torch.zeros(1, device=transport_device()))
 
 
 def all_reduce_min(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the element-wise minimum of ``tensor`` over all ranks (``tensor`` itself when alone)."""
+    """Element-wise minimum of ``tensor`` over all ranks."""
     return _all_reduce(tensor, dist.ReduceOp.MIN) if is_distributed() else tensor
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the element-wise sum of ``tensor`` over all ranks (``tensor`` itself when alone)."""
+    """Element-wise sum of ``tensor`` over all ranks."""
     return _all_reduce(tensor, dist.ReduceOp.SUM) if is_distributed() else tensor
 
 
@@ -101,7 +101,7 @@ def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp) -> torch.Tensor:
 
 
 def all_reduce_max(number: float) -> float:
-    """Return the largest of the ranks' numbers."""
+    """Maximum of ``number`` over all ranks."""
     if not is_distributed():
         return number
     value = torch.tensor(number, dtype=torch.float64, device=transport_device())
@@ -109,19 +109,19 @@ def all_reduce_max(number: float) -> float:
 
 
 def any_across_ranks(flag: bool) -> bool:
-    """Return whether ``flag`` is true on any rank."""
+    """Return True if ``flag`` is true on at least one rank."""
     return bool(all_reduce_max(flag))
 
 
 def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
-    """Return the sum of each of ``numbers`` over all ranks."""
+    """Element-wise sum of ``numbers`` over all ranks."""
     if not is_distributed():
         return list(numbers)
     return all_reduce_sum(torch.tensor(numbers, dtype=torch.float64, device=transport_device())).tolist()
 
 
 def broadcast_scalar(number: float) -> float:
-    """Return the main process's ``number`` on every rank."""
+    """Broadcast ``number`` from the main process."""
     if not is_distributed():
         return number
     value = torch.tensor(number, dtype=torch.float64, device=transport_device())
@@ -130,14 +130,14 @@ def broadcast_scalar(number: float) -> float:
 
 
 def shard_range(count: int, multiple: int = 1) -> tuple[int, int]:
-    """Return where this rank's share of ``count`` rows begins and ends; shares begin at multiples of ``multiple``."""
+    """Start and end of this rank's shard of ``count`` rows; shards start at multiples of ``multiple``."""
     parts = -(-count // multiple)
     bounds = [min(count, parts * rank // get_world_size() * multiple) for rank in (get_rank(), get_rank() + 1)]
     return bounds[0], bounds[1]
 
 
 def gather_rows(column: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all ranks in the order of the ranks, on the CPU; ranks may have different numbers of rows."""
+    """Gather the rows of all ranks in rank order, on the CPU. Ranks may have different numbers of rows."""
     if not is_distributed():
         return column.cpu()
     device = transport_device()
@@ -153,24 +153,27 @@ def gather_rows(column: torch.Tensor) -> torch.Tensor:
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-        ctx.own = slice(get_rank() * len(rows), (get_rank() + 1) * len(rows))
+        ctx.rows = slice(get_rank() * len(rows), (get_rank() + 1) * len(rows))
         parts = [torch.empty_like(rows) for _ in range(get_world_size())]
         dist.all_gather(parts, rows.contiguous())
         return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        # Every rank has the same loss, so the same gradient here, of which DDP's average over ranks is to be left.
-        return gradient[ctx.own] * get_world_size()
+        # All ranks compute the same loss and gradient. The factor compensates for DDP's average over ranks.
+        return gradient[ctx.rows] * get_world_size()
 
 
 def all_gather(rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all ranks in the order of the ranks, on their device, with gradients to this rank's own.
+    """Gather the rows of all ranks in rank order, on their device, with gradients for the rows of this rank.
 
-    For a loss that every rank computes from all rows alike, as a part of a model under DDP.
+    For a loss that all ranks compute from all rows, in a model under DDP.
 
     Args:
-        rows: as many on every rank.
+        rows: (N, ...), with the same shape on all ranks.
+
+    Returns:
+        (world size * N, ...)
     """
     return _AllGather.apply(rows) if is_distributed() else rows
 
@@ -179,7 +182,7 @@ _single_process_group: Any = None
 
 
 def single_process_group() -> Any:
-    """Return a process group of this process alone; all ranks must call this together for the first time."""
+    """Return a process group with only this process. The first call is a collective."""
     global _single_process_group
     if _single_process_group is None:
         _single_process_group, _ = dist.new_subgroups(group_size=1)
@@ -187,7 +190,7 @@ def single_process_group() -> Any:
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
-    """Return the bytes of every rank in the order of the ranks; they may differ in length."""
+    """Gather the bytes of all ranks in rank order; lengths may differ."""
     if not is_distributed():
         return [data]
     lengths = gather_rows(torch.tensor([len(data)])).tolist()
@@ -197,10 +200,10 @@ def gather_bytes(data: bytes) -> list[bytes]:
 
 
 def select_text(text: str, order: float = 0) -> tuple[int, str]:
-    """Return on every rank the text, of those that are not empty, of the lowest ``order``, then of the lowest rank.
+    """Select one non-empty text of all ranks: that with the lowest ``order``, then with the lowest rank.
 
     Returns:
-        Whose text it is, and the text; -1 and "" when all are empty.
+        Rank and text; -1 and "" if all texts are empty.
     """
     orders = gather_rows(torch.tensor([order], dtype=torch.float64)).tolist()
     texts = [each.decode() for each in gather_bytes(text.encode())]
@@ -209,22 +212,23 @@ def select_text(text: str, order: float = 0) -> tuple[int, str]:
 
 
 def select_message(text: str, order: float = 0) -> str:
-    """Return the text of ``select_text``; among several processes it says whose it is."""
+    """Select one non-empty text of all ranks, see ``select_text``; several processes prefix it with the rank."""
     rank, chosen = select_text(text, order)
     return f"on rank {rank}: {chosen}" if chosen and get_world_size() > 1 else chosen
 
 
 def broadcast(tensors: Iterable[torch.Tensor]) -> None:
-    """Give every rank the main process's values of these tensors, in place."""
+    """Broadcast tensors from the main process, in place."""
     if is_distributed():
         for tensor in tensors:
             dist.broadcast(tensor.detach(), 0)
 
 
 def data_parallel(model: nn.Module) -> nn.Module:
-    """Return ``model`` behind DDP, which averages the gradients of all ranks; itself when alone or all frozen.
+    """Wrap ``model`` in DDP; a single process or a frozen model returns it unchanged.
 
-    A module's ``equal_on_all_ranks()`` names those of its buffers that every rank computes alike: they do not travel.
+    Modules can define ``equal_on_all_ranks()``, which lists their buffers with equal values on all ranks: DDP does not
+    broadcast these.
     """
     if not is_distributed() or not any(p.requires_grad for p in model.parameters()):
         return model
@@ -239,5 +243,5 @@ def data_parallel(model: nn.Module) -> nn.Module:
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which a ``data_parallel`` model keeps its gradients to itself."""
+    """Create a context in which a ``data_parallel`` model does not synchronize gradients."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()

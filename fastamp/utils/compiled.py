@@ -1,4 +1,4 @@
-"""torch.compile in place: a model keeps its class and the names of its tensors."""
+"""In-place torch.compile, which keeps the class of a model and the names of its tensors."""
 
 import os
 import shutil
@@ -12,24 +12,24 @@ from fastamp.utils.errors import ConfigError
 
 
 def compile_parts(model: nn.Module, backend: str) -> None:
-    """Compile the submodules of ``model`` that its ``trunks`` names; it happens when they first run.
+    """Compile the submodules listed in ``model.trunks``. Compilation runs in their first forward pass.
 
     Args:
-        model: stays what it is, and so do the names of its tensors.
-        backend: one of torch.compile's.
+        model: the model; its class and the names of its tensors do not change.
+        backend: backend of torch.compile.
 
     Raises:
-        ConfigError: the model names none, or the backend has no compiler to call.
+        ConfigError: the model has no ``trunks``, or no C++ compiler was found.
     """
     names = getattr(model, "trunks", ())
     if not names:
         raise ConfigError(
-            f"MODEL.COMPILE is {backend}, but {type(model).__name__} does not say which of its parts to compile.\n"
-            '  fix: MODEL.COMPILE off, or a class attribute trunks = ("backbone",) in it'
+            f"MODEL.COMPILE is {backend}, but {type(model).__name__} has no attribute trunks with the submodules to "
+            'compile.\n  fix: MODEL.COMPILE off, or a class attribute such as trunks = ("backbone",)'
         )
     if backend == "inductor" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))):
         raise ConfigError(
-            "MODEL.COMPILE inductor needs a C++ compiler, and there is no g++, c++ or clang++ here.\n"
+            "MODEL.COMPILE inductor needs a C++ compiler, but g++, c++ and clang++ were not found.\n"
             "  fix: install one, or set MODEL.COMPILE off"
         )
     for name in names:
@@ -37,8 +37,8 @@ def compile_parts(model: nn.Module, backend: str) -> None:
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context in which the compiled parts of ``model`` run as written, so that hooks in them are called."""
-    # Asked for only where it matters: it imports the compiler, which takes seconds.
+    """Create a context in which compiled submodules run eagerly, so that their hooks are called."""
+    # set_stance imports the compiler, which takes seconds, so it is used only for compiled models.
     if any(module._compiled_call_impl is not None for module in model.modules()):
         return torch.compiler.set_stance("force_eager")
     return nullcontext()

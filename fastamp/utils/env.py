@@ -1,4 +1,4 @@
-"""What this process has of the machine, cores and memory, and its random state."""
+"""CPU cores, memory and random states of this process."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ import torch
 
 from fastamp.utils import comm
 
-# Of a control group, versions 2 and 1: the folder, and the names of its limit, its use, and the cache within that.
+# Control groups version 2 and 1: folder, names of the limit, of the usage, and of the caches included in the usage.
 _MEMORY_GROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", ("active_file", "inactive_file")),
     (
@@ -28,16 +28,16 @@ _MEMORY_GROUPS = (
 
 
 def available_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
+    """Return the number of CPU cores available to this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def available_memory() -> int | None:
-    """Return the bytes of memory that this process can still take without swapping; None where that is not known.
+    """Return the bytes of memory that this process can allocate without swapping; None if unknown.
 
-    On Linux the kernel's estimate, or what is left of the control group's limit (a container's) where that is less.
+    On Linux, this is the minimum of the kernel's estimate and the remaining memory of the control group (container).
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -45,7 +45,7 @@ def available_memory() -> int | None:
     except (OSError, StopIteration, ValueError):
         return None
     for folder, limit, used, cached in _MEMORY_GROUPS:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # ValueError: the limit is "max", none
+        with contextlib.suppress(OSError, ValueError, KeyError):  # ValueError: the limit is "max"
             left = int(Path(folder, limit).read_text()) - int(Path(folder, used).read_text())
             parts = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
             free = min(free, max(left + sum(int(parts[name]) for name in cached), 0))
@@ -53,7 +53,7 @@ def available_memory() -> int | None:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Return the peak memory in MiB: what tensors took on a CUDA device, else this process's resident set."""
+    """Return the peak memory in MiB: allocated by tensors on a CUDA device, else the resident set of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -61,13 +61,13 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc's malloc keep what a training step frees, for the next step, instead of giving it back to the system.
+    """Configure glibc's malloc to reuse freed memory in the next training step instead of returning it to the system.
 
-    On a CPU each activation is otherwise mapped and page-faulted anew in every step, which takes up to a tenth of
-    it (ResNet-50, 256x128, batch 16: 12.1 images/s without, 13.4 with, and 1 % more peak memory).
+    On a CPU, activations are otherwise mapped and page-faulted again in every step, which takes up to 10 % of the time
+    (ResNet-50, 256x128, batch 16: 12.1 images/s without, 13.4 with, and 1 % more peak memory).
 
     Returns:
-        Whether this process's malloc is glibc's and took the settings.
+        True if malloc is glibc's and accepted the settings.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -79,17 +79,17 @@ def keep_freed_memory() -> bool:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the global generators of Python, NumPy and PyTorch, which weights and dropout are drawn from."""
+    """Seed the global generators of Python, NumPy and PyTorch, used for initial weights and dropout."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 class RandomState:
-    """The global generators' states, those of every rank, as a part of a checkpoint."""
+    """States of the global random generators on all ranks, for a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the main process's states, and under ``others`` those of the further ranks."""
+        """Return the states of the main process and, under ``others``, those of the other ranks."""
         file = io.BytesIO()
         torch.save(random_state(), file)
         states = comm.gather_bytes(file.getvalue())
@@ -97,10 +97,7 @@ class RandomState:
         return main | {"others": others}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``.
-
-        With another number of ranks than when they were saved, those above 0 keep what they were seeded with.
-        """
+        """Restore the states of all ranks; if the number of ranks has changed, only that of rank 0."""
         others = state.get("others", [])
         if comm.get_rank() == 0:
             set_random_state(state)
@@ -109,7 +106,7 @@ class RandomState:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of the global generators of Python, NumPy and PyTorch, this process's device included."""
+    """Return the states of the global generators of Python, NumPy and PyTorch, including the current device."""
     name, keys, *rest = np.random.get_state()
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -117,14 +114,14 @@ def random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()  # of this process's device; asking others would occupy them
+        state["cuda"] = torch.cuda.get_rng_state()  # only the current device: a query allocates memory on a device
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
     return state
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Continue from a state that ``random_state`` returned."""
+    """Restore a state returned by ``random_state``."""
     random.setstate(state["python"])
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), int(position), int(has_gauss), gauss))

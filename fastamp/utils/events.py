@@ -1,4 +1,4 @@
-"""Metrics of a run: collected without waiting for the device, written once a log period."""
+"""Training metrics: collected without synchronization, written once per log period."""
 
 import itertools
 import json
@@ -17,10 +17,7 @@ from fastamp.utils.files import write_atomically
 
 
 class MetricStore:
-    """Collect metrics between two writes.
-
-    Device tensors are added up on the device and read once, in ``flush``.
-    """
+    """Store of metrics between two writes. Device tensors are summed on the device and copied once, in ``flush``."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Any] = {}
@@ -28,18 +25,18 @@ class MetricStore:
         self._latest: dict[str, Any] = {}
 
     def average(self, **values: float | torch.Tensor) -> None:
-        """Add values whose mean since the last flush is written."""
+        """Add values to the means since the last flush."""
         for name, value in values.items():
             value = value.detach() if isinstance(value, torch.Tensor) else value
             self._sums[name] = self._sums[name] + value if name in self._sums else value
             self._counts[name] = self._counts.get(name, 0) + 1
 
     def latest(self, **values: float | int | None) -> None:
-        """Set values of which the newest is written."""
+        """Set values; the last one before a flush is written."""
         self._latest |= values
 
     def flush(self) -> dict[str, float]:
-        """Return all metrics and start anew."""
+        """Return all metrics and clear the store."""
         names = list(self._sums)
         on_device = [name for name in names if isinstance(self._sums[name], torch.Tensor)]
         values = dict(self._sums)
@@ -52,22 +49,22 @@ class MetricStore:
 
 
 class JSONWriter:
-    """Append metrics to a file of JSON lines, ``metrics.json``.
+    """Writer of metrics as JSON lines, ``metrics.json``.
 
     Args:
         path: the file.
-        start_iter: the run's first iteration; lines of a former run from there on are removed, so that a resumed
-            run has each iteration once.
+        start_iter: first iteration. Existing lines from this iteration on are removed, so that a resumed run has each
+            iteration once. Default 0.
     """
 
     def __init__(self, path: str | Path, *, start_iter: int = 0) -> None:
         self.path = Path(path)
-        kept = [] if start_iter == 0 else _lines_before(self.path, start_iter)
-        write_atomically(self.path, lambda file: file.write("".join(kept).encode()))
+        lines = [] if start_iter == 0 else _lines_before(self.path, start_iter)
+        write_atomically(self.path, lambda file: file.write("".join(lines).encode()))
         self._file = _AppendedFile(self.path)
 
     def write(self, iteration: int, metrics: dict[str, Any]) -> None:
-        """Append one line; what is not finite is written as null."""
+        """Append one line. Non-finite numbers become null."""
         row = {key: _plain(value) for key, value in {"iteration": iteration, **metrics}.items()}
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
 
@@ -77,17 +74,17 @@ class JSONWriter:
 
 
 def _lines_before(path: Path, start_iter: int) -> list[str]:
-    """Return the whole lines of ``path`` whose iteration is below ``start_iter``."""
-    kept = []
+    """Read the complete lines of ``path`` with an iteration below ``start_iter``."""
+    lines = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for line in text.splitlines(keepends=True):
         try:
             before = json.loads(line)["iteration"] < start_iter
         except (ValueError, KeyError, TypeError):
-            continue  # a line that a kill cut short, or a crash of the machine garbled
+            continue  # truncated by a kill, or corrupted by a system crash
         if before and line.endswith("\n"):
-            kept.append(line)
-    return kept
+            lines.append(line)
+    return lines
 
 
 def _plain(value: Any) -> Any:
@@ -95,13 +92,13 @@ def _plain(value: Any) -> Any:
 
 
 class TensorboardXWriter:
-    """Write metrics as TensorBoard scalars.
+    """Writer of metrics as TensorBoard scalars.
 
-    TensorBoard's own writer does that in a thread, where a full disk could not be told from a bug.
+    TensorBoard's own writer uses a thread, where a full disk cannot be reported as a user error.
 
     Args:
-        log_dir: the folder of the event files.
-        start_iter: the run's first iteration; TensorBoard drops what a former run wrote from there on.
+        log_dir: folder of the event files.
+        start_iter: first iteration. TensorBoard discards existing values from this iteration on. Default 0.
     """
 
     def __init__(self, log_dir: str | Path, *, start_iter: int = 0) -> None:
@@ -118,7 +115,7 @@ class TensorboardXWriter:
             self._append(step=start_iter, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, iteration: int, metrics: dict[str, Any]) -> None:
-        """Write every number that is finite."""
+        """Write all finite numbers."""
         numbers = {
             name: value for name, value in metrics.items() if isinstance(value, (int, float)) and math.isfinite(value)
         }
@@ -137,24 +134,24 @@ _numbers = itertools.count()
 
 
 class _AppendedFile:
-    """A file that grows by whole pieces: of one that cannot be written nothing stays."""
+    """File with atomic appends: data that cannot be written completely is removed again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with writing(path):
             self._file = path.open("ab", buffering=0)
 
-    def write(self, piece: bytes) -> None:
-        """Append the piece.
+    def write(self, data: bytes) -> None:
+        """Append bytes.
 
         Raises:
-            WriteError: it cannot be written, e.g. because the disk is full.
+            WriteError: they cannot be written, e.g. because the disk is full.
         """
         with writing(self.path):
             size = os.fstat(self._file.fileno()).st_size
             try:
-                while piece:
-                    piece = piece[self._file.write(piece) :]
+                while data:
+                    data = data[self._file.write(data) :]
             except OSError:
                 with suppress(OSError):
                     os.ftruncate(self._file.fileno(), size)

@@ -1,4 +1,4 @@
-"""Names of files that a user or a file gave, and files written whole or not at all."""
+"""File names, checks of untrusted paths, closed output streams, and atomic writing."""
 
 import contextlib
 import errno
@@ -26,35 +26,32 @@ __getattr__ = moved_names(
 
 
 def expand(path: str | os.PathLike[str]) -> Path:
-    """Return ``path`` with ``~`` and ``~user`` replaced; a user who is not there leaves it as it is."""
+    """Expand ``~`` and ``~user`` in ``path``; unknown users are not expanded."""
     return Path(os.path.expanduser(path))
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path without links; of links that lead back to themselves, where they begin.
-
-    ``Path.resolve`` raises RuntimeError for the latter.
-    """
+    """Return the absolute path with links resolved. Unlike ``Path.resolve``, link loops raise no RuntimeError."""
     return Path(os.path.realpath(path))
 
 
 def check_not_device(path: str | os.PathLike[str]) -> None:
-    """Refuse what can be read for ever, or not before somebody writes: pipes, sockets, and devices such as /dev/zero.
+    """Check that ``path`` is a file or folder. Reading a pipe, a socket or a device such as /dev/zero may never end.
 
     Raises:
-        OSError: it is such a thing, or is not there.
+        OSError: it is a pipe, socket or device, or does not exist.
     """
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")
+        raise OSError(errno.EINVAL, "expected a file, found a pipe or device")
 
 
 @contextmanager
 def ignore_closed_stdout() -> Iterator[None]:
-    """Continue where the reader of stdout, e.g. ``head``, has stopped reading before all was printed.
+    """Continue without output if the reader of stdout, e.g. ``head``, has closed it.
 
     Raises:
-        BrokenPipeError: of another pipe or socket.
+        BrokenPipeError: another pipe or socket was closed.
     """
     try:
         yield
@@ -65,12 +62,12 @@ def ignore_closed_stdout() -> Iterator[None]:
     finally:
         try:
             sys.stdout.flush()
-        except BrokenPipeError:  # what ends the process otherwise, e.g. its exit code, stays
+        except BrokenPipeError:  # keep the exit code of the process
             discard_stdout()
 
 
 def stdout_has_no_reader() -> bool:
-    """Return whether stdout is a pipe or a socket whose other end is closed."""
+    """Return True if stdout is a pipe or socket that the reader has closed."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
@@ -82,7 +79,7 @@ def discard_stdout() -> None:
 
 
 def folder_name(name: str) -> str:
-    """Return ``name`` as that of one folder: what could lead elsewhere, or be too long, is replaced, each other's way.
+    """Convert a name to a safe, unique folder name: escape separators and leading dots, shorten long names.
 
     >>> folder_name("Market1501"), folder_name("csv:../mine.csv")
     ('Market1501', 'csv:..%2Fmine.csv')
@@ -98,10 +95,10 @@ def folder_name(name: str) -> str:
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[Any], None]) -> None:
-    """Let ``write(file)`` fill a temporary neighbour of ``path``, then rename it: readers see all of it or nothing.
+    """Write a file atomically: ``write(file)`` fills a temporary file, which is then renamed to ``path``.
 
     Raises:
-        WriteError: it cannot be written; nothing is left behind, and what ``path`` was before is still there.
+        WriteError: it cannot be written. The temporary file is removed, and an existing file is unchanged.
     """
     path = Path(path)
     with writing(path):
@@ -111,7 +108,7 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Any], None])
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())
-            # mkstemp makes files private to the user; give it what a plain open() would have.
+            # mkstemp creates private files; set the permissions of a plain open().
             umask = os.umask(0)
             os.umask(umask)
             os.chmod(temporary, 0o666 & ~umask)
@@ -119,17 +116,17 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Any], None])
             _sync_folder(path.parent)
         except BaseException as error:
             Path(temporary).unlink(missing_ok=True)
-            # PyTorch's writer complains about its place in the file, while the disk's error is handled.
+            # PyTorch's zip writer raises a RuntimeError while an OSError is handled; raise the OSError.
             if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
 
 
 def _sync_folder(folder: Path) -> None:
-    """Write down the folder itself, so that a power failure cannot take back the renaming of a file in it."""
+    """Sync a folder to disk, so that a renamed file in it survives a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some network file systems cannot, and the file is whole all the same
+        with contextlib.suppress(OSError):  # unsupported by some network file systems
             os.fsync(handle)
     finally:
         os.close(handle)

@@ -1,4 +1,4 @@
-"""A lock on a folder into which one process at a time writes; the system releases it when that process ends."""
+"""Lock on a folder, so that only one process writes to it. The system releases it when the process ends."""
 
 import atexit
 import errno
@@ -20,30 +20,30 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 
-# How long a process that is about to end, e.g. because it was killed, may still have the lock.
+# Time for the former holder to exit, e.g. after it was killed.
 _WAIT_SECONDS = 3.0
-# Folder -> the process that locked it, since a forked one inherits this but not the lock, and the open file. Closing
-# any other open file of the same name would release a POSIX lock, so that each is opened once.
-_held: dict[str, tuple[int, BinaryIO]] = {}
+# Folder -> number of the locking process and open file. A forked process inherits this table but not the lock. Each
+# file is opened once, because closing another handle of the same file releases a POSIX lock.
+_locks: dict[str, tuple[int, BinaryIO]] = {}
 
 
 def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
-    """Take the lock of a folder, which is made if it is missing; without effect where this process has it.
+    """Lock a folder, and create it if it is missing. No effect if this process already has the lock.
 
-    A POSIX lock on the file ``.lock`` in it: not inherited by forked processes (a worker that outlives a killed
-    training for a moment does not keep it), and respected by other machines where a network file system supports it.
-    Where it does not, a warning is logged and nothing is locked.
+    It is a POSIX lock on the file ``.lock`` in the folder. Forked processes do not inherit it, so that a worker that
+    outlives a killed training does not hold it. Other machines respect it if the network file system supports locks;
+    otherwise a warning is logged and the folder is not locked.
 
     Args:
         folder: the folder.
-        key: what named it, for messages, e.g. ``"OUTPUT_DIR"``.
+        key: config key or argument of the folder, for messages, e.g. ``"OUTPUT_DIR"``.
 
     Raises:
-        ConfigError: another process has the lock; names its number, machine and start.
-        WriteError: the folder cannot be written to.
+        ConfigError: another process has the lock; the message has its number, machine and start time.
+        WriteError: the folder is not writable.
     """
     name = os.path.realpath(folder)
-    if _held.get(name, (0,))[0] == os.getpid():
+    if _locks.get(name, (0,))[0] == os.getpid():
         return
     path, deadline = Path(folder) / LOCK_FILE, time.monotonic() + _WAIT_SECONDS
     while True:
@@ -51,7 +51,7 @@ def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 file = _open(path)
-            except FileNotFoundError:  # its former holder has just removed the folder; or no file can be made in it
+            except FileNotFoundError:  # another process has just removed the folder, or it allows no new files
                 if time.monotonic() > deadline:
                     raise
                 continue
@@ -60,7 +60,7 @@ def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
         except OSError as error:
             file.close()
             logger.warning(
-                "%s %s cannot be locked (%s): make sure that no other process writes into it",
+                "%s %s cannot be locked (%s): make sure that no other process writes to it",
                 key,
                 os.fspath(folder),
                 error.strerror or error,
@@ -68,13 +68,13 @@ def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
             return
         if locked and os.fstat(file.fileno()).st_nlink:
             break
-        found = "" if locked else _read_holder(file)  # locked, but removed by its former holder meanwhile: try again
+        found = "" if locked else _read_holder(file)  # locked, but its former holder has removed the file: try again
         file.close()
         if found and time.monotonic() > deadline:
             raise ConfigError(
-                f"{key} {os.fspath(folder)}: another process writes into it.\n"
+                f"{key} {os.fspath(folder)} is locked: another process writes to it.\n"
                 f"  found: {found}\n"
-                f"  fix:   choose another {key}, or wait for that process or end it"
+                f"  fix:   choose another {key}, or wait for that process, or stop it"
             )
         if found:
             time.sleep(0.1)
@@ -84,18 +84,18 @@ def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         "command": " ".join(sys.argv)[:500],
     }
-    with suppress(OSError):  # a full disk; the lock holds all the same
+    with suppress(OSError):  # on a full disk the lock is still valid
         file.truncate(0)
         file.write(json.dumps(holder).encode())
         file.flush()
-    if not _held:
+    if not _locks:
         atexit.register(unlock_all)
-    _held[name] = (os.getpid(), file)
+    _locks[name] = (os.getpid(), file)
 
 
 def unlock_folder(folder: str | os.PathLike[str]) -> None:
-    """Release the lock of a folder and remove its file; without effect where this process does not have it."""
-    pid, file = _held.pop(os.path.realpath(folder), (0, None))
+    """Release the lock of a folder and remove its file. No effect if this process does not have the lock."""
+    pid, file = _locks.pop(os.path.realpath(folder), (0, None))
     if file is None:
         return
     if pid == os.getpid():
@@ -106,15 +106,15 @@ def unlock_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def unlock_all() -> None:
-    """Release all locks that this process has, at the end of a command."""
-    for folder in list(_held):
+    """Release all locks of this process."""
+    for folder in list(_locks):
         unlock_folder(folder)
 
 
 def describe_lock_holder(folder: str | os.PathLike[str]) -> str:
-    """Return which other process has the lock of a folder; empty if none has."""
+    """Describe the other process that has the lock of a folder; empty if there is none."""
     path = Path(folder) / LOCK_FILE
-    if _held.get(os.path.realpath(folder), (0,))[0] == os.getpid():
+    if _locks.get(os.path.realpath(folder), (0,))[0] == os.getpid():
         return ""
     try:
         with open(path, "r+b") as file:
@@ -124,19 +124,19 @@ def describe_lock_holder(folder: str | os.PathLike[str]) -> str:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Return the lock file, open for writing.
+    """Open the lock file for writing.
 
     Raises:
-        OSError: it cannot be written, or is a link, by which this process would write elsewhere.
+        OSError: it is not writable, or is a link, which could point to any other file.
     """
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+b")
 
 
 def _try_lock(file: BinaryIO) -> bool:
-    """Return whether this process has the lock now.
+    """Try to lock a file; return True on success.
 
     Raises:
-        OSError: the file system has no locks.
+        OSError: the file system does not support locks.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,11 +148,11 @@ def _try_lock(file: BinaryIO) -> bool:
 
 
 def _read_holder(file: BinaryIO) -> str:
-    """Return what the lock file says of the process that has the lock."""
+    """Describe the process that has the lock, from the content of the lock file."""
     try:
         file.seek(0)
         holder = json.loads(file.read(10_000))
         process = f"process {holder['pid']} on {holder['host']}"
         return sanitize_terminal_text(f"{process}, since {holder['since']}: {holder['command']}")
     except (OSError, ValueError, KeyError, TypeError):
-        return "a process that could not say which it is"
+        return "an unknown process (unreadable lock file)"

@@ -1,4 +1,4 @@
-"""The run's log: readable lines on the console and in OUTPUT_DIR/log.txt."""
+"""Logging to the console and to OUTPUT_DIR/log.txt."""
 
 import logging
 import sys
@@ -12,7 +12,7 @@ _FORMAT = "[%(asctime)s %(name)s] %(prefix)s%(message)s"
 
 
 class _Formatter(logging.Formatter):
-    """Puts the level before a message only where it is not INFO, shortens names, and lets text give no commands."""
+    """Formatter with short logger names, a level prefix except for INFO, and escaped control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         copied = logging.makeLogRecord(record.__dict__)
@@ -22,29 +22,30 @@ class _Formatter(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """Leaves out what cannot be written, e.g. because the disk is full, and says so once."""
+    """File handler that drops lines which cannot be written, e.g. on a full disk, and warns once."""
 
-    _said = False
+    _warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._said:
-            self._said = True
-            print(f"{self.baseFilename} cannot be written: {error.strerror}; lines are missing in it", file=sys.stderr)
+        elif not self._warned:
+            self._warned = True
+            print(f"{self.baseFilename} cannot be written: {error.strerror}; log lines are missing", file=sys.stderr)
 
     def close(self) -> None:
-        with suppress(OSError):  # of lines that are still to be written
+        with suppress(OSError):  # buffered lines may fail to be written
             super().close()
 
 
 def setup_logger(output_dir: str | Path | None = None, *, rank: int = 0) -> None:
-    """Send fastamp's log to the console (rank 0) and to ``log.txt`` in ``output_dir``; may be called again.
+    """Configure logging to the console (rank 0) and to ``log.txt`` in ``output_dir``. A later call replaces this.
 
     Args:
-        output_dir: created when missing; None for the console alone. Ranks above 0 write ``log.txt.rank<N>``.
-        rank: this process's rank.
+        output_dir: folder of the log file, created if missing; None (default) logs only to the console. Ranks above 0
+            write ``log.txt.rank<N>``.
+        rank: rank of this process. Default 0.
     """
     logger = logging.getLogger("fastamp")
     logger.setLevel(logging.INFO)

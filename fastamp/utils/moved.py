@@ -97,7 +97,7 @@ MODULES = {
 
 
 class _MovedFinder(MetaPathFinder, Loader):
-    """Import the present module under its old name, as one and the same object."""
+    """Import hook that returns the present module under its old name, as the same object."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -115,11 +115,11 @@ class _MovedFinder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         spec = module.__spec__
         if spec is not None and spec.loader is self:
-            module.__spec__ = spec.loader_state  # the import system has written the old name's into it
+            module.__spec__ = spec.loader_state  # the import system has replaced it by that of the old name
 
 
 def new_module_name(old: str) -> str | None:
-    """Return the present name of the module ``old``; None where it was not moved."""
+    """Return the present name of the module ``old``; None if it was not moved."""
     if not old.startswith("fastamp."):
         return None
     for name, new in MODULES.items():
@@ -129,11 +129,11 @@ def new_module_name(old: str) -> str | None:
 
 
 def moved_names(module: str, new: dict[str, str]) -> Callable[[str], Any]:
-    """Return a module's ``__getattr__`` for names that are now defined elsewhere.
+    """Create the ``__getattr__`` of a module with deprecated names.
 
     Args:
-        module: its ``__name__``.
-        new: old name -> ``"package.module.name"`` of the present one.
+        module: ``__name__`` of the module.
+        new: old name -> full present name, ``"package.module.name"``.
     """
 
     def getattr_(name: str) -> Any:
@@ -206,7 +206,7 @@ def renamed_attribute(old: str, new: str) -> Any:
 
 
 def install() -> None:
-    """Let the old names of modules import."""
+    """Install the import hook for old module names."""
     if not any(isinstance(finder, _MovedFinder) for finder in sys.meta_path):
-        # Before the others: they would find a submodule through its package's path, and import it a second time.
+        # First in the list: other finders would find a submodule by the path of its package, and import it twice.
         sys.meta_path.insert(0, _MovedFinder())

@@ -1,4 +1,4 @@
-"""Progress with the time left: a tqdm bar on a terminal, nothing elsewhere (the log's lines are the progress there)."""
+"""Progress bars on terminals (tqdm); other output streams only get log lines."""
 
 import logging
 import sys
@@ -16,27 +16,27 @@ T = TypeVar("T")
 
 
 class _Bar(tqdm):
-    """A bar that needs no thread and no lock among processes."""
+    """tqdm bar without a monitor thread and without a lock between processes."""
 
     monitor_interval = 0
     _lock = threading.RLock()
 
 
 def format_duration(seconds: float) -> str:
-    """Return ``1:02:03`` for 3723 seconds, ``2:03`` below an hour."""
+    """Format seconds as ``1:02:03``, below one hour as ``2:03``."""
     minutes, seconds = divmod(round(max(seconds, 0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 class ProgressBar:
-    """A bar that is drawn only on a terminal, by the main process; it measures the time left everywhere.
+    """Progress bar, drawn by the main process on a terminal. It measures the remaining time everywhere.
 
     Args:
-        total: steps in all.
-        title: shown before the bar.
-        done: steps done before, e.g. before a resume; they do not count for the time left.
-        stream: where to draw; None is stdout.
+        total: total number of steps.
+        title: text before the bar.
+        done: number of steps done before, e.g. before a resume; excluded from the speed. Default 0.
+        stream: output stream. Default: stdout.
     """
 
     def __init__(self, total: int, title: str, *, done: int = 0, stream: TextIO | None = None) -> None:
@@ -55,7 +55,7 @@ class ProgressBar:
         )
 
     def seconds_left(self) -> float:
-        """Return the expected time to the end at the mean speed so far; infinity before the first step."""
+        """Return the estimated remaining time at the mean speed; infinity before the first step."""
         steps = self.done - self._first
         if steps == 0:
             return float("inf")
@@ -72,14 +72,14 @@ class ProgressBar:
 
 
 class ConsoleHandler(logging.StreamHandler):
-    """Prints log lines above the progress bars instead of through them."""
+    """Stream handler that prints log lines above progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with _Bar.external_write_mode(self.stream):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Go on without the console where its reader has stopped; ``log.txt`` has the lines."""
+        """Continue without console output after its reader has closed it; ``log.txt`` still has the lines."""
         if isinstance(sys.exc_info()[1], BrokenPipeError):
             discard_stdout()
         else:
@@ -87,7 +87,7 @@ class ConsoleHandler(logging.StreamHandler):
 
 
 def track(items: Iterable[T], total: int, title: str) -> Iterator[T]:
-    """Yield ``items`` while a bar on the terminal shows how many of ``total`` are done."""
+    """Iterate over ``items`` with a progress bar."""
     bar = ProgressBar(total, title)
     try:
         for done, item in enumerate(items, start=1):

@@ -1,4 +1,4 @@
-"""One registry class through which everything that a config names is looked up and built."""
+"""Registry of the components that a config can name."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,14 +7,13 @@ from fastamp.utils.errors import ConfigError, did_you_mean
 
 
 class Registry:
-    """Map the names that a config uses to the components that they stand for.
+    """Registry that maps names in a config to components.
 
     Args:
-        kind: what is registered, in the words of the config, e.g. ``"MODEL.BACKBONE.NAME"``;
-            error messages use it.
+        kind: config key of the names, for error messages, e.g. ``"MODEL.BACKBONE.NAME"``.
 
-    A component is a class with a classmethod ``from_config(cfg, **context)`` that returns an
-    instance, or a function ``build_x(cfg, **context)``::
+    A component is a class with a classmethod ``from_config(cfg, **context)``, or a function
+    ``build_x(cfg, **context)``::
 
         @BACKBONE_REGISTRY.register()
         def build_resnet_backbone(cfg): ...
@@ -27,16 +26,19 @@ class Registry:
         self._components: dict[str, Any] = {}
 
     def register(self, name: str | None = None) -> Callable[[Any], Any]:
-        """Return a decorator that registers a class or function under ``name`` or its own name.
+        """Create a decorator that registers a class or function.
+
+        Args:
+            name: name of the component. Default: ``__name__`` of the class or function.
 
         Raises:
-            KeyError: the name is taken already by another component.
+            KeyError: the name is already registered.
         """
 
         def add(component: Any) -> Any:
             key = name or component.__name__
             if key in self._components:
-                raise KeyError(f"{self.kind}: {key!r} is registered already, as {self._components[key]!r}")
+                raise KeyError(f"{self.kind}: {key!r} is already registered: {self._components[key]!r}")
             self._components[key] = component
             return component
 
@@ -46,18 +48,23 @@ class Registry:
         """Return the component registered under ``name``.
 
         Raises:
-            ConfigError: nothing has that name; the message lists the choices and the nearest one.
+            ConfigError: the name is not registered; the message has the choices and the nearest one.
         """
         if name not in self._components:
             choices = ", ".join(sorted(self._components)) or "none"
             raise ConfigError(
-                f"{self.kind}: nothing is registered under {name!r}.{did_you_mean(name, self._components)}"
-                f"\n  choices: {choices}"
+                f"{self.kind}: unknown name {name!r}.{did_you_mean(name, self._components)}\n  choices: {choices}"
             )
         return self._components[name]
 
     def build(self, name: str, cfg: Any, **context: Any) -> Any:
-        """Look ``name`` up and build it from ``cfg``; ``context`` is passed on to the component."""
+        """Build the component registered under ``name``.
+
+        Args:
+            name: name of the component.
+            cfg: config passed to the component.
+            context: further arguments for the component.
+        """
         component = self.get(name)
         return getattr(component, "from_config", component)(cfg, **context)
 

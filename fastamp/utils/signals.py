@@ -1,4 +1,4 @@
-"""Signal handlers: the only place that sets them. Exit codes are 128 + the signal's number."""
+"""Signal handlers. No other module sets them. The exit code of a stopped process is 128 + the signal number."""
 
 import signal
 import threading
@@ -7,22 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that stop a training: Ctrl-C, a scheduler's end, and a scheduler's warning before that."""
+"""Signals that stop a training: Ctrl-C, termination by a scheduler, and its warning before that."""
 
 Handler = Callable[[int, Any], Any] | signal.Handlers
 
 
 def set_handler(handler: Handler, numbers: Sequence[int] = STOP_SIGNALS) -> dict[int, Any]:
-    """Handle signals with ``handler`` from now on.
-
-    Python allows that in the main thread alone; in any other, nothing happens.
+    """Set a handler for signals. No effect outside the main thread, where Python does not allow it.
 
     Args:
-        handler: called with the signal's number and the frame, or ``signal.SIG_IGN`` or ``signal.SIG_DFL``.
-        numbers: of the signals.
+        handler: called with signal number and frame; or ``signal.SIG_IGN`` or ``signal.SIG_DFL``.
+        numbers: signal numbers. Default: ``STOP_SIGNALS``.
 
     Returns:
-        Signal -> the former handler, of those that were set.
+        Signal number -> former handler; empty outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
@@ -31,7 +29,7 @@ def set_handler(handler: Handler, numbers: Sequence[int] = STOP_SIGNALS) -> dict
 
 @contextmanager
 def handling(handler: Handler, numbers: Sequence[int] = STOP_SIGNALS) -> Iterator[None]:
-    """Handle signals with ``handler`` inside, and give them back to their former handlers; see ``set_handler``."""
+    """Set a handler for signals inside the context, then restore the former handlers; see ``set_handler``."""
     former = set_handler(handler, numbers)
     try:
         yield

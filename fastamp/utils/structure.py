@@ -1,4 +1,4 @@
-"""Whether what a checkpoint holds has the form of what this run would write: the same keys' types, tensors alike."""
+"""Comparison of the structure of saved states: types, and shapes and dtypes of tensors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,15 +11,15 @@ __getattr__ = moved_names(__name__, {"unlike": "fastamp.utils.structure.structur
 
 
 def structure_mismatch(own: Any, saved: Any, name: str = "") -> str:
-    """Say where ``saved`` has another form than ``own``; "" where it has the same.
+    """Describe the first difference in structure between two states; "" if there is none.
 
-    What only one of them has is no matter here, nor are tensors' values. ``None`` in ``own`` stands for anything plain,
-    and in the place of a dict for a part that the run did not have. Whole numbers are counts: none is negative.
+    Keys in only one of them and values of tensors are ignored. None in ``own`` matches any plain value. None in
+    ``saved`` matches a dict, as a component that the saved run did not have. Integers must not be negative.
 
     Args:
-        own: a state that this run would write: tensors and plain values in dicts, lists and tuples.
-        saved: one from a file.
-        name: of the place, for the message.
+        own: state of this run: tensors and plain values in dicts, lists and tuples.
+        saved: state from a file.
+        name: name of the state, for the message.
     """
     if isinstance(own, Mapping):
         if saved is None:
@@ -57,11 +57,11 @@ def structure_mismatch(own: Any, saved: Any, name: str = "") -> str:
 def _tensor_mismatch(own: torch.Tensor, saved: Any, name: str) -> str:
     if not isinstance(saved, torch.Tensor) or saved.layout != torch.strided or saved.is_meta:
         return _expected(name, "a tensor", saved)
-    alike = saved.shape == own.shape and saved.dtype == own.dtype
-    return "" if alike else f"{name}: expected {own.dtype} {tuple(own.shape)}, found {saved.dtype} {tuple(saved.shape)}"
+    same = saved.shape == own.shape and saved.dtype == own.dtype
+    return "" if same else f"{name}: expected {own.dtype} {tuple(own.shape)}, got {saved.dtype} {tuple(saved.shape)}"
 
 
-def _expected(name: str, what: str, found: Any) -> str:
+def _expected(name: str, expected: str, found: Any) -> str:
     is_number = isinstance(found, float) or (isinstance(found, int) and abs(found) < 2**63)
     text = repr(found) if is_number else type(found).__name__
-    return f"{name}: expected {what}, found {text}"
+    return f"{name}: expected {expected}, got {text}"

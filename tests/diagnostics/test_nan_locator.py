@@ -206,7 +206,7 @@ def test_fix_lists_forced_modules_and_neighbors():
     apply_force_fp32(model, ["linear"])
     with IsolatedPasses(model, batch()) as passes:
         found = locate_in_training(passes, policy(torch.float16))
-    assert found.neighbours == ("relu", "conv2")
+    assert found.adjacent == ("relu", "conv2")
     assert "SOLVER.AMP.FORCE_FP32 \"['linear', 'relu', 'conv2']\"" in found.fix()
     apply_force_fp32(model, ["relu", "conv2"])
     with IsolatedPasses(model, batch()) as passes:

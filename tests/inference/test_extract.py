@@ -210,7 +210,7 @@ def test_two_extractions_to_one_file(predictor, images, tmp_path, monkeypatch):
     process = fork.Process(target=first, daemon=True)
     process.start()
     assert receiver.poll(60) and receiver.recv() == "started"
-    with pytest.raises(ConfigError, match=rf"another process writes into it(.|\n)*process {process.pid} on"):
+    with pytest.raises(ConfigError, match=rf"another process writes to it(.|\n)*process {process.pid} on"):
         extract(predictor, images, out)
     process.kill()
     process.join()

@@ -273,12 +273,12 @@ def test_missing_cuda_is_an_error(assert_input_error):
 
 def test_batch_of_one_image_is_an_error(assert_input_error):
     options = ("DATALOADER.SAMPLER_TRAIN", "TrainingSampler")
-    assert_input_error("SOLVER.IMS_PER_BATCH", "1", *options, message=["SOLVER.IMS_PER_BATCH is 1", "needs two"])
+    assert_input_error("SOLVER.IMS_PER_BATCH", "1", *options, message=["SOLVER.IMS_PER_BATCH is 1", "WITH_BNNECK"])
 
 
 def test_precise_bn_with_missing_dataset_is_an_error(assert_input_error):
     options = ("TEST.PRECISE_BN.ENABLED", "True", "TEST.PRECISE_BN.DATASET")
-    assert_input_error(*options, "Nope", message=["TEST.PRECISE_BN.DATASET 'Nope'", "nothing is registered"])
+    assert_input_error(*options, "Nope", message=["TEST.PRECISE_BN.DATASET 'Nope'", "unknown name"])
     assert_input_error(*options, "Market1501", message="TEST.PRECISE_BN.DATASET 'Market1501'")
 
 

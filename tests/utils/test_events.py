@@ -1,4 +1,4 @@
-"""Metrics: averaged between writes, read once, written as JSON lines that survive kills."""
+"""Metrics: means between writes, one device-to-host copy, JSON lines."""
 
 import json
 
@@ -17,16 +17,16 @@ def test_averages_and_latest():
     assert store.flush() == {}
 
 
-def test_values_are_read_from_the_device_in_flush_alone(monkeypatch):
+def test_device_values_are_copied_only_in_flush(monkeypatch):
     store = MetricStore()
 
-    def refuse(self):
-        raise AssertionError("read too early")
+    def fail(self):
+        raise AssertionError("copied before flush")
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "item", refuse)
-        patch.setattr(torch.Tensor, "tolist", refuse)
-        patch.setattr(torch.Tensor, "__float__", refuse)
+        patch.setattr(torch.Tensor, "item", fail)
+        patch.setattr(torch.Tensor, "tolist", fail)
+        patch.setattr(torch.Tensor, "__float__", fail)
         for _ in range(3):
             store.average(loss=torch.tensor(2.0, requires_grad=True) * 1.5)
     assert store.flush() == {"loss": 3.0}
@@ -36,28 +36,28 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_json_lines_are_strict_json(tmp_path):
+def test_non_finite_numbers_become_null(tmp_path):
     writer = JSONWriter(tmp_path / "metrics.json")
     writer.write(1, {"loss": float("nan"), "scale": float("inf"), "lr": 0.5})
     writer.close()
     assert rows(tmp_path / "metrics.json") == [{"iteration": 1, "loss": None, "scale": None, "lr": 0.5}]
 
 
-def test_a_resumed_run_has_each_iteration_once(tmp_path):
+def test_resumed_run_has_each_iteration_once(tmp_path):
     path = tmp_path / "metrics.json"
     writer = JSONWriter(path)
     for iteration in range(5):
         writer.write(iteration, {"x": iteration})
     writer.close()
     with path.open("ab") as file:
-        file.write(b"\xff\0\xfe\n" + b'{"iteration": 5, "x"')  # a crash of the machine, a kill in the middle of a line
+        file.write(b"\xff\0\xfe\n" + b'{"iteration": 5, "x"')  # corrupted and truncated lines
     writer = JSONWriter(path, start_iter=3)
     writer.write(3, {"x": 30})
     writer.close()
     assert [(r["iteration"], r["x"]) for r in rows(path)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
 
 
-def test_a_new_run_starts_a_new_file(tmp_path):
+def test_new_run_overwrites_the_file(tmp_path):
     path = tmp_path / "metrics.json"
     path.write_text('{"iteration": 0}\n')
     JSONWriter(path).close()

@@ -1,4 +1,4 @@
-"""Old names of modules and of what they define still import."""
+"""Deprecated names of modules, functions, arguments and attributes still work."""
 
 import importlib
 import sys

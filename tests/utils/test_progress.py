@@ -1,4 +1,4 @@
-"""The bar is for terminals; files get nothing of it."""
+"""Progress bars on terminals and in files."""
 
 import io
 import logging
@@ -12,13 +12,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_durations():
+def test_format_duration():
     assert format_duration(3723) == "1:02:03"
     assert format_duration(59.6) == "1:00"
     assert format_duration(-1) == "0:00"
 
 
-def test_bar_on_a_terminal_shows_steps_and_time_left():
+def test_bar_shows_steps_and_remaining_time():
     stream = Terminal()
     bar = ProgressBar(4, "training", done=1, stream=stream)
     bar._bar.mininterval = 0
@@ -30,7 +30,7 @@ def test_bar_on_a_terminal_shows_steps_and_time_left():
     assert "4/4" in stream.getvalue() and stream.getvalue().endswith("\r")
 
 
-def test_log_lines_stand_above_the_bar():
+def test_log_lines_are_printed_above_the_bar():
     stream = Terminal()
     handler = ConsoleHandler(stream)
     bar = ProgressBar(4, "training", stream=stream)
@@ -39,11 +39,11 @@ def test_log_lines_stand_above_the_bar():
     handler.emit(logging.makeLogRecord({"msg": "a line"}))
     bar.close()
     before, after = re.fullmatch(r"\0*(.*)a line\n(.*)", stream.getvalue(), re.DOTALL).groups()
-    assert before.strip("\r ") == "" and before.endswith("\r")  # taken away
-    assert "training:" in after  # and drawn again
+    assert before.strip("\r ") == "" and before.endswith("\r")  # the bar is cleared
+    assert "training:" in after  # and drawn again below the line
 
 
-def test_nothing_is_drawn_into_a_file():
+def test_bar_is_not_drawn_to_a_file():
     stream = io.StringIO()
     bar = ProgressBar(4, "training", stream=stream)
     bar.update(4)
@@ -51,10 +51,10 @@ def test_nothing_is_drawn_into_a_file():
     assert stream.getvalue() == ""
 
 
-def test_steps_done_before_do_not_count_for_the_time_left():
+def test_earlier_steps_are_excluded_from_the_speed():
     bar = ProgressBar(100, "training", done=90, stream=io.StringIO())
     assert bar.seconds_left() == float("inf")
 
 
-def test_track_yields_everything():
+def test_track_yields_all_items():
     assert list(track([1, 2, 3], 3, "x")) == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""The registry: one way to look up, and errors that help."""
+"""Registration, lookup, and error messages of registries."""
 
 import pytest
 
@@ -25,14 +25,14 @@ def test_register_get_and_build():
     assert list(registry) == ["B", "build_a"] and "B" in registry and "C" not in registry
 
 
-def test_a_duplicate_name_fails():
+def test_duplicate_name_raises():
     registry = Registry("MODEL.THING")
     registry.register("a")(int)
-    with pytest.raises(KeyError, match="'a' is registered already"):
+    with pytest.raises(KeyError, match=r"MODEL.THING: 'a'"):
         registry.register("a")(str)
 
 
-def test_an_unknown_name_lists_the_choices_and_the_nearest():
+def test_unknown_name_lists_choices_and_suggests_nearest():
     registry = Registry("MODEL.THING")
     registry.register("TripletLoss")(int)
     registry.register("Focal")(int)
@@ -43,5 +43,5 @@ def test_an_unknown_name_lists_the_choices_and_the_nearest():
     assert "choices: Focal, TripletLoss" in str(error.value)
 
 
-def test_did_you_mean_is_silent_when_nothing_is_near():
+def test_did_you_mean_is_empty_without_a_similar_choice():
     assert did_you_mean("zzz", ["abc"]) == ""

@@ -1,4 +1,4 @@
-"""Signal handlers come and go in one place."""
+"""Setting and restoring signal handlers."""
 
 import signal
 import threading
@@ -8,7 +8,7 @@ import pytest
 from fastamp.utils.signals import STOP_SIGNALS, handling, set_handler
 
 
-def test_former_handlers_come_back():
+def test_former_handlers_are_restored():
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     received = []
     with pytest.raises(ValueError), handling(lambda number, frame: received.append(number)):
@@ -21,7 +21,7 @@ def test_former_handlers_come_back():
     assert before == {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
 
-def test_nothing_is_set_outside_the_main_thread():
+def test_no_handler_is_set_outside_the_main_thread():
     found = []
 
     def run():

@@ -1,4 +1,4 @@
-"""What a checkpoint holds is compared with what a run would write, in types and shapes."""
+"""Comparison of the structure of states."""
 
 import pytest
 import torch
@@ -17,33 +17,31 @@ OWN = {
 }
 
 
-def test_the_same_form():
+def test_equal_structure_has_no_mismatch():
     same = {**OWN, "iteration": 10**9, "best": 0.5, "rate": 7, "others": [], "state": {0: {"mean": torch.ones(2, 3)}}}
-    assert (
-        structure_mismatch(OWN, OWN) == "" and structure_mismatch(OWN, same) == "" and structure_mismatch(OWN, {}) == ""
-    )
+    assert [structure_mismatch(OWN, state) for state in (OWN, same, {})] == ["", "", ""]
 
 
 @pytest.mark.parametrize(
-    "key, value, told",
+    "key, value, expected",
     [
-        ("iteration", -1, "iteration: expected a count, found -1"),
-        ("iteration", 2.0, "iteration: expected a count, found 2.0"),
-        ("iteration", 10**400, "iteration: expected a count, found int"),
-        ("best", [1], "best: expected a plain value, found list"),
-        ("rate", float("inf"), "rate: expected a number, found inf"),
+        ("iteration", -1, "iteration: expected a count, got -1"),
+        ("iteration", 2.0, "iteration: expected a count, got 2.0"),
+        ("iteration", 10**400, "iteration: expected a count, got int"),
+        ("best", [1], "best: expected a plain value, got list"),
+        ("rate", float("inf"), "rate: expected a number, got inf"),
         ("rate", float("nan"), "rate: expected a number"),
         ("name", 3, "name: expected str"),
         ("on", 1, "on: expected bool"),
         ("random", (3, (1,), None), r"random\[1\]: expected 2 values"),
-        ("others", [{"x": "y"}], r"others\[0\].x: expected a count, found str"),
-        ("others", {}, "others: expected a list, found dict"),
-        ("state", [], "state: expected a dict, found list"),
+        ("others", [{"x": "y"}], r"others\[0\].x: expected a count, got str"),
+        ("others", {}, "others: expected a list, got dict"),
+        ("state", [], "state: expected a dict, got list"),
         ("state", {0: {"mean": torch.zeros(3, 2)}}, r"state.0.mean: expected torch.float32 \(2, 3\)"),
         ("state", {0: {"mean": torch.zeros(2, 3).to_sparse()}}, "state.0.mean: expected a tensor"),
         ("state", {0: {"mean": torch.zeros(2, 3, device="meta")}}, "state.0.mean: expected a tensor"),
     ],
 )
-def test_another_form(key, value, told):
-    with pytest.raises(AssertionError, match=told):
+def test_mismatch_names_key_and_expected_type(key, value, expected):
+    with pytest.raises(AssertionError, match=expected):
         assert structure_mismatch(OWN, OWN | {key: value}) == "", structure_mismatch(OWN, OWN | {key: value})
