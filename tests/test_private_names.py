@@ -32,7 +32,7 @@ ASSIGNED = {
     "hook.trainer",  # the contract of HookBase
     "args.scheduler", "args.srch_algo",  # argparse.Namespace
     # Result objects of the doctor.
-    "diagnosis.images", "diagnosis.float32.cost", "diagnosis.float32.metrics", "found.cost", "found.loss_scale",
+    "report.images", "report.float32.cost", "report.float32.metrics", "found.cost", "found.loss_scale",
     "found.cosine", "found.zero_share", "found.layers", "found.metrics", "found.force_fp32", "found.failure",
     # Context managers that record events.
     "computing.batch", "reference.failed", "low.failed", "observer.failed",
