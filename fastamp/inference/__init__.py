@@ -1,4 +1,4 @@
-"""What a trained model is used for: features, comparison, search, export."""
+"""Use of trained models: features, comparison, search and export."""
 
 from fastamp.inference.predictor import Predictor
 

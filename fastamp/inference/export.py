@@ -1,4 +1,4 @@
-"""A trained model as a file that needs no fastamp: traced, compared with the original, and only then written."""
+"""Export of trained models to ONNX and torch.export, with a parity check against PyTorch before writing."""
 
 import contextlib
 import copy
@@ -39,23 +39,23 @@ logger = logging.getLogger(__name__)
 
 PRECISIONS = ("float32", "fp16")
 MIN_COSINE = {"float32": 0.9999, "fp16": 0.99}
-"""Between a feature of the exported model and PyTorch's; measured, float32 differs by 1e-6 and fp16 by 1e-4."""
+"""Minimum cosine similarity to the features of PyTorch; measured differences from 1: float32 1e-6, fp16 1e-4."""
 
 _COLOR_ORDERS = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 @dataclass
 class ExportReport:
-    """What was exported, and how near it is to the model that PyTorch computes in float32.
+    """Result of an export, compared with the model in PyTorch in float32.
 
     Attributes:
-        path: the file.
-        format: its kind.
-        metadata: what the file says of itself.
-        size: its bytes.
-        comparisons: of features.
-        data: the data set whose mAP was compared; "" where random images alone were.
-        expected_map, found_map: in percent, before and after; None without ``data``.
+        path: exported file.
+        format: name of the format.
+        metadata: metadata in the file.
+        size: file size in bytes.
+        comparisons: comparisons of features.
+        data: images of the mAP comparison; "" if only random images were compared.
+        expected_map, found_map: mAP in percent of PyTorch and of the exported model; None without ``data``.
     """
 
     path: Path
@@ -69,12 +69,12 @@ class ExportReport:
 
     @property
     def map_difference(self) -> float | None:
-        """mAP points that the export has gained, below 0 lost."""
+        """mAP of the exported model minus mAP of PyTorch, in percentage points; None without ``data``."""
         return None if self.found_map is None else self.found_map - self.expected_map
 
     def table(self) -> str:
-        """Return the comparisons as text."""
-        headers = ("images", "number", "cosine, least", "cosine, mean", "largest difference")
+        """Format the comparisons as a table."""
+        headers = ("images", "number", "min cosine", "mean cosine", "max difference")
         rows = [tuple(asdict(each).values()) for each in self.comparisons]
         text = tabulate(rows, headers, floatfmt=("", "", ".6f", ".6f", ".1e"))
         if self.found_map is not None:
@@ -97,30 +97,34 @@ def export(
     tolerance: float = 0.1,
     opset: int | None = None,
 ) -> ExportReport:
-    """Write a model to an ONNX or a torch.export file, once its features are found to be the model's.
+    """Export a model to an ONNX or torch.export file, after a parity check of its features.
 
-    The file's model takes ``images``: (B, C, H, W) float32 for any B, at ``INPUT.SIZE_TEST``, or ``INPUT.CROP.SIZE``
-    where ``INPUT.CROP`` is on, and, with camera or view embeddings, ``camids`` and ``viewids``: (B,) int64. It returns
-    ``features``: (B, D) float32, with the mirror image's in them where ``TEST.FLIP`` says so. Compared is with PyTorch
-    in float32, on random images in batches of 1, 3 and 32 and on a test set.
+    Inputs of the exported model: ``images``: (B, C, H, W) float32 for any B, at ``INPUT.SIZE_TEST``, or
+    ``INPUT.CROP.SIZE`` with ``INPUT.CROP``; with camera or view embeddings also ``camids`` and ``viewids``: (B,) int64.
+    Output: ``features``: (B, D) float32, averaged with the mirror image if ``TEST.FLIP`` is on. The parity check
+    compares with PyTorch in float32, on random images in batches of 1, 3 and 32 and on a test set.
 
     Args:
-        predictor: the model.
-        path: ends with .onnx or .pt2.
-        precision: float32, or fp16: weights and computation in float16, but for what must be float32 (``to_float16``).
-        normalization: images are 0..255, and the file holds mean and standard deviation; else the caller has
-            normalized them.
-        l2: features have length 1.
-        data: a test set; None takes the config's first, if that is there, and "" none.
-        max_images: compare about so many of it at most; 0 takes all.
-        tolerance: mAP points that may be lost.
-        opset: of ONNX; None leaves the choice to PyTorch.
+        predictor: trained model.
+        path: output file, whose name ends in .onnx or .pt2.
+        precision: ``"float32"`` (default), or ``"fp16"``: weights and computation in float16, except for parts that
+            must be float32 (``to_float16``).
+        normalization: if True (default), input images are 0..255 and the file contains mean and standard deviation;
+            otherwise the caller normalizes images.
+        l2: normalize features to unit length. Default: False.
+        data: test set for the parity check. Default: the first one of the config, if available; "" for none.
+        max_images: approximate maximum number of test images; 0 for all. Default: 1000.
+        tolerance: maximum loss of mAP in percentage points. Default: 0.1.
+        opset: ONNX opset. Default: PyTorch's choice.
+
+    Returns:
+        The comparisons and metadata.
 
     Raises:
-        ConfigError: an argument is wrong, a package is missing, the file cannot be written, or the size of test images
-            is not fixed.
+        ConfigError: an argument is invalid, a package is missing, the file cannot be written, or the size of test
+            images is not fixed.
         DataError: ``data`` is missing.
-        ExportError: the model cannot be traced, or what was exported is not good enough; no file is left then.
+        ExportError: the model cannot be traced, or the parity check failed; no file is written.
     """
     path = Path(path).expanduser()
     format = _check_arguments(path, precision, opset, tolerance)
@@ -142,27 +146,27 @@ def export(
 
 
 class _FeatureExtractor(nn.Module):
-    """What an exported file computes, on the CPU."""
+    """Module to export, on the CPU: images to features."""
 
     def __init__(self, predictor: Predictor, *, precision: str, normalization: bool, l2: bool) -> None:
         super().__init__()
         self.model = _to_deploy_form(predictor.model)
         if not isinstance(self.model, ImageModel):
-            raise ExportError(f"a {type(self.model).__name__} is no ImageModel, and only those are exported")
+            raise ExportError(f"cannot export a {type(self.model).__name__}: expected an ImageModel")
         if not normalization:
             self.model.take_normalized_images()
         if precision == "fp16":
-            for part in self.model.children():  # not the model's own pixel mean and deviation
+            for part in self.model.children():  # keeps the model's pixel mean and standard deviation in float32
                 to_float16(part)
         self.flip, self.l2 = predictor.cfg.TEST.FLIP.ENABLED, l2
-        # Float32 regions apart, the dtype is that of the weights: autocast would be traced into the file.
+        # Compute in the dtype of the weights, because autocast would be traced into the file.
         self.policy = PrecisionPolicy("cpu", torch.float32)
 
     def forward(self, images: Tensor, camids: Tensor | None = None, viewids: Tensor | None = None) -> Tensor:
-        """Return (B, D) float32 features."""
+        """Compute (B, D) float32 features."""
         batch = {"images": images, "camids": camids, "viewids": viewids}
         if viewids is not None and camids is None:
-            batch["camids"] = viewids  # asked for, and not looked at
+            batch["camids"] = viewids  # required by the model, but not used
         batch = {name: tensor for name, tensor in batch.items() if tensor is not None}
         features = extract_features(self.model, batch, self.policy, self.flip)
         return _normalized(features) if self.l2 else features
@@ -174,53 +178,51 @@ def _normalized(features: Tensor) -> Tensor:
 
 
 def _to_deploy_form(model: nn.Module) -> nn.Module:
-    """Return a copy on the CPU in the form that is meant for inference."""
+    """Return a copy on the CPU in deploy form."""
     model = copy.deepcopy(model).to("cpu", memory_format=torch.contiguous_format).eval().requires_grad_(False)
     for name in getattr(model, "training_only", ()):
         setattr(model, name, None)
     before = len(model.state_dict())
     for module in list(model.modules()):
         if hasattr(module, "switch_to_deploy"):
-            with contextlib.suppress(ConfigError):  # without batch norm there is no such form
+            with contextlib.suppress(ConfigError):  # no deploy form without batch norm
                 module.switch_to_deploy()
     if len(model.state_dict()) != before:
-        logger.info("the branches of each block are fused into one convolution (MODEL.BACKBONE.DEPLOY)")
+        logger.info("fused the branches of each block into one convolution (MODEL.BACKBONE.DEPLOY)")
     return model
 
 
 def _trace(extractor: _FeatureExtractor, predictor: Predictor) -> ExportedProgram:
-    """Return the program, for any batch size."""
+    """Trace the module with a dynamic batch size."""
     cfg = predictor.cfg
-    # Two images: one would be taken for the only number there is.
+    # Two images, because torch.export specializes on a batch size of 1.
     inputs = {"images": torch.zeros(2, cfg.INPUT.CHANNELS, *input_size(cfg, is_train=False))}
     inputs |= {name: torch.zeros(2, dtype=torch.int64) for name in predictor.camera_view_counts}
     batch = Dim("batch", min=1)
-    with quiet("the model cannot be traced by torch.export"), torch.no_grad():
+    with quiet("torch.export cannot trace the model"), torch.no_grad():
         return torch.export.export(
             extractor, (), inputs, dynamic_shapes={name: {0: batch} for name in inputs}, strict=False
         )
 
 
 def _check_arguments(path: Path, precision: str, opset: int | None, tolerance: float) -> Format:
-    """Return the format of ``path``; see ``export`` for what is raised."""
+    """Validate the arguments of ``export`` and return the format of ``path``."""
     if path.suffix not in FORMATS:
-        raise ConfigError(
-            f"{path} is of no format that is known: expected a name that ends with {' or '.join(FORMATS)}"
-        )
+        raise ConfigError(f"{path}: unsupported format; expected a file name ending in {' or '.join(FORMATS)}")
     check_choice("--precision", precision, PRECISIONS)
     if not 0 <= tolerance <= 100:
-        raise ConfigError(f"--tolerance {tolerance}: expected mAP points, 0..100")
+        raise ConfigError(f"--tolerance must be 0..100 mAP points; got {tolerance}")
     format = FORMATS[path.suffix]
     format.check(opset)
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder; name a file in it")
+        raise ConfigError(f"{path} is a folder; expected a file")
     with writing(path), tempfile.TemporaryFile(dir=path.parent):
-        pass  # better now than after minutes
+        pass  # fail before the export, which takes minutes
     return format
 
 
 def _load_test_images(predictor: Predictor, data: str | None, max_images: int) -> RankedImages | None:
-    """Return the test images to compare on, None where there are none."""
+    """Load the test images for the parity check; None without a test set."""
     if data == "":
         return None
     name = next(iter(predictor.cfg.DATASETS.TESTS), None) if data is None else data
@@ -232,8 +234,8 @@ def _load_test_images(predictor: Predictor, data: str | None, max_images: int) -
         if data is not None:
             raise
         logger.warning(
-            "random images alone are compared, and no mAP, since %s is not here (%s)\n  fix: --data NAME compares on "
-            "other test images",
+            "parity check uses only random images, without mAP: test set %s is not available (%s)\n"
+            "  fix: choose another test set with --data NAME",
             name,
             str(error).splitlines()[0],
         )
@@ -241,7 +243,7 @@ def _load_test_images(predictor: Predictor, data: str | None, max_images: int) -
 
 
 def _metadata(predictor: Predictor, *, precision: str, normalization: bool, l2: bool) -> dict[str, Any]:
-    """Return what a file says of itself."""
+    """Build the metadata of a file."""
     cfg, model = predictor.cfg, predictor.model
     resize = predictor.resize
     return {
@@ -267,14 +269,14 @@ def _metadata(predictor: Predictor, *, precision: str, normalization: bool, l2: 
 
 
 def _exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any]) -> Features:
-    """Return what computes an exported model's features of a batch in 0..255."""
+    """Return a function that computes features of a batch in 0..255 with the exported model."""
     mean, std = (predictor.model.get_buffer(name).cpu() for name in ("pixel_mean", "pixel_std"))
 
     def features(batch: dict[str, Any]) -> Tensor:
         images = batch["images"].float()
         if metadata["normalization"] == "outside":
             images = (images - mean) / std
-        with quiet(f"the exported model does not run on a batch of {len(images)}"):
+        with quiet(f"the exported model fails on a batch of {len(images)}"):
             return run({"images": images} | {name: batch[name] for name in predictor.camera_view_counts})
 
     return features
@@ -283,7 +285,7 @@ def _exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any])
 def _compare(
     report: ExportReport, predictor: Predictor, found: Features, images: RankedImages | None, l2: bool
 ) -> None:
-    """Fill in the comparisons; what fails before the test set is not compared on it."""
+    """Fill in the comparisons; the test set is skipped if random images already differ too much."""
     policy = predictor.policy.in_float32()
 
     def raw_features(batch: dict[str, Any]) -> Tensor:
@@ -310,18 +312,20 @@ def _differs_too_much(report: ExportReport) -> bool:
 
 
 def _check_quality(report: ExportReport, tolerance: float) -> None:
-    """Raise ExportError unless the exported model is good enough."""
+    """Raise ExportError if the parity check failed."""
     precision, lost = report.metadata["precision"], -(report.map_difference or 0)
     if _differs_too_much(report):
         minimum = min((each.min_cosine for each in report.comparisons), key=lambda cosine: (cosine == cosine, cosine))
-        problem = f"an embedding cosine of {minimum:.6f} is below {MIN_COSINE[precision]}"
+        problem = f"cosine similarity of features {minimum:.6f}, expected at least {MIN_COSINE[precision]}"
     elif lost > tolerance:
-        problem = f"mAP falls by {lost:.2f} points, and --tolerance is {tolerance:g}"
+        problem = f"mAP decreased by {lost:.2f} points, --tolerance is {tolerance:g}"
     else:
         return
-    fix = "--precision float32, or SOLVER.AMP.FORCE_FP32 with the modules that float16 breaks (the doctor finds them)"
+    fix = (
+        "use --precision float32, or add the modules that overflow in float16 to SOLVER.AMP.FORCE_FP32 (fastamp doctor)"
+    )
     if precision == "float32":
-        fix = "another format; and please report the model, since this is a fault of the exporter's or of ours"
+        fix = "use another format, and report the model: this is a bug of the exporter or of fastamp"
         if report.metadata["l2"] and report.metadata["metric"] == "euclidean" and lost > tolerance:
-            fix = "--no-l2: the euclidean metric ranks by length too"
-    raise ExportError(f"{report.path} was not written: {problem}.\n{report.table()}\n  fix: {fix}")
+            fix = "use --no-l2, because the euclidean metric depends on the length of features"
+    raise ExportError(f"parity check failed, {report.path} was not written: {problem}.\n{report.table()}\n  fix: {fix}")

@@ -1,4 +1,4 @@
-"""The two kinds of file that a traced model is written to, and how each is run."""
+"""Export formats: serialization and execution of ONNX and torch.export files."""
 
 import contextlib
 import importlib
@@ -20,26 +20,26 @@ from fastamp.utils.errors import ConfigError, UserError
 logger = logging.getLogger(__name__)
 
 Run = Callable[[dict[str, Tensor]], Tensor]
-"""Inputs by their names, on the CPU -> (B, D) float32."""
+"""Function: dict of input tensors on the CPU -> (B, D) float32 features."""
 
 _PROTOBUF_LIMIT = 2**31
-_LOWEST_OPSET = 18  # that PyTorch translates to
-_LOWEST_TORCH = (2, 7)  # for ONNX
+_LOWEST_OPSET = 18  # lowest opset of PyTorch's exporter
+_LOWEST_TORCH = (2, 7)  # for ONNX export
 
 
 class ExportError(UserError):
-    """A model cannot be exported, or what was exported is not good enough."""
+    """A model cannot be exported, or the exported model failed the parity check."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of file.
+    """Export format.
 
     Attributes:
-        title: its name.
-        packages: what it needs, of the extra ``export``.
-        content: (program, metadata, opset or None) -> the file's bytes.
-        runner: the file's bytes -> what runs it.
+        title: name of the format.
+        packages: required packages of the extra ``export``.
+        content: function (program, metadata, opset or None) -> file content.
+        runner: function (file content) -> function that runs the model.
     """
 
     title: str
@@ -48,36 +48,39 @@ class Format:
     runner: Callable[[bytes], Run]
 
     def check(self, opset: int | None) -> None:
-        """Raise ConfigError unless the packages are installed and fit each other, and the format has such an opset."""
+        """Raise ConfigError unless the packages are installed and compatible, and the opset is supported."""
         for package in self.packages:
             try:
                 importlib.import_module(package)
             except ImportError as error:
                 raise ConfigError(
-                    f"{self.title} needs {package}, which cannot be imported ({error}).\n"
+                    f"{self.title} requires {package}, which cannot be imported ({error}).\n"
                     '  fix: pip install "fastamp[export]"'
                 ) from error
         if self.packages and tuple(map(int, torch.__version__.split(".")[:2])) < _LOWEST_TORCH:
             raise ConfigError(
-                f"{self.title} needs PyTorch {'.'.join(map(str, _LOWEST_TORCH))} or later, and this is "
-                f"{torch.__version__}, whose exporter fails on batch norm with today's onnxscript.\n"
-                "  fix: a later PyTorch, or a .pt2 file"
+                f"{self.title} requires PyTorch {'.'.join(map(str, _LOWEST_TORCH))} or later, found "
+                f"{torch.__version__}, whose exporter fails on batch norm with current onnxscript.\n"
+                "  fix: upgrade PyTorch, or export a .pt2 file"
             )
         if opset is None:
             return
         if not self.packages:
-            raise ConfigError(f"--opset {opset}: {self.title} has no opsets, ONNX has")
+            raise ConfigError(f"--opset {opset} is not supported by {self.title}, only by ONNX")
         highest = importlib.import_module("onnx").defs.onnx_opset_version()
         if not _LOWEST_OPSET <= opset <= highest:
-            raise ConfigError(f"--opset {opset}: expected {_LOWEST_OPSET}..{highest}")
+            raise ConfigError(f"--opset must be {_LOWEST_OPSET}..{highest}; got {opset}")
 
 
 @contextlib.contextmanager
 def quiet(what: str) -> Iterator[None]:
-    """Keep what PyTorch's exporters print, log and warn of from the console, and turn their errors into one line.
+    """Suppress output, logs and warnings of PyTorch's exporters, and convert their errors to ExportError.
+
+    Args:
+        what: beginning of the error message.
 
     Raises:
-        ExportError: something inside failed; begins with ``what``.
+        ExportError: an exception was raised in the context; the message has one line.
     """
     printed = io.StringIO()
     try:
@@ -91,7 +94,7 @@ def quiet(what: str) -> Iterator[None]:
             yield
     except (UserError, MemoryError):
         raise
-    except Exception as error:  # a model of any kind makes the exporters raise anything
+    except Exception as error:  # exporters raise many exception types
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
@@ -107,11 +110,11 @@ def _onnx_content(program: ExportedProgram, metadata: dict[str, Any], opset: int
     size = sum(tensor.nbytes for tensor in program.state_dict.values())
     if size >= _PROTOBUF_LIMIT:
         raise ExportError(
-            f"the weights are {size / 2**30:.1f} GiB, and an ONNX file holds less than 2.\n"
-            "  fix: --precision fp16, or a .pt2 file"
+            f"model is too large for ONNX: weights of {size / 2**30:.1f} GiB, the limit is 2 GiB.\n"
+            "  fix: use --precision fp16, or export a .pt2 file"
         )
     inputs = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
-    with quiet("the model cannot be exported to ONNX"):
+    with quiet("ONNX export failed"):
         exported = torch.onnx.export(
             program,
             (),
@@ -132,7 +135,7 @@ def _onnx_content(program: ExportedProgram, metadata: dict[str, Any], opset: int
 
 
 def _name_batch(model: Any) -> None:
-    """Call the batch's axis so: PyTorch names it after a symbol, e.g. s34."""
+    """Rename the batch dimension to ``batch``; PyTorch uses the name of a symbol, e.g. s34."""
     symbol = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
@@ -141,7 +144,7 @@ def _name_batch(model: Any) -> None:
 
 
 def _forget_source(model: Any) -> None:
-    """Take away where in the source each node is from: paths of this machine, and more bytes than a small model has."""
+    """Remove source locations: they contain local paths, and can be larger than a small model."""
     graphs = [model.graph, *model.functions]
     for graph in graphs:
         parts = [graph, *graph.node, *graph.value_info]
@@ -156,7 +159,7 @@ def _onnx_runner(content: bytes) -> Run:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors
+    options.log_severity_level = 3  # log only errors
     with quiet("onnxruntime cannot load the exported model"):
         session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
@@ -171,14 +174,14 @@ def _pt2_content(program: ExportedProgram, metadata: dict[str, Any], opset: int 
     file = io.BytesIO()
     for part in program.graph_module.modules():
         for node in getattr(part, "graph", torch.fx.Graph()).nodes:
-            node.meta.pop("stack_trace", None)  # paths of this machine
-    with quiet("the model cannot be saved by torch.export"):
+            node.meta.pop("stack_trace", None)  # contains local paths
+    with quiet("torch.export cannot save the model"):
         torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata, indent=2)})
     return file.getvalue()
 
 
 def _pt2_runner(content: bytes) -> Run:
-    with quiet("the exported model cannot be loaded"):
+    with quiet("torch.export cannot load the exported model"):
         module = torch.export.load(io.BytesIO(content)).module()
 
     def run(inputs: dict[str, Tensor]) -> Tensor:
@@ -192,4 +195,4 @@ FORMATS = {
     ".onnx": Format("ONNX", ("onnx", "onnxscript", "onnxruntime"), _onnx_content, _onnx_runner),
     ".pt2": Format("torch.export", (), _pt2_content, _pt2_runner),
 }
-"""Suffix of a file -> its format."""
+"""File suffix -> format."""

@@ -1,4 +1,4 @@
-"""The features of many images in one file, resumable at any moment."""
+"""Feature extraction of many images into one file, with resume after an interruption."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ from fastamp.utils.progress import ProgressBar, format_duration
 logger = logging.getLogger(__name__)
 
 SPLITS = ("query", "gallery", "train")
-# A part is written when this much time has passed since the last, or this much is held.
+# A part is written after this many seconds, or when this many bytes are in memory.
 _PART_SECONDS, _PART_BYTES = 30.0, 2**26
 _MARKER = "of.json"
 _PART = re.compile(r"[0-9]{12}\.npz")
@@ -44,14 +44,14 @@ _UNFINISHED = re.compile(rf"\.({re.escape(_MARKER)}|{_PART.pattern})\..*\.tmp")
 
 @dataclass(frozen=True)
 class Listing:
-    """N images and whose they are; the columns are those of ``Extraction``."""
+    """N images with identities and splits; columns as in ``Extraction``."""
 
     items: PackedItems
     pids: np.ndarray
     split: np.ndarray | None = None
 
     def columns(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the columns of some images."""
+        """Return the columns of a subset of the images."""
         items = self.items.take(rows)
         columns = {"paths": np.array([items.path(row) for row in range(len(items))]), "pids": self.pids[rows]}
         columns["camids"] = items.camids.codes
@@ -63,17 +63,20 @@ class Listing:
 
 
 def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str] = SPLITS) -> Listing:
-    """Return the images of a data set, a CSV file or a folder, in a fixed order.
+    """List the images of a dataset, a CSV file or a folder, in a fixed order.
 
     Args:
-        source: a name as in DATASETS.NAMES, also ``csv:FILE`` and ``folder:FOLDER``; a CSV file; or a folder, of which
-            all images are taken at any depth, without identities and cameras.
-        cfg: reads DATASETS.
-        splits: of a data set that are wanted.
+        source: dataset name as in DATASETS.NAMES, including ``csv:FILE`` and ``folder:FOLDER``; a CSV file; or a folder
+            whose images at any depth are used without identities and cameras.
+        cfg: config; only DATASETS is read.
+        splits: splits of a dataset to include. Default: query, gallery, train.
+
+    Returns:
+        The images with their identities, cameras and splits.
 
     Raises:
-        ConfigError: there is no such data set or split.
-        DataError: there are no images, or the data set is wrong.
+        ConfigError: the split is unknown.
+        DataError: the dataset is unknown or invalid, or there are no images.
     """
     for split in splits:
         check_choice("splits", split, SPLITS)
@@ -83,18 +86,20 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
         if folder.is_dir():
             items = [ImageItem(file, 0, -1) for file in image_files(folder)]
             if not items:
-                raise DataError(f"no image is in the folder {folder.absolute()}, at any depth")
+                raise DataError(f"no images found in {folder.absolute()} and its subfolders")
             return Listing(PackedItems.of(items), np.full(len(items), -1))
         if name.endswith(".csv"):
             name = f"csv:{name}"
         else:
             suggestion = "" if "/" in name else did_you_mean(name, DATASET_REGISTRY)
-            raise DataError(f"{name} is no folder, no CSV file and no data set as in DATASETS.NAMES.{suggestion}")
+            raise DataError(
+                f"{name} not found: expected a folder, a CSV file or a dataset name as in DATASETS.NAMES.{suggestion}"
+            )
     dataset = build_dataset(name, cfg)
     parts = {split: PackedItems.of(getattr(dataset, split)) for split in SPLITS if split in splits}
     items = PackedItems.concat([*parts.values(), PackedItems.of([])])
     if not items:
-        raise DataError(f"the data set {name} has no {' or '.join(parts)} images")
+        raise DataError(f"dataset {name} has no {' or '.join(parts)} images")
     values, inverse = items.pids.unique()
     pids = [dataset.identity(pid) for pid in values]
     are_integers = all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", pid) for pid in pids)
@@ -115,30 +120,30 @@ def extract(
     skip_corrupt: bool = False,
     num_workers: int | None = None,
 ) -> tuple[Extraction, list[str]]:
-    """Write the features of all images of ``source`` to ``out``.
+    """Extract the features of all images of ``source`` to ``out``.
 
-    What is done is kept in the folder ``OUT.parts``; a second call with the same model and images resumes from there,
-    and the result is the same, bit for bit. Its files are removed at the end, and it too unless other files are in it.
+    Completed parts are stored in the folder ``OUT.parts``. Another call with the same model and images resumes from
+    them with a bit-identical result. At the end the parts are deleted, and the folder if it contains no other files.
 
     Args:
-        predictor: the model.
+        predictor: trained model.
         source: see ``list_images``.
-        out: a file whose name ends in ``.npz``, see ``Extraction``.
+        out: output file, whose name ends in ``.npz``, see ``Extraction``.
         splits: see ``list_images``.
-        skip_corrupt: leave out images that cannot be read.
-        num_workers: processes that decode; None is TEST.NUM_WORKERS.
+        skip_corrupt: skip images that cannot be read, instead of raising an error. Default: False.
+        num_workers: number of processes that decode images. Default: TEST.NUM_WORKERS.
 
     Returns:
-        The extraction, and why each image that was left out cannot be read.
+        The extraction, and one message for each skipped image.
 
     Raises:
-        ConfigError: ``out`` cannot be written, or a name is wrong; ``OUT.parts`` is a link or belongs to something
-            else; or another extraction writes to ``out``.
-        DataError: there are no images, or one cannot be read.
+        ConfigError: ``out`` cannot be written, a name is unknown, ``OUT.parts`` is a link or not of an extraction, or
+            another process writes to ``out``.
+        DataError: there are no images, or an image cannot be read.
     """
     out = Path(out).expanduser()
     if out.suffix != ".npz" or out.is_dir() or not out.parent.is_dir():
-        raise ConfigError(f"{out}: expected a file in a folder that exists, whose name ends in .npz")
+        raise ConfigError(f"{out}: expected a file name ending in .npz in an existing folder")
     listing = list_images(source, predictor.cfg, splits)
     items = listing.items
     predictor.camera_view_ids(len(items), camids=items.camids.codes, viewids=items.viewids)
@@ -149,8 +154,8 @@ def extract(
         rows = np.concatenate([parts.read(path, "rows") for path in parts.paths])
         skipped = [str(line) for path in parts.paths for line in parts.read(path, "unreadable")]
         if not len(rows):
-            parts.remove()  # which would say so again when they have been mended
-            raise DataError(f"none of {len(listing.items)} images can be read; {skipped[0]}")
+            parts.remove()  # otherwise a resume would skip images that were fixed since
+            raise DataError(f"cannot read any of {len(listing.items)} images; first error: {skipped[0]}")
         width = parts.read(parts.paths[0], "features").shape[1]
         columns = listing.columns(rows) | {
             "config_hash": np.array(predictor.config_hash),
@@ -164,7 +169,7 @@ def extract(
         parts.close()
         raise
     parts.remove()
-    logger.info("wrote %s: %d features of %d", out, len(rows), width)
+    logger.info("wrote %s: %d features of dimension %d", out, len(rows), width)
     return read_extraction(out), skipped
 
 
@@ -176,12 +181,12 @@ def _compute(
     num_workers: int | None,
     out: Path,
 ) -> None:
-    """Compute what is not in ``parts`` yet, and write it there."""
+    """Extract the images that are not in ``parts`` yet, and write them there."""
     cfg, total = predictor.cfg, len(listing.items)
     if parts.done == total:
         return
     if parts.done:
-        logger.info("%d of %d images are done already; going on", parts.done, total)
+        logger.info("resuming: %d of %d images are already extracted", parts.done, total)
     images = _Images(listing.items[parts.done :], build_transforms(cfg, is_train=False), skip_corrupt, first=parts.done)
     key, requested = "workers", num_workers
     if requested is None:
@@ -212,9 +217,9 @@ def _compute(
 
 
 class _Images(ReidDataset):
-    """Images of which some may be unreadable.
+    """Dataset of images of which some may be unreadable.
 
-    ``unreadable`` in a batch says which are, by their index, and why, where they are to be left out.
+    With ``skip_corrupt``, ``unreadable`` in a batch maps the indices of unreadable images to their errors.
     """
 
     def __init__(self, items: Sequence[ImageItem], transforms: Any, skip_corrupt: bool, *, first: int) -> None:
@@ -229,13 +234,13 @@ class _Images(ReidDataset):
         return batch | {"unreadable": self._unreadable}
 
     def read(self, index: int) -> Tensor:
-        """See ``ReidDataset``; an image that is left out is black."""
+        """See ``ReidDataset``; a skipped image is black."""
         try:
             return super().read(index)
         except DataError as error:
             if not self.skip_unreadable:
                 raise DataError(
-                    f"{error}\n  fix: mend or remove it, or leave such images out: --skip-corrupt"
+                    f"{error}\n  fix: repair or delete the file, or skip unreadable images with --skip-corrupt"
                 ) from error
             self._unreadable[index + self.first] = str(error)
             black = torch.zeros(self.transforms.channels, 256, 128, dtype=torch.uint8)
@@ -243,18 +248,18 @@ class _Images(ReidDataset):
 
 
 class _Parts:
-    """What is done of an extraction, in files of consecutive images, each written atomically.
+    """Completed parts of an extraction: files of consecutive images, each written atomically.
 
     Args:
-        folder: of these files; those of another extraction are removed.
-        stamp: what decides the features, and which.
+        folder: folder of the files; parts of another extraction are deleted.
+        marker: settings and images of the extraction, see ``_marker_of``.
 
     Attributes:
-        paths: of the files, in order.
-        done: images that they cover.
+        paths: files in order.
+        done: number of completed images.
 
     Raises:
-        ConfigError: the folder is a link, holds files but not the marker of an extraction, or is in use.
+        ConfigError: the folder is a link, contains files but no marker of an extraction, or is in use.
     """
 
     def __init__(self, folder: Path, marker: dict[str, Any]) -> None:
@@ -272,27 +277,25 @@ class _Parts:
     def _check_folder(self) -> None:
         """Raise ConfigError unless the folder is missing, empty, or of an extraction.
 
-        What a killed extraction may leave before its marker, a temporary file and a lock, counts as empty.
+        A temporary file and a lock, which a killed extraction may leave before it writes the marker, are ignored.
         """
         problem = ""
         if self.folder.is_symlink():
-            problem = f"it is a link to {real_path(self.folder)}"
+            problem = f"is a link to {real_path(self.folder)}"
         elif self.folder.exists() and not self.folder.is_dir():
-            problem = "it is a file"
+            problem = "is a file"
         elif self.folder.is_dir() and not _is_marker(self._read_marker()):
             names = [path.name for path in self.folder.iterdir() if path.name != LOCK_FILE]
             other_files = [name for name in names if not _UNFINISHED.fullmatch(name)]
-            problem = (
-                f"it holds {other_files[0]}, but not the marker of an extraction ({_MARKER})" if other_files else ""
-            )
+            problem = f"contains {other_files[0]}, but no marker of an extraction ({_MARKER})" if other_files else ""
         if problem:
             raise ConfigError(
-                f"{self.folder}: an extraction keeps its parts there, but {problem}.\n"
-                "  fix: another --output, or move that away"
+                f"cannot use {self.folder} for the parts of the extraction: it {problem}.\n"
+                "  fix: choose another --output, or move it away"
             )
 
     def _read_marker(self) -> Any:
-        """Return the content of the marker; None if there is none."""
+        """Return the content of the marker; None if it is missing or unreadable."""
         marker_path = self.folder / _MARKER
         try:
             return None if marker_path.is_symlink() else json.loads(marker_path.read_text(encoding="utf-8"))
@@ -300,19 +303,19 @@ class _Parts:
             return None
 
     def _part_files(self) -> list[Path]:
-        """Return the files of parts in the folder, in order."""
+        """List the part files in the folder, in order."""
         paths = sorted(path for path in self.folder.iterdir() if _PART.fullmatch(path.name))
         return [path for path in paths if path.is_file() and not path.is_symlink()]
 
     def _open(self, marker: dict[str, Any]) -> None:
-        """Find what is done of the extraction, and remove what is of another one."""
-        self._check_folder()  # as it is now that no other extraction changes it
+        """Find completed parts of this extraction, and delete those of another one."""
+        self._check_folder()  # again, now that the lock keeps other extractions out
         marker_path, found = self.folder / _MARKER, self._read_marker()
         if found != marker:
             if found is not None:
                 changed = [name for name in marker if found.get(name) != marker[name]]
                 logger.warning(
-                    "%s is of another extraction (%s differ): starting again", self.folder, ", ".join(changed)
+                    "%s is of another extraction (different %s); starting again", self.folder, ", ".join(changed)
                 )
             for path in self._part_files():
                 path.unlink()
@@ -330,7 +333,7 @@ class _Parts:
             self.done = stop
 
     def write(self, stop: int, batches: Sequence[tuple[Tensor, Tensor, dict[int, str]]]) -> None:
-        """Add the images up to, not including, ``stop``."""
+        """Write the images from ``done`` up to ``stop`` (exclusive) as a part."""
         features, rows, unreadable = (list(column) for column in zip(*batches, strict=True))
         messages = {row: text for each in unreadable for row, text in each.items()}
         rows = torch.cat(rows).numpy()
@@ -347,22 +350,22 @@ class _Parts:
         self.done = stop
 
     def read(self, path: Path, name: str) -> np.ndarray:
-        """Return an array of a file."""
-        with open_arrays(path, "extraction", fix="delete it; what it holds is computed again") as archive:
+        """Read an array of a part."""
+        with open_arrays(path, "extraction", fix="delete it; its images will be extracted again") as archive:
             return read_array(archive, name)
 
     def remove(self) -> None:
-        """Remove the extraction's own files, and the folder unless there are others in it."""
+        """Delete the files of the extraction, and the folder if it is empty then."""
         with suppress(OSError):
             unfinished = [path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name)]
             for path in (*self._part_files(), *unfinished, self.folder / _MARKER):
                 path.unlink(missing_ok=True)
         unlock_folder(self.folder)
-        with suppress(OSError):  # other files are in it, or the next extraction has begun
+        with suppress(OSError):  # contains other files, or another extraction has started
             self.folder.rmdir()
 
     def close(self) -> None:
-        """Keep what is done for the next call; remove the folder if that is nothing."""
+        """Release the folder and keep completed parts; without parts, delete the folder."""
         if self.paths:
             unlock_folder(self.folder)
         else:
@@ -370,12 +373,12 @@ class _Parts:
 
 
 def _is_marker(content: Any) -> bool:
-    """Return whether the content of a marker is what an extraction writes; of any version."""
+    """Return True if the content is a marker of an extraction of any version."""
     return isinstance(content, dict) and {"model", "images"} <= content.keys()
 
 
 def _marker_of(predictor: Predictor, listing: Listing, skip_corrupt: bool) -> dict[str, Any]:
-    """Return what decides the features of a listing to the last bit."""
+    """Build the marker: all settings that determine the features of a listing bit for bit."""
     digest = hashlib.blake2b(digest_size=16)
     splits = listing.split if listing.split is not None else [""] * len(listing.items)
     for item, pid, split in zip(listing.items, listing.pids, splits, strict=True):

@@ -1,4 +1,4 @@
-"""What an extraction is on disk: one npz file of plain arrays, whose features are read where they lie."""
+"""File format of extractions: an npz file of plain arrays with memory-mapped features."""
 
 import math
 import zipfile
@@ -24,7 +24,7 @@ __getattr__ = moved_names(
 )
 
 _EXPECTED = ("features", "paths", "pids", "camids", "config_hash", "checkpoint", "metric")
-# Column -> kinds of its dtype, and its shape: N stands for the number of images.
+# Column -> allowed dtype kinds and shape; N is the number of images.
 _COLUMNS: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "paths": ("U", ("N",)),
     "pids": ("iuU", ("N",)),
@@ -32,28 +32,28 @@ _COLUMNS: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "split": ("U", ("N",)),
     "boxes": ("iu", ("N", 4)),
 }
-_WRITE_AGAIN = "fastamp extract writes one"
-_NOT_PLAIN = 0x61  # flags of a zip entry that is encrypted or a patch
-_LOCAL_HEADER = 30  # bytes of a zip entry's own header, before its name and its extra field
+_WRITE_AGAIN = "create the file with fastamp extract"
+_NOT_PLAIN = 0x61  # flags of encrypted or patched zip entries
+_LOCAL_HEADER = 30  # size in bytes of a local zip header without name and extra field
 
 
 @dataclass(frozen=True)
 class Extraction:
-    """The features of N images, and whose they are.
+    """Features of N images with their identities and cameras.
 
     Attributes:
-        path: of the file.
-        features: (N, D) float32, not normalized; mapped, so that only what is used is in memory.
-        paths: (N,) text, the image files.
-        pids: (N,) int64 or text, the identities as the data set calls them; -1 where they are not known.
-        camids: (N,) int64, the cameras; -1 where they are not known.
-        config_hash: of the model, see ``Predictor.config_hash``.
-        checkpoint: the model's file.
-        metric: the model's ``TEST.METRIC``.
-        split: (N,) text, ``query``, ``gallery`` or ``train``; None where there are no splits.
-        boxes: (N, 4) int64, the part of the file that is the image: left, top, right, bottom, the last two not
-            included; None where all are whole.
-        fingerprint: differs between extractions.
+        path: file of the extraction.
+        features: (N, D) float32, not normalized, memory-mapped.
+        paths: (N,) str, image files.
+        pids: (N,) int64 or str, identities as named by the dataset; -1 if unknown.
+        camids: (N,) int64, cameras; -1 if unknown.
+        config_hash: hash of the model, see ``Predictor.config_hash``.
+        checkpoint: file of the model.
+        metric: ``TEST.METRIC`` of the model.
+        split: (N,) str, ``query``, ``gallery`` or ``train``; None without splits.
+        boxes: (N, 4) int64, box of each image in its file: left, top, right, bottom (right and bottom exclusive); None
+            if all images are entire files.
+        fingerprint: checksum of features and paths.
     """
 
     path: Path
@@ -75,13 +75,14 @@ def write_arrays(
     features: Iterable[np.ndarray] | None = None,
     shape: tuple[int, int] = (0, 0),
 ) -> None:
-    """Write an npz file, not compressed; the same bytes for the same arrays.
+    """Write a deterministic, uncompressed npz file.
 
     Args:
-        file: open for writing, possibly behind other content.
-        arrays: by name.
-        features: the rows of one more array, ``features``, float32, in blocks of which one at a time is held.
-        shape: of all of ``features``.
+        file: file opened for writing; it may contain data before the archive.
+        arrays: name -> array.
+        features: blocks of rows of an additional float32 array ``features``; one block is in memory at a time. Default:
+            None.
+        shape: shape of ``features``.
     """
     with zipfile.ZipFile(file, "w") as archive:
         if features is not None:
@@ -97,16 +98,16 @@ def write_arrays(
 
 @contextmanager
 def open_arrays(path: str | PathLike[str], expected: str, *, fix: str) -> Iterator[zipfile.ZipFile]:
-    """Open an npz file, for ``read_array`` and ``map_array`` inside the context.
+    """Open an npz file for ``read_array`` and ``map_array``, and convert errors in the context to DataError.
 
     Args:
-        path: the file.
-        expected: what it should be, for the message: ``extraction``.
-        fix: what to do about a damaged one, for the message.
+        path: npz file.
+        expected: kind of file, for the message, e.g. ``"extraction"``.
+        fix: fix for a damaged file, for the message.
 
     Raises:
-        DataError: inside the context too: the file cannot be read, is damaged, compressed or encrypted in a way that
-            is not supported, or is larger than the memory when it is unpacked.
+        DataError: the file cannot be read, is damaged, has unsupported compression or encryption, or its unpacked size
+            exceeds the available memory.
     """
     try:
         check_not_device(path)
@@ -114,15 +115,17 @@ def open_arrays(path: str | PathLike[str], expected: str, *, fix: str) -> Iterat
             size = sum(entry.file_size for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED)
             free = available_memory()
             if free is not None and size > free:
-                raise DataError(f"{path} unpacks to {size / 1e9:.1f} GB; {free / 1e9:.1f} GB of memory are available")
+                raise DataError(
+                    f"{path} is too large: unpacked size {size / 1e9:.1f} GB, available memory {free / 1e9:.1f} GB"
+                )
             yield archive
-    except (UserError, AssertionError, AttributeError, ImportError, NameError):  # all but the first are bugs
+    except (UserError, AssertionError, AttributeError, ImportError, NameError):  # all except UserError are bugs
         raise
     except OSError as error:
-        if error.strerror is None:  # not the system's, but about the content, e.g. of bz2
+        if error.strerror is None:  # not from the system but from decompression, e.g. bz2
             raise _damaged_error(path, expected, error, fix) from error
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except Exception as error:  # damaged bytes make zipfile and NumPy raise nearly anything
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    except Exception as error:  # zipfile and NumPy raise many exception types for damaged files
         raise _damaged_error(path, expected, error, fix) from error
 
 
@@ -131,14 +134,14 @@ def _damaged_error(path: str | PathLike[str], expected: str, error: Exception, f
     cause = (
         lines[0][:200] if lines[0] and not isinstance(error, KeyError) else f"{type(error).__name__} {lines[0]:.200}"
     )
-    return DataError(f"{path} is damaged, or not an {expected} ({cause}).\n  fix: {fix}")
+    return DataError(f"{path} is damaged or not an {expected} ({cause}).\n  fix: {fix}")
 
 
 def check_columns(path: str | PathLike[str], arrays: Mapping[str, np.ndarray], count: int, *, fix: str) -> None:
-    """Check the columns of ``count`` images.
+    """Validate the columns of ``count`` images.
 
     Raises:
-        DataError: one has another length, shape or dtype.
+        DataError: a column has a wrong shape or dtype.
     """
     for name, (kinds, shape) in _COLUMNS.items():
         if name not in arrays:
@@ -147,27 +150,33 @@ def check_columns(path: str | PathLike[str], arrays: Mapping[str, np.ndarray], c
         if array.shape != sizes or array.dtype.kind not in kinds:
             expected = " or ".join({"U": "text", "i": "integers", "u": ""}[kind] for kind in kinds if kind != "u")
             raise DataError(
-                f"{path}: {name} are {array.dtype} {array.shape}; expected {expected} {sizes}, as there are {count} "
-                f"features.\n  fix: {fix}"
+                f"{path}: {name} does not match {count} features: expected {expected} {sizes}, got {array.dtype} "
+                f"{array.shape}.\n  fix: {fix}"
             )
 
 
 def text_of(path: str | PathLike[str], name: str, array: np.ndarray, *, fix: str) -> str:
-    """Return an array () of text as text.
+    """Convert a 0-dimensional string array to str.
 
     Raises:
-        DataError: it is another array.
+        DataError: the array has another shape or dtype.
     """
     if array.shape != () or array.dtype.kind != "U":
-        raise DataError(f"{path}: {name} is {array.dtype} {array.shape}; expected a single text.\n  fix: {fix}")
+        raise DataError(f"{path}: {name} must be a single string; got {array.dtype} {array.shape}.\n  fix: {fix}")
     return str(array)
 
 
 def read_extraction(path: str | PathLike[str]) -> Extraction:
-    """Return what ``fastamp extract`` wrote.
+    """Read a file of ``fastamp extract``.
+
+    Args:
+        path: npz file.
+
+    Returns:
+        The extraction, with memory-mapped features.
 
     Raises:
-        DataError: there is no such file, it is damaged, or it is no extraction.
+        DataError: the file is missing, damaged, or not an extraction.
     """
     path = Path(path).expanduser()
     with open_arrays(path, "extraction", fix=_WRITE_AGAIN) as archive:
@@ -175,7 +184,7 @@ def read_extraction(path: str | PathLike[str]) -> Extraction:
         missing = [name for name in _EXPECTED if name not in names]
         if missing:
             raise DataError(
-                f"{path} is no extraction: it has no {', '.join(missing)}.\n  found: {', '.join(names)}\n"
+                f"{path} is not an extraction: missing arrays {', '.join(missing)}.\n  found: {', '.join(names)}\n"
                 f"  fix: {_WRITE_AGAIN}"
             )
         known = [name for name in names if name in {*_EXPECTED, *_COLUMNS}]
@@ -183,9 +192,9 @@ def read_extraction(path: str | PathLike[str]) -> Extraction:
         fingerprint = "-".join(f"{archive.getinfo(f'{name}.npy').CRC:08x}" for name in ("features", "paths"))
     features = arrays["features"]
     if features.ndim != 2 or features.dtype != np.float32:
-        raise DataError(f"{path}: features are {features.dtype} {features.shape}; expected float32 (N, D)")
+        raise DataError(f"{path}: features must be float32 (N, D); got {features.dtype} {features.shape}")
     if 0 in features.shape:
-        raise DataError(f"{path} has no features: {features.shape}")
+        raise DataError(f"{path}: features are empty: {features.shape}")
     check_columns(path, arrays, len(features), fix=_WRITE_AGAIN)
     rows = {name: arrays[name] for name in _COLUMNS if name in arrays}
     texts = {
@@ -198,26 +207,26 @@ def check_same_model(gallery: Any, config_hash: str, checkpoint: str | PathLike[
     """Check that features of a model can be compared with those of ``gallery``.
 
     Args:
-        gallery: an extraction or an index, with ``path``, ``config_hash`` and ``checkpoint``.
-        config_hash, checkpoint: of the model.
+        gallery: extraction or index, with ``path``, ``config_hash`` and ``checkpoint``.
+        config_hash, checkpoint: hash and file of the model.
 
     Raises:
-        DataError: they are of different models.
+        DataError: the hashes differ.
     """
     if config_hash != gallery.config_hash:
         raise DataError(
-            f"{gallery.path} is of another model, so that the features cannot be compared.\n"
-            f"  it is of:   {gallery.checkpoint} ({gallery.config_hash})\n"
-            f"  the images: {checkpoint} ({config_hash})\n"
-            "  fix: use that model, or extract with this one"
+            f"model mismatch: the features in {gallery.path} cannot be compared with those of this model.\n"
+            f"  file:  {gallery.checkpoint} ({gallery.config_hash})\n"
+            f"  model: {checkpoint} ({config_hash})\n"
+            "  fix: use the model of the file, or extract again with this model"
         )
 
 
 def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """Return an array of an npz file.
+    """Read an array of an npz file.
 
     Raises:
-        ValueError: its shape and dtype need more or fewer bytes than the file holds of it.
+        ValueError: its shape and dtype do not match the number of bytes.
     """
     entry = archive.getinfo(f"{name}.npy")
     with archive.open(entry) as stream:
@@ -228,22 +237,22 @@ def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 def _check_bytes(name: str, shape: tuple[int, ...], dtype: np.dtype, found: int) -> None:
-    """Raise ValueError unless an array of this shape and dtype has as many bytes as were found."""
+    """Raise ValueError unless ``found`` is the number of bytes of this shape and dtype."""
     if math.prod(shape) * dtype.itemsize != found:
-        raise ValueError(f"{name} claims to be {shape} {dtype}, but has {found} bytes")
+        raise ValueError(f"{name}: header states {dtype} {shape}, but the data has {found} bytes")
 
 
 def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Return the shape, whether it is in Fortran's order, and the dtype of the array that begins in a stream."""
+    """Read the header of an array: shape, True for Fortran order, and dtype."""
     version = np.lib.format.read_magic(stream)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read is None:
-        raise ValueError(f"its arrays are of version {version} of the format; (1, 0) and (2, 0) can be read")
+        raise ValueError(f"unsupported npy version {version}; expected (1, 0) or (2, 0)")
     return read(stream)
 
 
 def map_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """Return an array of an npz file as it lies there, of which only what is used is in memory; else it is read.
+    """Memory-map an array of an npz file; arrays that cannot be mapped (e.g. compressed ones) are read.
 
     Raises:
         ValueError: see ``read_array``.

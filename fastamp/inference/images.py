@@ -1,4 +1,4 @@
-"""Images in the forms that callers have: paths, PIL images, arrays and tensors, and boxes of a frame."""
+"""Conversion of input images: paths, PIL images, arrays, tensors, and boxes of a frame."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -17,13 +17,13 @@ COLORS = ("rgb", "bgr")
 
 
 def decode(image: Image, color: str, channels: int, *, max_pixels: int, least_side: int | None = None) -> Tensor:
-    """Return an image as (C, H, W) uint8.
+    """Decode an image to (C, H, W) uint8.
 
     Args:
         image: see ``Predictor.features``.
         color: channel order of arrays and tensors, one of ``COLORS``.
-        channels: C, 1, 3 or 4.
-        max_pixels, least_side: of files, see ``read_image``.
+        channels: number of channels C: 1, 3 or 4.
+        max_pixels, least_side: limits for files, see ``read_image``.
 
     Raises:
         DataError: the image cannot be read, or has a wrong shape or dtype.
@@ -36,13 +36,16 @@ def decode(image: Image, color: str, channels: int, *, max_pixels: int, least_si
 
 
 def crop_boxes(frame: np.ndarray | Tensor, corners: np.ndarray) -> list[np.ndarray] | list[Tensor]:
-    """Return the boxes of a frame, without pixels where a box has no part in it.
+    """Crop boxes from a frame; a box outside the frame gives an image without pixels.
 
-    Arrays and tensors stay as they are, so that not the whole frame is converted, but each box.
+    The crops have the type of the frame, so that only the crops are converted later.
 
     Args:
         frame: uint8 array (H, W[, C]) or tensor (C, H, W).
         corners: (N, 4) left, top, right and bottom in pixels.
+
+    Returns:
+        N views of the frame.
 
     Raises:
         DataError: the frame has a wrong shape or dtype.
@@ -58,7 +61,7 @@ def crop_boxes(frame: np.ndarray | Tensor, corners: np.ndarray) -> list[np.ndarr
 
 
 def as_list(images: Image | Sequence[Image]) -> list[Image]:
-    """Return one or several images as a list."""
+    """Convert one or several images to a list."""
     texts = isinstance(images, np.ndarray) and images.dtype.kind == "U"
     if isinstance(images, (np.ndarray, Tensor)) and not texts:
         images = images if images.ndim == 4 else [images]
@@ -66,55 +69,51 @@ def as_list(images: Image | Sequence[Image]) -> list[Image]:
         images = [images]
     images = list(images)
     if not images:
-        raise DataError("there are no images to compute features of")
+        raise DataError("no images: at least one image is required")
     return images
 
 
 def as_one(image: Image) -> list[Image]:
-    """Return an image as a list of one."""
+    """Convert one image to a list; raise DataError for several."""
     images = as_list(image)
     if len(images) != 1:
-        raise DataError(f"a comparison is of two images; one of the two given is {len(images)} images")
+        raise DataError(f"a comparison takes two single images; one argument has {len(images)} images")
     return images
 
 
 def as_boxes(boxes: Any) -> np.ndarray:
-    """Return (N, 4) float64 of boxes in any form."""
+    """Convert boxes to (N, 4) float64."""
     try:
         corners = np.asarray(boxes.cpu() if isinstance(boxes, Tensor) else boxes, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise DataError(f"boxes are not (N, 4) numbers: {error}") from error
+        raise DataError(f"boxes must be (N, 4) numbers: {error}") from error
     if corners.size == 0:
         return corners.reshape(0, 4)
     if corners.ndim != 2 or corners.shape[1] != 4:
-        raise DataError(f"boxes of shape {corners.shape}; expected (N, 4): left, top, right, bottom")
+        raise DataError(f"boxes must have shape (N, 4): left, top, right, bottom; got {corners.shape}")
     return corners
 
 
 def _check_layout(image: Any) -> None:
-    """Check that an image is a uint8 array (H, W[, C]) or tensor (C, H, W), gray, RGB or RGBA.
-
-    Raises:
-        DataError: it is not.
-    """
+    """Raise DataError unless an image is a uint8 array (H, W[, C]) or tensor (C, H, W), gray, RGB or RGBA."""
     if not isinstance(image, (np.ndarray, Tensor)):
-        hint = "; numpy.asarray(image) makes an array of it" if hasattr(image, "__array_interface__") else ""
-        raise DataError(f"an image is a path, a PIL image, an array or a tensor, not {type(image).__name__}{hint}")
+        hint = "\n  fix: convert it with numpy.asarray(image)" if hasattr(image, "__array_interface__") else ""
+        raise DataError(f"an image must be a path, PIL image, array or tensor; got {type(image).__name__}{hint}")
     dtype, shape = str(image.dtype).removeprefix("torch."), tuple(image.shape)
     channels = shape[0 if isinstance(image, Tensor) else -1] if len(shape) == 3 else 0
     gray = len(shape) == 2 and not isinstance(image, Tensor)
     if dtype != "uint8" or not (gray or channels in (1, 3, 4)):
         layout = "(C, H, W)" if isinstance(image, Tensor) else "(H, W) or (H, W, C)"
-        raise DataError(f"an image of shape {shape} and dtype {dtype}; expected uint8 {layout} with 1, 3 or 4 channels")
+        raise DataError(f"an image must be uint8 {layout} with 1, 3 or 4 channels; got {dtype} {shape}")
 
 
 def _as_tensor(image: np.ndarray | Tensor, color: str) -> Tensor:
-    """Return (C, H, W) uint8, gray, RGB or RGBA, of an array (H, W[, C]) or a tensor (C, H, W)."""
+    """Convert an array (H, W[, C]) or tensor (C, H, W) to a (C, H, W) uint8 tensor, gray, RGB or RGBA."""
     _check_layout(image)
     if isinstance(image, Tensor):
         tensor = image.cpu()
     else:
-        # A read-only array, as numpy.asarray(picture) returns, is copied: PyTorch warns of sharing its memory.
+        # Copy read-only arrays, e.g. from numpy.asarray(pil_image): PyTorch warns if it shares their memory.
         tensor = torch.from_numpy(np.require(image, requirements=("C", "W")))
         tensor = tensor[None] if tensor.ndim == 2 else tensor.movedim(-1, 0)
     if color == "bgr" and len(tensor) > 1:

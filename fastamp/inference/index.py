@@ -1,4 +1,4 @@
-"""Search among the features of a gallery: a faiss index in one file, which is mapped into memory."""
+"""Gallery index: nearest-neighbor search with faiss, in a memory-mapped file."""
 
 import logging
 import math
@@ -38,18 +38,18 @@ __getattr__ = moved_names(
 logger = logging.getLogger(__name__)
 
 KINDS = ("flat", "ivf", "hnsw")
-# Up to so many features every one is compared with a query; beyond, a share of them.
+# Maximum number of features for exact search, and for HNSW; larger galleries use IVF.
 FLAT_UP_TO = 50_000
 HNSW_UP_TO = 200_000
-# The share of its lists that an IVF search looks into, and candidates that an HNSW search keeps; see README.md for what
-# they find.
+# Fraction of the lists that an IVF search probes, and number of candidates of an HNSW search; README.md has their
+# recall.
 PROBED, EF_SEARCH = 0.2, 128
 _NEIGHBORS, _EF_CONSTRUCTION = 16, 40
-_TRAINED_ON = 40  # features for each list
+_TRAINED_ON = 40  # features per list
 _BLOCK = 16_384
-# Features that are compared at once: they and their copy stay in the cache.
+# Features compared at once, so that they and their copy fit into the CPU cache.
 _COMPARED_ROWS = 4096
-_BUILD_AGAIN = "name another file, or remove this one and build the index again"
+_BUILD_AGAIN = "choose another file, or delete this one and build the index again"
 _META = (
     "paths",
     "pids",
@@ -67,16 +67,16 @@ _META = (
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The k gallery images nearest to each of Q queries, the nearest first.
+    """The k nearest gallery images of each of Q queries, nearest first.
 
     Attributes:
         scores: (Q, k) float32, cosine similarities in -1..1, or Euclidean distances.
-        rows: (Q, k) int64, the images' places in the gallery.
-        paths: (Q, k) text.
-        pids: (Q, k) int64 or text, -1 where the identity is not known.
-        camids: (Q, k) int64, -1 where the camera is not known.
-        boxes: (Q, k, 4) int64, the part of the file that is the image; None where all are whole.
-        metric: ``cosine`` or ``euclidean``.
+        rows: (Q, k) int64, indices in the gallery.
+        paths: (Q, k) str.
+        pids: (Q, k) int64 or str, -1 for unknown identities.
+        camids: (Q, k) int64, -1 for unknown cameras.
+        boxes: (Q, k, 4) int64, box of the image in its file; None if all images are entire files.
+        metric: ``"cosine"`` or ``"euclidean"``.
     """
 
     scores: np.ndarray
@@ -89,14 +89,14 @@ class SearchResult:
 
 
 class GalleryIndex:
-    """A gallery that can be searched; see ``build_index`` and ``open_gallery``.
+    """Gallery index; created by ``build_index``, ``load_index`` or ``open_gallery``.
 
     Attributes:
-        kind: ``flat`` compares a query with all features, ``ivf`` with those in the nearest of some lists, ``hnsw``
-            with those on a way through a graph.
-        metric: ``cosine`` or ``euclidean``.
-        config_hash, checkpoint: of the model whose features they are.
-        fingerprint: of the extraction.
+        kind: ``"flat"``: exact search; ``"ivf"``: search in the nearest of several inverted lists; ``"hnsw"``: search
+            in a graph.
+        metric: ``"cosine"`` or ``"euclidean"``.
+        config_hash, checkpoint: model of the features.
+        fingerprint: fingerprint of the extraction.
     """
 
     def __init__(self, path: Path, index: Any, meta: dict[str, np.ndarray]) -> None:
@@ -111,41 +111,44 @@ class GalleryIndex:
 
     @property
     def width(self) -> int:
-        """D of the features."""
+        """Dimension D of the features."""
         return self._index.d
 
     def search(
         self, features: Tensor | np.ndarray, k: int = 10, *, effort: int | None = None, exact: bool = False
     ) -> SearchResult:
-        """Return the nearest gallery images.
+        """Search the nearest gallery images.
 
         Args:
-            features: (Q, D) float, of the same model, not normalized.
-            k: how many; no more than there are.
-            effort: of ``ivf`` the lists that are looked into (nprobe), of ``hnsw`` the candidates that are kept
-                (efSearch): more find more and take longer; None is the default of the kind.
-            exact: compare with all features, whatever the kind.
+            features: (Q, D) float of the same model, not normalized.
+            k: number of results, at most the size of the gallery. Default: 10.
+            effort: number of lists to search for ``ivf`` (nprobe), number of candidates for ``hnsw`` (efSearch); larger
+                values increase recall and time. Default: the default of the kind.
+            exact: compare with all features for any kind. Default: False.
+
+        Returns:
+            The k nearest gallery images of each query.
 
         Raises:
             ConfigError: ``k`` or ``effort`` is below 1.
-            DataError: the features are of another width or not finite.
+            DataError: the features have another dimension or are not finite.
         """
         if k < 1 or (effort is not None and effort < 1):
-            raise ConfigError(f"k is {k} and effort {effort}; both must be at least 1")
+            raise ConfigError(f"k and effort must be at least 1; got {k} and {effort}")
         features = np.ascontiguousarray(torch.as_tensor(features).float().cpu().numpy())
         if features.ndim != 2 or features.shape[1] != self.width or not np.isfinite(features).all():
-            raise DataError(f"queries {features.shape}: expected (Q, {self.width}) finite features, as the gallery's")
+            raise DataError(f"query features must be finite with shape (Q, {self.width}); got {features.shape}")
         if self.metric == "cosine":
             features = _normalized(features)
         k = min(k, len(self))
         values, rows = self._search(features, k, effort, exact)
-        # Rounding may take the similarity of equal features beyond 1, and a squared distance below 0.
+        # Rounding may increase a similarity above 1 and decrease a squared distance below 0.
         scores = values.clip(-1, 1) if self.metric == "cosine" else np.sqrt(values.clip(min=0))
         columns = {name: None if column is None else column[rows] for name, column in self._columns.items()}
         return SearchResult(scores=scores, rows=rows, metric=self.metric, **columns)
 
     def _search(self, features: np.ndarray, k: int, effort: int | None, exact: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return (Q, k) values as faiss has them, and (Q, k) rows."""
+        """Search with faiss; return (Q, k) similarities or squared distances, and (Q, k) rows."""
         index = self._index
         if exact or self.kind == "flat":
             return self._search_all(features, k)
@@ -156,15 +159,15 @@ class GalleryIndex:
         else:
             parameters = faiss.SearchParametersHNSW(efSearch=max(effort or EF_SEARCH, k))
         values, rows = index.search(features, k, params=parameters)
-        incomplete = (rows < 0).any(1)  # what was looked into holds fewer than k
+        incomplete = (rows < 0).any(1)  # the probed lists contain fewer than k features
         if incomplete.any():
             values[incomplete], rows[incomplete] = self._search_all(features[incomplete], k)
         return values, rows
 
     def _search_all(self, features: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Compare with all features.
+        """Search all features, by matrix products of blocks.
 
-        By products of blocks: with 8 to 64 queries faiss's flat search took 3 to 18 times as long (50,000 x 512).
+        The flat search of faiss took 3 to 18 times as long for 8 to 64 queries (50,000 x 512).
         """
         import faiss
 
@@ -177,7 +180,9 @@ class GalleryIndex:
         best, rows = torch.empty(len(features), 0), torch.empty(len(features), 0, dtype=torch.int64)
         for start in range(0, len(self), _COMPARED_ROWS):
             block = buffer[: min(_COMPARED_ROWS, len(self) - start)]
-            block.numpy()[:] = gallery[start : start + len(block)]  # which need not be aligned in the file
+            block.numpy()[:] = gallery[
+                start : start + len(block)
+            ]  # copy, because the data in the file may be unaligned
             values = queries @ block.T
             if self.metric == "euclidean":
                 values = 2 * values - squared_norms(block)
@@ -185,7 +190,7 @@ class GalleryIndex:
             best, rows = torch.cat((best, values), 1), torch.cat((rows, found + start), 1)
             best, order = best.topk(min(k, best.shape[1]), dim=1)
             rows = rows.gather(1, order)
-        if self.metric == "euclidean":  # without the rounding of the difference of large squares
+        if self.metric == "euclidean":  # avoids cancellation in the difference of large squares
             difference = features[:, None] - gallery[rows.numpy()]
             best = torch.from_numpy(np.einsum("qkd,qkd->qk", difference, difference))
             best, order = best.sort(dim=1, stable=True)
@@ -194,22 +199,25 @@ class GalleryIndex:
 
 
 def choose_kind(count: int) -> str:
-    """Return the kind of index for so many features."""
+    """Choose the kind of index for a number of features."""
     if count <= FLAT_UP_TO:
         return "flat"
     return "hnsw" if count <= HNSW_UP_TO else "ivf"
 
 
 def build_index(extraction: Extraction, out: str | PathLike[str], *, kind: str = "auto") -> GalleryIndex:
-    """Build an index of an extraction, write it atomically, and return it as it is loaded.
+    """Build the index of an extraction and write it atomically.
 
     Args:
-        extraction: whose features are copied; those of ``cosine`` are normalized.
-        out: the file.
-        kind: one of ``KINDS``, or ``auto`` for ``choose_kind`` the number of features.
+        extraction: extraction to copy the features from; they are normalized for ``cosine``.
+        out: index file.
+        kind: one of ``KINDS``, or ``"auto"`` (default) to choose by ``choose_kind``.
+
+    Returns:
+        The index, loaded from the file.
 
     Raises:
-        ConfigError: the file cannot be written, or there is no such kind.
+        ConfigError: the file cannot be written, or the kind is unknown.
         DataError: a feature is not finite.
     """
     check_choice("kind", kind, ("auto", *KINDS))
@@ -217,7 +225,7 @@ def build_index(extraction: Extraction, out: str | PathLike[str], *, kind: str =
     kind = choose_kind(len(extraction.features)) if kind == "auto" else kind
     with writing(out):
         if out.is_dir() or not out.parent.is_dir():
-            raise ConfigError(f"{out}: expected a file in a folder that exists")
+            raise ConfigError(f"{out}: expected a file in an existing folder")
     meta = {name: getattr(extraction, name, None) for name in _META} | {"kind": kind}
     with writing(out):
         write_atomically(out, lambda file: _write(file, _build_filled(kind, extraction), meta))
@@ -226,14 +234,17 @@ def build_index(extraction: Extraction, out: str | PathLike[str], *, kind: str =
 
 
 def load_index(path: str | PathLike[str], *, verify: bool = True) -> GalleryIndex:
-    """Map an index into memory.
+    """Load a memory-mapped index.
 
     Args:
-        path: a file that ``build_index`` wrote.
-        verify: read all of it once and compare the checksum: faiss does not survive links that lead nowhere.
+        path: file of ``build_index``.
+        verify: read the file once and verify its checksum, because faiss crashes on invalid links. Default: True.
+
+    Returns:
+        The index.
 
     Raises:
-        DataError: there is no such file, or it is truncated, damaged or no index.
+        DataError: the file is missing, truncated, damaged, or not an index.
     """
     import faiss
 
@@ -242,15 +253,15 @@ def load_index(path: str | PathLike[str], *, verify: bool = True) -> GalleryInde
         names = [name.removesuffix(".npy") for name in archive.namelist()]
         missing = [name for name in _META if name != "boxes" and name not in names]
         if missing:
-            raise ValueError(f"it has no {', '.join(missing)}")
+            raise ValueError(f"missing entries: {', '.join(missing)}")
         if verify and (record := archive.testzip()):
-            raise ValueError(f"{record} is not what was written")
+            raise ValueError(f"checksum mismatch in {record}")
         meta = {name: map_array(archive, name) for name in names if name in _META}
         size, crc = (_number(path, name, meta[name]) for name in ("size", "crc"))
         with open(path, "rb") as file:
             if verify and _checksum(file, size) != crc:
-                raise ValueError("the index in it is not what was written")
-        # Older versions of faiss map the lists of an IVF index only, and read the others.
+                raise ValueError("checksum mismatch of the index")
+        # Older versions of faiss map only the lists of an IVF index, and read other kinds into memory.
         index = faiss.read_index(str(path), getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP))
     _check_parts(path, index, meta)
     return GalleryIndex(path, index, meta)
@@ -263,10 +274,10 @@ def _number(path: Path, name: str, array: np.ndarray) -> int:
 
 
 def _check_parts(path: Path, index: Any, meta: dict[str, np.ndarray]) -> None:
-    """Check that faiss's index is the one that the rest of the file describes.
+    """Check that the faiss index matches the metadata of the file.
 
     Raises:
-        DataError: it is of another kind or metric, or of another number of images.
+        DataError: kind, metric or number of images do not match.
     """
     import faiss
 
@@ -277,7 +288,7 @@ def _check_parts(path: Path, index: Any, meta: dict[str, np.ndarray]) -> None:
     kind, metric = texts["kind"], texts["metric"]
     if kind not in classes or not isinstance(index, classes[kind]) or index.metric_type != metrics.get(metric):
         raise DataError(
-            f"{path} should hold an index of kind {kind!r} and metric {metric!r}, and holds a "
+            f"{path}: index does not match its metadata: expected kind {kind!r} and metric {metric!r}, got "
             f"{type(index).__name__} of metric {index.metric_type}.\n  fix: {_BUILD_AGAIN}"
         )
     check_columns(path, meta, index.ntotal, fix=_BUILD_AGAIN)
@@ -286,13 +297,17 @@ def _check_parts(path: Path, index: Any, meta: dict[str, np.ndarray]) -> None:
 def open_gallery(
     gallery: str | PathLike[str], *, of: Any = None, index: str | PathLike[str] | None = None, kind: str = "auto"
 ) -> GalleryIndex:
-    """Return an index: itself, or that of an extraction, which is written unless it is there already.
+    """Load an index, or the index of an extraction, which is built if it is missing or outdated.
 
     Args:
-        gallery: an index, or an extraction, whose name ends in ``.npz``.
-        of: a ``Predictor``, which must be of the same model; None is any.
-        index: of an extraction, its index; None is beside it, with the same name but for ``.index`` at its end.
-        kind: of an index that is to be written, see ``build_index``; one of another kind is written anew.
+        gallery: index, or extraction whose name ends in ``.npz``.
+        of: predictor that must have the same model. Default: None, no check.
+        index: index file of an extraction. Default: next to the extraction, with the suffix ``.index``.
+        kind: kind of index to build, see ``build_index``; an index of another kind is built again. Default: ``"auto"``,
+            any existing kind.
+
+    Returns:
+        The index.
 
     Raises:
         DataError: a file cannot be read, or is of another model.
@@ -301,7 +316,7 @@ def open_gallery(
     path = Path(gallery).expanduser()
     if path.is_dir():
         raise DataError(
-            f"{path} is a folder; a gallery is a file of features.\n"
+            f"{path} is a folder; expected an index or an extraction.\n"
             f"  fix: fastamp extract {of.checkpoint if of else 'CHECKPOINT'} {path} -o gallery.npz"
         )
     if path.suffix != ".npz":
@@ -314,12 +329,12 @@ def open_gallery(
         found = load_index(out)
         if found.fingerprint == extraction.fingerprint and kind in ("auto", found.kind):
             return found
-        logger.info("%s is of other features or of another kind: writing it anew", out)
+        logger.info("%s is an index of other features or of another kind; building it again", out)
     return build_index(extraction, out, kind=kind)
 
 
 def _build_filled(kind: str, extraction: Extraction) -> Any:
-    """Return an index with all features."""
+    """Build a faiss index with all features."""
     index, count = _build_empty(kind, extraction), len(extraction.features)
     starts = range(0, count, _BLOCK)
     for start in track(starts, len(starts), f"indexing {count} features ({kind})"):
@@ -328,7 +343,7 @@ def _build_filled(kind: str, extraction: Extraction) -> Any:
 
 
 def _build_empty(kind: str, extraction: Extraction) -> Any:
-    """Return an index without features."""
+    """Build a trained faiss index without features."""
     import faiss
 
     count, width = extraction.features.shape
@@ -339,7 +354,7 @@ def _build_empty(kind: str, extraction: Extraction) -> Any:
         index = faiss.IndexHNSWFlat(width, _NEIGHBORS, metric)
         index.hnsw.efConstruction = _EF_CONSTRUCTION
         return index
-    # The nearest power of 2 to the root. Twice as many would take four times as long to train.
+    # The power of 2 nearest to sqrt(count). Twice as many lists would take four times as long to train.
     lists = 2 ** round(math.log2(count) / 2)
     index = faiss.index_factory(width, f"IVF{lists},Flat", metric)
     index.cp.spherical = extraction.metric == "cosine"
@@ -350,10 +365,10 @@ def _build_empty(kind: str, extraction: Extraction) -> Any:
 
 
 def _load_features(extraction: Extraction, chosen: slice | np.ndarray) -> np.ndarray:
-    """Return some features as they are indexed."""
-    features = np.array(extraction.features[chosen], dtype=np.float32)  # a copy, which is aligned
+    """Load a subset of the features, normalized for ``cosine``."""
+    features = np.array(extraction.features[chosen], dtype=np.float32)  # aligned copy
     if not np.isfinite(features).all():
-        raise DataError(f"{extraction.path} has features that are not finite")
+        raise DataError(f"{extraction.path}: features are not finite")
     return _normalized(features) if extraction.metric == "cosine" else features
 
 
@@ -362,7 +377,7 @@ def _normalized(features: np.ndarray) -> np.ndarray:
 
 
 def _write(file: IO[bytes], index: Any, meta: dict[str, Any]) -> None:
-    """Write the index, which faiss maps from a file's beginning, and behind it an npz archive of what it is of."""
+    """Write the faiss index, which must be at the start of the file, followed by an npz archive of the metadata."""
     import faiss
 
     crc, failures = 0, []

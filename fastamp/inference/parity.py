@@ -1,4 +1,4 @@
-"""How far an exported model's features are from the ones that PyTorch computes, and what that costs in mAP."""
+"""Parity check of exported models: differences of features and mAP to PyTorch."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ __getattr__ = moved_names(
 )
 
 BATCH_SIZES = (1, 3, 32)
-"""Sizes of the batches of random images: a model may have been fixed to the size that it was traced with."""
+"""Batch sizes of random images; several, because tracing may have fixed the batch size."""
 
 Batch = dict[str, Any]
 Features = Callable[[Batch], Tensor]
@@ -33,13 +33,14 @@ Features = Callable[[Batch], Tensor]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two models' features of the same images.
+    """Comparison of the features of two models for the same images.
 
     Attributes:
-        images: what they are, in words.
-        count: their number.
-        min_cosine, mean_cosine: between the two features of an image, over the images; NaN where one is not finite.
-        difference: the largest of any value, as a share of the largest value.
+        images: description of the images.
+        count: number of images.
+        min_cosine, mean_cosine: cosine similarity between the two features of an image, over the images; NaN if a
+            feature is not finite.
+        difference: largest absolute difference of a value, relative to the largest absolute value.
     """
 
     images: str
@@ -50,18 +51,18 @@ class Comparison:
 
 
 def compare(images: str, expected: Tensor, found: Tensor) -> Comparison:
-    """Return how far (N, D) features are from those expected; ``images`` says of what."""
+    """Compare (N, D) features with the expected ones; ``images`` describes the images."""
     expected, found = expected.double(), found.double()
     if expected.shape != found.shape:
-        raise DataError(f"features of shape {tuple(found.shape)} where {tuple(expected.shape)} was expected")
+        raise DataError(f"shape mismatch: expected features {tuple(expected.shape)}, got {tuple(found.shape)}")
     cosines = F.cosine_similarity(expected, found)
-    cosines = torch.where((expected == found).all(1), 1.0, cosines)  # of zeros there is no cosine
+    cosines = torch.where((expected == found).all(1), 1.0, cosines)  # the cosine of zero vectors is undefined
     difference = (expected - found).abs().max() / expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
     return Comparison(images, len(expected), cosines.min().item(), cosines.mean().item(), difference.item())
 
 
 def compare_on_random_images(predictor: Predictor, expected: Features, found: Features) -> list[Comparison]:
-    """Return a comparison for each of ``BATCH_SIZES``, of images of random pixels."""
+    """Compare two models on random pixels, once per batch size in ``BATCH_SIZES``."""
     cfg, generator = predictor.cfg, torch.Generator().manual_seed(0)
     comparisons = []
     for size in BATCH_SIZES:
@@ -74,18 +75,18 @@ def compare_on_random_images(predictor: Predictor, expected: Features, found: Fe
 
 
 class RankedImages:
-    """Whole identities of a test set, in batches.
+    """Batches of a subset of a test set, with all images of each selected identity.
 
     Args:
-        predictor: its config says how images are read and judged.
-        name: of the data set.
-        limit: take about so many images at most; 0 takes all.
+        predictor: predictor whose config defines preprocessing and protocol.
+        name: dataset name.
+        limit: approximate maximum number of images; 0 for all.
 
     Attributes:
-        title: what they are, in words.
+        title: description of the images.
 
     Raises:
-        DataError: the data set is missing or empty.
+        DataError: the dataset is missing or empty.
     """
 
     def __init__(self, predictor: Predictor, name: str, limit: int) -> None:
@@ -97,11 +98,11 @@ class RankedImages:
         self.title = f"{name}, {count} images" if count == total else f"{name}, {count} of {total} images"
 
     def features(self, model: Features) -> list[Tensor]:
-        """Return a model's features of each batch."""
+        """Compute the features of each batch."""
         return [model(batch) for batch in track(self.batches, len(self.batches), "comparing")]
 
     def mean_average_precision(self, features: Iterable[Tensor]) -> float:
-        """Return the mAP, in percent, of the features of each batch, by the config's protocol."""
+        """Compute mAP in percent from the features of each batch, with the protocol of the config."""
         evaluator = ReidEvaluator(self.cfg, self.num_query)
         for batch, rows in zip(self.batches, features, strict=True):
             evaluator.process(batch, rows)

@@ -1,4 +1,4 @@
-"""A trained model as a function from images to features."""
+"""Predictor: features of images from a checkpoint."""
 
 import hashlib
 import logging
@@ -33,34 +33,33 @@ from fastamp.utils.structure import structure_mismatch
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 20
-# What features depend on, besides the weights.
+# Config keys that determine the features, in addition to the weights.
 _KEYS_OF_FEATURES = ("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE", "MODEL.HEADS", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD")
 _KEYS_OF_FEATURES += ("INPUT.SIZE_TEST", "INPUT.CHANNELS", "TEST.FLIP")
-# Later keys, which change features only where they differ from this: hashes of earlier versions stay valid.
+# Keys of later versions with the value that keeps the features, so that hashes of earlier versions stay valid.
 _ADDED_KEYS = {"crop": None, "interpolation": "bicubic"}
 
 
 class Predictor:
-    """A trained model, from its checkpoint alone: images in, features out, as in the evaluation of its run.
+    """Extract features, compare images and search galleries with a trained model.
 
-    Images are read and resized as the evaluator's, the precision is the one that the model was trained in, and the
-    features are what the evaluator ranks: of the averaged weights, and of the mirror image too, where the config says
-    so.
+    Loads model and config from a checkpoint. Preprocessing, precision, averaged weights and flip test are those of the
+    run's evaluation.
 
     Args:
-        checkpoint: a file that a run wrote, e.g. ``logs/x/model_best.pth``; it holds its config.
-        device: ``auto`` (CUDA, else MPS, else the CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
-        opts: KEY VALUE pairs over that config, e.g. ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
+        checkpoint: checkpoint of a run, e.g. ``logs/x/model_best.pth``, which contains the config.
+        device: ``auto`` (default: CUDA, else MPS, else CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
+        opts: KEY VALUE pairs that override the config, e.g. ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
 
     Attributes:
-        cfg: the run's config, frozen.
-        model: in evaluation mode.
-        policy: the precision that it computes in.
-        extra: what else the checkpoint holds.
+        cfg: config of the run, frozen.
+        model: model in evaluation mode.
+        policy: precision policy.
+        extra: other entries of the checkpoint.
 
     Raises:
-        WeightsError: the file is missing, damaged, or holds no config.
-        ConfigError: an option is wrong, or the device is not there or cannot compute in that precision.
+        WeightsError: the file is missing or damaged, or contains no config.
+        ConfigError: an option is invalid, or the device is not available or does not support the precision.
     """
 
     def __init__(self, checkpoint: str | os.PathLike[str], *, device: str = "auto", opts: Sequence[str] = ()) -> None:
@@ -72,17 +71,17 @@ class Predictor:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Device of the model."""
         return next(self.model.parameters()).device
 
     @property
     def resize(self) -> Resize:
-        """How images are resized and cropped."""
+        """Transform that resizes and crops images."""
         return self._transforms.resize
 
     @property
     def camera_view_counts(self) -> dict[str, int]:
-        """How many cameras (``camids``) and views (``viewids``) the model has embeddings of; without any, empty."""
+        """Number of camera (``camids``) and view (``viewids``) embeddings of the model; empty without embeddings."""
         if not getattr(getattr(self.model, "backbone", None), "takes_cameras", False):
             return {}
         backbone = self.cfg.MODEL.BACKBONE
@@ -91,7 +90,10 @@ class Predictor:
 
     @property
     def config_hash(self) -> str:
-        """What makes features comparable: 16 hex digits of the weights and of the config keys behind the features."""
+        """Hash of the weights and of the config keys that determine the features, 16 hex digits.
+
+        Features with equal hashes can be compared.
+        """
         if not hasattr(self, "_config_hash"):
             digest = hashlib.blake2b(digest_size=8)
             values = {key.path: value for key, value in self.cfg.keys_below() if key.path.startswith(_KEYS_OF_FEATURES)}
@@ -116,28 +118,27 @@ class Predictor:
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return the features of images, or of the boxes of one frame.
+        """Extract features of images, or of boxes in one frame.
 
-        An image without pixels, such as a box outside the frame, does not stop the others: its row is NaN, and a
-        warning lists the indices.
+        An image without pixels, such as a box outside the frame, gets a row of NaN, and a warning lists the indices.
 
         Args:
-            images: one or several, each a path, a PIL image, a uint8 array (H, W) or (H, W, C), or a uint8 tensor
-                (C, H, W), gray, RGB or RGBA; or a batch of arrays (N, H, W, C) or tensors (N, C, H, W). With
+            images: one or several images, each a path, a PIL image, a uint8 array (H, W) or (H, W, C), or a uint8
+                tensor (C, H, W), gray, RGB or RGBA; or a batch as array (N, H, W, C) or tensor (N, C, H, W). With
                 ``boxes``, one frame.
-            boxes: (N, 4) left, top, right and bottom in pixels of the frame, the last two not included. They are
-                rounded and clipped to the frame. None takes whole images.
-            color: channel order of arrays and tensors: ``rgb``, or ``bgr`` as OpenCV has it (also BGRA). Paths and
-                PIL images state their own.
-            camids, viewids: of each image or box, for a model with camera or view embeddings.
+            boxes: (N, 4) left, top, right and bottom in pixels of the frame, right and bottom exclusive; rounded and
+                clipped to the frame. Default: None, full images.
+            color: channel order of arrays and tensors: ``rgb`` (default), or ``bgr`` as in OpenCV (also BGRA). Ignored
+                for paths and PIL images.
+            camids, viewids: camera and view of each image or box, for models with camera or view embeddings.
 
         Returns:
-            (N, D) float32 on the CPU, not normalized; row i is image or box i.
+            (N, D) float32 on the CPU, not normalized, in the order of the images or boxes.
 
         Raises:
             DataError: an image cannot be read, an image or ``boxes`` has a wrong shape or dtype, or the images of a
                 batch have different sizes (INPUT.SIZE_TEST of one number without INPUT.CROP).
-            ConfigError: the model needs ``camids``, or ``color`` is unknown.
+            ConfigError: the model requires ``camids``, or ``color`` is unknown.
         """
         check_choice("color", color, COLORS)
         if boxes is not None:
@@ -173,7 +174,7 @@ class Predictor:
             listed = ", ".join(map(str, empty[:_MAX_LISTED])) + ", ..." * (len(empty) > _MAX_LISTED)
             noun = "images" if boxes is None else "boxes"
             logger.warning(
-                "%d of %d %s have no pixels, their features are NaN: %s", len(empty), len(result), noun, listed
+                "%d of %d %s have no pixels and get NaN features; indices: %s", len(empty), len(result), noun, listed
             )
         return result
 
@@ -187,18 +188,21 @@ class Predictor:
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
     ) -> Comparison:
-        """Return how alike two images are, and where that stands among genuine and impostor pairs.
+        """Compare two images, and rank their score among genuine and impostor pairs.
 
         Args:
-            a, b: see ``features``.
+            a, b: images, see ``features``.
             reference: pairs to compare the score with: an extraction of images with identities, or the result of
-                ``sample_pair_scores``. Default: those of the first test set in training, from the checkpoint.
+                ``sample_pair_scores``. Default: pairs of the first test set in training, from the checkpoint.
             color: see ``features``.
-            camids, viewids: of the two, see ``features``.
+            camids, viewids: cameras and views of the two images, see ``features``.
+
+        Returns:
+            The score and its reference.
 
         Raises:
-            DataError: an image or the reference cannot be read, or that is of another model or has no pairs.
-            ConfigError: the model needs ``camids``.
+            DataError: an image or the reference cannot be read, or the reference is of another model or has no pairs.
+            ConfigError: the model requires ``camids``.
         """
         metric = self.cfg.TEST.METRIC
         source, pairs = next(iter(self.extra.get("pairs", {}).items()), ("", None))
@@ -211,12 +215,12 @@ class Predictor:
             protocol = Protocol.from_config(self.cfg)
             pairs = sample_pair_scores(extraction, junk=protocol.junk, seed=protocol.seed)
             source = str(reference)
-        if pairs is not None and pairs.metric != metric:  # TEST.METRIC was set to another
+        if pairs is not None and pairs.metric != metric:  # opts changed TEST.METRIC
             pairs = None
         features = self._features_of_all([*as_one(a), *as_one(b)], color=color, camids=camids, viewids=viewids)
         first, second = features.split(1)
         distance = pairwise_distance(first, second, metric).item()
-        # Rounding may take the similarity of equal images beyond 1.
+        # Rounding may increase the similarity of equal images above 1.
         score = min(max(1 - distance, -1.0), 1.0) if metric == "cosine" else distance
         return Comparison(score, metric, pairs, source)
 
@@ -232,19 +236,22 @@ class Predictor:
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
     ) -> SearchResult:
-        """Return the gallery images that are nearest to each query.
+        """Search the nearest gallery images of each query.
 
         Args:
-            query: one or several, see ``features``.
-            index: ``open_gallery`` of one, or its file; of an extraction an index is made, and written beside it.
-            k: how many; no more than there are.
+            query: one or several images, see ``features``.
+            index: gallery index or its file; for the file of an extraction, its index is built and written next to it.
+            k: number of results, at most the size of the gallery. Default: 10.
             effort, exact: see ``GalleryIndex.search``.
             color: see ``features``.
-            camids, viewids: of the queries, see ``features``.
+            camids, viewids: cameras and views of the queries, see ``features``.
+
+        Returns:
+            The k nearest gallery images of each query.
 
         Raises:
-            DataError: an image or the index cannot be read, or that is of another model.
-            ConfigError: the model needs ``camids``, or a number is wrong.
+            DataError: an image or the index cannot be read, or the index is of another model.
+            ConfigError: the model requires ``camids``, or a number is out of range.
         """
         gallery = index if isinstance(index, GalleryIndex) else open_gallery(index, of=self)
         check_same_model(gallery, self.config_hash, self.checkpoint)
@@ -252,10 +259,13 @@ class Predictor:
         return gallery.search(features, k, effort=effort, exact=exact)
 
     def preprocess(self, image: Image, *, color: str = "rgb") -> Tensor:
-        """Return an image as the model gets it: (C, H, W) uint8, resized to INPUT.SIZE_TEST, cropped by INPUT.CROP.
+        """Preprocess an image as model input: resize to INPUT.SIZE_TEST and crop by INPUT.CROP.
 
         Args:
             image, color: see ``features``.
+
+        Returns:
+            (C, H, W) uint8.
 
         Raises:
             DataError: see ``features``; or the image has no pixels.
@@ -263,30 +273,30 @@ class Predictor:
         check_choice("color", color, COLORS)
         pixels = self._decode(image, color, self.resize.least_side)
         if not pixels.numel():
-            raise DataError(f"an image of {pixels.shape[2]} x {pixels.shape[1]} pixels has no pixels")
+            raise DataError(f"image has no pixels: its size is {pixels.shape[2]} x {pixels.shape[1]}")
         return self._transforms.resize(pixels)
 
     def _decode(self, image: Image, color: str, least_side: int | None = None) -> Tensor:
-        """Return (C, H, W) uint8 with the model's channels; for ``least_side`` see ``read_image``."""
+        """Decode an image to (C, H, W) uint8 with the model's channels; for ``least_side`` see ``read_image``."""
         transforms = self._transforms
         return decode(image, color, transforms.channels, max_pixels=transforms.max_pixels, least_side=least_side)
 
     def _crop(
         self, images: Image | Sequence[Image], boxes: Any, color: str
     ) -> tuple[list[np.ndarray] | list[Tensor], str]:
-        """Return the boxes of a frame, see ``crop_boxes``, and their channel order."""
+        """Crop boxes from a frame, see ``crop_boxes``; return the crops and their channel order."""
         frames, corners = as_list(images), as_boxes(boxes)
         if len(frames) != 1:
-            raise DataError(f"boxes need one image, the frame that they are in; found {len(frames)}")
+            raise DataError(f"boxes require exactly one image, the frame; got {len(frames)}")
         frame = frames[0]
         if isinstance(frame, (str, os.PathLike, PIL.Image.Image)):
             frame, color = self._decode(frame, color), "rgb"
         return crop_boxes(frame, corners), color
 
     def _features_of_all(self, images: Image | Sequence[Image], **options: Any) -> Tensor:
-        """Return ``features``; raise DataError where an image has no pixels.
+        """Return ``features``; raise DataError if an image has no pixels.
 
-        Nothing else gives NaN: features of the model that are not finite are an error of ``features_of_batch``.
+        NaN always means an image without pixels, because ``features_of_batch`` rejects non-finite features.
         """
         features = self.features(images, **options)
         empty = features.isnan().any(dim=1).nonzero()[:, 0].tolist()
@@ -296,7 +306,7 @@ class Predictor:
 
     @cached_property
     def _feature_dim(self) -> int:
-        """The width D of the features."""
+        """Dimension D of the features."""
         batch = self.camera_view_ids(1, camids=[0], viewids=[0])
         batch["images"] = self._transforms.resize(torch.zeros(self._transforms.channels, 256, 128, dtype=torch.uint8))[
             None
@@ -305,11 +315,13 @@ class Predictor:
             return self.features_of_batch(batch).shape[1]
 
     def features_of_batch(self, batch: dict[str, Any]) -> Tensor:
-        """Return (B, D) float32 features, on the model's device.
+        """Extract the features of a preprocessed batch.
 
         Args:
-            batch: as the evaluator's: ``images``: (B, C, H, W) in 0..255, and ``camids`` and ``viewids`` where the
-                model needs them.
+            batch: ``images``: (B, C, H, W) in 0..255, and ``camids`` and ``viewids`` if the model requires them.
+
+        Returns:
+            (B, D) float32 on the model's device.
 
         Raises:
             DataError: a feature is not finite.
@@ -317,8 +329,8 @@ class Predictor:
         features = extract_features(self.model, batch, self.policy, self.cfg.TEST.FLIP.ENABLED)
         if not torch.isfinite(features).all():
             raise DataError(
-                f"the model's features are not finite, in {self.policy.describe()}.\n"
-                "  fix: SOLVER.AMP.EVAL_DTYPE float32; if that fails too, the checkpoint is broken"
+                f"features are not finite in {self.policy.describe()}.\n"
+                "  fix: set SOLVER.AMP.EVAL_DTYPE float32; if that fails too, the weights are corrupt"
             )
         return features
 
@@ -326,10 +338,10 @@ class Predictor:
     place_counts = renamed_attribute("place_counts", "camera_view_counts")
 
     def camera_view_ids(self, count: int, **given: Sequence[int] | None) -> dict[str, Tensor]:
-        """Return the cameras and views that the model takes, one for each of ``count`` images; see ``features``.
+        """Validate cameras and views and convert them to model inputs, one per image; see ``features``.
 
         Raises:
-            ConfigError: the model needs them, and there are none or others.
+            ConfigError: the model requires them, and they are missing or out of range.
         """
         batch = {}
         for name, limit in self.camera_view_counts.items():
@@ -337,15 +349,15 @@ class Predictor:
             if ids is None or len(ids) != count or not all(0 <= each < limit for each in ids):
                 found = "none" if ids is None else f"{len(ids)}, in {min(ids, default=0)}..{max(ids, default=0)}"
                 raise ConfigError(
-                    f"this model has embeddings of its own for {name}: expected one in 0..{limit - 1} for each of "
-                    f"{count} images, found {found}"
+                    f"the model has embeddings for {name}: expected {count} values in 0..{limit - 1}, one per image; "
+                    f"got {found}"
                 )
             batch[name] = torch.as_tensor(ids, dtype=torch.int64)
         return {"camids": torch.zeros(count, dtype=torch.int64)} | batch if batch else {}
 
 
 def _check_pairs(pairs: Any, checkpoint: Path) -> None:
-    """Raise WeightsError where the pairs of a checkpoint have another form than what a run writes."""
+    """Raise WeightsError if the pairs of a checkpoint do not have the expected structure."""
     form = PairScores.form()
     wrong = "" if isinstance(pairs, dict) else f"pairs: expected a dict, got {type(pairs).__name__}"
     for name, each in pairs.items() if not wrong else ():

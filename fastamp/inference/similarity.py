@@ -1,4 +1,4 @@
-"""How alike two images are, and whether that is much or little for the model."""
+"""Similarity of two images, relative to genuine and impostor pairs."""
 
 from dataclasses import dataclass
 from os import PathLike
@@ -21,21 +21,20 @@ __getattr__ = moved_names(
 )
 
 _NO_PAIRS = (
-    "where that stands among genuine and impostor pairs is not known: the checkpoint has no sample of them, as those "
-    "that training writes after an evaluation have. A reference, an extraction of images with identities, says it "
-    "(fastamp extract, then --reference FILE.npz)"
+    "no reference pairs: the checkpoint contains none, because it was not saved after an evaluation\n"
+    "  fix: extract features of images with identities (fastamp extract) and pass --reference FILE.npz"
 )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How alike two images are.
+    """Score of two images with reference pairs.
 
     Attributes:
-        score: the cosine similarity in -1..1, or the Euclidean distance.
-        metric: ``cosine`` or ``euclidean``.
-        pairs: what the score is held against; None where there is nothing.
-        source: whose pairs these are.
+        score: cosine similarity in -1..1, or Euclidean distance.
+        metric: ``"cosine"`` or ``"euclidean"``.
+        pairs: scores of reference pairs; None if there are none.
+        source: origin of the pairs: a dataset name, or the path of an extraction.
     """
 
     score: float
@@ -48,16 +47,16 @@ class Comparison:
 
     @property
     def genuine_fraction(self) -> float | None:
-        """The share, in 0..1, of the genuine pairs that are less alike than these two images."""
+        """Fraction in 0..1 of genuine pairs that are less similar; None without reference pairs."""
         return self.pairs.percentile_of(self.score)[0] if self.pairs else None
 
     @property
     def impostor_fraction(self) -> float | None:
-        """The share, in 0..1, of the impostor pairs that are less alike than these two images."""
+        """Fraction in 0..1 of impostor pairs that are less similar; None without reference pairs."""
         return self.pairs.percentile_of(self.score)[1] if self.pairs else None
 
     def describe(self) -> str:
-        """Return all of it in words."""
+        """Describe the comparison as text."""
         name, more, less = ("cosine similarity", "higher", "lower")
         if self.metric == "euclidean":
             name, more, less = ("Euclidean distance", "nearer", "farther")
@@ -78,16 +77,21 @@ def sample_pair_scores(
     junk: Junk | None = SAME_CAMERA,
     seed: int = 0,
 ) -> PairScores:
-    """Return the scores of a sample of pairs of an extraction: of its queries and gallery, or else of all its images.
+    """Sample pairs of an extraction and compute their scores.
+
+    Pairs are of a query and a gallery image, or of any two images if the extraction has no such splits.
 
     Args:
-        reference: with identities.
-        junk: pairs to exclude, e.g. ``Protocol.junk``; None is none, as where no camera is known. Default: pairs of one
-            identity that are from one camera.
-        seed: of the draws.
+        reference: extraction with identities, or its file.
+        junk: pairs to exclude, e.g. ``Protocol.junk``; None for no junk, also used if no camera is known. Default:
+            pairs of the same identity and camera.
+        seed: seed of the sample. Default: 0.
+
+    Returns:
+        Quantiles of the scores.
 
     Raises:
-        DataError: it cannot be read, or has no two images of one identity, or none of two.
+        DataError: the file cannot be read, or has no genuine or no impostor pairs.
     """
     extraction = reference if isinstance(reference, Extraction) else read_extraction(reference)
     queries = galleries = np.arange(len(extraction.paths))
@@ -110,14 +114,14 @@ def sample_pair_scores(
     )
     if pairs is None:
         raise DataError(
-            f"{extraction.path} has no genuine or no impostor pairs: nothing to hold a comparison against.\n"
-            "  fix: extract a data set, a CSV file or a folder:FOLDER, whose images have identities"
+            f"{extraction.path} has no genuine or no impostor pairs to compare with.\n"
+            "  fix: extract a dataset, a CSV file or folder:FOLDER with identities"
         )
     return pairs
 
 
 class _RowSubset:
-    """Some rows of features that are mapped, to take still fewer from."""
+    """Subset of the rows of memory-mapped features; indexing reads only the selected rows."""
 
     def __init__(self, features: np.ndarray, rows: np.ndarray) -> None:
         self.features, self.rows = features, rows
@@ -127,6 +131,6 @@ class _RowSubset:
 
 
 def _integer_ids(pids: np.ndarray) -> torch.Tensor:
-    """Return a whole number from 0 for each identity; -1 stays."""
+    """Map identities to integers from 0; -1 is kept."""
     _, numbers = np.unique(pids, return_inverse=True)
     return torch.from_numpy(np.where(pids == ("-1" if pids.dtype.kind == "U" else -1), -1, numbers.reshape(-1)))

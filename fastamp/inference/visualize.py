@@ -17,7 +17,7 @@ from fastamp.report.similarity_map import similarity_map
 
 
 def draw_set(predictor: Predictor, name: str, kinds: set[str], report_options: ReportOptions, folder: Path) -> None:
-    """Evaluate a test set, and draw what of it was asked for."""
+    """Evaluate a test set and draw the requested figures."""
     cfg = predictor.cfg
     loader, num_query = build_reid_test_loader(cfg, name)
     evaluator = ReidEvaluator(cfg, num_query, report_options=report_options)
@@ -47,7 +47,7 @@ def draw_set(predictor: Predictor, name: str, kinds: set[str], report_options: R
         if kind in kinds:
             panel = make()
             if panel is None:
-                print(f"{name}: no {kind}: there are no genuine or no impostor pairs of a query and a gallery image")
+                print(f"{name}: no {kind}, because there are no genuine or no impostor pairs")
                 continue
             write(panel_figure([panel]), folder / f"{kind}.png")
     if "grad-cam" in kinds:
@@ -55,7 +55,7 @@ def draw_set(predictor: Predictor, name: str, kinds: set[str], report_options: R
 
 
 def _similar_pairs(predictor: Predictor, each: EvaluatedSet, dataset: Any) -> list[tuple]:
-    """Return random queries and the nearest gallery image of each, with their maps."""
+    """Return random queries with their nearest gallery image and the similarity maps."""
     protocol, pairs = each.result.protocol, []
     offset = 0 if protocol.random_query_gallery_split else len(each.query)
     for one in each.result.examples.lists["random"]:
@@ -69,7 +69,7 @@ def _similar_pairs(predictor: Predictor, each: EvaluatedSet, dataset: Any) -> li
 
 
 def _sides(each: EvaluatedSet) -> tuple[list, list]:
-    """Return what the numbers of rank lists stand for."""
+    """Return the query and gallery images that rank lists index."""
     if each.result.protocol.random_query_gallery_split:
         return each.images, each.images
     return list(each.query), list(each.gallery)
