@@ -1,4 +1,4 @@
-"""An exported file computes the model's features, says what it is, and is not there if it is no good."""
+"""Export: parity with the model, metadata, and no file after a failed parity check."""
 
 import argparse
 import json
@@ -35,14 +35,14 @@ ONNX = pytest.param(".onnx", marks=needs_onnx)
 
 
 def run(*arguments):
-    """Return the exit code of ``fastamp export``."""
+    """Run ``fastamp export`` and return its exit code."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return run_command_line(lambda: command.run(parser.parse_args([str(each) for each in arguments])))
 
 
 def first_batch(predictor):
-    """Return the demo's first test batch."""
+    """Load the first test batch of the demo."""
     return next(iter(build_reid_test_loader(predictor.cfg, "Demo")[0]))
 
 
@@ -53,7 +53,7 @@ def predictor(checkpoint):
 
 @BACKBONE_REGISTRY.register()
 def build_asking_backbone(cfg):
-    """A backbone whose way depends on the pixels."""
+    """Backbone with data-dependent control flow."""
 
     class Asking(nn.Conv2d):
         def forward(self, x):
@@ -63,7 +63,7 @@ def build_asking_backbone(cfg):
 
 
 def untrained(path, *opts):
-    """Write a checkpoint of a model with random weights, and return its predictor."""
+    """Save a model with random weights, and return its predictor."""
     cfg = get_cfg()
     small = ("MODEL.BACKBONE.FEAT_DIM", str(tiny.WIDTH), "INPUT.SIZE_TEST", "(64, 32)")
     cfg.merge_from_list(
@@ -74,7 +74,7 @@ def untrained(path, *opts):
 
 
 def loaded(path):
-    """Return (inputs -> features, metadata) of an exported file."""
+    """Load an exported file: (function from inputs to features, metadata)."""
     if path.suffix == ".onnx":
         import onnxruntime
 
@@ -98,16 +98,14 @@ def loaded(path):
 
 
 @pytest.mark.parametrize("suffix", [ONNX, ".pt2"])
-def test_the_file_is_the_model_and_runs_as_the_guide_says(
-    demo, checkpoint, predictor, suffix, tmp_path, capfd, monkeypatch
-):
+def test_export_equals_model_and_guide_code_runs(demo, checkpoint, predictor, suffix, tmp_path, capfd, monkeypatch):
     path = tmp_path / f"model{suffix}"
     assert run(checkpoint, path, "--device", "cpu") == 0
     out, err = capfd.readouterr()
     assert re.search(r"mAP: ([\d.]+) in PyTorch, \1 exported, difference [+-]0.00", out) and "Demo, 30 images" in out
     assert all(f"random, batch of {size} " in out for size in (1, 3, 32)) and "[torch.onnx]" not in out + err
     assert err == ""
-    assert str(Path(fastamp.__file__).parent).encode() not in path.read_bytes()  # it tells nothing of this machine
+    assert str(Path(fastamp.__file__).parent).encode() not in path.read_bytes()  # no local paths in the file
     _, metadata = loaded(path)
     assert metadata == {
         "fastamp_version": fastamp.__version__,
@@ -141,14 +139,14 @@ def test_the_file_is_the_model_and_runs_as_the_guide_says(
     features = torch.as_tensor(names["features"]).detach()
     expected = predictor.features("image.jpg")
     torch.testing.assert_close(features, expected, rtol=0, atol=0.01 * expected.abs().max().item())
-    assert read_image("image.jpg").shape[1:] != (64, 32)  # it was resized
+    assert read_image("image.jpg").shape[1:] != (64, 32)  # preprocessing resized it
 
 
 @pytest.mark.parametrize("suffix", [ONNX, ".pt2"])
-def test_float16_normalized_outside_and_of_length_1(demo, checkpoint, suffix, tmp_path):
+def test_fp16_with_external_normalization_and_unit_length(demo, checkpoint, suffix, tmp_path):
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=["TEST.FLIP.ENABLED", "True"])
     path = tmp_path / f"model{suffix}"
-    report = export(predictor, path, precision="fp16", normalization=False, l2=True, tolerance=5)  # of 8 queries
+    report = export(predictor, path, precision="fp16", normalization=False, l2=True, tolerance=5)  # 8 queries only
     assert 0 < max(each.difference for each in report.comparisons) < 1e-2
     model, metadata = loaded(path)
     assert metadata["l2"] and metadata["flip"] and metadata["normalization"] == "outside"
@@ -162,7 +160,7 @@ def test_float16_normalized_outside_and_of_length_1(demo, checkpoint, suffix, tm
     torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
 
 
-def test_a_model_with_cameras(tmp_path, monkeypatch):
+def test_model_with_camera_embeddings(tmp_path, monkeypatch):
     depth = vit.Depth(vit.DEPTHS["base"].pretrained, width=32, blocks=1, heads=2)
     monkeypatch.setitem(vit.DEPTHS, "tiny", depth)
     opts = ("MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "tiny")
@@ -177,7 +175,7 @@ def test_a_model_with_cameras(tmp_path, monkeypatch):
     assert torch.equal(other[0], found[0]) and not torch.allclose(other[1], found[1])
 
 
-def test_what_only_training_needs_is_left_out(tmp_path):
+def test_training_only_modules_are_not_exported(tmp_path):
     moco = ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "4096")
     predictor = untrained(tmp_path / "moco.pth", "MODEL.BACKBONE.NAME", "build_tiny_backbone", *moco)
     report = export(predictor, tmp_path / "moco.pt2")
@@ -185,7 +183,7 @@ def test_what_only_training_needs_is_left_out(tmp_path):
 
 
 def distorted(monkeypatch, change):
-    """Let .pt2 files compute ``change`` of their features."""
+    """Make .pt2 files return ``change(features)``."""
     plain = FORMATS[".pt2"]
 
     def runner(content):
@@ -195,67 +193,67 @@ def distorted(monkeypatch, change):
     monkeypatch.setitem(FORMATS, ".pt2", Format(plain.title, plain.packages, plain.content, runner))
 
 
-def test_a_model_that_has_changed_is_refused(demo, checkpoint, tmp_path, monkeypatch, capsys):
+def test_failed_parity_check_raises_and_keeps_old_file(demo, checkpoint, tmp_path, monkeypatch, capsys):
     path = tmp_path / "out" / "model.pt2"
     path.parent.mkdir()
     path.write_text("the last one")
     for change, message in (
-        (lambda features: features + features.std(), "embedding cosine of 0."),
-        (lambda features: features * torch.nan, "embedding cosine of nan"),
+        (lambda features: features + features.std(), r"cosine.* 0\."),
+        (lambda features: features * torch.nan, r"cosine.* nan"),
     ):
         distorted(monkeypatch, change)
         assert run(checkpoint, path, "--device", "cpu") == 2
         error = capsys.readouterr().err
-        assert message in error and "random, batch of 3" in error and "fix:" in error
+        assert re.search(message, error) and "random, batch of 3" in error and "fix:" in error
         monkeypatch.undo()
         monkeypatch.setenv("FASTAMP_DATASETS", str(demo))
     assert [each.name for each in path.parent.iterdir()] == ["model.pt2"] and path.read_text() == "the last one"
 
 
-def test_a_fall_of_map_is_refused_and_a_rise_is_none(demo, checkpoint, tmp_path, monkeypatch, capsys):
+def test_map_decrease_raises_and_increase_passes(demo, checkpoint, tmp_path, monkeypatch, capsys):
     path = tmp_path / "model.pt2"
     monkeypatch.setitem(exporting.MIN_COSINE, "float32", -1.0)
     distorted(monkeypatch, lambda features: torch.randn(features.shape, generator=torch.Generator().manual_seed(3)))
     assert run(checkpoint, path, "--tolerance", "0", "--device", "cpu") == 2
     error = capsys.readouterr().err
-    lost = re.search(r"mAP falls by ([\d.]+) points", error)[1]
+    lost = re.search(r"mAP .*by ([\d.]+) points", error)[1]
     assert re.search(rf"difference -{lost}\b", error) and not path.exists()
     assert run(checkpoint, path, "--tolerance", str(float(lost) + 0.1), "--device", "cpu") == 0 and path.exists()
 
 
-def test_a_test_set_of_another_program_is_none(checkpoint, tmp_path, caplog):
-    opts = ["DATASETS.TESTS", "('validation part of nobody',)"]
+def test_unknown_test_set_in_config_is_skipped(checkpoint, tmp_path, caplog):
+    opts = ["DATASETS.TESTS", "('validation part of X',)"]
     report = export(fastamp.Predictor(checkpoint, device="cpu", opts=opts), tmp_path / "model.pt2")
     assert report.map_difference is None and "--data NAME" in caplog.text
 
 
-def test_without_the_test_set_random_images_alone_are_compared(checkpoint, tmp_path, monkeypatch, predictor, caplog):
+def test_missing_test_set_uses_random_images(checkpoint, tmp_path, monkeypatch, predictor, caplog):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     monkeypatch.setattr(exporting, "RankedImages", missing)
     report = export(predictor, tmp_path / "model.pt2")
     assert len(report.comparisons) == 3 and report.map_difference is None and "mAP" not in report.table()
-    assert "random images alone are compared" in caplog.text
-    with pytest.raises(DataError, match="not there"):
+    assert "random images" in caplog.text and "--data" in caplog.text
+    with pytest.raises(DataError, match="dataset is missing"):
         export(predictor, tmp_path / "other.pt2", data="Market1501")
     assert not (tmp_path / "other.pt2").exists()
 
 
 def missing(*args):
-    raise DataError("the data set is not there")
+    raise DataError("the dataset is missing")
 
 
 @needs_onnx
-def test_wrong_input(predictor, checkpoint, tmp_path, monkeypatch):
+def test_invalid_arguments_raise(predictor, checkpoint, tmp_path, monkeypatch):
     (tmp_path / "folder.onnx").mkdir()
     for path, options, message in (
-        ("model.engine", {}, r"ends with .onnx or .pt2"),
-        ("model", {}, r"ends with .onnx or .pt2"),
-        ("folder.onnx", {}, "is a folder"),
-        ("nowhere/model.pt2", {}, "cannot be written: No such file"),
-        ("model.pt2", {"precision": "fp61"}, "Did you mean 'fp16'"),
-        ("model.pt2", {"tolerance": -1}, "--tolerance -1"),
-        ("model.pt2", {"opset": 18}, "has no opsets"),
-        ("model.onnx", {"opset": 9}, r"--opset 9: expected 18\.\."),
+        ("model.engine", {}, r"model.*\.onnx.*\.pt2"),
+        ("model", {}, r"model.*\.onnx.*\.pt2"),
+        ("folder.onnx", {}, "folder.onnx"),
+        ("nowhere/model.pt2", {}, "nowhere"),
+        ("model.pt2", {"precision": "fp61"}, "fp61.*'fp16'"),
+        ("model.pt2", {"tolerance": -1}, "--tolerance.*-1"),
+        ("model.pt2", {"opset": 18}, "--opset 18"),
+        ("model.onnx", {"opset": 9}, r"--opset.*18.*9"),
     ):
         with pytest.raises(ConfigError, match=message):
             export(predictor, tmp_path / path, **options)
@@ -269,8 +267,8 @@ def test_wrong_input(predictor, checkpoint, tmp_path, monkeypatch):
     assert {each.name for each in tmp_path.iterdir()} == {"folder.onnx", "bare.pth"}
 
 
-def test_a_model_that_cannot_be_traced(tmp_path, capfd):
-    with pytest.raises(ExportError, match="cannot be traced by torch.export: GuardOnDataDependent"):
+def test_untraceable_model_raises(tmp_path, capfd):
+    with pytest.raises(ExportError, match="GuardOnDataDependent"):
         export(
             untrained(tmp_path / "asking.pth", "MODEL.BACKBONE.NAME", "build_asking_backbone"), tmp_path / "model.pt2"
         )
@@ -278,8 +276,8 @@ def test_a_model_that_cannot_be_traced(tmp_path, capfd):
 
 
 @needs_onnx
-def test_a_file_that_onnx_cannot_hold(predictor, tmp_path, monkeypatch):
+def test_model_larger_than_onnx_limit_raises(predictor, tmp_path, monkeypatch):
     monkeypatch.setattr(export_formats, "_PROTOBUF_LIMIT", 1000)
-    with pytest.raises(ExportError, match="an ONNX file holds less than 2"):
+    with pytest.raises(ExportError, match="2 GiB"):
         export(predictor, tmp_path / "model.onnx", data="")
     assert not list(tmp_path.iterdir())

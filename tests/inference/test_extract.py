@@ -1,4 +1,4 @@
-"""An extraction holds the evaluator's features, whose they are, and the same bytes however often it was killed."""
+"""Extraction: features of the evaluation, columns, and bit-identical resume."""
 
 import json
 import multiprocessing
@@ -29,7 +29,7 @@ def predictor(demo, checkpoint):
 
 @pytest.fixture
 def images(demo, tmp_path):
-    """A folder of 11 images in folders of folders, and things that are no images."""
+    """Folder with 11 images in nested folders, and other files."""
     folder = tmp_path / "images"
     for number, item in enumerate(build_dataset("Demo").gallery[:11]):
         place = folder / "abc"[number % 3] / str(number)
@@ -40,7 +40,7 @@ def images(demo, tmp_path):
     return folder
 
 
-def test_a_data_set_is_extracted_as_it_is_evaluated(predictor, run_folder, tmp_path, capsys):
+def test_extraction_of_dataset_gives_metrics_of_evaluation(predictor, run_folder, tmp_path, capsys):
     found, left_out = extract(predictor, "Demo", tmp_path / "demo.npz")
     dataset, rows = build_dataset("Demo"), []
     for split in ("query", "gallery", "train"):
@@ -55,7 +55,7 @@ def test_a_data_set_is_extracted_as_it_is_evaluated(predictor, run_folder, tmp_p
     assert (found.config_hash, found.metric) == (predictor.config_hash, predictor.cfg.TEST.METRIC)
     assert not list(tmp_path.glob("*.parts"))
 
-    # The file as anybody reads it, and as evaluate_features does: the numbers of the run's last evaluation.
+    # Read with NumPy and with evaluate_features: the metrics equal those of the last evaluation of the run.
     with np.load(tmp_path / "demo.npz", allow_pickle=False) as file:
         assert np.array_equal(file["features"], found.features) and str(file["config_hash"]) == predictor.config_hash
     assert evaluate_features.cli([str(found.path), "--json", "MODEL.DEVICE", "cpu"]) == 0
@@ -65,7 +65,7 @@ def test_a_data_set_is_extracted_as_it_is_evaluated(predictor, run_folder, tmp_p
     assert judged["mAP"] == pytest.approx(evaluated["Demo/mAP"], abs=1e-3)
 
 
-def test_a_folder_of_any_depth(predictor, images, tmp_path):
+def test_folder_is_searched_at_any_depth(predictor, images, tmp_path):
     found, _ = extract(predictor, images, tmp_path / "out.npz")
     paths = sorted(images.rglob("?/*.jpg")) + sorted(images.rglob("??/*.jpg"))
     assert sorted(found.paths.tolist()) == sorted(map(str, paths)) and len(paths) == 11
@@ -75,7 +75,7 @@ def test_a_folder_of_any_depth(predictor, images, tmp_path):
     assert np.array_equal(found.features, expected.numpy())
 
 
-def test_a_csv_file_with_names_and_boxes(predictor, images, tmp_path):
+def test_csv_with_names_and_boxes(predictor, images, tmp_path):
     first, second = sorted(images.rglob("[0-9].jpg"))[:2]
     listed = tmp_path / "mine.csv"
     listed.write_text(f"path,pid,camid,x0,y0,x1,y1\n{first},ann,1,0,0,9,20\n{second},bob,2,4,4,9,30\n")
@@ -87,7 +87,7 @@ def test_a_csv_file_with_names_and_boxes(predictor, images, tmp_path):
 
 
 def killed_after(number, monkeypatch):
-    """Make the writing of part ``number`` (from 0) the end of the process."""
+    """Kill the process while it writes part ``number`` (0-based)."""
     write = module._Parts.write
 
     def dying(self, *args):
@@ -99,7 +99,7 @@ def killed_after(number, monkeypatch):
     monkeypatch.setattr(module, "_PART_SECONDS", -1.0)
 
 
-def test_killed_it_goes_on_with_the_same_result(predictor, images, tmp_path, monkeypatch, caplog):
+def test_resume_after_kill_is_bit_identical(predictor, images, tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO", "fastamp")
     extract(predictor, images, tmp_path / "whole.npz")
     out, parts = tmp_path / "out.npz", tmp_path / "out.npz.parts"
@@ -114,17 +114,17 @@ def test_killed_it_goes_on_with_the_same_result(predictor, images, tmp_path, mon
         compute = predictor.features_of_batch
         patch.setattr(predictor, "features_of_batch", lambda batch: computed.append(batch) or compute(batch))
         extract(predictor, images, out)
-    assert len(computed) == 1 and "8 of 11 images are done already" in caplog.text
+    assert len(computed) == 1 and "8 of 11 images" in caplog.text
     assert out.read_bytes() == (tmp_path / "whole.npz").read_bytes() and not parts.exists()
 
-    # Parts of other images are not taken over.
+    # Parts of other images are not reused.
     with monkeypatch.context() as patch:
         killed_after(1, patch)
         with pytest.raises(KeyboardInterrupt):
             extract(predictor, images, out)
     next(images.rglob("3.jpg")).unlink()
     found, _ = extract(predictor, images, out)
-    assert len(found.paths) == 10 and "of another extraction (images differ)" in caplog.text
+    assert len(found.paths) == 10 and "out.npz.parts" in caplog.text and "images" in caplog.text
 
 
 def contents(folder):
@@ -141,19 +141,19 @@ def contents(folder):
         {"of.json": '["model", "images"]', "a/b": ""},
     ],
 )
-def test_a_folder_of_the_users_is_left_as_it_is(predictor, images, tmp_path, files):
+def test_parts_folder_with_other_files_is_not_used(predictor, images, tmp_path, files):
     parts = tmp_path / "out.npz.parts"
     for name, text in files.items():
         (parts / name).parent.mkdir(parents=True, exist_ok=True)
         (parts / name).write_text(text)
     before = contents(parts)
-    with pytest.raises(ConfigError, match=r"(?s)out\.npz\.parts.*but it holds .*fix: "):
+    with pytest.raises(ConfigError, match=r"out\.npz\.parts"):
         extract(predictor, images, tmp_path / "out.npz")
     assert contents(parts) == before and not (tmp_path / "out.npz").exists()
 
 
 @pytest.mark.parametrize("target", ["a file", "a folder", "an extraction's folder", "nothing"])
-def test_a_link_in_the_place_of_the_parts_is_not_followed(predictor, images, tmp_path, monkeypatch, target):
+def test_parts_folder_that_is_a_link_is_not_followed(predictor, images, tmp_path, monkeypatch, target):
     elsewhere = tmp_path / "elsewhere"
     if target == "a file":
         elsewhere.write_text("mine")
@@ -167,31 +167,34 @@ def test_a_link_in_the_place_of_the_parts_is_not_followed(predictor, images, tmp
         (tmp_path / "first.npz.parts").rename(elsewhere)
     (tmp_path / "out.npz.parts").symlink_to(elsewhere)
     before = contents(tmp_path)
-    with pytest.raises(ConfigError, match="it is a link to .*elsewhere"):
+    with pytest.raises(ConfigError, match="link to .*elsewhere"):
         extract(predictor, images, tmp_path / "out.npz")
     assert contents(tmp_path) == before and (tmp_path / "out.npz.parts").is_symlink()
 
 
-def test_files_that_others_put_among_the_parts_stay(predictor, images, tmp_path, monkeypatch):
+def test_other_files_in_parts_folder_are_kept(predictor, images, tmp_path, monkeypatch):
     out, parts = tmp_path / "out.npz", tmp_path / "out.npz.parts"
     with monkeypatch.context() as patch:
         killed_after(1, patch)
         with pytest.raises(KeyboardInterrupt):
             extract(predictor, images, out)
-    assert sorted(path.name for path in parts.iterdir()) == ["000000000000.npz", "of.json"]  # as earlier versions
+    assert sorted(path.name for path in parts.iterdir()) == [
+        "000000000000.npz",
+        "of.json",
+    ]  # as written by earlier versions
     (parts / "features.npz").write_text("mine")
     (parts / ".000000000008.npz.abc.tmp").write_text("a killed extraction's")
     elsewhere = tmp_path / "elsewhere.npz"
     elsewhere.write_text("mine")
     (parts / "000000000008.npz").symlink_to(elsewhere)
-    next(images.rglob("3.jpg")).unlink()  # so that the parts are of another extraction
+    next(images.rglob("3.jpg")).unlink()  # makes the parts those of another extraction
     assert len(extract(predictor, images, out)[0].paths) == 10
     assert sorted(path.name for path in parts.iterdir()) == ["000000000008.npz", "features.npz"]
     assert (parts / "features.npz").read_text() == elsewhere.read_text() == "mine"
 
 
-def test_two_extractions_to_one_file(predictor, images, tmp_path, monkeypatch):
-    """The second is refused; when the first was killed, it resumes."""
+def test_concurrent_extractions_to_one_file_raise(predictor, images, tmp_path, monkeypatch):
+    """The second one raises; after the first was killed, it resumes."""
     monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.0)
     out, fork = tmp_path / "out.npz", multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
@@ -210,7 +213,7 @@ def test_two_extractions_to_one_file(predictor, images, tmp_path, monkeypatch):
     process = fork.Process(target=first, daemon=True)
     process.start()
     assert receiver.poll(60) and receiver.recv() == "started"
-    with pytest.raises(ConfigError, match=rf"another process writes to it(.|\n)*process {process.pid} on"):
+    with pytest.raises(ConfigError, match=rf"{process.pid}"):
         extract(predictor, images, out)
     process.kill()
     process.join()
@@ -220,7 +223,7 @@ def test_two_extractions_to_one_file(predictor, images, tmp_path, monkeypatch):
     assert len(extract(predictor, images, out)[0].paths) == 11 and len(computed) == 1
 
 
-def test_what_is_no_image(predictor, images, tmp_path, capsys, checkpoint):
+def test_unreadable_image_raises_or_is_skipped(predictor, images, tmp_path, capsys, checkpoint):
     bad = images / "a" / "zz.jpg"
     bad.write_text("not an image")
     with pytest.raises(DataError, match=r"zz\.jpg(.|\n)*--skip-corrupt"):
@@ -230,49 +233,49 @@ def test_what_is_no_image(predictor, images, tmp_path, capsys, checkpoint):
         command, checkpoint, images, "-o", tmp_path / "out.npz", "--skip-corrupt", "--device", "cpu", "--workers", 1
     )
     out = capsys.readouterr().out
-    assert code == 0 and "zz.jpg" in out and "11 features" in out
+    assert code == 0 and "zz.jpg" in out and "11 features of 16" in out
     assert str(bad) not in read_extraction(tmp_path / "out.npz").paths.tolist()
     for image in images.rglob("*.jpg"):
         image.write_text("not an image")
-    with pytest.raises(DataError, match="none of 12 images"):
+    with pytest.raises(DataError, match="12 images"):
         extract(predictor, images, tmp_path / "none.npz", skip_corrupt=True)
     assert not (tmp_path / "none.npz.parts").exists()
 
 
-def test_what_cannot_be_extracted(predictor, images, tmp_path):
+def test_invalid_sources_and_outputs_raise(predictor, images, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     for source, out, error in (
-        (tmp_path / "empty", "out.npz", "no image is in the folder"),
-        (tmp_path / "nowhere", "out.npz", "no folder, no CSV file"),
-        ("Demoo", "out.npz", "no folder, no CSV file and no data set.*Did you mean 'Demo'"),
-        (images, "out.txt", r"ends in \.npz"),
-        (images, "missing/out.npz", "folder that exists"),
+        (tmp_path / "empty", "out.npz", "empty"),
+        (tmp_path / "nowhere", "out.npz", "nowhere"),
+        ("Demoo", "out.npz", "Demoo.*'Demo'"),
+        (images, "out.txt", r"out\.txt.*\.npz"),
+        (images, "missing/out.npz", "missing"),
     ):
         with pytest.raises(UserError, match=error):
             extract(predictor, source, tmp_path / out)
-    with pytest.raises(ConfigError, match="choices: query, gallery, train"):
+    with pytest.raises(ConfigError, match="query, gallery, train"):
         extract(predictor, "Demo", tmp_path / "out.npz", splits=["test"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "images"]
 
 
-def test_a_folder_that_cannot_be_written(predictor, images, tmp_path, monkeypatch):
+def test_full_disk_raises_and_resume_works(predictor, images, tmp_path, monkeypatch):
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "write_arrays", full)
-    with pytest.raises(ConfigError, match=r"out\.npz.* cannot be written: No space left"):
+    with pytest.raises(ConfigError, match=r"out\.npz.*No space left"):
         extract(predictor, images, tmp_path / "out.npz")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images"]
 
 
 @pytest.mark.parametrize("size", [0, 10, 2000, -3])
-def test_a_damaged_extraction(predictor, images, tmp_path, size):
+def test_damaged_extraction_raises(predictor, images, tmp_path, size):
     extract(predictor, images, tmp_path / "out.npz")
     content = (tmp_path / "out.npz").read_bytes()
     (tmp_path / "cut.npz").write_bytes(content[:size])
-    with pytest.raises(DataError, match="cut.npz is damaged"):
+    with pytest.raises(DataError, match="cut.npz"):
         read_extraction(tmp_path / "cut.npz")
     np.savez(tmp_path / "other.npz", features=np.zeros((3, 2)))
-    with pytest.raises(DataError, match="no paths, pids"):
+    with pytest.raises(DataError, match="paths, pids"):
         read_extraction(tmp_path / "other.npz")

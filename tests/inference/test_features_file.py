@@ -1,4 +1,4 @@
-"""Damaged, foreign and contradictory extractions and indices: one message, never another exception."""
+"""Damaged, unsupported and inconsistent extractions and indices raise DataError and no other exception."""
 
 import io
 import zipfile
@@ -30,7 +30,7 @@ def write(path, arrays):
 
 
 def entry_field(content, offset_local, offset_central, value):
-    """Return an archive in which a 16-bit field of the header of ``features.npy`` is another, in both places."""
+    """Change a 16-bit field in both zip headers of ``features.npy``."""
     data = bytearray(content)
     local, central = content.index(b"PK\x03\x04"), content.index(b"PK\x01\x02")
     for place in (local + offset_local, central + offset_central):
@@ -39,7 +39,7 @@ def entry_field(content, offset_local, offset_central, value):
 
 
 def with_header(text, version=(1, 0)):
-    """Return an extraction whose features begin with another header of the npy format."""
+    """Return an extraction whose features have another npy header."""
     arrays, file = arrays_of(FILES / "gallery.npz"), io.BytesIO()
     features = arrays.pop("features")
     write_arrays(file, arrays)
@@ -70,17 +70,17 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_archives_that_cannot_be_read(tmp_path, capsys, name):
+def test_unreadable_archives_raise(tmp_path, capsys, name):
     path = tmp_path / "bad.npz"
     path.write_bytes(DAMAGED[name])
-    with pytest.raises(DataError, match=r"bad\.npz(.|\n)*fix: fastamp extract"):
+    with pytest.raises(DataError, match=r"bad\.npz(.|\n)*fastamp extract"):
         read_extraction(path)
     assert evaluate_features.cli([str(path), "MODEL.DEVICE", "cpu"]) == 2
     assert "bad.npz" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_compressed_archives_are_read_and_their_damage_is_reported(tmp_path, method):
+def test_compressed_archives_are_read_and_damage_raises(tmp_path, method):
     path = tmp_path / "packed.npz"
     with zipfile.ZipFile(FILES / "gallery.npz") as source, zipfile.ZipFile(path, "w", method) as archive:
         for name in source.namelist():
@@ -97,7 +97,7 @@ def test_compressed_archives_are_read_and_their_damage_is_reported(tmp_path, met
     assert refused > 20
 
 
-def test_any_flipped_bit_gives_a_message_or_an_extraction(tmp_path):
+def test_flipped_bits_raise_data_error_or_load(tmp_path):
     path, refused = tmp_path / "flipped.npz", 0
     for place in range(0, len(GALLERY), 11):
         path.write_bytes(GALLERY[:place] + bytes([GALLERY[place] ^ 1 << place // 11 % 8]) + GALLERY[place + 1 :])
@@ -111,8 +111,8 @@ def test_any_flipped_bit_gives_a_message_or_an_extraction(tmp_path):
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("width", [7, 9, 10**18])
-def test_a_shape_that_the_bytes_do_not_make(tmp_path, width, compressed):
-    """Of an array that is mapped, a larger one would go on into the next array."""
+def test_shape_that_does_not_match_bytes_raises(tmp_path, width, compressed):
+    """A larger memory-mapped shape would extend into the next array."""
     header = {"descr": "<f4", "fortran_order": False, "shape": (5, width)}
     stream = io.BytesIO()
     np.lib.format.write_array_header_1_0(stream, header)
@@ -121,55 +121,58 @@ def test_a_shape_that_the_bytes_do_not_make(tmp_path, width, compressed):
         method = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
         archive.writestr("features.npy", stream.getvalue(), compress_type=method)
         archive.writestr("more.npy", b"x" * 1000)
-    expected = pytest.raises(DataError, match=rf"features claims to be \(5, {width}\) float32, but has 160 bytes")
+    expected = pytest.raises(DataError, match=rf"features.*\(5, {width}\).*160 bytes")
     with expected, features_file.open_arrays(tmp_path / "a.npz", "extraction", fix="none") as archive:
         features_file.map_array(archive, "features")
 
 
 @pytest.mark.parametrize("error", [AttributeError, NameError, AssertionError])
-def test_a_bug_while_a_file_is_open_is_not_a_damaged_file(error):
+def test_bugs_are_not_reported_as_damaged_files(error):
     with pytest.raises(error), features_file.open_arrays(FILES / "gallery.npz", "extraction", fix="none"):
         raise error
 
 
-def test_an_archive_that_unpacks_to_more_than_the_memory(tmp_path, monkeypatch):
+def test_archive_larger_than_memory_raises(tmp_path, monkeypatch):
     path = tmp_path / "bomb.npz"
     np.savez_compressed(path, **arrays_of(FILES / "gallery.npz") | {"features": np.zeros((30, 10_000), np.float32)})
     assert read_extraction(path).features.shape == (30, 10_000)
     monkeypatch.setattr(features_file, "available_memory", lambda: 10**6)
-    with pytest.raises(DataError, match=r"bomb\.npz unpacks to 0\.0 GB"):
+    with pytest.raises(DataError, match=r"bomb\.npz"):
         read_extraction(path)
-    read_extraction(FILES / "gallery.npz")  # is mapped
+    read_extraction(FILES / "gallery.npz")  # memory-mapped, so not limited
 
 
 WRONG = {
-    "features of one dimension": ({"features": np.zeros(30, np.float32)}, "features are float32"),
-    "features of another dtype": ({"features": np.zeros((30, 16))}, "features are float64"),
-    "no features": ({"features": np.zeros((0, 16), np.float32)}, "has no features"),
-    "features without width": ({"features": np.zeros((30, 0), np.float32)}, "has no features"),
-    "fewer paths": ({"paths": np.array(["a"] * 29)}, "paths are"),
-    "paths that are numbers": ({"paths": np.arange(30)}, "paths are int64"),
-    "pids that are fractions": ({"pids": np.full(30, 0.5)}, "pids are float64"),
-    "pids of two dimensions": ({"pids": np.zeros((30, 1), np.int64)}, "pids are"),
-    "no dimension": ({"camids": np.array(3)}, "camids are"),
-    "cameras that are dates": ({"camids": np.zeros(30, "datetime64[s]")}, "camids are"),
-    "splits that are numbers": ({"split": np.zeros(30, int)}, "split are"),
-    "boxes of three numbers": ({"boxes": np.zeros((30, 3), int)}, "boxes are"),
-    "many hashes": ({"config_hash": np.array(["a", "b"])}, "config_hash is"),
-    "a metric that is a number": ({"metric": np.array(1)}, "metric is"),
+    "features of one dimension": ({"features": np.zeros(30, np.float32)}, "features.*float32"),
+    "features of another dtype": ({"features": np.zeros((30, 16))}, "features.*float64"),
+    "no features": ({"features": np.zeros((0, 16), np.float32)}, "features.*\\(30, 0\\)|features.*\\(0, 16\\)"),
+    "features without width": (
+        {"features": np.zeros((30, 0), np.float32)},
+        "features.*\\(30, 0\\)|features.*\\(0, 16\\)",
+    ),
+    "fewer paths": ({"paths": np.array(["a"] * 29)}, "paths"),
+    "paths that are numbers": ({"paths": np.arange(30)}, "paths.*int64"),
+    "pids that are fractions": ({"pids": np.full(30, 0.5)}, "pids.*float64"),
+    "pids of two dimensions": ({"pids": np.zeros((30, 1), np.int64)}, "pids"),
+    "no dimension": ({"camids": np.array(3)}, "camids"),
+    "cameras that are dates": ({"camids": np.zeros(30, "datetime64[s]")}, "camids"),
+    "splits that are numbers": ({"split": np.zeros(30, int)}, "split"),
+    "boxes of three numbers": ({"boxes": np.zeros((30, 3), int)}, "boxes"),
+    "many hashes": ({"config_hash": np.array(["a", "b"])}, "config_hash"),
+    "a metric that is a number": ({"metric": np.array(1)}, "metric"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_columns_that_do_not_fit(tmp_path, name):
+def test_invalid_columns_raise(tmp_path, name):
     changes, message = WRONG[name]
     path = write(tmp_path / "wrong.npz", arrays_of(FILES / "gallery.npz") | changes)
-    with pytest.raises(DataError, match=rf"wrong\.npz:? (.|\n)*{message}|wrong\.npz {message}"):
+    with pytest.raises(DataError, match=rf"wrong\.npz.*({message})"):
         read_extraction(path)
 
 
-def reassembled(path, index, **changes):
-    """Write the faiss index of one file and the description of the flat one, changed, with a valid checksum."""
+def rebuilt(path, index, **changes):
+    """Write the faiss index of one file with the changed metadata of the flat one and a valid checksum."""
     file = io.BytesIO()
     with zipfile.ZipFile(FILES / "flat.index") as archive:
         meta = {name.removesuffix(".npy"): features_file.read_array(archive, name[:-4]) for name in archive.namelist()}
@@ -181,10 +184,10 @@ def reassembled(path, index, **changes):
     return path
 
 
-def test_reassembled_as_it_was_an_index_loads(tmp_path):
-    """Negative control of the tests below."""
+def test_rebuilt_index_loads(tmp_path):
+    """Negative control of the next test."""
     for kind in KINDS:
-        assert len(load_index(reassembled(tmp_path / "a.index", FILES / f"{kind}.index", kind=np.array(kind)))) == 30
+        assert len(load_index(rebuilt(tmp_path / "a.index", FILES / f"{kind}.index", kind=np.array(kind)))) == 30
 
 
 @pytest.mark.parametrize(
@@ -195,28 +198,26 @@ def test_reassembled_as_it_was_an_index_loads(tmp_path):
         ("flat", {"kind": np.array("other")}, "kind 'other'"),
         ("flat", {"metric": np.array("euclidean")}, "metric 'euclidean'"),
         ("flat", {"metric": np.array("other")}, "metric 'other'"),
-        ("flat", {"paths": np.array(["a"] * 29)}, "paths are"),
-        ("flat", {"pids": np.zeros(31, int)}, "pids are"),
-        ("flat", {"camids": np.zeros((30, 2), int)}, "camids are"),
-        ("flat", {"boxes": np.zeros((29, 4), int)}, "boxes are"),
-        ("flat", {"size": np.array([1, 2])}, "size is"),
-        ("flat", {"crc": np.array("a")}, "crc is"),
-        ("flat", {"size": np.array(2**62)}, "not what was written"),
-        ("flat", {"size": np.array(-1)}, "is damaged"),
-        ("flat", {"fingerprint": np.array(3)}, "fingerprint is"),
-        ("flat", {"config_hash": np.zeros(3)}, "config_hash is"),
+        ("flat", {"paths": np.array(["a"] * 29)}, "paths"),
+        ("flat", {"pids": np.zeros(31, int)}, "pids"),
+        ("flat", {"camids": np.zeros((30, 2), int)}, "camids"),
+        ("flat", {"boxes": np.zeros((29, 4), int)}, "boxes"),
+        ("flat", {"size": np.array([1, 2])}, "size"),
+        ("flat", {"crc": np.array("a")}, "crc"),
+        ("flat", {"size": np.array(2**62)}, "checksum"),
+        ("flat", {"size": np.array(-1)}, "damaged"),
+        ("flat", {"fingerprint": np.array(3)}, "fingerprint"),
+        ("flat", {"config_hash": np.zeros(3)}, "config_hash"),
     ],
 )
-def test_an_index_whose_parts_do_not_match(tmp_path, kind, changes, message):
-    path = reassembled(tmp_path / "mixed.index", FILES / f"{kind}.index", **changes)
-    with pytest.raises(
-        DataError, match=rf"mixed\.index(.|\n)*{message}(.|\n)*fix: name another file, or remove this one"
-    ):
+def test_index_that_does_not_match_metadata_raises(tmp_path, kind, changes, message):
+    path = rebuilt(tmp_path / "mixed.index", FILES / f"{kind}.index", **changes)
+    with pytest.raises(DataError, match=rf"mixed\.index(.|\n)*{message}"):
         load_index(path)
 
 
-def test_an_index_of_another_program(tmp_path):
-    """faiss's own file with a description behind it: an index of a kind that is not searched here."""
+def test_unsupported_faiss_index_raises(tmp_path):
+    """A faiss index of an unsupported kind with valid metadata."""
     path = tmp_path / "pq.index"
     index = faiss.IndexScalarQuantizer(16, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
     index.train(np.random.default_rng(0).random((30, 16), dtype=np.float32))
@@ -224,9 +225,9 @@ def test_an_index_of_another_program(tmp_path):
     faiss.write_index(index, str(path))
     content = path.read_bytes()
     size, crc = np.array(len(content)), np.array(zipfile.crc32(content))
-    file = reassembled(tmp_path / "meta.index", FILES / "flat.index", size=size, crc=crc).read_bytes()
+    file = rebuilt(tmp_path / "meta.index", FILES / "flat.index", size=size, crc=crc).read_bytes()
     with zipfile.ZipFile(FILES / "flat.index") as archive:
         first = int(features_file.read_array(archive, "size"))
     path.write_bytes(content + file[first:])
-    with pytest.raises(DataError, match=r"pq\.index(.|\n)*build the index again"):
+    with pytest.raises(DataError, match=r"pq\.index"):
         load_index(path)

@@ -1,4 +1,4 @@
-"""Evaluation, Predictor, extraction and export resize, crop and interpolate images alike."""
+"""Evaluation, Predictor, extraction and export use the same resizing, cropping and interpolation."""
 
 import json
 import re
@@ -28,7 +28,7 @@ CROPPED = ("INPUT.SIZE_TRAIN", "(72, 40)", "INPUT.SIZE_TEST", "(72, 40)", "INPUT
 
 @pytest.fixture(scope="module")
 def cropped_run(demo_root, tmp_path_factory):
-    """The OUTPUT_DIR of a run of one epoch on random crops, resized bilinearly."""
+    """OUTPUT_DIR of a run of one epoch with random crops and bilinear resizing."""
     folder = tmp_path_factory.mktemp("cropped")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTAMP_DATASETS", str(demo_root))
@@ -37,12 +37,12 @@ def cropped_run(demo_root, tmp_path_factory):
 
 
 def by_hand(path):
-    """Return what FastReID's test pipeline makes of an image, with PIL."""
+    """Preprocess an image like FastReID's test pipeline, with PIL."""
     image = Image.open(path).convert("RGB").resize((40, 72), Image.Resampling.BILINEAR).crop((8, 12, 32, 60))
     return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)
 
 
-def test_a_model_of_crops_is_evaluated_and_used_on_center_crops(demo, cropped_run, tmp_path):
+def test_model_trained_on_crops_uses_center_crops_everywhere(demo, cropped_run, tmp_path):
     predictor = fastamp.Predictor(cropped_run / "model_best.pth", device="cpu", opts=["TEST.IMS_PER_BATCH", "8"])
     loader, _ = build_reid_test_loader(predictor.cfg, "Demo")
     batch = next(iter(loader))
@@ -64,7 +64,7 @@ def test_a_model_of_crops_is_evaluated_and_used_on_center_crops(demo, cropped_ru
     torch.testing.assert_close(model({"images": batch["images"].float()}), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_evaluation_of_a_run_is_on_center_crops(demo, cropped_run):
+def test_evaluation_uses_center_crops(demo, cropped_run):
     line = json.loads((cropped_run / "metrics.json").read_text().splitlines()[-1])
     predictor = fastamp.Predictor(cropped_run / "model_best.pth", device="cpu")
     results = DefaultTrainer.test(predictor.cfg, predictor.model)
@@ -89,8 +89,8 @@ METADATA = [
 
 
 @pytest.mark.parametrize("opts, expected", list(zip(VARIANTS, METADATA, strict=True)))
-def test_metadata_say_how_to_make_the_input(demo, checkpoint, tmp_path, monkeypatch, opts, expected):
-    """The guide's code, which reads the metadata alone, makes the evaluator's pixels of an image of any size."""
+def test_metadata_describe_preprocessing(demo, checkpoint, tmp_path, monkeypatch, opts, expected):
+    """The code in the guide uses only the metadata, and gives the pixels of the evaluator for images of any size."""
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=["SOLVER.AMP.EVAL_DTYPE", "float32", *opts])
     metadata = export(predictor, tmp_path / "model.pt2", data="").metadata
     keys = ("resize", "aspect", "interpolation", "antialias", "center_crop")
@@ -106,16 +106,16 @@ def test_metadata_say_how_to_make_the_input(demo, checkpoint, tmp_path, monkeypa
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
     names = {"metadata": texts}
     exec("import json\nimport numpy as np\nfrom PIL import Image, ImageOps\n" + code, names)
-    found, wanted = names["images"][0], predictor.preprocess("image.jpg").float().numpy()
-    assert found.shape == wanted.shape == (3, *metadata["input_size"])
-    difference = np.abs(found - wanted)
-    if metadata["interpolation"] == "nearest":  # halfway between two pixels either may be taken
+    found, expected = names["images"][0], predictor.preprocess("image.jpg").float().numpy()
+    assert found.shape == expected.shape == (3, *metadata["input_size"])
+    difference = np.abs(found - expected)
+    if metadata["interpolation"] == "nearest":  # halfway between two pixels, both are correct
         assert (difference > 0).mean() < 0.1
     else:
         assert difference.max() <= 2 and difference.mean() < 0.1
 
 
-def test_the_hash_follows_crops_and_interpolation_and_no_earlier_hash_changes(checkpoint):
+def test_hash_depends_on_crop_and_interpolation_and_keeps_earlier_hashes(checkpoint):
     def digest(*opts):
         return fastamp.Predictor(checkpoint, device="cpu", opts=opts).config_hash
 
@@ -123,15 +123,15 @@ def test_the_hash_follows_crops_and_interpolation_and_no_earlier_hash_changes(ch
     assert plain == digest("INPUT.INTERPOLATION_TEST", "bicubic") == digest("INPUT.CROP.SIZE", "(32,)")
     others = [digest(*opts) for opts in (("INPUT.INTERPOLATION", "bilinear"), CROPPED[4:], CROPPED[4:6])]
     assert len({plain, *others}) == 4
-    # Training alone is interpolated otherwise.
+    # Only training uses another interpolation.
     assert digest("INPUT.INTERPOLATION", "bilinear", "INPUT.INTERPOLATION_TEST", "bicubic") == plain
 
 
-def test_images_of_any_size_go_one_by_one(demo, checkpoint, tmp_path):
+def test_images_of_different_sizes_require_batch_size_one(demo, checkpoint, tmp_path):
     opts = ["INPUT.SIZE_TEST", "(24,)", "SOLVER.AMP.EVAL_DTYPE", "float32"]
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=opts)
     images = [np.zeros((50, 25, 3), np.uint8), np.zeros((40, 30, 3), np.uint8)]
-    with pytest.raises(DataError, match=r"INPUT\.SIZE_TEST \(24,\) keeps .* sizes: \(48, 24\) and \(32, 24\)"):
+    with pytest.raises(DataError, match=r"INPUT\.SIZE_TEST \(24,\).*\(48, 24\).*\(32, 24\)"):
         predictor.features(images)
     one_by_one = fastamp.Predictor(checkpoint, device="cpu", opts=[*opts, "TEST.IMS_PER_BATCH", "1"])
     assert torch.equal(one_by_one.features(images), torch.cat([predictor.features(image) for image in images]))

@@ -1,4 +1,4 @@
-"""A predictor's features are those of the evaluation."""
+"""Predictor: features of the evaluation, input formats, boxes and errors."""
 
 import warnings
 
@@ -18,7 +18,7 @@ from fastamp.utils.errors import ConfigError, DataError, WeightsError
 
 
 def evaluated(predictor):
-    """Return (features, paths) of the first test batch, as the evaluator sees them."""
+    """Return (features, paths) of the first test batch, as passed to the evaluator."""
     loader, _ = build_reid_test_loader(predictor.cfg, "Demo")
     batch = next(iter(loader))
     with torch.inference_mode():
@@ -26,7 +26,7 @@ def evaluated(predictor):
 
 
 @pytest.mark.parametrize("options", [("SOLVER.AMP", "bf16"), ("TEST.FLIP", "True", "SOLVER.EMA", "True"), ()])
-def test_features_are_the_evaluators(demo, tmp_path, options):
+def test_features_equal_evaluation(demo, tmp_path, options):
     tiny.train(tmp_path, *options)
     predictor = fastamp.Predictor(tmp_path / "model_best.pth", device="cpu")
     assert predictor.policy.enabled == ("SOLVER.AMP" in options)
@@ -37,7 +37,7 @@ def test_features_are_the_evaluators(demo, tmp_path, options):
     assert torch.equal(images, batch["images"])
 
 
-def test_paths_arrays_and_tensors_are_alike(demo, checkpoint):
+def test_paths_arrays_and_tensors_give_same_features(demo, checkpoint):
     predictor = fastamp.Predictor(checkpoint, device="cpu")
     _, batch = evaluated(predictor)
     path = batch["img_paths"][0]
@@ -45,11 +45,11 @@ def test_paths_arrays_and_tensors_are_alike(demo, checkpoint):
     array = tensor.permute(1, 2, 0).numpy()
     expected = predictor.features(path)
     assert expected.shape == (1, 16)
-    one_path = np.array([path])  # as an extraction holds them
+    one_path = np.array([path])  # as in an extraction
     for image in (tensor, array, [path], one_path, [tensor], tensor[None], array[None], np.flip(np.flip(array, 1), 1)):
         assert torch.equal(predictor.features(image), expected)
-    grey = array[:, :, 0]
-    assert torch.equal(predictor.features(grey), predictor.features(np.stack([grey] * 3, -1)))
+    gray = array[:, :, 0]
+    assert torch.equal(predictor.features(gray), predictor.features(np.stack([gray] * 3, -1)))
 
 
 @pytest.mark.parametrize(
@@ -58,21 +58,21 @@ def test_paths_arrays_and_tensors_are_alike(demo, checkpoint):
         (np.zeros((4, 4, 3), np.float32), "float32"),
         (np.zeros((4, 4, 5), np.uint8), "1, 3 or 4 channels"),
         (torch.zeros(5, 4, 3, dtype=torch.uint8), r"\(C, H, W\) with 1, 3 or 4"),
-        ([3], "not int"),
-        ([], "no images"),
-        (np.zeros((0, 4, 4, 3), np.uint8), "no images"),
-        (None, "not NoneType"),
+        ([3], "got int"),
+        ([], "at least one image"),
+        (np.zeros((0, 4, 4, 3), np.uint8), "at least one image"),
+        (None, "got NoneType"),
         (PIL.Image.new("F", (4, 4)), "mode F"),
         ([np.zeros((4, 4, 3), np.uint8), np.zeros((4, 4, 3), np.int32)], "image 1: .* int32"),
         ("nowhere.jpg", "nowhere.jpg"),
     ],
 )
-def test_what_is_no_image(checkpoint, image, message):
+def test_invalid_images_raise(checkpoint, image, message):
     with pytest.raises(DataError, match=message):
         fastamp.Predictor(checkpoint, device="cpu").features(image)
 
 
-def test_the_hash_is_of_the_weights_and_of_what_makes_features(checkpoint, run_folder, demo, tmp_path):
+def test_hash_depends_on_weights_and_feature_keys(checkpoint, run_folder, demo, tmp_path):
     one = fastamp.Predictor(checkpoint, device="cpu")
     again = fastamp.Predictor(run_folder / "model_final.pth", device="cpu", opts=["TEST.RANKS", "(1, 2)"])
     assert one.config_hash == again.config_hash and len(one.config_hash) == 16
@@ -83,7 +83,7 @@ def test_the_hash_is_of_the_weights_and_of_what_makes_features(checkpoint, run_f
     assert len({one.config_hash, other_size.config_hash, again.config_hash}) == 3
 
 
-def test_a_checkpoint_without_a_config(checkpoint, tmp_path):
+def test_checkpoint_without_config_raises(checkpoint, tmp_path):
     content = torch.load(checkpoint, weights_only=True)
     torch.save({"model": content["model"]}, tmp_path / "bare.pth")
     with pytest.raises(WeightsError, match="config"):
@@ -93,14 +93,14 @@ def test_a_checkpoint_without_a_config(checkpoint, tmp_path):
         fastamp.Predictor(tmp_path / "foreign.pth")
 
 
-def test_options_over_the_config(checkpoint):
+def test_options_override_config(checkpoint):
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=["SOLVER.AMP.EVAL_DTYPE", "float32"])
     assert not predictor.policy.enabled
     with pytest.raises(ConfigError, match="cuda"):
         fastamp.Predictor(checkpoint, device="cuda:99")
 
 
-def test_features_that_are_not_finite(checkpoint, tmp_path):
+def test_nonfinite_features_raise(checkpoint, tmp_path):
     content = torch.load(checkpoint, weights_only=True)
     content["model"]["backbone.0.weight"].fill_(float("nan"))
     torch.save(content, tmp_path / "nan.pth")
@@ -108,14 +108,14 @@ def test_features_that_are_not_finite(checkpoint, tmp_path):
         fastamp.Predictor(tmp_path / "nan.pth", device="cpu").features(np.zeros((8, 8, 3), np.uint8))
 
 
-def test_the_model_is_loaded_as_eval_only_does(demo, checkpoint):
+def test_model_equals_eval_only(demo, checkpoint):
     predictor = fastamp.Predictor(checkpoint, device="cpu")
     model, _ = DefaultTrainer.load_model(predictor.cfg)
     own = predictor.model.state_dict()
     assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_classifier_that_evaluates_is_as_the_checkpoints(demo, tmp_path):
+def test_classifier_size_is_that_of_checkpoint(demo, tmp_path):
     options = ("MODEL.HEADS.NAME", "ClasHead")
     tiny.train(tmp_path, *options)
     best = tmp_path / "model_best.pth"
@@ -127,27 +127,27 @@ def test_a_classifier_that_evaluates_is_as_the_checkpoints(demo, tmp_path):
     assert features.shape[1] == 16 and torch.equal(predictor.features(batch["img_paths"]), features)
 
 
-def test_a_pil_image_is_turned_upright(checkpoint, tmp_path):
+def test_pil_image_is_rotated_by_exif(checkpoint, tmp_path):
     predictor = fastamp.Predictor(checkpoint, device="cpu")
     pixels = np.random.default_rng(0).integers(0, 256, (40, 24, 3), dtype=np.uint8)
     exif = PIL.Image.Exif()
-    exif[0x0112] = 6  # the camera was held upright: rotate by 90 degrees to show the image
+    exif[0x0112] = 6  # rotate by 90 degrees
     PIL.Image.fromarray(pixels).save(tmp_path / "turned.png", exif=exif)
     with PIL.Image.open(tmp_path / "turned.png") as opened:
-        found = predictor.features([opened, opened])  # read lazily; one object twice
+        found = predictor.features([opened, opened])  # lazily decoded; the same object twice
     assert torch.equal(found[:1], predictor.features(tmp_path / "turned.png"))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[:1], predictor.features(np.ascontiguousarray(np.rot90(pixels, -1))))
 
 
-def test_a_pil_image_that_cannot_be_decoded(checkpoint, tmp_path):
+def test_undecodable_pil_image_raises(checkpoint, tmp_path):
     PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(tmp_path / "a.png")
     (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:3000])
     with PIL.Image.open(tmp_path / "a.png") as opened, pytest.raises(DataError, match=r"a\.png"):
         fastamp.Predictor(checkpoint, device="cpu").features([opened])
 
 
-def test_bgr_arrays_are_those_of_opencv(demo, checkpoint):
+def test_bgr_equals_opencv(demo, checkpoint):
     predictor = fastamp.Predictor(checkpoint, device="cpu")
     _, batch = evaluated(predictor)
     path = batch["img_paths"][0]
@@ -155,10 +155,10 @@ def test_bgr_arrays_are_those_of_opencv(demo, checkpoint):
     rgb = read_image(path).permute(1, 2, 0).numpy()
     bgr = rgb[:, :, ::-1]
     alpha = np.full_like(bgr[:, :, :1], 7)
-    assert not torch.allclose(predictor.features(bgr), expected)  # the test could fail
+    assert not torch.allclose(predictor.features(bgr), expected)  # negative control
     for image in (bgr, np.dstack((bgr, alpha)), torch.from_numpy(bgr.copy()).movedim(-1, 0), [bgr], bgr[None]):
         assert torch.equal(predictor.features(image, color="bgr"), expected)
-    # Files and PIL images state their channels; a gray array has no order.
+    # Files and PIL images have a defined channel order, gray arrays have none.
     assert torch.equal(predictor.features(path, color="bgr"), expected)
     assert torch.equal(predictor.features(PIL.Image.fromarray(rgb), color="bgr"), expected)
     gray = rgb[:, :, 0]
@@ -168,7 +168,7 @@ def test_bgr_arrays_are_those_of_opencv(demo, checkpoint):
         predictor.features(bgr, color="brg")
 
 
-def test_a_read_only_array_gives_no_warning(checkpoint):
+def test_read_only_array_does_not_warn(checkpoint):
     predictor = fastamp.Predictor(checkpoint, device="cpu")
     array = np.asarray(PIL.Image.new("RGB", (16, 32), (50, 100, 150)))
     assert not array.flags.writeable
@@ -183,7 +183,7 @@ def test_a_read_only_array_gives_no_warning(checkpoint):
     assert torch.equal(found, predictor.features(array.copy()))
 
 
-def test_boxes_of_a_frame(checkpoint, monkeypatch):
+def test_boxes_equal_crops(checkpoint, monkeypatch):
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=["TEST.IMS_PER_BATCH", "4"])
     frame = np.random.default_rng(0).integers(0, 256, (120, 160, 3), dtype=np.uint8)
     boxes = np.array([[0, 0, 30, 60], [100, 20, 160, 120], [5.4, 5.6, 40.4, 80.6], [-20, -9, 30, 200], [1, 2, 33, 66]])
@@ -214,18 +214,18 @@ def test_boxes_of_a_frame(checkpoint, monkeypatch):
         (np.zeros((8, 8, 3), np.uint8), [1, 2, 3, 4], r"\(4,\)"),
         (np.zeros((8, 8, 3), np.uint8), [["a", 2, 3, 4]], "numbers"),
         (np.zeros((8, 8, 3), np.uint8), [[1, 2, 3, 4], [1, 2]], "numbers"),
-        (np.zeros((2, 8, 8, 3), np.uint8), [[1, 2, 3, 4]], "one image.* 2"),
-        (np.zeros((8, 8, 3), np.int32), [[1, 2, 3, 4]], r"\(8, 8, 3\) and dtype int32"),
-        (torch.zeros(8, 8, dtype=torch.uint8), [], r"\(8, 8\) and dtype uint8"),
+        (np.zeros((2, 8, 8, 3), np.uint8), [[1, 2, 3, 4]], "one image.*2"),
+        (np.zeros((8, 8, 3), np.int32), [[1, 2, 3, 4]], r"int32 \(8, 8, 3\)"),
+        (torch.zeros(8, 8, dtype=torch.uint8), [], r"uint8 \(8, 8\)"),
     ],
 )
-def test_wrong_boxes(checkpoint, images, boxes, message):
+def test_invalid_boxes_raise(checkpoint, images, boxes, message):
     with pytest.raises(DataError, match=message):
         fastamp.Predictor(checkpoint, device="cpu").features(images, boxes=boxes)
 
 
-def test_boxes_alone_are_converted_not_the_whole_frame(checkpoint, monkeypatch):
-    """A frame of a camera has many times the pixels of its boxes."""
+def test_only_boxes_of_frame_are_converted(checkpoint, monkeypatch):
+    """A frame has many times the pixels of its boxes."""
     predictor = fastamp.Predictor(checkpoint, device="cpu")
     sizes, with_channels = [], module.with_channels
     monkeypatch.setattr(
@@ -235,8 +235,8 @@ def test_boxes_alone_are_converted_not_the_whole_frame(checkpoint, monkeypatch):
     assert sorted(map(tuple, sizes)) == [(20, 10), (60, 30)]
 
 
-def test_an_empty_crop_is_reported_by_index(checkpoint, caplog):
-    """A tracker's box that has left the frame costs its own feature, not those of the other boxes."""
+def test_empty_crops_are_nan_and_warn_with_index(checkpoint, caplog):
+    """A box outside the frame does not affect the features of other boxes."""
     predictor = fastamp.Predictor(checkpoint, device="cpu")
     frame = np.random.default_rng(0).integers(0, 256, (120, 160, 3), dtype=np.uint8)
     nan = float("nan")
