@@ -27,6 +27,7 @@ _VOLATILE = [
     (re.compile(r"\b[0-9a-f]{16}(-[0-9a-f]{32})?\b"), "HASH"),
     (re.compile(r"\d+(\.\d+)?(e-?\d+)? (MiB|GiB|MB|GB)\b"), r"N \3"),
     (re.compile(r"\d+ images/s"), "N images/s"),
+    (re.compile(r"limit (is|of) \d+"), r"limit \1 N"),
     (re.compile(r"\b\d{1,2}:\d\d(?::\d\d)?\b"), "M:SS"),
     (re.compile(r"process \d+( on \S+, since [-\d]+ M:SS)?"), "process N"),
     (re.compile(r"0x[0-9a-f]{6,}"), "0xN"),

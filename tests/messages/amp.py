@@ -40,6 +40,12 @@ def devices(record):
 
 def policies(record):
     """SOLVER.AMP."""
+    with record("SOLVER.AMP on, without native bfloat16"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastamp.amp.policy.native_bfloat16", lambda device: (False, "no native bfloat16"))
+        PrecisionPolicy.from_config(tiny_config(record.root, "SOLVER.AMP", "on"), torch.device("cpu"))
+    with record("SOLVER.AMP bf16, without native bfloat16"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastamp.amp.policy.native_bfloat16", lambda device: (False, "no native bfloat16"))
+        PrecisionPolicy.from_config(tiny_config(record.root, "SOLVER.AMP", "bf16"), torch.device("cpu"))
     for opts in (
         ("SOLVER.AMP", "bf16"),
         ("SOLVER.AMP", "fp16"),

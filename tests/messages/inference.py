@@ -290,7 +290,7 @@ def exports(record, predictor, checkpoint):
         patch.setattr(predictor, "model", nn.Linear(1, 1))
         export(predictor, record.root / "model.pt2", data="")
     with record("ExportReport of an inexact model"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastamp.inference.export.LEAST_COSINE", {"float32": 2.0, "fp16": 2.0})
+        patch.setattr("fastamp.inference.export.MIN_COSINE", {"float32": 2.0, "fp16": 2.0})
         export(predictor, record.root / "model.pt2", data="")
     (record.root / "folder.onnx").mkdir()
     record.fastamp("export", checkpoint, record.root / "folder.onnx", "--device", "cpu")

@@ -22,8 +22,13 @@ NOT_REACHED = "## Sites that no invocation above reaches"
 
 @pytest.fixture
 def bare_machine(monkeypatch):
-    """Hide GPUs and the components of other tests, which messages would list."""
+    """Hide GPUs, the properties of the CPU, and the components of other tests, which messages would contain."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    replaced = {"native_bfloat16": lambda device: (True, "native bfloat16"), "available_cores": lambda: 2}
+    for module in [each for name, each in sys.modules.items() if name.startswith("fastamp.")]:
+        for name, function in replaced.items():
+            if name in vars(module):
+                monkeypatch.setattr(module, name, function)
     for registry in [each for each in gc.get_objects() if type(each) is Registry]:
         own = {name: each for name, each in registry._components.items() if not _is_test(each)}
         monkeypatch.setattr(registry, "_components", own)
