@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
 from fastamp.utils.moved import moved_names
 
@@ -308,6 +309,46 @@ def check_communication(parallel_model: nn.Module, *, scaled: bool) -> None:
                 "  fix: bf16_compress_hook, which has the range of float32, or SOLVER.AMP.DTYPE bfloat16, which needs "
                 "no loss scale"
             )
+
+
+@torch.no_grad()
+def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
+    """Check that all ranks hold the same parameters and compute the same losses; one collective per call.
+
+    Compares a float64 sum of each parameter. Buffers, such as batch-norm statistics, may differ between ranks.
+    Parameters of modules with an attribute ``sharded = True`` differ by design and are excluded.
+
+    Args:
+        model (nn.Module): model of this rank.
+        losses (Sequence[str]): names of the losses of this rank.
+
+    Raises:
+        TrainingError: ranks differ; the message names the parameters or the losses.
+    """
+    if not comm.is_distributed():
+        return
+    sharded = {id(p) for each in model.modules() if getattr(each, "sharded", False) for p in each.parameters()}
+    named = {name: p for name, p in model.named_parameters() if id(p) not in sharded}
+    sums = torch.stack([p.double().sum() for p in named.values()]).cpu()
+    of_ranks = comm.gather_rows(sums).view(comm.get_world_size(), -1)
+    equal = ((of_ranks == of_ranks[0]) | (of_ranks.isnan() & of_ranks[0].isnan())).all(0).tolist()
+    differing = [name for name, same in zip(named, equal, strict=True) if not same]
+    if differing:
+        raise TrainingError(
+            f"{len(differing)} parameters differ between ranks, e.g. {', '.join(differing[:3])}: each rank trains "
+            "another model.\n"
+            "  cause: parameters are changed outside of the optimizer step, a step depends on the rank, or gradients "
+            "are computed outside of DistributedDataParallel.\n"
+            "  fix:   change parameters in the same way on all ranks; set sharded = True on a module whose parameters "
+            "differ by design"
+        )
+    of_ranks = [each.decode() for each in comm.gather_bytes(", ".join(losses).encode())]
+    if len(set(of_ranks)) > 1:
+        found = "; ".join(f"rank {rank}: {each or 'none'}" for rank, each in enumerate(of_ranks))
+        raise TrainingError(
+            f"ranks compute different losses: their sums have different gradients.\n  found: {found}\n"
+            "  fix: return the same losses on all ranks, 0 times an output for a loss that does not apply"
+        )
 
 
 def zero_fraction(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

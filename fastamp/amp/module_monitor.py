@@ -38,8 +38,9 @@ class ModuleMonitor:
         period (int): number of applied steps between two checks. Default 50.
 
     Attributes:
-        pending (list[Tensor]): (2M,) float32, zero fractions and update-to-weight ratios of the M modules of the last
-            check, until ``check`` gets their host values.
+        pending (list[Tensor]): (3M,) float32 with the zero fractions, the update-to-weight ratios, and 1 for equal or 0
+            for other parameters than at the check before, of the M modules of the last check, until ``check`` gets
+            their host values.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], *, period: int = 50) -> None:
@@ -52,6 +53,8 @@ class ModuleMonitor:
         self._names: list[str] = []
         self._before: dict[str, tuple[list[nn.Parameter], list[torch.Tensor]]] = {}
         self._zeros: list[torch.Tensor] = []
+        self._same: list[torch.Tensor] = []
+        self._sums: dict[str, torch.Tensor] = {}
         self._reported: set[tuple[str, str]] = set()
         self._quiet = False
 
@@ -79,6 +82,11 @@ class ModuleMonitor:
                 nonzero_total = torch.stack(nonzero).sum() if nonzero else torch.zeros((), device=parameters[0].device)
                 self._zeros.append(1 - nonzero_total / total)
                 self._before[name] = parameters, [p.clone() for p in parameters]
+                sums = torch.stack([p.sum() for p in parameters])
+                last = self._sums.get(name)
+                known = last is not None and last.shape == sums.shape
+                self._same.append((last == sums).all() if known else torch.zeros_like(nonzero_total, dtype=torch.bool))
+                self._sums[name] = sums
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -91,8 +99,8 @@ class ModuleMonitor:
             size = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(before)))
             ratios.append(change / size.clamp_min(torch.finfo(size.dtype).tiny))
         self._names = list(self._before)
-        self.pending = [torch.stack([*self._zeros, *ratios]).float()]
-        self._before, self._zeros = {}, []
+        self.pending = [torch.stack([each.float() for each in (*self._zeros, *ratios, *self._same)])]
+        self._before, self._zeros, self._same = {}, [], []
 
     def check(self, values: Sequence[float], *, quiet: bool = False) -> None:
         """Warn about the modules that do not train; each one once until it trains again.
@@ -106,7 +114,8 @@ class ModuleMonitor:
         self.pending = []
         self._quiet = quiet
         count = len(self._names)
-        for name, zeros, ratio in zip(self._names, values[:count], values[count:], strict=True):
+        columns = (values[start : start + count] for start in (0, count, 2 * count))
+        for name, zeros, ratio, same in zip(self._names, *columns, strict=True):
             self._report(
                 name,
                 "zero gradients",
@@ -119,10 +128,19 @@ class ModuleMonitor:
             )
             self._report(
                 name,
+                "reset",
+                bool(same) and ratio >= SMALLEST_UPDATE,
+                f"the parameters of {name!r} are the same as {self.period} steps before, although the optimizer "
+                "updates them: they are reset between the steps.\n"
+                "  cause: custom code or a hook restores weights.\n"
+                "  fix:   remove it, or exclude these parameters from training (MODEL.FREEZE_LAYERS)",
+            )
+            self._report(
+                name,
                 "no update",
                 ratio < SMALLEST_UPDATE and zeros <= MOSTLY_ZERO,
                 f"the parameters of {name!r} do not change: update-to-weight ratio {ratio:.2g}.\n"
-                "  cause: the learning rate is too small for float32, or the parameters are reset after each step.\n"
+                "  cause: the learning rate is too small for float32.\n"
                 "  fix:   a higher SOLVER.BASE_LR, or SOLVER.LR_FACTORS for this part",
             )
 

@@ -215,6 +215,7 @@ class OptimizationStep:
         clip: as above.
         verdict: verdict of the last step; None before the first.
         total_loss: (), detached sum of the losses last passed to ``scale``; None before the first call.
+        loss_names: names of the losses last passed to ``scale``.
         skipped_total, skipped_in_a_row: number of skipped steps, in total and consecutive.
         frozen: names of frozen modules, see ``set_frozen``.
     """
@@ -242,6 +243,7 @@ class OptimizationStep:
         self.verdict: StepVerdict | None = None
         self.clip = clip
         self.total_loss: torch.Tensor | None = None
+        self.loss_names: tuple[str, ...] = ()
         self._losses_finite: torch.Tensor | None = None
         self._leaves_checked = False
         self._diverged: list[str] = []
@@ -296,6 +298,7 @@ class OptimizationStep:
         if not self._leaves_checked:
             self._leaves_checked = True
             warn_of_foreign_leaves(losses, self.model)
+        self.loss_names = tuple(losses)
         total = torch.stack(list(losses.values())).sum()
         self.total_loss = total.detach()
         finite = torch.isfinite(self.total_loss)

@@ -152,3 +152,30 @@ def test_only_fp16_hooks_with_loss_scaling_raise(name, hook, fails):
             check_communication(parallel_with(hook), scaled=True)
     else:
         check_communication(parallel_with(hook), scaled=True)
+
+
+# Parameters or losses that differ between ranks.
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_plain_ranks_drift_apart(ranks, dtype):
+    first, second = histories(ranks, f"divergence, {dtype}", "plain")
+    assert not torch.equal(first[-1]["model"]["second.weight"], second[-1]["model"]["second.weight"])
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_parameters_that_differ_between_ranks_are_named_after_the_epoch(ranks, dtype):
+    for message in histories(ranks, f"divergence, {dtype}", "drift"):
+        assert isinstance(message, str) and "second.weight" in message and "net." not in message
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_parameters_declared_as_sharded_may_differ(ranks, dtype):
+    first, second = histories(ranks, f"divergence, {dtype}", "sharded")
+    assert not torch.equal(first[-1]["model"]["second.weight"], second[-1]["model"]["second.weight"])
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_losses_that_differ_between_ranks_are_named(ranks, dtype):
+    for message in histories(ranks, f"divergence, {dtype}", "losses"):
+        assert isinstance(message, str) and "rank 0: loss_cls" in message and "loss_extra" in message

@@ -5,12 +5,15 @@ import math
 
 import pytest
 import torch
+from loops import make_batch, make_net, make_trainer
 from torch import nn
 
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionFailure, PrecisionPolicy
 from fastamp.amp.checks import NonFiniteParameters
 from fastamp.amp.module_monitor import FIRST_CHECK
 from fastamp.amp.step import SKIP_WINDOW
+from fastamp.engine import HookBase
+from fastamp.utils.errors import TrainingError
 
 
 class ScaleGradient(torch.autograd.Function):
@@ -235,3 +238,49 @@ def test_layers_in_plain_containers_are_named(caplog):
     run(model, step, 2)
     (message,) = warnings_of(caplog)
     assert all(name in message for name in ("extra[0].weight", "extra[0].bias", "more['a'].weight"))
+
+
+def epochs_with(change, caplog):
+    """Train for two epochs, with ``change`` called after the first."""
+
+    class Change(HookBase):
+        def after_epoch(self):
+            change(self.trainer)
+
+    model = make_net()
+    trainer = make_trainer(model, [torch.optim.SGD(model.parameters(), lr=0.1)], [make_batch()] * 8, torch.bfloat16)
+    trainer.register_hooks([Change()])
+    trainer.train(0, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda trainer: setattr(trainer.model, "head", nn.Linear(16, 4)), "head.weight"),
+        (lambda trainer: trainer.model.head.bfloat16(), "head.weight"),
+        (
+            lambda trainer: trainer.model.load_state_dict(
+                {name: t.clone() for name, t in trainer.model.state_dict().items()}, assign=True
+            ),
+            "optimizers hold",
+        ),
+    ],
+    ids=["head replaced", "head converted", "weights assigned"],
+)
+def test_model_changed_after_the_first_epoch_raises(change, words, caplog):
+    with pytest.raises(TrainingError, match=words):
+        epochs_with(change, caplog)
+
+
+def test_parameters_reset_between_steps_are_reported(caplog):
+    model, step = make()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def reset(number):
+        with torch.no_grad():
+            for name, p in model.backbone.named_parameters():
+                p.copy_(weights[f"backbone.{name}"])
+
+    run(model, step, 60, hook=reset)
+    (message,) = warnings_of(caplog)
+    assert "'backbone'" in message and "reset" in message

@@ -173,6 +173,39 @@ def compression(dtype: torch.dtype, rank: int) -> dict[str, Any]:
     return seen
 
 
+class RankLosses(Net):
+    """Net with a second loss on rank 1 that has no effect on the gradients."""
+
+    def losses(self, logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        losses = super().losses(logits, batch)
+        return losses | ({"loss_extra": logits.sum() * 0} if dist.get_rank() else {})
+
+
+class ShardedHead(TwoHeads):
+    """Model whose second head is declared to differ between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.sharded = True
+
+
+def divergence(dtype: torch.dtype, rank: int) -> dict[str, Any]:
+    """Train with heads outside DDP on different batches, and with different losses per rank."""
+    batches = [make_batch(seed=10 * step + rank) | {"factor": torch.ones(())} for step in range(STEPS)]
+    model = make_net(TwoHeads)
+    seen: dict[str, Any] = {"plain": plain(model, second_head_outside(model), batches, dtype)}
+    for name, net, kind in (
+        ("drift", TwoHeads, HeadOutside),
+        ("sharded", ShardedHead, HeadOutside),
+        ("losses", RankLosses, SimpleTrainer),
+    ):
+        try:
+            seen[name] = ours(make_net(net), batches, dtype, kind=kind)
+        except TrainingError as error:
+            seen[name] = str(error)
+    return seen
+
+
 def main(folder: Path, rank: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     seen = {}
@@ -181,6 +214,7 @@ def main(folder: Path, rank: int) -> None:
             seen[f"overflow on rank {bad_rank}, {dtype}"] = overflow(dtype, rank, bad_rank)
         seen[f"head outside, {dtype}"] = head_outside(dtype, rank)
         seen[f"compression, {dtype}"] = compression(dtype, rank)
+        seen[f"divergence, {dtype}"] = divergence(dtype, rank)
     torch.save(seen, folder / f"rank{rank}.pth")
     dist.barrier()
     dist.destroy_process_group()

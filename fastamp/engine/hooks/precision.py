@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fastamp.amp import PrecisionFailure
-from fastamp.amp.checks import check_communication
+from fastamp.amp.checks import check_communication, check_replicas
 from fastamp.amp.device_errors import IN_TRAINING, explain_device_error
 from fastamp.amp.policy import dtype_name
 from fastamp.engine.hooks.base import HookBase
@@ -33,6 +33,11 @@ class PrecisionHook(HookBase):
         self.trainer.precision_diagnostics.check(self.trainer.step, self.trainer.policy)
         self.trainer.precision_diagnostics.begin_recording()
         self._preflight_done = False
+
+    def before_epoch(self) -> None:
+        # Hooks and custom code may have replaced a module, converted parameters, or loaded weights.
+        if self._preflight_done:
+            self.trainer.precision_diagnostics.check(self.trainer.step, self.trainer.policy)
 
     def before_step(self) -> None:
         self.trainer.precision_diagnostics.begin_recording()
@@ -68,7 +73,11 @@ class PrecisionHook(HookBase):
 
 
 class ParallelChecks(HookBase):
-    """Check the gradients under DDP once per DDP instance: at the start, and after layers are frozen or unfrozen."""
+    """Check that ranks train the same model.
+
+    Gradients are checked once per DDP instance, at the start and after layers are frozen or unfrozen; parameters and
+    names of losses after each epoch.
+    """
 
     def __init__(self) -> None:
         self._checked: Any = lambda: None
@@ -90,6 +99,9 @@ class ParallelChecks(HookBase):
         self._checked = weakref.ref(parallel)
         check_communication(parallel, scaled=self.trainer.step.scaler is not None)
         _check_all_reached(self.trainer.model)
+
+    def after_epoch(self) -> None:
+        check_replicas(self.trainer.model, self.trainer.step.loss_names)
 
 
 def _check_all_reached(model: nn.Module) -> None:
