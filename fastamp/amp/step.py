@@ -491,13 +491,12 @@ class OptimizationStep:
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "skipped_total": self.skipped_total,
             "skipped_in_a_row": self.skipped_in_a_row,
-        } | ({"recently_skipped": list(self._recent)} if any(self._recent) else {})
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the numbers of skipped steps, and the loss scale if both the state and this step have one."""
         self.skipped_total = state["skipped_total"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
-        self._recent = deque(state.get("recently_skipped", ()), maxlen=SKIP_WINDOW)
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         elif self.scaler:
