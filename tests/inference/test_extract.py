@@ -233,7 +233,7 @@ def test_unreadable_image_raises_or_is_skipped(predictor, images, tmp_path, caps
         command, checkpoint, images, "-o", tmp_path / "out.npz", "--skip-corrupt", "--device", "cpu", "--workers", 1
     )
     out = capsys.readouterr().out
-    assert code == 0 and "zz.jpg" in out and "11 features of 16" in out
+    assert code == 0 and "zz.jpg" in out and "11 features" in out
     assert str(bad) not in read_extraction(tmp_path / "out.npz").paths.tolist()
     for image in images.rglob("*.jpg"):
         image.write_text("not an image")
