@@ -21,7 +21,7 @@ __getattr__ = moved_names(
 )
 
 _NO_PAIRS = (
-    "no reference pairs: the checkpoint contains none, because it was not saved after an evaluation\n"
+    "no reference pairs: the checkpoint contains none for this metric; training saves them after an evaluation\n"
     "  fix: extract features of images with identities (fastamp extract) and pass --reference FILE.npz"
 )
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from autotuner.space import IDENTITIES, SHORT_NAMES, Parameter, Space, default_space, read_space
-from autotuner.tune_hooks import Rounds
+from autotuner.tune_hooks import EvalRounds
 
 from fastamp.config import get_cfg
 from fastamp.config.defaults import KEYS
@@ -198,7 +198,7 @@ def test_config_without_a_default_space_lists_the_spaces():
     "period, epochs, grace", [(1, 4, 0), (1, 4, 3), (2, 9, 3), (10, 120, 10), (20, 60, 11), (5, 7, 99)]
 )
 def test_rounds_count_evaluations_after_warmup(period, epochs, grace):
-    rounds = Rounds(period, epochs, grace)
+    rounds = EvalRounds(period, epochs, grace)
     evaluations = sorted({*range(period, epochs + 1, period), epochs})
     counting = [epoch for epoch in evaluations if epoch >= min(grace, epochs) or epoch == epochs]
     assert [rounds.at(epoch) for epoch in evaluations] == [

@@ -143,7 +143,7 @@ def scheduler(name: str, *, rounds: int, space: Space, algorithm: str) -> Any:
 
     Args:
         name: ``"asha"``, ``"hyperband"`` (Li et al. 2018, arXiv:1603.06560), ``"pbt"`` or ``"none"``.
-        rounds: number of counted evaluations of a full trial, see ``tune_hooks.Rounds``.
+        rounds: number of counted evaluations of a full trial, see ``tune_hooks.EvalRounds``.
         space: search space; ``"pbt"`` perturbs its keys.
         algorithm: search algorithm; ``"bohb"`` requires Ray's HyperBandForBOHB.
     """

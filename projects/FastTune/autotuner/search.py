@@ -15,7 +15,7 @@ import numpy as np
 
 from autotuner.space import Space
 from autotuner.trial import FAILURE, PARENT, TrialSettings, plain_values, prune, ray_trial, read_reports, run_dir
-from autotuner.tune_hooks import EPOCH, SCORE, VALUES, Rounds
+from autotuner.tune_hooks import EPOCH, SCORE, VALUES, EvalRounds
 from fastamp.config import CfgNode
 from fastamp.config.defaults import present_path
 from fastamp.utils.errors import ConfigError, writing
@@ -114,10 +114,10 @@ class Search:
             )
 
     @property
-    def rounds(self) -> Rounds:
+    def rounds(self) -> EvalRounds:
         """Evaluations that the scheduler counts."""
         epochs = self.cfg.SOLVER.MAX_EPOCH
-        return Rounds(min(self.cfg.TEST.EVAL_PERIOD, epochs), epochs, self.grace_epochs)
+        return EvalRounds(min(self.cfg.TEST.EVAL_PERIOD, epochs), epochs, self.grace_epochs)
 
     def first(self) -> list[dict[str, Any]]:
         """Return the recipe's own values as the first sample; empty if disabled or outside the search space."""

@@ -12,7 +12,7 @@ import torch
 
 from autotuner.space import Space
 from autotuner.split import register_split
-from autotuner.tune_hooks import EPOCH, ROUND, SCORE, VALUES, Report, Rounds, TuneReportHook, checkpoints
+from autotuner.tune_hooks import EPOCH, ROUND, SCORE, VALUES, EvalRounds, Report, TuneReportHook, checkpoints
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import CfgNode, get_cfg, load_plugin
 from fastamp.engine import DefaultTrainer, HookBase, default_setup
@@ -32,7 +32,7 @@ class TrialSettings:
     Attributes:
         config: base config as YAML.
         space: search space.
-        rounds: see ``Rounds``.
+        rounds: see ``EvalRounds``.
         fraction: fraction of the training identities to hold out for validation, in 0..1. With 0, trials train on all
             identities and are evaluated on DATASETS.TESTS.
         seed: seed of the validation split.
@@ -47,7 +47,7 @@ class TrialSettings:
 
     config: str
     space: Space
-    rounds: Rounds
+    rounds: EvalRounds
     fraction: float
     seed: int
     plugin: str
