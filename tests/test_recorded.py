@@ -29,7 +29,7 @@ from recorded import FILES, RUNS, STOP
 import fastamp
 from fastamp import Predictor
 from fastamp.config import CfgNode, get_cfg
-from fastamp.config.defaults import present_path
+from fastamp.config.defaults import current_path
 from fastamp.diagnostics.crash import CrashDump
 from fastamp.engine import DefaultTrainer
 from fastamp.inference.features_file import read_extraction
@@ -383,7 +383,7 @@ def test_commands_exist():
 
 def test_keys_exist_with_their_defaults():
     before, now = json.loads((FILES / "keys.json").read_text()), recorded.keys()
-    before["keys"] = {present_path(key): value for key, value in before["keys"].items()}
+    before["keys"] = {current_path(key): value for key, value in before["keys"].items()}
     changed = [
         f"{table}: {key}: {value} -> {now[table].get(key)}"
         for table, values in before.items()

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 @renamed_arguments(parts="plugin")
 def convert(source: str, output: str = "", *, release: str = "", plugin: str = "") -> None:
-    """Translate a config file of an old FastReID release, including its bases and defaults, to the present keys.
+    """Translate a config file of an old FastReID release, including its bases and defaults, to the current keys.
 
     Translated keys, and keys without a counterpart, are printed to stderr.
 
@@ -98,7 +98,7 @@ def convert(source: str, output: str = "", *, release: str = "", plugin: str = "
         log.setLevel(level)
     notes = cfg.translation_notes()
     if not notes:
-        print(f"{source}: nothing to translate, all keys are present ones", file=sys.stderr)
+        print(f"{source}: nothing to translate: all keys are current", file=sys.stderr)
     title = notes[0] if notes else f"{source} with its bases"
     head = [
         title,

@@ -12,7 +12,7 @@ def describe_changes(cfg: CfgNode, before: str, source: str) -> list[str]:
     """Return a line ``KEY: before -> now`` for each key whose value differs.
 
     Args:
-        cfg: the present config.
+        cfg: the current config.
         before: saved output of ``cfg.dump()``; keys that are missing in it had their default values.
         source: name of the saved config, for messages.
 
@@ -45,7 +45,7 @@ def changed_values(cfg: CfgNode) -> dict[str, Any]:
 
 
 def _at(mapping: Any, path: str, default: Any) -> Any:
-    """Return the value at the present or former path of a key in nested dicts; ``default`` if it is not set."""
+    """Return the value at the current or former path of a key in nested dicts; ``default`` if it is not set."""
     for each in (path, *former_paths(path)):
         value = mapping
         for name in each.split("."):

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from yacs.config import CfgNode as YacsCfgNode
 
-from fastamp.config.defaults import KEYS, SHORTHANDS, present_path
+from fastamp.config.defaults import KEYS, SHORTHANDS, current_path
 from fastamp.config.files import parse_yaml
 from fastamp.config.key import Key, brief, convert, free_value, parse_bool, parse_literal, plain
 from fastamp.config.releases import hint, read_recipe
@@ -63,11 +63,11 @@ class CfgNode(YacsCfgNode):
 
     def __missing__(self, name: str) -> Any:
         """Look up a key or section by its former name."""
-        present = self._present(name)
-        if present == name:
+        current = self._current(name)
+        if current == name:
             raise KeyError(name)
         node: Any = self
-        for part in present.split("."):
+        for part in current.split("."):
             node = node[part]
         return node
 
@@ -96,12 +96,12 @@ class CfgNode(YacsCfgNode):
         if name in self.__dict__:
             raise ConfigError(f"{name!r} is a reserved attribute of CfgNode and cannot be a config key")
         self._check_not_frozen(name)
-        present = self._present(name)
-        if present != name and "." not in present:
-            name = present
+        current = self._current(name)
+        if current != name and "." not in current:
+            name = current
         if isinstance(value, YacsCfgNode) and (name not in self or self._is_section(name)):
             self._attach_or_merge(name, value)
-        elif self._declares and name not in self and present == name:
+        elif self._declares and name not in self and current == name:
             self._declare_value(name, value)
         else:
             _apply(self._edits(name, value, ASSIGNMENT))
@@ -112,7 +112,7 @@ class CfgNode(YacsCfgNode):
         """Merge a YAML file, after the files in its ``_BASE_``.
 
         Files of FastReID v0.1.1 and v1.0.0 are detected: the defaults of the release are merged first, and all keys are
-        translated to the present ones. Translated keys, and keys without a counterpart, are logged.
+        translated to the current ones. Translated keys, and keys without a counterpart, are logged.
 
         Args:
             cfg_filename: path of the file.
@@ -120,7 +120,7 @@ class CfgNode(YacsCfgNode):
 
         Raises:
             ConfigError: if a file cannot be read, has an unknown key or an invalid value, or if files of an old release
-                and of the present keys are mixed. The message names the file.
+                and of the current keys are mixed. The message names the file.
         """
         self._check_not_frozen()
         recipe = read_recipe(cfg_filename, known={key.path for key, _ in self.keys_below()}, release=release)
@@ -279,7 +279,7 @@ class CfgNode(YacsCfgNode):
             raise ConfigError(
                 f"{source}: expected a string as config key, got {brief(name)} ({type(name).__name__}){where}"
             )
-        name = self._present(name)
+        name = self._current(name)
         head, dot, rest = name.partition(".")
         self._check_not_frozen(head)
         if dot and isinstance(self.get(head), CfgNode):
@@ -332,13 +332,13 @@ class CfgNode(YacsCfgNode):
     def _full(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name
 
-    def _present(self, name: Any) -> Any:
-        """Return the present path, below this node, of a key or section given by its present or former path."""
+    def _current(self, name: Any) -> Any:
+        """Return the current path, below this node, of a key or section given by its current or former path."""
         if not isinstance(name, str) or name.partition(".")[0] in self:
             return name
         path = self._full(name)
-        present = present_path(path)
-        return name if present == path else present.removeprefix(f"{self._path}.")
+        current = current_path(path)
+        return name if current == path else current.removeprefix(f"{self._path}.")
 
     def _unknown(self, name: str) -> str:
         """Return the error message for an unknown key below this node."""

@@ -29,7 +29,7 @@ KEYS: dict[str, Key] = _all_keys()
 
 # A spelling in FastReID's config files that is not a key of any of its releases.
 FASTREID_SPELLINGS = {"SOLVER.AMP_ENABLED": "SOLVER.AMP.ENABLED"}
-# Aliases of keys and sections: former path -> present path.
+# Aliases of keys and sections: former path -> current path.
 RENAMED = FASTREID_SPELLINGS | {
     "LOG_ACTIVATIONS": "LOG_ACTIVATION_STATS",
     "INPUT.GREY": "INPUT.GRAYSCALE",
@@ -46,12 +46,12 @@ RENAMED = FASTREID_SPELLINGS | {
 SHORTHANDS = {"SOLVER.AMP": "DTYPE"}
 
 
-def present_path(path: str) -> str:
-    """Return the present path of a key or section, given its present or a former one."""
+def current_path(path: str) -> str:
+    """Return the current path of a key or section, given its current or a former one."""
     names = path.split(".")
     for count in range(1, len(names) + 1):
-        if present := RENAMED.get(".".join(names[:count])):
-            return ".".join([present, *names[count:]])
+        if current := RENAMED.get(".".join(names[:count])):
+            return ".".join([current, *names[count:]])
     return path
 
 

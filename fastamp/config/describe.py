@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fastamp.config.config import CfgNode, get_cfg
 from fastamp.config.defaults import FASTREID_SPELLINGS, RENAMED, SHORTHANDS, former_paths
 from fastamp.config.key import Key, show_value
-from fastamp.config.releases import present_names, read_recipe
+from fastamp.config.releases import current_names, read_recipe
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 _WIDTH = 100
@@ -24,7 +24,7 @@ def describe_config(prefix: str = "", cfg: CfgNode | None = None) -> str:
         ConfigError: if no key or section has this name. The message suggests the nearest one.
     """
     keys = list((get_cfg() if cfg is None else cfg).keys_below())
-    path = _present(prefix, RENAMED)
+    path = _current(prefix, RENAMED)
     chosen = [(key, value) for key, value in keys if f"{key.path.lower()}.".startswith(f"{path}." if path else "")]
     if not chosen:
         names = {key.path for key, _ in keys} | {key.path.rpartition(".")[0] for key, _ in keys} - {""}
@@ -52,8 +52,8 @@ def explain_key(name: str, cfg: CfgNode | None = None, config_file: str = "") ->
         ConfigError: if no key or section has this name (the message suggests the nearest one), or the file is invalid.
     """
     cfg = get_cfg() if cfg is None else cfg
-    spellings = present_names() | FASTREID_SPELLINGS
-    path = _present(name, spellings | RENAMED)
+    spellings = current_names() | FASTREID_SPELLINGS
+    path = _current(name, spellings | RENAMED)
     key = next((key for key, _ in cfg.keys_below() if key.path.lower() == path), None)
     if key is None:
         return describe_config(name, cfg)
@@ -77,13 +77,13 @@ def explain_key(name: str, cfg: CfgNode | None = None, config_file: str = "") ->
     return "\n".join(lines)
 
 
-def _present(name: str, spellings: Mapping[str, str]) -> str:
-    """Return the present path, in lower case, of a key or section given by any of its names in any case."""
+def _current(name: str, spellings: Mapping[str, str]) -> str:
+    """Return the current path, in lower case, of a key or section given by any of its names in any case."""
     lower = {old.lower(): new.lower() for old, new in spellings.items()}
     names = name.strip().strip(".").lower().split(".")
     for count in range(len(names), 0, -1):
-        if present := lower.get(".".join(names[:count])):
-            return ".".join([present, *names[count:]])
+        if current := lower.get(".".join(names[:count])):
+            return ".".join([current, *names[count:]])
     return ".".join(names)
 
 

@@ -157,7 +157,7 @@ RELEASE_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Old key -> present key with the same value.
+# Old key -> current key with the same value.
 RENAMED = {
     "INPUT.DO_FLIP": "INPUT.FLIP.ENABLED",
     "INPUT.FLIP_PROB": "INPUT.FLIP.PROB",
@@ -179,7 +179,7 @@ RENAMED = {
     "TEST.ROC_ENABLED": "TEST.ROC.ENABLED",
     "TEST.FLIP_ENABLED": "TEST.FLIP.ENABLED",
 }
-# Old keys that are translated by another rule: the present key to refer to, "" if there is none.
+# Old keys that are translated by another rule: the current key to refer to, "" if there is none.
 REPLACED = {
     "DATALOADER.PK_SAMPLER": "DATALOADER.SAMPLER_TRAIN",
     "DATALOADER.NAIVE_WAY": "DATALOADER.SAMPLER_TRAIN",

@@ -1,4 +1,4 @@
-"""Translation of config files of FastReID v0.1.1 and v1.0.0 to the present keys.
+"""Translation of config files of FastReID v0.1.1 and v1.0.0 to the current keys.
 
 The defaults of the release and the file are translated together, because some keys depend on others; for example, the
 margin of a ``linear`` classifier was not used.
@@ -9,11 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastamp.config.defaults import FASTREID_SPELLINGS, KEYS, present_path
+from fastamp.config.defaults import FASTREID_SPELLINGS, KEYS, current_path
 from fastamp.config.files import read_layers
 from fastamp.config.key import Key, convert, parse_bool, show_value
 from fastamp.config.release_tables import FIRST_VALUES, RELEASE_DEFAULTS, RENAMED, REPLACED, VALUES
 from fastamp.utils.errors import ConfigError, check_choice, did_you_mean
+from fastamp.utils.moved import moved_names
+
+__getattr__ = moved_names(__name__, {"present_names": "fastamp.config.releases.current_names"})
 
 RELEASES = tuple(RELEASE_DEFAULTS)
 Layers = list[tuple[str, dict[str, Any]]]
@@ -34,11 +37,11 @@ _MGN_LOSSES = {
 
 @dataclass
 class Recipe:
-    """A config file and its bases, in the present keys.
+    """A config file and its bases, in the current keys.
 
     Attributes:
         layers: source and mapping of each file in the order of merging; one translated mapping for an old release.
-        release: "v0.1.1", "v1.0.0", or "" for a file of the present keys.
+        release: "v0.1.1", "v1.0.0", or "" for a file of the current keys.
         lines: log lines: the detected release, and one line per translated key.
         missing: one line per key without a counterpart.
     """
@@ -63,7 +66,7 @@ def read_recipe(path: str | os.PathLike[str], *, known: Iterable[str] = KEYS, re
 
     Raises:
         ConfigError: if a file cannot be read, ``release`` is unknown, a value has the wrong type, or files of an old
-            release and of the present keys are mixed.
+            release and of the current keys are mixed.
     """
     if release:
         check_choice("release", release, RELEASES)
@@ -78,13 +81,13 @@ def read_recipe(path: str | os.PathLike[str], *, known: Iterable[str] = KEYS, re
     return Recipe([(os.fspath(path), translation.new)], found, [*lines, *translation.lines], translation.missing)
 
 
-def present_names() -> dict[str, str]:
-    """Return a mapping from each renamed or replaced old key to the present key."""
+def current_names() -> dict[str, str]:
+    """Return a mapping from each renamed or replaced old key to the current key."""
     return {old: new for old, new in (RENAMED | REPLACED).items() if new and old in _OLD_ONLY}
 
 
 def hint(path: str) -> str:
-    """Return the error message for a key of an old release, with its present name; "" for any other key."""
+    """Return the error message for a key of an old release, with its current name; "" for any other key."""
     if path not in _OLD_ONLY:
         return ""
     new = RENAMED.get(path) or REPLACED.get(path)
@@ -97,27 +100,27 @@ def detect(layers: Layers, known: set[str]) -> tuple[str, list[str]]:
 
     Args:
         layers: source and mapping with dotted keys of each file.
-        known: paths of the present keys.
+        known: paths of the current keys.
 
     Returns:
-        The release, "" for the present keys; and log lines with the reasons.
+        The release, "" for the current keys; and log lines with the reasons.
 
     Raises:
         ConfigError: if one file has keys that exist only in an old release, and another has keys that exist only in the
-            present version.
+            current version.
     """
     old_keys = _OLD_ONLY - known  # a project may declare a key of such a name
     old = {source: _old_marks(mapping, old_keys) for source, mapping in layers}
-    present = {source: _present_marks(mapping, known) for source, mapping in layers}
+    current = {source: _current_marks(mapping, known) for source, mapping in layers}
     # Values are not sufficient: a custom head, for example, may also be named LinearHead.
     if not any(key in old_keys for _, mapping in layers for key in mapping):
         return "", []
     of_old = next(source for source, marks in old.items() if marks)
-    of_new = next((source for source, keys in present.items() if keys and not old[source]), None)
+    of_new = next((source for source, keys in current.items() if keys and not old[source]), None)
     if of_new:
         raise ConfigError(
             f"cannot merge {of_old}, a config of an old release of FastReID ({_first_few(old[of_old])}), with "
-            f"{of_new}, which has present keys ({_first_few(present[of_new])}).\n"
+            f"{of_new}, which has current keys ({_first_few(current[of_new])}).\n"
             "  fix: use the base files of the same release (configs/Base-*.yml of its tag), then load it or translate "
             "it with `fastamp config convert`"
         )
@@ -136,8 +139,8 @@ def detect(layers: Layers, known: set[str]) -> tuple[str, list[str]]:
     elif first and last:
         others = last if release == "v0.1.1" else first
         lines.append(f"not in FastReID {release}: {_first_few(others)}; translated as in the other release")
-    if both := [key for keys in present.values() for key in keys]:
-        lines.append(f"not in any old release: {_first_few(both)}; read as present keys")
+    if both := [key for keys in current.values() for key in keys]:
+        lines.append(f"not in any old release: {_first_few(both)}; read as current keys")
     return release, lines
 
 
@@ -147,7 +150,7 @@ def _old_marks(mapping: Mapping[str, Any], old_keys: set[str]) -> list[str]:
     return keys + [f"{key} {mapping[key]}" for key in VALUES if _is_old_value(mapping, key)]
 
 
-def _present_marks(mapping: Mapping[str, Any], known: set[str]) -> list[str]:
+def _current_marks(mapping: Mapping[str, Any], known: set[str]) -> list[str]:
     """List the keys that exist in no old release."""
     return [key for key in mapping if key not in _ALL_OLD and key not in FASTREID_SPELLINGS and _is_known(key, known)]
 
@@ -158,8 +161,8 @@ def _is_old_value(mapping: Mapping[str, Any], key: str) -> bool:
 
 
 def _is_known(key: str, known: set[str]) -> bool:
-    """Return True for a present key, a key of a free-form section, or a section that accepts a value in its place."""
-    key = present_path(key)
+    """Return True for a current key, a key of a free-form section, or a section that accepts a value in its place."""
+    key = current_path(key)
     if key in known or f"{key}.ENABLED" in known:
         return True
     return any(KEYS[parent].is_free_form for parent in _parents(key) if parent in KEYS)
@@ -172,7 +175,7 @@ def _parents(key: str) -> list[str]:
 def _flat(mapping: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     """Yield the dotted key and value of each leaf; a free-form section is one value.
 
-    INPUT.PADDING is a number of pixels in an old file, and a shorthand of INPUT.PADDING.ENABLED in a present one.
+    INPUT.PADDING is a number of pixels in an old file, and a shorthand of INPUT.PADDING.ENABLED in a current one.
     """
     for name, value in mapping.items():
         path = f"{prefix}{name}"
@@ -198,15 +201,15 @@ class _Setting:
 
 
 class _Translation:
-    """Translation of an old release's files to the present keys.
+    """Translation of an old release's files to the current keys.
 
     Args:
         release: release whose defaults and rules apply.
         layers: source and mapping with dotted keys of each file.
-        known: paths of the present keys.
+        known: paths of the current keys.
 
     Attributes:
-        new: present key -> value.
+        new: current key -> value.
         lines, missing: see ``Recipe``.
     """
 
@@ -244,7 +247,7 @@ class _Translation:
         self._settings[key] = _Setting(name, value, source)
 
     def _put(self, values: Mapping[str, Any], *keys: str, why: str = "") -> None:
-        """Set present keys in place of the old ``keys``, and log the change if there is one."""
+        """Set current keys in place of the old ``keys``, and log the change if there is one."""
         self.new |= values
         self._translated |= set(keys)
         settings = [self._settings[key] for key in keys if key in self._settings]
@@ -272,7 +275,7 @@ class _Translation:
         """Translate learning-rate schedules, lengths and periods."""
         first, warmup = self.release == "v0.1.1", self._settings["SOLVER.WARMUP_EPOCHS"]
         if not first and warmup.name == "SOLVER.WARMUP_ITERS" and warmup.value > self["SOLVER.MAX_EPOCH"]:
-            # Releases after v1.0.0 still had old keys, but the present schedule.
+            # Releases after v1.0.0 still had old keys, but the current schedule.
             values = {"SOLVER.WARMUP_ITERS": warmup.value, "SOLVER.WARMUP_EPOCHS": 0}
             self._put(values, "SOLVER.WARMUP_EPOCHS", why="longer than the training, so in iterations, as after v1.0.0")
         else:
@@ -399,7 +402,7 @@ class _Translation:
 
 
 def _value(key: str, value: Any) -> Any:
-    """Return the present name of an old value."""
+    """Return the current name of an old value."""
     return VALUES[key].get(value, value)
 
 

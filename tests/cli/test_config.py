@@ -103,7 +103,7 @@ def test_plugin_keys_are_explained_and_compared(config, tmp_path):
     assert config("diff", *files)[0] == 2
 
 
-def test_convert_writes_present_keys(tmp_path, capsys):
+def test_convert_writes_current_keys(tmp_path, capsys):
     root = old_configs.write(tmp_path / "old")
     old, new = root / "v0.1.1/configs/Market1501/AGW_R50.yml", tmp_path / "new.yml"
     assert main(["config", "convert", str(old), "-o", str(new)]) == 0
@@ -115,7 +115,7 @@ def test_convert_writes_present_keys(tmp_path, capsys):
     loaded.merge_from_file(old)
     assert converted == loaded and converted.MODEL.BACKBONE.STEM_POOL == "padded"
 
-    assert main(["config", "convert", str(new)]) == 0  # it has present keys only
+    assert main(["config", "convert", str(new)]) == 0  # it has current keys only
     out, err = capsys.readouterr()
     assert str(new) in err and yaml.safe_load(out) == yaml.safe_load(new.read_text())
     assert main(["config", "convert", str(tmp_path / "missing.yml")]) == 2

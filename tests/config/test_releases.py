@@ -14,7 +14,7 @@ from fastamp.solver import build_lr_schedule
 from fastamp.utils.errors import ConfigError
 
 BOTH_LOSSES = ["CrossEntropyLoss", "TripletLoss"]
-# Differences from the present defaults, written by hand from the releases.
+# Differences from the current defaults, written by hand from the releases.
 COMMON = {
     "CUDNN_BENCHMARK": True,
     "MODEL.BACKBONE.PRETRAIN": True,
@@ -130,7 +130,7 @@ BACKBONES = {
 
 
 def expected(name):
-    """Return the differences from the present defaults: of the method, the backbone and the dataset."""
+    """Return the differences from the current defaults: of the method, the backbone and the dataset."""
     release, _, *folder, file = name.removesuffix(".yml").split("/")
     method, part = file.split("_") if folder else ("Base", file.removeprefix("Base-"))
     if not folder:
@@ -283,7 +283,7 @@ def test_old_names_of_pooling_layers(recipe, release, old, new):
     ("amSoftmax", "CosSoftmax", 30, 0.5), ("cosSoftmax", "CosSoftmax", 30, 0.5),
 ])  # fmt: skip
 def test_old_names_of_classifiers(recipe, old, new, scale, margin):
-    """The old linear classifier ignored SCALE and MARGIN; the present one would multiply by SCALE."""
+    """The old linear classifier ignored SCALE and MARGIN; the current one would multiply by SCALE."""
     heads = recipe({"MODEL.HEADS": {"CLS_LAYER": old, "SCALE": 30, "MARGIN": 0.5}}, "v0.1.1").MODEL.HEADS
     assert (new, scale, margin) == (heads.CLS_LAYER, heads.SCALE, heads.MARGIN)
 
@@ -339,7 +339,7 @@ def test_other_renamed_keys(recipe):
 
 
 def test_loss_scales_of_mgn(recipe):
-    """v0.1.1 applied the scales as given; the present model divides by the number of losses."""
+    """v0.1.1 applied the scales as given; the current model divides by the number of losses."""
     losses = {"NAME": BOTH_LOSSES, "CE": {"SCALE": 0.25}, "TRI": {"SCALE": 0.2}}
     mapping = {"MODEL": {"META_ARCHITECTURE": "MGN", "LOSSES": losses}}
     cfg = recipe(mapping, "v0.1.1")
@@ -411,11 +411,11 @@ def test_epochs_under_iteration_keys_in_later_files(recipe):
 
 
 def test_warmup_longer_than_the_training_is_in_iterations(recipe):
-    """Releases after v1.0.0 had some of the old keys and the present schedule."""
+    """Releases after v1.0.0 had some of the old keys and the current schedule."""
     cfg = recipe({"INPUT": {"DO_PAD": True}, "SOLVER": {"WARMUP_ITERS": 2000, "MAX_EPOCH": 60, "AMP": True}})
     assert (cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.WARMUP_EPOCHS, cfg.SOLVER.LR_UPDATE) == (2000, 0, "mixed")
     assert any("WARMUP_ITERS 2000" in line for line in cfg.translation_notes())
-    assert any("SOLVER.AMP.ENABLED" in line and "present" in line for line in cfg.translation_notes())
+    assert any("SOLVER.AMP.ENABLED" in line and "current" in line for line in cfg.translation_notes())
 
 
 def test_keys_of_both_releases_are_read_as_the_later_one(recipe):
@@ -449,7 +449,7 @@ def test_project_key_with_an_old_name_is_not_translated(tmp_path):
     assert cfg.MODEL.HEADS.IN_FEAT == 3 and cfg.translation_notes() == []
 
 
-def test_present_keys_in_an_old_file_are_kept(recipe):
+def test_current_keys_in_an_old_file_are_kept(recipe):
     cfg = recipe(
         {"SOLVER": {"MAX_ITER": 7, "AMP": "bf16"}, "TEST": {"RERANK": True, "REPORT": True}, "INPUT.FLIP": False}
     )
@@ -457,14 +457,14 @@ def test_present_keys_in_an_old_file_are_kept(recipe):
     assert cfg.TEST.RERANK.ENABLED and cfg.TEST.REPORT and not cfg.INPUT.FLIP.ENABLED
 
 
-@pytest.mark.parametrize("old, present", [("child", "base"), ("base", "child")])
-def test_mixing_old_and_present_files_is_an_error(tmp_path, old, present):
-    files = {old: {"SOLVER": {"MAX_ITER": 60}}, present: {"INPUT": {"FLIP": True}}}
+@pytest.mark.parametrize("old, current", [("child", "base"), ("base", "child")])
+def test_mixing_old_and_current_files_is_an_error(tmp_path, old, current):
+    files = {old: {"SOLVER": {"MAX_ITER": 60}}, current: {"INPUT": {"FLIP": True}}}
     (tmp_path / "base.yml").write_text(yaml.safe_dump(files["base"]))
     (tmp_path / "child.yml").write_text(yaml.safe_dump({"_BASE_": "base.yml"} | files["child"]))
     with pytest.raises(ConfigError) as caught:
         load(tmp_path / "child.yml")
-    for text in (f"{tmp_path / old}.yml", "(SOLVER.MAX_ITER)", f"{tmp_path / present}.yml", "(INPUT.FLIP", "fix: "):
+    for text in (f"{tmp_path / old}.yml", "(SOLVER.MAX_ITER)", f"{tmp_path / current}.yml", "(INPUT.FLIP", "fix: "):
         assert text in str(caught.value)
 
 
@@ -484,7 +484,7 @@ def test_missing_base_file_of_the_first_release_has_a_fix(tmp_path):
     ("MODEL.BACKBONE.NORM_SPLIT", "2", "MODEL.BACKBONE.NORM_SPLIT"),
     ("DATALOADER.PK_SAMPLER", "True", "DATALOADER.SAMPLER_TRAIN"),
 ])  # fmt: skip
-def test_old_key_on_command_line_suggests_the_present_one(key, value, now):
+def test_old_key_on_command_line_suggests_the_current_one(key, value, now):
     with pytest.raises(ConfigError, match=now) as caught:
         get_cfg().merge_from_list([key, value])
     assert "CROP" not in str(caught.value)

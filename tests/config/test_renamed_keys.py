@@ -9,7 +9,7 @@ import yaml
 from fastamp.checkpoint.entries import merge_from_checkpoint
 from fastamp.checkpoint.weights_file import write_checkpoint
 from fastamp.config import describe_changes, describe_config, explain_key, get_cfg
-from fastamp.config.defaults import FASTREID_SPELLINGS, KEYS, RENAMED, former_paths, present_path
+from fastamp.config.defaults import FASTREID_SPELLINGS, KEYS, RENAMED, current_path, former_paths
 from fastamp.utils.errors import ConfigError
 
 FORMER = {
@@ -47,7 +47,7 @@ def nested(values):
 
 def values_of(cfg):
     values = {key.path: value for key, value in cfg.keys_below()}
-    return {old: values[present_path(old)] for old in FORMER}
+    return {old: values[current_path(old)] for old in FORMER}
 
 
 def test_former_names_cover_every_renamed_key():

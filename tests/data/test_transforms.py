@@ -593,5 +593,5 @@ def test_registered_transform_without_enabled_key_is_an_error(project_transform,
 def test_unknown_section_in_before_suggests_nearest(project_transform):
     transform, cfg = project_transform
     transform.before = "REAA"
-    with pytest.raises(ConfigError, match=r"Darken\.before: 'REAA'.*'REA'"):
+    with pytest.raises(ConfigError, match=r"Darken\.before: .*'REAA'.*'REA'"):
         build_transforms(cfg)

@@ -163,13 +163,13 @@ def commands() -> dict[str, list[str]]:
 def keys() -> dict[str, Any]:
     """Map each config key to its type and default, and each alias to its key."""
     from fastamp.config.defaults import RENAMED, SHORTHANDS
-    from fastamp.config.releases import present_names
+    from fastamp.config.releases import current_names
 
     found = {
         key.path: [type(value).__name__, dict(value) if isinstance(value, dict) else value]
         for key, value in get_cfg().keys_below()
     }
-    spellings = {"renamed": dict(RENAMED), "shorthands": dict(SHORTHANDS), "old releases": present_names()}
+    spellings = {"renamed": dict(RENAMED), "shorthands": dict(SHORTHANDS), "old releases": current_names()}
     return json.loads(json.dumps({"keys": found, **spellings}))
 
 

@@ -78,7 +78,7 @@ KEYS = (
         "TEST.RERANK.VARIANT",
         "zhong",
         "Re-ranking: zhong is the authors' code; torchreid squares the distances once more; fastreid is the "
-        "present FastReID code, with k1 instead of k1 + 1 neighbors and unscaled distances.",
+        "current FastReID code, with k1 instead of k1 + 1 neighbors and unscaled distances.",
         choices=("zhong", "torchreid", "fastreid"),
     ),
     Key(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastamp.config import crop_size
-from fastamp.config.defaults import present_path
+from fastamp.config.defaults import current_path
 from fastamp.data.decode import read_image
 from fastamp.data.transforms.base import TRANSFORM_REGISTRY, Augmentation, BatchTransform
 from fastamp.data.transforms.geometry import Resize
@@ -174,7 +174,7 @@ def transform_order() -> list[str]:
         transform = TRANSFORM_REGISTRY.get(name)
         if name in ORDER:
             continue
-        before = present_path(f"INPUT.{transform.before}").removeprefix("INPUT.")
+        before = current_path(f"INPUT.{transform.before}").removeprefix("INPUT.")
         if before:
             check_choice(f"{transform.__name__}.before", before, ORDER)
         order.insert(order.index(before) if before else len(order), name)

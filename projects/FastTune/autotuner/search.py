@@ -17,7 +17,7 @@ from autotuner.space import Space
 from autotuner.trial import FAILURE, PARENT, TrialSettings, plain_values, prune, ray_trial, read_reports, run_dir
 from autotuner.tune_hooks import EPOCH, SCORE, VALUES, EvalRounds
 from fastamp.config import CfgNode
-from fastamp.config.defaults import present_path
+from fastamp.config.defaults import current_path
 from fastamp.utils.errors import ConfigError, writing
 
 ALGORITHMS = ("hyperopt", "bohb", "optuna", "random")
@@ -382,7 +382,7 @@ def _check_folder(search: Search, *, resume: bool) -> bool:
             "another folder"
         )
     before = json.loads(file.read_text(encoding="utf-8"))
-    before = {_FORMER_FLAGS.get(name, present_path(name)): value for name, value in before.items()}
+    before = {_FORMER_FLAGS.get(name, current_path(name)): value for name, value in before.items()}
     changed = [
         f"{name} was {before.get(name)}, got {facts.get(name)}"
         for name in before | facts

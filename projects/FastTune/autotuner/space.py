@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fastamp.config import CfgNode
-from fastamp.config.defaults import present_path
+from fastamp.config.defaults import current_path
 from fastamp.config.files import parse_yaml
 from fastamp.config.key import Key, convert, plain
 from fastamp.utils.errors import ConfigError, did_you_mean
@@ -159,7 +159,7 @@ class Space:
         sample: dict[str, Any] = {}
         for key, parameter in self.parameters.items():
             if parameter.kind != "choice":
-                sample[key] = parameter.encode(own[present_path(key)])
+                sample[key] = parameter.encode(own[current_path(key)])
                 continue
             # Compare configs, since one value may have several spellings.
             same = [self.apply(cfg, {key: value}) == cfg for value in parameter.values]
@@ -200,7 +200,7 @@ class Space:
                     f"search space: {parameter.key} cannot be searched: it must be the same in all trials.\n"
                     f"  fix: remove it from the space, and set {parameter.key} for all trials instead"
                 )
-            kind = types.get(present_path(parameter.key), float)
+            kind = types.get(current_path(parameter.key), float)
             number = parameter.key == IDENTITIES or kind in (int, float, type(None))
             if parameter.kind != "choice" and not number:
                 raise ConfigError(
@@ -264,7 +264,7 @@ def read_space(path: str | Path, cfg: CfgNode) -> Space:
 def _as_numbers(parameter: Parameter, cfg: CfgNode) -> Parameter:
     """Convert the values of a choice to the number type of the key."""
     keys = {key.path: key for key, _ in cfg.keys_below()} | {IDENTITIES: Key(IDENTITIES, 1, "", low=1)}
-    key = keys.get(present_path(parameter.key))
+    key = keys.get(current_path(parameter.key))
     if parameter.kind != "choice" or key is None or type(key.default) not in (int, float):
         return parameter
     try:
@@ -277,7 +277,7 @@ def _parameters(content: Mapping[str, Any], source: str) -> Iterator[Parameter]:
     seen: dict[str, str] = {}
     for name, value in content.items():
         key = SHORT_NAMES.get(name, name)
-        present = present_path(str(key))
+        present = current_path(str(key))
         if present in seen:
             raise ConfigError(f"{source}: {seen[present]} and {name} are the same key; remove one of them")
         seen[present] = name
