@@ -150,7 +150,7 @@ def test_gray_model_matches_the_rgb_model_with_a_common_normalization(resnet18_f
 
 
 def test_pixel_std_must_have_one_value_per_channel():
-    with pytest.raises(ConfigError, match=r"MODEL\.PIXEL_STD.* 3 .*INPUT\.CHANNELS.* 4"):
+    with pytest.raises(ConfigError, match=r"MODEL\.PIXEL_STD.*INPUT\.CHANNELS 4"):
         build_model(config("MODEL.DEVICE", "cpu", "INPUT.CHANNELS", "4", "MODEL.PIXEL_MEAN", (1.0, 2.0, 3.0, 4.0)))
 
 
