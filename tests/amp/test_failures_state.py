@@ -303,7 +303,7 @@ def test_weight_average_matches_float64_in_a_run(dtype):
     average = WeightAverage(model, "ema")
     start = {name: tensor.double() for name, tensor in values(model).items()}
     trainer = make_trainer(model, [sgd(model)], [GOOD, BAD, *[GOOD] * 20], dtype, init_scale=8.0)
-    trainer.register_hooks([EMA(average, DECAY), record])
+    trainer.register_hooks([EMA(average, DECAY, warmup=False), record])
     trainer.train(0, 1, 22)
     assert average.updates == 21
     for name, parameter in model.named_parameters():

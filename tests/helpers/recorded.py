@@ -36,7 +36,9 @@ COMMON = (
     "2",
 )
 RUNS = {
-    "ema": ("SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True", "SOLVER.EMA.DECAY", "0.9"),
+    "ema": (
+        "SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True", "SOLVER.EMA.WARMUP", "False", "SOLVER.EMA.DECAY", "0.9",
+    ),
     "swa": ("SOLVER.SWA.ENABLED", "True", "SOLVER.SWA.START_EPOCH", "0", "SOLVER.SWA.LR_FACTOR", "0.5"),
     # The pre-flight would lower the initial scale; without it the first steps are skipped.
     "fp16": (
@@ -54,7 +56,8 @@ RUNS = {
 }  # fmt: skip
 """Folder of an interrupted run -> its options, in addition to those of ``tiny`` and ``COMMON``."""
 TWO_RANKS = (
-    "SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True", "SOLVER.MAX_EPOCH", "1", "SOLVER.CHECKPOINT_ITERS", "2",
+    "SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True", "SOLVER.EMA.WARMUP", "False", "SOLVER.MAX_EPOCH", "1",
+    "SOLVER.CHECKPOINT_ITERS", "2",
 )  # fmt: skip
 CRASH = (
     "SOLVER.AMP", "fp16", "SOLVER.AMP.PREFLIGHT", "warn", "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "2",

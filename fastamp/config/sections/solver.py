@@ -124,6 +124,11 @@ KEYS = (
     Key("SOLVER.EMA.ENABLED", False, "Keep an exponential moving average (EMA) of the weights, in float32."),
     Key("SOLVER.EMA.DECAY", 0.999, "Decay of the EMA per optimizer step.", low=0, high=0.999999),
     Key(
+        "SOLVER.EMA.WARMUP",
+        True,
+        "Increase the decay of the EMA from 0 in the first steps, so that short runs do not keep the initial weights.",
+    ),
+    Key(
         "SOLVER.EMA.EVALUATE",
         True,
         "Evaluate the EMA weights, and save them as model_best.pth, instead of the trained weights.",

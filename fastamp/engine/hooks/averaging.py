@@ -1,20 +1,30 @@
 """Averages of the weights: EMA and SWA."""
 
+import logging
+from typing import Any
+
 from fastamp.engine.hooks.base import HookBase
 from fastamp.solver import WeightAverage
+
+logger = logging.getLogger(__name__)
 
 
 class EMA(HookBase):
     """Exponential moving average of the weights over the optimizer steps, without skipped ones.
 
+    With warm-up, update number t = 0, 1, ... has decay min(``decay``, 1 - (1 + t)^(-2/3)), as timm's ``ModelEmaV3``
+    with its defaults. Without it, a run of n steps keeps the fraction ``decay``^n of the initial weights.
+
     Args:
         average (WeightAverage): the average to update.
         decay (float): decay per step, 0..1.
+        warmup (bool): increase the decay from 0. Default True.
     """
 
-    def __init__(self, average: WeightAverage, decay: float) -> None:
+    def __init__(self, average: WeightAverage, decay: float, *, warmup: bool = True) -> None:
         self.average = average
         self.decay = decay
+        self.warmup = warmup
 
     def before_train(self) -> None:
         self._steps = self.trainer.steps_taken
@@ -24,7 +34,17 @@ class EMA(HookBase):
     def after_step(self) -> None:
         if self.trainer.steps_taken > self._steps:  # skipped steps do not change the weights
             self._steps = self.trainer.steps_taken
-            self.average.update(1 - self.decay)
+            limit = 1 - (1 + self.average.updates) ** (-2 / 3) if self.warmup else 1
+            self.average.update(1 - min(self.decay, limit))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"warmup": self.warmup}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # Runs that started before warm-up existed continue without it.
+        if state.get("warmup", False) != self.warmup:
+            self.warmup = not self.warmup
+            logger.info("EMA: the run started with SOLVER.EMA.WARMUP %s; continuing with it", self.warmup)
 
 
 class SWA(HookBase):

@@ -47,7 +47,7 @@ def build_training_hooks(
     if cfg.SOLVER.FREEZE_FC_ITERS:
         hooks.append(FreezeClassifier(model, cfg.SOLVER.FREEZE_FC_ITERS))
     if cfg.SOLVER.EMA.ENABLED:
-        hooks.append(EMA(average, cfg.SOLVER.EMA.DECAY))
+        hooks.append(EMA(average, cfg.SOLVER.EMA.DECAY, warmup=cfg.SOLVER.EMA.WARMUP))
     if cfg.SOLVER.SWA.ENABLED:
         hooks.append(SWA(average, start=swa_start(cfg), period=cfg.SOLVER.SWA.PERIOD))
     if cfg.LOG_ACTIVATION_STATS:

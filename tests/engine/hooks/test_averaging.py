@@ -1,0 +1,63 @@
+"""Warm-up of the EMA decay."""
+
+import pytest
+import torch
+from loops import make_batch, make_net, make_trainer, sgd, values
+
+from fastamp.config import get_cfg
+from fastamp.engine import HookBase
+from fastamp.engine.hooks import EMA
+from fastamp.solver import WeightAverage
+
+
+class Record(HookBase):
+    """Record the parameters after each step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def after_step(self):
+        self.steps.append(values(self.trainer.model))
+
+
+def train(steps, **options):
+    model, record = make_net(), Record()
+    average = WeightAverage(model, "ema")
+    initial = values(model)
+    trainer = make_trainer(model, [sgd(model)], [make_batch()] * steps, torch.float32)
+    trainer.register_hooks([EMA(average, 0.999, **options), record])
+    trainer.train(0, 1, steps)
+    return average.tensors(), initial, record.steps
+
+
+def test_warmup_equals_a_naive_loop_with_the_decay_of_timm():
+    average, initial, steps = train(20)
+    expected = {name: value.double() for name, value in initial.items()}
+    for number, step in enumerate(steps):
+        decay = min(0.999, 1 - (1 + number / 1) ** -(2 / 3))
+        expected = {name: decay * value + (1 - decay) * step[name].double() for name, value in expected.items()}
+    for name, value in expected.items():
+        torch.testing.assert_close(average[name].double(), value, rtol=1e-6, atol=1e-7)
+
+
+def test_short_run_does_not_keep_the_initial_weights():
+    def kept(average, initial, steps):
+        moved = steps[-1]["head.weight"] - initial["head.weight"]
+        return ((steps[-1]["head.weight"] - average["head.weight"]).norm() / moved.norm()).item()
+
+    assert kept(*train(20, warmup=False)) > 0.95
+    assert kept(*train(20)) < 0.5
+
+
+@pytest.mark.parametrize("state, expected", [({}, False), ({"warmup": False}, False), ({"warmup": True}, True)])
+def test_resume_continues_with_the_warmup_of_the_run(state, expected, caplog):
+    hook = EMA(WeightAverage(make_net(), "ema"), 0.9, warmup=not expected)
+    hook.load_state_dict(state)
+    assert hook.warmup is expected and "SOLVER.EMA.WARMUP" in caplog.text
+    again = EMA(WeightAverage(make_net(), "ema"), 0.9)
+    again.load_state_dict(hook.state_dict())
+    assert again.warmup is expected
+
+
+def test_warmup_is_on_by_default():
+    assert get_cfg().SOLVER.EMA.WARMUP is True
