@@ -43,15 +43,15 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """
     model_ids = {id(p) for p in model.parameters()}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    foreign = [p for p in held if id(p) not in model_ids]
-    held_ids = {id(p) for p in held}
-    missing = [name for name, p in trainable.items() if id(p) not in held_ids]
+    optimizer_params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in optimizer_params if id(p) not in model_ids]
+    optimizer_ids = {id(p) for p in optimizer_params}
+    missing = [name for name, p in trainable.items() if id(p) not in optimizer_ids]
     if not foreign and not missing:
         return
     found = (
-        f"  found: {len(trainable)} trainable parameters in the model, {len(held)} tensors in the optimizers, "
-        f"{len(held_ids & {id(p) for p in trainable.values()})} in both\n"
+        f"  found: {len(trainable)} trainable parameters in the model, {len(optimizer_params)} tensors in the "
+        f"optimizers, {len(optimizer_ids & {id(p) for p in trainable.values()})} in both\n"
     )
     names = f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
     if foreign:
@@ -133,10 +133,10 @@ def explain_no_gradient(model: nn.Module, optimizers: Sequence[Optimizer]) -> st
     """Build the error message for a step in which no optimizer has a gradient."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     reached = [p for p in trainable if p.grad is not None]
-    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    held_ids = {id(p) for p in held}
-    shared = [p for p in trainable if id(p) in held_ids]
-    frozen = [name for name, p in model.named_parameters() if id(p) in held_ids and not p.requires_grad]
+    optimizer_params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    optimizer_ids = {id(p) for p in optimizer_params}
+    shared = [p for p in trainable if id(p) in optimizer_ids]
+    frozen = [name for name, p in model.named_parameters() if id(p) in optimizer_ids and not p.requires_grad]
     names = ", ".join(f"{type(optimizer).__name__}" for optimizer in optimizers)
     if not trainable:
         cause = "all parameters of the model are frozen."
@@ -154,7 +154,7 @@ def explain_no_gradient(model: nn.Module, optimizers: Sequence[Optimizer]) -> st
         cause = "the gradients were cleared before the step, or the loss was computed with another model."
         fix = "call zero_grad() only after the step, and compute the loss with the model that is trained"
     return (
-        f"the optimizer ({names}, {len(held)} tensors) received no gradient, so it cannot step\n"
+        f"the optimizer ({names}, {len(optimizer_params)} tensors) received no gradient, so it cannot step\n"
         '(torch.amp.GradScaler reports this as "No inf checks were recorded for this optimizer").\n'
         f"  found: {len(trainable)} trainable parameters in the model, {len(shared)} of them in the optimizer, "
         f"{len(reached)} with a gradient\n"
@@ -257,9 +257,9 @@ def warn_of_foreign_leaves(losses: Mapping[str, torch.Tensor], model: nn.Module)
         losses (Mapping[str, Tensor]): losses of one batch.
         model (nn.Module): model that returned them.
     """
-    own = {id(p) for p in model.parameters()}
+    model_ids = {id(p) for p in model.parameters()}
     leaves = [node.variable for node in _nodes(losses.values()) if hasattr(node, "variable")]
-    foreign = {id(leaf): leaf for leaf in leaves if id(leaf) not in own}
+    foreign = {id(leaf): leaf for leaf in leaves if id(leaf) not in model_ids}
     if not foreign:
         return
     containers = {id(p): name for name, p in _parameters_in_containers(model)}

@@ -98,8 +98,8 @@ def _memory_taken() -> str:
     if not torch.cuda.is_initialized():
         return ""
     free, total = torch.cuda.mem_get_info()
-    taken, held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     return (
         f"  memory of {torch.cuda.get_device_name()}: {total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free; reserved "
-        f"by this process: {held / 2**30:.1f} GiB, allocated for tensors: {taken / 2**30:.1f} GiB\n"
+        f"by this process: {reserved / 2**30:.1f} GiB, allocated for tensors: {allocated / 2**30:.1f} GiB\n"
     )

@@ -25,11 +25,11 @@ def to_float16(module: nn.Module) -> None:
         module.register_forward_pre_hook(_inputs_in(torch.float32), with_kwargs=True)
         module.register_forward_hook(_output_in_float16)
         return
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    for tensor in own:
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    for tensor in tensors:
         if tensor.is_floating_point():
             tensor.data = tensor.data.half()
-    if any(tensor.dtype == torch.float16 for tensor in own):
+    if any(tensor.dtype == torch.float16 for tensor in tensors):
         module.register_forward_pre_hook(_inputs_in(torch.float16), with_kwargs=True)
     for child in module.children():
         to_float16(child)

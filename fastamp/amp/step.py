@@ -317,9 +317,9 @@ class OptimizationStep:
         active = [opt for opt in self.optimizers if any(p.grad is not None for p in _parameters(opt))]
         if not active:
             raise TrainingError(explain_no_gradient(self.model, self.optimizers))
-        held = [p for opt in active for p in self._in_order(opt)]
+        candidates = [p for opt in active for p in self._in_order(opt)]
         # A parameter in two optimizers must be unscaled only once.
-        parameters = list({id(p): p for p in held if p.grad is not None}.values())
+        parameters = list({id(p): p for p in candidates if p.grad is not None}.values())
         tensors = [p.grad for p in parameters]
         if self.loss_scale != 1.0:
             torch._foreach_mul_(tensors, 1.0 / self.loss_scale)
@@ -556,9 +556,11 @@ def groups_by_value(optimizer: Optimizer, positions: Mapping[int, int]) -> list[
     """
     if not all("role" in group for group in optimizer.param_groups):
         return [group["params"] for group in optimizer.param_groups]
-    held = [(p, (group["base_lr"], group["weight_decay"])) for group in optimizer.param_groups for p in group["params"]]
+    entries = [
+        (p, (group["base_lr"], group["weight_decay"])) for group in optimizer.param_groups for p in group["params"]
+    ]
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for parameter, values in sorted(held, key=lambda each: positions.get(id(each[0]), len(positions))):
+    for parameter, values in sorted(entries, key=lambda each: positions.get(id(each[0]), len(positions))):
         groups.setdefault(values, []).append(parameter)
     return list(groups.values())
 

@@ -10,55 +10,57 @@ from fastamp.utils.moved import moved_names
 __getattr__ = moved_names(__name__, {"unlike": "fastamp.utils.structure.structure_mismatch"})
 
 
-def structure_mismatch(own: Any, saved: Any, name: str = "") -> str:
+def structure_mismatch(expected: Any, saved: Any, name: str = "") -> str:
     """Describe the first difference in structure between two states; "" if there is none.
 
-    Keys in only one of them and values of tensors are ignored. None in ``own`` matches any plain value. None in
+    Keys in only one of them and values of tensors are ignored. None in ``expected`` matches any plain value. None in
     ``saved`` matches a dict, as a component that the saved run did not have. Integers must not be negative.
 
     Args:
-        own: state of this run: tensors and plain values in dicts, lists and tuples.
+        expected: state of this run: tensors and plain values in dicts, lists and tuples.
         saved: state from a file.
         name: name of the state, for the message.
     """
-    if isinstance(own, Mapping):
+    if isinstance(expected, Mapping):
         if saved is None:
             return ""
         if not isinstance(saved, Mapping):
             return _expected(name, "a dict", saved)
-        inner = ((own[key], saved[key], f"{name}.{key}" if name else str(key)) for key in own if key in saved)
+        inner = ((expected[key], saved[key], f"{name}.{key}" if name else str(key)) for key in expected if key in saved)
         return next(filter(None, (structure_mismatch(*each) for each in inner)), "")
-    if isinstance(own, torch.Tensor):
-        return _tensor_mismatch(own, saved, name)
-    if isinstance(own, tuple):
-        if not isinstance(saved, Sequence) or isinstance(saved, str) or len(saved) != len(own):
-            return _expected(name, f"{len(own)} values", saved)
-        pairs = zip(own, saved, strict=True)
+    if isinstance(expected, torch.Tensor):
+        return _tensor_mismatch(expected, saved, name)
+    if isinstance(expected, tuple):
+        if not isinstance(saved, Sequence) or isinstance(saved, str) or len(saved) != len(expected):
+            return _expected(name, f"{len(expected)} values", saved)
+        pairs = zip(expected, saved, strict=True)
         return next(filter(None, (structure_mismatch(*pair, f"{name}[{n}]") for n, pair in enumerate(pairs))), "")
-    if isinstance(own, list):
+    if isinstance(expected, list):
         if not isinstance(saved, list):
             return _expected(name, "a list", saved)
-        first = own[:1] or [None]
+        first = expected[:1] or [None]
         return next(
             filter(None, (structure_mismatch(first[0], each, f"{name}[{n}]") for n, each in enumerate(saved))), ""
         )
-    if own is None:
+    if expected is None:
         plain = saved is None or isinstance(saved, bool | int | float | str | Mapping)
         return "" if plain else _expected(name, "a plain value", saved)
-    if isinstance(own, bool | str):
-        return "" if isinstance(saved, type(own)) else _expected(name, type(own).__name__, saved)
-    if isinstance(own, int):
+    if isinstance(expected, bool | str):
+        return "" if isinstance(saved, type(expected)) else _expected(name, type(expected).__name__, saved)
+    if isinstance(expected, int):
         is_count = isinstance(saved, int) and not isinstance(saved, bool) and 0 <= saved < 2**63
         return "" if is_count else _expected(name, "a count", saved)
     is_number = isinstance(saved, int | float) and not isinstance(saved, bool) and abs(saved) < float("inf")
     return "" if is_number else _expected(name, "a number", saved)
 
 
-def _tensor_mismatch(own: torch.Tensor, saved: Any, name: str) -> str:
+def _tensor_mismatch(expected: torch.Tensor, saved: Any, name: str) -> str:
     if not isinstance(saved, torch.Tensor) or saved.layout != torch.strided or saved.is_meta:
         return _expected(name, "a tensor", saved)
-    same = saved.shape == own.shape and saved.dtype == own.dtype
-    return "" if same else f"{name}: expected {own.dtype} {tuple(own.shape)}, got {saved.dtype} {tuple(saved.shape)}"
+    if saved.shape == expected.shape and saved.dtype == expected.dtype:
+        return ""
+    found = f"{saved.dtype} {tuple(saved.shape)}"
+    return f"{name}: expected {expected.dtype} {tuple(expected.shape)}, got {found}"
 
 
 def _expected(name: str, expected: str, found: Any) -> str:

@@ -5,7 +5,7 @@ import torch
 
 from fastamp.utils.structure import structure_mismatch
 
-OWN = {
+STATE = {
     "iteration": 3,
     "best": None,
     "rate": 0.5,
@@ -18,8 +18,8 @@ OWN = {
 
 
 def test_equal_structure_has_no_mismatch():
-    same = {**OWN, "iteration": 10**9, "best": 0.5, "rate": 7, "others": [], "state": {0: {"mean": torch.ones(2, 3)}}}
-    assert [structure_mismatch(OWN, state) for state in (OWN, same, {})] == ["", "", ""]
+    same = {**STATE, "iteration": 10**9, "best": 0.5, "rate": 7, "others": [], "state": {0: {"mean": torch.ones(2, 3)}}}
+    assert [structure_mismatch(STATE, state) for state in (STATE, same, {})] == ["", "", ""]
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_equal_structure_has_no_mismatch():
 )
 def test_mismatch_names_key_and_expected_type(key, value, expected):
     with pytest.raises(AssertionError, match=expected):
-        assert structure_mismatch(OWN, OWN | {key: value}) == "", structure_mismatch(OWN, OWN | {key: value})
+        assert structure_mismatch(STATE, STATE | {key: value}) == "", structure_mismatch(STATE, STATE | {key: value})
