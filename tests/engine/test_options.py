@@ -177,8 +177,9 @@ def test_ema_is_evaluated_and_saved_as_the_best_model(demo, tmp_path):
     _, results = run(cfg, record)
     name = "backbone.0.weight"
     expected = record.start[name].double()
-    for state in record.states:
-        expected = 0.8 * expected + 0.2 * state[name].double()
+    for number, state in enumerate(record.states):
+        decay = min(0.8, 1 - (1 + number) ** (-2 / 3))
+        expected = decay * expected + (1 - decay) * state[name].double()
     best, final = (torch.load(tmp_path / f"model_{which}.pth", weights_only=True) for which in ("best", "final"))
     torch.testing.assert_close(final["average"]["model"][name].double(), expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(best["model"][name], final["average"]["model"][name])
