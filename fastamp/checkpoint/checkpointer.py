@@ -218,8 +218,10 @@ class Checkpointer:
         """Raise WeightsError if the structure of an entry differs from the entries that this run writes."""
         wrong = "" if isinstance(content["model"], dict) else "model: expected a dict"
         if not wrong:
-            odd = [key for key, value in content["model"].items() if not is_weight(value) or not isinstance(key, str)]
-            wrong = f"model: expected a dict of tensors, got another value at {odd[0]!r}" if odd else ""
+            invalid = [
+                key for key, value in content["model"].items() if not is_weight(value) or not isinstance(key, str)
+            ]
+            wrong = f"model: expected a dict of tensors, got another value at {invalid[0]!r}" if invalid else ""
         for key, part in self.checkpointables.items():
             own = part.form() if hasattr(part, "form") else part.state_dict()
             wrong = wrong or structure_mismatch(own, content[key], key)

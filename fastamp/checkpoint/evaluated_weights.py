@@ -40,9 +40,9 @@ def load_evaluated_weights(
     """
     extra = Checkpointer(model, min_match=min_match).load(path)
     if STRIPPED in extra:
-        held = extra[STRIPPED]
-        if held != (average or "model"):
-            logger.warning("%s was stripped and contains only the %s weights; evaluating these", path, held)
+        kind = extra[STRIPPED]
+        if kind != (average or "model"):
+            logger.warning("%s was stripped and contains only the %s weights; evaluating these", path, kind)
         return extra
     if average is None:
         return extra

@@ -140,9 +140,9 @@ class _Machine:
                 if hash_items:
                     self._hash(self._pop())
             else:
-                self._other(opcode)
+                self._unsupported_opcode(opcode)
 
-    def _other(self, opcode: pickletools.OpcodeInfo) -> None:
+    def _unsupported_opcode(self, opcode: pickletools.OpcodeInfo) -> None:
         """Simulate an opcode that PyTorch does not support, by its stack effect."""
         items: list[_Object] = []
         for kind in reversed(opcode.stack_before):

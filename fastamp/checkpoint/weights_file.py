@@ -295,12 +295,12 @@ def tensors_by_path(content: Any) -> dict[str, torch.Tensor]:
     ``{"teacher": {"backbone.conv1.weight": x}}`` gives ``teacher.backbone.conv1.weight``.
     """
     found: dict[str, torch.Tensor] = {}
-    open_: list[tuple[str, Any]] = [("", content)]
-    while open_:
-        name, value = open_.pop()
+    stack: list[tuple[str, Any]] = [("", content)]
+    while stack:
+        name, value = stack.pop()
         if isinstance(value, torch.Tensor):
             found[name] = value
         elif isinstance(value, dict):
-            below = [(f"{name}.{key}" if name else key, each) for key, each in value.items() if isinstance(key, str)]
-            open_ += reversed(below)
+            children = [(f"{name}.{key}" if name else key, each) for key, each in value.items() if isinstance(key, str)]
+            stack += reversed(children)
     return found
