@@ -54,7 +54,7 @@ def test_devices_pipes_and_circular_links_do_not_hang(tmp_path):
             continue  # stdin may be a regular file
         with pytest.raises(DataError, match="pipe or .*device"):
             read_image(str(path))
-        assert "a pipe or a device" in _inspect_image(ImageItem(str(path), 0, 0)).fault
+        assert "pipe" in _inspect_image(ImageItem(str(path), 0, 0)).fault
         with pytest.raises(DataError, match="pipe or .*device"):
             CsvDataset(path)
         with pytest.raises(WeightsError, match="pipe or .*device"):
