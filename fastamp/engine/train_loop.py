@@ -123,15 +123,15 @@ class TrainerBase:
         base = getattr(HookBase, moment, None)
         return [method for method in methods if base is None or getattr(method, "__func__", None) is not base]
 
-    @contextmanager
-    def step_context(self) -> Iterator[None]:
+    def step_context(self) -> AbstractContextManager[None]:
         """Context of one step: calls the internal hooks around it and reports an error in it to all hooks once.
 
         Nested contexts have no effect. ``train`` and ``run_step`` both enter it because either may be overridden.
         """
-        if self._in_step:
-            yield
-            return
+        return nullcontext() if self._in_step else self._step_context()
+
+    @contextmanager
+    def _step_context(self) -> Iterator[None]:
         self._in_step = True
         try:
             for hook in self._internal_hooks:
