@@ -27,14 +27,14 @@ def environment(root=""):
 def test_one_and_two_ranks_match_a_single_process(tmp_path):
     command = [sys.executable, device_ranks.__file__, str(tmp_path), "cuda", "syncBN"]
     subprocess.run(command, check=True, env=environment(), timeout=300)
-    alone, one, two = (torch.load(tmp_path / f"{count}.pth", weights_only=True) for count in (0, 1, 2))
-    assert len(alone) == device_ranks.STEPS
+    single, one, two = (torch.load(tmp_path / f"{count}.pth", weights_only=True) for count in (0, 1, 2))
+    assert len(single) == device_ranks.STEPS
     for steps in (one, two):
-        for expected, found in zip(alone, steps, strict=True):
+        for expected, found in zip(single, steps, strict=True):
             assert expected.keys() == found.keys()
             for name, value in expected.items():
                 torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
-    assert not torch.equal(alone[0]["backbone.bn1.running_mean"], alone[-1]["backbone.bn1.running_mean"])
+    assert not torch.equal(single[0]["backbone.bn1.running_mean"], single[-1]["backbone.bn1.running_mean"])
 
 
 def test_sync_bn_keeps_the_state_dict_names(tmp_path):

@@ -54,14 +54,14 @@ def test_accumulation_of_four_equals_the_full_batch(tmp_path, clip):
     options = () if clip is None else ("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", clip)
     options += ("SOLVER.CLIP_GRADIENTS.CLIP_VALUE", "0.001")
     quarters = batches(4, 4)
-    whole = Batches([{key: torch.cat([batch[key] for batch in quarters[:]]) for key in quarters[0]}])
-    full = make(tmp_path, whole, *options)
+    full_batch = Batches([{key: torch.cat([batch[key] for batch in quarters[:]]) for key in quarters[0]}])
+    full = make(tmp_path, full_batch, *options)
     accumulated = make(tmp_path, quarters, "SOLVER.ACCUM_STEPS", "4", *options)
     assert accumulated.batches_before(1) == 4 and full.batches_before(1) == 1
     for trainer in (full, accumulated):
         trainer.train(0, 5, 1)
     first, second = parameters(full.model), parameters(accumulated.model)
-    start = parameters(make(tmp_path, whole).model)
+    start = parameters(make(tmp_path, full_batch).model)
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=1e-5, atol=1e-7)
         assert not torch.equal(first[name], start[name])

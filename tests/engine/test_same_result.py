@@ -104,8 +104,8 @@ def test_moco_queue_matches_one_process(folders):
     paths = (folders[0] / "moco/rank0.pth", folders[1] / "moco/rank0.pth", folders[1] / "moco/rank1.pth")
     one, *two = (torch.load(path, weights_only=True) for path in paths)
     assert len(one) == 5 and [step["memory.queue_ptr"].item() for step in one] == [0, 8, 16, 16, 4]
-    for step, (alone, first, second) in enumerate(zip(one, *two, strict=True)):
-        for name, value in alone.items():
+    for step, (single, first, second) in enumerate(zip(one, *two, strict=True)):
+        for name, value in single.items():
             assert torch.equal(first[name], second[name]), (step, name)
             torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-6)
     for each in (one, *two):

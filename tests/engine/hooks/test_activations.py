@@ -136,9 +136,9 @@ def test_activations_are_monitored_once_per_period():
             hooked.append(bool(model[0]._forward_hooks))
             return {"loss": self.body(batch["x"]).mean()}
 
-    whole = Model()
-    batch = {"x": torch.randn(8, 4)}
-    trainer = SimpleTrainer(whole, itertools.repeat(batch), [torch.optim.SGD(whole.parameters(), 1e-3)], policy=FLOAT32)
+    trained = Model()
+    batches, optimizer = itertools.repeat({"x": torch.randn(8, 4)}), torch.optim.SGD(trained.parameters(), 1e-3)
+    trainer = SimpleTrainer(trained, batches, [optimizer], policy=FLOAT32)
     trainer.register_hooks([monitor])
     trainer.train(0, 1, 7)
     assert hooked == [False, False, True, False, False, True, True]
