@@ -66,18 +66,19 @@ class NonFiniteLocation:
         """Format the location and the fix in a few lines."""
         if self.kind == "batch not finite":
             return "batch not finite: the input of the model has Inf or NaN"
-        lines = [f"{self.kind} in {self.name}: first non-finite value: {self.part}, dtype {self.dtype}"]
+        kind = "NaN or Inf" if self.kind == "not finite in float32" else self.kind
+        lines = [f"{kind} in {self.name}: first non-finite value: {self.part} ({self.dtype})"]
         details = []
         if self.input_magnitude:
-            state = "finite" if self.inputs_finite else "not finite"
-            details.append(f"its inputs are {state}, at most {self.input_magnitude:.4g}")
+            state = "finite" if self.inputs_finite else "not all finite"
+            details.append(f"inputs {state}, largest {self.input_magnitude:.4g}")
         if self.float32_magnitude is not None and self.kind != "not finite in float32":
-            details.append(f"in float32 the same value is at most {self.float32_magnitude:.4g}")
+            details.append(f"same value in float32: largest {self.float32_magnitude:.4g}")
         limit = torch.finfo(getattr(torch, self.dtype)).max
         if self.parameter_magnitude is not None and self.parameter_magnitude > limit:
-            details.append(f"its parameters are at most {self.parameter_magnitude:.4g}")
+            details.append(f"parameters: largest {self.parameter_magnitude:.4g}")
         if self.dtype != "float32":
-            details.append(f"the largest {self.dtype} number is {limit:.4g}")
+            details.append(f"largest {self.dtype} number: {limit:.4g}")
         if details:
             lines.append("  found: " + "; ".join(details))
         if self.kind in ("loss-scale overflow", "backward overflow"):

@@ -235,7 +235,7 @@ def _check_training(
     )
     all_scales = " at every loss scale down to SOLVER.AMP.MIN_SCALE" if scaler and not low.bad_losses else ""
     check.overflow = (
-        f"in {precision} {_not_finite(low)}{all_scales}; in float32 all are finite.\n"
+        f"{_not_finite(low, f' in {precision}{all_scales}')}; all are finite in float32.\n"
         f"{_describe_location(check.location, note)}"
     )
 
@@ -262,7 +262,7 @@ def _check_embeddings(
         find = locate_in_evaluation
         check.location, note = try_locate(model, batch, lambda each: find(each, policy), frozen=frozen)
         check.overflow = (
-            f"in evaluation the features are not finite in {name}; in float32 they are finite.\n"
+            f"in evaluation the features are not finite in {name}, but finite in float32.\n"
             f"{_describe_location(check.location, note)}\n"
             "  or:    SOLVER.AMP.EVAL_DTYPE float32, to evaluate in float32"
         )
@@ -318,12 +318,12 @@ def _difference(first: TrainPass, second: TrainPass) -> tuple[float, str]:
     return (float(torch.linalg.vector_norm(changes)) / total if total else 0.0), names[int(changes.argmax())]
 
 
-def _not_finite(result: TrainPass) -> str:
+def _not_finite(result: TrainPass, where: str = "") -> str:
     """Describe the non-finite losses, or else the non-finite gradients."""
     names = result.bad_losses or result.bad_gradients
     kind = "losses" if result.bad_losses else "gradients"
     total = len(result.losses) if result.bad_losses else result.reached
-    return f"{len(names)} of {total} {kind} are not finite, e.g. {', '.join(names[:3])}"
+    return f"{len(names)} of {total} {kind} are not finite{where}, e.g. {', '.join(names[:3])}"
 
 
 def _describe_location(location: NonFiniteLocation | None, note: str) -> str:
