@@ -130,7 +130,7 @@ def magnitudes(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def explain_no_gradient(model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
-    """Build the error message for a step in which no optimizer has a gradient."""
+    """Build the error message for a step without any gradient."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     reached = [p for p in trainable if p.grad is not None]
     optimizer_params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

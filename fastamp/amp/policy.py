@@ -160,7 +160,7 @@ class PrecisionPolicy:
 
     @property
     def needs_loss_scaling(self) -> bool:
-        """True for float16, whose gradients underflow without a loss scale; bfloat16 has the range of float32."""
+        """True for float16: its gradients underflow without a loss scale. bfloat16 has the range of float32."""
         return self.dtype == torch.float16
 
     def autocast(self) -> AbstractContextManager[None]:

@@ -90,7 +90,7 @@ class CrashDump:
         """Read a crash dump.
 
         Args:
-            path: a file, or a folder, of which the newest file is read.
+            path: a file, or a folder; of a folder, the newest file is read.
 
         Raises:
             WeightsError: no crash dump was found, or the file is not a crash dump of this version.

@@ -92,7 +92,7 @@ class AmpReport:
     Attributes:
         policy: precision of the config; if AMP is off, that of ``SOLVER.AMP True``.
         asked: True if the config enables AMP.
-        problem: message if the model fails in float32, in which case there are no other results; else empty.
+        problem: message if the model fails in float32; then there are no other results. Else empty.
         float32: reference results.
         low: results for the low precisions.
         force_fp32: ``SOLVER.AMP.FORCE_FP32`` of the config.

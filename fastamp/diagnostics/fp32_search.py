@@ -42,7 +42,7 @@ def search_force_fp32(
 ) -> list[str] | None:
     """Find a short list of modules that pass the precision check if they compute in float32.
 
-    First the modules that overflow are added, in the order in which they are located. While the embeddings still
+    First the modules that overflow are added, in the order of their location. While the embeddings still
     differ from float32, the layers with the largest errors are added. Finally, modules that are not needed are removed.
 
     Args:

@@ -24,7 +24,7 @@ def replay(path: str, opts: Sequence[str] = (), *, plugin: str = "") -> bool:
     """Replay a crash dump; log the losses next to the recorded ones, and the first non-finite value.
 
     Args:
-        path: a crash dump, or the folder ``amp_crash``, of which the newest file is replayed.
+        path: a crash dump, or the folder ``amp_crash``; of a folder, the newest file is replayed.
         opts: KEY VALUE pairs that override the config, to test a fix on the failed step: ``SOLVER.AMP.FORCE_FP32``,
             ``SOLVER.AMP bf16``, ``SOLVER.AMP.INIT_SCALE``, ``MODEL.DEVICE``.
         plugin: Python file that registers the model's custom components, see ``load_plugin``.

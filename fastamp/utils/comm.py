@@ -243,5 +243,5 @@ def data_parallel(model: nn.Module) -> nn.Module:
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Create a context in which a ``data_parallel`` model does not synchronize gradients."""
+    """Create a context without gradient synchronization of a ``data_parallel`` model."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()

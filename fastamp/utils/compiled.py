@@ -37,7 +37,7 @@ def compile_parts(model: nn.Module, backend: str) -> None:
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Create a context in which compiled submodules run eagerly, so that their hooks are called."""
+    """Create a context that runs compiled submodules eagerly, so that their hooks are called."""
     # set_stance imports the compiler, which takes seconds, so it is used only for compiled models.
     if any(module._compiled_call_impl is not None for module in model.modules()):
         return torch.compiler.set_stance("force_eager")

@@ -22,7 +22,7 @@ from fastamp.utils import moved
 
 
 @pytest.mark.parametrize("old", sorted(moved.MODULES))
-def test_an_old_module_name_is_the_present_module(old, monkeypatch):
+def test_old_module_name_is_the_current_module(old, monkeypatch):
     monkeypatch.delitem(sys.modules, old, raising=False)
     with pytest.warns(DeprecationWarning, match=moved.MODULES[old]):
         module = importlib.import_module(old)
@@ -31,7 +31,7 @@ def test_an_old_module_name_is_the_present_module(old, monkeypatch):
     assert importlib.import_module(old) is module
 
 
-def test_submodules_of_a_moved_package(monkeypatch):
+def test_submodules_of_a_renamed_package(monkeypatch):
     monkeypatch.delitem(sys.modules, "fastamp.data.demo", raising=False)
     monkeypatch.delitem(sys.modules, "fastamp.data.demo.generate", raising=False)
     with pytest.warns(DeprecationWarning):
@@ -39,7 +39,7 @@ def test_submodules_of_a_moved_package(monkeypatch):
     assert generate_demo is importlib.import_module("fastamp.demo.generate").generate_demo
 
 
-def test_a_moved_name():
+def test_renamed_class_imports_with_a_warning():
     with pytest.warns(DeprecationWarning, match="PrecisionDiagnostics"):
         from fastamp.amp import Precautions
     assert Precautions.__module__ == "fastamp.diagnostics.precision_diagnostics"
@@ -150,14 +150,14 @@ def test_convert_state_dict_takes_precedence_over_adopt_state(recwarn):
 
 
 @pytest.mark.parametrize("name", ["read_config", "load_parts", "merge_from_checkpoint", "merge_if_config"])
-def test_names_that_were_in_engine_setup(name):
+def test_old_names_in_engine_setup(name):
     from fastamp.engine import setup
 
     with pytest.warns(DeprecationWarning, match=name):
         assert getattr(setup, name).__module__ in ("fastamp.config.read", "fastamp.checkpoint.entries")
 
 
-def test_an_unknown_name_fails_as_ever():
+def test_unknown_name_raises():
     with pytest.raises(ImportError):
         importlib.import_module("fastamp.amp.crashes")
     with pytest.raises(AttributeError):
@@ -202,7 +202,7 @@ def test_present_argument_names_do_not_warn():
         assert Evaluated("a", 1).result == Evaluated("a", result=1).result == 1
 
 
-def test_both_names_of_an_argument_are_refused():
+def test_both_names_of_an_argument_raise():
     with pytest.raises(TypeError, match="'length'.*'size'"):
         described(0, length=1, size=2)
     with pytest.raises(TypeError, match="unknown"):
@@ -217,7 +217,7 @@ def test_old_argument_and_attribute_of_a_dataclass():
         assert each.judgement == 1
 
 
-def test_an_old_attribute_can_be_set():
+def test_old_attribute_can_be_set():
     holder = Holder()
     with pytest.warns(DeprecationWarning):
         holder.judgement = 3
