@@ -434,7 +434,8 @@ class OptimizationStep:
     def finish(self) -> StepVerdict:
         """Unscale, check and clip the gradients, step or skip, and update the loss scale.
 
-        ``SimpleTrainer`` calls the parts instead, so a subclass overrides those.
+        A shorthand for open loops. ``SimpleTrainer.run_step`` calls the parts in the same order instead: a change here
+        does not change training, and a subclass overrides the parts.
 
         Returns:
             The verdict.

@@ -323,7 +323,7 @@ class SimpleTrainer(TrainerBase):
         Raises:
             PrecisionFailure: too many steps in a row were skipped.
         """
-        with self.step_context():  # explains errors; raises after too many skipped steps
+        with self.step_context():  # internal hooks explain errors, and raise after too many skipped steps
             self._start_clock()
             model, step, history = self.parallel_model(), self.step, []
             count = self.batches_before(self.iter + 1) - self.batches_before(self.iter)
