@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from fastamp.utils.moved import renamed_attribute
+
 _LAYERS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -30,6 +32,8 @@ class ForwardBuffers:
             self._saved = [buffer.clone() for buffer in current]
         else:
             _copy(self._saved, current)
+
+    keep = renamed_attribute("keep", "save")
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -28,7 +28,7 @@ from fastamp.amp.module_monitor import ModuleMonitor
 from fastamp.amp.policy import PrecisionPolicy
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
-from fastamp.utils.moved import renamed_attribute
+from fastamp.utils.moved import renamed_arguments, renamed_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +126,7 @@ class LossScaler:
         self._good_steps = int(state["good_steps"])
 
 
+@renamed_arguments(zero_share="zero_fraction")
 @dataclass(frozen=True)
 class StepVerdict:
     """Verdict of one optimizer step.

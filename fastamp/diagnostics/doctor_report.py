@@ -70,6 +70,8 @@ class PrecisionReport:
         """Return True if the mAP differs little from float32, up or down: rounding can also raise a score."""
         return bool(self.metrics) and abs(self.metrics["mAP"] - reference.metrics["mAP"]) <= LARGEST_MAP_DIFFERENCE
 
+    ranks_as = renamed_attribute("ranks_as", "ranking_matches")
+
     def usable(self, reference: "PrecisionReport") -> bool:
         """Return True if a run can use this precision, with ``force_fp32`` if necessary."""
         return not self.refused and self.force_fp32 is not None and self.ranking_matches(reference)

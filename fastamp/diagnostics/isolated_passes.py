@@ -16,7 +16,7 @@ from fastamp.amp.checks import check_losses
 from fastamp.amp.policy import PrecisionPolicy
 from fastamp.utils import comm
 from fastamp.utils.env import random_state, set_random_state
-from fastamp.utils.moved import moved_names
+from fastamp.utils.moved import moved_names, renamed_attribute
 
 __getattr__ = moved_names(
     __name__,
@@ -203,6 +203,8 @@ class IsolatedPasses:
                     layer.momentum = momentum
             self._statistics = [(b, b.clone()) for layer, _ in fresh for b in layer.buffers(recurse=False)]
         return self._statistics
+
+    first_statistics = renamed_attribute("first_statistics", "initial_statistics")
 
     def _copy(self) -> dict[str, Any]:
         return {key: _copied(value) for key, value in self.batch.items()}

@@ -15,7 +15,7 @@ from fastamp.diagnostics.nan_location import NonFiniteLocation
 from fastamp.diagnostics.nan_locator import largest_finite_scale, locate_in_evaluation, locate_in_training, try_locate
 from fastamp.diagnostics.tensors import all_finite, embedding_cosine
 from fastamp.utils.errors import TrainingError
-from fastamp.utils.moved import moved_names
+from fastamp.utils.moved import moved_names, renamed_arguments
 
 __getattr__ = moved_names(
     __name__,
@@ -147,6 +147,7 @@ def check_float32(
     return Float32Check(problem, location, trained.losses, unreached, features, count)
 
 
+@renamed_arguments(lowest_cosine="min_cosine")
 def check_precision(
     model: nn.Module,
     batch: dict[str, Any],
