@@ -34,11 +34,11 @@ def build_reid_train_loader(
 
     Args:
         cfg (CfgNode): config; reads DATASETS, DATALOADER, INPUT, SOLVER.IMS_PER_BATCH and SEED.
-        start_iter (int): first batch to load, counted from the start of training. Default 0.
+        start_iter (int): index of the first batch to load, counted from the start of training. Default 0.
         rank, world_size (int, optional): rank of this process and number of processes. Default: from torch.distributed.
 
     Returns:
-        TrainLoader: yields dictionaries, see ``ReidDataset.__getitems__``.
+        TrainLoader: loader that yields dictionaries, see ``ReidDataset.__getitems__``.
 
     Raises:
         DataError: if a dataset is missing or empty, or has too few images or identities for a batch.
@@ -47,7 +47,7 @@ def build_reid_train_loader(
     rank, world_size = _rank_and_world_size(rank, world_size)
     transforms = build_transforms(cfg, is_train=True)
     if not cfg.DATASETS.NAMES:
-        raise ConfigError("DATASETS.NAMES is empty.\n  fix: DATASETS.NAMES with at least one training set")
+        raise ConfigError("DATASETS.NAMES is empty.\n  fix: set DATASETS.NAMES to at least one training set")
     datasets = [build_dataset(name, cfg) for name in cfg.DATASETS.NAMES]
     parts = training_parts(datasets, combine_all=cfg.DATASETS.COMBINEALL)
     dataset = ReidDataset(
@@ -63,7 +63,7 @@ def build_reid_train_loader(
     if len(dataset) < batch_size:
         raise DataError(
             f"the training set ({', '.join(cfg.DATASETS.NAMES)}) is smaller than one batch: {len(dataset)} images, "
-            f"SOLVER.IMS_PER_BATCH is {batch_size}.\n  fix: a smaller SOLVER.IMS_PER_BATCH, or more images"
+            f"SOLVER.IMS_PER_BATCH is {batch_size}.\n  fix: reduce SOLVER.IMS_PER_BATCH, or add images"
         )
     if dataset.num_classes < 2:
         raise DataError(
@@ -113,8 +113,8 @@ def build_reid_test_loader(
             part of the test set. Default: from torch.distributed.
 
     Returns:
-        tuple[TestLoader, int]: the loader, whose batches hold the index of each image under ``indices``, and the number
-            of query images.
+        tuple[TestLoader, int]: the loader, which returns the index of each image as ``indices``, and the number of
+            query images.
 
     Raises:
         DataError: if the dataset is missing or empty, or the images of the first batch have different sizes.
@@ -125,15 +125,15 @@ def build_reid_test_loader(
     source = build_dataset(dataset_name, cfg)
     for split in ("query", "gallery"):
         if not getattr(source, split):
-            raise DataError(f"dataset {dataset_name} has no {split} images; expected a dataset with query and gallery")
+            raise DataError(f"dataset {dataset_name} has no {split} images; expected query and gallery images")
     items = PackedItems.concat([PackedItems.of(source.query), PackedItems.of(source.gallery)])
     dataset = ReidDataset(items, transforms, relabel=False)
     _check_camera_view_ids(cfg, dataset, [dataset_name])
     check_files(dataset.items, [source])
     if len(dataset) < world_size:
         raise DataError(
-            f"dataset {dataset_name} has fewer test images than there are processes: {len(dataset)} images, "
-            f"{world_size} processes.\n  fix: fewer processes"
+            f"dataset {dataset_name} has fewer test images than processes: {len(dataset)} images, "
+            f"{world_size} processes.\n  fix: use fewer processes"
         )
     batch_sampler = InferenceSampler(
         size=len(dataset),
@@ -176,7 +176,7 @@ def build_dataset(name: str, cfg: Any = None) -> ImageDataset:
         )
     if name not in DATASET_REGISTRY and (name.endswith(".csv") or "/" in name):
         kind = "csv" if name.endswith(".csv") else "folder"
-        raise ConfigError(f"DATASETS.NAMES: {name!r} is a path without a prefix.\n  fix: {kind}:{name}")
+        raise ConfigError(f"DATASETS.NAMES: {name!r} is a path without a prefix.\n  fix: use {kind}:{name}")
     component = DATASET_REGISTRY.get(name)
     # A string, because FastReID's dataset classes join it with `os.path` or `+`.
     root = str(data_root())
@@ -192,19 +192,19 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
     """Collect the training images of each dataset, with unique identities and cameras.
 
     Identities and cameras get the dataset's name as a prefix. Datasets of the same ``family``, such as VehicleID and
-    SmallVehicleID, share identities and cameras; an image that several of them list is used once. If there is only one
-    dataset, its cameras keep their numbers, which are also those of its test images.
+    SmallVehicleID, share identities and cameras; an image that is listed in several of them is used once. If there is
+    only one dataset, its camera numbers are unchanged and therefore match those of the test images.
 
     Args:
         datasets (Sequence[ImageDataset]): at least one dataset.
-        combine_all (bool): also train on query and gallery images, except for distractors (identity 0 or less). Default
+        combine_all (bool): also train on query and gallery images, except distractors (identity 0 or less). Default
             False.
 
     Returns:
         list[PackedItems]: the images of each dataset.
 
     Raises:
-        DataError: if a dataset has no training images, or two have the same ``dataset_name``.
+        DataError: if a dataset has no training images, or two datasets have the same ``dataset_name``.
     """
     classes: dict[str, type] = {}
     parts: list[PackedItems] = []
@@ -216,7 +216,7 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
         if classes.setdefault(dataset.name, type(dataset)) is not type(dataset):
             raise DataError(
                 f"{classes[dataset.name].__name__} and {type(dataset).__name__} have the same dataset_name "
-                f"{dataset.name!r}, the prefix of their identities.\n  fix: a unique dataset_name for each class"
+                f"{dataset.name!r}, which is the prefix of identities.\n  fix: give each class a unique dataset_name"
             )
         if len(datasets) == 1 and not combine_all:
             return [PackedItems.of(dataset.train)]
@@ -246,9 +246,9 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
 def _drop_shared_images(
     part: PackedItems, dataset: ImageDataset, earlier: Sequence[tuple[ImageDataset, PackedItems]]
 ) -> PackedItems:
-    """Drop images that an earlier dataset lists under the same identity.
+    """Drop images that an earlier dataset contains with the same identity.
 
-    Images that an earlier dataset lists under a different identity are kept, with a warning.
+    Images that an earlier dataset contains with a different identity are kept, with a warning.
 
     Args:
         part: images of ``dataset``, with prefixed identities.
@@ -267,8 +267,8 @@ def _drop_shared_images(
         if pid is not None:
             (same if pid == item.pid else conflicting).append(row)
     for rows, consequence in (
-        (same, "listed under the same identity; they are used once"),
-        (conflicting, "listed under a different identity, and are used with both; list only one of the datasets"),
+        (same, "with the same identity; each of them is used once"),
+        (conflicting, "with a different identity, and are used with both identities; list only one of the datasets"),
     ):
         if rows:
             first = seen[part[rows[0]].path, part[rows[0]].box][0].title
@@ -278,15 +278,15 @@ def _drop_shared_images(
 
 
 def _attach_cache(dataset: ReidDataset, cfg: Any) -> None:
-    """Let a dataset read from the image cache that DATALOADER.CACHE selects."""
+    """Attach the image cache selected by DATALOADER.CACHE to a dataset."""
     if cfg.DATALOADER.CACHE == "none":
         return
     transforms = dataset.transforms
     if transforms.resize.output_size is None:
         raise ConfigError(
-            f"DATALOADER.CACHE {cfg.DATALOADER.CACHE} needs images of one size, but {transforms.size_key} "
+            f"DATALOADER.CACHE {cfg.DATALOADER.CACHE} requires images of equal size, but {transforms.size_key} "
             f"{transforms.resize.size} keeps the aspect ratio.\n"
-            f"  fix: {transforms.size_key} (height, width), or DATALOADER.CACHE none"
+            f"  fix: set {transforms.size_key} to (height, width), or DATALOADER.CACHE to none"
         )
     cache = ImageCache(
         dataset.items,
@@ -300,7 +300,7 @@ def _attach_cache(dataset: ReidDataset, cfg: Any) -> None:
 
 
 def _device(cfg: Any) -> torch.device:
-    """Resolve MODEL.DEVICE; fall back to the CPU, because building the model raises the error."""
+    """Resolve MODEL.DEVICE; fall back to the CPU if that fails, because building the model raises the error."""
     try:
         return resolve_device(cfg.MODEL.DEVICE)
     except ConfigError:
@@ -327,7 +327,7 @@ def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str])
     ):
         low, high = int(ids.min()), int(ids.max())
         if number and (low < 0 or high >= number):
-            fix = f"\n  fix: MODEL.BACKBONE.{key} {high + 1}" if low >= 0 else ""
+            fix = f"\n  fix: set MODEL.BACKBONE.{key} to {high + 1}" if low >= 0 else ""
             raise ConfigError(
                 f"MODEL.BACKBONE.{key} is {number}: expected {plural} 0 to {number - 1}, got {low} to {high} in "
                 f"{title}.{fix}"
@@ -339,14 +339,14 @@ def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str])
     unknown = [name for name in names if name not in cfg.DATASETS.NAMES]
     if unknown and (backbone.SIE_CAMERAS or backbone.SIE_VIEWS):
         logger.warning(
-            "the cameras of %s are not those of %s, for which the backbone has learned camera and view embeddings",
+            "the cameras of %s differ from those of %s, on which the camera and view embeddings were trained",
             ", ".join(unknown),
             ", ".join(cfg.DATASETS.NAMES),
         )
 
 
 def _add_prefixes(items: PackedItems, pid_prefix: str, camid_prefix: str | None) -> PackedItems:
-    """Prefix identities and cameras; a prefix of None keeps the cameras."""
+    """Prefix identities, and cameras unless ``camid_prefix`` is None."""
     camids = None if camid_prefix is None else items.camids.map(lambda camid: _add_prefix(camid, camid_prefix))
     return items.replace(pids=items.pids.map(lambda pid: _add_prefix(pid, pid_prefix)), camids=camids)
 
@@ -364,10 +364,10 @@ def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int,
 
 
 def with_num_classes(cfg: CfgNode, num_classes: int) -> CfgNode:
-    """Set ``MODEL.HEADS.NUM_CLASSES`` to the number of training identities, in a frozen copy of the config.
+    """Return a frozen copy of the config with ``MODEL.HEADS.NUM_CLASSES`` set to the number of training identities.
 
     Raises:
-        ConfigError: if the key is set to a different number.
+        ConfigError: if the key is already set to a different number.
     """
     requested = cfg.MODEL.HEADS.NUM_CLASSES
     if requested not in (0, num_classes):

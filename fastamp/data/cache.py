@@ -37,21 +37,21 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class ImageCache:
-    """Images of one size, decoded once: on disk for later runs, or in memory for concurrent runs.
+    """Cache of decoded images of equal size: on disk for later runs, or in memory for concurrent runs.
 
-    The file name is a fingerprint of the images (paths, sizes, modification times and boxes) and of the size they are
-    resized to. If an image changes, the cache is built again and the old file is removed. The file is renamed when it
-    is complete, so that an interrupted build leaves no cache. One process builds while others wait.
+    The file name is a fingerprint of the images (paths, sizes, modification times and boxes) and of their size after
+    resizing. If an image changes, the cache is built again and the old file is removed. The file gets its final name
+    when it is complete, so that an interrupted build leaves no cache. One process builds the cache while the others
+    wait.
 
     Args:
         items (Sequence[ImageItem]): images.
         shape (tuple[int, int, int]): (C, H, W) of each image.
-        read (Callable): index of an item -> (C, H, W) uint8; called from several threads.
+        read (Callable): function from the index of an item to its (C, H, W) uint8 image; called from several threads.
         where (str): ``"disk"`` or ``"ram"``.
         folder (str): folder of the cache on disk. Default: ``.fastamp-cache`` in the data root, or ``~/.cache/fastamp``
             if the root is not writable.
-        kind (str): other properties that the images depend on, such as resizing, cropping and interpolation. Default
-            "".
+        kind (str): other settings that affect the images, such as resizing, cropping and interpolation. Default "".
 
     Attributes:
         images (Tensor): (N, C, H, W) uint8, memory-mapped; read-only.
@@ -93,7 +93,7 @@ class ImageCache:
         return self.path.exists() and self.path.stat().st_size == np.prod(size)
 
     def _open(self) -> BinaryIO | None:
-        """Open and lock the file, which prevents its removal; None if it does not exist yet."""
+        """Open the cache file and lock it to prevent its removal; return None if it does not exist."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -102,7 +102,7 @@ class ImageCache:
         return file if os.fstat(file.fileno()).st_nlink else None
 
     def close(self) -> None:
-        """Release the cache; a cache in memory is removed with its last user. Also runs on garbage collection."""
+        """Release the cache; an in-memory cache is deleted after its last release. Also runs on garbage collection."""
         self._release()
 
     def _build(self, size: tuple[int, ...], read: Callable[[int], Tensor]) -> None:
@@ -123,11 +123,11 @@ class ImageCache:
                 mapped.flush()
             os.replace(unfinished, self.path)
         except OSError as error:
-            elsewhere = "DATALOADER.CACHE disk" if self._where == "ram" else "DATALOADER.CACHE_DIR to another folder"
+            elsewhere = "DATALOADER.CACHE to disk" if self._where == "ram" else "DATALOADER.CACHE_DIR to another folder"
             raise DataError(
-                f"DATALOADER.CACHE: cannot write {self.path}: {error.strerror or error}; needs {count / 1e9:.2f} GB, "
-                f"{free / 1e9:.2f} GB free.\n"
-                f"  fix: free disk space, {elsewhere}, or DATALOADER.CACHE none"
+                f"DATALOADER.CACHE: cannot write {self.path}: {error.strerror or error}; required: "
+                f"{count / 1e9:.2f} GB, free: {free / 1e9:.2f} GB.\n"
+                f"  fix: free disk space, or set {elsewhere}, or DATALOADER.CACHE to none"
             ) from error
         finally:
             unfinished.unlink(missing_ok=True)
@@ -150,7 +150,7 @@ class ImageCache:
 
 
 def _fingerprint(items: Sequence[ImageItem], shape: tuple[int, int, int], kind: str) -> tuple[str, str]:
-    """Hash the list of images, and the list with file sizes and modification times."""
+    """Hash the list of images twice: without and with file sizes and modification times."""
     listed, content = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=16)
     listed.update(json.dumps([_VERSION, shape, kind]).encode())
     for item in items:
@@ -173,14 +173,14 @@ def _memory_folder() -> Path:
     if folder.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o022:
         # Another user could create the folder first, and read or replace the images.
         raise DataError(
-            f"DATALOADER.CACHE ram: {folder} is a link, or belongs to or is writable by other users.\n"
-            "  fix: remove the folder, or DATALOADER.CACHE disk"
+            f"DATALOADER.CACHE ram: {folder} is a symbolic link, or another user owns it or can write to it.\n"
+            "  fix: remove the folder, or set DATALOADER.CACHE to disk"
         )
     return folder
 
 
 def _disk_folder(folder: str) -> Path:
-    """Return the first candidate folder that is writable."""
+    """Return the first writable folder for the cache on disk."""
     fallback = expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fastamp"
     root = [data_root() / ".fastamp-cache"] if data_root().is_dir() else []
     candidates = [expand(folder)] if folder else [*root, fallback]
@@ -194,7 +194,9 @@ def _disk_folder(folder: str) -> Path:
             logger.info("DATALOADER.CACHE: cannot write to %s", reason)
             continue
         return candidate
-    raise DataError(f"DATALOADER.CACHE: no writable folder: {reason}.\n  fix: a writable DATALOADER.CACHE_DIR")
+    raise DataError(
+        f"DATALOADER.CACHE: no writable folder: {reason}.\n  fix: set DATALOADER.CACHE_DIR to a writable folder"
+    )
 
 
 def _release_file(file: BinaryIO, path: Path, *, in_memory: bool) -> None:
@@ -206,7 +208,7 @@ def _release_file(file: BinaryIO, path: Path, *, in_memory: bool) -> None:
 
 @contextmanager
 def _build_lock(lock: Path, target: Path) -> Iterator[None]:
-    """Hold the lock that lets one process at a time build a cache."""
+    """Hold a file lock, so that only one process at a time builds a cache."""
     with lock.open("ab") as file:  # append: does not truncate the target of a link
         try:
             if not _try_lock(file):
@@ -216,7 +218,7 @@ def _build_lock(lock: Path, target: Path) -> Iterator[None]:
         except OSError as error:
             raise DataError(
                 f"DATALOADER.CACHE: cannot lock files in {lock.parent}: {error.strerror or error}.\n"
-                "  fix: a DATALOADER.CACHE_DIR on a local disk"
+                "  fix: set DATALOADER.CACHE_DIR to a folder on a local disk"
             ) from error
         yield
 

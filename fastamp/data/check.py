@@ -29,13 +29,13 @@ _MAX_EXAMPLES = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem of a dataset.
+    """Problem found in a dataset.
 
     Attributes:
         fault (str): short description of the problem.
         examples (list[str]): the first occurrences, one line each.
         count (int): number of occurrences.
-        is_error (bool): True if results would be wrong, False for a warning.
+        is_error (bool): True if the problem makes results wrong, False for a warning.
     """
 
     fault: str
@@ -49,7 +49,7 @@ class Report:
     """Result of ``check_dataset``.
 
     Attributes:
-        rows (list): (split, images, identities, cameras) of each split that has images.
+        rows (list): name and numbers of images, identities and cameras of each split that is not empty.
         findings (list[Finding]): problems, errors first.
         sizes (Counter): (width, height) -> number of images.
     """
@@ -79,13 +79,13 @@ def check_dataset(dataset: ImageDataset, *, max_pixels: int = MAX_PIXELS) -> Rep
 
     Args:
         dataset (ImageDataset): dataset to check.
-        max_pixels (int): width x height of the largest image that training reads. Default 100,000,000.
+        max_pixels (int): maximum width x height of an image. Default 100,000,000.
 
     Returns:
-        Report: counts of images and findings.
+        Report: numbers of images, and findings.
 
     Raises:
-        DataError: if a split cannot be listed.
+        DataError: if the images of a split cannot be listed.
     """
     splits = {split: items for split in SPLITS if (items := getattr(dataset, split))}
     report = Report([(split, *count_items(items)) for split, items in splits.items()])
@@ -116,7 +116,7 @@ def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, col
     Args:
         dataset (ImageDataset): dataset to draw from.
         path (Path): PNG file to write.
-        identities (int): rows for training identities, and for query identities. Default 8.
+        identities (int): maximum number of training identities, and of query identities. Default 8.
         columns (int): images per row. Default 12.
         seed (int): seed of the random choice of identities. Default 0.
 
@@ -232,7 +232,7 @@ def _find_duplicates(splits: dict[str, list[ImageItem]], summaries: dict) -> Ite
 
 
 def _find_conflicting_labels(splits: dict[str, list[ImageItem]], summaries: dict) -> Iterable[Finding]:
-    """Find images that a split lists under several identities, or more than once."""
+    """Find images that are listed with several identities, or more than once, in the same split."""
     for split, items in splits.items():
         by_digest: dict[bytes, list[ImageItem]] = defaultdict(list)
         for item in items:

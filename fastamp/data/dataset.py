@@ -26,9 +26,9 @@ class ReidDataset(Dataset):
     Args:
         items (Sequence[ImageItem]): images; stored in arrays.
         transforms (Transforms): reading, resizing and augmentation.
-        relabel (bool): if True, map identities to 0..num_classes-1 in sorted order, and cameras as well unless all are
-            integers. Integer cameras keep their values, which are also those of the test images. If False, identities
-            and cameras must be integers and keep their values.
+        relabel (bool): if True, map identities to 0..num_classes-1 in sorted order, and likewise cameras unless all of
+            them are integers. Integer cameras keep their values, so that they match those of the test images. If False,
+            identities and cameras must be integers and keep their values.
         augment (bool): if True, apply the augmentation. If False, return its parameters in the batch under
             ``augmentation``, for ``Transforms.augment``. Default True.
         skip_corrupt (bool): replace an unreadable image with another image of the same identity. Default False.
@@ -40,7 +40,7 @@ class ReidDataset(Dataset):
         cache (ImageCache, optional): resized images of all items.
 
     Raises:
-        DataError: if ``relabel`` is False and an identity or camera is not an integer.
+        DataError: if ``relabel`` is False and an identity or a camera is not an integer.
     """
 
     store = renamed_attribute("store", "cache")
@@ -72,7 +72,7 @@ class ReidDataset(Dataset):
                 item for item in self.items if not (isinstance(item.pid, Integral) and isinstance(item.camid, Integral))
             )
             raise DataError(
-                f"identities and cameras of query and gallery must be integers; {wrong.path} has identity "
+                f"identities and cameras of query and gallery images must be integers; {wrong.path} has identity "
                 f"{wrong.pid!r} and camera {wrong.camid!r}"
             )
         self.labels, self.camids = pids.codes, camids.codes
@@ -85,7 +85,7 @@ class ReidDataset(Dataset):
         return len(self.items)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return one image with its labels, augmented as at the start of epoch 0."""
+        """Return one image with its labels, augmented with the random numbers of epoch 0 and position ``index``."""
         return {name: values[0] for name, values in self.__getitems__([(0, index, index)]).items()}
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> dict[str, Any]:
@@ -138,8 +138,8 @@ class ReidDataset(Dataset):
             Tensor: (C, H, W) uint8.
 
         Raises:
-            DataError: if the image cannot be read, and with ``skip_corrupt``, if no other image of its identity can be
-                read.
+            DataError: if the image cannot be read and, with ``skip_corrupt``, no other image of its identity can be
+                read either.
         """
         try:
             return self._read(index)

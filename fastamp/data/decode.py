@@ -51,8 +51,8 @@ def read_image(
 ) -> Tensor:
     """Read an image file and apply its EXIF orientation.
 
-    Grayscale and RGB are converted to each other as requested. An alpha channel is kept or dropped, never blended, and
-    is 255 if the file has none. Of 16-bit channels the upper 8 bits are kept; of an animation, the first frame.
+    The image is converted to ``channels``. An alpha channel is kept or dropped, never blended; it is 255 if the file
+    has none. Channels of 16 bits are reduced to their upper 8 bits. For an animation, the first frame is read.
 
     torchvision decodes JPEG files, and PIL decodes all other formats and the JPEG files that torchvision rejects.
     Grayscale is computed from the decoded RGB, as PIL does.
@@ -60,12 +60,12 @@ def read_image(
     Args:
         path (str): image file.
         channels (int): 1 for grayscale, 3 for RGB, 4 for RGBA. Default 3.
-        box (tuple, optional): (left, top, right, bottom) of the part to return, in pixels of the upright image; right
+        box (tuple, optional): (left, top, right, bottom) of the region to return, in pixels of the upright image; right
             and bottom are exclusive. Default: the whole image.
         max_pixels (int): maximum width x height to decode, at most ``LARGEST_PIXELS``. Default 100,000,000.
-        least_side (int, optional): sufficient height and width, in pixels. A JPEG file of more than 2**24 pixels is
-            decoded at 1/2, 1/4 or 1/8 of its size by libjpeg's scaled DCT, as long as both sides keep this many pixels.
-            Ignored if ``box`` is given. Default: decode at full size.
+        least_side (int, optional): required height and width, in pixels. A JPEG file of more than 2**24 pixels is
+            decoded at 1/2, 1/4 or 1/8 of its size by libjpeg's scaled DCT if both sides still have at least this many
+            pixels. Ignored if ``box`` is given. Default: decode at full size.
 
     Returns:
         Tensor: (channels, H, W) uint8.
@@ -117,21 +117,21 @@ def _read_full_image(path: str, channels: int, max_pixels: int, least_side: int 
 
 
 def check_pixels(path: str, width: int, height: int, max_pixels: int) -> None:
-    """Check the size of an image before it is decoded.
+    """Check the number of pixels of an image before decoding it.
 
     Raises:
-        DataError: if it has more than ``max_pixels`` pixels.
+        DataError: if the image has more than ``max_pixels`` pixels.
     """
     if width * height > max_pixels:
-        raise_limit = f"INPUT.MAX_PIXELS {width * height}, or " if width * height <= LARGEST_PIXELS else ""
+        raise_limit = f"set INPUT.MAX_PIXELS to {width * height}, or " if width * height <= LARGEST_PIXELS else ""
         raise DataError(
             f"the image {path} has {width} x {height} pixels, more than INPUT.MAX_PIXELS {max_pixels}\n"
-            f"  fix: {raise_limit}a smaller copy of the image"
+            f"  fix: {raise_limit}use a smaller copy of the image"
         )
 
 
 def _declared_size(content: bytearray) -> tuple[int, int]:
-    """Return the width and height that a JPEG file declares, or zeros if not found.
+    """Return the width and height in the header of a JPEG file, or zeros if not found.
 
     Searches for markers as libjpeg does, which skips bytes outside of segments.
     """
@@ -157,7 +157,7 @@ def _luma(image: Tensor) -> Tensor:
 
 
 def with_channels(image: Tensor, channels: int) -> Tensor:
-    """Convert an image to a number of channels, with the values of ``read_image``.
+    """Convert an image to a number of channels; the pixel values equal those of ``read_image``.
 
     Args:
         image (Tensor): (C, H, W) uint8: grayscale, RGB or RGBA.
@@ -187,11 +187,10 @@ def open_with_pil(source: str | os.PathLike[str] | Any) -> Image.Image:
 
 
 def image_from_pil(image: Image.Image, channels: int = 3) -> Tensor:
-    """Convert a PIL image to a tensor, with the pixels of ``read_image``.
+    """Convert a PIL image to a tensor that equals the result of ``read_image`` on the image file.
 
-    Two cases differ from ``read_image`` on the same file: values of a CMYK JPEG file differ by up to 3, because
-    torchvision decodes it there, and values of a large JPEG file differ more, because a PIL image is always decoded at
-    full size.
+    There are two exceptions. Values from a CMYK JPEG file differ by up to 3, because ``read_image`` decodes it with
+    torchvision. Values from a large JPEG file differ more, because a PIL image is always decoded at full size.
 
     Args:
         image (PIL.Image.Image): image of any mode except F (32-bit floats); its EXIF orientation is applied.
@@ -201,7 +200,7 @@ def image_from_pil(image: Image.Image, channels: int = 3) -> Tensor:
         Tensor: (channels, H, W) uint8.
 
     Raises:
-        DataError: if the mode is F, or the file of the image cannot be decoded.
+        DataError: if the mode is F, or the image file cannot be decoded.
     """
     name = getattr(image, "filename", "") or "(a PIL image)"
     # PIL decodes the file and its EXIF data at first use, which is not thread-safe.
@@ -220,14 +219,14 @@ def _read_with_pil(path: str, mode: str, max_pixels: int, least_side: int | None
 
 @contextmanager
 def _pil_errors(path: str) -> Iterator[None]:
-    """Convert PIL's errors about the image ``path`` to DataError."""
+    """Convert errors that PIL raises for the image ``path`` to DataError."""
     try:
         yield
     except DataError:
         raise
     except Image.DecompressionBombError as error:
         raise DataError(
-            f"the image {path} has more than {LARGEST_PIXELS} pixels\n  fix: a smaller copy of the image"
+            f"the image {path} has more than {LARGEST_PIXELS} pixels\n  fix: use a smaller copy of the image"
         ) from error
     # PIL's plugins raise many exception types on corrupt files (OSError, SyntaxError, struct.error, ...).
     except Exception as error:
@@ -242,7 +241,7 @@ def _pil_pixels(image: Image.Image, mode: str) -> Tensor:
         ValueError: if the image has mode F.
     """
     if image.mode == "F":
-        raise ValueError("unsupported mode F: float pixels of unknown range")
+        raise ValueError("unsupported mode F: the value range of float pixels is unknown")
     pixels = np.asarray(_convert(ImageOps.exif_transpose(image), mode))
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
 

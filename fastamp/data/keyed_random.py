@@ -35,13 +35,13 @@ def philox(counters: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 def keyed_uniform(*, seed: int, stream: str, epochs: np.ndarray, positions: np.ndarray, count: int) -> np.ndarray:
     """Draw ``count`` uniform numbers for each (epoch, position) pair.
 
-    A pair gets the same numbers in every batch, worker and rank, so that a resumed run is exact.
+    A pair gets the same numbers in every batch, worker and rank, so that a resumed run repeats them exactly.
 
     Args:
         seed (int): any integer; the low 64 bits are used.
-        stream (str): purpose of the numbers; different names give independent numbers.
+        stream (str): name of the random stream; streams are independent of each other.
         epochs (np.ndarray): (B,) integers in 0..2**32-1.
-        positions (np.ndarray): (B,) integers in 0..2**32-1, positions in the epoch's stream of samples.
+        positions (np.ndarray): (B,) integers in 0..2**32-1, positions of the samples within the epoch.
         count (int): numbers per pair.
 
     Returns:

@@ -44,7 +44,7 @@ _SPARE_DESCRIPTORS = 6
 
 
 class _WorkerError:
-    """User error in a worker. Raised by PyTorch, it would include the worker's traceback."""
+    """User error in a worker, returned as a batch: if PyTorch raised it, its message would include a traceback."""
 
     def __init__(self, error: UserError) -> None:
         self.error_class = type(error)
@@ -55,8 +55,8 @@ class _PackedBatch:
     """Batch pickled by a worker, with its tensors in shared memory.
 
     PyTorch pickles a batch in a background thread of the worker. On an error, for example if shared memory is full,
-    that thread prints a traceback and drops the batch, and the main process waits for it forever. Pickling in the
-    worker's main thread sends the error to the main process instead.
+    that thread prints a traceback and drops the batch, so that the main process waits forever. Pickling in the worker's
+    main thread sends the error to the main process instead.
 
     Args:
         batch (dict): tensors and picklable values.
@@ -73,7 +73,7 @@ class _PackedBatch:
         self._error: Exception | None = None
 
     def unpack(self) -> dict[str, Any]:
-        """Unpickle the batch; can be called once.
+        """Unpickle the batch; can be called only once.
 
         Raises:
             OSError, EOFError, RuntimeError: if the worker has exited, or too many files are open.
@@ -83,7 +83,7 @@ class _PackedBatch:
         return ForkingPickler.loads(self._pickled)
 
     def pin_memory(self) -> "dict[str, Any] | _PackedBatch":
-        """Unpickle the batch into pinned memory; called by PyTorch in a thread."""
+        """Unpickle the batch into pinned memory; called in PyTorch's pin-memory thread."""
         try:
             return pin_memory(self.unpack())
         except Exception as error:
@@ -92,7 +92,7 @@ class _PackedBatch:
 
 
 class _BatchDataset(Dataset):
-    """Dataset wrapper for the workers: returns a batch or an error."""
+    """Dataset wrapper for workers that returns user errors instead of raising them."""
 
     def __init__(self, dataset: ReidDataset) -> None:
         self.dataset = dataset
@@ -109,14 +109,14 @@ class _BatchDataset(Dataset):
 
 
 class _Loader:
-    """Iterate over the batches of a dataset.
+    """Base class of iterables over the batches of a dataset.
 
-    On a CUDA device the next batch is copied, and augmented if INPUT.AUGMENT_ON is ``device``, on a separate stream
-    while the device computes.
+    On a CUDA device, the next batch is copied on a separate stream while the current one is processed. If
+    INPUT.AUGMENT_ON is ``device``, it is also augmented on that stream.
 
     Attributes:
         dataset (ReidDataset): source of the batches.
-        batch_sampler: yields the keys of each batch.
+        batch_sampler: iterable over the sample keys of each batch.
         device (torch.device): device of the images.
     """
 
@@ -165,7 +165,7 @@ class _Loader:
             del batches  # stops the workers even if a traceback keeps this frame alive
 
     def _prefetch(self) -> Iterator[dict[str, Any]]:
-        """Yield each batch after the transfer of the next one has been queued."""
+        """Yield each batch after queuing the transfer of the next one."""
         side = torch.cuda.Stream(self.device)
         ready: list[tuple[dict[str, Any], torch.cuda.Event]] = []
         for fetched in self._loader:
@@ -177,7 +177,7 @@ class _Loader:
             yield self._wait_for_copy(batch, done)
 
     def _wait_for_copy(self, batch: dict[str, Any], done: "torch.cuda.Event") -> dict[str, Any]:
-        """Make the current stream wait for the copy, and keep the memory until that stream is done."""
+        """Make the current stream wait for the copy, and keep the batch in memory until the stream has used it."""
         present = torch.cuda.current_stream(self.device)
         present.wait_event(done)
         batch["images"].record_stream(present)
@@ -197,7 +197,7 @@ class _Loader:
 
 
 class TrainLoader(_Loader):
-    """Infinite training loader; see ``start_at`` for the first batch."""
+    """Infinite training loader; ``start_at`` sets the first batch."""
 
     def __init__(
         self, dataset: ReidDataset, batch_sampler: EpochBatchSampler, *, num_workers: int, device: torch.device
@@ -212,7 +212,7 @@ class TrainLoader(_Loader):
 
     @property
     def start_iter(self) -> int:
-        """First batch of the next iteration, counted from the start of training."""
+        """Index of the first batch of the next iterator, counted from the start of training."""
         return self.batch_sampler.start_iter
 
     @start_iter.setter
@@ -221,7 +221,7 @@ class TrainLoader(_Loader):
         self.start_at(start_iter)
 
     def start_at(self, start_iter: int) -> None:
-        """Start the next iteration at batch ``start_iter``, counted from the start of training."""
+        """Let the next iterator start at batch ``start_iter``, counted from the start of training."""
         self.batch_sampler.start_at(start_iter)
 
 
@@ -243,7 +243,7 @@ def worker_count(key: str, requested: int) -> int:
     """Limit the number of workers to the number of available cores.
 
     Args:
-        key (str): config key of the number, for the log.
+        key (str): config key of the number of workers, for the log.
         requested (int): number of workers; 0 loads in the calling process.
     """
     cores = available_cores()
@@ -257,7 +257,7 @@ def explain_lost_workers(*, fetching: bool = False) -> Iterator[None]:
     """Convert PyTorch's error about a dead worker, which can be raised anywhere in the main thread, to a DataError.
 
     Args:
-        fetching (bool): True while a batch is fetched from a worker, where a broken connection is raised instead.
+        fetching (bool): if True, also convert broken connections, which occur while a batch is fetched from a worker.
             Default False.
     """
     try:
@@ -273,13 +273,13 @@ def explain_lost_workers(*, fetching: bool = False) -> Iterator[None]:
             found = (lost and _dead_worker_message()) or f"{type(error).__name__} while fetching a batch"
         if not lost:
             raise
-        cause, fix = "crashed or killed, e.g. out of memory", "DATALOADER.NUM_WORKERS 0 to see the error"
+        cause, fix = "it crashed, or ran out of memory", "set DATALOADER.NUM_WORKERS to 0 to see the error"
         if "Killed" in found:
-            cause = "probably killed by the system, out of memory (see dmesg)"
-            fix = "fewer DATALOADER.NUM_WORKERS, or DATALOADER.CACHE disk instead of ram"
+            cause = "probably killed by the operating system, which ran out of memory (see dmesg)"
+            fix = "reduce DATALOADER.NUM_WORKERS, or set DATALOADER.CACHE to disk instead of ram"
         elif "Bus error" in found:
             cause = "shared memory (/dev/shm), which transfers batches from workers, is full"
-            fix = "a larger one (docker run --shm-size 8g, or --ipc host), or fewer DATALOADER.NUM_WORKERS"
+            fix = "increase it (docker run --shm-size 8g, or --ipc host), or reduce DATALOADER.NUM_WORKERS"
         raise DataError(
             f"a data loading worker exited unexpectedly.\n  found: {found}\n  cause: {cause}\n  fix:   {fix}"
         ) from error
@@ -295,15 +295,15 @@ def explain_exhausted_resources() -> Iterator[None]:
         found = getattr(error, "strerror", None) or str(error).strip()
         if found.startswith("Caught "):  # raised in the worker; its traceback follows
             found = found.splitlines()[-1]
-        workers = "fewer workers (DATALOADER.NUM_WORKERS, TEST.NUM_WORKERS; 0 loads in the main process)"
+        workers = "use fewer workers (DATALOADER.NUM_WORKERS, TEST.NUM_WORKERS; 0 loads in the main process)"
         if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in found or "ancdata" in found:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             cause = f"too many open files; the limit is {limit} per process (ulimit -n)"
-            fix = f"a higher limit (ulimit -n 4096, docker run --ulimit nofile=4096), or {workers}"
+            fix = f"raise the limit (ulimit -n 4096, docker run --ulimit nofile=4096), or {workers}"
         elif number == errno.ENOSPC or re.match("unable to (open|resize|allocate|mmap)", found):  # PyTorch's message
             usage = f"{_SHARED_MEMORY}{_shared_memory_usage()}"
             cause = f"shared memory, which transfers batches from workers, is full or too small for a batch: {usage}"
-            fix = f"a larger one (docker run --shm-size 8g, or --ipc host), or {workers}"
+            fix = f"increase it (docker run --shm-size 8g, or --ipc host), or {workers}"
         elif number in (errno.EAGAIN, errno.ENOMEM):
             cause, fix = "cannot start another process: too many processes, or out of memory", workers
         else:
@@ -358,7 +358,7 @@ def _count_tensors(value: Any) -> int:
 
 
 def _dead_worker_message() -> str:
-    """Return PyTorch's error about a dead worker, raised by a signal shortly after its connection breaks, or ""."""
+    """Return PyTorch's error about a dead worker, which a signal handler raises after a short delay, or ""."""
     try:
         time.sleep(1)
     except RuntimeError as error:
@@ -371,7 +371,7 @@ def _identity_collate(batch: Any) -> Any:
 
 
 def _start_worker(worker: int) -> None:
-    """Leave signals, which are sent to whole process groups, to the main process, and compute on one core."""
+    """Use one core, and ignore signals: they reach the whole process group, and the main process handles them."""
     torch.set_num_threads(1)
     set_handler(signal.SIG_IGN, (signal.SIGINT, signal.SIGUSR1))
     if hasattr(signal, "sigwaitinfo"):

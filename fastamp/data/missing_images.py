@@ -27,7 +27,7 @@ def check_files(items: PackedItems, datasets: Sequence[ImageDataset], *, skip: b
         skip (bool): log a warning instead of raising, because missing images are replaced. Default False.
 
     Raises:
-        DataError: if files are missing; lists the first 10, with the lines of the CSV file that name them.
+        DataError: if files are missing. The message lists the first 10, with their lines in the CSV file.
     """
     rows = missing_files(items).tolist()
     if not rows:
@@ -47,7 +47,7 @@ def check_files(items: PackedItems, datasets: Sequence[ImageDataset], *, skip: b
 
 
 def missing_files(items: PackedItems) -> np.ndarray:
-    """Find the images whose file does not exist.
+    """Find images without an existing file.
 
     Lists each folder once, which is faster on a network file system than testing each file.
 
@@ -71,7 +71,7 @@ def missing_files(items: PackedItems) -> np.ndarray:
 
 
 def _list_files(folder: str, count: int) -> set[bytes]:
-    """List the file names in a folder; empty if it cannot be read, or has too many entries for ``count`` files."""
+    """List the file names in a folder; empty if it cannot be read, or has far more than ``count`` entries."""
     names = set()
     try:
         with os.scandir(folder or ".") as entries:

@@ -20,12 +20,12 @@ SampleKey = tuple[int, int, int]
 class EpochSampler:
     """Base class of samplers that draw the indices of an epoch, for all ranks together.
 
-    A subclass has a classmethod ``from_config(cfg, *, labels, camids, sets, world_size)`` and draws only from
-    ``generator(seed, epoch)``.
+    A subclass defines a classmethod ``from_config(cfg, *, labels, camids, sets, world_size)`` and draws random numbers
+    only from ``generator(seed, epoch)``.
     """
 
     def epoch(self, epoch: int) -> Iterator[int]:
-        """Return the infinite index stream of ``epoch``, the same one for every call."""
+        """Return the infinite index stream of ``epoch``, which is the same for every call."""
         raise NotImplementedError
 
 
@@ -36,7 +36,7 @@ def generator(seed: int, epoch: int) -> np.random.Generator:
 
 @SAMPLER_REGISTRY.register()
 class TrainingSampler(EpochSampler):
-    """Shuffle all images, endlessly.
+    """Visit all images in random order, and shuffle them again after each pass.
 
     Args:
         size (int): number of images.
@@ -95,10 +95,10 @@ class IdentitySampler(EpochSampler):
     Args:
         labels (Sequence[int]): identity of each image.
         camids (Sequence[int]): camera of each image.
-        batch_size (int): P * K.
-        num_instances (int): K.
+        batch_size (int): images per batch over all ranks, P * K.
+        num_instances (int): images per identity, K.
         seed (int): any integer.
-        world_size (int): number of ranks that share a batch; each gets whole identities. Default 1.
+        world_size (int): number of ranks that share a batch; all K images of an identity go to one rank. Default 1.
 
     Raises:
         ConfigError: if ``batch_size`` is not a multiple of ``num_instances * world_size``.
@@ -121,9 +121,9 @@ class IdentitySampler(EpochSampler):
         if per_rank % num_instances:
             ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
             raise ConfigError(
-                f"SOLVER.IMS_PER_BATCH {batch_size} is {per_rank} images{ranks}, not a multiple of "
+                f"SOLVER.IMS_PER_BATCH {batch_size} gives {per_rank} images{ranks}, which is not a multiple of "
                 f"DATALOADER.NUM_INSTANCE {num_instances}.\n"
-                f"  fix: SOLVER.IMS_PER_BATCH a multiple of {num_instances * world_size}"
+                f"  fix: set SOLVER.IMS_PER_BATCH to a multiple of {num_instances * world_size}"
             )
         labels = np.asarray(labels)
         # Indices sorted by identity; ``_starts`` and ``_ends`` delimit each identity.
@@ -138,8 +138,8 @@ class IdentitySampler(EpochSampler):
             raise DataError(
                 f"too few identities: the training set has {len(self.identities)}, a batch needs "
                 f"{self.identities_per_batch} (SOLVER.IMS_PER_BATCH {batch_size} / DATALOADER.NUM_INSTANCE "
-                f"{num_instances}).\n  fix: a smaller SOLVER.IMS_PER_BATCH, a larger DATALOADER.NUM_INSTANCE, or "
-                f"DATALOADER.SAMPLER_TRAIN TrainingSampler"
+                f"{num_instances}).\n  fix: reduce SOLVER.IMS_PER_BATCH, increase DATALOADER.NUM_INSTANCE, or set "
+                f"DATALOADER.SAMPLER_TRAIN to TrainingSampler"
             )
 
     def images_of(self, number: int) -> np.ndarray:
@@ -166,8 +166,8 @@ class NaiveIdentitySampler(IdentitySampler):
     """Draw P random identities, each with K images, without replacement.
 
     The images of each identity are shuffled and split into chunks of K; a remainder of fewer than K images is dropped.
-    Identities with fewer than K images are drawn with replacement. The chunks are drawn again when fewer than P
-    identities have one left.
+    The images of an identity with fewer than K images are drawn with replacement. New chunks are drawn when fewer than
+    P identities have chunks left.
     """
 
     def epoch(self, epoch: int) -> Iterator[int]:
@@ -189,7 +189,7 @@ class NaiveIdentitySampler(IdentitySampler):
                 remaining = np.delete(remaining, used_up)
 
     def _chunk(self, rng: np.random.Generator, number: int) -> np.ndarray:
-        """Draw the (chunks, K) images of an identity."""
+        """Shuffle the images of an identity, and split them into an array of shape (chunks, K)."""
         images, size = self.images_of(number), self.num_instances
         if len(images) < size:
             return rng.choice(images, size)[None]
@@ -200,10 +200,10 @@ class NaiveIdentitySampler(IdentitySampler):
 class BalancedIdentitySampler(IdentitySampler):
     """Visit identities in random order; sample a random anchor image and K - 1 images, preferably from other cameras.
 
-    The K - 1 images come from as many different cameras as possible, other than the anchor's. If there are too few,
-    images from the anchor's camera are added, and finally images are repeated. Identities that do not fill a batch at
-    the end of a pass are dropped. Differs from FastReID, which draws among the images of other cameras regardless of
-    the camera, and repeats them before using the anchor's camera.
+    The K - 1 images come from as many different cameras as possible, other than the anchor's. If there are too few such
+    images, images from the anchor's camera are added, and finally images are repeated. Identities that do not fill a
+    batch at the end of a pass are dropped. FastReID instead draws from all images of other cameras, without balancing
+    the cameras, and repeats these images before it uses the anchor's camera.
     """
 
     def epoch(self, epoch: int) -> Iterator[int]:
@@ -232,19 +232,20 @@ class BalancedIdentitySampler(IdentitySampler):
 
 @SAMPLER_REGISTRY.register()
 class SetReWeightSampler(BalancedIdentitySampler):
-    """Give each dataset a fixed fraction of the identities in a batch, independent of its size.
+    """Draw a fixed fraction of the identities of each batch from each dataset, independent of the dataset sizes.
 
-    The identities of each dataset come in random order, with K images as in ``BalancedIdentitySampler``; a batch mixes
-    the datasets. Numbers of identities are rounded by largest remainder.
+    The identities of each dataset are visited in random order, with K images as in ``BalancedIdentitySampler``, and
+    shuffled within the batch. Numbers of identities are rounded by the largest remainder method.
 
     Args:
         sets (Sequence[int]): dataset index of each image.
         weights (Sequence[float]): relative weight of each dataset.
-        options: arguments of ``IdentitySampler``.
+        options: other arguments of ``IdentitySampler``.
 
     Raises:
-        ConfigError: if the number of weights is not the number of datasets, or a weight gives a dataset no identity.
-        DataError: if a dataset has fewer identities than its part of a batch.
+        ConfigError: if the number of weights differs from the number of datasets, or a weight is too small for one
+            identity.
+        DataError: if a dataset has fewer identities than a batch requires from it.
     """
 
     shares = renamed_attribute("shares", "identities_per_set")
@@ -255,7 +256,7 @@ class SetReWeightSampler(BalancedIdentitySampler):
         count = int(sets.max()) + 1
         if len(weights) != count or not all(0 < weight < float("inf") for weight in weights):
             raise ConfigError(
-                f"DATALOADER.SET_WEIGHT must be {count} positive numbers, one for each dataset of DATASETS.NAMES; got "
+                f"DATALOADER.SET_WEIGHT must be {count} positive numbers, one for each dataset in DATASETS.NAMES; got "
                 f"{tuple(weights)}"
             )
         set_of = sets[self._order[self._starts]]
@@ -269,13 +270,13 @@ class SetReWeightSampler(BalancedIdentitySampler):
             if not needed:
                 raise ConfigError(
                     f"DATALOADER.SET_WEIGHT {tuple(weights)} gives dataset {number + 1} none of the "
-                    f"{self.identities_per_batch} identities of a batch.\n"
-                    "  fix: a larger weight, or a larger SOLVER.IMS_PER_BATCH"
+                    f"{self.identities_per_batch} identities in a batch.\n"
+                    "  fix: increase this weight, or SOLVER.IMS_PER_BATCH"
                 )
             if needed > len(identities):
                 raise DataError(
                     f"too few identities: dataset {number + 1} has {len(identities)}, DATALOADER.SET_WEIGHT "
-                    f"{tuple(weights)} needs {needed} in each batch.\n  fix: a smaller weight"
+                    f"{tuple(weights)} needs {needed} in each batch.\n  fix: reduce this weight"
                 )
 
     @classmethod
@@ -314,11 +315,11 @@ class EpochBatchSampler:
     Rank r gets the r-th part of each batch, so all ranks together see the batches of a single process.
 
     Args:
-        sampler (EpochSampler): draws the indices.
+        sampler (EpochSampler): sampler of the indices.
         batch_size (int): images per batch, over all ranks.
         iters_per_epoch (int): batches per epoch.
         rank, world_size (int): rank of this process and number of processes. Default 0 and 1.
-        start_iter (int): first batch, counted from the start of training; see ``start_at``. Default 0.
+        start_iter (int): index of the first batch, counted from the start of training; see ``start_at``. Default 0.
 
     Raises:
         ConfigError: if ``batch_size`` is not a multiple of ``world_size``.
@@ -342,11 +343,11 @@ class EpochBatchSampler:
         self._slice = slice(rank * per_rank, (rank + 1) * per_rank)
 
     def start_at(self, start_iter: int) -> None:
-        """Start the next iteration at batch ``start_iter``, counted from the start of training."""
+        """Let the next iterator start at batch ``start_iter``, counted from the start of training."""
         self.start_iter = start_iter
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        """Yield the keys of this rank's part of each batch, endlessly, from ``start_iter`` on."""
+        """Yield this rank's sample keys of each batch, endlessly, starting at batch ``start_iter``."""
         first_epoch, first_batch = divmod(self.start_iter, self.iters_per_epoch)
         for epoch in itertools.count(first_epoch):
             stream = enumerate(self.sampler.epoch(epoch))
@@ -364,7 +365,7 @@ class InferenceSampler:
         size (int): number of images.
         batch_size (int): images per batch on this rank; the last batch can be smaller.
         rank, world_size (int): rank of this process and number of processes. Default 0 and 1.
-        images (Sequence[int], optional): indices of the ``size`` images in the dataset. Default: the first ones.
+        images (Sequence[int], optional): indices of the ``size`` images in the dataset. Default: the first ``size``.
 
     Attributes:
         indices (Sequence[int]): indices of this rank's images in the dataset.
@@ -387,7 +388,7 @@ class InferenceSampler:
 
 
 def batch_size_per_rank(batch_size: int, world_size: int) -> int:
-    """Return the number of images of a batch on each rank.
+    """Compute the number of images per batch on each rank.
 
     Raises:
         ConfigError: if ``batch_size`` is not a positive multiple of ``world_size``.

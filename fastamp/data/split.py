@@ -14,19 +14,21 @@ def hold_out(
 ) -> tuple[list[ImageItem], list[ImageItem], list[ImageItem]]:
     """Hold out random identities for testing.
 
-    No identity is in both training and test. As in Market-1501, the first image of an identity under each camera is a
-    query if that camera has another image of it and there are other cameras; all other images are the gallery. If all
-    images share one camera, or each image has a different one, the cameras are ignored: the first image of each
-    identity is a query, and each image gets a unique camera, so that none is excluded as taken by the query's camera.
+    No identity is in both training and test. As in Market-1501, the first image of an identity from each camera is a
+    query if the identity has another image from that camera and images from other cameras; all other images are in the
+    gallery. If all images share one camera, or each image has a different one, the cameras are ignored: the first image
+    of each identity is a query, and each image gets a unique camera, so that no gallery image is excluded for being
+    from the query's camera.
 
     Args:
         items (Sequence[ImageItem]): images to split.
-        fraction (float): fraction of identities to hold out, in (0, 1); at least two identities are.
+        fraction (float): fraction of identities to hold out, in (0, 1); at least two identities are held out.
         seed (int): seed of the random choice.
         key (str): config key of the fraction, for messages.
 
     Returns:
-        tuple: training images unchanged; query and gallery images with identities numbered from 1 and cameras from 0.
+        tuple: training images, unchanged; query images and gallery images, with identities numbered from 1 and cameras
+            from 0.
 
     Raises:
         ConfigError: if fewer than two identities remain for training, or ``fraction`` is out of range.
@@ -43,7 +45,7 @@ def hold_out(
     training = [item for item in items if str(item.pid) not in held_out_ids]
     query, gallery = query_and_gallery([item for item in items if str(item.pid) in held_out_ids])
     if not query:
-        raise DataError(f"no query: none of the {count} identities held out by {key} has two images to match")
+        raise DataError(f"no query images: none of the {count} identities held out by {key} has two images that match")
     return training, query, gallery
 
 

@@ -6,11 +6,11 @@ from typing import Any
 def subsample_identities(
     loader: Any, num_query: int, max_images: int, batch_size: int
 ) -> tuple[list[dict[str, Any]], int, tuple[int, int]]:
-    """Load the images of the first query identities, up to a number of images.
+    """Load all images of the first query identities, up to a maximum number of images.
 
     Args:
         loader (TestLoader): loader of the test set.
-        num_query (int): number of queries, the first items of the dataset.
+        num_query (int): number of queries, which are the first items of the dataset.
         max_images (int): maximum number of images, exceeded only by the first identity; 0 loads all.
         batch_size (int): images per batch.
 

@@ -96,7 +96,7 @@ def test_cameras_and_views_beyond_the_embeddings_fail(market, cfg, caplog):
     """On a GPU, an index out of range would abort the process without a useful message."""
     cfg.MODEL.BACKBONE.SIE_CAMERAS = 3
     build_reid_train_loader(cfg)
-    with pytest.raises(ConfigError, match=r"(?s)SIE_CAMERAS is 3.*0 to 5.*Market1501.*SIE_CAMERAS 6"):
+    with pytest.raises(ConfigError, match=r"(?s)SIE_CAMERAS is 3.*0 to 5.*Market1501.*SIE_CAMERAS to 6"):
         build_reid_test_loader(cfg, "Market1501")
     cfg.MODEL.BACKBONE.SIE_CAMERAS = 2
     with pytest.raises(ConfigError, match=r"SIE_CAMERAS is 2.*0 to 1.*0 to 2.*Market1501"):

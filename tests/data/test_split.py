@@ -54,7 +54,7 @@ def test_fraction_without_training_identities_fails(fraction):
 
 def test_single_images_cannot_be_queries():
     items = [ImageItem(f"{i}.jpg", f"set_{i}", "set_c0") for i in range(10)]
-    with pytest.raises(DataError, match="held out by A.KEY has two images"):
+    with pytest.raises(DataError, match="A.KEY"):
         hold_out(items, 0.3, 0)
 
 
