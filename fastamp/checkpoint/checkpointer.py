@@ -28,10 +28,11 @@ class Checkpointer:
         model (nn.Module): model stored under ``"model"``.
         save_dir (str | os.PathLike): output folder; the file ``last_checkpoint`` in it names the newest checkpoint.
         min_match (float): see ``load_model_state``. Default 0.9.
-        check (Callable | None): called with the model before each save; raises to prevent the save.
-        notes (Callable): returns further entries for each file, which ``resume`` does not require.
-        checkpointables (Any): objects with ``state_dict()`` and ``load_state_dict(state)``, by entry name. Optional
-            ``form()`` returns a template of the expected structure, in place of ``state_dict()``.
+        check (Callable | None): called with the model before each save; it prevents the save by raising an exception.
+        notes (Callable): returns additional entries to store in each file; ``resume`` does not require them.
+        checkpointables (Any): objects with ``state_dict()`` and ``load_state_dict(state)``, by entry name. An optional
+            method ``form()`` returns a template of the expected structure; without it, ``state_dict()`` is the
+            template.
     """
 
     def __init__(
@@ -52,21 +53,21 @@ class Checkpointer:
         self.checkpointables = checkpointables
 
     def content(self) -> dict[str, Any]:
-        """Collect the state of the model and all checkpointables; called on every rank."""
+        """Collect the state of the model and all checkpointables. Must be called on every rank."""
         if self.check is not None:
             self.check(self.model)
         return {"model": self.model.state_dict()} | {key: p.state_dict() for key, p in self.checkpointables.items()}
 
     def save(self, name: str, *, tag: bool = True, **extra: Any) -> Path:
-        """Write ``save_dir/name.pth`` atomically; called on every rank, the main process writes.
+        """Write ``save_dir/name.pth`` atomically. Must be called on every rank; only the main process writes.
 
         Args:
             name (str): file name without ``.pth``.
             tag (bool): update ``last_checkpoint`` after the file is complete. Default True.
-            extra (Any): further entries, plain values or tensors.
+            extra (Any): additional entries: plain values or tensors.
 
         Returns:
-            Path: path of the file.
+            Path: path of the checkpoint.
         """
         content = self.content() | self.notes() | extra
         path = self.save_dir / f"{name}.pth"
@@ -85,27 +86,28 @@ class Checkpointer:
                 (self.save_dir / f"{name}.pth").unlink(missing_ok=True)
 
     def remove_leftovers(self) -> None:
-        """Delete incomplete files of a run that was killed while writing."""
+        """Delete incomplete files left by a run that was killed while writing."""
         if comm.is_main_process():
             for name in ("model_*.pth", "last_checkpoint", "config.yaml", "metrics.json", "report.html"):
                 for file in self.save_dir.glob(f".{name}.*.tmp"):
                     file.unlink(missing_ok=True)
 
     def last_checkpoint(self, folder: str | os.PathLike[str] | None = None) -> Path | None:
-        """Find the checkpoint to resume from; all ranks call this together and get the same path.
+        """Find the checkpoint to resume from. Must be called on every rank; all ranks get the same path.
 
-        This is the checkpoint named in ``last_checkpoint``. If that is missing or damaged, it is the most recently
-        written readable ``model_*.pth`` that has all entries required by ``resume``. ``model_best.pth`` is excluded,
-        because its weights may be averaged.
+        This is the checkpoint named in the file ``last_checkpoint`` or, if that checkpoint is missing or damaged, the
+        most recently written readable ``model_*.pth`` that has all entries required by ``resume``. ``model_best.pth``
+        is excluded, because its weights may be averaged.
 
         Args:
             folder (str | os.PathLike | None): folder to search; None for ``save_dir``.
 
         Returns:
-            Path | None: the checkpoint; None if there is neither ``last_checkpoint`` nor a candidate.
+            Path | None: path of the checkpoint; None if the folder contains neither ``last_checkpoint`` nor any other
+            suitable checkpoint.
 
         Raises:
-            WeightsError: no candidate is readable.
+            WeightsError: if there are checkpoints, but none is readable.
         """
         folder = self.save_dir if folder is None else Path(folder)
         path, problem = None, ""
@@ -151,7 +153,7 @@ class Checkpointer:
         )
 
     def _missing_entries(self, content: Any) -> list[str]:
-        """List the entries that a file lacks for resuming."""
+        """List the entries required by ``resume`` that are missing from the content of a file."""
         return [key for key in ("model", *self.checkpointables) if not isinstance(content, dict) or key not in content]
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -174,14 +176,15 @@ class Checkpointer:
             dict[str, Any]: the other entries of the file.
 
         Raises:
-            WeightsError: the file is damaged, is not a training checkpoint, or does not match the model.
+            WeightsError: if the file is damaged, is not a training checkpoint, or does not match the model.
         """
         content = read_checkpoint(path)
         if missing := self._missing_entries(content):
             cause = "it is not a checkpoint of this kind of run"
             if isinstance(content, dict) and STRIPPED in content:
                 raise WeightsError(
-                    f"cannot resume from {path}: it was stripped and has no training state ({', '.join(missing)}).\n"
+                    f"cannot resume from {path}: it was stripped and has no training state (missing: "
+                    f"{', '.join(missing)}).\n"
                     "  fix: resume from the original checkpoint; or start a new run from its weights: set "
                     "MODEL.WEIGHTS, without --resume"
                 )
@@ -199,7 +202,7 @@ class Checkpointer:
         differ += [key for key in own.keys() & state.keys() if own[key].shape != state[key].shape]
         if differ:
             raise WeightsError(
-                f"cannot resume from {path}: it does not match the model, {len(differ)} tensors differ"
+                f"cannot resume from {path}: it does not match the model; mismatched tensors: {len(differ)}"
                 f"{examples(sorted(differ))}.\n  fix: resume with the run's original config (config.yaml next to the "
                 "checkpoint)"
             )
@@ -215,25 +218,25 @@ class Checkpointer:
         return content
 
     def _check_structure(self, content: dict[str, Any], path: str | os.PathLike[str]) -> None:
-        """Raise WeightsError if the structure of an entry differs from the entries that this run writes."""
+        """Raise WeightsError if the structure of an entry differs from what this run would write."""
         wrong = "" if isinstance(content["model"], dict) else "model: expected a dict"
         if not wrong:
             invalid = [
                 key for key, value in content["model"].items() if not is_weight(value) or not isinstance(key, str)
             ]
-            wrong = f"model: expected a dict of tensors, got another value at {invalid[0]!r}" if invalid else ""
+            wrong = f"model: expected a dict of dense tensors, got an invalid entry {invalid[0]!r}" if invalid else ""
         for key, part in self.checkpointables.items():
             own = part.form() if hasattr(part, "form") else part.state_dict()
             wrong = wrong or structure_mismatch(own, content[key], key)
         if wrong:
             raise WeightsError(
-                f"cannot resume from {path}: unexpected content, or the file is damaged.\n  {wrong}\n"
+                f"cannot resume from {path}: the file has unexpected content or is damaged.\n  {wrong}\n"
                 "  fix: use an earlier checkpoint, or the run's original config (config.yaml next to it)"
             )
 
 
 def _tagged_name(folder: Path) -> str | None:
-    """Read the file name in ``last_checkpoint`` without validation; None if there is no such file."""
+    """Read the file name in ``last_checkpoint`` without validating it; None if ``last_checkpoint`` is missing."""
     pointer = folder / "last_checkpoint"
     if not pointer.is_file():
         return None

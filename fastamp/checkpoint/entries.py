@@ -8,23 +8,24 @@ from fastamp.utils.errors import UserError, WeightsError
 
 
 def merge_from_checkpoint(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> None:
-    """Merge the config in a checkpoint into ``cfg``.
+    """Merge the config stored in a checkpoint into ``cfg``.
 
     Raises:
-        WeightsError: the file cannot be read, has no config, or has the config of another version.
+        WeightsError: if the file cannot be read, contains no config, or contains a config that is invalid in this
+            version.
     """
     if not merge_if_config(cfg, checkpoint):
         raise no_config_error(checkpoint)
 
 
 def merge_if_config(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> bool:
-    """Merge the config in a checkpoint into ``cfg`` if there is one.
+    """Merge the config stored in a checkpoint into ``cfg``, if there is one.
 
     Returns:
         bool: True if the checkpoint contains a config.
 
     Raises:
-        WeightsError: the file cannot be read, or its config is invalid in this version.
+        WeightsError: if the file cannot be read, or its config is invalid in this version.
     """
     content = read_checkpoint(checkpoint)
     text = content.get("config") if isinstance(content, dict) else None
@@ -42,7 +43,7 @@ def merge_if_config(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> bool:
 def no_config_error(checkpoint: str | os.PathLike[str]) -> WeightsError:
     """Create the error for a checkpoint without a config."""
     return WeightsError(
-        f"{checkpoint} contains no config, so that the model cannot be built.\n"
+        f"{checkpoint} contains no config, so the model cannot be built.\n"
         "  fix: convert it with python tools/import_checkpoint.py, which adds a config"
     )
 
@@ -50,6 +51,6 @@ def no_config_error(checkpoint: str | os.PathLike[str]) -> WeightsError:
 def damaged_entry_error(checkpoint: str | os.PathLike[str], wrong: str) -> WeightsError:
     """Create the error for a damaged entry; ``wrong`` describes the mismatch."""
     return WeightsError(
-        f"{checkpoint} has unexpected content, or is damaged.\n  {wrong}\n"
+        f"{checkpoint} has unexpected content or is damaged.\n  {wrong}\n"
         "  fix: use another checkpoint of the run, or import its weights with tools/import_checkpoint.py"
     )

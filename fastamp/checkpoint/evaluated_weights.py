@@ -1,4 +1,4 @@
-"""Load the weights that a config evaluates: those of the model or their average."""
+"""Load the weights that the config selects for evaluation: the model's weights or their average."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def evaluated_average(cfg: Any) -> str | None:
-    """Get the weight average that the config evaluates: ``"ema"``, ``"swa"`` or None."""
+    """Return the weight average that the config selects for evaluation: ``"ema"``, ``"swa"`` or None."""
     if cfg.SOLVER.EMA.ENABLED:
         return "ema" if cfg.SOLVER.EMA.EVALUATE else None
     return "swa" if cfg.SOLVER.SWA.ENABLED else None
@@ -36,7 +36,7 @@ def load_evaluated_weights(
         dict[str, Any]: the other entries of the file; empty for a bare state dict.
 
     Raises:
-        WeightsError: the weights are missing or damaged, or do not match the model.
+        WeightsError: if the weights are missing or damaged, or do not match the model.
     """
     extra = Checkpointer(model, min_match=min_match).load(path)
     if STRIPPED in extra:

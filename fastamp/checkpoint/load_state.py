@@ -1,4 +1,4 @@
-"""Load state dicts of any origin into a model: convert names, compare, report mismatches."""
+"""Load state dicts from any source into a model: convert names, compare tensors, report mismatches."""
 
 import logging
 import warnings
@@ -57,7 +57,7 @@ class ImportReport:
             f"missing  {_count(self.missing, own)} of the model's{examples(self.missing)}",
         ]
         if self.other_shape:
-            lines.append(f"of other identities, not loaded  {', '.join(self.other_shape)}")
+            lines.append(f"not loaded (other identities)  {', '.join(self.other_shape)}")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(f"  {line}" for line in lines)
 
@@ -69,15 +69,16 @@ def _count(names: list[str], whole: int) -> str:
 def convert_state_dict(model: nn.Module, state: State) -> tuple[State, list[str]]:
     """Convert a state dict to the parameter names of ``model``.
 
-    Modules are visited from the outermost to the innermost. A module that can read other programs' names defines
-    ``convert_state_dict(state, notes) -> state``: it gets the tensors below its own prefix, without that prefix,
-    returns them under the names in its own state dict, and leaves unknown names unchanged. ``state`` is not modified.
+    Modules are visited from the outermost to the innermost. A module that supports the parameter names of other
+    programs defines ``convert_state_dict(state, notes) -> state``. This method receives the tensors of the module,
+    without the module's prefix, and returns them under the names in the module's state dict; unknown names are left
+    unchanged. ``state`` is not modified.
 
     Returns:
         The converted state dict, and notes for the import report.
 
     Raises:
-        WeightsError: a module cannot convert its tensors.
+        WeightsError: if a module cannot convert its tensors.
     """
     notes: list[str] = []
     for name, module in model.named_modules():
@@ -91,7 +92,7 @@ def convert_state_dict(model: nn.Module, state: State) -> tuple[State, list[str]
 
 
 def _conversion_method(module: nn.Module) -> Callable[[State, list[str]], State] | None:
-    """Return the module's ``convert_state_dict``, or ``adopt_state``, its old name, if a subclass overrides that."""
+    """Return the method ``convert_state_dict`` of a module, or ``adopt_state``, its old name, if that is overridden."""
     for cls in type(module).__mro__:
         if "convert_state_dict" in vars(cls):
             return module.convert_state_dict
@@ -119,16 +120,16 @@ def load_model_state(
         source (str): origin of ``state``, for messages.
         backbone_prefix (str): prefix of the tensors that ``min_match`` applies to. Default ``"backbone."``.
         min_match (float): minimum fraction of the backbone's tensors that ``state`` must contain. Default 0.9.
-        without (tuple[str, ...]): globs of tensor names that do not count for ``min_match``.
+        without (tuple[str, ...]): globs of tensor names that ``min_match`` ignores.
         fit (Callable | None): transforms the converted state dict before it is compared.
 
     Returns:
         ImportReport: matched, renamed, dropped and missing tensors; also logged.
 
     Raises:
-        WeightsError: a shape other than that of a classifier differs; a tensor is not floating-point, or is quantized,
-            sparse or on the meta device; or the matching fraction of the backbone is below ``min_match``. The model is
-            not changed.
+        WeightsError: if a tensor other than a classifier has the wrong shape; if a tensor is not floating-point, or is
+            quantized, sparse or on the meta device; or if the matching fraction of the backbone is below ``min_match``.
+            The model is left unchanged.
     """
     converted, notes = convert_state_dict(model, state)
     if fit is not None:
@@ -171,8 +172,8 @@ def _check_weight_tensors(own: State, converted: State, report: ImportReport) ->
     if wrong:
         first = converted[wrong[0]]
         raise WeightsError(
-            f"weights from {report.source} must be dense floating-point tensors: {len(wrong)} are not"
-            f"{examples(wrong)}, the first is {first.dtype}, {first.layout} on {first.device}\n"
+            f"weights from {report.source} must be dense floating-point tensors, but {len(wrong)} are not"
+            f"{examples(wrong)}; the first has dtype {first.dtype} and layout {first.layout} on device {first.device}\n"
             "  fix: save the model before it is quantized or otherwise converted"
         )
 
@@ -187,7 +188,7 @@ def is_weight(value: object) -> bool:
 
 
 def _check_model_match(own: State, converted: State, report: ImportReport, min_match: float) -> None:
-    """Raise WeightsError if a shape other than that of a classifier differs, or too few backbone tensors match."""
+    """Raise WeightsError if a tensor other than a classifier has the wrong shape, or too few backbone tensors match."""
     placed = {*report.matched, *report.dropped, *report.other_shape}
     wrong = [key for key in converted if key not in placed]
     if wrong:
@@ -196,12 +197,14 @@ def _check_model_match(own: State, converted: State, report: ImportReport, min_m
         )
         raise WeightsError(
             f"weights from {report.source} do not match the model: shape mismatch in {len(wrong)} tensors\n{shapes}\n"
-            "  fix: use the config of the training (MODEL.BACKBONE.DEPTH, MODEL.HEADS.*, INPUT.CHANNELS)"
+            "  fix: use the config that the weights were trained with (MODEL.BACKBONE.DEPTH, MODEL.HEADS.*, "
+            "INPUT.CHANNELS)"
         )
     if report.backbone_fraction < min_match:
         raise WeightsError(
             f"weights from {report.source} do not match the model's backbone\n{report}\n"
-            "  fix: use the config of the training, or lower MODEL.WEIGHTS_MIN_MATCH to load them partially"
+            "  fix: use the config that the weights were trained with, or lower MODEL.WEIGHTS_MIN_MATCH to load them "
+            "partially"
         )
 
 
@@ -212,7 +215,8 @@ def _log_mismatches(own: State, converted: State, report: ImportReport, backbone
     unexpected = [key for key in report.dropped if key.startswith(backbone_prefix) and not key.startswith(imagenet)]
     if unexpected and backbone_prefix:
         logger.warning(
-            "the backbone in %s has %d tensors that the model does not have%s; its features differ unless these are "
+            "the backbone in %s has %d tensors that the model lacks%s; the features will differ unless these tensors "
+            "are "
             "unused (see MODEL.BACKBONE.WITH_NL, WITH_SE, DEPTH)",
             report.source,
             len(unexpected),
@@ -229,7 +233,7 @@ def _log_mismatches(own: State, converted: State, report: ImportReport, backbone
         if own[key].shape[0] == 0:
             continue  # a head that is built for evaluation only has no classes
         logger.warning(
-            "%s keeps its initial values: shape %s in %s, %s in the model (other identities)",
+            "%s keeps its initial values: its shape is %s in %s but %s in the model (other identities)",
             key,
             tuple(converted[key].shape),
             report.source,
@@ -238,7 +242,7 @@ def _log_mismatches(own: State, converted: State, report: ImportReport, backbone
 
 
 def classifiers(model: nn.Module) -> set[str]:
-    """Collect the names of classifier tensors, which depend on the training identities (attribute ``classifiers``)."""
+    """Collect the names of tensors that depend on the training identities, from ``classifiers`` of each module."""
     return {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
@@ -247,5 +251,5 @@ def classifiers(model: nn.Module) -> set[str]:
 
 
 def examples(keys: list[str]) -> str:
-    """Format the first three keys as ``" (a, b, c, ...)"``; empty without keys."""
+    """Format the first three keys as ``" (a, b, c, ...)"``; empty if there are no keys."""
     return f" ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})" if keys else ""

@@ -1,4 +1,4 @@
-"""Reject pickles that take much more time or memory to load than their size explains.
+"""Reject pickles that would take a disproportionate amount of time or memory to load.
 
 PyTorch's restricted unpickler does not execute code, but a few bytes can block it for hours: a dictionary key of nested
 tuples that share elements has exponentially many leaves, which are hashed in C without handling signals; keys with
@@ -21,17 +21,17 @@ _HASH_IS_CHOSEN = 2**60  # hash collisions of larger integers are easy to constr
 
 
 class PickleLimitError(UserError):
-    """A pickle takes much more time or memory to load than its size explains."""
+    """Loading a pickle would take a disproportionate amount of time or memory."""
 
 
 class _Object:
     """Simulated object of a pickle.
 
     Attributes:
-        size (int): number of nodes of the object as a tree, in which shared objects are repeated.
+        size (int): number of nodes of the object when expanded into a tree, which repeats shared objects.
         depth (int): depth of that tree.
         chosen (int): number of nodes whose hash the author of the file can choose.
-        shared (bool): the object was read from the memo, so that other objects may reference it.
+        shared (bool): True if the object was read from the memo, so other objects may reference it.
     """
 
     __slots__ = ("chosen", "depth", "shared", "size")
@@ -58,21 +58,22 @@ _PLAIN = {
 
 
 def check_pickle(file: IO[bytes] | bytes, *, hash_items: bool = False) -> None:
-    """Check the cost of loading a pickle from its opcodes.
+    """Estimate the cost of loading a pickle from its opcodes, and reject it if the cost is too high.
 
     Args:
-        file (IO[bytes] | bytes): file positioned at the pickle, which is read to its end; or the pickle itself.
+        file (IO[bytes] | bytes): file positioned at the start of the pickle, which is read to its end; or the bytes of
+            the pickle.
         hash_items (bool): True if the reader hashes the elements of the result. Default False.
 
     Raises:
-        PickleLimitError: loading would exceed the limits of this module, or an object contains itself.
-        ValueError, LookupError and other errors of ``pickletools``: the pickle is damaged, so that loading fails too.
+        PickleLimitError: if loading would exceed the limits of this module, or an object contains itself.
+        ValueError, LookupError and other errors of ``pickletools``: if the pickle is damaged; loading it fails too.
     """
     _Machine(file).run(hash_items)
 
 
 class _Machine:
-    """Unpickler that simulates stack and memo with ``_Object`` entries."""
+    """Unpickler that simulates the stack and the memo with ``_Object`` entries."""
 
     def __init__(self, file: IO[bytes] | bytes) -> None:
         self._opcodes = pickletools.genops(file)
@@ -143,7 +144,7 @@ class _Machine:
                 self._unsupported_opcode(opcode)
 
     def _unsupported_opcode(self, opcode: pickletools.OpcodeInfo) -> None:
-        """Simulate an opcode that PyTorch does not support, by its stack effect."""
+        """Simulate an opcode that PyTorch does not support, based on its stack effect."""
         items: list[_Object] = []
         for kind in reversed(opcode.stack_before):
             if kind is pickletools.stackslice:
@@ -206,7 +207,7 @@ class _Machine:
         self._work += work
         if self._work > WORK:
             raise PickleLimitError(
-                "loading takes too long: repeated references to shared objects, or keys with colliding hashes"
+                "loading would take too long: repeated references to shared objects, or keys with colliding hashes"
             )
 
     def _limit(self, made: _Object) -> None:
@@ -217,7 +218,7 @@ class _Machine:
 
 
 def _function(name: str) -> _Object:
-    """Return the simulated object of a function or class, named ``module attribute``."""
+    """Return the simulated object of a function or class, given as ``"module attribute"``."""
     if name.startswith("torch._"):
         return _MAKES_TENSORS
     return _HASHES_NOTHING if name.startswith(("torch", "numpy")) else _LEAF

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TorchvisionWeights:
-    """ImageNet weights of torchvision: model ``name``, ``version`` (default IMAGENET1K_V1)."""
+    """ImageNet weights from torchvision for the model ``name``; the default ``version`` is IMAGENET1K_V1."""
 
     name: str
     version: str = "IMAGENET1K_V1"
@@ -41,7 +41,7 @@ class Download:
 
     Attributes:
         url (str): download URL.
-        file_name (str): file name in the cache; '' for the last component of the URL.
+        file_name (str): file name in the cache; '' (default) for the last component of the URL.
     """
 
     url: str
@@ -63,14 +63,15 @@ def load_pretrained_backbone(
     RGB weights are adapted to backbones with one or four input channels; see ``_fit_channels``.
 
     Args:
-        backbone (nn.Module): has the parameter names of the weights, or converts them in ``convert_state_dict``.
-        path (str): local file, ``MODEL.BACKBONE.PRETRAIN_PATH``; empty for ``online``.
+        backbone (nn.Module): backbone that has the parameter names of the weights, or converts them in
+            ``convert_state_dict``.
+        path (str): local file, ``MODEL.BACKBONE.PRETRAIN_PATH``; empty to use ``online``.
         online (TorchvisionWeights | Download | None): published weights; None if there are none for this backbone.
         without (tuple[str, ...]): globs of tensor names that the weights may lack.
 
     Raises:
-        ConfigError: there is neither a local file nor a download.
-        WeightsError: the file is missing or damaged, the download failed, or the weights do not match.
+        ConfigError: if neither a local file nor a download is given.
+        WeightsError: if the file is missing or damaged, the download failed, or the weights do not match.
     """
     if path:
         content, source = read_checkpoint(path), path
@@ -99,9 +100,9 @@ def load_pretrained_backbone(
 def _fit_channels(state: dict[str, torch.Tensor], backbone: nn.Module, source: str) -> dict[str, torch.Tensor]:
     """Adapt the RGB input convolutions in ``state`` to a backbone with one or four input channels.
 
-    For one channel the weights are summed over RGB: a gray image gives the same activations as three equal channels
-    with a common normalization. For four channels the weights of the fourth are zero: the network starts as the RGB
-    network and learns to use the fourth channel. Other convolutions are unchanged.
+    For one input channel, the weights are summed over RGB: a gray image gives the same activations as an RGB image with
+    three equal, equally normalized channels. For four channels, the weights of the fourth channel are initialized to
+    zero, so that the network ignores it at the start of training. Other convolutions are unchanged.
     """
     fitted: dict[str, torch.Tensor] = {}
     convolutions = [name for name, module in backbone.named_modules() if isinstance(module, nn.Conv2d)]
@@ -110,23 +111,23 @@ def _fit_channels(state: dict[str, torch.Tensor], backbone: nn.Module, source: s
             continue
         weight, channels = state[key], backbone.state_dict()[key].shape[1]
         if channels == 1:
-            fitted[key], how = weight.sum(dim=1, keepdim=True), "the sum over channels is used"
+            fitted[key], how = weight.sum(dim=1, keepdim=True), "the weights are summed over channels"
         elif channels == 4:
             fitted[key], how = (
                 torch.cat((weight, torch.zeros_like(weight[:, :1])), dim=1),
-                "the fourth channel starts from zeros",
+                "the weights of the fourth channel are initialized to zero",
             )
         else:
             continue
-        logger.info("%s in %s has three channels; %s for INPUT.CHANNELS %d", key, source, how, channels)
+        logger.info("%s in %s has three input channels; %s for INPUT.CHANNELS %d", key, source, how, channels)
     return state | fitted
 
 
 def _download(online: TorchvisionWeights | Download) -> Any:
-    """Read a weights file from PyTorch's cache, and download it first if necessary.
+    """Read a weights file from PyTorch's cache; download it first if it is missing.
 
     Raises:
-        WeightsError: the download failed, or the file is damaged or not a weights file.
+        WeightsError: if the download failed, or the file is damaged or not a weights file.
     """
     name = getattr(online, "file_name", "") or PurePosixPath(urlparse(online.url).path).name
     path = Path(torch.hub.get_dir()) / "checkpoints" / name

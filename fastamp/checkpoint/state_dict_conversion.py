@@ -1,4 +1,4 @@
-"""Conversion of state dicts of other programs to the names used here."""
+"""Conversion of state dicts from other programs to the parameter names used in fastamp."""
 
 from collections.abc import Mapping
 
@@ -29,7 +29,7 @@ def whole_model_names(state: dict[str, torch.Tensor], backbone: nn.Module, notes
     """Add FastReID's prefixes ``backbone.`` and ``heads.`` to the names of a complete model.
 
     TransReID uses ``base.`` for the backbone and no prefix for the head. torchreid uses no prefixes: all tensors except
-    the classifier belong to the backbone. The head converts its own names.
+    the classifier belong to the backbone. The head converts the names of its own tensors.
 
     Args:
         state (dict[str, torch.Tensor]): state dict of a complete model.

@@ -22,8 +22,8 @@ class StripReport:
 
     Attributes:
         path (Path): output file.
-        weights (str): kind of the weights: ``model``, or the evaluated average, ``ema`` or ``swa``.
-        removed (list[str]): removed entries.
+        weights (str): kind of weights in the output: ``model``, or the evaluated average ``ema`` or ``swa``.
+        removed (list[str]): names of the removed entries.
         bytes_before, bytes_after (int): size of the input and output file.
     """
 
@@ -47,15 +47,17 @@ def strip(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str] | None
             folder.
 
     Raises:
-        WeightsError: the checkpoint cannot be read, or contains no config.
-        ConfigError: ``out`` is the checkpoint itself, has another suffix, or cannot be written.
+        WeightsError: if the checkpoint cannot be read, or contains no config.
+        ConfigError: if ``out`` is the checkpoint itself, has another suffix, or cannot be written.
     """
     source = expand(checkpoint)
     target = source.with_name(f"{source.stem}_stripped.pth") if out is None else expand(out)
     if target.suffix != ".pth":
         raise ConfigError(f"{target}: the output file must end in .pth")
     if real_path(target) == real_path(source):
-        raise ConfigError(f"{target} is the checkpoint itself; choose another output file to keep its training state")
+        raise ConfigError(
+            f"{target} is the input checkpoint and would lose its training state; choose another output file"
+        )
     content = read_checkpoint(source)
     if not isinstance(content, dict) or not isinstance(content.get("config"), str):
         raise no_config_error(source)
@@ -71,7 +73,7 @@ def strip(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str] | None
 
 
 def _is_evaluated(kind: Any, config: str) -> bool:
-    """Return True if a config, given as text, evaluates an average of this kind."""
+    """Return True if a config, given as YAML text, selects the weight average ``kind`` for evaluation."""
     if kind != "ema":
         return kind == "swa"
     value: Any = CfgNode.load_cfg(config)  # not merged: it may have keys of custom components

@@ -25,7 +25,7 @@ _CHUNK = 2**20  # bytes per read, so that the file need not fit into memory
 
 
 def _allowed_types() -> list[Any]:
-    """List the additional types that may be unpickled: NumPy scalars and argparse namespaces of other programs.
+    """List the additional types that may be unpickled: NumPy scalars, and argparse namespaces from other programs.
 
     None of them runs code; a Namespace only stores attributes.
     """
@@ -41,7 +41,7 @@ def _allowed_types() -> list[Any]:
 
 
 def damaged_record(path: str | os.PathLike[str]) -> str:
-    """Find the first record with a wrong checksum in a file of ``torch.save``.
+    """Find the first record with a wrong checksum in a file written by ``torch.save``.
 
     These files are zip archives with a CRC-32 per record, so that a single flipped bit is detected. A stored CRC of 0
     means that none was computed (``torch.serialization.set_crc32_options``), and is not compared.
@@ -50,7 +50,8 @@ def damaged_record(path: str | os.PathLike[str]) -> str:
         path (str | os.PathLike): file to check.
 
     Returns:
-        str: name of the record; empty if all checksums match, and for files before torch 1.6, which are not archives.
+        str: name of the record; empty if all checksums match, and for files written before torch 1.6, which are not zip
+            archives.
 
     Raises:
         zipfile.BadZipFile, EOFError, OSError and other errors of ``zipfile``: the archive itself is damaged.
@@ -83,7 +84,7 @@ def write_checkpoint(path: Path, content: Any) -> None:
         content (Any): tensors and plain values in dicts and lists.
 
     Raises:
-        WriteError: the file cannot be written.
+        WriteError: if the file cannot be written.
     """
     write_atomically(path, lambda file: torch.save(content, file))
 
@@ -107,23 +108,23 @@ class _Size(io.RawIOBase):
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> Any:
-    """Read a checkpoint file to the CPU without executing code from it.
+    """Load a checkpoint file on the CPU without executing code from it.
 
     Args:
         path (str | os.PathLike): file written by ``torch.save``.
-        lazily (bool): memory-map the tensors; unsupported for files before torch 1.6. Default False.
+        lazily (bool): memory-map the tensors; not supported for files written before torch 1.6. Default False.
 
     Returns:
         Any: content of the file.
 
     Raises:
-        WeightsError: the file is missing, empty, truncated, damaged according to its checksums, not a checkpoint, or
-            requires code to load.
+        WeightsError: if the file is missing, empty, truncated, damaged according to its checksums, or not a checkpoint,
+            or if loading it would execute code.
     """
     path = expand(path)
     # os.path instead of Path methods, which raise if the name is too long or the folder is not accessible.
     if os.path.isdir(path):
-        raise WeightsError(f"{path} is a folder, not a weights file; give the .pth file in it")
+        raise WeightsError(f"{path} is a folder, not a weights file; specify a .pth file in it")
     if os.path.islink(path) and not os.path.exists(path):
         raise WeightsError(
             f"weights file {path} is a symbolic link to {os.readlink(path)}, which does not exist or is circular"
@@ -144,7 +145,8 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
         raise _damaged_file_error(path, str(error)) from error
     except PickleLimitError as error:
         raise WeightsError(
-            f"weights file {path} ({path.stat().st_size} bytes) was rejected: loading it would exhaust time or memory."
+            f"weights file {path} ({path.stat().st_size} bytes) was rejected: loading it would take too much time or "
+            "memory."
             f"\n  found: {error}\n"
             "  fix: do not use it; torch.save(model.state_dict(), path) does not write such files"
         ) from error
@@ -172,14 +174,15 @@ def _check_archive(path: Path) -> None:
     """Reject unsupported archives.
 
     Raises:
-        WeightsError: the file is a tar archive, which PyTorch would unpack to disk; a TorchScript archive; or
-            compressed, which ``torch.save`` never does and which could exhaust the memory.
+        WeightsError: if the file is a tar archive, which PyTorch would unpack to disk; if it is a TorchScript archive;
+            or if it is compressed, because ``torch.save`` never compresses and decompression could exhaust memory.
     """
     if not _is_zip(path):
         if tarfile.is_tarfile(path):
             raise WeightsError(
-                f"weights file {path} is a tar archive, or damaged.\n"
-                "  fix: unpack it if it contains a .pth file; save a file of PyTorch 0.1 again with a later version"
+                f"weights file {path} is a tar archive or damaged.\n"
+                "  fix: if it contains a .pth file, unpack it; if PyTorch 0.1 wrote it, save it again with a later "
+                "version"
             )
         return
     with zipfile.ZipFile(path) as archive:
@@ -193,16 +196,17 @@ def _check_archive(path: Path) -> None:
     size = sum(entry.file_size for entry in entries)
     if size > path.stat().st_size:
         raise WeightsError(
-            f"weights file {path} is compressed, or damaged: {size} bytes in a file of {path.stat().st_size} bytes.\n"
+            f"weights file {path} is compressed or damaged: uncompressed size {size} bytes, file size "
+            f"{path.stat().st_size}.\n"
             "  fix: unpack it if it is an ordinary archive, or load it and save it again with torch.save"
         )
 
 
 def _check_pickles(path: Path) -> None:
-    """Check the pickles that ``torch.load`` will read; see ``check_pickle``. ``torch.load`` reports damaged pickles.
+    """Check the pickles that ``torch.load`` will read; see ``check_pickle``. Damaged pickles are ignored here.
 
     Raises:
-        PickleLimitError: loading would take much more time or memory than the size of the file explains.
+        PickleLimitError: if loading would take a disproportionate amount of time or memory.
     """
     with open(path, "rb") as file, contextlib.suppress(ValueError, LookupError, OverflowError):
         if file.read(4) == _ZIP:
@@ -255,18 +259,18 @@ def _damaged_file_error(path: Path, cause: str, error: Exception | None = None) 
 
 
 def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Extract the state dict from the content of a checkpoint, and remove all ``module.`` prefixes.
+    """Extract the state dict from the content of a checkpoint, and strip all ``module.`` prefixes from its keys.
 
     Args:
-        content (Any): ``{"model": state_dict, ...}``, the same with the key ``"state_dict"`` or (pycls)
-            ``"model_state"``, or a bare state dict.
+        content (Any): ``{"model": state_dict, ...}``, a dict with the key ``"state_dict"`` or (pycls) ``"model_state"``
+            instead, or a bare state dict.
         path (str | os.PathLike): origin of the content, for the error message.
 
     Returns:
         dict[str, torch.Tensor]: the state dict.
 
     Raises:
-        WeightsError: there is no state dict.
+        WeightsError: if there is no state dict.
     """
     state = content
     for key in ("model", "state_dict", "model_state"):
@@ -290,7 +294,7 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
 
 
 def tensors_by_path(content: Any) -> dict[str, torch.Tensor]:
-    """Flatten nested dicts into tensors by their keys, joined with dots.
+    """Flatten nested dicts of tensors; the keys are joined with dots.
 
     ``{"teacher": {"backbone.conv1.weight": x}}`` gives ``teacher.backbone.conv1.weight``.
     """

@@ -23,7 +23,7 @@ def check_metric(metric: str) -> str:
     """Validate and return a name in ``METRICS``.
 
     Raises:
-        ConfigError: the metric is unknown.
+        ConfigError: if the metric is unknown.
     """
     if metric not in METRICS:
         raise ConfigError(
@@ -66,7 +66,7 @@ def pairwise_distance(x: torch.Tensor, y: torch.Tensor, metric: str = "euclidean
         gradient is finite; cosine distances are in 0..2.
 
     Raises:
-        ConfigError: the metric is unknown.
+        ConfigError: if the metric is unknown.
     """
     if check_metric(metric) == "euclidean":
         return squared_euclidean_distance(x, y).clamp_min(1e-12).sqrt()
@@ -136,7 +136,7 @@ class FeatureDistances(DistanceBlocks):
         memory_budget_mb (float): see ``DistanceBlocks``. Default 256.
 
     Raises:
-        ConfigError: the metric is unknown.
+        ConfigError: if the metric is unknown.
     """
 
     @renamed_arguments(queries="query_features", gallery="gallery_features")

@@ -25,7 +25,7 @@ def group_norm(channels: int) -> nn.GroupNorm:
     """Build group normalization with 32 groups (Wu & He 2018, arXiv:1803.08494).
 
     Raises:
-        ConfigError: ``channels`` is not divisible by 32.
+        ConfigError: if ``channels`` is not divisible by 32.
     """
     if channels % _GROUPS:
         raise ConfigError(f"norm GN: the number of channels must be divisible by {_GROUPS}, got {channels}")
@@ -41,7 +41,7 @@ def build_norm(name: str, channels: int, *, freeze_bias: bool = False) -> nn.Mod
         freeze_bias (bool): keep the bias at 0, as in BNNeck (Luo et al. 2019, arXiv:1903.07071). Default False.
 
     Raises:
-        ConfigError: the name is unknown.
+        ConfigError: if the name is unknown.
     """
     norm = NORM_REGISTRY.get(name)(channels)
     if freeze_bias:

@@ -29,7 +29,7 @@ def new_figure(width: float, height: float) -> "Figure":
     """Create an empty figure of a size in inches, without a window.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -44,7 +44,7 @@ def write_figure(figure: "Figure", path: Path) -> None:
     """Write a figure as PNG, and create its folder if necessary.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: if the file cannot be written.
     """
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
@@ -57,7 +57,7 @@ def panel_figure(panels: Sequence[Panel]) -> "Figure":
     """Draw charts in a grid with three columns; empty charts are omitted.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: if matplotlib is not installed.
     """
     shown = [panel for panel in panels if not panel.empty]
     columns = min(3, max(1, len(shown)))
@@ -107,7 +107,7 @@ def rank_list_figure(
         title (str): title of the figure.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: if matplotlib is not installed.
     """
     columns = 1 + max(len(one.gallery) for one in lists)
     figure = new_figure(1.15 * columns, 2.7 * len(lists) + 0.5)
@@ -143,7 +143,7 @@ def similarity_figure(pairs: Sequence[tuple[ImageItem, ImageItem, SimilarityMap]
     """Draw pairs of images as rows, each image next to its similarity map.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: if matplotlib is not installed.
     """
     figure = new_figure(6.5, 3.1 * len(pairs) + 0.4)
     grid = figure.subplots(len(pairs), 4, squeeze=False)

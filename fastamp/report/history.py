@@ -31,7 +31,7 @@ def read_history(path: Path) -> History:
     """Read ``metrics.json``; incomplete lines of a killed run are skipped.
 
     Raises:
-        DataError: the file is missing or cannot be read.
+        DataError: if the file is missing or cannot be read.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

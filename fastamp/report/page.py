@@ -36,7 +36,7 @@ def write_report(run: Run, folder: Path, *, name: str = "report.html") -> Path:
         Path: path of the file.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: if the file cannot be written.
     """
     path = folder / name
     content = page(run).encode()

@@ -46,7 +46,7 @@ def similarity_map(model: nn.Module, batch: dict[str, Any]) -> SimilarityMap:
         SimilarityMap: similarity, images and maps.
 
     Raises:
-        ConfigError: the model has no spatial feature map.
+        ConfigError: if the model has no spatial feature map.
     """
     backbone = getattr(model, "backbone", None)
     if backbone is None:
@@ -94,7 +94,7 @@ def _to_feature_maps(values: Tensor, backbone: nn.Module, size: torch.Size) -> T
     """Convert backbone outputs to (2, C, h, w); tokens of a Vision Transformer are reshaped without the class token.
 
     Raises:
-        ConfigError: the outputs have no spatial dimensions.
+        ConfigError: if the outputs have no spatial dimensions.
     """
     if values.dim() == 3 and isinstance(backbone, VisionTransformer):
         patch, stride = backbone.patch_embed.proj.kernel_size, backbone.patch_embed.proj.stride

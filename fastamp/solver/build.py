@@ -51,7 +51,7 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
         ``lr`` from ``base_lr``.
 
     Raises:
-        ConfigError: a glob of ``LR_FACTORS`` matches no parameter, or its factor is not a finite number >= 0.
+        ConfigError: if a glob of ``LR_FACTORS`` matches no parameter, or its factor is not a finite number >= 0.
     """
     solver = cfg.SOLVER
     elsewhere = {id(p) for _, module in _with_own_optimizer(model) for p in module.parameters()}
@@ -115,7 +115,7 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """Look up the optimizer class of ``SOLVER.OPT``.
 
     Raises:
-        ConfigError: the name is unknown, or the optimizer needs timm, which is not installed.
+        ConfigError: if the name is unknown, or the optimizer needs timm, which is not installed.
     """
     if name.lower() == "lamb":
         try:
@@ -148,7 +148,7 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
         torch.optim.Optimizer: an optimizer of ``torch.optim``, or timm's LAMB.
 
     Raises:
-        ConfigError: the optimizer is unknown, it rejects an argument, or no parameter is trainable.
+        ConfigError: if the optimizer is unknown, it rejects an argument, or no parameter is trainable.
     """
     solver, base_lr = cfg.SOLVER, cfg.SOLVER.BASE_LR * learning_rate_factor(cfg)
     optimizer_class = _optimizer_class(solver.OPT)
@@ -225,7 +225,7 @@ def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, in
     """Check ``SOLVER.OPT_ARGS`` against the optimizer's signature.
 
     Raises:
-        ConfigError: an argument is unknown, is set by another key, or has a value of the wrong type.
+        ConfigError: if an argument is unknown, is set by another key, or has a value of the wrong type.
     """
     for key, value in options.items():
         if key in ("params", "lr", "weight_decay"):

@@ -234,7 +234,7 @@ def swa_start(cfg: Any) -> int:
     """Compute the first epoch, from 0, that ``SOLVER.SWA`` averages.
 
     Raises:
-        ConfigError: training ends before this epoch.
+        ConfigError: if training ends before this epoch.
     """
     start, epochs = cfg.SOLVER.SWA.START_EPOCH, cfg.SOLVER.MAX_EPOCH
     if start == -1:
@@ -255,7 +255,7 @@ def build_lr_schedule(cfg: Any, iters_per_epoch: int) -> LearningRateSchedule:
         iters_per_epoch (int): iterations (optimizer steps) per epoch.
 
     Raises:
-        ConfigError: the schedule is unknown.
+        ConfigError: if the schedule is unknown.
     """
     schedule = SCHEDULE_REGISTRY.build(cfg.SOLVER.SCHED, cfg, iters_per_epoch=iters_per_epoch)
     swa = cfg.SOLVER.SWA

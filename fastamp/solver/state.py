@@ -51,8 +51,8 @@ class OptimizerState:
         """Restore ``state`` but keep the current options; log options that differ.
 
         Raises:
-            ValueError: ``state`` belongs to another optimizer class or to other parameters, or an entry is missing or
-                has the wrong shape or dtype.
+            ValueError: if ``state`` belongs to another optimizer class or to other parameters, or an entry is missing
+                or has the wrong shape or dtype.
         """
         name, own = type(self.optimizer).__name__, self.optimizer.state_dict()["param_groups"]
         if state["name"] != name:
@@ -91,7 +91,7 @@ class OptimizerState:
         """Find the saved group and the saved index of each parameter in this optimizer's groups.
 
         Raises:
-            ValueError: the parameters differ.
+            ValueError: if the parameters differ.
         """
         own = [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
         names = self._names_by_group()

@@ -102,7 +102,7 @@ def check_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch
         name (str): name of the entry, for the error message.
 
     Raises:
-        ValueError: an entry is missing, or has another shape or dtype than after a step.
+        ValueError: if an entry is missing, or has another shape or dtype than after a step.
     """
     if saved is None or (isinstance(saved, Mapping) and not saved):
         return

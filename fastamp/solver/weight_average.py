@@ -80,7 +80,7 @@ class WeightAverage:
         """Restore the average from ``state``.
 
         Raises:
-            ValueError: ``state`` is another kind of average or belongs to another model.
+            ValueError: if ``state`` is another kind of average or belongs to another model.
         """
         if state["kind"] != self.kind:
             raise ValueError(f"expected an average of kind {self.kind!r}, got {state['kind']!r}")

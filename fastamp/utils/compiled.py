@@ -19,7 +19,7 @@ def compile_parts(model: nn.Module, backend: str) -> None:
         backend: backend of torch.compile.
 
     Raises:
-        ConfigError: the model has no ``trunks``, or no C++ compiler was found.
+        ConfigError: if the model has no ``trunks``, or no C++ compiler was found.
     """
     names = getattr(model, "trunks", ())
     if not names:

@@ -61,7 +61,7 @@ def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
     """Check that ``value`` is one of ``choices``.
 
     Raises:
-        ConfigError: it is not; the message has the key, the choices and the nearest one.
+        ConfigError: if it is not; the message has the key, the choices and the nearest one.
     """
     if value not in choices:
         raise ConfigError(

@@ -145,7 +145,7 @@ class _AppendedFile:
         """Append bytes.
 
         Raises:
-            WriteError: they cannot be written, e.g. because the disk is full.
+            WriteError: if they cannot be written, e.g. because the disk is full.
         """
         with writing(self.path):
             size = os.fstat(self._file.fileno()).st_size

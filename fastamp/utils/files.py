@@ -39,7 +39,7 @@ def check_not_device(path: str | os.PathLike[str]) -> None:
     """Check that ``path`` is a file or folder. Reading a pipe, a socket or a device such as /dev/zero may never end.
 
     Raises:
-        OSError: it is a pipe, socket or device, or does not exist.
+        OSError: if it is a pipe, socket or device, or does not exist.
     """
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -51,7 +51,7 @@ def ignore_closed_stdout() -> Iterator[None]:
     """Continue without output if the reader of stdout, e.g. ``head``, has closed it.
 
     Raises:
-        BrokenPipeError: another pipe or socket was closed.
+        BrokenPipeError: if another pipe or socket was closed.
     """
     try:
         yield
@@ -98,7 +98,7 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Any], None])
     """Write a file atomically: ``write(file)`` fills a temporary file, which is then renamed to ``path``.
 
     Raises:
-        WriteError: it cannot be written. The temporary file is removed, and an existing file is unchanged.
+        WriteError: if it cannot be written. The temporary file is removed, and an existing file is unchanged.
     """
     path = Path(path)
     with writing(path):

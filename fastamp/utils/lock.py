@@ -39,8 +39,8 @@ def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
         key: config key or argument of the folder, for messages, e.g. ``"OUTPUT_DIR"``.
 
     Raises:
-        ConfigError: another process has the lock; the message has its number, machine and start time.
-        WriteError: the folder is not writable.
+        ConfigError: if another process has the lock; the message has its number, machine and start time.
+        WriteError: if the folder is not writable.
     """
     name = os.path.realpath(folder)
     if _locks.get(name, (0,))[0] == os.getpid():
@@ -127,7 +127,7 @@ def _open(path: Path) -> BinaryIO:
     """Open the lock file for writing.
 
     Raises:
-        OSError: it is not writable, or is a link, which could point to any other file.
+        OSError: if it is not writable, or is a link, which could point to any other file.
     """
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+b")
 
@@ -136,7 +136,7 @@ def _try_lock(file: BinaryIO) -> bool:
     """Try to lock a file; return True on success.
 
     Raises:
-        OSError: the file system does not support locks.
+        OSError: if the file system does not support locks.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -155,7 +155,7 @@ def renamed_arguments(**new: str | tuple[str, Callable[[Any], Any]]) -> Callable
         new: old name -> new name, or (new name, function that converts the old value).
 
     Raises:
-        TypeError: on a call with both names of an argument.
+        TypeError: if on a call with both names of an argument.
     """
 
     def decorate(function: Decorated) -> Decorated:

@@ -32,7 +32,7 @@ class Registry:
             name: name of the component. Default: ``__name__`` of the class or function.
 
         Raises:
-            KeyError: the name is already registered.
+            KeyError: if the name is already registered.
         """
 
         def add(component: Any) -> Any:
@@ -48,7 +48,7 @@ class Registry:
         """Return the component registered under ``name``.
 
         Raises:
-            ConfigError: the name is not registered; the message has the choices and the nearest one.
+            ConfigError: if the name is not registered; the message has the choices and the nearest one.
         """
         if name not in self._components:
             choices = ", ".join(sorted(self._components)) or "none"

@@ -31,7 +31,7 @@ def test_hostile_checkpoints_are_rejected(tmp_path, legacy):
     done = preloaded.run(hostile_pickles.__file__, *paths)
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and len(lines) == len(paths), done.stderr
-    assert all("exhaust time or memory" in line for line in lines), lines
+    assert all("was rejected" in line for line in lines), lines
 
 
 def test_hostile_file_of_a_few_hundred_bytes_is_rejected(tmp_path):
@@ -88,14 +88,14 @@ plain = st.recursive(
 
 @given(plain, st.sampled_from([0, 1, 2, 3, 4, 5]))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_plain_values_pass_in_every_protocol(value, protocol):
+def test_plain_values_pass_in_every_pickle_protocol(value, protocol):
     """All protocols are covered, because later versions of PyTorch may load more of them."""
     check_pickle(pickle.dumps([value, value], protocol))
 
 
 @given(st.binary(max_size=200), st.integers(0, 10**6))
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_damaged_pickles_raise_expected_errors_and_leave_no_state(noise, place):
+def test_damaged_pickle_raises_only_expected_errors(noise, place):
     content = bytearray(pickle.dumps({"a": [1, (2.5, None)], ("b", 3): {"c": [[]] * 3}}, 2))
     content[place % len(content) : place % len(content) + len(noise) // 20] = noise
     with contextlib.suppress(PickleLimitError, ValueError, LookupError, OverflowError):

@@ -29,7 +29,7 @@ def resnet18():
     return torchvision.models.resnet18()
 
 
-def test_local_file_of_torchvision_is_loaded(tmp_path, resnet18):
+def test_local_torchvision_file_is_loaded(tmp_path, resnet18):
     torch.save(resnet18.state_dict(), tmp_path / "resnet18.pth")
     backbone = pretrained(tmp_path / "resnet18.pth")
     for name, value in backbone.state_dict().items():
@@ -91,7 +91,7 @@ def test_rgb_weights_initialize_a_fourth_channel_to_zero(resnet18_file, resnet18
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_weights_of_matching_channels_are_unchanged(tmp_path, caplog, channels):
+def test_weights_are_unchanged_if_channels_match(tmp_path, caplog, channels):
     caplog.set_level("INFO")
     options = ("INPUT.CHANNELS", str(channels))
     start = build_backbone(config(*options))
@@ -172,7 +172,7 @@ def test_failed_download_names_the_url_and_the_config_key(monkeypatch, empty_cac
     assert "MODEL.BACKBONE.PRETRAIN_PATH" in str(error.value)
 
 
-def test_variant_without_published_weights_is_an_error():
+def test_backbone_variant_without_published_weights_raises():
     with pytest.raises(ConfigError, match="MODEL.BACKBONE.PRETRAIN"):
         build_backbone(config("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.WITH_SE", "True"))
 

@@ -42,7 +42,7 @@ def test_stripped_checkpoint_keeps_weights_config_and_inference_entries(checkpoi
     assert strip(tmp_path / "small.pth", tmp_path / "again.pth").keys() == content.keys()
 
 
-def test_default_output_is_in_the_same_folder(checkpoint, tmp_path):
+def test_stripped_checkpoint_is_written_next_to_the_original_by_default(checkpoint, tmp_path):
     shutil.copy(checkpoint, tmp_path / "model_best.pth")
     assert main(["strip", str(tmp_path / "model_best.pth")]) == 0
     assert (tmp_path / "model_best_stripped.pth").exists()
@@ -89,7 +89,7 @@ def test_model_weights_are_kept_if_the_average_is_not_evaluated(demo, tmp_path):
     assert all(torch.equal(tensor, before[key]) for key, tensor in content["model"].items())
 
 
-def test_fine_tuning_works_and_resume_is_an_error(demo, run_folder, tmp_path):
+def test_stripped_checkpoint_allows_fine_tuning_but_not_resume(demo, run_folder, tmp_path):
     final = run_folder / "model_final.pth"
     small = tmp_path / "model_final.pth"
     strip(final, small)
@@ -117,7 +117,7 @@ def test_resume_ignores_a_stripped_checkpoint_in_the_folder(demo, run_folder, tm
     assert trainer.trainer.start_iter > 0
 
 
-def test_invalid_input_exits_with_code_2(checkpoint, tmp_path, capsys):
+def test_strip_exits_with_code_2_on_invalid_input(checkpoint, tmp_path, capsys):
     shutil.copy(checkpoint, tmp_path / "a.pth")
     for source, target, error in (
         ("a.pth", "a.pth", ConfigError),

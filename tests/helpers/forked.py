@@ -31,7 +31,7 @@ def run_forked(function: Callable[..., Any], processes: int, folder: Path, *args
         backend (str): backend of the process group. Default ``"gloo"``.
 
     Raises:
-        SystemExit: a process failed.
+        SystemExit: if a process failed.
     """
     children = []
     for rank in range(processes):
