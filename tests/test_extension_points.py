@@ -25,7 +25,7 @@ from fastamp.amp import force_fp32
 from fastamp.config import Key
 from fastamp.modeling import LOSS_REGISTRY
 
-KEYS = (Key("MODEL.LOSSES.LENGTH.SCALE", 1.0, "Length loss: weight in the sum.", low=0),)
+KEYS = (Key("MODEL.LOSSES.LENGTH.SCALE", 1.0, "Length loss: weight in the total loss.", low=0),)
 
 
 @LOSS_REGISTRY.register()
@@ -174,7 +174,7 @@ def test_custom_loss(project, capsys):
     assert main([*command, "-1"]) == 2
     assert "MODEL.LOSSES.LENGTH.SCALE must be at least 0; got -1.0" in capsys.readouterr().err
     assert main(["config", "explain", "MODEL.LOSSES.LENGTH.SCALE", "--plugin", str(component)]) == 0
-    assert "Length loss: weight in the sum." in capsys.readouterr().out
+    assert "Length loss: weight in the total loss." in capsys.readouterr().out
 
 
 def test_custom_transform(project):

@@ -15,7 +15,7 @@ def component_keys(package: Path = _PACKAGE) -> dict[str, Key]:
 
         from fastamp.config import Key
 
-        KEYS = (Key("MODEL.LOSSES.SUPCON.SCALE", 1.0, "Supervised contrastive loss: weight in the sum.", low=0),)
+        KEYS = (Key("MODEL.LOSSES.SUPCON.SCALE", 1.0, "Supervised contrastive loss: weight in the total loss.", low=0),)
 
     Only this statement is evaluated; the file is not imported. The config therefore does not depend on the packages
     above it, and a command can read its config before importing torch.

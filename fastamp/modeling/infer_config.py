@@ -32,11 +32,11 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
     """Infer the config keys of a model from its state dict.
 
     The state dict does not determine the max pooling of the stem, the last stride, pooling layers without weights, the
-    type and scale of the classifier, and the normalization of images; these keys are not in the result.
+    type and scale of the classifier, or the normalization of images; these keys are not in the result.
 
     Args:
         state (dict[str, torch.Tensor]): parameter name -> tensor, of fastamp, FastReID, torchreid or TransReID.
-        source (str): origin of ``state``, for messages.
+        source (str): origin of ``state``, for error messages.
         defaults (CfgNode | None): config that supplies all other keys, including those of projects. Default:
             ``get_cfg()``.
 
@@ -44,7 +44,7 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
         dict[str, str]: config key -> value, as text.
 
     Raises:
-        WeightsError: no registered backbone matches.
+        WeightsError: if no registered backbone matches.
     """
     is_mgn = any(name.startswith("b1_head.") for name in state)
     is_transreid = any(name.startswith("base.") for name in state)
@@ -69,10 +69,10 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
 
 
 def interpolation_keys(state: State) -> dict[str, str]:
-    """Infer the config keys of the image interpolation from the program that wrote the state dict.
+    """Infer the config keys of the image interpolation, which depend on the library that wrote the state dict.
 
     torchreid resizes images by bilinear interpolation; TransReID by bicubic interpolation in training and bilinear
-    interpolation in tests. Both are identified by their parameter names; for other files the result is empty.
+    interpolation in evaluation. Their files are identified by the parameter names; for other files the result is empty.
     """
     if any(name.startswith("base.") for name in state):
         return {"INPUT.INTERPOLATION_TEST": "bilinear"}
@@ -81,15 +81,15 @@ def interpolation_keys(state: State) -> dict[str, str]:
 
 
 def backbone_prefixes(tensors: State, defaults: CfgNode | None = None) -> dict[str, str]:
-    """Find the prefixes of backbones in a file, sorted by the number of matching tensors.
+    """Find the name prefixes of backbones in a weights file, sorted by the number of matching tensors.
 
     Args:
-        tensors (dict[str, torch.Tensor]): path -> tensor, of a whole file; see ``tensors_by_path``.
+        tensors (dict[str, torch.Tensor]): path -> tensor, for all tensors of the file; see ``tensors_by_path``.
         defaults (CfgNode | None): see ``infer_config``.
 
     Returns:
         dict[str, str]: prefix (empty, or with a trailing dot) -> name of the backbone, e.g. ``resnet``. The prefix of
-        CLIP's vision transformer, which is not a supported backbone, has the name ``CLIP's image encoder``.
+        CLIP's vision transformer, which is not a supported backbone, maps to ``CLIP's image encoder``.
     """
     defaults = get_cfg() if defaults is None else defaults
     votes: dict[str, tuple[int, str]] = {}
@@ -117,21 +117,21 @@ def backbone_prefixes(tensors: State, defaults: CfgNode | None = None) -> dict[s
 
 
 def _all_variants() -> dict[str, Variants]:
-    """Return the variants of all backbones that declare them, by name in the registry."""
+    """Return the variants of all backbones that declare them, keyed by registry name."""
     backbones = {name: BACKBONE_REGISTRY.get(name) for name in BACKBONE_REGISTRY}
     return {name: backbone.variants for name, backbone in backbones.items() if hasattr(backbone, "variants")}
 
 
 def _find_backbone(trunk: State, source: str, defaults: CfgNode) -> tuple[dict[str, str], int]:
-    """Find the best match for the tensors of a backbone; return its config keys and width.
+    """Find the registered backbone that best matches ``trunk``; return its config keys and width.
 
-    The first of several full matches is used; they differ only in layers without weights.
+    If several backbones match completely, the first is used; they differ only in layers without weights.
     """
     count = sum(not name.startswith(_HEAD_PREFIXES) and not name.endswith(_DERIVED_SUFFIXES) for name in trunk)
     if count > _MAX_TENSORS:
         raise WeightsError(
             f"{source} matches no supported model: it has {count} tensors in the backbone, but the largest supported "
-            "backbone has about 2000.\n  fix: set the config of its training by --config-file or as KEY VALUE"
+            "backbone has about 2000.\n  fix: pass the training config with --config-file or as KEY VALUE pairs"
         )
     best: tuple[float, dict[str, str], int] = (0.0, {}, 0)
     for keys in _candidates(trunk, defaults):
@@ -145,16 +145,16 @@ def _find_backbone(trunk: State, source: str, defaults: CfgNode) -> tuple[dict[s
             break
     fraction, keys, width = best
     if fraction < 0.9:
-        nearest = f"; the nearest is {' '.join(keys.values())} with {fraction:.0%} of the tensors" if keys else ""
+        nearest = f"; the closest is {' '.join(keys.values())}: {fraction:.0%} of the tensors match" if keys else ""
         raise WeightsError(
             f"{source} matches no supported model{nearest}.\n"
-            "  fix: set the config of its training by --config-file or as KEY VALUE"
+            "  fix: pass the training config with --config-file or as KEY VALUE pairs"
         )
     return keys, width
 
 
 def _candidates(trunk: State, defaults: CfgNode) -> Iterator[dict[str, str]]:
-    """Yield config keys of candidate backbones, in order of similar names, and without options first."""
+    """Yield config keys of candidate backbones, sorted by similarity of parameter names, then by number of options."""
     similarity: dict[str, float] = {}
     all_variants = _all_variants()
     for name, variants in all_variants.items():
@@ -182,11 +182,11 @@ def _keys_from_tensors(keys: Mapping[str, str], trunk: State) -> dict[str, str]:
 
 
 class _CannotBuildError(Exception):
-    """A registered backbone cannot be built, e.g. because an optional package is not installed."""
+    """Raised if a registered backbone cannot be built, e.g. because an optional package is not installed."""
 
 
 def _build_and_convert(keys: Mapping[str, str], trunk: State, defaults: CfgNode) -> tuple[State, State, int]:
-    """Build a backbone on the meta device; return its tensors, ``trunk`` under its names, and its width.
+    """Build a backbone on the meta device; return its state dict, ``trunk`` converted to its names, and its width.
 
     The converted state dict is empty if the backbone cannot convert ``trunk``.
     """
@@ -208,7 +208,7 @@ def _build_and_convert(keys: Mapping[str, str], trunk: State, defaults: CfgNode)
 
 
 def _match_fraction(keys: dict[str, str], trunk: State, defaults: CfgNode) -> tuple[float, int]:
-    """Compute the fraction of matching tensors of backbone and ``trunk``; return it and the width of the backbone."""
+    """Compute the fraction of tensors that match between a backbone and ``trunk``, and the width of the backbone."""
     own, converted, width = _build_and_convert(keys, trunk, defaults)
     matching = sum(name in own and own[name].shape == value.shape for name, value in converted.items())
     unexpected = [name for name in converted if name not in own and not name.startswith(_HEAD_PREFIXES)]
@@ -217,7 +217,7 @@ def _match_fraction(keys: dict[str, str], trunk: State, defaults: CfgNode) -> tu
 
 
 def _head_keys(state: State, *, is_mgn: bool, is_transreid: bool) -> dict[str, str]:
-    """Infer the config keys of the head, and of the image normalization of TransReID."""
+    """Infer the config keys of the head and, for TransReID, of the image normalization."""
     prefix = "b1_head." if is_mgn else "heads."
     own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     head = own or {name: value for name, value in state.items() if not name.startswith(("backbone.", "base."))}

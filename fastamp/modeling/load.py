@@ -25,10 +25,10 @@ class LoadedModel:
     """Trained model with its precision policy and config.
 
     Attributes:
-        model (nn.Module): model in evaluation mode, with averaged weights if the config evaluates them.
+        model (nn.Module): model in evaluation mode, with averaged weights if the config selects them for evaluation.
         policy (PrecisionPolicy): precision policy for evaluation; run the model inside ``policy.autocast()``.
         cfg (CfgNode): config of the model, frozen.
-        extra (dict[str, Any]): other entries of the checkpoint.
+        extra (dict[str, Any]): entries of the checkpoint besides the weights.
     """
 
     model: nn.Module
@@ -50,12 +50,13 @@ def load_model(
         opts (Sequence[str]): KEY VALUE pairs that override the config, e.g. ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
 
     Returns:
-        LoadedModel: the model. For a checkpoint, its precision is the precision of the training unless ``opts`` set
-        ``SOLVER.AMP``; for a config, the config decides.
+        LoadedModel: the model. For a checkpoint, its precision is the training precision unless ``opts`` contains
+        ``SOLVER.AMP``; for a config, the precision is set by the config.
 
     Raises:
-        WeightsError: the weights are missing, damaged or do not match the model, or the checkpoint has no config.
-        ConfigError: an option is invalid, the config has no ``MODEL.WEIGHTS``, the device is not available, or the
+        WeightsError: if the weights are missing or damaged, if they do not match the model, or if the checkpoint
+            contains no config.
+        ConfigError: if an option is invalid, if ``MODEL.WEIGHTS`` is empty, if the device is not available, or if the
             device does not support the precision.
     """
     from_config = isinstance(source, CfgNode)
@@ -99,7 +100,7 @@ def _config_from_checkpoint(checkpoint: str | os.PathLike[str], device: str, opt
 
 
 def _with_options(cfg: CfgNode, device: str | None, opts: Sequence[str]) -> CfgNode:
-    """Copy a config, override it by a device and KEY VALUE pairs, and freeze it."""
+    """Copy a config, override it with a device and KEY VALUE pairs, and freeze it."""
     cfg = cfg.clone()
     cfg.defrost()
     cfg.merge_from_list([*(["MODEL.DEVICE", device] if device else []), *opts])
@@ -108,15 +109,15 @@ def _with_options(cfg: CfgNode, device: str | None, opts: Sequence[str]) -> CfgN
 
 
 def _stored_policy(extra: dict[str, Any], path: str) -> dict[str, Any] | None:
-    """Read the precision policy of the training from a checkpoint; None if it has none.
+    """Return the training precision policy stored in a checkpoint, or None if it stores none.
 
     Raises:
-        WeightsError: the entry does not have the expected structure.
+        WeightsError: if the entry does not have the expected structure.
     """
     policy = extra.get("policy")
     mismatch = structure_mismatch({"dtype": ""}, policy, "policy")
     if not mismatch and policy and "dtype" not in policy:
-        mismatch = "policy: expected an entry dtype"
+        mismatch = "policy: missing entry 'dtype'"
     if mismatch:
         raise damaged_entry_error(path, mismatch)
     return policy

@@ -1,4 +1,4 @@
-"""Error message, instead of a killed process, for models that do not fit into memory."""
+"""Raise ConfigError for models that do not fit into memory, before the process is killed."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -27,19 +27,19 @@ _MIN_SUSPECT_SIZE = 1024  # smaller config values cannot be the cause
 
 @contextmanager
 def explain_out_of_memory(cfg: Any) -> Iterator[None]:
-    """Raise ConfigError if the model that is built in this context does not fit into memory.
+    """Raise ConfigError if a model built in this context does not fit into memory.
 
-    Linux overcommits memory and kills the process when the memory is written to. Therefore the size of each large
+    Linux overcommits memory and kills the process only when it writes to the memory. Therefore the size of each large
     tensor is compared with the available memory before it is created; earlier tensors are initialized by then and
-    reduce the available memory. Building on the meta device would give the total size, but it requires support by all
-    components, including custom ones, and no pretrained weights. Tensors that are not created by PyTorch's factory
-    functions are detected only if their allocation fails.
+    reduce the available memory. Building on the meta device would give the total size, but all components, including
+    custom ones, would have to support it, and pretrained weights could not be loaded. Tensors that are not created by
+    PyTorch's factory functions are detected only if their allocation fails.
 
     Args:
         cfg (CfgNode): the config; the message names keys below ``MODEL``.
 
     Raises:
-        ConfigError: with the likely key and the sizes.
+        ConfigError: if the model does not fit; the message contains the likely key and the sizes.
     """
     try:
         with _CheckTensorSizes(cfg):
@@ -82,7 +82,7 @@ class _CheckTensorSizes(TorchFunctionMode):
 def _out_of_memory_error(
     cfg: Any, *, shape: tuple[int, ...] = (), nbytes: int | None = None, free: int | None = None
 ) -> ConfigError:
-    """Create the error; it names large integer keys below ``MODEL`` that divide a dimension of the tensor."""
+    """Create the error, which names keys below ``MODEL`` with large integers that divide a dimension of the tensor."""
     integers = {
         key.path: value
         for key, value in cfg.keys_below()

@@ -307,7 +307,7 @@ def test_mismatching_teacher_weights_raise(tmp_path):
     with pytest.raises(WeightsError, match=r"KD.MODEL_WEIGHTS '.*gone.pth'"):
         make(tmp_path, *files[:2], "KD.MODEL_WEIGHTS", f"{tmp_path}/gone.pth")
     for wrong, message in (
-        (state | {"heads.weight": torch.zeros(9, tiny.WIDTH)}, "1 tensors .* heads.weight"),
+        (state | {"heads.weight": torch.zeros(9, tiny.WIDTH)}, "1, e.g. heads.weight"),
         ({name: value for name, value in state.items() if name != "heads.weight"}, "heads.weight"),
         ({name: value for name, value in state.items() if "heads" in name}, "MODEL.WEIGHTS_MIN_MATCH"),
     ):

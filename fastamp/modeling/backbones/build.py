@@ -22,14 +22,14 @@ Backbone = TypeVar("Backbone")
 
 @dataclass(frozen=True)
 class Variants:
-    """Variants of a backbone, the candidates when ``infer_config`` identifies a weights file.
+    """Variants of a backbone that ``infer_config`` compares with a weights file.
 
     Attributes:
         depths (tuple[str, ...]): supported values of ``MODEL.BACKBONE.DEPTH``.
         options (tuple[str, ...]): boolean keys below ``MODEL.BACKBONE`` that change the parameter names, e.g.
             ``WITH_IBN``.
         keys_of (Callable[[State], dict[str, str]]): function that infers additional config keys from the backbone's
-            tensors, given under the names in the file. Default: none.
+            tensors, keyed by their names in the weights file. Default: infers no keys.
     """
 
     depths: tuple[str, ...]
@@ -45,7 +45,7 @@ def variants(depths: Iterable[str], **fields: Any) -> Callable[[Backbone], Backb
 
     Args:
         depths (Iterable[str]): supported values of ``MODEL.BACKBONE.DEPTH``.
-        fields: other attributes of ``Variants``.
+        fields: remaining attributes of ``Variants``.
 
     Returns:
         Callable[[Backbone], Backbone]: a decorator that sets the attribute ``variants`` of the backbone's builder.
@@ -67,7 +67,8 @@ def build_backbone(cfg: Any) -> nn.Module:
 
 
     Raises:
-        ConfigError: unknown name or depth, or ``MODEL.BACKBONE.FEAT_DIM`` differs from the width of the backbone.
+        ConfigError: if the name or depth is unknown, or if ``MODEL.BACKBONE.FEAT_DIM`` differs from the width of the
+            backbone.
     """
     name = cfg.MODEL.BACKBONE.NAME
     if name.startswith(_TIMM):
@@ -86,16 +87,16 @@ def build_backbone(cfg: Any) -> nn.Module:
 def with_feature_dim(cfg: Any, backbone: nn.Module) -> Any:
     """Set ``MODEL.BACKBONE.FEAT_DIM`` to the input width of the head.
 
-    It is the width of the backbone, which is read from the model for timm backbones. With ``POOL_LAYER Flatten`` it is
-    the size of the flattened feature map, channels x height x width, computed by a forward pass over one image. The
-    config may hold either value; FastReID's configs hold the flattened size.
+    The input width is the number of output channels of the backbone; for timm backbones it is read from the model. With
+    ``POOL_LAYER Flatten`` it is the size of the flattened feature map, channels x height x width, computed by a forward
+    pass over one image. The config may specify either value; FastReID's configs specify the flattened size.
 
     Returns:
         A copy of ``cfg``, or ``cfg`` itself if nothing changes.
 
     Raises:
-        ConfigError: with ``Flatten``, if ``FEAT_DIM`` is neither value, or if the feature maps of training and test
-            images differ in size.
+        ConfigError: if ``POOL_LAYER`` is Flatten and ``FEAT_DIM`` is neither value, or the feature maps of training and
+            test images differ in size.
     """
     timm = cfg.MODEL.BACKBONE.NAME.startswith(_TIMM)
     if not timm and not _flattens(cfg):
@@ -122,7 +123,8 @@ def _flattened_width(cfg: Any, backbone: nn.Module) -> int:
             for key, size, shape in zip(keys, sizes, (train, test), strict=True)
         )
         raise ConfigError(
-            f"{needed_by} needs feature maps of a fixed size, but {' and '.join(found)} (channels x height x width).\n"
+            f"{needed_by} requires feature maps of a fixed size, but {' and '.join(found)} "
+            "(channels x height x width).\n"
             "  fix: set both to the same size, or choose another MODEL.HEADS.POOL_LAYER"
         )
     width = train.numel()

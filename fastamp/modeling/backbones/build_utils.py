@@ -24,7 +24,7 @@ def choose_depth(cfg: Any, depths: Mapping[str, Depth]) -> Depth:
     """Look up ``MODEL.BACKBONE.DEPTH`` in ``depths``.
 
     Raises:
-        ConfigError: unknown depth; the message lists the choices and suggests the nearest one.
+        ConfigError: if the depth is unknown; the message lists the choices and suggests the nearest one.
     """
     check_choice("MODEL.BACKBONE.DEPTH", cfg.MODEL.BACKBONE.DEPTH, tuple(depths))
     return depths[cfg.MODEL.BACKBONE.DEPTH]
@@ -43,7 +43,7 @@ def with_pretrained_weights(
     """Load pretrained weights into ``model`` if ``MODEL.BACKBONE.PRETRAIN`` is on, and return it.
 
     Args:
-        model (Model): backbone with random weights, filled in place.
+        model (Model): backbone with random weights, modified in place.
         cfg (CfgNode): the config.
         online, without: see ``load_pretrained_backbone``, which also lists the exceptions.
     """

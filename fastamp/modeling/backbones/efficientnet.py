@@ -54,12 +54,12 @@ DEPTHS = {
 class MBConv(nn.Module):
     """Inverted residual block: expansion, depthwise convolution, squeeze-and-excitation and projection.
 
-    The residual connection exists if input and output have the same shape.
+    The residual connection is used only if input and output have the same shape.
 
     Args:
         in_channels (int): number of input channels.
         channels (int): number of output channels.
-        expansion (int): factor on ``in_channels`` for the inner width; 1 skips the expansion.
+        expansion (int): ratio of the inner width to ``in_channels``; 1 omits the expansion convolution.
         kernel (int): kernel size of the depthwise convolution.
         stride (int): stride of the depthwise convolution.
         norm (str): name of the normalization layer.
@@ -102,7 +102,7 @@ class _Head(nn.Module):
 class EfficientNet(nn.Module):
     """EfficientNet up to the 1x1 convolution before global pooling.
 
-    Drop-connect is not implemented; all FastReID variants have the ratio 0.
+    Drop-connect is not implemented; its rate is 0 in all FastReID variants.
 
     Args:
         stem (int): output channels of the stem.
@@ -149,7 +149,10 @@ class EfficientNet(nn.Module):
         init_convolutions(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map normalized images (B, in_channels, H, W) to (B, feature_dim, ~H/16, ~W/16) if ``last_stride`` is 1."""
+        """Compute feature maps (B, feature_dim, h, w) from normalized images (B, in_channels, H, W).
+
+        h and w are about H/16 and W/16 if ``last_stride`` is 1, and H/32 and W/32 if it is 2.
+        """
         for part in self.children():
             x = part(x)
         return x
@@ -157,7 +160,7 @@ class EfficientNet(nn.Module):
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Convert torchvision's parameter names.
 
-        The networks are the same, except that torchvision's B5 was trained with eps 1e-3 in the batch norms, not 1e-5.
+        torchvision's networks are equivalent, except that its B5 was trained with batch norm epsilon 1e-3, not 1e-5.
         """
         names = {"features.0.0": "stem.conv", "features.0.1": "stem.bn"}
         for stage in range(1, len(STRIDES) + 1):
@@ -182,8 +185,8 @@ def build_effnet_backbone(cfg: Any) -> EfficientNet:
     """Build the EfficientNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
-        ConfigError: unknown ``DEPTH``.
-        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
+        ConfigError: if ``DEPTH`` is unknown.
+        WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)

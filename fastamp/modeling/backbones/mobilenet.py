@@ -115,7 +115,7 @@ def _set_image_channels(features: nn.Sequential, channels: int) -> None:
 
 
 def _init_convolution(convolution: nn.Conv2d) -> None:
-    """Initialize as in torchvision and FastReID (He et al. 2015, arXiv:1502.01852)."""
+    """Initialize a convolution as in torchvision and FastReID (He et al. 2015, arXiv:1502.01852)."""
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out")
 
 
@@ -125,8 +125,8 @@ def build_mobilenetv2_backbone(cfg: Any) -> MobileNetV2:
     """Build the MobileNetV2 configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
-        ConfigError: unknown ``DEPTH``.
-        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
+        ConfigError: if ``DEPTH`` is unknown.
+        WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     width = choose_depth(cfg, WIDTHS)
@@ -141,8 +141,8 @@ def build_mobilenetv3_backbone(cfg: Any) -> MobileNetV3:
     """Build the MobileNetV3 configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
-        ConfigError: unknown ``DEPTH``.
-        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
+        ConfigError: if ``DEPTH`` is unknown.
+        WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     name = choose_depth(cfg, V3_MODELS)

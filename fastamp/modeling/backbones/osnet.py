@@ -33,7 +33,7 @@ _GATE_REDUCTION = 16
 
 
 def torchreid_weights(name: str, drive_id: str) -> Download:
-    """Return the download of torchreid's ImageNet weights for its model ``name``."""
+    """Return the ``Download`` of ImageNet weights for the torchreid model ``name``."""
     return Download(f"https://drive.google.com/uc?export=download&id={drive_id}", f"{name}_imagenet.pth")
 
 
@@ -92,7 +92,7 @@ class LightConv3x3(nn.Module):
 
 
 class ChannelGate(nn.Module):
-    """Scale each channel by a gate in 0..1, computed from the global average of all channels."""
+    """Scale each channel by a gate in 0..1, computed from the global averages of all channels."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class OSBlock(nn.Module):
     Args:
         in_channels, out_channels (int): number of input and output channels.
         norm (str): name of the normalization layer.
-        instance_norm (bool): instance norm after the residual addition (OSNet-IBN).
+        instance_norm (bool): apply instance norm after the residual addition (OSNet-IBN).
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, norm: str, instance_norm: bool = False) -> None:
@@ -164,7 +164,7 @@ class OSNet(nn.Module):
         channels (tuple[int, int, int, int]): output channels of the stem and of the three stages.
         in_channels (int): number of image channels.
         norm (str): name of the normalization layer.
-        ibn (bool): instance norm in the stem, in place of ``norm``, and in the first stage, as in torchreid's
+        ibn (bool): use instance norm in the stem (instead of ``norm``) and in the first stage, as in torchreid's
             osnet_ibn_x1_0.
     """
 
@@ -201,8 +201,8 @@ def build_osnet_backbone(cfg: Any) -> OSNet:
     """Build the OSNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
-        ConfigError: unknown ``DEPTH``, or no pretrained weights exist for this variant.
-        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
+        ConfigError: if ``DEPTH`` is unknown, or if no pretrained weights are published for this variant.
+        WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     channels = choose_depth(cfg, CHANNELS)

@@ -1,6 +1,6 @@
 """OSNet-AIN (Zhou et al. 2021, arXiv:1910.06827) with torchreid's parameter names.
 
-An architecture search chose the positions of the instance norms.
+The positions of the instance norms were found by an architecture search.
 """
 
 from typing import Any
@@ -42,12 +42,12 @@ class Stream(nn.Module):
 
 
 class AINBlock(nn.Module):
-    """OSNet block with optional instance norm before the residual addition; OSNet-IBN has it after the addition.
+    """OSNet block with optional instance norm before the residual addition; OSNet-IBN applies it after.
 
     Args:
         in_channels, out_channels (int): number of input and output channels.
         norm (str): name of the normalization layer.
-        instance_norm (bool): replace the normalization of the last convolution by instance norm.
+        instance_norm (bool): replace the normalization of the last convolution with instance norm.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, norm: str, instance_norm: bool) -> None:
@@ -71,12 +71,12 @@ class AINBlock(nn.Module):
 class OSNetAIN(nn.Module):
     """OSNet-AIN without global pooling and classifier.
 
-    It has a stem with instance norm, three stages of two blocks, and a 1x1 convolution.
+    The network has a stem with instance norm, three stages of two blocks, and a 1x1 convolution.
 
     Args:
         channels (tuple[int, int, int, int]): output channels of the stem and of the three stages.
         in_channels (int): number of image channels.
-        norm (str): name of the normalization layer that is used where the architecture has no instance norm.
+        norm (str): name of the normalization layer for positions without instance norm.
     """
 
     def __init__(self, *, channels: tuple[int, int, int, int], in_channels: int = 3, norm: str = "BN") -> None:
@@ -114,8 +114,8 @@ def build_osnet_ain_backbone(cfg: Any) -> OSNetAIN:
     """Build the OSNet-AIN configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
-        ConfigError: unknown ``DEPTH``.
-        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
+        ConfigError: if ``DEPTH`` is unknown.
+        WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     channels = choose_depth(cfg, CHANNELS)

@@ -26,8 +26,8 @@ class SqueezeExcite(nn.Module):
 
     Args:
         channels (int): number of input channels.
-        squeezed (int): number of channels after the first layer.
-        activation (nn.Module): module after the first layer.
+        squeezed (int): number of hidden channels.
+        activation (nn.Module): activation of the hidden channels.
     """
 
     def __init__(self, channels: int, squeezed: int, activation: nn.Module) -> None:

@@ -103,7 +103,7 @@ def compute_stages(depth: Depth) -> list[Stage]:
 
 
 class _Transform(nn.Module):
-    """1x1, grouped 3x3 and 1x1 convolutions with squeeze-and-excitation before the last; the 3x3 has the stride."""
+    """1x1, strided grouped 3x3 and 1x1 convolutions, with squeeze-and-excitation before the last convolution."""
 
     def __init__(self, in_channels: int, channels: int, *, group_width: int, stride: int, se: bool, norm: str) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class RegNet(nn.Module):
 
     Args:
         stages (list[Stage]): the four stages.
-        se (bool): squeeze-and-excitation in all blocks (RegNet Y).
+        se (bool): add squeeze-and-excitation to all blocks (RegNet Y).
         in_channels (int): number of image channels.
         last_stride (int): stride of the last stage; 1 doubles the height and width of the output.
         norm (str): name of the normalization layer.
@@ -185,7 +185,10 @@ class RegNet(nn.Module):
         init_convolutions(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map normalized images (B, in_channels, H, W) to (B, feature_dim, ~H/16, ~W/16) if ``last_stride`` is 1."""
+        """Compute feature maps (B, feature_dim, h, w) from normalized images (B, in_channels, H, W).
+
+        h and w are about H/16 and W/16 if ``last_stride`` is 1, and H/32 and W/32 if it is 2.
+        """
         for part in self.children():
             x = part(x)
         return x
@@ -211,8 +214,8 @@ def build_regnet_backbone(cfg: Any) -> RegNet:
     """Build the RegNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
-        ConfigError: unknown ``DEPTH``.
-        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
+        ConfigError: if ``DEPTH`` is unknown.
+        WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)

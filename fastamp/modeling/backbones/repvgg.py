@@ -23,7 +23,7 @@ KEYS = (
     Key(
         "MODEL.BACKBONE.DEPLOY",
         False,
-        "RepVGG: one convolution per block, for inference. tools/import_checkpoint.py converts trained weights.",
+        "RepVGG: use one convolution per block, for inference; tools/import_checkpoint.py converts trained weights.",
     ),
 )
 
@@ -40,11 +40,11 @@ _BATCH_NORM_EPS = 1e-5  # PyTorch's default, used by all known RepVGG implementa
 
 
 class _PointwiseConv2d(nn.Conv2d):
-    """1x1 convolution that avoids a memory error of oneDNN when it is trained on a CPU.
+    """1x1 convolution that works around an out-of-bounds write of oneDNN during training on a CPU.
 
-    For a strided 1x1 convolution of a channels-last input with fewer channels than the block size (at most 16), the
-    weight gradient of oneDNN writes out of bounds (https://github.com/uxlfoundation/oneDNN/issues/6035, PyTorch 2.15).
-    In this case the input is subsampled and convolved with stride 1, which is equivalent.
+    oneDNN's weight gradient of a strided 1x1 convolution writes out of bounds if the input is channels-last and has
+    fewer channels than oneDNN's block size, which is at most 16 (https://github.com/uxlfoundation/oneDNN/issues/6035,
+    PyTorch 2.15). In this case the input is subsampled and convolved with stride 1, which is equivalent.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,15 +58,15 @@ class _PointwiseConv2d(nn.Conv2d):
 class RepVGGBlock(nn.Module):
     """RepVGG block: ReLU of the sum of a 3x3 branch, a 1x1 branch and an identity branch, each with normalization.
 
-    The identity branch exists if input and output have the same shape.
+    The identity branch exists only if input and output have the same shape.
 
     Args:
         in_channels (int): number of input channels.
         channels (int): number of output channels.
         stride (int): stride of the convolutions.
-        groups (int): groups of the convolutions.
+        groups (int): number of groups of the convolutions.
         norm (str): name of the normalization layer.
-        deploy (bool): replace the branches by one 3x3 convolution with bias, for inference.
+        deploy (bool): replace the branches with one 3x3 convolution with bias, for inference.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class RepVGGBlock(nn.Module):
         return self.relu(out + self.rbr_identity(x) if self.with_identity else out)
 
     def switch_to_deploy(self) -> None:
-        """Fuse the branches into one convolution, in place, with the same output in evaluation mode up to rounding.
+        """Fuse the branches into one convolution in place; outputs in evaluation mode change only by rounding errors.
 
         Raises:
-            ConfigError: the normalization is not batch norm.
+            ConfigError: if the normalization is not batch norm.
         """
         if self.deploy:
             return
@@ -121,18 +121,18 @@ class RepVGGBlock(nn.Module):
         self.rbr_reparam, self.deploy = convolution, True
 
     def convert_state_dict(self, state: State, notes: list[str]) -> State:
-        """Convert names of the fused convolution, and fuse the branches if this block is in deploy form.
+        """Rename a fused convolution in ``state``; if this block is in deploy form, fuse the branches in ``state``.
 
         Raises:
-            WeightsError: ``state`` is in deploy form, but this block is not.
+            WeightsError: if ``state`` is in deploy form, but this block is not.
         """
         state = {_DEPLOY_NAMES.get(key, key): value for key, value in state.items()}
         if not self.deploy:
             if "rbr_reparam.weight" in state:
                 raise WeightsError(
-                    "the weights are in RepVGG's deploy form, with one convolution per block; the branches for "
-                    "training cannot be restored from it\n"
-                    "  fix: set MODEL.BACKBONE.DEPLOY True for inference, or use the weights before the conversion"
+                    "the weights are in RepVGG's deploy form, with one convolution per block; the training "
+                    "branches cannot be restored from them.\n"
+                    "  fix: set MODEL.BACKBONE.DEPLOY True for inference, or load the weights before conversion"
                 )
             return state
         norms = ["rbr_dense.bn", "rbr_1x1.bn"] + ["rbr_identity"] * self.with_identity
@@ -148,7 +148,7 @@ class RepVGGBlock(nn.Module):
     adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
     def _fuse(self, state: State, *, eps: float) -> State:
-        """Compute weight and bias of the convolution that is equivalent to the branches in evaluation (section 3.3).
+        """Compute weight and bias of the convolution that replaces the branches in evaluation mode (section 3.3).
 
         Args:
             state (dict[str, torch.Tensor]): tensors of the block in training form.
@@ -174,7 +174,7 @@ class RepVGGBlock(nn.Module):
 def _check_norm(norm: nn.Module) -> None:
     if getattr(norm, "running_var", None) is None:
         raise ConfigError(
-            f"RepVGG's deploy form needs batch norm; MODEL.BACKBONE.NORM gives {type(norm).__name__}\n"
+            f"RepVGG's deploy form requires batch norm, but MODEL.BACKBONE.NORM selects {type(norm).__name__}.\n"
             "  fix: set MODEL.BACKBONE.NORM BN, or MODEL.BACKBONE.DEPLOY False"
         )
 
@@ -185,8 +185,8 @@ class Depth:
 
     Attributes:
         blocks (tuple[int, int, int, int]): number of blocks in each of the four stages after the stem.
-        widths (tuple[float, float, float, float]): factors on the 64, 128, 256 and 512 channels of the stages.
-        groups (int): groups of the convolutions in every second block. Default 1.
+        widths (tuple[float, float, float, float]): multipliers of the 64, 128, 256 and 512 channels of the stages.
+        groups (int): number of groups of the convolutions in every second block. Default 1.
     """
 
     blocks: tuple[int, int, int, int]
@@ -217,13 +217,13 @@ class RepVGG(nn.Module):
 
     Args:
         blocks (tuple[int, int, int, int]): number of blocks in each of the four stages after the stem.
-        widths (tuple[float, float, float, float]): factors on the channels of the stages; see ``Depth``.
-        groups (int): groups of the convolutions in every second block.
+        widths (tuple[float, float, float, float]): channel multipliers of the stages; see ``Depth``.
+        groups (int): number of groups of the convolutions in every second block.
         in_channels (int): number of image channels.
         last_stride (int): stride of the last stage.
         norm (str): name of the normalization layer.
-        deploy (bool): one convolution per block, for inference. ``convert_state_dict`` fuses weights of the training
-            form.
+        deploy (bool): use one convolution per block, for inference; ``convert_state_dict`` then fuses weights that are
+            in training form.
     """
 
     def __init__(
@@ -259,14 +259,17 @@ class RepVGG(nn.Module):
         self.feature_dim = channels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map normalized images (B, in_channels, H, W) to (B, feature_dim, ~H/16, ~W/16) if ``last_stride`` is 1."""
+        """Compute feature maps (B, feature_dim, h, w) from normalized images (B, in_channels, H, W).
+
+        h and w are about H/16 and W/16 if ``last_stride`` is 1, and H/32 and W/32 if it is 2.
+        """
         return self.stage4(self.stage3(self.stage2(self.stage1(self.stage0(x)))))
 
     def switch_to_deploy(self) -> None:
-        """Fuse every block into one convolution, in place; evaluation features are the same up to rounding.
+        """Fuse every block into one convolution in place; outputs in evaluation mode change only by rounding errors.
 
         Raises:
-            ConfigError: the normalization is not batch norm.
+            ConfigError: if the normalization is not batch norm.
         """
         for block in self.modules():
             if isinstance(block, RepVGGBlock):
@@ -297,15 +300,18 @@ def build_repvgg_backbone(cfg: Any) -> RepVGG:
     """Build the RepVGG configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
-        ConfigError: unknown ``DEPTH``, ``DEPLOY`` without batch norm, or ``PRETRAIN`` without ``PRETRAIN_PATH``.
-        WeightsError: the pretrained weights cannot be read or do not match the model.
+        ConfigError: if ``DEPTH`` is unknown, if ``DEPLOY`` is on and ``NORM`` is not batch norm, or if ``PRETRAIN`` is
+            on without ``PRETRAIN_PATH``.
+        WeightsError: if the pretrained weights cannot be read or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
     warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     if backbone.DEPLOY:
         _check_norm(build_norm(backbone.NORM, 64))
-        logger.warning("MODEL.BACKBONE.DEPLOY is on: the deploy form is for inference; train with DEPLOY False")
+        logger.warning(
+            "MODEL.BACKBONE.DEPLOY is on, but the deploy form is only for inference; set it to False for training"
+        )
     model = RepVGG(
         blocks=depth.blocks,
         widths=depth.widths,

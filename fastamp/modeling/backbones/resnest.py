@@ -16,7 +16,7 @@ EXPANSION = 4
 
 
 class SplitAttention(nn.Module):
-    """Split attention: a 3x3 convolution to ``radix`` splits, and their sum weighted by a softmax (section 3.1).
+    """Split attention: 3x3 convolution to ``radix`` splits, combined in a softmax-weighted sum (section 3.1).
 
     Args:
         channels (int): number of input and output channels.
@@ -121,7 +121,7 @@ class ResNeSt(nn.Module):
         blocks (tuple[int, int, int, int]): number of blocks in each of the four stages.
         stem_width (int): see ``Depth``.
         in_channels (int): number of image channels.
-        last_stride (int): stride of the last stage; with 1, all of its blocks but the first have dilation 2.
+        last_stride (int): stride of the last stage; if 1, all blocks of this stage except the first have dilation 2.
         norm (str): name of the normalization layer.
     """
 
@@ -159,7 +159,10 @@ class ResNeSt(nn.Module):
         init_convolutions(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map normalized images (B, in_channels, H, W) to (B, feature_dim, ~H/16, ~W/16) if ``last_stride`` is 1."""
+        """Compute feature maps (B, feature_dim, h, w) from normalized images (B, in_channels, H, W).
+
+        h and w are about H/16 and W/16 if ``last_stride`` is 1, and H/32 and W/32 if it is 2.
+        """
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         return self.layer4(self.layer3(self.layer2(self.layer1(x))))
 
@@ -167,7 +170,7 @@ class ResNeSt(nn.Module):
 def _stage(
     in_channels: int, channels: int, count: int, *, stride: int, dilation: int, pool: bool, norm: str
 ) -> nn.Sequential:
-    """Build a stage; its first block changes the width, has the stride and ``pool``, and is not dilated."""
+    """Build a stage; ``stride`` and ``pool`` apply only to the first block, ``dilation`` only to the others."""
     out_channels = channels * EXPANSION
     downsample = nn.Sequential(
         nn.AvgPool2d(stride, stride, ceil_mode=True, count_include_pad=False),
@@ -187,8 +190,8 @@ def build_resnest_backbone(cfg: Any) -> ResNeSt:
     """Build the ResNeSt configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
-        ConfigError: unknown ``DEPTH``.
-        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
+        ConfigError: if ``DEPTH`` is unknown.
+        WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)

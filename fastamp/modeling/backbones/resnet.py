@@ -42,9 +42,9 @@ class BlockParts:
 
     Attributes:
         norm (str): name of the normalization layer.
-        ibn (bool): instance norm on half of the channels in the first normalization of each block (IBN-Net-a).
-        se (bool): squeeze-and-excitation at the end of each block.
-        groups (int): groups of the 3x3 convolution in a bottleneck (the cardinality of ResNeXt).
+        ibn (bool): use instance norm for half of the channels in the first normalization of each block (IBN-Net-a).
+        se (bool): add squeeze-and-excitation at the end of each block.
+        groups (int): number of groups of the 3x3 convolution in a bottleneck (ResNeXt's cardinality).
         base_width (int): channels per group in the first stage; doubled in each later stage.
     """
 
@@ -92,7 +92,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Residual block of 1x1, 3x3 and 1x1 convolutions; the 3x3 convolution has the stride."""
+    """Residual block of 1x1, 3x3 and 1x1 convolutions; the 3x3 convolution is strided."""
 
     expansion = 4
 
@@ -126,8 +126,8 @@ class Depth:
     Attributes:
         block (type[BasicBlock] | type[Bottleneck]): class of the residual blocks.
         blocks (tuple[int, int, int, int]): number of blocks in each of the four stages.
-        non_local (tuple[int, int, int, int]): number of non-local blocks in each stage if they are enabled; one follows
-            each of the last blocks.
+        non_local (tuple[int, int, int, int]): number n of non-local blocks in each stage if they are enabled; each of
+            the last n residual blocks is followed by one.
     """
 
     block: type[BasicBlock] | type[Bottleneck]
@@ -161,15 +161,15 @@ class ResNet(nn.Module):
         block (type[BasicBlock] | type[Bottleneck]): ``BasicBlock`` or ``Bottleneck``.
         blocks (tuple[int, int, int, int]): number of blocks in each of the four stages.
         in_channels (int): number of image channels.
-        non_local (tuple[int, int, int, int]): number of non-local blocks in each stage; one follows each of the last
-            blocks.
+        non_local (tuple[int, int, int, int]): number n of non-local blocks in each stage; each of the last n residual
+            blocks is followed by one.
         last_stride (int): stride of the last stage; 1 doubles the height and width of the output (Luo et al. 2019,
             arXiv:1903.07071).
         norm (str): name of the normalization layer.
-        ibn_stages (int): number of stages with instance norm, counted from the first; see ``BlockParts``.
-        se (bool): squeeze-and-excitation in all stages.
+        ibn_stages (int): number of stages, counted from the first, with instance norm; see ``BlockParts``.
+        se (bool): add squeeze-and-excitation in all stages.
         stem_pool (str): max pooling of the stem, a key of ``STEM_POOLS``.
-        groups, base_width (int): groups of the bottlenecks; see ``BlockParts``.
+        groups, base_width (int): see ``BlockParts``.
     """
 
     def __init__(
@@ -207,7 +207,10 @@ class ResNet(nn.Module):
             self.add_module(f"NL_{stage}", nn.ModuleList(NonLocal(width, norm) for _ in range(count)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map normalized images (B, in_channels, H, W) to (B, feature_dim, ~H/16, ~W/16) if ``last_stride`` is 1."""
+        """Compute feature maps (B, feature_dim, h, w) from normalized images (B, in_channels, H, W).
+
+        h and w are about H/16 and W/16 if ``last_stride`` is 1, and H/32 and W/32 if it is 2.
+        """
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         for blocks, attention in (
             (self.layer1, self.NL_1),
@@ -231,7 +234,7 @@ def _stage(
     stride: int,
     parts: BlockParts,
 ) -> nn.Sequential:
-    """Build a stage; its first block changes the width and has the stride."""
+    """Build a stage; only its first block is strided and changes the width."""
     out_channels = channels * block.expansion
     downsample = None
     if stride != 1 or in_channels != out_channels:
@@ -249,8 +252,8 @@ def build_resnet_backbone(cfg: Any) -> ResNet:
     """Build the ResNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
-        ConfigError: unknown ``DEPTH``, or no pretrained weights exist for this variant.
-        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
+        ConfigError: if ``DEPTH`` is unknown, or if no pretrained weights are published for this variant.
+        WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     if backbone.DEPTH not in DEPTHS:

@@ -30,8 +30,8 @@ def build_resnext_backbone(cfg: Any) -> ResNet:
     As in FastReID, ``WITH_IBN`` applies to all four stages, and the max pooling of the stem is always padded.
 
     Raises:
-        ConfigError: unknown ``DEPTH``, or no pretrained weights exist for this variant.
-        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
+        ConfigError: if ``DEPTH`` is unknown, or if no pretrained weights are published for this variant.
+        WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)

@@ -1,8 +1,8 @@
 """ShuffleNetV2 (Ma et al. 2018, arXiv:1807.11164) with the parameter names of its authors and FastReID.
 
-It follows the authors' implementation and is not equivalent to torchvision's. torchvision shuffles the channels after a
-block; this network shuffles them before the block, in a different order. In blocks of stride 2, torchvision's shortcut
-branch outputs half of the output channels; here it outputs as many channels as the input has.
+The network follows the authors' implementation and is not equivalent to torchvision's. torchvision shuffles the
+channels after a block; this network shuffles them before a block, in a different order. In blocks of stride 2,
+torchvision's shortcut branch outputs half of the output channels; here it outputs as many channels as the input has.
 """
 
 from typing import Any
@@ -100,7 +100,7 @@ class ShuffleNetV2(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Initialize as in the authors' code: std 1 / (input channels per group), and 0.01 in the first convolution."""
+        """Initialize as the authors do: std 1 / (input channels per group), or 0.01 in the first convolution."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.normal_(module.weight, 0, 1 / module.weight.shape[1])
@@ -119,8 +119,8 @@ def build_shufflenetv2_backbone(cfg: Any) -> ShuffleNetV2:
     """Build the ShuffleNetV2 configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
-        ConfigError: unknown ``DEPTH``, or ``PRETRAIN`` without a ``PRETRAIN_PATH``.
-        WeightsError: the pretrained weights cannot be read or do not match the model.
+        ConfigError: if ``DEPTH`` is unknown, or if ``PRETRAIN`` is on without ``PRETRAIN_PATH``.
+        WeightsError: if the pretrained weights cannot be read or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     channels = choose_depth(cfg, CHANNELS)

@@ -45,7 +45,8 @@ class Swin(SwinTransformer):
     """Swin Transformer without classifier, with torchvision's parameter names, for images of any size.
 
     Feature maps are padded to multiples of the window size. The relative position index is computed from the window
-    size and is not part of the state dict. The stride is always 32, because patch merging also doubles the width.
+    size and is not part of the state dict. The output stride is always 32, because the layers that halve the
+    feature map also double its width.
 
     Args:
         width (int): channels of the first stage.
@@ -89,11 +90,11 @@ class Swin(SwinTransformer):
         self.feature_dim = self.norm.normalized_shape[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map normalized images (B, in_channels, H, W) to (B, feature_dim, ~H/32, ~W/32), after the last norm."""
+        """Map normalized images (B, in_channels, H, W) to the last norm's output (B, feature_dim, ~H/32, ~W/32)."""
         return self.permute(self.norm(self.features(x)))
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert parameter names of the authors or timm to torchvision's, and remove derived buffers."""
+        """Convert the authors' or timm's parameter names to torchvision's, and remove derived buffers."""
         names = {"patch_embed.proj": "features.0.0", "patch_embed.norm": "features.0.2"}
         parts = {part: part for part in ("norm1", "norm2", "attn", "attn.qkv", "attn.proj")}
         parts |= {"mlp.fc1": "mlp.0", "mlp.fc2": "mlp.3"}
@@ -118,8 +119,8 @@ def build_swin_backbone(cfg: Any) -> Swin:
     """Build the Swin configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
     Raises:
-        ConfigError: unknown ``DEPTH``.
-        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
+        ConfigError: if ``DEPTH`` is unknown.
+        WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)

@@ -47,7 +47,7 @@ class TimmBackbone(nn.Module):
         return x[:, :, None, None]
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert a state dict of timm, or one that timm can convert, and resize it to the image size of this model."""
+        """Convert a state dict that timm supports, and resize its position embeddings to this model's image size."""
         if any(key.startswith(_PREFIX) for key in state):
             return state
         # timm has one function per model family that resizes position embeddings and converts the authors' names.
@@ -71,8 +71,9 @@ def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone:
         name (str): name of the model in timm, optionally with a tag of pretrained weights (``name.tag``).
 
     Raises:
-        ConfigError: timm is not installed, the model or tag is unknown, or the model does not support these images.
-        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
+        ConfigError: if timm is not installed, if the model or tag is unknown, or if the model does not support the size
+            or number of channels of the images.
+        WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     timm = _import_timm(name)
@@ -117,9 +118,9 @@ def _check_name(timm: ModuleType, name: str) -> None:
 def _create(
     timm: ModuleType, name: str, channels: int, size_key: str, size: tuple[int, int], last_stride: int
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Create the model with the first supported set of arguments, and return both.
+    """Create the model with the first set of arguments that it supports; return the model and these arguments.
 
-    timm has no other way to query the supported arguments.
+    timm does not provide a way to query the supported arguments.
     """
     options: list[dict[str, Any]] = [{"output_stride": 16}] if last_stride == 1 else []
     image = {"img_size": size}
@@ -147,14 +148,14 @@ def _create_pretrained(timm: ModuleType, name: str, arguments: dict[str, Any]) -
         return timm.create_model(name, pretrained=True, **arguments)
     except Exception as error:  # the exception type depends on the download source
         raise WeightsError(
-            f"MODEL.BACKBONE.PRETRAIN is on, but timm's weights of {name} cannot be downloaded ({error}).\n"
-            "  fix: download the pytorch_model.bin on another machine and set MODEL.BACKBONE.PRETRAIN_PATH to it, "
+            f"MODEL.BACKBONE.PRETRAIN is on, but timm's weights for {name} cannot be downloaded ({error}).\n"
+            "  fix: download pytorch_model.bin on another machine and set MODEL.BACKBONE.PRETRAIN_PATH to it, "
             "or set MODEL.BACKBONE.PRETRAIN False to start from random weights"
         ) from error
 
 
 def _check_size(backbone: TimmBackbone, name: str, key: str, shape: tuple[int, int, int, int]) -> None:
-    """Raise ConfigError if a forward pass fails for images of this shape; timm may check the size only there."""
+    """Raise ConfigError if a forward pass fails for images of this shape, since timm may check the size only there."""
     training = backbone.training
     try:
         with torch.no_grad():

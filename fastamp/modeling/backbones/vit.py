@@ -31,7 +31,7 @@ KEYS = (
     Key(
         "MODEL.BACKBONE.STRIDE_SIZE",
         (16, 16),
-        "ViT: vertical and horizontal stride of the patches, in pixels; patches overlap if it is less than 16.",
+        "ViT: vertical and horizontal stride of the patches, in pixels; strides below 16 make the patches overlap.",
         low=1,
         length=2,
     ),
@@ -44,14 +44,14 @@ KEYS = (
     Key(
         "MODEL.BACKBONE.SIE_VIEWS",
         0,
-        "ViT: number of views with a learned embedding; with SIE_CAMERAS, one for each pair. 0 disables it.",
+        "ViT: number of views with a learned embedding; with SIE_CAMERAS, one per camera-view pair. 0 disables it.",
         low=0,
     ),
-    Key("MODEL.BACKBONE.SIE_COE", 3.0, "ViT: factor on the camera and view embedding, which is added to the tokens."),
+    Key("MODEL.BACKBONE.SIE_COE", 3.0, "ViT: weight of the camera and view embedding that is added to the tokens."),
     Key(
         "MODEL.BACKBONE.CHECKPOINTING",
         False,
-        "ViT: recompute the activations of each block in the backward pass: less memory, about a third slower.",
+        "ViT: recompute the activations of each block in the backward pass; saves memory, but is about a third slower.",
     ),
     Key(
         "MODEL.BACKBONE.DROP_PATH_RATIO",
@@ -113,7 +113,7 @@ DEPTHS = {
 
 
 class PatchEmbedding(nn.Module):
-    """Embedding of 16 x 16 patches; they overlap if the stride is less than 16 (TransReID, arXiv:2102.04378).
+    """Embedding of 16 x 16 patches, which overlap if the stride is less than 16 (TransReID, arXiv:2102.04378).
 
     Args:
         in_channels (int): number of image channels.
@@ -203,17 +203,17 @@ class VisionTransformer(nn.Module):
 
     Args:
         depth (Depth): configuration of the network.
-        image_size (tuple[int, int]): height and width of the images that the position embedding is created for. It is
-            resized for other images.
+        image_size (tuple[int, int]): height and width of the images for which the position embedding is created; it is
+            resized for images of other sizes.
         in_channels (int): number of image channels.
         stride (tuple[int, int]): vertical and horizontal stride of the patches.
         dropout (float): dropout probability of the tokens, and of the attention and MLP outputs.
         attention_dropout (float): dropout probability of the attention weights.
         drop_path (float): stochastic depth probability of the last block; it grows linearly from 0 in the first block.
-        cameras, views (int): number of cameras and views with an embedding, which is added to all tokens of an image
-            (TransReID's side information embedding, arXiv:2102.04378). With both, each pair has an embedding.
-            0 disables it.
-        side_weight (float): factor on this embedding.
+        cameras, views (int): number of cameras and of views with a learned embedding, which is added to all tokens of
+            an image (TransReID's side information embedding, arXiv:2102.04378). If both are positive, each camera-view
+            pair has an embedding. 0 disables the embedding.
+        side_weight (float): weight of the camera and view embedding.
         checkpointing (bool): recompute the activations of each block in the backward pass.
 
     Attributes:
@@ -275,14 +275,15 @@ class VisionTransformer(nn.Module):
 
         Args:
             x (torch.Tensor): (B, in_channels, H, W) float, normalized images.
-            camids, viewids (torch.Tensor | None): (B,) int64, starting at 0; required if they have embeddings.
+            camids, viewids (torch.Tensor | None): (B,) int64, starting at 0; required if the model has embeddings for
+                cameras or views, respectively.
 
         Returns:
             torch.Tensor: (B, feature_dim, 1, 1), the class token after the last norm; without the last block
             (B, 1 + patches, feature_dim), all tokens.
 
         Raises:
-            ValueError: required camera or view IDs are missing.
+            ValueError: if required camera or view IDs are missing.
         """
         patches, grid = self.patch_embed(x)
         tokens = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), patches), dim=1) + self._positions(grid)
@@ -369,7 +370,7 @@ def resize_positions(positions: torch.Tensor, old: tuple[int, int], new: tuple[i
 
 
 def infer_grid(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
-    """Infer the grid of a number of patches, which is not stored in weights files.
+    """Infer the patch grid from the number of patches, since weights files do not store the grid.
 
     Args:
         patches (int): number of patches.
@@ -412,13 +413,13 @@ def infer_embedding_keys(state: State) -> dict[str, str]:
 def build_vit_backbone(cfg: Any) -> VisionTransformer:
     """Build the ViT configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
 
-    The position embedding has the size of the training images: ``INPUT.CROP.SIZE`` if ``INPUT.CROP`` is on, else
-    ``INPUT.SIZE_TRAIN``.
+    The position embedding is created for the size of the training images: ``INPUT.CROP.SIZE`` if ``INPUT.CROP`` is on,
+    else ``INPUT.SIZE_TRAIN``.
 
     Raises:
-        ConfigError: unknown ``DEPTH``, images smaller than a patch, training images without a fixed size, or a
-            ``STRIDE_SIZE`` that is not two positive integers.
-        WeightsError: the pretrained weights cannot be downloaded or read, or do not match the model.
+        ConfigError: if ``DEPTH`` is unknown, if the images are smaller than a patch, if the training images have no
+            fixed size, or if ``STRIDE_SIZE`` is not two positive integers.
+        WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)

@@ -15,10 +15,11 @@ def build_heads(cfg: Any, backbone: nn.Module | None = None) -> nn.Module:
     Args:
         cfg (CfgNode): the config.
         backbone (nn.Module | None): backbone of the model. A head with the class attribute ``continues_backbone =
-            True`` takes over a part of it, and is built by ``from_config(cfg, backbone=backbone)``.
+            True`` takes over its last layers, and is built by ``from_config(cfg, backbone=backbone)``.
 
     Raises:
-        ConfigError: the head or one of its components is not registered, or it does not support this backbone.
+        ConfigError: if the head or one of its components is not registered, or if the head does not support this
+            backbone.
     """
     name = cfg.MODEL.HEADS.NAME
     continues = getattr(HEADS_REGISTRY.get(name), "continues_backbone", False)

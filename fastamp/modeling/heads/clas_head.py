@@ -15,8 +15,8 @@ from fastamp.modeling.heads.embedding_head import EmbeddingHead
 class ClasHead(EmbeddingHead):
     """``EmbeddingHead`` that returns scaled class logits in evaluation mode, as in FastReID.
 
-    As in FastReID, the losses get the feature after the neck; ``neck_feat`` is ignored. A head that is built without
-    classes, for evaluation only, takes the number of classes from the weights that are loaded.
+    As in FastReID, the losses use the feature after the neck; ``neck_feat`` is ignored. A head built without classes
+    (for evaluation only) sets its number of classes when weights are loaded.
 
     Args:
         options: arguments of ``EmbeddingHead``.

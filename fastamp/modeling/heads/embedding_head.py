@@ -16,23 +16,23 @@ from fastamp.utils.moved import renamed_attribute
 class EmbeddingHead(nn.Module):
     """Embedding head with pooling, 1x1 convolution, BNNeck and classifier (Luo et al. 2019, arXiv:1903.07071).
 
-    It computes in float32 under any precision policy: it takes less than 1 % of the computation of the backbone, and
-    distances are computed from its output.
+    The head computes in float32 under any precision policy, because distances are computed from its output and its cost
+    is less than 1 % of the backbone's.
 
     Args:
         feat_dim (int): channels of the feature map; with ``Flatten`` channels x height x width.
         embedding_dim (int): output channels of the 1x1 convolution. Default 0: no convolution.
         num_classes (int): number of identities in the training set; 0 builds a head for evaluation only.
         neck_feat (str): feature for the metric losses: ``"before"`` (default) or ``"after"`` the neck.
-        eval_feat (str): feature that is returned in evaluation mode: ``"before"`` or ``"after"`` (default) the neck.
-        pool_layer (str): a name in ``POOL_LAYER_REGISTRY``. Default ``"GlobalAvgPool"``.
-        cls_layer (str): a name in ``CLS_LAYER_REGISTRY``. Default ``"Linear"``.
+        eval_feat (str): feature returned in evaluation mode: ``"before"`` or ``"after"`` (default) the neck.
+        pool_layer (str): name in ``POOL_LAYER_REGISTRY``. Default ``"GlobalAvgPool"``.
+        cls_layer (str): name in ``CLS_LAYER_REGISTRY``. Default ``"Linear"``.
         scale, margin (float): scale and margin of the classification layer. Default 1 and 0.
-        with_bnneck (bool): batch norm with the bias frozen at 0 before the classifier. Default True.
+        with_bnneck (bool): add batch norm, with the bias frozen at 0, before the classifier. Default True.
         norm (str): name of the normalization layer of the neck. Default ``"BN"``.
 
     Raises:
-        ConfigError: a component is not registered, or ``neck_feat`` is unknown.
+        ConfigError: if a component is not registered, or if ``neck_feat`` is unknown.
     """
 
     classifiers = ("weight",)
@@ -83,7 +83,7 @@ class EmbeddingHead(nn.Module):
         )
 
     def _make_neck(self, feat_dim: int, embedding_dim: int, with_bnneck: bool, norm: str) -> None:
-        """Create the layers of ``_neck``."""
+        """Create the layers of the neck."""
         neck: list[nn.Module] = []
         if embedding_dim > 0:
             neck.append(nn.Conv2d(feat_dim, embedding_dim, 1, bias=False))
@@ -113,7 +113,8 @@ class EmbeddingHead(nn.Module):
             without margin, and the features before or after the neck as set by ``neck_feat``.
 
         Raises:
-            ConfigError: training without classes, or the pooled feature map does not have shape (B, feat_dim, 1, 1).
+            ConfigError: if the head has no classes in training mode, or if the pooled feature map does not have shape
+                (B, feat_dim, 1, 1).
         """
         pooled = self._pool(features)
         if not self.training and self.eval_feat == "before":
@@ -157,7 +158,7 @@ class EmbeddingHead(nn.Module):
             size = " x ".join(map(str, pooled.shape[2:]))
             raise ConfigError(
                 f"MODEL.HEADS.POOL_LAYER {type(self.pool_layer).__name__} outputs a map of {size}; expected 1 x 1.\n"
-                "  fix: choose a global pooling, e.g. MODEL.HEADS.POOL_LAYER GlobalAvgPool"
+                "  fix: choose a global pooling layer, e.g. MODEL.HEADS.POOL_LAYER GlobalAvgPool"
             )
         return pooled
 
@@ -169,15 +170,15 @@ class EmbeddingHead(nn.Module):
             )
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert the head of any FastReID release, or of TransReID without JPM.
+        """Convert the head weights of any FastReID release, or of TransReID without JPM.
 
         Raises:
-            WeightsError: the weights are of FastReID v0.1.1's ReductionHead, which is not equivalent to this head.
+            WeightsError: if the weights are from FastReID v0.1.1's ReductionHead, which is not equivalent to this head.
         """
         if any(key.startswith("bnneck.") for key in state) and any(key.startswith("bottleneck.") for key in state):
             raise WeightsError(
-                "the weights are of FastReID v0.1.1's ReductionHead, which has a second batch norm before the neck and "
-                "is not supported by EmbeddingHead.\n"
+                "the weights are from FastReID v0.1.1's ReductionHead, which has a second batch norm before the neck "
+                "and is not supported by EmbeddingHead.\n"
                 "  fix: use weights of a later FastReID release or train again; to load only the backbone, set "
                 "MODEL.BACKBONE.PRETRAIN_PATH to the file"
             )

@@ -1,4 +1,4 @@
-"""torchreid's head: the feature is the output of a fully connected layer after the pooling."""
+"""torchreid's head: the feature is the output of a fully connected layer after pooling."""
 
 import logging
 from typing import Any
@@ -25,17 +25,19 @@ class FCHead(EmbeddingHead):
         options: arguments of ``EmbeddingHead``; ``with_bnneck`` and ``norm`` are ignored.
 
     Raises:
-        ConfigError: ``embedding_dim`` is 0; see also ``EmbeddingHead``.
+        ConfigError: if ``embedding_dim`` is 0; see also ``EmbeddingHead``.
     """
 
     def __init__(self, *, embedding_dim: int, **options: Any) -> None:
         if embedding_dim < 1:
             raise ConfigError(
-                "MODEL.HEADS.EMBEDDING_DIM is 0, but FCHead needs the width of its linear layer.\n"
+                "MODEL.HEADS.EMBEDDING_DIM is 0, but FCHead requires the width of its linear layer.\n"
                 "  fix: set MODEL.HEADS.EMBEDDING_DIM, e.g. to 512 as in torchreid's OSNet"
             )
         if options.get("with_bnneck") or options.get("norm", "BN") != "BN":
-            logger.warning("MODEL.HEADS.WITH_BNNECK and NORM are ignored: FCHead always uses BatchNorm1d, as torchreid")
+            logger.warning(
+                "MODEL.HEADS.WITH_BNNECK and NORM are ignored: FCHead always uses BatchNorm1d, as in torchreid"
+            )
         super().__init__(embedding_dim=embedding_dim, **options)
 
     def _make_neck(self, feat_dim: int, embedding_dim: int, with_bnneck: bool, norm: str) -> None:
@@ -47,5 +49,5 @@ class FCHead(EmbeddingHead):
         return self.fc(pooled.flatten(1))
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert the head of a torchreid file; the bias of its classifier is not used."""
+        """Convert the head weights of a torchreid file; the bias of its classifier is dropped."""
         return {"weight" if key == "classifier.weight" else key: value for key, value in state.items()}

@@ -27,18 +27,18 @@ KEYS = (
     Key(
         "MODEL.HEADS.JPM.REARRANGE",
         True,
-        "JPMHead: shift and shuffle the patches before they are grouped; off: each group is a band of rows.",
+        "JPMHead: shift and shuffle the patches before grouping; if False, each group is a band of rows.",
     ),
     Key(
         "MODEL.HEADS.JPM.SHIFT",
         5,
-        "JPMHead: number of patches to shift by, plus 1, as TransReID counts; 1 disables the shift.",
+        "JPMHead: number of patches to shift by, plus 1, as in TransReID; 1 disables the shift.",
         low=1,
     ),
     Key(
         "MODEL.HEADS.JPM.GROUPS",
         2,
-        "JPMHead: number of runs of consecutive patches that the shuffle interleaves.",
+        "JPMHead: number of runs of consecutive patches that are interleaved; 1 disables the shuffle.",
         low=1,
     ),
 )
@@ -49,12 +49,13 @@ class JPMHead(nn.Module):
     """Jigsaw patch module: a global feature and one local feature per patch group (He et al. 2021, arXiv:2102.04378).
 
     The head has two copies of the last block of a ViT. The global feature is the class token after the first copy. The
-    patch tokens are shifted and shuffled, so that each group covers the whole image, and split into groups. Each group
-    passes the second copy together with the class token, which becomes the local feature. Each feature has its own neck
-    and classifier. The last block and norm are removed from the backbone, so that they are not computed without use.
+    patch tokens are shifted and shuffled, so that each group covers the whole image, and split into groups. The
+    second copy processes each group together with the class token, whose output is the local feature. Each feature has
+    its own neck and classifier. The last block and norm are removed from the backbone, where their output would be
+    unused.
 
     Args:
-        last_block (nn.Module): module (B, tokens, D) -> (B, tokens, D); copied with its weights.
+        last_block (nn.Module): module (B, tokens, D) -> (B, tokens, D), copied with its weights.
         branches (list[EmbeddingHead]): heads of the features, the global one first, then one per group.
         shift, groups (int): see ``shuffle_patches``. Default 5 and 2.
         rearrange (bool): shift and shuffle the patches. Default True.
@@ -90,11 +91,11 @@ class JPMHead(nn.Module):
         """Build the head configured in ``MODEL.HEADS``; the last block is removed from ``backbone``.
 
         Raises:
-            ConfigError: the backbone is not a Vision Transformer.
+            ConfigError: if the backbone is not a Vision Transformer.
         """
         if not hasattr(backbone, "hand_over_last_block"):
             raise ConfigError(
-                f"MODEL.HEADS.NAME JPMHead needs a Vision Transformer; MODEL.BACKBONE.NAME is "
+                f"MODEL.HEADS.NAME JPMHead requires a Vision Transformer, but MODEL.BACKBONE.NAME is "
                 f"{cfg.MODEL.BACKBONE.NAME}.\n  fix: set MODEL.BACKBONE.NAME build_vit_backbone"
             )
         jpm = cfg.MODEL.HEADS.JPM
@@ -180,7 +181,7 @@ def last_block_state(state: State, *, number: int) -> State:
         number (int): index of the last block in the backbone.
 
     Returns:
-        dict[str, torch.Tensor]: the tensors under the names in the backbone.
+        dict[str, torch.Tensor]: parameter name in the backbone -> tensor.
     """
     block = {name.removeprefix("b1.0."): value for name, value in state.items() if name.startswith("b1.0.")}
     renamed = {f"blocks.{number}.{name}": value for name, value in block.items()}
@@ -190,7 +191,7 @@ def last_block_state(state: State, *, number: int) -> State:
 def shuffle_patches(patches: torch.Tensor, *, shift: int, groups: int) -> torch.Tensor:
     """Shift the patches cyclically, split them into ``groups`` runs, and interleave the runs.
 
-    Differs from the paper, as TransReID's code does: the shift is by ``shift - 1`` patches, and if N is not a multiple
+    As in TransReID's code, but not in the paper, the patches are shifted by ``shift - 1``, and if N is not a multiple
     of ``groups``, the patches before the last one are repeated.
 
     Args:

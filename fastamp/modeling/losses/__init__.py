@@ -1,4 +1,4 @@
-"""Losses of the outputs of a head, computed in float32."""
+"""Losses, computed in float32 from the outputs of a head."""
 
 from fastamp.modeling.losses.build import LOSS_REGISTRY, build_losses
 from fastamp.modeling.losses.center import CenterLoss, center_loss

@@ -17,20 +17,20 @@ LOSS_REGISTRY = Registry("MODEL.LOSSES.NAME")
 def build_losses(cfg: Any) -> nn.ModuleDict:
     """Build the losses of ``MODEL.LOSSES.NAME``.
 
-    A loss is a module with a class attribute ``loss_name`` and ``forward(outputs, targets) -> ()``, where ``outputs``
-    is the output of the head in training mode. A loss with the class attribute ``over_pairs = True`` compares the
-    images of a batch with each other by their ``features``; with ``MODEL.LOSSES.GATHER`` it gets the features of all
-    ranks.
+    A loss is a module with a class attribute ``loss_name`` and a method ``forward(outputs, targets) -> ()``, where
+    ``outputs`` is the output of the head in training mode. A loss with the class attribute ``over_pairs = True``
+    compares the images of a batch with each other by their ``features``; with ``MODEL.LOSSES.GATHER`` it gets the
+    features of all ranks.
 
     Returns:
-        nn.ModuleDict: loss name, e.g. ``loss_cls`` -> module. The names appear in the logs.
+        nn.ModuleDict: loss name, as in the logs (e.g. ``loss_cls``) -> module.
 
     Raises:
-        ConfigError: a loss is not registered or is listed twice, or two losses have the same ``loss_name``.
+        ConfigError: if a loss is not registered or is listed twice, or if two losses have the same ``loss_name``.
     """
     names = list(cfg.MODEL.LOSSES.NAME)
     if len(set(names)) < len(names):
-        raise ConfigError(f"MODEL.LOSSES.NAME contains a duplicate: {', '.join(names)}.\n  fix: list each loss once")
+        raise ConfigError(f"MODEL.LOSSES.NAME contains duplicates: {', '.join(names)}.\n  fix: list each loss once")
     if cfg.MODEL.LOSSES.PML.ARGS and not any(name.startswith(PML) for name in names):
         logger.warning("MODEL.LOSSES.PML.ARGS is ignored: MODEL.LOSSES.NAME contains no %s<Name>", PML)
     losses: dict[str, nn.Module] = {}
@@ -43,32 +43,33 @@ def build_losses(cfg: Any) -> nn.ModuleDict:
             continue  # the loss needs classes, and the model is built without them
         if loss.loss_name in losses:
             raise ConfigError(
-                f"MODEL.LOSSES.NAME {', '.join(names)}: two losses are named {loss.loss_name}; remove one"
+                f"MODEL.LOSSES.NAME {', '.join(names)}: two losses are named {loss.loss_name}.\n"
+                "  fix: remove one of them"
             )
         losses[loss.loss_name] = loss
     return nn.ModuleDict(losses)
 
 
 def check_shareable(losses: nn.ModuleDict, owner: str) -> None:
-    """Check that the losses have no parameters, so that they can be applied to several outputs with different features.
+    """Check that the losses have no learnable parameters, so that they can be shared across several outputs.
 
     Args:
         losses (nn.ModuleDict): result of ``build_losses``.
-        owner (str): description of the component with these outputs, for the message.
+        owner (str): description of these outputs, for the error message.
 
     Raises:
-        ConfigError: a loss has parameters, e.g. a center for each identity.
+        ConfigError: if a loss has learnable parameters, e.g. a center for each identity.
     """
     with_parameters = [type(getattr(loss, "loss", loss)).__name__ for loss in losses.values() if [*loss.parameters()]]
     if with_parameters:
         raise ConfigError(
-            f"MODEL.LOSSES.NAME: {', '.join(with_parameters)} has parameters, which cannot be shared by {owner} with "
-            "different features.\n  fix: remove it from MODEL.LOSSES.NAME"
+            f"MODEL.LOSSES.NAME: losses with learnable parameters ({', '.join(with_parameters)}) cannot be shared "
+            f"across {owner}, because their features differ.\n  fix: remove these losses from MODEL.LOSSES.NAME"
         )
 
 
 def feature_dim(cfg: Any) -> int:
-    """Return the width of the ``features`` that the losses get from the head."""
+    """Return the width of the ``features`` that the head passes to the losses."""
     heads = cfg.MODEL.HEADS
     backbone_dim = cfg.MODEL.BACKBONE.FEAT_DIM
     after = heads.NECK_FEAT == "after" or heads.NAME == "ClasHead"  # ClasHead ignores NECK_FEAT

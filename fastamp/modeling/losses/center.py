@@ -1,4 +1,4 @@
-"""Center loss: pulls features to a learned center of their identity."""
+"""Center loss, which pulls features toward the learned center of their identity."""
 
 from typing import Any
 
@@ -24,8 +24,8 @@ KEYS = (
 def center_loss(features: torch.Tensor, targets: torch.Tensor, centers: torch.Tensor) -> torch.Tensor:
     """Compute the mean squared distance between the features and the centers of their identities.
 
-    Wen et al. 2016, "A Discriminative Feature Learning Approach for Deep Face Recognition", eq. 2. Differs: mean over
-    the batch and no factor 1/2, as in the strong ReID baseline (Luo et al. 2019, arXiv:1903.07071).
+    Wen et al. 2016, "A Discriminative Feature Learning Approach for Deep Face Recognition", eq. 2. Differs from the
+    paper: mean over the batch and no factor 1/2, as in the strong ReID baseline (Luo et al. 2019, arXiv:1903.07071).
 
     Args:
         features (torch.Tensor): (B, D) float.
@@ -70,7 +70,7 @@ class CenterLoss(nn.Module):
         )
 
     def build_optimizer(self) -> torch.optim.Optimizer:
-        """Build the SGD optimizer of the centers; its learning rate compensates the weight of the loss."""
+        """Build the SGD optimizer of the centers; its learning rate ``lr / scale`` cancels the weight of the loss."""
         return torch.optim.SGD([{"params": [self.centers], "scheduled": False}], lr=self.lr / (self.scale or 1.0))
 
     def forward(self, outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ Outputs = dict[str, torch.Tensor]
 
 
 def main_outputs(outputs: Outputs | list[tuple[float, Outputs]]) -> Outputs:
-    """Return the outputs of the whole image: the only outputs of a head, or the first of several."""
+    """Return the outputs for the whole image, which are the first if a head returns several."""
     return outputs[0][1] if isinstance(outputs, list) else outputs
 
 
@@ -22,7 +22,7 @@ def compute_losses(
     *,
     gather: bool,
 ) -> dict[str, torch.Tensor]:
-    """Compute each loss for the outputs of a head; for several outputs, the weighted sum.
+    """Compute each loss from the outputs of a head, as a weighted sum if there are several outputs.
 
     Args:
         losses (Mapping[str, nn.Module]): loss name -> module with ``forward(outputs, targets) -> ()``.
@@ -30,7 +30,8 @@ def compute_losses(
             outputs).
         targets (torch.Tensor): (B,) int64 class labels.
         gather (bool): gather features and targets of all ranks for losses that compare images (``over_pairs``), and
-            average over the images of all ranks for losses that average over a part of the batch (``total_and_count``).
+            average over the images of all ranks for losses that average over a subset of the batch
+            (``total_and_count``).
 
     Returns:
         dict[str, torch.Tensor]: loss name -> () float32.
@@ -51,7 +52,7 @@ def compute_losses(
 
 
 def _compute_per_image(loss: nn.Module, outputs: Outputs, targets: torch.Tensor, *, gather: bool) -> torch.Tensor:
-    """Compute a loss without pairs, scaled so that its mean over the ranks is the mean over the images of all ranks."""
+    """Compute a loss of single images, scaled so that its mean over ranks is the mean over the images of all ranks."""
     if not gather or not hasattr(loss, "total_and_count"):
         return loss(outputs, targets)
     # The mean of per-rank means would weight images differently if the counts of the ranks differ.

@@ -21,7 +21,7 @@ KEYS = (
     Key(
         "MODEL.LOSSES.CE.ALPHA",
         0.2,
-        "Cross entropy: adaptive smoothing, ALPHA times the predicted probability of the target class.",
+        "Cross entropy: with adaptive smoothing, eps is ALPHA times the predicted probability of the target class.",
     ),
     Key("MODEL.LOSSES.CE.SCALE", 1.0, "Cross entropy: weight in the total loss.", low=0),
 )
@@ -94,7 +94,7 @@ class CrossEntropyLoss(nn.Module):
     def total_and_count(
         self, outputs: dict[str, torch.Tensor], targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute numerator and denominator of the loss, () each, for an average over all ranks."""
+        """Compute the numerator and denominator of the loss, () each, for an average over all ranks."""
         total, count = cross_entropy_total(outputs["cls_outputs"], targets, epsilon=self.epsilon, alpha=self.alpha)
         return self.scale * total, count
 

@@ -10,8 +10,8 @@ from fastamp.amp import force_fp32
 def distillation_loss(student: torch.Tensor, teacher: torch.Tensor, *, temperature: float = 16.0) -> torch.Tensor:
     """Compute T^2 times the symmetric KL divergence of the softened class probabilities, averaged over the batch.
 
-    Hinton et al. 2015, arXiv:1503.02531, section 2. Differs, as in FastReID: (KL(t || s) + KL(s || t)) / 2 instead of
-    KL(t || s); both terms have a gradient for the student.
+    Hinton et al. 2015, arXiv:1503.02531, section 2. Differs from the paper, as in FastReID: the loss is
+    (KL(t || s) + KL(s || t)) / 2 instead of KL(t || s), and both terms have a gradient for the student.
 
     Args:
         student (torch.Tensor): (B, K) float, logits of the student.

@@ -1,4 +1,4 @@
-"""Circle loss and pairwise CosFace: losses of the cosine similarities of all pairs in a batch."""
+"""Circle loss and pairwise CosFace: losses over the cosine similarities of all pairs in a batch."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ def pairwise_circle_loss(
     Args:
         features (torch.Tensor): (B, D) float; the loss uses their cosine similarities.
         targets (torch.Tensor): (B,) int64 class labels.
-        margin (float): relaxation m; the optimum is 1 - m for positive and m for negative pairs. Default 0.25.
+        margin (float): relaxation m; the margins are 1 - m for positive and m for negative pairs. Default 0.25.
         gamma (float): scale factor of the similarities. Default 128.
 
     Returns:
@@ -73,7 +73,7 @@ def pairwise_circle_loss(
 def pairwise_cosface(
     features: torch.Tensor, targets: torch.Tensor, *, margin: float = 0.25, gamma: float = 128.0
 ) -> torch.Tensor:
-    """Compute CosFace over the pairs of a batch instead of class weights (Sun et al. 2020, eq. 1).
+    """Compute CosFace between pairs of features, not features and class weights (Sun et al. 2020, eq. 1).
 
     Args:
         features (torch.Tensor): (B, D) float; the loss uses their cosine similarities.
@@ -90,10 +90,10 @@ def pairwise_cosface(
 
 
 class _PairwiseCosineLoss(nn.Module):
-    """Base class of losses of the cosine similarities of ``features``.
+    """Base class of losses over the cosine similarities of ``features``.
 
     Args:
-        margin, gamma (float): see the function of the loss.
+        margin, gamma (float): see the function that computes the loss.
         scale (float): weight of this loss in the total loss.
     """
 

@@ -20,7 +20,7 @@ KEYS = (
         "pytorch-metric-learning: arguments for each loss and miner, by name, e.g. {TripletMarginLoss: {margin: 0.1}}.",
         nested=True,
     ),
-    Key("MODEL.LOSSES.PML.MINER", "", "pytorch-metric-learning: name of the miner that selects pairs; '': none."),
+    Key("MODEL.LOSSES.PML.MINER", "", "pytorch-metric-learning: name of the miner that selects pairs; '' for none."),
     Key("MODEL.LOSSES.PML.SCALE", 1.0, "pytorch-metric-learning: weight of each loss in the total loss.", low=0),
 )
 
@@ -49,7 +49,7 @@ _OBJECT_ARGUMENTS = (
 
 
 class PMLLoss(nn.Module):
-    """Loss of pytorch-metric-learning of the ``features`` of a head, computed in float32.
+    """pytorch-metric-learning loss, computed in float32 from the ``features`` of a head.
 
     Learned weights of the loss, e.g. the proxies of ``ProxyAnchorLoss``, are parameters of this module.
 
@@ -87,10 +87,10 @@ def build_pml_loss(cfg: Any, name: str, *, feature_dim: int) -> PMLLoss | None:
         feature_dim (int): width of the features.
 
     Returns:
-        The loss; None if it needs classes and the model is built without classes, for evaluation only.
+        The loss, or None if it requires classes and the model is built without classes, for evaluation only.
 
     Raises:
-        ConfigError: the package is not installed, the loss or miner is unknown, or an argument is invalid.
+        ConfigError: if the package is not installed, the loss or miner is unknown, or an argument is invalid.
     """
     losses, miners = _import_package(name)
     args, miner = cfg.MODEL.LOSSES.PML.ARGS, cfg.MODEL.LOSSES.PML.MINER
@@ -98,7 +98,7 @@ def build_pml_loss(cfg: Any, name: str, *, feature_dim: int) -> PMLLoss | None:
     unused = [key for key in args if key.partition(".")[0] not in selected]
     if unused:
         raise ConfigError(
-            f"MODEL.LOSSES.PML.ARGS: {unused[0]!r} matches no loss in MODEL.LOSSES.NAME."
+            f"MODEL.LOSSES.PML.ARGS: {unused[0]!r} matches no loss in MODEL.LOSSES.NAME and is not the miner."
             f"{did_you_mean(unused[0].partition('.')[0], filter(None, selected))}"
         )
     unnested = [key for key in args if "." not in key]
@@ -130,7 +130,7 @@ def _import_package(name: str) -> tuple[ModuleType, ModuleType]:
         from pytorch_metric_learning import losses, miners
     except ImportError as error:
         raise ConfigError(
-            f"MODEL.LOSSES.NAME {PML}{name} needs pytorch-metric-learning, which is not installed.\n"
+            f"MODEL.LOSSES.NAME {PML}{name} requires pytorch-metric-learning, which is not installed.\n"
             '  fix: pip install "fastamp[metric-learning]"'
         ) from error
     return losses, miners
@@ -146,7 +146,7 @@ def _get_class(key: str, prefix: str, module: ModuleType, base: str, name: str) 
     }
     if name not in choices:
         raise ConfigError(
-            f"{key}: {prefix + name!r} is unknown or not supported among the {base} of pytorch-metric-learning."
+            f"{key}: {prefix + name!r} is not one of the supported {base} of pytorch-metric-learning."
             f"{did_you_mean(prefix + name, [prefix + each for each in choices])}\n"
             f"  choices: {', '.join(prefix + each for each in sorted(choices))}"
         )
@@ -159,7 +159,7 @@ def _arguments(args: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _parameters(kind: type) -> dict[str, inspect.Parameter]:
-    """Collect the arguments of a class, including those that it passes to its base classes."""
+    """Collect the constructor arguments of a class, including those that it passes to its base classes."""
     found: dict[str, inspect.Parameter] = {}
     for each in kind.__mro__:
         if "__init__" not in vars(each):
@@ -178,7 +178,7 @@ def _instantiate(kind: type[nn.Module], given: dict[str, Any], fixed: dict[str, 
     choices = f"\n  choices: {', '.join(accepted)}" if accepted else ""
     for key in given:
         if key not in accepted:
-            raise ConfigError(f"{prefix} has no supported argument {key!r}.{did_you_mean(key, accepted)}{choices}")
+            raise ConfigError(f"{prefix} does not support the argument {key!r}.{did_you_mean(key, accepted)}{choices}")
     try:
         return kind(**fixed | given)
     except Exception as error:  # the package validates arguments by several exception types, including AssertionError

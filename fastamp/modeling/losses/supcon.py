@@ -26,9 +26,9 @@ def supcon_loss(features: torch.Tensor, targets: torch.Tensor, *, temperature: f
     """Compute the supervised contrastive loss of a batch (Khosla et al. 2020, arXiv:2004.11362, eq. 2).
 
     The loss of anchor i is the mean over its positives p of -log(exp(c_ip / T) / sum_a exp(c_ia / T)), where c are
-    cosine similarities and a runs over all other images of the batch. Differs: the loss is averaged over the anchors
-    that have a positive, not summed, and there is one view per image; the positives are the other images of the
-    identity.
+    cosine similarities and a runs over all other images of the batch. Differs from the paper: the loss is averaged, not
+    summed, over the anchors that have a positive; there is one view per image, so the positives of an anchor are the
+    other images of its identity.
 
     Args:
         features (torch.Tensor): (B, D) float; the loss uses their cosine similarities.

@@ -16,21 +16,21 @@ KEYS = (
     Key(
         "MODEL.LOSSES.TRI.MARGIN",
         0.3,
-        "Triplet loss: margin between the distances of negative and positive; 0 selects the soft margin.",
+        "Triplet loss: margin between the distances to the negative and to the positive; 0 selects the soft margin.",
         low=0,
     ),
     Key("MODEL.LOSSES.TRI.NORM_FEAT", False, "Triplet loss: use L2-normalized features."),
     Key(
         "MODEL.LOSSES.TRI.HARD_MINING",
         False,
-        "Triplet loss: use the hardest positive and negative of each anchor; off: all of them, weighted by a softmax "
-        "of the distances (see WEIGHTING).",
+        "Triplet loss: use the hardest positive and negative of each anchor; if False, all of them, weighted by a "
+        "softmax of the distances (see WEIGHTING).",
     ),
     Key(
         "MODEL.LOSSES.TRI.WEIGHTING",
         "softmax",
-        "Triplet loss without HARD_MINING: softmax of the distances (Ye et al. 2020, arXiv:2001.04193), or FastReID's "
-        "variant, whose weighted negative distance is wrong for distances above about 14, where it decreases to 0.",
+        "Triplet loss without HARD_MINING: weights by a softmax of the distances (Ye et al. 2020, arXiv:2001.04193), "
+        "or FastReID's variant, which underestimates the weighted negative distance if distances exceed about 14.",
         choices=("softmax", "fastreid"),
     ),
     Key("MODEL.LOSSES.TRI.SCALE", 1.0, "Triplet loss: weight in the total loss.", low=0),
@@ -67,9 +67,10 @@ def _softmax_weighted(distances: torch.Tensor, positive: torch.Tensor) -> tuple[
 def _fastreid_weighted(distances: torch.Tensor, positive: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute FastReID's variant of ``_softmax_weighted``, (B,) each.
 
-    FastReID takes the maximum over products with the mask, whose zeros exceed all -d; therefore nothing is subtracted
-    for negatives. It also adds 1e-6 to the denominator. For distances above about 14 (exp(-14) = 8e-7) the weights do
-    not sum to 1, and the weighted negative distance decreases to 0 with growing distances.
+    FastReID's softmax subtracts the maximum of the masked logits. For negatives, this maximum is 0, the value of masked
+    entries, since the logits -d are not positive. FastReID also adds 1e-6 to the denominator. For distances above about
+    14 (exp(-14) = 8e-7) the weights do not sum to 1, and the weighted negative distance decreases to 0 with growing
+    distances.
     """
 
     def weighted(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -109,7 +110,7 @@ def triplet_loss(
         torch.Tensor: () float32.
 
     Raises:
-        ConfigError: ``weighting`` is unknown.
+        ConfigError: if ``weighting`` is unknown.
     """
     check_choice("MODEL.LOSSES.TRI.WEIGHTING", weighting, WEIGHTINGS)
     if normalize:

@@ -20,7 +20,7 @@ class Baseline(ImageModel):
 
     Args:
         backbone, pixel_mean, pixel_std: see ``ImageModel``.
-        heads (nn.Module): see ``EmbeddingHead``.
+        heads (nn.Module): head, e.g. ``EmbeddingHead``.
         losses (nn.ModuleDict): loss name -> module with ``forward(outputs, targets) -> ()``.
         gather (bool): gather the features of all ranks for losses that compare images (``over_pairs``). Default False.
     """
@@ -45,8 +45,8 @@ class Baseline(ImageModel):
         """Build the model configured in ``MODEL`` for images with ``INPUT.CHANNELS`` channels.
 
         Raises:
-            ConfigError: see ``normalization`` and the builders of backbone, head and losses; or a loss has parameters
-                and the head has several outputs.
+            ConfigError: if a loss has learnable parameters and the head has several outputs; see also ``normalization``
+                and the builders of backbone, head and losses.
         """
         backbone = build_backbone(cfg)
         cfg = with_feature_dim(cfg, backbone)
@@ -64,7 +64,7 @@ class Baseline(ImageModel):
 
     @classmethod
     def further_options(cls, cfg: Any) -> dict[str, Any]:
-        """Return additional constructor arguments of a subclass; ``cfg`` has the backbone's ``FEAT_DIM``."""
+        """Return additional constructor arguments of a subclass; ``cfg`` contains the final ``FEAT_DIM``."""
         return {}
 
     def forward(self, batch: dict[str, Any] | torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -73,10 +73,10 @@ class Baseline(ImageModel):
         Args:
             batch (dict[str, Any] | torch.Tensor): ``{"images": (B, C, H, W) in 0..255}``; in training mode also
                 ``"targets": (B,) int64``; for camera or view embeddings also ``"camids"`` and ``"viewids"``, (B,)
-                int64, starting at 0. In evaluation mode it may be the tensor of images.
+                int64, starting at 0. In evaluation mode, ``batch`` may also be the tensor of images.
 
         Returns:
-            In evaluation mode the features (B, D), float32; in training mode loss name -> () float32.
+            In evaluation mode the features (B, D), float32; in training mode a dict, loss name -> () float32.
         """
         batch = self.as_batch(batch)
         maps = self.feature_maps(batch)

@@ -28,10 +28,10 @@ KEYS = (
 class Distiller(Baseline):
     """Baseline with a distillation loss from teachers (Hinton et al. 2015, arXiv:1503.02531).
 
-    Teachers get the same images. They run in evaluation mode without gradients, under the precision policy of the
-    training. They are not part of the state dict: a checkpoint holds the student and can be loaded into a Baseline. A
-    moving average of the student, including its batch norm statistics, can be an additional teacher. It is part of the
-    state dict, below ``ema.``, so that a resumed run continues with it.
+    Teachers process the same images in evaluation mode, without gradients, under the training precision policy. They
+    are not part of the state dict: a checkpoint contains the student and can be loaded into a Baseline. A moving
+    average of the student, including its batch norm statistics, can be an additional teacher. The average is part of
+    the state dict, under the prefix ``ema.``, so that a resumed run continues it.
 
     Example, on the command line or in YAML, with the config and weights of the teacher's run::
 
@@ -40,7 +40,8 @@ class Distiller(Baseline):
         KD.MODEL_WEIGHTS logs/market1501/sbs_R101-ibn/model_best.pth
 
     Args:
-        teachers (Sequence[nn.Module]): models with ``class_logits(batch) -> (B, K)``, in evaluation mode on the device.
+        teachers (Sequence[nn.Module]): models with ``class_logits(batch) -> (B, K)``, in evaluation mode, on the
+            student's device.
         ema_momentum (float | None): momentum of the moving average per forward pass in training mode, in 0..1. Default
             None: no moving average.
         temperature (float): see ``distillation_loss``. Default 16.
@@ -75,15 +76,15 @@ class Distiller(Baseline):
         """Build the teachers configured in ``KD``; a model without classes, for evaluation only, has no teachers.
 
         Raises:
-            ConfigError: no teacher is configured; see also ``build_teachers``.
+            ConfigError: if no teacher is configured; see also ``build_teachers``.
             WeightsError: see ``build_teachers``.
         """
         if cfg.MODEL.HEADS.NUM_CLASSES == 0:
             return {"teachers": ()}
         if not (cfg.KD.MODEL_CONFIG or cfg.KD.MODEL_WEIGHTS or cfg.KD.EMA.ENABLED):
             raise ConfigError(
-                "MODEL.META_ARCHITECTURE Distiller needs a teacher.\n"
-                "  fix: set KD.MODEL_CONFIG and KD.MODEL_WEIGHTS to its files, or set KD.EMA.ENABLED True"
+                "MODEL.META_ARCHITECTURE Distiller requires a teacher.\n"
+                "  fix: set KD.MODEL_CONFIG and KD.MODEL_WEIGHTS to the teacher's files, or set KD.EMA.ENABLED True"
             )
         momentum = cfg.KD.EMA.MOMENTUM ** (1 / cfg.SOLVER.ACCUM_STEPS)  # per iteration, not per micro-batch
         return {
@@ -93,7 +94,7 @@ class Distiller(Baseline):
         }
 
     def train(self, mode: bool = True) -> "Distiller":
-        """Set the mode of the student; the moving average stays in evaluation mode."""
+        """Set the training mode of the student; the moving average stays in evaluation mode."""
         super().train(mode)
         if self.ema is not None:
             self.ema.eval()

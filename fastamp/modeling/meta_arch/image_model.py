@@ -15,14 +15,14 @@ class ImageModel(nn.Module):
     """Base class of models for images in 0..255; subclasses define the modules after the ``backbone``.
 
     Attributes:
-        trunks (tuple[str, ...]): names of the submodules with most of the computation, which ``MODEL.COMPILE``
-            compiles.
+        trunks (tuple[str, ...]): names of the submodules that ``MODEL.COMPILE`` compiles; they account for most of the
+            computation.
         training_only (tuple[str, ...]): names of the submodules that evaluation does not use.
 
     Args:
         backbone (nn.Module): module (B, C, H, W) -> feature maps. If its attribute ``takes_cameras`` is True, it also
             gets ``camids`` and ``viewids``.
-        pixel_mean, pixel_std (list[float] | tuple[float, ...]): C values each, in the range of the pixels, 0..255.
+        pixel_mean, pixel_std (list[float] | tuple[float, ...]): C values each, for pixels in 0..255.
     """
 
     trunks: tuple[str, ...] = ("backbone",)
@@ -47,11 +47,11 @@ class ImageModel(nn.Module):
         return self.pixel_mean.device
 
     def take_normalized_images(self) -> None:
-        """Disable the normalization: afterwards ``preprocess`` returns its input."""
+        """Disable the normalization, for input that is already normalized."""
         self.preprocess = _identity
 
     def preprocess(self, images: torch.Tensor) -> torch.Tensor:
-        """Move images (B, C, H, W) in 0..255, of any dtype, to the device and normalize them, not in place."""
+        """Normalize images (B, C, H, W) in 0..255, of any dtype, on the device of the model; not in place."""
         # Transferred in the original dtype: uint8 needs a quarter of the bytes of float32.
         images = images.to(self.device, non_blocking=True)
         return (images - self.pixel_mean) / self.pixel_std
@@ -60,13 +60,14 @@ class ImageModel(nn.Module):
         """Check the input of the model, and wrap a tensor of images in a dict.
 
         Args:
-            batch (dict[str, Any] | torch.Tensor): ``{"images": (B, C, H, W) in 0..255, ...}``; in evaluation mode also
-                the tensor of images, as in FastReID.
+            batch (dict[str, Any] | torch.Tensor): ``{"images": (B, C, H, W) in 0..255, ...}``; in evaluation mode,
+                a tensor of images is also accepted, as in FastReID.
 
         Raises:
-            TypeError: ``batch`` is neither, or is a tensor in training mode, which needs targets.
-            KeyError: ``batch`` has no images.
-            ValueError: the images have a wrong number of dimensions or channels.
+            TypeError: if ``batch`` is neither a dict nor a tensor, or is a tensor in training mode, which requires
+                targets.
+            KeyError: if ``batch`` contains no images.
+            ValueError: if the images have a wrong number of dimensions or channels.
         """
         if isinstance(batch, torch.Tensor):
             if self.training:
@@ -79,7 +80,7 @@ class ImageModel(nn.Module):
             raise TypeError(
                 f"{type(self).__name__}: expected a dict or, in evaluation mode, a tensor of images (B, C, H, W) in "
                 f"0..255, got {type(batch).__name__}.\n"
-                '  fix: call model({"images": images}); for files, fastamp.Predictor(checkpoint).features(paths)'
+                '  fix: call model({"images": images}); for files, call fastamp.Predictor(checkpoint).features(paths)'
             )
         if "images" not in batch:
             raise KeyError(f'the batch has no "images"; its keys are: {", ".join(map(str, batch))}')
@@ -93,14 +94,14 @@ class ImageModel(nn.Module):
         return batch
 
     def feature_maps(self, batch: dict[str, Any], backbone: nn.Module | None = None) -> torch.Tensor:
-        """Run the backbone on the images of a batch, with camera and view IDs if it takes them.
+        """Run the backbone on the images of a batch, with camera and view IDs if it requires them.
 
         Args:
             batch (dict[str, Any]): see ``forward`` of the subclass.
-            backbone (nn.Module | None): another backbone of the same kind. Default None: the backbone of the model.
+            backbone (nn.Module | None): backbone to run, e.g. a momentum copy. Default None: the backbone of the model.
 
         Raises:
-            KeyError: the backbone needs ``camids``, but the batch has none.
+            KeyError: if the backbone requires ``camids``, but the batch does not contain them.
         """
         backbone = self.backbone if backbone is None else backbone
         images = self.preprocess(batch["images"])
@@ -120,7 +121,7 @@ class ImageModel(nn.Module):
         return batch["targets"].to(self.device, non_blocking=True)
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert the names of a FastReID, torchreid or TransReID file to ``backbone.*`` and ``heads.*``."""
+        """Convert the parameter names of a FastReID, torchreid or TransReID file to ``backbone.*`` and ``heads.*``."""
         for name in ("pixel_mean", "pixel_std"):
             if name in state and not torch.allclose(state[name].flatten().float(), getattr(self, name).cpu().flatten()):
                 notes.append(

@@ -33,9 +33,10 @@ class MGN(ImageModel):
     """Multiple Granularity Network (Wang et al. 2018, arXiv:1804.01438).
 
     A ResNet up to the first block of its third stage is followed by three branches, which are copies of the remaining
-    blocks. The last stage of branches 2 and 3 has no stride. These branches have a head for the whole feature map, and
-    one for each of two or three horizontal parts. As in FastReID, each head has its own reduction and classifier, each
-    of the eight classification losses has weight 1/8, and each of the five pair losses has weight 1/5.
+    blocks. The last stage of branches 2 and 3 has stride 1. Each branch has a head for its whole feature map; branches
+    2 and 3 also have one for each of their two or three horizontal parts. As in FastReID, each head has its own
+    reduction and classifier, each of the eight classification losses has weight 1/8, and each of the five pair losses
+    has weight 1/5.
 
     Args:
         backbone (ResNet): a ResNet; its layers are moved into this module, and its weights initialize all three
@@ -85,18 +86,18 @@ class MGN(ImageModel):
         """Build the model configured in ``MODEL`` for images with ``INPUT.CHANNELS`` channels.
 
         Raises:
-            ConfigError: the backbone is not a ResNet, ``POOL_LAYER`` is Flatten, or a loss has parameters; see also
-                ``normalization`` and the builders of backbone, heads and losses.
+            ConfigError: if the backbone is not a ResNet, ``POOL_LAYER`` is Flatten, or a loss has learnable parameters;
+                see also ``normalization`` and the builders of backbone, heads and losses.
         """
         if cfg.MODEL.HEADS.POOL_LAYER == "Flatten":
             raise ConfigError(
-                "MODEL.HEADS.POOL_LAYER Flatten needs feature maps of a fixed size, but the heads of MGN pool parts of "
-                "different sizes.\n  fix: choose another MODEL.HEADS.POOL_LAYER"
+                "MODEL.HEADS.POOL_LAYER Flatten requires feature maps of a fixed size, but the heads of MGN pool parts "
+                "of different sizes.\n  fix: choose another MODEL.HEADS.POOL_LAYER"
             )
         backbone = build_backbone(cfg)
         if not isinstance(backbone, ResNet):
             raise ConfigError(
-                f"MODEL.META_ARCHITECTURE MGN needs a ResNet; MODEL.BACKBONE.NAME is {cfg.MODEL.BACKBONE.NAME}.\n"
+                f"MODEL.META_ARCHITECTURE MGN requires a ResNet; got MODEL.BACKBONE.NAME {cfg.MODEL.BACKBONE.NAME}.\n"
                 "  fix: set MODEL.BACKBONE.NAME build_resnet_backbone"
             )
         if cfg.MODEL.BACKBONE.WITH_NL:
@@ -116,10 +117,10 @@ class MGN(ImageModel):
 
         Args:
             batch (dict[str, Any] | torch.Tensor): ``{"images": (B, C, H, W) in 0..255}``; in training mode also
-                ``"targets": (B,) int64``. In evaluation mode it may be the tensor of images.
+                ``"targets": (B,) int64``. In evaluation mode, ``batch`` may also be the tensor of images.
 
         Returns:
-            In evaluation mode the features (B, 8 D), float32, in the order of ``HEADS``; in training mode
+            In evaluation mode the features (B, 8 D), float32, in the order of ``HEADS``; in training mode a dict,
             ``<loss name>_<head>`` -> () float32.
         """
         batch = self.as_batch(batch)

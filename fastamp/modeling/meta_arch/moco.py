@@ -24,12 +24,14 @@ KEYS = (
     Key(
         "MODEL.MOCO.MOMENTUM",
         0.999,
-        "MoCo: momentum of the key encoder, per iteration; 0: the memory bank holds features of the model itself, as "
-        "in FastReID.",
+        "MoCo: momentum of the key encoder, per iteration; with 0, the memory bank holds features of the model itself, "
+        "as in FastReID.",
         low=0,
         high=1,
     ),
-    Key("MODEL.MOCO.MARGIN", 0.25, "MoCo: margin of the cosine similarities with the memory bank.", low=0),
+    Key(
+        "MODEL.MOCO.MARGIN", 0.25, "MoCo: margin between the cosine similarities of positive and negative pairs.", low=0
+    ),
     Key("MODEL.MOCO.GAMMA", 32.0, "MoCo: scale factor of the cosine similarities with the memory bank.", above=0),
     Key("MODEL.MOCO.SCALE", 1.0, "MoCo: weight of the memory bank loss in the total loss.", low=0),
 )
@@ -39,17 +41,17 @@ _EMPTY = -1
 
 @META_ARCH_REGISTRY.register()
 class MoCo(Baseline):
-    """Baseline with a loss between its features and a memory bank of keys (He et al. 2020, arXiv:1911.05722).
+    """Baseline with an additional loss on pairs of features and stored keys (He et al. 2020, arXiv:1911.05722).
 
-    The keys of a batch are the features of its images from the key encoder. The key encoder is a moving average of
-    backbone and head, updated before each forward pass in training mode. It computes in the same mode as they do: batch
-    norm uses the statistics of the batch. Evaluation uses only backbone and head.
+    The keys of a batch are features of the same images, computed by the key encoder. The key encoder is a moving
+    average of backbone and head, updated before each forward pass in training mode. Its modules have the same training
+    mode as the model's, so that batch norm uses the statistics of the batch. Evaluation uses only backbone and head.
 
-    Differs from the paper: labels are known, so that all keys of the identity are positives; there is one view per
-    image, and its own key is excluded; the loss is pairwise CosFace; there is no shuffling BN across ranks, as in
-    FastReID. Differs from FastReID: FastReID's keys are features of the model itself (momentum 0 here), its memory bank
-    starts with random features of class 0, and it excludes the own key of an image only if the batch is at the start of
-    the bank.
+    Differs from the paper: labels are known, so that all keys of an image's identity are positives; there is one view
+    per image, and the image's own key is excluded; the loss is pairwise CosFace; there is no shuffling BN across ranks,
+    as in FastReID. Differs from FastReID: FastReID's keys are features of the model itself (momentum 0 here), its
+    memory bank starts with random features of class 0, and it excludes an image's own key only if the batch is stored
+    at the start of the bank.
 
     Args:
         queue_size (int): number of keys in the memory bank.
@@ -167,7 +169,7 @@ class MemoryBank(nn.Module):
 
     @force_fp32
     def forward(self, queries: torch.Tensor, keys: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Replace the oldest keys by the keys of all ranks, and compute the loss of this rank's queries.
+        """Replace the oldest keys with the keys of all ranks, and compute the loss of this rank's queries.
 
         The loss is pairwise CosFace (see ``pairwise_cosface``) of each query with all keys except its own.
 
@@ -180,7 +182,7 @@ class MemoryBank(nn.Module):
             torch.Tensor: () float32.
 
         Raises:
-            ConfigError: the batch of all ranks is larger than the memory bank.
+            ConfigError: if the batch of all ranks is larger than the memory bank.
         """
         slots = self._store(keys, targets)
         # clone(): the next forward pass, which modifies the queue in place, may precede this backward pass.

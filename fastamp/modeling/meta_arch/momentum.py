@@ -10,14 +10,14 @@ from fastamp.utils.moved import renamed_attribute
 
 
 class MomentumCopy(nn.Module):
-    """Copies of submodules with the exponential moving average of their weights, in float32.
+    """Copies of submodules that hold the exponential moving average of their weights, in float32.
 
     The weights are buffers, not parameters: they have no gradients and are not optimized, checkpoints contain them, and
     a skipped step restores them like the running statistics of batch norm. Call ``update`` at the start of a forward
     pass in training mode, when the model has the weights of the last applied step.
 
     Args:
-        model (nn.Module): model with the submodules.
+        model (nn.Module): model that contains the submodules.
         parts (tuple[str, ...]): names of the submodules; the copies have the same names.
         momentum (float): momentum of the average per update, in 0..1.
     """
@@ -57,15 +57,15 @@ class MomentumCopy(nn.Module):
                 module.training = original.training
 
     def equal_on_all_ranks(self) -> tuple[str, ...]:
-        """Return the names of the buffers that are equal on all ranks: the weights, as those of the model are."""
+        """Return the names of the buffers that are equal on all ranks: the weights, but not the statistics."""
         return self.weights
 
     def fill_from_model(self, state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-        """Add the tensors of this module to a state dict without them, as copies of the tensors of the model.
+        """If a state dict lacks the tensors of this module, return it with the tensors of the model in their place.
 
         Args:
             state (dict[str, torch.Tensor]): state dict of the whole model.
-            prefix (str): prefix of this module in ``state``, with the dot.
+            prefix (str): prefix of this module in ``state``, including the trailing dot.
         """
         if any(name.startswith(prefix) for name in state):
             return state

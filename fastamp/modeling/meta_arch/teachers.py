@@ -16,22 +16,22 @@ _TEACH_AS_BASELINE = ("Distiller", "MoCo")
 
 
 def build_teachers(cfg: Any) -> list[nn.Module]:
-    """Build the teachers of ``KD.MODEL_CONFIG`` with the weights of ``KD.MODEL_WEIGHTS`` on ``MODEL.DEVICE``.
+    """Build the teachers in ``KD.MODEL_CONFIG`` on ``MODEL.DEVICE``, and load their ``KD.MODEL_WEIGHTS``.
 
-    The teachers are in evaluation mode without gradients. Device, memory format, compilation and precision are those of
-    the student, and so is the number of classes if a teacher's ``MODEL.HEADS.NUM_CLASSES`` is 0. Everything else comes
-    from the config of the teacher, including ``MODEL.PIXEL_MEAN`` and ``PIXEL_STD``.
+    The teachers are in evaluation mode without gradients. They use the device, memory format, compilation and precision
+    of the student, and its number of classes if their ``MODEL.HEADS.NUM_CLASSES`` is 0. All other settings, including
+    ``MODEL.PIXEL_MEAN`` and ``PIXEL_STD``, come from the teacher's config.
 
     Raises:
-        ConfigError: the numbers of config and weights files differ, or a config is missing, invalid or not usable as a
-            teacher of this model.
-        WeightsError: a weights file is missing, damaged or does not match its config.
+        ConfigError: if the numbers of config and weights files differ, or if a config is missing, invalid or does not
+            fit the student.
+        WeightsError: if a weights file is missing, damaged or does not match its config.
     """
     configs, weights = cfg.KD.MODEL_CONFIG, cfg.KD.MODEL_WEIGHTS
     if len(configs) != len(weights):
         raise ConfigError(
             f"KD.MODEL_CONFIG and KD.MODEL_WEIGHTS differ in length: {len(configs)} and {len(weights)}.\n"
-            "  fix: name one config file and one weights file for each teacher"
+            "  fix: list one config file and one weights file for each teacher"
         )
     return [_build_teacher(cfg, *files) for files in zip(configs, weights, strict=True)]
 
@@ -43,7 +43,7 @@ def _build_teacher(cfg: Any, config_file: str, weights_file: str) -> nn.Module:
         raise ConfigError(f"KD.MODEL_CONFIG {config_file!r}: {error}") from error
     if not hasattr(teacher, "class_logits"):
         raise ConfigError(
-            f"KD.MODEL_CONFIG {config_file!r}: {type(teacher).__name__} has no class_logits, so it cannot be a teacher"
+            f"KD.MODEL_CONFIG {config_file!r}: {type(teacher).__name__} cannot be a teacher: it has no class_logits"
         )
     try:
         state = state_dict_in(read_checkpoint(weights_file), weights_file)
@@ -53,15 +53,15 @@ def _build_teacher(cfg: Any, config_file: str, weights_file: str) -> nn.Module:
     missing = report.missing + report.other_shape
     if missing:
         raise WeightsError(
-            f"KD.MODEL_WEIGHTS {weights_file!r} does not match {config_file}: {len(missing)} tensors are missing or "
-            f"have a different number of classes, e.g. {', '.join(missing[:3])}.\n"
+            f"KD.MODEL_WEIGHTS {weights_file!r} does not match {config_file}; missing tensors, or tensors with a "
+            f"different number of classes: {len(missing)}, e.g. {', '.join(missing[:3])}.\n"
             "  fix: use the config of the teacher's run, and weights with a classifier for the student's identities"
         )
     return teacher.requires_grad_(False).eval()
 
 
 def _teacher_config(cfg: Any, path: str) -> Any:
-    """Read the config of a teacher and adapt it to the student of ``cfg``."""
+    """Read the config of a teacher and adapt it to ``cfg``, the config of the student."""
     teacher = get_cfg()
     for key, _ in cfg.keys_below():
         if key.path not in KEYS:  # keys defined by a project
