@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after `fastamp`. Default None: ``sys.argv[1:]``.
 
     Returns:
-        The exit code: 0 for success, 1 for a failed check, 2 for invalid input, 128 + n after signal n.
+        The exit code: 0 on success, 1 if a check failed, 2 for invalid input, 128 + n after signal n.
     """
     try:
         with ignore_closed_stdout():
@@ -65,7 +65,7 @@ def run_command(command: str, argv: Sequence[str] | None = None, *, program: str
         program: program name in the help. Default None: name of the running file.
 
     Raises:
-        SystemExit: for invalid arguments, after ``--help``, or if a child process failed.
+        SystemExit: if an argument is invalid, if ``--help`` is given, or if a child process failed.
     """
     module = _module(command)
     parser = argparse.ArgumentParser(

@@ -1,4 +1,4 @@
-"""Compute the similarity of two images, with its percentiles among genuine and impostor pairs.
+"""Compute the similarity of two images and its percentiles among genuine and impostor pairs.
 
 example:
   fastamp compare logs/run/model_best.pth a.jpg b.jpg
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reference",
         metavar="FILE.npz",
-        help="extraction with identities, whose pairs are the reference (default: the pairs stored in the checkpoint)",
+        help="extraction with identities that provides the reference pairs (default: pairs stored in the checkpoint)",
     )
     add_camera_view_arguments(parser)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""List and explain config keys, compare configs, and translate configs of old FastReID releases.
+"""List and explain config keys, compare configs, and convert configs from old FastReID releases.
 
 examples:
   fastamp config list SOLVER.AMP
@@ -43,11 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     comparing = actions.add_parser("diff", help="print the differences between two configs")
     for name, letter in (("first", "A"), ("second", "B")):
         comparing.add_argument(name, metavar=letter, help="YAML file, checkpoint (.pth) or run folder")
-    converting = actions.add_parser("convert", help="translate a config file of FastReID v0.1.1 or v1.0.0")
+    converting = actions.add_parser("convert", help="convert a config file from FastReID v0.1.1 or v1.0.0")
     converting.add_argument("file", metavar="OLD.yml", help="config file; its _BASE_ files are merged")
     converting.add_argument("--output", "-o", default="", metavar="NEW.yml", help="output file (default: stdout)")
     converting.add_argument(
-        "--release", choices=RELEASES, default="", help="release of the file (default: detected from its keys)"
+        "--release",
+        choices=RELEASES,
+        default="",
+        help="FastReID release of the file (default: detected from its keys)",
     )
     for each in (listing, explaining, comparing, converting):
         add_plugin_argument(each)
@@ -69,14 +72,14 @@ def run(args: argparse.Namespace) -> int:
 
 @renamed_arguments(parts="plugin")
 def convert(source: str, output: str = "", *, release: str = "", plugin: str = "") -> None:
-    """Translate a config file of an old FastReID release, including its bases and defaults, to the current keys.
+    """Translate a config file from an old FastReID release, including its bases and defaults, to the current keys.
 
     Translated keys, and keys without a counterpart, are printed to stderr.
 
     Args:
         source: YAML file.
         output: file to write; "" prints the result. Default "".
-        release: release of the file; "" detects it. Default "".
+        release: FastReID release that the file was written for; "" detects it. Default "".
         plugin: see ``read_config``.
 
     Raises:
@@ -115,7 +118,7 @@ def convert(source: str, output: str = "", *, release: str = "", plugin: str = "
 
 @renamed_arguments(parts="plugin")
 def config_of(source: str, plugin: str = "") -> CfgNode:
-    """Read the complete config of a YAML file, a checkpoint or a run folder.
+    """Read the complete config from a YAML file, a checkpoint or a run folder.
 
     Raises:
         UserError: if the source cannot be read or has no config.

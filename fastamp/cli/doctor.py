@@ -1,8 +1,8 @@
-"""Check a model and a machine for mixed precision.
+"""Check whether a model and a machine support mixed precision.
 
 Compares low precision with float32 on the training and test images of a config; a config with SOLVER.AMP off is checked
-as if it were on. --env checks the machine, before the model or, without --config-file, instead of it. Exit code: 0 if
-the config works as it is, 1 if it needs changes, which are printed, 2 for invalid input.
+as if it were on. --env also checks the machine; without --config-file, it only checks the machine. Exit code: 0 if the
+config works as it is, 1 if it needs changes, which are printed, 2 for invalid input.
 
 examples:
   fastamp doctor --env
@@ -20,7 +20,7 @@ _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float
 
 
 def low_precisions(text: str) -> list[str]:
-    """Parse a list like ``bf16,float16`` into the names of torch's dtypes."""
+    """Parse a list such as ``bf16,float16`` into names of PyTorch dtypes."""
     try:
         chosen = [_DTYPES[word.strip()] for word in text.split(",")]
     except KeyError as error:
@@ -33,7 +33,7 @@ def at_least(lowest: int) -> Callable[[str], int]:
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"expected an integer, at least {lowest}, got {text!r}")
+            raise argparse.ArgumentTypeError(f"expected an integer of at least {lowest}, got {text!r}")
         return int(text)
 
     return number

@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 @renamed_arguments(parts="plugin")
 def evaluation_config(config_file: str, opts: Sequence[str], *, plugin: str = "") -> tuple["CfgNode", str]:
-    """Read the config of an evaluation: from a file, else from the checkpoint, else the defaults.
+    """Read the config of an evaluation from a file, else from the checkpoint, else from the defaults.
 
     Args:
         config_file: path of a YAML file; "" for the config in the checkpoint.
@@ -85,8 +85,8 @@ def evaluation_config(config_file: str, opts: Sequence[str], *, plugin: str = ""
         if not any(key.startswith("MODEL.") and key not in not_the_model for key in opts[::2]):
             raise ConfigError(
                 f"{weights} has no config, so the model is unknown.\n"
-                "  fix: add --config-file X.yml with the config of the training, or create a checkpoint with a config "
-                "by tools/import_checkpoint.py, which recognizes many models"
+                "  fix: add --config-file X.yml with the config of the training, or convert the weights with "
+                "tools/import_checkpoint.py, which infers the config of many models"
             )
         return given, f"the defaults, because {weights} has no config"
     values = {key.path: value for key, value in defaults.keys_below() if key.path in _MACHINE_KEYS}

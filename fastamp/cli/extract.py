@@ -1,6 +1,6 @@
-"""Extract the features of a folder, a CSV file or a dataset to one .npz file.
+"""Extract features from the images of a folder, a CSV file or a dataset to one .npz file.
 
-An interrupted extraction continues when the same command runs again.
+To continue an interrupted extraction, run the same command again.
 
 examples:
   fastamp extract logs/run/model_best.pth images/ -o features.npz
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--splits", nargs="+", choices=SPLITS, default=SPLITS, help="splits of a dataset (default: all)"
     )
     parser.add_argument("--skip-corrupt", action="store_true", help="skip and list images that cannot be read")
-    parser.add_argument("--workers", type=int, help="worker processes (default: TEST.NUM_WORKERS of the config)")
+    parser.add_argument("--workers", type=int, help="number of worker processes (default: TEST.NUM_WORKERS)")
 
 
 def run(args: argparse.Namespace) -> int:

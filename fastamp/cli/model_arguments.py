@@ -33,7 +33,7 @@ def add_camera_view_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def predictor_of(args: argparse.Namespace) -> "Predictor":
-    """Create the ``Predictor`` for these arguments, or raise its errors."""
+    """Create the ``Predictor`` from parsed arguments."""
     from fastamp.inference import Predictor
 
     if len(args.opts) % 2:

@@ -27,7 +27,7 @@ __getattr__ = moved_names(__name__, {"try_out": "fastamp.cli.train.run_dry"})
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    """Return the parser of FastReID's command line, with ``--plugin``."""
+    """Build the parser of FastReID's command line, with ``--plugin`` added."""
     parser = default_argument_parser()
     add_plugin_argument(parser)
     return parser
@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_dry(args: argparse.Namespace, folder: str) -> None:
-    """Run a dry run that writes to ``folder``."""
+    """Do a dry run that writes its files to ``folder``."""
     from fastamp.config import read_config
     from fastamp.engine.dry_run import dry_run
 
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         print(describe_config(args.list_config))
         return 0
     if args.dry_run and args.eval_only:
-        raise ConfigError("--dry-run and --eval-only exclude each other.\n  fix: remove one of them")
+        raise ConfigError("--dry-run and --eval-only cannot be combined.\n  fix: remove one of them")
     from fastamp.engine import launch
 
     processes = (args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)

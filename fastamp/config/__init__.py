@@ -1,4 +1,4 @@
-"""The config: FastReID's keys and more, each with a default and a meaning."""
+"""Config tree with a default and a description of each key; it includes FastReID's keys."""
 
 from fastamp.config.changes import changed_values, describe_changes
 from fastamp.config.channels import per_channel

@@ -1,4 +1,4 @@
-"""Differences between a config and a saved one, or the defaults."""
+"""Comparison of a config with a saved config or with the defaults."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from fastamp.config.key import show_value
 
 
 def describe_changes(cfg: CfgNode, before: str, source: str) -> list[str]:
-    """Return a line ``KEY: before -> now`` for each key whose value differs.
+    """Describe each key that differs from a saved config, as ``KEY: before -> now``.
 
     Args:
         cfg: the current config.
-        before: saved output of ``cfg.dump()``; keys that are missing in it had their default values.
+        before: saved output of ``cfg.dump()``; missing keys had their default values.
         source: name of the saved config, for messages.
 
     Raises:
@@ -30,7 +30,7 @@ def describe_changes(cfg: CfgNode, before: str, source: str) -> list[str]:
 
 
 def changed_values(cfg: CfgNode) -> dict[str, Any]:
-    """Return the values that differ from the defaults, as nested dicts; merged into the defaults, they give ``cfg``."""
+    """Return the values that differ from the defaults, as nested dicts. Merged into the defaults, they give ``cfg``."""
     values, changed = parse_yaml(cfg.dump(), "this config"), {}
     for key, _ in cfg.keys_below():
         default = list(key.default) if isinstance(key.default, tuple) else key.default
@@ -45,7 +45,7 @@ def changed_values(cfg: CfgNode) -> dict[str, Any]:
 
 
 def _at(mapping: Any, path: str, default: Any) -> Any:
-    """Return the value at the current or former path of a key in nested dicts; ``default`` if it is not set."""
+    """Look up a key in nested dicts by its current and former paths; return ``default`` if it is not set."""
     for each in (path, *former_paths(path)):
         value = mapping
         for name in each.split("."):

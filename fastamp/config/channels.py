@@ -1,4 +1,4 @@
-"""Per-channel values of config keys that hold a color."""
+"""Conversion of RGB values in the config to the number of image channels."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def per_channel(key: str, values: Sequence[float], *, channels: int) -> tuple[fl
         channels: ``INPUT.CHANNELS``.
 
     Raises:
-        ConfigError: if the number of values does not match.
+        ConfigError: if the number of values does not match ``channels``.
     """
     if len(values) == channels:
         return tuple(values)

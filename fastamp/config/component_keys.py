@@ -24,7 +24,7 @@ def component_keys(package: Path = _PACKAGE) -> dict[str, Key]:
         package: folder with one subfolder per package. Default: fastamp.
 
     Returns:
-        Path of the key -> key.
+        Dict from key path to key.
 
     Raises:
         ValueError: if two components declare the same key.
@@ -43,7 +43,7 @@ def component_keys(package: Path = _PACKAGE) -> dict[str, Key]:
 
 
 def declared_keys(file: Path) -> tuple[Key, ...]:
-    """Return the ``KEYS`` of a Python file without importing it; () if it has none.
+    """Return the ``KEYS`` of a Python file without importing it; () if it declares none.
 
     Raises:
         ValueError: if the value is not a tuple of ``Key(...)`` with literal arguments.

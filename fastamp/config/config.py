@@ -25,16 +25,16 @@ Edit = Callable[[], Any]
 
 
 class FrozenConfigError(ConfigError, AttributeError):
-    """A frozen config was modified."""
+    """Raised when a frozen config is modified."""
 
 
 class CfgNode(YacsCfgNode):
     """The config, or one of its sections.
 
     All values that are set (from a file, a command line, another config or an attribute) are checked against the
-    declared keys and converted to their types before the first one is written, so a failed merge leaves the config
-    unchanged. A section with a key ``ENABLED`` accepts a bool in its place, and its truth value is that of ``ENABLED``;
-    other sections are true if they are not empty.
+    declared keys and converted to their types before any of them is set, so a failed merge leaves the config unchanged.
+    A section with a key ``ENABLED`` can be set to a bool, which sets ``ENABLED``, and its truth value is ``ENABLED``.
+    The truth value of any other section is True if the section is not empty.
 
     In a node created by ``CfgNode()``, assignment to a new attribute declares a key. When such a node is assigned to an
     attribute of a config, it becomes a section, and assignments still declare keys.
@@ -83,7 +83,7 @@ class CfgNode(YacsCfgNode):
                 yield from value.keys_below()
 
     def dump(self, **options: Any) -> str:
-        """Serialize the config as YAML; merged into the defaults, it reproduces the config.
+        """Serialize the config as YAML; merging it into the defaults reproduces the config.
 
         Args:
             options: keyword arguments of ``yaml.safe_dump``.
@@ -109,7 +109,7 @@ class CfgNode(YacsCfgNode):
     __setitem__ = __setattr__
 
     def merge_from_file(self, cfg_filename: Any, release: str = "") -> None:
-        """Merge a YAML file, after the files in its ``_BASE_``.
+        """Merge a YAML file and, before it, the files listed in its ``_BASE_``.
 
         Files of FastReID v0.1.1 and v1.0.0 are detected: the defaults of the release are merged first, and all keys are
         translated to the current ones. Translated keys, and keys without a counterpart, are logged.
@@ -219,7 +219,7 @@ class CfgNode(YacsCfgNode):
         self._define(Key(path, default, meaning, tuple(choices), dict(aliases or {}), of))
 
     def add_keys(self, keys: Iterable[Key]) -> None:
-        """Declare the ``KEYS`` of a component, with paths below this node; raises the errors of ``define``."""
+        """Declare the ``KEYS`` of a component with paths relative to this node; for errors see ``define``."""
         for key in keys:
             self._define(key)
 
@@ -373,7 +373,7 @@ class CfgNode(YacsCfgNode):
         self._keys[name] = key
 
     def _declare_value(self, name: str, value: Any) -> None:
-        """Declare a key, or a section for a dict, by assignment."""
+        """Declare an assigned attribute as a key, or as a section if its value is a dict."""
         value = plain(value)
         if not isinstance(name, str) or "." in name:
             raise ConfigError(f"{ASSIGNMENT}: invalid name of a config key: {brief(name)}")
@@ -427,7 +427,7 @@ def get_cfg() -> CfgNode:
 
 
 def _apply(edits: Iterable[Edit]) -> None:
-    """Collect all edits, so that an invalid one raises before the first is applied, then apply them."""
+    """Collect all edits before applying them, so that an invalid edit leaves the config unchanged."""
     for edit in list(edits):
         edit()
 

@@ -78,7 +78,7 @@ def explain_key(name: str, cfg: CfgNode | None = None, config_file: str = "") ->
 
 
 def _current(name: str, spellings: Mapping[str, str]) -> str:
-    """Return the current path, in lower case, of a key or section given by any of its names in any case."""
+    """Resolve any name of a key or section, in any case, to its current path in lower case."""
     lower = {old.lower(): new.lower() for old, new in spellings.items()}
     names = name.strip().strip(".").lower().split(".")
     for count in range(len(names), 0, -1):
@@ -114,6 +114,6 @@ def _describe(key: Key, value: object) -> list[str]:
 
 
 def _wrap(text: str, first: str, further: str) -> list[str]:
-    """Wrap text with these indents, without breaking paths."""
+    """Wrap text with the given indents, without breaking paths."""
     indents = {"initial_indent": first, "subsequent_indent": further}
     return textwrap.wrap(text, _WIDTH, **indents, break_on_hyphens=False, break_long_words=False)

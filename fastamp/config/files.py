@@ -102,7 +102,7 @@ def read_layers(path: str | os.PathLike[str]) -> list[tuple[str, dict[str, Any]]
 
 
 def _read(path: str, chain: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
-    """Read ``path``; ``chain`` holds the files that lead to it by ``_BASE_``."""
+    """Read ``path``; ``chain`` lists the files that include it by ``_BASE_``, outermost first."""
     if any(os.path.realpath(path) == os.path.realpath(opened) for opened in chain):
         raise ConfigError(f"{chain[-1]}: cyclic {BASE_KEY}: {' -> '.join((*chain, path))}")
     mapping = dict(parse_yaml(_read_text(path, chain), path))

@@ -1,4 +1,4 @@
-"""Config keys, and the conversion of values to their types."""
+"""Definition of config keys, and conversion of values to their types."""
 
 import ast
 import math
@@ -158,7 +158,7 @@ def _converted(key: Key, value: Any) -> Any:
 
 
 def free_value(path: str, value: Any, nested: bool = False) -> Any:
-    """Convert a value of a key without a declared type: strings of numbers to numbers, lists to tuples.
+    """Convert the value of a key without a declared type: numeric strings to numbers, lists to tuples.
 
     Raises:
         ConfigError: if the value is neither a scalar nor a flat list of scalars.
@@ -273,7 +273,7 @@ def _scalar(path: str, kind: type, value: Any, expected: str) -> Any:
 
 
 def _is_clean(text: str) -> bool:
-    """Return True if ``text`` has no null character and is UTF-8, or bytes of a file name (surrogateescape)."""
+    """Return True if ``text`` has no null character and is UTF-8 or a surrogate-escaped file name."""
     try:
         text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Read a command's config: a file, KEY VALUE pairs and the keys of a plugin."""
+"""Read the config of a command from a file, KEY VALUE pairs and a plugin."""
 
 import importlib.util
 import sys
@@ -46,11 +46,11 @@ def read_config(
 def load_plugin(path: str, cfg: CfgNode) -> None:
     """Run a Python file that registers custom components, and declare its config keys in ``cfg``.
 
-    The keys are the file's ``KEYS``, as in a component of fastamp, and those that its ``add_config(cfg)`` declares.
+    The keys are the file's ``KEYS``, as in a built-in component, and those that its ``add_config(cfg)`` declares.
 
     Args:
-        path: the plugin file. It runs once per process.
-        cfg: config that is not frozen.
+        path: plugin file; it runs once per process.
+        cfg: config to extend; it must not be frozen.
 
     Raises:
         ConfigError: if the file does not exist.

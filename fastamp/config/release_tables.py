@@ -1,6 +1,6 @@
 """Defaults of FastReID v0.1.1 and v1.0.0 under their old names, and tables of renamed keys and values.
 
-A config file of a release only sets what differs from its defaults, so the defaults belong to the recipe.
+A config file only sets the values that differ from the defaults of its release, so a recipe includes those defaults.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Translation of config files of FastReID v0.1.1 and v1.0.0 to the current keys.
+"""Translation of config files from FastReID v0.1.1 and v1.0.0 to the current keys.
 
 The defaults of the release and the file are translated together, because some keys depend on others; for example, the
 margin of a ``linear`` classifier was not used.
@@ -37,7 +37,7 @@ _MGN_LOSSES = {
 
 @dataclass
 class Recipe:
-    """A config file and its bases, in the current keys.
+    """A config file and its bases, translated to the current keys.
 
     Attributes:
         layers: source and mapping of each file in the order of merging; one translated mapping for an old release.
@@ -87,7 +87,7 @@ def current_names() -> dict[str, str]:
 
 
 def hint(path: str) -> str:
-    """Return the error message for a key of an old release, with its current name; "" for any other key."""
+    """Return the error message for a key from an old release, with its current name; "" for any other key."""
     if path not in _OLD_ONLY:
         return ""
     new = RENAMED.get(path) or REPLACED.get(path)
@@ -96,14 +96,14 @@ def hint(path: str) -> str:
 
 
 def detect(layers: Layers, known: set[str]) -> tuple[str, list[str]]:
-    """Detect the release that config files were written for.
+    """Detect the FastReID release that config files were written for.
 
     Args:
         layers: source and mapping with dotted keys of each file.
         known: paths of the current keys.
 
     Returns:
-        The release, "" for the current keys; and log lines with the reasons.
+        Release ("" for the current keys), and log lines with the reasons.
 
     Raises:
         ConfigError: if one file has keys that exist only in an old release, and another has keys that exist only in the
@@ -189,7 +189,7 @@ def _flat(mapping: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, A
 
 
 def _first_few(marks: list[str]) -> str:
-    """Join the first five, separated by commas."""
+    """Join the first five names with commas."""
     return ", ".join(marks[:5]) + (", ..." if len(marks) > 5 else "")
 
 
@@ -247,7 +247,7 @@ class _Translation:
         self._settings[key] = _Setting(name, value, source)
 
     def _put(self, values: Mapping[str, Any], *keys: str, why: str = "") -> None:
-        """Set current keys in place of the old ``keys``, and log the change if there is one."""
+        """Replace the old ``keys`` by current ones, and log the change if there is one."""
         self.new |= values
         self._translated |= set(keys)
         settings = [self._settings[key] for key in keys if key in self._settings]
@@ -264,7 +264,7 @@ class _Translation:
             self.lines.append(f"{'default' if settings else 'rule'} of {self.release}: {arrow}{why}")
 
     def _drop(self, *keys: str, why: str, has_effect: bool = True) -> None:
-        """Drop the old ``keys``, and log those that a file sets."""
+        """Discard the old ``keys``, and log those that are set in a file."""
         self._translated |= set(keys)
         for setting in (self._settings[key] for key in keys if key in self._settings):
             if setting.source:
@@ -302,7 +302,7 @@ class _Translation:
         self._average(self["SOLVER.MAX_EPOCH"])
 
     def _average(self, epochs: int) -> None:
-        """Translate stochastic weight averaging, for which v0.1.1 added epochs after the training."""
+        """Translate stochastic weight averaging, which v0.1.1 ran in additional epochs after the training."""
         keys = [f"SOLVER.SWA.{name}" for name in ("ITER", "PERIOD", "LR_FACTOR", "ETA_MIN_LR", "LR_SCHED")]
         iterations, period, _, _, cyclic = (self[key] for key in keys)
         if iterations is None:  # not in v1.0.0

@@ -54,6 +54,6 @@ def fixed_input_size(cfg: Any, *, is_train: bool, needed_by: str) -> tuple[int, 
         key = size_key(cfg, is_train=is_train)
         raise ConfigError(
             f"{needed_by} requires a fixed image size, but {key} {tuple(cfg.INPUT[key.removeprefix('INPUT.')])} keeps "
-            f"aspect ratios.\n  fix: {key} (height, width), or INPUT.CROP.ENABLED True"
+            f"aspect ratios.\n  fix: set {key} to (height, width), or INPUT.CROP.ENABLED to True"
         )
     return size

@@ -1,7 +1,8 @@
-"""Config keys that do not belong to a single component, one module per part of the program.
+"""Config keys that are not declared by a component, grouped into modules by topic.
 
-A string among them, e.g. ``"INPUT.FLIP"``, marks the position of a component's keys in listings; the component declares
-them in its own file (see ``component_keys``). Keys of components without a marker come last in their section.
+A string in place of a key, e.g. ``"INPUT.FLIP"``, marks the position of a component's keys in listings. The component
+declares these keys in its own file (see ``component_keys``). Component keys without a marker are listed last in their
+section.
 
 Durations are in epochs or iterations (attempted optimizer steps), sizes in pixels, height before width. Batch sizes are
 over all ranks. Fractions and probabilities are in 0..1.

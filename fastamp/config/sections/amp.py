@@ -16,13 +16,13 @@ KEYS = (
     Key(
         "SOLVER.AMP.GROWTH_FACTOR",
         2.0,
-        "Factor of the loss scale after GROWTH_INTERVAL steps without overflow.",
+        "Factor by which the loss scale grows after GROWTH_INTERVAL steps without overflow.",
         above=1,
     ),
     Key(
         "SOLVER.AMP.BACKOFF_FACTOR",
         0.5,
-        "Factor of the loss scale after a step that is skipped because of an overflow.",
+        "Factor by which the loss scale is multiplied after a step that is skipped because of an overflow.",
         above=0,
         high=0.999,
     ),

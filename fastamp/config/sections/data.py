@@ -31,14 +31,14 @@ KEYS = (
     Key(
         "INPUT.INTERPOLATION",
         "bicubic",
-        "Interpolation of resizing, as in Pillow: bicubic and bilinear are antialiased. FastReID uses bicubic, "
+        "Interpolation for resizing, as in Pillow: bicubic and bilinear are antialiased. FastReID uses bicubic, "
         "torchreid bilinear.",
         choices=("bicubic", "bilinear", "nearest"),
     ),
     Key(
         "INPUT.INTERPOLATION_TEST",
         "same",
-        "Interpolation of test images, in evaluation, extraction and export; same means INPUT.INTERPOLATION. "
+        "Interpolation for test images, in evaluation, extraction and export; same means INPUT.INTERPOLATION. "
         "TransReID trains with bicubic and tests with bilinear.",
         choices=("same", "bicubic", "bilinear", "nearest"),
     ),

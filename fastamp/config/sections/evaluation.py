@@ -3,7 +3,7 @@
 from fastamp.config.key import Key
 
 KEYS = (
-    Key("TEST.EVAL_PERIOD", 20, "Interval of evaluation, in epochs; the last epoch is always evaluated.", low=1),
+    Key("TEST.EVAL_PERIOD", 20, "Evaluation interval, in epochs; the last epoch is always evaluated.", low=1),
     Key("TEST.IMS_PER_BATCH", 64, "Images per test batch, over all ranks.", low=1),
     Key("TEST.NUM_WORKERS", -1, "Worker processes per rank for test images; -1 means DATALOADER.NUM_WORKERS.", low=-1),
     Key("TEST.METRIC", "cosine", "Distance that ranks the gallery.", choices=("cosine", "euclidean")),
@@ -32,7 +32,7 @@ KEYS = (
     Key(
         "TEST.BOOTSTRAP",
         1000,
-        "Resamples of the queries for 95 % bootstrap confidence intervals of mAP and Rank-1; 0 disables them.",
+        "Bootstrap resamples of the queries for 95 % confidence intervals of mAP and Rank-1; 0 disables the intervals.",
         low=0,
     ),
     Key(

@@ -136,7 +136,7 @@ KEYS = (
     Key(
         "MODEL.HEADS.MARGIN", 0.0, "Margin of a margin softmax: a cosine, or an angle in radians for ArcSoftmax.", low=0
     ),
-    Key("MODEL.HEADS.SCALE", 1, "Factor of the classifier's logits; margin softmaxes need about 30 to 128.", above=0),
+    Key("MODEL.HEADS.SCALE", 1, "Scale of the classifier's logits; margin softmaxes need about 30 to 128.", above=0),
     Key(
         "MODEL.LOSSES.NAME",
         ("CrossEntropyLoss",),

@@ -11,7 +11,7 @@ KEYS = (
         "Use deterministic algorithms, so that two runs with the same seed are bit-identical; an operation without "
         "one is an error.",
     ),
-    Key("LOG_PERIOD", 50, "Interval of writing to the log, metrics.json and TensorBoard, in iterations.", low=1),
+    Key("LOG_PERIOD", 50, "Interval between writes to the log, metrics.json and TensorBoard, in iterations.", low=1),
     Key(
         "LOG_ACTIVATION_STATS",
         False,

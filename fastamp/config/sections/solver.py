@@ -34,8 +34,8 @@ KEYS = (
         choices=("none", "linear", "sqrt"),
     ),
     Key("SOLVER.REFERENCE_BATCH", 64, "LR_SCALING: images per optimizer step that BASE_LR refers to.", low=1),
-    Key("SOLVER.HEADS_LR_FACTOR", 1.0, "Factor of the learning rate of the heads.", low=0),
-    Key("SOLVER.BIAS_LR_FACTOR", 1.0, "Factor of the learning rate of biases.", low=0),
+    Key("SOLVER.HEADS_LR_FACTOR", 1.0, "Learning-rate factor of the heads.", low=0),
+    Key("SOLVER.BIAS_LR_FACTOR", 1.0, "Learning-rate factor of biases.", low=0),
     Key(
         "SOLVER.LR_FACTORS",
         {},
@@ -61,7 +61,7 @@ KEYS = (
         choices=("after_warmup", "absolute"),
     ),
     Key("SOLVER.STEPS", (30, 55), "MultiStepLR: epochs after which the learning rate is multiplied by GAMMA.", low=0),
-    Key("SOLVER.GAMMA", 0.1, "MultiStepLR: factor of the learning rate at each step.", low=0),
+    Key("SOLVER.GAMMA", 0.1, "MultiStepLR: factor that multiplies the learning rate at each step.", low=0),
     Key(
         "SOLVER.LR_UPDATE",
         "mixed",
@@ -145,14 +145,14 @@ KEYS = (
         "Epochs before averaging starts; -1 means three quarters of MAX_EPOCH.",
         low=-1,
     ),
-    Key("SOLVER.SWA.PERIOD", 1, "Interval of averaging, in epochs.", low=1),
+    Key("SOLVER.SWA.PERIOD", 1, "Averaging interval, in epochs.", low=1),
     Key(
         "SOLVER.SWA.LR_FACTOR",
         0.0,
         "Constant learning rate during averaging, as a fraction of BASE_LR; 0 keeps the schedule.",
         low=0,
     ),
-    Key("SOLVER.CHECKPOINT_PERIOD", 20, "Interval of checkpoints, in epochs.", low=1),
+    Key("SOLVER.CHECKPOINT_PERIOD", 20, "Checkpoint interval, in epochs.", low=1),
     Key("SOLVER.CHECKPOINT_ITERS", 0, "Interval of additional checkpoints, in iterations; 0 disables them.", low=0),
     Key(
         "SOLVER.CHECKPOINT_MINUTES",
