@@ -373,6 +373,6 @@ def with_num_classes(cfg: CfgNode, num_classes: int) -> CfgNode:
     if requested not in (0, num_classes):
         raise ConfigError(
             f"MODEL.HEADS.NUM_CLASSES is {requested}, but the training set ({', '.join(cfg.DATASETS.NAMES)}) has "
-            f"{num_classes} identities.\n  fix: MODEL.HEADS.NUM_CLASSES 0, which uses the number of identities"
+            f"{num_classes} identities.\n  fix: set MODEL.HEADS.NUM_CLASSES to 0, which uses the number of identities"
         )
     return cfg.with_values({"MODEL.HEADS.NUM_CLASSES": num_classes})

@@ -100,7 +100,7 @@ def test_unmatched_file_names_are_skipped_with_warning(market, write_image, capl
 def test_only_junk_fails(market, write_image):
     shutil.rmtree(market / "query")
     write_image(market / "query" / "-1_c1s1_000001_00.jpg")
-    assert "junk" in message(lambda: Market1501(root=market.parent).query)
+    assert "excluded identities (-1)" in message(lambda: Market1501(root=market.parent).query)
 
 
 def test_camera_zero_fails(market, write_image):

@@ -18,7 +18,7 @@ class AirportALERT(ImageDataset):
     r"""Karanam et al. 2019, "A systematic evaluation and benchmark for person re-identification: features, metrics, and
     datasets" (IEEE TPAMI).
 
-    Training images only, listed in ``filepath.txt`` with lines ``camera\pid\file``. Identities below 11001 are
+    Training images only, listed in ``filepath.txt`` with lines ``camera\pid\file``. Person IDs below 11001 are
     excluded, as in FastReID.
 
     Args:
@@ -46,10 +46,10 @@ class AirportALERT(ImageDataset):
             raise DataError(f"AirportALERT: expected camera\\pid\\file on each line of {self._list}, got {wrong!r}")
         selected = [fields for _, *fields in rows if int(fields[1]) >= _FIRST_IDENTITY]
         logger.info(
-            "AirportALERT: excluded %d images of identities below %d", len(rows) - len(selected), _FIRST_IDENTITY
+            "AirportALERT: excluded %d images with person IDs below %d", len(rows) - len(selected), _FIRST_IDENTITY
         )
         if not selected:
-            raise DataError(f"AirportALERT: {self._list} lists no identity of {_FIRST_IDENTITY} or above")
+            raise DataError(f"AirportALERT: {self._list} contains no person ID >= {_FIRST_IDENTITY}")
         numbers = number_cameras(as_number(camera) for camera, _, _ in selected)
         items = [
             ImageItem(str(self.dataset_dir.joinpath(*fields)), int(fields[1]), numbers[as_number(fields[0])])

@@ -33,12 +33,12 @@ class ImageDataset:
 
     Args:
         train, query, gallery: list of (path, pid, camid[, viewid[, box]]), ``PackedItems``, or a function that returns
-            one of them and is called on first access of the split.
+            one of these and is called when the split is first accessed.
 
     Attributes:
         dataset_name (str): prefix of training identities and cameras.
-        identities_of (str): ``dataset_name`` of the dataset that has the same images and identities, such as the
-            largest of several test sets. Default "".
+        identities_of (str): ``dataset_name`` of another dataset with the same images and identities, such as the one
+            with the largest of several test sets. Default "".
     """
 
     dataset_name = ""
@@ -69,7 +69,7 @@ class ImageDataset:
         return self.name if ":" in self.name else type(self).__name__
 
     def identity(self, pid: int | str) -> str:
-        """Return the original name of an identity, in any split."""
+        """Return the original name of an identity of any split."""
         return str(pid).removeprefix(f"{self.name}_")
 
     @property
@@ -88,14 +88,14 @@ class ImageDataset:
         return self._split("gallery")
 
     def origin(self, path: str) -> str:
-        """Return the source that lists an image, such as a line of a CSV file, or ""."""
+        """Return the location of an image's entry, such as a CSV file and line number, or "" if unknown."""
         return ""
 
     def check_before_run(self, required_files: str | Sequence[str]) -> None:
-        """Check that files or folders exist, for FastReID's dataset classes. Others call ``check_tree``.
+        """Check that files or folders exist. For FastReID's dataset classes; new classes call ``check_tree``.
 
         Raises:
-            DataError: if one is missing.
+            DataError: if a file or folder is missing.
         """
         paths = [required_files] if isinstance(required_files, str) else required_files
         missing = [Path(path) for path in paths if not Path(path).exists()]
@@ -111,18 +111,18 @@ class ImageDataset:
         return self._items[split]
 
     def _add_name_prefix(self, items: Iterable[ImageItem]) -> list[ImageItem]:
-        """Prefix the identities with the name of the dataset."""
+        """Add the dataset's name as a prefix to the identities."""
         return [item._replace(pid=f"{self.name}_{item.pid}") for item in items]
 
 
 def data_root() -> Path:
-    """Return the folder of the datasets: $FASTAMP_DATASETS, else $FASTREID_DATASETS, else ``datasets``."""
+    """Return the data root: $FASTAMP_DATASETS, else $FASTREID_DATASETS, else ``datasets``."""
     folders = [os.environ[variable] for variable in ROOT_VARIABLES if os.environ.get(variable)]
     return expand([*folders, "datasets"][0])
 
 
 def as_number(text: str) -> int | str:
-    """Convert text to an integer if it is one; otherwise return it unchanged."""
+    """Convert text to int if it represents an integer; otherwise return it unchanged."""
     return int(text) if re.fullmatch(r"-?\d+", text) else text
 
 

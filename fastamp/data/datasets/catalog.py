@@ -1,4 +1,4 @@
-"""Datasets that are fully described by file and folder names, one class each.
+"""Datasets with labels only in file and folder names, one class per dataset.
 
 ``FilenameDataset`` and ``MarketStyleDataset`` document the class attributes. Unless noted otherwise, a dataset has only
 training images. If ``layout`` has no group ``camera``, all images are from one camera.
@@ -106,7 +106,7 @@ class LPW(FilenameDataset):
     """Labeled Pedestrian in the Wild: Song et al. 2018, "Region-based quality estimation network for large-scale person
     re-identification" (AAAI).
 
-    Identities are numbered per scene, so that scene and folder together are the identity. Cameras of the same name in
+    Identities are numbered per scene, so that the scene is part of the identity. Cameras with the same name in
     different scenes count as one camera, as in FastReID.
     """
 

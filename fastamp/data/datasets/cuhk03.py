@@ -40,7 +40,7 @@ KEYS = (
 class CUHK03(ImageDataset):
     """Li et al. 2014, "DeepReID: deep filter pairing neural network for person re-identification" (CVPR).
 
-    The classic protocol has 20 random splits with 100 test identities each; all test images are both queries and
+    The classic protocol has 20 random splits with 100 test identities each; all test images are used as queries and as
     gallery. The new protocol (Zhong et al. 2017, "Re-ranking person re-identification with k-reciprocal encoding",
     CVPR) has one split with 767 training and 700 test identities.
 
@@ -118,7 +118,7 @@ class CUHK03(ImageDataset):
     def _damaged_splits_error(self) -> DataError:
         return DataError(
             f"CUHK03: cannot read the splits in {self._splits_file.absolute()}\n"
-            f"  fix: delete the file and the folder {self._images.name}; both are written again"
+            f"  fix: delete the file and the folder {self._images.name}; both are created again"
         )
 
     def _build_items(self, rows: list) -> list[ImageItem]:
@@ -144,7 +144,7 @@ class CUHK03(ImageDataset):
         if has_images and not any(self.dataset_dir.glob(f"splits_*_{self._kind}.json")):
             raise DataError(
                 f"CUHK03: {self._images.absolute()} may be incomplete: splits_*_{self._kind}.json not found\n"
-                "  fix: delete the folder; it is written again"
+                "  fix: delete the folder; it is created again"
             )
         remove_abandoned(self._images)
         try:

@@ -21,11 +21,11 @@ Split = dict[str, list[tuple[str, int, int]]]
 
 
 def write_images(mat_file: Path, kind: str, folder: Path) -> None:
-    """Extract the images of ``cuhk-03.mat`` to ``{campair}_{pid}_{view}_{img}.png``, numbered from 1.
+    """Extract the images of ``cuhk-03.mat`` to ``{campair}_{pid}_{view}_{img}.png``; all numbers start at 1.
 
     Args:
-        mat_file (Path): HDF5 file. ``kind`` is a list of five camera pairs, each a (persons, 10) cell array: columns 0
-            to 4 are from one camera, 5 to 9 from the other. A cell is a (H, W, 3) uint8 image or empty.
+        mat_file (Path): HDF5 file. Its entry ``kind`` lists five camera pairs, each a (people, 10) cell array: columns
+            0 to 4 are from one camera, 5 to 9 from the other. A cell is a (H, W, 3) uint8 image or empty.
         kind (str): ``detected`` or ``labeled``.
         folder (Path): folder to write to.
 
@@ -56,15 +56,16 @@ def write_images(mat_file: Path, kind: str, folder: Path) -> None:
 
 
 def classic_splits(mat_file: Path, names: Sequence[str]) -> list[Split]:
-    """Read the 20 random splits of ``cuhk-03.mat``: listed persons are for testing, all others for training.
+    """Read the 20 random splits of ``cuhk-03.mat``: the listed people are for testing, all others for training.
 
     Args:
-        mat_file (Path): HDF5 file. ``testsets`` has an array of (camera pair, person) for each split, numbered from 1.
+        mat_file (Path): HDF5 file. ``testsets`` contains an array of (camera pair, person) for each split, numbered
+            from 1.
         names (Sequence[str]): names of all images.
 
     Returns:
-        list[Split]: (name, identity, camera) of each image, identities from 1 and cameras from 0. Query and gallery are
-            equal.
+        list[Split]: (name, identity, camera) of each image, with identities numbered from 1 and cameras from 0. Query
+            and gallery are equal.
 
     Raises:
         ConfigError: if h5py is not installed.
@@ -93,7 +94,7 @@ def new_split(config_file: Path, names: Sequence[str]) -> Split:
         names (Sequence[str]): names of all images.
 
     Returns:
-        Split: (name, identity, camera) of each image, cameras from 0.
+        Split: (name, identity, camera) of each image, with cameras numbered from 0.
 
     Raises:
         DataError: if the file is corrupt, or lists an image that does not exist.
@@ -111,7 +112,8 @@ def new_split(config_file: Path, names: Sequence[str]) -> Split:
     missing = {name for items in split.values() for name, _, _ in items} - set(names)
     if missing:
         raise DataError(
-            f"CUHK03: {config_file.absolute()} lists {len(missing)} images not in cuhk-03.mat, e.g. {min(missing)}"
+            f"CUHK03: {config_file.absolute()} lists {len(missing)} images that are not in "
+            f"cuhk-03.mat, e.g. {min(missing)}"
         )
     return split
 
@@ -125,13 +127,13 @@ def _parse_name(name: str) -> tuple[int, ...]:
     """Return camera pair, person, view and image number of a file name."""
     match = re.fullmatch(r"(\d+)_(\d+)_(\d+)_(\d+)\.png", name)
     if match is None:
-        raise DataError(f"CUHK03: expected names such as 1_001_1_01.png, got {name}")
+        raise DataError(f"CUHK03: expected file names such as 1_001_1_01.png, got {name}")
     return tuple(map(int, match.groups()))
 
 
 @contextmanager
 def _open_mat(mat_file: Path) -> Iterator[Any]:
-    """Open a .mat file of version 7.3."""
+    """Open a MATLAB 7.3 file."""
     try:
         import h5py
     except ImportError as error:
@@ -146,8 +148,8 @@ def _open_mat(mat_file: Path) -> Iterator[Any]:
 
 @contextmanager
 def _data_errors(file: Path) -> Iterator[None]:
-    """Convert errors while reading ``file`` to DataError."""
+    """Convert errors raised while reading ``file`` to DataError."""
     try:
         yield
     except Exception as error:  # readers of .mat files raise many exception types
-        raise DataError(f"CUHK03: cannot read {file.absolute()}, a corrupt or different file: {error}") from error
+        raise DataError(f"CUHK03: cannot read {file.absolute()}; corrupt or not the expected file: {error}") from error

@@ -1,4 +1,4 @@
-"""Custom datasets without code: a CSV file, or a folder per identity."""
+"""Custom datasets without code: a CSV file, or a folder with one subfolder per identity."""
 
 import csv
 import logging
@@ -30,24 +30,24 @@ KEYS = (
     Key(
         "DATASETS.FOLDER.CAMERA",
         "",
-        "For folder: datasets, a regular expression searched in file names; its first group is the camera. Empty means "
-        "no cameras.",
+        "Regular expression searched in the file names of a folder: dataset; its first group is the camera. If empty, "
+        "there are no cameras.",
     ),
     Key(
         "DATASETS.FOLDER.TEST_FRACTION",
         0.5,
-        "For folder: datasets, the fraction of identities for testing.",
+        "Fraction of the identities of a folder: dataset that are used for testing.",
         low=0,
         high=1,
     ),
-    Key("DATASETS.FOLDER.SEED", 0, "For folder: datasets, the seed of the random split of the identities.", low=0),
+    Key("DATASETS.FOLDER.SEED", 0, "Seed of the random split of the identities of a folder: dataset.", low=0),
 )
 
 SPLITS = ("train", "query", "gallery")
 _BOX = ("x0", "y0", "x1", "y1")
 _COLUMNS = ("path", "pid", "camid", "split", *_BOX)
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
-_JUNK = "-1"
+_EXCLUDED_ID = "-1"
 _MAX_HEADER = 2**16
 _MAX_COORDINATE = 2**31
 _CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f]")
@@ -62,8 +62,8 @@ class CsvDataset(ImageDataset):
     The first line names the columns: ``path`` (relative to the CSV file, or absolute) and ``pid``, and optionally
     ``camid``, ``split`` (train, query or gallery; default train) and ``x0``, ``y0``, ``x1``, ``y1`` (box of the image
     within the file, in pixels; x1 and y1 are exclusive). Identities and cameras can be any text; images of identity -1
-    are excluded. Without ``camid``, no gallery image is excluded as taken by the query's camera. Columns are separated
-    by commas, semicolons or tabs.
+    are excluded. Without ``camid``, gallery images from the query's camera are not excluded. Columns are separated by
+    commas, semicolons or tabs.
 
     Args:
         path (str or Path): CSV file.
@@ -76,12 +76,12 @@ class CsvDataset(ImageDataset):
         self.dataset_name = f"csv:{path}"
         file = _resolve_path(self.dataset_name, path)
         table = _read_table(file)
-        if table.junk:
-            logger.info("%s: excluded %d images of identity %s (junk)", file, table.junk, _JUNK)
+        if table.excluded:
+            logger.info("%s: excluded %d images of identity %s", file, table.excluded, _EXCLUDED_ID)
         if not len(table.lines):
-            raise DataError(f"{file}: no images; expected lines below the header")
+            raise DataError(f"{file}: no images; expected one image per line below the header")
         if table.camids is None:
-            logger.info("%s: no column camid; no gallery image is excluded as taken by the query's camera", file)
+            logger.info("%s: column camid is missing; gallery images from the query's camera are not excluded", file)
             camids = Column(table.lines)
         else:
             numbers = _number_names(set(table.camids.values), start=0)
@@ -108,7 +108,7 @@ class CsvDataset(ImageDataset):
         super().__init__(*splits)
 
     def origin(self, path: str) -> str:
-        """Return the CSV file and the first line that lists an image."""
+        """Return the CSV file and the number of the first line that lists an image."""
         for split, lines in self._lines.items():
             index = getattr(self, split).find(path)
             if index is not None:
@@ -128,13 +128,13 @@ class CsvDataset(ImageDataset):
 class FolderDataset(ImageDataset):
     """Folder with one subfolder of images per identity, ``folder:/data/custom`` in DATASETS.NAMES or DATASETS.TESTS.
 
-    Random identities are for training. Of the others, the first image under each camera is a query, and the rest is the
-    gallery; see ``hold_out``.
+    Random identities are for training. For each other identity, the first image from each camera is a query, and all
+    other images are in the gallery; see ``hold_out``.
 
     Args:
         path (str or Path): folder.
         camera (str): regular expression searched in each file name; its first group is the camera. If empty, there are
-            no cameras, and no gallery image is excluded as taken by the query's camera. Default "".
+            no cameras, and no gallery image is excluded for being from the query's camera. Default "".
         test_fraction (float): fraction of identities for testing, in 0..1. Default 0.5.
         seed (int): seed of the random choice of identities. Default 0.
 
@@ -154,7 +154,7 @@ class FolderDataset(ImageDataset):
         if parts:
             raise DataError(
                 f"{self.dataset_name}: expected one folder per identity in {folder.absolute()}, got "
-                f"{', '.join(parts)}.\n  fix: folder:{path}/{parts[0]}, or a csv: file with a column split"
+                f"{', '.join(parts)}.\n  fix: use folder:{path}/{parts[0]}, or a csv: file with a column split"
             )
         files = [(identity.name, file) for identity in identities for file in image_files(identity)]
         if not files:
@@ -168,12 +168,12 @@ class FolderDataset(ImageDataset):
             if pattern and not (found and found.group(1)):
                 raise DataError(
                     f"{self.dataset_name}: DATASETS.FOLDER.CAMERA {camera!r} does not match the file name of {file}.\n"
-                    '  fix: an expression that matches all file names, or "" if there are no cameras'
+                    '  fix: use an expression that matches all file names, or "" if there are no cameras'
                 )
             items.append(ImageItem(file, f"{self.dataset_name}_{identity}", found.group(1) if found else number))
         if pattern is None:
             logger.info(
-                "%s: DATASETS.FOLDER.CAMERA is empty; no gallery image is excluded as taken by the query's camera", path
+                "%s: DATASETS.FOLDER.CAMERA is empty; gallery images from the query's camera are not excluded", path
             )
         if test_fraction == 0:
             splits = (items, [], [])
@@ -204,12 +204,12 @@ def _resolve_path(name: str, path: str | Path) -> Path:
     for candidate in candidates:
         if candidate.exists():
             return candidate
-    hint = "; separate several datasets as \"('csv:a.csv', 'csv:b.csv')\"" if "," in str(path) else ""
+    hint = "; to use several datasets, write \"('csv:a.csv', 'csv:b.csv')\"" if "," in str(path) else ""
     raise missing_dataset_error(name, candidates, fix=f"correct the path{hint}")
 
 
 def image_files(folder: Path) -> list[str]:
-    """List the image files in a folder and its subfolders, sorted, without hidden ones."""
+    """List the image files in a folder and its subfolders, sorted, without hidden files."""
     found: list[str] = []
     _add_images(_path_prefix(folder), found)
     return found
@@ -232,7 +232,7 @@ def _add_images(prefix: str, found: list[str]) -> None:
 
 
 def _path_prefix(folder: Path) -> str:
-    """Return the common prefix of the paths of files in a folder."""
+    """Return the path of a folder as a prefix of file paths."""
     return str(folder / "x")[:-1]
 
 
@@ -254,7 +254,7 @@ class _Table:
         pids, camids: as written in the file; None if there is no such column.
         splits: (N,) int8 indices into ``SPLITS``.
         boxes: (N, 4) int64; None if there are no such columns.
-        junk: number of excluded images of identity ``_JUNK``.
+        excluded: number of excluded images, which have identity ``_EXCLUDED_ID``.
     """
 
     lines: np.ndarray
@@ -263,7 +263,7 @@ class _Table:
     camids: _CategoricalText | None
     splits: np.ndarray
     boxes: np.ndarray | None
-    junk: int
+    excluded: int
 
 
 def _read_table(file: Path) -> _Table:
@@ -277,7 +277,7 @@ def _read_table(file: Path) -> _Table:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             header = stream.readline(_MAX_HEADER + 1)
             if len(header) > _MAX_HEADER:
-                raise DataError(f"{file}: expected a header of at most {_MAX_HEADER} characters in the first line")
+                raise DataError(f"{file}: the first line must be a header of at most {_MAX_HEADER} characters")
             stream.seek(0)
             delimiter = next((each for each in ",;\t" if each in header), ",")
             reader = csv.reader(stream, delimiter=delimiter, strict=True)
@@ -286,7 +286,7 @@ def _read_table(file: Path) -> _Table:
             return _read_lines(file, reader, names)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(
-            f"{file}: cannot read the CSV file as UTF-8: {error}.\n  fix: save it as CSV with encoding UTF-8"
+            f"{file}: cannot read the CSV file as UTF-8: {error}.\n  fix: save it as a CSV file in UTF-8"
         ) from error
 
 
@@ -300,7 +300,7 @@ def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
     pids, camids = _CategoricalTextBuilder(), _CategoricalTextBuilder()
     split_of = {split: number for number, split in enumerate(SPLITS)}
     folders: dict[str, str] = {}
-    junk = 0
+    excluded = 0
     for line in reader:
         values = [value.strip() for value in line]
         if not any(values):
@@ -308,8 +308,8 @@ def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
         number = reader.line_num
         if len(values) != len(names) or "" in values or not "".join(values).isprintable():
             _check_line(f"{file}, line {number}", names, values)
-        if values[pid_column] == _JUNK:
-            junk += 1
+        if values[pid_column] == _EXCLUDED_ID:
+            excluded += 1
             continue
         if split_column is None:
             splits.append(0)
@@ -339,7 +339,7 @@ def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
         camids=None if camid_column is None else camids.build(),
         splits=np.array(splits, dtype=np.int8),
         boxes=np.array(boxes, dtype=np.int64).reshape(-1, 4) if "x0" in column_of else None,
-        junk=junk,
+        excluded=excluded,
     )
 
 
@@ -351,7 +351,7 @@ class _CategoricalTextBuilder:
         self._codes = array("q")
 
     def append(self, text: str) -> None:
-        """Add a string."""
+        """Append a string."""
         self._codes.append(self._code_of.setdefault(text, len(self._code_of)))
 
     def build(self) -> _CategoricalText:
@@ -364,8 +364,7 @@ def _check_line(where: str, names: Sequence[str], values: Sequence[str]) -> None
     row = {name: value for name, value in zip(names, values, strict=False) if name in _COLUMNS}
     empty = [name for name in names if name in _COLUMNS and not row.get(name)]
     if empty or len(values) > len(names):
-        more = len(values) - len(names)
-        problem = f"no value for {', '.join(empty)}" if empty else f"{more} more values than columns"
+        problem = f"no value for {', '.join(empty)}" if empty else f"expected {len(names)} values, got {len(values)}"
         raise DataError(f"{where}: {problem}")
     with_control = [name for name, value in row.items() if _CONTROL_CHARACTERS.search(value)]
     if with_control:
@@ -384,7 +383,7 @@ def _check_header(file: Path, names: Sequence[str]) -> None:
         raise DataError(
             f"{file}: invalid header {_truncate(','.join(names))}: {_truncate(fault)}."
             f"{' ' + ' '.join(hints) if hints else ''}\n"
-            f"  fix: a first line such as path,pid,camid,split or path,pid,{','.join(_BOX)}"
+            f"  fix: use a first line such as path,pid,camid,split or path,pid,{','.join(_BOX)}"
         )
     if unknown:
         logger.warning(

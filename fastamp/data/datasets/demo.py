@@ -22,7 +22,7 @@ class Demo(MarketStyleDataset):
         root (str or Path): data root; the images are in ``root/fastamp-demo-v<version>``. Default "datasets".
 
     Raises:
-        DataError: if the folder is not writable, or contains something else.
+        DataError: if the folder is not writable, or contains other files.
     """
 
     dataset_name = "demo"

@@ -1,4 +1,4 @@
-"""File utilities of datasets: check and list folders, read lists of files."""
+"""File utilities for datasets: check and list folders, and read list files."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,10 +29,11 @@ def check_tree(name: str, root: str | Path, needed: Iterable[Path], tree: str, f
         root (str or Path): data root.
         needed (Iterable[Path]): files and folders that must exist.
         tree (str): expected files below the root, for the message.
-        folder (str): folder of the dataset in the root; if missing, similar names are searched. Default "".
+        folder (str): folder of the dataset in the root; if it is missing, folders with similar names are suggested.
+            Default "".
 
     Raises:
-        DataError: if one is missing. The message says what was expected, what was found, and how to fix it.
+        DataError: if a file or folder is missing. The message states the expected and the existing files, and a fix.
     """
     needed, root = list(needed), Path(root)
     missing = [path for path in needed if not path.exists()]
@@ -56,10 +57,10 @@ def check_tree(name: str, root: str | Path, needed: Iterable[Path], tree: str, f
 
 
 def list_files(name: str, folder: Path, suffix: str) -> list[Path]:
-    """List the files in ``folder`` with a suffix (case-insensitive), sorted, without hidden files.
+    """List the files in ``folder`` that have a suffix (case-insensitive), sorted, without hidden files.
 
     Raises:
-        DataError: if there is none, or the folder cannot be read.
+        DataError: if there are no such files, or the folder cannot be read.
     """
     files = [entry for entry in list_entries(name, folder) if is_image(entry, suffix)]
     if not files:
@@ -71,7 +72,7 @@ def read_lines(name: str, file: Path) -> list[str]:
     """Read the non-empty lines of a list file.
 
     Raises:
-        DataError: if there is none, or the file cannot be read.
+        DataError: if the file is empty or cannot be read.
     """
     try:
         # File names need not be UTF-8.
@@ -88,7 +89,7 @@ def read_pairs(name: str, file: Path) -> list[tuple[str, int]]:
     """Read a list file with lines ``name number``; the name can contain spaces.
 
     Raises:
-        DataError: if a line is invalid, there is none, or the file cannot be read.
+        DataError: if a line is invalid, or the file is empty or cannot be read.
     """
     pairs = []
     for line in read_lines(name, file):
@@ -100,10 +101,10 @@ def read_pairs(name: str, file: Path) -> list[tuple[str, int]]:
 
 
 def check_first_image(name: str, file: Path, items: Sequence[ImageItem]) -> list[ImageItem]:
-    """Return the images of the list ``file`` after checking that the first one exists.
+    """Check that the first of the images listed in ``file`` exists, and return all of them.
 
     Raises:
-        DataError: if it does not exist.
+        DataError: if the first image does not exist.
     """
     first = Path(items[0].path)
     if not first.is_file():
@@ -112,7 +113,7 @@ def check_first_image(name: str, file: Path, items: Sequence[ImageItem]) -> list
 
 
 def list_entries(name: str, folder: Path) -> list[Path]:
-    """List the entries of a folder, sorted, without hidden ones."""
+    """List the entries of a folder, sorted, without hidden entries."""
     try:
         return sorted((entry for entry in folder.iterdir() if entry.name[0] != "."), key=lambda entry: entry.name)
     except OSError as error:

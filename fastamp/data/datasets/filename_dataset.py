@@ -33,19 +33,19 @@ class FilenameDataset(ImageDataset):
 
     Attributes:
         folder (str): folder of the dataset in the data root.
-        tree (str): expected files, for messages.
+        tree (str): expected files below ``folder``, for messages.
         train_folders, query_folders, gallery_folders (Sequence[str]): folders of each split, relative to ``folder``; ""
             is the folder itself. A split without folders is empty.
         needed (Sequence[str]): files and folders that must exist. Default: the folders of the splits.
-        layout (Sequence[str]): regular expressions with groups ``pid`` and ``camera``: one for each folder level below
-            the split's folder, which must match the whole folder name ("**" matches folders of any depth), and a last
-            one, which is searched in the file name. Other groups become part of the identity. Without a group
+        layout (Sequence[str]): regular expressions with the groups ``pid`` and ``camera``. The last one is searched in
+            the file name. Each one before it must match the full name of a folder, one for each level below the split's
+            folder; "**" matches any number of levels. Other groups become part of the identity. Without a group
             ``camera``, all images are from one camera.
         suffix (str): suffix of image files, in lowercase; matched case-insensitively. Default ".jpg".
         first_camera (int, optional): number of the first camera, which becomes camera 0. Default: cameras are numbered
             in sorted order.
-        excluded_ids (frozenset): identities to exclude, such as junk. Default {-1}.
-        example (str): example of a file name and its meaning, for messages.
+        excluded_ids (frozenset): identities that are dropped at loading. Default {-1}.
+        example (str): a valid file name and its meaning, for messages.
 
     Args:
         root (str or Path): data root. Default "datasets".
@@ -101,7 +101,7 @@ class FilenameDataset(ImageDataset):
         return number_cameras(camera for split in self._folders for _, _, camera in self._find_images(split))
 
     def _find_images(self, split: str) -> list[_Found]:
-        """Return file, identity and camera of a split's images, with the names in the files."""
+        """Return the file, identity and camera of each image of a split, as encoded in the names."""
         if split not in self._found:
             folders = [self.dataset_dir / folder for folder in self._folders[split]]
             self._found[split] = self._search(folders) if folders else []
@@ -109,7 +109,7 @@ class FilenameDataset(ImageDataset):
 
     def _search(self, folders: Sequence[Path]) -> list[_Found]:
         name, expected = type(self).__name__, f"names such as {self.example}"
-        found, unmatched, junk = [], [], 0
+        found, unmatched, num_excluded = [], [], 0
         for file, fields in (each for folder in folders for each in _walk(name, folder, self.layout, self.suffix)):
             if fields is None:
                 unmatched.append(file)
@@ -117,18 +117,18 @@ class FilenameDataset(ImageDataset):
             camera = as_number(fields.pop("camera", "0"))
             if self.first_camera is not None and camera < self.first_camera:
                 raise DataError(
-                    f"{name}: expected cameras from {self.first_camera} on, got camera {camera} of {file.absolute()}"
+                    f"{name}: expected camera numbers >= {self.first_camera}, got camera {camera} for {file.absolute()}"
                 )
             pid = as_number("-".join(fields.values()))
             if pid in self.excluded_ids:
-                junk += 1
+                num_excluded += 1
             else:
                 found.append((file, pid, camera))
         where = ", ".join(str(folder.absolute()) for folder in folders)
-        if not (found or unmatched or junk):
+        if not (found or unmatched or num_excluded):
             raise DataError(f"{name}: no *{self.suffix} file in {where}\n{self._describe_content(folders)}")
         if not found:
-            nothing = f"only junk (identity {', '.join(map(str, self.excluded_ids))})"
+            nothing = f"only images of excluded identities ({', '.join(map(str, self.excluded_ids))})"
             first = f"{unmatched[0].name} and {len(unmatched) - 1} more" if unmatched else nothing
             raise DataError(f"{name}: no usable image in {where}: expected {expected}, got {first}")
         if unmatched:
@@ -151,8 +151,8 @@ class FilenameDataset(ImageDataset):
 class MarketStyleDataset(FilenameDataset):
     """Dataset in the layout of Market-1501: three folders, file names such as ``0002_c1s1_000451_03.jpg``.
 
-    File names begin with identity and camera. Identity -1 is junk and is excluded; identity 0 is a distractor and stays
-    in the gallery.
+    File names begin with identity and camera. Images of identity -1 are dropped at loading; images of identity 0 are
+    distractors and stay in the gallery.
 
     Args:
         root (str or Path): data root. Default "datasets".
@@ -169,7 +169,7 @@ class MarketStyleDataset(FilenameDataset):
 
 
 def _walk(name: str, folder: Path, layout: Sequence[str], suffix: str) -> Iterator[tuple[Path, dict[str, str] | None]]:
-    """Yield the image files of a layout with their named groups, or None for names that do not match."""
+    """Yield each image file with the named groups of ``layout``, or with None if its name does not match."""
     pattern, *rest = layout
     if not rest:
         for file in (entry for entry in list_entries(name, folder) if is_image(entry, suffix)):

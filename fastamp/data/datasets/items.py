@@ -1,4 +1,4 @@
-"""Image items, and lists of them packed into arrays."""
+"""Image items, and lists of image items packed into arrays."""
 
 import os
 from array import array
@@ -62,18 +62,18 @@ class PackedText(Sequence[str]):
         return self._data[self._starts[index] : self._ends[index]].tobytes().decode(*_CODEC)
 
     def encoded(self, rows: np.ndarray) -> Iterator[bytes]:
-        """Yield the encoded strings of some rows; see ``encode``."""
+        """Yield the encoded strings of the given rows; see ``encode``."""
         data = memoryview(self._data)
         spans = zip(self._starts[rows].tolist(), self._ends[rows].tolist(), strict=True)
         return (data[start:end].tobytes() for start, end in spans)
 
     def take(self, rows: np.ndarray | slice) -> "PackedText":
-        """Select rows; the bytes are shared."""
+        """Select rows without copying the bytes."""
         return PackedText(self._data, self._starts[rows], self._ends[rows])
 
     @staticmethod
     def concat(parts: Sequence["PackedText"]) -> "PackedText":
-        """Concatenate; bytes shared by all parts are not copied."""
+        """Concatenate parts; if all of them share one byte array, it is not copied."""
         if all(part._data is parts[0]._data for part in parts):
             shifts, data = [0] * len(parts), parts[0]._data
         else:
@@ -91,7 +91,7 @@ class TextBuilder:
         self._data, self._ends = bytearray(), array("q")
 
     def append(self, text: str) -> None:
-        """Add a string."""
+        """Append a string."""
         self._data += encode(text)
         self._ends.append(len(self._data))
 
@@ -103,7 +103,7 @@ class TextBuilder:
 
 
 class Column:
-    """One value per image: int64 values, or codes into a table of distinct values.
+    """One value per image: int64 values, or indices into a table of distinct values.
 
     Args:
         codes (np.ndarray): (N,) int64 values, or indices into ``table``.
@@ -125,7 +125,7 @@ class Column:
 
     @classmethod
     def of(cls, codes: np.ndarray, values: Sequence[Any]) -> "Column":
-        """Build the column ``values[code]`` for each code; ``values`` can contain duplicates."""
+        """Build the column of ``values[code]`` for each of ``codes``; ``values`` can contain duplicates."""
         if all(_is_int64(value) for value in values):
             return cls(np.array(values, dtype=np.int64)[codes])
         numbers: dict[Any, int] = {}
@@ -155,7 +155,7 @@ class Column:
         return [code if self.table is None else self.table[code] for code in found.tolist()], inverse.reshape(-1)
 
     def map(self, function: Callable[[Any], Any]) -> "Column":
-        """Apply a function, called once per distinct value."""
+        """Apply a function to all values; it is called once per distinct value."""
         values, inverse = self.unique()
         return Column.of(inverse, [function(value) for value in values])
 
@@ -176,7 +176,7 @@ def _is_int64(value: Any) -> bool:
 
 
 class PackedItems(Sequence[ImageItem]):
-    """List of ``ImageItem`` in arrays, which worker processes read without copying memory; see ``PackedText``.
+    """List of ``ImageItem`` stored in arrays, which workers read without copying memory; see ``PackedText``.
 
     A path is stored as folder and file name, because many images share a folder.
 
@@ -266,7 +266,7 @@ class PackedItems(Sequence[ImageItem]):
         )
 
     def replace(self, *, pids: Column | None = None, camids: Column | None = None) -> "PackedItems":
-        """Return a copy with new identities or cameras; None keeps them."""
+        """Return a copy with new identities or cameras; None keeps the old ones."""
         return PackedItems(
             self.folders,
             self.folder_of,
@@ -278,18 +278,18 @@ class PackedItems(Sequence[ImageItem]):
         )
 
     def rows_in(self, folders: Collection[str]) -> np.ndarray:
-        """Return the rows of images in some folders, ascending; folders as returned by ``split_path``."""
+        """Return the rows of the images in ``folders``, ascending; ``split_path`` defines the folder of a path."""
         chosen = [number for number, folder in enumerate(self.folders) if folder in folders]
         return np.flatnonzero(np.isin(self.folder_of, chosen))
 
     def find(self, path: str) -> int | None:
-        """Return the first row of a file, or None."""
+        """Return the first row with a path, or None if there is none."""
         folder, name = split_path(path)
         return next((row for row in self.rows_in({folder}).tolist() if self.names[row] == name), None)
 
     @staticmethod
     def concat(parts: Sequence["PackedItems"]) -> "PackedItems":
-        """Concatenate at least one part."""
+        """Concatenate one or more parts."""
         parts = [part for part in parts if len(part)] or [parts[0]]
         if len(parts) == 1:
             return parts[0]
@@ -321,7 +321,7 @@ class PathBuilder:
         self._folder_of, self._names = array("q"), TextBuilder()
 
     def append(self, folder: str, name: str) -> None:
-        """Add the path ``folder + name``; the folder ends with a slash or is empty."""
+        """Append the path ``folder + name``; the folder ends with a slash or is empty."""
         self._folder_of.append(self._folders.setdefault(folder, len(self._folders)))
         self._names.append(name)
 
@@ -331,7 +331,7 @@ class PathBuilder:
 
 
 def encode(text: str) -> bytes:
-    """Encode a string as ``PackedText`` does."""
+    """Encode a string as in ``PackedText``."""
     return text.encode(*_CODEC)
 
 

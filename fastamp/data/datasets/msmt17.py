@@ -21,7 +21,7 @@ KEYS = (
     Key(
         "DATASETS.MSMT17.VALIDATION",
         False,
-        "MSMT17: also train on list_val.txt, as TransReID. DATASETS.COMBINEALL implies it, as in FastReID.",
+        "MSMT17: also train on list_val.txt, as in TransReID. DATASETS.COMBINEALL implies it, as in FastReID.",
     ),
 )
 
@@ -42,8 +42,8 @@ class MSMT17(ImageDataset):
             ``root/MSMT17_V2`` next to ``mask_train_v2`` and ``mask_test_v2``, where faces are masked. Default
             "datasets".
         version (str): ``V1``, ``V2``, or ``auto``: V1 if both exist, as in FastReID. Default "auto".
-        validation (bool): also train on ``list_val.txt``, more images of the training identities. TransReID always
-            does; FastReID only with DATASETS.COMBINEALL. Default False.
+        validation (bool): also train on ``list_val.txt``, which contains more images of the training identities.
+            TransReID always uses it; FastReID only with DATASETS.COMBINEALL. Default False.
 
     Raises:
         ConfigError: if the version is unknown.
@@ -84,7 +84,7 @@ class MSMT17(ImageDataset):
         return len({pid for _, pid in read_pairs("MSMT17", self.dataset_dir / "list_train.txt")})
 
     def _read(self, part: str, folder: str, offset: int = 0) -> list[ImageItem]:
-        """Read the images of ``list_<part>.txt``, which are in ``folder``; cameras from 0."""
+        """Read the images listed in ``list_<part>.txt``, which are in ``folder``; cameras are numbered from 0."""
         file = self.dataset_dir / f"list_{part}.txt"
         items = []
         for path, pid in read_pairs("MSMT17", file):

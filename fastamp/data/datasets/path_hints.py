@@ -1,4 +1,4 @@
-"""Hints for the location of a misplaced dataset."""
+"""Hints for locating a misplaced dataset."""
 
 import re
 from collections.abc import Container, Iterable, Sequence
@@ -15,13 +15,13 @@ _MIN_SIMILARITY = 0.6
 def path_hint(
     root: Path, folder: str, needed: Sequence[Path], names: Iterable[str], other_folders: Container[str]
 ) -> str:
-    """Describe where a misplaced or renamed dataset was found and how to fix it, or return "".
+    """Describe the location of a misplaced or renamed dataset, and a fix; return "" if it is not found.
 
     Args:
         root (Path): data root.
         folder (str): expected folder of the dataset in the root.
         needed (Sequence[Path]): files and folders that must exist in ``folder``.
-        names (Iterable[str]): other common names of the folder.
+        names (Iterable[str]): other common names for the folder.
         other_folders (Container[str]): folders of other datasets, which are not suggested.
     """
 
@@ -62,7 +62,7 @@ def path_hint(
 
 
 def _best_similarity(name: str, choices: Iterable[str]) -> float:
-    """Similarity of a name to the most similar choice, in 0..1; 1 if one contains the other."""
+    """Compute the similarity of a name to the most similar choice, in 0..1; 1 if one contains the other."""
     return max(_similarity(_normalize_name(name), _normalize_name(choice)) for choice in choices)
 
 

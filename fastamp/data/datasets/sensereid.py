@@ -15,8 +15,8 @@ class SenseReID(FilenameDataset):
     fusion" (CVPR).
 
     A test set: queries are in ``test_probe`` (or ``test_prob``, as in FastReID), the gallery is in ``test_gallery``. As
-    in FastReID, the training images are those of both folders; a model trained on them cannot be tested on SenseReID.
-    ``00012_0.jpg`` is identity 12 of camera 0.
+    in FastReID, the images of both folders are also the training images; a model trained on them cannot be tested on
+    SenseReID. ``00012_0.jpg`` is identity 12 of camera 0.
 
     Args:
         root (str or Path): data root; the two folders are in ``root/SenseReID``. Default "datasets".

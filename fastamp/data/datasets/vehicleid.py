@@ -19,7 +19,7 @@ KEYS = (
     Key(
         "DATASETS.VEHICLEID.SEED",
         0,
-        "VehicleID: seed of the gallery, one random image of each test identity.",
+        "VehicleID: seed of the random gallery, which contains one image of each test identity.",
         low=0,
         high=2**32 - 1,
     ),
@@ -31,8 +31,9 @@ class VehicleID(ImageDataset):
     """Liu et al. 2016, "Deep relative distance learning: tell the difference between similar vehicles" (CVPR).
 
     Lists have lines ``imgid vid``. The gallery is one random image of each test identity; all other test images are
-    queries. Cameras are not known: each image gets a unique camera, its number, so that none is excluded as taken by
-    the query's camera. ``TEST.PROTOCOL vehicleid`` draws ten random galleries from query and gallery together.
+    queries. Cameras are unknown: each image gets its number as a unique camera, so that no gallery image is excluded
+    for being from the query's camera. ``TEST.PROTOCOL vehicleid`` draws ten random galleries from query and gallery
+    together.
 
     Args:
         root (str or Path): data root; ``image`` and ``train_test_split`` are in ``root/vehicleid``. Default "datasets".
@@ -68,7 +69,7 @@ class VehicleID(ImageDataset):
 
     @cached_property
     def _drawn(self) -> tuple[list[ImageItem], list[ImageItem]]:
-        """Query and gallery."""
+        """Query images and randomly drawn gallery images."""
         # RandomState gives the same numbers in every NumPy version.
         generator = np.random.RandomState(self._seed)
         images: dict[int, list[ImageItem]] = defaultdict(list)

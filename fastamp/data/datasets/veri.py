@@ -36,10 +36,10 @@ class VeRi(FilenameDataset):
 
     Args:
         root (str or Path): data root; the three folders are in ``root/veri``. Default "datasets".
-        views (bool): read the view of each image, 0 to 7, from the key points of Wang et al. 2017, "Orientation
-            invariant feature embedding and spatial temporal regularization for vehicle re-identification" (ICCV): files
-            ``root/veri/keypoint_{train,test}.txt``, with lines that begin with the path of an image and end with its
-            view. Images in neither file are excluded, as in TransReID. If False, all images have view 0. Default False.
+        views (bool): read the view of each image, 0 to 7, from the keypoint files of Wang et al. 2017, "Orientation
+            invariant feature embedding and spatial temporal regularization for vehicle re-identification" (ICCV),
+            ``root/veri/keypoint_{train,test}.txt``. Lines begin with an image path and end with the view. Images that
+            are in neither file are excluded, as in TransReID. If False, all images have view 0. Default False.
 
     Raises:
         DataError: if a folder or list is missing (at construction), or contains no image with a matching name (at first
@@ -91,14 +91,14 @@ class VeRi(FilenameDataset):
 
     @cached_property
     def _views(self) -> dict[str, int]:
-        """View of each image, by file name."""
+        """View number of each image, by file name."""
         views = {}
         for file in (self.dataset_dir / name for name in VIEW_LISTS):
             for line in read_lines("VeRi", file):
                 match = _VIEW.fullmatch(line)
                 if match is None:
                     raise DataError(
-                        f"VeRi: expected the path of an image, key points and a view number on each line of "
+                        f"VeRi: expected an image path, keypoints and a view number on each line of "
                         f"{file.absolute()}, got {line!r}"
                     )
                 views.setdefault(match["name"], int(match["view"]))

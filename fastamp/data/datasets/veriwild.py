@@ -61,7 +61,7 @@ class VeRiWild(ImageDataset):
             if not vehicle.isdecimal() or not number:
                 raise DataError(f"{name}: expected vid/imgid on each line of {file.absolute()}, got {line!r}")
             if image not in self._cameras:
-                raise DataError(f"{name}: {self._info.absolute()} has no camera for {image}, which {file} lists")
+                raise DataError(f"{name}: {self._info.absolute()} has no camera for {image}, which is listed in {file}")
             items.append(ImageItem(str(self._images / f"{image}.jpg"), int(vehicle), self._cameras[image]))
         return check_first_image(name, file, items)
 

@@ -25,9 +25,9 @@ class VIPeR(FilenameDataset):
     """Gray et al. 2007, "Evaluating appearance models for recognition, reacquisition, and tracking" (PETS).
 
     632 identities with one image from each of two cameras. The protocol averages the results of ten random splits of
-    the identities into halves: one half is for training; of the other, ``cam_a`` has the queries and ``cam_b`` the
-    gallery. FastReID trains on all identities. Query and gallery identities are those of the file names plus one,
-    because 0 denotes a distractor.
+    the identities into halves: one half is for training; in the other half, images from ``cam_a`` are queries and
+    images from ``cam_b`` are the gallery. FastReID trains on all identities. Query and gallery identities are the
+    numbers in the file names plus one, because 0 denotes a distractor.
 
     Args:
         root (str or Path): data root; the two folders are in ``root/VIPeR``. Default "datasets".

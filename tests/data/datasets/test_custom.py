@@ -48,7 +48,7 @@ def test_csv_with_only_paths_and_identities(tmp_path, caplog):
     dataset = build_dataset(write_csv(tmp_path, ["a.png,1", "/abs/b.png,2", "c.png,1"], "path,pid"))
     assert len(dataset.train) == 3 and not dataset.query and not dataset.gallery
     assert len({item.camid for item in dataset.train}) == 3 and dataset.train[1].path == "/abs/b.png"
-    assert "no column camid" in caplog.text
+    assert "camid" in caplog.text
 
 
 def test_csv_boxes_are_cropped(tmp_path):
@@ -80,7 +80,7 @@ def test_box_beyond_the_image_fails(tmp_path):
         ("path,pid,x0,y0,x1,y1", ["a,1,5,0,inf,9"], "must be numbers, got 5, 0, inf, 9"),
         ("path,pid", [], "no images"),
         ("path,pid", ["a,"], "line 2: no value for pid"),
-        ("path,pid", ["a,1,2"], "line 2: 1 more values"),
+        ("path,pid", ["a,1,2"], "line 2: .* 2 .* 3"),
         (HEADER, ["a,1,1,trian"], r"line 2: unknown split 'trian'.*Did you mean 'train'"),
         ("path,pid,x0,y0,x1,y1", ["a,1,5,0,5,9"], "expected 0 <= x0 < x1"),
         ("path,pid,x0,y0,x1,y1", ["a,1,5,0,x,9"], "must be numbers, got 5, 0, x, 9"),

@@ -232,7 +232,7 @@ def test_unmatched_names_are_skipped_with_warning(name, stray, root, caplog):
             "no camera for 00001/000009",
         ),
         ("AirportALERT", "AirportALERT/filepath.txt", "9\\a.jpg\n", "expected camera\\pid\\file"),
-        ("AirportALERT", "AirportALERT/filepath.txt", "1\\11000\\a.jpg\n", "lists no identity of 11001 or above"),
+        ("AirportALERT", "AirportALERT/filepath.txt", "1\\11000\\a.jpg\n", "11001"),
     ],
 )
 def test_invalid_lists_fail(name, file, text, part, root):
