@@ -381,8 +381,11 @@ def _check_folder(search: Search, *, resume: bool) -> bool:
             f"{search.folder} already contains a search.\n  fix: continue it with --resume, or set OUTPUT_DIR to "
             "another folder"
         )
-    before = json.loads(file.read_text(encoding="utf-8"))
-    before = {_FORMER_FLAGS.get(name, current_path(name)): value for name, value in before.items()}
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    # Keys of later versions had their default values.
+    before = json.loads(json.dumps({key.path: key.default for key, _ in search.cfg.keys_below()}, default=dict))
+    del before["OUTPUT_DIR"]
+    before |= {_FORMER_FLAGS.get(name, current_path(name)): value for name, value in saved.items()}
     changed = [
         f"{name} was {before.get(name)}, got {facts.get(name)}"
         for name in before | facts
