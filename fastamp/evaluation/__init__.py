@@ -1,7 +1,7 @@
-"""Evaluation of re-identification features: CMC, mAP, mINP and verification.
+"""Evaluation of re-identification features: CMC, mAP, mINP and verification metrics.
 
-Data flow: ``evaluator`` collects the features, ``metrics`` computes distances in blocks, ``protocol`` selects the
-gallery images that count for each query, and ``rank`` computes AP, INP and CMC.
+Data flow: ``evaluator`` collects the features, ``metrics`` computes distances in blocks, ``protocol`` defines which
+gallery images are ranked for each query, and ``rank`` computes AP, INP and CMC.
 """
 
 from fastamp.evaluation import single_shot  # noqa: F401  registers its rules

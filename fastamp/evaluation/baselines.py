@@ -20,17 +20,17 @@ _HUE_BINS, _SATURATION_BINS, _VALUE_BINS = 12, 3, 4
 
 
 def raw_pixels(images: torch.Tensor) -> torch.Tensor:
-    """Compute standardized pixels of the downscaled image.
+    """Compute the standardized pixels of downscaled images.
 
     Args:
-        images: (B, C, H, W) uint8 or float in 0..255: gray, RGB, or RGB and a fourth channel, which is ignored.
+        images: (B, C, H, W) uint8 or float in 0..255: gray, RGB, or RGB with a fourth channel, which is ignored.
 
     Returns:
-        (B, 1536) float32: 32 x 16 pixels of 3 channels, each channel of each image with mean 0 and standard deviation 1
-        (0 for a constant channel). (B, 512) for gray images.
+        (B, 1536) float32: 32 x 16 pixels of 3 channels. Each channel of each image is scaled to mean 0 and standard
+        deviation 1; a constant channel becomes 0. (B, 512) for gray images.
 
     Raises:
-        ValueError: ``images`` is not 4-dimensional with 1, 3 or 4 channels.
+        ValueError: if ``images`` is not 4-dimensional with 1, 3 or 4 channels.
     """
     pixels = _color_channels(images).float()
     small = F.interpolate(pixels, size=_PIXEL_GRID, mode="bilinear", align_corners=False, antialias=True)
@@ -44,24 +44,25 @@ def color_histogram(images: torch.Tensor) -> torch.Tensor:
     """Compute joint HSV histograms of horizontal stripes, with the Hellinger map (square root).
 
     Classical appearance feature of re-identification: Gray and Tao 2008, "Viewpoint invariant pedestrian recognition
-    with an ensemble of localized features"; differs: one joint HSV histogram, and pixels near the vertical axis have
-    larger weights, as in SDALF (Farenzena et al. 2010), because the left and right edges show background.
+    with an ensemble of localized features". This implementation uses one joint HSV histogram, and larger weights for
+    pixels near the vertical axis, as in SDALF (Farenzena et al. 2010), because the left and right edges show
+    background.
 
     Args:
-        images: (B, C, H, W) uint8 or float in 0..255: gray, RGB, or RGB and a fourth channel, which is ignored; H must
+        images: (B, C, H, W) uint8 or float in 0..255: gray, RGB, or RGB with a fourth channel, which is ignored; H must
             be at least 6.
 
     Returns:
-        (B, 864) float32 with unit length and entries in 0..1. The inner product of two features is the mean over 6
+        (B, 864) float32 unit vectors with entries in 0..1. The inner product of two features is the mean over 6
         stripes of the Bhattacharyya coefficient of their 12 x 3 x 4 bin histograms.
 
     Raises:
-        ValueError: ``images`` is not 4-dimensional with 1, 3 or 4 channels, or H is below 6.
+        ValueError: if ``images`` is not 4-dimensional with 1, 3 or 4 channels, or H is below 6.
     """
     pixels = _color_channels(images).expand(-1, 3, -1, -1)
     batch, _, height, width = pixels.shape
     if height < _STRIPES:
-        raise ValueError(f"images must have at least {_STRIPES} rows, one per stripe; got {height}")
+        raise ValueError(f"images must have at least {_STRIPES} rows, one for each stripe; got {height}")
     hue, saturation, value = _rgb_to_hsv(pixels.float() / 255)
     bins = _index(hue, _HUE_BINS) * _SATURATION_BINS + _index(saturation, _SATURATION_BINS)
     bins = bins * _VALUE_BINS + _index(value, _VALUE_BINS)
@@ -79,7 +80,7 @@ def color_histogram(images: torch.Tensor) -> torch.Tensor:
 def _color_channels(images: torch.Tensor) -> torch.Tensor:
     """Return the (B, 1 or 3, H, W) gray or RGB channels; raise ValueError if the shape is wrong."""
     if images.ndim != 4 or images.shape[1] not in (1, 3, 4):
-        raise ValueError(f"images must be (B, C, H, W) with 1, 3 or 4 channels; got shape {tuple(images.shape)}")
+        raise ValueError(f"images must have shape (B, C, H, W) with 1, 3 or 4 channels; got {tuple(images.shape)}")
     return images[:, :3]
 
 

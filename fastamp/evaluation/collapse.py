@@ -1,4 +1,4 @@
-"""Detection of collapsed features, whose ranking only reflects the order of the gallery."""
+"""Detection of collapsed features, which rank images only by their order in the gallery."""
 
 import logging
 import math
@@ -32,22 +32,22 @@ def count_indistinct(
     metric: str,
     dtype: torch.dtype,
 ) -> int:
-    """Count images whose feature cannot be distinguished from another identity's, and warn about them.
+    """Count images whose features cannot be distinguished from those of another identity, and warn about them.
 
-    Counts all images if the largest distance between two features is below the resolution of ``dtype``; it is bounded
-    by twice the largest distance from the mean, so no pairs are compared. Otherwise counts images whose feature is
-    bit-identical to one of another identity, or 0 if these are less than 5 % of the images, because a dataset may
-    contain copies of an image.
+    If the largest distance between two features is below the resolution of ``dtype``, all images are counted. This
+    distance is bounded by twice the largest distance from the mean, so that pairs need not be compared. Otherwise,
+    images with a feature that is bit-identical to a feature of another identity are counted. Fewer than 5 % of the
+    images are reported as 0, because a dataset may contain copies of an image.
 
     Args:
         query_features: (Q, D) float, finite.
         gallery_features: (G, D) float, finite.
-        identities: identities and cameras of the Q and G images.
+        identities: identities and cameras of the Q query and G gallery images.
         metric: ``"cosine"`` or ``"euclidean"``.
         dtype: dtype of the distances.
 
     Returns:
-        Number of images, 0..Q + G.
+        Number of indistinguishable images, in 0..Q + G.
     """
     pids = torch.cat((identities.query_pids, identities.gallery_pids)).cpu().numpy()
     if len(np.unique(pids)) < 2:
@@ -66,7 +66,7 @@ def count_indistinct(
         return 0
     _warn(
         f"{indistinct} of {len(pids)} features are bit-identical to a feature of another identity.",
-        "the model partly collapsed (e.g. all outputs are 0 for some images), or identities share images",
+        "the model partly collapsed (e.g. all outputs are 0 for some images), or identities have images in common",
     )
     return indistinct
 
@@ -74,7 +74,7 @@ def count_indistinct(
 def _warn(found: str, cause: str) -> None:
     if comm.is_main_process():
         logger.warning(
-            "%s Ties are ranked in gallery order, so these metrics are meaningless.\n"
+            "%s Equal features are ranked in gallery order, so the metrics are meaningless.\n"
             "  cause: %s\n"
             "  fix:   check MODEL.WEIGHTS and the training losses; use an earlier checkpoint or a lower SOLVER.BASE_LR",
             found,
@@ -90,8 +90,8 @@ def _blocks(sides: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
 def _largest_distance(sides: tuple[torch.Tensor, ...], metric: str, dtype: torch.dtype) -> tuple[float, float, float]:
     """Compute an upper bound of the largest distance, the largest feature norm and the resolution of distances.
 
-    The bound uses the distances from the mean of all features, or of the first few if that already exceeds the
-    resolution. Euclidean distances are squared, as in the ranking.
+    The bound is computed from the first few features, and from all features only if the first bound does not clearly
+    exceed the resolution. Euclidean distances are squared, as in the ranking.
     """
     exact = torch.float32 if sides[0].device.type == "mps" else torch.float64
     length = max(float(block.to(dtype).norm(dim=1).max()) for block in _blocks(sides))
@@ -118,7 +118,7 @@ def _largest_distance(sides: tuple[torch.Tensor, ...], metric: str, dtype: torch
 def _equal_to_another_identity(sides: tuple[torch.Tensor, ...], pids: np.ndarray) -> int:
     """Count rows that are bit-identical to a row of another identity, by 64-bit hashes.
 
-    A subset of the columns is hashed first; all columns are hashed only for rows that are equal in the subset.
+    A subset of the columns is hashed first. All columns are hashed only for rows that are equal in this subset.
     """
     rows, width = torch.arange(len(pids)), sides[0].shape[1]
     for step in dict.fromkeys((max(1, width // _NUM_PROBED), 1)):
@@ -134,7 +134,7 @@ def _equal_to_another_identity(sides: tuple[torch.Tensor, ...], pids: np.ndarray
 
 
 def _hashes(sides: tuple[torch.Tensor, ...], rows: torch.Tensor, step: int) -> np.ndarray:
-    """Hash every ``step``-th column of ``rows`` (sorted indices into the concatenated sides): (R,) int64."""
+    """Hash every ``step``-th column of R rows, given as sorted indices into the concatenated sets: (R,) int64."""
     integer = torch.int64 if sides[0].dtype == torch.float64 else torch.int32
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (len(range(0, sides[0].shape[1], step)),), generator=generator) * 2 + 1

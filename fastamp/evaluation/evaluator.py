@@ -37,14 +37,14 @@ class DatasetEvaluator:
     """Base class of evaluators, which accumulate batches of a test set and compute its metrics."""
 
     def metric_names(self) -> list[str] | None:
-        """List the metrics of ``evaluate`` that can select the best model; None if they are not known in advance."""
+        """List the metrics from ``evaluate`` that can select the best model; None if they are not known in advance."""
         return None
 
     def reset(self) -> None:
         """Discard all accumulated batches."""
 
     def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
-        """Accumulate one batch and the model's output for it."""
+        """Accumulate a batch and the corresponding model output."""
         raise NotImplementedError
 
     def evaluate(self) -> dict[str, Any] | None:
@@ -61,22 +61,23 @@ def inference_on_dataset(
     policy: PrecisionPolicy | None = None,
     locate: Locator | str | None = LOCATOR,
 ) -> dict[str, Any]:
-    """Evaluate a model in evaluation mode; its former mode is restored afterwards.
+    """Evaluate a model in evaluation mode, and restore the mode of each module afterwards.
 
     Args:
-        model: maps a batch to (B, D) features in evaluation mode.
-        data_loader: batches with uint8 or float images in 0..255.
-        evaluator: receives each batch with its features.
-        flip_test: average the features of each image and its mirror image. Default: False.
-        policy: the trainer's precision policy. Default: float32.
-        locate: function (model, first batch with non-finite features, policy) -> text for the error message, or its
-            name ``"module:function"``. Default: name the first module with a non-finite output. None adds no text.
+        model: model that maps a batch to (B, D) features in evaluation mode.
+        data_loader: loader of batches with uint8 or float images in 0..255.
+        evaluator: evaluator that receives each batch and its features.
+        flip_test: if True, average the features of each image and its mirror image. Default: False.
+        policy: precision policy of the forward passes. Default: float32.
+        locate: function (model, first batch with non-finite features, policy) -> text to add to the error
+            message, or the name of such a function, ``"module:function"``. Default: a function that names the first
+            module with a non-finite output. None adds no text.
 
     Returns:
         The evaluator's metrics; an empty dict on ranks other than 0.
 
     Raises:
-        TrainingError: features are not finite, or the device is out of memory.
+        TrainingError: if features are not finite, or the device is out of memory.
     """
     policy = policy or PrecisionPolicy(next(model.parameters()).device.type, torch.float32, "no policy given")
     was_training = {module: module.training for module in model.modules()}
@@ -114,10 +115,10 @@ def extract_features(
     """Extract the features of a batch.
 
     Args:
-        model: maps a batch to (B, D) features, in evaluation mode.
-        batch: ``images``: (B, C, H, W) in 0..255, and further inputs of the model.
+        model: model in evaluation mode that maps a batch to (B, D) features.
+        batch: dict with ``images``: (B, C, H, W) in 0..255, and any further inputs of the model.
         policy: precision policy of the forward pass.
-        flip_test: average the features of each image and its mirror image. Default: False.
+        flip_test: if True, average the features of each image and its mirror image. Default: False.
 
     Returns:
         (B, D) float32 on the model's device, not normalized; float64 if the model is float64.
@@ -138,7 +139,7 @@ def _explain_not_finite(
     policy: PrecisionPolicy,
     locate: Locator | str | None,
 ) -> str:
-    """Build the message for batch ``number``, the first with non-finite features on this rank, or None."""
+    """Build the error message; ``number`` is the first batch with non-finite features on this rank, or None."""
     text = ""
     if number is not None:
         batch = next(itertools.islice(iter(data_loader), number, None))
@@ -152,19 +153,19 @@ def _explain_not_finite(
 
 
 class ReidEvaluator(DatasetEvaluator):
-    """Compute CMC, mAP, mINP and verification of one test set, in the order query images, then gallery images.
+    """Compute CMC, mAP, mINP and verification metrics of a test set that lists query images before gallery images.
 
     Args:
         cfg: config; only ``TEST`` is read.
-        num_query: number of query images.
-        output_dir: folder for the files of ``TEST.PER_QUERY`` and ``TEST.ROC``; None writes no files.
+        num_query: number of query images, at the start of the test set.
+        output_dir: folder for the files that ``TEST.PER_QUERY`` and ``TEST.ROC`` request; None writes no files.
         report_options: size of the retrieval examples. Default: ``ReportOptions()`` if ``TEST.REPORT``, else no
             examples.
 
     Attributes:
         result: result of the last evaluation; None without ``report_options``.
         pairs: scores of sampled genuine and impostor pairs, set by ``evaluate`` on the main process; None if there are
-            no such pairs.
+            no genuine or no impostor pairs.
     """
 
     pairs: PairScores | None = None
@@ -199,9 +200,9 @@ class ReidEvaluator(DatasetEvaluator):
         """Accumulate one batch.
 
         Args:
-            inputs: the batch, with ``targets`` and ``camids``: (B,) int64. ``indices``: (B,) int64, positions in the
-                test set, may be omitted in a single process whose batches arrive in the order of the test set.
-            outputs: (B, D) features, any precision; stored on the CPU in float32, float64 features in float64.
+            inputs: batch with ``targets`` and ``camids``: (B,) int64. ``indices``: (B,) int64 positions in the test
+                set; may be omitted in a single process if batches arrive in the order of the test set.
+            outputs: (B, D) features of any precision, stored on the CPU in float32, or in float64 if they are float64.
         """
         self._device = outputs.device
         batch = {"features": to_float32(outputs.detach()).cpu()}
@@ -214,18 +215,18 @@ class ReidEvaluator(DatasetEvaluator):
             self._batches.setdefault(name, []).append(column)
 
     def evaluate(self) -> dict[str, Any] | None:
-        """Compute the metrics, on the model's device if the features fit there, and discard the features.
+        """Compute the metrics, on the model's device if its memory suffices, and discard the features.
 
         Returns:
-            The dict of ``EvaluationResult.metrics``; with ``TEST.BASELINES`` also ``baselines``: name -> its metrics.
-            None on ranks other than 0.
+            The metrics from ``EvaluationResult.metrics``, and with ``TEST.BASELINES`` also ``baselines``: dict from
+            baseline name to metrics. None on ranks other than 0.
 
         Raises:
-            ConfigError: a file cannot be written, or query expansion overflows.
-            DataError: a feature is not finite, or no query has a match.
+            ConfigError: if a file cannot be written, or query expansion overflows.
+            DataError: if there are no images, a feature is not finite, or no query has a match.
         """
         if not self._batches:
-            raise DataError("no image was evaluated: the test set, or the part of this process, is empty")
+            raise DataError("no images were evaluated: the test set, or this process's part of it, is empty")
         columns, n, protocol = self._gather(), self.num_query, self.protocol
         pids, camids = columns["targets"], columns["camids"]
         identities = Identities(pids[:n], pids[n:], camids[:n], camids[n:])
@@ -292,10 +293,10 @@ class ReidEvaluator(DatasetEvaluator):
 def write_per_query(result: EvaluationResult, path: Path) -> None:
     """Write the per-query results ``ap``, ``inp``, ``valid``: (Q,) and ``first_match``: (Q, R) to an npz file.
 
-    See ``RankingResult`` for their meaning.
+    See ``RankingResult`` for a description of the arrays.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: if the file cannot be written.
     """
     ranking = result.ranking
     columns = {name: getattr(ranking, name).numpy() for name in ("ap", "inp", "valid", "first_match")}
@@ -304,7 +305,7 @@ def write_per_query(result: EvaluationResult, path: Path) -> None:
 
 
 def ranking_device(features: torch.Tensor, protocol: Protocol, device: torch.device) -> torch.device:
-    """Return ``device`` if it is CUDA and can rank (N, D) features in its free memory on all ranks, else the CPU."""
+    """Return ``device`` if it is a CUDA device with enough free memory for ranking on all ranks, else the CPU."""
     if device.type != "cuda":
         return torch.device("cpu")
     copies = 1 + 4 * (protocol.expansion is not None) + 2 * (protocol.re_ranking is not None)
@@ -314,6 +315,9 @@ def ranking_device(features: torch.Tensor, protocol: Protocol, device: torch.dev
     if not comm.any_across_ranks(needed > free):
         return device
     logger.info(
-        "ranking on the CPU: requires %.1f GiB, but %.1f GiB are free on %s", needed / 2**30, free / 2**30, device
+        "ranking on the CPU: ranking requires %.1f GiB, but only %.1f GiB are free on %s",
+        needed / 2**30,
+        free / 2**30,
+        device,
     )
     return torch.device("cpu")

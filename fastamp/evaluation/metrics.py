@@ -46,9 +46,9 @@ class EvaluationResult:
         protocol: evaluation protocol.
         ranking: per-query results; per-image results under the VehicleID protocol.
         roc: ROC curve; None if verification is disabled, or there are no genuine or no impostor pairs.
-        num_gallery: number of gallery images; in one trial if the gallery is drawn at random.
+        num_gallery: number of gallery images; if the gallery is drawn at random, the number in one trial.
         examples: retrieval examples for a report; None if they were not requested.
-        num_indistinct: number of images whose feature cannot be distinguished from another identity's, see
+        num_indistinct: number of images whose features cannot be distinguished from those of another identity, see
             ``count_indistinct``. Default: 0.
     """
 
@@ -61,7 +61,7 @@ class EvaluationResult:
     details = renamed_attribute("details", "examples")
 
     def metrics(self) -> dict[str, Any]:
-        """Return all metrics by name.
+        """Return a dict of all metrics.
 
         To add a metric in percent, compute it here and add its name to ``Protocol.metric_names``. The table in the log
         shows every float (``results_table``); ``fastamp.report.sections._tiles`` selects the metrics of a report.
@@ -122,24 +122,24 @@ def compute_metrics(
     protocol: Protocol | None = None,
     report_options: ReportOptions | None = None,
 ) -> EvaluationResult:
-    """Compute CMC, mAP, mINP and verification from query and gallery features.
+    """Compute CMC, mAP, mINP and verification metrics from query and gallery features.
 
-    In a distributed run every rank passes all features, and the ranks share the queries.
+    In a distributed run, every rank must pass all features; the queries are distributed over the ranks.
 
     Args:
         query_features: (Q, D) float, any precision.
-        gallery_features: (G, D) float, on the same device, which also computes the metrics.
-        identities: identities and cameras of the Q and G images.
+        gallery_features: (G, D) float, on the same device; the metrics are computed on this device.
+        identities: identities and cameras of the Q query and G gallery images.
         protocol: evaluation protocol. Default: Market-1501 with cosine distance.
         report_options: size of the retrieval examples. Default: no examples.
 
     Returns:
-        The result, identical on all ranks except for the rank lists, which only rank 0 has.
+        The result, identical on all ranks except for the rank lists, which only rank 0 computes.
 
     Raises:
-        ConfigError: the weights of query expansion overflow.
-        DataError: the features are invalid, see ``check_features``.
-        NoMatchError: no query has a match.
+        ConfigError: if the weights of query expansion overflow.
+        DataError: if the features are invalid, see ``check_features``.
+        NoMatchError: if no query has a match.
     """
     protocol = protocol or Protocol()
     check_features(query_features, gallery_features, identities, protocol.dtype(torch.float64))
@@ -206,7 +206,7 @@ def rank_features(
     Args:
         query_features: (Q, D) float, any precision.
         gallery_features: (G, D) float, on the same device.
-        identities: identities and cameras of the Q and G images.
+        identities: identities and cameras of the Q query and G gallery images.
         metric: ``"cosine"`` (default) or ``"euclidean"``; distances are float32, or float64 for float64 features.
         memory_budget_mb: memory for distances in MiB. Default: 256.
 
@@ -214,8 +214,8 @@ def rank_features(
         Per-query results on the CPU.
 
     Raises:
-        ConfigError: the metric is unknown.
-        DataError: query or gallery is empty, shapes do not match, or a feature is not finite.
+        ConfigError: if the metric is unknown.
+        DataError: if the query or gallery set is empty, shapes do not match, or a feature is not finite.
     """
     check_features(query_features, gallery_features, identities)
     blocks = FeatureDistances(query_features, gallery_features, metric=metric, memory_budget_mb=memory_budget_mb)
@@ -229,19 +229,19 @@ def rank_features(
 def rank_distances(distances: torch.Tensor, identities: Identities, *, trapezoid: bool = False) -> RankingResult:
     """Rank the gallery for each query by precomputed distances, under the Market-1501 rule.
 
-    Gallery images of the query's identity from the query's camera are junk and excluded (Zheng et al. 2015). Ties are
-    broken by gallery order, so that the result is deterministic.
+    Gallery images of the query's identity from the query's camera are junk, which is excluded (Zheng et al. 2015). Ties
+    are broken by gallery order, so that the result is deterministic.
 
     Args:
         distances: (Q, G), any numeric dtype.
         identities: identities and cameras of the Q queries and G gallery images.
-        trapezoid: see ``Ranker``. Default: False.
+        trapezoid: if True, compute trapezoidal AP, see ``Ranker``. Default: False.
 
     Returns:
         Per-query results on the CPU.
 
     Raises:
-        DataError: the shapes do not match, or a distance is NaN.
+        DataError: if the shapes do not match, or a distance is NaN.
     """
     num_query, num_gallery = len(identities.query_pids), len(identities.gallery_pids)
     if distances.shape != (num_query, num_gallery):
@@ -269,11 +269,12 @@ def check_features(
     Args:
         query_features: (Q, D) float.
         gallery_features: (G, D) float.
-        identities: identities and cameras of the Q and G images.
-        dtype: dtype of the distances for float64 features; other features use float32. Default: float64.
+        identities: identities and cameras of the Q query and G gallery images.
+        dtype: dtype of the distances between float64 features; those between other features are float32. Default:
+            float64.
 
     Raises:
-        DataError: a set is empty, shapes do not match, or features are not finite or overflow when squared.
+        DataError: if a set is empty, shapes do not match, features are not finite, or their squared distances overflow.
     """
     for name, features, pids, camids in (
         ("query", query_features, identities.query_pids, identities.query_camids),
@@ -283,20 +284,20 @@ def check_features(
             raise DataError(f"the {name} set is empty: at least one image is required")
         if features.dim() != 2 or not len(features) == len(pids) == len(camids):
             raise DataError(
-                f"shape mismatch in the {name} set: expected (N, D) features, N identities and N cameras, got "
+                f"shape mismatch in the {name} set: expected (N, D) features, N identities and N cameras; got "
                 f"{tuple(features.shape)}, {len(pids)} and {len(camids)}"
             )
         _check_finite(name, features, dtype)
     if query_features.shape[1] != gallery_features.shape[1]:
         raise DataError(
-            f"shape mismatch: query features have {query_features.shape[1]} dimensions, gallery features "
-            f"{gallery_features.shape[1]}\n  fix: extract both with the same model"
+            f"shape mismatch: query features have {query_features.shape[1]} dimensions, but gallery features "
+            f"have {gallery_features.shape[1]}\n  fix: extract both with the same model"
         )
 
 
 def _check_finite(name: str, features: torch.Tensor, dtype: torch.dtype) -> None:
     if features.numel() == 0:
-        raise DataError(f"the {name} features have 0 dimensions")
+        raise DataError(f"the {name} features have 0 dimensions; expected at least 1")
     low, high = (bound.item() for bound in torch.aminmax(features))
     largest = max(abs(low), abs(high))
     if not math.isfinite(largest):
@@ -304,30 +305,31 @@ def _check_finite(name: str, features: torch.Tensor, dtype: torch.dtype) -> None
         raise DataError(
             f"{name} features are not finite: {len(bad)} of {len(features)} contain NaN or Inf (first indices: "
             f"{', '.join(map(str, bad[:5]))})\n"
-            "  cause: training diverged, weights or normalization buffers are corrupt, or float16 overflowed\n"
+            "  cause: training diverged, the weights or normalization buffers are corrupt, or float16 overflowed\n"
             "  fix: lower SOLVER.BASE_LR or use an earlier checkpoint; with float16, set SOLVER.AMP.EVAL_DTYPE float32"
         )
     dtype = torch.float32 if features.dtype != torch.float64 else dtype
     limit = math.sqrt(torch.finfo(dtype).max / features.shape[1]) / 2
     if largest > limit:
         raise DataError(
-            f"{name} features are too large: values up to {largest:.3g}, but squared distances of {features.shape[1]} "
-            f"dimensions overflow in {str(dtype).removeprefix('torch.')} above {limit:.3g}"
+            f"{name} features are too large: they contain values up to {largest:.3g}, but squared "
+            f"distances of {features.shape[1]} dimensions overflow in {str(dtype).removeprefix('torch.')} for "
+            f"values above {limit:.3g}"
         )
 
 
 def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:
-    """Compute the ROC curve over the pairs of all ranks; warn of false accept rates that are too low for it."""
+    """Compute the ROC curve over the pairs of all ranks; warn of false accept rates that are too low to be measured."""
     if roc is None:
         return None
     curve = roc.result()
     if curve is None:
-        logger.warning("TEST.ROC: no accept rates, because there are no genuine or no impostor pairs")
+        logger.warning("TEST.ROC: accept rates are not computed, because there are no genuine or no impostor pairs")
         return None
     unreachable = [f"{rate:.10g}" for rate in protocol.false_accept_rates if rate * curve.num_impostor < 1]
     if unreachable:
         logger.warning(
-            "TEST.ROC.FAR %s: too low for %d impostor pairs, no pair may be accepted",
+            "TEST.ROC.FAR: rates too low to measure: %s (the test set has only %d impostor pairs)",
             ", ".join(unreachable),
             curve.num_impostor,
         )

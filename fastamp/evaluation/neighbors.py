@@ -1,6 +1,7 @@
 """Exact nearest-neighbor search in blocks, with the same result for every backend, block size and device.
 
-It is a collective operation: in a distributed run all ranks must call it, and they share the queries.
+The search is a collective operation: in a distributed run, all ranks must call it, and each rank searches the neighbors
+of a part of the queries.
 """
 
 import math
@@ -36,10 +37,10 @@ _FAISS_ROWS = 2048
 
 @dataclass(frozen=True)
 class Neighbors:
-    """Nearest neighbors of Q features.
+    """Nearest neighbors of Q query features.
 
     Attributes:
-        indices: (Q, k) int64, gallery indices, nearest first; ties in gallery order.
+        indices: (Q, k) int64, gallery indices, nearest first, with ties in gallery order.
         farthest: (Q,) float32, squared Euclidean distance to the farthest gallery feature, up to rounding errors.
     """
 
@@ -58,22 +59,22 @@ def nearest_neighbors(
     """Find the nearest gallery features of each query by Euclidean distance.
 
     Rounding of float32 matrix products depends on the library, block size and device. Neighbors whose distances differ
-    by less than the rounding error are therefore sorted by their distances in float64, and ties by gallery order.
+    by less than the rounding error are therefore sorted by their distances in float64, with ties in gallery order.
 
     Args:
         queries: (Q, D) float32.
         gallery: (G, D) float32, on the same device.
-        k: number of neighbors; at most G are returned.
+        k: number of neighbors; min(k, G) are returned.
         backend: ``"torch"`` computes distances in blocks on the features' device, ``"faiss"`` on the CPU. ``"auto"``
-            (default) is torch, which needs one pass instead of faiss's two at the same speed (19281 x 2048, two cores
-            of an AMD EPYC: both at 190 GFLOP/s).
+            (default) selects torch, which runs at the same speed but needs one pass instead of two (190 GFLOP/s for
+            19,281 x 2,048 features on two cores of an AMD EPYC).
         memory_budget_mb: memory for distances in MiB. Default: 256.
 
     Returns:
         The neighbors of all queries, on every rank.
 
     Raises:
-        ConfigError: the backend is unknown.
+        ConfigError: if the backend is unknown.
     """
     check_choice("TEST.KNN_BACKEND", backend, BACKENDS)
     k = min(k, len(gallery))
@@ -95,13 +96,13 @@ def nearest_neighbors(
 
 
 class _Candidates(NamedTuple):
-    """Candidates for the nearest features of B queries, before rounding errors are resolved.
+    """Candidate neighbors of B queries, before they are sorted by exact distances.
 
     Attributes:
         queries: (B,) int64, query indices.
-        found: (B, c) int64, gallery indices of the nearest, c >= k.
-        values: (B, c) float32, their squared distances, ascending.
-        farthest: (B,) int64, gallery indices of the farthest.
+        found: (B, c) int64, gallery indices of the nearest c >= k features.
+        values: (B, c) float32, squared distances to ``found``, ascending.
+        farthest: (B,) int64, gallery indices of the farthest features.
         rows: (B, G) float32, all distances; None if they are not available.
     """
 
@@ -136,7 +137,7 @@ def _faiss_candidates(distances: FeatureDistances, count: int, start: int, stop:
 
 
 def _resolve_ties(distances: FeatureDistances, block: _Candidates, k: int) -> torch.Tensor:
-    """Return the (B, k) nearest candidates, sorted by float64 distance, ties in gallery order."""
+    """Return the (B, k) nearest candidates, sorted by float64 distance, with ties in gallery order."""
     found, values = block.found, block.values
     # Rounding error of two products, from the norms of the candidates only: far features may have any norm.
     norms = squared_norms(distances.query_features[block.queries]) + distances.gallery_squares[found].amax(1)

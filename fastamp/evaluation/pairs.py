@@ -1,4 +1,4 @@
-"""Score distributions of genuine and impostor pairs, the reference for comparing two images."""
+"""Score distributions of genuine and impostor pairs, used as a reference when two images are compared."""
 
 import itertools
 from dataclasses import asdict, dataclass
@@ -25,8 +25,8 @@ class PairScores:
 
     Attributes:
         metric: ``"cosine"`` or ``"euclidean"``.
-        genuine: (1001,) float32, quantiles 0, 0.001, ..., 1 of pairs of the same identity, ascending.
-        impostor: (1001,) float32, the same quantiles of pairs of different identities.
+        genuine: (1001,) float32, quantiles 0, 0.001, ..., 1 of the scores of same-identity pairs, ascending.
+        impostor: (1001,) float32, the same quantiles for pairs of different identities.
         num_genuine, num_impostor: number of sampled pairs.
     """
 
@@ -45,12 +45,12 @@ class PairScores:
         return genuine, impostor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dict of plain values and tensors for ``PairScores(**state)``."""
+        """Return a dict of plain values and tensors from which ``PairScores(**state)`` restores the scores."""
         return asdict(self)
 
     @staticmethod
     def form() -> dict[str, Any]:
-        """Return a state dict with the expected structure, see ``structure_mismatch``."""
+        """Return an example state dict with the expected structure, for ``structure_mismatch``."""
         quantiles = torch.zeros(_QUANTILES)
         return PairScores("cosine", quantiles, quantiles, 0, 0).state_dict()
 
@@ -69,17 +69,17 @@ def sample_pairs(
 ) -> PairScores | None:
     """Compute the scores of randomly sampled pairs of a query and a gallery image.
 
-    Samples up to 500 queries with a match, up to 20 matches of each, and the pairs of these queries with up to 10,000
-    gallery images of other identities.
+    Samples up to 500 queries with a match. Each of them is paired with up to 20 matches, and with up to 10,000 gallery
+    images of other identities.
 
     Args:
         query_features: (Q, D) float; only the sampled rows are read.
         gallery_features: (G, D) float; only the sampled rows are read.
-        identities: identities and cameras of the Q and G images.
+        identities: identities and cameras of the Q query and G gallery images.
         metric: ``"cosine"`` or ``"euclidean"``.
-        junk: pairs to exclude, see ``Matches``; None for no junk. Default: Market-1501's.
-        same_images: queries and gallery are the same images; pairs of an image with itself are excluded. Default:
-            False.
+        junk: pairs to exclude, see ``Matches``; None for no junk. Default: the junk of Market-1501.
+        same_images: True if queries and gallery are the same images; pairs of an image with itself are then excluded.
+            Default: False.
         seed: seed of the sample. Default: 0.
 
     Returns:
@@ -130,7 +130,7 @@ def sample_pairs(
 
 
 def _take_rows(features: Features, rows: np.ndarray) -> Tensor:
-    """Select rows as float32 on the CPU."""
+    """Copy the selected rows to the CPU as float32."""
     if isinstance(features, Tensor):
         return features[torch.from_numpy(rows).to(features.device)].float().cpu()
     return torch.from_numpy(np.array(features[rows], dtype=np.float32))

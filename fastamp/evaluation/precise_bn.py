@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class _PooledStatistics:
     """Pooled mean and variance of a layer's inputs over batches (Chan et al. 1983, updating formulas).
 
-    Sums of squares would cancel if the variance is small relative to the mean.
+    Accumulating sums of squares would lose precision if the variance is small relative to the mean.
     """
 
     def __init__(self, layer: nn.modules.batchnorm._BatchNorm) -> None:
@@ -40,7 +40,7 @@ class _PooledStatistics:
         self.squares += (variance - self.squares) * fraction + difference.square() * (fraction * (1 - fraction))
 
     def write(self) -> None:
-        """Write the statistics over all ranks into the layer's buffers."""
+        """Combine the statistics of all ranks and write them to the layer's buffers."""
         count = torch.tensor(float(self.count), device=self.mean.device)
         total = comm.all_reduce_sum(count)
         mean = comm.all_reduce_sum(self.mean * (count / total))
@@ -59,12 +59,12 @@ def update_bn_statistics(
 ) -> int:
     """Recompute the running statistics of batch norm layers for the current weights (precise BN).
 
-    During the forward passes batch norm uses batch statistics, and all other modules are in evaluation mode. The mean
-    and the unbiased variance are pooled over all inputs and ranks (Wu & Johnson 2021, arXiv:2105.07576, section 3).
-    Layers without running statistics and layers in evaluation mode (frozen ones) are not changed.
+    During the forward passes, batch norm layers use batch statistics, and all other modules are in evaluation mode. The
+    mean and the unbiased variance are pooled over all inputs and ranks (Wu & Johnson 2021, arXiv:2105.07576, section
+    3). Layers without running statistics and frozen layers (in evaluation mode) are not changed.
 
     Args:
-        model: model whose batch norm buffers are updated; its modes are restored.
+        model: model whose batch norm buffers are updated; the mode of each module is restored.
         batches: training batches.
         num_iter: maximum number of batches to use.
         policy: precision policy of the forward passes.

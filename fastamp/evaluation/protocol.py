@@ -1,8 +1,8 @@
-"""Evaluation protocols: the gallery images that count for each query, and the settings of an evaluation.
+"""Evaluation protocols: rules that select the gallery images for each query, and other evaluation settings.
 
 ``RULES`` maps each value of ``TEST.PROTOCOL`` to its rule. The rule's ``Junk`` defines which gallery images are
-excluded for a query; ``Matches`` applies it to ranking, verification, sampled pairs and reports. Independently of the
-rule, gallery images of identity -1 are excluded for all queries under trapezoid AP and from sampled pairs
+excluded for a query; ``Matches`` applies this definition to ranking, verification, sampled pairs and reports.
+Under every rule, trapezoidal AP and sampled pairs also exclude gallery images of identity -1
 (``Matches.unmatched``). Rules with a randomly drawn gallery are in ``single_shot``.
 """
 
@@ -28,7 +28,8 @@ KEYS = (
         "market1501",
         "Rule that selects the gallery images for each query: market1501 excludes images of the query's identity and "
         "camera; no_camera excludes none; cuhk03 is market1501 with the CMC over one random gallery image per "
-        "identity; vehicleid draws one gallery image per identity from all images and uses the others as queries.",
+        "identity; vehicleid draws one gallery image per identity from all images and uses the remaining images as "
+        "queries.",
         choices=("market1501", "no_camera", "cuhk03", "vehicleid"),
     ),
 )
@@ -57,7 +58,7 @@ class Identities:
     gallery_camids: torch.Tensor
 
     def all_images(self) -> "Identities":
-        """Return identities in which all images are both queries and gallery."""
+        """Return identities with all images as both queries and gallery."""
         pids = torch.cat((self.query_pids, self.gallery_pids))
         camids = torch.cat((self.query_camids, self.gallery_camids))
         return Identities(pids, pids, camids, camids)
@@ -88,7 +89,7 @@ class GalleryGroups:
         self.pids, self.starts, self.counts = np.unique(gallery_pids[self.order], return_index=True, return_counts=True)
 
     def find(self, pids: np.ndarray) -> np.ndarray:
-        """Return the group index of each of (B,) identities, -1 for identities that are not in the gallery."""
+        """Return the group index of each of the (B,) identities; -1 for identities that are not in the gallery."""
         positions = np.searchsorted(self.pids, pids).clip(max=len(self.pids) - 1)
         return np.where(self.pids[positions] == pids, positions, -1)
 
@@ -98,9 +99,9 @@ class Junk:
     """Gallery images that are excluded for a query: they count neither as matches nor as negatives.
 
     Attributes:
-        test: function (``Matches``, query indices, gallery indices) -> bool array, True for junk; the int64 index
-            arrays broadcast.
-        same_identity_only: if True (default), only images of the query's identity are tested.
+        test: function (``Matches``, query indices, gallery indices) -> bool array, True for junk. The index arrays are
+            int64 and broadcast against each other.
+        same_identity_only: if True (default), only images of the query's identity are tested and can be junk.
     """
 
     test: Callable[["Matches", np.ndarray, np.ndarray], np.ndarray]
@@ -108,7 +109,7 @@ class Junk:
 
 
 def junk_from_cross_camera(cross_camera: bool) -> "Junk | None":
-    """Convert the deprecated argument ``cross_camera``."""
+    """Convert the deprecated argument ``cross_camera`` to ``junk``."""
     return SAME_CAMERA if cross_camera else None
 
 
@@ -120,12 +121,12 @@ class Matches:
     Args:
         identities: identities and cameras of Q queries and G gallery images.
         junk: junk rule; None for no junk.
-        unmatched_pid: identity that has no matches, e.g. ``JUNK_PID``. Default: None.
+        unmatched_pid: identity whose images never match, e.g. ``JUNK_PID``. Default: None.
 
     Attributes:
         query_pids, query_camids: (Q,) int64.
         gallery_pids, gallery_camids: (G,) int64.
-        unmatched: (U,) int64, gallery indices of ``unmatched_pid``.
+        unmatched: (U,) int64, gallery indices of the images with ``unmatched_pid``.
     """
 
     @renamed_arguments(ids="identities", cross_camera=("junk", junk_from_cross_camera))
@@ -138,7 +139,7 @@ class Matches:
         self.unmatched = np.flatnonzero(self.gallery_pids == unmatched_pid)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges within ``start:stop`` of at least one query with a bounded number of pairs."""
+        """Split ``start:stop`` into ranges of at least one query, each with a bounded number of pairs."""
         group = self.groups.find(self.query_pids[start:stop])
         pairs = np.where(group >= 0, self.groups.counts[group], 0)
         if self._tests_all_images:
@@ -184,13 +185,14 @@ SAME_CAMERA = Junk(same_camera)
 
 
 class Ranker:
-    """Rank the gallery for each query, from blocks of distances in any order.
+    """Rank the gallery for each query, from blocks of distances that may be added in any order.
 
     Args:
         identities: identities and cameras of Q queries and G gallery images.
-        junk: junk rule; None for no junk. Default: Market-1501's.
-        trapezoid: use the AP of the original Market-1501 evaluation code: area under the precision-recall curve by the
-            trapezoidal rule, without gallery images of identity -1. Default: False, mean precision at the matches.
+        junk: junk rule; None for no junk. Default: ``SAME_CAMERA``, the rule of Market-1501.
+        trapezoid: if True, compute AP as in the original Market-1501 evaluation code: the area under the
+            precision-recall curve by the trapezoidal rule, without gallery images of identity -1. Default: False, the
+            mean precision at the matches.
 
     Attributes:
         num_trials: number of random galleries, R.
@@ -208,7 +210,7 @@ class Ranker:
 
     @renamed_arguments(block="distances")
     def add(self, start: int, distances: torch.Tensor) -> None:
-        """Rank the gallery for queries ``start:start + B`` by (B, G) distances; overwrites the distances of junk."""
+        """Rank the gallery for queries ``start:start + B`` by (B, G) distances; overwrites the entries of junk."""
         for first, last in self.matches.spans(start, start + len(distances)):
             self._parts[first] = self.rank(first, distances[first - start : last - start])
 
@@ -242,8 +244,8 @@ class RankingRule:
     """Rule that selects queries and gallery images.
 
     Attributes:
-        text: description for the log; a format string with the protocol as argument 0, e.g. ``{0.num_trials}``.
-        junk: junk rule; None for no junk, which requires no camera labels.
+        text: description for the log: a format string whose argument 0 is the protocol, e.g. ``{0.num_trials}``.
+        junk: junk rule; None for no junk. ``SAME_CAMERA`` requires camera labels, and a custom rule may too.
         build: function (identities, protocol) -> ranker. Default: ``build_ranker``.
         random_query_gallery_split: if True, query and gallery are drawn from all images, and all images are ranked
             against all. Default: False.
@@ -269,7 +271,7 @@ RULES = {
 
 
 def accept_rate_name(rate: float) -> str:
-    """Format the metric name of the true accept rate at a false accept rate in 0..1."""
+    """Return the metric name of the true accept rate at a false accept rate in 0..1."""
     return f"TAR@FAR={rate:.10g}"
 
 
@@ -282,12 +284,12 @@ class Protocol:
         metric: ``"cosine"`` (default) or ``"euclidean"``.
         rule: key of ``RULES``: ``"market1501"`` (default), ``"no_camera"``, ``"cuhk03"``, ``"vehicleid"``, or a custom
             one.
-        trapezoid: trapezoidal AP, see ``Ranker``. Default: False.
+        trapezoid: if True, compute trapezoidal AP, see ``Ranker``. Default: False.
         num_trials: number of random galleries, for rules that draw them. Default: 10.
         seed: seed of the random galleries and of the bootstrap. Default: 0.
-        ranks: ranks of the CMC to report. Default: 1, 5, 10.
-        resamples: bootstrap resamples for the 95 % confidence intervals of mAP and Rank-1. Default: 1000; 0 disables
-            them.
+        ranks: ranks at which to report the CMC. Default: 1, 5, 10.
+        resamples: number of bootstrap resamples for the 95 % confidence intervals of mAP and Rank-1. Default: 1000; 0
+            disables them.
         false_accept_rates: false accept rates in 0..1 at which to report the true accept rate. Default: None, no
             verification.
         expansion: query expansion. Default: None.
@@ -296,7 +298,7 @@ class Protocol:
         memory_budget_mb: memory for distances in MiB. Default: 256.
 
     Raises:
-        ConfigError: an unknown value, or incompatible settings.
+        ConfigError: if a value is unknown, or settings are incompatible.
     """
 
     metric: str = "cosine"
@@ -329,8 +331,8 @@ class Protocol:
                 )
         if self.trapezoid:
             raise ConfigError(
-                f"TEST.AP_METHOD trapezoid is not supported with TEST.PROTOCOL {self.rule}, under which each query has "
-                "one match\n  fix: set TEST.AP_METHOD standard"
+                f"TEST.AP_METHOD trapezoid is not supported with TEST.PROTOCOL {self.rule}, because each query has "
+                "only one match\n  fix: set TEST.AP_METHOD standard"
             )
 
     @classmethod
@@ -338,7 +340,7 @@ class Protocol:
         """Build the protocol from ``cfg.TEST``.
 
         Raises:
-            ConfigError: incompatible settings.
+            ConfigError: if a value is invalid, or settings are incompatible.
         """
         test = cfg.TEST
         return cls(
@@ -357,13 +359,13 @@ class Protocol:
         )
 
     def plain(self) -> "Protocol":
-        """Return the protocol of baselines: the same rule, cosine distances, no re-ranking and no expansion."""
+        """Return the protocol for baselines: the same rule with cosine distances, without re-ranking and expansion."""
         return replace(self, metric="cosine", resamples=0, false_accept_rates=None, expansion=None, re_ranking=None)
 
     def metric_names(self) -> list[str]:
         """List the metrics in percent that ``EvaluationResult.metrics`` computes under this protocol.
 
-        Known before an evaluation, so that the config can select the metric of the best model.
+        The names are known before an evaluation, so that the config can select the metric for the best model.
         """
         names = [*(f"Rank-{rank}" for rank in self.ranks), "mAP", "mINP", "metric"]
         return names + [accept_rate_name(rate) for rate in self.false_accept_rates or ()]
@@ -375,7 +377,7 @@ class Protocol:
 
     @property
     def cross_camera(self) -> bool:
-        """True if the rule has junk and therefore requires camera labels."""
+        """True if the rule excludes junk; camera labels are required if ``junk`` uses them, as ``SAME_CAMERA`` does."""
         return self.junk is not None
 
     @property
@@ -385,17 +387,17 @@ class Protocol:
 
     @renamed_arguments(ids="identities")
     def ranker(self, identities: Identities) -> Ranker:
-        """Build the ranker of this rule."""
+        """Build the ranker for this rule."""
         return RULES[self.rule].build(identities, self)
 
     def dtype(self, features: torch.dtype) -> torch.dtype:
-        """Return the dtype of distances: float64 for float64 features without AQE and re-ranking, else float32."""
+        """Return the dtype of distances: float64 for float64 features if AQE and re-ranking are off, else float32."""
         if features == torch.float64 and self.expansion is None and self.re_ranking is None:
             return torch.float64
         return torch.float32
 
     def describe(self, features: torch.dtype = torch.float32) -> str:
-        """Describe the protocol for features of a dtype in one line."""
+        """Describe the protocol in one line, for features of the given dtype."""
         parts = [
             f"{self.metric} distance in {str(self.dtype(features)).removeprefix('torch.')}",
             RULES[self.rule].text.format(self),

@@ -29,15 +29,16 @@ class QueryExpansion:
     """Settings of alpha-weighted query expansion (alpha-QE).
 
     Attributes:
-        k: number of features in the mean, including the expanded one. Default: 5.
-        alpha: exponent of the cosine similarity in the weight of a neighbor. Default: 3; 0 weights all equally.
-        times: number of rounds, each on the features of the previous one. Default: 1.
+        k: number of features in each mean, including the feature to expand. Default: 5.
+        alpha: exponent of the cosine similarity in the weight of a neighbor. Default: 3; with 0, all weights are equal.
+        times: number of rounds; each expands the features from the previous round. Default: 1.
         target: features to expand. ``"both"`` (default), as in FastReID: queries and gallery, with neighbors from both.
-            ``"query"``: the queries, with neighbors from the gallery. ``"gallery"``: the gallery, with neighbors from
-            the gallery. With the last two, a query does not depend on other queries.
+            ``"query"``: only queries, with neighbors from the gallery. ``"gallery"``: only the gallery, with neighbors
+            from the gallery. With ``"query"`` and ``"gallery"``, the result for a query does not depend on other
+            queries.
 
     Raises:
-        ConfigError: a value is unknown or out of range.
+        ConfigError: if a value is unknown or out of range.
     """
 
     k: int = 5
@@ -49,7 +50,9 @@ class QueryExpansion:
     def __post_init__(self) -> None:
         check_choice("TEST.AQE.TARGET", self.target, TARGETS)
         if min(self.k, self.times) < 1:
-            raise ConfigError(f"TEST.AQE: QE_K and QE_TIME must be at least 1, got {self.k} and {self.times}")
+            raise ConfigError(
+                f"TEST.AQE: QE_K and QE_TIME must be at least 1; got QE_K {self.k} and QE_TIME {self.times}"
+            )
 
     @classmethod
     def from_config(cls, cfg: Any) -> "QueryExpansion":
@@ -74,22 +77,22 @@ def expand(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Expand query and gallery features.
 
-    Each feature becomes the mean of its nearest neighbors, weighted by the cosine similarity to the power of alpha
-    (Radenovic et al. 2019, arXiv:1711.02512, section 3.3; Chum et al. 2007 for alpha 0). Features are not normalized
-    before the mean. A negative similarity has weight 0 unless alpha is a non-negative integer.
+    Each feature is replaced by the mean of its nearest neighbors, weighted by the cosine similarity to the power of
+    alpha (Radenovic et al. 2019, arXiv:1711.02512, section 3.3; Chum et al. 2007 for alpha 0). Features are not
+    normalized before the mean. A negative similarity has weight 0 unless alpha is a non-negative integer.
 
     Args:
-        query_features: (Q, D) float, any precision; computed in float32.
+        query_features: (Q, D) float, any precision; converted to float32.
         gallery_features: (G, D) float, on the same device.
         options: settings of the expansion.
         backend: backend of ``nearest_neighbors``. Default: ``"auto"``.
         memory_budget_mb: memory for distances in MiB. Default: 256.
 
     Returns:
-        (Q, D) and (G, D) float32 expanded features.
+        Expanded (Q, D) query and (G, D) gallery features, float32.
 
     Raises:
-        ConfigError: the weights overflow.
+        ConfigError: if the weights overflow.
     """
     query_features, gallery_features = query_features.float(), gallery_features.float()
     search = {"backend": backend, "memory_budget_mb": memory_budget_mb}
@@ -106,7 +109,7 @@ def expand(
             torch.isfinite(torch.stack(torch.aminmax(side))).all() for side in (query_features, gallery_features)
         ):
             raise ConfigError(
-                f"TEST.AQE.ALPHA {options.alpha:g}: similarities to this power overflow in float32.\n"
+                f"TEST.AQE.ALPHA {options.alpha:g}: similarities raised to this power overflow in float32.\n"
                 "  fix: use a smaller absolute value"
             )
     return query_features, gallery_features
@@ -115,7 +118,7 @@ def expand(
 def _expand(
     features: torch.Tensor, pool: torch.Tensor, options: QueryExpansion, search: dict, *, with_itself: bool = False
 ) -> torch.Tensor:
-    """Compute (N, D) weighted means of each feature's neighbors in the pool; ``with_itself`` adds the feature."""
+    """Compute the (N, D) weighted means of the neighbors in the pool; ``with_itself`` includes the feature itself."""
     unit = F.normalize(features, dim=1)
     unit_pool = unit if pool is features else F.normalize(pool, dim=1)
     found = nearest_neighbors(unit, unit_pool, options.k - with_itself, **search).indices

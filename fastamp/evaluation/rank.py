@@ -1,7 +1,7 @@
 """Ranks of the matches, and the AP, INP and CMC of each query.
 
-The rank of a match is the number of gallery images before it. It is counted, or searched in a sort of only the images
-up to the last match, instead of sorting the entire gallery.
+The rank of a match is the number of gallery images before it. Instead of sorting the entire gallery, the images before
+a match are counted, or only the images up to the last match are sorted.
 """
 
 import itertools
@@ -36,8 +36,8 @@ class RankingResult:
         ap: (Q,) float64, average precision in 0..1; 0 for queries that are not ``valid``.
         inp: (Q,) float64, inverse negative penalty in 0..1: number of matches divided by the rank of the last match
             (Ye et al. 2021, arXiv:2001.04193, eq. 8); 0 for queries that are not ``valid``.
-        first_match: (Q, R) int64, 0-based rank of the first match without junk in each of R random galleries (R = 1 for
-            a fixed gallery); -1 if the query has no match or is in the gallery of that trial.
+        first_match: (Q, R) int64, 0-based rank of the first match, not counting junk, in each of R random galleries (R
+            = 1 for a fixed gallery); -1 if the query has no match or is itself in the gallery of that trial.
     """
 
     ap: torch.Tensor
@@ -46,7 +46,7 @@ class RankingResult:
 
     @property
     def valid(self) -> torch.Tensor:
-        """(Q,) bool, True for queries with a match; the means include only these."""
+        """(Q,) bool, True for queries with a match; only these contribute to the means."""
         return (self.first_match >= 0).any(1)
 
     @property
@@ -56,7 +56,7 @@ class RankingResult:
 
     @property
     def trials(self) -> torch.Tensor:
-        """(Q,) float64, number of trials in which each query was ranked; its weight in the means."""
+        """(Q,) float64, number of trials in which each query was ranked, used as its weight in the means."""
         return (self.first_match >= 0).double().sum(1)
 
     @property
@@ -70,7 +70,7 @@ class RankingResult:
         return self._mean(self.inp)
 
     def hits(self, rank: int) -> torch.Tensor:
-        """Return (Q,) float64, fraction of a query's trials with a match within the 1-based ``rank``."""
+        """Compute the fraction of each query's trials with a match within the 1-based ``rank``: (Q,) float64."""
         hit = (self.first_match >= 0) & (self.first_match < rank)
         return hit.double().sum(1) / self.trials.clamp_min(1)
 
@@ -91,7 +91,7 @@ def query_scores(
         ranks: (P,) int64, 0-based ranks of all matches.
         rows: (P,) int64, query index of each match, ascending.
         num_queries: number of queries, B.
-        trapezoid: see ``Ranker``. Default: False.
+        trapezoid: if True, compute trapezoidal AP, see ``Ranker``. Default: False.
 
     Returns:
         (B,) float64 average precision, (B,) float64 inverse negative penalty and (B,) int64 rank of the first match;
@@ -137,7 +137,7 @@ def ranks_of_matches(distances: torch.Tensor, rows: np.ndarray, columns: np.ndar
 
 
 def _ranks_in_row(row: np.ndarray, columns: np.ndarray, flags: np.ndarray) -> np.ndarray:
-    """Compute the ranks of ``columns`` in one row; ``flags`` is a (G,) bool buffer."""
+    """Compute the ranks of ``columns`` in one row of distances; ``flags`` is a (G,) bool buffer."""
     match_distances = row[columns]
     ranks, order = np.empty(len(columns), dtype=np.int64), match_distances.argsort()
     remaining = len(order)
@@ -173,7 +173,7 @@ def _is_counting_faster(matches: int, size: int) -> bool:
 
 
 def _count_before(row: np.ndarray, column: int, flags: np.ndarray) -> int:
-    """Count the images before ``column`` in a stable sort: earlier columns win ties, later columns lose them."""
+    """Count the images before ``column`` in a stable sort, in which ties are ordered by column."""
     match_distance = row[column]
     before, after = flags[:column], flags[column:]
     np.less_equal(row[:column], match_distance, out=before)
@@ -182,7 +182,7 @@ def _count_before(row: np.ndarray, column: int, flags: np.ndarray) -> int:
 
 
 def _ranks_on_device(distances: torch.Tensor, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Compute ranks by tensor operations on chunks of matches, with as much memory as the distances."""
+    """Compute ranks by tensor operations on chunks of matches that require as much memory as the distances."""
     rows, columns = (torch.from_numpy(side).to(distances.device) for side in (rows, columns))
     gallery = torch.arange(distances.shape[1], device=distances.device)
     ranks = []

@@ -1,8 +1,8 @@
 """Re-ranking with k-reciprocal neighbors (Zhong et al. 2017, arXiv:1701.08398), sparse and in blocks.
 
-Each image is encoded as a vector of weights of its k-reciprocal neighbors among all query and gallery images; the
-Jaccard distance compares these vectors. No dense N x N matrix is allocated: the vectors have tens of nonzero entries
-and are rows of sparse matrices.
+Each image is encoded as a vector of weights of its k-reciprocal neighbors among all query and gallery images, and
+the Jaccard distance between these vectors is computed. No dense N x N matrix is allocated: the vectors have tens of
+nonzero entries and are rows of sparse matrices.
 """
 
 from dataclasses import dataclass
@@ -38,16 +38,16 @@ class ReRanking:
     """Settings of k-reciprocal re-ranking.
 
     Attributes:
-        k1: number of neighbors that must be reciprocal. Default: 20.
-        k2: number of neighbors whose weights are averaged (local query expansion). Default: 6; 1 disables it.
-        lambda_value: weight of the original distance in the final one, in 0..1, lambda in the paper. Default: 0.3.
-        variant: implementation. ``"zhong"`` (default): the authors' code, squared Euclidean distances divided by each
-            row's maximum, k1 + 1 neighbors including the image itself. ``"torchreid"``: these distances squared again,
-            as in torchreid and in FastReID's older file. ``"fastreid"``: FastReID's current code, k1 neighbors and
-            distances not scaled.
+        k1: number of nearest neighbors among which k-reciprocal neighbors are searched. Default: 20.
+        k2: number of neighbors whose weights are averaged (local query expansion). Default: 6; 1 disables averaging.
+        lambda_value: weight of the original distance in the final distance, in 0..1; lambda in the paper. Default: 0.3.
+        variant: implementation. ``"zhong"`` (default): as in the authors' code, squared Euclidean distances divided by
+            the maximum of each row, and k1 + 1 neighbors including the image itself. ``"torchreid"``: as ``"zhong"``,
+            but the scaled distances are squared again, as in torchreid and older FastReID code. ``"fastreid"``: as in
+            current FastReID code, unscaled distances and k1 neighbors.
 
     Raises:
-        ConfigError: a value is unknown or out of range.
+        ConfigError: if a value is unknown or out of range.
     """
 
     k1: int = 20
@@ -60,14 +60,14 @@ class ReRanking:
 
     @property
     def num_neighbors(self) -> int:
-        """Number of neighbors that must be reciprocal, including the image itself."""
+        """Number of nearest neighbors for the reciprocity test, including the image itself."""
         return self.k1 if self.variant == "fastreid" else self.k1 + 1
 
     def __post_init__(self) -> None:
         check_choice("TEST.RERANK.VARIANT", self.variant, VARIANTS)
         if min(self.k1, self.k2) < 1 or not 0 <= self.lambda_value <= 1:
             raise ConfigError(
-                "TEST.RERANK: K1 and K2 must be at least 1 and LAMBDA in 0..1, got "
+                "TEST.RERANK: K1 and K2 must be at least 1, and LAMBDA must be in 0..1; got "
                 f"K1 {self.k1}, K2 {self.k2}, LAMBDA {self.lambda_value}"
             )
 
@@ -85,7 +85,7 @@ class ReRankedDistances(DistanceBlocks):
     """Re-ranked distances of queries to the gallery.
 
     Args:
-        query_features: (Q, D) float, any precision; computed in float32.
+        query_features: (Q, D) float, any precision; converted to float32.
         gallery_features: (G, D) float, on the same device.
         metric: ``"cosine"`` normalizes the features first, ``"euclidean"`` does not.
         options: settings of re-ranking.
@@ -93,7 +93,7 @@ class ReRankedDistances(DistanceBlocks):
         memory_budget_mb: memory for distances in MiB. Default: 256.
 
     Raises:
-        ConfigError: the metric or backend is unknown.
+        ConfigError: if the metric or backend is unknown.
     """
 
     @renamed_arguments(queries="query_features", gallery="gallery_features")
@@ -147,7 +147,7 @@ class ReRankedDistances(DistanceBlocks):
 
     @property
     def block_rows(self) -> int:
-        """Number of queries per block; a block requires two more buffers of its size."""
+        """Number of queries per block; each block requires two additional buffers of its size."""
         return max(1, super().block_rows // 3)
 
 
@@ -157,7 +157,7 @@ def _weights(features: torch.Tensor, neighbors: np.ndarray, farthest: np.ndarray
     Args:
         features: (N, D) float32.
         neighbors: (N, k) int64, nearest first, including the image itself.
-        farthest: (N,) float32, largest squared distance of each image.
+        farthest: (N,) float32, largest squared distance from each image.
         options: settings of re-ranking.
     """
     from scipy.sparse import csr_matrix
@@ -190,7 +190,7 @@ def _weights(features: torch.Tensor, neighbors: np.ndarray, farthest: np.ndarray
 
 
 def _adjacency(neighbors: np.ndarray, value: float = 1.0) -> "csr_matrix":
-    """Build an (N, N) sparse matrix with ``value`` at the neighbors of each row."""
+    """Build an (N, N) sparse matrix whose rows contain ``value`` at the neighbors of each image."""
     from scipy.sparse import csr_matrix
 
     count, k = neighbors.shape
@@ -199,7 +199,7 @@ def _adjacency(neighbors: np.ndarray, value: float = 1.0) -> "csr_matrix":
 
 
 def _reciprocal(neighbors: np.ndarray) -> "csr_matrix":
-    """Build an (N, N) sparse matrix with ones for pairs of images that are neighbors of each other."""
+    """Build an (N, N) sparse matrix that is 1 for pairs of images that are neighbors of each other."""
     forward = _adjacency(neighbors)
     mutual = forward.multiply(forward.T).tocsr()
     mutual.sort_indices()
@@ -207,7 +207,7 @@ def _reciprocal(neighbors: np.ndarray) -> "csr_matrix":
 
 
 def _add_overlaps(query_weights: "csr_matrix", gallery_weights: "csc_matrix", overlap: torch.Tensor) -> None:
-    """Add the sum over all images of min(query weight, gallery weight) to ``overlap``.
+    """Add the sum of min(query weight, gallery weight) over all images to ``overlap``.
 
     Args:
         query_weights: (B, N) sparse, CSR.

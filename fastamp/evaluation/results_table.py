@@ -1,4 +1,4 @@
-"""Results table in the log."""
+"""Formatting of evaluation results as a table in the log."""
 
 import logging
 from typing import Any
@@ -12,7 +12,7 @@ def print_results(results: dict[str, dict[str, Any]], *, protocol: str) -> None:
     """Log a table of the results of all test sets and their baselines.
 
     Args:
-        results: dataset name -> dict returned by ``ReidEvaluator.evaluate``.
+        results: dataset name -> metrics returned by ``ReidEvaluator.evaluate``.
         protocol: one-line description of the evaluation, see ``Protocol.describe``.
     """
     columns = _columns(results)
@@ -29,7 +29,7 @@ def print_results(results: dict[str, dict[str, Any]], *, protocol: str) -> None:
 
 
 def _columns(results: dict[str, dict[str, Any]]) -> list[str]:
-    """List the columns: each float that the evaluators returned, in their order.
+    """List the columns: all float metrics, in the order in which the evaluators return them.
 
     To add a column, compute it in ``fastamp.evaluation.metrics.EvaluationResult.metrics`` and add its name to
     ``Protocol.metric_names``; ``fastamp.report.sections._tiles`` selects the metrics of a report.

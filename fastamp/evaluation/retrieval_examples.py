@@ -1,6 +1,7 @@
 """Retrieval examples for reports: rank lists, ROC curve and mAP for each pair of cameras.
 
-Memory and time are bounded: rank lists of a few queries, and statistics over a random sample of queries of large sets.
+Memory and time are bounded: rank lists contain only a few queries, and statistics of large sets are computed over a
+random sample of queries.
 """
 
 from collections.abc import Sequence
@@ -36,10 +37,10 @@ class ReportOptions:
         kinds: kinds of rank lists: ``"best"`` and ``"worst"`` (by average precision), ``"random"``. Default: best,
             worst.
         lists: number of rank lists per kind. Default: 6.
-        length: gallery images per rank list. Default: 10.
+        length: number of gallery images per rank list. Default: 10.
         pairs: maximum number of pairs for the ROC curve and the camera matrix. Default: 2^26.
-        cameras: maximum number of query and of gallery cameras in the camera matrix; those with the most images.
-            Default: 16.
+        cameras: maximum number of query cameras, and of gallery cameras, in the camera matrix; cameras with the most
+            images are selected. Default: 16.
         seed: seed of the query sample and of the random lists. Default: 0.
     """
 
@@ -53,11 +54,11 @@ class ReportOptions:
 
 @dataclass(frozen=True)
 class RankList:
-    """Nearest gallery images of a query, without junk.
+    """Nearest gallery images of a query, excluding junk.
 
     Attributes:
-        query: index in the query set; among all images if the protocol draws queries at random.
-        gallery: (K,) int64, indices in the gallery (or among all images), nearest first.
+        query: index of the query in the query set, or among all images if the protocol draws queries at random.
+        gallery: (K,) int64, indices in the gallery, or among all images, nearest first.
         distances: (K,) float32.
         matches: (K,) bool, True for images of the query's identity.
         ap: average precision of the query in 0..1.
@@ -80,7 +81,7 @@ class CameraMatrix:
         query_cameras, gallery_cameras: camera ids, ascending.
         mean_ap: (Q, G) float64 in 0..1; NaN if no query has a match.
         queries: (Q, G) int64, number of queries with a match.
-        num_omitted: number of query and gallery cameras that are not in the matrix.
+        num_omitted: total number of query and gallery cameras that are not in the matrix.
     """
 
     query_cameras: list[int]
@@ -99,7 +100,7 @@ class RetrievalExamples:
         lists: kind -> rank lists; empty on ranks other than 0.
         roc: ROC curve over the sampled queries, or over all queries with ``TEST.ROC``; None if there are no genuine or
             no impostor pairs.
-        roc_uses_all_pairs: True if ``roc`` is over all queries.
+        roc_uses_all_pairs: True if ``roc`` is computed over all queries.
         cameras: camera matrix over the sampled queries; None with fewer than two cameras.
         sampled: number of sampled queries.
         queries: number of all queries.
@@ -121,7 +122,7 @@ class ExampleCounter:
         identities: identities and cameras of Q queries and G gallery images.
         protocol: evaluation protocol.
         report_options: size of the retrieval examples.
-        limit: see ``RocCounter``; None accumulates no ROC curve.
+        limit: see ``RocCounter``; None to accumulate no ROC curve.
     """
 
     @renamed_arguments(ids="identities", wanted="report_options")
@@ -155,7 +156,7 @@ class ExampleCounter:
 
     @renamed_arguments(block="distances")
     def add(self, start: int, distances: torch.Tensor) -> None:
-        """Add the sampled queries among ``start:start + B`` by their (B, G) distances, which are not modified."""
+        """Add the sampled queries in ``start:start + B``, given (B, G) distances, which are not modified."""
         if self._roc is None and not self._rankers:
             return
         first, last = np.searchsorted(self._sample, (start, start + len(distances))).tolist()
@@ -178,8 +179,8 @@ class ExampleCounter:
         """Combine the examples of all ranks.
 
         Args:
-            lists: rank lists.
-            roc: ROC curve over all pairs, or None to use the accumulated one.
+            lists: rank lists to include.
+            roc: ROC curve over all pairs, or None to use the accumulated curve.
         """
         uses_all_pairs = roc is not None
         if self._roc is not None:
@@ -207,9 +208,9 @@ class ExampleCounter:
 def rank_lists(
     ranking: RankingResult, blocks: DistanceBlocks, matches: Matches, protocol: Protocol, report_options: ReportOptions
 ) -> dict[str, list[RankList]]:
-    """Build rank lists; the distances of their queries are computed again.
+    """Build rank lists, recomputing the distances of the selected queries.
 
-    Best and worst queries cover as many identities as possible; no query is in both.
+    The best and the worst queries each cover as many identities as possible, and no query is in both lists.
 
     Args:
         ranking: per-query results.
@@ -236,7 +237,7 @@ def rank_lists(
 
 
 def _select_diverse_queries(queries: Sequence[int], pids: np.ndarray, count: int) -> list[int]:
-    """Select ``count`` queries, preferring the first of each identity; their order is kept."""
+    """Select ``count`` queries in their given order, preferring the first query of each identity."""
     seen: set[int] = set()
     first = [query for query in queries if not (pids[query] in seen or seen.add(pids[query]))][:count]
     kept = set(first)
@@ -275,7 +276,7 @@ def _rank_list(
 
 
 def _most_frequent(camids: torch.Tensor, count: int) -> tuple[list[int], int]:
-    """Return the ``count`` most frequent cameras, ascending, and the number of other cameras."""
+    """Return the ``count`` most frequent cameras, ascending, and the number of omitted cameras."""
     cameras, images = camids.unique(return_counts=True)
     kept = cameras[images.argsort(descending=True, stable=True)[:count]]
     return sorted(kept.tolist()), len(cameras) - len(kept)

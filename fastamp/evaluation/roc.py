@@ -36,7 +36,7 @@ __getattr__ = moved_names(
 
 @renamed_arguments(distances="blocks")
 def distance_limit(blocks: DistanceBlocks) -> float:
-    """Return an upper limit for most distances: the metric's maximum, or 4 times the median over sampled queries."""
+    """Return an upper limit of most distances: the metric's maximum, or 4 times the median over sampled queries."""
     if blocks.limit is not None:
         return blocks.limit
     count, width = blocks.shape
@@ -48,20 +48,20 @@ def distance_limit(blocks: DistanceBlocks) -> float:
 
 
 def sum_over_ranks(counts: torch.Tensor) -> torch.Tensor:
-    """Sum counts over all ranks; the result is on the CPU."""
+    """Sum counts over all ranks and return the result on the CPU."""
     return comm.all_reduce_sum(counts.to(comm.transport_device())).cpu() if comm.is_distributed() else counts
 
 
 @dataclass(frozen=True)
 class RocCurve:
-    """True and false accept rates over all thresholds.
+    """True and false accept rates at each threshold.
 
     Attributes:
         thresholds: (T,) float64, ascending thresholds of cosine, squared Euclidean or re-ranked distances; a pair is
-            accepted if its distance is below. The last may be infinite.
-        tar: (T,) float64 in 0..1, true accept rate: fraction of genuine pairs accepted.
-        far: (T,) float64 in 0..1, false accept rate: fraction of impostor pairs accepted.
-        num_genuine: number of pairs of the same identity, without junk.
+            accepted if its distance is below the threshold. The last threshold may be infinite.
+        tar: (T,) float64 in 0..1, true accept rate: fraction of genuine pairs that are accepted.
+        far: (T,) float64 in 0..1, false accept rate: fraction of impostor pairs that are accepted.
+        num_genuine: number of pairs of the same identity, excluding junk.
         num_impostor: number of pairs of different identities.
     """
 
@@ -72,7 +72,7 @@ class RocCurve:
     num_impostor: int
 
     def tar_at(self, far: float) -> float:
-        """Return the largest true accept rate in 0..1 whose false accept rate is at most ``far``."""
+        """Return the largest true accept rate in 0..1 at a false accept rate of at most ``far``."""
         allowed = self.far <= far
         return float(self.tar[allowed].max()) if allowed.any() else 0.0
 
@@ -80,13 +80,14 @@ class RocCurve:
 class RocCounter:
     """Histogram of the distances of genuine and impostor pairs, filled from blocks of distances.
 
-    Thresholds are edges of 2^20 bins: the false accept rate never exceeds the requested one, and the true accept rate
-    is too low by at most the pairs in the bin of the threshold.
+    Thresholds are the edges of 2^20 bins. The false accept rate therefore never exceeds the requested rate, and the
+    true accept rate is underestimated by at most the genuine pairs in one bin.
 
     Args:
         identities: identities and cameras of Q queries and G gallery images.
         limit: lower edge of the last bin, which contains all larger distances.
-        junk: junk rule, see ``Matches``; junk pairs are neither genuine nor impostor. Default: Market-1501's.
+        junk: junk rule, see ``Matches``; junk pairs are neither genuine nor impostor. Default:
+            ``SAME_CAMERA``, the rule of Market-1501.
 
     Attributes:
         counts: (2, 2^20) int64, number of genuine and impostor pairs per bin.
@@ -100,7 +101,7 @@ class RocCounter:
 
     @renamed_arguments(block="distances")
     def add(self, start: int, distances: torch.Tensor) -> None:
-        """Count the pairs of queries ``start:start + B`` by their (B, G) distances, which are not modified."""
+        """Count the pairs of queries ``start:start + B``, given (B, G) distances, which are not modified."""
         for first, last in self.matches.spans(start, start + len(distances)):
             self._count(distances[first - start : last - start], self.matches.pairs(first, last))
 
@@ -138,7 +139,7 @@ class RocCounter:
 
 
 def write_roc(curve: RocCurve, rates: Sequence[float], folder: Path) -> list[Path]:
-    """Write the curve to ``roc.npz`` and, if matplotlib is installed, plot it to ``roc.png``.
+    """Write the curve to ``roc.npz`` and, if matplotlib is installed, a plot to ``roc.png``.
 
     Args:
         curve: ROC curve.
@@ -146,10 +147,10 @@ def write_roc(curve: RocCurve, rates: Sequence[float], folder: Path) -> list[Pat
         folder: output folder, created if missing.
 
     Returns:
-        The paths of the files.
+        The paths of the written files.
 
     Raises:
-        ConfigError: a file cannot be written.
+        ConfigError: if a file cannot be written.
     """
     paths = [folder / "roc.npz"]
     with writing(folder):
@@ -158,7 +159,7 @@ def write_roc(curve: RocCurve, rates: Sequence[float], folder: Path) -> list[Pat
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        logger.warning('skipped the plot of the ROC curve: matplotlib not found (pip install "fastamp[vis]")')
+        logger.warning('skipped the ROC plot because matplotlib was not found (pip install "fastamp[vis]")')
         return paths
     figure = Figure(figsize=(6, 5), layout="constrained")
     axes = figure.subplots()

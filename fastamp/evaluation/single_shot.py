@@ -19,10 +19,10 @@ __getattr__ = moved_names(__name__, {"OneGalleryImageRanker": "fastamp.evaluatio
 
 
 class SingleGalleryShotRanker(Ranker):
-    """Ranker of the CUHK03 protocol: CMC over one random gallery image per identity, AP and INP over all.
+    """Ranker of the CUHK03 protocol: CMC over one random gallery image per identity, AP and INP over all images.
 
-    Li et al. 2014, "DeepReID". As in torchreid; differs: the images of the other identities are drawn once per trial
-    for all queries instead of once per query. The image of the query's identity is drawn from its matches.
+    Li et al. 2014, "DeepReID". As in torchreid, except that images of other identities are drawn once per trial for all
+    queries instead of once per query. The image of the query's identity is drawn from the query's matches.
 
     Args:
         identities: identities and cameras of Q queries and G gallery images.
@@ -67,10 +67,10 @@ class SingleGalleryShotRanker(Ranker):
 
 
 class VehicleIDRanker(Ranker):
-    """Ranker of the VehicleID protocol: one random image per identity is the gallery, all others are queries.
+    """Ranker of the VehicleID protocol: one random gallery image per identity, and all other images as queries.
 
-    Liu et al. 2016, "Deep relative distance learning". Cameras are ignored. The AP and INP of an image are means over
-    the trials in which it is a query; the number of these trials is its weight in the means over images.
+    Liu et al. 2016, "Deep relative distance learning". Cameras are ignored. The AP and INP of an image are averaged
+    over the trials in which it is a query, and the number of these trials is its weight in mAP and mINP.
 
     Args:
         identities: identities of N images, which are both queries and gallery.
@@ -114,7 +114,7 @@ RULES["vehicleid"] = RankingRule(
 
 
 def _draw_gallery(groups: GalleryGroups, num_trials: int, generator: np.random.Generator) -> np.ndarray:
-    """Return (R, P) int64, a random gallery index for each of R trials and P identities."""
+    """Draw a random gallery index for each of R trials and P identities: (R, P) int64."""
     choice = generator.random((num_trials, len(groups.pids)))
     return groups.order[groups.starts + (choice * groups.counts).astype(np.int64)]
 
