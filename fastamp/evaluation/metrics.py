@@ -339,10 +339,15 @@ def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:
 def _explain_no_match(count: int, protocol: Protocol) -> str:
     if protocol.random_query_gallery_split:
         return f"none of the {count} images has a match: each identity has only one image"
-    if not protocol.cross_camera:
-        return f"none of the {count} queries has a match in the gallery: query and gallery share no identity"
+    if protocol.junk is None:
+        return f"none of the {count} queries has a match in the gallery: query and gallery have no identity in common"
+    if protocol.junk is not SAME_CAMERA:
+        return (
+            f"none of the {count} queries has a match in the gallery: query and gallery have no identity in common, or "
+            f"TEST.PROTOCOL {protocol.rule} excludes all matches as junk"
+        )
     return (
         f"none of the {count} queries has a match in the gallery (the same identity from another camera).\n"
-        "  cause: query and gallery share no identity, or all images are from one camera\n"
+        "  cause: query and gallery have no identity in common, or each identity has images from only one camera\n"
         "  fix: for images without camera labels, set TEST.PROTOCOL no_camera"
     )

@@ -14,7 +14,7 @@ from fastamp.evaluation.protocol import RULES, SAME_CAMERA, Junk, Matches, Ranke
 from fastamp.evaluation.query_expansion import TARGETS
 from fastamp.evaluation.rerank import VARIANTS
 from fastamp.layers.distance import METRICS, pairwise_distance
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import ConfigError, NoMatchError
 
 
 def test_many_matches_are_split_into_spans(monkeypatch):
@@ -86,6 +86,14 @@ def test_custom_rule_applies_to_ranking_roc_pairs_and_examples(other_cameras, mo
     assert (evaluator.pairs.num_genuine, evaluator.pairs.num_impostor) == (len(genuine), len(impostor))
     for quantiles, each in ((evaluator.pairs.genuine, genuine), (evaluator.pairs.impostor, impostor)):
         np.testing.assert_allclose(quantiles[[0, -1]], [1 - each.max(), 1 - each.min()], atol=1e-6)
+
+
+def test_custom_rule_without_matches_does_not_suggest_missing_camera_labels(monkeypatch):
+    all_junk = Junk(lambda matches, queries, gallery: np.full(np.broadcast(queries, gallery).shape, True))
+    monkeypatch.setitem(RULES, "all_junk", RankingRule(text="all images are junk", junk=all_junk))
+    with pytest.raises(NoMatchError, match="TEST.PROTOCOL all_junk") as error:
+        compute_metrics(*random_set(3), Protocol(rule="all_junk"))
+    assert "camera" not in str(error.value)
 
 
 def test_much_junk_is_split_into_spans(other_cameras, monkeypatch):
