@@ -25,7 +25,7 @@ class SELayer(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map a (B, C, H, W) tensor to the same shape and dtype."""
+        """Map a (B, C, H, W) tensor to a tensor of the same shape and dtype."""
         return x * self.fc(x.mean((2, 3)))[:, :, None, None].to(x.dtype)
 
 
@@ -51,10 +51,10 @@ class NonLocal(nn.Module):
         nn.init.zeros_(self.W[1].weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map a (B, C, H, W) tensor to the same shape and dtype."""
+        """Map a (B, C, H, W) tensor to a tensor of the same shape and dtype."""
         return self._attend(self.theta(x), self.phi(x), self.g(x)).to(x.dtype) + x
 
     @force_fp32
     def _attend(self, theta: torch.Tensor, phi: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        """Project and normalize theta_i * mean_j(phi_j * g_j): (B, 1, H, W) inputs to (B, C, H, W)."""
+        """Compute theta_i * mean_j(phi_j * g_j) of (B, 1, H, W) inputs; project it to (B, C, H, W) and normalize it."""
         return self.W(theta * (phi * g).mean((2, 3), keepdim=True))

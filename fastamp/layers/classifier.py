@@ -21,7 +21,7 @@ _COSINE_LIMIT = 1 - 1e-6
 
 @CLS_LAYER_REGISTRY.register()
 class Linear(nn.Module):
-    """Scaled inner products without bias.
+    """Linear classifier: scaled inner products of features and class weights, without bias.
 
     Args:
         scale (float): factor of the logits, ``MODEL.HEADS.SCALE``.
@@ -120,8 +120,8 @@ class ArcSoftmax(MarginSoftmax):
 class CircleSoftmax(MarginSoftmax):
     """Circle loss with class weights as proxies (Sun et al. 2020, arXiv:2002.10857, eqs. 8 and 9).
 
-    Each cosine is weighted by its distance from the optimum: max(0, 1 + m - cos) for the target class and
-    max(0, cos + m) for the others. The weights are detached.
+    Each cosine is weighted by its distance from the optimum: max(0, 1 + m - cos) for the target class and max(0, cos +
+    m) for the other classes. No gradient flows through these factors.
     """
 
     def right(self, cosines: torch.Tensor) -> torch.Tensor:

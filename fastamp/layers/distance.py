@@ -20,7 +20,7 @@ _PAIRS_PER_CHUNK = 256
 
 
 def check_metric(metric: str) -> str:
-    """Validate and return a name in ``METRICS``.
+    """Check that ``metric`` is in ``METRICS``, and return it.
 
     Raises:
         ConfigError: if the metric is unknown.
@@ -36,8 +36,8 @@ def check_metric(metric: str) -> str:
 def squared_euclidean_distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Compute max(0, |x_i - y_j|^2) with one matrix product.
 
-    The mean of ``y`` is subtracted from both inputs first: |x|^2 + |y|^2 - 2 x y cancels if distances are small
-    compared with |x|, which is common for features after a ReLU or of an untrained model.
+    The mean of ``y`` is subtracted from both inputs first: |x|^2 + |y|^2 - 2 x y loses precision by cancellation if
+    distances are small compared with |x|, which is common for features after a ReLU and for untrained models.
 
     Args:
         x (torch.Tensor): (M, D) float.
@@ -91,7 +91,7 @@ class DistanceBlocks:
     memory_budget_mb: float
 
     def rows(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """Write the distances of queries ``start`` to ``stop`` (exclusive) into ``out``, (B, G)."""
+        """Write the distances of queries ``start`` to ``stop`` (exclusive) into ``out`` of shape (B, G)."""
         raise NotImplementedError
 
     @property
@@ -125,9 +125,10 @@ class DistanceBlocks:
 class FeatureDistances(DistanceBlocks):
     """Distances of query features to gallery features: 1 - cosine similarity, or squared Euclidean distance.
 
-    Squared distances give the same order as distances, but the square root in float32 can map different values to the
-    same number. A large gallery is not copied: cosine similarities are divided by its norms after the matrix product.
-    With ``"euclidean"``, ``gallery_squares`` (G,) holds the squared norms of the gallery features.
+    Squared distances rank the gallery in the same order as distances, but avoid ties: in float32, the square roots of
+    different numbers can be equal. To avoid a normalized copy of a large gallery, cosine similarities are divided by
+    the gallery norms after the matrix product. With ``"euclidean"``, ``gallery_squares`` (G,) holds the squared norms
+    of the gallery features.
 
     Args:
         query_features (torch.Tensor): (Q, D) float; float16 and bfloat16 are cast to float32.
@@ -200,7 +201,7 @@ def pair_distances(
         dtype (torch.dtype): dtype of the computation. Default float32.
 
     Returns:
-        torch.Tensor: (P,) of ``dtype``.
+        torch.Tensor: (P,) squared distances in ``dtype``.
     """
     # The buffers are reused: allocating memory for each chunk would take as long as the arithmetic.
     size = min(_PAIRS_PER_CHUNK, len(rows))

@@ -64,6 +64,6 @@ class IBN(nn.Module):
         self.BN = build_norm(norm, channels - self.instance_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map a (B, C, H, W) tensor to the same shape."""
+        """Map a (B, C, H, W) tensor to a tensor of the same shape."""
         instance, batch = x.split([self.instance_channels, x.shape[1] - self.instance_channels], dim=1)
         return torch.cat((self.IN(instance), self.BN(batch)), dim=1)

@@ -12,7 +12,7 @@ POOL_LAYER_REGISTRY = Registry("MODEL.HEADS.POOL_LAYER")
 
 @POOL_LAYER_REGISTRY.register()
 class Identity(nn.Module):
-    """No pooling, for backbones that return (B, C, 1, 1)."""
+    """Identity layer, for backbones that return pooled (B, C, 1, 1) features."""
 
     @force_fp32
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ class Flatten(nn.Module):
 @POOL_LAYER_REGISTRY.register("FastGlobalAvgPool")
 @POOL_LAYER_REGISTRY.register()
 class GlobalAvgPool(nn.Module):
-    """Average pooling: (B, C, H, W) -> (B, C, 1, 1). FastReID's ``FastGlobalAvgPool`` is the same function."""
+    """Average pooling: (B, C, H, W) -> (B, C, 1, 1). Equivalent to FastReID's ``FastGlobalAvgPool``."""
 
     @force_fp32
     def forward(self, x: torch.Tensor) -> torch.Tensor:

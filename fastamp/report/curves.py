@@ -19,7 +19,7 @@ _MAX_LINES = 6
 
 
 def score_name(protocol: Protocol) -> str:
-    """Name the score that a protocol ranks by."""
+    """Return the name of the score that a protocol ranks by."""
     if protocol.re_ranking:
         return "re-ranked distance"
     return "cosine similarity" if protocol.metric == "cosine" else "squared Euclidean distance"
@@ -32,7 +32,7 @@ def scores(distances: np.ndarray, protocol: Protocol) -> np.ndarray:
 
 @renamed_arguments(judgement="result")
 def cmc_panel(result: EvaluationResult) -> Panel:
-    """Plot the CMC: fraction of queries with a match within each rank."""
+    """Plot the CMC curve: fraction of queries with a match within each rank."""
     ranking = result.ranking
     last = max(10, min(_RANKS, result.num_gallery))
     ranks = np.arange(1, last + 1)
@@ -99,7 +99,7 @@ def score_panel(examples: RetrievalExamples, protocol: Protocol) -> Panel | None
 
 @renamed_arguments(details="examples")
 def pairs_note(examples: RetrievalExamples) -> str:
-    """Describe the pairs in the ROC curve."""
+    """Describe the pairs that the ROC curve is computed from."""
     curve = examples.roc
     pairs = f"{curve.num_genuine:,} genuine and {curve.num_impostor:,} impostor pairs"
     if examples.roc_uses_all_pairs or examples.sampled == examples.queries:
@@ -119,7 +119,7 @@ def _central_range(curve: RocCurve) -> tuple[float, float]:
 
 
 def training_panels(history: History) -> list[Panel]:
-    """Plot losses, learning rate, speed and metrics over the iterations, if they were recorded."""
+    """Plot losses, learning rate, speed and metrics over the iterations; quantities without records are omitted."""
     names = history.names(prefix="loss_")
     losses = [name for name in ("total_loss", *names) if name in history.series and name != "loss_scale"]
     panels = [_over_iterations(history, "Losses", "loss", losses[:_MAX_LINES])]

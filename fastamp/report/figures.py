@@ -26,7 +26,7 @@ _IMAGE = (128, 256)
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Create an empty figure of a size in inches, without a window.
+    """Create an empty figure with a size in inches, without opening a window.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -41,7 +41,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def write_figure(figure: "Figure", path: Path) -> None:
-    """Write a figure as PNG, and create its folder if necessary.
+    """Write a figure as a PNG file, and create the folder if necessary.
 
     Raises:
         ConfigError: if the file cannot be written.
@@ -103,7 +103,7 @@ def rank_list_figure(
     Args:
         lists (Sequence[RankList]): at least one rank list.
         queries, gallery (Sequence[ImageItem]): images that the indices in ``lists`` refer to.
-        protocol (Protocol): evaluation protocol, for the scores.
+        protocol (Protocol): evaluation protocol, which defines the scores.
         title (str): title of the figure.
 
     Raises:

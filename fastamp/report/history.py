@@ -1,4 +1,4 @@
-"""Training metrics in metrics.json as one series per metric."""
+"""Training metrics read from metrics.json, as one series per metric."""
 
 import json
 import math
@@ -19,7 +19,7 @@ class History:
     series: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
     def latest(self, name: str) -> float | None:
-        """Return the last finite value of a metric; None if there is none."""
+        """Return the last finite value of a metric; None if there is no finite value."""
         return next((value for _, value in reversed(self.series.get(name, [])) if math.isfinite(value)), None)
 
     def names(self, *, prefix: str = "", suffix: str = "") -> list[str]:
@@ -28,7 +28,7 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """Read ``metrics.json``; incomplete lines of a killed run are skipped.
+    """Read ``metrics.json``; incomplete lines, left by a killed run, are skipped.
 
     Raises:
         DataError: if the file is missing or cannot be read.

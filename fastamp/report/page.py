@@ -28,7 +28,7 @@ def write_report(run: Run, folder: Path, *, name: str = "report.html") -> Path:
     """Write the report of a run.
 
     Args:
-        run (Run): data of the report.
+        run (Run): data to show in the report.
         folder (Path): output folder, created if necessary.
         name (str): file name. Default ``report.html``.
 

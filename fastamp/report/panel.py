@@ -12,12 +12,12 @@ _MAX_POINTS = 300
 
 @dataclass(frozen=True)
 class Line:
-    """Line of a chart.
+    """Line in a chart.
 
     Attributes:
         name (str): label in the legend.
         x, y (np.ndarray): (N,) float64; non-finite points are gaps.
-        steps (bool): draw a step function, constant until the next point.
+        steps (bool): draw a step function that is constant until the next point.
         filled (bool): fill the area below.
         dots (bool): mark the points.
     """
@@ -115,7 +115,7 @@ def ticks(low: float, high: float, *, log: bool = False, count: int = 5) -> list
 
 
 def tick_text(value: float) -> str:
-    """Format a tick value in few characters."""
+    """Format a tick value as a short string."""
     if value == 0 or abs(value) < 1e-12:
         return "0"
     if abs(value) >= 1e6 or abs(value) < 1e-2:
@@ -127,7 +127,7 @@ def tick_text(value: float) -> str:
 
 
 def _non_empty_range(low: float, high: float, *, log: bool, margin: float) -> tuple[float, float]:
-    """Extend ``low``..``high`` by a relative margin to a non-empty range."""
+    """Extend ``low``..``high`` by a relative margin, so that the range is not empty."""
     low, high = float(low), float(high)
     if log:
         low, high = (low / 2, high * 2) if high <= low * 1.01 else (low, high)

@@ -1,4 +1,4 @@
-"""Data of a report."""
+"""Data shown in a report."""
 
 import platform
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class EvaluatedSet:
     Attributes:
         name (str): name in DATASETS.TESTS.
         metrics (dict[str, Any]): metrics returned by the evaluator.
-        result (EvaluationResult | None): result with details; None for custom evaluators without one.
+        result (EvaluationResult | None): result with details; None for custom evaluators that do not provide one.
         query, gallery (Sequence[ImageItem]): images; empty if unknown.
     """
 
@@ -54,7 +54,7 @@ class Run:
         cfg (CfgNode): config.
         weights (str): description of the evaluated weights.
         protocol (str): one-line description of the protocol.
-        policy (PrecisionPolicy): precision of training, or of the evaluation if there was no training.
+        policy (PrecisionPolicy): precision policy of training, or of the evaluation if there was no training.
         device (torch.device): device of the model.
         sets (Sequence[EvaluatedSet]): evaluated test sets.
         train (Sequence[ImageItem]): training images; empty if there was no training.
@@ -112,7 +112,7 @@ def config_changes(cfg: CfgNode) -> list[tuple[str, str, str, str]]:
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Collect device, precision, system and package versions."""
+    """Collect the device, the precision, and system and package versions."""
     versions = environment_queries.versions()
     name = environment_queries.device_name(run.device)
     return {

@@ -22,7 +22,7 @@ Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
 
 def results(each: EvaluatedSet, count: int) -> dict[str, Any]:
-    """Prepare the section of one of ``count`` test sets."""
+    """Prepare the section for a test set; ``count`` is the number of test sets in the report."""
     metrics, result = each.metrics, each.result
     section = {
         "name": each.name,
@@ -141,7 +141,7 @@ def _rank_list(
 
 
 def _picture(item: ImageItem, alt: str, kind: str, score: float | None = None) -> dict[str, Any]:
-    """Prepare an image of a rank list; ``address`` is empty if the image cannot be read."""
+    """Prepare an image in a rank list, with an empty ``address`` if the image cannot be read."""
     small = thumbnail(item)
     return {
         "kind": kind,
@@ -175,5 +175,5 @@ def precision_facts(run: Run) -> dict[str, str]:
 
 
 def data_rows(run: Run) -> list[tuple[str, ...]]:
-    """List the number of images, identities and cameras of each split."""
+    """List the numbers of images, identities and cameras in each split."""
     return [(name, split, *(f"{count:,}" for count in counts)) for name, split, *counts in data_counts(run)]

@@ -33,9 +33,9 @@ def similarity_map(model: nn.Module, batch: dict[str, Any]) -> SimilarityMap:
 
     Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391): the channels of the last feature map of each image, weighted by
     their mean gradient, summed and clamped at 0. The norms of the embeddings are treated as constants. Otherwise the
-    gradient has no component along the common direction of the embeddings, and shows changes that would increase the
-    similarity instead of regions that cause it. For a Vision Transformer, the feature map consists of the patch tokens
-    before the last block, because only the class token is used after it.
+    gradient has no component along the common direction of the embeddings, and highlights regions where a change would
+    increase the similarity, rather than regions that cause it. For a Vision Transformer, the feature map consists of
+    the patch tokens before the last block, because only the class token is used after it.
 
     Args:
         model (nn.Module): model with a ``backbone``, in evaluation mode.
@@ -50,7 +50,7 @@ def similarity_map(model: nn.Module, batch: dict[str, Any]) -> SimilarityMap:
     """
     backbone = getattr(model, "backbone", None)
     if backbone is None:
-        raise ConfigError(f"grad-cam needs a model with a backbone; {type(model).__name__} has none")
+        raise ConfigError(f"grad-cam needs a model with a backbone; {type(model).__name__} has no attribute backbone")
     with torch.inference_mode(False), torch.enable_grad(), _recorded_maps(backbone) as recorded:
         features = model(batch).float()
         lengths = features.detach().norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)

@@ -12,7 +12,7 @@ from fastamp.report.panel import Line, Panel, thinned, tick_text, ticks
 
 @dataclass(frozen=True)
 class Frame:
-    """Size of a chart and edges of its plotting area in pixels from the top left; number of line colors."""
+    """Size of a chart and edges of its plotting area, in pixels from the top-left corner, and number of line colors."""
 
     width: int = 380
     height: int = 240
@@ -49,8 +49,8 @@ class Drawing:
 
     Attributes:
         panel (Panel): chart data.
-        x_ticks (Sequence): position and label.
-        y_ticks (Sequence): position, position of the label, and label.
+        x_ticks (Sequence): position and label of each tick.
+        y_ticks (Sequence): position of the tick, position of the label, and label.
         shapes (Sequence[Shape]): contiguous parts of all lines.
         words (str): description of the lines for screen readers.
     """

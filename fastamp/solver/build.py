@@ -44,7 +44,7 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
 
     Args:
         cfg (CfgNode): config; reads ``SOLVER``.
-        model (nn.Module): model with the parameters.
+        model (nn.Module): model to optimize.
 
     Returns:
         list[dict]: groups with ``role``, ``params``, ``weight_decay``, ``lr`` and ``base_lr``. The schedule computes
@@ -93,11 +93,12 @@ def _learning_rate_factors(factors: dict[str, Any], names: list[str]) -> dict[st
     for pattern, factor in factors.items():
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
             raise ConfigError(
-                f"SOLVER.LR_FACTORS: the factor of {pattern!r} must be a finite number of at least 0, got {factor!r}"
+                f"SOLVER.LR_FACTORS: the factor of {pattern!r} must be finite and at least 0, got {factor!r}"
             )
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"SOLVER.LR_FACTORS: {pattern!r} matches no parameter of the model.{did_you_mean(pattern, names)}"
+                f"SOLVER.LR_FACTORS: {pattern!r} does not match any parameter of the "
+                f"model.{did_you_mean(pattern, names)}"
             )
     return dict(factors)
 
@@ -137,7 +138,7 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
     """Build the optimizer ``SOLVER.OPT`` over the parameter groups of a model.
 
-    ``SOLVER.OPT_ARGS`` are passed to its constructor; ``MOMENTUM`` and ``NESTEROV`` apply to SGD only. The fused
+    ``SOLVER.OPT_ARGS`` are passed to its constructor; ``MOMENTUM`` and ``NESTEROV`` only apply to SGD. The fused
     implementation is used if the optimizer and the device support it, else the foreach implementation.
 
     Args:
@@ -155,7 +156,7 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
     name = optimizer_class.__name__
     groups = parameter_groups(cfg, model)
     if not groups:
-        raise ConfigError("the model has no trainable parameters: all have requires_grad=False")
+        raise ConfigError("the model has no trainable parameters: requires_grad is False for all of them")
     defaults: dict[str, Any] = {}
     if name == "SGD":
         defaults = {"momentum": cfg.SOLVER.MOMENTUM, "nesterov": cfg.SOLVER.NESTEROV}
@@ -191,7 +192,7 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
             solver.LR_SCALING,
         )
     logger.info(
-        "optimizer: %s%s, %d groups, %d parameters",
+        "optimizer: %s%s, %d parameter groups, %d parameters",
         name,
         f" ({next(iter(fast))})" if fast else "",
         len(groups),
@@ -207,7 +208,7 @@ def build_own_optimizers(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
     with ``scheduled=False`` is constant.
 
     Returns:
-        dict[str, torch.optim.Optimizer]: optimizers by ``<module name>.optimizer``.
+        dict[str, torch.optim.Optimizer]: optimizers by name, ``<module name>.optimizer``.
     """
     return {f"{name}.optimizer": module.build_optimizer() for name, module in _with_own_optimizer(model)}
 
@@ -229,10 +230,13 @@ def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, in
     """
     for key, value in options.items():
         if key in ("params", "lr", "weight_decay"):
-            raise ConfigError(f"SOLVER.OPT_ARGS: {key} is set by SOLVER.BASE_LR, SOLVER.WEIGHT_DECAY and their factors")
+            raise ConfigError(
+                f"SOLVER.OPT_ARGS: {key} must not be set here; use SOLVER.BASE_LR, SOLVER.WEIGHT_DECAY and their "
+                "factors"
+            )
         if key not in accepted:
             raise ConfigError(
-                f"SOLVER.OPT_ARGS: unknown argument {key!r} of {name}.{did_you_mean(key, accepted)}\n"
+                f"SOLVER.OPT_ARGS: {name} has no argument {key!r}.{did_you_mean(key, accepted)}\n"
                 f"  choices: {', '.join(key for key in accepted if key not in ('params', 'lr', 'weight_decay'))}"
             )
         default = accepted[key].default
@@ -246,12 +250,12 @@ def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, in
             continue
         if not fits:
             raise ConfigError(
-                f"SOLVER.OPT_ARGS: {key} of {name} must match the type of its default {default!r}, got {value!r}"
+                f"SOLVER.OPT_ARGS: {key} of {name} must have the type of its default {default!r}, got {value!r}"
             )
 
 
 def build_gradient_clipping(cfg: Any) -> Clip | None:
-    """Build ``clip(gradients, total_norm)`` from ``SOLVER.CLIP_GRADIENTS``; None if clipping is disabled."""
+    """Build a function ``clip(gradients, total_norm)`` from ``SOLVER.CLIP_GRADIENTS``; None if clipping is off."""
     clip = cfg.SOLVER.CLIP_GRADIENTS
     if not clip.ENABLED:
         return None

@@ -32,14 +32,16 @@ def clip_gradients(
 
     Args:
         gradients (list[torch.Tensor]): unscaled gradients of any shape.
-        total_norm (torch.Tensor): L2 norm of all gradients, shape ().
+        total_norm (torch.Tensor): L2 norm of all gradients before clipping, shape (); used only to compute the returned
+            coefficient.
         clip_type (str): ``"value"`` clamps each element, ``"norm"`` clips the norm of each parameter's gradient,
             ``"global_norm"`` clips the norm of all gradients together.
         clip_value (float): maximum absolute value or maximum norm.
         norm_type (float): order p of the clipped norm. Default 2.0.
 
     Returns:
-        torch.Tensor: clip coefficient, shape (): the L2 norm after clipping divided by the norm before, at most 1.
+        torch.Tensor: clip coefficient, shape (): L2 norm of all gradients after clipping divided by ``total_norm``, at
+            most 1; 1 if ``total_norm`` is 0.
     """
     if clip_type == "value":
         torch._foreach_clamp_min_(gradients, -clip_value)

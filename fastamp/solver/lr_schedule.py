@@ -29,7 +29,7 @@ class LearningRateSchedule(Protocol):
 
 
 def learning_rate_factor(cfg: Any) -> float:
-    """Compute the factor of ``SOLVER.LR_SCALING`` for the number of images per step.
+    """Compute the learning-rate factor that ``SOLVER.LR_SCALING`` derives from the number of images per step.
 
     ``linear`` follows Goyal et al. 2017, arXiv:1706.02677; ``sqrt``, for adaptive optimizers, follows Malladi et al.
     2022, arXiv:2205.10287 (their rule also scales the other constants of Adam).
@@ -87,7 +87,7 @@ class EpochSchedule:
 
     @classmethod
     def from_config(cls, cfg: Any, decay: Callable[[float, float], float], iters_per_epoch: int) -> "EpochSchedule":
-        """Combine ``decay`` with the warm-up of ``SOLVER``."""
+        """Build the schedule with ``decay`` and the warm-up settings in ``SOLVER``."""
         solver = cfg.SOLVER
         return cls(
             decay=decay,
@@ -129,7 +129,7 @@ class EpochSchedule:
 
 @SCHEDULE_REGISTRY.register("MultiStepLR")
 def build_multi_step(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
-    """Multiply the rate by ``SOLVER.GAMMA`` at each of ``SOLVER.STEPS``, in epochs that the decay counts."""
+    """Multiply the rate by ``SOLVER.GAMMA`` at each epoch in ``SOLVER.STEPS``, counted as in ``EpochSchedule``."""
     ordered, gamma = sorted(cfg.SOLVER.STEPS), cfg.SOLVER.GAMMA
     return EpochSchedule.from_config(
         cfg, lambda base_lr, epochs: base_lr * gamma ** bisect.bisect_right(ordered, epochs), iters_per_epoch
@@ -141,7 +141,7 @@ def build_cosine(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
     """Anneal from the base rate to ``SOLVER.ETA_MIN_LR`` by half a cosine (Loshchilov & Hutter 2017, arXiv:1608.03983).
 
     Both rates are scaled by ``SOLVER.LR_SCALING``. The annealing ends at the end of training; it does not start if
-    training is shorter than warm-up and delay.
+    training ends before the warm-up or the delay.
     """
     solver, before, delay = cfg.SOLVER, 0, 0
     warmup = warmup_length(cfg, iters_per_epoch) / iters_per_epoch
@@ -199,7 +199,7 @@ class OneCycleSchedule:
 
 @SCHEDULE_REGISTRY.register("OneCycleLR")
 def build_one_cycle(cfg: Any, *, iters_per_epoch: int) -> OneCycleSchedule:
-    """Build the schedule of ``SOLVER.ONE_CYCLE``; it ignores the ``SOLVER.WARMUP_*`` keys."""
+    """Build the 1cycle schedule from ``SOLVER.ONE_CYCLE``; the ``SOLVER.WARMUP_*`` keys are ignored."""
     cycle = cfg.SOLVER.ONE_CYCLE
     return OneCycleSchedule(
         total_steps=cfg.SOLVER.MAX_EPOCH * iters_per_epoch,
@@ -231,7 +231,7 @@ class ConstantTailSchedule:
 
 
 def swa_start(cfg: Any) -> int:
-    """Compute the first epoch, from 0, that ``SOLVER.SWA`` averages.
+    """Compute the index, from 0, of the first epoch that ``SOLVER.SWA`` averages.
 
     Raises:
         ConfigError: if training ends before this epoch.

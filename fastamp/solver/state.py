@@ -21,12 +21,12 @@ class OptimizerState:
     """Save and restore the state of an optimizer by parameter name.
 
     ``torch.optim.Optimizer.load_state_dict`` matches parameters by their order and also restores the saved learning
-    rates and weight decays, so that changes of the config before a resume would be ignored silently.
+    rates and weight decays, so config changes made before a resume would be silently ignored.
 
     Args:
         optimizer (torch.optim.Optimizer): optimizer to save and restore.
-        model (nn.Module | None): model with the parameter names. If None, or if the model lacks a parameter of the
-            optimizer, parameters are matched by order.
+        model (nn.Module | None): model that provides the parameter names. If None, or if the model lacks a parameter of
+            the optimizer, parameters are matched by order.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module | None = None) -> None:
@@ -36,7 +36,7 @@ class OptimizerState:
         self._positions = {id(parameter): number for number, (_, parameter) in enumerate(named)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state dict, extended by its class name and the parameter names of each group."""
+        """Return the optimizer's state dict, plus the optimizer class and the parameter names of each group."""
         state = self.optimizer.state_dict()
         if names := self._names_by_group():
             pairs = zip(state["param_groups"], names, strict=True)
@@ -51,8 +51,8 @@ class OptimizerState:
         """Restore ``state`` but keep the current options; log options that differ.
 
         Raises:
-            ValueError: if ``state`` belongs to another optimizer class or to other parameters, or an entry is missing
-                or has the wrong shape or dtype.
+            ValueError: if ``state`` was saved with another optimizer class or for other parameters, or if an entry is
+                missing or has the wrong shape or dtype.
         """
         name, own = type(self.optimizer).__name__, self.optimizer.state_dict()["param_groups"]
         if state["name"] != name:
@@ -72,7 +72,7 @@ class OptimizerState:
                     values[number] = state["state"][saved_number]
         refused = [option for option in _STRUCTURAL if option in changed]
         if refused:
-            raise ValueError(f"the saved state does not support a changed option: {changed[refused[0]]}")
+            raise ValueError(f"the saved state is incompatible with a changed option: {changed[refused[0]]}")
         if changed:
             logger.warning("optimizer options differ from the checkpoint: %s", ", ".join(changed.values()))
         for group, own_group in zip(groups, self.optimizer.param_groups, strict=True):
@@ -99,7 +99,7 @@ class OptimizerState:
             layout, keys = [group["param_names"] for group in saved], names
             differ = {name for group in names for name in group} ^ {name for group in layout for name in group}
             if differ:
-                raise ValueError(f"{len(differ)} parameters differ{examples(sorted(differ))}")
+                raise ValueError(f"mismatched parameters: {len(differ)}{examples(sorted(differ))}")
         else:
             # Earlier versions did not save names, and had one group per pair of learning rate and weight decay.
             values = groups_by_value(self.optimizer, self._positions) if names else None
@@ -108,7 +108,8 @@ class OptimizerState:
         if [len(group["params"]) for group in saved] != [len(group) for group in layout]:
             raise ValueError(
                 "its parameter groups differ: a checkpoint without parameter names can be resumed only with the "
-                "learning-rate factors and weight decays of its training (SOLVER.BIAS_*, HEADS_LR_FACTOR, LR_FACTORS, "
+                "learning-rate factors and weight decays that it was saved with (SOLVER.BIAS_*, HEADS_LR_FACTOR, "
+                "LR_FACTORS, "
                 "WEIGHT_DECAY_*)"
             )
         saved_positions = {

@@ -1,4 +1,4 @@
-"""Names, shapes and dtypes of the optimizer state of a parameter."""
+"""Names, shapes and dtypes that the optimizer state of a parameter must have."""
 
 import copy
 import functools
@@ -37,16 +37,16 @@ _SCALARS = {"ASGD": ("step", "eta", "mu"), "NAdam": ("step", "mu_product"), "Lam
 
 
 def expected_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """Create the state that a step leaves for a parameter.
+    """Create a template of the optimizer state that a parameter has after a step.
 
     Args:
-        optimizer (torch.optim.Optimizer): of any class. Outside torch.optim, and if a subclass overrides ``step``, a
-            copy of the optimizer steps on a copy of the parameter.
+        optimizer (torch.optim.Optimizer): optimizer of any class. If the class is not from torch.optim or overrides
+            ``step``, a copy of the optimizer takes a trial step on a copy of the parameter.
         group (Mapping[str, Any]): options of the parameter group.
         parameter (torch.Tensor): a parameter of the group.
 
     Returns:
-        dict[str, Any]: expected state, with meta tensors for optimizers of torch.optim; empty if that step fails.
+        dict[str, Any]: expected state, with meta tensors for optimizers of torch.optim; empty if the trial step fails.
     """
     name = _layout_of(type(optimizer))
     if name is None:
@@ -62,7 +62,7 @@ def expected_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: to
 
 
 def _layout_of(kind: type[Optimizer]) -> str | None:
-    """Find the entry of ``_LIKE_PARAMETER`` for a class; a subclass that inherits ``step`` uses that of its base."""
+    """Find the entry of ``_LIKE_PARAMETER`` for a class, or for its base class if it inherits ``step``."""
     for base in kind.__mro__:
         name = base.__name__
         if getattr(torch.optim, name, None) is base or (name == "Lamb" and base.__module__.startswith("timm.optim")):
@@ -102,7 +102,7 @@ def check_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch
         name (str): name of the entry, for the error message.
 
     Raises:
-        ValueError: if an entry is missing, or has another shape or dtype than after a step.
+        ValueError: if an entry is missing, or its shape or dtype differs from that after a step.
     """
     if saved is None or (isinstance(saved, Mapping) and not saved):
         return

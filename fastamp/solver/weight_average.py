@@ -49,9 +49,9 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Context manager that swaps the averaged values into the model, and the model's values back on exit.
+        """Context manager that swaps the values of the model and the average on entry, and swaps them back on exit.
 
-        Changes of the model inside the context, e.g. re-estimated batch norm statistics, become part of the average.
+        Changes to the model inside the context, e.g. re-estimated batch norm statistics, become part of the average.
         """
         self._swap()
         try:
@@ -80,13 +80,13 @@ class WeightAverage:
         """Restore the average from ``state``.
 
         Raises:
-            ValueError: if ``state`` is another kind of average or belongs to another model.
+            ValueError: if ``state`` contains another kind of average, or the average of another model.
         """
         if state["kind"] != self.kind:
             raise ValueError(f"expected an average of kind {self.kind!r}, got {state['kind']!r}")
         own = self.tensors()
         if own.keys() != state["model"].keys():
-            raise ValueError("the averaged weights belong to another model")
+            raise ValueError("the averaged weights are those of another model")
         for name, tensor in own.items():
             tensor.copy_(state["model"][name])
         self.updates = state["updates"]

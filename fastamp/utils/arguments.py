@@ -7,7 +7,7 @@ from fastamp.utils.files import ignore_closed_stdout
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser with a help that may be piped to ``head``."""
+    """Argument parser that allows piping its help text to ``head``."""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         with ignore_closed_stdout():

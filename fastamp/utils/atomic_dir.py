@@ -17,12 +17,12 @@ _ABANDONED_SECONDS = 120
 
 
 def temporary_path(folder: Path) -> Path:
-    """Return a unique hidden path in the parent of ``folder``, to build it there. The path is not created."""
+    """Return a unique hidden path next to ``folder``, under which its content is built. The path is not created."""
     return folder.with_name(f"{_prefix(folder)}{_machine()}-{os.getpid()}-{uuid.uuid4().hex}")
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove temporary folders of killed processes next to ``folder``."""
+    """Remove temporary folders that killed processes left next to ``folder``."""
     for build in folder.parent.glob(f"{_prefix(folder)}*"):
         if build.is_symlink() or not build.is_dir():
             continue  # not created by this module
@@ -35,7 +35,7 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def _is_of_dead_process(build: Path, folder: Path) -> bool:
-    """Return True if the process of the temporary folder ran in this container on this machine, and has ended."""
+    """Return True if the process that created the folder ran on this machine, in this container, and has ended."""
     found = re.fullmatch(r"(.+)-([0-9]+)-[0-9a-f]{32}", build.name.removeprefix(_prefix(folder)))
     if found is None or found[1] != _machine():
         return False
@@ -49,7 +49,7 @@ def _is_of_dead_process(build: Path, folder: Path) -> bool:
 
 
 def _machine() -> str:
-    """Identify the machine and its process namespace: containers can share a host name but not process numbers."""
+    """Identify the machine and its process namespace: containers with the same host name have different process IDs."""
     try:
         return f"{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
@@ -57,5 +57,5 @@ def _machine() -> str:
 
 
 def _prefix(folder: Path) -> str:
-    """Prefix of the temporary folders of ``folder``."""
+    """Return the prefix of the names of temporary folders for ``folder``."""
     return f".{folder.name}.building-"

@@ -31,7 +31,7 @@ _as_single_process = False
 
 
 def is_distributed() -> bool:
-    """Return True if a process group of more than one process is initialized."""
+    """Return True if a process group with more than one process is initialized."""
     return not _as_single_process and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -52,7 +52,7 @@ def is_main_process() -> bool:
 
 @contextmanager
 def as_single_process() -> Iterator[None]:
-    """Act as a single process inside the context, for code that not all ranks run, or after other ranks have ended."""
+    """Act as a single process inside the context, for code that only some ranks run or reach."""
     global _as_single_process
     before, _as_single_process = _as_single_process, True
     try:
@@ -63,7 +63,7 @@ def as_single_process() -> Iterator[None]:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """Run the context in the main process first, then in the other processes."""
+    """Run the body of the context in the main process first, then in the other processes."""
     if not is_main_process():
         synchronize()
     try:
@@ -85,12 +85,12 @@ def synchronize() -> None:
 
 
 def all_reduce_min(tensor: torch.Tensor) -> torch.Tensor:
-    """Element-wise minimum of ``tensor`` over all ranks."""
+    """Compute the element-wise minimum of ``tensor`` over all ranks."""
     return _all_reduce(tensor, dist.ReduceOp.MIN) if is_distributed() else tensor
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Element-wise sum of ``tensor`` over all ranks."""
+    """Compute the element-wise sum of ``tensor`` over all ranks."""
     return _all_reduce(tensor, dist.ReduceOp.SUM) if is_distributed() else tensor
 
 
@@ -101,7 +101,7 @@ def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp) -> torch.Tensor:
 
 
 def all_reduce_max(number: float) -> float:
-    """Maximum of ``number`` over all ranks."""
+    """Compute the maximum of ``number`` over all ranks."""
     if not is_distributed():
         return number
     value = torch.tensor(number, dtype=torch.float64, device=transport_device())
@@ -114,7 +114,7 @@ def any_across_ranks(flag: bool) -> bool:
 
 
 def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
-    """Element-wise sum of ``numbers`` over all ranks."""
+    """Compute the element-wise sum of ``numbers`` over all ranks."""
     if not is_distributed():
         return list(numbers)
     return all_reduce_sum(torch.tensor(numbers, dtype=torch.float64, device=transport_device())).tolist()
@@ -130,7 +130,7 @@ def broadcast_scalar(number: float) -> float:
 
 
 def shard_range(count: int, multiple: int = 1) -> tuple[int, int]:
-    """Start and end of this rank's shard of ``count`` rows; shards start at multiples of ``multiple``."""
+    """Compute the start and end of this rank's shard of ``count`` rows; shards start at multiples of ``multiple``."""
     parts = -(-count // multiple)
     bounds = [min(count, parts * rank // get_world_size() * multiple) for rank in (get_rank(), get_rank() + 1)]
     return bounds[0], bounds[1]
@@ -167,7 +167,7 @@ class _AllGather(torch.autograd.Function):
 def all_gather(rows: torch.Tensor) -> torch.Tensor:
     """Gather the rows of all ranks in rank order, on their device, with gradients for the rows of this rank.
 
-    For a loss that all ranks compute from all rows, in a model under DDP.
+    Intended for losses that each rank computes from the rows of all ranks, in a model wrapped in DDP.
 
     Args:
         rows: (N, ...), with the same shape on all ranks.
@@ -182,7 +182,7 @@ _single_process_group: Any = None
 
 
 def single_process_group() -> Any:
-    """Return a process group with only this process. The first call is a collective."""
+    """Return a process group that contains only this process. All ranks must make the first call together."""
     global _single_process_group
     if _single_process_group is None:
         _single_process_group, _ = dist.new_subgroups(group_size=1)
@@ -200,10 +200,10 @@ def gather_bytes(data: bytes) -> list[bytes]:
 
 
 def select_text(text: str, order: float = 0) -> tuple[int, str]:
-    """Select one non-empty text of all ranks: that with the lowest ``order``, then with the lowest rank.
+    """Select the non-empty text with the lowest ``order`` among all ranks; the lowest rank wins a tie.
 
     Returns:
-        Rank and text; -1 and "" if all texts are empty.
+        Rank and text; -1 and "" if the texts of all ranks are empty.
     """
     orders = gather_rows(torch.tensor([order], dtype=torch.float64)).tolist()
     texts = [each.decode() for each in gather_bytes(text.encode())]
@@ -212,7 +212,7 @@ def select_text(text: str, order: float = 0) -> tuple[int, str]:
 
 
 def select_message(text: str, order: float = 0) -> str:
-    """Select one non-empty text of all ranks, see ``select_text``; several processes prefix it with the rank."""
+    """Select a message as ``select_text`` does, and prefix it with its rank if there are several processes."""
     rank, chosen = select_text(text, order)
     return f"on rank {rank}: {chosen}" if chosen and get_world_size() > 1 else chosen
 
@@ -225,10 +225,10 @@ def broadcast(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def data_parallel(model: nn.Module) -> nn.Module:
-    """Wrap ``model`` in DDP; a single process or a frozen model returns it unchanged.
+    """Wrap ``model`` in DDP; in a single process, or if all parameters are frozen, return it unchanged.
 
-    Modules can define ``equal_on_all_ranks()``, which lists their buffers with equal values on all ranks: DDP does not
-    broadcast these.
+    Modules can define ``equal_on_all_ranks()``, which lists the buffers that already have equal values on all ranks;
+    DDP does not broadcast them.
     """
     if not is_distributed() or not any(p.requires_grad for p in model.parameters()):
         return model

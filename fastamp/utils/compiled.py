@@ -19,13 +19,14 @@ def compile_parts(model: nn.Module, backend: str) -> None:
         backend: backend of torch.compile.
 
     Raises:
-        ConfigError: if the model has no ``trunks``, or no C++ compiler was found.
+        ConfigError: if the model has no attribute ``trunks``, or the backend needs a C++ compiler and none was found.
     """
     names = getattr(model, "trunks", ())
     if not names:
         raise ConfigError(
-            f"MODEL.COMPILE is {backend}, but {type(model).__name__} has no attribute trunks with the submodules to "
-            'compile.\n  fix: MODEL.COMPILE off, or a class attribute such as trunks = ("backbone",)'
+            f"MODEL.COMPILE is {backend}, but {type(model).__name__} has no attribute trunks that lists the submodules "
+            "to "
+            'compile.\n  fix: set MODEL.COMPILE off, or add a class attribute such as trunks = ("backbone",)'
         )
     if backend == "inductor" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))):
         raise ConfigError(

@@ -53,7 +53,7 @@ def available_memory() -> int | None:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Return the peak memory in MiB: allocated by tensors on a CUDA device, else the resident set of this process."""
+    """Return the peak memory in MiB: memory allocated by tensors on a CUDA device, else the resident set size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -97,7 +97,7 @@ class RandomState:
         return main | {"others": others}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the states of all ranks; if the number of ranks has changed, only that of rank 0."""
+        """Restore the states of all ranks; if the number of ranks has changed, restore only the state of rank 0."""
         others = state.get("others", [])
         if comm.get_rank() == 0:
             set_random_state(state)

@@ -11,7 +11,7 @@ USER_ERROR_EXIT_CODE = 2
 
 
 class UserError(Exception):
-    """Wrong user input. The message has what happened, what was found, and the fix.
+    """Invalid user input. The message states what happened, what was found, and how to fix it.
 
     Commands print only the message and exit with ``USER_ERROR_EXIT_CODE``. Other exceptions are bugs and keep their
     traceback.
@@ -19,15 +19,15 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """Wrong config file, key, value or component name."""
+    """Invalid config file, key, value or component name."""
 
 
 class DataError(UserError):
-    """Dataset that is missing, empty, infeasible, or has an unreadable file."""
+    """Dataset that is missing, empty, unsuitable for the config, or contains an unreadable file."""
 
 
 class NoMatchError(DataError):
-    """No query has a match in the gallery, so that metrics are undefined."""
+    """No query has a match in the gallery, so metrics are undefined."""
 
 
 class WeightsError(UserError):
@@ -61,7 +61,7 @@ def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
     """Check that ``value`` is one of ``choices``.
 
     Raises:
-        ConfigError: if it is not; the message has the key, the choices and the nearest one.
+        ConfigError: if it is not; the message states the key and the choices, and suggests the nearest one.
     """
     if value not in choices:
         raise ConfigError(
@@ -77,6 +77,6 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 def summarize_error(error: Exception) -> str:
-    """Return type and first line of the message of an error; for a UserError only the line."""
+    """Return the type of an error and the first line of its message; for a UserError, only that line."""
     text = (str(error).strip().splitlines() or [""])[0]
     return text if text and isinstance(error, UserError) else f"{type(error).__name__}: {text}"

@@ -17,7 +17,7 @@ from fastamp.utils.files import write_atomically
 
 
 class MetricStore:
-    """Store of metrics between two writes. Device tensors are summed on the device and copied once, in ``flush``."""
+    """Buffer for metrics between two writes. Device tensors are summed on the device and copied once, in ``flush``."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Any] = {}
@@ -25,14 +25,14 @@ class MetricStore:
         self._latest: dict[str, Any] = {}
 
     def average(self, **values: float | torch.Tensor) -> None:
-        """Add values to the means since the last flush."""
+        """Add values to the running means, which restart at each flush."""
         for name, value in values.items():
             value = value.detach() if isinstance(value, torch.Tensor) else value
             self._sums[name] = self._sums[name] + value if name in self._sums else value
             self._counts[name] = self._counts.get(name, 0) + 1
 
     def latest(self, **values: float | int | None) -> None:
-        """Set values; the last one before a flush is written."""
+        """Set the values of metrics; ``flush`` returns the last value of each."""
         self._latest |= values
 
     def flush(self) -> dict[str, float]:
@@ -49,12 +49,12 @@ class MetricStore:
 
 
 class JSONWriter:
-    """Writer of metrics as JSON lines, ``metrics.json``.
+    """Writer that appends metrics to ``metrics.json``, one JSON object per line.
 
     Args:
-        path: the file.
-        start_iter: first iteration. Existing lines from this iteration on are removed, so that a resumed run has each
-            iteration once. Default 0.
+        path: path of the file.
+        start_iter: first iteration. Existing lines from this iteration on are removed, so that the file of a resumed
+            run contains each iteration once. Default 0.
     """
 
     def __init__(self, path: str | Path, *, start_iter: int = 0) -> None:
@@ -94,7 +94,7 @@ def _plain(value: Any) -> Any:
 class TensorboardXWriter:
     """Writer of metrics as TensorBoard scalars.
 
-    TensorBoard's own writer uses a thread, where a full disk cannot be reported as a user error.
+    TensorBoard's own writer runs in a thread, in which a full disk cannot be reported as a user error.
 
     Args:
         log_dir: folder of the event files.
@@ -134,7 +134,7 @@ _numbers = itertools.count()
 
 
 class _AppendedFile:
-    """File with atomic appends: data that cannot be written completely is removed again."""
+    """File with atomic appends: an incomplete write is undone."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -145,7 +145,7 @@ class _AppendedFile:
         """Append bytes.
 
         Raises:
-            WriteError: if they cannot be written, e.g. because the disk is full.
+            WriteError: if the bytes cannot be written, e.g. because the disk is full.
         """
         with writing(self.path):
             size = os.fstat(self._file.fileno()).st_size

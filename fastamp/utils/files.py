@@ -36,10 +36,10 @@ def real_path(path: str | os.PathLike[str]) -> Path:
 
 
 def check_not_device(path: str | os.PathLike[str]) -> None:
-    """Check that ``path`` is a file or folder. Reading a pipe, a socket or a device such as /dev/zero may never end.
+    """Check that ``path`` is a regular file or a folder; reading a pipe, socket or device (/dev/zero) may never end.
 
     Raises:
-        OSError: if it is a pipe, socket or device, or does not exist.
+        OSError: if ``path`` is a pipe, socket or device, or does not exist.
     """
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -48,7 +48,7 @@ def check_not_device(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def ignore_closed_stdout() -> Iterator[None]:
-    """Continue without output if the reader of stdout, e.g. ``head``, has closed it.
+    """Continue without output if the program that reads stdout, e.g. ``head``, has exited.
 
     Raises:
         BrokenPipeError: if another pipe or socket was closed.
@@ -67,14 +67,14 @@ def ignore_closed_stdout() -> Iterator[None]:
 
 
 def stdout_has_no_reader() -> bool:
-    """Return True if stdout is a pipe or socket that the reader has closed."""
+    """Return True if stdout is a pipe or socket that its reader has closed."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def discard_stdout() -> None:
-    """Discard further output on stdout after its reader has closed."""
+    """Discard further output on stdout, e.g. after the reader of the pipe has exited."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -98,7 +98,7 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Any], None])
     """Write a file atomically: ``write(file)`` fills a temporary file, which is then renamed to ``path``.
 
     Raises:
-        WriteError: if it cannot be written. The temporary file is removed, and an existing file is unchanged.
+        WriteError: if the file cannot be written. The temporary file is removed; an existing file is left unchanged.
     """
     path = Path(path)
     with writing(path):

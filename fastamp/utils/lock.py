@@ -1,4 +1,4 @@
-"""Lock on a folder, so that only one process writes to it. The system releases it when the process ends."""
+"""Lock on a folder, so that only one process writes to it. The lock is released when the process ends."""
 
 import atexit
 import errno
@@ -30,16 +30,16 @@ _locks: dict[str, tuple[int, BinaryIO]] = {}
 def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
     """Lock a folder, and create it if it is missing. No effect if this process already has the lock.
 
-    It is a POSIX lock on the file ``.lock`` in the folder. Forked processes do not inherit it, so that a worker that
-    outlives a killed training does not hold it. Other machines respect it if the network file system supports locks;
-    otherwise a warning is logged and the folder is not locked.
+    The lock is a POSIX lock on the file ``.lock`` in the folder. Forked processes do not inherit it, so a worker that
+    outlives a killed training process does not hold it. Other machines respect it if the network file system supports
+    locks; otherwise a warning is logged and the folder is not locked.
 
     Args:
-        folder: the folder.
-        key: config key or argument of the folder, for messages, e.g. ``"OUTPUT_DIR"``.
+        folder: folder to lock.
+        key: config key or argument that sets the folder, for messages, e.g. ``"OUTPUT_DIR"``.
 
     Raises:
-        ConfigError: if another process has the lock; the message has its number, machine and start time.
+        ConfigError: if another process has the lock; the message states its process ID, machine and start time.
         WriteError: if the folder is not writable.
     """
     name = os.path.realpath(folder)
@@ -127,7 +127,7 @@ def _open(path: Path) -> BinaryIO:
     """Open the lock file for writing.
 
     Raises:
-        OSError: if it is not writable, or is a link, which could point to any other file.
+        OSError: if the file is not writable, or is a link, which could point to any other file.
     """
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+b")
 

@@ -32,7 +32,9 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self._warned:
             self._warned = True
-            print(f"{self.baseFilename} cannot be written: {error.strerror}; log lines are missing", file=sys.stderr)
+            print(
+                f"{self.baseFilename} cannot be written: {error.strerror}; log lines will be missing", file=sys.stderr
+            )
 
     def close(self) -> None:
         with suppress(OSError):  # buffered lines may fail to be written
@@ -40,7 +42,7 @@ class _LogFile(logging.FileHandler):
 
 
 def setup_logger(output_dir: str | Path | None = None, *, rank: int = 0) -> None:
-    """Configure logging to the console (rank 0) and to ``log.txt`` in ``output_dir``. A later call replaces this.
+    """Configure logging to the console (rank 0) and to ``log.txt`` in ``output_dir``. A later call replaces it.
 
     Args:
         output_dir: folder of the log file, created if missing; None (default) logs only to the console. Ranks above 0

@@ -97,7 +97,7 @@ MODULES = {
 
 
 class _MovedFinder(MetaPathFinder, Loader):
-    """Import hook that returns the present module under its old name, as the same object."""
+    """Import hook that maps the old name of a module to the module object imported under the new name."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -119,7 +119,7 @@ class _MovedFinder(MetaPathFinder, Loader):
 
 
 def new_module_name(old: str) -> str | None:
-    """Return the present name of the module ``old``; None if it was not moved."""
+    """Return the current name of the module ``old``; None if the module was not moved."""
     if not old.startswith("fastamp."):
         return None
     for name, new in MODULES.items():
@@ -133,7 +133,7 @@ def moved_names(module: str, new: dict[str, str]) -> Callable[[str], Any]:
 
     Args:
         module: ``__name__`` of the module.
-        new: old name -> full present name, ``"package.module.name"``.
+        new: old name -> full current name, ``"package.module.name"``.
     """
 
     def getattr_(name: str) -> Any:
@@ -147,15 +147,15 @@ def moved_names(module: str, new: dict[str, str]) -> Callable[[str], Any]:
 
 
 def renamed_arguments(**new: str | tuple[str, Callable[[Any], Any]]) -> Callable[[Decorated], Decorated]:
-    """Accept old names of keyword arguments, with a DeprecationWarning; they are removed in the next release.
+    """Accept old names of keyword arguments, with a DeprecationWarning; the next release removes them.
 
-    It decorates a function, a method or a class, e.g. a dataclass.
+    Decorator for functions, methods and classes, including dataclasses.
 
     Args:
         new: old name -> new name, or (new name, function that converts the old value).
 
     Raises:
-        TypeError: if on a call with both names of an argument.
+        TypeError: if an argument is passed under both names.
     """
 
     def decorate(function: Decorated) -> Decorated:
@@ -187,7 +187,7 @@ def renamed_attribute(old: str, new: str) -> Any:
 
     Args:
         old: name that the property is assigned to in the class body.
-        new: present name.
+        new: current name.
     """
 
     def warn(owner: object) -> None:

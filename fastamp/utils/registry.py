@@ -1,4 +1,4 @@
-"""Registry of the components that a config can name."""
+"""Registry of components that a config selects by name."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +10,7 @@ class Registry:
     """Registry that maps names in a config to components.
 
     Args:
-        kind: config key of the names, for error messages, e.g. ``"MODEL.BACKBONE.NAME"``.
+        kind: config key that selects the component, for error messages, e.g. ``"MODEL.BACKBONE.NAME"``.
 
     A component is a class with a classmethod ``from_config(cfg, **context)``, or a function
     ``build_x(cfg, **context)``::
@@ -48,7 +48,7 @@ class Registry:
         """Return the component registered under ``name``.
 
         Raises:
-            ConfigError: if the name is not registered; the message has the choices and the nearest one.
+            ConfigError: if the name is not registered; the message lists the choices and suggests the nearest one.
         """
         if name not in self._components:
             choices = ", ".join(sorted(self._components)) or "none"
@@ -63,7 +63,7 @@ class Registry:
         Args:
             name: name of the component.
             cfg: config passed to the component.
-            context: further arguments for the component.
+            context: additional keyword arguments for the component.
         """
         component = self.get(name)
         return getattr(component, "from_config", component)(cfg, **context)

@@ -1,4 +1,4 @@
-"""Signal handlers. No other module sets them. The exit code of a stopped process is 128 + the signal number."""
+"""Signal handlers, set only in this module. A process stopped by a signal exits with code 128 + the signal number."""
 
 import signal
 import threading
@@ -16,7 +16,7 @@ def set_handler(handler: Handler, numbers: Sequence[int] = STOP_SIGNALS) -> dict
     """Set a handler for signals. No effect outside the main thread, where Python does not allow it.
 
     Args:
-        handler: called with signal number and frame; or ``signal.SIG_IGN`` or ``signal.SIG_DFL``.
+        handler: function called with the signal number and the frame, or ``signal.SIG_IGN`` or ``signal.SIG_DFL``.
         numbers: signal numbers. Default: ``STOP_SIGNALS``.
 
     Returns:

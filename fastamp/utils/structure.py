@@ -11,10 +11,10 @@ __getattr__ = moved_names(__name__, {"unlike": "fastamp.utils.structure.structur
 
 
 def structure_mismatch(expected: Any, saved: Any, name: str = "") -> str:
-    """Describe the first difference in structure between two states; "" if there is none.
+    """Describe the first structural difference between two states; "" if their structures match.
 
     Keys in only one of them and values of tensors are ignored. None in ``expected`` matches any plain value. None in
-    ``saved`` matches a dict, as a component that the saved run did not have. Integers must not be negative.
+    ``saved`` matches a dict: the saved run did not have that component. Integers must not be negative.
 
     Args:
         expected: state of this run: tensors and plain values in dicts, lists and tuples.

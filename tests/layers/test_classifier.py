@@ -41,7 +41,7 @@ def test_margin_softmax_matches_a_naive_loop(name, dtype, classes):
 
 
 @pytest.mark.parametrize("name", MARGIN_LAYERS)
-def test_gradients_are_finite_if_features_equal_the_weights(name):
+def test_margin_softmax_gradients_are_finite_if_features_equal_the_weights(name):
     weight = torch.randn(64, 512)
     features = torch.cat((weight, -weight, 1e4 * weight)).requires_grad_()
     weight.requires_grad_()
@@ -56,7 +56,7 @@ def test_gradients_are_finite_if_features_equal_the_weights(name):
 
 @pytest.mark.parametrize("name", ["Linear", *MARGIN_LAYERS])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_logits_are_float32_under_autocast(name, dtype):
+def test_classifier_logits_are_float32_under_autocast(name, dtype):
     features, weight, targets = 3000 * torch.randn(6, 8), torch.randn(5, 8), torch.arange(6) % 5
     with torch.autocast("cpu", dtype=dtype):
         low, _ = layer(name)(features, weight, targets)
@@ -65,7 +65,7 @@ def test_logits_are_float32_under_autocast(name, dtype):
     assert torch.equal(low, expected)
 
 
-def test_circle_weights_are_detached():
+def test_circle_softmax_weights_are_detached():
     cosines = torch.tensor([[0.2]], requires_grad=True)
     circle = layer("CircleSoftmax")
     for out, expected in ((circle.right(cosines), 1 + MARGIN - 0.2), (circle.wrong(cosines), 0.2 + MARGIN)):

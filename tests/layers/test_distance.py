@@ -22,7 +22,7 @@ def test_pairwise_distance_matches_a_naive_loop(dtype, metric):
     torch.testing.assert_close(pairwise_distance(x, y, metric), expected)
 
 
-def test_half_precision_is_computed_in_float32_under_autocast():
+def test_distances_of_float16_features_are_computed_in_float32():
     """Negative control: the squares overflow in float16."""
     x = torch.randn(3, 2048, generator=torch.Generator().manual_seed(0)).mul(6).half()
     assert torch.isinf(x.pow(2).sum(1)).any()
@@ -39,6 +39,6 @@ def test_gradient_at_distance_zero_is_finite():
     assert torch.isfinite(x.grad).all()
 
 
-def test_unknown_metric_suggests_the_nearest():
+def test_unknown_metric_suggests_the_nearest_name():
     with pytest.raises(ConfigError, match="TEST.METRIC.*'euclid'.*'euclidean'"):
         pairwise_distance(torch.ones(1, 1), torch.ones(1, 1), "euclid")

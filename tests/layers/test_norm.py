@@ -12,20 +12,20 @@ from fastamp.utils.errors import ConfigError
     "name, kind",
     [("BN", nn.BatchNorm2d), ("syncBN", nn.SyncBatchNorm), ("SyncBN", nn.SyncBatchNorm), ("GN", nn.GroupNorm)],
 )
-def test_build_norm_initializes_each_layer(name, kind):
+def test_build_norm_sets_weight_to_one_and_bias_to_zero(name, kind):
     norm = build_norm(name, 64, freeze_bias=True)
     assert isinstance(norm, kind)
     assert torch.equal(norm.weight, torch.ones(64)) and torch.equal(norm.bias, torch.zeros(64))
     assert norm.weight.requires_grad and not norm.bias.requires_grad
 
 
-def test_unknown_norm_suggests_the_nearest():
+def test_unknown_norm_suggests_the_nearest_name():
     with pytest.raises(ConfigError, match="Did you mean 'SyncBN'"):
         build_norm("synBN", 64)
 
 
 @pytest.mark.parametrize("norm", ["BN", "syncBN", "GN"])
-def test_norms_train_in_a_single_process(norm):
+def test_every_norm_trains_in_a_single_process(norm):
     layer, x = build_norm(norm, 32), torch.randn(4, 32, 3, 2)
     out = layer(x)
     if norm != "GN":

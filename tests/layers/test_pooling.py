@@ -48,13 +48,13 @@ def test_large_float16_activations_do_not_overflow(name):
     assert torch.isfinite(out).all()
 
 
-def test_learned_exponent_gets_a_gradient():
+def test_learned_pooling_exponent_gets_a_gradient():
     pool = POOL_LAYER_REGISTRY.get("GeneralizedMeanPoolingP")()
     assert [tuple(p.shape) for p in pool.parameters()] == [(1,)]
     pool(torch.rand(2, 3, 4, 4)).sum().backward()
     assert pool.p.grad.abs().item() > 0
 
 
-def test_identity_returns_its_input():
+def test_identity_pooling_returns_its_input():
     x = torch.rand(2, 3, 1, 1)
     assert torch.equal(POOL_LAYER_REGISTRY.get("Identity")()(x), x)

@@ -32,7 +32,7 @@ CONTRAST = """(selector => {
 TEXTS = ("p", "td", "th", "dd", "dt", "a", "small", ".drawing text", "figcaption", "span.correct", "span.wrong")
 
 
-def test_report_fits_the_screen_and_loads_nothing(tmp_path):
+def test_report_fits_the_screen_and_makes_no_external_requests(tmp_path):
     path = write_report(hostile_run(tmp_path), tmp_path / "out")
     with Browser(tmp_path / "profile") as browser:
         backgrounds = set()
@@ -51,7 +51,7 @@ def test_report_fits_the_screen_and_loads_nothing(tmp_path):
         assert browser.complaints == []
 
 
-def test_browser_checks_can_fail(tmp_path):
+def test_browser_checks_detect_planted_violations(tmp_path):
     page = tmp_path / "page.html"
     page.write_text(
         "<!doctype html><meta name=viewport content='width=device-width'><p style='width:2000px'>wide</p>"

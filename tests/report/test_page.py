@@ -67,7 +67,7 @@ def test_hostile_values_are_escaped(elements):
     assert "\x00" not in elements.text and "\u202e" not in elements.text
 
 
-def test_content_policy_allows_only_the_embedded_style_and_images(text, elements):
+def test_content_security_policy_allows_only_embedded_style_and_images(text, elements):
     policy = next(a["content"] for _, a in elements.found if a.get("http-equiv") == "Content-Security-Policy")
     style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -96,20 +96,20 @@ def test_report_contains_metrics_charts_config_and_images(run, elements):
     [{"rule": "vehicleid", "num_trials": 2}, {"metric": "euclidean"}, {"re_ranking": ReRanking(k1=4, k2=2)},
      {"rule": "cuhk03", "false_accept_rates": (0.1,)}],
 )  # fmt: skip
-def test_sections_depend_on_the_protocol(tmp_path, protocol):
+def test_report_sections_depend_on_the_protocol(tmp_path, protocol):
     text = Elements(page(hostile_run(tmp_path, sets=1, **protocol))).text
     assert ("Verification (ROC)" in text) == ("rule" not in protocol or protocol["rule"] != "vehicleid")
     assert ("TAR" in text or "true accept rate" in text) or protocol.get("rule") == "vehicleid"
     assert ("cosine similarity" in text) == (not {"metric", "re_ranking"} & set(protocol))
 
 
-def test_size_is_bounded_for_many_test_sets(run, tmp_path):
+def test_report_size_is_bounded_for_many_test_sets(run, tmp_path):
     many = dataclasses.replace(run, sets=list(run.sets[:1]) * 16)
     path = write_report(many, tmp_path / "new" / "folder")
     assert path.stat().st_size < 6 * MIB  # the images are noise, which JPEG compresses poorly
 
 
-def test_report_without_history_details_and_images(run):
+def test_report_renders_without_history_details_and_images(run):
     bare = dataclasses.replace(run.sets[0], result=None, query=[], gallery=[], metrics={"mAP": 1.0, "metric": 2.0})
     text = Elements(page(dataclasses.replace(run, sets=[bare], history=None, train=[]))).text
     assert "1.0 %" in text and "Training" not in text
@@ -126,7 +126,7 @@ def test_failed_write_leaves_no_partial_file(run, tmp_path):
         write_report(run, tmp_path / "report.html" / "in_the_way")
 
 
-def test_values_are_escaped_once_and_markup_is_not():
+def test_template_escapes_values_once_but_not_markup():
     template = templates().from_string(
         "{% macro p(text) %}<p title='{{ text }}'>{{ text }}</p>{% endmacro %}{{ p(x) }}"
     )

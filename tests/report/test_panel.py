@@ -16,7 +16,7 @@ from fastamp.utils.errors import DataError
 
 
 @given(low=st.floats(-1e9, 1e9), relative_width=st.floats(1e-5, 1e5))
-def test_ticks_are_within_the_range(low, relative_width):
+def test_ticks_are_within_the_axis_range(low, relative_width):
     width = relative_width * max(abs(low), 1e-6)
     high = low + width
     marks = ticks(low, high)
@@ -33,7 +33,7 @@ def test_ticks_of_a_logarithmic_axis_are_powers_of_ten():
     "value, text",
     [(0, "0"), (0.25, "0.25"), (1e-4, "1e-4"), (1.25e-3, "1.25e-3"), (65536, "65.54k"), (2e6, "2e6"), (20, "20")],
 )
-def test_ticks_are_formatted_in_few_characters(value, text):
+def test_tick_labels_are_short(value, text):
     assert tick_text(value) == text
 
 
@@ -47,7 +47,7 @@ def test_thinned_line_keeps_extrema_and_ends():
 
 @pytest.mark.parametrize("y", [[1.0], [0.0, 0.0], [math.nan, 3.0, math.nan], [1e300, 1.0], [5.0, 5.0, 5.0]])
 @pytest.mark.parametrize("log", [False, True])
-def test_charts_are_drawn_without_nan_and_inf(y, log):
+def test_svg_of_non_finite_points_contains_no_nan_or_inf(y, log):
     panel = Panel("t", "x", "y", [Line("a", np.arange(len(y)) + 1.0, np.array(y))], y_log=log)
     text = templates().get_template("macros.html").module.chart(draw(panel))
     assert "nan" not in text and "inf" not in text

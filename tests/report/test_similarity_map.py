@@ -25,7 +25,7 @@ def pair(height=64, width=32):
     return {"images": torch.randint(0, 256, (2, 3, height, width), dtype=torch.uint8)}
 
 
-def test_map_is_the_contribution_of_each_position():
+def test_similarity_map_is_the_contribution_of_each_position():
     """With average pooling of a linear map, the similarity is a sum over positions."""
     model, batch = Model(nn.Conv2d(3, 8, 8, stride=8)).eval(), pair()
     found = similarity_map(model, batch)
@@ -38,7 +38,7 @@ def test_map_is_the_contribution_of_each_position():
     assert found.images[0].shape == (64, 32, 3)
 
 
-def test_map_shows_the_common_pattern():
+def test_similarity_map_highlights_the_common_pattern():
     """Two black images with the same mark at different positions."""
     batch = {"images": torch.zeros(2, 3, 64, 32)}
     batch["images"][0, :, 8:16, 8:16] = batch["images"][1, :, 40:48, 16:24] = 255
@@ -49,7 +49,7 @@ def test_map_shows_the_common_pattern():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_maps_of_vit_and_swin(frozen):
+def test_similarity_map_supports_vit_and_swin(frozen):
     vit = VisionTransformer(depth=DEPTHS["deit_small"], image_size=(64, 32))
     vit.blocks = vit.blocks[:2]
     swin = Swin(width=24, blocks=(1, 1, 1, 1), heads=(1, 1, 1, 1))
@@ -61,7 +61,7 @@ def test_maps_of_vit_and_swin(frozen):
         assert not backbone._forward_hooks and all(p.grad is None for p in model.parameters())
 
 
-def test_backbone_without_spatial_features_is_an_error():
+def test_similarity_map_raises_without_spatial_features():
     model = Model(nn.Sequential(nn.Conv2d(3, 8, 8), nn.AdaptiveAvgPool2d(1)))
     with pytest.raises(ConfigError, match=r"(?s)Sequential returns \(8, 1, 1\).*fix: .*--kind"):
         similarity_map(model.eval(), pair())

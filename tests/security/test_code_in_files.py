@@ -84,7 +84,7 @@ def test_unrestricted_unpickling_executes_the_code(here):
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("content", CONTENTS)
-def test_checkpoint_with_code_is_an_error(here, content, writer):
+def test_checkpoint_with_code_raises_without_executing_it(here, content, writer):
     path = here / "evil.pth"
     WRITERS[writer](CONTENTS[content], path)
     with pytest.raises(WeightsError, match=r"evil\.pth"):
@@ -142,7 +142,7 @@ def test_compressed_checkpoint_is_not_decompressed(tmp_path):
         read_checkpoint(path)
 
 
-def test_multi_disk_archive_is_an_error(tmp_path):
+def test_multi_disk_archive_raises(tmp_path):
     stream = io.BytesIO()
     torch.save({"model": {"a": torch.ones(2)}}, stream)
     content = stream.getvalue()
@@ -153,7 +153,7 @@ def test_multi_disk_archive_is_an_error(tmp_path):
         read_checkpoint(tmp_path / "split.pth")
 
 
-def test_object_arrays_are_errors(here, capfd):
+def test_features_file_with_object_arrays_is_rejected(here, capfd):
     arrays = {name: np.array([Evil()], dtype=object) for name in ("query_features", "gallery_features", "query_pids")}
     np.savez(here / "evil.npz", **arrays)
     assert evaluate_features.cli([str(here / "evil.npz")]) == 2
@@ -168,7 +168,7 @@ def test_object_arrays_are_errors(here, capfd):
     assert not (here / "marker").exists()
 
 
-def test_mat_file_with_a_pickle_is_an_error(here):
+def test_mat_file_that_contains_a_pickle_raises(here):
     (here / "evil.mat").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(DataError, match=r"evil\.mat"):
         new_split(here / "evil.mat", [])

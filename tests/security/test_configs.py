@@ -27,7 +27,7 @@ YAMLS = {
 
 
 @pytest.mark.parametrize("name", YAMLS)
-def test_malicious_config_is_an_error(here, name):
+def test_malicious_config_raises(here, name):
     file = here / "evil.yml"
     file.write_text(YAMLS[name])
     (here / "child.yml").write_text("_BASE_: evil.yml\n")
@@ -53,7 +53,7 @@ def test_config_must_be_a_regular_yaml_file(here):
 
 
 @pytest.mark.parametrize("text", ["a\0b", "\ud800"])
-def test_text_with_null_or_surrogate_is_an_error(text):
+def test_config_value_with_null_or_surrogate_raises(text):
     for key in ("OUTPUT_DIR", "DATASETS.NAMES", "SOLVER.OPT_ARGS.x"):
         with pytest.raises(ConfigError, match=key):
             get_cfg().merge_from_list([key, text])

@@ -34,7 +34,7 @@ def csv_set(folder, text, name="a.csv"):
         ('path,pid\n"a.png,b\n' * 3, "cannot read the CSV file"),
     ],
 )
-def test_malicious_csv_file_is_an_error(tmp_path, text, expected):
+def test_malicious_csv_file_raises(tmp_path, text, expected):
     with pytest.raises(DataError, match=expected) as caught:
         csv_set(tmp_path, text)
     assert len(str(caught.value)) < 1000
@@ -106,14 +106,14 @@ SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"
     ids=["png", "jpeg", "bmp", "eps", "svg"],
 )
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_malicious_image_is_an_error(tmp_path, content, expected, channels, recwarn):
+def test_malicious_image_raises(tmp_path, content, expected, channels, recwarn):
     (tmp_path / "a.jpg").write_bytes(content)
     with pytest.raises(DataError, match=expected):
         read_image(str(tmp_path / "a.jpg"), channels)
     assert _inspect_image(ImageItem(str(tmp_path / "a.jpg"), 0, 0)).fault
 
 
-def test_damaged_png_does_not_crash(tmp_path):
+def test_damaged_png_raises_instead_of_crashing(tmp_path):
     """The decoder of torchvision crashes with a segmentation fault on this file."""
     rows = b"".join(b"\x09" + bytes(48) for _ in range(32))  # filter type 9 does not exist
     content = png(16, 32)

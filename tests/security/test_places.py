@@ -61,7 +61,7 @@ def test_links_out_of_output_dir_are_not_followed(demo, tmp_path, capfd):
     assert precious.read_text() == "mine"
 
 
-def test_circular_links_in_output_dir_are_errors(demo, here, capfd):
+def test_circular_links_in_output_dir_raise(demo, here, capfd):
     output = here / "output"
     (output / "evaluation").mkdir(parents=True)
     (output / "evaluation/a").symlink_to("b")

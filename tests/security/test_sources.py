@@ -84,7 +84,7 @@ def test_only_the_checkpoint_package_reads_and_writes_weights():
     assert any(True for path in sources if path not in left for _ in weights_calls(path))
 
 
-def test_weights_check_finds_planted_calls(tmp_path):
+def test_weights_access_check_finds_planted_calls(tmp_path):
     source = tmp_path / "a.py"
     source.write_text(
         "import safetensors.torch\nfrom torch import save\nfrom torch.hub import load_state_dict_from_url\n"

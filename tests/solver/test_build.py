@@ -74,7 +74,7 @@ def test_torch_optimizers_update_the_weights(name):
     assert not torch.equal(before, model.weight)
 
 
-def test_options_and_momentum_are_passed_to_the_optimizer():
+def test_opt_args_and_momentum_are_passed_to_the_optimizer():
     cfg = config("SOLVER.OPT", "AdamW", "SOLVER.OPT_ARGS.betas", "[0.8, 0.9]", "SOLVER.OPT_ARGS.eps", "1e-6")
     group = build_optimizer(cfg, nn.Linear(1, 1)).param_groups[0]
     assert tuple(group["betas"]) == (0.8, 0.9) and group["eps"] == 1e-6
@@ -83,7 +83,7 @@ def test_options_and_momentum_are_passed_to_the_optimizer():
     assert group["momentum"] == 0.7 and group["nesterov"]
 
 
-def test_unknown_optimizers_and_arguments_are_errors():
+def test_unknown_optimizers_and_arguments_raise():
     with pytest.raises(ConfigError, match="SOLVER.OPT: .*'AdmaW'.*'AdamW'"):
         build_optimizer(config("SOLVER.OPT", "AdmaW"), Model())
     with pytest.raises(ConfigError, match="SOLVER.OPT_ARGS: .*'beta' of Adam.*'betas'"):
@@ -94,7 +94,7 @@ def test_unknown_optimizers_and_arguments_are_errors():
         build_optimizer(get_cfg(), frozen)
 
 
-def test_layer_wise_factors_are_multiplied():
+def test_layer_wise_learning_rate_factors_are_multiplied():
     factors = {"backbone.0.*": 0.5, "*.weight": 0.1, "heads.*": 0.2}
     cfg = config("SOLVER.BASE_LR", "1.0", "SOLVER.HEADS_LR_FACTOR", "3.0", "SOLVER.LR_FACTORS", str(factors))
     model = Model()
@@ -110,7 +110,7 @@ def test_layer_wise_factors_are_multiplied():
     })  # fmt: skip
 
 
-def test_layer_wise_factors_from_yaml_and_command_line(tmp_path):
+def test_layer_wise_factors_can_be_set_in_yaml_and_on_the_command_line(tmp_path):
     file = tmp_path / "factors.yml"
     file.write_text("SOLVER:\n  LR_FACTORS:\n    backbone.0.*: 0.5\n")
     cfg = config("SOLVER.LR_FACTORS.heads.reduce.*", "0.25")
@@ -124,7 +124,7 @@ def test_layer_wise_factors_from_yaml_and_command_line(tmp_path):
     assert again == cfg
 
 
-def test_invalid_layer_wise_factors_are_errors():
+def test_invalid_layer_wise_factors_raise():
     with pytest.raises(ConfigError, match=r"SOLVER.LR_FACTORS: 'backbon.\*'.*Did you mean"):
         build_optimizer(config("SOLVER.LR_FACTORS", "{'backbon.*': 0.5}"), Model())
     for value in ("-1", "fast", "True"):
@@ -133,7 +133,7 @@ def test_invalid_layer_wise_factors_are_errors():
 
 
 @pytest.mark.parametrize("name", ["LAMB", "Lamb"])
-def test_lamb_of_timm(name):
+def test_timm_lamb_updates_the_weights_with_the_given_options(name):
     pytest.importorskip("timm")
     model = nn.Linear(3, 2)
     optimizer = build_optimizer(config("SOLVER.OPT", name, "SOLVER.OPT_ARGS.eps", "1e-7"), model)

@@ -17,7 +17,7 @@ def config(*opts):
 
 @pytest.mark.parametrize("clip_type", ["value", "norm", "global_norm"])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_clipping_matches_torch(clip_type, norm_type):
+def test_gradient_clipping_matches_torch(clip_type, norm_type):
     cfg = config("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", clip_type)
     cfg.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = 0.5
     cfg.SOLVER.CLIP_GRADIENTS.NORM_TYPE = norm_type
@@ -41,7 +41,7 @@ def test_clipping_matches_torch(clip_type, norm_type):
     torch.testing.assert_close(coefficient, after / before)
 
 
-def test_disabled_clipping_is_none_and_zero_is_an_error():
+def test_clipping_is_none_if_disabled_and_clip_value_zero_raises():
     assert build_gradient_clipping(get_cfg()) is None
     with pytest.raises(ConfigError, match="SOLVER.CLIP_GRADIENTS.CLIP_VALUE"):
         build_gradient_clipping(config("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", "0"))

@@ -40,14 +40,14 @@ def test_schedule_matches_fastreid(name):
     assert {i: rate(int(i)) for i in curve["iters"]} == pytest.approx(curve["iters"], rel=1e-9)
 
 
-def test_absolute_steps_count_all_epochs():
+def test_absolute_multi_step_schedule_counts_all_epochs():
     cfg = config(EPOCH_SCHEDULE="absolute", STEPS=[4, 9], MAX_EPOCH=12, WARMUP_ITERS=300, BASE_LR=1.0)
     schedule = build_lr_schedule(cfg, 100)
     rates = [schedule.learning_rate(1.0, epoch=epoch, steps_taken=10**6) for epoch in range(12)]
     assert rates == pytest.approx([1.0] * 4 + [0.1] * 5 + [0.01] * 3)
 
 
-def test_absolute_cosine_ends_at_eta_min():
+def test_absolute_cosine_schedule_ends_at_eta_min():
     cfg = config(EPOCH_SCHEDULE="absolute", SCHED="CosineAnnealingLR", MAX_EPOCH=10, WARMUP_ITERS=0, ETA_MIN_LR=1e-3)
     schedule = build_lr_schedule(cfg, 5)
     assert schedule.learning_rate(1.0, epoch=0, steps_taken=0) == pytest.approx(1.0)
@@ -63,7 +63,7 @@ def test_warm_up_advances_with_steps_taken(method, middle):
     assert schedule.learning_rate(1.0, epoch=0, steps_taken=10) == 1.0
 
 
-def test_unknown_names_suggest_the_nearest():
+def test_unknown_schedule_and_warm_up_suggest_the_nearest_name():
     with pytest.raises(ConfigError, match="SOLVER.WARMUP_METHOD.*'linaer'.*'linear'"):
         build_lr_schedule(config(WARMUP_METHOD="linaer"), 1)
     with pytest.raises(ConfigError, match=r"SOLVER.SCHED.*'CosineLR'"):
@@ -99,7 +99,7 @@ def test_constant_schedule_keeps_the_rate_after_warm_up():
     assert rates == pytest.approx([0.2, 1.1, 2.0, 2.0])
 
 
-def test_rate_is_constant_while_weights_are_averaged():
+def test_learning_rate_is_constant_during_weight_averaging():
     cfg = config(STEPS=[1], WARMUP_ITERS=0, MAX_EPOCH=8)
     cfg.SOLVER.SWA = {"ENABLED": True, "LR_FACTOR": 0.5}
     schedule = build_lr_schedule(cfg, 5)
@@ -113,7 +113,7 @@ def test_rate_is_constant_while_weights_are_averaged():
 @pytest.mark.parametrize("rule, batch, accumulated, factor", [
     ("none", 256, 2, 1.0), ("linear", 256, 2, 8.0), ("sqrt", 256, 1, 2.0), ("linear", 32, 1, 0.5), ("sqrt", 64, 1, 1.0),
 ])  # fmt: skip
-def test_scaling_multiplies_the_whole_curve(rule, batch, accumulated, factor, caplog):
+def test_lr_scaling_multiplies_the_whole_schedule(rule, batch, accumulated, factor, caplog):
     asked = {"SCHED": "CosineAnnealingLR", "BASE_LR": 0.01, "ETA_MIN_LR": 1e-4, "MAX_EPOCH": 6, "WARMUP_ITERS": 15}
     curves = []
     for options in ({}, {"LR_SCALING": rule, "IMS_PER_BATCH": batch, "ACCUM_STEPS": accumulated}):
@@ -131,7 +131,7 @@ def test_scaling_multiplies_the_whole_curve(rule, batch, accumulated, factor, ca
     assert (line in caplog.text) == (rule != "none")
 
 
-def test_scaling_combines_with_reference_batch_and_factors():
+def test_lr_scaling_combines_with_reference_batch_and_factors():
     cfg = config(LR_SCALING="linear", REFERENCE_BATCH=32, BASE_LR=0.01, BIAS_LR_FACTOR=2.0)
     rates = sorted(group["lr"] for group in build_optimizer(cfg, torch.nn.Linear(2, 2)).param_groups)
     assert rates == pytest.approx([0.02, 0.04])
@@ -145,7 +145,7 @@ def rates_of(cfg, iters_per_epoch, base_lr=1.0):
     ]
 
 
-def test_warm_up_in_epochs_replaces_iterations():
+def test_warmup_epochs_override_warmup_iters():
     in_iterations = rates_of(config(WARMUP_ITERS=21, STEPS=[4], MAX_EPOCH=9), 7)
     assert rates_of(config(WARMUP_EPOCHS=3, WARMUP_ITERS=5, STEPS=[4], MAX_EPOCH=9), 7) == in_iterations
     assert rates_of(config(WARMUP_ITERS=5, STEPS=[4], MAX_EPOCH=9), 7) != in_iterations

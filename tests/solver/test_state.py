@@ -32,7 +32,7 @@ def stepped(optimizer, **options):
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adafactor", "NAdam", "Rprop"])
-def test_saved_state_is_restored_without_a_step(name):
+def test_optimizer_state_is_restored_without_taking_a_step(name):
     optimizer = getattr(torch.optim, name)
     saved, other = stepped(optimizer).state_dict(), stepped(optimizer)
     parameters = [parameter for group in other.optimizer.param_groups for parameter in group["params"]]
@@ -48,14 +48,14 @@ def test_saved_state_is_restored_without_a_step(name):
 
 
 @pytest.mark.parametrize("wrong", [[], "x", None, 3, torch.ones(3, 4), torch.tensor(1.0), torch.ones(4, 3).long()])
-def test_state_of_wrong_type_shape_or_dtype_is_an_error(wrong):
+def test_optimizer_state_of_wrong_type_shape_or_dtype_raises(wrong):
     saved = stepped(torch.optim.Adam).state_dict()
     saved["state"][0]["exp_avg"] = wrong
     with pytest.raises(ValueError, match="state 0.exp_avg"):
         stepped(torch.optim.Adam).load_state_dict(saved)
 
 
-def test_missing_state_is_an_error():
+def test_missing_optimizer_state_raises():
     saved = stepped(torch.optim.Adam).state_dict()
     del saved["state"][1]["exp_avg_sq"]
     with pytest.raises(ValueError, match="missing state 1.exp_avg_sq"):
@@ -73,7 +73,7 @@ def variants():
 
 
 @pytest.mark.parametrize("optimizer, options", list(variants()))
-def test_expected_state_matches_every_optimizer(optimizer, options):
+def test_expected_state_matches_every_torch_optimizer(optimizer, options):
     shapes = [(4, 3), (4,), (), (2, 3, 3, 3), (2, 1, 5)]
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
     parameters.append(torch.nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16)))
@@ -192,7 +192,7 @@ def in_previous_layout(content):
     return content | {"optimizer": {"name": state["name"], "state": values, "param_groups": groups}}, names
 
 
-def test_previous_layout_resumes_bit_identically(demo, tmp_path):
+def test_checkpoint_with_previous_optimizer_layout_resumes_bit_identically(demo, tmp_path):
     train(tmp_path / "straight")
     with pytest.raises(TrainingInterrupted):
         train(tmp_path / "interrupted", Interrupt())
@@ -236,7 +236,7 @@ def test_resume_uses_the_weight_decays_of_the_config(demo, tmp_path):
     }
 
 
-def test_parameters_are_matched_by_name():
+def test_optimizer_state_is_matched_by_parameter_name():
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
 
     def state(*groups):

@@ -54,7 +54,7 @@ def test_swa_is_the_mean_of_all_weights():
         torch.testing.assert_close(average.tensors()[name], expected)
 
 
-def test_applied_swaps_the_average_and_restores_the_model():
+def test_applied_loads_the_average_and_restores_the_model_on_exit():
     model = make()
     average = WeightAverage(model, "ema")
     before = change(model, 1)
@@ -72,7 +72,7 @@ def test_applied_swaps_the_average_and_restores_the_model():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_state_dict_round_trip_and_mismatches():
+def test_weight_average_round_trip_is_exact_and_mismatches_raise():
     model, other = make(), make()
     average, again = WeightAverage(model, "ema"), WeightAverage(other, "ema")
     change(model, 3)

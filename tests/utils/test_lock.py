@@ -43,7 +43,7 @@ def holder(tmp_path):
     os.kill(child, signal.SIGKILL)
 
 
-def test_second_process_raises_and_names_the_first(holder):
+def test_locking_a_locked_folder_raises_and_names_the_holder(holder):
     folder, process = holder
     assert f"process {process.pid} on " in describe_lock_holder(folder)
     with pytest.raises(ConfigError, match=rf"(?s)OUTPUT_DIR .*out .*process {process.pid} on .*since 20.*fix: "):
@@ -87,7 +87,7 @@ def test_lock_is_reentrant_and_not_inherited(tmp_path):
     unlock_folder(tmp_path)
 
 
-def test_unsupported_file_system_warns(tmp_path, monkeypatch, caplog):
+def test_file_system_without_locks_causes_a_warning(tmp_path, monkeypatch, caplog):
     def unsupported(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -96,7 +96,7 @@ def test_unsupported_file_system_warns(tmp_path, monkeypatch, caplog):
     assert "OUTPUT_DIR" in caplog.text and "No locks available" in caplog.text
 
 
-def test_lock_file_link_raises(tmp_path):
+def test_lock_file_that_is_a_symbolic_link_raises(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / LOCK_FILE).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(WriteError, match=LOCK_FILE):
@@ -104,7 +104,7 @@ def test_lock_file_link_raises(tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_folder_without_new_files_raises(tmp_path, monkeypatch):
+def test_locking_raises_if_the_lock_file_cannot_be_created(tmp_path, monkeypatch):
     """As in /proc, where creating a file raises FileNotFoundError. The call must not wait forever."""
 
     def open_(*args):

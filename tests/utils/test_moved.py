@@ -31,7 +31,7 @@ def test_old_module_name_is_the_current_module(old, monkeypatch):
     assert importlib.import_module(old) is module
 
 
-def test_submodules_of_a_renamed_package(monkeypatch):
+def test_submodule_imports_under_the_old_package_name(monkeypatch):
     monkeypatch.delitem(sys.modules, "fastamp.data.demo", raising=False)
     monkeypatch.delitem(sys.modules, "fastamp.data.demo.generate", raising=False)
     with pytest.warns(DeprecationWarning):
@@ -58,7 +58,7 @@ def test_renamed_class_imports_with_a_warning():
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_old_names_of_mixed_precision_and_diagnostics(old, new):
+def test_old_amp_and_diagnostics_names_are_the_new_objects(old, new):
     (before, old_name), (module, new_name) = (each.rsplit(".", 1) for each in (old, new))
     found = getattr(importlib.import_module(before), old_name)
     assert found is getattr(importlib.import_module(module), new_name)
@@ -84,7 +84,7 @@ def test_old_names_of_mixed_precision_and_diagnostics(old, new):
         ("fastamp.evaluation.single_shot.OneGalleryImageRanker", "fastamp.evaluation.single_shot", "VehicleIDRanker"),
     ],
 )
-def test_old_names_of_the_evaluation(old, module, new):
+def test_old_evaluation_names_are_the_new_objects(old, module, new):
     where, _, name = old.rpartition(".")
     with pytest.warns(DeprecationWarning, match=f"{module}.{new}"):
         found = getattr(importlib.import_module(where), name)
@@ -150,7 +150,7 @@ def test_convert_state_dict_takes_precedence_over_adopt_state(recwarn):
 
 
 @pytest.mark.parametrize("name", ["read_config", "load_parts", "merge_from_checkpoint", "merge_if_config"])
-def test_old_names_in_engine_setup(name):
+def test_functions_moved_from_engine_setup_are_found_there(name):
     from fastamp.engine import setup
 
     with pytest.warns(DeprecationWarning, match=name):

@@ -12,13 +12,13 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_format_duration():
+def test_format_duration_omits_zero_hours_and_clamps_at_zero():
     assert format_duration(3723) == "1:02:03"
     assert format_duration(59.6) == "1:00"
     assert format_duration(-1) == "0:00"
 
 
-def test_bar_shows_steps_and_remaining_time():
+def test_progress_bar_shows_steps_and_remaining_time():
     stream = Terminal()
     bar = ProgressBar(4, "training", done=1, stream=stream)
     bar._bar.mininterval = 0
@@ -30,7 +30,7 @@ def test_bar_shows_steps_and_remaining_time():
     assert "4/4" in stream.getvalue() and stream.getvalue().endswith("\r")
 
 
-def test_log_lines_are_printed_above_the_bar():
+def test_log_lines_are_printed_above_the_progress_bar():
     stream = Terminal()
     handler = ConsoleHandler(stream)
     bar = ProgressBar(4, "training", stream=stream)
@@ -43,7 +43,7 @@ def test_log_lines_are_printed_above_the_bar():
     assert "training:" in after  # and drawn again below the line
 
 
-def test_bar_is_not_drawn_to_a_file():
+def test_progress_bar_is_not_written_to_a_file():
     stream = io.StringIO()
     bar = ProgressBar(4, "training", stream=stream)
     bar.update(4)
@@ -56,5 +56,5 @@ def test_earlier_steps_are_excluded_from_the_speed():
     assert bar.seconds_left() == float("inf")
 
 
-def test_track_yields_all_items():
+def test_track_yields_each_item():
     assert list(track([1, 2, 3], 3, "x")) == [1, 2, 3]

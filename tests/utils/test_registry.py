@@ -6,7 +6,7 @@ from fastamp.utils.errors import ConfigError, did_you_mean
 from fastamp.utils.registry import Registry
 
 
-def test_register_get_and_build():
+def test_registered_components_are_found_and_built_by_name():
     registry = Registry("MODEL.THING")
 
     @registry.register()
@@ -32,7 +32,7 @@ def test_duplicate_name_raises():
         registry.register("a")(str)
 
 
-def test_unknown_name_lists_choices_and_suggests_nearest():
+def test_unknown_component_lists_choices_and_suggests_the_nearest():
     registry = Registry("MODEL.THING")
     registry.register("TripletLoss")(int)
     registry.register("Focal")(int)

@@ -17,7 +17,7 @@ STATE = {
 }
 
 
-def test_equal_structure_has_no_mismatch():
+def test_states_with_equal_structure_match():
     same = {**STATE, "iteration": 10**9, "best": 0.5, "rate": 7, "others": [], "state": {0: {"mean": torch.ones(2, 3)}}}
     assert [structure_mismatch(STATE, state) for state in (STATE, same, {})] == ["", "", ""]
 
