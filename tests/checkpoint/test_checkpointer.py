@@ -266,7 +266,7 @@ def test_every_flipped_bit_in_a_record_is_detected(tmp_path):
 
 
 def test_pytorch_does_not_detect_a_flipped_bit(tmp_path):
-    """Negative control for the comparison of checksums."""
+    """Negative control: without comparing checksums, the damage goes unnoticed."""
     path = save({"weight": torch.arange(6.0)}, tmp_path / "w.pth")
     flip(path, next(begin for name, (begin, _) in record_spans(path).items() if name.endswith("data/0")) + 6, bit=7)
     assert not torch.equal(torch.load(path, weights_only=True)["weight"], torch.arange(6.0))
@@ -386,7 +386,7 @@ def test_circular_and_broken_links_raise(tmp_path):
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_torchscript_archives_are_rejected_with_a_working_fix(tmp_path, recwarn, parts):
-    """Includes an archive in which the compressed code is larger than the weights."""
+    """The cases include an archive in which the compressed code is larger than the weights."""
     parts = [nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout()][:parts]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

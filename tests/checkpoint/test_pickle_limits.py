@@ -21,7 +21,7 @@ from fastamp.utils.errors import WeightsError
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_hostile_checkpoints_are_rejected(tmp_path, legacy):
-    """Run in a subprocess: without the check, loading hangs without handling signals, or overflows the stack."""
+    """Uses a subprocess: without the check, loading hangs without handling signals, or overflows the stack."""
     paths = [
         hostile_pickles.write(code, tmp_path / f"{number}.pth", legacy=legacy)
         for number, code in enumerate(hostile_pickles.PICKLES.values())
@@ -89,7 +89,7 @@ plain = st.recursive(
 @given(plain, st.sampled_from([0, 1, 2, 3, 4, 5]))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_plain_values_pass_in_every_pickle_protocol(value, protocol):
-    """All protocols are covered, because later versions of PyTorch may load more of them."""
+    """All pickle protocols are covered, because later versions of PyTorch may load more of them."""
     check_pickle(pickle.dumps([value, value], protocol))
 
 

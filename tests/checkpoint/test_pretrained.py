@@ -1,4 +1,4 @@
-"""Pretrained backbones: local files, downloads, numbers of channels, errors."""
+"""Pretrained backbones: local files, downloads, input channels, errors."""
 
 from pathlib import Path
 from urllib.error import URLError
@@ -108,7 +108,7 @@ def test_gray_weights_do_not_load_into_four_channels(tmp_path):
 
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch):
-    """Replace PyTorch's download cache by an empty folder."""
+    """Replace PyTorch's download cache with an empty folder."""
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     return tmp_path / "hub/checkpoints"
 
@@ -136,7 +136,7 @@ def test_hostile_download_is_rejected(monkeypatch, empty_cache):
 
 
 def test_gray_model_matches_the_rgb_model_with_a_common_normalization(resnet18_file):
-    """Only INPUT.CHANNELS changes: the default mean and standard deviation become their luma."""
+    """Only INPUT.CHANNELS is set: the default mean and standard deviation are converted to their luma."""
     options = ("MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "3")
     options += ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(resnet18_file))
     gray = build_model(config(*options, "INPUT.CHANNELS", "1")).eval()

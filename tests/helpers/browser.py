@@ -1,4 +1,4 @@
-"""Headless Chromium, controlled through a pipe with the DevTools protocol."""
+"""Headless Chromium, controlled by the DevTools protocol over a pipe."""
 
 import base64
 import json
@@ -21,7 +21,7 @@ _SECONDS = 60
 
 
 class Browser:
-    """Context manager for a browser with one page.
+    """Context manager that runs a browser with one page.
 
     Attributes:
         complaints (list[str]): console output of the page, and errors and warnings of the browser.

@@ -1,4 +1,4 @@
-"""Model with two convolutions and a batch, for precision checks."""
+"""Small model with two convolutions, and a matching batch, for precision checks."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ def policy(dtype):
 
 
 class Net(nn.Module):
-    """Two convolutions and a linear head, for any image size."""
+    """Model with two convolutions and a linear head, for any image size."""
 
     def __init__(self, channels, gain=1.0):
         super().__init__()
@@ -36,7 +36,7 @@ def make_batch(channels=3, size=(12, 10)):
 
 
 class Hungry(Net):
-    """Model that runs out of memory for more than ``most`` images, in float32 or in every precision."""
+    """Model that runs out of memory for batches of more than ``most`` images, in float32 or in every precision."""
 
     def __init__(self, most, in_low_too):
         super().__init__(3)

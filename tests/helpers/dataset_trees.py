@@ -1,4 +1,4 @@
-"""Miniature files of all datasets; readers only use names and lists, so the images are empty files."""
+"""Miniature folder trees of all datasets; readers use only file names and lists, so the images are empty files."""
 
 MARKET = {
     "bounding_box_train": ("0002_c1s1_000451_03.jpg", "0002_c6s2_000001_01.jpg", "0007_c3s1_000001_00.jpg"),
@@ -41,17 +41,17 @@ MSMT = {
 
 
 def msmt(folder, train, test):
-    """Return MSMT17's files, path -> text, in a version's folders."""
+    """Return the files of MSMT17 as path -> text, in the folder layout of one version."""
     return {f"{folder}/{path.format(train=train, test=test)}": text for path, text in MSMT.items()}
 
 
 def under(folder, files):
-    """Return files, path -> text or paths of empty ones, in a folder."""
+    """Add a folder to the paths of ``files``, which is path -> text, or a list of paths of empty files."""
     return {f"{folder}/{path}": files[path] if isinstance(files, dict) else "" for path in files}
 
 
 def training_only(folder, files, train):
-    """Return the entry of a dataset with only training images."""
+    """Return the entry for a dataset that has only training images."""
     return under(folder, files), train, [], []
 
 

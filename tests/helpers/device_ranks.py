@@ -1,4 +1,4 @@
-"""Train a small ResNet with normalization across ranks on one device: device_ranks.py FOLDER DEVICE NORM
+"""Train a small ResNet with normalization across ranks that share a device: device_ranks.py FOLDER DEVICE NORM
 
 Trains without a process group, in a group of one process (NCCL on CUDA), and in two processes that share the device
 (gloo), in float64 with the same global batches. The model's tensors after each step are saved to
@@ -33,7 +33,7 @@ class Record(HookBase):
 
 
 def batches(device: str):
-    """Yield the part of each batch for this process."""
+    """Yield this process's part of each batch."""
     generator, share = torch.Generator().manual_seed(0), slice(*comm.shard_range(IMAGES))
     targets = torch.arange(IMAGES) % CLASSES
     for _ in itertools.count():

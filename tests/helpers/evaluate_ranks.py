@@ -1,7 +1,7 @@
 """Evaluate random features in 1, 2 and 3 processes with several configs: evaluate_ranks.py FOLDER
 
-The batches are divided among the processes as by the test loader. metrics.json and the files of ``TEST.PER_QUERY`` are
-written to FOLDER/<processes>/<config>/.
+The batches are divided among the processes as the test loader does. metrics.json and the files of ``TEST.PER_QUERY``
+are written to FOLDER/<processes>/<config>/.
 """
 
 import json

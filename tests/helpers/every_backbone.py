@@ -1,4 +1,4 @@
-"""All backbones in their smallest size, with their configs."""
+"""The smallest variant of each backbone, with its config."""
 
 from fastamp.config import CfgNode, get_cfg
 

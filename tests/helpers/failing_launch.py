@@ -1,6 +1,6 @@
 """Synchronize processes repeatedly until one fails: failing_launch.py FAULT RANK PROCESSES [MACHINES MACHINE URL].
 
-If FAULT is a path, no process fails: each creates a file of this name with its process ID as suffix, and waits. Under
+If FAULT is a path, no process fails: each creates a file with this path and its process ID as suffix, and waits. Under
 torchrun, PROCESSES and the following arguments are ignored.
 """
 

@@ -1,4 +1,4 @@
-"""Failures that need two processes, in plain PyTorch and with fastamp: failing_ranks.py FOLDER RANK.
+"""Failures that occur only with two processes, in plain PyTorch and in fastamp: failing_ranks.py FOLDER RANK.
 
 Each process writes FOLDER/rank<RANK>.pth: scenario -> history on that rank.
 """
@@ -56,7 +56,7 @@ def plain(
 
 
 def overflow(dtype: torch.dtype, rank: int, bad_rank: int) -> dict[str, Any]:
-    """Train with a batch that overflows on one rank."""
+    """Train with a batch whose gradients overflow on one rank only."""
     batches = [make_batch(seed=10 * step + rank) for step in range(STEPS)]
     if rank == bad_rank:
         batches[BAD_STEP] = spoil(batches[BAD_STEP])
@@ -69,7 +69,7 @@ def overflow(dtype: torch.dtype, rank: int, bad_rank: int) -> dict[str, Any]:
 
 
 class TwoHeads(nn.Module):
-    """Net with a second head on its detached features, multiplied by a factor of the batch."""
+    """Net with a second head on its detached features, multiplied by a factor from the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class HeadOutside(SimpleTrainer):
 
 
 def head_outside(dtype: torch.dtype, rank: int) -> dict[str, Any]:
-    """Train with equal batches on both ranks, except for one infinite input of the second head on rank 1."""
+    """Train with equal batches on both ranks, except for one infinite input to the second head on rank 1."""
     batches = [make_batch(seed) | {"factor": torch.ones(())} for seed in range(STEPS)]
     if rank == 1:
         batches[BAD_STEP]["factor"] = torch.tensor(float("inf"))
@@ -157,7 +157,7 @@ class InnerFp16Hook(SimpleTrainer):
 
 
 def compression(dtype: torch.dtype, rank: int) -> dict[str, Any]:
-    """Train with gradients that are communicated in low precision."""
+    """Train while gradients are communicated in low precision."""
     batches = [make_batch(seed=10 * step + rank) for step in range(STEPS)]
     seen: dict[str, Any] = {}
     for name, hook in (("fp16", fp16_compress_hook), ("bf16", bf16_compress_hook)):
@@ -190,7 +190,7 @@ class ShardedHead(TwoHeads):
 
 
 def divergence(dtype: torch.dtype, rank: int) -> dict[str, Any]:
-    """Train with heads outside DDP on different batches, and with different losses per rank."""
+    """Train with heads outside DDP that get different batches, and with different losses per rank."""
     batches = [make_batch(seed=10 * step + rank) | {"factor": torch.ones(())} for step in range(STEPS)]
     model = make_net(TwoHeads)
     seen: dict[str, Any] = {"plain": plain(model, second_head_outside(model), batches, dtype)}

@@ -1,8 +1,8 @@
 """Run CUDA code paths without a device: PyTorch's fake tensors have a device, a shape and a dtype, but no values.
 
-An operation on tensors of two devices fails as it does on a GPU. An operation whose result depends on values, for
-which a GPU makes the host wait, fails or is counted. Fake tensors do not show streams, pinned memory, events,
-generators, NCCL, or a backward pass.
+Operations on tensors of two devices fail as they do on a GPU. Operations that make the host wait for values from the
+GPU fail or are counted. Fake tensors cannot test streams, pinned memory, events, generators, NCCL, or the backward
+pass.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
 class ForcedAutocast(torch.autocast):
-    """Autocast that does not disable itself on a machine without CUDA."""
+    """Autocast that stays enabled on a machine without CUDA."""
 
     def __init__(
         self, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, **options: Any
@@ -32,15 +32,16 @@ class ForcedAutocast(torch.autocast):
 
 
 class DeviceReads(TorchDispatchMode):
-    """Count transfers between host and device, and answer those of scalars.
+    """Count transfers between host and device, and supply the values of scalars read by the host.
 
     Args:
         mode: creates the fake tensors.
-        answer: number of values -> the values that the host reads.
+        answer: function that maps a number of values to the values that the host reads.
 
     Attributes:
-        count: transfers from the device to the host so far; one ``tolist()`` is one, of however many values.
-        uploads: transfers from the host to the device so far.
+        count: number of transfers from the device to the host; a ``tolist()`` counts once, regardless of the number of
+            values.
+        uploads: number of transfers from the host to the device.
     """
 
     def __init__(self, mode: FakeTensorMode, answer: Callable[[int], list[float]]) -> None:
@@ -69,13 +70,13 @@ class DeviceReads(TorchDispatchMode):
         return out
 
     def read(self, values: int) -> list[float]:
-        """Count one transfer of ``values`` scalars, and answer it."""
+        """Count one transfer of ``values`` scalars, and return their values."""
         self.count += 1
         return self.answer(values)
 
 
 class _FakeBackward(TorchFunctionMode):
-    """Give every parameter that a loss reaches an empty gradient: autograd needs a driver."""
+    """Replace the backward pass, which needs a CUDA driver: set an empty gradient for each parameter of the loss."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.Tensor.backward:
@@ -90,7 +91,7 @@ def _is_device(value: Any) -> bool:
 
 
 def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
-    """List the leaves of the graph of ``loss``."""
+    """List the leaf tensors of the autograd graph of ``loss``."""
     found, seen, stack = [], set(), [loss.grad_fn]
     while stack:
         node = stack.pop()
@@ -105,10 +106,10 @@ def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
 def fake_cuda(
     monkeypatch: Any, answer: Callable[[int], list[float]] = lambda count: [1.0] * count
 ) -> Iterator[DeviceReads]:
-    """Make new tensors fake and CUDA autocast effective.
+    """Create only fake tensors and enable CUDA autocast.
 
     Args:
-        monkeypatch: pytest's.
+        monkeypatch: the fixture of pytest.
         answer: see ``DeviceReads``. Default 1 for every value.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -127,7 +128,7 @@ def fake_cuda(
 
 
 def to_fake_cuda(model: nn.Module) -> nn.Module:
-    """Replace a model's parameters and buffers by fake ones on the device, inside ``fake_cuda``; ties are kept."""
+    """Replace the parameters and buffers of a model with fake ones on the device; tied tensors remain tied."""
     moved: dict[int, torch.Tensor] = {}
     for part in model.modules():
         for tensors in (part._parameters, part._buffers):

@@ -1,4 +1,4 @@
-"""Start processes of a group by forking, without importing PyTorch in each; the parent must not have computed yet."""
+"""Fork the processes of a group to avoid importing PyTorch in each; the parent must not have run an operator yet."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ from fastamp.engine import launch
 
 
 def launch_forked(main: Callable[..., Any], *numbers: Any, args: tuple[Any, ...]) -> None:
-    """Call ``launch`` with forked instead of spawned processes."""
+    """Call ``launch`` such that it forks processes instead of spawning them."""
     fork = multiprocessing.get_context("fork")
     with mock.patch("multiprocessing.get_context", lambda method: fork):
         launch(main, *numbers, args=args)

@@ -1,4 +1,4 @@
-"""Fuzzed inputs, and limits and write checks for commands that read them."""
+"""Fuzzed inputs, and a time limit, a memory limit and write checks for commands that read them."""
 
 import io
 import os
@@ -42,7 +42,7 @@ class Hang(Exception):
 
 
 class Watch:
-    """Audit hook that records writes outside of allowed folders and started programs; it cannot be removed."""
+    """Audit hook that records programs started and writes outside of allowed folders. It cannot be removed."""
 
     def __init__(self) -> None:
         self.allowed: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ def image_files() -> dict[str, bytes]:
 
 
 def nasty_value(rng: random.Random, key: str | None = None) -> Any:
-    """Draw a value that may be invalid for a key, or one close to its default."""
+    """Draw a value for a config key: possibly invalid, or close to the default."""
     default = KEYS[key].default if key in KEYS else None
     if KEYS.get(key) is not None and KEYS[key].choices and rng.random() < 0.3:
         return rng.choice(KEYS[key].choices)
@@ -171,7 +171,7 @@ def nasty_value(rng: random.Random, key: str | None = None) -> Any:
 
 
 def nasty_config(rng: random.Random, config: dict[str, Any]) -> bytes:
-    """Create a config file from ``config`` with random invalid values and, sometimes, damaged bytes."""
+    """Create a config file from ``config`` with random invalid values and sometimes damaged bytes."""
     config = yaml.safe_load(yaml.safe_dump(config))
     keys = list(KEYS)
     for _ in range(rng.choice((0, 1, 1, 2, 4))):
@@ -208,7 +208,7 @@ _CELLS = [
 
 
 def nasty_csv(rng: random.Random, rows: list[list[str]]) -> bytes:
-    """Create a CSV file from ``rows`` with random changes of cells, columns and lines and, sometimes, damaged bytes."""
+    """Create a CSV file from ``rows`` with random changes to cells, columns and lines, and sometimes damaged bytes."""
     rows = [list(row) for row in rows]
     for _ in range(rng.choice((0, 1, 1, 2, 5))):
         row = rng.choice(rows)
@@ -240,7 +240,7 @@ def nasty_csv(rng: random.Random, rows: list[list[str]]) -> bytes:
 
 
 def nasty_checkpoint(rng: random.Random, content: Any) -> Any:
-    """Copy the content of a checkpoint with entries of other types and shapes, or without entries."""
+    """Copy the content of a checkpoint, and remove entries or change their types and shapes."""
     places = list(_places(content, ()))
     changes: dict[tuple[Any, ...], Any] = {}
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
@@ -327,7 +327,7 @@ def _changed(value: Any, path: tuple[Any, ...], changes: dict[tuple[Any, ...], A
 
 
 def nasty_arrays(rng: random.Random, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Remove arrays, or change their shapes and dtypes."""
+    """Remove random arrays, or change their shapes and dtypes."""
     arrays = dict(arrays)
     for _ in range(rng.choice((1, 1, 2, 4))):
         name = rng.choice(sorted(arrays))

@@ -1,4 +1,4 @@
-"""Report data with names, paths and values that attempt HTML injection."""
+"""Data for a report, with names, paths and values that attempt HTML injection."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Small checkpoints whose loading would exhaust time or memory, written as opcodes in both formats of torch.
+"""Small checkpoints whose loading would exhaust time or memory, written as opcodes in both file formats of torch.save.
 
 As a script: read the given files in one process and print the first line of each error of ``read_checkpoint``.
 """
@@ -22,12 +22,12 @@ def _get(number):
 
 
 def shared_tuples(levels=60):
-    """Create nested tuples of two references each: 2**levels leaves in a few bytes per level."""
+    """Create nested tuples of two references to the next level: 2**levels leaves in a few bytes per level."""
     return b")" + b"".join(_put(n) + _get(n) + b"\x86" for n in range(levels))
 
 
 def wide_tuples():
-    """Create four levels of 1,000 references: as many leaves at an ordinary depth."""
+    """Create four levels of tuples with 1,000 references each: 1e12 leaves at an ordinary depth."""
     code = b")" + _put(0)
     for level in range(4):
         code += b"(" + _get(level) * 1000 + b"t" + _put(level + 1)

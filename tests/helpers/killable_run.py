@@ -1,4 +1,4 @@
-"""Train or resume the tiny config, with SIGKILL at a given moment: killable_run.py OUTPUT_DIR MOMENT."""
+"""Train or resume the tiny config, and kill the process at a given moment: killable_run.py OUTPUT_DIR MOMENT."""
 
 import os
 import signal

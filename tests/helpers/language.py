@@ -1,7 +1,7 @@
 """Check the project's text against the glossary in CONTRIBUTING.md: ``python tests/helpers/language.py [PATH ...]``.
 
-It reads docstrings, comments, strings of several words, names, and Markdown outside code. Code spans in backticks are
-skipped: a text may name an old key or function.
+It reads docstrings, comments, strings with several words, names, and Markdown outside code blocks. Code spans in
+backticks are skipped, because text may mention the old name of a key or function.
 """
 
 import ast
@@ -72,7 +72,7 @@ TEST_NAME = re.compile(r"test_(?:\d|(?:what|who|whom|whose|where|which|how|wheth
 
 
 class Finding(NamedTuple):
-    """One sentence or name that breaks a rule."""
+    """Violation of a language rule in a sentence or name."""
 
     path: str
     line: int
@@ -84,7 +84,7 @@ class Finding(NamedTuple):
 
 
 def banned_words() -> dict[str, str]:
-    """Read the words in backticks of the glossary's last column, each with the term that replaces it."""
+    """Read the words in backticks in the last column of the glossary, each with the term to use instead."""
     words = {}
     for line in (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
@@ -134,7 +134,7 @@ def markdown_text(source: str) -> Iterator[tuple[int, str, str]]:
 
 
 def check_text(source: str, path: str) -> list[Finding]:
-    """List what breaks the rules in the text of one file, ``.py`` or Markdown by its ``path``."""
+    """List the violations in the text of one file; ``path`` tells Python from Markdown."""
     findings = []
     rules = text_rules()
     identifiers = re.compile("|".join(SPELLING), re.I)

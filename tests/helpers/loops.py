@@ -1,4 +1,4 @@
-"""Minimal model with two training loops: plain PyTorch, as in its documentation, and fastamp."""
+"""Minimal model with two training loops: plain PyTorch, as in the PyTorch documentation, and fastamp."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -45,17 +45,17 @@ def make_batch(seed: int = 0, size: int = 8) -> dict[str, torch.Tensor]:
 
 
 def spoil(batch: dict[str, torch.Tensor], value: float = float("inf")) -> dict[str, torch.Tensor]:
-    """Replace the images of a batch by ``value``."""
+    """Fill the images of a batch with ``value``."""
     return batch | {"images": torch.full_like(batch["images"], value)}
 
 
 def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
-    """Build plain SGD for a model."""
+    """Build a plain SGD optimizer for a model."""
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copy the parameters and buffers."""
+    """Copy the parameters and buffers of a model."""
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
@@ -70,7 +70,7 @@ def finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def grad_norm(model: nn.Module) -> float:
-    """Compute the total L2 norm of the gradients."""
+    """Compute the L2 norm of all gradients together."""
     return torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()])).item()
 
 

@@ -41,7 +41,7 @@ _VOLATILE = [
 
 
 class Site(NamedTuple):
-    """A statement that raises, warns or logs."""
+    """Statement that raises, warns or logs."""
 
     file: str
     function: str
@@ -54,7 +54,7 @@ class Site(NamedTuple):
 
 
 def list_sites(folder: str) -> list[Site]:
-    """Return the sites in the Python files of a folder of the repository, or in one file."""
+    """Return the sites in one Python file, or in all Python files of a folder in the repository."""
     path = REPOSITORY / folder
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
     return [site for file in files for site in _sites_of(file)]
@@ -86,8 +86,8 @@ class Recorder:
     """Run invocations and collect their messages as text.
 
     Args:
-        root: folder for the files of the invocations; ``TMP`` in the text.
-        names: further paths, and the word that replaces each in the text.
+        root: folder for the files of the invocations; replaced with ``TMP`` in the text.
+        names: path -> word that replaces it in the text, for other paths.
     """
 
     def __init__(self, root: Path, names: dict[Path, str] | None = None) -> None:
@@ -102,7 +102,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def __call__(self, title: str) -> Iterator[None]:
-        """Record the messages of the block; an exception ends it."""
+        """Record the messages inside the context; an exception ends it and is recorded."""
         self.lines += ["", f"# {self._normalize(title)}"]
         with self._collecting():
             try:
@@ -115,7 +115,7 @@ class Recorder:
                     self._add(type(error).__name__, _masked(error))
 
     def command(self, main: Callable[[list[str]], int | None], program: str, *argv: Any, output: bool = False) -> None:
-        """Record a command line: its messages, its exit code, and with ``output`` what it prints."""
+        """Record the messages and exit code of a command line, and its printed text if ``output`` is true."""
         arguments = [str(argument) for argument in argv]
         capture = pytest.MonkeyPatch()
         self.lines += ["", self._normalize(f"$ {program} {shlex.join(arguments)}")]
@@ -145,7 +145,7 @@ class Recorder:
         self.command(main, "fastamp", *argv, output=output)
 
     def train(self, *argv: Any, program: str = "train") -> None:
-        """Record ``fastamp train`` with the tiny model on the demo data, in a folder of its own."""
+        """Record ``fastamp train`` with the tiny model on the demo data, in a separate folder."""
         from tiny import tiny_config
 
         config = self.root / "tiny.yml"
@@ -155,7 +155,7 @@ class Recorder:
         self.fastamp(program, "--config-file", config, *argv, *output)
 
     def file(self, name: str, content: str | bytes = "") -> Path:
-        """Write a file below the root."""
+        """Write a file to the root folder."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -168,7 +168,7 @@ class Recorder:
         return "\n".join(self.lines).strip() + "\n"
 
     def not_reached(self, folders: list[str]) -> list[str]:
-        """Return the sites in ``folders`` that no invocation reached."""
+        """Return the sites in ``folders`` that were not reached by any invocation."""
         sites = [site for folder in folders for site in list_sites(folder)]
         return [
             str(site)
@@ -227,7 +227,7 @@ class Recorder:
         self._add(record.levelname, message)
 
     def _follow(self, error: BaseException | None, seen: tuple[BaseException, ...] = ()) -> None:
-        """Count the sites that raised an error and its causes."""
+        """Count the sites that raised an error or one of its causes."""
         if error is None or error in seen:
             return
         frames = traceback.extract_tb(error.__traceback__)
@@ -258,7 +258,7 @@ class Recorder:
 
 
 class _Stream:
-    """A text stream that is not a terminal."""
+    """Text stream that is not a terminal."""
 
     encoding = "utf-8"
 
@@ -280,7 +280,7 @@ class _Stream:
 
 
 def _masked(error: BaseException) -> str:
-    """Return an error's text, with its cause's replaced by the class where that is another library's."""
+    """Return the text of an error; the text of a cause from another library is replaced with its class name."""
     text = str(error)
     cause = error.__cause__
     if cause is None or isinstance(cause, UserError) or not str(cause):

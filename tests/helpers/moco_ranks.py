@@ -30,7 +30,7 @@ class Record(HookBase):
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
-    """Create the part of each of the four batches for this process."""
+    """Create this process's part of each of the four batches."""
     generator, share = torch.Generator().manual_seed(0), slice(*comm.shard_range(BATCH))
     whole = [torch.randint(256, (BATCH, 3, 32, 16), generator=generator).float() for _ in range(4)]
     whole[2][-1] = float("inf")

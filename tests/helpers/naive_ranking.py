@@ -12,7 +12,7 @@ REFERENCE = Path(__file__).parents[1] / "reference/ranking"
 
 
 def load(name):
-    """Load a reference file: its arrays, query features, gallery features and identities."""
+    """Load a reference file; return its arrays, query features, gallery features and identities."""
     data = np.load(REFERENCE / f"{name}.npz")
     tensors = {key: torch.from_numpy(data[key]) for key in ("qf", "gf", "qp", "gp", "qc", "gc")}
     ids = Identities(*(tensors[key].long() for key in ("qp", "gp", "qc", "gc")))
@@ -20,7 +20,7 @@ def load(name):
 
 
 def random_set(seed, queries=30, gallery=120, *, width=16, pids=8, cameras=3, noise=1.0):
-    """Create clustered features with distractors (identity 0), and their identities."""
+    """Create clustered features, including distractors (identity 0), and the identities."""
     random = np.random.default_rng(seed)
     centers = random.standard_normal((pids + 1, width))
     sides = [random.integers(low, pids + 1, n) for low, n in ((1, queries), (0, gallery))]
@@ -35,7 +35,8 @@ def random_set(seed, queries=30, gallery=120, *, width=16, pids=8, cameras=3, no
 def naive_rows(distances, ids, *, cross_camera=True, same_identity_only=True):
     """Yield for each query the ranks (from 1) of its matches in a stable sort without junk.
 
-    Junk images are from the query's camera; with ``same_identity_only=False`` this includes other identities.
+    Junk images are images from the query's camera: those of the same identity, or all with
+    ``same_identity_only=False``.
     """
     for q in range(len(distances)):
         order = sorted(range(len(distances[q])), key=lambda g: (distances[q][g], g))
@@ -46,7 +47,7 @@ def naive_rows(distances, ids, *, cross_camera=True, same_identity_only=True):
 
 
 def naive(distances, ids, **rule):
-    """Yield AP, INP, the first match's rank from 0, and whether there is one, for each query."""
+    """Yield for each query AP, INP, the 0-based rank of the first match, and True if there is a match."""
     for ranks in naive_rows(distances, ids, **rule):
         if not ranks:
             yield 0.0, 0.0, -1, False
@@ -56,7 +57,7 @@ def naive(distances, ids, **rule):
 
 
 def random_distances(seed, num_query, num_gallery, levels, dtype=np.float32, pids=4):
-    """Draw distances: few levels give ties, few identities give many matches; identity 0 is a distractor."""
+    """Draw distances; few levels give ties, few identities give many matches, identity 0 is a distractor."""
     rng = np.random.default_rng(seed)
     distances = torch.from_numpy(rng.integers(0, levels, (num_query, num_gallery)).astype(dtype))
     ids = Identities(

@@ -1,4 +1,4 @@
-"""Config files of FastReID v0.1.1 and v1.0.0, from the reference data."""
+"""Config files of FastReID v0.1.1 and v1.0.0, read from the reference data."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Run scripts in subprocesses forked from a server process that has imported PyTorch, to save the import time.
+"""Run scripts in subprocesses forked from a server process that has already imported PyTorch, which saves time.
 
-The server does not import fastamp, does not compute and has a single thread, so that forking is safe. In contrast to
-new processes, the forked ones share a hash seed, and environment variables that PyTorch reads at import have no effect.
-Start a new process if this matters.
+The server does not import fastamp, does not compute and has a single thread, so that forking is safe. Unlike new
+processes, the forked processes share a hash seed, and environment variables that PyTorch reads at import have no
+effect. Start a new process if this matters.
 """
 
 import atexit
@@ -27,7 +27,7 @@ class Run:
     Args:
         words (list[str]): path of the script, or ``-m`` and a module name, followed by its arguments.
         environment (dict[str, str]): additional environment variables.
-        stdout (int): fd to write the output to; -1 to capture it for ``finish``. Default -1.
+        stdout (int): file descriptor to write the output to; -1 to capture it for ``finish``. Default -1.
     """
 
     def __init__(self, words: list[str], environment: dict[str, str], stdout: int = -1) -> None:
@@ -79,7 +79,7 @@ def start(script: str | Path, *words: object, **environment: str) -> Run:
 
 @functools.cache
 def _importing_process() -> socket.socket:
-    """Start the server, and return the socket for requests; the server exits when it is closed."""
+    """Start the server and return the socket for requests; the server exits when the socket is closed."""
     requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

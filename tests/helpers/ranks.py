@@ -1,6 +1,6 @@
 """Train the tiny config in one or several processes: ranks.py [FLAGS] OUTPUT_DIR PROCESSES KEY VALUE ..
 
-Several processes are forked from this one, which is faster; ``--spawn`` starts them as in normal use. Under torchrun,
+Several processes are forked from this one, which is faster; ``--spawn`` spawns them as in normal use. Under torchrun,
 PROCESSES is ignored. The parameters after each step are saved to OUTPUT_DIR/steps.pth.
 """
 
@@ -33,7 +33,7 @@ class RecordSteps(HookBase):
 
 
 class Fault(HookBase):
-    """Inject a fault in the third iteration."""
+    """Inject a fault into the third iteration."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -62,7 +62,7 @@ class Fault(HookBase):
             hook.received = 15
 
     def make_infinite(self) -> None:
-        """Make all following images of rank 1 infinite."""
+        """Set all following images on rank 1 to infinity."""
         if comm.get_rank() == 1:
             batches = self.trainer._batches or iter(self.trainer.data_loader)
             self.trainer._batches = ({**batch, "images": batch["images"] + float("inf")} for batch in batches)

@@ -1,4 +1,4 @@
-"""Record the results of this version, or write its files, or compare two records.
+"""Record the results of this version, write files to be loaded by later versions, or compare two records.
 
     python tests/helpers/record.py OUTPUT           short runs, evaluations, export, features, figures
     python tests/helpers/record.py --compare A B    print the differences of two records; exit code 1 if there are any
@@ -83,7 +83,7 @@ def record(output: Path) -> None:
 
 @contextlib.contextmanager
 def in_scratch_folder() -> Iterator[None]:
-    """Change to a temporary folder with a demo set in ``datasets``, so that all paths in files are relative."""
+    """Change to a temporary folder with a demo set in ``datasets``, so that all stored paths are relative."""
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -115,7 +115,7 @@ def run_record(folder: Path) -> dict[str, Any]:
 
 
 def evaluation(*options: str) -> dict[str, Any]:
-    """Evaluate the float32 run's weights with a report, and return the metrics and the report's text."""
+    """Evaluate the weights of the float32 run with a report, and return the metrics and the text of the report."""
     folder = Path("evaluation")
     shutil.rmtree(folder, ignore_errors=True)
     weights = ("MODEL.WEIGHTS", "two_convolutions_off/model_best.pth", "TEST.REPORT", "True")
@@ -148,7 +148,7 @@ class _Text(HTMLParser):
 
 
 def report_text(path: Path) -> dict[str, list[str]]:
-    """Collect the text and drawings of a report by section, without those that depend on the machine or on time."""
+    """Collect the text and drawings of a report by section, without sections that depend on the machine or on time."""
     page = _Text()
     page.feed(path.read_text(encoding="utf-8"))
     training = page.sections.get("training", [])
@@ -158,7 +158,7 @@ def report_text(path: Path) -> dict[str, list[str]]:
 
 
 def exported() -> dict[str, Any]:
-    """Export with torch.export; return the parity and the features of the exported program."""
+    """Export with torch.export; return the parity result and the features of the exported program."""
     report = export(predictor(), "model.pt2", data="")
     program = torch.export.load("model.pt2").module()
     parity = [vars(each) for each in report.comparisons]
@@ -170,7 +170,7 @@ def predictor() -> Predictor:
 
 
 def inference() -> dict[str, Any]:
-    """Compute features, an extraction, and the search results of each kind of index."""
+    """Compute features, extract a dataset, and search each kind of index; return the results."""
     model = predictor()
     features = model.features(list(recorded.IMAGES))
     extraction, _ = extract(model, "Demo", "gallery.npz")
@@ -195,7 +195,7 @@ def pictures() -> dict[str, Any]:
 
 
 def trained_with_report() -> dict[str, Any]:
-    """Collect the text of a training report, without the speed."""
+    """Collect the text of a training report, excluding the speed."""
     words = tiny.tiny_options(Path("reported"), "SOLVER.MAX_EPOCH", "1", "TEST.REPORT", "True")
     assert train_net.cli(words) == 0
     sections = report_text(Path("reported/report.html"))
@@ -255,7 +255,7 @@ def differences(first: Path, second: Path) -> list[str]:
 
 
 def difference(one: dict[str, Any], two: dict[str, Any], key: str) -> str | None:
-    """Describe the difference of a value; None if it is bit-identical."""
+    """Describe the difference between two values; None if they are bit-identical."""
     if key not in one or key not in two:
         return f"only in the {'first' if key in one else 'second'}"
     a, b = one[key], two[key]
@@ -308,7 +308,7 @@ def write_files(folder: Path) -> None:
 
 
 def hide_paths(folder: Path) -> None:
-    """Replace the paths of Python and of this code in Ray's pickles by text of the same length."""
+    """Replace the paths of Python and of this code in Ray's pickles with text of the same length."""
     for path in filter(Path.is_file, folder.rglob("*")):
         content = before = path.read_bytes()
         for place in {str(ROOT), sys.prefix, sys.base_prefix, str(Path.home())}:
@@ -325,7 +325,7 @@ def to_json(value: Any) -> str:
 
 
 def take(source: Path, target: Path, names: list[str]) -> None:
-    """Copy files to a folder, and remove its former content."""
+    """Copy files to a folder after removing its previous content."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     for name in names:
@@ -367,7 +367,7 @@ def gallery() -> dict[str, Any]:
 
 
 def search() -> None:
-    """Start a FastTune search and kill it during a trial.
+    """Start a FastTune search, and kill it during a trial.
 
     The search runs from a copy of the code, because Ray's state contains the paths of source files.
     """
@@ -400,7 +400,7 @@ def main() -> int:
     elif args.output:
         record(args.output)
     else:
-        parser.error("name OUTPUT, --compare or --files")
+        parser.error("one of OUTPUT, --compare and --files is required")
     return 0
 
 

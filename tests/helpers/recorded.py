@@ -72,7 +72,7 @@ SEARCH_OPTIONS = ("SOLVER.MAX_EPOCH", "12", "SOLVER.STEPS", "(10,)", "TEST.EVAL_
 
 
 class Interrupt(HookBase):
-    """Raise SIGTERM in the middle of an epoch."""
+    """Hook that raises SIGTERM in the middle of an epoch."""
 
     def before_step(self) -> None:
         if self.trainer.iter == STOP - 1:
@@ -80,7 +80,7 @@ class Interrupt(HookBase):
 
 
 class KeepWeights(HookBase):
-    """Copy the tensors of the model at the iteration at which the interrupted run was saved."""
+    """Hook that copies the tensors of the model at the iteration where the interrupted run was saved."""
 
     def before_step(self) -> None:
         if self.trainer.iter == STOP:
@@ -93,7 +93,7 @@ def config(folder: Path, name: str) -> CfgNode:
 
 
 def train(cfg: CfgNode, *hooks: HookBase, resume: bool = False) -> None:
-    """Train to the end or until a hook interrupts the run."""
+    """Train until the end, or until a hook interrupts the run."""
     torch.manual_seed(0)
     trainer = DefaultTrainer(cfg)
     trainer.resume_or_load(resume=resume)
@@ -102,7 +102,7 @@ def train(cfg: CfgNode, *hooks: HookBase, resume: bool = False) -> None:
 
 
 def interrupt(folder: Path, name: str) -> None:
-    """Train one of ``RUNS`` until the interruption."""
+    """Train one of ``RUNS`` until it is interrupted."""
     try:
         train(config(folder, name), Interrupt())
     except TrainingInterrupted:
@@ -111,7 +111,7 @@ def interrupt(folder: Path, name: str) -> None:
 
 
 def machine() -> str:
-    """Hash the hardware and versions that affect rounding and decoding; results are bit-identical if it is equal."""
+    """Hash the hardware and versions that affect rounding and decoding; equal hashes imply bit-identical results."""
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.is_file() else [platform.processor()]
     facts = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU"))}) or lines

@@ -1,4 +1,4 @@
-"""Train in several variants to compare one process with several: same_result.py FOLDER
+"""Train variants of a config, to compare one process with several processes: same_result.py FOLDER
 
 Run it under torchrun, or call ``main`` in a single process. Training is in float64 with batch norm and dropout in
 evaluation mode, so that rounding and batch statistics do not hide differences. The parameters after each step are saved
@@ -78,7 +78,7 @@ class StillTrainer(DefaultTrainer):
 
 
 class Still(HookBase):
-    """Set batch norm and dropout to evaluation mode before training."""
+    """Hook that sets batch norm and dropout to evaluation mode before training."""
 
     def before_train(self) -> None:
         still(self.trainer.model)
@@ -106,7 +106,7 @@ def train(kind: type[DefaultTrainer], folder: Path, options: tuple[str, ...], fa
 
 
 def loss_gradients(name: str, *, gather: bool) -> dict[str, torch.Tensor]:
-    """Compute the gradients of a loss for the part of a batch on this process, averaged over the processes."""
+    """Compute the gradients of a loss for this process's part of a batch, averaged over the processes."""
     generator = torch.Generator().manual_seed(0)
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.HEADS.NUM_CLASSES", str(CLASSES), "MODEL.BACKBONE.FEAT_DIM", str(WIDTH), *LOSSES[name]])

@@ -1,4 +1,4 @@
-"""Backbones with realistic random weights, and reference implementations of their layers."""
+"""Backbones with random weights of realistic scale, and reference implementations of their layers."""
 
 import math
 
@@ -35,7 +35,7 @@ def count_parameters(name, depth, width, *opts):
 
 
 class Layers:
-    """Layers as plain functions, by their names in a state dict."""
+    """Layers as plain functions, called with the names of the layers in a state dict."""
 
     def __init__(self, state):
         self.state = state

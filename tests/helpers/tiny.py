@@ -1,4 +1,4 @@
-"""Backbone with two convolutions and the smallest demo set, for tests of training and evaluation."""
+"""Backbone with two convolutions, and the smallest demo set, for tests of training and evaluation."""
 
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def make_demo(root: Path) -> Path:
 
 
 def tiny_options(output_dir: Path, *opts: str) -> list[str]:
-    """List KEY VALUE pairs that train the tiny backbone on the demo in seconds, followed by ``opts``."""
+    """List KEY VALUE pairs for training the tiny backbone on the demo set in seconds, followed by ``opts``."""
     return [
             "MODEL.DEVICE", "cpu",
             "MODEL.BACKBONE.NAME", "build_tiny_backbone",

@@ -20,7 +20,7 @@ VOID = {"meta", "link", "img", "br"}
 
 
 class Elements(HTMLParser):
-    """HTML parser that collects elements and text, and checks that tags are balanced."""
+    """HTML parser that collects elements and text, and checks that all tags are closed."""
 
     def __init__(self, text):
         super().__init__()

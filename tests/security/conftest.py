@@ -1,10 +1,10 @@
-"""Fixture of an empty working folder, in which executed code would create a marker file."""
+"""Fixture for an empty working directory, in which executed code would create the file ``marker``."""
 
 import pytest
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Create an empty folder and make it the working folder."""
+    """Create an empty folder and change to it."""
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -1,4 +1,4 @@
-"""Checkpoints, arrays and caches with code: reading them is an error, and the code is not executed."""
+"""Checkpoints, arrays and caches that contain code: reading them raises an error and does not execute the code."""
 
 import io
 import os
@@ -26,7 +26,7 @@ from fastamp.utils.errors import DataError, WeightsError
 
 
 class Evil:
-    """Object whose unpickling creates the file ``marker`` in the working folder."""
+    """Object that creates the file ``marker`` in the working directory when it is unpickled."""
 
     def __init__(self, function=os.system, argument="touch marker"):
         self.made = function, (argument,)
@@ -36,7 +36,7 @@ class Evil:
 
 
 class Scalar:
-    """Object that looks like a NumPy scalar with a function call as dtype."""
+    """Object that is pickled like a NumPy scalar, with a function call in place of the dtype."""
 
     def __reduce__(self):
         return np.float64(0).__reduce__()[0], (Evil(), b"\0" * 8)

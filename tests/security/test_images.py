@@ -41,7 +41,7 @@ def test_malicious_csv_file_raises(tmp_path, text, expected):
 
 
 def test_csv_values_are_plain_text(tmp_path):
-    """Formulas are not evaluated; paths may point anywhere, since images are only read."""
+    """Formulas are not evaluated. Paths may point anywhere, since images are only read."""
     found = csv_set(tmp_path, "path,pid\n../b.png,=1+1\n~no-such-user/a.png,@SUM(A1)\n/c.png,+cmd|' /C calc'!A0\n")
     assert [item.path for item in found.train] == [f"{tmp_path}/../b.png", f"{tmp_path}/~no-such-user/a.png", "/c.png"]
 

@@ -1,4 +1,4 @@
-"""A run only writes into OUTPUT_DIR and prints no terminal escape sequences."""
+"""A run writes only to OUTPUT_DIR and prints no terminal escape sequences."""
 
 import logging
 import os

@@ -152,7 +152,7 @@ def test_warmup_epochs_override_warmup_iters():
 
 
 def release_0_1_1(schedule, *, epochs, warmup, factor, delay, steps, gamma, eta_min, iters_per_epoch):
-    """Compute the rate of each iteration as FastReID v0.1.1, which converts epochs to iterations."""
+    """Compute the learning rate of each iteration as in FastReID v0.1.1, which converts epochs to iterations."""
     rates = []
     for iteration in range(epochs * iters_per_epoch):
         rate, start, end = 1.0, delay * iters_per_epoch, epochs * iters_per_epoch
@@ -169,7 +169,7 @@ def release_0_1_1(schedule, *, epochs, warmup, factor, delay, steps, gamma, eta_
 
 
 def release_1_0_0(schedule, *, epochs, warmup, factor, delay, steps, gamma, eta_min, iters_per_epoch):
-    """Compute the rate of each iteration as FastReID v1.0.0, which steps one of two schedulers per epoch."""
+    """Compute the learning rate of each iteration as in FastReID v1.0.0, which updates it per epoch."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     length = epochs - max(warmup + 1, delay)
     scheduler = {

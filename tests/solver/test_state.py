@@ -96,7 +96,7 @@ def test_expected_state_matches_every_torch_optimizer(optimizer, options):
 
 
 class SketchSGD(torch.optim.SGD):
-    """An optimizer outside torch.optim, with state of another shape than the parameter's."""
+    """Custom optimizer whose state tensors differ in shape from the parameters."""
 
     def step(self):
         for group in self.param_groups:
@@ -105,7 +105,7 @@ class SketchSGD(torch.optim.SGD):
 
 
 class ClosureSGD(SketchSGD):
-    """An optimizer that cannot step without a closure."""
+    """Custom optimizer that cannot step without a closure."""
 
     def step(self, closure):
         super().step()
@@ -172,7 +172,7 @@ def resumed(folder, content, opts=()):
 
 
 def in_previous_layout(content):
-    """Convert a checkpoint to the layout of earlier versions: one group per pair of values, without names."""
+    """Convert a checkpoint to the layout of earlier versions: groups by learning rate and weight decay, no names."""
     state, order = content["optimizer"], list(content["model"])
     held = [
         (name, number, group)

@@ -1,4 +1,4 @@
-"""Metrics: means between writes, one device-to-host copy, JSON lines."""
+"""Metrics: means between writes, a single device-to-host copy per flush, JSON lines."""
 
 import json
 

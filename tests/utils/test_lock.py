@@ -1,4 +1,4 @@
-"""Locks on folders between processes."""
+"""Locks on folders that several processes use."""
 
 import errno
 import json
@@ -54,7 +54,7 @@ def test_locking_a_locked_folder_raises_and_names_the_holder(holder):
 
 
 def test_killed_process_releases_the_lock(holder):
-    """Even if a child, such as a data loading worker, is alive and has inherited the open lock file."""
+    """This holds even if a child, e.g. a data loading worker, is alive and has inherited the open lock file."""
     folder, process = holder
     process.kill()
     process.join()
@@ -105,7 +105,7 @@ def test_lock_file_that_is_a_symbolic_link_raises(tmp_path):
 
 
 def test_locking_raises_if_the_lock_file_cannot_be_created(tmp_path, monkeypatch):
-    """As in /proc, where creating a file raises FileNotFoundError. The call must not wait forever."""
+    """This happens in /proc, where creating a file raises FileNotFoundError. The call must not wait forever."""
 
     def open_(*args):
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
@@ -116,7 +116,7 @@ def test_locking_raises_if_the_lock_file_cannot_be_created(tmp_path, monkeypatch
 
 
 def contend(folder, pipe, rounds):
-    """Lock and unlock a folder repeatedly; send the number of overlaps with other processes."""
+    """Lock and unlock a folder repeatedly; send how often another process had the lock at the same time."""
     overlaps = 0
     for _ in range(rounds):
         while True:

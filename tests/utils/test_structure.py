@@ -1,4 +1,4 @@
-"""Comparison of the structure of states."""
+"""Comparison of the structure of saved states."""
 
 import pytest
 import torch
