@@ -86,7 +86,7 @@ def test_opt_args_and_momentum_are_passed_to_the_optimizer():
 def test_unknown_optimizers_and_arguments_raise():
     with pytest.raises(ConfigError, match="SOLVER.OPT: .*'AdmaW'.*'AdamW'"):
         build_optimizer(config("SOLVER.OPT", "AdmaW"), Model())
-    with pytest.raises(ConfigError, match="SOLVER.OPT_ARGS: .*'beta' of Adam.*'betas'"):
+    with pytest.raises(ConfigError, match="SOLVER.OPT_ARGS: .*Adam.*'beta'.*'betas'"):
         build_optimizer(config("SOLVER.OPT_ARGS.beta", "0.5"), Model())
     frozen = Model()
     frozen.requires_grad_(False)
