@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _CPU_BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
+_DEVICES = "MODEL.DEVICE auto, cpu, cuda, cuda:N or mps"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -39,9 +40,9 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"MODEL.DEVICE: unknown device {name!r}; use auto, cpu, cuda, cuda:N or mps") from error
+        raise ConfigError(f"MODEL.DEVICE: unknown device {name!r}.\n  fix: {_DEVICES}") from error
     if device.type not in ("cpu", "cuda", "mps"):
-        raise ConfigError(f"MODEL.DEVICE: unsupported device {name!r}; use auto, cpu, cuda, cuda:N or mps")
+        raise ConfigError(f"MODEL.DEVICE: unsupported device {name!r}.\n  fix: {_DEVICES}")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             build = f"was built for CUDA {torch.version.cuda}" if torch.version.cuda else "was built without CUDA"
@@ -50,9 +51,12 @@ def resolve_device(name: str) -> torch.device:
                 "  fix: MODEL.DEVICE auto (or cpu), or install a driver and a PyTorch build that match"
             )
         if device.index is not None and device.index >= torch.cuda.device_count():
-            raise ConfigError(f"MODEL.DEVICE is {name!r}, but PyTorch finds {torch.cuda.device_count()} CUDA devices")
+            raise ConfigError(
+                f"MODEL.DEVICE is {name!r}, but PyTorch finds {torch.cuda.device_count()} CUDA devices.\n"
+                "  fix: a number from 0, or MODEL.DEVICE cuda"
+            )
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("MODEL.DEVICE is 'mps', but PyTorch finds no MPS device; use auto or cpu")
+        raise ConfigError("MODEL.DEVICE is 'mps', but PyTorch finds no MPS device.\n  fix: MODEL.DEVICE auto or cpu")
     return device
 
 

@@ -35,7 +35,8 @@ def merge_if_config(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> bool:
         cfg.merge_from_other_cfg(CfgNode.load_cfg(text))
     except UserError as error:
         raise WeightsError(
-            f"cannot use the config in {checkpoint}: it is from another version, or needs a plugin: {error}"
+            f"cannot use the config in {checkpoint}: it is from another version, or needs a plugin.\n"
+            f"  found: {str(error).removeprefix('another config: ')}"
         ) from error
     return True
 

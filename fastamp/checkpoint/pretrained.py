@@ -139,15 +139,13 @@ def _download(online: TorchvisionWeights | Download) -> Any:
             logger.info("downloading %s to %s", online.url, path)
             torch.hub.download_url_to_file(online.url, str(path), checksum[1] if checksum else None)
         return read_checkpoint(path)
-    except (
-        URLError,
-        OSError,
-        RuntimeError,
-        WeightsError,
-    ) as error:  # WeightsError: e.g. a web page instead of the file
+    except (URLError, OSError, RuntimeError, WeightsError) as error:
         again = f"delete {path} to download it again, " if path.exists() else ""
+        # WeightsError: e.g. a web page instead of the file
+        problem = "are damaged" if isinstance(error, WeightsError) else "could not be downloaded"
         raise WeightsError(
-            f"MODEL.BACKBONE.PRETRAIN is True, but the weights could not be downloaded from {online.url}: {error}.\n"
+            f"MODEL.BACKBONE.PRETRAIN is True, but the weights from {online.url} {problem}.\n"
+            f"  found: {str(error).splitlines()[0]}\n"
             f"  fix: {again}download that file on another machine and set MODEL.BACKBONE.PRETRAIN_PATH to it, "
             "or start from random weights with MODEL.BACKBONE.PRETRAIN False"
         ) from error

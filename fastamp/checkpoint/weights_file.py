@@ -131,7 +131,8 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
         )
     if not os.path.exists(path):
         candidates = sorted(p.name for p in path.parent.glob("*.pth")) if os.path.isdir(path.parent) else []
-        found = f"\n  found in that folder: {', '.join(candidates)}" if candidates else ""
+        more = f" and {len(candidates) - 10} more" if len(candidates) > 10 else ""
+        found = f"\n  found in that folder: {', '.join(candidates[:10])}{more}" if candidates else ""
         raise WeightsError(f"weights file not found: {path}{found}")
     try:
         check_not_device(path)

@@ -275,5 +275,5 @@ def _free_bytes(output_dir: Path) -> int:
     absolute = output_dir.expanduser().absolute()
     existing = next(path for path in (absolute, *absolute.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"OUTPUT_DIR {str(output_dir)!r} is not writable")
+        raise ConfigError(f"OUTPUT_DIR {str(output_dir)!r} is not writable.\n  fix: choose another OUTPUT_DIR")
     return shutil.disk_usage(existing).free

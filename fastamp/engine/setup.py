@@ -56,7 +56,9 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
     try:
         setup_logger(cfg.OUTPUT_DIR, rank=rank)
     except OSError as error:
-        raise ConfigError(f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} is not writable: {error.strerror}") from error
+        raise ConfigError(
+            f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} is not writable: {error.strerror}.\n  fix: choose another OUTPUT_DIR"
+        ) from error
     evaluates = getattr(args, "eval_only", None)
     if evaluates is False and rank == 0:
         lock_folder(cfg.OUTPUT_DIR, "OUTPUT_DIR")

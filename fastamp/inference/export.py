@@ -237,7 +237,7 @@ def _load_test_images(predictor: Predictor, data: str | None, max_images: int) -
             "parity check uses only random images, without mAP: test set %s is not available (%s)\n"
             "  fix: choose another test set with --data NAME",
             name,
-            str(error).splitlines()[0],
+            str(error).splitlines()[0].removesuffix("; looked for"),
         )
         return None
 

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 # The base class; optimizers that need a closure, sparse gradients or two-dimensional parameters.
 _NOT_FOR_THIS_LOOP = ("Optimizer", "LBFGS", "SparseAdam", "Muon")
+_FIX_OPTIONS = "change SOLVER.OPT_ARGS, or choose another SOLVER.OPT"
 _NORM_LAYERS = (
     nn.modules.batchnorm._BatchNorm,
     nn.modules.instancenorm._InstanceNorm,
@@ -156,7 +157,10 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
     name = optimizer_class.__name__
     groups = parameter_groups(cfg, model)
     if not groups:
-        raise ConfigError("the model has no trainable parameters: requires_grad is False for all of them")
+        raise ConfigError(
+            "the model has no trainable parameters: requires_grad is False for all of them.\n"
+            "  fix: set requires_grad to True for the parameters to train"
+        )
     defaults: dict[str, Any] = {}
     if name == "SGD":
         defaults = {"momentum": cfg.SOLVER.MOMENTUM, "nesterov": cfg.SOLVER.NESTEROV}
@@ -177,9 +181,9 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
         except RuntimeError as error:
             if fast:
                 continue  # unsupported with these options or on this device
-            raise ConfigError(f"SOLVER.OPT {name} rejects its arguments: {error} (see SOLVER.OPT_ARGS)") from error
+            raise ConfigError(f"SOLVER.OPT {name} rejects its arguments: {error}.\n  fix: {_FIX_OPTIONS}") from error
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"SOLVER.OPT {name} rejects its arguments: {error} (see SOLVER.OPT_ARGS)") from error
+            raise ConfigError(f"SOLVER.OPT {name} rejects its arguments: {error}.\n  fix: {_FIX_OPTIONS}") from error
         break
     if solver.LR_SCALING != "none":
         logger.info(

@@ -242,7 +242,8 @@ def swa_start(cfg: Any) -> int:
     if start >= epochs:
         raise ConfigError(
             f"SOLVER.SWA.START_EPOCH is {start}, but training ends after {epochs} epochs (SOLVER.MAX_EPOCH): "
-            "no weights would be averaged"
+            "no weights would be averaged.\n"
+            "  fix: a smaller SOLVER.SWA.START_EPOCH"
         )
     return start
 

@@ -21,20 +21,22 @@ from fastamp.utils.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _LOG_CALLS = {f"logger.{level}" for level in ("info", "warning", "error", "exception")}
-_NUMBERS = re.compile(r"\d+\.\d+(e[+-]?\d+)?|\d+e[+-]?\d+")
+_NUMBERS = re.compile(r"(?<![\w.])\d+(\.\d+(e[+-]?\d+)?|e[+-]?\d+)(?![\w.])")
 _VOLATILE = [
     (re.compile(r"was built (for CUDA [\d.]+|without CUDA)"), "was built ..."),
     (re.compile(r"\b[0-9a-f]{16}(-[0-9a-f]{32})?\b"), "HASH"),
-    (re.compile(r"\d+(\.\d+)?(e-?\d+)? (MiB|GiB|MB|GB)\b"), r"N \3"),
+    (re.compile(r"(?:[\d.]+ of )?\d+(?:\.\d+)?(?:e-?\d+)? (MiB|GiB|MB|GB)\b"), r"N \1"),
     (re.compile(r"\d+ images/s"), "N images/s"),
     (re.compile(r"limit (is|of) \d+"), r"limit \1 N"),
+    (re.compile(r"18\.\.\d+"), "18..N"),
+    (re.compile(r"\.py:\d+"), ".py:N"),
     (re.compile(r"\b\d{1,2}:\d\d(?::\d\d)?\b"), "M:SS"),
     (re.compile(r"process \d+( on \S+, since [-\d]+ M:SS)?"), "process N"),
     (re.compile(r"0x[0-9a-f]{6,}"), "0xN"),
     (re.compile(r"\brun_\w{8}\b"), "run"),
     (re.compile(r"\b\d+\.\d+\.\d+(\+\w+)?\b"), "X.Y.Z"),
     # Results of a computation, whose last digits depend on the machine.
-    (re.compile(r"\b\d\.\d{2,3}e\+\d+|\b[1-9]\d*\.\d{2,}\b|\b0\.[1-9]\d{3,}\b"), "N"),
+    (re.compile(r"\b\d\.\d+e[+-]\d+|\b[1-9]\d*\.\d{2,}\b|\b0\.[1-9]\d{3,}\b"), "N"),
     (re.compile(r"((?:choices|there are): (?:[^\s,;.]+, ){6})[^\n.;]+"), r"\1..."),
     (re.compile(r"usage: .*?(?=\n\S[^\n]*: error: )", re.DOTALL), "usage: ..."),
 ]
@@ -103,8 +105,7 @@ class Recorder:
     @contextlib.contextmanager
     def __call__(self, title: str) -> Iterator[None]:
         """Record the messages inside the context; an exception ends it and is recorded."""
-        self.lines += ["", f"# {self._normalize(title)}"]
-        with self._collecting():
+        with self._collecting(f"# {title}"):
             try:
                 yield
             except (Exception, SystemExit) as error:
@@ -117,26 +118,25 @@ class Recorder:
     def command(self, main: Callable[[list[str]], int | None], program: str, *argv: Any, output: bool = False) -> None:
         """Record the messages and exit code of a command line, and its printed text if ``output`` is true."""
         arguments = [str(argument) for argument in argv]
-        capture = pytest.MonkeyPatch()
-        self.lines += ["", self._normalize(f"$ {program} {shlex.join(arguments)}")]
         printed: dict[str, list[str]] = {"stdout": [], "stderr": []}
-        with self._collecting(), capture.context() as patch:
-            patch.setattr("sys.argv", [program, *arguments])
-            for stream, texts in printed.items():
-                patch.setattr(f"sys.{stream}", _Stream(texts))
-            try:
-                code = main(arguments)
-            except SystemExit as stop:
-                code = stop.code
-        stderr = "".join(printed["stderr"])
-        for error in self._errors:  # the text of other libraries' errors depends on their versions
-            if str(error) in stderr:
-                stderr = stderr.replace(str(error), _masked(error))
-        self._add("", stderr.rstrip())
-        if output:
-            self._add("", "".join(printed["stdout"]).rstrip())
-        if code:
-            self._add("exit code", str(code))
+        with self._collecting(f"$ {program} {shlex.join(arguments)}"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("sys.argv", [program, *arguments])
+                for stream, texts in printed.items():
+                    patch.setattr(f"sys.{stream}", _Stream(texts))
+                try:
+                    code = main(arguments)
+                except SystemExit as stop:
+                    code = stop.code
+            stderr = "".join(printed["stderr"])
+            for error in self._errors:  # the text of other libraries' errors depends on their versions
+                if str(error) in stderr:
+                    stderr = stderr.replace(str(error), _masked(error))
+            self._add("", stderr.rstrip())
+            if output:
+                self._add("", "".join(printed["stdout"]).rstrip())
+            if code:
+                self._add("exit code", str(code))
 
     def fastamp(self, *argv: Any, output: bool = False) -> None:
         """Record ``fastamp ARGV``."""
@@ -179,7 +179,10 @@ class Recorder:
     # Collection
 
     @contextlib.contextmanager
-    def _collecting(self) -> Iterator[None]:
+    def _collecting(self, title: str) -> Iterator[None]:
+        """Record the log records, warnings and swallowed errors of the block below ``title``; nothing if none."""
+        start = len(self.lines)
+        self.lines += ["", self._normalize(title)]
         create = logging.getLogRecordFactory()
         warn = warnings.warn
         initialize = Exception.__init__
@@ -211,6 +214,8 @@ class Recorder:
                 for error in self._errors:
                     self._follow(error)
         assert warnings.warn is warn
+        if len(self.lines) == start + 2:
+            del self.lines[start:]
 
     def _log(self, record: logging.LogRecord) -> None:
         if not self._visit(record.pathname, record.lineno) or record.levelno < logging.INFO:
@@ -219,7 +224,7 @@ class Recorder:
         if record.levelno == logging.INFO:
             # A run logs tables and measurements: their first line tells them apart.
             first, *rest = message.strip("\n").split("\n")
-            message = _NUMBERS.sub("N", first) + (" ..." if rest else "")
+            message = _NUMBERS.sub("N", self._normalize(first)) + (" ..." if rest else "")
             site = f"{record.pathname}:{record.lineno}"
             if site in self._logged:
                 return
@@ -276,7 +281,7 @@ class _Stream:
         return False
 
     def fileno(self) -> int:
-        raise OSError("no file descriptor")
+        raise OSError("no file")
 
 
 def _masked(error: BaseException) -> str:

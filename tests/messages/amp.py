@@ -11,7 +11,13 @@ from tiny import tiny_config
 from torch import nn
 
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy
-from fastamp.amp.checks import check_communication, check_finite, check_optimizers
+from fastamp.amp.checks import (
+    check_communication,
+    check_finite,
+    check_losses,
+    check_optimizers,
+    warn_of_foreign_leaves,
+)
 from fastamp.amp.fp32 import apply_force_fp32
 from fastamp.amp.policy import resolve_device
 
@@ -41,10 +47,10 @@ def devices(record):
 def policies(record):
     """SOLVER.AMP."""
     with record("SOLVER.AMP on, without native bfloat16"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastamp.amp.policy.native_bfloat16", lambda device: (False, "no native bfloat16"))
+        patch.setattr("fastamp.amp.policy.native_bfloat16", lambda device: (False, "this CPU has no native bfloat16"))
         PrecisionPolicy.from_config(tiny_config(record.root, "SOLVER.AMP", "on"), torch.device("cpu"))
     with record("SOLVER.AMP bf16, without native bfloat16"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastamp.amp.policy.native_bfloat16", lambda device: (False, "no native bfloat16"))
+        patch.setattr("fastamp.amp.policy.native_bfloat16", lambda device: (False, "this CPU has no native bfloat16"))
         PrecisionPolicy.from_config(tiny_config(record.root, "SOLVER.AMP", "bf16"), torch.device("cpu"))
     for opts in (
         ("SOLVER.AMP", "bf16"),
@@ -129,6 +135,19 @@ def losses(record):
         with record(f"a model that returns {title}"):
             model = make_net(Weighted, change=change)
             make_trainer(model, [sgd(model)], [make_batch()], torch.float32).train(0, 1, 1)
+    with record("a loss of frozen layers only"):
+        check_losses({"loss_cls": torch.tensor(1.0)}, frozen=["body"])
+    with record("a loss with a tensor that is not a parameter"):
+        model, tensor = make_net(), torch.ones(3, requires_grad=True)
+        warn_of_foreign_leaves({"loss_cls": model(make_batch())["loss_cls"] * tensor.sum()}, model)
+    with record("a part that is frozen without MODEL.FREEZE_LAYERS"):
+        model = make_net()
+        model.body.requires_grad_(False)
+        make_trainer(model, [sgd(model)], [make_batch()] * 3, torch.float32).train(0, 1, 3)
+    with record("a part without gradients"):
+        model = make_net(Weighted, change=lambda found: {"loss_cls": found["loss_cls"] + 0 * model.spare(batch).sum()})
+        model.spare, batch = nn.Linear(3, 3), torch.ones(1, 3)
+        make_trainer(model, [sgd(model)], [make_batch()] * 20, torch.float32).train(0, 1, 20)
     with record("every layer frozen"):
         model = make_net()
         optimizer = sgd(model)
@@ -146,7 +165,7 @@ def steps(record):
         with record(title):
             model = make_net(Weighted, change=change)
             make_trainer(model, [sgd(model, lr=lr)], [make_batch()] * 10, torch.float32).train(0, 1, 10)
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+    for dtype in (torch.float16, torch.float32):
         with record(f"{dtype}: infinite images in every batch"):
             model = make_net()
             make_trainer(model, [sgd(model)], [spoil(make_batch())] * 40, dtype).train(0, 1, 40)
@@ -162,6 +181,13 @@ def steps(record):
         step.begin()
     with record("backward()"):
         step.backward(model(make_batch()))
+
+    class Old(OptimizationStep):
+        def begin(self):
+            pass
+
+    with record("a step that overrides begin()"):
+        Old(model, [sgd(model)]).check_overrides()
     scaled = OptimizationStep(model, [sgd(model)], scaler=LossScaler())
     with record("resume with loss scaling, from a checkpoint without"):
         scaled.load_state_dict(step.state_dict())

@@ -42,7 +42,7 @@ def commands(record, run):
     empty.mkdir()
     for argv in (
         ("trian",),
-        ("train", "--resum"),
+        ("train", "--resumee"),
         ("train", "SOLVER.BASE_LRR", "1"),
         ("eval",),
         ("eval", "MODEL.WEIGHTS", "nowhere.pth"),
@@ -55,19 +55,18 @@ def commands(record, run):
         ("check-data", "Market1501", "--output", record.root / "check"),
         ("visualize", empty),
         ("visualize", best, "--num", "0"),
-        ("visualize", best, "--kind", "curve"),
         ("compare", best, "a.jpg"),
         ("search", best, empty, "--gallery", "nowhere.npz", "--device", "cpu"),
-        ("config",),
         ("config", "list", "SOLVR"),
         ("config", "explain", "SOLVER.BASE_LRR"),
         ("config", "diff", empty, best),
         ("config", "convert", record.file("old.yml", "SOLVER: {MAX_ITER: 3}"), "-o", record.file("exists.yml")),
         ("strip", "nowhere.pth"),
         ("extract", best),
-        ("export", best),
     ):
         record.fastamp(*argv)
+    record.fastamp("extract", best, "Demo", "-o", record.root / "gallery.npz", "--splits", "gallery", "--device", "cpu")
+    record.fastamp("search", best, empty, "--gallery", record.root / "gallery.npz", "--device", "cpu")
     record.fastamp("config", "explain", "SOLVER.BASE_LR", output=True)
     record.fastamp("config", "list", "SOLVER.EMA", output=True)
     record.fastamp("config", "diff", best, best, output=True)
@@ -98,7 +97,7 @@ def files(record):
     )  # fmt: skip
     try:
         assert holder.stdout.readline() == "locked\n"
-        record.fastamp("train", "OUTPUT_DIR", folder)
+        record.fastamp("train", "OUTPUT_DIR", folder, "MODEL.DEVICE", "cpu")
         with record("lock_folder of another process"), pytest.MonkeyPatch.context() as patch:
             patch.setattr("fastamp.utils.lock._WAIT_SECONDS", 0)
             lock_folder(folder, "OUTPUT_DIR")
@@ -135,11 +134,12 @@ def names(record):
         moved.read_configs  # noqa: B018
     from fastamp.evaluation import Identities
     from fastamp.evaluation.metrics import rank_distances
+    from fastamp.evaluation.query_expansion import QueryExpansion
 
     with record("an old keyword argument"):
         one = torch.zeros(1, dtype=torch.int64)
         rank_distances(torch.zeros(1, 1), ids=Identities(one, one, one, one + 1))
     with record("an old attribute"):
-        fastamp.Predictor.places  # noqa: B018
+        QueryExpansion().sides  # noqa: B018
     with record("an old and a new keyword argument"):
         rank_distances(None, ids=1, identities=2)

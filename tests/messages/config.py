@@ -8,6 +8,7 @@ from messages import Recorder
 
 from fastamp.config import CfgNode, describe_config, get_cfg, read_config
 from fastamp.config.channels import per_channel
+from fastamp.config.component_keys import component_keys, declared_keys
 from fastamp.config.config import Key
 from fastamp.config.sizes import fixed_input_size
 
@@ -66,6 +67,9 @@ def files(record):
             f"{chr(c)}: &{chr(c)} [*{chr(c - 1)}, *{chr(c - 1)}]\n" for c in range(ord("c"), ord("z"))
         ),
         "recursive.yml": "a: &a [*a]",
+        "date.yml": "SOLVER: {BASE_LR: 2020-13-45}",
+        "v0_value.yml": "SOLVER: {MAX_ITER: many}",
+        "v0_unsupported.yml": "SOLVER: {MAX_ITER: 100}\nMODEL: {LOSSES: {NAME: [HardCircle]}, HEADS: {NECK: x}}",
         "v0.yml": "MODEL: {META_ARCHITECTURE: Baseline, HEADS: {NAME: BNneckHead}, LOSSES: {NAME: [TripletLoss]}}\n"
         "SOLVER: {MAX_ITER: 100}\nINPUT: {DO_PAD: True}\nDATALOADER: {PK_SAMPLER: True}",
     }  # fmt: skip
@@ -73,7 +77,7 @@ def files(record):
         path = record.file(name, content)
         with record(f"merge_from_file {name}"):
             get_cfg().merge_from_file(path)
-    mixed = record.file("mixed.yml", "_BASE_: v0.yml\nSOLVER: {MAX_EPOCH: 3}")
+    mixed = record.file("mixed.yml", "_BASE_: v0.yml\nSOLVER: {EMA: {ENABLED: True}}")
     unreadable = record.root / "loop.yml"
     unreadable.symlink_to(unreadable)
     for path in (mixed, unreadable, record.root / "nowhere.yml", record.root, record.root / "config.py"):
@@ -94,20 +98,19 @@ def command_lines(record):
         ["SOLVER.MAX_ITER", "100"],
         ["INPUT.DO_AUGMIX", "True"],
         ["SOLVER.BASE_LR", "None"],
-        ["DATASETS.KWARGS", "x"],
+        ["INPUT.CHANNELS", "2"],
+        ["SOLVER.OPT_ARGS", "{'eps': 'a\0b'}"],
+        ["SOLVER.OPT_ARGS", "{'betas': [[1]]}"],
     ):
         with record(f"merge_from_list {words}"):
             cfg = get_cfg()
             cfg.merge_from_list(words)
     saved = record.file("saved.yml", "SOLVER: {BASE_LR: 1.0}")
-    record.fastamp("config", "describe", "SOLVER.BASE_LRR")
-    record.fastamp("config", "describe", "SOLVER.BASE_LR", output=True)
     record.fastamp("config", "diff", saved, record.root / "nowhere.yml")
     record.fastamp("config", "diff", saved, saved, output=True)
     record.fastamp("config", "diff", record.root, saved)
     record.fastamp("config", "convert", record.root / "v0.yml", "--output", saved)
     record.fastamp("config", "convert", record.root / "v0.yml", output=True)
-    record.fastamp("config", "Market1501/sbs_R50-ibm")
 
 
 def python(record):
@@ -156,9 +159,14 @@ def python(record):
         describe_config("SOLVR")
     with record("KEYS twice"):
         cfg.add_keys([Key("SOLVER.BASE_LR", 1.0, "meaning")])
-    with record("a value that is not text in UTF-8"):
-        cfg.merge_from_list(["DATASETS.KWARGS", "a\0b"])
-    with record("an image size"):
+    source = 'from fastamp.config import Key\n\nKEYS = (Key("A.B", 1, "meaning"),)\n'
+    for name in ("one", "two"):
+        record.file(f"package/{name}/keys.py", source)
+    with record("a key that two components declare"):
+        component_keys(record.root / "package")
+    with record("KEYS that need an import"):
+        declared_keys(record.file("keys.py", "\nKEYS = (Key(NAME, 1),)\n"))
+    with record("two means for three channels"):
         per_channel("MODEL.PIXEL_MEAN", (1, 2), channels=3)
     with record("a size that depends on the image"):
         cfg.INPUT.SIZE_TEST = (0,)

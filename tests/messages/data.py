@@ -1,4 +1,4 @@
-"""Messages of fastamp/data and fastamp/demo: data sets, images, loaders and samplers."""
+"""Messages of fastamp/data and fastamp/demo: datasets, images, loaders and samplers."""
 
 import errno
 import os
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+import torch
 from dataset_trees import TREES, under, write
 from messages import Recorder
 from PIL import Image
@@ -17,6 +18,7 @@ from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import build_dataset, training_items
 from fastamp.data.cache import ImageCache
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
+from fastamp.data.datasets.file_utils import list_files, read_lines
 from fastamp.data.datasets.filename_dataset import FilenameDataset
 from fastamp.data.decode import read_image
 from fastamp.data.loader import explain_exhausted_resources, explain_lost_workers, worker_count
@@ -99,7 +101,7 @@ def folders(record):
 
 
 def data_set_names(record):
-    """Names in DATASETS.NAMES that are not data sets."""
+    """Names in DATASETS.NAMES that are not datasets."""
     for name in ("csv:", "csv:mine.csv", "folder:mine", "/data/mine.csv", "data/mine", "csv:a.csv,csv:b.csv",
                  "cvs:mine", "Market"):  # fmt: skip
         with record(f"DATASETS.NAMES {name}"), pytest.MonkeyPatch.context() as patch:
@@ -107,12 +109,13 @@ def data_set_names(record):
             build_dataset(name)
 
 
-# Files of public data sets with a fault, and the config that reads them.
+# Files of public datasets with a fault, and the config that reads them.
 FAULTS = {
     "Market1501": [("Market-1501-v15.09.15", ["bounding_box_train/2_c1.jpg"])],
     "MSMT17": [("MSMT17_V1", {"list_train.txt": "0000/0000_000.jpg 0\n"}), ("MSMT17_V1", {"list_train.txt": "a b c\n"}),
                ("MSMT17_V1", {"list_train.txt": ""}), ("MSMT17_V1", {"list_train.txt": "0000/0000_000_09_x.jpg 0\n"})],
-    "VehicleID": [("vehicleid", {}), ("vehicleid", {"train_test_split/train_list.txt": "0000001 seven\n"}),
+    "VehicleID": [("vehicleid", {}), ("vehicleid", {"train_test_split/train_list.txt": "one 7\n"}),
+                  ("vehicleid", {"train_test_split/train_list.txt": "0000001 seven\n"}),
                   ("vehicleid", {"train_test_split/train_list.txt": "0000999 7\n"})],
     "VeRiWild": [("VERI-Wild", {"train_test_split/train_list.txt": "00001.jpg\n"}),
                  ("VERI-Wild", {"train_test_split/train_list.txt": "00001/000077.jpg\n"})],
@@ -127,10 +130,10 @@ MARKET_VIEWS = "/home/VeRi/image_train/0002_c002_00030600_0.jpg 12 -1 3"
 
 
 def public_data_sets(record, patch):
-    """Public data sets whose folder is missing, incomplete or has another layout."""
+    """Public datasets whose folder is missing, incomplete or has another layout."""
 
     def build(title, name, files, *opts):
-        root = record.root / "root"
+        root = record.root / "public/root"
         shutil.rmtree(root, ignore_errors=True)
         write(root, files)
         patch.setenv("FASTAMP_DATASETS", str(root))
@@ -199,14 +202,14 @@ def cuhk03(record, patch):
 
 
 class UserDataset(ImageDataset):
-    """A data set as in FastReID, with its files checked by the base class."""
+    """A dataset as in FastReID, with its files checked by the base class."""
 
     def __init__(self, root="datasets"):
         self.check_before_run([f"{root}/nowhere"])
 
 
 def user_data_sets(record):
-    """Data sets that a user registers."""
+    """Datasets that a user registers."""
     with record("check_before_run of a missing folder"):
         UserDataset(str(record.root))
     with record("a class with left_out"):
@@ -217,12 +220,19 @@ def user_data_sets(record):
     with record("VIPeR(split=10)"):
         root = write(record.root / "viper", TREES["VIPeR"][0])
         DATASET_REGISTRY.get("VIPeR")(str(root), split=10)
+    for title, call in {
+        "list_files of a folder without images": lambda: list_files("Mine", record.root / "no_images/person", ".jpg"),
+        "list_files of a missing folder": lambda: list_files("Mine", record.root / "nowhere", ".jpg"),
+        "read_lines of a missing file": lambda: read_lines("Mine", record.root / "nowhere.txt"),
+    }.items():
+        with record(title):
+            call()
     with record("NaiveIdentitySampler(num_instances=0)"):
         NaiveIdentitySampler(labels=[0, 0, 1, 1], camids=[0, 1, 0, 1], batch_size=4, num_instances=0, seed=0)
 
 
 def demo(record, patch):
-    """The generated data set."""
+    """The generated dataset."""
     small = {"train_identities": 2, "test_identities": 2, "images_per_identity": 4, "distractors": 1, "cameras": 2,
              "image_size": (64, 32), "workers": 1}  # fmt: skip
     folder = record.root / "demo"
@@ -270,6 +280,8 @@ def training_data(record):
                 with_num_classes(cfg, loader.dataset.num_classes)
             if "SIZE_TRAIN" in str(opts):
                 next(iter(loader))
+    with record("TrainLoader.start_iter = 3"):
+        build_reid_train_loader(tiny_config(record.root / "run")).start_iter = 3
     with record("a batch of 9 for 2 ranks"):
         build_reid_train_loader(tiny_config(record.root / "run", "SOLVER.IMS_PER_BATCH", "9"), rank=0, world_size=2)
     one = record.file("one.csv", "path,pid,camid\n" + "".join(f"{number}.jpg,1,1\n" for number in range(20)))
@@ -346,6 +358,7 @@ def test_data(record):
 def transforms(record):
     """Keys of the augmentation that exclude each other."""
     from fastamp.data.transforms import build_transforms
+    from fastamp.data.transforms.build import TRANSFORM_REGISTRY
 
     for opts in (
         ("INPUT.BLUR.ENABLED", "True", "INPUT.BLUR.KERNEL_SIZE", "4"),
@@ -358,11 +371,16 @@ def transforms(record):
         ("INPUT.AUGMIX.ENABLED", "True", "INPUT.AUGMIX.PROB", "0"),
         ("INPUT.AUTOAUG.ENABLED", "True", "INPUT.AUTOAUG.PROB", "0"),
         ("INPUT.REA.VALUE", "(1, 2)"),
-        ("INPUT.AUGMENTATIONS", "('x',)"),
     ):
-        for is_train in (True, False):
-            with record(f"transforms {' '.join(opts)}{'' if is_train else ' (test)'}"):
-                build_transforms(tiny_config(record.root / "run", *opts), is_train=is_train)
+        with record(f"transforms {' '.join(opts)}"):
+            build_transforms(tiny_config(record.root / "run", *opts), is_train=True)
+    with record("images of two sizes in a batch"):
+        opts = ("INPUT.SIZE_TEST", "(32,)")
+        transforms = build_transforms(tiny_config(record.root / "run", *opts), is_train=False)
+        transforms.stack([torch.zeros(3, 32, 64), torch.zeros(3, 32, 65)])
+    with record("a transform without a key ENABLED"), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TRANSFORM_REGISTRY._components, "MINE", type("Mine", (), {"before": ""}))
+        build_transforms(tiny_config(record.root / "run"), is_train=True)
 
 
 def images(record):

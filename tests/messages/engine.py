@@ -225,18 +225,15 @@ def interruptions(record):
         trainer.train()
 
     class Failing(HookBase):
-        def __init__(self, moment):
-            self.moment = moment
-
-        def after_backward(self):
+        def before_forward(self, batch):
             raise ZeroDivisionError("in the step")
 
         def on_step_error(self, error):
             raise ValueError("in the hook")
 
-    with record("an error in a step and in a hook"):
+    with record("an error in a step and in two hooks"):
         trainer = DefaultTrainer(tiny.tiny_config(record.root / "failing"))
-        trainer.register_hooks([Failing("step")])
+        trainer.register_hooks([Failing(), Failing()])
         trainer.train()
 
 
@@ -271,7 +268,15 @@ def preflights(record):
     empty = record.root / "empty"
     empty.mkdir()
     torch.save({"model": {}}, record.root / "weights.pth")
-    for path in (empty, record.root / "weights.pth", record.file("damaged.pth", "x"), record.root / "nowhere"):
+    dump = torch.load(next(crash.glob("*.pth")), weights_only=True)
+    torch.save({name: value for name, value in dump.items() if name != "rank"}, record.root / "of_another_version.pth")
+    for path in (
+        empty,
+        record.root / "of_another_version.pth",
+        record.root / "weights.pth",
+        record.file("damaged.pth", "x"),
+        record.root / "nowhere",
+    ):
         record.command(amp_replay.cli, "tools/amp_replay.py", path)
 
 

@@ -19,6 +19,7 @@ from fastamp.inference.export import export
 from fastamp.inference.extract import extract
 from fastamp.inference.features_file import read_extraction, write_arrays
 from fastamp.inference.index import build_index, load_index, open_gallery
+from fastamp.inference.parity import compare
 from fastamp.inference.similarity import sample_pair_scores
 
 SITES = ["fastamp/inference"]
@@ -286,6 +287,8 @@ def exports(record, predictor, checkpoint):
     ):
         name, *rest = argv
         record.fastamp("export", checkpoint, record.root / name, *rest, "--device", "cpu")
+    with record("features of another shape"):
+        compare("random", torch.zeros(1, 3), torch.zeros(1, 4))
     with record("an export of another class of model"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(predictor, "model", nn.Linear(1, 1))
         export(predictor, record.root / "model.pt2", data="")

@@ -9,7 +9,8 @@ from torch import nn
 from fastamp.config import get_cfg
 from fastamp.layers.distance import check_metric
 from fastamp.layers.norm import group_norm
-from fastamp.modeling import META_ARCH_REGISTRY, build_model, out_of_memory
+from fastamp.modeling import META_ARCH_REGISTRY, build_backbone, build_model, out_of_memory
+from fastamp.modeling.heads import EmbeddingHead
 from fastamp.modeling.load import load_model
 from fastamp.solver import build_lr_schedule, build_optimizer
 from fastamp.solver.state import OptimizerState
@@ -47,6 +48,11 @@ def build(record, *opts, **classes):
 
 def models(record):
     """Backbones, heads and meta-architectures whose options do not fit each other."""
+    with record("EmbeddingHead(neck_feat='behind')"):
+        EmbeddingHead(feat_dim=4, num_classes=2, neck_feat="behind")
+    with record("a ViT with camera embeddings without cameras"):
+        vit = build_backbone(tiny_config(record.root / "run", *VIT, "MODEL.BACKBONE.SIE_CAMERAS", "3"))
+        vit(torch.zeros(1, 3, 64, 32))
     for opts in (
         (*RESNET, "MODEL.BACKBONE.DEPTH", "19x"),
         (*RESNET, "MODEL.BACKBONE.FEAT_DIM", "2048"),
@@ -208,12 +214,11 @@ def stored_weights(record, run):
 
     for title, state in {
         "an unknown backbone": {"conv.weight": torch.ones(3, 3, 1, 1)},
-        "too many tensors": {f"backbone.{number}.weight": torch.ones(1) for number in range(5000)},
+        "too many tensors": {f"backbone.{number}.weight": torch.ones(1) for number in range(9000)},
     }.items():
         path = record.root / f"{title.replace(' ', '_')}.pth"
         torch.save(state, path)
         record.command(import_checkpoint.cli, "tools/import_checkpoint.py", path, record.root / "imported.pth")
-    torch.save({f"backbone.{number}.weight": torch.ones(1) for number in range(9000)}, record.root / "large.pth")
     with record("load_model of a RepVGG in deploy form"):
         from fastamp.checkpoint.load_state import load_model_state
 

@@ -381,7 +381,7 @@ def _check_header(file: Path, names: Sequence[str]) -> None:
         hints = [f"{name!r}?{did_you_mean(name, _COLUMNS)}" for name in unknown[:20] if did_you_mean(name, _COLUMNS)]
         fault = f"missing {', '.join(missing)}" if missing else f"duplicate {', '.join(sorted(twice))}"
         raise DataError(
-            f"{file}: invalid header {_truncate(','.join(names))}: {_truncate(fault)}."
+            f"{file}: invalid header {_truncate(','.join(names)) or '(the file is empty)'}: {_truncate(fault)}."
             f"{' ' + ' '.join(hints) if hints else ''}\n"
             f"  fix: use a first line such as path,pid,camid,split or path,pid,{','.join(_BOX)}"
         )
