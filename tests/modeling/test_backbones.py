@@ -1,4 +1,4 @@
-"""All backbones: training in bfloat16, export, compilation and other numbers of image channels."""
+"""All backbones: training in bfloat16, export, compilation, and images with one or four channels."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastamp.amp import OptimizationStep, PrecisionPolicy
 from fastamp.modeling import BACKBONE_REGISTRY, build_backbone, build_model
 
-# These are exported and compiled in every test run, the others only with ``-m export``: it takes seconds for each.
+# Exported and compiled in every test run; other backbones only with ``-m export``, since each takes seconds.
 FAST = {"resnet 18x", "resnext 50x", "shufflenetv2 0.5x", "mobilenetv3 Small", "vit deit_small"}
 # One variant of each backbone: options change only a few layers.
 FIRST_VARIANTS = list({each.split(" ")[0]: each for each in reversed(BACKBONES)}.values())
 
 
-def test_list_contains_all_registered_backbones():
+def test_every_registered_backbone_is_tested():
     kinds = {backbone.split(" ")[0] for backbone in BACKBONES}
     registered = {name for name in BACKBONE_REGISTRY if BACKBONE_REGISTRY.get(name).__module__.startswith("fastamp.")}
     assert registered == {f"build_{kind}_backbone" for kind in kinds if not kind.startswith("timm/")}
@@ -23,7 +23,7 @@ def test_list_contains_all_registered_backbones():
 
 
 @pytest.mark.parametrize("backbone", [each for each in BACKBONES if "DEPLOY" not in each])
-def test_overfits_batch_in_bfloat16(backbone):
+def test_backbone_overfits_one_batch_in_bfloat16(backbone):
     torch.manual_seed(0)
     cfg = config(backbone)
     model = build_model(cfg).train()
@@ -63,7 +63,7 @@ def _strided_pointwise(convolutions):
 
 @pytest.mark.parametrize("backbone", [each for each in FIRST_VARIANTS if "DEPLOY" not in each])
 def test_training_on_cpu_avoids_strided_pointwise_convolutions_with_few_channels(backbone):
-    """Their weight gradient in oneDNN writes out of bounds; see ``_PointwiseConv2d`` of RepVGG."""
+    """oneDNN's weight gradient of these convolutions writes out of bounds; see ``_PointwiseConv2d`` of RepVGG."""
     model = build_backbone(config(backbone)).train()
     with _Convolutions() as convolutions, torch.no_grad():
         model(torch.randn(2, 3, *SIZE))
@@ -71,7 +71,7 @@ def test_training_on_cpu_avoids_strided_pointwise_convolutions_with_few_channels
     assert _strided_pointwise(convolutions.seen) == []
 
 
-def test_strided_pointwise_convolution_is_detected():
+def test_recorder_detects_strided_pointwise_convolution():
     with _Convolutions() as convolutions, torch.no_grad():
         torch.nn.Conv2d(3, 8, 1, 2)(torch.randn(1, 3, 8, 8))
     assert len(_strided_pointwise(convolutions.seen)) == 1
@@ -80,7 +80,7 @@ def test_strided_pointwise_convolution_is_detected():
 @pytest.mark.parametrize(
     "backbone", [pytest.param(each, marks=[] if each in FAST else pytest.mark.export) for each in FIRST_VARIANTS]
 )
-def test_exported_and_compiled_features_are_equal(backbone):
+def test_exported_and_compiled_backbones_give_eager_features(backbone):
     torch.manual_seed(0)
     model = build_backbone(config(backbone)).eval()
     images = torch.randn(2, 3, *SIZE)
@@ -97,7 +97,7 @@ def test_exported_and_compiled_features_are_equal(backbone):
 
 @pytest.mark.parametrize("channels", [1, 4])
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_accepts_other_numbers_of_image_channels(backbone, channels):
+def test_backbone_accepts_one_and_four_image_channels(backbone, channels):
     with torch.device("meta"):
         model = build_backbone(config(backbone, "INPUT.CHANNELS", str(channels))).eval()
         assert model(torch.zeros(2, channels, *SIZE)).shape[1] == model.feature_dim

@@ -1,4 +1,4 @@
-"""Inputs of a model: a batch, or a tensor of images in evaluation mode."""
+"""Model inputs: a batch, or a tensor of images in evaluation mode."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_training_requires_batch_with_targets(model):
         ({"images": [1]}, ValueError, "list"),
     ],
 )
-def test_invalid_inputs_raise(model, batch, error, message):
+def test_invalid_model_input_raises(model, batch, error, message):
     for mode in (True, False):
         model.train(mode)
         if mode and isinstance(batch, torch.Tensor):

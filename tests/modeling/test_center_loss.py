@@ -1,4 +1,4 @@
-"""Center loss and its optimizer."""
+"""Center loss and the optimizer of its centers."""
 
 import pytest
 import tiny
@@ -13,7 +13,7 @@ from fastamp.solver import build_optimizer, build_own_optimizers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_value_equals_naive_loop(dtype):
+def test_center_loss_equals_naive_loop(dtype):
     torch.manual_seed(0)
     features, centers, targets = torch.randn(6, 5).to(dtype), torch.randn(4, 5), torch.tensor([0, 3, 3, 1, 0, 2])
     distances = [sum((features[n].double() - centers[t].double()) ** 2) for n, t in enumerate(targets)]
@@ -23,7 +23,7 @@ def test_value_equals_naive_loop(dtype):
 
 
 @pytest.mark.parametrize("scale", [0.0005, 0.1])
-def test_step_of_centers_is_independent_of_loss_weight(scale):
+def test_center_update_is_independent_of_loss_weight(scale):
     torch.manual_seed(0)
     features, targets = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
     loss = CenterLoss(num_classes=3, feature_dim=3, scale=scale, lr=0.5)
@@ -47,7 +47,7 @@ def config(*opts):
 
 
 @pytest.mark.parametrize("neck_feat, width", [("before", tiny.WIDTH), ("after", 8)])
-def test_centers_have_width_of_features(neck_feat, width):
+def test_centers_have_feature_width_of_selected_neck_output(neck_feat, width):
     cfg = config("MODEL.HEADS.EMBEDDING_DIM", "8", "MODEL.HEADS.NECK_FEAT", neck_feat)
     model = build_model(cfg).train()
     assert model.losses["loss_center"].centers.shape == (3, width)
@@ -55,7 +55,7 @@ def test_centers_have_width_of_features(neck_feat, width):
     assert torch.isfinite(losses["loss_center"])
 
 
-def test_each_parameter_belongs_to_one_optimizer():
+def test_each_parameter_is_in_exactly_one_optimizer():
     model = build_model(config())
     own = build_own_optimizers(model)
     assert list(own) == ["losses.loss_center.optimizer"]
@@ -66,7 +66,7 @@ def test_each_parameter_belongs_to_one_optimizer():
     assert main | centers == trainable and not main & centers
 
 
-def test_training_resume_and_skipped_step_with_center_loss(demo, tmp_path):
+def test_centers_are_trained_and_resumed_but_unchanged_by_skipped_step(demo, tmp_path):
     def trainer(epochs):
         opts = ["MODEL.HEADS.NUM_CLASSES", "0", "MODEL.LOSSES.CENTER.LR", "0.3", "SOLVER.MAX_EPOCH", str(epochs)]
         return DefaultTrainer(
@@ -91,7 +91,7 @@ def test_training_resume_and_skipped_step_with_center_loss(demo, tmp_path):
     assert torch.equal(kept, centers.detach())
 
 
-def test_evaluation_model_loads_checkpoint_with_centers(tmp_path):
+def test_model_without_classes_loads_checkpoint_with_centers(tmp_path):
     trained = build_model(config())
     report = load_model_state(build_model(config("MODEL.HEADS.NUM_CLASSES", "0")), trained.state_dict(), source="x")
     assert sorted(report.other_shape) == ["heads.weight", "losses.loss_center.centers"]

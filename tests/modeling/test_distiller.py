@@ -29,7 +29,7 @@ def tensors(model):
 
 
 def write_teacher(folder, *opts, name="teacher", state=None):
-    """Write config and weights of a teacher that differs from a new model; return KEY VALUE pairs for them, and it."""
+    """Write the config and (scaled) weights of a teacher; return the KEY VALUE pairs for the files, and the teacher."""
     cfg = tiny.tiny_config(folder / "unused", *CLASSES, *opts)
     (folder / f"{name}.yml").write_text(cfg.dump())
     torch.manual_seed(7)
@@ -60,7 +60,7 @@ def logits_of(model, batch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("temperature", [1.0, 16.0])
-def test_loss_equals_naive_loop(dtype, temperature):
+def test_distillation_loss_equals_naive_loop(dtype, temperature):
     student, teacher = 5 * torch.randn(6, 4, dtype=dtype), 5 * torch.randn(6, 4, dtype=dtype)
 
     def soften(row):
@@ -79,7 +79,7 @@ def test_loss_equals_naive_loop(dtype, temperature):
     torch.testing.assert_close(loss, temperature**2 * by_pytorch / 2)
 
 
-def test_loss_is_finite_for_extreme_and_zero_for_equal_or_single_logits():
+def test_distillation_loss_is_finite_for_extreme_logits_and_zero_for_equal_logits():
     logits = torch.tensor([[1e4, -1e4, 0.0], [0.0, 0.0, 0.0]], requires_grad=True)
     loss = distillation_loss(logits, torch.tensor([[-1e4, 1e4, 0.0], [0.0, 0.0, 0.0]]))
     loss.backward()
@@ -94,7 +94,7 @@ def test_loss_is_finite_for_extreme_and_zero_for_equal_or_single_logits():
 # ---- teachers from files
 
 
-def test_two_teachers_from_files_add_only_the_distillation_loss(tmp_path):
+def test_two_teachers_add_mean_distillation_loss_without_parameters(tmp_path):
     first, teacher = write_teacher(tmp_path)
     _, other = write_teacher(tmp_path, "MODEL.PIXEL_MEAN", "(0., 0., 0.)", name="other")
     files = ["KD.MODEL_CONFIG", f"[{first[1]}, {tmp_path}/other.yml]"]
@@ -138,7 +138,7 @@ def test_distillation_loss_decreases_in_mixed_precision(tmp_path):
     assert values[-1] < 0.5 * values[0]
 
 
-def test_teachers_follow_model_conversions(tmp_path):
+def test_teachers_follow_dtype_conversion_of_model(tmp_path):
     files, _ = write_teacher(tmp_path)
     model = make(tmp_path, *files).to(torch.float64)
     assert model._teachers[0].heads.weight.dtype == torch.float64
@@ -177,7 +177,7 @@ def test_logits_of_mgn_teacher_are_mean_over_heads(tmp_path):
     assert torch.isfinite(model(batch)["loss_jsdiv"])
 
 
-def test_run_is_evaluated_without_teacher_files(demo, tmp_path):
+def test_distilled_model_is_evaluated_without_teacher_files(demo, tmp_path):
     files, _ = write_teacher(tmp_path, "MODEL.HEADS.NUM_CLASSES", "16")
     options = ("MODEL.META_ARCHITECTURE", "Distiller", *files, "SOLVER.AMP", "bf16", "SOLVER.MAX_EPOCH", "1")
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path / "run", *options))
@@ -192,7 +192,7 @@ def test_run_is_evaluated_without_teacher_files(demo, tmp_path):
 # ---- the moving average of the student
 
 
-def test_moving_average_of_weights_and_statistics(tmp_path):
+def test_moving_average_includes_weights_and_batch_norm_statistics(tmp_path):
     model = make(tmp_path, *EMA[2:], "KD.EMA.MOMENTUM", "0.9")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = {name: value for name, value in tensors(model).items() if not name.startswith("ema.")}
@@ -210,7 +210,7 @@ def test_moving_average_of_weights_and_statistics(tmp_path):
     assert model.ema.backbone[1].running_mean.abs().sum() > 0
 
 
-def test_moving_average_is_a_teacher_in_evaluation_mode(tmp_path):
+def test_moving_average_teacher_runs_in_evaluation_mode(tmp_path):
     model = make(tmp_path, *EMA[2:], "KD.EMA.MOMENTUM", "1")
     start = build_model(tiny.tiny_config(tmp_path, *CLASSES))
     start.load_state_dict({name: value for name, value in model.state_dict().items() if not name.startswith("ema.")})
@@ -251,7 +251,7 @@ def test_moving_average_is_initialized_from_loaded_weights(tmp_path):
     assert not report.missing and all(name.startswith("ema.") for name in report.dropped)
 
 
-def test_resume_is_bit_identical(demo, tmp_path):
+def test_distiller_resume_with_moving_average_is_bit_identical(demo, tmp_path):
     finals = []
     for name, epochs in (("straight", ("2",)), ("resumed", ("1", "2"))):
         for number, epoch in enumerate(epochs):

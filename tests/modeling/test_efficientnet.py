@@ -34,7 +34,7 @@ def b0():
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_converted_torchvision_state_has_same_shapes(depth):
+def test_converted_torchvision_state_dict_matches_shapes(depth):
     with torch.device("meta"):
         backbone, reference = build(depth), torchvision_model(depth)
     converted = backbone.convert_state_dict(reference.state_dict(), [])
@@ -61,7 +61,7 @@ def test_loads_pycls_file_with_classifier(tmp_path):
     assert all((value == 2).all() for value in backbone.state_dict().values())
 
 
-def test_file_of_other_depth_raises(tmp_path):
+def test_loading_weights_of_other_depth_raises(tmp_path):
     torch.save(torchvision_model("b0").state_dict(), tmp_path / "b0.pth")
     with pytest.raises(WeightsError, match="MODEL.BACKBONE.DEPTH"):
         build("b2", "MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(tmp_path / "b0.pth"))
@@ -74,7 +74,7 @@ def test_last_stride_sets_output_size(stride, size):
         assert backbone(torch.zeros(1, 3, 64, 32)).shape == (1, 1280, *size)
 
 
-def test_weight_initialization_and_gradients():
+def test_initial_variance_ignores_groups_and_all_parameters_get_gradients():
     backbone = build("b0", "INPUT.CHANNELS", "1")
     assert backbone.stem.conv.weight.shape == (32, 1, 3, 3)
     # 2 / (3 * 3 * 32): the fan-out ignores the groups of the depthwise convolution.
@@ -83,7 +83,7 @@ def test_weight_initialization_and_gradients():
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
 
 
-def test_each_depth_has_its_own_pretrained_weights():
+def test_depths_have_distinct_pretrained_weights():
     assert len({depth.pycls_id for depth in DEPTHS.values()}) == len(DEPTHS)
 
 

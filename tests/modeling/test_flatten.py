@@ -22,7 +22,7 @@ def config(*opts):
 
 
 @pytest.mark.parametrize("feat_dim", [512, 512 * 4 * 2], ids=["backbone_width", "flattened_size"])
-def test_both_values_of_feat_dim_build_the_same_model(feat_dim):
+def test_flatten_accepts_backbone_width_or_flattened_size_as_feat_dim(feat_dim):
     model = build_model(config(*SMALL, "MODEL.BACKBONE.FEAT_DIM", str(feat_dim), "MODEL.HEADS.WITH_BNNECK", "True"))
     assert model.heads.weight.shape == (3, 4096) and model.heads.bottleneck[0].weight.shape == (4096,)
     images = torch.randint(256, (2, 3, 64, 32), dtype=torch.uint8)
@@ -41,7 +41,7 @@ def test_all_pooling_heads_support_flatten(head, width):
         assert model({"images": torch.zeros(2, 3, 64, 32)}).shape == (2, width)
 
 
-def test_vit_with_camera_embeddings_has_1x1_map(monkeypatch):
+def test_flatten_supports_vit_with_camera_embeddings(monkeypatch):
     monkeypatch.setitem(vit.DEPTHS, "base", vit.Depth(vit.DEPTHS["base"].pretrained, width=32, blocks=1, heads=2))
     opts = (
         "MODEL.BACKBONE.NAME",
@@ -60,7 +60,7 @@ def test_mgn_with_flatten_raises():
         build_model(config(*SMALL, "MODEL.BACKBONE.FEAT_DIM", "512", "MODEL.META_ARCHITECTURE", "MGN"))
 
 
-def test_wrong_feat_dim_names_valid_values():
+def test_wrong_feat_dim_error_contains_valid_values():
     for wrong in ("511", "1024"):
         with pytest.raises(ConfigError, match=f"FEAT_DIM is {wrong}.*512") as raised:
             build_model(config(*SMALL, "MODEL.BACKBONE.FEAT_DIM", wrong))
@@ -79,7 +79,7 @@ def test_flatten_requires_fixed_image_size():
     assert cropped.heads.weight.shape == (3, 512 * 2 * 2)
 
 
-def test_training_and_resume_with_flatten(demo, tmp_path):
+def test_model_with_flatten_trains_and_resumes(demo, tmp_path):
     opts = ("MODEL.HEADS.POOL_LAYER", "Flatten")
     losses = ("MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'TripletLoss', 'CenterLoss')")
     tiny.train(tmp_path, *opts, *losses)

@@ -13,14 +13,14 @@ def make(**options):
 
 
 @pytest.mark.parametrize("neck_feat, dim", [("before", 8), ("after", 4)])
-def test_features_before_and_after_the_neck(neck_feat, dim):
+def test_neck_feat_selects_feature_before_or_after_neck(neck_feat, dim):
     head = make(neck_feat=neck_feat, embedding_dim=4)
     outputs = head(torch.randn(5, 8, 4, 2), torch.tensor([0, 1, 2, 0, 1]))
     assert outputs["features"].shape == (5, dim) and outputs["cls_outputs"].shape == (5, 3)
     assert head.eval()(torch.randn(5, 8, 4, 2)).shape == (5, 4)  # EVAL_FEAT is "after"
 
 
-def test_logits_are_scaled():
+def test_scale_multiplies_logits():
     head, x = make(scale=10), torch.randn(4, 8, 2, 2)
     targets = torch.zeros(4, dtype=torch.int64)
     plain = make(scale=1)
@@ -29,7 +29,7 @@ def test_logits_are_scaled():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_outputs_are_float32_under_autocast(dtype):
+def test_head_outputs_are_float32_under_autocast(dtype):
     head = make()
     with torch.autocast("cpu", dtype=dtype):
         outputs = head(torch.randn(4, 8, 2, 2, dtype=dtype), torch.zeros(4, dtype=torch.int64))
@@ -37,7 +37,7 @@ def test_outputs_are_float32_under_autocast(dtype):
     assert {value.dtype for value in outputs.values()} == {feature.dtype} == {torch.float32}
 
 
-def test_invalid_options_raise():
+def test_invalid_pooling_class_count_or_neck_feat_raises():
     x, targets = torch.randn(2, 8, 4, 2), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ConfigError, match="POOL_LAYER Identity.*4 x 2"):
         make(pool_layer="Identity")(x, targets)
@@ -50,7 +50,7 @@ def test_invalid_options_raise():
         make(neck_feat="between")
 
 
-def test_flatten_uses_map_as_feature():
+def test_flatten_returns_flattened_feature_map():
     x, targets = torch.randn(4, 8, 1, 1), torch.tensor([0, 1, 2, 0])
     head = make(pool_layer="Flatten")
     assert head(x, targets)["features"].shape == (4, 8)
@@ -72,14 +72,14 @@ def test_clas_head_returns_logits_in_evaluation(cls_layer):
     assert head.feature_dim == logits.shape[1] == 3
 
 
-def test_clas_head_has_parameter_names_of_embedding_head():
+def test_clas_head_loads_embedding_head_weights_and_requires_classes():
     head, other = ClasHead(feat_dim=8, num_classes=3), make()
     head.load_state_dict(other.state_dict())
     with pytest.raises(ConfigError, match="NUM_CLASSES is 0"):
         ClasHead(feat_dim=8, num_classes=0).eval()(torch.randn(2, 8, 4, 2))
 
 
-def test_logits_equal_training_logits_without_margin():
+def test_logits_method_equals_training_logits_without_margin():
     head, x, targets = make(cls_layer="ArcSoftmax", scale=8, margin=0.5), torch.randn(6, 8, 4, 2), torch.arange(6) % 3
     torch.testing.assert_close(head.logits(x), head(x, targets)["pred_class_logits"])
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -95,7 +95,7 @@ def test_fc_head_logits_equal_training_logits():
 
 
 @pytest.mark.parametrize("neck_feat, eval_feat", [("before", "after"), ("after", "before")])
-def test_fc_head_features_before_and_after_linear_layer(neck_feat, eval_feat):
+def test_fc_head_selects_features_before_or_after_linear_layer(neck_feat, eval_feat):
     head = FCHead(feat_dim=6, embedding_dim=4, num_classes=3, neck_feat=neck_feat, eval_feat=eval_feat)
     maps = torch.randn(5, 6, 2, 2)
     widths = {"before": 6, "after": 4}

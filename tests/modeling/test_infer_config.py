@@ -1,4 +1,4 @@
-"""Infer the config of a weights file."""
+"""infer_config: backbones that cannot be built, and unknown weights."""
 
 import logging
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from fastamp.utils.errors import WeightsError
 
 @pytest.fixture
 def unavailable_backbone(monkeypatch):
-    """A registered backbone that needs a package which is not installed."""
+    """Register a backbone that requires a package that is not installed."""
 
     def build(cfg):
         raise ImportError("No module named 'absent_package'")
@@ -23,7 +23,7 @@ def unavailable_backbone(monkeypatch):
     monkeypatch.setitem(BACKBONE_REGISTRY._components, "build_unavailable_backbone", build)
 
 
-def test_unbuildable_backbone_is_skipped(unavailable_backbone, caplog):
+def test_infer_config_skips_backbone_that_cannot_be_built(unavailable_backbone, caplog):
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.WITH_IBN", "False"])
     with torch.device("meta"):
@@ -36,6 +36,6 @@ def test_unbuildable_backbone_is_skipped(unavailable_backbone, caplog):
     assert backbone_prefixes(state) == {"backbone.": "resnet"}
 
 
-def test_unknown_weights_raise_with_unbuildable_backbone(unavailable_backbone):
+def test_infer_config_raises_for_unknown_weights(unavailable_backbone):
     with pytest.raises(WeightsError, match="weights.pth"):
         infer_config({"encoder.0.weight": torch.zeros(3, 3)}, "weights.pth")

@@ -18,7 +18,7 @@ TARGETS = torch.tensor([0, 0, 1, 1])
 
 @pytest.fixture
 def config(monkeypatch):
-    """Config of a JPM head; DEPTH base is patched to a small network."""
+    """Function that creates a config with JPMHead; DEPTH base is patched to a small network."""
     monkeypatch.setitem(DEPTHS, "base", Depth(None, width=16, blocks=3, heads=2))
 
     def build(*opts):
@@ -36,7 +36,7 @@ def config(monkeypatch):
 
 
 def naive_shuffle(patches, shift, groups):
-    """Shuffle a list of patches by a loop."""
+    """Shuffle a list of patches with a loop."""
     moved = patches[shift - 1 :] + patches[: shift - 1]
     if len(moved) % groups:
         moved.append(moved[-2])
@@ -47,7 +47,7 @@ def naive_shuffle(patches, shift, groups):
 @pytest.mark.parametrize(
     "count, shift, groups", [(8, 5, 2), (210, 5, 2), (15, 8, 2), (12, 1, 3), (7, 3, 1), (11, 2, 3)]
 )
-def test_shuffle_equals_naive_loop(count, shift, groups):
+def test_patch_shuffle_equals_naive_loop(count, shift, groups):
     patches = torch.arange(count).float()[None, :, None].expand(2, -1, 3)
     found = shuffle_patches(patches, shift=shift, groups=groups)
     assert torch.equal(found[0], found[1]) and torch.equal(found[..., 0], found[..., 2])
@@ -62,8 +62,8 @@ def make(parts=4, **options):
     )
 
 
-def test_group_consists_of_class_token_and_its_patches():
-    """With a block that averages its tokens, a feature is the mean of its group."""
+def test_each_patch_group_is_processed_with_class_token():
+    """The block averages its tokens, so each feature is the mean of its group."""
 
     class Mean(nn.Module):
         def forward(self, tokens):
@@ -100,7 +100,7 @@ def test_evaluation_feature_concatenates_global_and_local_features(config, eval_
     torch.testing.assert_close(features, expected)
 
 
-def test_blocks_are_copies_of_last_block_of_backbone(config):
+def test_head_blocks_are_copies_of_last_backbone_block(config):
     cfg = config()
     backbone = build_backbone(cfg)
     last = {name: value.clone() for name, value in backbone.blocks[2].state_dict().items()}
@@ -114,7 +114,7 @@ def test_blocks_are_copies_of_last_block_of_backbone(config):
     assert head.b1[0].attn.qkv.weight is not head.b2[0].attn.qkv.weight
 
 
-def test_loss_weights_of_global_and_local_features(config):
+def test_global_and_local_features_each_have_half_of_loss_weight(config):
     cfg = config()
     model = build_model(cfg)
     images = torch.randint(256, (4, 3, 64, 40), dtype=torch.uint8)
@@ -131,7 +131,7 @@ def test_loss_weights_of_global_and_local_features(config):
         assert found[name].item() == pytest.approx((0.5 * values[0] + 0.5 * sum(values[1:]) / 4).item(), rel=1e-5)
 
 
-def test_single_weighted_output_equals_plain_output():
+def test_losses_of_single_weighted_output_equal_plain_output():
     losses = build_losses(get_cfg())
     outputs = {"cls_outputs": torch.randn(4, 3), "features": torch.randn(4, 5)}
     plain = compute_losses(losses, outputs, TARGETS, gather=False)
@@ -164,8 +164,8 @@ def test_loads_checkpoint_with_other_number_of_classes(config):
     assert report.missing == report.dropped == report.renamed == []
 
 
-def test_embedding_head_notes_jpm_weights(config):
-    """TransReID's files also contain the last block of the backbone, which was not trained."""
+def test_loading_jpm_weights_into_embedding_head_adds_note(config):
+    """As in TransReID's files, the state dict also contains the backbone's last block, which is not trained."""
     state = build_model(config()).state_dict()
     state |= {
         f"backbone.blocks.2.{name.removeprefix('heads.b1.0.')}": value
@@ -178,7 +178,7 @@ def test_embedding_head_notes_jpm_weights(config):
     assert any("MODEL.HEADS.NAME JPMHead" in note for note in report.notes)
 
 
-def test_unsupported_models_raise(config):
+def test_unsupported_backbone_patch_count_or_loss_raises(config):
     with pytest.raises(ConfigError, match="MODEL.HEADS.NAME JPMHead.*build_resnet_backbone"):
         build_model(config("MODEL.BACKBONE.NAME", "build_resnet_backbone", "MODEL.BACKBONE.DEPTH", "18x",
                            "MODEL.BACKBONE.FEAT_DIM", "512"))  # fmt: skip
@@ -207,7 +207,7 @@ def test_memory_bank_of_other_identities_or_head_is_not_loaded(config, other):
     "arch, term, opts",
     [("MoCo", "loss_mb", ("MODEL.QUEUE_SIZE", "8")), ("Distiller", "loss_jsdiv", ("KD.EMA.ENABLED", "True"))],
 )
-def test_moco_and_distiller_use_the_global_output(config, arch, term, opts):
+def test_moco_and_distiller_use_global_output_of_jpm_head(config, arch, term, opts):
     torch.manual_seed(0)
     model = build_model(config("MODEL.META_ARCHITECTURE", arch, "MODEL.BACKBONE.DROP_PATH_RATIO", "0", *opts))
     captured = []

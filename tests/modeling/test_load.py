@@ -1,4 +1,4 @@
-"""load_model with a checkpoint or a config."""
+"""load_model: checkpoints, configs, precision and invalid files."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def config_of(checkpoint, *opts):
 
 
 def test_checkpoint_and_config_load_the_same_model(demo, checkpoint):
-    """Both are in evaluation mode with the precision of the training."""
+    """Both models are in evaluation mode and use the precision of the training run."""
     from_checkpoint, from_config = load_model(checkpoint, device="cpu"), load_model(config_of(checkpoint))
     for loaded in (from_checkpoint, from_config):
         assert not loaded.model.training and loaded.policy.dtype == torch.bfloat16 and loaded.cfg.is_frozen()
@@ -37,14 +37,14 @@ def test_checkpoint_and_config_load_the_same_model(demo, checkpoint):
     assert torch.equal(features(from_checkpoint), features(from_config))
 
 
-def test_precision_is_set_by_options_and_config(checkpoint):
+def test_options_and_config_override_precision_of_checkpoint(checkpoint):
     assert load_model(checkpoint, device="cpu", opts=["SOLVER.AMP", "off"]).policy.dtype == torch.float32
     assert not load_model(checkpoint, device="cpu", opts=["SOLVER.AMP.EVAL_DTYPE", "float32"]).policy.enabled
-    # A config sets the precision itself; a checkpoint has the precision of its training.
+    # For a config, SOLVER.AMP sets the precision; for a checkpoint, the training precision is the default.
     assert not load_model(config_of(checkpoint, "SOLVER.AMP", "off")).policy.enabled
 
 
-def test_options_do_not_modify_the_config(checkpoint):
+def test_load_model_options_do_not_modify_config(checkpoint):
     cfg = config_of(checkpoint, "MODEL.DEVICE", "cuda")
     loaded = load_model(cfg, device="cpu", opts=["TEST.IMS_PER_BATCH", "7"])
     assert loaded.cfg.TEST.IMS_PER_BATCH == 7 and cfg.TEST.IMS_PER_BATCH != 7 and cfg.MODEL.DEVICE == "cuda"
@@ -52,7 +52,7 @@ def test_options_do_not_modify_the_config(checkpoint):
 
 
 @pytest.mark.parametrize("options", [("SOLVER.EMA", "True"), ("SOLVER.EMA", "True", "SOLVER.EMA.EVALUATE", "False")])
-def test_loads_averaged_weights_if_the_config_evaluates_them(demo, tmp_path, options):
+def test_loads_averaged_weights_if_selected_for_evaluation(demo, tmp_path, options):
     tiny.train(tmp_path, *options)
     loaded = load_model(tmp_path / "model_final.pth", device="cpu")
     content = torch.load(tmp_path / "model_final.pth", weights_only=True)
@@ -64,7 +64,7 @@ def test_loads_averaged_weights_if_the_config_evaluates_them(demo, tmp_path, opt
     assert all(torch.equal(trainer_model.state_dict()[name], value) for name, value in state.items())
 
 
-def test_invalid_sources_raise(checkpoint, tmp_path):
+def test_missing_weights_or_invalid_checkpoint_entries_raise(checkpoint, tmp_path):
     with pytest.raises(ConfigError, match="MODEL.WEIGHTS"):
         load_model(get_cfg(), device="cpu")
     content = torch.load(checkpoint, weights_only=True)

@@ -105,7 +105,7 @@ WRT = np.load(Path(__file__).parents[1] / "reference" / "methods" / "vi_losses1.
 
 
 @pytest.mark.parametrize(("factor", "name"), [(1, "wrt"), (4, "wrt_features_x4")])
-def test_fastreid_weighting_equals_agw_reference(factor, name):
+def test_triplet_fastreid_weighting_equals_agw_reference(factor, name):
     features = torch.tensor(WRT["features"], requires_grad=True)
     targets = torch.tensor(WRT["labels"])
     loss = triplet_loss(factor * features, targets, margin=0.0, hard_mining=False, weighting="fastreid")
@@ -115,14 +115,14 @@ def test_fastreid_weighting_equals_agw_reference(factor, name):
 
 
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 4.0, 1e3])
-def test_softmax_weighting_equals_naive_loop_at_any_scale(factor):
+def test_triplet_softmax_weighting_equals_naive_loop_at_any_feature_scale(factor):
     features, targets = factor * torch.tensor(WRT["features"]), torch.tensor(WRT["labels"])
     loss = triplet_loss(features, targets, margin=0.0, hard_mining=False)
     expected = naive_triplet(features.double(), targets, 0.0, False, False)
     assert loss.item() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-def test_fastreid_weighting_is_wrong_for_distances_above_14():
+def test_triplet_fastreid_weighting_is_wrong_for_distances_above_14():
     """The median distance is 42, and the weighted negative distance is 0."""
     features, targets = 4 * torch.tensor(WRT["features"]), torch.tensor(WRT["labels"])
     right, fastreid = (
@@ -132,7 +132,7 @@ def test_fastreid_weighting_is_wrong_for_distances_above_14():
     assert right.item() < 0.5 and fastreid.item() > 30
 
 
-def test_anchor_without_negatives_has_zero_loss():
+def test_triplet_is_zero_without_negatives():
     features = torch.tensor([[0.0], [1.0], [3.0]], requires_grad=True)
     for hard in (True, False):
         loss = triplet_loss(features, torch.tensor([0, 0, 0]), margin=0.0, hard_mining=hard)
@@ -140,7 +140,7 @@ def test_anchor_without_negatives_has_zero_loss():
         assert loss.item() == 0 and torch.equal(features.grad, torch.zeros(3, 1))
 
 
-def test_soft_margin_does_not_overflow():
+def test_triplet_soft_margin_does_not_overflow():
     features = torch.tensor([[0.0], [1000.0], [1.0], [999.0]], requires_grad=True)
     loss = triplet_loss(features, torch.tensor([0, 0, 1, 1]), margin=0.0)
     loss.backward()
@@ -148,7 +148,7 @@ def test_soft_margin_does_not_overflow():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_losses_are_float32_under_autocast(dtype):
+def test_triplet_and_cross_entropy_are_float32_under_autocast(dtype):
     with torch.autocast("cpu", dtype=dtype):
         features = (torch.randn(4, 8) @ torch.randn(8, 8)).requires_grad_()
         targets = torch.tensor([0, 0, 1, 1])
@@ -226,7 +226,7 @@ def test_cosine_and_focal_losses_are_float32_under_autocast(function):
     assert low.dtype == torch.float32 and torch.equal(low, function(values, targets))
 
 
-def test_each_loss_is_built_with_its_settings():
+def test_build_losses_applies_scale_of_each_loss():
     cfg = get_cfg()
     cfg.MODEL.LOSSES.NAME = ["CrossEntropyLoss", "TripletLoss", "FocalLoss", "CircleLoss", "Cosface"]
     for node, scale in (("CIRCLE", 2.0), ("COSFACE", 3.0), ("FL", 4.0)):

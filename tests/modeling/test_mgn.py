@@ -45,7 +45,7 @@ def test_branches_share_initial_weights_and_split_maps_into_parts(model):
     torch.testing.assert_close(features[:, position : position + 8], middle)
 
 
-def test_loss_weights_are_one_eighth_and_one_fifth(model):
+def test_classification_losses_have_weight_one_eighth_and_triplet_losses_one_fifth(model):
     model.train()
     batch = {"images": torch.randint(256, (4, 3, 96, 32), dtype=torch.uint8), "targets": TARGETS}
     captured = {}
@@ -68,7 +68,7 @@ def test_loss_weights_are_one_eighth_and_one_fifth(model):
         torch.testing.assert_close(value, expected[name])
 
 
-def test_local_branches_have_no_stride_in_last_stage():
+def test_local_branches_have_stride_one_in_last_stage():
     model = build_model(config("MODEL.BACKBONE.LAST_STRIDE", "2")).eval()
     with torch.no_grad():
         trunk = model.feature_maps({"images": torch.zeros(1, 3, 128, 64)})
@@ -76,7 +76,7 @@ def test_local_branches_have_no_stride_in_last_stage():
         assert model.b2(trunk).shape[2:] == model.b3(trunk).shape[2:] == (8, 4)
 
 
-def test_weights_of_other_architecture_raise(model):
+def test_loading_weights_between_mgn_and_baseline_raises(model):
     other = build_model(config("MODEL.META_ARCHITECTURE", "Baseline"))
     for one, state, message in (
         (other, model, "weights are of MODEL.META_ARCHITECTURE MGN"),
@@ -86,7 +86,7 @@ def test_weights_of_other_architecture_raise(model):
             load_model_state(one, state.state_dict(), source="x")
 
 
-def test_unsupported_backbone_loss_and_image_size_raise():
+def test_unsupported_backbone_loss_or_image_size_raises():
     with pytest.raises(ConfigError, match="MODEL.BACKBONE.NAME.*build_tiny_backbone"):
         build_model(config("MODEL.BACKBONE.NAME", "build_tiny_backbone", "MODEL.BACKBONE.FEAT_DIM", str(tiny.WIDTH)))
     with pytest.raises(ConfigError, match="CenterLoss.*MGN"):

@@ -1,4 +1,4 @@
-"""MobileNetV2 and V3: comparison with torchvision, FastReID's names and FastReID's last layer."""
+"""MobileNetV2 and V3: comparison with torchvision, and FastReID's parameter names and last layer."""
 
 import pytest
 import torch
@@ -16,14 +16,14 @@ V2, V3 = "build_mobilenetv2_backbone", "build_mobilenetv3_backbone"
     "depth, millions",
     [("1.0x", 3.504), ("0.75x", 2.636), ("0.5x", 1.968), ("0.35x", 1.677), ("0.25x", 1.519), ("0.1x", 1.356)],
 )
-def test_v2_parameter_counts(depth, millions):
-    """Published counts of the pretrained weights, of which 1281000 belong to the classifier."""
+def test_v2_parameter_counts_equal_published_counts(depth, millions):
+    """The published counts include the 1281000 parameters of the classifier."""
     assert (count_parameters(V2, depth, 1280) + 1281000) / 1e6 == pytest.approx(millions, abs=1.1e-3)
 
 
 @pytest.mark.parametrize("depth, width", [("Large", 1280), ("Small", 1024)])
-def test_v3_parameter_counts(depth, width):
-    """torchvision's counts without the second classifier layer, plus one more vector: batch norm replaces a bias."""
+def test_v3_parameter_counts_match_torchvision(depth, width):
+    """The count excludes the second classifier layer and includes one more vector, since batch norm replaces a bias."""
     with torch.device("meta"):
         reference = torchvision.models.get_model(f"mobilenet_v3_{depth.lower()}")
     expected = sum(p.numel() for p in reference.parameters()) - (width * 1000 + 1000) + width
@@ -31,7 +31,7 @@ def test_v3_parameter_counts(depth, width):
 
 
 def to_fastreid_names(state):
-    """Rename torchvision's MobileNetV2: blocks number all layers consecutively, and the last layer is ``conv``."""
+    """Rename torchvision's parameters: layers are numbered consecutively in a block, and the last layer is ``conv``."""
     in_block = {"0.0": 0, "0.1": 1, "1.0": 3, "1.1": 4, "2": 6, "3": 7}
     in_first = {"0.0": 0, "0.1": 1, "1": 3, "2": 4}
     renamed = {}
@@ -98,7 +98,7 @@ def test_v3_equals_torchvision_with_other_epsilon_and_last_layer(depth):
 
 @pytest.mark.parametrize("name, depth, reference", [(V2, "1.0x", "mobilenet_v2"), (V3, "Small", "mobilenet_v3_small")])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_loads_torchvision_file(tmp_path, name, depth, reference, channels):
+def test_loads_torchvision_weights_for_one_and_three_channels(tmp_path, name, depth, reference, channels):
     origin, path = torchvision.models.get_model(reference), tmp_path / "model.pth"
     torch.save(origin.state_dict(), path)
     opts = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(path))
@@ -122,8 +122,7 @@ def test_loads_file_with_fastreid_names(tmp_path):
 
 
 @pytest.mark.parametrize("name, depth", [(V2, "0.1x"), (V3, "Small")])
-def test_weight_initialization(name, depth):
-    """Normal with variance 2 / fan_out."""
+def test_initial_weight_variance_is_two_over_fan_out(name, depth):
     backbone = build_backbone(config(name, depth, 1280 if name == V2 else 1024, "INPUT.CHANNELS", "4"))
     big = [m for m in backbone.modules() if isinstance(m, torch.nn.Conv2d) and m.weight.numel() > 400]
     for module in [backbone.features[0][0], *big]:

@@ -22,8 +22,8 @@ VARIANTS = {"plain": (OSNET,), "ibn": (OSNET, *IBN), "ain": (AIN,)}
     "depth, width, published",
     [("x1_0", 512, 2193616), ("x0_75", 384, 1299224), ("x0_5", 256, 636520), ("x0_25", 128, 203568)],
 )
-def test_parameter_counts(depth, width, published):
-    """torchreid's counts include a linear layer to 512 and a batch norm, and count each gate four times."""
+def test_parameter_counts_equal_torchreid(depth, width, published):
+    """torchreid's counts include a linear layer with 512 outputs and batch norm, and count each gate four times."""
     gates = sum(2 * (2 * c * (c // 16) + c + c // 16) for c in (w // 4 for w in osnet.CHANNELS[depth][1:]))
     expected = published - (width * 512 + 512) - 2 * 512 - 3 * gates
     assert count_parameters(OSNET, depth, width) == count_parameters(AIN, depth, width) == expected
@@ -32,7 +32,7 @@ def test_parameter_counts(depth, width, published):
 
 
 def naive_forward(state, x, variant):
-    """Compute OSNet from its tensors."""
+    """Compute the feature map from the tensors of a state dict."""
     layers = Layers(state)
 
     def unit(x, name, relu=True, stride=1):
@@ -87,13 +87,13 @@ def test_features_equal_naive_computation(variant, size, map_size):
 
 
 @pytest.mark.parametrize("variant, expected", [("plain", set()), ("ibn", {"conv1.bn", "conv2.0.IN", "conv2.1.IN"})])
-def test_positions_of_instance_norm(variant, expected):
+def test_instance_norm_is_only_in_stem_and_first_stage_of_ibn(variant, expected):
     name, *opts = VARIANTS[variant]
     backbone = build(name, "x0_25", 128, *opts)
     assert {name for name, m in backbone.named_modules() if isinstance(m, torch.nn.InstanceNorm2d)} == expected
 
 
-def test_positions_of_instance_norm_in_ain():
+def test_instance_norm_is_at_searched_positions_of_ain():
     names = {name for name, m in build(AIN, "x0_25", 128).named_modules() if isinstance(m, torch.nn.InstanceNorm2d)}
     assert names == {"conv1.bn", "conv2.0.IN", "conv2.1.IN", "conv3.1.IN", "conv4.0.IN"}
 
@@ -107,12 +107,12 @@ def test_all_parameters_get_gradients(variant):
 
 
 def torchreid_state(backbone):
-    """Create a state dict of torchreid: no prefixes, with fully connected layer and classifier."""
+    """Create a torchreid state dict: no prefixes, with a fully connected layer and a classifier."""
     head = {"fc.0.weight": torch.ones(512, 128), "fc.1.running_mean": torch.ones(512), "classifier.bias": torch.ones(9)}
     return {key: value.clone() for key, value in backbone.state_dict().items()} | head
 
 
-def test_loads_torchreid_file(tmp_path):
+def test_loads_torchreid_file_as_pretrained_backbone(tmp_path):
     origin = build(AIN, "x0_25", 128)
     path = tmp_path / "osnet.pth.tar"
     torch.save({"state_dict": {f"module.{k}": v for k, v in torchreid_state(origin).items()}, "epoch": 1}, path)
@@ -122,7 +122,7 @@ def test_loads_torchreid_file(tmp_path):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_loads_torchreid_model(variant):
+def test_loads_torchreid_state_dict_into_model(variant):
     name, *opts = VARIANTS[variant]
     origin = build(name, "x0_25", 128, *opts)
     model = build_model(config(name, "x0_25", 128, *opts, "MODEL.HEADS.NUM_CLASSES", "3")).eval().double()
@@ -134,7 +134,7 @@ def test_loads_torchreid_model(variant):
 
 
 @pytest.mark.parametrize("variant, other", [("plain", "ibn"), ("ibn", "plain"), ("plain", "ain"), ("ain", "ibn")])
-def test_file_of_other_variant_raises_or_is_reported(variant, other):
+def test_loading_weights_of_other_variant_raises_or_reports_instance_norms(variant, other):
     """If enough tensors match, the report contains the missing or unused instance norms."""
     (name, *opts), (other_name, *other_opts) = VARIANTS[variant], VARIANTS[other]
     state = build(other_name, "x0_25", 128, *other_opts).state_dict()
@@ -147,8 +147,8 @@ def test_file_of_other_variant_raises_or_is_reported(variant, other):
             load_model_state(backbone, state, source="other", backbone_prefix="")
 
 
-def test_downloads_have_distinct_file_names(monkeypatch, tmp_path):
-    """The URLs have the same ending, and the cache uses file names."""
+def test_pretrained_weights_have_distinct_cache_file_names(monkeypatch, tmp_path):
+    """The cache identifies files by name, but the URLs do not contain file names."""
     calls = []
 
     def offline(url, path, checksum):
@@ -166,7 +166,7 @@ def test_downloads_have_distinct_file_names(monkeypatch, tmp_path):
     assert {file_name for _, file_name in calls} >= {"osnet_x1_0_imagenet.pth", "osnet_ain_x0_25_imagenet.pth"}
 
 
-def test_html_page_instead_of_weights_raises(monkeypatch, tmp_path):
+def test_downloaded_html_page_raises(monkeypatch, tmp_path):
     def download(url, path, checksum):
         Path(path).write_text("<html>Quota exceeded</html>")
 
@@ -176,7 +176,7 @@ def test_html_page_instead_of_weights_raises(monkeypatch, tmp_path):
         build_backbone(config(OSNET, "x0_25", 128, "MODEL.BACKBONE.PRETRAIN", "True"))
 
 
-def test_variant_without_published_weights_raises():
+def test_pretrain_of_variant_without_published_weights_raises():
     with pytest.raises(ConfigError, match="MODEL.BACKBONE.PRETRAIN"):
         build_backbone(config(OSNET, "x0_25", 128, *IBN, "MODEL.BACKBONE.PRETRAIN", "True"))
 

@@ -1,4 +1,4 @@
-"""Models that do not fit into memory raise ConfigError with the key and the size."""
+"""Models that do not fit into memory: ConfigError with the key and the sizes, and exit codes."""
 
 import re
 
@@ -17,7 +17,7 @@ from fastamp.utils.errors import ConfigError
 
 @BACKBONE_REGISTRY.register()
 def build_unchecked_backbone(cfg):
-    """Create weights by a constructor whose size is not checked in advance."""
+    """Create a parameter with ``torch.Tensor``, for which the size is not checked before allocation."""
     return torch.nn.ParameterList([torch.nn.Parameter(torch.Tensor(cfg.MODEL.HEADS.EMBEDDING_DIM, 2048))])
 
 
@@ -27,7 +27,7 @@ def config(*opts):
     return cfg
 
 
-def test_message_contains_key_and_sizes(monkeypatch):
+def test_out_of_memory_error_contains_key_and_sizes(monkeypatch):
     monkeypatch.setattr(out_of_memory, "available_memory", lambda: 10**9)
     with pytest.raises(ConfigError) as error:
         build_model(config("MODEL.HEADS.EMBEDDING_DIM", "50000000"))
@@ -36,7 +36,7 @@ def test_message_contains_key_and_sizes(monkeypatch):
     assert "MODEL.HEADS.EMBEDDING_DIM 50000000" in text and "fix: lower MODEL.HEADS.EMBEDDING_DIM" in text
 
 
-def test_check_does_not_change_the_model(monkeypatch):
+def test_memory_check_does_not_change_initial_weights(monkeypatch):
     states = []
     for available in (10**9, None):
         monkeypatch.setattr(out_of_memory, "available_memory", lambda available=available: available)
@@ -53,7 +53,7 @@ def test_check_does_not_change_the_model(monkeypatch):
         (("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.HEADS.EMBEDDING_DIM", "40000000"), "MODEL.HEADS.EMBEDDING_DIM"),
     ],
 )
-def test_message_names_the_key_to_lower(monkeypatch, opts, key):
+def test_out_of_memory_error_names_key_to_lower(monkeypatch, opts, key):
     monkeypatch.setattr(out_of_memory, "available_memory", lambda: 10**9)
     with pytest.raises(ConfigError, match=f"fix: lower {key}"):
         build_model(config(*opts))
@@ -68,7 +68,7 @@ def test_allocator_error_is_explained_if_memory_is_unknown(monkeypatch):
             build_model(config(*opts))
 
 
-def test_other_errors_are_not_converted():
+def test_unrelated_errors_are_not_converted():
     assert is_out_of_memory(MemoryError()) and is_out_of_memory(RuntimeError("std::bad_alloc"))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"))
     assert not is_out_of_memory(RuntimeError("shape mismatch")) and not is_out_of_memory(KeyError("out of memory"))
@@ -76,7 +76,7 @@ def test_other_errors_are_not_converted():
         raise RuntimeError("other")
 
 
-def test_training_exits_with_code_2(demo, tmp_path, capfd):
+def test_training_of_too_large_model_exits_with_code_2(demo, tmp_path, capfd):
     options = tiny.tiny_options(tmp_path, "MODEL.HEADS.EMBEDDING_DIM", "1000000000000")
     assert train_net.cli(options) == 2
     err = capfd.readouterr().err
@@ -84,7 +84,7 @@ def test_training_exits_with_code_2(demo, tmp_path, capfd):
 
 
 def test_commands_with_hostile_checkpoint_exit_with_code_2(demo, checkpoint, tmp_path, capfd):
-    """For each command that uses the config of a checkpoint."""
+    """The commands build the model from the config in the checkpoint."""
     content = torch.load(checkpoint, weights_only=True)
     text, count = re.subn(r"EMBEDDING_DIM: 0\b", "EMBEDDING_DIM: 1000000000000", content["config"])
     assert count == 1

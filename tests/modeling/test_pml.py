@@ -1,4 +1,4 @@
-"""Losses of pytorch-metric-learning: values, arguments, parameters and errors."""
+"""Losses of pytorch-metric-learning: values, arguments, learnable parameters and errors."""
 
 import inspect
 import sys
@@ -28,7 +28,7 @@ def config(names, *opts):
     return cfg
 
 
-def test_values_equal_the_package():
+def test_loss_values_equal_pytorch_metric_learning():
     names = ["pml/TripletMarginLoss", "pml/MultiSimilarityLoss", "TripletLoss"]
     args = "{TripletMarginLoss: {margin: 0.3, swap: True}, MultiSimilarityLoss: {beta: 40}}"
     built = build_losses(config(names, "MODEL.LOSSES.PML.ARGS", args, "MODEL.LOSSES.PML.SCALE", "2"))
@@ -43,7 +43,7 @@ def test_values_equal_the_package():
     assert not torch.allclose(built["loss_triplet_margin"]({"features": features}, TARGETS), 2 * other)
 
 
-def test_miner_selects_the_pairs():
+def test_configured_miner_selects_pairs():
     cfg = config(["pml/TripletMarginLoss"], "MODEL.LOSSES.PML.MINER", "TripletMarginMiner")
     cfg.MODEL.LOSSES.PML.ARGS = {"TripletMarginMiner": {"margin": 0.1, "type_of_triplets": "hard"}}
     features = torch.randn(12, 8)
@@ -65,7 +65,7 @@ WITH_WEIGHTS = [
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
-def test_loss_weights_are_trained_as_model_parameters(name, tmp_path):
+def test_learnable_parameters_of_losses_are_trained(name, tmp_path):
     opts = ("MODEL.LOSSES.NAME", f"('CrossEntropyLoss', 'pml/{name}')", "MODEL.HEADS.NUM_CLASSES", "3")
     cfg = tiny.tiny_config(tmp_path, *opts, "MODEL.HEADS.EMBEDDING_DIM", "4", "MODEL.HEADS.NECK_FEAT", "after")
     model = build_model(cfg)
@@ -79,7 +79,7 @@ def test_loss_weights_are_trained_as_model_parameters(name, tmp_path):
     assert all(not torch.equal(p, before[key]) for key, p in own.items())
 
 
-def test_loss_weights_of_other_identities_are_not_loaded(tmp_path):
+def test_proxies_of_other_identities_are_not_loaded(tmp_path):
     opts = ("MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'pml/ProxyAnchorLoss')")
     models = [build_model(tiny.tiny_config(tmp_path, *opts, "MODEL.HEADS.NUM_CLASSES", n)) for n in ("3", "5", "0")]
     report = load_model_state(models[1], models[0].state_dict(), source="test")
@@ -158,14 +158,14 @@ def test_loss_without_pairs_is_zero_and_has_gradient(targets):
         (["pml/CircleLoss", "CircleLoss"], (), ["loss_circle"]),
     ],
 )
-def test_invalid_names_and_arguments_raise(names, opts, parts):
+def test_invalid_loss_miner_or_argument_raises(names, opts, parts):
     with pytest.raises(ConfigError) as caught:
         build_losses(config(names, *opts))
     for part in parts:
         assert part in str(caught.value)
 
 
-def test_missing_package_raises(monkeypatch):
+def test_missing_pytorch_metric_learning_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_metric_learning", None)
     with pytest.raises(ConfigError, match=r'pml/NCALoss(.|\n)*pip install "fastamp\[metric-learning\]"'):
         build_losses(config(["pml/NCALoss"]))

@@ -1,4 +1,4 @@
-"""Features and training losses of all models: comparison with FastReID under the same weights."""
+"""Compare features and training losses of all models with FastReID's for the same weights."""
 
 import gzip
 import importlib.util
@@ -59,7 +59,7 @@ def test_features_and_losses_equal_fastreid(name):
     assert {key: value.item() for key, value in losses.items()} == pytest.approx(expected["train_losses"], rel=1e-3)
 
 
-def test_other_stem_pooling_changes_features():
+def test_padded_stem_pooling_changes_features():
     """Negative control: the parameter names are the same, but the features differ."""
     model = reference_model(RESNET18, "MODEL.BACKBONE.STEM_POOL", "padded").eval()
     model.load_state_dict(reference_weights.state_dict(MODELS[RESNET18]["state_dict"]))

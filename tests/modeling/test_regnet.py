@@ -63,7 +63,7 @@ def timm_name(depth):
 
 
 def from_timm(state):
-    """Rename a state dict of timm to the names of pycls."""
+    """Rename the parameters in a timm state dict to pycls's names."""
     parts = {
         "conv1.conv": "f.a",
         "conv1.bn": "f.a_bn",
@@ -116,7 +116,7 @@ def test_features_equal_timm(depth):
 
 
 @pytest.mark.parametrize("depth", [*TORCHVISION, *TORCHVISION_WIDER])
-def test_stages_equal_torchvision_except_three(depth, monkeypatch):
+def test_stages_equal_torchvision_except_three_wider_networks(depth, monkeypatch):
     monkeypatch.setattr(torchvision.models.regnet, "_regnet", lambda params, *_, **__: params)
     params = torchvision_model(depth)
     reference = list(zip(params.widths, params.depths, params.group_widths, strict=True))
@@ -135,7 +135,7 @@ def test_features_equal_torchvision(depth, tmp_path):
         torch.testing.assert_close(backbone(x), reference.trunk_output(reference.stem(x)))
 
 
-def test_file_of_wider_torchvision_network_raises(tmp_path):
+def test_loading_wider_torchvision_network_raises(tmp_path):
     torch.save(torchvision_model("400x").state_dict(), tmp_path / "regnet.pth")
     with pytest.raises(WeightsError, match="MODEL.BACKBONE.DEPTH"):
         build("400x", "MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(tmp_path / "regnet.pth"))
@@ -151,13 +151,13 @@ def test_loads_pycls_file_with_classifier(tmp_path):
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_pretrained_weights_match_depth(depth):
-    """Unlike in FastReID, where 800x downloads the weights of 200x."""
+    """FastReID downloads the weights of 200x for 800x."""
     number = int(depth[:-1])
     size = f"{number}MF" if number < 1000 else f"{number / 1000:.1f}GF" if number < 10000 else f"{number // 1000}GF"
     assert DEPTHS[depth].pycls_id.endswith(f"/RegNet{depth[-1].upper()}-{size}")
 
 
-def test_download_url(monkeypatch):
+def test_pretrain_downloads_from_pycls_url(monkeypatch):
     calls = []
     monkeypatch.setattr(
         "fastamp.modeling.backbones.build_utils.load_pretrained_backbone", lambda model, **kwargs: calls.append(kwargs)

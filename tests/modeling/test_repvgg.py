@@ -57,7 +57,7 @@ def shapes(state):
 
 
 @pytest.mark.parametrize("depth", [depth for depth in DEPTHS if "g2" not in depth])
-def test_converted_timm_state_has_same_shapes(depth):
+def test_converted_timm_state_dict_matches_shapes(depth):
     with torch.device("meta"):
         reference = timm.create_model(f"repvgg_{depth.lower()}", num_classes=0)
     backbone = build_meta(depth)
@@ -91,7 +91,7 @@ def test_features_equal_timm(tmp_path):
 @pytest.mark.parametrize("in_channels, channels", [(8, 8), (8, 16)])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_block_switches_to_deploy(in_channels, channels, stride, groups):
+def test_block_in_deploy_form_gives_same_features(in_channels, channels, stride, groups):
     block = randomized(RepVGGBlock(in_channels, channels, stride=stride, groups=groups, norm="BN", deploy=False))
     fused = copy.deepcopy(block)
     fused.switch_to_deploy()
@@ -104,7 +104,7 @@ def test_block_switches_to_deploy(in_channels, channels, stride, groups):
     assert all(torch.equal(fused.state_dict()[name], value) for name, value in state.items())
 
 
-def test_model_switches_to_deploy():
+def test_model_in_deploy_form_gives_same_features():
     backbone, images = small(), torch.randn(2, 3, 64, 32)
     fused = copy.deepcopy(backbone)
     fused.switch_to_deploy()
@@ -129,7 +129,7 @@ def test_deploy_form_loads_weights_of_both_forms():
 
 
 @pytest.mark.parametrize("suffixes", [("rbr_reparam.weight", "rbr_reparam.bias"), ("fused_weight", "fused_bias")])
-def test_training_form_with_deploy_weights_raises(suffixes):
+def test_loading_deploy_weights_into_training_form_raises(suffixes):
     fused = small()
     fused.switch_to_deploy()
     names = dict(zip(("rbr_reparam.weight", "rbr_reparam.bias"), suffixes, strict=True))
@@ -143,14 +143,14 @@ def test_training_form_with_deploy_weights_raises(suffixes):
         load_model_state(RepVGG(**SMALL), state, source="a file", backbone_prefix="")
 
 
-def test_deploy_form_with_incomplete_branches_raises():
+def test_loading_incomplete_branches_into_deploy_form_raises():
     state = {name: value for name, value in small().state_dict().items() if "rbr_1x1" not in name}
     with pytest.raises(WeightsError, match="MODEL.WEIGHTS_MIN_MATCH"):
         load_model_state(RepVGG(**SMALL, deploy=True), state, source="a file", backbone_prefix="")
 
 
 @pytest.mark.parametrize("deploy", [False, True])
-def test_rgb_weights_on_gray_images_equal_three_equal_channels(tmp_path, deploy):
+def test_gray_image_gives_same_features_as_replicated_channels(tmp_path, deploy):
     backbone, gray = small(), torch.randn(2, 1, 64, 32)
     torch.save(backbone.state_dict(), tmp_path / "repvgg.pth")
     model = RepVGG(**SMALL, in_channels=1, deploy=deploy).eval()
@@ -173,7 +173,7 @@ def test_deploy_without_batch_norm_raises():
         build_meta("A1", "MODEL.BACKBONE.NORM", "GN").switch_to_deploy()
 
 
-def test_warnings_and_invalid_options(caplog):
+def test_deploy_and_ignored_options_warn_and_invalid_depth_or_pretrain_raises(caplog):
     build_meta("A0", "MODEL.BACKBONE.DEPLOY", "True")
     assert "MODEL.BACKBONE.DEPLOY" in caplog.text
     build_meta("A0", "MODEL.BACKBONE.WITH_IBN", "True")
@@ -184,7 +184,7 @@ def test_warnings_and_invalid_options(caplog):
         build_meta("A0", "MODEL.BACKBONE.PRETRAIN", "True")
 
 
-def test_pointwise_convolution_is_equal_in_training_and_evaluation():
+def test_pointwise_convolution_gives_same_output_in_training_and_evaluation():
     torch.manual_seed(0)
     block = RepVGGBlock(3, 8, stride=2, norm="BN", deploy=False)
     convolution, images = block.rbr_1x1.conv, torch.randn(2, 3, 9, 7)

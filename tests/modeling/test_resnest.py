@@ -36,7 +36,7 @@ def randomize(module):
 
 @pytest.fixture(scope="module")
 def timm_model():
-    """timm's ResNeSt with few blocks."""
+    """Small ResNeSt of timm with random weights."""
     torch.manual_seed(0)
     model = TimmResNet(
         ResNestBottleneck,
@@ -123,7 +123,7 @@ def test_unknown_depth_suggests_nearest():
         build_meta("50")
 
 
-def test_file_of_other_network_raises(tmp_path):
+def test_loading_weights_of_other_network_raises(tmp_path):
     torch.save(torch.nn.Conv2d(3, 3, 3).state_dict(), tmp_path / "other.pth")
     with pytest.raises(WeightsError, match="MODEL.WEIGHTS_MIN_MATCH"):
         load_pretrained_backbone(

@@ -46,7 +46,7 @@ def test_names_and_shapes_of_101x_equal_torchvision():
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_all_stages_have_instance_norm(depth):
+def test_ibn_adds_instance_norm_to_all_stages(depth):
     names = build_meta(depth, "MODEL.BACKBONE.WITH_IBN", "True").state_dict().keys()
     for stage, blocks in enumerate(DEPTHS[depth].blocks, start=1):
         assert sum(f"layer{stage}." in name and name.endswith("bn1.IN.weight") for name in names) == blocks
@@ -55,7 +55,7 @@ def test_all_stages_have_instance_norm(depth):
 
 @pytest.mark.filterwarnings("ignore:.*which is a no-op:UserWarning")
 def test_loads_weights_without_instance_norm_in_last_stage():
-    """As in IBN-Net's file of ResNeXt-101."""
+    """IBN-Net's ResNeXt-101 file has no instance norm in the last stage."""
     backbone = build_meta("101x", "MODEL.BACKBONE.WITH_IBN", "True")
     plain = build_meta("101x").state_dict()
     full = backbone.state_dict()
@@ -70,7 +70,7 @@ def test_loads_weights_without_instance_norm_in_last_stage():
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_number_of_non_local_blocks(depth):
+def test_stages_two_and_three_have_non_local_blocks(depth):
     backbone = build_meta(depth, "MODEL.BACKBONE.WITH_NL", "True")
     assert [len(getattr(backbone, f"NL_{stage}")) for stage in (1, 2, 3, 4)] == [0, 2, 3, 0]
 
@@ -81,7 +81,7 @@ def test_warns_about_ignored_options(caplog):
 
 
 @pytest.mark.parametrize("last_stride, size", [(1, (4, 2)), (2, (2, 1))])
-def test_last_stride_and_image_channels(last_stride, size):
+def test_last_stride_sets_output_size_of_gray_images(last_stride, size):
     options = ("MODEL.BACKBONE.LAST_STRIDE", str(last_stride), "INPUT.CHANNELS", "1", "MODEL.BACKBONE.WITH_IBN", "True")
     backbone = build_meta("50x", *options)
     assert backbone(torch.empty(2, 1, 64, 32, device="meta")).shape == (2, 2048, *size)
@@ -92,6 +92,6 @@ def test_unknown_depth_raises():
         build("152x")
 
 
-def test_variant_without_published_weights_raises():
+def test_pretrain_without_published_weights_raises():
     with pytest.raises(ConfigError, match="PRETRAIN_PATH"):
         build("101x", "MODEL.BACKBONE.PRETRAIN", "True")

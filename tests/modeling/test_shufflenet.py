@@ -14,13 +14,13 @@ NAME = "build_shufflenetv2_backbone"
 @pytest.mark.parametrize(
     "depth, width, millions", [("0.5x", 1024, 1.4), ("1.0x", 1024, 2.3), ("1.5x", 1024, 3.5), ("2.0x", 2048, 7.4)]
 )
-def test_parameter_counts(depth, width, millions):
-    """Published counts, with a classifier of 1000 classes."""
+def test_parameter_counts_equal_published_counts(depth, width, millions):
+    """The published counts include a classifier for 1000 classes."""
     assert (count_parameters(NAME, depth, width) + 1000 * width) / 1e6 == pytest.approx(millions, abs=0.05)
 
 
 def naive_forward(state, x):
-    """Compute ShuffleNetV2 from its tensors, with a loop over channels for the shuffle."""
+    """Compute the feature map from the tensors of a state dict; shuffle with a loop over channels."""
     layers = Layers(state)
 
     def pointwise(x, name, position):
@@ -62,12 +62,12 @@ def test_loads_file_of_authors(tmp_path):
     assert all(torch.equal(value, origin.state_dict()[key].float()) for key, value in backbone.state_dict().items())
 
 
-def test_pretrain_without_file_raises():
+def test_pretrain_without_path_raises():
     with pytest.raises(ConfigError, match="MODEL.BACKBONE.PRETRAIN"):
         build_backbone(config(NAME, "1.0x", 1024, "MODEL.BACKBONE.PRETRAIN", "True"))
 
 
-def test_weight_initialization():
+def test_weights_are_initialized_as_by_authors():
     backbone = build_backbone(config(NAME, "1.0x", 1024))
     assert backbone.first_conv[0].weight.std().item() == pytest.approx(0.01, rel=0.1)
     assert backbone.features[1].branch_main[3].weight.std().item() == pytest.approx(1, rel=0.1)

@@ -1,4 +1,4 @@
-"""Supervised contrastive loss: naive loop, pytorch-metric-learning and degenerate cases."""
+"""Supervised contrastive loss: comparison with a naive loop and pytorch-metric-learning, and degenerate cases."""
 
 import math
 
@@ -25,20 +25,20 @@ def naive(features, targets, temperature):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("temperature", [0.07, 1.0])
 @pytest.mark.parametrize("targets", [[0, 0, 1, 1, 2, 2], [0, 0, 0, 1, 2, 3], [0] * 6])
-def test_equals_naive_loop(dtype, temperature, targets):
+def test_supcon_loss_equals_naive_loop(dtype, temperature, targets):
     features, targets = torch.randn(6, 5, dtype=dtype), torch.tensor(targets)
     loss = supcon_loss(features, targets, temperature=temperature)
     assert loss.dtype == dtype and loss.item() == pytest.approx(naive(features, targets, temperature), rel=1e-4)
 
 
-def test_equals_pytorch_metric_learning():
+def test_supcon_loss_equals_pytorch_metric_learning():
     losses = pytest.importorskip("pytorch_metric_learning.losses")
     features, targets = torch.randn(12, 8), torch.arange(12) // 3
     torch.testing.assert_close(supcon_loss(features, targets), losses.SupConLoss(temperature=0.1)(features, targets))
 
 
 @pytest.mark.parametrize("targets", [[0, 1, 2, 3], [0], [0, 0]])
-def test_loss_is_zero_without_positives_or_without_negatives(targets):
+def test_supcon_loss_is_zero_without_positives_or_without_negatives(targets):
     features = torch.randn(len(targets), 4, requires_grad=True)
     loss = supcon_loss(features, torch.tensor(targets))
     loss.backward()
@@ -46,14 +46,14 @@ def test_loss_is_zero_without_positives_or_without_negatives(targets):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_loss_is_float32_under_autocast(dtype):
+def test_supcon_loss_is_float32_under_autocast(dtype):
     features, targets = (100 * torch.randn(8, 6)).to(dtype), torch.arange(8) // 2
     with torch.autocast("cpu", dtype=dtype):
         low = supcon_loss(features, targets)
     assert low.dtype == torch.float32 and torch.equal(low, supcon_loss(features.float(), targets))
 
 
-def test_loss_is_built_from_config():
+def test_supcon_loss_uses_temperature_and_scale_from_config():
     cfg = get_cfg()
     cfg.merge_from_list([
         "MODEL.LOSSES.NAME", "SupConLoss", "MODEL.LOSSES.SUPCON.TEMPERATURE", "0.5", "MODEL.LOSSES.SUPCON.SCALE", "2",

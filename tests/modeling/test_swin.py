@@ -77,7 +77,7 @@ def test_loads_files_of_timm_and_authors(origin):
         torch.testing.assert_close(backbone(x), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_loads_own_checkpoint_completely():
+def test_loads_own_state_dict_completely():
     backbone, other = Swin(**SMALL), Swin(**SMALL)
     report = load_model_state(other, backbone.state_dict(), source="own", backbone_prefix="")
     assert report.missing == report.dropped == report.renamed == []
@@ -91,7 +91,7 @@ def test_accepts_any_image_size(size, expected):
         assert Swin(**SMALL).eval()(torch.randn(2, 3, *size)).shape == (2, 96, *expected)
 
 
-def test_config_options_reach_the_layers():
+def test_config_sets_dropout_and_image_channels():
     options = ["MODEL.BACKBONE.DROP_PATH_RATIO", "0.3", "MODEL.BACKBONE.ATT_DROP_RATE", "0.2", "INPUT.CHANNELS", "4"]
     backbone = build("tiny", *options, "MODEL.BACKBONE.DROP_RATIO", "0.1")
     ratios = [module.p for module in backbone.modules() if isinstance(module, StochasticDepth)]
@@ -108,7 +108,7 @@ def test_all_parameters_get_gradients():
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
 
 
-def test_rgb_weights_initialize_fourth_channel_to_zero(tmp_path):
+def test_loading_rgb_weights_sets_fourth_channel_to_zero(tmp_path):
     torch.save(Swin(**SMALL).state_dict(), tmp_path / "swin.pth")
     backbone = Swin(**SMALL, in_channels=4)
     load_pretrained_backbone(backbone, path=str(tmp_path / "swin.pth"), online=None)

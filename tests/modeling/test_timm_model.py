@@ -36,7 +36,7 @@ def build(name, *opts, size=(64, 32)):
         ("swin_tiny_patch4_window7_224", (768, 8, 4)),
     ],
 )
-def test_output_shapes_of_families(name, shape):
+def test_output_shape_of_each_model_family(name, shape):
     backbone = build(name, size=(256, 128))
     assert backbone.feature_dim == shape[0]
     assert backbone.training
@@ -44,7 +44,7 @@ def test_output_shapes_of_families(name, shape):
         assert backbone.eval()(torch.randn(2, 3, 256, 128)).shape == (2, *shape)
 
 
-def test_maps_equal_timm():
+def test_feature_maps_equal_timm():
     backbone = build("test_resnet", "MODEL.BACKBONE.LAST_STRIDE", "2").eval()
     reference = timm.create_model("test_resnet", num_classes=0).eval()
     reference.load_state_dict(backbone.model.state_dict())
@@ -54,7 +54,7 @@ def test_maps_equal_timm():
         torch.testing.assert_close(backbone(x).mean(dim=(2, 3)), reference(x))
 
 
-def test_channels_last_map_is_permuted():
+def test_channels_last_feature_map_is_permuted():
     backbone = build("swin_tiny_patch4_window7_224").eval()
     x = torch.randn(1, 3, 64, 32)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_feature_is_class_token_if_present():
         torch.testing.assert_close(backbone(x).flatten(1), backbone.model.forward_features(x)[:, 0])
 
 
-def test_feature_is_mean_of_tokens_without_registers():
+def test_feature_is_mean_of_patch_tokens_without_class_token():
     backbone = build("test_vit2").eval()
     assert (backbone.has_class_token, backbone.prefix_tokens) == (False, 1)
     x = torch.randn(2, 3, 64, 32)
@@ -91,7 +91,7 @@ def test_logs_ignored_options(caplog):
     assert "MODEL.BACKBONE.NORM" in caplog.text
 
 
-def test_accepts_other_image_sizes_and_channels():
+def test_vit_accepts_other_image_size_and_one_channel():
     backbone = build("test_vit", "INPUT.CHANNELS", "1").eval()
     with torch.no_grad():
         assert backbone(torch.randn(2, 1, 96, 48)).shape == (2, 64, 1, 1)
@@ -131,7 +131,7 @@ def test_position_embedding_is_resized_to_image_size(tmp_path):
         torch.testing.assert_close(backbone(x).flatten(1), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_loads_backbone_of_model_checkpoint(tmp_path):
+def test_loads_backbone_from_model_checkpoint(tmp_path):
     backbone = build("test_vit")
     state = {f"backbone.{key}": value for key, value in backbone.state_dict().items()}
     torch.save({"model": state}, tmp_path / "whole.pth")
@@ -147,13 +147,13 @@ def test_rgb_weights_are_summed_for_one_channel(tmp_path):
     torch.testing.assert_close(backbone.model.patch_embed.proj.weight, expected)
 
 
-def test_file_of_other_model_raises(tmp_path):
+def test_loading_weights_of_other_model_raises(tmp_path):
     torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "resnet.pth")
     with pytest.raises(WeightsError, match="MODEL.WEIGHTS_MIN_MATCH"):
         pretrained("test_vit", tmp_path / "resnet.pth")
 
 
-def test_timm_loads_its_pretrained_weights(monkeypatch):
+def test_pretrain_without_path_loads_weights_through_timm(monkeypatch):
     create, calls = timm.create_model, []
 
     def stub(name, pretrained=False, **arguments):
@@ -165,7 +165,7 @@ def test_timm_loads_its_pretrained_weights(monkeypatch):
     assert calls[-1] == (True, {"num_classes": 0, "global_pool": "", "in_chans": 3, "output_stride": 16})
 
 
-def test_failed_download_raises(monkeypatch):
+def test_failed_weight_download_raises(monkeypatch):
     create = timm.create_model
 
     def offline(name, pretrained=False, **arguments):
@@ -182,7 +182,7 @@ def test_failed_download_raises(monkeypatch):
     "name, suggestion",
     [("resnt18", "'resnet18'"), ("resnet18.a1_in", "'resnet18.a1_in1k'"), ("hf-hub:some/one", "")],
 )
-def test_unknown_name_suggests_nearest(name, suggestion):
+def test_unknown_model_name_suggests_nearest(name, suggestion):
     with pytest.raises(ConfigError, match=f"'{name}'.*{suggestion}"):
         build(name)
 

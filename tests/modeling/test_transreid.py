@@ -1,4 +1,4 @@
-"""TransReID's models and FastReID's ViT: features under the same weights, and recipes."""
+"""TransReID's models and FastReID's ViT: features with the same weights, and recipes."""
 
 import gzip
 import importlib.util
@@ -50,7 +50,7 @@ def difference(features, expected):
 
 @pytest.fixture(scope="module", params=["vit_sie", "vit_transreid_stride"])
 def transreid(request):
-    """Model with the reference weights, report, batch and expected features."""
+    """Model with the reference weights, its load report, a batch and the expected features."""
     expected, features = reference("transreid", request.param)
     if request.param == "vit_sie":
         cfg = recipe("Market1501/vit_base.yml", "MODEL.BACKBONE.SIE_CAMERAS", "6")
@@ -97,7 +97,7 @@ def test_features_equal_fastreid():
     [("Market1501", 202, 6), ("DukeMTMC", 258, 8), ("MSMT17", 509, 15), ("VeRi", 590, 20)],
 )
 @pytest.mark.parametrize("kind", ["vit_base", "transreid_vit_base"])
-def test_recipes_equal_transreid_settings(name, iters, cameras, kind):
+def test_recipes_have_settings_of_transreid(name, iters, cameras, kind):
     cfg = recipe(f"{name}/{kind}.yml")
     full, vehicles, base_lr = kind != "vit_base", name == "VeRi", 0.01 if name == "VeRi" else 0.008
     schedule = build_lr_schedule(cfg, iters)

@@ -35,7 +35,7 @@ def config(*opts):
 
 @pytest.fixture
 def tiny_base(monkeypatch):
-    """Config function; DEPTH base is patched to a small network."""
+    """Function that creates a config; DEPTH base is patched to a small network."""
     monkeypatch.setitem(DEPTHS, "base", Depth(DEPTHS["base"].pretrained, width=32, blocks=3, heads=4))
     return lambda *opts: config("MODEL.BACKBONE.FEAT_DIM", "32", "INPUT.SIZE_TRAIN", "(64, 32)", *opts)
 
@@ -80,7 +80,7 @@ def test_features_equal_timm():
     )
 
 
-def test_attention_scale_option():
+def test_attention_scale_multiplies_dot_products():
     scaled = tiny(depth=Depth(None, width=32, blocks=1, heads=4, scale=32**-0.5))
     plain = tiny(depth=Depth(None, width=32, blocks=1, heads=4))
     plain.load_state_dict(scaled.state_dict())
@@ -133,7 +133,7 @@ def test_infer_grid_is_square_or_has_image_aspect_ratio():
     assert infer_grid(128, like=(8, 16)) == (8, 16)
 
 
-def test_stochastic_depth_grows_with_depth():
+def test_stochastic_depth_probability_grows_linearly_with_depth():
     backbone = tiny(depth=Depth(None, width=32, blocks=5, heads=4), drop_path=0.4)
     rates = [getattr(block.drop_path, "p", 0.0) for block in backbone.blocks]
     assert rates == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
@@ -211,7 +211,7 @@ def test_checkpointing_saves_memory_with_equal_gradients(bf16):
     assert all(value.abs().sum() > 0 for value in expected.values())
 
 
-def test_weight_initialization():
+def test_initial_weight_standard_deviations():
     backbone = tiny(depth=Depth(None, width=256, blocks=1, heads=4), cameras=40)
     for name in ("pos_embed", "sie_embed", "cls_token", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc2.weight"):
         assert backbone.get_parameter(name).std().item() == pytest.approx(0.02, rel=0.1), name
@@ -228,7 +228,7 @@ def pretrained(tiny_base, tmp_path, state, *opts):
 
 
 @pytest.mark.parametrize("kind", ["timm", "deit", "oldest"])
-def test_loads_pretrained_files(tiny_base, tmp_path, caplog, kind):
+def test_loads_pretrained_files_of_timm_and_deit(tiny_base, tmp_path, caplog, kind):
     caplog.set_level("INFO")
     state = timm_vit(img_size=224).state_dict()
     content = dict(state)
@@ -254,7 +254,7 @@ def test_rgb_weights_are_summed_for_gray_images(tiny_base, tmp_path):
     assert torch.equal(backbone.patch_embed.proj.weight, state["patch_embed.proj.weight"].sum(1, keepdim=True))
 
 
-def test_camera_embeddings_of_other_model_are_reported_or_raise(caplog):
+def test_loading_camera_embeddings_of_other_model_is_reported_or_raises(caplog):
     caplog.set_level("INFO")
     load_model_state(tiny(), tiny(cameras=6).state_dict(), source="x", backbone_prefix="")
     assert "6 camera or view embeddings" in caplog.text
@@ -262,7 +262,7 @@ def test_camera_embeddings_of_other_model_are_reported_or_raise(caplog):
         load_model_state(tiny(cameras=5), tiny(cameras=6).state_dict(), source="x", backbone_prefix="")
 
 
-def test_download_url_of_depth(tiny_base, monkeypatch, tmp_path):
+def test_pretrain_downloads_weights_of_depth(tiny_base, monkeypatch, tmp_path):
     calls = []
 
     def download(url, path, checksum):
@@ -275,7 +275,7 @@ def test_download_url_of_depth(tiny_base, monkeypatch, tmp_path):
     assert calls == [DEPTHS["base"].pretrained.url]
 
 
-def test_invalid_config_raises(caplog):
+def test_invalid_depth_image_size_feat_dim_or_stride_raises(caplog):
     with pytest.raises(ConfigError, match=r"MODEL\.BACKBONE\.DEPTH: .*'deit_smal'.*'deit_small'"):
         build_backbone(config("MODEL.BACKBONE.DEPTH", "deit_smal"))
     with pytest.raises(ConfigError, match=r"INPUT\.SIZE_TEST is \(8, 128\)"):
@@ -329,7 +329,7 @@ def test_identity_pooling_uses_class_token(tiny_base):
         ("patch_embed.proj.weight", (384, 5)),
     ],
 )
-def test_mismatching_tensors_raise(name, shape):
+def test_loading_tensors_of_mismatching_shape_raises(name, shape):
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "deit_small"])
     cfg.merge_from_list(["MODEL.BACKBONE.FEAT_DIM", "384"])
