@@ -97,7 +97,7 @@ def values(cfg):
     return {key.path: list(value) if isinstance(value, tuple) else value for key, value in cfg.keys_below()}
 
 
-def test_recipes_equal_those_of_fastreid(subtests):
+def test_recipes_equal_fastreid_recipes(subtests):
     for recipe in RECIPES:
         with subtests.test(recipe):
             expected = values(get_cfg()) | RECIPES[recipe] | PRIVATE.get(recipe, {})
@@ -185,7 +185,7 @@ def with_fewer_batches(build):
     return classmethod(build_short)
 
 
-def test_recipes_exist():
+def test_readme_recipes_exist():
     assert {"Base-bagtricks.yml", "bagtricks_R50.yml", "quickstart.yml"} <= {path.name for path in CONFIGS}
 
 
@@ -195,7 +195,7 @@ def readme_commands():
             yield from (part.strip() for part in line.split("&&"))
 
 
-def test_train_commands_of_the_readme_parse():
+def test_train_commands_in_the_readme_are_valid():
     commands = [shlex.split(c)[2:] for c in readme_commands() if c.startswith("python tools/train_net.py")]
     assert len(commands) >= 4
     for arguments in commands:
@@ -205,14 +205,14 @@ def test_train_commands_of_the_readme_parse():
         cfg.merge_from_list(args.opts)
 
 
-def test_python_and_links_of_the_readme_are_valid():
+def test_python_code_and_links_in_the_readme_are_valid():
     for block in re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
         ast.parse(block)
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
 
 
-def test_keys_of_the_readme_exist():
+def test_config_keys_in_the_readme_exist():
     cfg = get_cfg()
     known = {key.path for key, _ in cfg.keys_below()}
     sections = {".".join(path.split(".")[:depth]) for path in known for depth in range(1, 4)}

@@ -102,7 +102,7 @@ def logits(request):
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, -1.0])
-def test_cross_entropy_with_label_smoothing(logits, epsilon):
+def test_label_smoothed_cross_entropy_matches_definition(logits, epsilon):
     """Szegedy et al. 2016, arXiv:1512.00567, section 7, with eps / (K - 1) for the other classes, as FastReID."""
     values, targets = logits
     losses = []
@@ -117,7 +117,7 @@ def test_cross_entropy_with_label_smoothing(logits, epsilon):
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
-def test_focal_loss(logits, gamma):
+def test_focal_loss_matches_definition(logits, gamma):
     """Lin et al. 2017, arXiv:1708.02002, eq. 5."""
     values, targets = logits
     losses = []
@@ -130,7 +130,7 @@ def test_focal_loss(logits, gamma):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 16.0])
-def test_distillation(logits, temperature):
+def test_distillation_loss_matches_definition(logits, temperature):
     """Hinton et al. 2015, arXiv:1503.02531, section 2; symmetric, as FastReID."""
     student, _ = logits
     teacher = np.roll(student, 1, axis=1)
@@ -147,7 +147,7 @@ MARGIN_CASES = {"random": BASE, "1e-3": 1e-3 * BASE, "1e3": 1e3 * BASE, "the wei
 
 @pytest.mark.parametrize("name", ["Linear", "CosSoftmax", "ArcSoftmax", "CircleSoftmax"])
 @pytest.mark.parametrize("kind", MARGIN_CASES)
-def test_margin_softmaxes(name, kind):
+def test_margin_softmaxes_match_definitions(name, kind):
     """CosFace arXiv:1801.09414 eq. 4, ArcFace arXiv:1801.07698 eq. 3, Circle arXiv:2002.10857 eqs. 8 and 9."""
     weight = np.random.default_rng(1).normal(size=(8, 6)).astype(np.float32)
     features = {"the weight itself": weight, "opposite": -weight}.get(kind, MARGIN_CASES[kind]).astype(np.float32)
@@ -190,7 +190,7 @@ def distances_of(features, normalize):
 @pytest.mark.parametrize("mining", ["hard", "softmax", "fastreid"])
 @pytest.mark.parametrize("margin", [0.0, 0.3])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_triplet_loss(case, mining, margin, normalize):
+def test_triplet_loss_matches_definition(case, mining, margin, normalize):
     """Hermans et al. 2017, arXiv:1703.07737, eq. 5; weighted: Ye et al. 2020, arXiv:2001.04193."""
     features, ids = case
     losses = []
@@ -222,7 +222,7 @@ def pair_loss(features, ids, positive, negative):
 
 
 @pytest.mark.parametrize("gamma", [1.0, 128.0])
-def test_pairwise_circle_loss(case, gamma):
+def test_pairwise_circle_loss_matches_definition(case, gamma):
     """Sun et al. 2020, arXiv:2002.10857, eq. 6."""
     features, ids = case
     m = 0.25
@@ -236,7 +236,7 @@ def test_pairwise_circle_loss(case, gamma):
 
 
 @pytest.mark.parametrize("gamma", [1.0, 128.0])
-def test_pairwise_cosface(case, gamma):
+def test_pairwise_cosface_matches_definition(case, gamma):
     """Sun et al. 2020, arXiv:2002.10857, eq. 1."""
     features, ids = case
     expected = pair_loss(features, ids, lambda c: -gamma * c, lambda c: gamma * (c + 0.25))
@@ -244,7 +244,7 @@ def test_pairwise_cosface(case, gamma):
 
 
 @pytest.mark.parametrize("temperature", [0.01, 0.1])
-def test_supervised_contrastive_loss(case, temperature):
+def test_supervised_contrastive_loss_matches_definition(case, temperature):
     """Khosla et al. 2020, arXiv:2004.11362, eq. 2."""
     features, ids = case
     logits = unit(features) @ unit(features).T / temperature
@@ -258,7 +258,7 @@ def test_supervised_contrastive_loss(case, temperature):
     check(supcon_loss, features, ids, expected=expected, absolute=1e-4, temperature=temperature)
 
 
-def test_center_loss(case):
+def test_center_loss_matches_definition(case):
     """Wen et al. 2016, eq. 2, as a mean without 1/2."""
     features, ids = case
     centers = np.random.default_rng(2).normal(size=(8, 6)).astype(np.float32)
@@ -266,7 +266,7 @@ def test_center_loss(case):
     check(center_loss, features, ids, centers, expected=expected)
 
 
-def test_memory_bank_loss(case):
+def test_memory_bank_loss_excludes_own_key(case):
     """Pairwise CosFace of queries against the bank, each query's own key excluded."""
     features, ids = case
     bank = MemoryBank(feature_dim=6, size=20, margin=0.25, gamma=32.0)
@@ -291,7 +291,7 @@ def test_memory_bank_loss(case):
 @pytest.mark.parametrize("p", [1.0, 3.0, 12.0])
 @pytest.mark.parametrize("kind", ["random", "equal", "one place"])
 @pytest.mark.parametrize("name", ["GeneralizedMeanPooling", "GeneralizedMeanPoolingP"])
-def test_generalized_mean(name, kind, p, scale):
+def test_generalized_mean_pooling_matches_definition(name, kind, p, scale):
     """Radenovic et al. 2018, arXiv:1711.02512, eq. 3, of activations that are at least 1e-6."""
     maps = np.abs(np.random.default_rng(3).normal(size=(2, 3, 4, 2))).astype(np.float32) * np.float32(scale)
     if kind == "equal":
@@ -312,7 +312,7 @@ def test_generalized_mean(name, kind, p, scale):
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-def test_average_and_maximum_pooling(scale):
+def test_average_and_maximum_pooling_match_definitions(scale):
     maps = (RNG.normal(size=(2, 3, 4, 2)) * scale).astype(np.float32)
     mean, largest = maps.astype(np.float64).mean((2, 3)), maps.max((2, 3))
     expected = {
@@ -324,7 +324,7 @@ def test_average_and_maximum_pooling(scale):
         np.testing.assert_allclose(out.numpy()[:, :, 0, 0], values, rtol=1e-5, atol=1e-6 * scale)
 
 
-def test_pairwise_distances(case):
+def test_pairwise_distances_match_definitions(case):
     """The minimum Euclidean distance of 1e-6 keeps gradients finite; cosine is limited by float32 resolution."""
     features, _ = case
     x = torch.tensor(features)
@@ -340,7 +340,7 @@ def test_pairwise_distances(case):
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine"])
-def test_distances_of_evaluation(case, metric):
+def test_evaluation_distances_match_definitions(case, metric):
     features, _ = case
     distances = FeatureDistances(torch.tensor(features), torch.tensor(features), metric=metric)
     out = torch.empty(distances.shape)
@@ -355,7 +355,7 @@ def test_distances_of_evaluation(case, metric):
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("kind", ["ema", "swa"])
-def test_weight_averages(kind, scale):
+def test_ema_and_swa_match_definitions(kind, scale):
     """EMA: a <- d a + (1 - d) w. SWA: the mean (Izmailov et al. 2018, arXiv:1803.05407, algorithm 1)."""
     model = torch.nn.Linear(3, 2)
     steps = [scale * np.random.default_rng(k).normal(size=(2, 3)) for k in range(50)]
@@ -391,7 +391,7 @@ def exact_distances(queries, gallery, metric):
 
 @pytest.mark.parametrize("scale", [2.0**-10, 1.0, 2.0**10])
 @pytest.mark.parametrize("kind", ["random", "ties"])
-def test_mean_average_precision_minp_cmc_and_accept_rates(kind, scale):
+def test_map_minp_cmc_and_accept_rates_match_definitions(kind, scale):
     """Zheng et al. 2015 (mAP, CMC), Ye et al. 2020, arXiv:2001.04193, eq. 9 (mINP); TAR at FAR by counting pairs."""
     queries, gallery, ids = ranked_set(kind, scale)
     # Integers times a power of two: squared float32 distances of ties are exact.
@@ -412,7 +412,7 @@ def test_mean_average_precision_minp_cmc_and_accept_rates(kind, scale):
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-def test_query_expansion(scale, alpha):
+def test_query_expansion_matches_definition(scale, alpha):
     """Radenovic et al. 2019, arXiv:1711.02512, section 3.3, over queries and gallery together."""
     queries, gallery, _ = ranked_set("random", scale)
     x = torch.cat((queries, gallery)).double().numpy()
@@ -454,7 +454,7 @@ def test_re_ranking_of_equal_features_is_finite(kind):
 
 @pytest.mark.parametrize("base_lr", [1e-6, 1.0, 1e3])
 @pytest.mark.parametrize("sched", ["MultiStepLR", "CosineAnnealingLR"])
-def test_learning_rates(sched, base_lr):
+def test_lr_schedules_match_definitions(sched, base_lr):
     """Steps by gamma; the cosine of Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5; times a linear warm-up."""
     cfg = get_cfg()
     cfg.merge_from_list([

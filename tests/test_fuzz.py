@@ -151,7 +151,7 @@ def place(tmp_path_factory):
 
 @fuzzed
 @seeds
-def test_damaged_config_files(place, seed):
+def test_damaged_config_files_never_crash(place, seed):
     rng = random.Random(seed)
     place.clean()
     file = place.root / "nasty.yml"
@@ -167,7 +167,7 @@ def test_damaged_config_files(place, seed):
 
 @fuzzed
 @seeds
-def test_random_pairs_on_the_command_line(place, seed):
+def test_random_key_value_pairs_never_crash(place, seed):
     rng = random.Random(seed)
     place.clean()
     opts = []
@@ -186,7 +186,7 @@ def test_random_pairs_on_the_command_line(place, seed):
 
 @fuzzed
 @seeds
-def test_damaged_image_lists(place, seed):
+def test_damaged_image_lists_never_crash(place, seed):
     rng = random.Random(seed)
     place.clean()
     place.write_csv(fuzz.nasty_csv(rng, place.rows))
@@ -199,7 +199,7 @@ def test_damaged_image_lists(place, seed):
 
 @fuzzed
 @seeds
-def test_damaged_images(place, seed):
+def test_damaged_images_never_crash(place, seed):
     rng = random.Random(seed)
     place.clean()
     kind = rng.choice(list(place.files))
@@ -217,7 +217,7 @@ def test_damaged_images(place, seed):
 @pytest.mark.parametrize("resume", [True, False])
 @fuzzed
 @seeds
-def test_damaged_checkpoints(place, seed, resume):
+def test_damaged_checkpoints_never_crash(place, seed, resume):
     rng = random.Random(seed)
     place.clean()
     path = place.output / "model_0000.pth"
@@ -281,7 +281,7 @@ def nasty_npz(rng, content, arrays, others):
 
 @fuzzed
 @seeds
-def test_damaged_extractions(tmp_path_factory, seed):
+def test_damaged_extractions_never_crash(tmp_path_factory, seed):
     rng, path = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.npz"
     good = (PREVIOUS / "gallery.npz").read_bytes()
     path.write_bytes(nasty_npz(rng, good, arrays_in(PREVIOUS / "gallery.npz"), [good, *fuzz.image_files().values()]))
@@ -298,7 +298,7 @@ def test_damaged_extractions(tmp_path_factory, seed):
 
 @fuzzed
 @seeds
-def test_damaged_indices(tmp_path_factory, seed):
+def test_damaged_indices_never_crash(tmp_path_factory, seed):
     rng, path = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.index"
     files = {kind: (PREVIOUS / f"{kind}.index").read_bytes() for kind in index.KINDS}
     kind = rng.choice(index.KINDS)
@@ -319,7 +319,7 @@ def test_damaged_indices(tmp_path_factory, seed):
 
 @fuzzed
 @seeds
-def test_damaged_checkpoints_of_predictors(tmp_path_factory, seed):
+def test_damaged_checkpoints_never_crash_the_predictor(tmp_path_factory, seed):
     rng, path = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.pth"
     good = (PREVIOUS / "model_final.pth").read_bytes()
     kind = rng.randrange(4)

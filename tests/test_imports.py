@@ -34,7 +34,7 @@ def test_packages_import_only_lower_packages():
     assert list(violations(ROOT)) == []
 
 
-def test_import_check_finds_violations(tmp_path):
+def test_import_order_check_finds_violations(tmp_path):
     for name in ("amp", "data", "layers"):
         (tmp_path / "fastamp" / name).mkdir(parents=True)
     (tmp_path / "fastamp/amp/a.py").write_text("from fastamp.engine import hooks\nfrom fastamp import layers\n")

@@ -34,9 +34,9 @@ def test_check_accepts_code_spans_and_keys(source):
     assert check_text(source, "planted.py") == []
 
 
-def test_check_reads_markdown_outside_code():
+def test_check_skips_code_in_markdown():
     assert len(check_text("# What it does\n```sh\ncolour\n```\nIn one colour, `colour`.", "planted.md")) == 2
 
 
-def test_glossary_bans_words():
+def test_banned_words_are_read_from_the_glossary():
     assert banned_words()["floor"] == "baseline"

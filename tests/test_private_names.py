@@ -125,7 +125,7 @@ def test_attributes_of_other_modules_are_not_assigned():
         ("cfg.MODEL.DEVICE = 'cpu'", []),
     ],
 )
-def test_foreign_assignment_is_found(source, expected):
+def test_check_finds_planted_assignment(source, expected):
     """Negative control."""
     assert list(foreign_assignments(source)) == expected
 
@@ -149,12 +149,12 @@ def test_private_attributes_of_other_modules_are_not_used():
         ("torch._foreach_norm(x), x.__class__, _y", []),
     ],
 )
-def test_foreign_private_attribute_is_found(source, expected):
+def test_check_finds_planted_private_attribute(source, expected):
     """Negative control."""
     assert list(foreign(source)) == expected
 
 
-def test_allowed_names_are_used():
+def test_allowed_private_names_are_all_needed():
     used = {
         node.attr
         for path in PACKAGE.rglob("*.py")
@@ -164,7 +164,7 @@ def test_allowed_names_are_used():
     assert ALLOWED - used == set()
 
 
-def test_allowed_assignments_are_used():
+def test_allowed_assignments_are_all_needed():
     root = PACKAGE.parent
     paths = [*PACKAGE.rglob("*.py"), *(root / "projects").rglob("*.py")]
     nodes = [node for path in paths for node in assigned(ast.parse(path.read_text(encoding="utf-8")))]

@@ -187,7 +187,7 @@ def lose_steps(content):
         ("distiller", lose_buffers),
     ],
 )
-def test_lost_state_is_detected(demo, tmp_path, straight, name, lose):
+def test_comparison_detects_a_lost_state(demo, tmp_path, straight, name, lose):
     """Negative control."""
     content = stored(name)
     before = copy.deepcopy(content)
@@ -221,13 +221,13 @@ def config_of(name, folder):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_hook_states_are_restored(demo, tmp_path, name):
+def test_resume_restores_recorded_hook_states(demo, tmp_path, name):
     states = assert_hooks_continue(stored(name), config_of(name, resumable(tmp_path, name)))
     assert len(states) == 2  # best metric, and names of periodic checkpoints
 
 
 @pytest.mark.parametrize("name", ["EvalHook", "PeriodicCheckpointer"])
-def test_renamed_hook_is_detected(demo, tmp_path, name):
+def test_comparison_detects_a_renamed_hook(demo, tmp_path, name):
     """Negative control: a renamed hook class."""
     content = stored("ema")
     content["trainer"]["hooks"][f"{name}Renamed"] = content["trainer"]["hooks"].pop(name)
@@ -255,7 +255,7 @@ def test_resumed_run_of_two_ranks_equals_uninterrupted_run(demo_root, demo, tmp_
 # ---- other files
 
 
-def test_crash_dump_replays(capfd):
+def test_recorded_crash_dump_can_be_replayed(capfd):
     crash = CrashDump.read(FILES / "amp_crash")
     assert crash.location["module"] == "backbone.4" and crash.iteration == 2
     assert amp_replay.cli([str(FILES / "amp_crash")]) == 1
@@ -289,7 +289,7 @@ def test_averaged_weights_give_equal_features_and_gallery(monkeypatch):
 # ---- FastTune
 
 
-def test_trial_continues_from_its_checkpoint(demo, tmp_path):
+def test_recorded_trial_continues_from_its_checkpoint(demo, tmp_path):
     (path,) = (FILES / "search/search").glob("trial_*/run/model_tune.pth")
     content, before = read(path), rows(path.with_name("reports.jsonl"))
     done = content["trainer"]["iteration"] // content["trainer"]["iters_per_epoch"]
@@ -324,7 +324,7 @@ def with_the_search_split(cfg):
 
 
 @pytest.mark.tune
-def test_killed_search_continues(demo, tmp_path, monkeypatch, capfd):
+def test_killed_recorded_search_can_be_resumed(demo, tmp_path, monkeypatch, capfd):
     ray = pytest.importorskip("ray")
     if FACTS["ray"] != ray.__version__ or FACTS["python"].split(".")[:2] != sys.version.split(".")[:2]:
         pytest.skip(f"Ray pickles by its own version and Python's: {FACTS['ray']}, {FACTS['python']}")
@@ -358,7 +358,7 @@ def rows(path):
 # ---- names and keys
 
 
-def test_public_names_exist():
+def test_recorded_public_names_can_be_imported():
     """Moved names may raise a DeprecationWarning."""
     missing = []
     with warnings.catch_warnings():
@@ -373,7 +373,7 @@ def test_public_names_exist():
     assert sorted(missing) == sorted(REMOVED)
 
 
-def test_commands_exist():
+def test_recorded_commands_exist():
     there = recorded.commands()
     stored_names = json.loads((FILES / "names.json").read_text())["commands"]
     assert {where: [name for name in names if name not in there[where]] for where, names in stored_names.items()} == {
@@ -381,7 +381,7 @@ def test_commands_exist():
     }
 
 
-def test_keys_exist_with_their_defaults():
+def test_recorded_keys_exist_with_their_defaults():
     before, now = json.loads((FILES / "keys.json").read_text()), recorded.keys()
     before["keys"] = {current_path(key): value for key, value in before["keys"].items()}
     changed = [
@@ -393,7 +393,7 @@ def test_keys_exist_with_their_defaults():
     assert changed == []
 
 
-def test_aliases_of_keys():
+def test_recorded_key_aliases_are_accepted():
     spellings, cfg = json.loads((FILES / "keys.json").read_text()), get_cfg()
     for old, new in spellings["renamed"].items():
         cfg.merge_from_list([old, "True"])
@@ -406,7 +406,7 @@ def test_aliases_of_keys():
             get_cfg().merge_from_list([old, "1"])
 
 
-def test_comparison_finds_a_difference_in_one_bit(tmp_path, capsys):
+def test_comparison_detects_a_difference_in_one_bit(tmp_path, capsys):
     one = {"weights": torch.tensor([1.0, float("nan")]), "loss": 0.1}
     changed = {"weights": one["weights"].clone(), "loss": np.nextafter(0.1, 1).item(), "mAP": 1.0}
     changed["weights"][0] = 1.0 + 2**-23

@@ -29,7 +29,7 @@ def config(capsys):
     return run
 
 
-def test_list_shows_values_of_a_file(config, recipe):
+def test_list_shows_values_set_in_a_config_file(config, recipe):
     code, lines = config("list", "SOLVER.AMP", "--config-file", recipe)
     assert code == 0 and lines[0] == "[SOLVER.AMP]" and "SOLVER.AMP.DTYPE: auto   (set to: bfloat16)" in lines
     code, lines = config("list", "SOLVR")
@@ -58,7 +58,7 @@ def test_explain_lists_aliases_and_shorthands(config, recipe):
         assert part in text
 
 
-def test_explain_section_and_unknown_key(config, tmp_path):
+def test_explain_lists_sections_and_rejects_unknown_keys(config, tmp_path):
     assert config("explain", "SOLVER.EMA")[1][0] == "[SOLVER.EMA]"
     code, lines = config("explain", "SOLVER.BASE_RL")
     assert code == 2 and "'SOLVER.BASE_LR'" in lines[0]
@@ -67,7 +67,7 @@ def test_explain_section_and_unknown_key(config, tmp_path):
     assert code == 2 and "wrong.yml" in lines[0]
 
 
-def test_diff_of_files_runs_and_checkpoints(config, recipe, run_folder, checkpoint, tmp_path):
+def test_diff_compares_files_run_folders_and_checkpoints(config, recipe, run_folder, checkpoint, tmp_path):
     base = recipe.with_name("base.yml")
     assert config("diff", recipe, recipe) == (0, ["no difference"])
     # In the order of declaration, after merging the bases.
@@ -81,7 +81,7 @@ def test_diff_of_files_runs_and_checkpoints(config, recipe, run_folder, checkpoi
     )
 
 
-def test_diff_of_invalid_sources(config, recipe, tmp_path):
+def test_diff_of_unreadable_source_exits_with_2(config, recipe, tmp_path):
     code, lines = config("diff", recipe, tmp_path / "none.yml")
     assert code == 2 and "none.yml" in lines[0]
     (tmp_path / "empty").mkdir()
@@ -125,7 +125,7 @@ def test_convert_writes_current_keys(tmp_path, capsys):
         assert existing.read_bytes() == before and str(existing) in capsys.readouterr().err
 
 
-def test_convert_lists_keys_without_counterpart_and_accepts_a_release(tmp_path, capsys):
+def test_convert_lists_keys_without_counterpart_and_uses_the_given_release(tmp_path, capsys):
     old = tmp_path / "old.yml"
     old.write_text("MODEL: {HEADS: {NAME: ReductionHead, IN_FEAT: 512}}\n")
     assert main(["config", "convert", str(old)]) == 0

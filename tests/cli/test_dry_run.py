@@ -45,7 +45,7 @@ def rows(out):
     return dict([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
 
 
-def test_report_of_a_dry_run(dry_run, tmp_path):
+def test_dry_run_reports_model_size_time_and_memory(dry_run, tmp_path):
     code, out, err = dry_run("SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True", "TEST.IMS_PER_BATCH", "4")
     assert code == 0, err
     report = rows(out)
@@ -62,7 +62,7 @@ def test_report_of_a_dry_run(dry_run, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_dry_run_of_all_options(dry_run):
+def test_dry_run_supports_accumulation_swa_precise_bn_and_freezing(dry_run):
     options = ("SOLVER.ACCUM_STEPS", "2", "SOLVER.SWA.ENABLED", "True", "TEST.PRECISE_BN.ENABLED", "True")
     options += ("TEST.PRECISE_BN.DATASET", "Demo", "TEST.FLIP", "True", "TEST.RERANK", "on", "TEST.ROC", "on")
     options += ("MODEL.FREEZE_LAYERS", "backbone", "SOLVER.FREEZE_ITERS", "5", "TEST.PER_QUERY", "True")
@@ -73,7 +73,7 @@ def test_dry_run_of_all_options(dry_run):
     assert "MODEL.FREEZE_LAYERS" in report["training"]
 
 
-def test_dry_run_of_one_iteration(dry_run):
+def test_dry_run_of_a_single_iteration_reports_no_warmup(dry_run):
     code, out, err = dry_run("SOLVER.MAX_EPOCH", "1", "SOLVER.IMS_PER_BATCH", "64", "SOLVER.STEPS", "()")
     assert code == 0, err
     assert "warm-up" not in rows(out)["training"] and ": 1 iterations" in rows(out)["total"]
@@ -91,7 +91,7 @@ def test_dry_run_resumes_an_existing_run_without_changing_it(dry_run, run_folder
 
 
 @pytest.mark.parametrize("folder, name", [("bounding_box_train", "Demo"), ("query", "Demo"), ("", "Market1501")])
-def test_invalid_data_gives_the_error_of_the_training(dry_run, demo_root, tmp_path, monkeypatch, capfd, folder, name):
+def test_invalid_data_raises_the_same_error_as_training(dry_run, demo_root, tmp_path, monkeypatch, capfd, folder, name):
     root = tmp_path / "datasets"
     shutil.copytree(demo_root, root)
     for path in root.glob(f"*/{folder}/*.jpg"):
@@ -112,12 +112,12 @@ def test_invalid_data_gives_the_error_of_the_training(dry_run, demo_root, tmp_pa
         (("SOLVER.OPT", "Adamm"), "SOLVER.OPT"),
     ],
 )
-def test_invalid_values_exit_with_2(dry_run, options, message):
+def test_invalid_config_value_exits_with_2(dry_run, options, message):
     code, _, err = dry_run(*options)
     assert code == 2 and message in err and "Traceback" not in err
 
 
-def test_nonfinite_weights_fail_the_preflight(dry_run, tmp_path):
+def test_non_finite_weights_fail_the_preflight(dry_run, tmp_path):
     torch.save({"model": {"backbone.0.weight": torch.full((16, 3, 5, 5), float("nan"))}}, tmp_path / "nan.pth")
     options = ("MODEL.WEIGHTS", tmp_path / "nan.pth", "MODEL.WEIGHTS_MIN_MATCH", "0")
     code, _, err = dry_run(*options)
@@ -125,12 +125,12 @@ def test_nonfinite_weights_fail_the_preflight(dry_run, tmp_path):
     assert "amp_replay" not in err  # there is no crash dump to replay
 
 
-def test_dry_run_excludes_eval_only(dry_run):
+def test_dry_run_with_eval_only_is_an_error(dry_run):
     code, _, err = dry_run(flags=["--eval-only"])
     assert code == 2 and "--dry-run" in err and "--eval-only" in err
 
 
-def test_subset_without_a_match(dry_run, demo_root, tmp_path):
+def test_evaluation_subset_without_matches_is_reported(dry_run, demo_root, tmp_path):
     """The only query of the subset has no match in the gallery."""
     (folder,) = demo_root.iterdir()
     lines = ["path,pid,camid,split"]
@@ -149,7 +149,7 @@ def test_subset_without_a_match(dry_run, demo_root, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_signal_cleans_up(dry_run, monkeypatch, tmp_path, number):
+def test_signal_removes_temporary_files_and_restores_handler(dry_run, monkeypatch, tmp_path, number):
     monkeypatch.setattr("fastamp.engine.dry_run._train", lambda trainer: os.kill(os.getpid(), number))
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as stopped:
@@ -159,7 +159,7 @@ def test_signal_cleans_up(dry_run, monkeypatch, tmp_path, number):
 
 
 @pytest.mark.slow
-def test_dry_run_of_two_processes(demo_root, tmp_path):
+def test_dry_run_with_two_processes_reports_once(demo_root, tmp_path):
     """`python -m fastamp` launches two processes; only rank 0 reports; no folder is left behind."""
     (tmp_path / "scratch").mkdir()
     options = tiny.tiny_options(tmp_path / "run", "SOLVER.AMP", "bf16", "TEST.IMS_PER_BATCH", "8")

@@ -20,7 +20,7 @@ def weights(run_folder):
     return run_folder / "model_best.pth"
 
 
-def test_config_of_the_checkpoint_is_used(demo, weights, tmp_path, capsys):
+def test_eval_uses_the_config_in_the_checkpoint(demo, weights, tmp_path, capsys):
     words = ["MODEL.WEIGHTS", str(weights), "OUTPUT_DIR", str(tmp_path), "MODEL.DEVICE", "cpu"]
     before = {path.name: path.read_bytes() for path in weights.parent.iterdir() if path.is_file()}
     assert main(["eval", *words]) == 0
@@ -47,7 +47,7 @@ def test_machine_keys_of_the_checkpoint_are_ignored(weights, tmp_path):
     assert list(found.INPUT.SIZE_TEST) == list(cfg.INPUT.SIZE_TEST) != list(get_cfg().INPUT.SIZE_TEST)
 
 
-def test_config_file_overrides_and_bare_weights_use_the_defaults(weights, tmp_path):
+def test_config_file_replaces_checkpoint_config_and_bare_weights_use_defaults(weights, tmp_path):
     (tmp_path / "recipe.yml").write_text("SEED: 5\n")
     words = ["MODEL.WEIGHTS", str(weights)]
     cfg, source = evaluation_config(str(tmp_path / "recipe.yml"), words)

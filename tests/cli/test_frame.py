@@ -30,7 +30,7 @@ def test_help_and_unknown_commands_do_not_import_torch():
     assert "'trian'" in done.stderr and "'train'" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_command_help_and_wrong_arguments_do_not_import_torch():
+def test_command_help_and_invalid_arguments_do_not_import_torch():
     code = (
         "import runpy, sys; from fastamp.cli import main\n"
         f"words = [[command, '--help'] for command in {sorted(AVAILABLE)}]\n"
@@ -49,7 +49,7 @@ def test_command_help_and_wrong_arguments_do_not_import_torch():
     assert len(lines) == len(AVAILABLE) + 2 and all(line.endswith(" False") for line in lines), lines
 
 
-def test_choices_of_options_equal_those_of_the_functions():
+def test_command_choices_match_the_inference_api():
     from fastamp.cli import export, extract, search
     from fastamp.inference import export as exporting
     from fastamp.inference import extract as extracting
@@ -91,7 +91,7 @@ def test_closed_stdout_keeps_the_exit_code(argv, code):
 
 
 @pytest.mark.parametrize("read", [True, False])
-def test_broken_pipe_other_than_stdout_is_a_bug(read, tmp_path):
+def test_only_broken_stdout_pipe_is_ignored(read, tmp_path):
     script = tmp_path / "command.py"
     script.write_text(
         "import os, sys; from fastamp.engine import run_command_line\n"
@@ -121,21 +121,21 @@ def test_closed_console_does_not_end_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--plugin", "--parts"])
-def test_commands_take_a_plugin_by_either_flag(flag, tmp_path, capsys):
+def test_plugin_flag_and_its_former_name_are_accepted(flag, tmp_path, capsys):
     plugin = tmp_path / "plugin.py"
     plugin.write_text("from fastamp.config import Key\nKEYS = (Key('MODEL.MINE', 1, 'A number.'),)\n")
     assert main(["config", "explain", "MODEL.MINE", flag, str(plugin)]) == 0
     assert "MODEL.MINE: 1" in capsys.readouterr().out
 
 
-def test_version_option(capsys):
+def test_version_option_lists_dependencies_and_gpu(capsys):
     assert main(["--version"]) == 0
     out = capsys.readouterr().out
     assert all(f"\n{name} " in f"\n{out}" for name in ("fastamp", "Python", "torch", "torchvision")) and "GPU" in out
 
 
 @pytest.mark.parametrize("command", AVAILABLE)
-def test_help_of_each_command(command, capsys):
+def test_command_help_shows_usage_and_summary(command, capsys):
     module = importlib.import_module(f"fastamp.cli.{command.replace('-', '_')}")
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
@@ -144,7 +144,7 @@ def test_help_of_each_command(command, capsys):
     assert module.__doc__.splitlines()[0] in out
 
 
-def test_exit_code_of_commands(demo, tmp_path, capsys):
+def test_exit_code_is_0_on_success_and_2_for_invalid_input(demo, tmp_path, capsys):
     assert main(["check-data", "Demo", "--output", str(tmp_path)]) == 0
     assert main(["check-data", "Domo"]) == 2
     assert "error: " in capsys.readouterr().err
@@ -153,7 +153,7 @@ def test_exit_code_of_commands(demo, tmp_path, capsys):
     assert end.value.code == 2
 
 
-def test_train_and_eval(demo, tmp_path):
+def test_train_then_eval_and_missing_weights_exit_with_2(demo, tmp_path):
     options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1")
     assert main(["train", *options]) == 0
     assert main(["eval", *options, "MODEL.WEIGHTS", str(tmp_path / "model_final.pth")]) == 0
@@ -171,7 +171,7 @@ def test_train_and_eval(demo, tmp_path):
         (["/usr/bin/fastamp", "train", "--resume", "X", "1"], "fastamp train --resume X 1"),
     ],
 )
-def test_resume_command(monkeypatch, argv, expected, torchrun):
+def test_resume_command_repeats_the_launch_command_with_resume(monkeypatch, argv, expected, torchrun):
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # pytest may run by -m
     if torchrun:

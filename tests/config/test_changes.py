@@ -6,7 +6,7 @@ from fastamp.config import describe_changes, get_cfg
 from fastamp.utils.errors import ConfigError
 
 
-def test_one_line_per_difference():
+def test_each_changed_key_gives_one_line():
     cfg = get_cfg()
     cfg.merge_from_list(["SOLVER.BASE_LR", "1e-5", "SOLVER.STEPS", "(3, 4)", "SOLVER.OPT_ARGS", "{eps: 1.0e-6}"])
     before = cfg.dump()
@@ -23,7 +23,7 @@ def test_one_line_per_difference():
     ]
 
 
-def test_missing_keys_had_their_defaults_and_unknown_keys_are_ignored():
+def test_missing_saved_keys_count_as_defaults_and_unknown_keys_are_ignored():
     cfg = get_cfg()
     assert describe_changes(cfg, "SOLVER: {GONE: 1}\nMODEL: 3", "x") == []
     cfg.SOLVER.STEPS = (1,)

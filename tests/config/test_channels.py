@@ -13,7 +13,7 @@ def test_one_value_per_channel_is_unchanged(values):
 
 
 @pytest.mark.parametrize("color", [(124, 116, 104), (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)])
-def test_rgb_is_converted_to_luma_as_by_pillow(color):
+def test_rgb_to_luma_conversion_matches_pillow(color):
     (gray,) = per_channel("INPUT.REA.VALUE", color, channels=1)
     assert gray == pytest.approx(Image.new("RGB", (1, 1), color).convert("L").getpixel((0, 0)), abs=0.51)
 

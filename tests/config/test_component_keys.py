@@ -22,7 +22,7 @@ DECLARING = [path for path in sorted((ROOT / "fastamp").glob("*/**/*.py")) if "\
 DECLARING = [path for path in DECLARING if path.parts[-2] != "config" and path.parts[-3] != "config"]
 
 
-def test_declared_keys_equal_those_of_the_module():
+def test_statically_read_keys_equal_imported_keys():
     assert len(DECLARING) > 20
     for path in DECLARING:
         module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
@@ -30,7 +30,7 @@ def test_declared_keys_equal_those_of_the_module():
         assert all(isinstance(key, Key) and KEYS[key.path] == key for key in module.KEYS), path
 
 
-def test_config_does_not_import_torch():
+def test_building_the_config_does_not_import_torch():
     code = "import sys; from fastamp.config import get_cfg; get_cfg(); print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert out.split() == ["False"]
@@ -85,7 +85,7 @@ def test_files_that_are_not_modules_are_skipped(package):
     assert list(component_keys(package)) == ["MODEL.LOSSES.A", "MODEL.LOSSES.B"]
 
 
-def test_keys_must_be_literals(tmp_path):
+def test_key_with_non_literal_argument_is_an_error(tmp_path):
     file = tmp_path / "c.py"
     file.write_text('A = 1\nKEYS: tuple = (\n    Key("A.B", 1.0, "One."),\n\n    Key("A.C", 2.0, "Two."),\n)\n')
     assert [key.path for key in declared_keys(file)] == ["A.B", "A.C"]

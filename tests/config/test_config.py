@@ -87,7 +87,7 @@ def test_amp_shorthand_by_attribute(cfg):
     assert "AMP_ENABLED" not in cfg.SOLVER
 
 
-def test_fastreid_spelling_of_amp_enabled(from_yaml):
+def test_fastreid_key_amp_enabled_is_accepted(from_yaml):
     assert from_yaml("SOLVER: {AMP_ENABLED: True}").SOLVER.AMP.ENABLED is True
     assert from_list("SOLVER.AMP_ENABLED", "True").SOLVER.AMP.ENABLED is True
     assert from_list("SOLVER.AMP.ENABLED", "True").SOLVER.AMP.ENABLED is True
@@ -117,7 +117,7 @@ def test_section_with_enabled_key_accepts_bool(cfg, from_yaml):
         cfg.SOLVER = True
 
 
-def test_truth_value_of_sections(cfg):
+def test_section_truth_value_is_enabled_or_non_empty(cfg):
     assert cfg.SOLVER
     assert not cfg.SOLVER.OPT_ARGS
     assert not cfg.TEST.FLIP
@@ -181,7 +181,7 @@ def test_truth_value_of_sections(cfg):
     ],
 )
 @pytest.mark.parametrize("way", ["list", "attribute", "dict"])
-def test_lossless_conversions(key, value, expected, way, cfg):
+def test_values_are_converted_to_key_type_without_loss(key, value, expected, way, cfg):
     section, _, name = key.rpartition(".")
     node = cfg
     for part in filter(None, section.split(".")):
@@ -204,7 +204,7 @@ def test_yaml_list_with_scientific_notation(from_yaml):
     assert from_yaml("SOLVER: {BASE_LR: 3e-4}").SOLVER.BASE_LR == 3e-4
 
 
-def test_python_tuples_in_yaml(from_yaml):
+def test_tuple_text_in_yaml_is_parsed(from_yaml):
     cfg = from_yaml('DATASETS:\n  NAMES: ("A", "B",)\n')
     assert cfg.DATASETS.NAMES == ("A", "B")
     assert from_yaml("MODEL:\n  BACKBONE:\n    STRIDE_SIZE: (12, 12)\n").MODEL.BACKBONE.STRIDE_SIZE == (12, 12)
@@ -332,7 +332,7 @@ def test_unknown_attribute_suggests_nearest(cfg):
 
 
 @pytest.mark.parametrize("opts", [["SEED"], ["SEED", "1", "SOLVER.BASE_LR"], ["SEED=1"], "SEED"])
-def test_odd_number_of_words_is_an_error(opts, cfg):
+def test_command_line_with_unpaired_key_is_an_error(opts, cfg):
     with pytest.raises(ConfigError, match="command line: .*SEED"):
         cfg.merge_from_list(opts)
 
@@ -362,7 +362,7 @@ def test_arbitrary_text_raises_only_config_errors(pairs):
 # ---- SOLVER.OPT_ARGS, the free-form section
 
 
-def test_free_form_section(cfg, from_yaml):
+def test_free_form_section_accepts_any_key_and_replaces_mapping(cfg, from_yaml):
     in_file = from_yaml("SOLVER: {OPT_ARGS: {betas: [0.9, 0.98], eps: 1e-6, fused: null, amsgrad: True}}")
     assert in_file.SOLVER.OPT_ARGS == {"betas": (0.9, 0.98), "eps": 1e-6, "fused": None, "amsgrad": True}
     in_file.merge_from_list(["SOLVER.OPT_ARGS.eps", "1e-5", "SOLVER.OPT_ARGS.betas", "(0.8, 0.9)"])
@@ -384,7 +384,7 @@ def test_free_form_section(cfg, from_yaml):
 # ---- other merges, copies, dumps
 
 
-def test_merge_from_other_cfg(cfg):
+def test_merge_from_other_cfg_accepts_configs_and_dicts_only(cfg):
     other = get_cfg()
     other.SOLVER.AMP = "bf16"
     other.SEED = 4
@@ -423,7 +423,7 @@ def test_get_cfg_returns_a_new_config(cfg):
     assert "EXTRA" not in get_cfg()
 
 
-def test_dump_round_trip(cfg, tmp_path):
+def test_dump_reproduces_the_config(cfg, tmp_path):
     cfg.merge_from_list(
         [
             *("SOLVER.AMP", "fp16", "SOLVER.OPT_ARGS", "{eps: 1e-6, x: [1, a], y: None}", "OUTPUT_DIR", "ä: [#1]"),
@@ -473,7 +473,7 @@ def test_with_values_returns_a_frozen_copy(cfg):
         cfg.with_values({"SOLVER.BASE_LRR": 1})
 
 
-def test_reserved_attribute_is_not_a_key(cfg):
+def test_assigning_a_reserved_attribute_is_an_error(cfg):
     with pytest.raises(ConfigError, match="_path"):
         cfg._path = "x"
 
@@ -550,7 +550,7 @@ def test_assigning_a_section_of_another_config_copies_it(cfg):
     assert cfg.SOLVER.BASE_LR == 3e-4
 
 
-def test_detached_node():
+def test_standalone_node_accepts_new_keys_and_rejects_unknown_ones():
     node = CfgNode({"A": 1, "B": {"C": "x"}})
     node.D = None
     node.merge_from_list(["A", "2", "B.C", "y", "D", "free"])
@@ -565,7 +565,7 @@ def test_detached_node():
     assert node.MIXED == ("c", 2)
 
 
-def test_constructor_copies_a_node(cfg):
+def test_constructor_copies_the_given_node(cfg):
     assert CfgNode(cfg) == cfg
     assert CfgNode(cfg.SOLVER) == cfg.SOLVER
     assert CfgNode(cfg.SOLVER.AMP) == cfg.SOLVER.AMP

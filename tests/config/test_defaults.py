@@ -56,17 +56,17 @@ def test_fastreid_recipes_merge_and_round_trip(tmp_path, subtests):
             assert "!!" not in cfg.dump()
 
 
-def test_number_of_fastreid_recipes():
+def test_all_43_fastreid_recipes_are_compared():
     assert len(VALUES["resolved"]) == 43
 
 
-def test_bagtricks_recipe_equals_that_of_fastreid():
+def test_bagtricks_recipe_equals_fastreid_recipe():
     cfg = get_cfg()
     cfg.merge_from_file(ROOT / "configs" / "Market1501" / "bagtricks_R50.yml")
     assert flat(cfg) == flat(get_cfg()) | VALUES["resolved"]["Market1501/bagtricks_R50.yml"]
 
 
-def test_keys_are_complete(subtests):
+def test_every_key_has_a_description_and_a_convertible_default(subtests):
     for key in KEYS.values():
         with subtests.test(key.path):
             assert key.meaning.endswith("."), "the description is a sentence"
@@ -77,7 +77,7 @@ def test_keys_are_complete(subtests):
                     assert key.element_type is not None, "an empty default needs of="
 
 
-def test_defaults_of_new_keys():
+def test_new_keys_have_expected_defaults():
     cfg = get_cfg()
     amp = dict(cfg.SOLVER.AMP)
     assert amp == {
@@ -102,7 +102,7 @@ def test_defaults_of_new_keys():
     assert (cfg.SOLVER.EPOCH_SCHEDULE, cfg.SOLVER.OPT_ARGS, cfg.SOLVER.TF32) == ("after_warmup", {}, False)
 
 
-def test_renamed_keys_and_shorthands_exist():
+def test_aliases_and_shorthands_refer_to_existing_keys():
     for old, new in RENAMED.items():
         assert any(f"{key}.".startswith(f"{new}.") for key in KEYS)
         assert not any(f"{key}.".startswith(f"{old}.") for key in KEYS)
@@ -114,7 +114,7 @@ def test_renamed_keys_and_shorthands_exist():
 # ---- documentation
 
 
-def test_documentation_has_every_key_within_100_columns():
+def test_documentation_lists_every_key_within_100_columns():
     text = describe_config()
     for key in KEYS.values():
         assert f"\n{key.path}: " in f"\n{text}"

@@ -47,27 +47,27 @@ def test_bases_merge_in_order_with_a_shared_base(write):
     assert (cfg.SEED, cfg.LOG_PERIOD, cfg.SOLVER.GAMMA) == (1, 2, 0.5)
 
 
-def test_tilde_is_expanded(write, tmp_path, monkeypatch):
+def test_tilde_in_path_is_expanded(write, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write("base.yml", "SEED: 6")
     write("deep/er/child.yml", "_BASE_: ~/base.yml")
     assert merge("~/deep/er/child.yml").SEED == 6
 
 
-def test_absolute_base(write):
+def test_absolute_base_path_is_accepted(write):
     base = write("base.yml", "SEED: 6")
     assert merge(write("deep/child.yml", f"_BASE_: {base}")).SEED == 6
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-def test_cycle_shows_the_chain(write, length):
+def test_cyclic_base_error_shows_the_chain_of_files(write, length):
     files = [write(f"{i}.yml", f"_BASE_: {(i + 1) % length}.yml") for i in range(length)]
     with pytest.raises(ConfigError) as caught:
         merge(files[0])
     assert " -> ".join(map(str, [*files, files[0]])) in str(caught.value)
 
 
-def test_cycle_through_a_link(write, tmp_path):
+def test_base_cycle_through_a_symlink_is_an_error(write, tmp_path):
     file = write("a.yml", "_BASE_: link.yml")
     (tmp_path / "link.yml").symlink_to(file)
     with pytest.raises(ConfigError, match=r"a\.yml -> .*link\.yml"):
@@ -75,11 +75,11 @@ def test_cycle_through_a_link(write, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"# only a comment\n", b"---\n", b"\xef\xbb\xbf", b"{}", b"~"])
-def test_empty_file_merges_nothing(write, content):
+def test_empty_config_file_changes_nothing(write, content):
     assert merge(write("empty.yml", content)) == get_cfg()
 
 
-def test_byte_order_mark_and_windows_line_ends(write):
+def test_byte_order_mark_and_windows_line_endings_are_accepted(write):
     assert merge(write("bom.yml", b"\xef\xbb\xbfSEED: 3\r\nSOLVER:\r\n  AMP: on\r\n")).SEED == 3
 
 
@@ -123,7 +123,7 @@ def test_byte_order_mark_and_windows_line_ends(write):
         ("a.PYC", b"\x00", "Python file"),
     ],
 )
-def test_invalid_file_is_named(write, name, content, shown):
+def test_invalid_config_file_is_named_in_the_error(write, name, content, shown):
     file = write(name, content)
     cfg = get_cfg()
     with pytest.raises(ConfigError) as caught:
@@ -133,7 +133,7 @@ def test_invalid_file_is_named(write, name, content, shown):
     assert cfg == get_cfg()
 
 
-def test_missing_file_lists_the_files_of_its_folder(tmp_path, write):
+def test_missing_file_error_lists_config_files_in_its_folder(tmp_path, write):
     write("near.yml", "SEED: 1")
     with pytest.raises(ConfigError, match=r"gone\.yml: (.|\n)*near\.yml"):
         merge(tmp_path / "gone.yml")
@@ -154,7 +154,7 @@ def test_missing_file_lists_the_files_of_its_folder(tmp_path, write):
         "!custom x",
     ],
 )
-def test_yaml_tags_are_rejected_and_nothing_runs(write, tmp_path, tag):
+def test_yaml_tags_are_rejected_without_executing_code(write, tmp_path, tag):
     created = tmp_path / "ran"
     file = write("evil.yml", f"SEED: 1\nOUTPUT_DIR: {tag.format(created)}\n")
     with pytest.raises(ConfigError, match=r"evil\.yml, line 2: .*tag"):
@@ -162,7 +162,7 @@ def test_yaml_tags_are_rejected_and_nothing_runs(write, tmp_path, tag):
     assert not created.exists()
 
 
-def test_yaml_anchors_and_merge_keys(write):
+def test_yaml_anchors_and_merge_keys_are_supported(write):
     text = (
         "INPUT:\n  SIZE_TRAIN: &size [384, 128]\n  SIZE_TEST: *size\nTEST: {FLIP: &on {ENABLED: True}, ROC: {<<: *on}}"
     )

@@ -169,7 +169,7 @@ def recipe(tmp_path):
 # ---- the files of the releases
 
 
-def test_files_give_the_recipe_of_their_release(root, subtests):
+def test_old_config_files_translate_to_the_recipe_of_their_release(root, subtests):
     for name in old_configs.FILES:
         with subtests.test(name):
             cfg = load(root / name)
@@ -177,7 +177,7 @@ def test_files_give_the_recipe_of_their_release(root, subtests):
             assert f"FastReID {name.split('/')[0]} by" in cfg.translation_notes()[0]
 
 
-def test_number_of_files():
+def test_all_25_config_files_per_release_are_tested():
     assert [sum(name.startswith(release) for name in old_configs.FILES) for release in EXPECTED] == [25, 25]
 
 
@@ -192,7 +192,7 @@ def test_wrong_release_gives_another_recipe(root, name):
     assert {"SOLVER.LR_UPDATE", "MODEL.BACKBONE.STEM_POOL", "SOLVER.NESTEROV", "INPUT.CJ.PROB"} <= differ
 
 
-def test_every_translated_key_is_logged(root, subtests):
+def test_every_renamed_key_in_a_file_is_logged(root, subtests):
     for name in old_configs.FILES:
         with subtests.test(name):
             text = "\n".join(load(root / name).translation_notes())
@@ -218,7 +218,7 @@ def read_layers_of(path):
     yield path.name, dict(leaves(mapping))
 
 
-def test_translations_are_logged(root, caplog):
+def test_translations_of_file_values_and_release_defaults_are_logged(root, caplog):
     with caplog.at_level(logging.INFO, "fastamp"):
         load(root / "v0.1.1/configs/Base-AGW.yml")
     assert "Base-bagtricks.yml: INPUT.DO_PAD True -> INPUT.PADDING.ENABLED True" in caplog.messages
@@ -232,7 +232,7 @@ def test_translations_are_logged(root, caplog):
     ("v1.0.0/configs/Base-bagtricks.yml", {0: 0.1, 99: 0.1, 100: 0.19, 1000: 1, 4999: 1, 5000: 0.1, 10000: 0.01}),
     ("v1.0.0/configs/Base-SBS.yml", {0: 0.1, 1000: 1, 2999: 1, 3000: 0.99727, 4400: 0.501, 4499: 0.501, 5999: 0.002}),
 ])  # fmt: skip
-def test_learning_rates(root, name, rates):
+def test_translated_schedule_matches_the_learning_rates_of_the_release(root, name, rates):
     cfg = load(root / name)
     schedule = build_lr_schedule(cfg, 100)
     found = {
@@ -245,7 +245,7 @@ def test_learning_rates(root, name, rates):
 # ---- single keys
 
 
-def test_file_with_few_keys_has_the_defaults_of_its_release(recipe):
+def test_unset_keys_get_the_defaults_of_the_release(recipe):
     cfg = recipe({"SOLVER": {"MAX_ITER": 7, "DELAY_ITERS": 1}})
     assert (cfg.SOLVER.MAX_EPOCH, cfg.SOLVER.WARMUP_EPOCHS, cfg.SOLVER.WEIGHT_DECAY_BIAS) == (7, 10, 0.0)
     assert (cfg.DATALOADER.SAMPLER_TRAIN, cfg.TEST.EVAL_PERIOD) == ("BalancedIdentitySampler", 50)
@@ -257,7 +257,7 @@ def test_file_with_few_keys_has_the_defaults_of_its_release(recipe):
 
 
 @pytest.mark.parametrize("release", RELEASE_DEFAULTS)
-def test_complete_config_with_defaults_changes_nothing(recipe, release):
+def test_file_with_all_release_defaults_equals_empty_file(recipe, release):
     """A run of that release saved a config with every key."""
     whole = {
         key: list(value) if isinstance(value, tuple) else value for key, value in RELEASE_DEFAULTS[release].items()
@@ -274,7 +274,7 @@ def test_complete_config_with_defaults_changes_nothing(recipe, release):
     ("v1.0.0", "gempoolP", "GeneralizedMeanPoolingP"), ("v1.0.0", "clipavgpool", "ClipGlobalAvgPool"),
     ("v1.0.0", "identity", "Identity"), ("v1.0.0", "flatten", "Flatten"),
 ])  # fmt: skip
-def test_old_names_of_pooling_layers(recipe, release, old, new):
+def test_old_pooling_layer_names_are_translated(recipe, release, old, new):
     assert new == recipe({"MODEL": {"HEADS": {"POOL_LAYER": old}}}, release).MODEL.HEADS.POOL_LAYER
 
 
@@ -282,13 +282,13 @@ def test_old_names_of_pooling_layers(recipe, release, old, new):
     ("linear", "Linear", 1, 0.0), ("arcSoftmax", "ArcSoftmax", 30, 0.5), ("circleSoftmax", "CircleSoftmax", 30, 0.5),
     ("amSoftmax", "CosSoftmax", 30, 0.5), ("cosSoftmax", "CosSoftmax", 30, 0.5),
 ])  # fmt: skip
-def test_old_names_of_classifiers(recipe, old, new, scale, margin):
+def test_old_classifier_names_are_translated(recipe, old, new, scale, margin):
     """The old linear classifier ignored SCALE and MARGIN; the current one would multiply by SCALE."""
     heads = recipe({"MODEL.HEADS": {"CLS_LAYER": old, "SCALE": 30, "MARGIN": 0.5}}, "v0.1.1").MODEL.HEADS
     assert (new, scale, margin) == (heads.CLS_LAYER, heads.SCALE, heads.MARGIN)
 
 
-def test_margin_softmax_has_the_old_defaults(recipe):
+def test_margin_softmax_keeps_default_scale_and_margin_of_the_release(recipe):
     heads = recipe({"MODEL": {"HEADS": {"CLS_LAYER": "circleSoftmax"}}}, "v1.0.0").MODEL.HEADS
     assert (heads.SCALE, heads.MARGIN) == (128, 0.15)
 
@@ -300,7 +300,7 @@ def test_margin_softmax_has_the_old_defaults(recipe):
     ({"NAME": "BNneckHead", "REDUCTION_DIM": 300}, "Baseline", True, 0, 2048),
     ({"IN_FEAT": 256}, "MGN", True, 256, 2048),
 ])  # fmt: skip
-def test_heads_of_the_first_release(recipe, heads, architecture, neck, embedding, features):
+def test_heads_from_v011_are_translated(recipe, heads, architecture, neck, embedding, features):
     cfg = recipe({"MODEL": {"META_ARCHITECTURE": architecture, "HEADS": heads}}, "v0.1.1")
     found = cfg.MODEL.HEADS
     assert ("EmbeddingHead", neck, embedding) == (found.NAME, found.WITH_BNNECK, found.EMBEDDING_DIM)
@@ -314,12 +314,12 @@ def test_heads_of_the_first_release(recipe, heads, architecture, neck, embedding
     (False, False, "TrainingSampler"),
 ])  # fmt: skip
 @pytest.mark.parametrize("release", ["v0.1.1", "v1.0.0"])
-def test_identity_samplers(recipe, release, identities, naive, sampler):
+def test_sampler_flags_are_translated_to_a_sampler_name(recipe, release, identities, naive, sampler):
     cfg = recipe({"DATALOADER": {"PK_SAMPLER": identities, "NAIVE_WAY": naive}}, release)
     assert sampler == cfg.DATALOADER.SAMPLER_TRAIN
 
 
-def test_augmentation_without_probability(recipe):
+def test_augmentations_without_probability_key_get_the_release_default(recipe):
     mapping = {"INPUT": {"DO_AUTOAUG": True, "DO_AUGMIX": True, "DO_FLIP": False, "CJ": {"ENABLED": True}}}
     first, last = recipe(mapping, "v0.1.1").INPUT, recipe(mapping, "v1.0.0").INPUT
     assert [each.AUTOAUG.PROB for each in (first, last)] == [0.0, 0.0]
@@ -328,7 +328,7 @@ def test_augmentation_without_probability(recipe):
     assert (first.CJ.ENABLED, last.CJ.ENABLED) == (False, True)  # it was built and dropped in v0.1.1
 
 
-def test_other_renamed_keys(recipe):
+def test_renamed_input_test_solver_and_kd_keys_are_translated(recipe):
     mapping = {"INPUT": {"PADDING": 7, "PADDING_MODE": "edge", "FLIP_PROB": 0.3, "DO_AFFINE": True, "AUGMIX_PROB": 0.2}}
     mapping |= {"TEST": {"ROC_ENABLED": True, "FLIP_ENABLED": True}, "SOLVER": {"FREEZE_FC_ITERS": 50}}
     cfg = recipe(mapping | {"KD": {"MODEL_CONFIG": "teacher.yml"}})
@@ -338,7 +338,7 @@ def test_other_renamed_keys(recipe):
     assert recipe({"MODEL.LOSSES.CIRCLE.ALPHA": 64}).MODEL.LOSSES.CIRCLE.GAMMA == 64
 
 
-def test_loss_scales_of_mgn(recipe):
+def test_mgn_loss_scales_from_v011_are_converted(recipe):
     """v0.1.1 applied the scales as given; the current model divides by the number of losses."""
     losses = {"NAME": BOTH_LOSSES, "CE": {"SCALE": 0.25}, "TRI": {"SCALE": 0.2}}
     mapping = {"MODEL": {"META_ARCHITECTURE": "MGN", "LOSSES": losses}}
@@ -354,18 +354,18 @@ def test_loss_scales_of_mgn(recipe):
 
 @pytest.mark.parametrize("release, euclidean", [("v0.1.1", True), ("v1.0.0", False)])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_triplet_loss_of_normalized_features(recipe, release, euclidean, normalize):
+def test_normalized_triplet_loss_from_v011_is_reported(recipe, release, euclidean, normalize):
     cfg = recipe({"MODEL": {"LOSSES": {"TRI": {"NORM_FEAT": normalize}}}}, release)
     named = any("no counterpart: MODEL.LOSSES.TRI.NORM_FEAT" in line for line in cfg.translation_notes())
     assert cfg.MODEL.LOSSES.TRI.NORM_FEAT is normalize and named == (euclidean and normalize)
 
 
-def test_weight_decay_of_norms_equals_that_of_weights(recipe):
+def test_weight_decay_of_norm_layers_is_that_of_weights(recipe):
     solver = recipe({"SOLVER": {"MAX_ITER": 5, "WEIGHT_DECAY": 0.01}}).SOLVER
     assert (solver.WEIGHT_DECAY, solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_BIAS) == (0.01, 0.01, 0.0)
 
 
-def test_weight_averaging(recipe):
+def test_swa_epochs_are_translated(recipe):
     swa = {"ENABLED": True, "ITER": 15, "PERIOD": 3, "LR_SCHED": True}
     cfg = recipe({"SOLVER": {"MAX_ITER": 40, "SWA": swa}})
     assert (cfg.SOLVER.MAX_EPOCH, cfg.SOLVER.SWA.ENABLED) == (55, True)
@@ -387,13 +387,13 @@ def test_keys_without_counterpart_are_logged_as_warnings(recipe, caplog):
     assert any("MODEL.HEADS.NORM_SPLIT 2: no effect" in line for line in cfg.translation_notes())
 
 
-def test_values_accepted_only_by_old_releases(recipe):
+def test_values_valid_only_in_old_releases_are_translated(recipe):
     mapping = {"SOLVER": {"FP16_ENABLED": False, "MOMENTUM": 0.0}, "TEST": {"EVAL_PERIOD": 0}}
     cfg = recipe(mapping | {"MODEL": {"FREEZE_LAYERS": [""]}})
     assert (cfg.TEST.EVAL_PERIOD, cfg.SOLVER.NESTEROV, cfg.MODEL.FREEZE_LAYERS) == (120, False, ())
 
 
-def test_wrong_type_names_the_file_and_the_old_key(recipe):
+def test_value_of_wrong_type_error_names_file_and_old_key(recipe):
     with pytest.raises(ConfigError, match=r"old.yml: SOLVER.MAX_ITER: .*'many'"):
         recipe({"SOLVER": {"MAX_ITER": "many"}})
 
@@ -401,7 +401,7 @@ def test_wrong_type_names_the_file_and_the_old_key(recipe):
 # ---- detection of the release
 
 
-def test_epochs_under_iteration_keys_in_later_files(recipe):
+def test_iteration_keys_with_epoch_values_in_v100_files_are_read_as_epochs(recipe):
     """Files of v1.0.0 for vehicles kept the key names of v0.1.1."""
     solver = {"FP16_ENABLED": True, "MAX_EPOCH": 120, "WARMUP_EPOCHS": 10, "NESTEROV": True}
     cfg = recipe({"SOLVER": solver | {"MAX_ITER": 60, "WARMUP_ITERS": 5, "STEPS": [30, 50]}})
@@ -410,7 +410,7 @@ def test_epochs_under_iteration_keys_in_later_files(recipe):
     assert (cfg.SOLVER.MAX_EPOCH, cfg.SOLVER.WARMUP_EPOCHS, cfg.SOLVER.WARMUP_ITERS) == (60, 5, 0)
 
 
-def test_warmup_longer_than_the_training_is_in_iterations(recipe):
+def test_warmup_longer_than_the_training_is_read_as_iterations(recipe):
     """Releases after v1.0.0 had some of the old keys and the current schedule."""
     cfg = recipe({"INPUT": {"DO_PAD": True}, "SOLVER": {"WARMUP_ITERS": 2000, "MAX_EPOCH": 60, "AMP": True}})
     assert (cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.WARMUP_EPOCHS, cfg.SOLVER.LR_UPDATE) == (2000, 0, "mixed")
@@ -418,7 +418,7 @@ def test_warmup_longer_than_the_training_is_in_iterations(recipe):
     assert any("SOLVER.AMP.ENABLED" in line and "current" in line for line in cfg.translation_notes())
 
 
-def test_keys_of_both_releases_are_read_as_the_later_one(recipe):
+def test_file_valid_for_both_releases_is_read_as_the_later_one(recipe):
     cfg = recipe({"INPUT": {"DO_PAD": False}})
     assert "v0.1.1 or v1.0.0 by INPUT.DO_PAD" in cfg.translation_notes()[0]
     assert cfg.SOLVER.LR_UPDATE == "epoch" and not cfg.INPUT.PADDING.ENABLED

@@ -50,7 +50,7 @@ def values_of(cfg):
     return {old: values[current_path(old)] for old in FORMER}
 
 
-def test_former_names_cover_every_renamed_key():
+def test_every_renamed_key_is_tested():
     former = {old for key in KEYS for old in former_paths(key)} - FASTREID_SPELLINGS.keys()
     assert former == FORMER.keys() and not former & KEYS.keys()
     assert all(any(f"{key}.".startswith(f"{new}.") for key in KEYS) for new in RENAMED.values())
@@ -77,7 +77,7 @@ def test_section_shorthand_accepts_former_names(cfg, tmp_path):
     assert cfg.INPUT.LOCAL_GRAYSCALE.ENABLED is True
 
 
-def test_other_configs_accept_former_names(cfg):
+def test_merged_dicts_accept_former_names(cfg):
     cfg.merge_from_other_cfg(nested(FORMER))
     assert values_of(cfg) == FORMER
     assert values_of(get_cfg().with_values(FORMER)) == FORMER
@@ -107,7 +107,7 @@ def test_attributes_read_and_write_former_names(cfg):
         cfg["FLOORS"]
 
 
-def test_wrong_value_of_former_name_names_the_key(cfg):
+def test_invalid_value_of_former_name_error_names_current_key(cfg):
     with pytest.raises(ConfigError, match=r"TEST\.AP_METHOD: .*'trapezoids'(.|\n)*'trapezoid'"):
         cfg.merge_from_list(["TEST.AP", "trapezoids"])
 
@@ -118,7 +118,7 @@ def test_project_may_declare_a_key_with_a_former_name(cfg):
     assert (cfg.TEST.FLOORS, cfg.TEST.BASELINES) == (5, False)
 
 
-def test_config_before_the_renaming_has_no_changes(cfg):
+def test_saved_config_with_former_names_shows_no_changes(cfg):
     before = yaml.safe_dump(nested(FORMER))
     cfg.merge_from_list([word for old, value in FORMER.items() for word in (old, str(value))])
     assert describe_changes(cfg, before, "x") == []

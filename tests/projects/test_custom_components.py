@@ -24,7 +24,7 @@ def run(root, output, *argv):
     return preloaded.run(FOLDER / "train_net.py", *words, FASTAMP_DATASETS=str(root))
 
 
-def test_training_and_resume_with_custom_components(demo_root, tmp_path):
+def test_training_with_custom_components_resumes(demo_root, tmp_path):
     process = run(demo_root, tmp_path)
     assert process.returncode == 0, process.stderr
     assert "loss_norm" in process.stdout and "epoch 0: 6 optimizer steps taken" in process.stdout

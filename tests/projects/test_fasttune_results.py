@@ -78,12 +78,12 @@ def population():
     return sorted(made, key=lambda each: -each.score)
 
 
-def test_importance_in_pbt_compares_scores_of_the_same_epoch():
+def test_pbt_importance_ranks_scores_within_an_epoch():
     found = importances(population(), SPACE)
     assert next(iter(found)) == "SOLVER.BASE_LR" and found["SOLVER.BASE_LR"] > 0.3
 
 
-def test_figure_shows_lineage_of_trials(tmp_path):
+def test_figure_draws_lineage_of_trials(tmp_path):
     figure = pytest.importorskip("matplotlib.figure").Figure()
     plot = figure.subplots()
     outcomes = population()
@@ -96,7 +96,7 @@ def test_figure_shows_lineage_of_trials(tmp_path):
     assert draw_trials(outcomes, SPACE, tmp_path / "trials.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_ties_are_broken_by_name():
+def test_trials_with_equal_scores_are_sorted_by_name():
     """Otherwise the weights of the winner may have been deleted earlier."""
     equal = [outcome(name, draw(np.random.default_rng(0)), [(4, 7.0)]) for name in ("trial_1", "trial_0", "trial_2")]
     assert best_first(equal)[0].name == best_first(equal[::-1])[0].name == "trial_0"

@@ -97,7 +97,7 @@ def trials(output):
         ("--srch-algo", "bohb"),
     ],
 )
-def test_search_with_each_algorithm_and_scheduler(demo, tmp_path, capfd, flags):
+def test_search_completes_with_each_algorithm_and_scheduler(demo, tmp_path, capfd, flags):
     if "bohb" in flags:
         pytest.importorskip("hpbandster", reason="the extra bohb is not installed")
     data, name = own_images(tmp_path)
@@ -167,7 +167,7 @@ def test_exit_code_is_1_if_all_trials_fail(demo, tmp_path, capfd):
 
 
 # The command of the README with smaller numbers.
-def test_population_based_training_copies_checkpoints_and_keeps_all_trials(demo, tmp_path, capfd):
+def test_pbt_copies_checkpoints_and_keeps_all_trials(demo, tmp_path, capfd):
     space = """
     lr: {loguniform: [1e-5, 1e-1]}
     wd: {loguniform: [1e-6, 1e-1]}
@@ -204,7 +204,7 @@ def test_population_based_training_copies_checkpoints_and_keeps_all_trials(demo,
     assert kept["search"] == kept["refine"] == 1 and kept["default"] == 2
 
 
-def test_population_based_training_ends_when_all_trials_fail(demo, tmp_path):
+def test_pbt_ends_when_all_trials_fail(demo, tmp_path):
     space = "SOLVER.BASE_LR: {choice: [1e+30]}"
     flags = ["--pbt", "--num-trials", "3"]
     words = arguments(tmp_path, *flags, space=space, opts=["SOLVER.WARMUP_ITERS", "0"])
@@ -260,7 +260,7 @@ def test_pbt_does_not_wait_for_ended_trials(demo, tmp_path):
     assert list(tmp_path.glob("ray/search/pbt_policy_*.txt")), "no trial continued from another"
 
 
-def test_refine_stage_and_comparison_with_the_recipe(demo, tmp_path, capfd):
+def test_refine_stage_narrows_space_and_winner_is_compared_with_recipe(demo, tmp_path, capfd):
     flags = ["--num-trials", "2", "--then-refine", "1", "--train-best", "--seeds", "2"]
     code, output, captured = run(tmp_path, capfd, *flags, opts=["SEED", "5"])
     assert code == 0, captured.err
@@ -326,7 +326,7 @@ def test_asha_restores_rungs_after_the_search_folder_was_moved(tmp_path):
     assert rung[1] == {"0": 0.0, "1": 1.0, "2": 2.0}
 
 
-def test_outcomes_have_the_new_path_after_the_search_folder_was_moved(tmp_path):
+def test_outcomes_use_the_new_path_after_the_search_folder_was_moved(tmp_path):
     outcome = {
         "stage": "search",
         "name": "trial_1",
@@ -404,7 +404,7 @@ def reports(file):
     return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
 
 
-def test_search_on_a_cluster_that_loses_a_node(demo, tmp_path):
+def test_search_continues_after_cluster_loses_a_node(demo, tmp_path):
     ray = pytest.importorskip("ray")
     ray.shutdown()  # otherwise the Ray instance of this process would be found
     flags = ["--address", "auto", "--num-trials", "2", "--srch-algo", "random", "--scheduler", "none"]

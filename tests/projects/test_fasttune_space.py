@@ -58,7 +58,7 @@ def test_samples_cover_the_range(kind, values, low, high, is_integer):
     assert not is_integer or all(float(value).is_integer() for value in drawn)
 
 
-def test_file_with_all_kinds_and_short_names(tmp_path):
+def test_file_with_all_kinds_and_short_key_names_is_read(tmp_path):
     space = space_of(
         tmp_path,
         """
@@ -140,7 +140,7 @@ def test_invalid_space_is_an_error(tmp_path, text, message):
         space_of(tmp_path, text)
 
 
-def test_missing_file_is_named(tmp_path):
+def test_missing_space_file_is_named_in_the_error(tmp_path):
     with pytest.raises(ConfigError, match="--space.*none.yml"):
         read_space(tmp_path / "none.yml", get_cfg())
 
@@ -181,7 +181,7 @@ def test_narrowed_space_is_around_the_best_sample(tmp_path):
         ("configs/Demo/sbs_R50.yml", "sbs"),
     ],
 )
-def test_default_space_of_recipes(config_file, name):
+def test_default_space_is_found_by_recipe_name(config_file, name):
     cfg = get_cfg()
     cfg.merge_from_file(config_file)
     path = default_space(config_file)
@@ -207,7 +207,7 @@ def test_rounds_count_evaluations_after_warmup(period, epochs, grace):
     assert rounds.total == len(counting) >= 1
 
 
-def test_sample_of_the_recipe(tmp_path):
+def test_recipe_sample_is_none_outside_the_choices(tmp_path):
     cfg = get_cfg()
     options = ["SOLVER.BASE_LR", 2e-3, "SOLVER.WARMUP_ITERS", 70, "SOLVER.IMS_PER_BATCH", 48, "SOLVER.AMP", "bf16"]
     cfg.merge_from_list(options)
@@ -242,12 +242,12 @@ def test_sample_of_the_recipe(tmp_path):
         ("SOLVER: {BASE_LR: {uniform: [0.1, 1.0]}}", "SOLVER.BASE_LR"),
     ],
 )
-def test_more_invalid_spaces_are_errors(tmp_path, text, message):
+def test_invalid_space_distributions_are_errors(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         space_of(tmp_path, text)
 
 
-def test_choices_may_be_numbers_as_text(tmp_path):
+def test_numeric_text_in_choices_becomes_numbers(tmp_path):
     space = space_of(
         tmp_path,
         "{SOLVER.WARMUP_ITERS: {choice: [1e1, '20']}, lr: {choice: [1e-3, 2e-3]}, IDENTITIES: {choice: ['4']}}",
@@ -255,7 +255,7 @@ def test_choices_may_be_numbers_as_text(tmp_path):
     assert [parameter.values for parameter in space.parameters.values()] == [(10, 20), (1e-3, 2e-3), (4,)]
 
 
-def test_space_file_that_is_not_text_is_named(tmp_path):
+def test_binary_space_file_is_named_in_the_error(tmp_path):
     (tmp_path / "space.yml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="space.yml"):
         read_space(tmp_path / "space.yml", get_cfg())

@@ -37,7 +37,7 @@ def test_each_evaluation_is_reported_once(demo, tmp_path):
         assert metrics["skipped_steps"] == 0
 
 
-def test_resume_from_checkpoint_with_another_learning_rate(demo, tmp_path):
+def test_trial_resumes_from_checkpoint_with_new_learning_rate(demo, tmp_path):
     full, rest = Reports(), Reports()
     run_trial(config(tmp_path / "full"), full)
     path = tmp_path / "middle.pth"

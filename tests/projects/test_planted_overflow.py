@@ -22,7 +22,7 @@ def command(tool):
     return shlex.split(line)[2:]
 
 
-def test_doctor_suggests_the_planted_layer(demo, tmp_path, capfd, monkeypatch):
+def test_doctor_suggests_float32_for_the_planted_layer(demo, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(FOLDER.parents[1])
     assert amp_doctor.cli([*command("amp_doctor"), "OUTPUT_DIR", str(tmp_path), *SMALL]) == 1
     out = capfd.readouterr().out

@@ -31,7 +31,7 @@ def options(output, factor, *opts):
     return tiny.tiny_options(output, *backbone, "SOLVER.MAX_EPOCH", "2", *opts)
 
 
-def test_config_without_findings(demo, tmp_path, capfd):
+def test_healthy_config_exits_with_0_and_writes_report(demo, tmp_path, capfd):
     assert amp_doctor.cli(options(tmp_path, "1", "SOLVER.AMP", "bf16")) == 0
     out = capfd.readouterr().out
     assert "SOLVER.AMP (bfloat16)" in out
@@ -43,7 +43,7 @@ def test_config_without_findings(demo, tmp_path, capfd):
     assert report["untrained"] and report["machine"]["versions"]["torch"] == torch.__version__
 
 
-def test_planted_overflow_and_training_with_the_suggested_fix(demo, tmp_path, capfd):
+def test_planted_overflow_is_found_and_suggested_fix_trains(demo, tmp_path, capfd):
     assert amp_doctor.cli(options(tmp_path, "1e6", "SOLVER.AMP", "fp16")) == 1
     out = capfd.readouterr().out
     assert "forward overflow in backbone.4 (Conv2d)" in out and "FORCE_FP32" in out
@@ -67,7 +67,7 @@ def test_amp_off_is_checked_as_if_enabled(demo, tmp_path, capfd):
     assert "SOLVER.AMP True (" in capfd.readouterr().out
 
 
-def test_ranking_uses_trained_weights(demo, tmp_path, capfd):
+def test_doctor_evaluates_the_given_weights(demo, tmp_path, capfd):
     assert train_net.cli(options(tmp_path, "1", "SOLVER.AMP", "off")) == 0
     weights = ["MODEL.WEIGHTS", str(tmp_path / "model_final.pth")]
     arguments = ["--dtypes", "bf16", *options(tmp_path / "doctor", "1", "SOLVER.AMP", "off", *weights)]
@@ -86,7 +86,7 @@ def test_dtype_of_the_config_is_always_checked(demo, tmp_path, capfd):
     assert list(json.loads((tmp_path / FOLDER / "report.json").read_text())["verdicts"]) == ["float16", "bfloat16"]
 
 
-def test_amp_without_effect_fails(demo, tmp_path, capfd):
+def test_amp_without_low_precision_operations_fails(demo, tmp_path, capfd):
     forced = ("SOLVER.AMP", "bf16", "SOLVER.AMP.FORCE_FP32", "['Baseline']")
     assert amp_doctor.cli(["--dtypes", "bf16", *options(tmp_path, "1", *forced)]) == 1
     assert "ran no operation in bfloat16" in capfd.readouterr().out
@@ -113,7 +113,7 @@ def test_overflow_after_the_first_batch_is_found(demo, tmp_path, capfd):
     assert amp_doctor.cli(["--dtypes", "fp16", *tiny.tiny_options(tmp_path, *opts)]) == 0
 
 
-def test_part_of_the_test_set(demo, tmp_path):
+def test_max_images_limits_the_test_set(demo, tmp_path):
     cfg = get_cfg()
     cfg.merge_from_list(options(tmp_path, "1"))
     found = diagnose(cfg, dtypes=[torch.bfloat16], max_images=15)
@@ -131,20 +131,20 @@ def build_broken_backbone(cfg):
     return nn.Sequential(*tiny.build_tiny_backbone(cfg), Broken())
 
 
-def test_model_broken_in_float32(demo, tmp_path, capfd):
+def test_model_non_finite_in_float32_is_reported(demo, tmp_path, capfd):
     assert amp_doctor.cli(tiny.tiny_options(tmp_path, "MODEL.BACKBONE.NAME", "build_broken_backbone")) == 1
     out = capfd.readouterr().out
     assert "fails in float32" in out and "backbone.7 (Broken)" in out
     assert json.loads((tmp_path / FOLDER / "report.json").read_text())["problem"]
 
 
-def test_figure(demo, tmp_path, capfd):
+def test_layer_figure_is_written(demo, tmp_path, capfd):
     pytest.importorskip("matplotlib")
     assert amp_doctor.cli(options(tmp_path, "1", "SOLVER.AMP", "bf16")) == 0
     assert (tmp_path / FOLDER / "layers.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib(demo, tmp_path, capfd, monkeypatch):
+def test_missing_matplotlib_skips_the_figure_with_a_warning(demo, tmp_path, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert amp_doctor.cli(["--dtypes", "bf16", *options(tmp_path, "1", "SOLVER.AMP", "bf16")]) == 0
     assert (
@@ -177,7 +177,7 @@ def test_plugin_registers_custom_components(demo, tmp_path, capfd):
     assert "none.py" in capfd.readouterr().err
 
 
-def test_wrong_input(demo, tmp_path, capfd):
+def test_invalid_input_exits_with_2(demo, tmp_path, capfd):
     for opts, words in (
         (["MODEL.WEIGHTS", "missing.pth"], "missing.pth"),
         (["SOLVER.AMP", "fp17"], "fp17"),
@@ -192,24 +192,24 @@ def test_wrong_input(demo, tmp_path, capfd):
         assert stop.value.code == 2
 
 
-def test_env(capfd):
+def test_env_option_checks_the_machine(capfd):
     assert amp_doctor.cli(["--env"]) == 0
     out = capfd.readouterr().out
     assert "ten steps in bfloat16" in out and "no problems found" in out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_env_without_the_device(capfd):
+def test_env_option_reports_missing_cuda(capfd):
     assert amp_doctor.cli(["--env", "MODEL.DEVICE", "cuda"]) == 1
     assert "problem: PyTorch cannot use a GPU" in capfd.readouterr().out
 
 
-def test_env_of_unknown_device(capfd):
+def test_env_option_with_unknown_device_exits_with_2(capfd):
     assert amp_doctor.cli(["--env", "MODEL.DEVICE", "nonsense"]) == 2
     assert "MODEL.DEVICE: unknown device 'nonsense'" in capfd.readouterr().err
 
 
-def test_env_with_a_config(demo, tmp_path, capfd):
+def test_env_option_with_config_file_checks_machine_and_model(demo, tmp_path, capfd):
     config = tmp_path / "c.yml"
     config.write_text("SOLVER: {AMP: bf16}\n")
     arguments = ["--env", "--dtypes", "bf16", "--config-file", str(config), *options(tmp_path, "1")]

@@ -78,7 +78,7 @@ def test_trapezoid_excludes_identity_minus_one(capsys, features):
     assert json.loads(out)["mAP"] == pytest.approx(100 * expected, abs=1e-6)
 
 
-def test_table_has_protocol_and_curve_is_written(capsys, features, tmp_path):
+def test_table_shows_protocol_and_roc_curve_is_written(capsys, features, tmp_path):
     code, out, _ = run(capsys, features, "TEST.ROC", "on", "TEST.RANKS", "20", "OUTPUT_DIR", str(tmp_path / "out"))
     assert code == 0
     for text in ("Market-1501", "no re-ranking", "saved as float32", "| features", "Rank-20", "TAR@FAR=0.01"):
@@ -90,7 +90,7 @@ def test_table_has_protocol_and_curve_is_written(capsys, features, tmp_path):
     )
 
 
-def test_float16_features_and_text_columns(capsys, tmp_path):
+def test_float16_features_and_text_columns_are_accepted(capsys, tmp_path):
     data = np.load(REFERENCE / "g1_small_junk.npz")
     half = {f"{side}_features": data[short].astype(np.float16) for side, short in (("query", "qf"), ("gallery", "gf"))}
     _, expected, _ = run(

@@ -68,7 +68,7 @@ AGES = {
 
 
 @pytest.mark.parametrize("age", AGES)
-def test_fastreid_files_of_all_versions(tmp_path, capsys, age):
+def test_weights_from_all_fastreid_versions_give_equal_features(tmp_path, capsys, age):
     original = model(*RESNET18)
     state = renamed(original.state_dict(), AGES[age])
     if age != "2021-03":
@@ -179,13 +179,13 @@ def test_unknown_prefix_lists_prefixes(tmp_path, capsys, resnet18):
     assert "Did you mean 'teacher.backbone.'?" in err and "found: student, teacher" in err
 
 
-def test_clip_vision_transformer(tmp_path, capsys):
+def test_clip_weights_suggest_prefix_of_image_encoder(tmp_path, capsys):
     state = {"visual.transformer.resblocks.0.attn.in_proj_weight": torch.zeros(3, 1), "logit_scale": torch.zeros(())}
     assert run(tmp_path, state) == 2
     assert "--prefix visual.   (CLIP's image encoder)" in (err := capsys.readouterr().err) and "timm" in err
 
 
-def test_dino_vision_transformer(tmp_path, capsys):
+def test_dino_weights_suggest_and_accept_teacher_prefix(tmp_path, capsys):
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "deit_small"])
     cfg.merge_from_list(["MODEL.BACKBONE.FEAT_DIM", "384", "INPUT.SIZE_TEST", "(224, 224)"])
@@ -197,7 +197,7 @@ def test_dino_vision_transformer(tmp_path, capsys):
     assert "100% of the backbone's" in capsys.readouterr().out
 
 
-def test_other_normalization_is_reported(tmp_path, capsys):
+def test_different_pixel_normalization_is_reported(tmp_path, capsys):
     state = model(*RESNET18).state_dict() | {"pixel_mean": torch.full((1, 3, 1, 1), 127.5)}
     assert run(tmp_path, state) == 0
     assert "note: the weights were trained with MODEL.PIXEL_MEAN [127.5, 127.5, 127.5]" in capsys.readouterr().out
@@ -211,7 +211,7 @@ def test_reduction_head_is_an_error(tmp_path, capsys):
     assert not (tmp_path / "out.pth").exists()
 
 
-def test_torchreid_osnet_with_fc_layer(tmp_path, capsys):
+def test_torchreid_osnet_with_fc_layer_gives_equal_features(tmp_path, capsys):
     opts = (*OSNET, "MODEL.HEADS.NAME", "FCHead", "MODEL.HEADS.EMBEDDING_DIM", "16")
     original = model(*opts)
     state = renamed(original.state_dict(), AGES["v1.0.0"])
@@ -238,7 +238,7 @@ def test_torchreid_osnet_with_fc_layer(tmp_path, capsys):
     assert "bicubic" in capsys.readouterr().out
 
 
-def test_repvgg_in_inference_form(tmp_path):
+def test_repvgg_converted_to_inference_form_gives_equal_features(tmp_path):
     original = model(*REPVGG)
     assert run(tmp_path, original.state_dict(), "MODEL.BACKBONE.DEPLOY", "True") == 0
     deployed = model(*REPVGG, "MODEL.BACKBONE.DEPLOY", "True", seed=1)
@@ -247,7 +247,7 @@ def test_repvgg_in_inference_form(tmp_path):
     torch.testing.assert_close(features(deployed), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
-def test_config_file_and_too_small_matching_fraction(tmp_path, capsys):
+def test_matching_fraction_below_minimum_is_an_error(tmp_path, capsys):
     (tmp_path / "recipe.yml").write_text("MODEL: {BACKBONE: {DEPTH: 18x, FEAT_DIM: 512}, HEADS: {WITH_BNNECK: True}}")
     state = {name: value for name, value in model(*RESNET18).state_dict().items() if "layer4" not in name}
     recipe = ("--config-file", str(tmp_path / "recipe.yml"))
@@ -290,7 +290,7 @@ def test_torchvision_classifier_is_not_mistaken_for_fc_head(tmp_path, capsys):
     assert "missing  0 (0%)" in report and "STEM_POOL padded" in report and "FCHead" not in report
 
 
-def test_key_values_are_checked_first(tmp_path, capsys):
+def test_key_without_value_is_an_error_before_reading_weights(tmp_path, capsys):
     assert run(tmp_path, {}, "MODEL.DEVICE") == 2
     assert "got ['MODEL.DEVICE']" in capsys.readouterr().err
 
@@ -310,7 +310,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_config_of_other_models_is_inferred(name):
+def test_config_is_inferred_from_weights_of_other_projects(name):
     models = {}
     for file in ("fastreid_models.json.gz", "transreid_models.json.gz"):
         models |= json.loads(gzip.decompress((REFERENCE / file).read_bytes()))

@@ -48,7 +48,7 @@ def test_csv_gives_the_same_result_as_the_dataset(pictures, tmp_path, monkeypatc
     assert mine[f"{name}/mAP"] == market["Market1501/mAP"] and mine[f"{name}/Rank-1"] == market["Market1501/Rank-1"]
 
 
-def test_folder_dataset(pictures, tmp_path, monkeypatch):
+def test_training_on_a_folder_dataset(pictures, tmp_path, monkeypatch):
     for file in sorted(pictures.rglob("bounding_box_train/*.jpg")):
         person = tmp_path / "people" / f"person {file.name[:4]}"
         person.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ def run(*argv):
     return code, results
 
 
-def test_length_of_the_script():
+def test_script_has_at_most_130_lines():
     assert len(Path(plain_train_net.__file__).read_text().splitlines()) <= 130
 
 
@@ -38,7 +38,7 @@ def test_weights_equal_train_net(demo, tmp_path, precision):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_resume_and_eval_only(demo, tmp_path):
+def test_resumed_weights_equal_uninterrupted_training(demo, tmp_path):
     options = ("SOLVER.AMP", "bf16", "SOLVER.MAX_EPOCH", "2", "SOLVER.SCHED", "ConstantLR")
     run(*tiny.tiny_options(tmp_path / "straight", *options))
     run(*tiny.tiny_options(tmp_path / "resumed", *options, "SOLVER.MAX_EPOCH", "1"))
@@ -51,7 +51,7 @@ def test_resume_and_eval_only(demo, tmp_path):
     assert run("--eval-only", *tiny.tiny_options(tmp_path / "eval", *options, *weights))[0] == 0
 
 
-def test_resume_with_another_batch_size_or_at_the_end(demo, tmp_path, capfd):
+def test_resume_of_finished_training_evaluates_and_new_batch_size_is_an_error(demo, tmp_path, capfd):
     options = ("SOLVER.MAX_EPOCH", "1")
     run(*tiny.tiny_options(tmp_path, *options))
     code, (results,) = run("--resume", *tiny.tiny_options(tmp_path, *options))
@@ -74,7 +74,7 @@ def test_unsupported_keys_are_errors(demo, tmp_path, capfd, name):
     assert re.search(rf"{name} .*tools/train_net.py", capfd.readouterr().err, re.DOTALL)
 
 
-def test_as_a_process():
+def test_script_with_missing_config_exits_with_2():
     process = subprocess.run(
         [sys.executable, "tools/plain_train_net.py", "--config-file", "nowhere.yml"],
         capture_output=True,

@@ -11,7 +11,7 @@ scaling = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(scaling)
 
 
-def test_ring_all_reduce_time():
+def test_ring_all_reduce_time_matches_formula():
     links = scaling.Links("some", inside=100.0, between=10.0, latency=0.25)
     # 2 x 7/8 x 1000 bytes at 80 bytes/s plus 14 hops; between machines at 8 bytes/s plus 126 hops.
     assert scaling.all_reduce_seconds(1000, 8, links) == pytest.approx(2 * 7 / 8 * 1000 / 80 + 14 * 0.25)
@@ -24,5 +24,5 @@ def test_overlap_hides_communication_during_backward():
     assert scaling.efficiencies(0.3, 0.3) == pytest.approx((0.5, 0.75))
 
 
-def test_table_has_two_rows_per_link():
+def test_prediction_has_two_rows_per_interconnect():
     assert scaling.prediction(0.1, 10**8, 64).count("\n") == 1 + 2 * len(scaling.LINKS)

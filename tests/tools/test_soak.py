@@ -26,12 +26,12 @@ def make_run(folder, **changes):
         ({"random": (1, (2.0, "y"))}, ".random.1.1"),
     ],
 )
-def test_different_values_are_found(tmp_path, changes, path):
+def test_different_checkpoint_values_are_found(tmp_path, changes, path):
     one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other", **changes)
     assert soak.differences(one, other) == ([path] if path else [])
 
 
-def test_duplicate_line_of_metrics_is_found(tmp_path):
+def test_duplicate_metrics_line_is_found(tmp_path):
     one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other")
     with (other / "metrics.json").open("a") as file:
         file.write('{"iteration": 2}\n')

@@ -113,7 +113,7 @@ def last_map(output):
     return [row["Demo/mAP"] for row in rows if "Demo/mAP" in row][-1]
 
 
-def test_grayscale_images_need_one_key(demo, tmp_path, capfd):
+def test_grayscale_training_only_needs_input_channels_1(demo, tmp_path, capfd):
     output = tmp_path / "run"
     jitter = ("INPUT.CJ.ENABLED", "True", "INPUT.CJ.PROB", "1.0", "TEST.BASELINES", "True", "SOLVER.AMP", "bf16")
     gray = tiny.tiny_options(output, "INPUT.CHANNELS", "1", "SOLVER.MAX_EPOCH", "1", *jitter)
@@ -133,7 +133,7 @@ def test_grayscale_images_need_one_key(demo, tmp_path, capfd):
     assert code == 2 and "do not match the model" in stderr and "INPUT.CHANNELS" in stderr
 
 
-def test_four_channels(demo_root, tmp_path, monkeypatch, capfd):
+def test_fourth_image_channel_reaches_the_model(demo_root, tmp_path, monkeypatch, capfd):
     """The fourth channel of RGBA images encodes the identity; without it the mAP drops."""
     root = tmp_path / "datasets"
     shutil.copytree(demo_root, root)
@@ -330,7 +330,7 @@ def test_resume_with_another_recipe_is_an_error(demo, tmp_path, capfd, options, 
     assert (tmp_path / "config.yaml").read_text() == config
 
 
-def test_resume_with_another_weight_average(demo, tmp_path, capfd):
+def test_resume_with_different_weight_average_is_an_error(demo, tmp_path, capfd):
     ema = ("SOLVER.EMA.ENABLED", "True")
     assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
     code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path, *ema))
@@ -356,7 +356,7 @@ def test_resume_applies_and_logs_changed_learning_rate(demo, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("content", [b"", b"model_0009.pth", b"\xff\x00\xfe"])
-def test_last_checkpoint_without_a_file_is_an_error(demo, tmp_path, capfd, content):
+def test_invalid_last_checkpoint_file_is_an_error(demo, tmp_path, capfd, content):
     (tmp_path / "last_checkpoint").write_bytes(content)
     code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path))
     assert code == 2 and "last_checkpoint names" in stderr
@@ -377,7 +377,7 @@ def test_resume_repeats_a_failed_evaluation(demo_root, tmp_path, monkeypatch, ca
     assert "the training is complete" in (tmp_path / "run/log.txt").read_text()
 
 
-def test_list_config_into_closed_pipe():
+def test_list_config_with_closed_stdout_exits_without_traceback():
     process = subprocess.run(
         f"{sys.executable} tools/train_net.py --list-config | head -1",
         shell=True,
@@ -388,7 +388,7 @@ def test_list_config_into_closed_pipe():
     assert process.stdout == "[run]\n" and process.stderr == ""
 
 
-def test_list_config(capsys):
+def test_list_config_prints_keys_with_descriptions(capsys):
     assert train_net.cli(["--list-config", "SOLVER.AMP"]) == 0
     out = capsys.readouterr().out
     assert "SOLVER.AMP.DTYPE" in out and "SOLVER.BASE_LR" not in out
@@ -396,7 +396,7 @@ def test_list_config(capsys):
     assert "SOLVER" in capsys.readouterr().err
 
 
-def test_exit_code_of_the_process():
+def test_missing_config_file_exits_with_2_without_traceback():
     process = subprocess.run(
         [sys.executable, "tools/train_net.py", "--config-file", "nowhere.yml"], capture_output=True, text=True, cwd=ROOT
     )
