@@ -1,4 +1,4 @@
-"""Snapshot of the buffers that training forward passes write, restored after a skipped step."""
+"""Snapshot of the buffers that forward passes modify, restored after a skipped step."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ _LAYERS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNor
 
 
 class ForwardBuffers:
-    """Snapshot of buffers that forward passes write.
+    """Snapshot of the buffers that forward passes modify.
 
     These are the buffers of normalization layers and of modules with the class attribute
     ``written_in_forward = True``, such as memory banks and moving averages. A forward pass that overflows writes NaN
@@ -37,7 +37,7 @@ class ForwardBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the buffers of the last snapshot."""
+        """Restore the buffers from the last snapshot."""
         if self._saved is not None:
             _copy(self._current(), self._saved)
 

@@ -38,7 +38,7 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     memory with them, training runs without an error and learns nothing.
 
     Raises:
-        TrainingError: an optimizer holds tensors that are not parameters of the model, or no optimizer holds a
+        TrainingError: if an optimizer holds tensors that are not parameters of the model, or no optimizer holds a
             trainable parameter.
     """
     model_ids = {id(p) for p in model.parameters()}
@@ -76,7 +76,7 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 
 class NonFiniteParameters(TrainingError):
-    """Parameters or buffers that are not finite: the model cannot recover from them."""
+    """Raised if parameters or buffers are not finite; training cannot recover from this."""
 
 
 LARGEST_PARAMETER = 1e15
@@ -87,7 +87,7 @@ def check_finite(model: nn.Module) -> None:
     """Check that all parameters and buffers are finite, with one device-to-host copy.
 
     Raises:
-        NonFiniteParameters: a parameter or buffer has NaN or Inf; the message has the names.
+        NonFiniteParameters: if a parameter or buffer contains NaN or Inf; the message lists the names.
     """
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     tensors = {name: tensor for name, tensor in named if tensor.is_floating_point()}
@@ -106,9 +106,9 @@ def check_finite(model: nn.Module) -> None:
 
 
 def explain_diverged(names: Sequence[str]) -> str:
-    """Build the error message for parameters that are not finite or above ``LARGEST_PARAMETER``."""
+    """Build the error message for parameters that are not finite or exceed ``LARGEST_PARAMETER``."""
     return (
-        f"the weights diverged: {len(names)} parameters are not finite or above {LARGEST_PARAMETER:g}, e.g. "
+        f"the weights diverged: {len(names)} parameters are not finite or exceed {LARGEST_PARAMETER:g}, e.g. "
         f"{', '.join(names[:3])}. Another precision does not help.\n"
         "  cause: an update with a learning rate that is too high or not finite, or weights that were not finite "
         "when they were loaded.\n"
@@ -120,10 +120,10 @@ def magnitudes(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Compute the largest absolute value of each tensor, on the device.
 
     Args:
-        tensors (Iterable[Tensor]): floating-point tensors; 0 for an empty one.
+        tensors (Iterable[Tensor]): floating-point tensors. The magnitude of an empty tensor is 0.
 
     Returns:
-        Tensor: (N,) float32; NaN if a tensor has NaN.
+        Tensor: (N,) float32; NaN for tensors that contain NaN.
     """
     filled = [t.detach() if t.numel() else t.new_zeros(1) for t in tensors]
     return torch.stack([norm.float() for norm in torch._foreach_norm(filled, float("inf"))])
@@ -170,13 +170,13 @@ def check_losses(
 
     Args:
         losses (dict[str, Tensor]): return value of the model in training mode.
-        frozen: names of modules frozen by ``MODEL.FREEZE_LAYERS``. If there are any, only one of the losses has to
-            require a gradient.
+        frozen: names of modules frozen by ``MODEL.FREEZE_LAYERS``. If there are any, it is enough that one loss
+            requires a gradient.
         model: trace the autograd graph of each loss to the parameters of this model. None only checks
             ``requires_grad``, which is cheap.
 
     Raises:
-        TrainingError: no losses, a loss that is not a float32 scalar, or a loss without a path to a trainable
+        TrainingError: if there are no losses, a loss is not a float32 scalar, or a loss has no path to a trainable
             parameter.
     """
     if not isinstance(losses, dict):
@@ -248,7 +248,7 @@ def _nodes(losses: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def warn_of_foreign_leaves(losses: Mapping[str, torch.Tensor], model: nn.Module) -> None:
-    """Warn about tensors that the losses are differentiated by and that are not parameters of the model.
+    """Warn about leaf tensors in the autograd graph of the losses that are not parameters of the model.
 
     Such tensors are not trained, not saved, and not moved to the device. The usual cause is a layer in a plain Python
     list or dict.
@@ -268,7 +268,7 @@ def warn_of_foreign_leaves(losses: Mapping[str, torch.Tensor], model: nn.Module)
         "the losses depend on %d tensors that require a gradient and are not parameters of the model: %s%s. They are "
         "not trained and not saved.\n"
         "  cause: a layer in a plain list or dict, or a tensor with requires_grad that is not an nn.Parameter.\n"
-        "  fix:   nn.ModuleList, nn.ModuleDict or nn.Parameter, or requires_grad_(False)",
+        "  fix:   use nn.ModuleList, nn.ModuleDict or nn.Parameter, or call requires_grad_(False)",
         len(described),
         ", ".join(described[:5]),
         ", ..." if len(described) > 5 else "",
@@ -293,11 +293,11 @@ def check_communication(parallel_model: nn.Module, *, scaled: bool) -> None:
     """Check that DDP does not all-reduce scaled gradients in float16.
 
     Args:
-        parallel_model: a DistributedDataParallel model; other models pass.
+        parallel_model: a DistributedDataParallel model; other models are not checked.
         scaled: True if the loss is multiplied by a loss scale.
 
     Raises:
-        TrainingError: ``fp16_compress_hook`` is registered and the loss is scaled.
+        TrainingError: if ``fp16_compress_hook`` is registered and the loss is scaled.
     """
     hooks = [hook for module in parallel_model.modules() for hook, _ in getattr(module, "_comm_hooks", ())]
     for hook in hooks:
@@ -323,7 +323,7 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
         losses (Sequence[str]): names of the losses of this rank.
 
     Raises:
-        TrainingError: ranks differ; the message names the parameters or the losses.
+        TrainingError: if ranks differ; the message lists the parameters or the losses.
     """
     if not comm.is_distributed():
         return
@@ -336,7 +336,7 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
     if differing:
         raise TrainingError(
             f"{len(differing)} parameters differ between ranks, e.g. {', '.join(differing[:3])}: each rank trains "
-            "another model.\n"
+            "a different model.\n"
             "  cause: parameters are changed outside of the optimizer step, a step depends on the rank, or gradients "
             "are computed outside of DistributedDataParallel.\n"
             "  fix:   change parameters in the same way on all ranks; set sharded = True on a module whose parameters "
@@ -347,7 +347,7 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
         found = "; ".join(f"rank {rank}: {each or 'none'}" for rank, each in enumerate(of_ranks))
         raise TrainingError(
             f"ranks compute different losses: their sums have different gradients.\n  found: {found}\n"
-            "  fix: return the same losses on all ranks, 0 times an output for a loss that does not apply"
+            "  fix: return the same losses on all ranks; if a loss does not apply, return 0 times an output"
         )
 
 
@@ -360,8 +360,8 @@ def zero_fraction(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 class ParameterUpdateMonitor:
     """Check that the first optimizer steps change the parameters, without an additional synchronization.
 
-    ``OptimizationStep`` owns it, so that custom loops have it too. The size of an update stays on the device and is
-    read together with the verdict of the next step.
+    ``OptimizationStep`` owns the monitor, so custom loops are monitored too. The size of an update stays on the device
+    and is read together with the verdict of the next step.
 
     Attributes:
         reported: True after a warning that the parameters do not change.
@@ -411,13 +411,14 @@ class ParameterUpdateMonitor:
         self._kept = []
 
     def check(self, *change: float) -> None:
-        """Evaluate the host value of ``pending``, if there is one.
+        """Check the host value of ``pending``, if there is one.
 
         Args:
             change: largest absolute change over largest absolute parameter; empty if nothing is pending.
 
         Raises:
-            TrainingError: no parameter changed in the first steps although gradients and learning rate were not zero.
+            TrainingError: if no parameter changed in the first steps although the gradients and the learning rate were
+                not zero.
         """
         if not change:
             return
@@ -447,5 +448,5 @@ class ParameterUpdateMonitor:
                 "largest parameter\n"
                 "  cause: the updates are below the resolution of float32, the optimizer does not step, or the "
                 "parameters are reset after each step.\n"
-                "  fix:   a higher SOLVER.BASE_LR, or another SOLVER.OPT"
+                "  fix:   increase SOLVER.BASE_LR, or choose another SOLVER.OPT"
             )

@@ -1,4 +1,4 @@
-"""Error messages for out of memory and for operations without a deterministic implementation."""
+"""Explanations of out-of-memory errors and of operations without a deterministic implementation."""
 
 import re
 from types import TracebackType
@@ -31,11 +31,11 @@ class DeviceErrorHandler:
     """Context manager that converts device errors into a TrainingError with a fix; other errors pass through.
 
     Args:
-        place: the computation, for the message, e.g. ``"iteration 7"``.
-        smaller: config keys that reduce its memory, for the message.
+        place: description of the computation in the message, e.g. ``"iteration 7"``.
+        smaller: fix in the message for out of memory: config keys that reduce memory use.
 
     Attributes:
-        batch: the current batch, to be set by the caller; the message has its shapes.
+        batch: the current batch, set by the caller; the message lists its shapes.
     """
 
     def __init__(self, place: str, smaller: str) -> None:
@@ -59,7 +59,7 @@ def explain_device_error(error: Exception, place: str, batch: dict[str, Any], sm
     Args:
         error: the error that PyTorch raised.
         place, smaller: see ``DeviceErrorHandler``.
-        batch: the current batch; the message has its shapes.
+        batch: the current batch; the message lists its shapes.
     """
     found = summarize_error(error)
     if is_out_of_memory(error):
@@ -73,7 +73,7 @@ def explain_device_error(error: Exception, place: str, batch: dict[str, Any], sm
         return TrainingError(
             f"DETERMINISTIC is True, but {operation[1]} has no deterministic implementation on this device "
             f"({place}).\n  found: {found}\n"
-            "  fix:   DETERMINISTIC False, or a model, loss or transform without this operation"
+            "  fix:   set DETERMINISTIC False, or use a model, loss or transform without this operation"
         )
     return None
 

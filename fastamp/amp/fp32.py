@@ -93,8 +93,8 @@ def _rebuild(module_class: type[nn.Module]) -> nn.Module:
 def apply_force_fp32(model: nn.Module, patterns: list[str] | tuple[str, ...]) -> list[str]:
     """Turn the modules of ``model`` that match ``patterns`` into float32 regions, in place.
 
-    Modules of a class with ``force_fp32 = True`` become regions without a pattern. Only the class of the module
-    changes, to a subclass of the same name: state dict, copies and hooks are unaffected.
+    Modules of a class with ``force_fp32 = True`` become regions regardless of ``patterns``. Only the class of the
+    module changes, to a subclass of the same name: state dict, copies and hooks are unaffected.
 
     Args:
         model: the model.
@@ -102,10 +102,10 @@ def apply_force_fp32(model: nn.Module, patterns: list[str] | tuple[str, ...]) ->
             (``"Bottleneck"``).
 
     Returns:
-        Names of the modules that are float32 regions by pattern or class attribute, sorted.
+        Sorted names of the modules that are float32 regions because of a pattern or the class attribute.
 
     Raises:
-        ConfigError: a pattern matches no module.
+        ConfigError: if a pattern matches no module.
     """
     named = dict(model.named_modules())
     chosen = {name for name, module in named.items() if getattr(type(module), "force_fp32", False)}

@@ -25,12 +25,12 @@ SMALL_SCALE = 128.0
 class ModuleMonitor:
     """Measure zero gradients and updates of each top-level module, without an additional synchronization.
 
-    The total gradient norm and the largest update of all parameters hide a part whose gradients underflow to zero, e.g.
-    a float16 backbone below a float32 head. Every ``period`` applied steps, the monitor computes for each child module
-    of the model the fraction of gradient elements that are exactly zero and the update-to-weight ratio, leaves them on
-    the device, and reports them when the host reads the verdict of the next step. A parameter without a gradient counts
-    as zero. Parameters with learning rate 0 are excluded, and modules with an attribute ``sparse_gradients = True``,
-    such as the centers of a center loss.
+    The total gradient norm and the largest update over all parameters do not show that the gradients of one module
+    underflow to zero, e.g. those of a float16 backbone below a float32 head. Every ``period`` applied steps, the
+    monitor computes for each child module of the model the fraction of gradient elements that are exactly zero and the
+    update-to-weight ratio, leaves them on the device, and reports them when the host reads the verdict of the next
+    step. A parameter without a gradient counts as zero. Parameters with learning rate 0 are excluded, and so are
+    modules with an attribute ``sparse_gradients = True``, such as the centers of a center loss.
 
     Args:
         model (nn.Module): model in training.
@@ -38,9 +38,9 @@ class ModuleMonitor:
         period (int): number of applied steps between two checks. Default 50.
 
     Attributes:
-        pending (list[Tensor]): (3M,) float32 with the zero fractions, the update-to-weight ratios, and 1 for equal or 0
-            for other parameters than at the check before, of the M modules of the last check, until ``check`` gets
-            their host values.
+        pending (list[Tensor]): (3M,) float32 on the device, for the M modules of the last check: zero fractions,
+            update-to-weight ratios, and 1 for modules with the same parameters as at the previous check (else 0).
+            Cleared when ``check`` receives the host values.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], *, period: int = 50) -> None:
@@ -60,7 +60,7 @@ class ModuleMonitor:
 
     @torch.no_grad()
     def before_step(self, frozen: Iterable[str] = ()) -> None:
-        """Measure the gradients and copy the parameters if the step is to be checked.
+        """Measure the gradients and copy the parameters if a check is due at this step.
 
         Args:
             frozen: names of modules that are frozen on purpose (``MODEL.FREEZE_LAYERS``).
@@ -103,11 +103,11 @@ class ModuleMonitor:
         self._before, self._zeros, self._same = {}, [], []
 
     def check(self, values: Sequence[float], *, quiet: bool = False) -> None:
-        """Warn about the modules that do not train; each one once until it trains again.
+        """Warn about modules that do not train. The warning is repeated only if a module trained in the meantime.
 
         Args:
             values: host values of ``pending``; empty if nothing is pending.
-            quiet: True if it was reported before that the whole model does not train. Default False.
+            quiet: True if a previous warning said that the whole model does not train. Default False.
         """
         if not values:
             return
@@ -124,13 +124,14 @@ class ModuleMonitor:
                 "hardly trains.\n"
                 "  cause: gradients below 6e-8 divided by the loss scale underflow in float16, a hook or the loss sets "
                 "them to zero, or the losses do not depend on this part.\n"
-                "  fix:   SOLVER.AMP.DTYPE bfloat16, or a larger SOLVER.AMP.INIT_SCALE; in float32, check the losses",
+                "  fix:   set SOLVER.AMP.DTYPE bfloat16, or increase SOLVER.AMP.INIT_SCALE; in float32, check the "
+                "losses",
             )
             self._report(
                 name,
                 "reset",
                 bool(same) and ratio >= SMALLEST_UPDATE,
-                f"the parameters of {name!r} are the same as {self.period} steps before, although the optimizer "
+                f"the parameters of {name!r} are the same as {self.period} steps ago, although the optimizer "
                 "updates them: they are reset between the steps.\n"
                 "  cause: custom code or a hook restores weights.\n"
                 "  fix:   remove it, or exclude these parameters from training (MODEL.FREEZE_LAYERS)",
@@ -141,7 +142,7 @@ class ModuleMonitor:
                 ratio < SMALLEST_UPDATE and zeros <= MOSTLY_ZERO,
                 f"the parameters of {name!r} do not change: update-to-weight ratio {ratio:.2g}.\n"
                 "  cause: the learning rate is too small for float32.\n"
-                "  fix:   a higher SOLVER.BASE_LR, or SOLVER.LR_FACTORS for this part",
+                "  fix:   increase SOLVER.BASE_LR, or set SOLVER.LR_FACTORS for this part",
             )
 
     def check_scale(self, scale: float | None) -> None:
@@ -161,7 +162,7 @@ class ModuleMonitor:
                 "gradients underflow in float16.\n"
                 "  cause: repeated overflows reduced it, and it grows only after SOLVER.AMP.GROWTH_INTERVAL finite "
                 "steps.\n"
-                "  fix:   a smaller SOLVER.AMP.GROWTH_INTERVAL, or SOLVER.AMP.DTYPE bfloat16",
+                "  fix:   reduce SOLVER.AMP.GROWTH_INTERVAL, or set SOLVER.AMP.DTYPE bfloat16",
             )
 
     def _check_frozen(self, frozen: tuple[str, ...]) -> None:
@@ -171,7 +172,7 @@ class ModuleMonitor:
             on_purpose = any(name == each or each.startswith(f"{name}.") for each in frozen)
             if parameters and not on_purpose and not any(p.requires_grad for p in parameters):
                 logger.warning(
-                    "requires_grad is False for all %d parameters of %r, which MODEL.FREEZE_LAYERS does not name: "
+                    "requires_grad is False for all %d parameters of %r, which MODEL.FREEZE_LAYERS does not list: "
                     "this part of the model does not train.\n"
                     "  fix: set requires_grad to True, or list it in MODEL.FREEZE_LAYERS",
                     len(parameters),

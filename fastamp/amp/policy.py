@@ -23,7 +23,7 @@ _DEVICES = "MODEL.DEVICE auto, cpu, cuda, cuda:N or mps"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return ``"bfloat16"`` for ``torch.bfloat16``, and so on."""
+    """Return the name of a dtype, e.g. ``"bfloat16"`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -31,7 +31,7 @@ def resolve_device(name: str) -> torch.device:
     """Convert ``MODEL.DEVICE`` to a device. ``"auto"`` selects CUDA, else MPS, else the CPU.
 
     Raises:
-        ConfigError: the name is not a device, or the device is not available.
+        ConfigError: if the name is not a device, or the device is not available.
     """
     if name == "auto":
         if torch.cuda.is_available():
@@ -48,7 +48,7 @@ def resolve_device(name: str) -> torch.device:
             build = f"was built for CUDA {torch.version.cuda}" if torch.version.cuda else "was built without CUDA"
             raise ConfigError(
                 f"MODEL.DEVICE is {name!r}, but PyTorch finds no CUDA device (PyTorch {torch.__version__} {build}).\n"
-                "  fix: MODEL.DEVICE auto (or cpu), or install a driver and a PyTorch build that match"
+                "  fix: set MODEL.DEVICE auto (or cpu), or install a matching driver and PyTorch build"
             )
         if device.index is not None and device.index >= torch.cuda.device_count():
             raise ConfigError(
@@ -98,7 +98,7 @@ def cpu_flags() -> set[str]:
 
 
 def auto_dtype(device: torch.device) -> tuple[torch.dtype, str]:
-    """Select the dtype of ``SOLVER.AMP.DTYPE auto`` for a device; also returns the reason as text."""
+    """Select the dtype of ``SOLVER.AMP.DTYPE auto`` for a device; also return the reason as text."""
     native, reason = native_bfloat16(device)
     if native:
         return torch.bfloat16, reason
@@ -113,7 +113,7 @@ class PrecisionPolicy:
 
     Attributes:
         device_type: device type of the parameters: ``"cpu"``, ``"cuda"`` or ``"mps"``. It has no default because
-            autocast for another device type has no effect and no warning.
+            autocast for another device type silently has no effect.
         dtype: dtype of matrix products and convolutions: float32 (no autocast), bfloat16 or float16.
         reason: reason for this dtype, for the log.
         tf32: allow TensorFloat-32 in float32 products (CUDA). Default False.
@@ -129,7 +129,7 @@ class PrecisionPolicy:
         """Build the policy of ``SOLVER.AMP`` and ``SOLVER.TF32`` for ``device``, and set PyTorch's TF32 flags.
 
         Raises:
-            ConfigError: ``SOLVER.AMP.DTYPE`` names a dtype that the device does not support.
+            ConfigError: if ``SOLVER.AMP.DTYPE`` names a dtype that the device does not support.
         """
         amp, device_type = cfg.SOLVER.AMP, device.type
         if not amp.ENABLED:
@@ -175,10 +175,10 @@ class PrecisionPolicy:
 
     @contextmanager
     def checked_autocast(self) -> Iterator[None]:
-        """Autocast, and check that at least one operation ran in low precision; for the first forward pass of a run.
+        """Autocast context for the first forward pass: also check that at least one operation ran in low precision.
 
         Raises:
-            TrainingError: AMP is on, but no operation returned a tensor of the policy's dtype.
+            TrainingError: if AMP is on, but no operation returned a tensor of the policy's dtype.
         """
         if not self.enabled:
             yield
@@ -207,7 +207,7 @@ class PrecisionPolicy:
         return PrecisionPolicy(self.device_type, torch.float32, "SOLVER.AMP.EVAL_DTYPE is float32", self.tf32)
 
     def fall_back(self, dtype: str, reason: str) -> "PrecisionPolicy | None":
-        """Return this policy with a fallback dtype, or None if there is no fallback or it is the present dtype.
+        """Return this policy with a fallback dtype; None if there is no fallback or it equals the current dtype.
 
         Args:
             dtype: ``SOLVER.AMP.ON_FAILURE``: ``"error"`` (no fallback), ``"bfloat16"`` or ``"float32"``.
@@ -221,8 +221,7 @@ class PrecisionPolicy:
         """Check that the parameters are float32 and on the device type of the policy.
 
         Raises:
-            TrainingError: there are float16 or bfloat16 parameters (``model.half()``), or parameters on another device
-                type.
+            TrainingError: if parameters are float16 or bfloat16 (``model.half()``), or on another device type.
         """
         low = [name for name, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)]
         if low:
@@ -242,8 +241,8 @@ class PrecisionPolicy:
         """Log a warning if the dtype of a checkpoint's policy differs from the dtype of this one.
 
         Args:
-            trained: ``state_dict`` of the checkpoint's policy; None if the checkpoint has none (no warning).
-            what: beginning of the sentence, e.g. ``"these weights were trained"``.
+            trained: ``state_dict`` of the checkpoint's policy; None if the checkpoint has none, which logs no warning.
+            what: beginning of the warning, e.g. ``"these weights were trained"``.
         """
         if isinstance(trained, dict) and trained.get("dtype") not in (None, dtype_name(self.dtype)):
             logger.warning(
@@ -277,7 +276,7 @@ class PrecisionPolicy:
 
 
 class _DtypeRecorder(TorchDispatchMode):
-    """Record if any operation returns a tensor of the given dtype."""
+    """Record whether any operation returns a tensor of the given dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -302,7 +301,7 @@ def _check_runs(device: torch.device, dtype: torch.dtype) -> None:
     """Check that the device computes a small matrix product in ``dtype``.
 
     Raises:
-        ConfigError: the product fails or is not finite.
+        ConfigError: if the product fails or is not finite.
     """
     try:
         a = torch.ones(8, 8, device=device, dtype=dtype)
@@ -310,10 +309,10 @@ def _check_runs(device: torch.device, dtype: torch.dtype) -> None:
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
             f"SOLVER.AMP.DTYPE is {dtype_name(dtype)}, which is unsupported on this {device.type} device "
-            f"({str(error).splitlines()[0]}).\n  fix: SOLVER.AMP.DTYPE auto"
+            f"({str(error).splitlines()[0]}).\n  fix: set SOLVER.AMP.DTYPE auto"
         ) from error
     if not finite:
         raise ConfigError(
             f"SOLVER.AMP.DTYPE is {dtype_name(dtype)}, but a matrix product of ones in it is not finite on this "
-            f"{device.type} device.\n  fix: SOLVER.AMP.DTYPE auto"
+            f"{device.type} device.\n  fix: set SOLVER.AMP.DTYPE auto"
         )

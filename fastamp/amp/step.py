@@ -45,14 +45,14 @@ Clip = Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]
 class LossScaler:
     """Dynamic loss scaling for float16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
 
-    The scale is a Python float: the verdict of a step is read on the host anyway, so updating the scale needs no
-    device tensor and no additional synchronization. Differs from ``torch.amp.GradScaler``: the scale has a lower and an
-    upper bound. Without a lower bound, 40 non-finite steps reduce the scale to 6e-8 and all gradients underflow.
+    The scale is a Python float: the verdict of a step is read on the host anyway, so updating the scale needs no device
+    tensor and no additional synchronization. Unlike in ``torch.amp.GradScaler``, the scale has a lower and an upper
+    bound. Without a lower bound, 40 non-finite steps reduce the scale to 6e-8 and all gradients underflow.
 
     Args:
         init_scale: initial scale, clamped to the bounds. Default 65536.
-        growth_factor: factor of the scale after ``growth_interval`` consecutive finite steps. Default 2.
-        backoff_factor: factor of the scale after a non-finite step. Default 0.5.
+        growth_factor: factor applied to the scale after ``growth_interval`` consecutive finite steps. Default 2.
+        backoff_factor: factor applied to the scale after a non-finite step. Default 0.5.
         growth_interval: number of consecutive finite steps before the scale grows. Default 2000.
         min_scale, max_scale: bounds of the scale. Default 1 and 2^24.
     """
@@ -113,7 +113,7 @@ class LossScaler:
             self._good_steps = 0
 
     def lower_to(self, scale: float) -> None:
-        """Reduce the scale to ``scale`` if that is smaller."""
+        """Reduce the current scale to ``scale`` if ``scale`` is smaller."""
         self.scale = min(self.scale, scale)
 
     def state_dict(self) -> dict[str, float]:
@@ -153,7 +153,7 @@ class StepVerdict:
 
 
 class PrecisionFailure(TrainingError):
-    """Too many consecutive steps were skipped because their losses or gradients were not finite.
+    """Raised if too many steps were skipped because their losses or gradients were not finite.
 
     Args:
         message: error message with cause and fix.
@@ -187,15 +187,15 @@ class Gradients:
 
 
 class OptimizationStep:
-    """Parts of one optimizer step. The step is applied or skipped as a whole, on all ranks together.
+    """One optimizer step, split into methods. It is applied or skipped as a whole, on all ranks together.
 
     ::
 
-        step.zero_grad()                       # and copy the buffers that forward passes write
+        step.zero_grad()                       # also copies the buffers that forward passes modify
         with policy.autocast():
             losses = model(batch)
         step.scale(losses).backward()
-        step.finish()                          # or its parts one by one, as ``SimpleTrainer.run_step``
+        step.finish()                          # or the methods it calls, as in ``SimpleTrainer.run_step``
 
     The verdict is computed from the losses and the unscaled gradient norm. A change of the loss scale is not a reliable
     sign of a skipped step: the scale also changes when it grows, and a static scale never changes. Either all
@@ -207,10 +207,10 @@ class OptimizationStep:
         scaler: loss scaling for float16; None for bfloat16 and float32.
         clip: ``clip(gradients, total_norm) -> coefficient``, applied in place to the unscaled gradients.
         max_consecutive_skips: largest allowed number of consecutive skipped steps. Default 25.
-        guard_buffers: copy the buffers that forward passes write in ``zero_grad`` and restore them in ``skip``, see
-            ``ForwardBuffers``. Default True.
-        monitor_period: applied steps between two checks that each part of the model trains, see ``ModuleMonitor``.
-            Default 50.
+        guard_buffers: whether ``zero_grad`` copies the buffers that forward passes modify and ``skip`` restores them,
+            see ``ForwardBuffers``. Default True.
+        monitor_period: number of applied steps between two checks of the gradients and updates of each module, see
+            ``ModuleMonitor``. Default 50.
 
     Attributes:
         clip: as above.
@@ -273,17 +273,17 @@ class OptimizationStep:
         return self.scaler.scale if self.scaler else 1.0
 
     def set_frozen(self, modules: Sequence[str]) -> None:
-        """Set the names of modules frozen by ``MODEL.FREEZE_LAYERS``; losses that only depend on them are allowed."""
+        """Set the names of modules frozen by ``MODEL.FREEZE_LAYERS``; losses may depend only on them."""
         self.frozen = modules
 
     def zero_grad(self) -> None:
-        """Set all gradients to None, and copy the buffers that the forward passes of this step will write."""
+        """Set all gradients to None, and copy the buffers that the forward passes of this step will modify."""
         self.model.zero_grad(set_to_none=True)
         if self.buffers:
             self.buffers.save()
 
     def scale(self, losses: dict[str, torch.Tensor], weight: float = 1.0) -> torch.Tensor:
-        """Sum the losses of one micro-batch, times ``weight`` and the loss scale.
+        """Sum the losses of one micro-batch, and multiply the sum by ``weight`` and the loss scale.
 
         Args:
             losses: loss name -> (), float32, return value of the model.
@@ -311,7 +311,7 @@ class OptimizationStep:
         """Divide the gradients by the loss scale, in place, and compute their norms.
 
         Raises:
-            TrainingError: no optimizer has a gradient.
+            TrainingError: if no optimizer has a gradient.
         """
         if self._losses_finite is None:
             raise RuntimeError("unscale() must be called after scale() and backward()")
@@ -331,7 +331,7 @@ class OptimizationStep:
         """Check that all losses and gradients are finite on all ranks, with one device-to-host copy.
 
         Raises:
-            TrainingError: the first steps did not change any parameter, see ``ParameterUpdateMonitor``.
+            TrainingError: if the first steps did not change any parameter; see ``ParameterUpdateMonitor``.
         """
         finite = (torch.isfinite(gradients.total_norm) & self._losses_finite).float()
         self._losses_finite = None
@@ -374,7 +374,7 @@ class OptimizationStep:
         """Skip the update: restore the buffers, clear the gradients, count and log the skip.
 
         Raises:
-            NonFiniteParameters: parameters are not finite, or so large that the forward pass overflows.
+            NonFiniteParameters: if parameters are not finite, or are so large that the forward pass overflows.
         """
         self.skipped_total += 1
         self.skipped_in_a_row += 1
@@ -403,8 +403,8 @@ class OptimizationStep:
         """Check the number of consecutive skipped steps, and the fraction of skipped steps.
 
         Raises:
-            PrecisionFailure: more than ``max_consecutive_skips`` in a row, or more than half of the last
-                ``SKIP_WINDOW`` steps and more than ``max_consecutive_skips`` of them.
+            PrecisionFailure: if more than ``max_consecutive_skips`` consecutive steps were skipped, or if the skipped
+                steps among the last ``SKIP_WINDOW`` are more than half of them and more than ``max_consecutive_skips``.
         """
         recent = sum(self._recent)
         if self.skipped_in_a_row > self.max_consecutive_skips:
@@ -456,12 +456,12 @@ class OptimizationStep:
         return self.verdict
 
     def begin(self) -> None:
-        """Call ``zero_grad``; old name."""
+        """Deprecated alias of ``zero_grad``."""
         warnings.warn("OptimizationStep.begin() is now zero_grad()", DeprecationWarning, stacklevel=2)
         self.zero_grad()
 
     def backward(self, losses: dict[str, torch.Tensor], share: float = 1.0) -> torch.Tensor:
-        """Call ``scale(losses, weight).backward()`` and return the detached sum of the losses; old name."""
+        """Deprecated: call ``scale(losses, weight).backward()`` and return the detached sum of the losses."""
         warnings.warn("OptimizationStep.backward(x) is now scale(x).backward()", DeprecationWarning, stacklevel=2)
         self.scale(losses, share).backward()
         return self.total_loss
@@ -470,7 +470,7 @@ class OptimizationStep:
         """Check that a subclass does not override a method that ``SimpleTrainer.run_step`` does not call.
 
         Raises:
-            TrainingError: it overrides ``begin``, ``backward`` or ``finish``.
+            TrainingError: if the subclass overrides ``begin``, ``backward`` or ``finish``.
         """
         for old, new in _NOT_CALLED_IN_TRAINING.items():
             if getattr(type(self), old) is not getattr(OptimizationStep, old):
@@ -480,7 +480,7 @@ class OptimizationStep:
                 )
 
     def disable_loss_scaling(self) -> None:
-        """Disable loss scaling and reset the count of consecutive skips, after a change to another dtype."""
+        """Disable loss scaling and reset the count of consecutive skipped steps, after a change of the dtype."""
         self.scaler = None
         self.skipped_in_a_row = 0
         self._recent.clear()
@@ -553,8 +553,9 @@ def groups_by_value(optimizer: Optimizer, positions: Mapping[int, int]) -> list[
     that rounding, and therefore clipping by the global norm, does not depend on the number of roles.
 
     Args:
-        optimizer: parameter groups without a ``role`` (built outside of fastamp) are returned unchanged.
-        positions: id of a parameter -> its position in the model.
+        optimizer: optimizer of the parameters. Groups without a ``role`` (built outside of fastamp) are returned
+            unchanged.
+        positions: parameter id -> position in the model.
     """
     if not all("role" in group for group in optimizer.param_groups):
         return [group["params"] for group in optimizer.param_groups]

@@ -15,7 +15,7 @@ def check_config(cfg: CfgNode) -> None:
     """Check config values that depend on each other.
 
     Raises:
-        ConfigError: a check fails; the message has the key, the value and the fix.
+        ConfigError: if values are inconsistent; the message states the key, the value and the fix.
     """
     if not cfg.MODEL.LOSSES.NAME:
         raise ConfigError("MODEL.LOSSES.NAME is empty.\n  fix: set at least one loss")
@@ -41,7 +41,7 @@ def check_config(cfg: CfgNode) -> None:
         raise ConfigError(
             f"SOLVER.IMS_PER_BATCH is {cfg.SOLVER.IMS_PER_BATCH}, which is one image per process, but the batch norm "
             "of MODEL.HEADS.WITH_BNNECK needs at least two.\n"
-            f"  fix: SOLVER.IMS_PER_BATCH {2 * comm.get_world_size()} or more"
+            f"  fix: set SOLVER.IMS_PER_BATCH to at least {2 * comm.get_world_size()}"
         )
     _check_distributed(cfg)
 
@@ -53,16 +53,16 @@ def _check_distributed(cfg: CfgNode) -> None:
     if ":" in cfg.MODEL.DEVICE:
         raise ConfigError(
             f"MODEL.DEVICE is {cfg.MODEL.DEVICE!r}, the same device for all {comm.get_world_size()} processes.\n"
-            "  fix: MODEL.DEVICE cuda, which assigns one device to each process"
+            "  fix: set MODEL.DEVICE cuda, which assigns one device to each process"
         )
     device = resolve_device(cfg.MODEL.DEVICE)
     if device.type == "cuda" and "nccl" not in dist.get_backend_config():
         raise ConfigError(
             f"the number of processes exceeds the number of CUDA devices on this machine "
             f"({torch.cuda.device_count()}).\n"
-            "  fix: fewer processes (--num-gpus, --nproc-per-node), or MODEL.DEVICE cpu"
+            "  fix: start fewer processes (--num-gpus, --nproc-per-node), or set MODEL.DEVICE cpu"
         )
     norms = {key: cfg.MODEL[key].NORM for key in ("BACKBONE", "HEADS")}
     sync = [f"MODEL.{key}.NORM" for key, name in norms.items() if name.lower() == "syncbn"]
     if sync and device.type != "cuda":
-        raise ConfigError(f"{sync[0]} is syncBN, which PyTorch supports only on CUDA.\n  fix: {sync[0]} BN")
+        raise ConfigError(f"{sync[0]} is syncBN, which PyTorch supports only on CUDA.\n  fix: set {sync[0]} BN")

@@ -78,7 +78,7 @@ class CrashDump:
     counters: dict[str, dict[str, float]]
 
     def write(self, folder: Path) -> Path:
-        """Write the crash dump, which has only tensors and plain values, and return its path."""
+        """Write the crash dump, which contains only tensors and plain values, and return its path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"iteration_{self.iteration}_rank_{self.rank}.pth"
         content = vars(self) | {"micro_batch": vars(self.micro_batch), "fastamp_crash": _FORMAT}
@@ -90,10 +90,10 @@ class CrashDump:
         """Read a crash dump.
 
         Args:
-            path: a file, or a folder; of a folder, the newest file is read.
+            path: a crash dump, or a folder from which the newest crash dump is read.
 
         Raises:
-            WeightsError: no crash dump was found, or the file is not a crash dump of this version.
+            WeightsError: if no crash dump was found, or the file is not a crash dump of this version.
         """
         path = Path(path)
         if path.is_dir():
@@ -114,11 +114,11 @@ class CrashDump:
 
         Args:
             model: model built from ``config``, on any device.
-            exact: restore numeric attributes of modules too. Set to False if the config was changed, because some of
-                them come from it.
+            exact: also restore numeric attributes of modules. Set to False if the config was changed, because some of
+                these attributes are set from the config.
 
         Raises:
-            WeightsError: names or shapes of the tensors do not match.
+            WeightsError: if tensor names or shapes do not match the model.
         """
         tensors = _tensors(model)
         differing = [
@@ -169,8 +169,8 @@ def replay_failure(
     """Replay the micro-batches of a failed step, and locate the first non-finite value.
 
     Returns:
-        The location (None if the failure is on another process, or was not reproduced); the reason as text if locating
-        failed; the micro-batch with the failure, else the first one; and its losses under the policy.
+        The location (None if the failure occurred in another process or was not reproduced); the reason as text if the
+        location was not found; the micro-batch with the failure, else the first one; and its losses under the policy.
     """
     location, note, losses = None, "", {}
     for micro_batch in reversed(micro_batches):

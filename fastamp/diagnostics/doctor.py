@@ -62,7 +62,7 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
         The report.
 
     Raises:
-        UserError: config, data or weights are wrong, or out of memory.
+        UserError: if the config, the data or the weights are invalid, or memory runs out.
     """
     loader = build_reid_train_loader(cfg)
     cfg = with_num_classes(cfg, loader.dataset.num_classes)

@@ -44,15 +44,15 @@ class PrecisionReport:
 
     Attributes:
         dtype: name of the dtype.
-        refused: reason why the device does not support it; else empty.
-        failure: failure with the config as given; else empty.
+        refused: reason why the device does not support the dtype; empty if it does.
+        failure: failure with the config as given; empty if there is none.
         force_fp32: modules to force to float32 in addition to those in the config; None if no short list helps.
-        cosine: mean cosine between the embeddings and those in float32, with these modules forced.
+        cosine: mean cosine between the embeddings and those in float32, with ``force_fp32`` applied.
         loss_scale: largest power of two with finite gradients; None without loss scaling.
         zero_share: fraction of gradient elements that are 0 only in this precision, 0..1.
         cost: time and memory of a training pass.
         metrics: ``mAP`` and ``Rank-1`` in percent.
-        layers: layers with the config as given, in the order of their calls.
+        layers: measurements of each layer with the config as given, in call order.
     """
 
     dtype: str
@@ -67,7 +67,7 @@ class PrecisionReport:
     layers: list[LayerReport] = field(default_factory=list)
 
     def ranking_matches(self, reference: "PrecisionReport") -> bool:
-        """Return True if the mAP differs little from float32, up or down: rounding can also raise a score."""
+        """Return True if the mAP is close to that in float32; rounding may lower or raise it."""
         return bool(self.metrics) and abs(self.metrics["mAP"] - reference.metrics["mAP"]) <= LARGEST_MAP_DIFFERENCE
 
     ranks_as = renamed_attribute("ranks_as", "ranking_matches")
@@ -77,7 +77,7 @@ class PrecisionReport:
         return not self.refused and self.force_fp32 is not None and self.ranking_matches(reference)
 
     def verdict(self, reference: "PrecisionReport") -> str:
-        """Return the verdict in a few words."""
+        """Summarize the result in a few words."""
         if self.refused:
             return "unsupported"
         if self.force_fp32 is None:
@@ -94,9 +94,9 @@ class AmpReport:
     Attributes:
         policy: precision of the config; if AMP is off, that of ``SOLVER.AMP True``.
         asked: True if the config enables AMP.
-        problem: message if the model fails in float32; then there are no other results. Else empty.
+        problem: message if the model fails in float32, in which case there are no other results; else empty.
         float32: reference results.
-        low: results for the low precisions.
+        low: results in each low precision.
         force_fp32: ``SOLVER.AMP.FORCE_FP32`` of the config.
         init_scale: ``SOLVER.AMP.INIT_SCALE`` of the config.
         images: number of ranked images, and number of images in the test set.
@@ -131,12 +131,12 @@ class AmpReport:
 
     @property
     def recommended(self) -> PrecisionReport | None:
-        """Recommended precision: that of the config if usable, else another one; None is float32."""
+        """Recommended precision: that of the config if usable, else another one; None means float32."""
         ranked = sorted(self.low, key=lambda each: (each is not self.configured, bool(each.force_fp32), each.dtype))
         return next((each for each in ranked if each.usable(self.float32)), None)
 
     def yaml(self) -> str:
-        """Format the recommended config lines."""
+        """Format the recommended config as YAML."""
         best = self.recommended
         amp: dict[str, Any] = {"ENABLED": best is not None}
         if best:
@@ -148,7 +148,7 @@ class AmpReport:
         return yaml.safe_dump({"SOLVER": {"AMP": amp}}, sort_keys=False)
 
     def conclusion(self) -> str:
-        """Format the verdict, with the recommended config lines."""
+        """Format the conclusion and the recommended config."""
         if self.problem:
             return f"the model fails in float32; mixed precision was not analyzed:\n{self.problem}"
         name = dtype_name(self.policy.dtype)
@@ -251,15 +251,15 @@ def write_amp_report(report: AmpReport, folder: Path) -> list[Path]:
 
 
 def draw_layers(reports: Sequence[PrecisionReport], path: Path) -> None:
-    """Plot error and largest value of each layer.
+    """Plot the error and the largest value of each layer.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError('matplotlib is not installed.\n  fix: pip install "fastamp[vis]"') from error
+        raise ConfigError('matplotlib is not installed.\n  fix: run pip install "fastamp[vis]"') from error
     layers = reports[0].layers
     figure = Figure(figsize=(max(8, min(30, 0.22 * len(layers))), 9), layout="constrained")
     errors, sizes = figure.subplots(2, 1, sharex=True)
@@ -285,7 +285,7 @@ def _drawable(value: float) -> float:
 
 
 def _finite(value: Any) -> Any:
-    """Replace non-finite numbers in a nested structure by None, because JSON does not have them."""
+    """Replace non-finite numbers in a nested structure by None, because JSON does not support them."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):

@@ -34,7 +34,7 @@ _VERDICTS = {True: "ok", False: "problem", None: ""}
 
 @dataclass(frozen=True)
 class EnvironmentReport:
-    """Environment of a training run on ``device``. None and empty values do not apply or are unknown.
+    """Environment of a training run on ``device``. Values that are unknown or do not apply are None or empty.
 
     Attributes:
         versions: package -> version.
@@ -52,7 +52,7 @@ class EnvironmentReport:
         free_memory, total_memory: bytes, of the CUDA device, else of the system.
         support: precision -> support by the device; ``"tf32"`` only for CUDA.
         auto: dtype of ``SOLVER.AMP.DTYPE auto`` on this device, and the reason.
-        loops: dtype -> result of the smoke test, for supported dtypes; empty if it was not run.
+        loops: supported dtype -> result of the smoke test; empty if the test was not run.
         unknown: query -> error message, for failed queries.
     """
 
@@ -92,7 +92,7 @@ class EnvironmentReport:
 
     @property
     def problems(self) -> list[str]:
-        """Problems, each with its cause and fix. Having no GPU is not a problem."""
+        """Messages about problems, each with cause and fix. A machine without a GPU is not a problem."""
         found = self._gpu_problem() or self._capability_problem()
         # Without code for the device, the smoke test fails for that reason.
         return ([found] if found else []) + (self._loop_problems() if self.capability_fits is not False else [])
@@ -161,15 +161,15 @@ class EnvironmentReport:
         torch_version = f"PyTorch {self.versions['torch']}"
         if self.driver_cuda is None:
             cause = "no NVIDIA driver is installed, or it cannot be loaded"
-            fix = "MODEL.DEVICE auto (or cpu), install a driver, or start the container with GPUs (--gpus all)"
+            fix = "set MODEL.DEVICE auto (or cpu), install a driver, or start the container with GPUs (--gpus all)"
         elif not self.build:
             cause = f"{torch_version} was built without CUDA, but there is an {self._driver_text()}"
-            fix = f"a PyTorch built for CUDA {self.driver_cuda[0]} ({_INSTALL}), or MODEL.DEVICE cpu"
+            fix = f"install a PyTorch built for CUDA {self.driver_cuda[0]} ({_INSTALL}), or set MODEL.DEVICE cpu"
         elif self.driver_fits is False:
             cause = f"the {self._driver_text()} is too old for {torch_version}, which was built for {self.build}"
             fix = (
-                f"a driver for CUDA {self._build_major}, a PyTorch built for CUDA {self.driver_cuda[0]} ({_INSTALL}), "
-                "or MODEL.DEVICE cpu"
+                f"install a driver for CUDA {self._build_major} or a PyTorch built for CUDA {self.driver_cuda[0]} "
+                f"({_INSTALL}), or set MODEL.DEVICE cpu"
             )
         elif named or (self.driver and (visible is None or visible.strip() not in ("", "-1"))):
             # nvidia-smi lists a GPU (else self.driver is None), and CUDA_VISIBLE_DEVICES does not hide it.
@@ -178,7 +178,7 @@ class EnvironmentReport:
                 cause += f"; CUDA_VISIBLE_DEVICES is {visible!r}"
             fix = (
                 "check that nvidia-smi and CUDA_VISIBLE_DEVICES list the GPU and that this process may open it (in a "
-                "container: --gpus all), restart the machine after a driver update, or MODEL.DEVICE cpu"
+                "container: --gpus all), restart the machine after a driver update, or set MODEL.DEVICE cpu"
             )
         else:
             return ""
@@ -192,13 +192,14 @@ class EnvironmentReport:
             f"PyTorch {self.versions['torch']} has no code for {self.device_name or self.device}.\n"
             f"  found: compute capability {_dotted(self.capability)}; the build has {' '.join(self.arch_list)}\n"
             f"  cause: the GPU is newer or older than the GPUs that this build ({self.build}) supports.\n"
-            f"  fix: a PyTorch built for sm_{self.capability[0]}{self.capability[1]} ({_INSTALL}), or MODEL.DEVICE cpu"
+            f"  fix: install a PyTorch built for sm_{self.capability[0]}{self.capability[1]} ({_INSTALL}), or set "
+            "MODEL.DEVICE cpu"
         )
 
     def _loop_problems(self) -> list[str]:
         failed = {name: loop.error for name, loop in self.loops.items() if loop.error}
         if "float32" in failed:
-            alternatives = "" if self.device == "cpu" else ", free memory on the device, or MODEL.DEVICE cpu"
+            alternatives = "" if self.device == "cpu" else ", free memory on the device, or set MODEL.DEVICE cpu"
             return [
                 f"ten training steps of a tiny model fail on {self.device} in float32.\n"
                 f"  found: {failed['float32']}\n"
@@ -210,7 +211,7 @@ class EnvironmentReport:
             f"ten training steps of a tiny model fail in {name} on {self.device}.\n"
             f"  found: {error}\n"
             f"  cause: float32 works, but PyTorch {self.versions['torch']} fails in {name} on this device.\n"
-            f"  fix: {' or '.join([*works, 'SOLVER.AMP False'])}"
+            f"  fix: set {' or '.join([*works, 'SOLVER.AMP False'])}"
             for name, error in failed.items()
         ]
 
@@ -223,7 +224,7 @@ def inspect_environment(device: torch.device, *, asked: str = "auto", train: boo
     are listed in the report and never raise.
 
     Args:
-        device: device of the training; it may be missing.
+        device: training device; it may be unavailable.
         train: also train a tiny model for ten steps in each supported precision, which takes seconds. Default False.
         asked: ``MODEL.DEVICE``. An unusable GPU is a problem for ``"auto"`` and not for ``"cpu"``. Default auto.
     """

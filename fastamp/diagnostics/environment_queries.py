@@ -74,7 +74,7 @@ def driver_cuda() -> tuple[int, int] | None:
     """Return the newest CUDA version that the NVIDIA driver supports, also without a usable GPU; None without a driver.
 
     Raises:
-        RuntimeError: the driver library returns an error, e.g. the stub library of the CUDA toolkit.
+        RuntimeError: if the driver library returns an error, e.g. the stub library of the CUDA toolkit.
     """
     try:
         library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
@@ -91,7 +91,7 @@ def driver_version() -> str | None:
     """Return the driver version according to nvidia-smi; None if nvidia-smi is not installed.
 
     Raises:
-        RuntimeError: nvidia-smi failed or found no GPU; has its output.
+        RuntimeError: if nvidia-smi fails or finds no GPU; the message contains its output.
     """
     program = shutil.which("nvidia-smi")
     if program is None:

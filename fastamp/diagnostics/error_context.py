@@ -37,8 +37,8 @@ def run_passes(
         The return value of ``run``, and the number of images of the batch.
 
     Raises:
-        TrainingError: out of memory, or an exception in the model.
-        UserError: raised by the model.
+        TrainingError: if memory runs out, or the model raises an exception.
+        UserError: if the model raises one.
     """
     count = batch_size(batch)
     while True:
@@ -93,7 +93,7 @@ class ErrorContext:
         """Convert ``error`` into a TrainingError with module, source line and batch, and raise it.
 
         Raises:
-            TrainingError: for all errors except UserErrors, which are raised unchanged.
+            TrainingError: if ``error`` is not a UserError; a UserError is raised unchanged.
         """
         if isinstance(error, UserError):
             raise error

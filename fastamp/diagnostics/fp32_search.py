@@ -40,7 +40,7 @@ def search_force_fp32(
     found: PrecisionCheck,
     report: Callable[[str], None] = lambda text: None,
 ) -> list[str] | None:
-    """Find a short list of modules that pass the precision check if they compute in float32.
+    """Find a short list of modules that must compute in float32 for the model to pass the precision check.
 
     First the modules that overflow are added, in the order of their location. While the embeddings still
     differ from float32, the layers with the largest errors are added. Finally, modules that are not needed are removed.
@@ -57,7 +57,7 @@ def search_force_fp32(
         Names of the modules; empty if none is needed; None if more than half of the layers would be needed.
 
     Raises:
-        TrainingError: out of memory.
+        TrainingError: if memory runs out.
     """
     with IsolatedPasses(model, batch) as passes:
         layers = call_order(passes, policy.in_float32())

@@ -60,7 +60,7 @@ class TrainPass:
 
 
 class IsolatedPasses:
-    """Context manager for passes over one batch, each from the same state of the model and of all random generators.
+    """Context manager for passes over one batch, each from the same state of the model and the random generators.
 
     On exit it restores, bit for bit, buffers, gradients, training modes, random states and other attributes of modules
     (numbers, tensors, generators, and lists, dicts and sets of them). Parameters are not saved, since passes do not
@@ -118,15 +118,16 @@ class IsolatedPasses:
     def train(self, policy: PrecisionPolicy, *, scale: float = 1.0, checked: bool = False) -> TrainPass:
         """Run a forward pass and the backward pass of ``scale`` times the sum of the losses.
 
-        The training mode of each module is that at the start of the context.
+        Each module is in the mode (training or evaluation) that it had when the context was entered.
 
         Args:
             policy: precision of the pass.
             scale: loss scale. Default 1.
-            checked: check that an operation computes in the dtype of the policy, and trace each loss to the parameters.
+            checked: check that at least one operation computes in the dtype of the policy, and trace each loss to the
+                parameters.
 
         Raises:
-            TrainingError: see ``check_losses`` and ``PrecisionPolicy.checked_autocast``.
+            TrainingError: if ``check_losses`` or ``PrecisionPolicy.checked_autocast`` fails.
         """
         self._rewind()
         with torch.enable_grad():
@@ -177,8 +178,8 @@ class IsolatedPasses:
     def initial_statistics(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Compute float32 statistics of this batch for batch norm layers without any training step.
 
-        The first call runs a forward pass. Code that registers hooks calls it before, so that ``evaluate`` runs only
-        one pass under the hooks.
+        The first call runs a forward pass. Call this before registering hooks, so that ``evaluate`` runs only one pass
+        with the hooks.
 
         Returns:
             Pairs of a buffer and its value.
@@ -247,7 +248,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def restore_generator(value: Any) -> Callable[[], Any] | None:
-    """Create a function that resets a generator of PyTorch, NumPy or Python to its current state; None for others."""
+    """Create a function that resets a PyTorch, NumPy or Python generator to its current state; None for other types."""
     if isinstance(value, torch.Generator):
         state = value.get_state()
         return lambda: value.set_state(state)

@@ -71,7 +71,7 @@ class LayerError:
         return (
             f"{found}: {size}, expected at most {self.limit:.2g} from rounding.\n"
             f"  cause: the kernel of this device or PyTorch version {cause}, or the code of the layer does.\n"
-            f"  fix:   {fix}SOLVER.AMP False, or another version of PyTorch"
+            f"  fix:   set {fix}SOLVER.AMP False, or use another version of PyTorch"
         )
 
 
@@ -88,7 +88,7 @@ def check_layers(passes: IsolatedPasses, policy: PrecisionPolicy) -> tuple[list[
         policy: the low precision.
 
     Returns:
-        Errors of layers, in the order of their calls; and the output of the model, as float32.
+        Layer errors, in call order; and the output of the model, as float32.
     """
     check = _LayerCheck(passes.model, policy.dtype)
     passes.initial_statistics()
@@ -252,7 +252,7 @@ def _draws(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 @contextmanager
 def _parameters(layer: nn.Module, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Replace the parameters of a layer by ``function`` of them for the duration of the context; None: no change."""
+    """Temporarily replace each parameter of a layer by ``function(parameter)``; None leaves them unchanged."""
     original = dict(layer._parameters)
     try:
         if function is not None:

@@ -93,13 +93,13 @@ class NonFiniteLocation:
         if self.kind == "loss-scale overflow":
             scale = f"{self.safe_scale:g}" if self.safe_scale else "a smaller power of two"
             return (
-                f"SOLVER.AMP.INIT_SCALE {scale} (MIN_SCALE at most that), or SOLVER.AMP.DTYPE bfloat16, which needs no "
-                "loss scale"
+                f"set SOLVER.AMP.INIT_SCALE {scale} (MIN_SCALE at most that), or SOLVER.AMP.DTYPE bfloat16, which uses "
+                "no loss scale"
             )
         # A function between two layers computes in float32 if its input is float32.
         names = [name for name in self.adjacent if name] if self.part.startswith("between") else [self.module]
         names = list(dict.fromkeys([*self.forced, *names])) if any(names) else []
-        force = f'SOLVER.AMP.FORCE_FP32 "{names}"' if names else "compute it in float32 (fastamp.amp.force_fp32)"
+        force = f'set SOLVER.AMP.FORCE_FP32 "{names}"' if names else "compute it in float32 (fastamp.amp.force_fp32)"
         alternative = "" if self.dtype == "bfloat16" else ", or SOLVER.AMP.DTYPE bfloat16"
         return f"{force}{alternative}; tools/amp_doctor.py finds all modules that need float32"
 

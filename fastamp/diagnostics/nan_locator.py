@@ -75,7 +75,7 @@ def try_locate(
     Args:
         model, batch, random, frozen: see ``IsolatedPasses``. The batch is halved until a float32 pass fits into
             memory.
-        find: ``locate_in_training`` or ``locate_in_evaluation`` under a policy.
+        find: function that calls ``locate_in_training`` or ``locate_in_evaluation`` under a policy.
 
     Returns:
         The location, or None; and the reason as text if ``find`` failed.
@@ -125,7 +125,7 @@ def largest_finite_scale(passes: IsolatedPasses, policy: PrecisionPolicy, start:
     """Find the largest loss scale up to ``start`` with finite gradients.
 
     Returns:
-        ``start`` if the gradients are finite with it, else the largest such power of two below; None if the gradients
+        ``start`` if it gives finite gradients, else the largest smaller power of two that does; None if the gradients
         are not finite at scale 1.
     """
 

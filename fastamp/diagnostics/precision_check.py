@@ -71,9 +71,10 @@ class PrecisionCheck:
         overflow: message if losses, gradients (at every loss scale) or features are not finite.
         location: first non-finite value; None if it was not located.
         imprecise: message if the embeddings differ too much from float32. For an untrained model (see
-            ``IsolatedPasses.untrained``) only if they are all zero.
+            ``IsolatedPasses.untrained``), only set if all embeddings are zero.
         losses: loss name -> value.
-        loss_scale: largest power of two up to the scale of the scaler with finite gradients; None without loss scaling.
+        loss_scale: largest power of two with finite gradients, at most the scale of the scaler; None without loss
+            scaling.
         cosine: (mean, lowest) cosine between the embeddings and those in float32; None if not compared.
     """
 
@@ -88,7 +89,7 @@ class PrecisionCheck:
 
     @property
     def kernel(self) -> bool:
-        """True if a kernel of the device or of PyTorch is not deterministic or wrong."""
+        """True if a kernel of the device or of PyTorch is nondeterministic or wrong."""
         return bool(self.layers or self.unrepeatable)
 
     @property
@@ -117,7 +118,7 @@ def check_float32(
         frozen: names of frozen modules.
 
     Raises:
-        TrainingError: see ``check_losses``; out of memory; or an exception in the model.
+        TrainingError: if ``check_losses`` fails, memory runs out, or the model raises an exception.
     """
     float32 = policy.in_float32()
 
@@ -179,7 +180,7 @@ def check_precision(
         first_problem_only: stop after the first finding. Default False.
 
     Raises:
-        TrainingError: no operation computes in low precision; out of memory; or an exception in the model.
+        TrainingError: if no operation computes in low precision, memory runs out, or the model raises an exception.
     """
     check = PrecisionCheck()
     if not policy.enabled:
@@ -285,8 +286,8 @@ def _check_embeddings(
 def _not_repeatable(passes: IsolatedPasses, policy: PrecisionPolicy, scale: float, first: TrainPass) -> str:
     """Compare the gradients of two training passes from the same state; empty if they agree.
 
-    A model with different gradients in float32 too is not reported: it draws new random numbers in each pass, e.g. with
-    a seed from the clock.
+    A model is not reported if its gradients differ in float32 too, because it draws new random numbers in each pass,
+    e.g. with a seed from the clock.
     """
     difference, name = _difference(first, passes.train(policy, scale=scale))
     if difference <= _LARGEST_REPEAT:
@@ -300,8 +301,8 @@ def _not_repeatable(passes: IsolatedPasses, policy: PrecisionPolicy, scale: floa
         f"two training passes in {dtype} from the same state have different gradients: relative difference "
         f"{difference:.2g}, most of it in {name}; in float32 they agree.\n"
         "  cause: a kernel of this device or PyTorch version is not deterministic.\n"
-        f"  fix:   SOLVER.AMP.FORCE_FP32 \"['{name.rpartition('.')[0]}']\", or SOLVER.AMP False, or another version of "
-        "PyTorch"
+        f"  fix:   set SOLVER.AMP.FORCE_FP32 \"['{name.rpartition('.')[0]}']\" or SOLVER.AMP False, or use another "
+        "version of PyTorch"
     )
 
 

@@ -80,7 +80,7 @@ class PrecisionDiagnostics:
         """Check the dtype and device type of the parameters, and that the optimizers hold them.
 
         Raises:
-            TrainingError: see ``PrecisionPolicy.check_model`` and ``check_optimizers``.
+            TrainingError: if ``PrecisionPolicy.check_model`` or ``check_optimizers`` fails.
         """
         policy.check_model(step.model)
         check_optimizers(step.model, step.optimizers)
@@ -100,7 +100,7 @@ class PrecisionDiagnostics:
             The policy to train with; it differs from ``policy`` after a fallback.
 
         Raises:
-            TrainingError: see ``check``; the model fails in float32; or the precision fails and ``preflight`` is
+            TrainingError: if ``check`` fails, the model fails in float32, or the precision fails and ``preflight`` is
                 ``"error"``.
         """
         self.check(step, policy)
@@ -125,7 +125,7 @@ class PrecisionDiagnostics:
             step.disable_loss_scaling()
             return candidate
         if report.loss_scale is not None and report.loss_scale < step.scaler.scale and iteration == 0:
-            logger.info("initial loss scale %g: gradients of the first batch overflow above it", report.loss_scale)
+            logger.info("initial loss scale %g: gradients of the first batch overflow above this", report.loss_scale)
             step.scaler.lower_to(report.loss_scale)
         return policy
 
@@ -157,8 +157,8 @@ class PrecisionDiagnostics:
         """Run ``step.check_skips()``; on failure, locate the first non-finite value and write a crash dump.
 
         Raises:
-            PrecisionFailure: too many consecutive steps were skipped. The message has the location and the command
-                that replays the failure.
+            PrecisionFailure: if too many consecutive steps were skipped; the message contains the location and the
+                command that replays the failure.
         """
         try:
             step.check_skips()
@@ -184,7 +184,7 @@ class PrecisionDiagnostics:
         return self._with_file(message, step, iteration=iteration, policy=policy, loss_scale=scale, **details)
 
     def _fallback_policies(self, policy: PrecisionPolicy, model: nn.Module) -> list[PrecisionPolicy]:
-        """List the policies to try, in this order."""
+        """List the policies to try, in order."""
         policies = [policy]
         if self.preflight == "fallback" and policy.enabled:
             reason = f"the pre-flight failed in {dtype_name(policy.dtype)}"
@@ -244,5 +244,5 @@ class PrecisionDiagnostics:
 
 
 def _versions(batch: dict[str, Any]) -> list[int]:
-    """Version counter of each tensor of a batch; in-place operations increment it."""
+    """Version counters of the tensors in a batch; in-place operations increment them."""
     return [value._version for value in batch.values() if isinstance(value, torch.Tensor)]

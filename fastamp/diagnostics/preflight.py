@@ -84,11 +84,11 @@ def preflight(
     """Check one batch in float32, then under the policy, in training and evaluation.
 
     A model that fails in float32 is reported as such; see ``check_precision`` for the checks under the policy. Buffers,
-    gradients, training modes and random states are restored bit for bit. Among several processes, all of them report
-    the same problem.
+    gradients, training modes and random states are restored bit for bit. With several processes, all of them report the
+    same problem.
 
     Args:
-        model: model in training mode, with frozen layers frozen.
+        model: model in training mode, in which ``MODEL.FREEZE_LAYERS`` are already frozen.
         batch: first batch of the run.
         policy: precision of training.
         eval_policy: precision of evaluation. Default: ``policy``.
@@ -96,8 +96,8 @@ def preflight(
         frozen: names of frozen modules.
 
     Raises:
-        TrainingError: see ``check_losses``; out of memory; or an exception in the model.
-        UserError: raised by the model.
+        TrainingError: if ``check_losses`` fails, memory runs out, or the model raises an exception.
+        UserError: if the model raises one.
     """
     error, report = None, PreflightReport(policy)
     try:

@@ -149,7 +149,7 @@ def call_order(passes: IsolatedPasses, policy: PrecisionPolicy) -> list[str]:
 
 
 def safe_loss_scale(passes: IsolatedPasses, policy: PrecisionPolicy, *, up_to: float) -> float | None:
-    """Find the largest power of two up to ``up_to`` with finite gradients; None without loss scaling."""
+    """Find the largest power of two, at most ``up_to``, with finite gradients; None without loss scaling."""
     return largest_finite_scale(passes, policy, up_to) if policy.needs_loss_scaling else None
 
 
@@ -186,7 +186,7 @@ def _seconds(passes: IsolatedPasses, policy: PrecisionPolicy) -> float:
 
 
 def _memory(passes: IsolatedPasses, policy: PrecisionPolicy) -> float:
-    """Measure ``Cost.memory``; the pass is also the warm-up."""
+    """Measure ``Cost.memory``; this pass is also the warm-up."""
     device = next(passes.model.parameters()).device
     saved: dict[int, int] = {}
 

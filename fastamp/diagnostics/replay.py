@@ -24,7 +24,7 @@ def replay(path: str, opts: Sequence[str] = (), *, plugin: str = "") -> bool:
     """Replay a crash dump; log the losses next to the recorded ones, and the first non-finite value.
 
     Args:
-        path: a crash dump, or the folder ``amp_crash``; of a folder, the newest file is replayed.
+        path: a crash dump, or the folder ``amp_crash``, from which the newest crash dump is replayed.
         opts: KEY VALUE pairs that override the config, to test a fix on the failed step: ``SOLVER.AMP.FORCE_FP32``,
             ``SOLVER.AMP bf16``, ``SOLVER.AMP.INIT_SCALE``, ``MODEL.DEVICE``.
         plugin: Python file that registers the model's custom components, see ``load_plugin``.
@@ -33,7 +33,7 @@ def replay(path: str, opts: Sequence[str] = (), *, plugin: str = "") -> bool:
         True if all values are finite in the replay.
 
     Raises:
-        UserError: the file, an option or the config is wrong, or the model does not match.
+        UserError: if the file, an option or the config is invalid, or the model does not match the crash dump.
     """
     crash = CrashDump.read(path)
     cfg = get_cfg()
@@ -48,7 +48,7 @@ def replay(path: str, opts: Sequence[str] = (), *, plugin: str = "") -> bool:
     try:
         model = build_model(cfg)
     except ConfigError as error:
-        hint = "" if plugin else "\n  fix: --plugin FILE, if the model has custom components"
+        hint = "" if plugin else "\n  fix: add --plugin FILE if the model has custom components"
         raise ConfigError(f"{error}{hint}") from error
     crash.restore(model, exact=not opts)
     keys = set(opts[::2])

@@ -124,7 +124,7 @@ def _normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the warnings and log lines of steps; the result has the number of skipped steps."""
+    """Suppress the warnings and log lines of steps; the result contains the number of skipped steps."""
 
     def drop(record: logging.LogRecord) -> bool:
         return False

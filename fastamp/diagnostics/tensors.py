@@ -55,7 +55,7 @@ def relative_error(value: torch.Tensor | None, reference: torch.Tensor) -> float
 def embedding_cosine(low: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Cosine similarity of each embedding to its reference.
 
-    It is 1 if both are all zero: a collapsed model does so in every precision.
+    The similarity is 1 if both embeddings are all zero, because a collapsed model outputs zeros in every precision.
 
     Args:
         low, reference: (B, D), embeddings of the same images in two precisions.

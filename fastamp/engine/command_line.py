@@ -24,7 +24,7 @@ _RENDEZVOUS_PORT = 29400  # torchrun's own choice
 
 
 class TrainingInterrupted(Exception):
-    """Raised after a signal, when the state of the training has been saved.
+    """Raised after a stop signal, once the training state has been saved.
 
     Args:
         signal_number (int): number of the signal.
@@ -69,18 +69,18 @@ def resume_command() -> str:
 def run_command_line(command: Callable[[], Any]) -> int:
     """Run ``command`` and return the exit code of the process.
 
-    Errors of the user are printed to stderr without a traceback. Errors inside ``launch`` with several processes end
-    the processes there, with the same codes and messages, and code 1 for other exceptions.
+    User errors are printed to stderr without a traceback. If ``launch`` has started several processes, it ends them
+    with the same exit codes and messages, and with code 1 after any other exception.
 
     Args:
         command (Callable): the command, without arguments.
 
     Returns:
-        int: 0 for success; 2 for invalid input or an inaccessible file; 128 + n after signal n, with the command that
-        resumes.
+        int: exit code: 0 for success; 2 for invalid input or an inaccessible file; 128 + n after signal n, where the
+        message contains the command that resumes the run.
 
     Raises:
-        Exception: any other exception of ``command``, which is a bug.
+        Exception: if ``command`` raises any other exception, which is a bug.
     """
     try:
         outcome = run_and_capture(command)
@@ -91,7 +91,7 @@ def run_command_line(command: Callable[[], Any]) -> int:
 
 
 def run_and_capture(command: Callable[[], Any]) -> Outcome:
-    """Run ``command`` and convert errors of the user to an ``Outcome``, see ``run_command_line``."""
+    """Run ``command`` and convert user errors to an ``Outcome``; see ``run_command_line``."""
     try:
         command()
         sys.stdout.flush()

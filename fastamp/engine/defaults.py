@@ -52,11 +52,11 @@ class DefaultTrainer:
     through ``TRAINER_REGISTRY``.
 
     Args:
-        cfg (CfgNode): config of the run. In a copy of it, ``MODEL.HEADS.NUM_CLASSES`` 0 is replaced by the number of
-            training identities.
+        cfg (CfgNode): config of the run. The trainer uses a copy in which ``MODEL.HEADS.NUM_CLASSES`` 0 is replaced by
+            the number of training identities.
 
     Raises:
-        UserError: invalid config, data or weights. No file has been written.
+        UserError: if the config, the data or the weights are invalid. No files are written in this case.
     """
 
     def __init__(self, cfg: CfgNode) -> None:
@@ -95,13 +95,14 @@ class DefaultTrainer:
             folder (str | Path, optional): folder to search. Default OUTPUT_DIR.
 
         Raises:
-            WeightsError: all checkpoints are damaged or belong to another model, or the weights are missing or damaged.
+            WeightsError: if all checkpoints are damaged or do not match the model, or if the weights are missing or
+                damaged.
         """
         self._resumed = last = self.checkpointer.last_checkpoint(folder) if resume else None
         if last is not None:
             extra = self.checkpointer.resume(last)
             if "average" in extra:
-                logger.warning("the %s of the weights in %s is discarded", extra["average"]["kind"], last)
+                logger.warning("discarding the weight average (%s) in %s", extra["average"]["kind"], last)
             logger.info("resuming from %s at iteration %d", last, self.trainer.start_iter)
         elif self.cfg.MODEL.WEIGHTS:
             extra = self.checkpointer.load(self.cfg.MODEL.WEIGHTS)
@@ -110,14 +111,14 @@ class DefaultTrainer:
             logger.warning("nothing to resume in %s: starting from the beginning", folder or self.checkpointer.save_dir)
 
     def train(self) -> dict[str, Any]:
-        """Train and return the metrics of the last evaluation. Rank 0 locks OUTPUT_DIR during the training.
+        """Train and return the metrics of the last evaluation. Rank 0 locks OUTPUT_DIR during training.
 
         Returns:
-            dict[str, Any]: metrics of the test set, or dataset name -> metrics if there are several; empty on ranks
-            other than 0.
+            dict[str, Any]: metrics of the test set, or a dict of dataset name -> metrics for several test sets; empty
+            on ranks other than 0.
 
         Raises:
-            UserError: another process has locked OUTPUT_DIR, a file cannot be written, or the training failed.
+            UserError: if another process has locked OUTPUT_DIR, a file cannot be written, or training fails.
         """
         output_dir = self.cfg.OUTPUT_DIR
         if comm.is_main_process():
@@ -149,7 +150,7 @@ class DefaultTrainer:
             self.trainer.iters_per_epoch,
         )
         if start >= cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch:
-            logger.info("the training is complete; evaluating. Increase SOLVER.MAX_EPOCH to continue it")
+            logger.info("the training is complete; only evaluating. Increase SOLVER.MAX_EPOCH to continue training")
             try:
                 return unwrap_single(self._evaluate_finished_run(start))
             finally:
@@ -187,7 +188,7 @@ class DefaultTrainer:
         self.writers.clear()
 
     def register_hooks(self, hooks_: Iterable[HookBase]) -> None:
-        """Add hooks after those of ``build_hooks``."""
+        """Register additional hooks, which run after those of ``build_hooks``."""
         self.trainer.register_hooks(hooks_)
 
     def evaluate(self, loaders: dict[str, tuple[Any, int]] | None = None) -> dict[str, dict[str, Any]]:
@@ -211,7 +212,7 @@ class DefaultTrainer:
         return results
 
     def _pop_run(self) -> Run | None:
-        """Build the report input of the last evaluation and clear it; None if it was reported before."""
+        """Return the report input of the last evaluation and clear it; None if it has already been reported."""
         cfg, sets = self.cfg, list(self._last.sets)
         self._last.sets.clear()
         if not sets:
@@ -228,15 +229,16 @@ class DefaultTrainer:
         )
 
     def _pair_scores(self) -> dict[str, Any]:
-        """Return the ``PairScores`` of each test set for a checkpoint, unless the model was trained since."""
+        """Return the ``PairScores`` to checkpoint; empty if the model was trained after the last evaluation."""
         pairs = self._last.pairs
         return {"pairs": pairs} if pairs and self._last_iteration == self.trainer.iter else {}
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
-        """Context in which the model has the weights to evaluate: averaged, with precise batch-norm statistics.
+        """Context manager in which the model has the weights to evaluate: averaged, with precise batch-norm statistics.
 
-        Re-estimated batch-norm statistics stay with the weights that they were estimated for.
+        Re-estimated batch-norm statistics are kept with the weights that they were estimated for: the average or the
+        model.
         """
         cfg, average = self.cfg, self.average
         last = self.trainer.epoch + 1 == cfg.SOLVER.MAX_EPOCH
@@ -245,7 +247,7 @@ class DefaultTrainer:
         )
         with average.applied() if averaged else nullcontext():
             if averaged:
-                logger.info("evaluating the average of the weights (%s, %d updates)", average.kind, average.updates)
+                logger.info("evaluating the weight average (%s, %d updates)", average.kind, average.updates)
             if self.precise_bn_loader is not None:
                 update_bn_statistics(
                     self.model, self.precise_bn_loader, cfg.TEST.PRECISE_BN.NUM_ITER, policy=self.policy
@@ -305,7 +307,7 @@ class DefaultTrainer:
         return hooks.BestMetric.by_name(self.cfg.SOLVER.BEST_METRIC, reported)
 
     def build_checkpointer(self, parts: dict[str, Any] | None = None) -> Checkpointer:
-        """Build the checkpointer of OUTPUT_DIR with ``parts``, by default ``checkpoint_parts()``."""
+        """Build the checkpointer of OUTPUT_DIR; it saves the model and ``parts`` (default: ``checkpoint_parts()``)."""
         cfg = self.cfg
         return Checkpointer(
             self.model,
@@ -317,7 +319,7 @@ class DefaultTrainer:
         )
 
     def checkpoint_parts(self) -> dict[str, Any]:
-        """Return the content of a checkpoint besides the model: name -> object with ``state_dict``."""
+        """Return the objects to checkpoint in addition to the model: name -> object with a ``state_dict`` method."""
         average = {"average": self.average} if self.average else {}
         optimizers = {name: OptimizerState(each, self.model) for name, each in self.optimizers.items()}
         run = {"random": RandomState(), "policy": TrainerPolicy(self.trainer), "config": ConfigText(self.cfg)}
@@ -347,7 +349,7 @@ class DefaultTrainer:
         """Set ``MODEL.HEADS.NUM_CLASSES`` to the number of training identities in a frozen copy of ``cfg``.
 
         Raises:
-            ConfigError: it was set to a different number.
+            ConfigError: if ``MODEL.HEADS.NUM_CLASSES`` is set to a different number.
         """
         return with_num_classes(cfg, num_classes)
 
@@ -404,11 +406,11 @@ class DefaultTrainer:
         """Evaluate ``model`` on ``DATASETS.TESTS`` under the policy of the config, log the results, write the report.
 
         Returns:
-            dict[str, Any]: metrics of the test set, or dataset name -> metrics if there are several; empty on ranks
-            other than 0.
+            dict[str, Any]: metrics of the test set, or a dict of dataset name -> metrics for several test sets; empty
+            on ranks other than 0.
 
         Raises:
-            ConfigError: the report (``TEST.REPORT``) cannot be written. The results have been logged.
+            ConfigError: if the report (``TEST.REPORT``) cannot be written; the results have already been logged.
         """
         policy = evaluation_policy(cfg, model)
         loaders = {name: cls.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
@@ -424,8 +426,8 @@ class DefaultTrainer:
             dict[str, Any]: see ``test``.
 
         Raises:
-            UserError: ``MODEL.WEIGHTS`` is empty, the weights or the test data are invalid, or the metrics cannot be
-                written. In the last case the results have been logged.
+            UserError: if ``MODEL.WEIGHTS`` is empty, the weights or the test data are invalid, or the metrics cannot be
+                written; in the last case the results have already been logged.
         """
         if not cfg.MODEL.WEIGHTS:
             raise ConfigError("--eval-only requires MODEL.WEIGHTS.\n  fix: add MODEL.WEIGHTS path/to/model.pth")
@@ -445,13 +447,13 @@ class DefaultTrainer:
 
     @classmethod
     def load_model(cls, cfg: CfgNode) -> tuple[nn.Module, dict[str, Any]]:
-        """Build the model with the weights of ``MODEL.WEIGHTS`` that are evaluated, see ``evaluated_average``.
+        """Build the model and load the weights to evaluate from ``MODEL.WEIGHTS``; see ``evaluated_average``.
 
         Returns:
             tuple[nn.Module, dict[str, Any]]: the model, and the other entries of the file.
 
         Raises:
-            UserError: the weights are missing, damaged, or belong to another model.
+            UserError: if the weights are missing or damaged, or do not match the model.
         """
         cfg = cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False})  # overwritten below
         model = cls.build_model(cfg)

@@ -41,7 +41,7 @@ NUM_ITERATIONS = 2
 
 
 def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
-    """Test the run of ``cfg`` in two iterations and print an estimate of time, memory and disk space.
+    """Run two iterations and a small evaluation of ``cfg``, and print the estimated time, memory and disk space.
 
     Args:
         cfg (CfgNode): config of the run. Its ``OUTPUT_DIR`` is not modified.
@@ -49,7 +49,7 @@ def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
         resume (bool): resume from the checkpoint in ``OUTPUT_DIR``. Default False.
 
     Raises:
-        UserError: any error of the run in its first two iterations or in an evaluation.
+        UserError: if the run fails in its first two iterations or in the evaluation.
     """
     output_dir = Path(cfg.OUTPUT_DIR)
     overrides = {"TEST.PRECISE_BN.NUM_ITER": NUM_ITERATIONS} if cfg.TEST.PRECISE_BN.ENABLED else {}
@@ -72,7 +72,7 @@ def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
         rows.append(["total", _describe_duration(trainer, left * seconds[-1], evaluation)])
         rows.append(["checkpoints", _describe_checkpoints(trainer, free)])
     else:
-        rows.append(["total", "the training is complete; increase SOLVER.MAX_EPOCH to continue it"])
+        rows.append(["total", "the training is complete; increase SOLVER.MAX_EPOCH to continue training"])
     if comm.is_main_process():
         table = tabulate(rows, ["dry run", ""], tablefmt="github")
         print(f"\n{table}\n\ndry run: nothing was written to {output_dir}", flush=True)
@@ -262,7 +262,7 @@ def _describe_checkpoints(trainer: DefaultTrainer, free: int) -> str:
 
 
 def _epochs_left(trainer: DefaultTrainer) -> range:
-    """Return the numbers, from 1, of the epochs that are not complete."""
+    """Return the numbers, counted from 1, of the epochs that remain to be completed."""
     return range(trainer.trainer.start_iter // trainer.trainer.iters_per_epoch + 1, trainer.cfg.SOLVER.MAX_EPOCH + 1)
 
 
@@ -270,7 +270,7 @@ def _free_bytes(output_dir: Path) -> int:
     """Return the free bytes on the file system of ``output_dir``, which need not exist.
 
     Raises:
-        ConfigError: ``output_dir`` is not writable.
+        ConfigError: if ``output_dir`` is not writable.
     """
     absolute = output_dir.expanduser().absolute()
     existing = next(path for path in (absolute, *absolute.parents) if path.exists())

@@ -81,7 +81,7 @@ def report_evaluation(cfg: CfgNode, model: nn.Module, policy: PrecisionPolicy, s
     """Write the report of an evaluation without training, if ``TEST.REPORT`` is set. Runs on rank 0 only.
 
     Raises:
-        ConfigError: the report cannot be written.
+        ConfigError: if the report cannot be written.
     """
     if not cfg.TEST.REPORT or not comm.is_main_process():
         return
@@ -104,5 +104,5 @@ def describe_protocol(cfg: CfgNode, policy: PrecisionPolicy) -> str:
 
 
 def unwrap_single(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the metrics without the dataset name if there is one dataset, as FastReID."""
+    """Return the metrics without the dataset name if there is only one dataset, as in FastReID."""
     return next(iter(results.values())) if len(results) == 1 else results

@@ -1,4 +1,4 @@
-"""Failure propagation: end all processes of a distributed training when one fails, and report the cause once."""
+"""Failure propagation: end all processes of a distributed run when one fails, and report the cause once."""
 
 import hmac
 import json
@@ -73,7 +73,7 @@ def is_consequence(error: BaseException | None) -> bool:
 
 
 class FailureMonitor:
-    """Monitor the processes of a training and end all of them when one fails.
+    """Monitor the processes of a training run and end all of them when one fails.
 
     Each process holds a TCP connection to rank 0, which the operating system closes when the process dies. Collectives
     do not detect a process that failed but still runs, and NCCL does not detect a dead one either. Rank 0 receives
@@ -215,8 +215,8 @@ class _Connection:
         """Read the next message; None when the connection is closed.
 
         Raises:
-            OSError: the connection is broken.
-            ValueError: the message is not valid JSON or longer than 1 MiB.
+            OSError: if the connection is broken.
+            ValueError: if the message is not valid JSON or longer than 1 MiB.
         """
         while b"\n" not in self._buffer:
             data = self.socket.recv(65536)
@@ -239,16 +239,16 @@ def _close_inherited_connections() -> None:
 
 
 def connect(host: str | None) -> dict[int, _Connection]:
-    """Connect every rank to rank 0. A collective call after ``init_process_group``.
+    """Connect every rank to rank 0. All ranks must call this after ``init_process_group``.
 
     Args:
         host (str, optional): address of the machine of rank 0. None uses its host name.
 
     Returns:
-        dict[int, _Connection]: rank -> connection; all other ranks on rank 0, only rank 0 elsewhere.
+        dict[int, _Connection]: rank -> connection. Rank 0 is connected to all other ranks, and these only to rank 0.
 
     Raises:
-        OSError: a rank did not connect within 60 s.
+        OSError: if a rank does not connect within 60 s.
     """
     os.register_at_fork(after_in_child=_close_inherited_connections)
     rank, size = comm.get_rank(), comm.get_world_size()

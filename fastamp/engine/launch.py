@@ -1,10 +1,11 @@
-"""Launch the processes of a distributed training and shut them down together.
+"""Launch the processes of a distributed run and shut them down together.
 
-``torch.distributed.elastic`` is not used because of PyTorch 2.6, the oldest supported version. Its agent has no
-handler for SIGUSR1: it exits with code 138 while the ranks are still saving. It also kills the ranks 30 s after SIGINT
-or SIGTERM, although writing a checkpoint may take 60 s. Neither is configurable there (later versions have
-``signals_to_handle`` and ``shutdown_timeout``). An agent monitors only the processes of its own machine, so a failure
-on another machine, or under ``RANK`` and ``WORLD_SIZE`` without an agent, requires ``failure_monitor`` in any case.
+``torch.distributed.elastic`` is not used because of its agent in PyTorch 2.6, the oldest supported version. That agent
+has no handler for SIGUSR1: it exits with code 138 while the ranks are still saving. It also kills the ranks 30 s after
+SIGINT or SIGTERM, although writing a checkpoint may take 60 s. Neither is configurable in that version (later versions
+have ``signals_to_handle`` and ``shutdown_timeout``). An agent monitors only the processes of its own machine, so a
+failure on another machine, or under ``RANK`` and ``WORLD_SIZE`` without an agent, requires ``failure_monitor`` in any
+case.
 """
 
 import gc
@@ -52,7 +53,7 @@ def launch(
     dist_url: str | None = None,
     args: tuple[Any, ...] = (),
 ) -> Any:
-    """Run ``main_func(*args)`` in every process of a training, with the process group initialized.
+    """Run ``main_func(*args)`` in every process of a run, with the process group initialized.
 
     Under torchrun, the current process is one of them. Otherwise ``num_gpus_per_machine`` processes are started, or
     ``main_func`` runs in the current process if the total is one. Each process uses its own CUDA device if there are
@@ -72,9 +73,10 @@ def launch(
         The result of ``main_func``; None if it ran in other processes.
 
     Raises:
-        ConfigError: invalid numbers of processes or machines, several machines without ``dist_url``, or the rendezvous
-            failed.
-        SystemExit: a started process failed, with its exit code. Under torchrun the current process exits instead.
+        ConfigError: if the numbers of processes or machines are invalid, ``dist_url`` is missing for several machines,
+            or the rendezvous fails.
+        SystemExit: if a started process fails; the code is the exit code of that process. Under torchrun, the current
+            process exits instead.
     """
     if torchrun.is_worker():
         torchrun.exit_with_agent()
@@ -131,7 +133,7 @@ def _run_in_group(
         group: keyword arguments of ``init_process_group``. CPU tensors use gloo, CUDA tensors NCCL.
 
     Raises:
-        ConfigError: the rendezvous failed.
+        ConfigError: if the rendezvous fails.
     """
     backend = "gloo"
     if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
@@ -180,7 +182,7 @@ def _spawn(
     """Run ``main_func`` in ``local_size`` new processes; if one fails, end the others and print the cause.
 
     Raises:
-        SystemExit: a process failed.
+        SystemExit: if a process fails.
     """
     context = multiprocessing.get_context("spawn")
     # Divide the cores among the processes.
@@ -252,7 +254,7 @@ class _RankProcess:
         return any(outcome.code for outcome in self.outcomes or ())
 
     def receive(self) -> None:
-        """Receive a message of the process, or derive the outcome from its exit code if it exited without one."""
+        """Receive a message from the process, or derive the outcome from its exit code if it exited without one."""
         try:
             message = self.pipe.recv() if self.pipe.poll() else None
         except EOFError:
@@ -304,7 +306,7 @@ def _worker(
 
 
 def _exit_with_parent() -> None:
-    """Exit when the parent process is gone, e.g. killed, so that it could not forward a signal."""
+    """Exit when the parent process has ended without forwarding a signal, e.g. because it was killed."""
     multiprocessing.parent_process().join()
     for child in multiprocessing.active_children():
         child.kill()

@@ -1,4 +1,4 @@
-"""Reports of trainings and evaluations, and ``metrics_eval.json``."""
+"""Reports of training runs and evaluations, and ``metrics_eval.json``."""
 
 import hashlib
 import json
@@ -40,7 +40,7 @@ __getattr__ = moved_names(
 
 
 def write_training_report(run: Run) -> None:
-    """Write the report of a training on rank 0. A failure is logged and does not end the training."""
+    """Write the report of a training run on rank 0. A failure is logged and does not end the run."""
     if not comm.is_main_process():
         return
     try:
@@ -50,13 +50,13 @@ def write_training_report(run: Run) -> None:
 
 
 def write_evaluation_report(run: Run) -> Path:
-    """Write the report of an evaluation of weights, without overwriting the report of a training in the same folder.
+    """Write the report of an evaluation of weights, without overwriting the training report in the same folder.
 
     Returns:
         Path: path of the report.
 
     Raises:
-        ConfigError: the report cannot be written.
+        ConfigError: if the report cannot be written.
     """
     folder = Path(run.cfg.OUTPUT_DIR)
     name = "report.html" if history_of(folder) is None else "report_eval.html"
@@ -75,7 +75,7 @@ def write_metrics(cfg: CfgNode, results: dict[str, dict[str, Any]], *, protocol:
         Path: path of the file.
 
     Raises:
-        WriteError: the file cannot be written.
+        WriteError: if the file cannot be written.
     """
     path = Path(cfg.OUTPUT_DIR) / "metrics_eval.json"
     content = {

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerPolicy:
-    """Checkpoint entry with the precision policy of a trainer. A resume logs a change of it."""
+    """Checkpoint entry with the precision policy of a trainer. A resume logs changes of the policy."""
 
     def __init__(self, trainer: "SimpleTrainer") -> None:
         self.trainer = trainer
@@ -34,7 +34,7 @@ class TrainerPolicy:
 
 
 class ConfigText:
-    """Checkpoint entry with the config as text. A resume logs the differences and uses the config of the new run."""
+    """Checkpoint entry with the config as text. On resume, differences are logged and the new config is used."""
 
     def __init__(self, cfg: CfgNode) -> None:
         self.cfg, self.text = cfg, cfg.dump()
@@ -61,7 +61,7 @@ def recovery_hint(checkpointer: Checkpointer, *, has_best: bool) -> str:
         has_best (bool): whether the run has saved a best model.
 
     Returns:
-        str: the valid checkpoints, and the command that resumes.
+        str: text that lists the valid checkpoints and the command that resumes the run.
     """
     try:
         with comm.as_single_process():  # other ranks may not reach this point
@@ -79,7 +79,7 @@ def recovery_hint(checkpointer: Checkpointer, *, has_best: bool) -> str:
 
 
 def describe_last_checkpoint(checkpointer: Checkpointer) -> str:
-    """Name the newest checkpoint of a run; it holds finite weights, since they are checked before each save."""
+    """Describe the newest checkpoint of a run. Its weights are finite, because they are checked before each save."""
     try:
         with comm.as_single_process():  # the other ranks may not get here
             last = checkpointer.last_checkpoint()
@@ -89,7 +89,7 @@ def describe_last_checkpoint(checkpointer: Checkpointer) -> str:
 
 
 def _describe_best(path: Path) -> str:
-    """Describe a best model; empty if the file is damaged."""
+    """Describe the best model; return an empty string if its file is damaged."""
     try:
         best = read_checkpoint(path, lazily=True)["best"]
         return f"best model: {path} ({best['metric']} {best['value']:.2f})" if best else ""

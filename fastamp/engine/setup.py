@@ -38,16 +38,16 @@ __getattr__ = moved_names(
 def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
     """Check the config, set up logging, seed the random number generators, and configure determinism.
 
-    For a training (``args.eval_only`` is False), rank 0 also locks OUTPUT_DIR. ``DefaultTrainer.train`` releases the
-    lock at its end, and the operating system when the process exits. An evaluation does not lock OUTPUT_DIR.
+    For a training run (``args.eval_only`` is False), rank 0 also locks OUTPUT_DIR. The lock is released at the end of
+    ``DefaultTrainer.train``, or by the operating system when the process exits. An evaluation does not lock OUTPUT_DIR.
 
     Args:
         cfg (CfgNode): config of the run.
         args (argparse.Namespace, optional): parsed command-line arguments.
 
     Raises:
-        ConfigError: invalid value, unknown component, unavailable device, or OUTPUT_DIR is not writable or locked by
-            another training.
+        ConfigError: if a value is invalid, a component is unknown, the device is not available, or OUTPUT_DIR is not
+            writable or is locked by another run.
     """
     check_config(cfg)
     device = resolve_device(cfg.MODEL.DEVICE)
@@ -64,7 +64,8 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
         lock_folder(cfg.OUTPUT_DIR, "OUTPUT_DIR")
     if evaluates and (training := describe_lock_holder(cfg.OUTPUT_DIR)):
         logger.warning(
-            "OUTPUT_DIR %s is used by a training (%s): this evaluation appends to its log.txt and replaces its report",
+            "OUTPUT_DIR %s is in use by a training run (%s): this evaluation appends to its log.txt and replaces its "
+            "report",
             cfg.OUTPUT_DIR,
             training,
         )
@@ -88,7 +89,7 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
 def _set_deterministic(deterministic: bool, *, benchmark: bool) -> None:
     """Configure deterministic algorithms and cuDNN benchmarking, overriding earlier runs in the same process."""
     if deterministic and benchmark:
-        logger.warning("CUDNN_BENCHMARK True has no effect with DETERMINISTIC: its choices differ between runs")
+        logger.warning("CUDNN_BENCHMARK True has no effect with DETERMINISTIC: its algorithms may differ between runs")
     if deterministic:
         # Required by cuBLAS for deterministic results; read when CUDA is initialized.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -98,12 +99,12 @@ def _set_deterministic(deterministic: bool, *, benchmark: bool) -> None:
 
 
 def _check_links(output_dir: Path) -> None:
-    """Check that OUTPUT_DIR, which may be untrusted, has no symbolic links that redirect writes to other folders.
+    """Check that OUTPUT_DIR, which may be untrusted, contains no symbolic links that redirect writes to other folders.
 
     Other files of a run are renamed into place, which replaces a link.
 
     Raises:
-        ConfigError: a link points outside OUTPUT_DIR.
+        ConfigError: if a link points outside OUTPUT_DIR.
     """
     for pattern in ("log.txt*", "amp_crash", "evaluation", "evaluation/*", "evaluation/*/*"):
         for path in output_dir.glob(pattern):

@@ -1,4 +1,4 @@
-"""Shutdown of ranks under torchrun: after the agents that use the rendezvous store, and with their own agent."""
+"""Shutdown of ranks under torchrun: after the agents that use the rendezvous store, and when their own agent exits."""
 
 import multiprocessing
 import os
@@ -32,7 +32,7 @@ def is_worker() -> bool:
 
 
 def wait_for_other_agents() -> None:
-    """Wait until the agents of other machines have disconnected from the local rendezvous store, at most 6 s.
+    """Wait until the agents of other machines have disconnected from the local rendezvous store, for at most 6 s.
 
     The agent of one machine hosts the rendezvous store that all agents use until they exit, which is about 0.1 s after
     their ranks. If the host exits first, the others print a traceback for the closed connection after the cause, so the
@@ -77,7 +77,8 @@ def count_store_connections(agent: int) -> int:
 def exit_with_agent() -> None:
     """Start a thread that stops this process when its agent has exited, e.g. because it was killed.
 
-    A training finishes its step and saves, as after SIGTERM, within 30 s. Other commands exit immediately.
+    A training run finishes its step and saves a checkpoint within 30 s, as after SIGTERM. Other commands exit
+    immediately.
     """
     threading.Thread(target=_exit_after_agent, args=(os.getppid(),), daemon=True).start()
 

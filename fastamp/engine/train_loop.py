@@ -34,7 +34,7 @@ class TrainerBase:
     Attributes:
         iter (int): current iteration, from 0.
         epoch (int): current epoch, from 0.
-        start_iter, max_iter (int): first iteration, and number of iterations of the training.
+        start_iter, max_iter (int): first iteration, and total number of iterations.
         iters_per_epoch (int): number of iterations in an epoch.
         labels_checksum (int, optional): CRC32 of the training labels, verified on resume; None disables the check.
         processes (int): number of training processes.
@@ -64,8 +64,9 @@ class TrainerBase:
     def attach_internal_hooks(self, *hooks: HookBase) -> None:
         """Add stateless hooks of the trainer itself.
 
-        They are called before all other hooks, except at ``before_forward``, where they are last. ``step_context``
-        calls their ``before_step`` and ``after_step``, so that they also run for a ``run_step`` outside ``train``.
+        They are called before all other hooks, except at ``before_forward``, where they are called last.
+        ``step_context`` calls their ``before_step`` and ``after_step``, so that they also run for a ``run_step``
+        outside ``train``.
         """
         for hook in hooks:
             hook.trainer = self
@@ -77,7 +78,7 @@ class TrainerBase:
         self.iters_per_epoch, self.labels_checksum = iters_per_epoch, labels_checksum
 
     def move_to(self, iteration: int, max_epoch: int) -> None:
-        """Set ``iter`` and ``epoch``, and the length of the training to ``max_epoch`` epochs."""
+        """Set ``iter`` and ``epoch`` to the position of ``iteration`` in a run of ``max_epoch`` epochs."""
         self.max_epoch, self.max_iter = max_epoch, max_epoch * self.iters_per_epoch
         self.iter, self.epoch = iteration, iteration // self.iters_per_epoch
 
@@ -104,11 +105,11 @@ class TrainerBase:
         raise NotImplementedError
 
     def batches_before(self, iteration: int) -> int:
-        """Count the batches consumed by the iterations before ``iteration``: one each."""
+        """Count the batches consumed before ``iteration``: one per iteration."""
         return iteration
 
     def call_hooks(self, moment: str, *args: Any) -> None:
-        """Call the method ``moment`` of every hook that overrides it, see ``attach_internal_hooks`` for the order."""
+        """Call the method ``moment`` of every hook that overrides it; see ``attach_internal_hooks`` for the order."""
         if moment not in self._callbacks:
             self._callbacks[moment] = self._overridden(moment)
         for callback in self._callbacks[moment]:
@@ -124,7 +125,7 @@ class TrainerBase:
         return [method for method in methods if base is None or getattr(method, "__func__", None) is not base]
 
     def step_context(self) -> AbstractContextManager[None]:
-        """Context of one step: calls the internal hooks around it and reports an error in it to all hooks once.
+        """Context manager for one step: calls the internal hooks, and reports an error in the step to all hooks once.
 
         Nested contexts have no effect. ``train`` and ``run_step`` both enter it because either may be overridden.
         """
@@ -153,7 +154,7 @@ class TrainerBase:
                 hook.on_step_error(error)
             except Exception as other:
                 if first is not None:
-                    logger.warning("%s.on_step_error raised as well: %s", type(hook).__name__, other)
+                    logger.warning("%s.on_step_error also raised an error: %s", type(hook).__name__, other)
                 first = first or other
         if first is not None:
             raise first
@@ -169,10 +170,10 @@ class TrainerBase:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state``; all hooks must be registered before.
+        """Restore ``state``. All hooks must already be registered.
 
         Raises:
-            ValueError: the number of iterations in an epoch or the training labels changed.
+            ValueError: if the number of iterations per epoch or the training labels have changed.
         """
         if state["iters_per_epoch"] != self.iters_per_epoch:
             raise ValueError(
@@ -187,8 +188,8 @@ class TrainerBase:
         processes = state.get("processes", self.processes)
         if processes != self.processes:
             logger.warning(
-                "the checkpoint was trained with %d processes, this run has %d: the batches are the same; dropout, and "
-                "batch norm and losses over the images of each process, are not",
+                "the checkpoint was trained with %d processes, this run has %d: the batches stay the same, but dropout "
+                "changes, and so do batch norm and losses computed per process",
                 processes,
                 self.processes,
             )
@@ -214,13 +215,14 @@ class SimpleTrainer(TrainerBase):
 
     Args:
         model (nn.Module): maps a batch to loss name -> (), in training mode.
-        data_loader (Iterable[dict]): endless batches. If it has ``iters_per_epoch``, the number of batches in an epoch,
-            the last step of an epoch takes the remaining ones; otherwise every step takes ``accum_steps`` batches.
+        data_loader (Iterable[dict]): infinite iterable of batches. If it has ``iters_per_epoch``, the number of batches
+            in an epoch, the last step of an epoch uses the remaining batches; otherwise every step uses ``accum_steps``
+            batches.
         optimizers (Sequence[Optimizer]): either all of them step, or none.
         policy (PrecisionPolicy): precision of the forward pass.
         accum_steps (int): number of batches whose gradients are averaged for one step. Default 1.
-        on_failure (str): ``SOLVER.AMP.ON_FAILURE``: the dtype to continue in, once, after too many skipped steps, or
-            ``"error"`` (default).
+        on_failure (str): ``SOLVER.AMP.ON_FAILURE``: the dtype in which training continues, at most once, after too many
+            skipped steps; or ``"error"`` (default).
         precision_diagnostics (PrecisionDiagnostics, optional): pre-flight and crash dumps. Default None disables both.
         scaler, clip, max_consecutive_skips, guard_buffers: see ``OptimizationStep``.
 
@@ -276,7 +278,7 @@ class SimpleTrainer(TrainerBase):
     def from_config(
         cls, cfg: Any, *, model: nn.Module, data_loader: Iterable[dict[str, Any]], optimizers: Sequence[Optimizer]
     ) -> "SimpleTrainer":
-        """Build the trainer of a config, on the device of the model's parameters."""
+        """Build the trainer from a config, on the device of the model's parameters."""
         policy = cls.build_policy(cfg, next(model.parameters()).device)
         return cls(
             model,
@@ -310,7 +312,7 @@ class SimpleTrainer(TrainerBase):
     def batches_before(self, iteration: int) -> int:
         """Count the batches consumed by the iterations before ``iteration``.
 
-        An iteration takes ``accum_steps`` batches, the last one of an epoch the remaining ones.
+        An iteration uses ``accum_steps`` batches; the last iteration of an epoch uses the remaining batches.
         """
         if self.batches_per_epoch is None:
             return iteration * self.accum_steps
@@ -321,7 +323,7 @@ class SimpleTrainer(TrainerBase):
         """Train on the batches of one step; skip the step unless all losses and gradients are finite.
 
         Raises:
-            PrecisionFailure: too many steps in a row were skipped.
+            PrecisionFailure: if too many consecutive steps were skipped.
         """
         with self.step_context():  # internal hooks explain errors, and raise after too many skipped steps
             self._start_clock()
@@ -367,8 +369,8 @@ class SimpleTrainer(TrainerBase):
     def parallel_model(self) -> nn.Module:
         """Return the model wrapped in DDP if there are several processes, else the model itself.
 
-        DDP expects a gradient for each parameter that was trainable when it was created, so it is created again when
-        the set of trainable parameters changes.
+        DDP expects a gradient for each parameter that was trainable when it was created, so the wrapper is recreated
+        when the set of trainable parameters changes.
         """
         if not comm.is_distributed():
             return self.model
@@ -410,7 +412,7 @@ class SimpleTrainer(TrainerBase):
         self.metrics.average(data_time=self._data_seconds, time=time.perf_counter() - self._step_began)
 
     def exclude_time(self, seconds: float) -> None:
-        """Exclude ``seconds`` of the current step from the metric ``time``, e.g. those of the pre-flight."""
+        """Exclude ``seconds`` of the current step from the metric ``time``, e.g. the duration of the pre-flight."""
         self._step_began += seconds
 
     def _start_clock(self) -> None:

@@ -69,7 +69,7 @@ def test_evaluation_and_dry_run_ignore_the_lock(running, capsys):
     assert content(folder) == before
     options = tiny.tiny_options(folder, "MODEL.WEIGHTS", str(folder / "model_best.pth"))
     assert main(["eval", *options]) == 0
-    assert "is used by a training" in capsys.readouterr().out
+    assert f"OUTPUT_DIR {folder}" in capsys.readouterr().out
     assert str(process.pid) in describe_lock_holder(folder)
 
 

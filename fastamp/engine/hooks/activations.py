@@ -11,7 +11,7 @@ from fastamp.utils.compiled import uncompiled
 
 
 class ActivationMonitor(HookBase):
-    """Record the largest activation, its layer, and its fraction of the largest value of the policy's dtype.
+    """Record the largest activation, its layer, and its ratio to the largest value of the policy's dtype.
 
     Measured in the last iteration of each log period. Register before ``PeriodicWriter``.
 

@@ -10,10 +10,11 @@ logger = logging.getLogger(__name__)
 
 
 class EMA(HookBase):
-    """Exponential moving average of the weights over the optimizer steps, without skipped ones.
+    """Exponential moving average of the weights over the optimizer steps, excluding skipped steps.
 
-    With warm-up, update number t = 0, 1, ... has decay min(``decay``, 1 - (1 + t)^(-2/3)), as timm's ``ModelEmaV3``
-    with its defaults. Without it, a run of n steps keeps the fraction ``decay``^n of the initial weights.
+    With warm-up, update number t = 0, 1, ... uses the decay min(``decay``, 1 - (1 + t)^(-2/3)), as timm's
+    ``ModelEmaV3`` does by default. Without warm-up, the initial weights still have the weight ``decay``^n in the
+    average after n steps.
 
     Args:
         average (WeightAverage): the average to update.
@@ -44,7 +45,7 @@ class EMA(HookBase):
         # Runs that started before warm-up existed continue without it.
         if state.get("warmup", False) != self.warmup:
             self.warmup = not self.warmup
-            logger.info("EMA: the run started with SOLVER.EMA.WARMUP %s; continuing with it", self.warmup)
+            logger.info("keeping SOLVER.EMA.WARMUP %s, as at the start of this run", self.warmup)
 
 
 class SWA(HookBase):
@@ -53,7 +54,7 @@ class SWA(HookBase):
     Args:
         average (WeightAverage): the average to update.
         start (int): number of epochs before the first update.
-        period (int): update period in epochs; also updated after the last epoch.
+        period (int): update period in epochs. The average is also updated after the last epoch.
     """
 
     def __init__(self, average: WeightAverage, *, start: int, period: int) -> None:

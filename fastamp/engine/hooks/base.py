@@ -25,8 +25,8 @@ class HookBase:
         after_train()
 
     After a resume in the middle of an epoch, ``before_epoch`` is called again for that epoch. A trainer that overrides
-    ``run_step`` calls ``before_forward`` and ``after_backward`` itself. Outside ``train``, ``run_step`` only calls the
-    hooks inside it and ``on_step_error``.
+    ``run_step`` calls ``before_forward`` and ``after_backward`` itself. Outside ``train``, ``run_step`` calls only
+    ``before_forward``, ``after_backward`` and ``on_step_error``.
 
     Attributes:
         trainer (TrainerBase): the trainer, set by ``register_hooks``.
@@ -64,7 +64,8 @@ class HookBase:
     def on_step_error(self, error: Exception) -> None:
         """Called after an exception in ``run_step``; may raise a more specific error in its place.
 
-        Every hook is called with the original error. If several hooks raise, the first error is raised.
+        Every hook is called with the original error. If several hooks raise an error, the first of these errors is
+        raised.
         """
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Builder of the training hooks of a config."""
+"""Build the training hooks from a config."""
 
 import logging
 
@@ -30,7 +30,7 @@ def build_training_hooks(
         list[HookBase]: the hooks.
 
     Raises:
-        ConfigError: a module or classifier to freeze is not found in the model.
+        ConfigError: if a module or classifier to freeze is not found in the model.
     """
     for name in ("WARMUP", "FREEZE"):
         epochs, iterations = cfg.SOLVER[f"{name}_EPOCHS"], cfg.SOLVER[f"{name}_ITERS"]

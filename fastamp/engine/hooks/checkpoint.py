@@ -19,7 +19,8 @@ _PERIODIC = re.compile(r"model_(iter_)?\d+")
 class PeriodicCheckpointer(HookBase):
     """Save ``model_<epoch>`` and ``model_iter_<iterations>`` periodically, and ``model_final`` at the end.
 
-    A checkpoint at the end of an epoch is saved after the evaluation. It is named by the epoch if ``period`` applies.
+    A checkpoint at the end of an epoch is saved after the evaluation. Its file is named ``model_<epoch>`` if the epoch
+    is a multiple of ``period``.
 
     Args:
         checkpointer (Checkpointer): writes the files.
@@ -27,7 +28,7 @@ class PeriodicCheckpointer(HookBase):
         iterations (int): period in iterations; 0 (default) disables it.
         minutes (float): time between checkpoints in minutes, by the clock of rank 0; 0 (default) disables it.
         keep (int): number of newest checkpoints to keep; 0 (default) keeps all.
-        clock (Callable): returns seconds. Default ``time.monotonic``.
+        clock (Callable): returns the current time in seconds. Default ``time.monotonic``.
     """
 
     saves = True

@@ -41,7 +41,7 @@ class BestMetric:
             BestMetric: the metric.
 
         Raises:
-            ConfigError: the metric is not reported.
+            ConfigError: if no evaluator reports the metric.
         """
         for dataset, metrics in reported.items():
             own = name.removeprefix(f"{dataset}/")
@@ -74,7 +74,7 @@ class BestMetric:
             float: value of the metric.
 
         Raises:
-            ConfigError: the metric is missing.
+            ConfigError: if the metric is missing from ``results``.
         """
         for dataset in self.datasets:
             if self.metric not in results[dataset]:
@@ -148,7 +148,7 @@ class EvalHook(HookBase):
             self.best = score
             best = {"metric": str(self.metric), "value": score, "iteration": self.trainer.iter + 1}
             path = self.checkpointer.save("model_best", tag=False, best=best)
-            logger.info("best so far: %.2f, %s; saved %s", score, self.metric, path)
+            logger.info("new best score: %.2f (%s), saved to %s", score, self.metric, path)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "metric": str(self.metric)}

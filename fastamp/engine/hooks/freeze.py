@@ -13,15 +13,15 @@ logger = logging.getLogger(__name__)
 
 
 def freeze_length(cfg: CfgNode, iters_per_epoch: int) -> int:
-    """Number of iterations to freeze ``MODEL.FREEZE_LAYERS``: ``SOLVER.FREEZE_EPOCHS`` or ``FREEZE_ITERS``."""
+    """Number of iterations with frozen ``MODEL.FREEZE_LAYERS``, from ``SOLVER.FREEZE_EPOCHS`` or ``FREEZE_ITERS``."""
     return cfg.SOLVER.FREEZE_EPOCHS * iters_per_epoch or cfg.SOLVER.FREEZE_ITERS
 
 
 class FreezeLayers(HookBase):
     """Freeze modules during the first iterations: parameters without gradients, submodules in evaluation mode.
 
-    A named module with submodules keeps its own mode, because e.g. the output of a head depends on it. The frozen state
-    depends only on the iteration, so a resumed run is consistent.
+    If a named module has submodules, its own training mode is not changed, because e.g. the output of a head depends on
+    it. The frozen state depends only on the iteration, so a resumed run is consistent.
 
     Args:
         model (nn.Module): contains the modules.
@@ -29,7 +29,7 @@ class FreezeLayers(HookBase):
         iterations (int): number of iterations.
 
     Raises:
-        ConfigError: a module is not found.
+        ConfigError: if a module is not found.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], iterations: int) -> None:
@@ -68,7 +68,7 @@ class FreezeLayers(HookBase):
 
 
 class FreezeClassifier(HookBase):
-    """Freeze the classifier weights of the heads during the last iterations, as FastReID's FREEZE_FC_ITERS.
+    """Freeze the classifier weights of the heads during the last iterations, like FREEZE_FC_ITERS in FastReID.
 
     The frozen state depends only on the iteration, so a resumed run is consistent.
 
@@ -77,7 +77,7 @@ class FreezeClassifier(HookBase):
         iterations (int): number of iterations at the end of the training.
 
     Raises:
-        ConfigError: no head lists a classifier.
+        ConfigError: if no head lists a classifier.
     """
 
     def __init__(self, model: nn.Module, iterations: int) -> None:
@@ -90,7 +90,7 @@ class FreezeClassifier(HookBase):
         if not self._parameters:
             raise ConfigError(
                 f"SOLVER.FREEZE_FC_ITERS is {iterations}, but no head of the model has a classifier.\n"
-                "  fix: SOLVER.FREEZE_FC_ITERS 0"
+                "  fix: set SOLVER.FREEZE_FC_ITERS 0"
             )
         self.iterations = iterations
         self._frozen = False
@@ -101,4 +101,4 @@ class FreezeClassifier(HookBase):
         self._frozen = True
         for parameter in self._parameters:
             parameter.requires_grad_(False)
-        logger.info("the classifier: frozen for the last %d iterations", self.iterations)
+        logger.info("the classifier is frozen for the last %d iterations", self.iterations)

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class PrecisionHook(HookBase):
     """Run the pre-flight on the first batch, record batches, and write a crash dump or fall back when steps fail.
 
-    Uses ``precision_diagnostics`` of the trainer. After too many consecutive skipped steps, the training continues
-    once in the dtype ``on_failure`` of the trainer.
+    Uses the trainer's ``precision_diagnostics``. After too many consecutive skipped steps, training continues in the
+    dtype given by the trainer's ``on_failure``, at most once per run.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class PrecisionHook(HookBase):
     def after_step(self) -> None:
         """Raise after too many consecutive skipped steps, or fall back to another dtype if configured.
 
-        Skipped steps change neither weights nor batch-norm statistics, so the training continues from a valid state.
+        Skipped steps change neither weights nor batch-norm statistics, so training continues from a valid state.
         """
         trainer = self.trainer
         try:
@@ -73,7 +73,7 @@ class PrecisionHook(HookBase):
 
 
 class ParallelChecks(HookBase):
-    """Check that ranks train the same model.
+    """Check that all ranks train the same model.
 
     Gradients are checked once per DDP instance, at the start and after layers are frozen or unfrozen; parameters and
     names of losses after each epoch.
@@ -89,7 +89,7 @@ class ParallelChecks(HookBase):
         """Check the dtype of the all-reduce, and that every trainable parameter has a gradient, else DDP would hang.
 
         Raises:
-            TrainingError: scaled gradients are communicated in float16, or a trainable parameter has no gradient.
+            TrainingError: if scaled gradients are communicated in float16, or a trainable parameter has no gradient.
         """
         if not comm.is_distributed():
             return
@@ -109,7 +109,7 @@ def _check_all_reached(model: nn.Module) -> None:
     if missing:
         raise TrainingError(
             f"{len(missing)} trainable parameters have no gradient, e.g. {', '.join(missing[:3])}; training with "
-            "several processes requires a gradient for each.\n"
+            "several processes requires a gradient for each of them.\n"
             "  fix: add a loss to MODEL.LOSSES.NAME that depends on them, or train in one process"
         )
 

@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 class StopOnSignal(HookBase):
     """Finish the step, save and stop after SIGINT, SIGTERM or SIGUSR1; stop immediately on a second signal.
 
-    With several processes, a signal to one stops all. The same signal within ``SAME_WITHIN`` seconds is ignored: a
-    terminal or scheduler signals all processes, and their parent forwards the signal as well.
+    With several processes, a signal to one process stops all of them. A repeated signal within ``SAME_WITHIN`` seconds
+    is ignored: a terminal or scheduler signals all processes, and their parent forwards the signal as well.
 
     Args:
         checkpointer (Checkpointer): saves ``model_interrupted``.
@@ -38,7 +38,7 @@ class StopOnSignal(HookBase):
     def watching(self) -> AbstractContextManager[None]:
         """Context manager that handles the signals and restores the previous handlers on exit.
 
-        No effect outside the main thread, where Python cannot install handlers.
+        Has no effect outside the main thread, because Python can install signal handlers only there.
         """
         return handling(self._receive, self.SIGNALS)
 
@@ -54,7 +54,8 @@ class StopOnSignal(HookBase):
         if not passed_on:
             set_handler(signal.SIG_DFL, self.SIGNALS)
         logger.warning(
-            "%s: stopping after this step, or after the evaluation at the end of the epoch; a second one stops now",
+            "%s: stopping after this step, or after the evaluation at the end of the epoch; a second signal stops "
+            "immediately",
             signal.Signals(number).name,
         )
 

@@ -81,7 +81,7 @@ def test_best_checkpoint_stores_metric_value_and_iteration(tmp_path, caplog):
     hook = hook_for(tmp_path, "mAP", [10.0, 30.0, 20.0])
     hook.trainer.train(0, 3, 2)
     assert best_in(tmp_path) == {"metric": "mAP on A", "value": 30.0, "iteration": 4}
-    assert "best so far: 30.00, mAP on A; saved" in caplog.text and "20.00" not in caplog.text
+    assert "30.00 (mAP on A)" in caplog.text and "20.00" not in caplog.text
 
 
 def test_nan_is_never_the_best(tmp_path):
