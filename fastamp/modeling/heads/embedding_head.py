@@ -54,7 +54,7 @@ class EmbeddingHead(nn.Module):
     ) -> None:
         super().__init__()
         if neck_feat not in ("before", "after"):
-            raise ConfigError(f"MODEL.HEADS.NECK_FEAT: {neck_feat!r} is unknown; choices: before, after")
+            raise ConfigError(f"MODEL.HEADS.NECK_FEAT: unknown value {neck_feat!r}; choices: before, after")
         self.neck_feat, self.eval_feat = neck_feat, eval_feat
         self.pooled_dim = feat_dim
         self.pool_layer = POOL_LAYER_REGISTRY.get(pool_layer)()
