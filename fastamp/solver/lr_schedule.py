@@ -231,7 +231,7 @@ class ConstantTailSchedule:
 
 
 def swa_start(cfg: Any) -> int:
-    """Compute the index, from 0, of the first epoch that ``SOLVER.SWA`` averages.
+    """Compute the 0-based index of the first epoch that ``SOLVER.SWA`` averages.
 
     Raises:
         ConfigError: if training ends before this epoch.

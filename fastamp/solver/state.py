@@ -109,8 +109,7 @@ class OptimizerState:
             raise ValueError(
                 "its parameter groups differ: a checkpoint without parameter names can be resumed only with the "
                 "learning-rate factors and weight decays that it was saved with (SOLVER.BIAS_*, HEADS_LR_FACTOR, "
-                "LR_FACTORS, "
-                "WEIGHT_DECAY_*)"
+                "LR_FACTORS, WEIGHT_DECAY_*)"
             )
         saved_positions = {
             key: (group, number)

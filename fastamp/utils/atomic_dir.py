@@ -49,7 +49,7 @@ def _is_of_dead_process(build: Path, folder: Path) -> bool:
 
 
 def _machine() -> str:
-    """Identify the machine and its process namespace: containers with the same host name have different process IDs."""
+    """Identify the machine and its process namespace: containers may share a host name, but not process IDs."""
     try:
         return f"{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:

@@ -52,7 +52,7 @@ def is_main_process() -> bool:
 
 @contextmanager
 def as_single_process() -> Iterator[None]:
-    """Act as a single process inside the context, for code that only some ranks run or reach."""
+    """Act as a single process inside the context, for use if not all ranks run it or some have already ended."""
     global _as_single_process
     before, _as_single_process = _as_single_process, True
     try:

@@ -25,8 +25,7 @@ def compile_parts(model: nn.Module, backend: str) -> None:
     if not names:
         raise ConfigError(
             f"MODEL.COMPILE is {backend}, but {type(model).__name__} has no attribute trunks that lists the submodules "
-            "to "
-            'compile.\n  fix: set MODEL.COMPILE off, or add a class attribute such as trunks = ("backbone",)'
+            'to compile.\n  fix: set MODEL.COMPILE off, or add a class attribute such as trunks = ("backbone",)'
         )
     if backend == "inductor" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))):
         raise ConfigError(

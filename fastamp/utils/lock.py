@@ -74,7 +74,7 @@ def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
             raise ConfigError(
                 f"{key} {os.fspath(folder)} is locked: another process writes to it.\n"
                 f"  found: {found}\n"
-                f"  fix:   choose another {key}, or wait for that process, or stop it"
+                f"  fix:   choose another {key}, or wait until that process ends, or stop it"
             )
         if found:
             time.sleep(0.1)

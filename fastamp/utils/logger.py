@@ -42,7 +42,7 @@ class _LogFile(logging.FileHandler):
 
 
 def setup_logger(output_dir: str | Path | None = None, *, rank: int = 0) -> None:
-    """Configure logging to the console (rank 0) and to ``log.txt`` in ``output_dir``. A later call replaces it.
+    """Configure logging to the console (rank 0) and to ``log.txt`` in ``output_dir``, replacing earlier handlers.
 
     Args:
         output_dir: folder of the log file, created if missing; None (default) logs only to the console. Ranks above 0

@@ -71,7 +71,7 @@ def test_failed_save_keeps_the_previous_file(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last_checkpoint", "model_best.pth"]
 
 
-def test_saved_files_have_default_permissions(tmp_path):
+def test_saved_checkpoints_have_default_permissions(tmp_path):
     path = Checkpointer(Model(), tmp_path).save("model")
     plain = tmp_path / "plain"
     plain.write_text("")
@@ -251,7 +251,7 @@ def flip(path, at, bit=0):
     path.write_bytes(content)
 
 
-def test_every_flipped_bit_in_a_record_is_detected(tmp_path):
+def test_every_flipped_bit_in_a_checkpoint_record_is_detected(tmp_path):
     path = save({"weight": torch.arange(6.0), "none": torch.zeros(0), "number": 3}, tmp_path / "w.pth")
     good = path.read_bytes()
     assert damaged_record(path) == ""
@@ -272,7 +272,7 @@ def test_pytorch_does_not_detect_a_flipped_bit(tmp_path):
     assert not torch.equal(torch.load(path, weights_only=True)["weight"], torch.arange(6.0))
 
 
-def test_files_without_checksums_are_loaded(tmp_path):
+def test_checkpoints_without_checksums_are_loaded(tmp_path):
     state = {"weight": torch.arange(6.0)}
     torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     torch.serialization.set_crc32_options(False)

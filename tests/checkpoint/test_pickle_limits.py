@@ -103,7 +103,7 @@ def test_damaged_pickle_raises_only_expected_errors(noise, place):
     check_pickle(pickle.dumps({"a": [[1], (2.5, None)]}, 2))
 
 
-def test_limit_counts_shared_objects_at_each_reference():
+def test_pickle_size_limit_counts_shared_objects_at_each_reference():
     row = [0] * 1000
     check_pickle(pickle.dumps([row] * 900, 2))
     with pytest.raises(PickleLimitError, match="shared objects"):

@@ -1,6 +1,7 @@
 """Small checkpoints whose loading would exhaust time or memory, written as opcodes in both file formats of torch.save.
 
-As a script: read the given files in one process and print the first line of each error of ``read_checkpoint``.
+Run as a script, it reads the given files in one process and prints the first line of each error from
+``read_checkpoint``.
 """
 
 import pickle

@@ -16,7 +16,8 @@ ALL = [*LOW, torch.float32]
 class Net(nn.Module):
     """Two linear layers, with a batch norm between them if ``normalize``.
 
-    A batch {"images": (B, 8), "targets": (B,) in 0..3} -> {"loss_cls": ()} in training, logits (B, 4) in evaluation.
+    Maps a batch {"images": (B, 8), "targets": (B,) in 0..3} to {"loss_cls": ()} in training, and to (B, 4) logits in
+    evaluation.
     """
 
     def __init__(self, *, normalize: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Record the messages of invocations, and list the raise, warning and log sites in the source."""
+"""Record the messages of invocations, and list the statements in the source that raise, warn or log."""
 
 import argparse
 import ast

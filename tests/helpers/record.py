@@ -316,7 +316,7 @@ def hide_paths(folder: Path) -> None:
             for form in (str.encode, lambda text: text.encode().hex().encode()):
                 content = content.replace(form(place), form(hidden))
         if content != before:
-            print(f"hid paths in {path.relative_to(folder)}")
+            print(f"removed paths from {path.relative_to(folder)}")
             path.write_bytes(content)
 
 

@@ -33,7 +33,7 @@ def test_distances_of_float16_features_are_computed_in_float32():
     torch.testing.assert_close(distances[off_diagonal], torch.cdist(x.float(), x.float())[off_diagonal])
 
 
-def test_gradient_at_distance_zero_is_finite():
+def test_distance_gradient_is_finite_at_zero_distance():
     x = torch.ones(2, 3, requires_grad=True)
     pairwise_distance(x, x).sum().backward()
     assert torch.isfinite(x.grad).all()

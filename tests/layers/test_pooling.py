@@ -25,22 +25,22 @@ def test_pooling_matches_its_formula(name, dtype):
     torch.testing.assert_close(out.flatten(1), NAIVE[name](x), check_dtype=False)
 
 
-def test_all_nine_layers_of_fastreid_are_registered():
+def test_all_nine_pooling_layers_of_fastreid_are_registered():
     assert set(POOL_LAYER_REGISTRY) == {*NAIVE, "Flatten", "Identity"} and len(list(POOL_LAYER_REGISTRY)) == 9
 
 
-def test_clip_pooling_clamps_the_mean():
+def test_clip_pooling_clamps_the_mean_to_unit_interval():
     x = torch.tensor([-2.0, 0.5, 3.0]).view(1, 3, 1, 1).expand(1, 3, 2, 2)
     assert POOL_LAYER_REGISTRY.get("ClipGlobalAvgPool")()(x).flatten().tolist() == [0, 0.5, 1]
 
 
-def test_flatten_keeps_all_positions():
+def test_flatten_pooling_keeps_all_positions():
     x = torch.rand(2, 3, 4, 5)
     assert torch.equal(POOL_LAYER_REGISTRY.get("Flatten")()(x), x.reshape(2, 60))
 
 
 @pytest.mark.parametrize("name", NAIVE)
-def test_large_float16_activations_do_not_overflow(name):
+def test_pooling_of_large_float16_activations_does_not_overflow(name):
     x = torch.full((1, 2, 4, 4), 50.0, dtype=torch.float16)
     with torch.autocast("cpu", dtype=torch.float16):
         out = POOL_LAYER_REGISTRY.get(name)()(x)

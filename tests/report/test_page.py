@@ -56,7 +56,7 @@ def elements(text):
     return Elements(text)
 
 
-def test_hostile_values_are_escaped(elements):
+def test_hostile_values_are_escaped_in_the_report(elements):
     names = {name for name, _ in elements.found}
     assert not names & {"script", "iframe", "object", "form", "base", "b"}
     assert SCRIPT in elements.text  # shown as text
@@ -115,7 +115,7 @@ def test_report_renders_without_history_details_and_images(run):
     assert "1.0 %" in text and "Training" not in text
 
 
-def test_failed_write_leaves_no_partial_file(run, tmp_path):
+def test_failed_report_write_leaves_no_partial_file(run, tmp_path):
     run = dataclasses.replace(run, sets=[])
     (tmp_path / "report.html").mkdir()
     (tmp_path / "report.html" / "in_the_way").touch()

@@ -11,7 +11,7 @@ from fastamp.utils.errors import ConfigError
 
 
 class Model(nn.Module):
-    """Backbone followed by ``head``, average pooling by default."""
+    """Model with a backbone and a ``head``, which defaults to average pooling."""
 
     def __init__(self, backbone, head=lambda maps: maps.mean((2, 3))):
         super().__init__()

@@ -49,7 +49,7 @@ def test_parameter_groups_match_fastreid():
 
 
 @pytest.mark.parametrize("decay", ["0.0005", "0.0", "0.1"])
-def test_groups_do_not_depend_on_learning_rates_and_weight_decays(decay):
+def test_parameter_groups_do_not_depend_on_learning_rates_and_weight_decays(decay):
     optimizer = build_optimizer(config("SOLVER.WEIGHT_DECAY", decay, "SOLVER.LR_FACTORS", "{'*.reduce.*': 1}"), Model())
     assert {group["role"]: len(group["params"]) for group in optimizer.param_groups} == {
         "backbone weight": 1,

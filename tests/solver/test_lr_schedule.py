@@ -86,7 +86,7 @@ def test_one_cycle_matches_pytorch(epochs, iters, rise):
     assert 0 < schedule.learning_rate(0.4, epoch=0, steps_taken=total + 5) <= 0.4
 
 
-def test_cosine_never_exceeds_the_base_rate():
+def test_cosine_schedule_never_exceeds_the_base_rate():
     cfg = config(EPOCH_SCHEDULE="absolute", SCHED="CosineAnnealingLR", MAX_EPOCH=10, WARMUP_ITERS=0, ETA_MIN_LR=1e-3)
     schedule = build_lr_schedule(cfg, 5)
     for base_lr in (0.0, 1e-4):  # e.g. by SOLVER.LR_FACTORS

@@ -17,7 +17,7 @@ def test_flush_returns_means_and_latest_values():
     assert store.flush() == {}
 
 
-def test_device_values_are_copied_only_in_flush(monkeypatch):
+def test_device_metrics_are_copied_to_the_host_only_in_flush(monkeypatch):
     store = MetricStore()
 
     def fail(self):
@@ -36,7 +36,7 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_non_finite_numbers_become_null(tmp_path):
+def test_non_finite_metrics_are_written_as_null(tmp_path):
     writer = JSONWriter(tmp_path / "metrics.json")
     writer.write(1, {"loss": float("nan"), "scale": float("inf"), "lr": 0.5})
     writer.close()

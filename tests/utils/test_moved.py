@@ -150,14 +150,14 @@ def test_convert_state_dict_takes_precedence_over_adopt_state(recwarn):
 
 
 @pytest.mark.parametrize("name", ["read_config", "load_parts", "merge_from_checkpoint", "merge_if_config"])
-def test_functions_moved_from_engine_setup_are_found_there(name):
+def test_functions_moved_from_engine_setup_keep_their_old_names(name):
     from fastamp.engine import setup
 
     with pytest.warns(DeprecationWarning, match=name):
         assert getattr(setup, name).__module__ in ("fastamp.config.read", "fastamp.checkpoint.entries")
 
 
-def test_unknown_name_raises():
+def test_unknown_module_or_attribute_raises():
     with pytest.raises(ImportError):
         importlib.import_module("fastamp.amp.crashes")
     with pytest.raises(AttributeError):
@@ -195,21 +195,21 @@ def test_old_argument_names_warn_and_are_converted():
     assert described.__doc__ == "Docstring of the function."
 
 
-def test_present_argument_names_do_not_warn():
+def test_current_argument_names_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert described(0, length=2, junk="own") == (0, 2, "own")
         assert Evaluated("a", 1).result == Evaluated("a", result=1).result == 1
 
 
-def test_both_names_of_an_argument_raise():
+def test_passing_an_argument_under_both_names_raises():
     with pytest.raises(TypeError, match="'length'.*'size'"):
         described(0, length=1, size=2)
     with pytest.raises(TypeError, match="unknown"):
         described(0, unknown=1)
 
 
-def test_old_argument_and_attribute_of_a_dataclass():
+def test_dataclass_accepts_old_argument_and_attribute_names():
     with pytest.warns(DeprecationWarning, match="'judgement'.*'result'"):
         each = Evaluated("a", judgement=1)
     assert each == Evaluated("a", 1)
@@ -217,14 +217,14 @@ def test_old_argument_and_attribute_of_a_dataclass():
         assert each.judgement == 1
 
 
-def test_old_attribute_can_be_set():
+def test_attribute_can_be_set_by_its_old_name():
     holder = Holder()
     with pytest.warns(DeprecationWarning):
         holder.judgement = 3
     assert holder.result == 3
 
 
-def test_old_argument_names_of_the_evaluation():
+def test_evaluation_accepts_old_argument_names():
     pids, camids = torch.tensor([0, 1, 0, 1]), torch.tensor([0, 0, 1, 0])
     identities = Identities(pids[:2], pids, camids[:2], camids)
     features = torch.eye(4)

@@ -25,7 +25,7 @@ def test_registered_components_are_found_and_built_by_name():
     assert list(registry) == ["B", "build_a"] and "B" in registry and "C" not in registry
 
 
-def test_duplicate_name_raises():
+def test_registering_a_duplicate_name_raises():
     registry = Registry("MODEL.THING")
     registry.register("a")(int)
     with pytest.raises(KeyError, match=r"MODEL.THING: 'a'"):

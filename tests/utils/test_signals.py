@@ -8,7 +8,7 @@ import pytest
 from fastamp.utils.signals import STOP_SIGNALS, handling, set_handler
 
 
-def test_former_handlers_are_restored():
+def test_former_signal_handlers_are_restored():
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     received = []
     with pytest.raises(ValueError), handling(lambda number, frame: received.append(number)):
@@ -21,7 +21,7 @@ def test_former_handlers_are_restored():
     assert before == {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
 
-def test_no_handler_is_set_outside_the_main_thread():
+def test_no_signal_handler_is_set_outside_the_main_thread():
     found = []
 
     def run():

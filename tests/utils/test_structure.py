@@ -42,6 +42,6 @@ def test_states_with_equal_structure_match():
         ("state", {0: {"mean": torch.zeros(2, 3, device="meta")}}, "state.0.mean: expected a tensor"),
     ],
 )
-def test_mismatch_names_key_and_expected_type(key, value, expected):
+def test_structure_mismatch_states_key_and_expected_type(key, value, expected):
     with pytest.raises(AssertionError, match=expected):
         assert structure_mismatch(STATE, STATE | {key: value}) == "", structure_mismatch(STATE, STATE | {key: value})

@@ -88,7 +88,7 @@ def test_memory_cache_folder_must_be_private(tmp_path, monkeypatch):
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_terminal_escape_sequences_are_removed(tmp_path, capsys):
+def test_terminal_escape_sequences_are_escaped(tmp_path, capsys):
     assert sanitize_terminal_text("a\x1b[2Jb\r\u202ec\ud880\n\té") == "a\\x1b[2Jb\\r\\u202ec\\ud880\n\té"
     setup_logger(tmp_path)
     logging.getLogger("fastamp").warning("reading %s", "\x1b]0;owned\x07 \udcff")
