@@ -80,13 +80,13 @@ class ImageAttributes:
 
     Attributes:
         path (str): image file relative to the dataset folder, with ``/``.
-        pid (int): identity, as in the file name: 0 is a distractor, -1 is junk.
+        pid (int): identity, as in the file name: 0 is a distractor, -1 is dropped at loading.
         camid (int): camera from 0, as in ``ImageItem``; file names count from 1.
         split (str): split of the image.
         person (str): person in the box: a labeled identity, a distractor similar to an identity (``lookalike``), an
             unrelated distractor (``stranger``), or ``none``. The attributes from ``height`` to ``posture`` describe
             this person and are None for ``none``.
-        box (str): ``full``, ``partial`` (junk images, most of the person is outside) or ``empty``.
+        box (str): ``full``, ``partial`` (identity -1: most of the person is outside of the box) or ``empty``.
         height (float): body height relative to the mean, 0.92..1.06.
         breadth (float): body breadth relative to the mean, 0.84..1.28.
         skin (int): skin tone, 1 (lightest) to 5.
@@ -97,7 +97,7 @@ class ImageAttributes:
         upper_color (str): color of the upper garment.
         upper_pattern (str): pattern of the upper garment.
         pattern_color (str): second color of the pattern; None if plain.
-        upper_length (str): where the upper garment ends.
+        upper_length (str): length of the upper garment.
         sleeve (str): sleeve length.
         sleeve_color (str): ``pattern_color`` or a contrasting color; None without sleeves.
         lower (str): lower garment.
@@ -109,12 +109,12 @@ class ImageAttributes:
         view (str): side of the person that faces the camera: front, back, left or right.
         yaw (float): direction of the person in degrees, -180..180: 0 faces the camera, 90 faces right in the image.
         posture (str): standing or walking.
-        passer_by (bool): True if another person is drawn behind the person, or off center in an empty box; may be
-            partly or completely outside of the image.
+        passer_by (bool): True if another person is drawn behind the person, or off center in an empty box; this person
+            may be partly or completely outside of the image.
         occluder (str): object that occludes part of the person.
         scene (str): background; the first six cameras have one each.
         sequence (int): hour of the day, 1..3, as in the file name.
-        light (float): gain of the camera at this hour, 1 is neutral; images vary by 10 %.
+        light (float): gain of the camera at this hour; 1 is neutral. The gain of individual images varies by 10 %.
     """
 
     path: str
@@ -154,7 +154,7 @@ class ImageAttributes:
 
 
 def describe_person(person: Appearance) -> dict[str, str | int | float | None]:
-    """Return the attributes of a person that are the same in all images, by name."""
+    """Return the attributes of a person that are equal in all images, by attribute name."""
     hair, hat = _HAIR_AND_HAT[person.hair]
     contrast = person.sleeve_style == "contrast" or person.pattern == "side_panels"
     return {
@@ -184,7 +184,7 @@ def describe_person(person: Appearance) -> dict[str, str | int | float | None]:
 def describe_picture(
     picture: Composition, camera: int, sequence: int, seed: int
 ) -> dict[str, str | int | float | None]:
-    """Return the attributes of an image other than those of the person, by name.
+    """Return the attributes of an image that do not describe the person, by attribute name.
 
     Args:
         picture (Composition): composition of the image.

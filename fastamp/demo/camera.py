@@ -14,9 +14,9 @@ class Camera:
         scene (str): name of the background.
         pitch (float): downward angle.
         yaws (tuple[float, ...]): typical walking directions.
-        wall_foot (float): where the wall meets the ground, as a fraction of the box height.
+        wall_foot (float): vertical position of the boundary between wall and ground, as a fraction of the box height.
         gain, gamma (float): exposure.
-        cast (tuple[float, float, float]): gain of each color channel.
+        cast (tuple[float, float, float]): color cast, as the gain of each color channel.
         haze, saturation, blur, noise (float): image quality.
         detail (float): resolution relative to the output; below 1 for distant or low-quality cameras.
         person_height (float): fraction of the box height that a person fills.

@@ -36,7 +36,7 @@ _TRAIN, _TEST, _DISTRACTOR, _JUNK = 10, 11, 12, 13
 
 @dataclass(frozen=True)
 class _Shot:
-    """One image to draw: path, person, and key of its random stream."""
+    """Image to draw: path, person, and key of the random stream."""
 
     path: str
     pid: int
@@ -74,10 +74,10 @@ def generate_demo(
             Default 50.
         images_per_identity (int): images of each person, at least 4; two images of a test person are queries. Default
             10.
-        distractors (int): gallery images of other people or of no one (pid 0); one tenth as many junk boxes (pid -1)
-            are added. Default 160.
-        cameras (int): number of cameras, at least 2; a person is seen by at most ``images_per_identity // 2``. Default
-            6.
+        distractors (int): gallery images of other people or without a person (pid 0); one tenth as many badly cropped
+            images (pid -1), which are dropped at loading, are added. Default 160.
+        cameras (int): number of cameras, at least 2; each person appears in at most ``images_per_identity // 2`` of
+            them. Default 6.
         image_size (tuple[int, int]): height and width in pixels, at least (32, 16). Default (128, 64).
         seed (int): random seed, at least 0. Default 0.
         workers (int, optional): number of threads. Default: the number of processors, at most 4.
@@ -142,13 +142,13 @@ def is_complete(folder: str | Path) -> bool:
 
 
 def image_attributes(folder: str | Path) -> list[ImageAttributes]:
-    """Compute the attributes of all images of a demo dataset, as in ``attributes.csv``, without drawing.
+    """Compute the attributes of all images of a demo dataset, as in ``attributes.csv``, without drawing them.
 
     Raises:
         DataError: if ``folder`` is not a complete demo dataset of this version.
     """
     if not is_complete(folder):
-        raise DataError(f"{folder} is not a demo dataset of version {DEMO_VERSION}.\n  fix: generate_demo(folder)")
+        raise DataError(f"{folder} is not a demo dataset of version {DEMO_VERSION}.\n  fix: call generate_demo(folder)")
     settings = _read_manifest(Path(folder)) or {}
     return _attributes(_plan(settings), settings)
 
@@ -219,7 +219,7 @@ def _plan(settings: dict) -> list[_Shot]:
 
 
 def _people(seed: int, split: int, count: int) -> list[Appearance]:
-    """Draw the identities of one split, lookalikes next to each other."""
+    """Draw the people of one split at random; lookalikes are adjacent."""
     return draw_people(np.random.default_rng([seed, split]), count, _LOOKALIKES, _LOOKALIKE_FRACTION)
 
 

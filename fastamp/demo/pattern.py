@@ -8,7 +8,7 @@ __getattr__ = moved_names(__name__, {"accented_at": "fastamp.demo.pattern.accent
 
 
 def accent_mask(name: str, down: np.ndarray, azimuth: np.ndarray) -> np.ndarray:
-    """Compute the pixels of a garment that show its accent color.
+    """Compute the mask of the garment pixels in the accent color.
 
     Args:
         name (str): one of ``wardrobe.PATTERNS``.

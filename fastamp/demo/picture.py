@@ -42,9 +42,9 @@ class Composition:
         foot (tuple[float, float]): (x, y) of the ground point between the feet.
         tall (float): pixels from sole to crown for a person of height 1.
         pose (Pose, optional): pose of the person; None for an empty box.
-        passer_by (bool): True if another person is behind the person, or partly in an empty box.
+        passer_by (bool): True if another person is behind the main person, or partly in an empty box.
         occluder (str): object in front of the person: ``"none"`` or one of ``OCCLUDERS``.
-        layers (tuple[Paint, ...]): everything painted on the background, from far to near.
+        layers (tuple[Paint, ...]): operations that paint on the background, from far to near.
     """
 
     background: np.ndarray
@@ -76,7 +76,7 @@ def draw_picture(
         sequence (int): hour of the day, from 1.
         seed (int): seed of the dataset, which determines the scenes.
         image_size (tuple[int, int]): height and width in pixels.
-        bad_box (bool): if True, most of the person is outside of the box, as in junk images. Default False.
+        bad_box (bool): if True, most of the person is outside of the box, as in images of identity -1. Default False.
 
     Returns:
         PIL.Image.Image: RGB image of ``image_size``.

@@ -28,12 +28,12 @@ def contact_sheet(
         folder (str or Path): complete demo dataset.
         path (str or Path): PNG file to write.
         split (str): ``"train"``, or ``"test"`` for queries and gallery together. Default "test".
-        identities (int): number of rows, at least 1; distractors and junk are excluded. Default 9.
+        identities (int): number of rows, at least 1; identities 0 and -1 are excluded. Default 9.
         columns (int): images per row, at least 1. Default 8.
         scale (int): enlargement factor, at least 1. Default 2.
 
     Raises:
-        ValueError: if the split is unknown or has no image of a person.
+        ValueError: if the split is unknown, or contains no image of a person.
     """
     splits = {"train": ("bounding_box_train",), "test": ("query", "bounding_box_test")}
     if split not in splits:

@@ -154,7 +154,7 @@ def draw_lookalike(rng: np.random.Generator, person: Appearance) -> Appearance:
 
 
 def draw_people(rng: np.random.Generator, count: int, group_size: int, grouped: float) -> list[Appearance]:
-    """Draw different people, lookalikes next to each other.
+    """Draw different people at random; lookalikes are adjacent.
 
     Args:
         rng (np.random.Generator): random generator.
@@ -188,7 +188,7 @@ def _visibly_different(first: Appearance, second: Appearance) -> bool:
 
 
 def _with_changed(rng: np.random.Generator, person: Appearance, names: list[str]) -> Appearance:
-    """Redraw every named field of ``person`` until it differs."""
+    """Redraw each of the named fields of ``person`` until it differs."""
     changes = {}
     for name in names:
         while True:

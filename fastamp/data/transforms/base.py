@@ -26,9 +26,9 @@ Parameters = dict[str, Tensor]
 
 
 def bitwise_where(condition: Tensor, chosen: Tensor, others: Tensor) -> Tensor:
-    """Select from two uint8 tensors, as ``torch.where``.
+    """Select elements of two uint8 tensors like ``torch.where``.
 
-    On bytes, bitwise selection is about six times as fast as ``torch.where`` (measured on a CPU).
+    For uint8, bitwise selection is about six times as fast as ``torch.where`` (measured on a CPU).
 
     Args:
         condition (Tensor): uint8 mask of ``byte_mask``, broadcastable to (B, C, H, W).
@@ -49,17 +49,19 @@ def byte_mask(condition: Tensor) -> Tensor:
 class BatchTransform:
     """Random operation on a uint8 batch.
 
-    A subclass defines the number of uniform random numbers per image (``draws``), converts them to ``parameters``, and
-    applies these. Both methods are pure functions, so that the parameters can be applied in a worker or on the device.
+    A subclass defines ``draws``, the number of uniform random numbers per image; ``parameters``, which converts these
+    numbers to parameters of the operation; and ``apply``. Both methods are pure functions, so that a worker or the
+    device can apply the parameters.
 
-    It registers with ``TRANSFORM_REGISTRY`` under the name of its section of INPUT, e.g. ``FLIP``, and is built from
-    the config if ``ENABLED`` is true in that section. ``build.ORDER`` defines the order of the sections.
+    Register a subclass with ``TRANSFORM_REGISTRY`` under the name of its config section in INPUT, e.g. ``FLIP``. It is
+    built if ``ENABLED`` is True in that section. ``build.ORDER`` defines the order in which transforms are applied.
 
     Attributes:
         draws (int): uniform random numbers per image.
         size (tuple[int, int], optional): output height and width in pixels, for inputs of any size. Default: the input
             size.
-        before (str): section in ``build.ORDER`` that a transform of a project precedes; "" applies it last. Default "".
+        before (str): for a custom transform, the section in ``build.ORDER`` before which it is applied; "" applies it
+            last. Default "".
     """
 
     draws: int
@@ -83,7 +85,7 @@ class BatchTransform:
         """Check that images of this height and width are supported.
 
         Raises:
-            ConfigError: if not.
+            ConfigError: if they are not supported.
         """
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
@@ -99,11 +101,11 @@ class BatchTransform:
         raise NotImplementedError
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Transform the images; returns a new tensor, or ``images`` if nothing changes.
+        """Transform the images; return a new tensor, or ``images`` itself if nothing changes.
 
         Args:
             images (Tensor): (B, C, H, W) uint8, on any device.
-            parameters (dict): result of ``parameters``.
+            parameters (dict): result of the method ``parameters``.
 
         Returns:
             Tensor: (B, C, H, W) uint8.
@@ -133,7 +135,7 @@ class Augmentation:
             earlier[name] += 1
 
     def draw(self, epochs: Sequence[int], positions: Sequence[int], size: tuple[int, int]) -> list[Parameters]:
-        """Draw the parameters of each transform, in order.
+        """Draw the parameters of each transform, in the order of the transforms.
 
         Args:
             epochs (Sequence[int]): (B,) epoch of each image.

@@ -41,8 +41,7 @@ class Transforms(NamedTuple):
         channels (int): channels of the images: 1, 3 or 4.
         max_pixels (int): maximum width x height of an image.
         resize (Resize): resizing of one image.
-        augment_each (Augmentation): transforms applied to single images while they still have different sizes; usually
-            empty.
+        augment_each (Augmentation): transforms applied to each image before batching, if sizes differ; usually empty.
         augment (Augmentation): transforms applied to a batch.
         size_key (str): config key of the size, for messages.
     """
@@ -55,19 +54,19 @@ class Transforms(NamedTuple):
     size_key: str
 
     def read(self, path: str, *, box: tuple[int, int, int, int] | None = None) -> Tensor:
-        """Read and resize an image file, or a ``box`` in it; see ``read_image``.
+        """Read and resize an image, or a ``box`` in it; see ``read_image``.
 
         Returns:
             Tensor: (C, H, W) uint8.
 
         Raises:
-            DataError: if it cannot be read.
+            DataError: if the image cannot be read.
         """
         image = read_image(path, self.channels, box=box, max_pixels=self.max_pixels, least_side=self.resize.least_side)
         return self.resize(image)
 
     def stack(self, images: Sequence[Tensor]) -> Tensor:
-        """Stack resized images to a batch.
+        """Stack resized images into a batch.
 
         Args:
             images (Sequence[Tensor]): B images, (C, H, W) each.
@@ -76,15 +75,15 @@ class Transforms(NamedTuple):
             Tensor: (B, C, H, W).
 
         Raises:
-            DataError: if they have different sizes.
+            DataError: if the images have different sizes.
         """
         sizes = list(dict.fromkeys(tuple(image.shape[-2:]) for image in images))
         if len(sizes) > 1:
             raise DataError(
-                f"{self.size_key} {self.resize.size} keeps the aspect ratio, but images of one batch have different "
+                f"{self.size_key} {self.resize.size} keeps the aspect ratio, but the images in a batch have different "
                 f"sizes: {sizes[0]} and {sizes[1]} (height, width).\n"
-                f"  fix: {self.size_key} (height, width), INPUT.CROP.ENABLED True, or "
-                + ("TEST.IMS_PER_BATCH 1" if self.size_key == "INPUT.SIZE_TEST" else "INPUT.PADDING.ENABLED True")
+                f"  fix: set {self.size_key} to (height, width), INPUT.CROP.ENABLED to True, or "
+                + ("TEST.IMS_PER_BATCH to 1" if self.size_key == "INPUT.SIZE_TEST" else "INPUT.PADDING.ENABLED to True")
             )
         return torch.stack(list(images))
 
@@ -92,12 +91,12 @@ class Transforms(NamedTuple):
 def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
     """Build the training or test transforms.
 
-    Training: resize, then the enabled transforms in ``ORDER``. The order is FastReID's, except that AutoAugment follows
-    the resizing. Test: resize and center crop.
+    For training, images are resized, and the enabled transforms are applied in the order of ``ORDER``. This is
+    FastReID's order, except that AutoAugment follows resizing. For testing, images are resized and center-cropped.
 
     Args:
         cfg (CfgNode): config; reads INPUT and SEED.
-        is_train (bool): training or test. Default True.
+        is_train (bool): if True, build the training transforms, otherwise the test transforms. Default True.
 
     Raises:
         ConfigError: if a transform's settings are inconsistent, or do not match INPUT.CHANNELS or the image size.
@@ -115,8 +114,8 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
             0 < side < crop for side, crop in zip(_least_size(resize.size), resize.crop, strict=True)
         ):
             logger.warning(
-                "INPUT.CROP.SIZE %s is larger than INPUT.SIZE_TEST %s: test images are padded (black), as in FastReID\n"
-                "  fix: an INPUT.SIZE_TEST at least as large as INPUT.CROP.SIZE",
+                "INPUT.CROP.SIZE %s is larger than INPUT.SIZE_TEST %s: test images are padded with black, as in "
+                "FastReID\n  fix: set INPUT.SIZE_TEST to at least INPUT.CROP.SIZE",
                 resize.crop,
                 resize.size,
             )
@@ -144,19 +143,19 @@ def _least_size(size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _train_augmentations(cfg: Any) -> list[BatchTransform]:
-    """Build the enabled transforms, in order.
+    """Build the enabled transforms in their order of application.
 
     Raises:
-        ConfigError: if a registered transform has no key ``ENABLED`` in its section.
+        ConfigError: if the section of a registered transform has no key ``ENABLED``.
     """
     transforms = []
     for name in transform_order():
         section = cfg.INPUT.get(name)
         if not isinstance(section, Mapping) or "ENABLED" not in section:
             raise ConfigError(
-                f"missing config key of the transform {name!r} ({TRANSFORM_REGISTRY.get(name).__name__}): "
-                f"INPUT.{name}.ENABLED.\n  fix: add to the KEYS of the file that registers the transform: "
-                f'Key("INPUT.{name}.ENABLED", False, "...")'
+                f"missing config key INPUT.{name}.ENABLED of the transform {name!r} "
+                f"({TRANSFORM_REGISTRY.get(name).__name__}).\n  fix: add this key to KEYS in the file that registers "
+                f'the transform: Key("INPUT.{name}.ENABLED", False, "...")'
             )
         if section["ENABLED"]:
             transforms.append(TRANSFORM_REGISTRY.build(name, cfg))
@@ -164,7 +163,7 @@ def _train_augmentations(cfg: Any) -> list[BatchTransform]:
 
 
 def transform_order() -> list[str]:
-    """Return ``ORDER`` with the transforms of projects inserted: each before the section it names, or last.
+    """Insert custom transforms into ``ORDER``: each before the section in its ``before``, or last if that is "".
 
     Raises:
         ConfigError: if a transform's ``before`` is not in ``ORDER``.

@@ -14,7 +14,7 @@ from fastamp.utils.moved import moved_names
 __getattr__ = moved_names(__name__, {"grey": "fastamp.data.transforms.color.to_grayscale"})
 
 KEYS = (
-    Key("INPUT.CJ.ENABLED", False, "Color jitter of training images; a fourth channel does not change."),
+    Key("INPUT.CJ.ENABLED", False, "Jitter the colors of training images; a fourth channel is not changed."),
     Key("INPUT.CJ.PROB", 0.5, "Probability of jittering an image.", low=0, high=1),
     Key("INPUT.CJ.BRIGHTNESS", 0.15, "Maximum relative change of brightness.", low=0),
     Key("INPUT.CJ.CONTRAST", 0.15, "Maximum relative change of contrast.", low=0),
@@ -22,7 +22,7 @@ KEYS = (
     Key("INPUT.CJ.HUE", 0.1, "Maximum hue shift, as a fraction of the color circle.", low=0, high=0.5),
     Key("INPUT.GRAYSCALE.ENABLED", False, "Convert training images to grayscale at random."),
     Key("INPUT.GRAYSCALE.PROB", 0.1, "Probability of converting an image to grayscale.", low=0, high=1),
-    Key("INPUT.BLUR.ENABLED", False, "Gaussian blur of training images at random."),
+    Key("INPUT.BLUR.ENABLED", False, "Blur training images at random with a Gaussian kernel."),
     Key("INPUT.BLUR.PROB", 0.5, "Probability of blurring an image.", low=0, high=1),
     Key("INPUT.BLUR.KERNEL_SIZE", 5, "Kernel size in pixels, odd.", low=1),
     Key("INPUT.BLUR.SIGMA", (0.1, 2.0), "Minimum and maximum standard deviation in pixels.", above=0, length=2),
@@ -35,10 +35,10 @@ _CACHED_IMAGES = 4
 
 @TRANSFORM_REGISTRY.register("CJ")
 class ColorJitter(BatchTransform):
-    """Jitter brightness, contrast, saturation and hue, in random order for each image.
+    """Jitter brightness, contrast, saturation and hue, in an independent random order for each image.
 
-    Each operation rounds to uint8 and computes the same as torchvision's ``adjust_*`` functions on uint8 tensors.
-    Therefore only brightness and contrast of grayscale images change. A fourth channel does not change.
+    Each operation rounds to uint8 and matches torchvision's ``adjust_*`` function for uint8 tensors. In grayscale
+    images, only brightness and contrast change. A fourth channel is not changed.
 
     Args:
         prob (float): probability of jittering an image.
@@ -46,7 +46,7 @@ class ColorJitter(BatchTransform):
         hue (float): the hue shift is uniform in [-hue, hue], as a fraction of the color circle; at most 0.5.
     """
 
-    draws = 9
+    draws = 9  # 1 to select images, 4 for the factors, 4 for the order: the slices in ``parameters``
 
     def __init__(self, *, prob: float, brightness: float, contrast: float, saturation: float, hue: float) -> None:
         self.prob = prob
@@ -66,7 +66,7 @@ class ColorJitter(BatchTransform):
         )
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Compute the jitter of each image.
+        """Compute the factors and the order of the operations for each image.
 
         Returns:
             dict: ``jitter``: (B,) bool; ``factors``: (B, 4) float32, for brightness, contrast, saturation and hue;
@@ -80,7 +80,7 @@ class ColorJitter(BatchTransform):
         }
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Jitter the images selected by ``jitter``."""
+        """Jitter the colors of the images selected by ``jitter``."""
         jitter, factors, order = (parameters[name] for name in ("jitter", "factors", "order"))
         jittered = images.clone()
         colors = jittered[:, :3]
@@ -102,7 +102,7 @@ class ColorJitter(BatchTransform):
 
 @TRANSFORM_REGISTRY.register("GRAYSCALE")
 class RandomGrayscale(BatchTransform):
-    """Convert images to grayscale at random, as torchvision's ``rgb_to_grayscale``; a fourth channel does not change.
+    """Randomly convert images to grayscale like torchvision's ``rgb_to_grayscale``; a fourth channel is not changed.
 
     Args:
         prob (float): probability of converting an image.
@@ -119,7 +119,7 @@ class RandomGrayscale(BatchTransform):
         return cls(prob=cfg.INPUT.GRAYSCALE.PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Return ``grayscale``: (B,) bool."""
+        """Compute ``grayscale``, the (B,) bool mask of images to convert."""
         return {"grayscale": torch.from_numpy(uniforms[:, 0] < self.prob)}
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
@@ -131,7 +131,7 @@ class RandomGrayscale(BatchTransform):
 
 @TRANSFORM_REGISTRY.register("BLUR")
 class GaussianBlur(BatchTransform):
-    """Blur images at random, with reflected borders, as torchvision's ``gaussian_blur``.
+    """Randomly blur images like torchvision's ``gaussian_blur``, with reflection padding.
 
     Args:
         prob (float): probability of blurring an image.
@@ -151,7 +151,7 @@ class GaussianBlur(BatchTransform):
         """Build from INPUT.BLUR.
 
         Raises:
-            ConfigError: if the kernel size is even, or the maximum deviation is smaller than the minimum.
+            ConfigError: if the kernel size is even, or the maximum standard deviation is smaller than the minimum.
         """
         blur = cfg.INPUT.BLUR
         if blur.KERNEL_SIZE % 2 == 0:
@@ -161,15 +161,15 @@ class GaussianBlur(BatchTransform):
         return cls(prob=blur.PROB, kernel_size=blur.KERNEL_SIZE, sigma=blur.SIGMA)
 
     def check_size(self, size: tuple[int, int]) -> None:
-        """Check that the reflected border is not larger than images of this height and width."""
+        """Check that images of this height and width are large enough for reflection padding."""
         if min(size) <= self.kernel_size // 2:
             raise ConfigError(
-                f"INPUT.BLUR.KERNEL_SIZE must be odd and at most {2 * min(size) - 1} for images of {list(size)}, got "
-                f"{self.kernel_size}"
+                f"INPUT.BLUR.KERNEL_SIZE must be odd and at most {2 * min(size) - 1} for images of size {list(size)}, "
+                f"got {self.kernel_size}"
             )
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Return ``blur``: (B,) bool, and ``kernel``: (B, kernel_size) float32 whose sum is 1."""
+        """Compute ``blur``, the (B,) bool mask of images to blur, and ``kernel``: (B, kernel_size) float32, sum 1."""
         sigma = self.sigma[0] + uniforms[:, 1:] * (self.sigma[1] - self.sigma[0])
         distance = np.arange(self.kernel_size) - (self.kernel_size - 1) / 2
         kernel = np.exp(-0.5 * (distance / sigma) ** 2)
@@ -200,7 +200,7 @@ class GaussianBlur(BatchTransform):
 
 
 def to_grayscale(images: Tensor) -> Tensor:
-    """Convert (B, C, H, W) uint8 images to grayscale, keeping their channels; a fourth channel does not change."""
+    """Convert (B, C, H, W) uint8 images to grayscale with C channels; a fourth channel is not changed."""
     if images.shape[1] == 1:
         return images
     luma = _luma(images[:, :3]).to(torch.uint8).expand(-1, 3, -1, -1)

@@ -1,4 +1,4 @@
-"""Transforms of a random rectangle: erasing, grayscale, and patches of other images."""
+"""Transforms that change a random rectangle: erasing, grayscale, and patches from other images."""
 
 import math
 from typing import Any
@@ -17,8 +17,8 @@ KEYS = (
     Key(
         "INPUT.REA.VALUE",
         (123.675, 116.28, 103.53),
-        "Color of the rectangle, in 0..255: INPUT.CHANNELS values, or three RGB values, which grayscale images convert "
-        "to luma.",
+        "Color of the rectangle, in 0..255: INPUT.CHANNELS values, or three RGB values, converted to luma for "
+        "grayscale images.",
         low=0,
         high=255,
     ),
@@ -34,12 +34,12 @@ _ATTEMPTS = 10
 class RandomRectangle(BatchTransform):
     """Draw a random rectangle in an image, as torchvision's ``RandomErasing``.
 
-    The fraction of the area is uniform in ``scale`` and the aspect ratio (height / width) is log-uniform in ``ratio``,
-    drawn at most ten times until the rectangle fits; the position is uniform. If none fits, the image gets no
+    The fraction of the area is uniform in ``scale``, and the aspect ratio (height / width) is log-uniform in ``ratio``.
+    Both are drawn up to ten times until the rectangle fits; its position is uniform. If none fits, there is no
     rectangle.
 
     Args:
-        prob (float): probability of a rectangle in an image.
+        prob (float): probability of drawing a rectangle for an image.
         scale (tuple[float, float]): minimum and maximum fraction of the image area.
         ratio (tuple[float, float]): minimum and maximum height / width.
     """
@@ -52,7 +52,7 @@ class RandomRectangle(BatchTransform):
         self.ratio = ratio
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Return ``top``, ``left``, ``height`` and ``width``: (B,) int64; height 0 means no rectangle."""
+        """Compute ``top``, ``left``, ``height`` and ``width``: (B,) int64; height 0 means no rectangle."""
         height, width = size
         erase, position = uniforms[:, 0] < self.prob, uniforms[:, 1:3]
         area = height * width * _interpolate(uniforms[:, 3 : 3 + _ATTEMPTS], self.scale)
@@ -100,7 +100,7 @@ class RandomErasing(RandomRectangle):
         """Build from INPUT.REA.
 
         Raises:
-            ConfigError: see ``per_channel``.
+            ConfigError: if the number of values in INPUT.REA.VALUE does not match INPUT.CHANNELS.
         """
         value = per_channel("INPUT.REA.VALUE", cfg.INPUT.REA.VALUE, channels=cfg.INPUT.CHANNELS)
         return cls(prob=cfg.INPUT.REA.PROB, value=value)
@@ -143,8 +143,8 @@ class LocalGrayscale(RandomRectangle):
 class RandomPatch(RandomRectangle):
     """Paste a patch of another image of the batch, flipped at random (Zhou et al. 2019, arXiv:1905.00953).
 
-    The other image is one that the same process augments, so results depend on the number of processes that share a
-    batch. FastReID instead keeps a pool of patches of earlier images, which cannot be restored on resume.
+    The other image is from the part of the batch that the same process augments, so that results depend on the number
+    of processes. FastReID instead keeps a pool of patches from earlier images, which cannot be restored on resume.
 
     Args:
         prob (float): probability of pasting a patch into an image.
@@ -161,10 +161,10 @@ class RandomPatch(RandomRectangle):
         return cls(prob=cfg.INPUT.RPT.PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Return the rectangle and the source patch.
+        """Compute the rectangle and the source patch of each image.
 
         Returns:
-            dict: as ``RandomRectangle.parameters``, and ``other``: (B,) int64 index of the source image in the batch;
+            dict: parameters of ``RandomRectangle``, and ``other``: (B,) int64 index of the source image in the batch;
                 ``from_top`` and ``from_left``: (B,) int64 corner of the patch; ``flip``: (B,) bool.
         """
         rectangle = super().parameters(uniforms, size)

@@ -93,7 +93,7 @@ class Resize:
 
     @property
     def least_side(self) -> int | None:
-        """Sufficient height and width of the decoded image, for reduced decoding; None without resizing."""
+        """Required height and width of the decoded image, for decoding at reduced size; None without resizing."""
         return None if self.size == (0,) else 2 * max(self.size)
 
     def __call__(self, image: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class RandomHorizontalFlip(BatchTransform):
         return cls(prob=cfg.INPUT.FLIP.PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Return ``flip``: (B,) bool."""
+        """Compute ``flip``, the (B,) bool mask of images to flip."""
         return {"flip": torch.from_numpy(uniforms[:, 0] < self.prob)}
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
@@ -139,7 +139,7 @@ class PadAndRandomCrop(BatchTransform):
 
     Args:
         padding (int): pixels on each side.
-        mode (str): ``constant`` (black), ``edge``, ``reflect`` or ``symmetric``, as torchvision's ``Pad``.
+        mode (str): ``constant`` (black), ``edge``, ``reflect`` or ``symmetric``, as in torchvision's ``Pad``.
         size (tuple[int, int], optional): height and width of the crop in pixels, at most those of the padded image.
             Default: the input size.
     """
@@ -158,17 +158,17 @@ class PadAndRandomCrop(BatchTransform):
         return cls(padding=padding.SIZE, mode=padding.MODE, size=input_size(cfg, is_train=True))
 
     def check_size(self, size: tuple[int, int]) -> None:
-        """Check that ``padding`` is not too large to be reflected in images of this height and width."""
+        """Check that images of this height and width are large enough for ``padding`` in this mode."""
         # The reflected part cannot be larger than the image; ``reflect`` does not repeat the edge.
         largest = {"reflect": min(size) - 1, "symmetric": min(size)}.get(self.mode)
         if largest is not None and self.padding > largest:
             raise ConfigError(
-                f"INPUT.PADDING.SIZE must be in 0..{largest} for mode {self.mode!r} and images of {list(size)}, got "
-                f"{self.padding}"
+                f"INPUT.PADDING.SIZE must be in 0..{largest} for mode {self.mode!r} and images of size {list(size)}, "
+                f"got {self.padding}"
             )
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Return ``top`` and ``left``: (B,) int64, the corner of each crop in the padded image."""
+        """Compute ``top`` and ``left``, the corner of each crop in the padded image: (B,) int64."""
         spare = [side + 2 * self.padding - cut for side, cut in zip(size, self.output_size(size), strict=True)]
         corners = torch.from_numpy((uniforms * (np.array(spare) + 1)).astype(np.int64))
         return {"top": corners[:, 0], "left": corners[:, 1]}
@@ -176,8 +176,8 @@ class PadAndRandomCrop(BatchTransform):
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
         """Crop the padded images.
 
-        Crops are copied row by row: a (rows, W) view of the padded batch contains W pixels from every offset on, so
-        that one index per row is sufficient (measured: 10 to 80 times as fast as one index per pixel).
+        Crops are copied row by row: row i of a strided view of the padded batch contains the W pixels that start at
+        offset i, so that one index per row is sufficient (measured: 10 to 80 times as fast as one index per pixel).
 
         Returns:
             Tensor: (B, C, H, W) uint8.
@@ -224,11 +224,11 @@ class PadAndRandomCrop(BatchTransform):
 
 @TRANSFORM_REGISTRY.register("CROP")
 class RandomResizedCrop(BatchTransform):
-    """Crop a random part of an image and resize it, antialiased unless ``nearest``.
+    """Crop a random region of an image and resize it, with antialiasing unless ``interpolation`` is ``nearest``.
 
-    Draws the crop as torchvision: the fraction of the area is uniform in ``scale`` and the aspect ratio (width /
-    height) is log-uniform in ``ratio``, drawn at most ten times until the crop fits; the position is uniform. If none
-    fits, the crop is the largest central part within ``ratio``.
+    The crop is drawn as in torchvision: the fraction of the area is uniform in ``scale``, and the aspect ratio (width /
+    height) is log-uniform in ``ratio``. Both are drawn up to ten times until the crop fits; its position is uniform. If
+    none fits, the crop is the largest central region with an aspect ratio in ``ratio``.
 
     Args:
         size (tuple[int, int]): output height and width in pixels.
@@ -267,7 +267,7 @@ class RandomResizedCrop(BatchTransform):
         return cls(size=crop_size(cfg), scale=crop.SCALE, ratio=crop.RATIO, interpolation=cfg.INPUT.INTERPOLATION)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Return ``top``, ``left``, ``height`` and ``width`` of each crop: (B,) int64."""
+        """Compute ``top``, ``left``, ``height`` and ``width`` of each crop: (B,) int64."""
         height, width = size
         position, area, aspect = uniforms[:, :2], uniforms[:, 2 : 2 + _ATTEMPTS], uniforms[:, 2 + _ATTEMPTS :]
         area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
@@ -303,10 +303,10 @@ class RandomResizedCrop(BatchTransform):
 
 
 def resampling_weights(start: Tensor, length: Tensor, size: int, output: int, interpolation: str = "bicubic") -> Tensor:
-    """Compute the weights that resize a part of each row.
+    """Compute the weights that resize an interval of each image row.
 
     Args:
-        start, length (Tensor): (B,) int64, the part for each image.
+        start, length (Tensor): (B,) int64 first pixel and length of the interval in each image.
         size (int): pixels per input row.
         output (int): pixels per output row.
         interpolation (str): ``bicubic`` or ``bilinear``, both antialiased, or ``nearest``. Default "bicubic".

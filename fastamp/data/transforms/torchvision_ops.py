@@ -23,7 +23,9 @@ KEYS = (
     Key("INPUT.AUGMIX.ENABLED", False, "AugMix: mix an image with augmented copies, for grayscale and RGB images."),
     Key("INPUT.AUGMIX.PROB", 0.0, "Probability of applying AugMix to an image.", low=0, high=1),
     Key(
-        "INPUT.RANDAUG.ENABLED", False, "RandAugment: random operations of one magnitude, for grayscale and RGB images."
+        "INPUT.RANDAUG.ENABLED",
+        False,
+        "RandAugment: random operations of equal magnitude, for grayscale and RGB images.",
     ),
     Key("INPUT.RANDAUG.PROB", 1.0, "Probability of applying RandAugment to an image.", low=0, high=1),
     Key("INPUT.RANDAUG.NUM_OPS", 2, "Number of sequential operations per image.", low=1),
@@ -48,7 +50,7 @@ class TorchvisionTransform(BatchTransform):
         self.prob = prob
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Return ``chosen``: (B,) bool, and ``seed``: (B,) int64, seed of the global generator."""
+        """Compute ``chosen``, the (B,) bool mask of images to transform, and ``seed``: (B,) int64 generator seeds."""
         # A uniform number has 32 random bits: a seed takes 31 bits of one and 32 of another.
         high, low = (uniforms[:, 1] * 2**31).astype(np.int64), (uniforms[:, 2] * 2**32).astype(np.int64)
         return {
@@ -81,13 +83,13 @@ class AutoAugment(TorchvisionTransform):
         """Build from INPUT.AUTOAUG.
 
         Raises:
-            ConfigError: if images have four channels.
+            ConfigError: if INPUT.CHANNELS is 4.
         """
         return cls(prob=_section(cfg, "AUTOAUG").PROB)
 
 
 class _HostSampledAugMix(v2.AugMix):
-    """AugMix with all random numbers from the host's generator, whatever the images' device."""
+    """AugMix that draws all random numbers on the host, even if the images are on another device."""
 
     def _sample_dirichlet(self, params: Tensor) -> Tensor:
         # torchvision samples from the generator of the images' device, which is not seeded per image.
@@ -107,14 +109,14 @@ class AugMix(TorchvisionTransform):
         """Build from INPUT.AUGMIX.
 
         Raises:
-            ConfigError: if images have four channels.
+            ConfigError: if INPUT.CHANNELS is 4.
         """
         return cls(prob=_section(cfg, "AUGMIX").PROB)
 
 
 @TRANSFORM_REGISTRY.register("RANDAUG")
 class RandAugment(TorchvisionTransform):
-    """RandAugment: random operations of one magnitude (Cubuk et al. 2020, arXiv:1909.13719), for 1 or 3 channels.
+    """RandAugment: random operations of equal magnitude (Cubuk et al. 2020, arXiv:1909.13719), for 1 or 3 channels.
 
     Args:
         prob (float): probability of transforming an image.
@@ -130,7 +132,7 @@ class RandAugment(TorchvisionTransform):
         """Build from INPUT.RANDAUG.
 
         Raises:
-            ConfigError: if images have four channels.
+            ConfigError: if INPUT.CHANNELS is 4.
         """
         section = _section(cfg, "RANDAUG")
         return cls(prob=section.PROB, num_ops=section.NUM_OPS, magnitude=section.MAGNITUDE)
@@ -138,7 +140,7 @@ class RandAugment(TorchvisionTransform):
 
 @TRANSFORM_REGISTRY.register("AFFINE")
 class RandomAffine(TorchvisionTransform):
-    """Rotate by up to 10 degrees, scale by 0.9 to 1.1 and shear by up to 0.1 degrees, as FastReID.
+    """Rotate by up to 10 degrees, scale by 0.9 to 1.1 and shear by up to 0.1 degrees, as in FastReID.
 
     Pixels outside of the image are black.
     """
@@ -158,7 +160,7 @@ def _section(cfg: Any, name: str) -> Any:
     if cfg.INPUT.CHANNELS == 4:
         raise ConfigError(
             f"INPUT.{name} supports only grayscale and RGB images, but INPUT.CHANNELS is 4.\n"
-            f"  fix: INPUT.{name}.ENABLED False"
+            f"  fix: set INPUT.{name}.ENABLED to False"
         )
     if section.PROB == 0:
         logger.warning("INPUT.%s is enabled but has no effect: INPUT.%s.PROB is 0", name, name)
