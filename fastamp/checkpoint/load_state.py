@@ -203,8 +203,8 @@ def _check_model_match(own: State, converted: State, report: ImportReport, min_m
     if report.backbone_fraction < min_match:
         raise WeightsError(
             f"weights from {report.source} do not match the model's backbone\n{report}\n"
-            "  fix: use the config that the weights were trained with, or lower MODEL.WEIGHTS_MIN_MATCH to load them "
-            "partially"
+            "  fix: use the config that the weights were trained with, or lower MODEL.WEIGHTS_MIN_MATCH "
+            "to load them partially"
         )
 
 
@@ -216,8 +216,7 @@ def _log_mismatches(own: State, converted: State, report: ImportReport, backbone
     if unexpected and backbone_prefix:
         logger.warning(
             "the backbone in %s has %d tensors that the model lacks%s; the features will differ unless these tensors "
-            "are "
-            "unused (see MODEL.BACKBONE.WITH_NL, WITH_SE, DEPTH)",
+            "are unused (see MODEL.BACKBONE.WITH_NL, WITH_SE, DEPTH)",
             report.source,
             len(unexpected),
             examples(unexpected),

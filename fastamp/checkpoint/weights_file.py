@@ -146,9 +146,8 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
         raise _damaged_file_error(path, str(error)) from error
     except PickleLimitError as error:
         raise WeightsError(
-            f"weights file {path} ({path.stat().st_size} bytes) was rejected: loading it would take too much time or "
-            "memory."
-            f"\n  found: {error}\n"
+            f"weights file {path} ({path.stat().st_size} bytes) was rejected: "
+            f"loading it would take too much time or memory.\n  found: {error}\n"
             "  fix: do not use it; torch.save(model.state_dict(), path) does not write such files"
         ) from error
     except pickle.UnpicklingError as error:
@@ -182,8 +181,8 @@ def _check_archive(path: Path) -> None:
         if tarfile.is_tarfile(path):
             raise WeightsError(
                 f"weights file {path} is a tar archive or damaged.\n"
-                "  fix: if it contains a .pth file, unpack it; if PyTorch 0.1 wrote it, save it again with a later "
-                "version"
+                "  fix: if it contains a .pth file, unpack it; if PyTorch 0.1 wrote it, "
+                "save it again with a later version"
             )
         return
     with zipfile.ZipFile(path) as archive:

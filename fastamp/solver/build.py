@@ -235,8 +235,8 @@ def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, in
     for key, value in options.items():
         if key in ("params", "lr", "weight_decay"):
             raise ConfigError(
-                f"SOLVER.OPT_ARGS: {key} must not be set here; use SOLVER.BASE_LR, SOLVER.WEIGHT_DECAY and their "
-                "factors"
+                f"SOLVER.OPT_ARGS: {key} must not be set here; "
+                "use SOLVER.BASE_LR, SOLVER.WEIGHT_DECAY and their factors"
             )
         if key not in accepted:
             raise ConfigError(
