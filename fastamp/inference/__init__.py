@@ -1,4 +1,4 @@
-"""Use of trained models: features, comparison, search and export."""
+"""Inference with trained models: feature extraction, image comparison, gallery search and export."""
 
 from fastamp.inference.predictor import Predictor
 

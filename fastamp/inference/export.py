@@ -1,4 +1,4 @@
-"""Export of trained models to ONNX and torch.export, with a parity check against PyTorch before writing."""
+"""Export of trained models to ONNX and torch.export, with a parity check against PyTorch before the file is written."""
 
 import contextlib
 import copy
@@ -46,16 +46,16 @@ _COLOR_ORDERS = {1: "L", 3: "RGB", 4: "RGBA"}
 
 @dataclass
 class ExportReport:
-    """Result of an export, compared with the model in PyTorch in float32.
+    """Result of an export, including comparisons with the PyTorch model in float32.
 
     Attributes:
         path: exported file.
         format: name of the format.
-        metadata: metadata in the file.
+        metadata: metadata stored in the file.
         size: file size in bytes.
-        comparisons: comparisons of features.
-        data: images of the mAP comparison; "" if only random images were compared.
-        expected_map, found_map: mAP in percent of PyTorch and of the exported model; None without ``data``.
+        comparisons: comparisons of features on random images and on the test set.
+        data: description of the test images for the mAP comparison; "" if only random images were compared.
+        expected_map, found_map: mAP in percent of the PyTorch model and of the exported model; None without ``data``.
     """
 
     path: Path
@@ -69,7 +69,7 @@ class ExportReport:
 
     @property
     def map_difference(self) -> float | None:
-        """mAP of the exported model minus mAP of PyTorch, in percentage points; None without ``data``."""
+        """mAP of the exported model minus mAP of the PyTorch model, in percentage points; None without ``data``."""
         return None if self.found_map is None else self.found_map - self.expected_map
 
     def table(self) -> str:
@@ -97,34 +97,37 @@ def export(
     tolerance: float = 0.1,
     opset: int | None = None,
 ) -> ExportReport:
-    """Export a model to an ONNX or torch.export file, after a parity check of its features.
+    """Export a model to an ONNX or torch.export file if its features pass a parity check.
 
-    Inputs of the exported model: ``images``: (B, C, H, W) float32 for any B, at ``INPUT.SIZE_TEST``, or
-    ``INPUT.CROP.SIZE`` with ``INPUT.CROP``; with camera or view embeddings also ``camids`` and ``viewids``: (B,) int64.
-    Output: ``features``: (B, D) float32, averaged with the mirror image if ``TEST.FLIP`` is on. The parity check
-    compares with PyTorch in float32, on random images in batches of 1, 3 and 32 and on a test set.
+    Inputs of the exported model: ``images``: (B, C, H, W) float32, of size ``INPUT.SIZE_TEST``, or ``INPUT.CROP.SIZE``
+    if ``INPUT.CROP`` is on. The batch size B is dynamic. Models with camera or view embeddings have the additional
+    inputs ``camids`` and ``viewids``: (B,) int64. Output: ``features``: (B, D) float32, averaged over the image and its
+    mirror image if ``TEST.FLIP`` is on.
+
+    The parity check compares the exported model with the PyTorch model in float32, on random images in batches of 1, 3
+    and 32, and on a test set.
 
     Args:
         predictor: trained model.
-        path: output file, whose name ends in .onnx or .pt2.
-        precision: ``"float32"`` (default), or ``"fp16"``: weights and computation in float16, except for parts that
-            must be float32 (``to_float16``).
-        normalization: if True (default), input images are 0..255 and the file contains mean and standard deviation;
-            otherwise the caller normalizes images.
-        l2: normalize features to unit length. Default: False.
-        data: test set for the parity check. Default: the first one of the config, if available; "" for none.
+        path: output file; its name must end in .onnx or .pt2.
+        precision: ``"float32"`` (default), or ``"fp16"``: weights and computation in float16, except for modules
+            that require float32 (``to_float16``).
+        normalization: if True (default), the exported model takes images in 0..255 and normalizes them; otherwise the
+            caller must normalize the images.
+        l2: if True, normalize features to unit length. Default: False.
+        data: test set for the parity check. Default: the first test set of the config, if available; "" for none.
         max_images: approximate maximum number of test images; 0 for all. Default: 1000.
-        tolerance: maximum loss of mAP in percentage points. Default: 0.1.
+        tolerance: maximum decrease of mAP in percentage points. Default: 0.1.
         opset: ONNX opset. Default: PyTorch's choice.
 
     Returns:
-        The comparisons and metadata.
+        A report with the comparisons and the metadata.
 
     Raises:
-        ConfigError: an argument is invalid, a package is missing, the file cannot be written, or the size of test
-            images is not fixed.
-        DataError: ``data`` is missing.
-        ExportError: the model cannot be traced, or the parity check failed; no file is written.
+        ConfigError: if an argument is invalid, a package is not installed, the file cannot be written, or the size of
+            test images is not fixed.
+        DataError: if the test set ``data`` is missing.
+        ExportError: if the model cannot be traced, or the parity check fails; no file is written.
     """
     path = Path(path).expanduser()
     format = _check_arguments(path, precision, opset, tolerance)
@@ -146,13 +149,13 @@ def export(
 
 
 class _FeatureExtractor(nn.Module):
-    """Module to export, on the CPU: images to features."""
+    """Module to export, which maps images to features on the CPU."""
 
     def __init__(self, predictor: Predictor, *, precision: str, normalization: bool, l2: bool) -> None:
         super().__init__()
         self.model = _to_deploy_form(predictor.model)
         if not isinstance(self.model, ImageModel):
-            raise ExportError(f"cannot export a {type(self.model).__name__}: expected an ImageModel")
+            raise ExportError(f"cannot export a {type(self.model).__name__}: the model must be an ImageModel")
         if not normalization:
             self.model.take_normalized_images()
         if precision == "fp16":
@@ -178,7 +181,7 @@ def _normalized(features: Tensor) -> Tensor:
 
 
 def _to_deploy_form(model: nn.Module) -> nn.Module:
-    """Return a copy on the CPU in deploy form."""
+    """Copy the model to the CPU and convert it to deploy form."""
     model = copy.deepcopy(model).to("cpu", memory_format=torch.contiguous_format).eval().requires_grad_(False)
     for name in getattr(model, "training_only", ()):
         setattr(model, name, None)
@@ -206,12 +209,12 @@ def _trace(extractor: _FeatureExtractor, predictor: Predictor) -> ExportedProgra
 
 
 def _check_arguments(path: Path, precision: str, opset: int | None, tolerance: float) -> Format:
-    """Validate the arguments of ``export`` and return the format of ``path``."""
+    """Validate the arguments of ``export`` and return the format for the suffix of ``path``."""
     if path.suffix not in FORMATS:
         raise ConfigError(f"{path}: unsupported format; expected a file name ending in {' or '.join(FORMATS)}")
     check_choice("--precision", precision, PRECISIONS)
     if not 0 <= tolerance <= 100:
-        raise ConfigError(f"--tolerance must be 0..100 mAP points; got {tolerance}")
+        raise ConfigError(f"--tolerance must be in 0..100 percentage points of mAP; got {tolerance}")
     format = FORMATS[path.suffix]
     format.check(opset)
     if path.is_dir():
@@ -222,7 +225,7 @@ def _check_arguments(path: Path, precision: str, opset: int | None, tolerance: f
 
 
 def _load_test_images(predictor: Predictor, data: str | None, max_images: int) -> RankedImages | None:
-    """Load the test images for the parity check; None without a test set."""
+    """Load the test images for the parity check, or return None if there is no test set."""
     if data == "":
         return None
     name = next(iter(predictor.cfg.DATASETS.TESTS), None) if data is None else data
@@ -234,7 +237,7 @@ def _load_test_images(predictor: Predictor, data: str | None, max_images: int) -
         if data is not None:
             raise
         logger.warning(
-            "parity check uses only random images, without mAP: test set %s is not available (%s)\n"
+            "parity check uses only random images and does not compare mAP: test set %s is not available (%s)\n"
             "  fix: choose another test set with --data NAME",
             name,
             str(error).splitlines()[0].removesuffix("; looked for"),
@@ -243,7 +246,7 @@ def _load_test_images(predictor: Predictor, data: str | None, max_images: int) -
 
 
 def _metadata(predictor: Predictor, *, precision: str, normalization: bool, l2: bool) -> dict[str, Any]:
-    """Build the metadata of a file."""
+    """Build the metadata to store in an exported file."""
     cfg, model = predictor.cfg, predictor.model
     resize = predictor.resize
     return {
@@ -269,14 +272,14 @@ def _metadata(predictor: Predictor, *, precision: str, normalization: bool, l2: 
 
 
 def _exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any]) -> Features:
-    """Return a function that computes features of a batch in 0..255 with the exported model."""
+    """Return a function that computes the features of a batch in 0..255 with the exported model."""
     mean, std = (predictor.model.get_buffer(name).cpu() for name in ("pixel_mean", "pixel_std"))
 
     def features(batch: dict[str, Any]) -> Tensor:
         images = batch["images"].float()
         if metadata["normalization"] == "outside":
             images = (images - mean) / std
-        with quiet(f"the exported model fails on a batch of {len(images)}"):
+        with quiet(f"the exported model fails on a batch of {len(images)} images"):
             return run({"images": images} | {name: batch[name] for name in predictor.camera_view_counts})
 
     return features
@@ -285,7 +288,7 @@ def _exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any])
 def _compare(
     report: ExportReport, predictor: Predictor, found: Features, images: RankedImages | None, l2: bool
 ) -> None:
-    """Fill in the comparisons; the test set is skipped if random images already differ too much."""
+    """Add the comparisons to ``report``; the test set is skipped if features of random images differ too much."""
     policy = predictor.policy.in_float32()
 
     def raw_features(batch: dict[str, Any]) -> Tensor:
@@ -316,16 +319,16 @@ def _check_quality(report: ExportReport, tolerance: float) -> None:
     precision, lost = report.metadata["precision"], -(report.map_difference or 0)
     if _differs_too_much(report):
         minimum = min((each.min_cosine for each in report.comparisons), key=lambda cosine: (cosine == cosine, cosine))
-        problem = f"cosine similarity of features {minimum:.6f}, expected at least {MIN_COSINE[precision]}"
+        problem = f"the cosine similarity of features is {minimum:.6f}, expected at least {MIN_COSINE[precision]}"
     elif lost > tolerance:
-        problem = f"mAP decreased by {lost:.2f} points, --tolerance is {tolerance:g}"
+        problem = f"mAP decreased by {lost:.2f} points, but --tolerance is {tolerance:g}"
     else:
         return
     fix = (
         "use --precision float32, or add the modules that overflow in float16 to SOLVER.AMP.FORCE_FP32 (fastamp doctor)"
     )
     if precision == "float32":
-        fix = "use another format, and report the model: this is a bug of the exporter or of fastamp"
+        fix = "use another format, and report a bug: the exporter or fastamp does not support this model correctly"
         if report.metadata["l2"] and report.metadata["metric"] == "euclidean" and lost > tolerance:
             fix = "use --no-l2, because the euclidean metric depends on the length of features"
     raise ExportError(f"parity check failed, {report.path} was not written: {problem}.\n{report.table()}\n  fix: {fix}")

@@ -28,7 +28,7 @@ _LOWEST_TORCH = (2, 7)  # for ONNX export
 
 
 class ExportError(UserError):
-    """A model cannot be exported, or the exported model failed the parity check."""
+    """Raised if a model cannot be exported, or the exported model fails the parity check."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Format:
 
     Attributes:
         title: name of the format.
-        packages: required packages of the extra ``export``.
-        content: function (program, metadata, opset or None) -> file content.
-        runner: function (file content) -> function that runs the model.
+        packages: packages that the format requires, from the extra ``export``.
+        content: function (program, metadata, opset or None) -> content of the file as bytes.
+        runner: function (content of the file) -> function that runs the exported model.
     """
 
     title: str
@@ -54,22 +54,22 @@ class Format:
                 importlib.import_module(package)
             except ImportError as error:
                 raise ConfigError(
-                    f"{self.title} requires {package}, which cannot be imported ({error}).\n"
+                    f"{self.title} export requires {package}, which cannot be imported ({error}).\n"
                     '  fix: pip install "fastamp[export]"'
                 ) from error
         if self.packages and tuple(map(int, torch.__version__.split(".")[:2])) < _LOWEST_TORCH:
             raise ConfigError(
-                f"{self.title} requires PyTorch {'.'.join(map(str, _LOWEST_TORCH))} or later, found "
-                f"{torch.__version__}, whose exporter fails on batch norm with current onnxscript.\n"
+                f"{self.title} export requires PyTorch {'.'.join(map(str, _LOWEST_TORCH))} or later, found "
+                f"{torch.__version__}: its exporter cannot export batch norm with current onnxscript versions.\n"
                 "  fix: upgrade PyTorch, or export a .pt2 file"
             )
         if opset is None:
             return
         if not self.packages:
-            raise ConfigError(f"--opset {opset} is not supported by {self.title}, only by ONNX")
+            raise ConfigError(f"--opset {opset} is only supported for ONNX, not for {self.title}")
         highest = importlib.import_module("onnx").defs.onnx_opset_version()
         if not _LOWEST_OPSET <= opset <= highest:
-            raise ConfigError(f"--opset must be {_LOWEST_OPSET}..{highest}; got {opset}")
+            raise ConfigError(f"--opset must be in {_LOWEST_OPSET}..{highest}; got {opset}")
 
 
 @contextlib.contextmanager
@@ -77,10 +77,10 @@ def quiet(what: str) -> Iterator[None]:
     """Suppress output, logs and warnings of PyTorch's exporters, and convert their errors to ExportError.
 
     Args:
-        what: beginning of the error message.
+        what: description of the failure, with which the error message begins.
 
     Raises:
-        ExportError: an exception was raised in the context; the message has one line.
+        ExportError: if an exception is raised in the context; the message is a single line.
     """
     printed = io.StringIO()
     try:
@@ -110,7 +110,7 @@ def _onnx_content(program: ExportedProgram, metadata: dict[str, Any], opset: int
     size = sum(tensor.nbytes for tensor in program.state_dict.values())
     if size >= _PROTOBUF_LIMIT:
         raise ExportError(
-            f"model is too large for ONNX: weights of {size / 2**30:.1f} GiB, the limit is 2 GiB.\n"
+            f"the model is too large for ONNX: its weights have {size / 2**30:.1f} GiB, but the limit is 2 GiB.\n"
             "  fix: use --precision fp16, or export a .pt2 file"
         )
     inputs = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
@@ -135,7 +135,7 @@ def _onnx_content(program: ExportedProgram, metadata: dict[str, Any], opset: int
 
 
 def _name_batch(model: Any) -> None:
-    """Rename the batch dimension to ``batch``; PyTorch uses the name of a symbol, e.g. s34."""
+    """Rename the batch dimension, for which PyTorch uses the name of a symbol (e.g. s34), to ``batch``."""
     symbol = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
@@ -144,7 +144,7 @@ def _name_batch(model: Any) -> None:
 
 
 def _forget_source(model: Any) -> None:
-    """Remove source locations: they contain local paths, and can be larger than a small model."""
+    """Remove source locations, which contain local paths and can be larger than a small model."""
     graphs = [model.graph, *model.functions]
     for graph in graphs:
         parts = [graph, *graph.node, *graph.value_info]

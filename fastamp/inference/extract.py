@@ -1,4 +1,4 @@
-"""Feature extraction of many images into one file, with resume after an interruption."""
+"""Feature extraction from many images into one file, which can be resumed after an interruption."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ _UNFINISHED = re.compile(rf"\.({re.escape(_MARKER)}|{_PART.pattern})\..*\.tmp")
 
 @dataclass(frozen=True)
 class Listing:
-    """N images with identities and splits; columns as in ``Extraction``."""
+    """N images with their identities and splits; see ``Extraction`` for the columns."""
 
     items: PackedItems
     pids: np.ndarray
@@ -75,8 +75,8 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
         The images with their identities, cameras and splits.
 
     Raises:
-        ConfigError: the split is unknown.
-        DataError: the dataset is unknown or invalid, or there are no images.
+        ConfigError: if a split is unknown.
+        DataError: if the dataset is unknown or invalid, or contains no images.
     """
     for split in splits:
         check_choice("splits", split, SPLITS)
@@ -93,13 +93,13 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
         else:
             suggestion = "" if "/" in name else did_you_mean(name, DATASET_REGISTRY)
             raise DataError(
-                f"{name} not found: expected a folder, a CSV file or a dataset name as in DATASETS.NAMES.{suggestion}"
+                f"{name} not found: expected a folder, a CSV file, or a dataset name as in DATASETS.NAMES.{suggestion}"
             )
     dataset = build_dataset(name, cfg)
     parts = {split: PackedItems.of(getattr(dataset, split)) for split in SPLITS if split in splits}
     items = PackedItems.concat([*parts.values(), PackedItems.of([])])
     if not items:
-        raise DataError(f"dataset {name} has no {' or '.join(parts)} images")
+        raise DataError(f"dataset {name} contains no {' or '.join(parts)} images")
     values, inverse = items.pids.unique()
     pids = [dataset.identity(pid) for pid in values]
     are_integers = all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", pid) for pid in pids)
@@ -122,24 +122,25 @@ def extract(
 ) -> tuple[Extraction, list[str]]:
     """Extract the features of all images of ``source`` to ``out``.
 
-    Completed parts are stored in the folder ``OUT.parts``. Another call with the same model and images resumes from
-    them with a bit-identical result. At the end the parts are deleted, and the folder if it contains no other files.
+    Completed parts are stored in the folder ``OUT.parts``. After an interruption, another call with the same model and
+    images resumes from these parts, and the result is bit-identical. When the extraction is complete, the parts are
+    deleted, and also the folder if it contains no other files.
 
     Args:
         predictor: trained model.
         source: see ``list_images``.
-        out: output file, whose name ends in ``.npz``, see ``Extraction``.
+        out: output file, see ``Extraction``; its name must end in ``.npz``.
         splits: see ``list_images``.
-        skip_corrupt: skip images that cannot be read, instead of raising an error. Default: False.
-        num_workers: number of processes that decode images. Default: TEST.NUM_WORKERS.
+        skip_corrupt: if True, skip images that cannot be read instead of raising an error. Default: False.
+        num_workers: number of processes for decoding images. Default: TEST.NUM_WORKERS.
 
     Returns:
-        The extraction, and one message for each skipped image.
+        The extraction, and an error message for each skipped image.
 
     Raises:
-        ConfigError: ``out`` cannot be written, a name is unknown, ``OUT.parts`` is a link or not of an extraction, or
-            another process writes to ``out``.
-        DataError: there are no images, or an image cannot be read.
+        ConfigError: if ``out`` cannot be written, a split is unknown, ``OUT.parts`` is a link or contains other files
+            than the parts of an extraction, or another process is writing to ``out``.
+        DataError: if there are no images, or an image cannot be read.
     """
     out = Path(out).expanduser()
     if out.suffix != ".npz" or out.is_dir() or not out.parent.is_dir():
@@ -155,7 +156,7 @@ def extract(
         skipped = [str(line) for path in parts.paths for line in parts.read(path, "unreadable")]
         if not len(rows):
             parts.remove()  # otherwise a resume would skip images that were fixed since
-            raise DataError(f"cannot read any of {len(listing.items)} images; first error: {skipped[0]}")
+            raise DataError(f"none of the {len(listing.items)} images can be read; first error: {skipped[0]}")
         width = parts.read(parts.paths[0], "features").shape[1]
         columns = listing.columns(rows) | {
             "config_hash": np.array(predictor.config_hash),
@@ -181,7 +182,7 @@ def _compute(
     num_workers: int | None,
     out: Path,
 ) -> None:
-    """Extract the images that are not in ``parts`` yet, and write them there."""
+    """Extract the features of images that are not yet in ``parts``, and add them."""
     cfg, total = predictor.cfg, len(listing.items)
     if parts.done == total:
         return
@@ -217,9 +218,9 @@ def _compute(
 
 
 class _Images(ReidDataset):
-    """Dataset of images of which some may be unreadable.
+    """Dataset of images, some of which may be unreadable.
 
-    With ``skip_corrupt``, ``unreadable`` in a batch maps the indices of unreadable images to their errors.
+    With ``skip_corrupt``, the batch entry ``unreadable`` maps the index of each unreadable image to its error message.
     """
 
     def __init__(self, items: Sequence[ImageItem], transforms: Any, skip_corrupt: bool, *, first: int) -> None:
@@ -234,7 +235,7 @@ class _Images(ReidDataset):
         return batch | {"unreadable": self._unreadable}
 
     def read(self, index: int) -> Tensor:
-        """See ``ReidDataset``; a skipped image is black."""
+        """Read an image, see ``ReidDataset``; an unreadable image that is skipped is replaced by a black one."""
         try:
             return super().read(index)
         except DataError as error:
@@ -248,18 +249,18 @@ class _Images(ReidDataset):
 
 
 class _Parts:
-    """Completed parts of an extraction: files of consecutive images, each written atomically.
+    """Completed parts of an extraction: files with the features of consecutive images, each written atomically.
 
     Args:
-        folder: folder of the files; parts of another extraction are deleted.
-        marker: settings and images of the extraction, see ``_marker_of``.
+        folder: folder that contains the files; parts of a different extraction are deleted.
+        marker: description of the settings and images, see ``_marker_of``.
 
     Attributes:
-        paths: files in order.
+        paths: files of the parts, in order.
         done: number of completed images.
 
     Raises:
-        ConfigError: the folder is a link, contains files but no marker of an extraction, or is in use.
+        ConfigError: if the folder is a link, contains files but no marker of an extraction, or is in use.
     """
 
     def __init__(self, folder: Path, marker: dict[str, Any]) -> None:
@@ -275,9 +276,10 @@ class _Parts:
             raise
 
     def _check_folder(self) -> None:
-        """Raise ConfigError unless the folder is missing, empty, or of an extraction.
+        """Raise ConfigError unless the folder is missing, is empty or contains parts of an extraction.
 
-        A temporary file and a lock, which a killed extraction may leave before it writes the marker, are ignored.
+        Temporary files and a lock file are ignored, because an extraction that is killed before it writes the marker
+        may leave them behind.
         """
         problem = ""
         if self.folder.is_symlink():
@@ -290,12 +292,12 @@ class _Parts:
             problem = f"contains {other_files[0]}, but no marker of an extraction ({_MARKER})" if other_files else ""
         if problem:
             raise ConfigError(
-                f"cannot use {self.folder} for the parts of the extraction: it {problem}.\n"
+                f"cannot store the parts of the extraction in {self.folder}, because it {problem}.\n"
                 "  fix: choose another --output, or move it away"
             )
 
     def _read_marker(self) -> Any:
-        """Return the content of the marker; None if it is missing or unreadable."""
+        """Read the marker; return None if it is missing or unreadable."""
         marker_path = self.folder / _MARKER
         try:
             return None if marker_path.is_symlink() else json.loads(marker_path.read_text(encoding="utf-8"))
@@ -308,14 +310,16 @@ class _Parts:
         return [path for path in paths if path.is_file() and not path.is_symlink()]
 
     def _open(self, marker: dict[str, Any]) -> None:
-        """Find completed parts of this extraction, and delete those of another one."""
+        """Find the completed parts of this extraction, and delete the parts of a different extraction."""
         self._check_folder()  # again, now that the lock keeps other extractions out
         marker_path, found = self.folder / _MARKER, self._read_marker()
         if found != marker:
             if found is not None:
                 changed = [name for name in marker if found.get(name) != marker[name]]
                 logger.warning(
-                    "%s is of another extraction (different %s); starting again", self.folder, ", ".join(changed)
+                    "%s contains parts of a different extraction (different %s); starting from the beginning",
+                    self.folder,
+                    ", ".join(changed),
                 )
             for path in self._part_files():
                 path.unlink()
@@ -333,7 +337,7 @@ class _Parts:
             self.done = stop
 
     def write(self, stop: int, batches: Sequence[tuple[Tensor, Tensor, dict[int, str]]]) -> None:
-        """Write the images from ``done`` up to ``stop`` (exclusive) as a part."""
+        """Write the images from ``done`` to ``stop`` (exclusive) as one part."""
         features, rows, unreadable = (list(column) for column in zip(*batches, strict=True))
         messages = {row: text for each in unreadable for row, text in each.items()}
         rows = torch.cat(rows).numpy()
@@ -350,12 +354,12 @@ class _Parts:
         self.done = stop
 
     def read(self, path: Path, name: str) -> np.ndarray:
-        """Read an array of a part."""
+        """Read an array from a part."""
         with open_arrays(path, "extraction", fix="delete it; its images will be extracted again") as archive:
             return read_array(archive, name)
 
     def remove(self) -> None:
-        """Delete the files of the extraction, and the folder if it is empty then."""
+        """Delete the files of the extraction, and then the folder if it is empty."""
         with suppress(OSError):
             unfinished = [path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name)]
             for path in (*self._part_files(), *unfinished, self.folder / _MARKER):
@@ -365,7 +369,7 @@ class _Parts:
             self.folder.rmdir()
 
     def close(self) -> None:
-        """Release the folder and keep completed parts; without parts, delete the folder."""
+        """Unlock the folder and keep the completed parts; if there are none, delete the folder."""
         if self.paths:
             unlock_folder(self.folder)
         else:
@@ -373,12 +377,12 @@ class _Parts:
 
 
 def _is_marker(content: Any) -> bool:
-    """Return True if the content is a marker of an extraction of any version."""
+    """Return True if ``content`` is the marker of an extraction, written by any version."""
     return isinstance(content, dict) and {"model", "images"} <= content.keys()
 
 
 def _marker_of(predictor: Predictor, listing: Listing, skip_corrupt: bool) -> dict[str, Any]:
-    """Build the marker: all settings that determine the features of a listing bit for bit."""
+    """Build the marker: all settings on which the exact bits of the features depend."""
     digest = hashlib.blake2b(digest_size=16)
     splits = listing.split if listing.split is not None else [""] * len(listing.items)
     for item, pid, split in zip(listing.items, listing.pids, splits, strict=True):

@@ -1,4 +1,4 @@
-"""File format of extractions: an npz file of plain arrays with memory-mapped features."""
+"""File format of extractions: npz files of plain arrays, whose features are memory-mapped."""
 
 import math
 import zipfile
@@ -39,20 +39,20 @@ _LOCAL_HEADER = 30  # size in bytes of a local zip header without name and extra
 
 @dataclass(frozen=True)
 class Extraction:
-    """Features of N images with their identities and cameras.
+    """Features of N images, with identities and cameras.
 
     Attributes:
-        path: file of the extraction.
+        path: npz file of the extraction.
         features: (N, D) float32, not normalized, memory-mapped.
-        paths: (N,) str, image files.
-        pids: (N,) int64 or str, identities as named by the dataset; -1 if unknown.
+        paths: (N,) str, paths of the image files.
+        pids: (N,) int64 or str, identities under their names in the dataset; -1 if unknown.
         camids: (N,) int64, cameras; -1 if unknown.
         config_hash: hash of the model, see ``Predictor.config_hash``.
-        checkpoint: file of the model.
-        metric: ``TEST.METRIC`` of the model.
+        checkpoint: path of the model's checkpoint.
+        metric: ``TEST.METRIC`` in the model's config.
         split: (N,) str, ``query``, ``gallery`` or ``train``; None without splits.
-        boxes: (N, 4) int64, box of each image in its file: left, top, right, bottom (right and bottom exclusive); None
-            if all images are entire files.
+        boxes: (N, 4) int64, box of each image in its file: left, top, right, bottom (right and bottom exclusive);
+            None if each image is an entire file.
         fingerprint: checksum of features and paths.
     """
 
@@ -78,10 +78,10 @@ def write_arrays(
     """Write a deterministic, uncompressed npz file.
 
     Args:
-        file: file opened for writing; it may contain data before the archive.
+        file: binary file opened for writing; it may already contain data, after which the archive is written.
         arrays: name -> array.
-        features: blocks of rows of an additional float32 array ``features``; one block is in memory at a time. Default:
-            None.
+        features: row blocks of an additional float32 array ``features``; only one block is in memory at a time.
+            Default: None, no features.
         shape: shape of ``features``.
     """
     with zipfile.ZipFile(file, "w") as archive:
@@ -98,16 +98,16 @@ def write_arrays(
 
 @contextmanager
 def open_arrays(path: str | PathLike[str], expected: str, *, fix: str) -> Iterator[zipfile.ZipFile]:
-    """Open an npz file for ``read_array`` and ``map_array``, and convert errors in the context to DataError.
+    """Open an npz file for ``read_array`` and ``map_array``, and convert exceptions in the context to DataError.
 
     Args:
         path: npz file.
-        expected: kind of file, for the message, e.g. ``"extraction"``.
-        fix: fix for a damaged file, for the message.
+        expected: expected kind of file for the error message, e.g. ``"extraction"``.
+        fix: suggested fix for the error message if the file is damaged.
 
     Raises:
-        DataError: the file cannot be read, is damaged, has unsupported compression or encryption, or its unpacked size
-            exceeds the available memory.
+        DataError: if the file cannot be read, is damaged or encrypted, uses an unsupported compression, or its unpacked
+            size exceeds the available memory.
     """
     try:
         check_not_device(path)
@@ -116,7 +116,8 @@ def open_arrays(path: str | PathLike[str], expected: str, *, fix: str) -> Iterat
             free = available_memory()
             if free is not None and size > free:
                 raise DataError(
-                    f"{path} is too large: unpacked size {size / 1e9:.1f} GB, available memory {free / 1e9:.1f} GB"
+                    f"{path} is too large: its unpacked size is {size / 1e9:.1f} GB, but only "
+                    f"{free / 1e9:.1f} GB of memory are available"
                 )
             yield archive
     except (UserError, AssertionError, AttributeError, ImportError, NameError):  # all except UserError are bugs
@@ -134,14 +135,14 @@ def _damaged_error(path: str | PathLike[str], expected: str, error: Exception, f
     cause = (
         lines[0][:200] if lines[0] and not isinstance(error, KeyError) else f"{type(error).__name__} {lines[0]:.200}"
     )
-    return DataError(f"{path} is damaged or not an {expected} ({cause}).\n  fix: {fix}")
+    return DataError(f"{path} is damaged or is not an {expected} ({cause}).\n  fix: {fix}")
 
 
 def check_columns(path: str | PathLike[str], arrays: Mapping[str, np.ndarray], count: int, *, fix: str) -> None:
-    """Validate the columns of ``count`` images.
+    """Validate columns that describe ``count`` images.
 
     Raises:
-        DataError: a column has a wrong shape or dtype.
+        DataError: if a column has a wrong shape or dtype.
     """
     for name, (kinds, shape) in _COLUMNS.items():
         if name not in arrays:
@@ -159,24 +160,26 @@ def text_of(path: str | PathLike[str], name: str, array: np.ndarray, *, fix: str
     """Convert a 0-dimensional string array to str.
 
     Raises:
-        DataError: the array has another shape or dtype.
+        DataError: if the array is not a 0-dimensional string array.
     """
     if array.shape != () or array.dtype.kind != "U":
-        raise DataError(f"{path}: {name} must be a single string; got {array.dtype} {array.shape}.\n  fix: {fix}")
+        raise DataError(
+            f"{path}: expected {name} to be a single string, got {array.dtype} {array.shape}.\n  fix: {fix}"
+        )
     return str(array)
 
 
 def read_extraction(path: str | PathLike[str]) -> Extraction:
-    """Read a file of ``fastamp extract``.
+    """Read a file that ``fastamp extract`` wrote.
 
     Args:
-        path: npz file.
+        path: npz file of the extraction.
 
     Returns:
         The extraction, with memory-mapped features.
 
     Raises:
-        DataError: the file is missing, damaged, or not an extraction.
+        DataError: if the file is missing, is damaged or is not an extraction.
     """
     path = Path(path).expanduser()
     with open_arrays(path, "extraction", fix=_WRITE_AGAIN) as archive:
@@ -192,9 +195,9 @@ def read_extraction(path: str | PathLike[str]) -> Extraction:
         fingerprint = "-".join(f"{archive.getinfo(f'{name}.npy').CRC:08x}" for name in ("features", "paths"))
     features = arrays["features"]
     if features.ndim != 2 or features.dtype != np.float32:
-        raise DataError(f"{path}: features must be float32 (N, D); got {features.dtype} {features.shape}")
+        raise DataError(f"{path}: expected float32 features of shape (N, D), got {features.dtype} {features.shape}")
     if 0 in features.shape:
-        raise DataError(f"{path}: features are empty: {features.shape}")
+        raise DataError(f"{path} contains no features: their shape is {features.shape}")
     check_columns(path, arrays, len(features), fix=_WRITE_AGAIN)
     rows = {name: arrays[name] for name in _COLUMNS if name in arrays}
     texts = {
@@ -204,18 +207,18 @@ def read_extraction(path: str | PathLike[str]) -> Extraction:
 
 
 def check_same_model(gallery: Any, config_hash: str, checkpoint: str | PathLike[str]) -> None:
-    """Check that features of a model can be compared with those of ``gallery``.
+    """Check that the features of a model can be compared with those in ``gallery``.
 
     Args:
         gallery: extraction or index, with ``path``, ``config_hash`` and ``checkpoint``.
-        config_hash, checkpoint: hash and file of the model.
+        config_hash, checkpoint: hash of the model, and path of its checkpoint.
 
     Raises:
-        DataError: the hashes differ.
+        DataError: if the hashes differ.
     """
     if config_hash != gallery.config_hash:
         raise DataError(
-            f"model mismatch: the features in {gallery.path} cannot be compared with those of this model.\n"
+            f"model mismatch: the features in {gallery.path} were extracted with a different model.\n"
             f"  file:  {gallery.checkpoint} ({gallery.config_hash})\n"
             f"  model: {checkpoint} ({config_hash})\n"
             "  fix: use the model of the file, or extract again with this model"
@@ -223,10 +226,10 @@ def check_same_model(gallery: Any, config_hash: str, checkpoint: str | PathLike[
 
 
 def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """Read an array of an npz file.
+    """Read an array from an npz file.
 
     Raises:
-        ValueError: its shape and dtype do not match the number of bytes.
+        ValueError: if the shape and dtype do not match the number of bytes.
     """
     entry = archive.getinfo(f"{name}.npy")
     with archive.open(entry) as stream:
@@ -239,11 +242,11 @@ def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 def _check_bytes(name: str, shape: tuple[int, ...], dtype: np.dtype, found: int) -> None:
     """Raise ValueError unless ``found`` is the number of bytes of this shape and dtype."""
     if math.prod(shape) * dtype.itemsize != found:
-        raise ValueError(f"{name}: header states {dtype} {shape}, but the data has {found} bytes")
+        raise ValueError(f"{name}: the header specifies {dtype} {shape}, but the data has {found} bytes")
 
 
 def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Read the header of an array: shape, True for Fortran order, and dtype."""
+    """Read the shape, the Fortran-order flag and the dtype from the header of an array."""
     version = np.lib.format.read_magic(stream)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read is None:
@@ -252,10 +255,10 @@ def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def map_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """Memory-map an array of an npz file; arrays that cannot be mapped (e.g. compressed ones) are read.
+    """Memory-map an array in an npz file, or read it if it cannot be mapped, e.g. because it is compressed.
 
     Raises:
-        ValueError: see ``read_array``.
+        ValueError: if the shape and dtype do not match the number of bytes.
     """
     entry = archive.getinfo(f"{name}.npy")
     if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & _NOT_PLAIN:

@@ -1,4 +1,4 @@
-"""Conversion of input images: paths, PIL images, arrays, tensors, and boxes of a frame."""
+"""Conversion of input images: paths, PIL images, arrays, tensors, and boxes in a frame."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -23,10 +23,10 @@ def decode(image: Image, color: str, channels: int, *, max_pixels: int, least_si
         image: see ``Predictor.features``.
         color: channel order of arrays and tensors, one of ``COLORS``.
         channels: number of channels C: 1, 3 or 4.
-        max_pixels, least_side: limits for files, see ``read_image``.
+        max_pixels, least_side: size limits for image files, see ``read_image``.
 
     Raises:
-        DataError: the image cannot be read, or has a wrong shape or dtype.
+        DataError: if the image cannot be read, or has a wrong shape or dtype.
     """
     if isinstance(image, (str, os.PathLike)):
         return read_image(os.fspath(image), channels, max_pixels=max_pixels, least_side=least_side)
@@ -36,19 +36,19 @@ def decode(image: Image, color: str, channels: int, *, max_pixels: int, least_si
 
 
 def crop_boxes(frame: np.ndarray | Tensor, corners: np.ndarray) -> list[np.ndarray] | list[Tensor]:
-    """Crop boxes from a frame; a box outside the frame gives an image without pixels.
+    """Crop boxes from a frame; a box outside the frame results in an image without pixels.
 
-    The crops have the type of the frame, so that only the crops are converted later.
+    The crops keep the type of the frame, so that only they need to be converted, and not the entire frame.
 
     Args:
         frame: uint8 array (H, W[, C]) or tensor (C, H, W).
         corners: (N, 4) left, top, right and bottom in pixels.
 
     Returns:
-        N views of the frame.
+        List of N crops, which are views of the frame.
 
     Raises:
-        DataError: the frame has a wrong shape or dtype.
+        DataError: if the frame has a wrong shape or dtype.
     """
     _check_layout(frame)
     if isinstance(frame, Tensor):
@@ -61,7 +61,7 @@ def crop_boxes(frame: np.ndarray | Tensor, corners: np.ndarray) -> list[np.ndarr
 
 
 def as_list(images: Image | Sequence[Image]) -> list[Image]:
-    """Convert one or several images to a list."""
+    """Convert one or more images to a list."""
     texts = isinstance(images, np.ndarray) and images.dtype.kind == "U"
     if isinstance(images, (np.ndarray, Tensor)) and not texts:
         images = images if images.ndim == 4 else [images]
@@ -69,15 +69,15 @@ def as_list(images: Image | Sequence[Image]) -> list[Image]:
         images = [images]
     images = list(images)
     if not images:
-        raise DataError("no images: at least one image is required")
+        raise DataError("no images were given: at least one image is required")
     return images
 
 
 def as_one(image: Image) -> list[Image]:
-    """Convert one image to a list; raise DataError for several."""
+    """Convert one image to a list; raise DataError for more than one."""
     images = as_list(image)
     if len(images) != 1:
-        raise DataError(f"a comparison takes two single images; one argument has {len(images)} images")
+        raise DataError(f"a comparison requires exactly one image per argument; got {len(images)} images")
     return images
 
 
@@ -86,16 +86,16 @@ def as_boxes(boxes: Any) -> np.ndarray:
     try:
         corners = np.asarray(boxes.cpu() if isinstance(boxes, Tensor) else boxes, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise DataError(f"boxes must be (N, 4) numbers: {error}") from error
+        raise DataError(f"boxes must be an (N, 4) array of numbers: {error}") from error
     if corners.size == 0:
         return corners.reshape(0, 4)
     if corners.ndim != 2 or corners.shape[1] != 4:
-        raise DataError(f"boxes must have shape (N, 4): left, top, right, bottom; got {corners.shape}")
+        raise DataError(f"boxes must have shape (N, 4), with columns left, top, right, bottom; got {corners.shape}")
     return corners
 
 
 def _check_layout(image: Any) -> None:
-    """Raise DataError unless an image is a uint8 array (H, W[, C]) or tensor (C, H, W), gray, RGB or RGBA."""
+    """Raise DataError unless an image is a gray, RGB or RGBA uint8 array (H, W[, C]) or tensor (C, H, W)."""
     if not isinstance(image, (np.ndarray, Tensor)):
         hint = "\n  fix: convert it with numpy.asarray(image)" if hasattr(image, "__array_interface__") else ""
         raise DataError(f"an image must be a path, PIL image, array or tensor; got {type(image).__name__}{hint}")
@@ -108,7 +108,7 @@ def _check_layout(image: Any) -> None:
 
 
 def _as_tensor(image: np.ndarray | Tensor, color: str) -> Tensor:
-    """Convert an array (H, W[, C]) or tensor (C, H, W) to a (C, H, W) uint8 tensor, gray, RGB or RGBA."""
+    """Convert a gray, RGB or RGBA array (H, W[, C]) or tensor (C, H, W) to a (C, H, W) uint8 tensor."""
     _check_layout(image)
     if isinstance(image, Tensor):
         tensor = image.cpu()

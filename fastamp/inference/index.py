@@ -1,4 +1,4 @@
-"""Gallery index: nearest-neighbor search with faiss, in a memory-mapped file."""
+"""Gallery index: nearest-neighbor search with faiss in a memory-mapped file."""
 
 import logging
 import math
@@ -67,15 +67,15 @@ _META = (
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The k nearest gallery images of each of Q queries, nearest first.
+    """The k nearest gallery images for each of Q queries, nearest first.
 
     Attributes:
         scores: (Q, k) float32, cosine similarities in -1..1, or Euclidean distances.
         rows: (Q, k) int64, indices in the gallery.
-        paths: (Q, k) str.
+        paths: (Q, k) str, paths of the image files.
         pids: (Q, k) int64 or str, -1 for unknown identities.
         camids: (Q, k) int64, -1 for unknown cameras.
-        boxes: (Q, k, 4) int64, box of the image in its file; None if all images are entire files.
+        boxes: (Q, k, 4) int64, box of each image in its file; None if each image is an entire file.
         metric: ``"cosine"`` or ``"euclidean"``.
     """
 
@@ -89,14 +89,14 @@ class SearchResult:
 
 
 class GalleryIndex:
-    """Gallery index; created by ``build_index``, ``load_index`` or ``open_gallery``.
+    """Gallery index, created by ``build_index``, ``load_index`` or ``open_gallery``.
 
     Attributes:
-        kind: ``"flat"``: exact search; ``"ivf"``: search in the nearest of several inverted lists; ``"hnsw"``: search
-            in a graph.
+        kind: ``"flat"``: exact search; ``"ivf"``: search in the inverted lists nearest to the query; ``"hnsw"``: search
+            in a neighbor graph.
         metric: ``"cosine"`` or ``"euclidean"``.
-        config_hash, checkpoint: model of the features.
-        fingerprint: fingerprint of the extraction.
+        config_hash, checkpoint: hash and checkpoint of the model, see ``Extraction``.
+        fingerprint: fingerprint of the extraction, see ``Extraction``.
     """
 
     def __init__(self, path: Path, index: Any, meta: dict[str, np.ndarray]) -> None:
@@ -117,24 +117,24 @@ class GalleryIndex:
     def search(
         self, features: Tensor | np.ndarray, k: int = 10, *, effort: int | None = None, exact: bool = False
     ) -> SearchResult:
-        """Search the nearest gallery images.
+        """Search for the nearest gallery images.
 
         Args:
-            features: (Q, D) float of the same model, not normalized.
-            k: number of results, at most the size of the gallery. Default: 10.
-            effort: number of lists to search for ``ivf`` (nprobe), number of candidates for ``hnsw`` (efSearch); larger
-                values increase recall and time. Default: the default of the kind.
-            exact: compare with all features for any kind. Default: False.
+            features: (Q, D) float, features from the same model, not normalized.
+            k: number of results per query; limited to the size of the gallery. Default: 10.
+            effort: number of lists to search for ``ivf`` (nprobe), or number of candidates for ``hnsw`` (efSearch);
+                larger values increase recall and search time. Default: depends on the kind of index.
+            exact: if True, compare with all features, whatever the kind of index. Default: False.
 
         Returns:
-            The k nearest gallery images of each query.
+            The k nearest gallery images for each query.
 
         Raises:
-            ConfigError: ``k`` or ``effort`` is below 1.
-            DataError: the features have another dimension or are not finite.
+            ConfigError: if ``k`` or ``effort`` is below 1.
+            DataError: if the features have a wrong dimension or are not finite.
         """
         if k < 1 or (effort is not None and effort < 1):
-            raise ConfigError(f"k and effort must be at least 1; got {k} and {effort}")
+            raise ConfigError(f"k and effort must be at least 1; got k {k} and effort {effort}")
         features = np.ascontiguousarray(torch.as_tensor(features).float().cpu().numpy())
         if features.ndim != 2 or features.shape[1] != self.width or not np.isfinite(features).all():
             raise DataError(f"query features must be finite with shape (Q, {self.width}); got {features.shape}")
@@ -148,7 +148,7 @@ class GalleryIndex:
         return SearchResult(scores=scores, rows=rows, metric=self.metric, **columns)
 
     def _search(self, features: np.ndarray, k: int, effort: int | None, exact: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Search with faiss; return (Q, k) similarities or squared distances, and (Q, k) rows."""
+        """Search with faiss, and return (Q, k) similarities or squared distances, and (Q, k) rows."""
         index = self._index
         if exact or self.kind == "flat":
             return self._search_all(features, k)
@@ -165,7 +165,7 @@ class GalleryIndex:
         return values, rows
 
     def _search_all(self, features: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Search all features, by matrix products of blocks.
+        """Compare the queries with all features by matrix products of blocks.
 
         The flat search of faiss took 3 to 18 times as long for 8 to 64 queries (50,000 x 512).
         """
@@ -199,7 +199,7 @@ class GalleryIndex:
 
 
 def choose_kind(count: int) -> str:
-    """Choose the kind of index for a number of features."""
+    """Choose the kind of index for the given number of features."""
     if count <= FLAT_UP_TO:
         return "flat"
     return "hnsw" if count <= HNSW_UP_TO else "ivf"
@@ -209,16 +209,16 @@ def build_index(extraction: Extraction, out: str | PathLike[str], *, kind: str =
     """Build the index of an extraction and write it atomically.
 
     Args:
-        extraction: extraction to copy the features from; they are normalized for ``cosine``.
-        out: index file.
+        extraction: extraction with the features to index; they are normalized for ``cosine``.
+        out: index file to write.
         kind: one of ``KINDS``, or ``"auto"`` (default) to choose by ``choose_kind``.
 
     Returns:
         The index, loaded from the file.
 
     Raises:
-        ConfigError: the file cannot be written, or the kind is unknown.
-        DataError: a feature is not finite.
+        ConfigError: if the file cannot be written, or the kind is unknown.
+        DataError: if a feature is not finite.
     """
     check_choice("kind", kind, ("auto", *KINDS))
     out = Path(out).expanduser()
@@ -237,14 +237,15 @@ def load_index(path: str | PathLike[str], *, verify: bool = True) -> GalleryInde
     """Load a memory-mapped index.
 
     Args:
-        path: file of ``build_index``.
-        verify: read the file once and verify its checksum, because faiss crashes on invalid links. Default: True.
+        path: file written by ``build_index``.
+        verify: if True, read the entire file and verify its checksum, because faiss crashes on invalid graph links.
+            Default: True.
 
     Returns:
         The index.
 
     Raises:
-        DataError: the file is missing, truncated, damaged, or not an index.
+        DataError: if the file is missing, is truncated or damaged, or is not an index.
     """
     import faiss
 
@@ -269,7 +270,9 @@ def load_index(path: str | PathLike[str], *, verify: bool = True) -> GalleryInde
 
 def _number(path: Path, name: str, array: np.ndarray) -> int:
     if array.shape != () or array.dtype.kind not in "iu":
-        raise DataError(f"{path}: {name} is {array.dtype} {array.shape}; expected an integer.\n  fix: {_BUILD_AGAIN}")
+        raise DataError(
+            f"{path}: expected {name} to be an integer, got {array.dtype} {array.shape}.\n  fix: {_BUILD_AGAIN}"
+        )
     return int(array)
 
 
@@ -277,7 +280,7 @@ def _check_parts(path: Path, index: Any, meta: dict[str, np.ndarray]) -> None:
     """Check that the faiss index matches the metadata of the file.
 
     Raises:
-        DataError: kind, metric or number of images do not match.
+        DataError: if the kind, the metric or the number of images does not match.
     """
     import faiss
 
@@ -297,26 +300,26 @@ def _check_parts(path: Path, index: Any, meta: dict[str, np.ndarray]) -> None:
 def open_gallery(
     gallery: str | PathLike[str], *, of: Any = None, index: str | PathLike[str] | None = None, kind: str = "auto"
 ) -> GalleryIndex:
-    """Load an index, or the index of an extraction, which is built if it is missing or outdated.
+    """Load an index, or the index of an extraction; the latter is built if it is missing or outdated.
 
     Args:
-        gallery: index, or extraction whose name ends in ``.npz``.
-        of: predictor that must have the same model. Default: None, no check.
-        index: index file of an extraction. Default: next to the extraction, with the suffix ``.index``.
-        kind: kind of index to build, see ``build_index``; an index of another kind is built again. Default: ``"auto"``,
-            any existing kind.
+        gallery: index file, or extraction file, whose name ends in ``.npz``.
+        of: predictor whose model must match the model of the gallery. Default: None, no check.
+        index: index file of an extraction. Default: the file next to the extraction with the suffix ``.index``.
+        kind: kind of index to build, see ``build_index``. An existing index of a different kind is built again.
+            Default: ``"auto"``, which accepts an existing index of any kind.
 
     Returns:
         The index.
 
     Raises:
-        DataError: a file cannot be read, or is of another model.
-        ConfigError: the index cannot be written.
+        DataError: if a file cannot be read, or belongs to a different model.
+        ConfigError: if the index cannot be written.
     """
     path = Path(gallery).expanduser()
     if path.is_dir():
         raise DataError(
-            f"{path} is a folder; expected an index or an extraction.\n"
+            f"{path} is a folder; expected the file of an index or an extraction.\n"
             f"  fix: fastamp extract {of.checkpoint if of else 'CHECKPOINT'} {path} -o gallery.npz"
         )
     if path.suffix != ".npz":
@@ -329,12 +332,12 @@ def open_gallery(
         found = load_index(out)
         if found.fingerprint == extraction.fingerprint and kind in ("auto", found.kind):
             return found
-        logger.info("%s is an index of other features or of another kind; building it again", out)
+        logger.info("rebuilding %s, because it contains different features or is of a different kind", out)
     return build_index(extraction, out, kind=kind)
 
 
 def _build_filled(kind: str, extraction: Extraction) -> Any:
-    """Build a faiss index with all features."""
+    """Build a faiss index and add all features."""
     index, count = _build_empty(kind, extraction), len(extraction.features)
     starts = range(0, count, _BLOCK)
     for start in track(starts, len(starts), f"indexing {count} features ({kind})"):
@@ -343,7 +346,7 @@ def _build_filled(kind: str, extraction: Extraction) -> Any:
 
 
 def _build_empty(kind: str, extraction: Extraction) -> Any:
-    """Build a trained faiss index without features."""
+    """Build and train a faiss index without adding features."""
     import faiss
 
     count, width = extraction.features.shape
@@ -377,7 +380,7 @@ def _normalized(features: np.ndarray) -> np.ndarray:
 
 
 def _write(file: IO[bytes], index: Any, meta: dict[str, Any]) -> None:
-    """Write the faiss index, which must be at the start of the file, followed by an npz archive of the metadata."""
+    """Write the faiss index, which must be at the start of the file, and then an npz archive with the metadata."""
     import faiss
 
     crc, failures = 0, []

@@ -1,4 +1,4 @@
-"""Parity check of exported models: differences of features and mAP to PyTorch."""
+"""Parity check of exported models: differences in features and mAP from the PyTorch model."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -33,14 +33,14 @@ Features = Callable[[Batch], Tensor]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of the features of two models for the same images.
+    """Comparison of the features that two models compute for the same images.
 
     Attributes:
         images: description of the images.
         count: number of images.
-        min_cosine, mean_cosine: cosine similarity between the two features of an image, over the images; NaN if a
+        min_cosine, mean_cosine: minimum and mean cosine similarity between the two features of each image; NaN if a
             feature is not finite.
-        difference: largest absolute difference of a value, relative to the largest absolute value.
+        difference: largest absolute difference between feature values, relative to the largest absolute value.
     """
 
     images: str
@@ -51,7 +51,7 @@ class Comparison:
 
 
 def compare(images: str, expected: Tensor, found: Tensor) -> Comparison:
-    """Compare (N, D) features with the expected ones; ``images`` describes the images."""
+    """Compare (N, D) features with expected features; ``images`` is a description of the images."""
     expected, found = expected.double(), found.double()
     if expected.shape != found.shape:
         raise DataError(f"shape mismatch: expected features {tuple(expected.shape)}, got {tuple(found.shape)}")
@@ -62,7 +62,7 @@ def compare(images: str, expected: Tensor, found: Tensor) -> Comparison:
 
 
 def compare_on_random_images(predictor: Predictor, expected: Features, found: Features) -> list[Comparison]:
-    """Compare two models on random pixels, once per batch size in ``BATCH_SIZES``."""
+    """Compare two models on random pixels, once for each batch size in ``BATCH_SIZES``."""
     cfg, generator = predictor.cfg, torch.Generator().manual_seed(0)
     comparisons = []
     for size in BATCH_SIZES:
@@ -75,10 +75,10 @@ def compare_on_random_images(predictor: Predictor, expected: Features, found: Fe
 
 
 class RankedImages:
-    """Batches of a subset of a test set, with all images of each selected identity.
+    """Batches from a subset of a test set that contains all images of each selected identity.
 
     Args:
-        predictor: predictor whose config defines preprocessing and protocol.
+        predictor: predictor whose config defines the preprocessing and the evaluation protocol.
         name: dataset name.
         limit: approximate maximum number of images; 0 for all.
 
@@ -86,7 +86,7 @@ class RankedImages:
         title: description of the images.
 
     Raises:
-        DataError: the dataset is missing or empty.
+        DataError: if the dataset is missing or empty.
     """
 
     def __init__(self, predictor: Predictor, name: str, limit: int) -> None:
@@ -102,7 +102,7 @@ class RankedImages:
         return [model(batch) for batch in track(self.batches, len(self.batches), "comparing")]
 
     def mean_average_precision(self, features: Iterable[Tensor]) -> float:
-        """Compute mAP in percent from the features of each batch, with the protocol of the config."""
+        """Compute mAP in percent from the features of each batch, under the protocol of the config."""
         evaluator = ReidEvaluator(self.cfg, self.num_query)
         for batch, rows in zip(self.batches, features, strict=True):
             evaluator.process(batch, rows)

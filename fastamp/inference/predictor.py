@@ -1,4 +1,4 @@
-"""Predictor: features of images from a checkpoint."""
+"""Predictor: feature extraction, comparison and search with the model of a checkpoint."""
 
 import hashlib
 import logging
@@ -43,23 +43,23 @@ _ADDED_KEYS = {"crop": None, "interpolation": "bicubic"}
 class Predictor:
     """Extract features, compare images and search galleries with a trained model.
 
-    Loads model and config from a checkpoint. Preprocessing, precision, averaged weights and flip test are those of the
-    run's evaluation.
+    The model and the config are loaded from a checkpoint. Preprocessing, precision, weight averaging and flip test are
+    the same as in evaluations during training.
 
     Args:
         checkpoint: checkpoint of a run, e.g. ``logs/x/model_best.pth``, which contains the config.
         device: ``auto`` (default: CUDA, else MPS, else CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
-        opts: KEY VALUE pairs that override the config, e.g. ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
+        opts: alternating keys and values that override the config, e.g. ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
 
     Attributes:
         cfg: config of the run, frozen.
         model: model in evaluation mode.
         policy: precision policy.
-        extra: other entries of the checkpoint.
+        extra: entries of the checkpoint other than the weights.
 
     Raises:
-        WeightsError: the file is missing or damaged, or contains no config.
-        ConfigError: an option is invalid, or the device is not available or does not support the precision.
+        WeightsError: if the file is missing or damaged, or contains no config.
+        ConfigError: if an option is invalid, or the device is not available or does not support the precision.
     """
 
     def __init__(self, checkpoint: str | os.PathLike[str], *, device: str = "auto", opts: Sequence[str] = ()) -> None:
@@ -76,12 +76,12 @@ class Predictor:
 
     @property
     def resize(self) -> Resize:
-        """Transform that resizes and crops images."""
+        """Transform that resizes and crops input images."""
         return self._transforms.resize
 
     @property
     def camera_view_counts(self) -> dict[str, int]:
-        """Number of camera (``camids``) and view (``viewids``) embeddings of the model; empty without embeddings."""
+        """Numbers of camera (``camids``) and view (``viewids``) embeddings; empty if the model has no embeddings."""
         if not getattr(getattr(self.model, "backbone", None), "takes_cameras", False):
             return {}
         backbone = self.cfg.MODEL.BACKBONE
@@ -90,9 +90,9 @@ class Predictor:
 
     @property
     def config_hash(self) -> str:
-        """Hash of the weights and of the config keys that determine the features, 16 hex digits.
+        """Hash of the weights and of the config keys that affect the features, 16 hex digits.
 
-        Features with equal hashes can be compared.
+        Features from models with equal hashes can be compared.
         """
         if not hasattr(self, "_config_hash"):
             digest = hashlib.blake2b(digest_size=8)
@@ -118,27 +118,28 @@ class Predictor:
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
     ) -> Tensor:
-        """Extract features of images, or of boxes in one frame.
+        """Extract the features of images, or of boxes in one frame.
 
-        An image without pixels, such as a box outside the frame, gets a row of NaN, and a warning lists the indices.
+        The features of images without pixels, such as boxes outside the frame, are NaN; a warning lists their indices.
 
         Args:
-            images: one or several images, each a path, a PIL image, a uint8 array (H, W) or (H, W, C), or a uint8
-                tensor (C, H, W), gray, RGB or RGBA; or a batch as array (N, H, W, C) or tensor (N, C, H, W). With
-                ``boxes``, one frame.
-            boxes: (N, 4) left, top, right and bottom in pixels of the frame, right and bottom exclusive; rounded and
-                clipped to the frame. Default: None, full images.
+            images: one or more images, each a path, a PIL image, a uint8 array (H, W) or (H, W, C), or a uint8 tensor
+                (C, H, W), where arrays and tensors are gray, RGB or RGBA; or a batch, as an array (N, H, W, C) or a
+                tensor (N, C, H, W). With ``boxes``, exactly one image, the frame.
+            boxes: (N, 4) left, top, right and bottom in pixels of the frame, right and bottom exclusive; coordinates
+                are rounded and clipped to the frame. Default: None, full images.
             color: channel order of arrays and tensors: ``rgb`` (default), or ``bgr`` as in OpenCV (also BGRA). Ignored
                 for paths and PIL images.
-            camids, viewids: camera and view of each image or box, for models with camera or view embeddings.
+            camids, viewids: camera and view of each image or box; required if the model has camera or view embeddings.
 
         Returns:
             (N, D) float32 on the CPU, not normalized, in the order of the images or boxes.
 
         Raises:
-            DataError: an image cannot be read, an image or ``boxes`` has a wrong shape or dtype, or the images of a
-                batch have different sizes (INPUT.SIZE_TEST of one number without INPUT.CROP).
-            ConfigError: the model requires ``camids``, or ``color`` is unknown.
+            DataError: if an image cannot be read, an image or ``boxes`` has a wrong shape or dtype, or the images of a
+                batch have different sizes after resizing (possible if INPUT.SIZE_TEST is one number and INPUT.CROP is
+                off).
+            ConfigError: if required ``camids`` or ``viewids`` are missing or invalid, or ``color`` is unknown.
         """
         check_choice("color", color, COLORS)
         if boxes is not None:
@@ -174,7 +175,11 @@ class Predictor:
             listed = ", ".join(map(str, empty[:_MAX_LISTED])) + ", ..." * (len(empty) > _MAX_LISTED)
             noun = "images" if boxes is None else "boxes"
             logger.warning(
-                "%d of %d %s have no pixels and get NaN features; indices: %s", len(empty), len(result), noun, listed
+                "%d of %d %s have no pixels, so their features are NaN; indices: %s",
+                len(empty),
+                len(result),
+                noun,
+                listed,
             )
         return result
 
@@ -188,21 +193,22 @@ class Predictor:
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
     ) -> Comparison:
-        """Compare two images, and rank their score among genuine and impostor pairs.
+        """Compare two images, and rank their score among those of genuine and impostor pairs.
 
         Args:
             a, b: images, see ``features``.
             reference: pairs to compare the score with: an extraction of images with identities, or the result of
-                ``sample_pair_scores``. Default: pairs of the first test set in training, from the checkpoint.
+                ``sample_pair_scores``. Default: the pairs stored in the checkpoint, from the first test set.
             color: see ``features``.
             camids, viewids: cameras and views of the two images, see ``features``.
 
         Returns:
-            The score and its reference.
+            The score and the reference pairs.
 
         Raises:
-            DataError: an image or the reference cannot be read, or the reference is of another model or has no pairs.
-            ConfigError: the model requires ``camids``.
+            DataError: if an image or the reference cannot be read, or the reference belongs to a different model or
+                contains no pairs.
+            ConfigError: if required ``camids`` or ``viewids`` are missing or invalid, or ``color`` is unknown.
         """
         metric = self.cfg.TEST.METRIC
         source, pairs = next(iter(self.extra.get("pairs", {}).items()), ("", None))
@@ -236,22 +242,23 @@ class Predictor:
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
     ) -> SearchResult:
-        """Search the nearest gallery images of each query.
+        """Search for the nearest gallery images of each query.
 
         Args:
-            query: one or several images, see ``features``.
-            index: gallery index or its file; for the file of an extraction, its index is built and written next to it.
-            k: number of results, at most the size of the gallery. Default: 10.
+            query: one or more images, see ``features``.
+            index: gallery index, index file, or extraction file, whose index is built and written next to it if needed.
+            k: number of results per query; limited to the size of the gallery. Default: 10.
             effort, exact: see ``GalleryIndex.search``.
             color: see ``features``.
             camids, viewids: cameras and views of the queries, see ``features``.
 
         Returns:
-            The k nearest gallery images of each query.
+            The k nearest gallery images for each query.
 
         Raises:
-            DataError: an image or the index cannot be read, or the index is of another model.
-            ConfigError: the model requires ``camids``, or a number is out of range.
+            DataError: if an image or the index cannot be read, or the index belongs to a different model.
+            ConfigError: if required ``camids`` or ``viewids`` are missing or invalid, or ``k`` or ``effort`` is below
+                1.
         """
         gallery = index if isinstance(index, GalleryIndex) else open_gallery(index, of=self)
         check_same_model(gallery, self.config_hash, self.checkpoint)
@@ -259,7 +266,7 @@ class Predictor:
         return gallery.search(features, k, effort=effort, exact=exact)
 
     def preprocess(self, image: Image, *, color: str = "rgb") -> Tensor:
-        """Preprocess an image as model input: resize to INPUT.SIZE_TEST and crop by INPUT.CROP.
+        """Preprocess an image for the model: resize it to INPUT.SIZE_TEST, and crop it if INPUT.CROP is on.
 
         Args:
             image, color: see ``features``.
@@ -268,23 +275,23 @@ class Predictor:
             (C, H, W) uint8.
 
         Raises:
-            DataError: see ``features``; or the image has no pixels.
+            DataError: if the image cannot be read, has a wrong shape or dtype, or has no pixels.
         """
         check_choice("color", color, COLORS)
         pixels = self._decode(image, color, self.resize.least_side)
         if not pixels.numel():
-            raise DataError(f"image has no pixels: its size is {pixels.shape[2]} x {pixels.shape[1]}")
+            raise DataError(f"the image has no pixels: its size is {pixels.shape[2]} x {pixels.shape[1]}")
         return self._transforms.resize(pixels)
 
     def _decode(self, image: Image, color: str, least_side: int | None = None) -> Tensor:
-        """Decode an image to (C, H, W) uint8 with the model's channels; for ``least_side`` see ``read_image``."""
+        """Decode an image to (C, H, W) uint8 with the model's channels; see ``read_image`` for ``least_side``."""
         transforms = self._transforms
         return decode(image, color, transforms.channels, max_pixels=transforms.max_pixels, least_side=least_side)
 
     def _crop(
         self, images: Image | Sequence[Image], boxes: Any, color: str
     ) -> tuple[list[np.ndarray] | list[Tensor], str]:
-        """Crop boxes from a frame, see ``crop_boxes``; return the crops and their channel order."""
+        """Crop boxes from a frame with ``crop_boxes``, and return the crops and their channel order."""
         frames, corners = as_list(images), as_boxes(boxes)
         if len(frames) != 1:
             raise DataError(f"boxes require exactly one image, the frame; got {len(frames)}")
@@ -294,9 +301,9 @@ class Predictor:
         return crop_boxes(frame, corners), color
 
     def _features_of_all(self, images: Image | Sequence[Image], **options: Any) -> Tensor:
-        """Return ``features``; raise DataError if an image has no pixels.
+        """Extract the features of images; raise DataError if an image has no pixels.
 
-        NaN always means an image without pixels, because ``features_of_batch`` rejects non-finite features.
+        NaN always indicates an image without pixels, because ``features_of_batch`` rejects non-finite features.
         """
         features = self.features(images, **options)
         empty = features.isnan().any(dim=1).nonzero()[:, 0].tolist()
@@ -318,19 +325,20 @@ class Predictor:
         """Extract the features of a preprocessed batch.
 
         Args:
-            batch: ``images``: (B, C, H, W) in 0..255, and ``camids`` and ``viewids`` if the model requires them.
+            batch: dict with ``images``: (B, C, H, W) in 0..255, and with ``camids`` and ``viewids`` if the model
+                requires them.
 
         Returns:
             (B, D) float32 on the model's device.
 
         Raises:
-            DataError: a feature is not finite.
+            DataError: if a feature is not finite.
         """
         features = extract_features(self.model, batch, self.policy, self.cfg.TEST.FLIP.ENABLED)
         if not torch.isfinite(features).all():
             raise DataError(
-                f"features are not finite in {self.policy.describe()}.\n"
-                "  fix: set SOLVER.AMP.EVAL_DTYPE float32; if that fails too, the weights are corrupt"
+                f"features are not finite with {self.policy.describe()}.\n"
+                "  fix: set SOLVER.AMP.EVAL_DTYPE float32; if that fails too, use another checkpoint"
             )
         return features
 
@@ -341,7 +349,7 @@ class Predictor:
         """Validate cameras and views and convert them to model inputs, one per image; see ``features``.
 
         Raises:
-            ConfigError: the model requires them, and they are missing or out of range.
+            ConfigError: if the model requires cameras or views, and they are missing or out of range.
         """
         batch = {}
         for name, limit in self.camera_view_counts.items():

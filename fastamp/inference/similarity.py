@@ -1,4 +1,4 @@
-"""Similarity of two images, relative to genuine and impostor pairs."""
+"""Similarity of two images, compared with that of genuine and impostor pairs."""
 
 from dataclasses import dataclass
 from os import PathLike
@@ -28,7 +28,7 @@ _NO_PAIRS = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """Score of two images with reference pairs.
+    """Score of two images, with reference pairs.
 
     Attributes:
         score: cosine similarity in -1..1, or Euclidean distance.
@@ -77,21 +77,22 @@ def sample_pair_scores(
     junk: Junk | None = SAME_CAMERA,
     seed: int = 0,
 ) -> PairScores:
-    """Sample pairs of an extraction and compute their scores.
+    """Sample pairs of images from an extraction and compute their scores.
 
-    Pairs are of a query and a gallery image, or of any two images if the extraction has no such splits.
+    Each pair consists of a query and a gallery image, or of any two images if the extraction has no query and gallery
+    splits.
 
     Args:
-        reference: extraction with identities, or its file.
-        junk: pairs to exclude, e.g. ``Protocol.junk``; None for no junk, also used if no camera is known. Default:
-            pairs of the same identity and camera.
+        reference: extraction of images with identities, or its file.
+        junk: pairs to exclude, e.g. ``Protocol.junk``; None for no junk. If no camera is known, no pairs are excluded.
+            Default: ``SAME_CAMERA``, pairs of the same identity and camera.
         seed: seed of the sample. Default: 0.
 
     Returns:
-        Quantiles of the scores.
+        The scores of the sampled pairs, as quantiles.
 
     Raises:
-        DataError: the file cannot be read, or has no genuine or no impostor pairs.
+        DataError: if the file cannot be read, or contains no genuine or no impostor pairs.
     """
     extraction = reference if isinstance(reference, Extraction) else read_extraction(reference)
     queries = galleries = np.arange(len(extraction.paths))
@@ -114,14 +115,14 @@ def sample_pair_scores(
     )
     if pairs is None:
         raise DataError(
-            f"{extraction.path} has no genuine or no impostor pairs to compare with.\n"
+            f"{extraction.path} contains no genuine or no impostor pairs to compare with.\n"
             "  fix: extract a dataset, a CSV file or folder:FOLDER with identities"
         )
     return pairs
 
 
 class _RowSubset:
-    """Subset of the rows of memory-mapped features; indexing reads only the selected rows."""
+    """Subset of the rows of memory-mapped features, of which indexing reads only the selected rows."""
 
     def __init__(self, features: np.ndarray, rows: np.ndarray) -> None:
         self.features, self.rows = features, rows
@@ -131,6 +132,6 @@ class _RowSubset:
 
 
 def _integer_ids(pids: np.ndarray) -> torch.Tensor:
-    """Map identities to integers from 0; -1 is kept."""
+    """Map identities to non-negative integers; -1 remains -1."""
     _, numbers = np.unique(pids, return_inverse=True)
     return torch.from_numpy(np.where(pids == ("-1" if pids.dtype.kind == "U" else -1), -1, numbers.reshape(-1)))
