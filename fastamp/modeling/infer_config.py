@@ -69,7 +69,7 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
 
 
 def interpolation_keys(state: State) -> dict[str, str]:
-    """Infer the config keys of the image interpolation, which depend on the library that wrote the state dict.
+    """Infer the config keys of the image interpolation from the origin of the state dict.
 
     torchreid resizes images by bilinear interpolation; TransReID by bicubic interpolation in training and bilinear
     interpolation in evaluation. Their files are identified by the parameter names; for other files the result is empty.
@@ -161,7 +161,7 @@ def _candidates(trunk: State, defaults: CfgNode) -> Iterator[dict[str, str]]:
         try:
             own, converted, _ = _build_and_convert(_backbone_keys(name, variants.depths[0]), trunk, defaults)
         except _CannotBuildError as error:
-            logger.warning("skipping backbone %s, which cannot be built: %s", name, error)
+            logger.warning("backbone %s is skipped because it cannot be built: %s", name, error)
             continue
         similarity[name] = len(own.keys() & converted.keys()) / len(own)
     for name in sorted(similarity, key=similarity.__getitem__, reverse=True)[:4]:
@@ -177,7 +177,7 @@ def _backbone_keys(name: str, depth: str, options: tuple[str, ...] = ()) -> dict
 
 
 def _keys_from_tensors(keys: Mapping[str, str], trunk: State) -> dict[str, str]:
-    """Infer keys beyond name, depth and options, e.g. the number of cameras of a ViT."""
+    """Infer config keys other than name, depth and options, e.g. the number of cameras of a ViT."""
     return BACKBONE_REGISTRY.get(keys["MODEL.BACKBONE.NAME"]).variants.keys_of(trunk)
 
 

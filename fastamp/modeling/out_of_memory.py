@@ -82,7 +82,7 @@ class _CheckTensorSizes(TorchFunctionMode):
 def _out_of_memory_error(
     cfg: Any, *, shape: tuple[int, ...] = (), nbytes: int | None = None, free: int | None = None
 ) -> ConfigError:
-    """Create the error, which names keys below ``MODEL`` with large integers that divide a dimension of the tensor."""
+    """Create the error; it lists large integers below ``MODEL`` that divide a dimension of the tensor."""
     integers = {
         key.path: value
         for key, value in cfg.keys_below()

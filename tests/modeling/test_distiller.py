@@ -268,7 +268,7 @@ def test_distiller_resume_with_moving_average_is_bit_identical(demo, tmp_path):
 # ---- invalid teachers
 
 
-def test_invalid_teacher_config_raises(tmp_path):
+def test_missing_or_invalid_teacher_config_raises(tmp_path):
     files, _ = write_teacher(tmp_path)
     with pytest.raises(ConfigError, match="KD.EMA.ENABLED"):
         make(tmp_path)
@@ -307,7 +307,7 @@ def test_mismatching_teacher_weights_raise(tmp_path):
     with pytest.raises(WeightsError, match=r"KD.MODEL_WEIGHTS '.*gone.pth'"):
         make(tmp_path, *files[:2], "KD.MODEL_WEIGHTS", f"{tmp_path}/gone.pth")
     for wrong, message in (
-        (state | {"heads.weight": torch.zeros(9, tiny.WIDTH)}, "1, e.g. heads.weight"),
+        (state | {"heads.weight": torch.zeros(9, tiny.WIDTH)}, "1 in total, e.g. heads.weight"),
         ({name: value for name, value in state.items() if name != "heads.weight"}, "heads.weight"),
         ({name: value for name, value in state.items() if "heads" in name}, "MODEL.WEIGHTS_MIN_MATCH"),
     ):

@@ -92,7 +92,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Residual block of 1x1, 3x3 and 1x1 convolutions; the 3x3 convolution is strided."""
+    """Residual block of 1x1, 3x3 and 1x1 convolutions; the stride is in the 3x3 convolution."""
 
     expansion = 4
 
@@ -234,7 +234,7 @@ def _stage(
     stride: int,
     parts: BlockParts,
 ) -> nn.Sequential:
-    """Build a stage; only its first block is strided and changes the width."""
+    """Build a stage; only its first block is strided and changes the number of channels."""
     out_channels = channels * block.expansion
     downsample = None
     if stride != 1 or in_channels != out_channels:

@@ -1,4 +1,4 @@
-"""timm models as backbones: the output is the last feature map, the class token or the mean of the tokens."""
+"""timm models as backbones: the output is the last feature map, the class token or the mean of the patch tokens."""
 
 import logging
 import sys

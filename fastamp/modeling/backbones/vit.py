@@ -1,4 +1,4 @@
-"""Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) as in FastReID and TransReID, with timm's names."""
+"""Vision Transformer (Dosovitskiy et al. 2021, arXiv:2010.11929) with timm's parameter names."""
 
 import itertools
 import math
@@ -310,7 +310,7 @@ class VisionTransformer(nn.Module):
             ("SIE_VIEWS", self.views, "viewids", viewids),
         ):
             if number and ids is None:
-                raise ValueError(f"MODEL.BACKBONE.{key} is {number}, but the batch has no {name!r}")
+                raise ValueError(f"MODEL.BACKBONE.{key} is {number}, but the batch does not contain {name!r}")
         if self.cameras and self.views:
             return camids * self.views + viewids
         return camids if self.cameras else viewids
@@ -390,7 +390,7 @@ def infer_grid(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
 
 
 def infer_embedding_keys(state: State) -> dict[str, str]:
-    """Infer config keys from the embeddings of a ViT: number of cameras, image size and patch stride.
+    """Infer the number of cameras, the image size and the patch stride (config keys) from the embeddings of a ViT.
 
     Args:
         state (dict[str, torch.Tensor]): tensors of a ViT.

@@ -165,7 +165,7 @@ class EmbeddingHead(nn.Module):
     def _require_classes(self) -> None:
         if len(self.weight) == 0:
             raise ConfigError(
-                "MODEL.HEADS.NUM_CLASSES is 0, but training and class logits need classes.\n"
+                "MODEL.HEADS.NUM_CLASSES is 0, but training and class logits require classes.\n"
                 "  fix: set MODEL.HEADS.NUM_CLASSES to the number of identities"
             )
 

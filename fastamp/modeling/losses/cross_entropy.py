@@ -14,14 +14,14 @@ KEYS = (
     Key(
         "MODEL.LOSSES.CE.EPSILON",
         0.0,
-        "Cross entropy: label smoothing, the probability that is distributed over the other classes; a negative value "
+        "Cross entropy: label smoothing, i.e. the probability distributed over the other classes; a negative value "
         "selects adaptive smoothing (see ALPHA).",
         high=1,
     ),
     Key(
         "MODEL.LOSSES.CE.ALPHA",
         0.2,
-        "Cross entropy: with adaptive smoothing, eps is ALPHA times the predicted probability of the target class.",
+        "Cross entropy: factor of adaptive smoothing; EPSILON is ALPHA times the predicted target-class probability.",
     ),
     Key("MODEL.LOSSES.CE.SCALE", 1.0, "Cross entropy: weight in the total loss.", low=0),
 )

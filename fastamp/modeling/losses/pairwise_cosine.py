@@ -14,7 +14,7 @@ KEYS = (
     Key("MODEL.LOSSES.CIRCLE.MARGIN", 0.25, "Circle loss: relaxation margin m of the cosine similarities.", low=0),
     Key("MODEL.LOSSES.CIRCLE.GAMMA", 128, "Circle loss: scale factor of the similarities.", above=0),
     Key("MODEL.LOSSES.CIRCLE.SCALE", 1.0, "Circle loss: weight in the total loss.", low=0),
-    Key("MODEL.LOSSES.COSFACE.MARGIN", 0.25, "Pairwise CosFace: margin on the cosine similarities.", low=0),
+    Key("MODEL.LOSSES.COSFACE.MARGIN", 0.25, "Pairwise CosFace: margin between positive and negative pairs.", low=0),
     Key("MODEL.LOSSES.COSFACE.GAMMA", 128, "Pairwise CosFace: scale factor of the similarities.", above=0),
     Key("MODEL.LOSSES.COSFACE.SCALE", 1.0, "Pairwise CosFace: weight in the total loss.", low=0),
 )

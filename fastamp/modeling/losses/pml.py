@@ -17,7 +17,7 @@ KEYS = (
     Key(
         "MODEL.LOSSES.PML.ARGS",
         {},
-        "pytorch-metric-learning: arguments for each loss and miner, by name, e.g. {TripletMarginLoss: {margin: 0.1}}.",
+        "pytorch-metric-learning: arguments of losses and miner, by name, e.g. {TripletMarginLoss: {margin: 0.1}}.",
         nested=True,
     ),
     Key("MODEL.LOSSES.PML.MINER", "", "pytorch-metric-learning: name of the miner that selects pairs; '' for none."),

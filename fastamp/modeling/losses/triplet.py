@@ -23,14 +23,14 @@ KEYS = (
     Key(
         "MODEL.LOSSES.TRI.HARD_MINING",
         False,
-        "Triplet loss: use the hardest positive and negative of each anchor; if False, all of them, weighted by a "
-        "softmax of the distances (see WEIGHTING).",
+        "Triplet loss: use the hardest positive and negative of each anchor; if False, use all of them, with weights "
+        "from the distances (see WEIGHTING).",
     ),
     Key(
         "MODEL.LOSSES.TRI.WEIGHTING",
         "softmax",
-        "Triplet loss without HARD_MINING: weights by a softmax of the distances (Ye et al. 2020, arXiv:2001.04193), "
-        "or FastReID's variant, which underestimates the weighted negative distance if distances exceed about 14.",
+        "Triplet loss without HARD_MINING: weights from a softmax of the distances (Ye et al. 2020, arXiv:2001.04193) "
+        "or from FastReID's variant, which underestimates the weighted negative distance if distances exceed about 14.",
         choices=("softmax", "fastreid"),
     ),
     Key("MODEL.LOSSES.TRI.SCALE", 1.0, "Triplet loss: weight in the total loss.", low=0),

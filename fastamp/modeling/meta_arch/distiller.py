@@ -128,7 +128,7 @@ class Distiller(Baseline):
         return logits
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert like ``Baseline``; if the file has no moving average, initialize it from the model in the file."""
+        """Convert like ``Baseline``; initialize a missing moving average from the model in the file."""
         state = super().convert_state_dict(state, notes)
         return state if self.ema is None else self.ema.fill_from_model(state, "ema.")
 

@@ -51,7 +51,7 @@ class ImageModel(nn.Module):
         self.preprocess = _identity
 
     def preprocess(self, images: torch.Tensor) -> torch.Tensor:
-        """Normalize images (B, C, H, W) in 0..255, of any dtype, on the device of the model; not in place."""
+        """Move images (B, C, H, W) in 0..255, of any dtype, to the device and normalize them out of place."""
         # Transferred in the original dtype: uint8 needs a quarter of the bytes of float32.
         images = images.to(self.device, non_blocking=True)
         return (images - self.pixel_mean) / self.pixel_std
@@ -83,7 +83,7 @@ class ImageModel(nn.Module):
                 '  fix: call model({"images": images}); for files, call fastamp.Predictor(checkpoint).features(paths)'
             )
         if "images" not in batch:
-            raise KeyError(f'the batch has no "images"; its keys are: {", ".join(map(str, batch))}')
+            raise KeyError(f'the batch does not contain "images"; its keys are: {", ".join(map(str, batch))}')
         images, channels = batch["images"], self.pixel_mean.shape[1]
         if not isinstance(images, torch.Tensor) or images.dim() != 4 or images.shape[1] != channels:
             found = tuple(images.shape) if hasattr(images, "shape") else type(images).__name__
@@ -108,7 +108,7 @@ class ImageModel(nn.Module):
         if not getattr(backbone, "takes_cameras", False):
             return backbone(images)
         if "camids" not in batch:
-            raise KeyError('the backbone has camera or view embeddings, but the batch has no "camids"')
+            raise KeyError('the backbone has camera or view embeddings, but the batch does not contain "camids"')
         names = [name for name in ("camids", "viewids") if name in batch]
         return backbone(images, **{name: batch[name].to(self.device, non_blocking=True) for name in names})
 

@@ -118,7 +118,7 @@ class MoCo(Baseline):
         return losses | {"loss_mb": self.scale * self.memory(main_outputs(outputs)["features"], keys, targets)}
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert like ``Baseline``; if the file has no key encoder, initialize it from the model in the file.
+        """Convert like ``Baseline``; initialize a missing key encoder from the model in the file.
 
         The memory bank of the file is not loaded if its size or its labels do not match.
         """
@@ -203,7 +203,7 @@ class MemoryBank(nn.Module):
         keys, targets = comm.all_gather(F.normalize(keys, dim=1)), comm.all_gather(targets)
         if len(keys) > size:
             raise ConfigError(
-                f"MODEL.QUEUE_SIZE is {size}, less than the batch of {len(keys)} images over all ranks.\n"
+                f"MODEL.QUEUE_SIZE is {size}, but the batches of all ranks contain {len(keys)} images.\n"
                 f"  fix: set MODEL.QUEUE_SIZE to at least {len(keys)}"
             )
         slots = (self.queue_ptr + torch.arange(len(keys), device=keys.device)) % size

@@ -61,7 +61,7 @@ class MomentumCopy(nn.Module):
         return self.weights
 
     def fill_from_model(self, state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-        """If a state dict lacks the tensors of this module, return it with the tensors of the model in their place.
+        """If a state dict lacks the tensors of this module, add them as copies of the model's tensors.
 
         Args:
             state (dict[str, torch.Tensor]): state dict of the whole model.

@@ -53,8 +53,8 @@ def _build_teacher(cfg: Any, config_file: str, weights_file: str) -> nn.Module:
     missing = report.missing + report.other_shape
     if missing:
         raise WeightsError(
-            f"KD.MODEL_WEIGHTS {weights_file!r} does not match {config_file}; missing tensors, or tensors with a "
-            f"different number of classes: {len(missing)}, e.g. {', '.join(missing[:3])}.\n"
+            f"KD.MODEL_WEIGHTS {weights_file!r} does not match {config_file}: tensors are missing or have a different "
+            f"number of classes ({len(missing)} in total, e.g. {', '.join(missing[:3])}).\n"
             "  fix: use the config of the teacher's run, and weights with a classifier for the student's identities"
         )
     return teacher.requires_grad_(False).eval()
