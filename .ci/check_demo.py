@@ -1,4 +1,4 @@
-"""Fail when the demo's last evaluation is under its bar: mAP 80, and three times the better of the two baselines."""
+"""Fail if the mAP of the last demo evaluation is below 80, or below three times that of the better baseline."""
 
 import json
 import sys

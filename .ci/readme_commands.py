@@ -1,4 +1,4 @@
-"""Print the commands of the first shell block after the heading "Two commands" of a README, a line each."""
+"""Print the commands in the first shell block below the heading "Two commands" of a README, one per line."""
 
 import re
 import sys

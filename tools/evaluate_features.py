@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Evaluate saved features of fastamp or of another project: evaluate_features.py FEATURES.npz [TEST.KEY VALUE ...].
+"""Evaluate features saved by fastamp or another project: evaluate_features.py FEATURES.npz [TEST.KEY VALUE ...].
 
 The file contains query_features (Q, D), gallery_features (G, D), and query_pids, gallery_pids, query_camids and
-gallery_camids as integers or text; cameras are optional with TEST.PROTOCOL no_camera and vehicleid. Alternatively, it
-is the output of `fastamp extract` for a dataset: features, pids, camids, and split with the values query and gallery.
-No code in the file is executed. For the keys below TEST see: python tools/train_net.py --list-config TEST.
+gallery_camids as integers or text; cameras are optional with TEST.PROTOCOL no_camera and vehicleid. The output of
+`fastamp extract` for a dataset is also accepted: features, pids, camids, and split with the values query and gallery.
+No code in the file is executed. To list the keys below TEST: python tools/train_net.py --list-config TEST.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
         cameras: True if camids are required.
 
     Raises:
-        DataError: the file is missing, damaged or not an npz file, or arrays are missing.
+        DataError: if the file is missing, damaged or not an npz file, or arrays are missing.
     """
     names = [f"{side}_{column}" for column in COLUMNS for side in SIDES]
     needed = [name for name in names if cameras or "camids" not in name]
@@ -65,11 +65,12 @@ def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
 
 
 def split_arrays(file: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Split the arrays of an extraction into query and gallery; consecutive rows become views."""
+    """Split the arrays of an extraction into query and gallery arrays; consecutive rows become views."""
     split, arrays = file["split"], {}
     if split.ndim != 1 or split.dtype.kind != "U":
         raise DataError(
-            f"split: expected text of shape (N,), query or gallery; got {split.dtype} of shape {split.shape}"
+            f"split: expected an array of text of shape (N,), query or gallery; got {split.dtype} of shape "
+            f"{split.shape}"
         )
     for column in COLUMNS:
         rows = np.atleast_1d(file.get(column, np.empty(0)))
@@ -83,15 +84,15 @@ def split_arrays(file: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def features_of(arrays: dict[str, np.ndarray], side: str) -> torch.Tensor:
-    """Return the features of one side as a float tensor (N, D).
+    """Return the query or gallery features as a float tensor (N, D).
 
     Raises:
-        DataError: the array is not numeric or not two-dimensional.
+        DataError: if the array is not numeric or not two-dimensional.
     """
     features = arrays[f"{side}_features"]
     if features.ndim != 2 or features.dtype.kind not in "fiu":
         raise DataError(
-            f"{side}_features: expected numbers of shape (N, D); got {features.dtype} of shape {features.shape}"
+            f"{side}_features: expected a numeric array of shape (N, D); got {features.dtype} of shape {features.shape}"
         )
     native = features.dtype.newbyteorder("=")
     native = native if native in (np.float16, np.float32, np.float64) else np.float32
@@ -99,10 +100,10 @@ def features_of(arrays: dict[str, np.ndarray], side: str) -> torch.Tensor:
 
 
 def numbers_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a column as int64 tensors (Q,) and (G,). Text that is not an integer is numbered consistently.
+    """Return a column as int64 tensors (Q,) and (G,). Values that are not integers are replaced by consistent numbers.
 
     Raises:
-        DataError: an array is neither integers nor text, or not one-dimensional.
+        DataError: if an array is neither integers nor text, or not one-dimensional.
     """
     both = []
     for side in SIDES:
@@ -111,7 +112,8 @@ def numbers_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor
             array = np.char.decode(array, "latin-1")
         if array.ndim != 1 or not (array.dtype.kind in "iuU" or _is_integral(array)):
             raise DataError(
-                f"{side}_{column}: expected integers or text of shape (N,); got {array.dtype} of shape {array.shape}"
+                f"{side}_{column}: expected an array of integers or text of shape (N,); got {array.dtype} of shape "
+                f"{array.shape}"
             )
         both.append(array if array.dtype.kind == "U" else array.astype(np.int64))
     try:
@@ -165,10 +167,10 @@ def no_cameras(arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def check(args: argparse.Namespace, cfg: CfgNode) -> None:
-    """Check the options before the computation.
+    """Check the options before any computation.
 
     Raises:
-        ConfigError: a key has no effect on saved features, or an output file cannot be created.
+        ConfigError: if a key has no effect on saved features, or an output file cannot be created.
     """
     for key in args.opts[::2]:
         if key.startswith(WITHOUT_EFFECT):

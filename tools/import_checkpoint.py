@@ -3,12 +3,12 @@
 
 --config-file and KEY VALUE pairs define the model. Without a file, the model is inferred from the names and shapes in
 IN; KEY VALUE pairs set options that cannot be inferred. The tool prints matched, renamed, dropped and missing tensors.
-With MODEL.BACKBONE.DEPLOY True, a RepVGG is written in its inference form. The exit code is 2 if the weights belong to
-another model.
+With MODEL.BACKBONE.DEPLOY True, a RepVGG is written in its inference form. The exit code is 2 if the weights do not
+match the model.
 
 Files of DINO, MoCo, Lightning and others contain several models, or a backbone below a prefix: --prefix
-teacher.backbone. takes the tensors below it, including nested dicts. Without it, the tool lists the prefixes of all
-backbones that it finds.
+teacher.backbone. selects the tensors below that prefix, also in nested dicts. Without --prefix, the tool lists the
+prefixes of all backbones that it finds.
 """
 
 import argparse
@@ -45,11 +45,11 @@ def import_checkpoint(
         config_file: config of the model; empty to infer it.
         opts: KEY VALUE pairs.
         plugin: Python file with custom components; empty for none.
-        prefix: use only the tensors below it, see ``tensors_by_path``; empty for all. Default empty.
+        prefix: only use tensors with this prefix, see ``tensors_by_path``; empty for all tensors. Default empty.
 
     Raises:
-        ConfigError: ``target`` is ``source`` or cannot be written, or the config is invalid.
-        WeightsError: ``source`` cannot be read, belongs to another model, or has non-finite weights.
+        ConfigError: if ``target`` is ``source`` or cannot be written, or the config is invalid.
+        WeightsError: if ``source`` cannot be read, does not match the model, or has non-finite weights.
     """
     out = expand(target)
     if out.suffix != ".pth":
@@ -73,7 +73,7 @@ def weights_below(content: Any, prefix: str, source: str, defaults: CfgNode) -> 
     """Return the state dict of a file, or the tensors below ``prefix`` with the prefix removed.
 
     Raises:
-        WeightsError: there is no state dict, or no tensor below ``prefix``.
+        WeightsError: if there is no state dict, or no tensor below ``prefix``.
     """
     if not prefix:
         return state_dict_in(content, source)
@@ -83,7 +83,7 @@ def weights_below(content: Any, prefix: str, source: str, defaults: CfgNode) -> 
     if not state:
         hint = did_you_mean(prefix, backbone_prefixes(tensors, defaults))
         raise WeightsError(
-            f"--prefix {prefix!r}: {source} has no tensors below it.{hint}\n"
+            f"--prefix {prefix!r}: {source} has no tensors with this prefix.{hint}\n"
             f"  found: {', '.join(sorted({path.partition('.')[0] for path in tensors})[:8]) or 'no tensors'}"
         )
     return state
@@ -116,7 +116,7 @@ def write_model(
         )
         print(
             "cannot be inferred, default unless set by KEY VALUE: MODEL.BACKBONE.STEM_POOL, LAST_STRIDE, SIE_VIEWS "
-            "(SIE_CAMERAS is set to the number of all embeddings); MODEL.HEADS.CLS_LAYER, SCALE, MARGIN, JPM.SHIFT, "
+            "(SIE_CAMERAS is set to the total number of embeddings); MODEL.HEADS.CLS_LAYER, SCALE, MARGIN, JPM.SHIFT, "
             "POOL_LAYER if it has no weights; MODEL.PIXEL_MEAN, PIXEL_STD"
         )
         opts = [*(each for pair in keys.items() for each in pair), *opts]
@@ -142,7 +142,7 @@ def write_model(
     bad = [name for name, value in model.state_dict().items() if not value.isfinite().all()]
     if bad:
         raise WeightsError(
-            f"{source}: {len(bad)} tensors are not finite{examples(bad)}; nothing was written.\n"
+            f"{source}: {len(bad)} tensors have non-finite values{examples(bad)}; nothing was written.\n"
             "  fix: use a checkpoint from before the training diverged"
         )
     with writing(out):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Train with an explicit loop, as a starting point for custom training loops.
 
-Components, command line and final weights are the same as those of train_net.py. Features that train_net.py implements
+Components, command line and final weights equal those of train_net.py. Features that train_net.py implements
 with hooks (freezing, weight averages, precise batch norm, accumulation, best model, TensorBoard, signals) are omitted.
 """
 
@@ -38,7 +38,9 @@ class Progress(dict):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         if (before := state["iters_per_epoch"]) != (now := self["iters_per_epoch"]):
-            raise ValueError(f"iterations per epoch changed from {before} to {now}: SOLVER.IMS_PER_BATCH, or the data")
+            raise ValueError(
+                f"iterations per epoch changed from {before} to {now}: SOLVER.IMS_PER_BATCH or the training data differ"
+            )
         self.update(state)
 
 

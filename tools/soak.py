@@ -40,12 +40,12 @@ LARGEST_BALLAST = 4 * 2**30
 
 
 class Run:
-    """Training that is started repeatedly in the same folder.
+    """Training that is repeatedly started in the same folder.
 
     Args:
         folder: OUTPUT_DIR of the training.
-        words: command line without ``--resume`` and OUTPUT_DIR.
-        console: file for its output, on another file system than ``folder``.
+        words: command-line arguments without ``--resume`` and OUTPUT_DIR.
+        console: file for the output of the training, on another file system than ``folder``.
     """
 
     def __init__(self, folder: Path, words: list[str], console: Path) -> None:
@@ -74,7 +74,7 @@ class Run:
         """Wait until the training ends.
 
         Raises:
-            ConfigError: its exit code is not 0.
+            ConfigError: if the exit code is not 0.
         """
         if process.wait():
             raise ConfigError(f"the training failed with exit code {process.returncode}:\n{self.output()[-3000:]}")
@@ -83,7 +83,7 @@ class Run:
         """Kill the training ``after`` seconds from its start or from its first step.
 
         Returns:
-            Activity of the training when it was killed; ``"ended"`` if it ended before.
+            Activity of the training when it was killed; ``"ended"`` if the training had already ended.
         """
         while not starting and TRAINING not in self.output():
             if process.poll() is not None:
@@ -131,10 +131,10 @@ class Run:
         """Resume the training with a full disk until it exits.
 
         Returns:
-            Description of the method that filled the disk.
+            Description of how the disk was filled.
 
         Raises:
-            ConfigError: the exit code is not 2, a traceback was printed, or the newest checkpoint cannot be loaded.
+            ConfigError: if the exit code is not 2, a traceback was printed, or the newest checkpoint cannot be loaded.
         """
         free = shutil.disk_usage(self.folder).free
         ballast = self.folder.with_name("ballast")
@@ -178,7 +178,7 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 def _differing(path: str, one: Any, other: Any) -> Any:
-    """Yield the paths at which two nested values differ, except for the config, which contains the folder."""
+    """Yield the paths at which two nested values differ; the config is skipped, because it contains the folder."""
     if isinstance(one, torch.Tensor):
         if not torch.equal(one, other):
             yield path
@@ -194,20 +194,20 @@ def _differing(path: str, one: Any, other: Any) -> Any:
 
 
 def soak(args: argparse.Namespace, consoles: Path) -> bool:
-    """Run both trainings; return True if their results are identical and all disturbances took place."""
+    """Run both trainings; return True if all planned failures occurred and the results are identical."""
     words = ["--config-file", args.config_file, *args.opts]
     cfg = read_config(args.config_file, args.opts)
     if args.kills < 3:
         raise ConfigError(f"--kills must be at least 3, got {args.kills}")
     folder = Path(cfg.OUTPUT_DIR).absolute()
     if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"OUTPUT_DIR {folder} is not empty\n  fix: choose a new folder")
+        raise ConfigError(f"OUTPUT_DIR {folder} is not empty.\n  fix: choose a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     undisturbed, disturbed = (Run(folder / name, words, consoles / name) for name in ("undisturbed", "disturbed"))
     began = time.monotonic()
     undisturbed.wait(undisturbed.start())
     duration = time.monotonic() - began
-    print(f"undisturbed: {format_duration(duration)}", flush=True)
+    print(f"undisturbed run: {format_duration(duration)}", flush=True)
     rng = random.Random(args.seed)
     # Each kill loses half of the interval on average; with this bound the last kill comes before the end.
     longest = 1.5 * duration / args.kills

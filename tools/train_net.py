@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train or evaluate the model of a config file; the same as `fastamp train`."""
+"""Train or evaluate the model defined by a config file; alias of `fastamp train`."""
 
 import sys
 

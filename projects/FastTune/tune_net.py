@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Search hyper-parameters: tune_net.py --config-file X.yml [--space SPACE.yml] [--num-trials N] [KEY VALUE ...].
+"""Search hyperparameters: tune_net.py --config-file X.yml [--space SPACE.yml] [--num-trials N] [KEY VALUE ...].
 
 Trials are ordinary trainings that are evaluated on held-out training identities (the fraction TUNE.VAL_FRACTION); only
 the winner is evaluated on the test set. OUTPUT_DIR holds best_config.yaml, trials.csv, trials.png and the trials of
@@ -70,7 +70,7 @@ def read_recipe(args: argparse.Namespace) -> tuple[CfgNode, float]:
 
 
 def choose_space(args: argparse.Namespace, cfg: CfgNode) -> Space:
-    """Read the space of --space, or the recipe's; with pbt, the latter is reduced to keys that can change."""
+    """Read the space of --space, or else that of the recipe, which pbt limits to keys that can change in a training."""
     if args.space:
         return read_space(args.space, cfg)
     file = default_space(args.config_file)
@@ -102,8 +102,8 @@ def check_data(cfg: CfgNode, space: Space, training: list[ImageItem]) -> None:
     """Check the test sets and the batch sizes before the first trial.
 
     Raises:
-        ConfigError: a batch in the search space has more images or more identities than the training part.
-        DataError: a test set is missing, or has no query or gallery images.
+        ConfigError: if a batch in the search space has more images or identities than the training split.
+        DataError: if a test set is missing, or has no query or gallery images.
     """
     for name in cfg.DATASETS.TESTS:
         test = build_dataset(name, cfg)
@@ -114,20 +114,20 @@ def check_data(cfg: CfgNode, space: Space, training: list[ImageItem]) -> None:
     identities = len({item.pid for item in training})
     if IDENTITIES in space.parameters and largest_value(cfg, space, IDENTITIES) > identities:
         raise ConfigError(
-            f"search space: {IDENTITIES} is up to {largest_value(cfg, space, IDENTITIES)}, but the training part has "
-            f"{identities} identities.\n  fix: lower {IDENTITIES}, or {VAL_FRACTION}, which holds out the others"
+            f"search space: {IDENTITIES} is up to {largest_value(cfg, space, IDENTITIES)}, but the training split has "
+            f"{identities} identities.\n  fix: lower {IDENTITIES}, or {VAL_FRACTION}, the held-out fraction"
         )
     # If IDENTITIES is searched, SOLVER.IMS_PER_BATCH of the recipe is not used.
     batch = largest_batch(cfg, space) if IDENTITIES in space.parameters else largest_value(cfg, space, BATCH)
     if batch > len(training):
         raise ConfigError(
-            f"search space: {BATCH} is up to {batch}, but the training part has {len(training)} images.\n"
+            f"search space: {BATCH} is up to {batch}, but the training split has {len(training)} images.\n"
             f"  fix: lower {BATCH}"
         )
 
 
 def grace_epochs(cfg: CfgNode, space: Space, images: int) -> int:
-    """Return the epochs after which warm-up and freezing have ended for every sample, on ``images`` images."""
+    """Return the number of epochs after which warm-up and freezing have ended for every sample."""
     fewest = max(1, images // int(largest_batch(cfg, space) * largest_value(cfg, space, "SOLVER.ACCUM_STEPS")))
 
     def epochs(name: str) -> int:
@@ -152,7 +152,7 @@ def gpus_of_a_trial(cfg: CfgNode, args: argparse.Namespace) -> float:
 
 
 class SearchInterrupted(Exception):
-    """Search stopped by a signal.
+    """Raised when a signal stops the search.
 
     Args:
         signal_number: number of the signal.
@@ -174,7 +174,7 @@ def stopped_by_signals(finish: Callable[[int], int]) -> Iterator[None]:
         finish: called with the signal number if Ray does not stop in time; returns the exit code.
 
     Raises:
-        SearchInterrupted: a signal was received.
+        SearchInterrupted: if a signal is received.
     """
     received: list[int] = []
 
@@ -216,7 +216,7 @@ def narrowed(search: Search, outcomes: list[Outcome], *, trials: int, images: in
         search: settings of the finished search.
         outcomes: its outcomes, best first.
         trials: number of trials of the new search.
-        images: number of images in the training part.
+        images: number of training images.
     """
     good = [each.values for each in outcomes[: max(1, len(outcomes) // 3)]]
     space = search.space.narrowed(outcomes[0].values, good)
@@ -291,7 +291,7 @@ def run_stages(args: argparse.Namespace, search: Search, *, images: int) -> int:
         logger.info("wrote %s", path)
     failed = sum(bool(each.failure) for each in outcomes)
     if failed:
-        logger.warning("%d of %d trials failed; see the column failure of trials.csv", failed, len(outcomes))
+        logger.warning("%d of %d trials failed; see the column 'failure' in trials.csv", failed, len(outcomes))
     winner = winner_of(outcomes)
     if winner is None:
         logger.error("no trial was evaluated%s", f": {outcomes[0].failure}" if outcomes else "")
@@ -349,7 +349,7 @@ def cli(argv: list[str] | None = None) -> int:
         help="maximum number of concurrent trials (default: as many as fit)",
     )
     parser.add_argument(
-        "--max-failures", type=_positive_int, default=0, help="how often a crashed trial is restarted (default: 0)"
+        "--max-failures", type=_positive_int, default=0, help="maximum restarts of a crashed trial (default: 0)"
     )
     parser.add_argument(
         "--seed",
@@ -361,7 +361,7 @@ def cli(argv: list[str] | None = None) -> int:
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and their values")
     args = parser.parse_args(argv)
     if args.pbt and args.scheduler not in (None, "pbt"):
-        parser.error(f"--pbt and --scheduler {args.scheduler} exclude each other")
+        parser.error(f"--pbt and --scheduler {args.scheduler} cannot be combined")
     if args.pbt:
         args.scheduler = "pbt"
     args.srch_algo = args.srch_algo or ("random" if args.scheduler == "pbt" else "hyperopt")
@@ -391,13 +391,13 @@ def cli(argv: list[str] | None = None) -> int:
 
 def _non_negative_int(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got {text!r}")
     return int(text)
 
 
 def _positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
     return int(text)
 
 
@@ -407,7 +407,7 @@ def _resource_amount(text: str) -> float:
     except ValueError:
         number = 0.0
     if not (0 < number <= 1 or (number > 1 and number.is_integer())):
-        raise argparse.ArgumentTypeError(f"expected a fraction above 0 or a whole number, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a fraction above 0 or an integer, got {text!r}")
     return number
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Compare float32, bfloat16 and float16 on the demo, without and with a planted overflow and the doctor's fix.
+"""Compare float32, bfloat16 and float16 on the demo, then train with a planted overflow and the doctor's fix.
 
 Prints two tables of mAP by seed. The exit code is 1 if a claim of the README does not hold.
 """
@@ -26,7 +26,7 @@ PLANTED = ("MODEL.BACKBONE.PLANTED", "1e6")
 
 
 def config(output: Path, *opts: str) -> CfgNode:
-    """Build the config of small.yml with these options and call ``default_setup``."""
+    """Build the config from small.yml and the given options, and call ``default_setup``."""
     cfg = get_cfg()
     add_config(cfg)
     cfg.merge_from_file(str(HERE / "small.yml"))
@@ -44,14 +44,14 @@ def train(output: Path, *opts: str) -> tuple[float, int]:
 
 
 class Series:
-    """Trainings of several settings, each with all seeds."""
+    """Runs of several settings, each with the same seeds."""
 
     def __init__(self, output: Path, seeds: int, total: int) -> None:
         self.output, self.seeds, self.total = output, seeds, total
         self.done, self.start = 0, time.perf_counter()
 
     def run(self, name: str, *opts: str) -> list[tuple[float, int]]:
-        """Train with all seeds; return (mAP in percent, skipped steps) of each."""
+        """Train with all seeds; return (mAP in percent, skipped steps) for each seed."""
         results = []
         for seed in range(self.seeds):
             left = (time.perf_counter() - self.start) / max(1, self.done) * (self.total - self.done)
@@ -63,7 +63,7 @@ class Series:
 
 
 def show(rows: dict[str, list[tuple[float, int]]], reference: str) -> dict[str, float]:
-    """Print a table of the trainings; return the mean mAP of each setting."""
+    """Print a table of the runs; return the mean mAP of each setting."""
     means = {name: statistics.mean(score for score, _ in results) for name, results in rows.items()}
     lines = [
         (
@@ -82,7 +82,7 @@ def main(output: Path, seeds: int) -> None:
     """Run all trainings and check the claims of the README.
 
     Raises:
-        TrainingError: a claim does not hold.
+        TrainingError: if a claim does not hold.
     """
     series = Series(output, seeds, total=5 * seeds)
     precisions = {"float32": "off", "bfloat16": "bf16", "float16": "fp16"}
@@ -123,7 +123,7 @@ def main(output: Path, seeds: int) -> None:
     for claim, holds in claims.items():
         print(f"{'yes' if holds else 'NO '}  {claim}")
     if not all(claims.values()):
-        raise TrainingError("a claim of the README does not hold, see the list above")
+        raise TrainingError("a claim of the README does not hold; see the list above")
 
 
 if __name__ == "__main__":

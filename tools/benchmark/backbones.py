@@ -1,9 +1,10 @@
 #!/usr/bin/env python
-"""Compare backbones with the same networks in torchvision and timm: parameters, multiply-adds and images/s.
+"""Compare backbones with the same networks in torchvision and timm by parameters, multiply-adds and images/s.
 
-Each row is an evaluation pass over a batch of 256x128 images without the head, with the last stride and the stem
-pooling of the reference. Both networks run in turns, so that drift of the machine's speed does not bias the comparison;
-the fastest rounds are compared. Multiply-adds are those of convolutions and matrix products for one image.
+Each row measures forward passes in evaluation mode on a batch of 256x128 images, without the head; last stride and
+stem pooling are those of the reference. Both networks run in turns, so that drift of the machine's speed does not bias
+the comparison; the fastest rounds are compared. Multiply-adds are those of convolutions and matrix products for one
+image.
 """
 
 import argparse
@@ -55,7 +56,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """Name in the table."""
+        """Label of the table row."""
         return " ".join([self.name, self.depth, self.option.removeprefix("WITH_")]).strip()
 
     def build(self) -> nn.Module:

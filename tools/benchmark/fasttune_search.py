@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Compare HyperOpt in FastTune with random search, at equal numbers of full trainings and equal held-out identities.
+"""Compare HyperOpt in FastTune with random search, given the same number of full trainings and held-out identities.
 
 The searches optimize seven keys of a network of two convolutions on a generated dataset of 80 training and 30 test
-identities at 64x32 pixels. The table shows for each seed the best score of each search, the mean of the five best
+identities at 64x32 pixels. For each seed, the table shows the best score of each search, the mean of the five best
 trials, and the score of the winner on the test set. Two searches of 24 trials take about ten minutes on two cores.
 """
 
@@ -62,7 +62,7 @@ IDENTITIES: {choice: [4, 8, 12]}
 
 
 def search(folder: Path, algorithm: str, seed: int, trials: int) -> list[object]:
-    """Run one search; return its row of the table."""
+    """Run one search and return its table row."""
     output = folder / f"{algorithm}-{seed}"
     words = ["--config-file", folder / "base.yml", "--space", folder / "space.yml", "--plugin", folder / "plugin.py"]
     words += ["--srch-algo", algorithm, "--scheduler", "none", "--seed", seed, "--num-trials", trials]
@@ -78,7 +78,7 @@ def search(folder: Path, algorithm: str, seed: int, trials: int) -> list[object]
 def main() -> None:
     """Run the searches and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path, help="folder of the searches; must not exist")
+    parser.add_argument("output", type=Path, help="folder for the searches; it must not exist")
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()

@@ -3,7 +3,7 @@
 
 Each part is sized for 8 minutes on one H200 with 16 cores. Results are written to one JSON file after each measurement;
 a second run continues after the last one. Training steps of fastamp and of a bare PyTorch loop with the same model
-alternate in blocks, so that both meet the same clock rate. ``--toy`` runs everything at tiny sizes on any device.
+alternate in blocks, so that both run at the same clock rate. ``--toy`` runs everything at tiny sizes on any device.
 """
 
 import argparse
@@ -50,7 +50,7 @@ Figures = dict[str, float]
 
 
 class Network(NamedTuple):
-    """Recipe of a network, and the options that select another backbone in it."""
+    """Recipe of a network, and the options that replace its backbone."""
 
     recipe: str
     options: tuple[str, ...] = ()
@@ -80,8 +80,8 @@ class Setup(NamedTuple):
     """Device and sizes of a run.
 
     Attributes:
-        device: where everything is measured.
-        toy: replace networks, images and test sets by tiny ones.
+        device: device to measure.
+        toy: use tiny networks, images and test sets.
         seconds: duration of one measurement.
     """
 
@@ -90,7 +90,7 @@ class Setup(NamedTuple):
     seconds: float
 
     def synchronize(self) -> None:
-        """Wait for the device."""
+        """Wait for all kernels on the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -142,7 +142,7 @@ def fastamp_step(cfg: Any, loader: Any, *, read: bool = True) -> Callable[[], No
     Args:
         cfg: config.
         loader: training batches.
-        read: False replaces the verdict, which the host reads from the device, by a constant.
+        read: if False, the result of the finiteness check, which the host reads from the device, is a constant.
     """
     torch.manual_seed(0)
     model = build_model(cfg)
@@ -197,10 +197,10 @@ def time_blocks(setup: Setup, steps: list[Callable[[], None]], rounds: int = 5) 
     Args:
         setup: device and duration.
         steps: functions to compare.
-        rounds: blocks of each.
+        rounds: number of blocks per function.
 
     Returns:
-        Median over the blocks, in seconds, for each function.
+        Median seconds per step over the blocks, for each function.
     """
     estimates = []
     for step in steps:
@@ -225,7 +225,7 @@ def time_blocks(setup: Setup, steps: list[Callable[[], None]], rounds: int = 5) 
 
 
 def count_reads(step: Callable[[], None], steps: int = 4) -> float:
-    """Count the operations of a step that make the host wait for a CUDA device."""
+    """Count the operations in a step that make the host wait for a CUDA device."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -238,7 +238,7 @@ def count_reads(step: Callable[[], None], steps: int = 4) -> float:
 
 
 def device_figures(setup: Setup, step: Callable[[], None]) -> Figures:
-    """Measure peak memory in MiB and reads of a step on a CUDA device; empty on other devices."""
+    """Measure the peak memory in MiB and the device reads of a step; empty for devices other than CUDA."""
     if setup.device.type != "cuda":
         return {}
     torch.cuda.reset_peak_memory_stats(setup.device)
@@ -248,7 +248,7 @@ def device_figures(setup: Setup, step: Callable[[], None]) -> Figures:
 
 
 def train_step(network: str, batch: int, precision: str, *opts: str) -> Callable[[Setup], Figures]:
-    """Build the measurement of fastamp's step and of a bare loop's with the same network."""
+    """Build the comparison of a fastamp step with a step of a bare loop on the same network."""
 
     def measure(setup: Setup) -> Figures:
         cfg = setup.config(network, setup.batch_size(batch), precision, *opts)
@@ -270,7 +270,7 @@ def train_step(network: str, batch: int, precision: str, *opts: str) -> Callable
 
 
 def device_read(network: str) -> Callable[[Setup], Figures]:
-    """Build the measurement of what the one read of the device per step costs."""
+    """Build the measurement of the cost of the single device read per step."""
 
     def measure(setup: Setup) -> Figures:
         cfg = setup.config(network, setup.batch_size(64), "bf16")
@@ -310,7 +310,7 @@ def demo_files(setup: Setup) -> Iterator[None]:
 
 
 def train_from_files(setup: Setup) -> Figures:
-    """Measure training with the input pipeline against the same step on a batch in memory."""
+    """Compare training with the input pipeline to the same step on a batch in memory."""
     workers = "2" if setup.toy else str(max(1, (os.cpu_count() or 2) - 2))
     opts = ("DATASETS.NAMES", "('Demo',)", "DATALOADER.NUM_WORKERS", workers, "INPUT.FLIP.ENABLED", "True")
     cfg = setup.config("R50", setup.batch_size(256), "bf16", *opts)
@@ -327,7 +327,7 @@ def train_from_files(setup: Setup) -> Figures:
 
 
 def extraction(network: str, precision: str, *opts: str) -> Callable[[Setup], Figures]:
-    """Build the measurement of feature extraction from a batch in memory, beside float32 without compilation."""
+    """Build the comparison of feature extraction from a batch in memory with float32 without compilation."""
 
     def measure(setup: Setup) -> Figures:
         batch = setup.batch_size(256)
@@ -367,7 +367,7 @@ def extract_from_files(setup: Setup) -> Figures:
 
 
 def ranking(size: str, *, re_ranking: bool) -> Callable[[Setup], Figures]:
-    """Build the measurement of evaluation, or of re-ranking, against the matrix product or the neighbor search."""
+    """Build the comparison of evaluation with its matrix product, or of re-ranking with its neighbor search."""
 
     def measure(setup: Setup) -> Figures:
         with tempfile.TemporaryDirectory() as folder:
@@ -413,7 +413,7 @@ def run_tests(setup: Setup) -> Figures:
 
 
 def measurements(part: str) -> dict[str, Callable[[Setup], Figures]]:
-    """List the measurements of a part by their names."""
+    """Return the measurements of a part, keyed by name."""
     if part == "tests":
         return {"CUDA tests": run_tests}
     if part == "train":
@@ -443,7 +443,7 @@ def measurements(part: str) -> dict[str, Callable[[Setup], Figures]]:
 
 
 class Target(NamedTuple):
-    """One figure that a measurement must reach; ``low`` is the least, ``high`` the largest accepted value."""
+    """Bounds of a measured value: at least ``low`` and at most ``high``."""
 
     part: str
     name: str
@@ -482,7 +482,7 @@ def add_ratios(results: dict[str, dict[str, Figures]]) -> None:
 
 
 def tables(results: dict[str, dict[str, Figures]]) -> str:
-    """Format all figures, and the targets with what was measured."""
+    """Format all measured values, and the targets next to the values."""
     text = []
     for part in PARTS:
         if part in results:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measure CPU time, peak memory and memory growth of a worker for a CSV file of a million images.
+"""Measure CPU time, peak memory and worker memory growth for a CSV file with a million images.
 
 `plain` uses a list of tuples and a list of labels, as most projects do; `fastamp` is `build_reid_train_loader`. Each
 variant runs in a separate process, in turns. CPU time and peak memory are those of reading the list and building the
@@ -7,7 +7,7 @@ loader. Then one worker fetches random batches; its private memory (USS, from /p
 first 20 batches and after the last. A worker shares its parent's memory until one of them writes to it, and accessing a
 Python object in a list is such a write, because it changes the reference count.
 
-The images are links to one small file; each is listed many times, with separate strings for each line.
+The images are links to one small file. Each image is listed many times, and each line creates separate strings.
 """
 
 import argparse

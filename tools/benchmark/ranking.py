@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Compare time and memory of the evaluation with those of its matrix product and of a plain argsort evaluator.
+"""Compare time and memory of the evaluation with those of its matrix product and those of a plain argsort evaluator.
 
 Features are generated with the sizes of Market-1501 and MSMT17: clusters of identities with the same numbers of images,
 cameras and distractors, and with noise that spreads the ranks of the matches. Each variant runs in a separate process
-to measure its peak memory. The variants run in turns; ratios are those of medians over the rounds. Memory is the peak
-above the features.
+to measure its peak memory. The variants run in turns; ratios are between medians over the rounds. Memory is the peak
+memory minus that of the features.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def load(path: Path) -> tuple[torch.Tensor, torch.Tensor, Identities]:
 
 
 def product(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> dict[str, float]:
-    """Run only the matrix product, in the same blocks as the ranking."""
+    """Compute only the matrix product, in the same blocks as the ranking."""
     shape = DistanceBlocks()
     shape.shape, shape.dtype, shape.memory_budget_mb = (len(queries), len(gallery)), torch.float32, 256
     rows = shape.block_rows
@@ -152,7 +152,7 @@ def measure(variant: str, path: Path, runs: int) -> dict[str, float]:
     """Run one variant in this process.
 
     Returns:
-        Metrics, seconds of the fastest run, and peak memory of the first run in MiB above the features.
+        Metrics, seconds of the fastest run, and peak memory of the first run in MiB, without the features.
     """
     queries, gallery, ids = load(path)
     # Warm up: start threads and load libraries.
@@ -210,7 +210,7 @@ def compare(name: str, size: Size, variants: tuple[str, ...], rounds: int, runs:
 
 
 def growth(runs: int) -> str:
-    """Return a table of three sizes; each has twice the queries and gallery images of the one before."""
+    """Return a table of three sizes; each size doubles the queries and gallery images of the previous one."""
     rows = []
     with TemporaryDirectory() as folder:
         for factor in (1, 2, 4):

@@ -2,9 +2,9 @@
 """Compare a training step in one and in two processes, and predict the scaling to many GPUs.
 
 The global batch is the same and the threads are divided: one process with 2 threads, two processes with 1 thread each.
-Both settings run in turns, so that drift of the machine's speed does not bias the comparison. An all-reduce of the size
-of the gradients is measured separately. Images are random and in memory, without an input pipeline. The output of
---predict is computed, not measured.
+Both settings run in turns, so that drift of the machine's speed does not bias the comparison. An all-reduce of a tensor
+as large as the gradients is measured separately. Images are random and in memory, without an input pipeline. The output
+of --predict is computed, not measured.
 """
 
 import argparse
@@ -47,11 +47,11 @@ REACHED = 0.8
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Interconnect of GPUs with eight GPUs per machine.
+    """Interconnect between GPUs, with eight GPUs per machine.
 
     Attributes:
         name: name in the table.
-        inside: bandwidth between GPUs of a machine in bytes/s, one direction.
+        inside: bandwidth between GPUs of the same machine in bytes/s, one direction.
         between: bandwidth between machines in bytes/s, one direction; shared by the rings of all network cards.
         latency: latency of one hop in seconds.
     """
@@ -113,7 +113,7 @@ def prediction(step: float, size: int, batch: int) -> str:
     Args:
         step: seconds per step on one GPU.
         size: size of the gradients in bytes.
-        batch: images per step and GPU; the global batch grows with the number of GPUs.
+        batch: images per GPU and step; the global batch grows with the number of GPUs.
     """
     rows = []
     for links in LINKS:

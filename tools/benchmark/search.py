@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """Measure gallery indices: build time, memory, recall relative to exact search, and time per query.
 
-Features form clusters: each identity has a center and the same number of images, with a shift per camera and noise.
-Centers and noise have fewer dimensions than the features, with decreasing variance like principal components; a part of
-the noise is isotropic. Queries are further images of the same identities. Each kind of index is built and searched in a
-separate process to measure its memory. On a shared machine, the CPU time of all threads is more reliable than the wall
-time.
+Features form clusters: each identity has a center and the same number of images, which differ by a camera shift and by
+noise. Centers and noise have fewer dimensions than the features, with decreasing variance like principal components; a
+part of the noise is isotropic. Queries are additional images of the same identities. Each kind of index is built and
+searched in a separate process to measure its memory. On a shared machine, the CPU time of all threads is more reliable
+than the wall time.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Images:
         return vectors * (length / np.linalg.norm(vectors, axis=1, keepdims=True))
 
     def of(self, pids: np.ndarray) -> np.ndarray:
-        """Return one feature (N, D) for each of N identities."""
+        """Return features (N, D), one for each of N identities."""
         count, width = len(pids), self.centers.shape[1]
         features = self.random.standard_normal((count, width), dtype=np.float32) * (REST / width**0.5)
         features += self.centers[pids] + self.varied(count, NOISE)
@@ -95,7 +95,7 @@ def build(folder: Path, kind: str) -> dict[str, float]:
 
 
 def search(folder: Path, kind: str, efforts: list[int]) -> list[dict[str, float]]:
-    """Search an index of one kind in this process at each effort; return recall and times."""
+    """Search an index of one kind in this process with each effort; return recall and times."""
     queries = np.load(folder / "queries.npy")
     start = time.perf_counter()
     index = load_index(folder / f"{kind}.index")

@@ -29,7 +29,7 @@ COMMANDS = (
 
 
 def measure(root: Path, command: str, runs: int) -> tuple[float, float]:
-    """Return the minimum CPU time and wall time of ``runs`` runs, in seconds."""
+    """Return the minimum CPU time and wall time over ``runs`` runs, in seconds."""
     cpu, wall = [], []
     for _ in range(runs):
         before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()

@@ -41,7 +41,7 @@ def fastamp_step(args: argparse.Namespace) -> Callable[[], None]:
 
 
 def bare_step(args: argparse.Namespace) -> Callable[[], None]:
-    """Return a function that runs one step of the AMP loop in the PyTorch documentation, with the same model."""
+    """Return a function that runs one step of the AMP loop from the PyTorch documentation, with the same model."""
     cfg = config(args, amp=True)
     torch.manual_seed(0)
     model = build_model(cfg)

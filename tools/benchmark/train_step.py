@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Compare the training step in mixed precision with float32, and both with a plain PyTorch loop.
+"""Compare training steps in mixed precision, in float32 and in a plain PyTorch loop.
 
 Each variant runs in a separate process to measure its peak memory. The variants run in turns, so that drift of the
 machine's speed does not bias the comparison. Images are random and in memory, without an input pipeline.

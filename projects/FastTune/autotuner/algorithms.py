@@ -25,9 +25,9 @@ _PACKAGES = {
 
 
 class ResumedASHA(schedulers.ASHAScheduler):
-    """ASHA (Li et al. 2020, arXiv:1810.05934) that restores its rungs on resume from the reports of earlier trials.
+    """ASHA (Li et al. 2020, arXiv:1810.05934) that restores its rungs from the reports of earlier trials on resume.
 
-    Ray pickles the scheduler, so it keeps no path: ``trial.path`` is correct after the search folder was moved.
+    Ray pickles the scheduler, so it keeps no path: ``trial.path`` is correct even after the search folder was moved.
     """
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
@@ -41,8 +41,8 @@ class ResumedASHA(schedulers.ASHAScheduler):
 class PopulationBasedTraining(schedulers.PopulationBasedTraining):
     """Synchronous population based training that removes failed trials from the population.
 
-    Ray perturbs the population when the last trial reports a round. A trial that ends early never reports, so the
-    other trials would wait forever.
+    Ray perturbs the population when the last trial of a round has reported. A trial that ends early never reports, so
+    the other trials would wait forever.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -98,13 +98,13 @@ def search_algorithm(algorithm: str, *, trials: int, seed: int, first: list[dict
 
     Args:
         algorithm: ``"hyperopt"`` or ``"optuna"`` (tree-structured Parzen estimators, Bergstra et al. 2011), ``"bohb"``
-            (Falkner et al. 2018, arXiv:1807.01774), ``"random"`` or ``"grid"``; the last two only need Ray.
+            (Falkner et al. 2018, arXiv:1807.01774), ``"random"`` or ``"grid"``; the last two require only Ray.
         trials: number of trials.
         seed: seed of the sampling.
-        first: samples to evaluate first.
+        first: samples to evaluate before all others.
 
     Raises:
-        ConfigError: a package of the algorithm is not installed.
+        ConfigError: if a package of the algorithm is not installed.
     """
     if algorithm in _PACKAGES:
         check_installed(algorithm)
@@ -143,9 +143,9 @@ def scheduler(name: str, *, rounds: int, space: Space, algorithm: str) -> Any:
 
     Args:
         name: ``"asha"``, ``"hyperband"`` (Li et al. 2018, arXiv:1603.06560), ``"pbt"`` or ``"none"``.
-        rounds: number of counted evaluations of a full trial, see ``tune_hooks.EvalRounds``.
+        rounds: number of evaluations in a full trial that count for the scheduler, see ``tune_hooks.EvalRounds``.
         space: search space; ``"pbt"`` perturbs its keys.
-        algorithm: search algorithm; ``"bohb"`` requires Ray's HyperBandForBOHB.
+        algorithm: search algorithm; ``"bohb"`` selects Ray's HyperBandForBOHB.
     """
     if name == "asha":
         return ResumedASHA(time_attr=ROUND, max_t=rounds, grace_period=1, reduction_factor=3)
@@ -164,7 +164,7 @@ def scheduler(name: str, *, rounds: int, space: Space, algorithm: str) -> Any:
 
 
 def _mutations(space: Space) -> dict[str, Any]:
-    """Return Ray Tune domains with choices and steps as ordered lists, so that PBT moves to adjacent values."""
+    """Return Ray Tune domains with choices and steps as ordered lists, so that PBT mutates them to adjacent values."""
     domains = ray_space(space, "random")
     for key, each in space.parameters.items():
         if each.kind == "choice":

@@ -21,7 +21,7 @@ def trial_bytes(cfg: CfgNode, identities: int) -> tuple[int, int]:
 
     Args:
         cfg: config of the trial; its model is built once with random weights.
-        identities: number of identities in the training part.
+        identities: number of training identities.
     """
     cfg = cfg.with_values(
         {"MODEL.HEADS.NUM_CLASSES": identities, "MODEL.BACKBONE.PRETRAIN": False, "MODEL.DEVICE": "cpu"}
@@ -42,17 +42,17 @@ def _state_per_weight(optimizer: torch.optim.Optimizer) -> float:
 
 
 def check_disk(search: Search, identities: int, *, concurrent: int) -> None:
-    """Log the maximum disk space that the search needs.
+    """Log the maximum disk space that the search needs, and check that it is available.
 
-    A trial keeps one checkpoint (two in population based training) and its best weights until it has lost.
+    A trial keeps one checkpoint (two in population based training) and its best weights until another trial is better.
 
     Args:
         search: a search that has not started.
-        identities: number of identities in the training part.
+        identities: number of training identities.
         concurrent: number of concurrent trials.
 
     Raises:
-        ConfigError: OUTPUT_DIR has less free space.
+        ConfigError: if there is less free space on the disk of OUTPUT_DIR.
     """
     checkpoint, weights = trial_bytes(search.cfg, identities)
     keeps_paused = search.scheduler in ("pbt", "hyperband")  # paused trials keep their files

@@ -1,4 +1,4 @@
-"""Comparison of the winner with the original recipe, each trained with several seeds."""
+"""Comparison of the winner with the original recipe over several seeds."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ def train_recipes(
     Args:
         recipes: name -> (folder next to the search folder, config).
         seeds: number of seeds, starting at the config's SEED.
-        search: provides the resources, the parent folder and the plugin.
-        resume: continue trainings that were interrupted.
+        search: settings of the search; its resources, parent folder and plugin are used.
+        resume: continue interrupted trainings.
 
     Returns:
-        Name -> outcome of each training; failed trainings have no metrics.
+        Dict from recipe name to the outcomes of its trainings; failed trainings have no metrics.
     """
     results = {}
     for name, (folder, cfg) in recipes.items():
@@ -56,7 +56,7 @@ def write_final(results: Mapping[str, Sequence[Outcome]], path: Path) -> Path:
     """Write one row per training to a CSV file.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: if the file cannot be written.
     """
     with writing(path), path.open("w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file)
@@ -70,7 +70,7 @@ def write_final(results: Mapping[str, Sequence[Outcome]], path: Path) -> Path:
 
 
 def final_table(results: Mapping[str, Sequence[Outcome]]) -> str:
-    """Format mean, sample standard deviation and range of each recipe's metrics over the seeds as a table."""
+    """Format a table with mean, sample standard deviation and range over the seeds of each recipe's metrics."""
     rows = []
     for name, outcomes in results.items():
         trained = [each.metrics for each in outcomes if each.metrics]

@@ -1,4 +1,4 @@
-"""Importance of each key of a search: the fraction of the score variance that it explains."""
+"""Importance of the keys of a search: fraction of the score variance explained by each key."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ _BINS = 3
 
 
 def importances(outcomes: Sequence[Outcome], space: Space) -> dict[str, float]:
-    """Compute the importance of each key in 0..1, most important first; empty for fewer than six scores.
+    """Compute the importance (0..1) of each key, most important first; empty for fewer than six scores.
 
     The importance is epsilon squared (Kelley 1935) of the scores' ranks over groups of the key's values: the fraction
     of their variance that the groups explain, corrected for chance. Groups are the values of a choice, and terciles of
-    the drawn values of a range. Keys that only matter in combination are underestimated.
+    the drawn values of a range. The importance of keys that only matter in combination is underestimated.
 
-    In population based training, where values change during a trial, the score of each evaluation counts, ranked
+    In population based training, where values change during a trial, every evaluation counts, and its score is ranked
     among the scores of the same epoch.
 
     Args:

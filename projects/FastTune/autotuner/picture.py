@@ -1,4 +1,4 @@
-"""Figure of a search: scores over epochs with the lineage of trials, importance of keys, and scores by key."""
+"""Figure of a search: scores and lineage of trials over epochs, importance of keys, and scores by key."""
 
 import itertools
 import logging
@@ -27,7 +27,7 @@ def draw_trials(outcomes: Sequence[Outcome], space: Space, path: Path) -> Path |
         ``path``; None if matplotlib is not installed.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: if the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -54,7 +54,7 @@ def draw_trials(outcomes: Sequence[Outcome], space: Space, path: Path) -> Path |
 
 
 def _draw_lineage(plot: Any, scored: Sequence[Outcome]) -> None:
-    """Draw scores over epochs, and an arrow from each checkpoint that another trial continued from."""
+    """Draw scores over epochs, with an arrow from each checkpoint to the trial that continued from it."""
     scores = {each.name: dict(each.history) for each in scored}
     copies = 0
     for number, each in list(enumerate(scored))[::-1]:  # the best on top

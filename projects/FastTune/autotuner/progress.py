@@ -23,10 +23,10 @@ _ENDED = ("TERMINATED", "ERROR")
 
 
 class Progress(ray.tune.Callback):
-    """Log a line per finished trial and a table of all trials once per minute; update the result files.
+    """Log a line per finished trial and, once per minute, a table of all trials; update the result files.
 
     When a trial ends, ``trials.csv`` and ``best_config.yaml`` in OUTPUT_DIR are updated, and the weights of finished
-    trials other than the best one are deleted.
+    trials are deleted, except for those of the best one.
 
     Args:
         search: the search to log.
@@ -110,7 +110,7 @@ class Progress(ray.tune.Callback):
         return outcome_of(Path(trial.path), trial.config, error, self.search)
 
     def _outcomes(self, trials: Sequence[Any]) -> dict[str, Outcome]:
-        """Return the outcome so far of each started trial."""
+        """Return the current outcome of each started trial."""
         begun = {each.trial_id: self.ended.get(each.trial_id) or self._outcome(each) for each in trials if each.path}
         return {name: each for name, each in begun.items() if each.history or each.failure}
 

@@ -19,7 +19,7 @@ _METRICS = ("mAP", "Rank-1", "skipped_steps", "peak_memory_mb", "images_per_seco
 def write_results(outcomes: Sequence[Outcome], cfg: CfgNode, space: Space, folder: Path) -> list[Path]:
     """Write ``trials.csv`` and, if there is a winner, ``best_config.yaml``.
 
-    ``best_config.yaml`` is ``cfg`` with the winner's values and with OUTPUT_DIR ``folder/trained``.
+    ``best_config.yaml`` is ``cfg`` with the winner's values, and with OUTPUT_DIR set to ``folder/trained``.
 
     Args:
         outcomes: trials, best first.
@@ -31,7 +31,7 @@ def write_results(outcomes: Sequence[Outcome], cfg: CfgNode, space: Space, folde
         Paths of the written files.
 
     Raises:
-        WriteError: a file cannot be written.
+        WriteError: if a file cannot be written.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def short(value: object) -> str:
 
 
 def short_keys(space: Space) -> list[str]:
-    """Return the shortest suffix of each key that is unique in the space."""
+    """Return the shortest suffix of each key that no other key in the space ends with."""
     keys = [key.split(".") for key in space.parameters]
     ends = []
     for key in keys:

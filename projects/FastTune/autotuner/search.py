@@ -1,4 +1,4 @@
-"""Hyper-parameter search on Ray Tune: settings, execution, and outcomes of the trials."""
+"""Hyperparameter search on Ray Tune: settings, execution, and outcomes of the trials."""
 
 import json
 import logging
@@ -50,7 +50,7 @@ class Search:
 
     Attributes:
         title: name of the search in messages and results.
-        folder: folder of the search; an existing search in it is continued with ``resume``.
+        folder: folder of the search; an existing search in it can be continued with ``resume``.
         cfg: base config of the trials.
         space: search space.
         algorithm: one of ``ALGORITHMS``, or ``"grid"`` (each combination of choices once). Default ``"hyperopt"``.
@@ -59,7 +59,7 @@ class Search:
             values. It samples the first values at random and only changes keys in ``MUTABLE``. Default ``"asha"``.
         trials: number of trials. Default 20.
         trials_flag: command-line flag of ``trials``, for messages.
-        with_recipe: run the recipe's own values as the first trial, so that the search is never worse than the
+        with_recipe: evaluate the values of the recipe in the first trial, so that the result is never worse than the
             recipe. Default True.
         seed: seed of the sampling and of the validation split. Default 0.
         fraction: fraction of the training identities to hold out for validation, in 0..1. With 0, trials are
@@ -67,11 +67,11 @@ class Search:
         grace_epochs: epochs before which no trial is stopped. Default 0.
         cpus, gpus: resources per trial; a fractional GPU is shared. Default 1 and 0.
         max_concurrent: maximum number of concurrent trials; 0 for as many as fit. Default 0.
-        max_failures: how often a crashed trial is restarted. Default 0.
+        max_failures: maximum number of restarts of a crashed trial. Default 0.
         plugin: Python file that registers custom components; "" for none.
 
     Raises:
-        ConfigError: the algorithm and the scheduler are incompatible, or the space of ``"pbt"`` has keys that cannot
+        ConfigError: if the algorithm and the scheduler are incompatible, or the space of ``"pbt"`` has keys that cannot
             change during a training.
     """
 
@@ -96,7 +96,7 @@ class Search:
     def __post_init__(self) -> None:
         if self.algorithm == "bohb" and self.scheduler != "hyperband":
             raise ConfigError(
-                f"--srch-algo bohb needs --scheduler hyperband, got --scheduler {self.scheduler}.\n"
+                f"--srch-algo bohb requires --scheduler hyperband, got --scheduler {self.scheduler}.\n"
                 "  fix: remove --scheduler, or choose another --srch-algo"
             )
         if self.scheduler != "pbt":
@@ -115,17 +115,17 @@ class Search:
 
     @property
     def rounds(self) -> EvalRounds:
-        """Evaluations that the scheduler counts."""
+        """Evaluations that count for the scheduler."""
         epochs = self.cfg.SOLVER.MAX_EPOCH
         return EvalRounds(min(self.cfg.TEST.EVAL_PERIOD, epochs), epochs, self.grace_epochs)
 
     def first(self) -> list[dict[str, Any]]:
-        """Return the recipe's own values as the first sample; empty if disabled or outside the search space."""
+        """Return the recipe's values as the first sample; empty if disabled or if a value is outside the space."""
         sample = self.space.sample_of(self.cfg) if self.with_recipe else None
         return [] if sample is None else [sample]
 
     def description(self) -> dict[str, Any]:
-        """Return the settings that must not change on resume, by flag or config key."""
+        """Return the settings that must not change on resume, keyed by flag or config key."""
         space = {each.key: {each.kind: list(each.values)} for each in self.space.parameters.values()}
         config = {key.path: value for key, value in self.cfg.keys_below() if key.path != "OUTPUT_DIR"}
         facts = {
@@ -153,7 +153,7 @@ class Outcome:
         name: name of the trial in Ray Tune and of its folder.
         values: sampled value of each key of the space.
         score: best score with these values, in percent; None without an evaluation.
-        epochs: number of trained epochs.
+        epochs: number of completed epochs.
         failure: first line of the error that ended the trial; empty if it did not fail.
         folder: OUTPUT_DIR of the trial.
         metrics: metrics of the evaluation with the best score, see ``tune_hooks.TuneReportHook``; the total of
@@ -189,7 +189,7 @@ def start_ray(*, address: str, cpus: float, gpus: float) -> None:
         cpus, gpus: resources per trial.
 
     Raises:
-        ConfigError: Ray is not installed, the cluster is not reachable, or it has too few resources for one trial.
+        ConfigError: if Ray is not installed, the cluster is not reachable, or it has too few resources for one trial.
     """
     # Disable usage statistics, Ray's own SIGINT handler and its table output; save the experiment state every 2 s
     # instead of every 10 s or more.
@@ -204,7 +204,9 @@ def start_ray(*, address: str, cpus: float, gpus: float) -> None:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError('FastTune needs Ray: pip install "fastamp[tune]"') from error
+        raise ConfigError(
+            'Ray is not installed, but FastTune requires it.\n  fix: pip install "fastamp[tune]"'
+        ) from error
     if not ray.is_initialized():
         here = Path(__file__).resolve().parent
         roots = {name: os.environ[name] for name in ("FASTAMP_DATASETS", "FASTREID_DATASETS") if name in os.environ}
@@ -246,7 +248,7 @@ def shut_down_ray() -> None:
 
 
 def concurrent_trials(search: Search) -> int:
-    """Return the number of trials that fit on Ray's resources at once; Ray must be initialized."""
+    """Return the number of trials that Ray's resources can run at once; Ray must be initialized."""
     import ray
 
     available = ray.cluster_resources()
@@ -262,8 +264,8 @@ def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
         resume: continue the search in its folder, if there is one.
 
     Raises:
-        ConfigError: the folder contains a search and ``resume`` is False; its settings differ; it cannot be resumed;
-            or a package of the algorithm is not installed.
+        ConfigError: if the folder contains a search and ``resume`` is False, if the settings of that search differ, if
+            it cannot be resumed, or if a package of the algorithm is not installed.
     """
     from ray import tune
 
@@ -301,7 +303,7 @@ def prune_losers(outcomes: list[Outcome], search: Search) -> None:
 
     Args:
         outcomes: finished trials, best first.
-        search: settings of the search; with ``fraction`` 0 all trials keep their best weights.
+        search: settings of the search. If ``fraction`` is 0, all trials keep their best weights.
     """
     winner = winner_of(outcomes)
     for each in outcomes:
@@ -357,12 +359,12 @@ def best_first(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def winner_of(outcomes: list[Outcome]) -> Outcome | None:
-    """Return the first of the trials sorted best first, or None if it failed or has no evaluation."""
+    """Return the first of the trials, which are sorted best first; None if it failed or has no evaluation."""
     return outcomes[0] if outcomes and outcomes[0].score is not None and not outcomes[0].failure else None
 
 
 def _check_folder(search: Search, *, resume: bool) -> bool:
-    """Write the settings of a new search, or compare them with the stored ones.
+    """Write the settings of a new search, or compare the settings with those of the search to resume.
 
     Returns:
         True if there are trials to resume.
@@ -408,7 +410,7 @@ def _check_folder(search: Search, *, resume: bool) -> bool:
 
 
 def outcome_of(path: Path, sample: dict[str, Any] | None, error: Exception | None, search: Search) -> Outcome:
-    """Return the outcome so far of a Ray trial.
+    """Return the current outcome of a Ray trial.
 
     Args:
         path: folder of the trial in the search folder.

@@ -1,4 +1,4 @@
-"""Search spaces: a YAML file of config keys, each with a distribution of its values.
+"""Search spaces: YAML files that map config keys to distributions of their values.
 
     SOLVER.BASE_LR: {loguniform: [1e-6, 1e-3]}
     SOLVER.WEIGHT_DECAY: {choice: [0.0, 1e-4, 5e-4]}
@@ -56,14 +56,14 @@ class Parameter:
     values: tuple[Any, ...]
 
     def decode(self, number: Any) -> Any:
-        """Convert a sampled number to a value: a choice or a step is sampled by index."""
+        """Convert a sampled number to a value: choices and steps are sampled by index."""
         number = plain(number)
         if self.kind == "choice":
             return self.values[int(number)]
         return self._on_grid(int(number)) if self.kind == "quniform" else number
 
     def encode(self, value: float) -> float:
-        """Convert a value of a range to the number that stands for it, clamped to the range; inverse of ``decode``."""
+        """Clamp a value to the range and convert it to the number that represents it; inverse of ``decode``."""
         low, high = self.extremes()
         value = min(max(value, low), high)
         return round((value - low) / self.values[2]) if self.kind == "quniform" else value
@@ -108,26 +108,26 @@ class Space:
     """Parameters of a search, and the config that results from a sample.
 
     Args:
-        parameters: one per key.
+        parameters: parameters, one per key.
 
     Raises:
-        ConfigError: both ``IDENTITIES`` and SOLVER.IMS_PER_BATCH are searched.
+        ConfigError: if both ``IDENTITIES`` and SOLVER.IMS_PER_BATCH are in the space.
     """
 
     def __init__(self, parameters: list[Parameter]) -> None:
         self.parameters = {parameter.key: parameter for parameter in parameters}
         if {IDENTITIES, BATCH} <= set(self.parameters):
             raise ConfigError(
-                f"search space: {IDENTITIES} and {BATCH} exclude each other, since one determines the other.\n"
+                f"search space: {IDENTITIES} and {BATCH} cannot be combined, since one determines the other.\n"
                 "  fix: remove one of them"
             )
 
     def decoded(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a sample to values, see ``Parameter.decode``."""
+        """Convert a sample to values; see ``Parameter.decode``."""
         return {key: self.parameters[key].decode(number) for key, number in sample.items()}
 
     def overrides(self, cfg: CfgNode, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config key -> value pairs of a sample, including the batch size that it implies.
+        """Return the config values of a sample by key, including the batch size that it implies.
 
         Args:
             cfg: config with the values of all other keys.
@@ -148,12 +148,12 @@ class Space:
         """Return a frozen copy of ``cfg`` with the values of a sample.
 
         Raises:
-            ConfigError: a value is invalid.
+            ConfigError: if a value is invalid.
         """
         return cfg.with_values(self.overrides(cfg, values))
 
     def sample_of(self, cfg: CfgNode) -> dict[str, Any] | None:
-        """Return the sample with the config's own values, or None if a value is not among the choices of its key."""
+        """Return the sample with the values of the config; None if a value is not among the choices of its key."""
         own = {key.path: value for key, value in cfg.keys_below()}
         own[IDENTITIES] = cfg.SOLVER.IMS_PER_BATCH // cfg.DATALOADER.NUM_INSTANCE
         sample: dict[str, Any] = {}
@@ -171,11 +171,11 @@ class Space:
     def narrowed(self, best: Mapping[str, Any], good: Sequence[Mapping[str, Any]]) -> "Space":
         """Return a smaller space around a sample.
 
-        Each range shrinks to a third of its width; each choice keeps the values of the best and the good samples.
+        Each range shrinks to a third of its width; each choice keeps only the values in the best and the good samples.
 
         Args:
             best: sample at the center; near a bound, the range is clipped.
-            good: further samples with a high score.
+            good: further samples with high scores.
         """
         parameters = []
         for key, each in self.parameters.items():
@@ -191,7 +191,7 @@ class Space:
         """Validate every choice and both bounds of every range with the config.
 
         Raises:
-            ConfigError: a value is invalid, or a range gives fractions for an integer key.
+            ConfigError: if a value is invalid, or a range gives fractions for an integer key.
         """
         types = {key.path: type(key.default) for key, _ in cfg.keys_below()}
         for parameter in self.parameters.values():
@@ -210,8 +210,8 @@ class Space:
             whole = kind is int or parameter.key == IDENTITIES
             if whole and not _gives_whole_numbers(parameter):
                 raise ConfigError(
-                    f"search space: {parameter.key} must be a whole number, but {parameter.kind} "
-                    f"{list(parameter.values)} gives fractions.\n  fix: use randint, or quniform with whole numbers"
+                    f"search space: {parameter.key} must be an integer, but {parameter.kind} "
+                    f"{list(parameter.values)} gives fractions.\n  fix: use randint, or quniform with integers"
                 )
             for value in parameter.extremes():
                 if parameter.key == IDENTITIES and value < 1:
@@ -223,10 +223,10 @@ class Space:
 
 
 def default_space(config_file: str) -> Path:
-    """Return the space of a recipe: the file whose name is a prefix of the config's name, or the name of its folder.
+    """Find the space of a recipe: the file whose name is the config's folder or a prefix of the config's name.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: if no file matches.
     """
     spaces = {file.stem: file for file in sorted(_SPACES.glob("*.yml"))}
     file = Path(config_file)
@@ -245,7 +245,7 @@ def read_space(path: str | Path, cfg: CfgNode) -> Space:
     """Read a search space from a YAML file and validate it with a config.
 
     Raises:
-        ConfigError: the file cannot be read, or a key, a kind or a value is invalid.
+        ConfigError: if the file cannot be read, or a key, a kind or a value is invalid.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -296,24 +296,24 @@ def _parameters(content: Mapping[str, Any], source: str) -> Iterator[Parameter]:
 def _values(kind: str, values: Any, where: str) -> tuple[Any, ...]:
     """Convert the values of a parameter; numbers written as text become numbers."""
     if not isinstance(values, list) or not values:
-        raise ConfigError(f"{where}: {kind} needs a list, got {values!r}")
+        raise ConfigError(f"{where}: {kind}: expected a list, got {values!r}")
     if kind == "choice":
         return tuple(tuple(value) if isinstance(value, list) else value for value in values)
     if len(values) != _BOUNDS[kind]:
         form = "[low, high, step]" if _BOUNDS[kind] == 3 else "[low, high]"
-        raise ConfigError(f"{where}: {kind} needs {form}, got {values!r}")
+        raise ConfigError(f"{where}: {kind}: expected {form}, got {values!r}")
     try:
         # YAML 1.1 reads 1e-6 as text.
         numbers = [value if isinstance(value, int) else float(value) for value in values]
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {kind} needs numbers, got {values!r}") from error
+        raise ConfigError(f"{where}: {kind}: expected numbers, got {values!r}") from error
     low, high, step = (*numbers, 1.0)[:3]
     if not all(map(math.isfinite, numbers)) or low >= high or step <= 0:
         raise ConfigError(f"{where}: {kind} {values!r}: expected low < high{', step > 0' if len(numbers) == 3 else ''}")
     if kind == "loguniform" and low <= 0:
-        raise ConfigError(f"{where}: loguniform needs numbers above 0, got {values!r}")
+        raise ConfigError(f"{where}: loguniform: expected numbers above 0, got {values!r}")
     if kind == "randint" and not all(isinstance(number, int) for number in numbers):
-        raise ConfigError(f"{where}: randint needs whole numbers, got {values!r}")
+        raise ConfigError(f"{where}: randint requires integers, got {values!r}")
     return tuple(numbers)
 
 

@@ -16,18 +16,18 @@ def define_keys(cfg: CfgNode) -> None:
 def split_training(
     cfg: CfgNode, fraction: float, seed: int
 ) -> tuple[list[ImageItem], list[ImageItem], list[ImageItem]]:
-    """Split the training images of DATASETS.NAMES into training, query and gallery, see ``hold_out``.
+    """Split the training images of DATASETS.NAMES into training, query and gallery images; see ``hold_out``.
 
     Raises:
-        ConfigError: a dataset name is unknown, or too few identities are left.
-        DataError: a dataset is missing.
+        ConfigError: if a dataset name is unknown, or too few identities are left.
+        DataError: if a dataset is missing.
     """
     items = training_items([build_dataset(name, cfg) for name in cfg.DATASETS.NAMES])
     return hold_out(items, fraction, seed, key=VAL_FRACTION)
 
 
 def register_split(cfg: CfgNode, fraction: float, seed: int) -> tuple[str, str]:
-    """Register the training and the validation part as datasets; return their names.
+    """Register the training split and the validation split as datasets; return their names.
 
     Args:
         cfg: config with DATASETS.
@@ -37,8 +37,8 @@ def register_split(cfg: CfgNode, fraction: float, seed: int) -> tuple[str, str]:
         Names for ``DATASETS.NAMES`` and ``DATASETS.TESTS``.
 
     Raises:
-        ConfigError: a dataset name is unknown, or too few identities are left.
-        DataError: a dataset is missing.
+        ConfigError: if a dataset name is unknown, or too few identities are left.
+        DataError: if a dataset is missing.
     """
     training, query, gallery = split_training(cfg, fraction, seed)
     title = "+".join(cfg.DATASETS.NAMES)

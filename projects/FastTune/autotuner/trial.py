@@ -27,7 +27,7 @@ _REPORTS, _LAST_REPORT = "reports.jsonl", "report.json"
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """Settings that all trials of a search share; sent to Ray's processes.
+    """Settings shared by all trials of a search, which are sent to Ray's processes.
 
     Attributes:
         config: base config as YAML.
@@ -37,11 +37,11 @@ class TrialSettings:
             identities and are evaluated on DATASETS.TESTS.
         seed: seed of the validation split.
         plugin: Python file that registers custom components; "" for none.
-        here: working folder, the base of relative paths.
+        here: working directory; relative paths refer to it.
         folder: folder of the search.
         population: True if trials continue from checkpoints of other trials, as in population based training.
-        resumed: True if a starting trial may have been killed before; it then continues from its own last checkpoint,
-            which may be newer than the one that Ray recorded.
+        resumed: True if a trial may have been killed in an earlier run of the search; it then continues from its own
+            last checkpoint, which may be newer than the one that Ray recorded.
         threads: number of threads per trial.
     """
 
@@ -59,11 +59,12 @@ class TrialSettings:
 
 
 class TrialTrainer(DefaultTrainer):
-    """Trainer that saves the best weights without the optimizer, and only the checkpoints of its report hook.
+    """Trainer that saves only the checkpoints of its report hook, and the best weights without the optimizer state.
 
     Args:
         cfg: see ``DefaultTrainer``.
-        recipe: config to store in checkpoints instead of ``cfg``, whose datasets are only registered in this process.
+        recipe: config to store in checkpoints instead of ``cfg``, because the datasets of ``cfg`` are only registered
+            in this process.
     """
 
     def __init__(self, cfg: CfgNode, recipe: CfgNode | None = None) -> None:
@@ -94,8 +95,8 @@ def run_trial(
     """Train from the beginning, or continue from the checkpoint of a trial.
 
     Args:
-        cfg: config of this trial, with its own OUTPUT_DIR.
-        report: see ``TuneReportHook``; an exception in it ends the trial.
+        cfg: config of this trial, with a separate OUTPUT_DIR.
+        report: see ``TuneReportHook``; an exception that it raises ends the trial.
         checkpoint: file that was passed to ``report`` by a trial of the same model; None to start from the beginning.
             Learning rates are those of ``cfg``.
         with_other_values: True if the values of ``cfg`` differ from those of the checkpoint's trial; the best score of
@@ -204,7 +205,7 @@ def plain_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _report_to_ray(metrics: dict[str, Any]) -> None:
-    """Report metrics to Ray with a checkpoint that only contains the report, which names the checkpoint file."""
+    """Report metrics to Ray; Ray's checkpoint contains only the report, which refers to the checkpoint file."""
     from ray import tune
 
     with tempfile.TemporaryDirectory() as folder:
@@ -219,12 +220,12 @@ def output_dir(folder: str | Path, trial_id: str) -> Path:
 
 
 def run_dir(trial_dir: str | Path) -> Path:
-    """Return the OUTPUT_DIR in the folder of a trial."""
+    """Return the OUTPUT_DIR of the trial in the given folder."""
     return Path(trial_dir) / "run"
 
 
 def read_reports(output_dir: str | Path) -> list[dict[str, Any]]:
-    """Read the reports of a trial. Ray's own record misses reports of paused trials."""
+    """Read the reports of a trial; those of paused trials are missing in Ray's own records."""
     file = Path(output_dir) / _REPORTS
     if not file.is_file():
         return []
@@ -246,7 +247,7 @@ def _append_report(metrics: dict[str, Any], output_dir: str) -> None:
 
 
 def _free_memory() -> None:
-    """Free the memory of earlier trials in this process."""
+    """Free the memory that earlier trials in this process used."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

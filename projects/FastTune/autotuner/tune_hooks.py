@@ -20,7 +20,7 @@ __getattr__ = moved_names(__name__, {"Rounds": "autotuner.tune_hooks.EvalRounds"
 
 @dataclass(frozen=True)
 class EvalRounds:
-    """Evaluations that the scheduler counts: those after warm-up and freezing, so that no trial is stopped before.
+    """Evaluations that count for the scheduler: those after warm-up and freezing, so that no trial is stopped earlier.
 
     Attributes:
         period: epochs between evaluations; the last epoch is always evaluated.
@@ -48,9 +48,9 @@ class TuneReportHook(HookBase):
 
     Args:
         trainer: trainer of the trial.
-        report: called with the metrics and the checkpoint file. Metrics: ``mAP``, ``Rank-1`` and ``score`` (their
-            mean), in percent, averaged over the datasets; ``epoch``, the number of finished epochs; ``skipped_steps``
-            so far; ``peak_memory_mb``; ``images_per_second`` of training since the last report.
+        report: function called with the metrics and the checkpoint file. Metrics: ``mAP``, ``Rank-1`` and ``score``
+            (their mean), in percent, averaged over the datasets; ``epoch``, the number of finished epochs;
+            ``skipped_steps`` so far; ``peak_memory_mb``; ``images_per_second`` of training since the last report.
         keep: number of newest checkpoints to keep. Above 1, file names contain the epoch. Default 1.
     """
 
