@@ -1,7 +1,7 @@
 """The language check: what it finds, and that the repository's text passes it."""
 
 import pytest
-from language import banned_words, check_text
+from language import banned_words, check_paths, check_text
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,7 @@ def test_check_skips_code_in_markdown():
 
 def test_banned_words_are_read_from_the_glossary():
     assert banned_words()["floor"] == "baseline"
+
+
+def test_text_of_the_repository_passes():
+    assert not (findings := check_paths(["."])), "\n".join(map(str, findings))
