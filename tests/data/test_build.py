@@ -92,7 +92,7 @@ def test_cameras_of_several_datasets_are_distinct(market, cfg):
         build_reid_train_loader(cfg)
 
 
-def test_cameras_and_views_beyond_the_embeddings_fail(market, cfg, caplog):
+def test_cameras_or_views_outside_embedding_range_raise(market, cfg, caplog):
     """On a GPU, an index out of range would abort the process without a useful message."""
     cfg.MODEL.BACKBONE.SIE_CAMERAS = 3
     build_reid_train_loader(cfg)
@@ -121,7 +121,7 @@ def test_resume_is_bit_identical_for_any_number_of_workers(market, cfg, sampler)
         assert equal_batches(take(build_reid_train_loader(cfg, start_iter=start), 8 - start), uninterrupted[start:])
 
 
-def test_start_iter_can_be_set_after_construction(market, cfg):
+def test_start_at_sets_first_batch_after_construction(market, cfg):
     uninterrupted = take(build_reid_train_loader(cfg), 5)
     loader = build_reid_train_loader(cfg)
     loader.start_at(4)
@@ -131,7 +131,7 @@ def test_start_iter_can_be_set_after_construction(market, cfg):
     assert equal_batches(take(loader, 2), uninterrupted[3:])
 
 
-def test_ranks_together_load_the_single_process_batch(market, cfg):
+def test_batches_of_all_ranks_form_single_process_batch(market, cfg):
     cfg.DATALOADER.SAMPLER_TRAIN = "NaiveIdentitySampler"
     reference = take(build_reid_train_loader(cfg), 4)
     parts = [take(build_reid_train_loader(cfg, rank=rank, world_size=4), 4) for rank in range(4)]
@@ -149,7 +149,7 @@ def test_batches_depend_on_the_seed(market, cfg):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_global_generators_are_unchanged(market, cfg, workers):
+def test_loading_does_not_change_global_random_state(market, cfg, workers):
     cfg.DATALOADER.NUM_WORKERS = workers
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     take(build_reid_train_loader(cfg), 2)
@@ -159,7 +159,7 @@ def test_global_generators_are_unchanged(market, cfg, workers):
     assert random.getstate() == before[2]
 
 
-def test_dataset_smaller_than_a_batch_fails(market, cfg):
+def test_dataset_smaller_than_a_batch_raises(market, cfg):
     cfg.SOLVER.IMS_PER_BATCH = 40
     with pytest.raises(DataError, match=r"Market1501.* 24 images, SOLVER.IMS_PER_BATCH is 40"):
         build_reid_train_loader(cfg)
@@ -181,7 +181,7 @@ def test_dataset_smaller_than_a_batch_fails(market, cfg):
         (["SOLVER.IMS_PER_BATCH", 9], {"rank": 0, "world_size": 2}, "got 9"),
     ],
 )
-def test_invalid_values_are_named(market, cfg, edits, options, expected):
+def test_invalid_config_value_is_named_in_error(market, cfg, edits, options, expected):
     with pytest.raises(ConfigError) as raised:
         cfg.merge_from_list(edits)
         build_reid_train_loader(cfg, **options)
@@ -211,7 +211,7 @@ def test_test_set_is_split_among_ranks(market, cfg, workers):
     assert torch.equal(torch.cat([batch["images"] for batch in batches]), reference)
 
 
-def test_fewer_test_images_than_processes_fails(market, cfg):
+def test_fewer_test_images_than_processes_raises(market, cfg):
     with pytest.raises(DataError, match="Market1501.* 9 images, 10 processes"):
         build_reid_test_loader(cfg, "Market1501", rank=0, world_size=10)
 
@@ -222,13 +222,13 @@ def test_second_evaluation_loads_the_same_batches(market, cfg):
     assert equal_batches(list(loader), list(loader))
 
 
-def test_test_set_without_queries_fails(market, cfg, monkeypatch):
+def test_test_set_without_queries_raises(market, cfg, monkeypatch):
     monkeypatch.setattr("fastamp.data.datasets.market1501.Market1501.query", [])
     with pytest.raises(DataError, match="no query images"):
         build_reid_test_loader(cfg, "Market1501")
 
 
-def test_test_identities_must_be_integers(market, cfg, monkeypatch):
+def test_non_integer_test_identity_raises(market, cfg, monkeypatch):
     from fastamp.data.datasets import ImageItem
 
     monkeypatch.setattr("fastamp.data.datasets.market1501.Market1501.query", [ImageItem("a.jpg", "seven", 0)])
@@ -237,7 +237,7 @@ def test_test_identities_must_be_integers(market, cfg, monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_corrupt_image_is_named_without_traceback(market, cfg, workers):
+def test_corrupt_image_error_names_file_without_traceback(market, cfg, workers):
     path = market / "bounding_box_train/0007_c2s1_000001_00.jpg"
     path.write_bytes(path.read_bytes()[:100])
     cfg.DATALOADER.NUM_WORKERS = workers
@@ -248,7 +248,7 @@ def test_corrupt_image_is_named_without_traceback(market, cfg, workers):
     assert "fix: " in fix and "DATALOADER.ON_CORRUPT" in fix
 
 
-def test_bug_in_a_worker_keeps_its_exception_class(market, cfg, monkeypatch):
+def test_bug_in_worker_raises_original_exception_class(market, cfg, monkeypatch):
     def broken(path, channels, **options):
         raise ZeroDivisionError("bug")
 
@@ -258,14 +258,14 @@ def test_bug_in_a_worker_keeps_its_exception_class(market, cfg, monkeypatch):
         take(build_reid_train_loader(cfg), 1)
 
 
-def test_single_image(market, cfg):
+def test_dataset_index_returns_one_image_with_labels(market, cfg):
     dataset = build_reid_train_loader(cfg).dataset
     sample = dataset[3]
     assert sample["images"].shape == (3, 32, 16) and sample["img_paths"] == dataset.items[3].path
     assert int(sample["targets"]) == dataset.labels[3]
 
 
-def test_worker_count_is_limited_by_cores():
+def test_worker_count_is_limited_to_available_cores():
     assert worker_count("K", 0) == 0 and worker_count("K", 1) == 1
     assert 1 <= worker_count("K", 10_000) < 10_000
 
@@ -331,7 +331,7 @@ def test_explain_lost_workers_names_the_cause(found, cause):
         raise error
 
 
-def test_explain_lost_workers_passes_other_errors():
+def test_explain_lost_workers_reraises_unrelated_errors():
     for error, fetching in ((RuntimeError("a bug"), True), (EOFError("Caught EOFError in"), True), (EOFError(), False)):
         with pytest.raises(type(error)), explain_lost_workers(fetching=fetching):
             raise error

@@ -1,4 +1,4 @@
-"""Image cache: content, rebuilding, concurrency and interruptions."""
+"""Image cache: content, rebuilding, concurrent builds and interrupted builds."""
 
 import multiprocessing
 import os
@@ -74,7 +74,7 @@ def test_cache_equals_decoded_images_and_is_built_once(items, where):
 
 
 @pytest.mark.parametrize("change", ["content", "box", "size", "order", "fewer"])
-def test_cache_is_rebuilt_after_changes(items, change):
+def test_cache_is_rebuilt_if_images_or_size_change(items, change):
     first = ImageCache(items, SHAPE, Read(items), where="disk")
     first.close()
     shape, changed = SHAPE, list(items)
@@ -93,7 +93,7 @@ def test_cache_is_rebuilt_after_changes(items, change):
     assert first.path.exists() == (change != "content")
 
 
-def test_open_cache_survives_changed_files(items):
+def test_open_cache_is_not_affected_by_changed_image_files(items):
     first = ImageCache(items, SHAPE, Read(items), where="disk")
     before = first.images.clone()
     Image.new("RGB", (10, 20), "red").save(items[3].path)
@@ -101,7 +101,7 @@ def test_open_cache_survives_changed_files(items):
     assert first.path.exists() and torch.equal(first.images, before) and not torch.equal(second.images[3], before[3])
 
 
-def test_corrupt_image_is_named_and_no_cache_remains(items):
+def test_corrupt_image_raises_and_leaves_no_cache(items):
     Path(items[70].path).write_bytes(b"no image")
     with pytest.raises(DataError, match="cannot read the image .*70 ü.png"):
         ImageCache(items, SHAPE, Read(items), where="disk")
@@ -109,7 +109,7 @@ def test_corrupt_image_is_named_and_no_cache_remains(items):
     assert [file.suffix for file in folder.iterdir()] == [".lock"]
 
 
-def test_missing_image_is_named(items):
+def test_missing_image_raises_with_path(items):
     os.unlink(items[5].path)
     with pytest.raises(DataError, match="cannot read the image .*/5 ü.png: No such file"):
         ImageCache(items, SHAPE, Read(items), where="disk")
@@ -122,7 +122,7 @@ def build(items, results):
     results.put((read.count, int(images.sum())))
 
 
-def test_one_of_several_processes_builds(items):
+def test_only_one_of_several_processes_builds_cache(items):
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     processes = [context.Process(target=build, args=(items, results)) for _ in range(3)]
@@ -151,7 +151,7 @@ def test_killed_build_leaves_no_cache(items):
     assert torch.equal(cache.images[149], Read(items)(149)) and not list(folder.glob("*.unfinished"))
 
 
-def test_read_only_root_falls_back_to_home(items, tmp_path, caplog):
+def test_cache_falls_back_to_home_if_data_root_is_not_writable(items, tmp_path, caplog):
     (tmp_path / "root/.fastamp-cache").write_text("no folder")
     caplog.set_level("INFO")
     cache = ImageCache(items, SHAPE, Read(items), where="disk")
@@ -159,18 +159,18 @@ def test_read_only_root_falls_back_to_home(items, tmp_path, caplog):
     assert "cannot write to" in caplog.text and str(cache.path) in caplog.text
 
 
-def test_missing_root_falls_back_to_home(items, tmp_path):
+def test_cache_falls_back_to_home_if_data_root_is_missing(items, tmp_path):
     (tmp_path / "root").rmdir()
     assert ImageCache(items, SHAPE, Read(items), where="disk").path.parent == tmp_path / "home/fastamp"
 
 
-def test_no_writable_folder_fails(items, tmp_path):
+def test_unwritable_cache_folder_raises(items, tmp_path):
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(DataError, match="(?s)DATALOADER.CACHE: .*file.*DATALOADER.CACHE_DIR"):
         ImageCache(items, SHAPE, Read(items), where="disk", folder=str(tmp_path / "file"))
 
 
-def test_full_disk_fails(items, monkeypatch):
+def test_full_disk_error_states_required_space(items, monkeypatch):
     def full(number, start, length):
         raise OSError(28, "No space left on device")
 
@@ -179,7 +179,7 @@ def test_full_disk_fails(items, monkeypatch):
         ImageCache(items, SHAPE, fail_on_read, where="disk")
 
 
-def test_memory_of_killed_runs_is_freed(items):
+def test_memory_caches_of_killed_runs_are_removed(items):
     base = module._memory_folder()
     abandoned = base / "0123-4567.images"
     abandoned.write_bytes(b"abandoned")
@@ -199,7 +199,7 @@ def test_memory_cache_is_removed_with_its_last_user(items):
     assert not path.exists()
 
 
-def test_file_system_without_locks_fails(items, monkeypatch):
+def test_file_system_without_locks_raises(items, monkeypatch):
     def no_locks(file, kind):
         raise OSError(37, "No locks available")
 
@@ -216,6 +216,6 @@ def test_truncated_cache_is_rebuilt(items):
     assert torch.equal(reopened.images[149], Read(items)(149))
 
 
-def test_cache_larger_than_the_disk_is_not_started(items):
+def test_cache_larger_than_free_disk_space_raises_before_decoding(items):
     with pytest.raises(DataError, match="No space left on device.* 4294.97 GB"):
         ImageCache(items[:64], (4, 2**12, 2**12 * 1000), fail_on_read, where="disk")

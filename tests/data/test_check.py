@@ -1,4 +1,4 @@
-"""Dataset checks: each planted problem is found, and a valid dataset has none."""
+"""Dataset checks: each planted problem is found, and none in a valid dataset."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from fastamp.data.check import check_dataset
 
 @pytest.fixture
 def folder(tmp_path):
-    """Nine identities with four images from two cameras, six of them for training, listed in a CSV file."""
+    """CSV dataset of nine identities, six of them for training, with four images each from two cameras."""
     rng = np.random.default_rng(0)
     rows = ["path,pid,camid,split"]
     for pid in range(9):
@@ -119,14 +119,14 @@ def test_only_the_planted_problem_is_found(folder, plant, fault, example, is_err
     assert set(by_fault) - {"identities with a single training image"} <= {fault}
 
 
-def test_single_identity_is_an_error(folder):
+def test_single_training_identity_is_an_error(folder):
     for pid in range(1, 6):
         for number in range(4):
             edit(folder, f"{pid}_{number}.jpg,{pid},", f"{pid}_{number}.jpg,0,")
     assert findings_of(folder)[0]["only one training identity"].is_error
 
 
-def test_check_data_command(folder, tmp_path, capsys):
+def test_check_data_command_writes_contact_sheet_and_sets_exit_code(folder, tmp_path, capsys):
     output = tmp_path / "out"
     name = f"csv:{folder / 'set.csv'}"
     assert check_data.cli([name, "--output", str(output)]) == 0
@@ -141,7 +141,7 @@ def test_check_data_command(folder, tmp_path, capsys):
     assert "Did you mean 'Market1501'?" in capsys.readouterr().err
 
 
-def test_images_with_16_bits_are_not_near_duplicates(tmp_path):
+def test_different_16_bit_images_are_not_near_duplicates(tmp_path):
     rng = np.random.default_rng(0)
     rows = ["path,pid,split"]
     for number in range(12):
@@ -169,7 +169,7 @@ def test_report_is_printed_before_a_write_error(folder, capsys):
     assert "| train   |       24 |" in capsys.readouterr().out
 
 
-def test_demo_has_no_errors(tmp_path):
+def test_demo_dataset_has_no_errors(tmp_path):
     import tiny
 
     tiny.make_demo(tmp_path)

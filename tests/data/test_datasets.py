@@ -17,7 +17,7 @@ from fastamp.data.datasets import demo as demo_module
 from fastamp.utils.errors import ConfigError, DataError
 
 
-def test_market1501_labels(market):
+def test_market1501_labels_match_file_names(market):
     dataset = Market1501(root=str(market.parent))
     assert len(dataset.train) == 24
     assert {item.pid for item in dataset.train} == {f"market1501_{pid}" for pid in (2, 7, 10, 11, 30, 1000)}
@@ -27,17 +27,17 @@ def test_market1501_labels(market):
     ]
 
 
-def test_junk_is_excluded_and_distractors_are_kept(market):
+def test_identity_minus_one_is_excluded_and_distractors_are_kept(market):
     gallery = Market1501(root=str(market.parent)).gallery
     assert sorted(item.pid for item in gallery) == [0, 1, 1, 1, 3, 3, 3]
     assert [item.camid for item in gallery if item.pid == 0] == [5]
 
 
-def test_market1501_in_the_data_root(market):
+def test_market1501_folders_directly_in_data_root_are_found(market):
     assert len(Market1501(root=market).train) == len(Market1501(root=market.parent).train)
 
 
-def test_parent_folder_names_are_ignored(market, tmp_path):
+def test_labels_ignore_parent_folder_names(market, tmp_path):
     root = tmp_path / "0099_c4s1" / "-1_c9"
     root.mkdir(parents=True)
     market.rename(root / market.name)
@@ -46,7 +46,7 @@ def test_parent_folder_names_are_ignored(market, tmp_path):
     assert len(dataset.gallery) == 7
 
 
-def test_two_digit_camera(market, write_image):
+def test_two_digit_camera_number_is_parsed(market, write_image):
     write_image(market / "query/0003_c12s1_000000_00.jpg")
     assert Market1501(root=market.parent).query[1].camid == 11
 
@@ -62,7 +62,7 @@ def message(call):
     return str(raised.value)
 
 
-def test_missing_dataset_names_path_and_layout(tmp_path, monkeypatch):
+def test_missing_dataset_error_names_path_and_layout(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path / "nowhere"))
     text = message(lambda: build_dataset("Market1501"))
     assert str(tmp_path / "nowhere" / "Market-1501-v15.09.15" / "bounding_box_train") in text
@@ -71,14 +71,14 @@ def test_missing_dataset_names_path_and_layout(tmp_path, monkeypatch):
     assert "FASTAMP_DATASETS" in text
 
 
-def test_missing_folder_is_named_with_its_siblings(market):
+def test_missing_folder_error_lists_existing_folders(market):
     shutil.rmtree(market / "query")
     text = message(lambda: Market1501(root=market.parent))
     assert str(market / "query") in text and str(market / "bounding_box_train") not in text
     assert "bounding_box_test/, bounding_box_train/" in text
 
 
-def test_empty_folder_is_named(market):
+def test_folder_without_images_is_named_in_error(market):
     for file in (market / "bounding_box_train").iterdir():
         file.unlink()
     (market / "bounding_box_train" / "Thumbs.db").touch()
@@ -86,7 +86,7 @@ def test_empty_folder_is_named(market):
     assert str(market / "bounding_box_train") in text and "Thumbs.db" in text
 
 
-def test_unmatched_file_names_are_skipped_with_warning(market, write_image, caplog):
+def test_unexpected_file_names_are_skipped_with_warning(market, write_image, caplog):
     shutil.rmtree(market / "query")
     write_image(market / "query" / "person7.jpg")
     text = message(lambda: Market1501(root=market.parent).query)
@@ -97,18 +97,18 @@ def test_unmatched_file_names_are_skipped_with_warning(market, write_image, capl
     assert "person7.jpg" in caplog.text
 
 
-def test_only_junk_fails(market, write_image):
+def test_split_with_only_excluded_identities_raises(market, write_image):
     shutil.rmtree(market / "query")
     write_image(market / "query" / "-1_c1s1_000001_00.jpg")
     assert "excluded identities (-1)" in message(lambda: Market1501(root=market.parent).query)
 
 
-def test_camera_zero_fails(market, write_image):
+def test_camera_number_zero_raises(market, write_image):
     write_image(market / "query" / "0003_c0s1_000001_00.jpg")
     assert "0003_c0s1_000001_00.jpg" in message(lambda: Market1501(root=market.parent).query)
 
 
-def test_data_root(monkeypatch):
+def test_data_root_prefers_fastamp_variable_to_fastreid_variable(monkeypatch):
     for variable in ("FASTAMP_DATASETS", "FASTREID_DATASETS"):
         monkeypatch.delenv(variable, raising=False)
     assert str(data_root()) == "datasets"
@@ -120,7 +120,7 @@ def test_data_root(monkeypatch):
     assert str(data_root()) == "/there"
 
 
-def test_unknown_name_suggests_nearest():
+def test_unknown_dataset_name_suggests_nearest():
     with pytest.raises(ConfigError, match=r"Did you mean 'Market1501'"):
         build_dataset("Market1051")
 
@@ -138,7 +138,7 @@ class Numbered(ImageDataset):
         super().__init__([("n.jpg", 1, 0), ("m.jpg", 10, 1)], [("q.jpg", 1, 0)], [("g.jpg", 1, 1), ("j.jpg", -1, 0)])
 
 
-def test_fastreid_dataset_class_works():
+def test_fastreid_dataset_class_is_supported():
     dataset = OtherDataset(root="x")
     assert dataset.train[0] == ImageItem("a.jpg", "others_1", "others_0")
     assert dataset.query == [ImageItem("b.jpg", 1, 0)] and dataset.gallery == [ImageItem("c.jpg", 1, 1)]
@@ -152,7 +152,7 @@ def test_labels_of_two_datasets_are_distinct():
     assert [item.camid for item in items] == ["others_0", "others_0", "numbered_0", "numbered_1"]
 
 
-def test_single_dataset_keeps_labels():
+def test_single_dataset_labels_are_unchanged():
     assert training_items([Numbered()]) == Numbered().train
 
 
@@ -165,13 +165,13 @@ def test_combine_all_adds_test_images_without_distractors(market):
     assert pids == ["numbered_1", "numbered_10", "numbered_test_1", "numbered_test_1"]
 
 
-def test_duplicate_dataset_name_fails():
+def test_duplicate_dataset_name_raises():
     other = type("Copied", (Numbered,), {"dataset_name": "others"})
     with pytest.raises(DataError, match="OtherDataset and Copied"):
         training_items([OtherDataset(), other()])
 
 
-def test_dataset_without_training_images_fails():
+def test_dataset_without_training_images_raises():
     class Empty(ImageDataset):
         def __init__(self, root=""):
             super().__init__([], [], [])
@@ -202,7 +202,7 @@ def test_demo_is_generated_on_first_use(tmp_path, small_demo, caplog):
     assert "Demo" in DATASET_REGISTRY
 
 
-def test_demo_in_read_only_folder_fails(tmp_path, small_demo):
+def test_demo_in_unwritable_folder_raises(tmp_path, small_demo):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="FASTAMP_DATASETS"):
         Demo(root=str(tmp_path / "file" / "root"))

@@ -66,7 +66,7 @@ def test_image_from_pil_equals_read_image(tmp_path, mode, name, channels):
 
 @every_channels
 @pytest.mark.parametrize("name", ["a.jpg", "a.png"])
-def test_images_are_the_same_without_torchvision_decoders(tmp_path, write_image, monkeypatch, name, channels):
+def test_pil_fallback_equals_torchvision_decoder(tmp_path, write_image, monkeypatch, name, channels):
     path = str(write_image(tmp_path / name))
     image = read_image(path, channels)
     monkeypatch.setattr("fastamp.data.decode.torchvision_decode", None)
@@ -136,7 +136,7 @@ def test_transparent_color_has_alpha_0(tmp_path, write_image, mode, color):
 
 @every_channels
 @pytest.mark.parametrize("name", ["a.png", "a.tif"])
-def test_images_with_16_bits_keep_the_upper_8(tmp_path, name, channels):
+def test_images_with_16_bits_are_reduced_to_upper_8_bits(tmp_path, name, channels):
     pixels = np.random.default_rng(0).integers(0, 2**16, (8, 6), dtype=np.uint16)
     Image.fromarray(pixels).save(tmp_path / name)
     expected = as_tensor(Image.fromarray((pixels >> 8).astype(np.uint8)), channels).int()
@@ -190,7 +190,7 @@ def corrupt(path, kind):
 @every_channels
 @pytest.mark.parametrize("kind", ["missing", "folder", "empty", "text", "half"])
 @pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.bmp"])
-def test_unreadable_file_is_named_on_one_line(tmp_path, write_image, name, kind, channels):
+def test_unreadable_file_error_is_one_line_with_path(tmp_path, write_image, name, kind, channels):
     path = write_image(tmp_path / name)
     corrupt(path, kind)
     with pytest.raises(DataError) as raised:

@@ -25,7 +25,7 @@ def draw(seed=1, stream="flip", epochs=(0,), positions=(0,), count=5):
     return keyed_uniform(seed=seed, stream=stream, epochs=np.array(epochs), positions=np.array(positions), count=count)
 
 
-def test_numbers_depend_only_on_the_key():
+def test_keyed_uniform_depends_only_on_key():
     jointly = draw(epochs=[3] * 100, positions=range(100))
     separately = np.concatenate([draw(epochs=[3], positions=[position]) for position in range(100)])
     assert np.array_equal(jointly, separately)
@@ -34,11 +34,11 @@ def test_numbers_depend_only_on_the_key():
 @pytest.mark.parametrize(
     "other", [{"seed": 2}, {"seed": -1}, {"seed": 2**40 + 1}, {"stream": "crop"}, {"epochs": [1]}, {"positions": [1]}]
 )
-def test_every_part_of_the_key_changes_the_numbers(other):
+def test_each_key_component_changes_keyed_uniform(other):
     assert not np.isin(draw(), draw(**other)).any()
 
 
-def test_numbers_are_uniform_and_uncorrelated():
+def test_keyed_uniform_is_uniform_and_uncorrelated():
     numbers = draw(epochs=np.arange(20_000) // 5000, positions=np.arange(20_000) % 5000, count=6)
     assert numbers.min() >= 0 and numbers.max() < 1
     assert np.abs(numbers.mean(axis=0) - 0.5).max() < 0.01

@@ -1,4 +1,4 @@
-"""Large images: pixel limit, PIL's warning, and reduced decoding of JPEG files."""
+"""Large images: pixel limit, PIL's warning, and decoding of JPEG files at reduced size."""
 
 import warnings
 
@@ -32,7 +32,7 @@ def transforms(*opts):
 
 @pytest.fixture
 def large(tmp_path, monkeypatch):
-    """JPEG file above the threshold of reduced decoding, which is lowered."""
+    """JPEG file above the threshold for decoding at reduced size, which is lowered for the test."""
     assert decode._MAX_FULL_SIZE_PIXELS == 2**24
     monkeypatch.setattr(decode, "_MAX_FULL_SIZE_PIXELS", 2**20)
     smooth(1024, 1040).save(tmp_path / "large.jpg", quality=90)
@@ -41,13 +41,13 @@ def large(tmp_path, monkeypatch):
 
 @pytest.fixture
 def decoded_sizes(monkeypatch):
-    """Sizes at which PIL decodes images."""
+    """List of the sizes at which PIL decodes images."""
     sizes, plain = [], decode._pil_pixels
     monkeypatch.setattr(decode, "_pil_pixels", lambda image, mode: sizes.append(image.size) or plain(image, mode))
     return sizes
 
 
-def test_max_pixels_default_and_limit():
+def test_max_pixels_above_hard_limit_raises():
     assert get_cfg().INPUT.MAX_PIXELS == MAX_PIXELS
     with pytest.raises(ConfigError, match=f"INPUT.MAX_PIXELS.*{LARGEST_PIXELS}"):
         transforms("INPUT.MAX_PIXELS", "200000000")
@@ -55,7 +55,7 @@ def test_max_pixels_default_and_limit():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_image_above_max_pixels_names_path_size_and_key(tmp_path, name, channels):
+def test_image_above_max_pixels_raises_with_path_size_and_key(tmp_path, name, channels):
     smooth(64, 48).save(tmp_path / name)
     path = str(tmp_path / name)
     read = transforms("INPUT.CHANNELS", str(channels), "INPUT.MAX_PIXELS", "3071").read
@@ -70,7 +70,7 @@ def test_image_above_max_pixels_names_path_size_and_key(tmp_path, name, channels
 @pytest.mark.parametrize(
     "bytes_before", [b"\xff\x01", b"\xff\xd0", b"\xff\xff\xff", b"\xff\xd7\xff\x01", b"\xff\xfe\x00\x04ab\x00\x12"]
 )
-def test_jpeg_size_is_found_after_skipped_bytes(tmp_path, bytes_before):
+def test_jpeg_size_is_found_after_bytes_outside_of_segments(tmp_path, bytes_before):
     smooth(64, 48).save(tmp_path / "a.jpg")
     content = (tmp_path / "a.jpg").read_bytes()
     (tmp_path / "a.jpg").write_bytes(content[:2] + bytes_before + content[2:])
@@ -80,7 +80,7 @@ def test_jpeg_size_is_found_after_skipped_bytes(tmp_path, bytes_before):
         read_image(path, max_pixels=3071)
 
 
-def test_max_pixels_applies_to_predictor_and_check(tmp_path, checkpoint):
+def test_max_pixels_applies_to_predictor_and_dataset_check(tmp_path, checkpoint):
     smooth(64, 48).save(tmp_path / "a.png")
     path = str(tmp_path / "a.png")
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=["INPUT.MAX_PIXELS", "3000"])
@@ -92,7 +92,7 @@ def test_max_pixels_applies_to_predictor_and_check(tmp_path, checkpoint):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pil_warning_is_suppressed(tmp_path, monkeypatch, name):
+def test_pil_large_image_warning_is_suppressed(tmp_path, monkeypatch, name):
     smooth(64, 48).save(tmp_path / name)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)  # PIL warns above the limit and raises above twice the limit
     with warnings.catch_warnings():

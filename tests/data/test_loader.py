@@ -37,7 +37,7 @@ def train_cfg(cfg):
 
 
 def start_worker(batches):
-    """Return an iterator after its first batch, and the process number of its worker."""
+    """Return an iterator after its first batch, and the process ID of its worker."""
     children_before = set(multiprocessing.active_children())
     batches = iter(batches)
     next(batches)
@@ -46,7 +46,7 @@ def start_worker(batches):
 
 
 def take_until_error(batches):
-    """Take batches until one raises, at most 1000."""
+    """Fetch up to 1000 batches until one raises DataError; return its message."""
     with pytest.raises(DataError) as raised:
         for _ in range(1000):
             next(batches)
@@ -68,7 +68,7 @@ def test_full_shared_memory_is_explained(market, train_cfg, test_set):
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
 
 
-def test_shared_memory_filling_up_later_is_explained(market, train_cfg):
+def test_full_shared_memory_after_first_batch_is_explained(market, train_cfg):
     batches, worker = start_worker(build_reid_train_loader(train_cfg))
     resource.prlimit(worker, resource.RLIMIT_FSIZE, (100, 100))
     message = take_until_error(batches)
@@ -84,7 +84,7 @@ def test_too_many_open_files_in_a_worker_is_explained(market, train_cfg, free):
     assert "too many open files" in message and "ulimit -n" in message
 
 
-def test_too_many_open_files_does_not_skip_the_image(market, cfg):
+def test_too_many_open_files_is_not_treated_as_corrupt_image(market, cfg):
     cfg.DATALOADER.ON_CORRUPT = "skip"
     batches = build_reid_train_loader(cfg)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -98,7 +98,7 @@ def test_too_many_open_files_does_not_skip_the_image(market, cfg):
 
 @pytest.mark.parametrize("free", range(0, 42, 7))
 def test_too_many_open_files_in_the_main_process_is_explained(market, train_cfg, free):
-    """For any number of free descriptors, the result is a batch or a message."""
+    """For any number of free descriptors, the loader returns a batch or raises a DataError."""
     train_cfg.DATALOADER.NUM_WORKERS = 2
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     batches = build_reid_train_loader(train_cfg)
@@ -142,7 +142,7 @@ def test_explain_exhausted_resources_names_the_cause(error, cause):
         raise error
 
 
-def test_explain_exhausted_resources_passes_other_errors():
+def test_explain_exhausted_resources_reraises_unrelated_errors():
     for error in (OSError(errno.EBADF, os.strerror(errno.EBADF)), RuntimeError("a bug"), ConnectionResetError()):
         with pytest.raises(type(error)), explain_exhausted_resources():
             raise error
@@ -179,7 +179,7 @@ sys.exit(run_command_line(lambda: DefaultTrainer(cfg).train()))
 @pytest.mark.skipif(not can_mount(), reason="needs permission to mount file systems")
 @pytest.mark.parametrize("size", ["0k", "64k", "1m"])
 def test_small_dev_shm_exits_with_code_2(demo_root, tmp_path, size):
-    """There is no space for a semaphore, for one batch, or for a second batch."""
+    """The sizes are too small for a semaphore, for one batch, and for a second batch."""
     script = tmp_path / "small_shm.py"
     script.write_text(SMALL_SHM)
     options = ["INPUT.SIZE_TRAIN", "(384, 192)", "DATALOADER.NUM_WORKERS", "2", "SOLVER.AMP", "off"]

@@ -1,4 +1,4 @@
-"""Image lists in arrays: same items, labels and batches as lists of tuples; missing files."""
+"""Image lists packed into arrays: same items, labels and batches as lists of tuples. Missing image files."""
 
 import gc
 import hashlib
@@ -105,7 +105,7 @@ def digest(rows):
 
 
 def describe(dataset, keys):
-    """List the content of a batch, except for the pixels."""
+    """List the content of a batch without the pixels."""
     rows = []
     for epoch, position, index in keys:
         item = dataset.items[index]
@@ -137,7 +137,7 @@ def batches_of(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_batches_equal_those_of_lists_of_tuples(tmp_path, monkeypatch, case):
+def test_packed_items_give_same_batches_as_tuples(tmp_path, monkeypatch, case):
     write_sets(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert list(batches_of(case)) == REFERENCE[case]
@@ -152,7 +152,7 @@ ITEMS = [
 ]
 
 
-def test_packed_items_equal_their_tuples():
+def test_packed_items_behave_like_list_of_tuples():
     expected = [ImageItem(*item) for item in ITEMS]
     packed = PackedItems.of(ITEMS)
     assert (
@@ -174,7 +174,7 @@ def test_packed_items_equal_their_tuples():
     assert not empty and empty == [] and empty + packed == expected and packed + empty == expected
 
 
-def test_integer_columns():
+def test_column_is_integer_only_for_int64_values():
     column = Column.pack([np.int32(3), 5, True])
     assert column.is_integer and [column[index] for index in range(3)] == [3, 5, 1]
     for values in ([1, "1"], [2**70, 1], [1.5, 2]):
@@ -206,8 +206,8 @@ def test_items_hold_no_python_object_per_image(tmp_path):
     assert large_containers([*arrays, list(dataset.items)], len(dataset))  # negative control
 
 
-def test_list_splits_stay_lists(tmp_path):
-    """Subclasses of FastReID users can modify their lists."""
+def test_splits_given_as_lists_remain_lists(tmp_path):
+    """Dataset classes written for FastReID may modify their lists."""
 
     class Mine(ImageDataset):
         dataset_name = "mine"
@@ -221,7 +221,7 @@ def test_list_splits_stay_lists(tmp_path):
     assert len(dataset.query) == 2 and dataset.gallery == []
 
 
-def test_csv_paths_are_relative_to_its_folder(tmp_path, monkeypatch):
+def test_csv_image_paths_are_relative_to_csv_file(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.chdir(tmp_path)
     paths = ["a.png", "b/c.png", "b//d.png", "./e.png", "../f.png", "/abs/g.png", "~/h.png", "~", "b/..", "b/", 
@@ -233,7 +233,7 @@ def test_csv_paths_are_relative_to_its_folder(tmp_path, monkeypatch):
                          for path in paths]  # fmt: skip
 
 
-def test_missing_files_are_found_before_training(tmp_path):
+def test_missing_image_files_raise_before_training(tmp_path):
     write_sets(tmp_path)
     name = f"csv:{tmp_path}/mine.csv"
     options = ["DATASETS.NAMES", f"('{name}', 'folder:{tmp_path}/people')"]
@@ -257,7 +257,7 @@ def test_missing_files_are_found_before_training(tmp_path):
         build_reid_test_loader(config(*options, "DATALOADER.ON_CORRUPT", "skip"), name)
 
 
-def test_missing_files_are_a_warning_with_on_corrupt_skip(tmp_path, caplog):
+def test_missing_image_files_warn_if_on_corrupt_is_skip(tmp_path, caplog):
     write_sets(tmp_path)
     Path(
         build_reid_train_loader(config("DATASETS.NAMES", f"('csv:{tmp_path}/mine.csv',)")).dataset.items[2].path
@@ -268,7 +268,7 @@ def test_missing_files_are_a_warning_with_on_corrupt_skip(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("list_folders", [True, False])
-def test_missing_files_with_and_without_folder_listing(tmp_path, monkeypatch, list_folders):
+def test_missing_image_files_are_found_with_and_without_folder_listing(tmp_path, monkeypatch, list_folders):
     if not list_folders:
         monkeypatch.setattr("fastamp.data.missing_images._ENTRIES", 0)
         monkeypatch.setattr("fastamp.data.missing_images._ENTRIES_PER_FILE", 0)
@@ -287,8 +287,8 @@ def test_missing_files_with_and_without_folder_listing(tmp_path, monkeypatch, li
 
 
 @pytest.mark.parametrize("skip", [0, 5, 11])
-def test_corrupt_image_is_replaced_by_the_next_of_its_identity(tmp_path, skip):
-    """The next image in the list that can be read, cyclically."""
+def test_corrupt_image_is_replaced_by_next_image_of_same_identity(tmp_path, skip):
+    """The replacement is the next readable image in the list, continuing at the start after the end."""
     for number in range(12):
         if number in (1, 10):
             Image.new("RGB", (4, 8), (20 * number, 0, 0)).save(tmp_path / f"{number}.png")

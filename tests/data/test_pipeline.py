@@ -81,7 +81,7 @@ def test_worker_and_device_augmentation_are_equal(root, tmp_path, workers):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_augmentation_equals_workers(root, tmp_path):
+def test_cuda_augmentation_matches_worker_augmentation(root, tmp_path):
     options = [*AUGMENTED, "INPUT.CROP.SIZE", "(64, 32)", "MODEL.DEVICE", "cuda"]
     in_workers = batches(config(tmp_path, *options))
     on_device = batches(config(tmp_path, *options, "INPUT.AUGMENT_ON", "device"))
@@ -109,7 +109,7 @@ def test_cache_does_not_change_batches(root, tmp_path, cache):
 
 @pytest.mark.parametrize("cache", ["none", "disk"])
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_corrupt_image_is_named(root, tmp_path, cache, workers):
+def test_corrupt_image_raises_with_file_name(root, tmp_path, cache, workers):
     victim = sorted(root.rglob("bounding_box_train/*.jpg"))[7]
     victim.write_bytes(b"no image")
     options = ["DATALOADER.CACHE", cache, "DATALOADER.NUM_WORKERS", workers]
@@ -118,7 +118,7 @@ def test_corrupt_image_is_named(root, tmp_path, cache, workers):
 
 
 @pytest.mark.parametrize("cache", ["none", "ram"])
-def test_skip_replaces_a_corrupt_image_with_its_identity(root, tmp_path, cache, caplog):
+def test_skip_replaces_corrupt_image_with_same_identity(root, tmp_path, cache, caplog):
     files = sorted(root.rglob("bounding_box_train/*.jpg"))
     options = ["INPUT.FLIP", "False", "INPUT.PADDING", "False", "INPUT.REA", "False"]
     before = batches(config(tmp_path, *options), count=30)
@@ -141,7 +141,7 @@ def test_skip_replaces_a_corrupt_image_with_its_identity(root, tmp_path, cache, 
     assert replaced and files[7].name[:4] == files[8].name[:4]
 
 
-def test_skip_without_readable_image_fails(root, tmp_path):
+def test_skip_raises_if_identity_has_no_readable_image(root, tmp_path):
     files = sorted(root.rglob("bounding_box_train/*.jpg"))
     for file in files:
         if file.name[:4] == files[0].name[:4]:
@@ -150,7 +150,7 @@ def test_skip_without_readable_image_fails(root, tmp_path):
         batches(config(tmp_path, "DATALOADER.ON_CORRUPT", "skip"), count=30)
 
 
-def test_single_identity_fails(root, tmp_path):
+def test_training_set_with_single_identity_raises(root, tmp_path):
     folder = next(root.iterdir()).rename(root / "Market-1501-v15.09.15")
     first = sorted(folder.rglob("bounding_box_train/*.jpg"))[0].name[:4]
     for file in folder.rglob("bounding_box_train/*.jpg"):

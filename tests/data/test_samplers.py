@@ -26,7 +26,7 @@ def chunks(indices, size):
 
 
 def images(counts, cameras=3):
-    """Return labels and cameras of a training set with given numbers of images per identity."""
+    """Return the labels and cameras of a training set with ``counts[i]`` images of identity i."""
     labels = [identity for identity, count in enumerate(counts) for _ in range(count)]
     return labels, [index % cameras for index in range(len(labels))]
 
@@ -55,7 +55,7 @@ ALL = ["training", "imbalanced", "naive", "balanced", "reweight"]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_epoch_depends_only_on_seed_and_number(name):
+def test_index_stream_depends_only_on_seed_and_epoch(name):
     sampler = make(name)[0]
     stream = take(sampler.epoch(3), 200)
     take(sampler.epoch(1), 50)
@@ -144,7 +144,7 @@ def test_balanced_sampler_falls_back_to_same_camera_then_repeats():
         ({"batch_size": 2}, ConfigError, ["IMS_PER_BATCH 2", "NUM_INSTANCE 4"]),
     ],
 )
-def test_infeasible_batch_size_names_the_values(name, options, error, numbers):
+def test_infeasible_batch_size_raises_with_config_values(name, options, error, numbers):
     with pytest.raises(error) as raised:
         make(name, **options)
     for number in numbers:
@@ -158,14 +158,14 @@ def batches(sampler, count, **options):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("start", [0, 1, 2, 3, 4, 7, 31])
-def test_start_iter_continues_the_uninterrupted_stream(name, start):
+def test_start_iter_resumes_uninterrupted_stream(name, start):
     sampler = make(name)[0]
     assert batches(sampler, 10, start_iter=start) == batches(sampler, start + 10)[start:]
 
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_ranks_together_see_single_process_batches(name, world_size):
+def test_batches_of_all_ranks_form_single_process_batch(name, world_size):
     sampler = make(name, world_size=world_size)[0]
     expected_counts = [batches(sampler, 8, rank=rank, world_size=world_size) for rank in range(world_size)]
     combined = [list(itertools.chain(*parts)) for parts in zip(*expected_counts, strict=True)]
@@ -173,7 +173,7 @@ def test_ranks_together_see_single_process_batches(name, world_size):
     assert {len(part) for rank_batches in expected_counts for part in rank_batches} == {12 // world_size}
 
 
-def test_keys_are_epoch_position_index():
+def test_sample_keys_are_epoch_position_and_index():
     sampler = TrainingSampler(size=34, seed=0)
     keys = list(itertools.chain(*batches(sampler, 6)))
     assert [key[0] for key in keys] == [0] * 36 + [1] * 36
@@ -187,7 +187,7 @@ def test_dataset_smaller_than_a_batch_repeats_images():
     assert set(Counter(index for _, _, index in batch).values()) <= {2, 3}
 
 
-def test_batch_not_divisible_by_ranks_fails():
+def test_batch_size_not_divisible_by_ranks_raises():
     with pytest.raises(ConfigError, match=r"SOLVER.IMS_PER_BATCH.*\(5\); got 12"):
         EpochBatchSampler(TrainingSampler(size=5, seed=0), batch_size=12, iters_per_epoch=1, world_size=5)
 
@@ -238,7 +238,7 @@ def test_imbalanced_sampler_draws_identities_uniformly():
 @pytest.mark.parametrize(
     "weights, expected_counts", [((1, 1), [3, 3]), ((1, 2), [2, 4]), ((0.9, 0.1), [5, 1]), ((4, 3), [3, 3])]
 )
-def test_set_weights_fix_identities_per_dataset(weights, expected_counts):
+def test_set_weights_determine_identities_per_dataset(weights, expected_counts):
     labels, camids = images([6] * 30)
     sets = [int(label >= 10) for label in labels]
     sampler = SetReWeightSampler(
@@ -267,7 +267,7 @@ def test_set_weights_fix_identities_per_dataset(weights, expected_counts):
         ((1.0, 2.0), (0,) * 11 + (1,), DataError, r"dataset 2 has 1, DATALOADER.SET_WEIGHT \(1.0, 2.0\) needs 2"),
     ],
 )
-def test_infeasible_set_weights_are_named(weights, sets, error, message):
+def test_infeasible_set_weights_raise(weights, sets, error, message):
     labels, camids = images([4] * 12)
     if len(sets) == 2:
         sets = [int(label >= 6) for label in labels]

@@ -53,7 +53,7 @@ def fastreid_test_pipeline(cfg, interpolation):
         ("INPUT.SIZE_TEST", "(0,)", "INPUT.CROP", "True", "INPUT.CROP.SIZE", "(45,)"),  # larger than one of the images
     ],
 )
-def test_test_images_equal_fastreid(opts, mode):
+def test_test_transforms_equal_fastreid_pipeline(opts, mode):
     cfg = get_cfg()
     cfg.merge_from_list([*opts, "INPUT.INTERPOLATION", mode])
     resize = build_transforms(cfg, is_train=False).resize
@@ -115,7 +115,7 @@ def test_train_and_test_interpolation_can_differ():
 
 @pytest.fixture
 def market_mixed_sizes(tmp_path, monkeypatch, write_image):
-    """Data root with a small Market-1501 with images of three sizes."""
+    """Data root with a small Market-1501 that has images of three sizes."""
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     base = tmp_path / "Market-1501-v15.09.15"
@@ -149,7 +149,7 @@ ONE_NUMBER = [
 
 
 @pytest.mark.parametrize("opts", ONE_NUMBER, ids=["no resize", "shorter side", "pad and crop"])
-def test_images_of_different_sizes_form_a_batch(market_mixed_sizes, tmp_path, opts):
+def test_training_images_of_different_sizes_form_batches(market_mixed_sizes, tmp_path, opts):
     opts = (*opts, "INPUT.RPT", "True", "INPUT.AUTOAUG", "True", "INPUT.AUTOAUG.PROB", "0.5")
     found = batches(config(tmp_path, *opts))
     size = (24, 24) if "(0,)" in opts else (24, 20) if "INPUT.CROP" in opts else (32, 32)
@@ -160,7 +160,7 @@ def test_images_of_different_sizes_form_a_batch(market_mixed_sizes, tmp_path, op
     assert len({batch["images"].float().mean().item() for batch in found}) == len(found)
 
 
-def test_augmentation_is_equal_for_one_and_two_size_numbers(market, tmp_path):
+def test_crops_are_equal_for_shorter_side_and_height_width(market, tmp_path):
     # All images are 64 x 32.
     opts = ("SOLVER.IMS_PER_BATCH", "8", "INPUT.CROP", "True", "INPUT.CROP.SIZE", "(40, 20)")
     reference = batches(config(tmp_path, *opts, "INPUT.SIZE_TRAIN", "(64, 32)"))
@@ -169,7 +169,7 @@ def test_augmentation_is_equal_for_one_and_two_size_numbers(market, tmp_path):
             assert (actual["images"].int() - expected["images"].int()).abs().max() <= 1
 
 
-def test_images_of_one_size_without_resizing(market, tmp_path):
+def test_images_of_equal_size_load_without_resizing(market, tmp_path):
     cfg = config(tmp_path, "INPUT.SIZE_TRAIN", "(0,)", "INPUT.SIZE_TEST", "(0,)", "SOLVER.IMS_PER_BATCH", "8")
     assert batches(cfg)[0]["images"].shape == (8, 3, 64, 32)
     loader, _ = build_reid_test_loader(cfg, "Market1501")
@@ -177,7 +177,7 @@ def test_images_of_one_size_without_resizing(market, tmp_path):
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_batch_of_different_sizes_names_the_key(market_mixed_sizes, tmp_path, workers):
+def test_batch_of_different_sizes_raises_with_config_key(market_mixed_sizes, tmp_path, workers):
     opts = ("DATALOADER.NUM_WORKERS", workers, "INPUT.PADDING", "False")
     with pytest.raises(DataError, match=r"INPUT\.SIZE_TRAIN \(32,\).*\n  fix: .*INPUT\.SIZE_T"):
         batches(config(tmp_path, *opts, "INPUT.SIZE_TRAIN", "(32,)"))
@@ -192,7 +192,7 @@ def test_single_image_test_batches_can_have_any_size(market_mixed_sizes, tmp_pat
 
 
 def test_cache_depends_on_crop_and_interpolation(market_mixed_sizes, tmp_path):
-    """Each size, crop and interpolation has its own cache, which does not change the images."""
+    """There is a separate cache for each size, crop and interpolation, with the same images as without a cache."""
     variants = [
         ("INPUT.SIZE_TEST", "(24, 24)"),
         ("INPUT.SIZE_TEST", "(24, 24)", "INPUT.INTERPOLATION", "bilinear"),
@@ -211,7 +211,7 @@ def test_cache_depends_on_crop_and_interpolation(market_mixed_sizes, tmp_path):
     assert torch.equal(found[0], found[-1]) and len({each.float().mean().item() for each in found}) == 5
 
 
-def test_cache_needs_a_fixed_image_size(market_mixed_sizes, tmp_path):
+def test_cache_without_fixed_image_size_raises(market_mixed_sizes, tmp_path):
     cfg = config(tmp_path, "INPUT.SIZE_TRAIN", "(0,)", "INPUT.CROP", "True", "DATALOADER.CACHE", "ram")
     with pytest.raises(ConfigError, match=r"DATALOADER\.CACHE ram.*INPUT\.SIZE_TRAIN \(0,\)"):
         build_reid_train_loader(cfg)

@@ -23,7 +23,7 @@ def images(seed, count=60, pids=12, cameras=3):
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(12, 80), st.integers(1, 4), st.floats(0.1, 0.6))
-def test_identities_are_disjoint_and_every_query_has_a_match(seed, count, cameras, fraction):
+def test_hold_out_identities_are_disjoint_and_every_query_has_a_match(seed, count, cameras, fraction):
     items = images(seed, count, cameras=cameras)
     try:
         training, query, gallery = hold_out(items, fraction, seed)
@@ -39,7 +39,7 @@ def test_identities_are_disjoint_and_every_query_has_a_match(seed, count, camera
     assert {item.pid for item in query + gallery} == set(range(1, len({pid_of[path] for path in test_paths}) + 1))
 
 
-def test_split_depends_only_on_the_seed():
+def test_hold_out_depends_only_on_seed():
     items = images(0)
     assert hold_out(items, 0.3, 1) == hold_out(items, 0.3, 1)
     assert hold_out(items, 0.3, 1) != hold_out(items, 0.3, 2)
@@ -47,12 +47,12 @@ def test_split_depends_only_on_the_seed():
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, 0.95])
-def test_fraction_without_training_identities_fails(fraction):
+def test_hold_out_without_training_identities_raises(fraction):
     with pytest.raises(ConfigError, match=f"A.KEY {fraction:g} of"):
         hold_out(images(0), fraction, 0)
 
 
-def test_single_images_cannot_be_queries():
+def test_hold_out_of_identities_with_one_image_raises():
     items = [ImageItem(f"{i}.jpg", f"set_{i}", "set_c0") for i in range(10)]
     with pytest.raises(DataError, match="A.KEY"):
         hold_out(items, 0.3, 0)

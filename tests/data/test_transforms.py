@@ -78,13 +78,13 @@ def test_flip_mirrors_selected_images(images):
 
 
 @pytest.mark.parametrize("prob", [0.0, 0.3, 1.0])
-def test_flip_probability(prob):
+def test_flip_rate_matches_probability(prob):
     assert draw(RandomHorizontalFlip(prob=prob), 5000)["flip"].float().mean().item() == pytest.approx(prob, abs=0.02)
 
 
 @pytest.mark.parametrize("mode", ["constant", "edge", "reflect", "symmetric"])
 @pytest.mark.parametrize("padding", [0, 1, 10, 23])
-def test_crop_equals_torchvision(images, mode, padding):
+def test_pad_and_crop_equals_torchvision(images, mode, padding):
     crop = PadAndRandomCrop(padding=padding, mode=mode)
     parameters = draw(crop, len(images))
     cropped = crop.apply(images, parameters)
@@ -135,7 +135,7 @@ def test_erasing_fills_each_channel_with_its_value(colors):
     ],
     ids=lambda transform: type(transform).__name__,
 )
-def test_geometric_transforms_are_equal_for_all_channels(transform):
+def test_geometric_transforms_treat_all_channels_equally(transform):
     images = make_images(4)
     parameters = draw(transform, len(images))
     changed = transform.apply(images, parameters)
@@ -145,7 +145,7 @@ def test_geometric_transforms_are_equal_for_all_channels(transform):
         assert torch.equal(changed[:, channel, None], single)
 
 
-def test_resize_is_equal_for_all_channels():
+def test_resize_treats_all_channels_equally():
     image = make_images(4)[0]
     resized = Resize(size=(64, 32))(image)
     assert resized.shape == (4, 64, 32)
@@ -177,7 +177,7 @@ def test_erasing_distribution_equals_torchvision(size):
     assert actual.min() >= 0
 
 
-def test_erasing_probability(images):
+def test_erasing_rate_matches_probability(images):
     parameters = draw(RandomErasing(prob=0.3, value=(0, 0, 0)), 5000)
     assert (parameters["height"] > 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
     nothing = draw(RandomErasing(prob=0.0, value=(0, 0, 0)), len(images))
@@ -242,7 +242,7 @@ def test_color_jitter_does_not_change_the_fourth_channel():
     assert not torch.equal(jittered, images)
 
 
-def test_color_jitter_parameter_distribution():
+def test_color_jitter_parameters_cover_configured_ranges():
     parameters = draw(ColorJitter(prob=0.5, brightness=0.15, contrast=2.0, saturation=0.1, hue=0.1), 5000)
     assert parameters["jitter"].float().mean().item() == pytest.approx(0.5, abs=0.02)
     low, high = parameters["factors"].amin(dim=0).tolist(), parameters["factors"].amax(dim=0).tolist()
@@ -289,7 +289,7 @@ def test_apply_does_not_modify_its_arguments(images):
     )
 
 
-def test_build_follows_the_config(cfg):
+def test_enabled_transforms_are_built_from_config(cfg):
     transforms = build_transforms(cfg, is_train=True)
     assert transforms.resize.size == (32, 16)
     names = [type(transform).__name__ for transform in transforms.augment.transforms]
@@ -310,14 +310,14 @@ def test_build_follows_the_config(cfg):
         (4, (1.0, 2.0, 3.0, 4.0), (1, 2, 3, 4)),
     ],
 )
-def test_erasing_value_follows_the_channels(cfg, channels, value, color):
+def test_erasing_value_is_converted_to_input_channels(cfg, channels, value, color):
     cfg.merge_from_list(["INPUT.CHANNELS", channels, "INPUT.REA.VALUE", value])
     transforms = build_transforms(cfg, is_train=True)
     assert transforms.channels == channels and transforms.augment.transforms[-1].value == color
     assert build_transforms(cfg, is_train=False).channels == channels
 
 
-def test_erasing_value_must_match_the_channels(cfg):
+def test_erasing_value_with_wrong_channel_count_raises(cfg):
     cfg.INPUT.CHANNELS = 4
     with pytest.raises(ConfigError, match=r"INPUT\.REA\.VALUE .*INPUT\.CHANNELS"):
         build_transforms(cfg, is_train=True)
@@ -325,7 +325,7 @@ def test_erasing_value_must_match_the_channels(cfg):
     build_transforms(cfg, is_train=True)
 
 
-def test_autoaugment_with_four_channels_fails(cfg):
+def test_autoaugment_with_four_channels_raises(cfg):
     cfg.merge_from_list(["INPUT.CHANNELS", 4, "INPUT.REA.ENABLED", False, "INPUT.AUTOAUG.ENABLED", True])
     with pytest.raises(ConfigError, match=r"(?s)INPUT\.AUTOAUG .*INPUT\.CHANNELS is 4.*fix: .*INPUT\.AUTOAUG\.ENABLED"):
         build_transforms(cfg, is_train=True)
@@ -335,7 +335,7 @@ def test_autoaugment_with_four_channels_fails(cfg):
 
 
 @pytest.mark.parametrize("name", ["RANDAUG", "AUGMIX"])
-def test_torchvision_transforms_with_four_channels_fail(cfg, name):
+def test_randaugment_and_augmix_with_four_channels_raise(cfg, name):
     cfg.merge_from_list([f"INPUT.{name}", True, "INPUT.CHANNELS", 4])
     with pytest.raises(ConfigError, match=f"INPUT.{name} .*INPUT.CHANNELS is 4"):
         build_transforms(cfg)
@@ -354,7 +354,7 @@ def test_torchvision_transforms_with_four_channels_fail(cfg, name):
         ("INPUT.CJ.CONTRAST", -0.1),
     ],
 )
-def test_values_out_of_range_name_the_key(cfg, key, value):
+def test_value_out_of_range_raises_with_config_key(cfg, key, value):
     cfg.INPUT.PADDING.MODE = "reflect"
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         cfg.merge_from_list([key, value])
@@ -385,7 +385,7 @@ def test_torchvision_transform_is_seeded_per_image(name, channels):
     assert torch.equal(single[0], changed[3])
 
 
-def test_torchvision_transform_seeds_and_probability():
+def test_torchvision_transform_draws_unique_seeds_and_matches_probability():
     parameters = draw(AutoAugment(prob=0.1), 5000)
     assert len(parameters["seed"].unique()) == 5000 and parameters["seed"].min() >= 0
     assert parameters["chosen"].float().mean().item() == pytest.approx(0.1, abs=0.02)
@@ -396,7 +396,7 @@ def test_autoaugment_returns_its_input_if_nothing_is_selected(images):
     assert transform.apply(images, draw(transform, len(images))) is images
 
 
-def test_autoaugment_and_affine_are_built_by_key():
+def test_autoaugment_and_affine_are_built_from_config():
     cfg = get_cfg()
     cfg.merge_from_list(["INPUT.AUTOAUG.ENABLED", "True", "INPUT.AUTOAUG.PROB", "0.1", "INPUT.AFFINE.ENABLED", "True"])
     autoaugment, affine = build_transforms(cfg).augment.transforms
@@ -534,7 +534,7 @@ def test_all_transforms_are_built_in_order(cfg):
         ("CROP.RATIO", "(2.0, 0.2)", "INPUT.CROP.RATIO"),
     ],
 )
-def test_invalid_values_fail(cfg, key, value, message):
+def test_invalid_blur_and_crop_settings_raise(cfg, key, value, message):
     cfg.merge_from_list([f"INPUT.{key.split('.')[0]}", True, f"INPUT.{key}", value])
     with pytest.raises(ConfigError, match=message):
         build_transforms(cfg)
@@ -550,8 +550,8 @@ def test_every_transform_has_an_order_and_is_disabled_by_default():
 
 
 @pytest.fixture
-def project_transform(monkeypatch):
-    """Register a transform that is not in ORDER; return its class and a config with its section."""
+def custom_transform(monkeypatch):
+    """Register a custom transform; return its class and a config with keys for it and for built-in transforms."""
     monkeypatch.setattr(TRANSFORM_REGISTRY, "_components", dict(TRANSFORM_REGISTRY._components))
 
     @TRANSFORM_REGISTRY.register("DARKEN")
@@ -569,8 +569,8 @@ def project_transform(monkeypatch):
 
 
 @pytest.mark.parametrize(("before", "place"), [("", 3), ("REA", 1), ("AUTOAUG", 0)])
-def test_project_transform_is_inserted_before_its_section(project_transform, before, place):
-    transform, cfg = project_transform
+def test_custom_transform_is_inserted_before_configured_section(custom_transform, before, place):
+    transform, cfg = custom_transform
     transform.before = before
     others = ["RandomHorizontalFlip", "RandomErasing", "RandomPatch"]
     names = [type(each).__name__ for each in build_transforms(cfg).augment.transforms]
@@ -582,7 +582,7 @@ def test_project_transform_is_inserted_before_its_section(project_transform, bef
 
 
 @pytest.mark.parametrize("keys", [(), (Key("INPUT.DARKEN.PROB", 0.5, "Probability."),)])
-def test_registered_transform_without_enabled_key_is_an_error(project_transform, keys):
+def test_registered_transform_without_enabled_key_raises(custom_transform, keys):
     cfg = get_cfg()
     cfg.add_keys(keys)
     with pytest.raises(ConfigError, match=r"INPUT\.DARKEN\.ENABLED(.|\n)*fix: "):
@@ -590,8 +590,8 @@ def test_registered_transform_without_enabled_key_is_an_error(project_transform,
     build_transforms(cfg, is_train=False)
 
 
-def test_unknown_section_in_before_suggests_nearest(project_transform):
-    transform, cfg = project_transform
+def test_unknown_section_in_before_suggests_nearest(custom_transform):
+    transform, cfg = custom_transform
     transform.before = "REAA"
     with pytest.raises(ConfigError, match=r"Darken\.before: .*'REAA'.*'REA'"):
         build_transforms(cfg)

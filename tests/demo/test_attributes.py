@@ -1,4 +1,4 @@
-"""Attributes of the demo images, and digests of all demo files."""
+"""Attributes of the demo images, and digests of the generated files."""
 
 import csv
 import hashlib
@@ -65,7 +65,7 @@ def test_attributes_are_bit_identical(small):
     assert hashlib.sha256((small / "attributes.csv").read_bytes()).hexdigest() == ATTRIBUTES
 
 
-def test_one_row_per_image(small):
+def test_attributes_have_one_row_per_image(small):
     rows = image_attributes(small)
     assert sorted(row.path for row in rows) == sorted(
         path.relative_to(small).as_posix() for path in small.rglob("*.jpg")
@@ -80,7 +80,7 @@ def test_one_row_per_image(small):
     assert len({row.person for row in rows}) == 4
 
 
-def test_attribute_values_and_types(small):
+def test_attribute_values_match_declared_types_and_choices(small):
     types = get_type_hints(ImageAttributes)
     texts = {name for name, kind in types.items() if str in (kind, *get_args(kind))}
     assert set(VALUES) == texts - {"path"}
@@ -96,7 +96,7 @@ def test_attribute_values_and_types(small):
         assert is_empty or (row["pattern_color"] is None) == (row["upper_pattern"] == "plain")
 
 
-def test_identity_has_constant_attributes(small):
+def test_person_attributes_are_constant_per_identity(small):
     names = describe_person(draw_appearance(np.random.default_rng(0)))
     looks = {}
     for row in image_attributes(small):
@@ -112,14 +112,14 @@ def test_every_attribute_value_occurs():
         assert {person[name] for person in people} - {None} == set(VALUES[name]), name
 
 
-def test_view_is_the_quadrant_of_yaw(small):
+def test_view_matches_quadrant_of_yaw(small):
     middle = {"front": 0, "right": 90, "back": 180, "left": -90}
     for row in image_attributes(small):
         if row.yaw is not None:
             assert abs((row.yaw - middle[row.view] + 180) % 360 - 180) <= 45
 
 
-def test_csv_equals_image_attributes(small):
+def test_attributes_csv_equals_image_attributes(small):
     with (small / "attributes.csv").open(newline="", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     names = [field.name for field in fields(ImageAttributes)]
@@ -141,14 +141,14 @@ def test_dataset_without_attributes_file_is_complete(small, tmp_path):
     assert (folder / "attributes.csv").read_bytes() == (small / "attributes.csv").read_bytes()
 
 
-def test_attributes_of_other_folders_fail(tmp_path):
+def test_attributes_of_folder_without_demo_dataset_raise(tmp_path):
     for function in (image_attributes, write_attributes):
         with pytest.raises(DataError, match="not a demo dataset"):
             function(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_attributes_file_is_ignored_by_demo_and_readable_as_csv_dataset(small):
+def test_attributes_csv_is_readable_as_csv_dataset(small):
     demo, listed = Demo(small.parent), CsvDataset(small / "attributes.csv")
     for split in ("train", "query", "gallery"):
         images, rows = getattr(demo, split), getattr(listed, split)

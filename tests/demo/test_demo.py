@@ -1,4 +1,4 @@
-"""Demo dataset: reproducible files, Market-1501's layout, and complete folders or none."""
+"""Demo dataset: reproducible files in the layout of Market-1501, written completely or not at all."""
 
 import hashlib
 import json
@@ -72,7 +72,7 @@ def pictures(folder, split):
 
 
 def test_abandoned_builds_are_removed_on_next_use(small, tmp_path):
-    """Even if the dataset exists; builds of running processes of this machine stay."""
+    """They are removed even if the dataset exists; builds by running processes of this machine are kept."""
     root = tmp_path / "root"
     folder = root / Demo.folder
     shutil.copytree(small, folder)
@@ -108,7 +108,7 @@ def test_different_seed_gives_different_images(small, tmp_path):
     assert not set(digest(tmp_path / "other").values()) & set(digest(small).values())
 
 
-def test_counts_sizes_and_manifest(small):
+def test_files_match_requested_counts_size_and_manifest(small):
     counts = {split: len(pictures(small, split)) for split in ("bounding_box_train", "query", "bounding_box_test")}
     assert counts == {"bounding_box_train": 36, "query": 8, "bounding_box_test": 16 + 10 + 1}
     manifest = json.loads((small / "demo.json").read_text(encoding="utf-8"))
@@ -153,7 +153,7 @@ def test_progress_counts_every_image(tmp_path):
     assert calls == [(done, 71) for done in range(1, 72)]
 
 
-def test_exception_leaves_no_files(tmp_path):
+def test_interrupted_generation_leaves_no_files(tmp_path):
     def interrupt(done, total):
         raise KeyboardInterrupt
 
@@ -181,7 +181,7 @@ def test_killed_run_leaves_no_folder_and_next_run_succeeds(small, tmp_path):
     assert build_folders(folder) == []
 
 
-def test_second_process_keeps_the_existing_dataset(small, tmp_path):
+def test_slower_process_keeps_dataset_of_faster_process(small, tmp_path):
     folder = tmp_path / "set"
 
     def overtake(done, total):
@@ -196,7 +196,7 @@ def test_second_process_keeps_the_existing_dataset(small, tmp_path):
     assert build_folders(folder) == []
 
 
-def test_concurrent_runs_give_one_complete_folder(small, tmp_path):
+def test_concurrent_runs_give_one_complete_dataset(small, tmp_path):
     folder, errors = tmp_path / "set", []
     start = threading.Barrier(2)
 
@@ -245,7 +245,7 @@ def test_empty_folder_is_filled(tmp_path):
     assert is_complete(tmp_path / "set")
 
 
-def test_other_folders_are_not_overwritten(small, tmp_path):
+def test_folder_with_other_files_is_not_overwritten(small, tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "mine.jpg").write_bytes(b"mine")
     (tmp_path / "file").write_bytes(b"mine")
@@ -270,7 +270,7 @@ def test_other_folders_are_not_overwritten(small, tmp_path):
         {"workers": 0},
     ],
 )
-def test_arguments_out_of_range_fail(tmp_path, wrong):
+def test_arguments_out_of_range_raise(tmp_path, wrong):
     with pytest.raises(ValueError, match="must be at least"):
         generate_demo(tmp_path / "set", **{**SMALL, **wrong})
     assert list(tmp_path.iterdir()) == []
@@ -309,7 +309,7 @@ def test_additional_cameras_and_empty_boxes_can_be_drawn():
         assert draw_picture(rng, None, camera, 1, seed=0, image_size=(64, 32)).size == (32, 64)
 
 
-def test_contact_sheet(small, tmp_path):
+def test_contact_sheet_has_one_row_per_identity(small, tmp_path):
     contact_sheet(small, tmp_path / "sheet.png", identities=3, columns=5, scale=1)
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.size == (5 * 36 + 4, 3 * 68 + 4)

@@ -1,4 +1,4 @@
-"""CUHK03: one-time extraction of the .mat files, complete or not at all."""
+"""CUHK03: splits, and atomic one-time extraction of the images from the .mat files."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ TEST_PEOPLE = ([(1, 2), (3, 1)], [(5, 1)])
 
 
 def pixels(pair, person, shot, kind):
-    """Return an image that encodes its labels in the first pixel, twice as high as wide."""
+    """Return an image of height 4 and width 2 that encodes its labels in the first pixel."""
     picture = np.zeros((4, 2, 3), np.uint8)
     picture[0, 0], picture[3, 0] = (pair, person, shot), (KINDS.index(kind), 0, 255)
     return picture
@@ -58,7 +58,7 @@ def write_mat(file, shots):
 
 @pytest.fixture
 def dataset_dir(root):
-    """Folder ``cuhk03`` of a data root before first use."""
+    """Folder ``cuhk03`` with the published files, before the images are extracted."""
     dataset_dir = root / "cuhk03"
     write_mat(dataset_dir / "cuhk03_release/cuhk-03.mat", IMAGE_NUMBERS)
     files = [
@@ -89,7 +89,7 @@ def names_and_labels(items):
     return [(item.path.rsplit("/", 1)[1], item.pid, item.camid) for item in items]
 
 
-def test_new_protocol(dataset_dir, caplog):
+def test_new_protocol_reads_split_and_labels(dataset_dir, caplog):
     with caplog.at_level(logging.INFO):
         dataset = build()
     assert "extracting" in caplog.text and "images of 7 of 7 people" in caplog.text
@@ -105,7 +105,7 @@ def test_new_protocol(dataset_dir, caplog):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_extracted_images_equal_the_mat_file(kind, dataset_dir):
+def test_extracted_images_equal_images_in_mat_file(kind, dataset_dir):
     build(LABELED=kind == "labeled")
     images = dataset_dir / f"images_{kind}"
     assert len(list(images.iterdir())) == len(ALL_PEOPLE) * len(IMAGE_NUMBERS)
@@ -124,7 +124,7 @@ def test_labeled_images_have_separate_splits(dataset_dir):
 
 
 @pytest.mark.parametrize("split", [0, 1])
-def test_classic_splits(split, dataset_dir):
+def test_classic_split_separates_training_and_test_identities(split, dataset_dir):
     dataset = build(CLASSIC=True, SPLIT=split)
     tested = {f"{pair}_{person:03d}" for pair, person in TEST_PEOPLE[split]}
     assert {item.path.rsplit("/", 1)[1][:5] for item in dataset.query} == tested
@@ -136,12 +136,12 @@ def test_classic_splits(split, dataset_dir):
 
 
 @pytest.mark.parametrize(("keys", "count"), [({"SPLIT": 1}, 1), ({"SPLIT": 2, "CLASSIC": True}, 2)])
-def test_missing_split_names_the_range(keys, count, dataset_dir):
+def test_split_index_out_of_range_raises(keys, count, dataset_dir):
     with pytest.raises(ConfigError, match=rf"DATASETS\.CUHK03\.SPLIT .*0\.\.{count - 1} .*got {keys['SPLIT']}"):
         build(**keys)
 
 
-def test_extraction_runs_once(dataset_dir, monkeypatch, caplog):
+def test_second_build_does_not_extract_images_again(dataset_dir, monkeypatch, caplog):
     first = build()
     (dataset_dir / "cuhk03_release/cuhk-03.mat").unlink()
     (dataset_dir / "cuhk03_new_protocol_config_detected.mat").unlink()
@@ -153,7 +153,7 @@ def test_extraction_runs_once(dataset_dir, monkeypatch, caplog):
     assert "extracting" not in caplog.text
 
 
-def test_new_splits_reuse_extracted_images(dataset_dir, caplog):
+def test_classic_protocol_reuses_extracted_images(dataset_dir, caplog):
     build()
     caplog.clear()
     with caplog.at_level(logging.INFO):
@@ -167,7 +167,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("name", ["write_images", "new_split", "write_atomically"])
 @pytest.mark.parametrize("error", [Killed, OSError])
-def test_interruption_leaves_no_partial_files(name, error, dataset_dir, monkeypatch):
+def test_interrupted_extraction_leaves_no_partial_images(name, error, dataset_dir, monkeypatch):
     real = getattr(cuhk03, name)
 
     def interrupted(*arguments):
@@ -183,7 +183,7 @@ def test_interruption_leaves_no_partial_files(name, error, dataset_dir, monkeypa
     assert len(build().train) == 8 and len(list((dataset_dir / "images_detected").iterdir())) == 28
 
 
-def test_files_of_a_killed_process_are_ignored(dataset_dir):
+def test_leftover_files_of_killed_extraction_are_ignored(dataset_dir):
     abandoned = dataset_dir / ".images_detected.building-0"
     abandoned.mkdir()
     (abandoned / "1_001_1_01.png").touch()
@@ -191,15 +191,15 @@ def test_files_of_a_killed_process_are_ignored(dataset_dir):
     assert len(build().train) == 8 and len(list((dataset_dir / "images_detected").iterdir())) == 28
 
 
-def test_images_without_splits_fail(dataset_dir):
-    """As after an interrupted conversion by FastReID."""
+def test_image_folder_without_splits_file_raises(dataset_dir):
+    """An interrupted conversion by FastReID leaves such a folder."""
     (dataset_dir / "images_detected").mkdir()
     (dataset_dir / "images_detected/1_001_1_01.png").touch()
     with pytest.raises(DataError, match="(?s)images_detected .*splits_.*fix: delete"):
         build()
 
 
-def test_concurrent_extraction_shares_the_result(dataset_dir, monkeypatch):
+def test_concurrent_extractions_give_equal_datasets(dataset_dir, monkeypatch):
     real, both = cuhk03.write_images, threading.Barrier(2, timeout=60)
 
     def synchronized(*arguments):
@@ -219,7 +219,7 @@ def test_concurrent_extraction_shares_the_result(dataset_dir, monkeypatch):
     assert not [entry for entry in dataset_dir.iterdir() if entry.name.startswith(".")]
 
 
-def test_files_written_by_fastreid_load(root):
+def test_images_and_splits_written_by_fastreid_are_read(root):
     dataset_dir = root / "cuhk03"
     (dataset_dir / "images_detected").mkdir(parents=True)
     split = {
@@ -235,14 +235,14 @@ def test_files_written_by_fastreid_load(root):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "[1]", '[{"train": []}]', '[{"train": [["a"]]}]'])
-def test_corrupt_splits_fail(text, root):
+def test_corrupt_splits_file_raises(text, root):
     (root / "cuhk03/images_detected").mkdir(parents=True)
     (root / "cuhk03/splits_new_detected.json").write_text(text)
     with pytest.raises(DataError, match=r"(?s)splits_new_detected\.json.*fix: delete"):
         CUHK03(root)
 
 
-def test_missing_files_are_named(root):
+def test_missing_mat_files_are_listed_in_error(root):
     with pytest.raises(DataError) as raised:
         build()
     text = str(raised.value)
@@ -250,13 +250,13 @@ def test_missing_files_are_named(root):
     assert "cuhk03_new_protocol_config_detected.mat" in text and "FASTAMP_DATASETS" in text
 
 
-def test_similar_folder_name_is_suggested(dataset_dir):
+def test_error_suggests_renaming_similar_folder(dataset_dir):
     dataset_dir.rename(dataset_dir.with_name("CUHK03-NP"))
     with pytest.raises(DataError, match="(?s)CUHK03-NP.*rename it to"):
         build()
 
 
-def test_missing_h5py_names_the_package(dataset_dir, monkeypatch):
+def test_missing_h5py_error_contains_install_command(dataset_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(ConfigError, match="pip install h5py"):
         build()
@@ -265,7 +265,7 @@ def test_missing_h5py_names_the_package(dataset_dir, monkeypatch):
 
 @pytest.mark.parametrize("file", ["cuhk03_release/cuhk-03.mat", "cuhk03_new_protocol_config_detected.mat"])
 @pytest.mark.parametrize("damage", ["other", "cut", "empty"])
-def test_corrupt_mat_files_fail(file, damage, dataset_dir):
+def test_corrupt_mat_file_raises(file, damage, dataset_dir):
     content = (dataset_dir / file).read_bytes()
     (dataset_dir / file).write_bytes({"other": b"<html>", "cut": content[: len(content) // 2], "empty": b""}[damage])
     with pytest.raises(DataError, match=f"cannot read .*{file}"):
@@ -273,7 +273,7 @@ def test_corrupt_mat_files_fail(file, damage, dataset_dir):
     assert not (dataset_dir / "images_detected").exists()
 
 
-def test_split_with_missing_images_fails(dataset_dir):
+def test_split_that_lists_missing_images_raises(dataset_dir):
     write_mat(dataset_dir / "cuhk03_release/cuhk-03.mat", IMAGE_NUMBERS[1:])
     with pytest.raises(DataError, match=r"3 images .*cuhk-03\.mat.* 1_001_1_01\.png"):
         build()

@@ -30,7 +30,7 @@ def write_csv(folder, rows=ROWS, header=HEADER, encoding="utf-8"):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-def test_csv_with_all_columns(tmp_path, encoding):
+def test_csv_columns_set_split_identity_and_camera(tmp_path, encoding):
     dataset = build_dataset(write_csv(tmp_path, encoding=encoding))
     assert [(Path(item.path).name, item.pid, item.camid) for item in dataset.train] == [
         ("a b.png", f"csv:{tmp_path}/my data.csv_ann", 2),
@@ -43,7 +43,7 @@ def test_csv_with_all_columns(tmp_path, encoding):
     assert dataset.identity(2) == "bob" and dataset.identity(dataset.train[0].pid) == "ann"
 
 
-def test_csv_with_only_paths_and_identities(tmp_path, caplog):
+def test_csv_without_camera_column_gives_unique_cameras(tmp_path, caplog):
     caplog.set_level("INFO")
     dataset = build_dataset(write_csv(tmp_path, ["a.png,1", "/abs/b.png,2", "c.png,1"], "path,pid"))
     assert len(dataset.train) == 3 and not dataset.query and not dataset.gallery
@@ -51,7 +51,7 @@ def test_csv_with_only_paths_and_identities(tmp_path, caplog):
     assert "camid" in caplog.text
 
 
-def test_csv_boxes_are_cropped(tmp_path):
+def test_csv_box_crops_image(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "frame.png")
     name = write_csv(tmp_path, ["frame.png,1,5,6,21,38", "frame.png,2,0,0,60,40"], "path,pid,x0,y0,x1,y1")
@@ -62,7 +62,7 @@ def test_csv_boxes_are_cropped(tmp_path):
     assert dataset.num_classes == 2
 
 
-def test_box_beyond_the_image_fails(tmp_path):
+def test_csv_box_outside_image_raises(tmp_path):
     Image.new("RGB", (60, 40)).save(tmp_path / "frame.png")
     name = write_csv(tmp_path, ["frame.png,1,5,6,61,38"], "path,pid,x0,y0,x1,y1")
     dataset = ReidDataset(build_dataset(name).train, build_transforms(get_cfg(), is_train=False), relabel=True)
@@ -86,25 +86,25 @@ def test_box_beyond_the_image_fails(tmp_path):
         ("path,pid,x0,y0,x1,y1", ["a,1,5,0,x,9"], "must be numbers, got 5, 0, x, 9"),
     ],
 )
-def test_invalid_csv_is_explained(tmp_path, header, rows, message):
+def test_invalid_csv_error_names_line_or_column(tmp_path, header, rows, message):
     with pytest.raises(DataError, match=message):
         build_dataset(write_csv(tmp_path, rows, header))
 
 
-def test_binary_file_is_not_a_csv(tmp_path):
+def test_binary_csv_file_raises(tmp_path):
     (tmp_path / "picture.csv").write_bytes(b"\xff\xd8\xff\x00")
     with pytest.raises(DataError, match="picture.csv: .*UTF-8"):
         build_dataset(f"csv:{tmp_path / 'picture.csv'}")
 
 
 @pytest.mark.parametrize("kind", ["csv", "folder"])
-def test_missing_path_is_named(tmp_path, monkeypatch, kind):
+def test_missing_csv_or_folder_error_names_path(tmp_path, monkeypatch, kind):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     with pytest.raises(DataError, match=f"(?s)dataset {kind}:mine not found.*{tmp_path}/mine"):
         build_dataset(f"{kind}:mine")
 
 
-def test_unknown_prefix_lists_choices():
+def test_unknown_dataset_prefix_suggests_nearest():
     with pytest.raises(ConfigError, match=r"DATASETS.NAMES: .*'cvs:mine'.*Did you mean 'csv'"):
         build_dataset("cvs:mine")
 
@@ -150,7 +150,7 @@ def test_folder_without_cameras_gives_unique_cameras(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("fraction, sizes", [(0.0, (60, 0, 0)), (1.0, (0, 30, 30))])
-def test_folder_for_only_training_or_testing(tmp_path, fraction, sizes):
+def test_test_fraction_zero_or_one_gives_only_training_or_test_images(tmp_path, fraction, sizes):
     dataset = build_dataset(make_folder(tmp_path), folder_config(CAMERA=r"cam(\d)", TEST_FRACTION=fraction))
     assert (len(dataset.train), len(dataset.query), len(dataset.gallery)) == sizes
 
@@ -164,12 +164,12 @@ def test_folder_for_only_training_or_testing(tmp_path, fraction, sizes):
         ({"TEST_FRACTION": 0.95}, ConfigError, "DATASETS.FOLDER.TEST_FRACTION 0.95 of 10 identities leaves 0"),
     ],
 )
-def test_invalid_folder_settings_fail(tmp_path, values, error, message):
+def test_invalid_folder_settings_raise(tmp_path, values, error, message):
     with pytest.raises(error, match=message):
         build_dataset(make_folder(tmp_path), folder_config(**values))
 
 
-def test_empty_folder_fails(tmp_path):
+def test_folder_without_images_raises(tmp_path):
     (tmp_path / "person").mkdir()
     with pytest.raises(DataError, match=f"no images in {tmp_path}"):
         build_dataset(f"folder:{tmp_path}")
@@ -182,7 +182,7 @@ def test_identities_of_two_folders_are_distinct(tmp_path):
 
 
 @pytest.mark.parametrize("delimiter", [";", "\t"])
-def test_csv_dialects(tmp_path, delimiter):
+def test_csv_with_semicolons_or_tabs_is_read(tmp_path, delimiter):
     lines = [" Path , PID ,", "a.png,3.0,0", ",,", "b.png,-1,1", "~/c.png,--7,2", ""]
     file = tmp_path / "table.csv"
     file.write_text("\r\n".join(lines).replace(",", delimiter))
@@ -223,12 +223,12 @@ def test_hidden_and_split_folders_are_not_identities(tmp_path):
         ("csv:a.csv,csv:b.csv", r"several datasets"),
     ],
 )
-def test_malformed_names_suggest_a_fix(name, message):
+def test_malformed_dataset_name_error_suggests_fix(name, message):
     with pytest.raises((ConfigError, DataError), match=message):
         build_dataset(name)
 
 
-def test_dataset_listed_twice_fails(tmp_path):
+def test_dataset_listed_twice_raises(tmp_path):
     dataset = build_dataset(make_folder(tmp_path), folder_config(TEST_FRACTION=0.0))
     with pytest.raises(DataError, match="listed twice"):
         training_items([dataset, dataset])

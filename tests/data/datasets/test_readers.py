@@ -1,4 +1,4 @@
-"""Dataset readers: images, identities and cameras of every layout, and messages for wrong layouts."""
+"""Dataset readers: images, identities and cameras of every layout, and error messages for wrong layouts."""
 
 import logging
 import re
@@ -39,14 +39,14 @@ def first_images(name):
 
 
 def build(name, root, **keys):
-    """Write the files of a dataset and build it with these keys below DATASETS; ``__`` stands for a dot."""
+    """Write the files of a dataset and build it with the given keys of DATASETS; ``__`` stands for a dot."""
     write(root, TREES[name][0])
     cfg = get_cfg()
     cfg.merge_from_list([word for key, value in keys.items() for word in (f"DATASETS.{key.replace('__', '.')}", value)])
     return build_dataset(name, cfg)
 
 
-def test_all_names_are_registered():
+def test_all_datasets_are_registered():
     assert len(NAMES) == 30
     assert {*NAMES, "CUHK03", "Demo"} <= set(DATASET_REGISTRY)
 
@@ -58,7 +58,7 @@ def test_dataset_names_and_folders_are_unique():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_images_identities_and_cameras(name, root):
+def test_reader_finds_images_identities_and_cameras(name, root):
     files, train, query, gallery = TREES[name]
     write(root, files)
     dataset = build_dataset(name)
@@ -73,7 +73,7 @@ def test_images_identities_and_cameras(name, root):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_files_of_other_programs_are_ignored(name, root):
+def test_operating_system_files_are_ignored(name, root):
     files = TREES[name][0]
     write(root, files)
     before = build_dataset(name)
@@ -85,7 +85,7 @@ def test_files_of_other_programs_are_ignored(name, root):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), FilenameDataset)])
-def test_uppercase_suffixes_and_unicode_names(name, root):
+def test_uppercase_suffixes_and_unicode_file_names_are_read(name, root):
     write(root, TREES[name][0])
     before = build_dataset(name)
     for item in before.train + before.query:
@@ -98,7 +98,7 @@ def test_uppercase_suffixes_and_unicode_names(name, root):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), FilenameDataset)])
-def test_example_in_messages_matches_the_layout(name, root):
+def test_example_file_name_matches_layout(name, root):
     write(root, TREES[name][0])
     component = DATASET_REGISTRY.get(name)
     example = component.example.split(" (")[0]
@@ -112,7 +112,7 @@ def test_example_in_messages_matches_the_layout(name, root):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_error_for_a_missing_dataset_describes_the_layout(name, root):
+def test_missing_dataset_error_describes_layout(name, root):
     text = message(lambda: build_dataset(name))
     assert f"dataset {name} not found" in text
     assert str(root / folder_of(name)) in text and "FASTAMP_DATASETS" in text
@@ -122,7 +122,7 @@ def test_error_for_a_missing_dataset_describes_the_layout(name, root):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("similar", ["{}-v2", "my {}", "lower"])
-def test_similar_folder_name_is_suggested(name, similar, root):
+def test_folder_with_similar_name_is_suggested(name, similar, root):
     write(root, TREES[name][0])
     available = root / folder_of(name)
     renamed = root / ("a" + available.name.lower() if similar == "lower" else similar.format(available.name))
@@ -145,7 +145,7 @@ def test_similar_folder_name_is_suggested(name, similar, root):
         ("VeRiWild", "veriwild"),
     ],
 )
-def test_common_folder_names_are_suggested(name, similar, root):
+def test_folder_with_common_alternative_name_is_suggested(name, similar, root):
     write(root, TREES[name][0])
     (root / folder_of(name)).rename(root / similar)
     assert f"found {root / similar};" in message(lambda: build_dataset(name))
@@ -167,26 +167,26 @@ def test_folder_one_level_too_deep_is_suggested(name, root):
 
 
 @pytest.mark.parametrize("name", ["DukeMTMC", "LPW", "MSMT17", "VehicleID", "AirportALERT"])
-def test_data_root_inside_the_dataset_is_explained(name, root, monkeypatch):
+def test_data_root_set_to_dataset_folder_is_explained(name, root, monkeypatch):
     write(root, TREES[name][0])
     monkeypatch.setenv("FASTAMP_DATASETS", str(root / folder_of(name)))
     assert f"make {root} the data root" in message(lambda: build_dataset(name))
 
 
 @pytest.mark.parametrize("name", ["DukeMTMC", "LPW", "VeRiWild"])
-def test_folder_between_root_and_dataset_is_explained(name, root):
+def test_dataset_in_subfolder_of_data_root_is_explained(name, root):
     write(root / "person", TREES[name][0])
     assert f"or make {root / 'person'} the data root" in message(lambda: build_dataset(name))
 
 
-def test_similar_folder_name_with_other_content_is_listed(root):
+def test_content_of_similar_folder_without_dataset_is_listed(root):
     write(root, {"dukemtmc-reid/train/a.jpg": "", "dukemtmc-reid/test/a.jpg": ""})
     text = message(lambda: build_dataset("DukeMTMC"))
     assert f"{root / 'dukemtmc-reid'}, which contains test, train" in text
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), FilenameDataset)])
-def test_folders_without_images_fail(name, root):
+def test_folders_without_images_raise(name, root):
     write(root, TREES[name][0])
     for path in TREES[name][0]:
         (root / path).rename((root / path).with_suffix(".txt"))
@@ -205,7 +205,7 @@ def test_folders_without_images_fail(name, root):
         ("CAVIARa", "1.jpg"),
     ],
 )
-def test_unmatched_names_are_skipped_with_warning(name, stray, root, caplog):
+def test_unexpected_file_names_are_skipped_with_warning(name, stray, root, caplog):
     write(root, TREES[name][0])
     before = len(first_images(name))
     write(root, {f"{folder_of(name)}/{stray}": ""})
@@ -235,7 +235,7 @@ def test_unmatched_names_are_skipped_with_warning(name, stray, root, caplog):
         ("AirportALERT", "AirportALERT/filepath.txt", "1\\11000\\a.jpg\n", "11001"),
     ],
 )
-def test_invalid_lists_fail(name, file, text, part, root):
+def test_invalid_list_file_raises(name, file, text, part, root):
     write(root, TREES[name][0] | {file: text})
     words = message(lambda: build_dataset(name).train)
     assert part in words and Path(file).name in words
@@ -245,12 +245,12 @@ def test_invalid_lists_fail(name, file, text, part, root):
 
 
 @pytest.mark.parametrize("name", TRAINING_ONLY)
-def test_training_datasets_have_no_test_images(name, root):
+def test_training_only_datasets_have_no_test_images(name, root):
     dataset = build(name, root)
     assert dataset.query == [] and dataset.gallery == []
 
 
-def test_market1501_distractors(root, caplog):
+def test_market1501_500k_distractors_are_added_to_gallery(root, caplog):
     for place in (root / MARKET / "images", root / "images"):
         assert len(build("Market1501", root).gallery) == 2
         assert "images" in message(lambda: build("Market1501", root, MARKET1501_500K="True"))
@@ -279,7 +279,9 @@ def test_keys_of_one_dataset_do_not_affect_another(root):
     ("V1", ("V1", "V2"), "V1"),
 ])  # fmt: skip
 @pytest.mark.parametrize("validation", [False, True])
-def test_msmt17_versions_and_validation(version, available, expected_version, validation, root, caplog):
+def test_msmt17_version_and_validation_select_lists(
+    version, available, expected_version, validation, root, caplog
+):
     trees = {"V1": msmt("MSMT17_V1", "train", "test"), "V2": msmt("MSMT17_V2", "mask_train_v2", "mask_test_v2")}
     for each in available:
         write(root, trees[each])
@@ -296,7 +298,7 @@ def test_msmt17_versions_and_validation(version, available, expected_version, va
     )
 
 
-def test_msmt17_without_validation_list(root):
+def test_msmt17_missing_validation_list_raises_only_if_requested(root):
     write(root, TREES["MSMT17"][0])
     (root / "MSMT17_V1/list_val.txt").unlink()
     assert len(build_dataset("MSMT17").train) == 2
@@ -311,7 +313,7 @@ def test_msmt17_without_validation_list(root):
 @pytest.mark.parametrize(
     ("name", "vehicle"), [("VehicleID", 21), ("SmallVehicleID", 22), ("MediumVehicleID", 23), ("LargeVehicleID", 24)]
 )
-def test_vehicleid_test_sets_and_random_galleries(name, vehicle, root):
+def test_vehicleid_random_gallery_depends_only_on_seed(name, vehicle, root):
     galleries = {}
     for seed in range(8):
         dataset, again = (build(name, root, VEHICLEID__SEED=str(seed)) for _ in range(2))
@@ -329,7 +331,7 @@ def test_vehicleid_test_sets_and_random_galleries(name, vehicle, root):
 GALLERIES = [[4, 8], [5, 8], [4, 8], [6, 7]]
 
 
-def test_viper_random_splits(root, caplog):
+def test_viper_splits_are_random_and_reproducible(root, caplog):
     splits = []
     for split in range(10):
         with caplog.at_level(logging.INFO):
@@ -348,7 +350,7 @@ def test_viper_random_splits(root, caplog):
         DATASET_REGISTRY.get("VIPeR")(root, split=10)
 
 
-def test_sensereid_training_images_are_its_test_images(root, caplog):
+def test_sensereid_trains_on_query_and_gallery_images(root, caplog):
     dataset = build("SenseReID", root)
     with caplog.at_level(logging.WARNING):
         assert len(dataset.train) == 3
@@ -359,13 +361,13 @@ def test_sensereid_training_images_are_its_test_images(root, caplog):
 
 
 @pytest.mark.parametrize("query", ["test_probe", "test_prob"])
-def test_sensereid_query_folder_in_both_spellings(root, query):
+def test_sensereid_reads_test_probe_or_test_prob(root, query):
     write(root, {f"SenseReID/{name}": "" for name in (f"{query}/00012_0.jpg", "test_gallery/00012_1.jpg")})
     dataset = build_dataset("SenseReID")
     assert labels_of(dataset.query) == [(12, 0)] and labels_of(dataset.gallery) == [(12, 1)] and len(dataset.train) == 2
 
 
-def test_sensereid_without_queries_names_both_spellings(root):
+def test_sensereid_error_names_test_probe_and_test_prob(root):
     write(root, {"SenseReID/test_gallery/00012_1.jpg": ""})
     assert "test_probe" in (text := message(lambda: build_dataset("SenseReID"))) and "test_prob," in text
 
@@ -375,7 +377,7 @@ VARIANTS = [("VehicleID", "SmallVehicleID"), ("SmallVehicleID", "VehicleID", "La
 
 
 @pytest.mark.parametrize("names", VARIANTS)
-def test_dataset_variants_share_identities_and_images(names, root, caplog):
+def test_training_images_of_dataset_variants_are_used_once(names, root, caplog):
     datasets = [build(name, root) for name in names]
     single, found = training_parts([datasets[0]])[0], training_parts(datasets)
     assert [item.path for item in found[0]] == [item.path for item in single] and not any(found[1:])
@@ -387,7 +389,7 @@ def test_dataset_variants_share_identities_and_images(names, root, caplog):
 
 
 @pytest.mark.parametrize("names", VARIANTS)
-def test_dataset_variants_share_test_images_with_combine_all(names, root):
+def test_combine_all_uses_images_of_dataset_variants_once(names, root):
     for name in names:
         write(root, TREES[name][0])
     lists = [*root.rglob("vehicleid/train_test_split/test_list_*.txt")]
@@ -401,7 +403,7 @@ def test_dataset_variants_share_test_images_with_combine_all(names, root):
     assert all(item.pid.startswith(f"{datasets[0].family}_") for item in items)
 
 
-def test_image_in_two_datasets_warns(root, tmp_path, caplog):
+def test_image_with_different_identities_in_two_datasets_warns(root, tmp_path, caplog):
     market = build("Market1501", root)
     lines = ["path,pid", f"{market.train[1].path},5", "other.jpg,5", "another.jpg,6"]
     (tmp_path / "more.csv").write_text("\n".join(lines))
@@ -428,7 +430,7 @@ def test_cameras_have_the_same_number_in_all_splits(root):
 # ---- custom components
 
 
-def test_registered_classes_and_functions(root):
+def test_registered_class_or_function_is_built_by_name(root):
     class Own(ImageDataset):
         def __init__(self, root="datasets", **kwargs):
             super().__init__([(f"{root}/a.jpg", "own_1", "own_0")], [], [], **kwargs)
@@ -448,7 +450,7 @@ def test_registered_classes_and_functions(root):
 GUIDE = (Path(__file__).parents[3] / "fastamp/data/README.md").read_text(encoding="utf-8")
 
 
-def test_class_in_the_guide_works(root):
+def test_dataset_class_in_readme_works(root):
     code = GUIDE.split("```python\n")[1].split("```")[0]
     try:
         exec(code, {})
@@ -463,12 +465,12 @@ def test_class_in_the_guide_works(root):
 
 
 @pytest.mark.parametrize("name", [*NAMES, "CUHK03", "Demo"])
-def test_guide_lists_every_dataset_and_folder(name):
+def test_readme_lists_every_dataset_and_folder(name):
     assert f"`{name}`" in GUIDE
     assert name == "Demo" or f"`{DATASET_REGISTRY.get(name).folder}/" in GUIDE
 
 
-def test_guide_lists_every_key():
+def test_readme_lists_every_dataset_key():
     dataset_keys = [key for key in KEYS if re.match(r"DATASETS\.(MARKET1501|MSMT17|CUHK03|VIPER|VEHICLEID)", key)]
     assert len(dataset_keys) == 8
     for key in dataset_keys:
@@ -482,7 +484,7 @@ VIEWS = (
 )
 
 
-def test_veri_views(root, caplog):
+def test_veri_views_are_read_from_keypoint_files(root, caplog):
     lists = {"veri/keypoint_train.txt": f"{VIEWS[0]}\n", "veri/keypoint_test.txt": "\n".join(VIEWS[1:])}
     write(root, TREES["VeRi"][0] | lists)
     plain = build("VeRi", root)
@@ -497,6 +499,6 @@ def test_veri_views(root, caplog):
     assert "no gallery image" in message(lambda: build("VeRi", root, VERI__VIEWS="True").gallery)
 
 
-def test_veri_views_without_lists_fail(root):
+def test_veri_views_without_keypoint_files_raise(root):
     write(root, TREES["VeRi"][0])
     assert "keypoint_train.txt" in message(lambda: build("VeRi", root, VERI__VIEWS="True"))
