@@ -21,7 +21,7 @@ KEYS = (
     Key(
         "MODEL.LOSSES.CE.ALPHA",
         0.2,
-        "Cross entropy: factor of adaptive smoothing; EPSILON is ALPHA times the predicted target-class probability.",
+        "Cross entropy: adaptive smoothing is ALPHA times the predicted probability of the target class.",
     ),
     Key("MODEL.LOSSES.CE.SCALE", 1.0, "Cross entropy: weight in the total loss.", low=0),
 )
