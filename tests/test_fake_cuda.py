@@ -38,7 +38,7 @@ def make_batch(size=(64, 32)):
 
 
 class Batches:
-    """Yield one batch again and again."""
+    """Yield the same batch indefinitely."""
 
     def __init__(self, size=(64, 32), count=None):
         self.batch, self.count = make_batch(size), count
@@ -73,7 +73,7 @@ def make_trainer(cfg, model, dtype=torch.bfloat16, **options):
 
 
 def train(cfg, monkeypatch, dtype=torch.bfloat16, answer=lambda count: [1.0] * count):
-    """Train on fake tensors, and return the trainer and the number of reads of the device."""
+    """Train on fake tensors, and return the trainer and the number of device reads."""
     model = build_model(cfg)
     with fake_cuda(monkeypatch, answer) as reads:
         trainer = make_trainer(cfg, to_fake_cuda(model), dtype)
@@ -128,14 +128,14 @@ class SelectingLoss(nn.Module):
         return outputs["features"][targets > 1].sum()
 
 
-def test_planted_cpu_tensor_is_found(monkeypatch):
+def test_cpu_tensor_in_a_loss_is_found(monkeypatch):
     model = build_model(tiny_config())
     model.losses["loss_host"] = HostTensor()
     with fake_cuda(monkeypatch), pytest.raises(RuntimeError, match="cuda:0 and cpu"):
         make_trainer(tiny_config(), to_fake_cuda(model)).train(0, 1, 1)
 
 
-def test_planted_read_is_counted(monkeypatch):
+def test_device_read_in_a_loss_is_counted(monkeypatch):
     model = build_model(tiny_config())
     model.losses["loss_read"] = ReadingLoss()
     with fake_cuda(monkeypatch) as reads:
@@ -143,7 +143,7 @@ def test_planted_read_is_counted(monkeypatch):
         assert reads.count == 2 * STEPS
 
 
-def test_planted_value_dependent_shape_is_found(monkeypatch):
+def test_value_dependent_shape_in_a_loss_is_found(monkeypatch):
     model = build_model(tiny_config())
     model.losses["loss_selecting"] = SelectingLoss()
     with fake_cuda(monkeypatch), pytest.raises(Exception, match="nonzero"):
@@ -237,7 +237,7 @@ def test_optimizer_and_clipping_step_with_one_read(optimizer, clip, monkeypatch)
     check_reads(tiny_config(*opts), monkeypatch)
 
 
-def test_skipped_step_reads_once_more_for_the_names_of_the_gradients(monkeypatch):
+def test_skipped_step_reads_once_more_to_name_non_finite_gradients(monkeypatch):
     reads = itertools.count()
 
     def answer(count):
@@ -279,7 +279,7 @@ def test_precise_batch_norm_does_not_read_the_device(monkeypatch):
 
 
 @pytest.mark.parametrize("flip", [False, True])
-def test_evaluation_reads_features_once_per_batch_and_flags_once(flip, monkeypatch):
+def test_evaluation_reads_features_once_per_batch_and_finite_flags_once(flip, monkeypatch):
     cfg = tiny_config()
     model = build_model(cfg)
     evaluator = ReidEvaluator(cfg, num_query=IMAGES)

@@ -76,7 +76,7 @@ def test_connected_losses_pass(name, dtype):
     assert trainer.steps_taken == 3
 
 
-def test_frozen_modules_allow_losses_without_a_graph():
+def test_losses_without_a_graph_pass_if_modules_are_frozen():
     model = make_net()
     losses = {"loss_frozen": torch.ones(()), **model(make_batch())}
     check_losses(losses, frozen=["body"], model=model)
@@ -104,12 +104,12 @@ def test_check_finite_covers_all_dtypes_and_empty_tensors():
     check_finite(nn.Module())
 
 
-def test_zero_fraction():
+def test_zero_fraction_counts_only_exact_zeros():
     gradients = [torch.tensor([0.0, 1.0, -0.0, 1e-45]), torch.zeros(2, 2)]
     assert zero_fraction(gradients).item() == pytest.approx(6 / 8)
 
 
-def test_empty_parameter_passes():
+def test_step_accepts_an_empty_parameter():
     model = nn.Linear(2, 1)
     model.empty = nn.Parameter(torch.zeros(0))
     step = OptimizationStep(model, [torch.optim.SGD(model.parameters(), lr=0.1)])

@@ -65,7 +65,7 @@ def test_preflight_restores_the_model_and_random_states(dtype):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_locate_overflow_and_measure_layers():
+def test_nan_locator_and_layer_measurements_run_on_cuda():
     model, batch = on_device()
     with IsolatedPasses(model, batch) as passes:
         assert locate_in_training(passes, policy(torch.float16), scale=1.0) is None
@@ -85,7 +85,7 @@ def test_auto_dtype_follows_native_bfloat16():
 
 
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
-def test_train_and_resume(demo, tmp_path, precision):
+def test_train_and_resume_exit_with_0_on_cuda(demo, tmp_path, precision):
     if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         pytest.skip("this device has no native bfloat16")
     options = tiny.tiny_options(tmp_path, "MODEL.DEVICE", "cuda", "SOLVER.AMP", precision, "SOLVER.MAX_EPOCH", "2")
@@ -93,7 +93,7 @@ def test_train_and_resume(demo, tmp_path, precision):
     assert train_net.cli(["--resume", *options, "SOLVER.MAX_EPOCH", "3"]) == 0
 
 
-def test_doctor(demo, tmp_path):
+def test_doctor_exits_with_0_on_cuda(demo, tmp_path):
     assert amp_doctor.cli(["--env", "MODEL.DEVICE", "cuda"]) == 0
     options = tiny.tiny_options(tmp_path, "MODEL.DEVICE", "cuda", "SOLVER.AMP", "True", "SOLVER.MAX_EPOCH", "1")
     assert amp_doctor.cli(options) == 0

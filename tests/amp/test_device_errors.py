@@ -40,7 +40,7 @@ class Failing(Net):
 
 
 @pytest.mark.parametrize("error", NO_MEMORY)
-def test_out_of_memory_in_a_step(error):
+def test_out_of_memory_in_a_step_lists_batch_and_config_keys(error):
     model = Failing(error)
     trainer = make_trainer(model, [sgd(model)], [make_batch()] * 5, torch.bfloat16)
     with pytest.raises(TrainingError) as raised:
@@ -53,7 +53,7 @@ def test_out_of_memory_in_a_step(error):
 
 
 @pytest.mark.parametrize("error", NO_MEMORY)
-def test_out_of_memory_in_evaluation(error):
+def test_out_of_memory_in_evaluation_lists_batch_and_config_keys(error):
     with pytest.raises(TrainingError, match=r"images \(8, 8\)") as raised:
         inference_on_dataset(Failing(error), [make_batch()], DatasetEvaluator())
     assert "TEST.IMS_PER_BATCH" in str(raised.value) and "INPUT.SIZE_TEST" in str(raised.value)
@@ -80,7 +80,7 @@ def reset_deterministic():
     torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
 
 
-def test_deterministic_key_and_unsupported_operation(demo, tmp_path, reset_deterministic, monkeypatch, capsys):
+def test_nondeterministic_operation_raises_if_deterministic(demo, tmp_path, reset_deterministic, monkeypatch, capsys):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     model = make_net(Nondeterministic)
     train = make_trainer(model, [sgd(model)], [make_batch()] * 4, torch.float32).train

@@ -84,7 +84,7 @@ print(json.dumps(codes))
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_script_shows_plain_pytorch_and_fastamp(name):
+def test_script_reproduces_the_failure_and_shows_the_fix(name):
     process = preloaded.run(FOLDER / f"{name}.py")
     assert process.returncode == 0, process.stdout + process.stderr
     before, _, fastamp = process.stdout.partition("== fastamp ==")

@@ -125,7 +125,7 @@ def test_default_trainer_raises_on_foreign_tensors(demo, tmp_path, precision):
         Copied(tiny.tiny_config(tmp_path, "SOLVER.AMP", precision)).train()
 
 
-def test_loading_keeps_the_optimizer_on_the_parameters(demo, tmp_path):
+def test_loading_weights_keeps_parameters_in_the_optimizer(demo, tmp_path):
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "1"))
     path = trainer.checkpointer.save("weights", tag=False)
     for resume in (False, True):  # loading copies into the tensors that the optimizer holds

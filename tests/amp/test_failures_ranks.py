@@ -80,7 +80,7 @@ def test_skipped_step_restores_statistics_on_both_ranks(ranks, dtype, bad_rank):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_plain_ranks_diverge(ranks, dtype):
+def test_plain_ranks_diverge_after_an_overflow_on_one_rank(ranks, dtype):
     first, second = histories(ranks, f"head outside, {dtype}", "plain")
     assert (scales(first)[-1], scales(second)[-1]) == (65536.0, 32768.0)
     assert same(first[BAD_STEP - 1]["model"], second[BAD_STEP - 1]["model"])
@@ -158,7 +158,7 @@ def test_only_fp16_hooks_with_loss_scaling_raise(name, hook, fails):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_plain_ranks_drift_apart(ranks, dtype):
+def test_plain_parameters_outside_ddp_diverge_silently(ranks, dtype):
     first, second = histories(ranks, f"divergence, {dtype}", "plain")
     assert not torch.equal(first[-1]["model"]["second.weight"], second[-1]["model"]["second.weight"])
 

@@ -155,7 +155,7 @@ def test_loss_scale_stops_at_min_scale(dtype):
     assert not any(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
-def test_custom_min_scale():
+def test_loss_scale_stops_at_a_custom_min_scale():
     scaler = LossScaler(init_scale=65536.0, min_scale=128.0)
     for _ in range(40):
         scaler.update(False)
@@ -174,7 +174,7 @@ NO_SCALE = "Inf or NaN"
     (torch.float32, "float32", NO_SCALE),
 ])  # fmt: skip
 def test_too_many_skips_raise_precision_failure(dtype, on_failure, cause):
-    """Also if the fallback dtype equals the current one."""
+    """This includes a fallback dtype that equals the current one."""
     model = make_net()
     before = values(model)
     trainer = make_trainer(model, [sgd(model)], [BAD] * 40, dtype, on_failure=on_failure)
@@ -201,7 +201,7 @@ def test_suggested_dtype_differs_from_the_current_one(dtype):
 
 @pytest.mark.parametrize("on_failure", ["bfloat16", "float32"])
 def test_on_failure_switches_the_dtype(on_failure, caplog):
-    """Images with values beyond the range of float16."""
+    """Train on images with values beyond the range of float16."""
     model, large = make_net(), spoil(GOOD, 1e6)
     trainer = make_trainer(model, [sgd(model, lr=1e-9)], [large] * 30, torch.float16, on_failure=on_failure)
     before = values(model)
@@ -229,7 +229,7 @@ def test_plain_parameters_become_non_finite_after_145_skips(dtype):
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("min_scale", [1.0, 2.0**-149])
 def test_parameters_stay_finite_after_145_skips(dtype, min_scale):
-    """Even with a subnormal min_scale: the verdict is computed from the unscaled gradients."""
+    """This holds even for a subnormal min_scale, because the verdict is computed from the unscaled gradients."""
     model = make_net()
     trainer = make_trainer(model, [sgd(model)], [BAD] * 145 + [GOOD], dtype, max_consecutive_skips=1000)
     if trainer.step.scaler:

@@ -157,7 +157,7 @@ def test_zero_gradients_and_zero_learning_rate_warn_once(name, message, dtype, c
 
 @pytest.mark.parametrize("dtype", ALL)
 def test_zero_gradients_warn_under_weight_decay(dtype, caplog):
-    """Weight decay changes the parameters, so that comparing them is not enough."""
+    """Weight decay changes the parameters, so comparing them does not reveal zero gradients."""
     model = make_net(Weighted, weight=0.0)
     before = values(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
@@ -242,7 +242,7 @@ def reads(monkeypatch):
 @pytest.mark.parametrize("clipping", [None, clip])
 @pytest.mark.parametrize("weight", [1.0, 1e-4])
 def test_applied_step_synchronizes_once(reads, dtype, clipping, weight):
-    """Also the first steps, which monitor the updates and count zero gradients."""
+    """This includes the first steps, which monitor the updates and count zero gradients."""
     model = make_net(Weighted, weight=weight, normalize=True)
     scaler = LossScaler(init_scale=64.0) if dtype == torch.float16 else None
     step = OptimizationStep(model, [sgd(model)], scaler=scaler, clip=clipping)

@@ -120,8 +120,8 @@ def test_non_finite_model_is_not_evaluated_or_saved(demo, tmp_path, monkeypatch,
     assert len(evaluated) == evaluations
 
 
-def test_buffer_guard_key_on_the_command_line(demo, tmp_path, monkeypatch, capfd):
-    """A run on the command line with one overflowing batch."""
+def test_restore_buffers_key_prevents_non_finite_statistics(demo, tmp_path, monkeypatch, capfd):
+    """Train from the command line with one overflowing batch."""
     original = DefaultTrainer.build_train_loader.__func__
 
     def with_a_bad_batch(cls, cfg):
@@ -202,7 +202,7 @@ def steep_trainer(dtype, batches=60):
 
 
 def plain_skips(model, scaler):
-    """Count the skipped steps among 30 of a plain PyTorch loop."""
+    """Count the skipped steps among the 30 steps of a plain PyTorch loop."""
     skipped, optimizer = 0, sgd(model, lr=1e-6)
     for _ in range(30):
         before = values(model)
@@ -297,7 +297,7 @@ def test_weight_average_follows_small_updates():
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_weight_average_matches_float64_in_a_run(dtype):
+def test_weight_average_of_a_run_matches_float64(dtype):
     """Compare with an average in float64 over the applied steps."""
     model, record = make_net(normalize=True), Record()
     average = WeightAverage(model, "ema")
@@ -324,7 +324,7 @@ WINDOW = [make_batch(seed) for seed in range(4)]
 
 
 def plain_window(dtype, *, inside):
-    """Train one window of four with a plain PyTorch loop; return model, gradient norm and number of steps.
+    """Train one accumulation window of four batches in plain PyTorch; return model, gradient norm and number of steps.
 
     Args:
         inside: operation after each backward pass: ``"unscale"``, ``"step"``, another string for ``update``, or None.

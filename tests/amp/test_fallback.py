@@ -14,7 +14,7 @@ from fastamp.modeling import BACKBONE_REGISTRY
 
 
 class Times(nn.Module):
-    """Multiply by a factor; with 1e6 float16 overflows and bfloat16 does not."""
+    """Multiply by a factor; a factor of 1e6 overflows in float16 but not in bfloat16."""
 
     def __init__(self, factor):
         super().__init__()

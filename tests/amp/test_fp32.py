@@ -95,7 +95,7 @@ def test_region_survives_pickling_and_a_patched_forward():
     assert output_dtypes(again) == {"first": torch.bfloat16, "second.0": torch.float32}
 
 
-def test_class_attribute_makes_a_region():
+def test_class_attribute_makes_a_module_a_float32_region():
     class Sensitive(nn.Linear):
         force_fp32 = True
 
@@ -112,7 +112,7 @@ def test_unmatched_pattern_suggests_nearest():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("patterns", [["backbone.4"], ["Conv2d"], ["backbone", "heads"]])
 def test_forced_regions_change_features_within_rounding(tmp_path, dtype, patterns):
-    """For a model without overflows, in all modes."""
+    """Compare the features of a model without overflows in all modes."""
     cfg = tiny.tiny_config(tmp_path, "MODEL.HEADS.NUM_CLASSES", "4")
     images = torch.randint(256, (16, 3, 64, 32), dtype=torch.uint8)
 

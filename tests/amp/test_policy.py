@@ -22,7 +22,7 @@ def make(**amp):
     return PrecisionPolicy.from_config(cfg, CPU)
 
 
-def test_off_is_float32_without_autocast():
+def test_amp_off_computes_in_float32_without_autocast():
     chosen = make(ENABLED=False, DTYPE="float16")
     assert chosen.dtype == torch.float32 and not chosen.enabled and not chosen.needs_loss_scaling
     with chosen.autocast():
@@ -30,7 +30,7 @@ def test_off_is_float32_without_autocast():
 
 
 @pytest.mark.parametrize("native, dtype", [((True, "native"), torch.bfloat16), ((False, "none here"), torch.float32)])
-def test_auto_dtype_on_cpu(monkeypatch, caplog, native, dtype):
+def test_auto_dtype_on_cpu_depends_on_native_bfloat16(monkeypatch, caplog, native, dtype):
     monkeypatch.setattr(policy, "native_bfloat16", lambda device: native)
     monkeypatch.setattr("logging.Logger.propagate", True, raising=False)
     chosen = make(ENABLED=True)
@@ -39,13 +39,13 @@ def test_auto_dtype_on_cpu(monkeypatch, caplog, native, dtype):
 
 
 @pytest.mark.parametrize("native, dtype", [(True, torch.bfloat16), (False, torch.float16)])
-def test_auto_dtype_on_cuda(monkeypatch, native, dtype):
+def test_auto_dtype_on_cuda_depends_on_native_bfloat16(monkeypatch, native, dtype):
     monkeypatch.setattr(policy, "native_bfloat16", lambda device: (native, "a reason"))
     assert policy.auto_dtype(torch.device("cuda"))[0] == dtype
 
 
 @pytest.mark.parametrize("name, dtype", [("bfloat16", torch.bfloat16), ("float16", torch.float16)])
-def test_named_dtype_runs_on_cpu(name, dtype):
+def test_configured_dtype_is_used_on_cpu(name, dtype):
     chosen = make(ENABLED=True, DTYPE=name)
     assert chosen.dtype == dtype
     assert chosen.needs_loss_scaling == (dtype == torch.float16)
@@ -78,7 +78,7 @@ def test_low_precision_model_raises():
         make(ENABLED=True, DTYPE="float16").check_model(nn.Linear(2, 2).half())
 
 
-def test_evaluation_policy():
+def test_evaluation_policy_follows_eval_dtype():
     trained = make(ENABLED=True, DTYPE="bfloat16")
     assert trained.for_evaluation("same") is trained
     assert trained.for_evaluation("float32").dtype == torch.float32
@@ -97,7 +97,7 @@ def test_tf32_flags_follow_the_config(monkeypatch):
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def test_resolve_device():
+def test_resolve_device_rejects_unknown_names():
     assert resolve_device("cpu") == CPU
     assert resolve_device("auto").type in ("cpu", "cuda", "mps")
     for name in ("gpu", "cudaa", "xla"):

@@ -112,7 +112,7 @@ def test_gradients_zeroed_from_step_5_on_are_reported_once(caplog):
     assert "'backbone'" in message and "100.0 %" in message
 
 
-def test_report_is_repeated_after_the_module_trained_again(caplog):
+def test_warning_is_repeated_if_a_module_stops_training_again(caplog):
     model, step = make()
     run(model, step, 210, hook=lambda number: "zero the backbone" if number < 60 or number > 120 else None)
     assert len(warnings_of(caplog)) == 2
@@ -154,7 +154,7 @@ def test_learning_rate_0_and_sparse_gradients_are_not_reported(caplog):
     assert not warnings_of(caplog)
 
 
-def test_parameters_that_do_not_move_are_reported(caplog):
+def test_parameters_that_do_not_change_are_reported(caplog):
     model, _ = make()
     groups = [{"params": model.backbone.parameters(), "lr": 1e-30}, {"params": model.heads.parameters()}]
     step = OptimizationStep(model, [torch.optim.SGD(groups, lr=0.1)])
@@ -181,7 +181,7 @@ def test_loss_scale_grows_after_the_growth_interval_was_lowered():
     assert scaler.scale == 2.0
 
 
-def test_more_than_half_of_the_steps_skipped_ends_training(caplog):
+def test_training_ends_if_more_than_half_of_the_steps_are_skipped(caplog):
     model, step = make()
     with pytest.raises(PrecisionFailure, match=str(SKIP_WINDOW)):
         run(model, step, 1000, hook=lambda number: "overflow" if number % 26 else None)

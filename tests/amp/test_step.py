@@ -142,7 +142,7 @@ def test_parameter_order_is_computed_once(monkeypatch):
     assert len(calls) == 1
 
 
-def test_deprecated_begin_and_backward():
+def test_deprecated_begin_and_backward_warn_and_still_work():
     model, step = make()
     with pytest.warns(DeprecationWarning, match="zero_grad"):
         step.begin()

@@ -16,7 +16,7 @@ from fastamp.utils.errors import ConfigError
         (("MODEL.DEVICE", "cuda:0"), "MODEL.DEVICE"),
     ],
 )
-def test_distributed_run_rejects_single_process_options(tmp_path, monkeypatch, options, key):
+def test_distributed_run_rejects_incompatible_config_values(tmp_path, monkeypatch, options, key):
     cfg = tiny.tiny_config(tmp_path, *options)
     check_config(cfg)
     monkeypatch.setattr(comm, "get_world_size", lambda: 2)

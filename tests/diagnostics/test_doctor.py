@@ -76,7 +76,7 @@ def test_search_forces_exactly_the_overflowing_layers(gains, names):
     assert search(Net(gains), BFLOAT16)[0] == []
 
 
-def test_search_forces_neighbors_of_an_overflowing_function():
+def test_search_forces_layers_next_to_an_overflowing_function():
     """A function has no module name, so the layers next to it are forced."""
     model = Net(function=lambda x: x * 1e6 / 1e6)
     found, _ = search(model, FLOAT16)
@@ -132,7 +132,7 @@ def test_search_returns_none_if_every_layer_overflows():
     assert search(Loud(), FLOAT16)[0] is None and search(Loud(), BFLOAT16)[0] == []
 
 
-def test_forced_restores_classes_and_forwards():
+def test_forced_restores_module_classes_and_patched_forwards():
     model = Net((1, 1e6, 1, 1))
     classes = [type(module) for module in model.modules()]
     with forced(model, ["layers.1"]):
@@ -144,7 +144,7 @@ def test_forced_restores_classes_and_forwards():
     assert model.head.forward is original
 
 
-def test_measure_layers():
+def test_measure_layers_reports_errors_and_magnitudes():
     model = Net((1, 300, 1, 1))
     with IsolatedPasses(model, BATCH) as passes:
         low, half = (measure_layers(passes, policy) for policy in (BFLOAT16, FLOAT16))
@@ -159,7 +159,7 @@ def test_measure_layers():
     assert halves["layers.1"].limit_share == halves["layers.1"].magnitude / 65504
 
 
-def test_layer_error_matches_a_plain_computation():
+def test_layer_error_matches_direct_computation():
     model = Net()
     with IsolatedPasses(model, BATCH) as passes:
         layer = measure_layers(passes, BFLOAT16)[0]
@@ -192,21 +192,21 @@ def test_lower_loss_scale_increases_gradient_underflow():
     assert layers["relu"].zero_gradients is None
 
 
-def test_safe_loss_scale_is_the_largest_finite_one():
+def test_safe_loss_scale_is_the_largest_with_finite_gradients():
     with IsolatedPasses(Net(), BATCH) as passes:
         scale = safe_loss_scale(passes, FLOAT16, up_to=2.0**24)
         assert passes.train(FLOAT16, scale=scale).finite and not passes.train(FLOAT16, scale=2 * scale).finite
         assert safe_loss_scale(passes, BFLOAT16, up_to=2.0**24) is None
 
 
-def test_measure_cost():
+def test_measure_cost_reports_positive_time_and_memory():
     with IsolatedPasses(Net(), BATCH) as passes:
         full, low = measure_cost(passes, FLOAT32), measure_cost(passes, BFLOAT16)
     assert full.seconds > 0 and full.memory > 0 and low.memory > 0 and low.relative > 0
 
 
-def test_patched_forward_can_be_forced():
-    """Isolated passes restore attributes, except for a patched forward."""
+def test_search_forces_a_layer_with_patched_forward():
+    """Isolated passes restore the attributes of modules, but keep a patched forward."""
     model = Net((1, 1e6, 1, 1))
     model.layers[1].forward = model.layers[1].forward
     assert search(model, FLOAT16)[0] == ["layers.1"]

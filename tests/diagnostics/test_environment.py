@@ -76,7 +76,7 @@ def gpu(no_gpu):
     return no_gpu
 
 
-def test_cpu_report():
+def test_report_on_cpu_has_no_problems():
     report = inspect_environment(CPU, asked="cpu", train=True)
     assert report.problems == [] and report.unknown == {}
     assert {"fastamp", "Python", "torch", "torchvision", "numpy"} == set(report.versions)
@@ -103,7 +103,7 @@ def test_smoke_test_runs_only_on_request(monkeypatch):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_gpu_report():
+def test_report_on_gpu_has_no_problems():
     before = torch.cuda.get_rng_state()
     report = inspect_environment(CUDA, train=True)
     assert report.problems == [] and report.driver_fits and report.capability_fits
@@ -203,7 +203,7 @@ def test_failed_smoke_test_is_a_problem(no_gpu, broken, parts):
         assert row(report, f"ten steps in {name}").startswith("RuntimeError") is (name in broken)
 
 
-def test_missing_gpu_is_not_a_problem(no_gpu):
+def test_missing_gpu_is_not_reported_as_a_problem(no_gpu):
     report = inspect_environment(CPU)
     assert report.problems == []
     assert row(report, "PyTorch built for") == "CUDA 13.2" and row(report, "driver") == "no NVIDIA driver"
@@ -304,7 +304,7 @@ def test_unsupported_compute_capability_is_a_problem(gpu):
         ("gfx90a", [], [(9, 0)]),
     ],
 )
-def test_runs_on(arch, yes, no):
+def test_runs_on_compares_arch_with_compute_capability(arch, yes, no):
     assert all(runs_on(arch, capability) for capability in yes)
     assert not any(runs_on(arch, capability) for capability in no)
 
@@ -312,7 +312,7 @@ def test_runs_on(arch, yes, no):
 @pytest.mark.parametrize(
     "flags, state", [({"avx512_fp16"}, "native"), ({"asimdhp", "fphp"}, "native"), ({"avx512f", "f16c"}, "slow")]
 )
-def test_float16_support_on_cpu(monkeypatch, flags, state):
+def test_float16_support_on_cpu_depends_on_cpu_flags(monkeypatch, flags, state):
     monkeypatch.setattr(environment_queries, "cpu_flags", lambda: flags)
     assert environment_queries.supported(CPU)["float16"].state == state
 
@@ -328,7 +328,7 @@ class Library:
         return self.status
 
 
-def test_driver_cuda(monkeypatch):
+def test_driver_cuda_is_read_from_the_driver_library(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library(0, 12040))
     assert environment_queries.driver_cuda() == (12, 4)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library(34, 0))
@@ -338,7 +338,7 @@ def test_driver_cuda(monkeypatch):
     assert environment_queries.driver_cuda() is None
 
 
-def test_driver_version_from_nvidia_smi(monkeypatch, tmp_path):
+def test_driver_version_is_read_from_nvidia_smi(monkeypatch, tmp_path):
     program = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment_queries.driver_version() is None
@@ -362,14 +362,14 @@ def test_driver_version_from_nvidia_smi(monkeypatch, tmp_path):
         (None, "from nvidia-smi"),
     ],
 )
-def test_loaded_driver_version(monkeypatch, text, version):
+def test_loaded_driver_version_falls_back_to_nvidia_smi(monkeypatch, text, version):
     opened = (lambda *_, **__: io.StringIO(text)) if text else raising(FileNotFoundError("no such file"))
     monkeypatch.setattr(environment_queries, "driver_version", lambda: "from nvidia-smi")
     monkeypatch.setattr(environment_queries, "open", opened, raising=False)
     assert environment_queries.loaded_driver_version() == version
 
 
-def test_failed_queries_are_listed(no_gpu):
+def test_failed_queries_are_listed_in_the_report(no_gpu):
     fail = raising(OSError("cannot be read\nat all"))
     no_gpu.setattr(environment_queries, "driver_cuda", lambda: (13, 0))
     for name in ("driver_version", "memory", "supported", "versions", "device_name"):

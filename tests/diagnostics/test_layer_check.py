@@ -73,7 +73,7 @@ def is_low(x):
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_error_of_5_percent_in_a_convolution_is_found(monkeypatch, dtype):
-    """Even in an untrained model, where the embeddings hide it."""
+    """The error is found even in an untrained model, where comparing embeddings does not reveal it."""
     model, original = small_resnet(), nn.Conv2d.forward
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     planted, error = None, 0.05
@@ -127,7 +127,7 @@ def test_values_non_finite_only_in_low_precision_are_found(monkeypatch, wrong):
     assert [layer.name for layer in found] == ["conv"] and "not finite" in found[0].describe()
 
 
-def test_overflow_is_reported_by_the_nan_locator():
+def test_overflow_is_located_and_not_reported_as_a_wrong_layer():
     model = Block(nn.Conv2d(8, 8, 1)).train()
     with torch.no_grad():
         model.layer.weight.mul_(1e7)
@@ -149,7 +149,7 @@ def test_overflow_is_reported_by_the_nan_locator():
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
 @pytest.mark.parametrize("constant", [False, True])
 def test_correct_layers_pass_at_any_scale(layer, dtype, scale, constant):
-    """Also for a norm of constant inputs, where rounding errors dominate even in float32."""
+    """This includes norms of constant inputs, where rounding errors dominate even in float32."""
     model = Block(layer).train()
     with torch.no_grad():
         model.conv.weight.mul_(scale)
@@ -163,7 +163,7 @@ def test_correct_layers_pass_at_any_scale(layer, dtype, scale, constant):
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_recurrent_layer_passes(dtype):
-    """It rounds at each step, so that it is only checked for repeatability."""
+    """A recurrent layer rounds at each time step, so it is only checked for repeatability."""
 
     class Rows(nn.Module):
         def __init__(self):
@@ -233,7 +233,7 @@ class AlwaysDropout(nn.Module):
 
 
 class Noise(nn.Module):
-    """Add noise from an owned generator."""
+    """Add noise from a generator that the module owns."""
 
     def __init__(self, kind):
         super().__init__()
@@ -248,7 +248,7 @@ class Noise(nn.Module):
 @pytest.mark.parametrize(
     "layer", [AlwaysDropout(), nn.Dropout(0.5), nn.RReLU(), Noise("torch"), Noise("numpy")], ids=str
 )
-def test_random_layers_pass(layer):
+def test_layers_that_draw_random_numbers_pass(layer):
     model = Block(layer).train()
     report = preflight(model, images(4, (12, 12)), policy=policy(torch.bfloat16))
     assert report.problem == ""
@@ -304,7 +304,7 @@ def broken(monkeypatch):
 
 
 @pytest.mark.parametrize("choice", ["error", "warn", "fallback"])
-def test_wrong_layer_in_the_preflight(broken, choice, caplog, tmp_path):
+def test_preflight_raises_warns_or_falls_back_on_a_wrong_layer(broken, choice, caplog, tmp_path):
     diagnostics = PrecisionDiagnostics(preflight=choice, trace_nonfinite=True, folder=tmp_path)
     step = OptimizationStep(broken, [torch.optim.SGD(broken.parameters(), 0.1)])
     batch = images(4, every_backbone.SIZE)
@@ -320,7 +320,7 @@ def test_wrong_layer_in_the_preflight(broken, choice, caplog, tmp_path):
     assert "backbone.layer2.0.conv1 (Conv2d) in bfloat16" in caplog.text
 
 
-def test_search_forces_the_wrong_layer(broken):
+def test_search_forces_a_layer_with_wrong_results(broken):
     low, batch = policy(torch.bfloat16), images(4, every_backbone.SIZE)
     reference = check_float32(broken, batch, low)
 
@@ -347,19 +347,19 @@ def check_backbone(name):
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_backbones_pass(name):
+def test_common_backbones_pass_the_layer_check(name):
     check_backbone(name)
 
 
 @pytest.mark.export
 @pytest.mark.parametrize("name", [name for name in every_backbone.BACKBONES if name not in QUICK])
-def test_all_backbones_pass(name):
+def test_remaining_backbones_pass_the_layer_check(name):
     check_backbone(name)
 
 
 @pytest.mark.export
 @pytest.mark.parametrize("name", reference.MODELS)
-def test_untrained_reference_models_pass(name):
+def test_untrained_reference_models_pass_the_preflight(name):
     torch.manual_seed(0)
     model = reference.reference_model(name).train()
     batch = images(4, reference.MODELS[name]["input_size"])

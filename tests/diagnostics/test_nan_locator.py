@@ -70,7 +70,7 @@ def find(fault, dtype, scale=1.0, **kwargs):
         ("scale", "loss-scale overflow", "loss", "gradient of its input"),
     ],
 )
-def test_locate_module_and_kind(fault, kind, module, part):
+def test_locator_finds_module_and_kind_of_overflow(fault, kind, module, part):
     found = find(fault, torch.float16, scale=65536.0)
     assert (found.kind, found.module, found.part) == (kind, module, part)
     assert found.dtype == "float16" and found.inputs_finite
@@ -80,13 +80,13 @@ def test_locate_module_and_kind(fault, kind, module, part):
     assert find(fault, torch.bfloat16) is None
 
 
-def test_location_has_magnitudes():
+def test_location_reports_input_and_parameter_magnitudes():
     found = find("weight", torch.float16)
     assert found.float32_magnitude > 65504 and 1 < found.input_magnitude < 100
     assert found.parameter_magnitude < 65504  # the products overflow, not the weights
 
 
-def test_safe_scale_is_the_largest_finite_one():
+def test_safe_scale_is_the_largest_with_finite_gradients():
     found = find("scale", torch.float16, scale=65536.0)
     with IsolatedPasses(Net("scale"), batch()) as passes:
         assert passes.train(policy(torch.float16), scale=found.safe_scale).finite
@@ -98,17 +98,17 @@ def test_safe_scale_is_the_largest_finite_one():
 
 @pytest.mark.parametrize("fault", ["nan", "inf"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_float32_failure_is_reported_as_such(fault, dtype):
+def test_failure_in_float32_is_not_attributed_to_the_precision(fault, dtype):
     found = find(fault, dtype)
     assert found.kind == "not finite in float32" and "SOLVER.BASE_LR" in found.describe()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_non_finite_batch_is_reported_as_such(value):
+def test_non_finite_batch_is_reported_as_the_cause(value):
     assert find("", torch.float16, value=value).kind == "batch not finite"
 
 
-def test_normal_model_has_no_location():
+def test_model_with_finite_values_has_no_location():
     assert find("", torch.float16, scale=1024.0) is None
     assert find("", torch.float32) is None
 
@@ -133,7 +133,7 @@ def test_infinities_in_float32_are_ignored():
     assert found.module == "big"
 
 
-def test_locate_in_evaluation():
+def test_locate_in_evaluation_finds_overflow_and_non_finite_batch():
     with IsolatedPasses(Net("weight"), batch()) as passes:
         found = locate_in_evaluation(passes, policy(torch.float16))
         assert (found.kind, found.module) == ("forward overflow", "conv2")
@@ -192,7 +192,7 @@ class Cached(nn.Module):
         return {"loss": (out.float() * 1e-9 + cache[0].float() * 0).mean()}
 
 
-def test_hooks_keep_lists_dicts_and_keywords():
+def test_hooks_do_not_change_list_dict_and_keyword_arguments():
     with IsolatedPasses(Cached(6e4), {"x": torch.ones(2, 4)}) as passes:
         assert locate_in_training(passes, policy(torch.float16)).module == "part.linear"
     model = Cached(6e4)
@@ -201,7 +201,7 @@ def test_hooks_keep_lists_dicts_and_keywords():
         assert torch.isfinite(model({"x": torch.ones(2, 4)})["loss"])
 
 
-def test_fix_lists_forced_modules_and_neighbors():
+def test_fix_lists_forced_modules_and_adjacent_layers():
     model = Net("function")
     apply_force_fp32(model, ["linear"])
     with IsolatedPasses(model, batch()) as passes:
@@ -231,7 +231,7 @@ class Broken(Net):
         return super().forward(batch)
 
 
-def test_try_locate_reports_its_own_failure():
+def test_try_locate_returns_the_reason_if_it_fails():
     find = lambda passes: locate_in_training(passes, policy(torch.float16))  # noqa: E731
     found, note = try_locate(Hungry("weight"), batch(), find)
     assert found.module == "conv2" and note == ""  # on half of the batch

@@ -25,7 +25,7 @@ def check(model, batch, low, **options):
 
 
 class Noisy(Net):
-    """Net with another loss in each low-precision pass, like a nondeterministic kernel."""
+    """Net with a different loss in each low-precision pass, like a nondeterministic kernel."""
 
     calls = itertools.count(1)  # isolated passes do not restore it
 
@@ -60,7 +60,7 @@ class OverflowNet(Net):
         (lambda: VanishingNet(3), BFLOAT16, "imprecise"),
     ],
 )
-def test_preflight_reports_the_findings_of_the_check(model, low, finding):
+def test_preflight_reports_the_findings_of_the_precision_check(model, low, finding):
     batch = make_batch()
     torch.manual_seed(0)
     found, report = check(model(), batch, low), preflight(model(), batch, policy=low)
@@ -92,7 +92,7 @@ def test_wrong_layer_is_reported_before_an_overflow(monkeypatch):
     assert report.kernel and report.location is None and report.problem == found.problem
 
 
-def test_overflow_without_a_location_fails(monkeypatch):
+def test_overflow_fails_the_check_even_without_a_location(monkeypatch):
     monkeypatch.setattr(precision_check, "try_locate", lambda *args, **kwargs: (None, "(not located)"))
     model, batch = Net(3, gain=1e7), make_batch()
     found = check(model, batch, FLOAT16)

@@ -60,13 +60,13 @@ def test_wrong_number_of_channels_raises(dtype):
 
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
-def test_float32_failure_is_reported_as_such(dtype):
+def test_failure_in_float32_is_not_attributed_to_the_precision(dtype):
     report = preflight(Net(3, gain=float("nan")), make_batch(), policy=policy(dtype), scaler=LossScaler())
     assert report.in_float32 and "in float32" in report.problem and "loss_cls" in report.problem
     assert preflight(Net(3), make_batch(), policy=policy(dtype)).problem == ""  # the negative control
 
 
-def test_loss_scale_is_the_largest_finite_one():
+def test_loss_scale_is_the_largest_with_finite_gradients():
     scaler = LossScaler(init_scale=65536.0)
     model, batch = Net(3, gain=100.0), make_batch()
     report = preflight(model, batch, policy=policy(torch.float16), scaler=scaler)
@@ -101,7 +101,7 @@ def test_parameters_without_a_gradient_are_listed():
     assert "2 trainable parameters have no gradient: unused.weight, unused.bias" in report.describe()
 
 
-def test_embeddings_that_become_zero_fail():
+def test_preflight_fails_if_embeddings_become_zero_in_float16():
     """L2 normalization in float16: norms overflow, and all features become zero without Inf or NaN."""
 
     class Normalizing(Net):
@@ -138,7 +138,7 @@ def run(output, *opts):
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
 @pytest.mark.parametrize("channels", ["1", "3", "4"])
 def test_run_is_bit_identical_with_and_without_preflight(demo, tmp_path, caplog, precision, channels):
-    """Weights, statistics, optimizer and random states; the model has dropout and batch norm."""
+    """Compare weights, statistics, optimizer and random states of a model with dropout and batch norm."""
     colors = [
         "MODEL.PIXEL_MEAN",
         "(1, 2, 3, 4)",
@@ -192,7 +192,7 @@ def test_training_failure_writes_a_crash_dump_that_replays(demo, tmp_path, capfd
     assert train_net.cli(planted(tmp_path, "SOLVER.AMP", "fp16", "SOLVER.AMP.FORCE_FP32", "['backbone.4']")) == 0
 
 
-def test_preflight_fallback(demo, tmp_path, capfd):
+def test_preflight_fallback_trains_in_another_dtype(demo, tmp_path, capfd):
     assert train_net.cli(planted(tmp_path, "SOLVER.AMP", "fp16", "SOLVER.AMP.PREFLIGHT", "fallback")) == 0
     log = (tmp_path / "log.txt").read_text()
     assert "pre-flight failed in float16" in log and "SOLVER.AMP.PREFLIGHT fallback" in log
@@ -209,7 +209,7 @@ def test_preflight_falls_back_to_float32_without_native_bfloat16(demo, tmp_path,
     assert torch.load(tmp_path / "model_final.pth", weights_only=True)["policy"]["dtype"] == "float32"
 
 
-def test_preflight_warn_continues(demo, tmp_path, capfd):
+def test_preflight_warn_trains_despite_the_failure(demo, tmp_path, capfd):
     opts = ("SOLVER.AMP", "fp16", "SOLVER.AMP.PREFLIGHT", "warn", "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "2")
     assert train_net.cli(planted(tmp_path, *opts)) == 2
     log, error = (tmp_path / "log.txt").read_text(), capfd.readouterr().err
@@ -265,7 +265,7 @@ def test_damaged_crash_dump_exits_with_2(tmp_path, capfd):
     assert amp_replay.cli([str(tmp_path / "x.pth")]) == 2
 
 
-def test_model_without_features_raises():
+def test_model_that_returns_no_features_raises():
     class Tuple(Net):
         def forward(self, batch):
             out = super().forward(batch)
@@ -291,8 +291,8 @@ class WritesIntoItsBatch(Net):
         return super().forward(batch)
 
 
-def test_crash_dump_has_the_unmodified_batch(tmp_path):
-    """Even if the model writes into its batches."""
+def test_crash_dump_contains_the_unmodified_batch(tmp_path):
+    """The model modifies its batches in place."""
     model = WritesIntoItsBatch(3)
     good, bad = make_batch(), make_batch()
     bad["images"][0] = float("inf")
@@ -308,7 +308,7 @@ def test_crash_dump_has_the_unmodified_batch(tmp_path):
     assert torch.equal(CrashDump.read(tmp_path).micro_batch.batch["images"], expected)
 
 
-def test_is_out_of_memory():
+def test_is_out_of_memory_recognizes_device_and_host_errors():
     yes = [
         MemoryError(),
         torch.OutOfMemoryError("x"),
@@ -319,7 +319,7 @@ def test_is_out_of_memory():
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_embeddings_that_are_zero_in_float32_pass(dtype):
+def test_preflight_passes_if_embeddings_are_zero_in_float32(dtype):
     model, batch = Net(3), make_batch()
     model(batch)  # sets the running statistics, as in a trained model
     torch.nn.init.zeros_(model.body[3].weight)

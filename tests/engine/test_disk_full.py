@@ -134,7 +134,7 @@ def test_too_many_open_files_exits_with_2(capsys):
     assert stderr.startswith("error: too many open files: cannot open metrics.json") and "ulimit -n" in stderr
 
 
-def test_other_os_errors_are_raised():
+def test_unrelated_os_errors_are_raised():
     def fail():
         raise OSError(errno.EBADF, "Bad file descriptor")
 

@@ -50,7 +50,7 @@ def test_resume_with_two_processes_is_bit_identical(demo_root, tmp_path):
 
 @pytest.mark.parametrize("before, now", [(2, 1), (1, 2)])
 def test_resume_with_a_different_number_of_processes(demo_root, demo, tmp_path, before, now):
-    """All processes fall back to the checkpoint before the damaged one; the steps do not depend on their number."""
+    """All processes fall back to the checkpoint before the damaged one; steps are the same for any number."""
     options, stop = (*FLOAT32, "SOLVER.CHECKPOINT_ITERS", "2"), f"signal on rank {before - 1}"
     ranks.main(str(tmp_path / "straight"), False, "", FLOAT32)
     if before == 1:
@@ -116,7 +116,7 @@ def _raise_bug():
     raise AssertionError("a bug")
 
 
-def test_bug_in_a_process_exits_with_1(capfd):
+def test_bug_in_one_process_exits_with_1(capfd):
     with pytest.raises(SystemExit) as stop:
         launch(_raise_bug, 2)
     assert stop.value.code == 1 and "AssertionError: a bug" in capfd.readouterr().err
@@ -139,7 +139,7 @@ def test_collectives_are_no_ops_in_a_single_process():
         launch(print, 0)
 
 
-def test_failure_on_one_rank_is_reported_once_and_dumped_by_both(demo_root, tmp_path):
+def test_failure_on_one_rank_is_reported_once_and_dumped_by_both_ranks(demo_root, tmp_path):
     """The images of rank 1 are infinite: all ranks skip, and the cause is located on rank 1."""
     limits = ("SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "1", "SOLVER.MAX_EPOCH", "2")
     flags = ("--fault", "infinite images on rank 1")

@@ -37,7 +37,7 @@ def run_all(*commands):
 
 
 def test_killed_process_ends_the_other_machine():
-    """Even if its children, e.g. data loader workers, keep its sockets open."""
+    """Children of the killed process, e.g. data loader workers, keep its sockets open."""
     url = f"tcp://127.0.0.1:{free_port()}"
     runs = [preloaded.start(SCRIPT, "killed", "1", "1", "2", machine, url) for machine in "01"]
     done = [run.finish() for run in runs]
@@ -62,7 +62,7 @@ def test_bug_under_torchrun_ends_a_blocked_rank_of_the_other_machine():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_count_store_connections(monkeypatch):
+def test_count_store_connections_excludes_agent_and_ranks(monkeypatch):
     code = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); s.recv(1)"
     with socket.create_server(("127.0.0.1", 0)) as store, socket.create_server(("127.0.0.1", 0)) as ranks:
         port = store.getsockname()[1]
@@ -88,7 +88,7 @@ def test_count_store_connections(monkeypatch):
 
 
 def test_ranks_exit_after_their_agent_is_killed(tmp_path):
-    """Ranks on the machine of the killed agent and on the other machine."""
+    """The ranks on both machines exit, not only those of the killed agent."""
     endpoint = f"127.0.0.1:{free_port()}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, SCRIPT, str(tmp_path / "pid"), "1", "1"]
@@ -143,7 +143,7 @@ def test_worker_exits_with_its_parent(tmp_path):
         receiver.recv()
 
 
-def test_select_causes():
+def test_select_causes_drops_duplicates_and_consequences():
     bug, again = Outcome(1, "bug", rank=2), Outcome(1, "bug", rank=0)
     peer = Outcome(1, "Connection closed by peer", rank=3, kind="consequence")
     wrong, silent = Outcome(2, "error: x", rank=1), Outcome(3, rank=4)
@@ -161,7 +161,7 @@ def test_select_causes():
         (BrokenPipeError("Broken pipe"), False),  # closed stdout
     ],
 )
-def test_is_consequence(error, expected):
+def test_is_consequence_recognizes_lost_connections(error, expected):
     assert is_consequence(error) == expected
     wrapped = ValueError("the model fails")
     wrapped.__cause__ = error

@@ -133,7 +133,7 @@ def test_only_frozen_layers_stay_unchanged(demo, tmp_path, layers):
     assert moved == set(record.start) - always_frozen
 
 
-def test_freeze_epochs(demo, tmp_path, caplog):
+def test_freeze_epochs_overrides_freeze_iters(demo, tmp_path, caplog):
     options = ("MODEL.FREEZE_LAYERS", "backbone", "SOLVER.FREEZE_EPOCHS", "1", "SOLVER.FREEZE_ITERS", "2")
     record = Record()
     run(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "2", *options), record)
@@ -259,7 +259,7 @@ def test_ema_and_swa_together_exit_with_2(demo, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
-def test_precise_bn_pools_all_inputs(offset):
+def test_precise_bn_matches_statistics_of_all_inputs(offset):
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -285,7 +285,7 @@ def test_precise_bn_pools_all_inputs(offset):
     assert torch.equal(random_state, torch.get_rng_state())
 
 
-def test_precise_bn_before_each_evaluation(demo, tmp_path, caplog):
+def test_precise_bn_runs_before_each_evaluation(demo, tmp_path, caplog):
     logging.getLogger("fastamp").setLevel(logging.INFO)
     options = ("TEST.PRECISE_BN.ENABLED", "True", "TEST.PRECISE_BN.DATASET", "Demo", "TEST.PRECISE_BN.NUM_ITER", "4")
     trainer, results = run(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "2", "TEST.EVAL_PERIOD", "1", *options))
@@ -300,7 +300,7 @@ def test_precise_bn_before_each_evaluation(demo, tmp_path, caplog):
     assert DefaultTrainer.test_weights(tiny.tiny_config(tmp_path / "eval", *weights)) == results
 
 
-def test_precise_bn_with_loaded_weights(demo, tmp_path):
+def test_precise_bn_applies_to_loaded_weights(demo, tmp_path):
     run(tiny.tiny_config(tmp_path / "run", "SOLVER.MAX_EPOCH", "1"))
     weights = ("MODEL.WEIGHTS", str(tmp_path / "run/model_final.pth"), "SOLVER.MAX_EPOCH", "1", "SOLVER.BASE_LR", "0")
     precise = ("TEST.PRECISE_BN.ENABLED", "True", "TEST.PRECISE_BN.DATASET", "Demo", "TEST.PRECISE_BN.NUM_ITER", "2")

@@ -1,4 +1,4 @@
-"""Lock of OUTPUT_DIR: exclusive for trainings, ignored by evaluations and dry runs, released after a kill."""
+"""Lock of OUTPUT_DIR: exclusive for training runs, ignored by evaluations and dry runs, released after a kill."""
 
 import multiprocessing
 import signal
@@ -25,7 +25,7 @@ def hold(folder, pipe):
 
 @pytest.fixture
 def running(demo, tmp_path, monkeypatch):
-    """Folder of a training, and the process that holds its lock."""
+    """Folder of a training run, and the process that holds its lock."""
     monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.0)
     folder, fork = tmp_path / "run", multiprocessing.get_context("fork")
     tiny.train(folder)
@@ -42,7 +42,7 @@ def content(folder):
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_second_training_exits_with_2_and_names_the_first(running, capsys):
+def test_second_training_run_exits_with_2_and_names_the_lock_holder(running, capsys):
     folder, process = running
     before = content(folder)
     assert main(["train", *tiny.tiny_options(folder, "SOLVER.MAX_EPOCH", "1")]) == 2
@@ -54,7 +54,7 @@ def test_second_training_exits_with_2_and_names_the_first(running, capsys):
         DefaultTrainer(tiny.tiny_config(folder)).train()
 
 
-def test_resume_after_a_killed_training(running):
+def test_killed_training_run_can_be_resumed(running):
     folder, process = running
     process.kill()
     process.join()
@@ -73,7 +73,7 @@ def test_evaluation_and_dry_run_ignore_the_lock(running, capsys):
     assert str(process.pid) in describe_lock_holder(folder)
 
 
-def test_failed_training_releases_its_lock(demo, tmp_path, monkeypatch):
+def test_failed_training_run_releases_its_lock(demo, tmp_path, monkeypatch):
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path))
     monkeypatch.setattr(trainer.trainer, "train", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):

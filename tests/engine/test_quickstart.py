@@ -16,7 +16,7 @@ QUICKSTART = Path(__file__).parents[2] / "configs/Demo/quickstart.yml"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer_name, amp", [("SimpleTrainer", "off"), ("AMPTrainer", "bf16")])
-def test_overfits_one_batch(trainer_name, amp):
+def test_quickstart_network_overfits_one_batch(trainer_name, amp):
     cfg = get_cfg()
     cfg.merge_from_file(QUICKSTART)
     cfg.merge_from_list(["SOLVER.AMP", amp, "MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "4"])

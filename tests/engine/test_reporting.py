@@ -1,4 +1,4 @@
-"""Reports (TEST.REPORT) of trainings and evaluations."""
+"""Reports (TEST.REPORT) of training runs and evaluations."""
 
 import logging
 import shutil

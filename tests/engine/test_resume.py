@@ -40,7 +40,7 @@ def iterations(output_dir):
 
 
 class Killed(Exception):
-    """Simulates a kill: nothing is saved afterwards."""
+    """Raised to simulate a kill: nothing is saved afterwards."""
 
 
 class Kill(HookBase):
@@ -142,13 +142,13 @@ PAIRS = [
 ]  # fmt: skip
 
 
-def test_all_options_are_paired():
+def test_every_option_is_in_exactly_one_pair():
     assert sorted(name for pair in PAIRS for name in pair) == sorted(OPTIONS)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 @pytest.mark.parametrize("precision", ["off", "fp16"])
-def test_resume_is_bit_identical_with_each_option(demo, tmp_path, pair, precision):
+def test_resume_is_bit_identical_with_each_pair_of_options(demo, tmp_path, pair, precision):
     has_timm = importlib.util.find_spec("timm") is not None
     names = [name for name in pair if name != "LAMB" or has_timm]
     options = ("SOLVER.AMP", precision, "SOLVER.MAX_EPOCH", "2", *(word for name in names for word in OPTIONS[name]))
@@ -268,7 +268,7 @@ def test_resuming_a_complete_run_changes_nothing(demo, tmp_path):
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-def test_resume_runs_a_failed_last_evaluation(demo, tmp_path):
+def test_resume_repeats_a_failed_last_evaluation(demo, tmp_path):
     straight, cfg = (tiny.tiny_config(tmp_path / name, "SOLVER.MAX_EPOCH", "1") for name in ("straight", "failed"))
     trainer, results = run(straight)
     torch.manual_seed(0)
@@ -297,7 +297,7 @@ def killable(output_dir, moment, root):
 
 @pytest.fixture(scope="module")
 def uninterrupted_process(demo_root, made_once):
-    """Folder of an uninterrupted run in a new process, with a different hash seed than the killed one."""
+    """Folder of an uninterrupted run in a new process, with a different hash seed than the killed run."""
     with made_once("uninterrupted_process") as (folder, missing):
         if missing:
             env = os.environ | {"FASTAMP_DATASETS": str(demo_root), "OMP_NUM_THREADS": "1"}

@@ -16,7 +16,7 @@ HELPERS, TOOLS = Path(__file__).parents[1] / "helpers", Path(__file__).parents[2
 
 @pytest.fixture(scope="module")
 def folders(demo_root, made_once):
-    """Folders of the run with one process and of the run with two."""
+    """Folders of the run with one process and of the run with two processes."""
     with made_once("same_result") as (folder, missing):
         one, two = folder / "one", folder / "two"
         if missing:
@@ -71,7 +71,7 @@ def test_two_processes_match_one(folders, way, count):
     assert names[1] - names[0] == {"log.txt.rank1"} and not names[0] - names[1]
 
 
-def test_without_gathering_the_steps_differ(folders):
+def test_steps_differ_without_gathering(folders):
     """Negative control: mining within the images of each rank changes the loss."""
     one, local = steps(folders[0] / "gathered"), steps(folders[1] / "local")
     difference = max((one[5][name] - value).abs().max().item() for name, value in local[5].items())
@@ -140,7 +140,7 @@ def test_preflight_reports_a_failure_on_one_rank(folders):
     assert "amp_crash/iteration_0_rank_1.pth" in messages[0]
 
 
-def test_plain_train_net_matches_with_two_ranks(folders):
+def test_open_training_loop_matches_the_trainer_with_two_ranks(folders):
     """With MoCo: DDP does not synchronize the key encoder."""
     first, second = (
         torch.load(folders[1] / name / "model_final.pth", weights_only=True) for name in ("hooks", "open_loop")

@@ -36,7 +36,7 @@ def test_second_signal_stops_immediately_but_forwarded_duplicate_does_not(monkey
 
 @pytest.mark.parametrize("before", [None, signal.SIGUSR1])
 def test_training_saves_and_stops_when_its_agent_exits(monkeypatch, before):
-    """No second signal is sent if it is stopping already."""
+    """A run that is already stopping receives no second signal."""
     ended, signals, slept = [], [], []
     monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
     monkeypatch.setattr(os, "_exit", ended.append)
@@ -69,7 +69,7 @@ def resume(monkeypatch, argv, module=None, **environment):
     return resume_command()
 
 
-def test_resume_command(monkeypatch, tmp_path):
+def test_resume_command_repeats_the_original_command(monkeypatch, tmp_path):
     train, of_two = ["tools/train_net.py", "--num-gpus", "2", "OUTPUT_DIR", "a b"], "--num-gpus 2 OUTPUT_DIR 'a b'"
     assert resume(monkeypatch, train) == f"python tools/train_net.py --resume {of_two}"
     assert resume(monkeypatch, ["t.py", "--resume", "X", "1"]) == "python t.py --resume X 1"

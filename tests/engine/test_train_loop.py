@@ -98,7 +98,7 @@ class RecordCalls(HookBase):
 
 
 @pytest.mark.parametrize("method", ["begin", "backward", "finish"])
-def test_step_override_that_training_does_not_call_raises(method):
+def test_overriding_an_unused_step_method_raises(method):
     trainer = explosive_trainer([{"number": 0}])
     kind = type("MyStep", (OptimizationStep,), {method: lambda self, *args: None})
     trainer.step = kind(trainer.model, trainer.optimizers)
@@ -125,7 +125,7 @@ def test_hooks_registered_during_training_are_called():
     assert moments.calls == ["before_step", "before_forward 2", "after_backward", "after_step"]
 
 
-def test_hook_methods_within_a_step():
+def test_hooks_are_called_for_each_batch_within_a_step():
     moments = RecordCalls()
     trainer = explosive_trainer([{"number": 0}, {"number": 1}], accum_steps=2)
     trainer.register_hooks([moments])
@@ -143,7 +143,7 @@ def test_error_in_a_step_is_passed_to_hooks():
     assert isinstance(moments.error, StopIteration) and trainer.iter == 1
 
 
-def test_hook_replaces_an_error():
+def test_error_raised_by_a_hook_replaces_the_step_error():
     class Explain(HookBase):
         def on_step_error(self, error):
             raise TrainingError("the batches have ended") from error
@@ -256,7 +256,7 @@ def test_precision_diagnostics_and_on_failure_can_be_assigned():
 
 
 def test_only_batches_of_the_current_step_are_recorded():
-    """Also with a constant ``iter``, and in a second training."""
+    """This also holds for a constant ``iter`` and for a second call of ``train``."""
     diagnostics = PrecisionDiagnostics(trace_nonfinite=True)
     model = Explosive(bad=set())
     optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
@@ -332,7 +332,7 @@ def test_overfits_one_batch_and_updates_every_parameter(tmp_path, precision):
     assert torch.equal(trainer.model.heads.bottleneck[0].bias, torch.zeros(tiny.WIDTH))  # frozen
 
 
-def test_amp_matches_float32(tmp_path):
+def test_amp_training_matches_float32(tmp_path):
     losses = {}
     for precision in PRECISIONS:
         trainer = make(tmp_path, precision)
@@ -390,7 +390,7 @@ def test_amp_without_effect_raises(tmp_path):
         trainer.train(0, 1, 1)
 
 
-def test_custom_optimizer(tmp_path):
+def test_lr_schedule_uses_the_learning_rate_of_a_custom_optimizer(tmp_path):
     model = Explosive(bad=set())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     trainer = SimpleTrainer(model, itertools.repeat({}), [optimizer], policy=FLOAT32)
@@ -403,7 +403,7 @@ def test_custom_optimizer(tmp_path):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_overfits_on_cuda(tmp_path, precision):
+def test_overfits_one_batch_on_cuda(tmp_path, precision):
     trainer = make(tmp_path, precision, "SOLVER.BASE_LR", "0.01", "MODEL.DEVICE", "cuda")
     trainer.train(0, 80, 1)
     trainer.metrics.flush()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""NaN features in evaluation after a successful training, and infinite gradient norms (VMamba)."""
+"""NaN features in evaluation after successful training, and infinite gradient norms (VMamba)."""
 
 import math
 import sys

@@ -31,7 +31,7 @@ def scalars(output):
 
 
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
-def test_run_reports_monitored_values(demo, tmp_path, precision):
+def test_run_writes_monitored_values_to_metrics_and_log(demo, tmp_path, precision):
     opts = (
         "SOLVER.AMP",
         precision,
@@ -66,7 +66,7 @@ def test_run_reports_monitored_values(demo, tmp_path, precision):
 
 
 class Controlled(nn.Module):
-    """Model with two weights and a loss function from the batch."""
+    """Model with one parameter and a loss that depends on factors in the batch."""
 
     def __init__(self):
         super().__init__()
@@ -83,14 +83,14 @@ def train(batches):
     return trainer.metrics.flush()
 
 
-def test_skip_ratio_of_a_log_period():
+def test_skip_ratio_is_the_fraction_of_skipped_steps_in_a_log_period():
     good, bad = {"factors": torch.ones(4)}, {"factors": torch.full((4,), float("nan"))}
     metrics = train([good, bad, bad, good])
     assert metrics["skip_ratio"] == 0.5 and metrics["skipped_total"] == 2
     assert metrics["grad_norm"] == 2.0  # without skipped steps
 
 
-def test_zero_gradients_are_reported_for_a_tiny_norm():
+def test_zero_gradients_are_reported_only_for_a_tiny_gradient_norm():
     tiny_norm = {"factors": torch.tensor([TINY_GRAD_NORM / 10, 0.0, 0.0, 0.0])}
     assert train([tiny_norm])["zero_gradients"] == 0.75
     assert "zero_gradients" not in train([{"factors": torch.tensor([1.0, 0.0, 0.0, 0.0])}])
@@ -111,7 +111,7 @@ def test_gradients_underflowing_in_float16_are_reported():
     assert share(1.0) > 0.5 > 0.2 > share(65536.0)
 
 
-def test_console_line():
+def test_console_line_shows_monitored_values():
     metrics = {
         "epoch": 0, "total_loss": 1.0, "loss_scale": 8.0, "skipped_total": 3, "skipped_in_a_row": 1, "lr": 0.1,
         "images_per_second": 1.0, "data_time": 0.0, "peak_memory_mb": 1.0, "eta_seconds": 1.0, "zero_gradients": 0.97,
@@ -145,7 +145,7 @@ def test_activations_are_monitored_once_per_period():
     assert not model[0]._forward_hooks
 
 
-def test_clip_coefficient():
+def test_clip_coefficient_is_the_ratio_of_gradient_norms():
     model = Controlled()
     clip = lambda gradients, norm: clip_gradients(gradients, norm, clip_type="global_norm", clip_value=1.0)  # noqa: E731
     step = OptimizationStep(model, [torch.optim.SGD(model.parameters(), 0.1)], clip=clip)

@@ -30,7 +30,7 @@ def train(steps, **options):
     return average.tensors(), initial, record.steps
 
 
-def test_warmup_equals_a_naive_loop_with_the_decay_of_timm():
+def test_ema_warmup_matches_a_naive_loop_with_timm_decay():
     average, initial, steps = train(20)
     expected = {name: value.double() for name, value in initial.items()}
     for number, step in enumerate(steps):
@@ -40,7 +40,7 @@ def test_warmup_equals_a_naive_loop_with_the_decay_of_timm():
         torch.testing.assert_close(average[name].double(), value, rtol=1e-6, atol=1e-7)
 
 
-def test_short_run_does_not_keep_the_initial_weights():
+def test_ema_of_a_short_run_does_not_keep_the_initial_weights():
     def kept(average, initial, steps):
         moved = steps[-1]["head.weight"] - initial["head.weight"]
         return ((steps[-1]["head.weight"] - average["head.weight"]).norm() / moved.norm()).item()
@@ -50,7 +50,7 @@ def test_short_run_does_not_keep_the_initial_weights():
 
 
 @pytest.mark.parametrize("state, expected", [({}, False), ({"warmup": False}, False), ({"warmup": True}, True)])
-def test_resume_continues_with_the_warmup_of_the_run(state, expected, caplog):
+def test_resume_keeps_the_warmup_setting_of_the_run(state, expected, caplog):
     hook = EMA(WeightAverage(make_net(), "ema"), 0.9, warmup=not expected)
     hook.load_state_dict(state)
     assert hook.warmup is expected and "SOLVER.EMA.WARMUP" in caplog.text

@@ -21,7 +21,7 @@ class Killed(Exception):
 
 
 class KillAfter(HookBase):
-    """End the training after all other hooks of an iteration, like a kill."""
+    """End training after all other hooks of an iteration, like a kill."""
 
     saves = True
 
@@ -72,7 +72,7 @@ def iteration_in(path):
     return torch.load(path, weights_only=True)["trainer"]["iteration"]
 
 
-def test_period_in_epochs_and_iterations(tmp_path):
+def test_checkpoints_are_saved_every_n_epochs_and_iterations(tmp_path):
     train(tmp_path, iterations=3)
     assert names(tmp_path) == ["0000", "0001", "final", "iter_0000003", "iter_0000006", "iter_0000009"]
     assert iteration_in(tmp_path / "model_iter_0000006.pth") == 6
@@ -80,7 +80,7 @@ def test_period_in_epochs_and_iterations(tmp_path):
     assert (tmp_path / "last_checkpoint").read_text() == "model_final.pth"
 
 
-def test_one_checkpoint_after_the_evaluation_of_an_epoch(tmp_path):
+def test_end_of_epoch_saves_one_checkpoint_after_the_evaluation(tmp_path):
     class Evaluate(HookBase):
         evaluated = 0
 
@@ -99,7 +99,7 @@ def test_one_checkpoint_after_the_evaluation_of_an_epoch(tmp_path):
         assert content["trainer"]["hooks"]["Evaluate"]["evaluated"] == evaluated, name
 
 
-def test_period_in_minutes(tmp_path):
+def test_checkpoints_are_saved_every_n_minutes(tmp_path):
     seconds = iter(range(0, 10**6, 20))  # the clock advances by 20 s per call
     train(tmp_path, period=2, minutes=1.0, clock=lambda: float(next(seconds)))
     # Called at the start, after each step and after each save; three calls are one minute.
@@ -115,7 +115,7 @@ def test_clock_is_broadcast_only_with_a_period_in_minutes(tmp_path, monkeypatch,
     assert len(broadcast) == 3 * (minutes > 0)  # the value of rank 0
 
 
-def test_checkpoint_has_the_state_of_later_hooks_after_the_step(tmp_path):
+def test_checkpoint_contains_the_state_of_hooks_registered_later(tmp_path):
     train(tmp_path, CountSteps(), iterations=1)
     for iteration in (1, 2, 3, 5):
         content = torch.load(tmp_path / f"model_iter_{iteration:07d}.pth", weights_only=True)
@@ -131,7 +131,7 @@ def test_keep_deletes_only_older_periodic_checkpoints(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_keep_counts_checkpoints_before_a_resume(tmp_path, keep):
+def test_keep_counts_checkpoints_saved_before_a_resume(tmp_path, keep):
     with pytest.raises(Killed):
         train(tmp_path, KillAfter(7), iterations=1, period=9, keep=0)
     assert len(names(tmp_path)) == 7

@@ -31,7 +31,7 @@ RESULTS = {
         ("csv:/b/c.csv/TAR@FAR=0.01", 3.0, "TAR@FAR=0.01 on csv:/b/c.csv"),
     ],
 )
-def test_best_metric_by_name(name, value, text):
+def test_best_metric_name_selects_metric_and_datasets(name, value, text):
     metric = BestMetric.by_name(name, REPORTED)
     assert metric.of(RESULTS) == value and str(metric) == text
 
@@ -47,7 +47,7 @@ def test_unknown_best_metric_suggests_nearest(name, suggestion):
     assert "choices: Rank-1, mAP, metric; or a metric of one test set, e.g. A/Rank-1" in str(error.value)
 
 
-def test_missing_best_metric_raises_after_evaluation_if_names_are_unknown():
+def test_undeclared_metric_missing_from_results_raises():
     assert BestMetric.by_name("A/purity", {"A": None, "B": METRICS}) == BestMetric("purity", ("A",))
     metric = BestMetric.by_name("purity", {"A": None})
     assert metric.of({"A": {"purity": 1.0}}) == 1.0
@@ -90,7 +90,7 @@ def test_nan_is_never_the_best(tmp_path):
     assert best_in(tmp_path) == {"metric": "mAP on A", "value": 20.0, "iteration": 8}
 
 
-def test_best_value_is_a_float(tmp_path):
+def test_best_value_is_stored_as_a_float(tmp_path):
     hook = hook_for(tmp_path, "mAP", [torch.tensor(30.0)])
     hook.trainer.train(0, 1, 2)
     hook.load_state_dict(hook.state_dict())
@@ -111,7 +111,7 @@ def test_resume_keeps_the_best_score_unless_the_metric_changes(tmp_path, caplog)
     assert best_in(tmp_path) == {"metric": "mINP on A", "value": 5.0, "iteration": 2}
 
 
-def test_metric_names_match_the_results(demo, tmp_path):
+def test_declared_metric_names_match_the_results(demo, tmp_path):
     options = ("TEST.ROC.ENABLED", "True", "TEST.ROC.FAR", "[1e-1, 0.05]", "TEST.RANKS", "[3]", "SOLVER.MAX_EPOCH", "1")
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options, "SOLVER.BEST_METRIC", "Demo/TAR@FAR=0.05"))
     num_query = trainer.test_loaders["Demo"][1]
